@@ -354,6 +354,9 @@ class HostApi(Protocol):
         streamed, and ValueError for a policy that does not fit its blocks.
         """
 
+    def check_model(self, path: Path, weight_dtype: str) -> None:
+        """Raise the errors of `load_model` that the header of the file shows: of its format, and of another model."""
+
     def stream_model(self, model: object, streaming: ModelStreaming) -> object:
         """Return a MODEL like `model`, with all its patches, whose blocks stream from its file or from RAM.
 

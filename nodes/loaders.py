@@ -22,11 +22,18 @@ from ..wan import (
 )
 from . import sockets
 from .inputs import show_notices
-from .runs.file_checks import LORA_FOLDERS, NONE, check_lora
+from .runs.file_checks import (
+    EXPERT_FOLDERS,
+    LORA_FOLDERS,
+    MODEL_FOLDERS,
+    NONE,
+    SAME_FOLDER,
+    check_experts,
+    check_lora,
+    check_native_model,
+    check_single_model,
+)
 
-SAME_FOLDER = "from the same pipeline folder"
-
-FOLDERS = ("diffusion_models", "diffusers")
 DTYPES = {AUTO: AUTO, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MODEL_INPUTS: tuple[io.Input, ...] = (
     io.Combo.Input(
@@ -87,9 +94,11 @@ logger = logging.getLogger("wanstream.nodes")
 class WanStreamExperts(io.ComfyNode):
     """Reference to a high-noise and a low-noise expert that were checked to be a pair."""
 
+    LISTED_INPUTS = ("high_noise", "low_noise")
+
     @classmethod
     def define_schema(cls) -> io.Schema:
-        names = current_host().model_names(*FOLDERS)
+        names = current_host().model_names(*EXPERT_FOLDERS)
         return io.Schema(
             node_id="WanStreamExperts",
             display_name="Wan Experts (streamed)",
@@ -120,10 +129,15 @@ class WanStreamExperts(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, high_noise: str | None = None, low_noise: str | None = None) -> bool:
+        check_experts(high_noise, low_noise)
+        return True
+
+    @classmethod
     def execute(cls, high_noise: str, low_noise: str, compute_dtype: str, **settings: Any) -> io.NodeOutput:
         ref = ExpertsRef(
-            high_noise=current_host().model_path(high_noise, *FOLDERS),
-            low_noise=None if low_noise == SAME_FOLDER else current_host().model_path(low_noise, *FOLDERS),
+            high_noise=current_host().model_path(high_noise, *EXPERT_FOLDERS),
+            low_noise=None if low_noise == SAME_FOLDER else current_host().model_path(low_noise, *EXPERT_FOLDERS),
             compute_dtype=DTYPES[compute_dtype],
             **settings,
         )
@@ -183,6 +197,8 @@ def _arithmetic_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
 class WanStreamOneExpert(io.ComfyNode):
     """Reference to a single model, which runs every step and was checked to be complete."""
 
+    LISTED_INPUTS = ("file",)
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -195,7 +211,7 @@ class WanStreamOneExpert(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "file",
-                    options=current_host().model_names(*FOLDERS),
+                    options=current_host().model_names(*EXPERT_FOLDERS),
                     tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. Read per "
                     "step if all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
                     "for 1.3B in bf16 and fp16, half of it in fp8.",
@@ -206,8 +222,13 @@ class WanStreamOneExpert(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, file: str | None = None) -> bool:
+        check_single_model(file)
+        return True
+
+    @classmethod
     def execute(cls, file: str, compute_dtype: str, **settings: Any) -> io.NodeOutput:
-        path = current_host().model_path(file, *FOLDERS)
+        path = current_host().model_path(file, *EXPERT_FOLDERS)
         ref = ExpertsRef(high_noise=path, single=True, compute_dtype=DTYPES[compute_dtype], **settings)
         notices = _opened_notices(ref, open_here(ref))
         return io.NodeOutput(ref, ui=show_notices(*notices, file=file) or None)
@@ -355,6 +376,8 @@ STREAMING_INPUTS: tuple[io.Input, ...] = (
 class WanStreamLoadDiffusionModel(io.ComfyNode):
     """MODEL whose blocks stay in their file; a substitute for ComfyUI's own loader."""
 
+    LISTED_INPUTS = ("unet_name", "weight_dtype")
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         # Names and choices are those of UNETLoader: a saved graph stays valid when its class is exchanged.
@@ -371,7 +394,7 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "unet_name",
-                    options=current_host().model_names(FOLDERS[0]),
+                    options=current_host().model_names(*MODEL_FOLDERS),
                     tooltip="A .safetensors or .gguf file of diffusion_models. Opening it reads its header and what is "
                     "outside the blocks, 0.2 to 4.4 % of the file; streamed blocks are read from disk in every step.",
                 ),
@@ -390,18 +413,23 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, unet_name: str | None = None, weight_dtype: str | None = None) -> bool:
+        check_native_model(unet_name, weight_dtype)
+        return True
+
+    @classmethod
     def execute(
         cls, unet_name: str, weight_dtype: str, policy: OffloadPolicy | AutoOffload | None = None, **settings: Any
     ) -> io.NodeOutput:
         host = current_host()
-        path = host.model_path(unet_name, FOLDERS[0])
+        path = host.model_path(unet_name, *MODEL_FOLDERS)
         with host.ledger().phase("open", host.device()):
             return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, **settings)))
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
         """Load the model again when its file was replaced. A linked name is None here."""
-        return None if unet_name is None else file_version(current_host().model_path(unet_name, FOLDERS[0]).stat())
+        return None if unet_name is None else file_version(current_host().model_path(unet_name, *MODEL_FOLDERS).stat())
 
 
 class WanStreamStreamModel(io.ComfyNode):

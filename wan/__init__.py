@@ -6,6 +6,7 @@ inside functions only, and `experts/embedders.py`, which needs diffusers, is imp
 
 from __future__ import annotations
 
+from .checkpoint.files import ModelVersion, model_version
 from .checkpoint.key_names import native_transformer_name
 from .checkpoint.markers import header_settings, marker_settings, own_layers
 from .checkpoint.meta_model import NoInitialValues
@@ -30,7 +31,7 @@ from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .lora.file import open_lora
 from .text.embedding_cache import EmbeddingCache
-from .text.encoder import open_text_encoder
+from .text.encoder import encoder_version, open_text_encoder
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
 from .transformer.kernels import ATTENTIONS, INT8_ATTENTION
 from .transformer.multiplication import CodeFormat, choose_multiplication, multiplied_formats
@@ -84,6 +85,7 @@ __all__ = [
     "Lane",
     "LatentFileError",
     "LatentSpace",
+    "ModelVersion",
     "Nag",
     "NoInitialValues",
     "Positions",
@@ -108,6 +110,7 @@ __all__ = [
     "denormalise",
     "describe_tiling",
     "empty_frames",
+    "encoder_version",
     "expert_mismatches",
     "family_of",
     "forward_lanes",
@@ -117,6 +120,7 @@ __all__ = [
     "is_merged",
     "lora_mismatches",
     "marker_settings",
+    "model_version",
     "multiplied_formats",
     "native_transformer_name",
     "normalise",

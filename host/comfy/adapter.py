@@ -41,6 +41,7 @@ from ..workers import WorkerRegistry
 from .guider import ExpertsGuider
 from .guider_session import GuiderSettings
 from .native.block_lists import ANY_SIZE
+from .native.build import check_native
 from .native.load import last_run, native_patcher
 from .native.model import open_native
 from .native.patcher import NativePatcher
@@ -275,6 +276,9 @@ class ComfyHost(HostApi):
 
     def load_model(self, path: Path, weight_dtype: str, streaming: ModelStreaming) -> NativePatcher:
         return native_patcher(open_native(path, weight_dtype, **self._native_limits()), streaming)
+
+    def check_model(self, path: Path, weight_dtype: str) -> None:
+        check_native(path, weight_dtype)
 
     def stream_model(self, model: object, streaming: ModelStreaming) -> NativePatcher:
         limits = self._native_limits()

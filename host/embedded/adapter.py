@@ -302,6 +302,9 @@ class EmbeddedHost(HostApi):
     def load_model(self, *_: object, **__: object) -> object:
         raise NeedsComfyUIError(f"Load Diffusion Model (streamed) {NEEDS_COMFYUI['MODEL']}")
 
+    def check_model(self, path: Path, weight_dtype: str) -> None:
+        self.load_model(path, weight_dtype)
+
     def stream_model(self, *_: object, **__: object) -> object:
         raise NeedsComfyUIError(f"Stream Model {NEEDS_COMFYUI['MODEL']}")
 

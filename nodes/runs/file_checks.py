@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 
-from ...host import current_host
-from ...offload import FileVersion, file_version
+from ...host import WEIGHT_DTYPES, current_host
 from ...sampling import RequestError
-from ...schema import Notice
+from ...schema import ExpertsRef, Notice
 from ...wan import (
     LATENT_SCALES,
     RAW,
     VAE_DTYPES,
+    ModelVersion,
+    encoder_version,
+    model_version,
+    open_expert,
     open_image_encoder,
     open_lora,
+    open_pair,
     open_text_encoder,
     open_tiny_vae,
     open_vae,
@@ -37,14 +41,17 @@ PREVIEW_FOLDERS = ("vae_approx", "vae")
 CLIP_FOLDERS = ("diffusers", "clip_vision")
 TEXT_FOLDERS = ("diffusers", "text_encoders")
 LORA_FOLDERS = ("loras",)
+EXPERT_FOLDERS = ("diffusion_models", "diffusers")
+MODEL_FOLDERS = ("diffusion_models",)
+"""Model folders of native models."""
 
+SAME_FOLDER = "from the same pipeline folder"
+"""Choice for the low-noise expert in the folder of the high-noise expert."""
 NONE = "none"
 """Choice for no file."""
 
 KEPT = 64
 """Files whose result is kept."""
-
-_Version = tuple[tuple[str, FileVersion], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,42 +74,69 @@ def reports_ui(*reports: FileReport, notes: Sequence[str] = ()) -> dict[str, Any
     return show_notices(*warnings, *map(Notice.of, known)) or None
 
 
+def check_experts(high_noise: object, low_noise: object) -> None:
+    """Raise the errors of opening two experts, among them that they do not belong together."""
+    high = _path(high_noise, EXPERT_FOLDERS)
+    low = None if low_noise == SAME_FOLDER else _path(low_noise, EXPERT_FOLDERS)
+    if high is not None and low_noise is not None:
+        open_pair(ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"))
+        return
+    for path in (high, low):  # the other one is linked, and may be in the same folder
+        if path is not None and path.is_file():
+            open_expert(path)
+
+
+def check_single_model(name: object) -> None:
+    """Raise the errors of opening a single model."""
+    path = _path(name, EXPERT_FOLDERS)
+    if path is not None:
+        open_pair(ExpertsRef(high_noise=path, single=True, compute_dtype="float32"))
+
+
+def check_native_model(name: object, weight_dtype: object) -> None:
+    """Raise the errors of a native model that its header shows."""
+    path = _path(name, MODEL_FOLDERS)
+    if path is not None:
+        dtype = _choice("weight_dtype", weight_dtype, WEIGHT_DTYPES, unknown=next(iter(WEIGHT_DTYPES)))
+        _native_model(path, model_version(path), dtype)
+
+
 def check_encoder(name: object) -> FileReport:
     """Raise the errors of opening a VAE, and one for a VAE that only decodes."""
     path = _path(name, ENCODER_FOLDERS)
-    return NOTHING if path is None else _strict(_encoder(path, _version(path)))
+    return NOTHING if path is None else _strict(_encoder(path, model_version(path)))
 
 
 def check_decoder(name: object, compute_dtype: object = None, latent_scale: object = None) -> FileReport:
     """Raise the errors of opening a VAE that decodes. None is an unknown setting, of which none is refused."""
     dtype = VAE_DTYPES[_choice("compute_dtype", compute_dtype, VAE_DTYPES, unknown="fp32")]
     path = _path(name, DECODER_FOLDERS)
-    return NOTHING if path is None else _strict(_decoder(path, _version(path), dtype, _scale(latent_scale)))
+    return NOTHING if path is None else _strict(_decoder(path, model_version(path), dtype, _scale(latent_scale)))
 
 
 def check_preview_vae(name: object, latent_scale: object = None) -> FileReport:
     """Raise the errors of opening a tiny VAE for previews."""
     path = _path(name, PREVIEW_FOLDERS)
-    return NOTHING if path is None else _strict(_preview_vae(path, _version(path), _scale(latent_scale)))
+    return NOTHING if path is None else _strict(_preview_vae(path, model_version(path), _scale(latent_scale)))
 
 
 def check_clip_vision(name: object) -> FileReport:
     """Raise the errors of opening an image encoder; "none" is no file."""
     path = None if name == NONE else _path(name, CLIP_FOLDERS)
-    return NOTHING if path is None else _strict(_clip_vision(path, _version(path)))
+    return NOTHING if path is None else _strict(_clip_vision(path, model_version(path)))
 
 
 def check_text_encoder(name: object) -> FileReport:
     """Raise the errors of opening a text encoder."""
     path = _path(name, TEXT_FOLDERS)
-    return NOTHING if path is None else _text_encoder(path, _version(path))
+    return NOTHING if path is None else _text_encoder(path, encoder_version(path))
 
 
 def check_lora(name: object) -> None:
     """Raise the errors of opening a LoRA; "none" is no file."""
     path = None if name == NONE else _path(name, LORA_FOLDERS)
     if path is not None:
-        _lora(path, _version(path))
+        _lora(path, model_version(path))
 
 
 def _path(name: object, kinds: Sequence[str]) -> Path | None:
@@ -112,12 +146,6 @@ def _path(name: object, kinds: Sequence[str]) -> Path | None:
 def _strict(report: FileReport) -> FileReport:
     refuse_if_strict(report.warnings)
     return report
-
-
-def _version(path: Path) -> _Version:
-    """Return the files of a model with their versions: those of its folder, and of folders in it."""
-    found = [path] if path.is_file() else sorted([*path.glob("*"), *path.glob("*/*")])
-    return tuple((str(file), file_version(file.stat())) for file in found if file.is_file())
 
 
 def _scale(latent_scale: object) -> str:
@@ -132,36 +160,41 @@ def _choice(name: str, value: object, choices: Collection[str], *, unknown: str)
 
 
 @lru_cache(KEPT)
-def _encoder(path: Path, version: _Version) -> FileReport:
+def _encoder(path: Path, version: ModelVersion) -> FileReport:
     with open_vae(path, latent_scale=RAW) as vae:
         vae.check_encodes()
         return FileReport(warnings=vae.warnings, notes=vae.notes)
 
 
 @lru_cache(KEPT)
-def _decoder(path: Path, version: _Version, dtype: torch.dtype, scale: str) -> FileReport:
+def _decoder(path: Path, version: ModelVersion, dtype: torch.dtype, scale: str) -> FileReport:
     with open_vae(path, dtype, scale) as vae:
         return FileReport(warnings=vae.warnings, notes=vae.notes)
 
 
 @lru_cache(KEPT)
-def _preview_vae(path: Path, version: _Version, scale: str) -> FileReport:
+def _preview_vae(path: Path, version: ModelVersion, scale: str) -> FileReport:
     with open_tiny_vae(path, latent_scale=scale) as vae:
         return FileReport(warnings=vae.warnings, notes=vae.notes)
 
 
 @lru_cache(KEPT)
-def _clip_vision(path: Path, version: _Version) -> FileReport:
+def _clip_vision(path: Path, version: ModelVersion) -> FileReport:
     encoder = open_image_encoder(path)
     return FileReport(warnings=encoder.warnings, notes=encoder.notes)
 
 
 @lru_cache(KEPT)
-def _text_encoder(path: Path, version: _Version) -> FileReport:
+def _text_encoder(path: Path, version: ModelVersion) -> FileReport:
     with open_text_encoder(path) as encoder:
         return FileReport(notes=encoder.notes)
 
 
 @lru_cache(KEPT)
-def _lora(path: Path, version: _Version) -> None:
+def _lora(path: Path, version: ModelVersion) -> None:
     open_lora(path)
+
+
+@lru_cache(KEPT)
+def _native_model(path: Path, version: ModelVersion, weight_dtype: str) -> None:
+    current_host().check_model(path, weight_dtype)

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from ...offload import CheckpointFileError, FileHeader, FileTensor, read_gguf_header, read_header
+from ...offload import (
+    CheckpointFileError,
+    FileHeader,
+    FileTensor,
+    FileVersion,
+    file_version,
+    read_gguf_header,
+    read_header,
+)
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -26,9 +34,22 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 GGUF = ".gguf"
 
+ModelVersion: TypeAlias = tuple[tuple[str, FileVersion], ...]
+"""Files of a model, each with its version."""
+
 
 class CheckpointError(CheckpointFileError):
     """Readable files that do not contain a supported model; the message names the file and the tensor."""
+
+
+def model_version(*paths: Path) -> ModelVersion:
+    """Return the version of models that are one file, or a folder with files and with folders of files."""
+    found = [file for path in paths for file in ([path] if path.is_file() else sorted(_files_below(path)))]
+    return tuple((str(file), file_version(file.stat())) for file in found)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    return (file for pattern in ("*", "*/*") for file in folder.glob(pattern) if file.is_file())
 
 
 def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from ...offload import FileTensor, file_version, read_tensors
 from .components import CONFIG, read_config
 from .detect import Shape, WanConfig, config_from_shapes, refuse_other_classes, refuse_other_models, refuse_other_types
-from .files import CheckpointError, is_gguf, read_checkpoint
+from .files import CheckpointError, ModelVersion, is_gguf, model_version, read_checkpoint
 from .key_names import both_names, parameter_names
 from .meta_model import parameter_shapes
 from .model_part import model_part
@@ -32,6 +33,9 @@ ARCHITECTURES = ("wan", "pig", "cow", None)
 PATCHES = "patch_embedding.weight"
 PATCHES_BIAS = "patch_embedding.bias"
 PATCH = (1, 2, 2)  # in every Wan transformer
+
+KEPT = 8
+"""Opened experts that are kept: a graph is checked before it runs, and opens the same ones then."""
 
 logger = logging.getLogger("wanstream.checkpoint")
 
@@ -110,12 +114,17 @@ class Expert:
 def open_expert(path: Path) -> Expert:
     """Open a safetensors or GGUF file or a diffusers transformer folder.
 
-    Only headers and the markers of quantised layers (a few bytes) are read.
+    Only headers and the markers of quantised layers (a few bytes) are read, once until a file changes.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of one Wan2.1 or Wan2.2 expert; names the first wrong one.
     """
+    return _opened(path, model_version(path))
+
+
+@lru_cache(KEPT)
+def _opened(path: Path, version: ModelVersion) -> Expert:
     stored = read_checkpoint(path)
     if is_gguf(path):
         check_architecture(path, stored.metadata)

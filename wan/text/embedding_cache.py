@@ -12,15 +12,13 @@ import torch
 from torch.nn.functional import pad
 
 from ...devices import auto_dtype
-from ...offload import FileVersion, file_version
-from ..checkpoint.components import component_folder
-from .encoder import TextEncoder, open_text_encoder
+from ..checkpoint.files import ModelVersion
+from .encoder import TextEncoder, encoder_version, open_text_encoder
 
 MAX_BYTES = 64 << 20
 """64 MiB: 80 texts of 50 tokens, or 8 texts of 512, the maximum length."""
 
-_EncoderVersion: TypeAlias = tuple[tuple[str, FileVersion], ...]
-_Key: TypeAlias = tuple[_EncoderVersion, str, str]
+_Key: TypeAlias = tuple[ModelVersion, str, str]
 
 
 class EmbeddingCache:
@@ -45,7 +43,7 @@ class EmbeddingCache:
 
         Raises the errors of `open_text_encoder` and of `TextEncoder.encode`.
         """
-        version = _version(path)
+        version = encoder_version(path.resolve())
         keys = [(version, str(device), text) for text in texts]
         # The lock is kept while encoding: a second caller would load the encoder again, often for the same texts.
         with self._lock:
@@ -71,16 +69,6 @@ class EmbeddingCache:
             self._entries.move_to_end(key)
         while self.nbytes > self._max_bytes:
             self._entries.popitem(last=False)
-
-
-def _version(path: Path) -> _EncoderVersion:
-    """Return the files of an encoder and its tokenizer, each with its version."""
-    if path.is_file():
-        files = [path]
-    else:
-        folder = component_folder(path, "text_encoder")
-        files = sorted(file for part in (folder, folder.parent / "tokenizer") for file in part.glob("*"))
-    return tuple((str(file.resolve()), file_version(file.stat())) for file in files)
 
 
 def _trim(embedding: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,13 @@ from ..checkpoint.components import (
     require_config,
     require_sizes,
 )
-from ..checkpoint.files import CheckpointError, is_gguf, read_checkpoint
+from ..checkpoint.files import CheckpointError, ModelVersion, is_gguf, model_version, read_checkpoint
 from ..checkpoint.meta_model import called_before, set_parameters
 from .tokenizer import (
     SENTENCE_MODEL,
     Tokenizer,
     clean_prompt,
+    files_beside,
     open_sentence_tokenizer,
     open_tokenizer,
     tokenizer_beside,
@@ -257,6 +258,18 @@ def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -
     if path.is_file():
         return TextEncoder(open_umt5_file(path), compute_dtype=dtype)
     return TextEncoder(open_umt5_folder(component_folder(path, "text_encoder")), compute_dtype=dtype)
+
+
+def encoder_version(path: Path) -> ModelVersion:
+    """Return the files that `open_text_encoder` reads, with their versions: those of a tokenizer next to it too.
+
+    Raises:
+        CheckpointError: the folder is not that of a text encoder.
+    """
+    if path.is_file():
+        return model_version(path, *files_beside(path))
+    folder = component_folder(path, "text_encoder")
+    return model_version(folder, folder.parent / "tokenizer")
 
 
 class TextEncoder(AbstractContextManager["TextEncoder"]):

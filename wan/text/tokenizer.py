@@ -178,7 +178,7 @@ def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
     Raises:
         CheckpointError: there is none.
     """
-    for file in _files_beside(path):
+    for file in files_beside(path):
         try:
             if file.suffix == ".model":
                 processor = _processor(file, file.read_bytes(), rows=rows)
@@ -202,7 +202,8 @@ def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
     )
 
 
-def _files_beside(path: Path) -> Iterator[Path]:
+def files_beside(path: Path) -> Iterator[Path]:
+    """Yield the files next to the text encoder `path` that may hold a tokenizer."""
     for folder in (path.parent / name for name in FOLDERS_BESIDE):
         yield from (folder / name for name in SENTENCE_FILES if (folder / name).is_file())
     yield from (file for file in sorted(path.parent.iterdir()) if file.suffix in TENSOR_FILES and file != path)

@@ -40,20 +40,8 @@ def build_model(path: Path, file: StoredFile, weight_dtype: str) -> tuple[comfy.
     Raises:
         CheckpointFileError: the file is not a model that ComfyUI detects, or does not fit it.
     """
+    config, tensors = _detected(path, file, weight_dtype)
     management = comfy.model_management
-    tensors, metadata = native_tensors(path, file, lambda tensors: _is_detected(tensors, file.metadata))
-    detected = _detect(tensors, metadata)
-    if detected is None:
-        kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
-        raise CheckpointFileError(
-            path,
-            f"is {kind}not a diffusion model that this ComfyUI detects: it holds {len(tensors)} tensors, "
-            f"{next(iter(tensors), 'none')} first; choose another file, or update ComfyUI",
-        )
-    config, tensors = detected
-    if file.is_packed and weight_dtype != "default":
-        reason = "is quantised in a form whose blocks are decoded to the dtype that computes, such as GGUF"
-        raise CheckpointFileError(path, f"{reason}: choose the weight type default instead of {weight_dtype}")
     supported = config.supported_inference_dtypes
     quantised = (config.quant_config if _marks_layers(config) else config.scaled_fp8) is not None
     dtype = WEIGHT_DTYPES[weight_dtype] or management.unet_dtype(
@@ -78,6 +66,28 @@ def build_model(path: Path, file: StoredFile, weight_dtype: str) -> tuple[comfy.
             first, more = (findings or [str(err)])[0].strip(), f" ({len(findings)} such findings)" * (len(findings) > 1)
             raise CheckpointFileError(path, f"does not fit {type(model).__name__}: {first}{more}") from err
     return model, dtypes
+
+
+def check_native(path: Path, weight_dtype: str) -> None:
+    """Raise the errors of `build_model` for a file that is not of a model, or is quantised in a form of no use."""
+    _detected(path, StoredFile(path), weight_dtype)
+
+
+def _detected(path: Path, file: StoredFile, weight_dtype: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return ComfyUI's configuration of the model in a file, and the tensors under its keys."""
+    tensors, metadata = native_tensors(path, file, lambda tensors: _is_detected(tensors, file.metadata))
+    detected = _detect(tensors, metadata)
+    if detected is None:
+        kind = f"a GGUF of {metadata[ARCHITECTURE]!r}, and " if ARCHITECTURE in metadata else ""
+        raise CheckpointFileError(
+            path,
+            f"is {kind}not a diffusion model that this ComfyUI detects: it holds {len(tensors)} tensors, "
+            f"{next(iter(tensors), 'none')} first; choose another file, or update ComfyUI",
+        )
+    if file.is_packed and weight_dtype != "default":
+        reason = "is quantised in a form whose blocks are decoded to the dtype that computes, such as GGUF"
+        raise CheckpointFileError(path, f"{reason}: choose the weight type default instead of {weight_dtype}")
+    return detected
 
 
 @contextmanager

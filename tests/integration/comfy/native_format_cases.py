@@ -38,6 +38,7 @@ from native_families import (
 from safetensors.torch import load_file, save_file
 
 load_pack()
+from wanstream.host.comfy.native.build import check_native  # noqa: E402
 from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.offload import CheckpointFileError, decode_tensor, read_gguf_header, read_tensors  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
@@ -180,9 +181,15 @@ def unknown_format(folder: Path) -> str:
     return refusal(path, family)
 
 
-def refusal(path: Path, family: Family, **options: Any) -> str:
+def refusal(path: Path, family: Family, *, weight_dtype: str = "default", **options: Any) -> str:
+    """Return the message of a file that cannot stream; "header: " begins that of a check before the graph runs."""
+    with given_configuration(family):
+        try:
+            check_native(path, weight_dtype)
+        except CheckpointFileError as err:
+            return f"header: {err}"
     try:
-        streamed(path, family, **options)
+        streamed(path, family, weight_dtype=weight_dtype, **options)
     except CheckpointFileError as err:
         return str(err)
     return "opened"

@@ -110,12 +110,12 @@ def test_opening_takes_no_memory_for_blocks(case: Case, kind: str) -> None:
         ("threshold", ["too small to be worth streaming", "0.01 GB", "from 2 GB on", "Load Diffusion Model"]),
         ("blocks", ["too small to be worth streaming", "Stream small models", "WAN21"]),
         ("shape", ["does not fit WAN21", "norm3.weight", "255", "256", "2 such findings"]),
-        ("truncated", ["is truncated", "11799368 of 11800368 bytes", "download it again"]),
-        ("model.pt", ["model.pt", "PyTorch pickle", "safetensors"]),
-        ("model.ckpt", ["model.ckpt", "PyTorch pickle"]),
-        ("model.bin", ["model.bin", "PyTorch pickle"]),
-        ("no model", ["not a diffusion model that this ComfyUI detects"]),
-        ("missing", ["missing.safetensors", "No such file"]),
+        ("truncated", ["header: ", "is truncated", "11799368 of 11800368 bytes", "download it again"]),
+        ("model.pt", ["header: ", "model.pt", "PyTorch pickle", "safetensors"]),
+        ("model.ckpt", ["header: ", "model.ckpt", "PyTorch pickle"]),
+        ("model.bin", ["header: ", "model.bin", "PyTorch pickle"]),
+        ("no model", ["header: ", "not a diffusion model that this ComfyUI detects"]),
+        ("missing", ["header: ", "missing.safetensors", "No such file"]),
     ],
 )
 def test_files_that_cannot_stream_are_refused(case: Case, name: str, words: list[str]) -> None:
@@ -125,9 +125,9 @@ def test_files_that_cannot_stream_are_refused(case: Case, name: str, words: list
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("text encoder", ["GGUF of 't5encoder'", "not a diffusion model"]),
-        ("unknown", ["stored as IQ1_S", "Q4_K"]),
-        ("weight type", ["such as GGUF", "choose the weight type default instead of fp8_e4m3fn"]),
+        ("text encoder", ["header: ", "GGUF of 't5encoder'", "not a diffusion model"]),
+        ("unknown", ["header: ", "stored as IQ1_S", "Q4_K"]),
+        ("weight type", ["header: ", "such as GGUF", "choose the weight type default instead of fp8_e4m3fn"]),
     ],
 )
 def test_gguf_files_that_cannot_stream_are_refused(case: Case, name: str, words: list[str]) -> None:
@@ -135,7 +135,7 @@ def test_gguf_files_that_cannot_stream_are_refused(case: Case, name: str, words:
 
 
 def test_an_unknown_quantisation_is_refused_by_name(case: Case) -> None:
-    for words in ("blocks.1.self_attn.q", "int2_mystery", "update ComfyUI"):
+    for words in ("header: ", "blocks.1.self_attn.q", "int2_mystery", "update ComfyUI"):
         assert words in case("unknown format")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,61 +12,30 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d, WanEn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.umt5.modeling_umt5 import UMT5Block
 
-from wanstream.host import io
-from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import video_file
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
+from wanstream.tests.support.given_nodes import LATENT, NODES, PROMPTS, VIDEO, graph_around
 
-NODES = asyncio.run(WanStreamExtension().get_node_list())
 SIZE = {"width": 32, "height": 32, "frames": 17, "batch_size": 1}
 VAE, CLIP, UMT5 = "wan_2.1_vae.safetensors", "clip_vision_h.safetensors", "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
-
-
-class Given(io.ComfyNode):
-    """Inputs of the nodes under test."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        outputs = [io.Latent.Output(), io.Image.Output(), io.Conditioning.Output()]
-        return io.Schema(node_id="Given", inputs=[], outputs=outputs)
-
-    @classmethod
-    def execute(cls) -> io.NodeOutput:
-        video = torch.zeros(1, 1, 1, 1).expand(17, 32, 32, 3)
-        return io.NodeOutput({"samples": torch.zeros(1, 16, 5, 4, 4)}, video, [[torch.zeros(1, 1, 4096), {}]])
-
-
-class Shown(io.ComfyNode):
-    """Output node for any value."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(node_id="Shown", inputs=[io.Custom("*").Input("value")], outputs=[], is_output_node=True)
-
-    @classmethod
-    def execute(cls, value: object) -> io.NodeOutput:
-        return io.NodeOutput()
-
-
-PROMPTS = {"positive": ["given", 2], "negative": ["given", 2]}
 SAVED = {"fps": 16.0, "filename_prefix": "x", "crf": 40}
-CONTROL = {"vae": VAE, "control_video": ["given", 1], **PROMPTS, **SIZE}
+CONTROL = {"vae": VAE, "control_video": VIDEO, **PROMPTS, **SIZE}
 PHASES: dict[str, tuple[str, dict[str, Any], tuple[type, str]]] = {
     "encoding a control video": ("WanStreamFunControl", CONTROL, (WanEncoder3d, "forward")),
     "encoding a start image": (
         "WanStreamImageToVideo",
-        {"vae": VAE, "image": ["given", 1], **PROMPTS, **SIZE},
+        {"vae": VAE, "image": VIDEO, **PROMPTS, **SIZE},
         (WanResidualBlock, "forward"),
     ),
     "encoding a source video": (
         "WanStreamBernini",
-        {"vae": VAE, "source_video": ["given", 1], **PROMPTS, **SIZE},
+        {"vae": VAE, "source_video": VIDEO, **PROMPTS, **SIZE},
         (WanEncoder3d, "forward"),
     ),
     "seeing an image": (
         "WanStreamFunControl",
-        {**CONTROL, "model": "Wan2.1 Fun Control", "clip_vision": CLIP, "start_image": ["given", 1]},
+        {**CONTROL, "model": "Wan2.1 Fun Control", "clip_vision": CLIP, "start_image": VIDEO},
         (CLIPEncoderLayer, "forward"),
     ),
     "encoding a text": (
@@ -75,13 +43,13 @@ PHASES: dict[str, tuple[str, dict[str, Any], tuple[type, str]]] = {
         {"text_encoder": UMT5, "positive": "a", "negative": "b"},
         (UMT5Block, "forward"),
     ),
-    "decoding": ("WanStreamVAEDecode", {"vae": VAE, "latent": ["given", 0]}, (WanDecoder3d, "forward")),
+    "decoding": ("WanStreamVAEDecode", {"vae": VAE, "latent": LATENT}, (WanDecoder3d, "forward")),
     "decoding in tiles": (
         "WanStreamVAEDecode",
-        {"vae": VAE, "latent": ["given", 0], "tile_size": 64},
+        {"vae": VAE, "latent": LATENT, "tile_size": 64},
         (WanDecoder3d, "forward"),
     ),
-    "saving": ("WanStreamSaveVideo", {"images": ["given", 1], **SAVED}, (video_file, "_picture")),
+    "saving": ("WanStreamSaveVideo", {"images": VIDEO, **SAVED}, (video_file, "_picture")),
 }
 """Node, its inputs, and the function that computes one chunk, layer, block or frame."""
 
@@ -105,11 +73,9 @@ def test_a_cancel_ends_every_phase_with_the_work_in_hand(
         return compute(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, counted)
-    prompt = {"given": {"class_type": "Given", "inputs": {}}, "node": {"class_type": class_type, "inputs": inputs}}
-    if class_type != "WanStreamSaveVideo":
-        prompt["shown"] = {"class_type": "Shown", "inputs": {"value": ["node", 0]}}
+    prompt = graph_around(class_type, inputs, frames=17)
     with pytest.raises(Cancelled):
-        run_workflow(prompt, nodes=[*NODES, Given, Shown], models=sample_models, output=tmp_path, input_dir=tmp_path)
+        run_workflow(prompt, nodes=NODES, models=sample_models, output=tmp_path, input_dir=tmp_path)
     # The text encoder computes each block once for each of the two prompts.
     assert done <= calls + (phase == "encoding a text")
     assert not [*tmp_path.rglob("*.mp4*")]

@@ -2,73 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.host import io
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
-from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import file_checks
+from wanstream.nodes.runs.file_checks import SAME_FOLDER
 from wanstream.tests.support.embedded import run_workflow, validate_workflow
+from wanstream.tests.support.given_nodes import ANYTHING, LATENT, NODES, PROMPTS, VIDEO, Given, graph_around
+from wanstream.wan.checkpoint import open as checkpoint_open
+from wanstream.wan.checkpoint.files import read_checkpoint
 
-NODES = asyncio.run(WanStreamExtension().get_node_list())
 SIZE = {"width": 32, "height": 32, "frames": 5, "batch_size": 1}
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Given(io.ComfyNode):
-    """Inputs of the nodes with files; must not run in these tests unless every file is good."""
-
-    ran: ClassVar[list[str]] = []
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        outputs = [io.Latent.Output(), io.Image.Output(), io.Conditioning.Output()]
-        return io.Schema(node_id="Given", inputs=[], outputs=outputs)
-
-    @classmethod
-    def execute(cls) -> io.NodeOutput:
-        cls.ran.append("given")
-        return io.NodeOutput(
-            {"samples": torch.zeros(1, 16, 1, 2, 2)}, torch.zeros(1, 32, 32, 3), [[torch.zeros(1), {}]]
-        )
-
-
-class Shown(io.ComfyNode):
-    """Output node for any value."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(node_id="Shown", inputs=[io.Custom("*").Input("value")], outputs=[], is_output_node=True)
-
-    @classmethod
-    def execute(cls, value: object) -> io.NodeOutput:
-        return io.NodeOutput()
-
-
-PROMPTS = {"positive": ["given", 2], "negative": ["given", 2]}
 USES: dict[str, dict[str, Any]] = {
-    "WanStreamVAEDecode": {"vae": "vae.safetensors", "latent": ["given", 0]},
+    "WanStreamVAEDecode": {"vae": "vae.safetensors", "latent": LATENT},
     "WanStreamDecodeVideo": {
         "vae": "vae.safetensors",
-        "latent": ["given", 0],
+        "latent": LATENT,
         "fps": 16.0,
         "filename_prefix": "x",
         "crf": 18,
     },
-    "WanStreamImageToVideo": {"vae": "vae.safetensors", "image": ["given", 1], **PROMPTS, **SIZE},
-    "WanStreamFunControl": {"vae": "vae.safetensors", "control_video": ["given", 1], **PROMPTS, **SIZE},
-    "WanStreamBernini": {"vae": "vae.safetensors", "reference_image": ["given", 1], **PROMPTS, **SIZE},
+    "WanStreamImageToVideo": {"vae": "vae.safetensors", "image": VIDEO, **PROMPTS, **SIZE},
+    "WanStreamFunControl": {"vae": "vae.safetensors", "control_video": VIDEO, **PROMPTS, **SIZE},
+    "WanStreamBernini": {"vae": "vae.safetensors", "reference_image": VIDEO, **PROMPTS, **SIZE},
 }
 """Nodes with a VAE, with their inputs."""
 
@@ -79,23 +48,17 @@ def models(tmp_path: Path, sample_models: Path) -> Path:
     for kind, name in (("vae", "wan_2.1_vae"), ("clip_vision", "clip_vision_h"), ("vae_approx", "taew2_1")):
         (tmp_path / kind).mkdir()
         shutil.copyfile(sample_models / kind / f"{name}.safetensors", tmp_path / kind / f"{kind}.safetensors")
+    (tmp_path / "diffusion_models").mkdir()
     (tmp_path / "text_encoders").mkdir()
     (tmp_path / "loras").mkdir()
     Given.ran.clear()
     return tmp_path
 
 
-def graph(class_type: str, **inputs: Any) -> dict[str, Any]:
-    prompt = {"given": {"class_type": "Given", "inputs": {}}, "node": {"class_type": class_type, "inputs": inputs}}
-    if class_type != "WanStreamDecodeVideo":
-        prompt["shown"] = {"class_type": "Shown", "inputs": {"value": ["node", 0]}}
-    return prompt
-
-
 def run(models: Path, class_type: str, *, strict: bool = False, **inputs: Any) -> Any:
     return run_workflow(
-        graph(class_type, **inputs),
-        nodes=[*NODES, Given, Shown],
+        graph_around(class_type, inputs, frames=1),
+        nodes=NODES,
         models=models,
         output=models / "output",
         input_dir=models,
@@ -150,8 +113,8 @@ def test_a_decoder_alone_is_refused_where_a_node_encodes(models: Path, class_typ
 
 
 def validate(models: Path, class_type: str, **inputs: Any) -> list[str]:
-    prompt = graph(class_type, **inputs)
-    return validate_workflow(prompt, [*NODES, Given, Shown], models=models, input_dir=models, output=models).lines()
+    prompt = graph_around(class_type, inputs, frames=1)
+    return validate_workflow(prompt, NODES, models=models, input_dir=models, output=models).lines()
 
 
 OTHER_FILES = [
@@ -174,8 +137,8 @@ OTHER_FILES = [
         "CLIP vision",
     ),
     ("WanStreamPreview", "vae_approx", {"vae": "x.safetensors"}, "is not a tiny VAE"),
-    ("WanStreamLora", "loras", {"experts": ["given", 0], "high_noise": "x.safetensors"}, "none of its 1 keys"),
-    ("WanStreamLora", "loras", {"experts": ["given", 0], "low_noise": "x.safetensors"}, "none of its 1 keys"),
+    ("WanStreamLora", "loras", {"experts": LATENT, "high_noise": "x.safetensors"}, "none of its 1 keys"),
+    ("WanStreamLora", "loras", {"experts": LATENT, "low_noise": "x.safetensors"}, "none of its 1 keys"),
 ]
 
 
@@ -189,6 +152,75 @@ def test_other_files_are_refused_before_anything_runs(
     (models / kind / "x.safetensors").write_bytes(b"<html>404")
     (line,) = [line for line in validate(models, class_type, **inputs) if "x.safetensors" in line]
     assert "web page" in line
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 9999)
+
+
+def of_pair(family: str, high: str = "high", low: str = "low") -> dict[str, Any]:
+    return {
+        "high_noise": f"wan2.2_{family}_{high}_noise_14B_fp8_scaled.safetensors",
+        "low_noise": f"wan2.2_{family}_{low}_noise_14B_fp8_scaled.safetensors",
+        "compute_dtype": "fp32",
+    }
+
+
+TI2V = "wan2.2_ti2v_5B_fp16.safetensors"
+SINGLE = {"file": "wan2.1_t2v_1.3B_fp16.safetensors", "compute_dtype": "fp32"}
+T2V, I2V = of_pair("t2v"), of_pair("i2v")
+EXPERTS: list[tuple[str, dict[str, Any], Callable[[Path], Any], str, str]] = [
+    ("WanStreamExperts", {**T2V, "low_noise": I2V["low_noise"]}, Path.exists, I2V["low_noise"], "is I2V, but"),
+    ("WanStreamExperts", {**T2V, "low_noise": TI2V}, Path.exists, TI2V, "a single model"),
+    ("WanStreamExperts", {**T2V, "low_noise": SAME_FOLDER}, Path.exists, T2V["high_noise"], "is one expert"),
+    ("WanStreamExperts", T2V, lambda path: path.write_bytes(b"<html>404"), T2V["low_noise"], "web page"),
+    ("WanStreamExperts", T2V, cut, T2V["high_noise"], "truncated"),
+    ("WanStreamExperts", T2V, lambda path: damaged(path, of_another_model), T2V["low_noise"], "is a part of a Wan"),
+    (
+        "WanStreamExperts",
+        {**T2V, "high_noise": ANYTHING},
+        lambda path: os.truncate(path, 9),
+        T2V["low_noise"],
+        "truncated",
+    ),
+    ("WanStreamOneExpert", {**SINGLE, "file": I2V["low_noise"]}, Path.exists, I2V["low_noise"], "no image branch"),
+    ("WanStreamOneExpert", SINGLE, lambda path: path.write_bytes(b"<html>404"), SINGLE["file"], "web page"),
+    ("WanStreamOneExpert", SINGLE, lambda path: damaged(path, of_another_model), SINGLE["file"], "is a part of a Wan"),
+]
+
+
+@pytest.mark.parametrize(("class_type", "inputs", "edit", "file", "reason"), EXPERTS)
+def test_experts_are_refused_on_their_node_before_anything_runs(
+    class_type: str,
+    inputs: dict[str, Any],
+    edit: Callable[[Path], Any],
+    file: str,
+    reason: str,
+    models: Path,
+    sample_models: Path,
+) -> None:
+    for name in filter(lambda value: str(value).endswith(".safetensors"), inputs.values()):
+        shutil.copyfile(sample_models / "diffusion_models" / name, models / "diffusion_models" / name)
+    edit(models / "diffusion_models" / file)
+    (line,) = [line for line in validate(models, class_type, **inputs) if line.startswith("node node")][:1]
+    assert class_type in line
+    assert file in line
+    assert reason in line
+
+
+def test_an_expert_is_read_once_for_the_check_and_the_run(
+    models: Path, sample_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = models / "diffusion_models" / str(SINGLE["file"])
+    shutil.copyfile(sample_models / "diffusion_models" / file.name, file)
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoint_open, "read_checkpoint", lambda path: read.append(path) or read_checkpoint(path))
+    run(models, "WanStreamOneExpert", **SINGLE)
+    run(models, "WanStreamOneExpert", **SINGLE)
+    assert read == [file]
+    os.utime(file, (1, 1))
+    run(models, "WanStreamOneExpert", **SINGLE)
+    assert read == [file] * 2
 
 
 def test_a_header_is_read_once_until_the_file_changes(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

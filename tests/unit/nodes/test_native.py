@@ -75,6 +75,20 @@ def test_a_name_is_not_followed_out_of_its_folder(host: NativeHost, name: str, e
         WanStreamLoadDiffusionModel.execute(unet_name=name, weight_dtype="default")
 
 
+def test_a_file_is_checked_by_its_header_before_anything_runs(
+    host: NativeHost, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(host, "check_model", lambda *given: checked.append(given))
+    for unset in ({}, {"weight_dtype": None}, {"weight_dtype": "fp8_e5m2"}, {"weight_dtype": "fp8_e5m2"}):
+        assert WanStreamLoadDiffusionModel.validate_inputs(unet_name=FILE, **unset)
+    assert WanStreamLoadDiffusionModel.validate_inputs(unet_name=None)
+    path = models / "diffusion_models" / FILE
+    assert checked == [(path, "default"), (path, "fp8_e5m2")]
+    with pytest.raises(ValueError, match="weight_dtype is 'int3': choose default or"):
+        WanStreamLoadDiffusionModel.validate_inputs(unet_name=FILE, weight_dtype="int3")
+
+
 def test_a_file_that_was_replaced_is_loaded_again(host: NativeHost, models: Path) -> None:
     path = models / "diffusion_models" / FILE
     before = WanStreamLoadDiffusionModel.fingerprint_inputs(unet_name=FILE, weight_dtype="default", policy=None)

@@ -1,0 +1,58 @@
+"""Graphs around one node of the pack: any latent, video and conditioning before it, and an output behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import torch
+
+from wanstream.host import io
+from wanstream.nodes import WanStreamExtension
+
+
+class Given(io.ComfyNode):
+    """Inputs of the node under test."""
+
+    ran: ClassVar[list[int]] = []
+    """Frames of each execution, for tests of what runs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        outputs = [io.Latent.Output(), io.Image.Output(), io.Conditioning.Output(), io.Custom("*").Output()]
+        return io.Schema(node_id="Given", inputs=[io.Int.Input("frames")], outputs=outputs)
+
+    @classmethod
+    def execute(cls, frames: int) -> io.NodeOutput:
+        cls.ran.append(frames)
+        latent = torch.zeros(1, 16, (frames + 3) // 4, 4, 4)
+        video = torch.zeros(1, 1, 1, 1).expand(frames, 32, 32, 3)
+        return io.NodeOutput({"samples": latent}, video, [[torch.zeros(1, 1, 4096), {}]], None)
+
+
+class Shown(io.ComfyNode):
+    """Output node for any value."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="Shown", inputs=[io.Custom("*").Input("value")], outputs=[], is_output_node=True)
+
+    @classmethod
+    def execute(cls, value: object) -> io.NodeOutput:
+        return io.NodeOutput()
+
+
+NODES = [*asyncio.run(WanStreamExtension().get_node_list()), Given, Shown]
+LATENT, VIDEO = ["given", 0], ["given", 1]
+ANYTHING = ["given", 3]
+PROMPTS = {"positive": ["given", 2], "negative": ["given", 2]}
+_OUTPUTS = ("WanStreamDecodeVideo", "WanStreamSaveVideo")
+
+
+def graph_around(class_type: str, inputs: dict[str, Any], *, frames: int) -> dict[str, Any]:
+    """Return a graph with the node "node", which may have links to "given"."""
+    given = {"class_type": "Given", "inputs": {"frames": frames}}
+    graph = {"given": given, "node": {"class_type": class_type, "inputs": inputs}}
+    if class_type not in _OUTPUTS:
+        graph["shown"] = {"class_type": "Shown", "inputs": {"value": ["node", 0]}}
+    return graph
