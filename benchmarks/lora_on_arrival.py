@@ -20,7 +20,9 @@ from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_f
 from wanstream.offload.patches import StagedPatches
 from wanstream.plan import BlockKey
 
-RANK, FACTOR, TIMES = 64, 8, 9
+RANK = 64
+FACTOR = 8
+TIMES = 9
 WIDTH, FFN = 5120, 13824
 ATTENTION = {f"{part}.{name}.weight": (WIDTH, WIDTH) for part in ("attn1", "attn2") for name in ("q", "k", "v", "out")}
 MATRICES = {**ATTENTION, "ffn.up.weight": (FFN, WIDTH), "ffn.down.weight": (WIDTH, FFN)}

@@ -30,7 +30,10 @@ from wanstream.offload.host_memory.ram_slots import RamSlots
 from wanstream.plan import BlockKey, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.schema import OffloadPolicy, Residency
 
-BLOCKS, MATRICES, MATRIX_BYTES = 4, 10, 35_127_296  # a block of Wan2.2 A14B in fp8
+# A block of Wan2.2 A14B in fp8.
+BLOCKS = 4
+MATRICES = 10
+MATRIX_BYTES = 35_127_296
 LOCK_BYTES_PER_S = 14e9
 ROUNDS = 5
 
@@ -123,20 +126,23 @@ def measure(path: Path) -> dict[str, float]:
     slots.resize(residents, 2)
     warm_free_memory(BLOCKS * MATRICES * MATRIX_BYTES)
     run = RamRun(slots, program, source, None, device=torch.device("cpu"))
-    cpu_before, start = psutil.Process().cpu_times(), time.perf_counter()
+    cpu_before = psutil.Process().cpu_times()
+    start = time.perf_counter()
     run.start()
     first_s = 0.0
     for fetch in range(BLOCKS):
         run.take(fetch)
         run.leave(fetch)
         first_s = first_s or time.perf_counter() - start
-    wall, cpu = time.perf_counter() - start, psutil.Process().cpu_times()
+    wall = time.perf_counter() - start
+    cpu = psutil.Process().cpu_times()
     run.join()
     run.end()
     nbytes = slots.nbytes
     slots.close()
     source.close()
-    read_s, lock_s = seconds_of(source.spans), seconds_of(driver.spans)
+    read_s = seconds_of(source.spans)
+    lock_s = seconds_of(driver.spans)
     return {
         "gb_per_s": nbytes / wall / 1e9,
         "first_block_s": first_s,

@@ -94,7 +94,8 @@ class SharedPages:
 
     def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return `memory` in parts, each of them in pages that were locked in one call, or in none that are locked."""
-        start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        start = memory.data_ptr()
+        stop = memory.data_ptr() + memory.numel()
         with self._held():
             spans = list(self._spans_in(_pages_of(memory)))
         cuts = {at - start for span in spans for at in (span.pages.start, span.pages.stop) if start < at < stop}
@@ -136,7 +137,8 @@ class SharedPages:
 
 def _pages_of(memory: torch.Tensor) -> range:
     """Return the addresses of the whole pages with bytes of `memory`."""
-    start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    start = memory.data_ptr()
+    stop = memory.data_ptr() + memory.numel()
     return range(start // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 

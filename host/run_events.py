@@ -157,7 +157,8 @@ class RunEvents:
 
         May be called on any thread. A call of a native model may pass through its `blocks` more than once.
         """
-        step, total = self._done, blocks * max(1, -(-done // blocks))
+        step = self._done
+        total = blocks * max(1, -(-done // blocks))
         if self._state is _State.RUNNING:
             self._send(VISITS, step=step, done=done, total=total)
         return step, done / total

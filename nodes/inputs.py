@@ -103,7 +103,8 @@ def show_notices(*notices: Notice, **values: str | float) -> dict[str, Any]:
     Raises:
         StrictError: there are warnings and the host is strict.
     """
-    host, warnings = current_host(), [notice.text for notice in notices if notice.level != "note"]
+    host = current_host()
+    warnings = [notice.text for notice in notices if notice.level != "note"]
     refuse_if_strict(warnings)
     for warning in warnings:
         logger.warning("%s", warning)

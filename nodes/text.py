@@ -54,7 +54,8 @@ class WanStreamTextEncode(io.ComfyNode):
 
     @classmethod
     def execute(cls, text_encoder: str, positive: str, negative: str) -> io.NodeOutput:
-        path, device = current_host().model_path(text_encoder, *TEXT_FOLDERS), current_host().device()
+        path = current_host().model_path(text_encoder, *TEXT_FOLDERS)
+        device = current_host().device()
         with current_host().ledger().phase("text", device):
             embeddings = current_host().encode_texts(path, [positive, negative])
         conditionings = ([[embedding, {"pooled_output": None}]] for embedding in embeddings)

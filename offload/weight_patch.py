@@ -170,7 +170,8 @@ def write_sum(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> Non
     these matrices would take 280 MB.
     """
     rows = len(base)
-    source, target = base.reshape(rows, -1), into.view(rows, -1)
+    source = base.reshape(rows, -1)
+    target = into.view(rows, -1)
     # Differences are as large as the matrix, so they are moved a few rows at a time.
     patch = patch.map(lambda name, each: each.reshape(target.shape) if name.endswith("full") else each.to(into.device))
     at_once = max(1, _values_at_once(into.device) // target.shape[1])

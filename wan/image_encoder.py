@@ -76,7 +76,8 @@ def open_image_encoder(path: Path | str) -> ImageEncoder:
     path = Path(path)
     if path.is_file():
         stored = _vision_file(read_checkpoint(path))
-        config, described = _config_from_shapes(path, stored.weights), "the rest of the file"
+        config = _config_from_shapes(path, stored.weights)
+        described = "the rest of the file"
     else:
         folder = component_folder(path, "image_encoder")
         config, described = _config_of(folder), CONFIG
@@ -115,7 +116,10 @@ class ImageEncoder:
         notes: tuple[str, ...],
         warnings: tuple[str, ...],
     ) -> None:
-        self._model, self._weights, self._scales, self._image_size = model, weights, scales, image_size
+        self._model = model
+        self._weights = weights
+        self._scales = scales
+        self._image_size = image_size
         self.notes = notes
         """Sentences about tensors of the file that are not used."""
         self.warnings = warnings
@@ -151,7 +155,8 @@ class ImageEncoder:
         return ClipVisionOutput(penultimate_hidden_states=hidden.float().cpu())
 
     def _source(self) -> FileSource:
-        blocks, scales = {}, {}
+        blocks = {}
+        scales = {}
         for index, layer in enumerate(self._layers):
             names = {name: _in_layer(index, name) for name in streamed_names(layer)}
             blocks[BlockKey(STACK, index)] = {name: self._weights[full] for name, full in names.items()}

@@ -368,7 +368,8 @@ class Journal(AbstractContextManager["Journal"]):
             if self._path.is_file() and rollback.is_file() and rollback.stat().st_size:
                 with closing(self._connect()) as connection:
                     connection.execute("SELECT * FROM sqlite_master").fetchall()
-            head, nbytes = read_head(self._path), self._path.stat().st_size if self._path.is_file() else 0
+            head = read_head(self._path)
+            nbytes = self._path.stat().st_size if self._path.is_file() else 0
         except sqlite3.Error as err:
             self._raise(err)
         except OSError as err:

@@ -41,7 +41,8 @@ def tidy(prompt: Prompt, inputs: Mapping[str, Collection[str]], outputs: Collect
     for node_id, node in prompt.items():
         if node_id in idle:
             continue
-        own, given = inputs.get(class_of(node) or ""), node.get("inputs", {})
+        own = inputs.get(class_of(node) or "")
+        given = node.get("inputs", {})
         extra = [] if own is None else [name for name in given if _is_widget(name, given[name], own, names)]
         tidied[node_id] = node
         if extra:

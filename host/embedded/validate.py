@@ -378,7 +378,8 @@ class _Walk:
                 inner, node = ("inner_", "inner node") if about else ("", "node")
                 trace = {"exception_type": type(err).__name__, "traceback": traceback.format_tb(err.__traceback__)}
                 kind, message = f"exception_during_{inner}validation", f"Exception when validating {node}"
-                faults, sources_valid = [fault(kind, message, folders_last(str(err)), {**about, **trace})], False
+                faults = [fault(kind, message, folders_last(str(err)), {**about, **trace})]
+                sources_valid = False
             self._path.pop()
             self._valid[node_id] = sources_valid and not faults
             if faults:

@@ -115,7 +115,8 @@ def prepare_shared(
     """
     run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
     plan = current_host().plan_workers(run, ref)
-    driver, device = current_host().workers(workers, plan.mesh), current_host().device()
+    driver = current_host().workers(workers, plan.mesh)
+    device = current_host().device()
     states = None if is_measured else current_host().state_folder()
     preview_s = None if is_measured or not current_host().shows_latents() else LATENT_PREVIEW_S
     if preview is not None:
@@ -213,7 +214,8 @@ def run_experts(
     settings = run_settings(ref, requested, prepared.policy, request.noise.shape, prepared.device, workers=workers)
     events = _events_of(prepared, experts=experts, settings=settings, **ids)
     bar = None if on_step else current_host().progress(len(experts) * prepared.parts, node_id, unit="step")
-    step_plan, counts = request.step_plan, pair.block_counts
+    step_plan = request.step_plan
+    counts = pair.block_counts
     reports = _Reports(
         events=events, bar=bar, on_step=on_step, previews=previews, block_counts=counts, start_step=step_plan.start_step
     )

@@ -227,7 +227,8 @@ def _scale_in_place(stored: torch.Tensor, scale: torch.Tensor, into: torch.Tenso
 
 
 def _of_blocks(codes: torch.Tensor, packing: EightBit, scale: torch.Tensor) -> WriteRows:
-    write, scale = _convert(codes), scale.unsqueeze(-1)
+    write = _convert(codes)
+    scale = scale.unsqueeze(-1)
 
     def write_scaled(part: slice, values: torch.Tensor) -> None:
         write(part, values)

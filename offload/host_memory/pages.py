@@ -58,7 +58,8 @@ def map_memory(nbytes: int) -> torch.Tensor:
         OSError: the system refuses that much memory.
     """
     spare = HUGE_PAGE if TAKES_ADVICE and nbytes >= HUGE_PAGE else 0  # to align the start; never touched
-    start, mapping = 0, _map_private(max(nbytes, 1) + spare)
+    start = 0
+    mapping = _map_private(max(nbytes, 1) + spare)
     if spare:
         start = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE
         # Only whole huge pages of the request: the last one would take up to 2 MB that nobody counts.
@@ -160,7 +161,8 @@ class LockedBlocks:
     """
 
     def __init__(self, driver: PageLock, *, level: int = logging.WARNING) -> None:
-        self._driver, self._level = driver, level
+        self._driver = driver
+        self._level = level
         self._blocks: dict[_Place, tuple[torch.Tensor, ...]] = {}
         self._refused = False
         self._warned = False

@@ -43,7 +43,8 @@ class GatherCpuBackend(CpuBackend):
             self._raw_slots = [allocate_flat(max(largest), "cpu") for _ in range(GATHERS_AHEAD)]
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
-        key, stored = copy.key, copy.flat
+        key = copy.key
+        stored = copy.flat
         assert stored is not None, f"the shard of {key} has no slot"
         raw = self._formats[key.stored].is_raw
         target = copy.into if raw else self._next_raw_slot()

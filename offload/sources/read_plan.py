@@ -121,7 +121,8 @@ CACHED_SHARE = 1 / 8
 
 # Four threads keep a disk busy, on two cores too. Copies out of the page cache are bound by cores, up to the bandwidth
 # of the memory. One core is left to the thread that computes.
-DISK_READERS, MOST_READERS = 4, 16
+DISK_READERS = 4
+MOST_READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,8 @@ IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 def lies_in_ram(path: Path) -> bool:
     """Return True if the file system of a file keeps its files in RAM. False if the system does not report it."""
     try:
-        device, mounts = path.stat().st_dev, MOUNTS.read_text(errors="replace")
+        device = path.stat().st_dev
+        mounts = MOUNTS.read_text(errors="replace")
     except OSError:
         return False
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -56,7 +56,8 @@ class StoredTensor(torch.Tensor):
                 device=torch.device("cpu"),
                 requires_grad=False,
             )
-        made.place, made.shadow = place, shadow
+        made.place = place
+        made.shadow = shadow
         return made
 
     def read(self) -> torch.Tensor:
@@ -78,7 +79,8 @@ class StoredTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        schema, named = function._schema, dict(kwargs or {})
+        schema = function._schema
+        named = dict(kwargs or {})
         # In inference mode, operations that consist of others arrive here whole: `to` may be a view or a copy.
         parts = function.decompose(*args, **named)
         if parts is not NotImplemented:
@@ -171,7 +173,8 @@ class StoredFile:
         packed = [tensor for tensor in header.tensors.values() if tensor.packing is not None]
         self.is_packed = bool(packed)
         *starts, values = accumulate((math.prod(tensor.shape) for tensor in packed), initial=0)
-        self._packed, self._starts = packed, starts
+        self._packed = packed
+        self._starts = starts
         self._values = torch.empty(values, dtype=packed_dtype, device="meta")
         self._own = {id(tensor) for tensor in header.tensors.values()}
         self._packed_dtype = packed_dtype
@@ -214,7 +217,8 @@ class StoredFile:
             whole, layer = packed
             return layer if view.shape == whole.shape else None
         index = bisect_right(self._starts, view.storage_offset()) - 1
-        tensor, start = self._packed[index], view.storage_offset() - self._starts[index]
+        tensor = self._packed[index]
+        start = view.storage_offset() - self._starts[index]
         packing = tensor.packing
         assert isinstance(packing, QuantFormat), f"{tensor} is not packed in a format of GGUF"
         if start % packing.values or view.numel() % packing.values:

@@ -29,7 +29,9 @@ class CpuBackend(TransferBackend):
         keep_freed_memory()
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
-        key, stored, into = copy.key, copy.flat, copy.into
+        key = copy.key
+        stored = copy.flat
+        into = copy.into
         fmt, patch = self._formats[key.stored], self._patches.get(key)
         copied: tuple[DeviceEvent, DeviceEvent] | None = None
         if fmt.is_raw and stored is not None:
@@ -63,7 +65,8 @@ class SynchronousBackend(CpuBackend):
 
     def copy_in(self, copy: BlockCopy) -> PendingBlock:
         def load() -> None:
-            fmt, block = self._formats[copy.key.stored], copy.flat
+            fmt = self._formats[copy.key.stored]
+            block = copy.flat
             assert block is not None, f"{copy.key} cannot be read directly into device memory"
             if not fmt.is_raw or self._patches.get(copy.key) is not None:
                 # As large as the buffer: factors of a patch may be behind the block.

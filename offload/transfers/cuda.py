@@ -206,7 +206,8 @@ class CudaBackend(CudaStreams):
         return self._copy_and_decode(copy, copy.stored, patch)
 
     def _copy(self, copy: BlockCopy, stored: HostBlock) -> PendingBlock:
-        into, free = copy.into[: self._formats[copy.key.stored].stored.nbytes], cast(Event, copy.after)
+        into = copy.into[: self._formats[copy.key.stored].stored.nbytes]
+        free = cast(Event, copy.after)
         start = self._runtime.event(timing=True)
         copied = self._runtime.event(timing=True, blocking=True)
         with self._runtime.on_stream(self._copies):

@@ -279,7 +279,8 @@ def _unmarked_format(
     path: Path, tensors: Mapping[str, FileTensor], layer: str, key: str, *, rotated: bool
 ) -> LayerFormat:
     """Return the format of a layer whose scale `key` no marker explains: the dtype of the weight."""
-    weight, scale = tensors.get(f"{layer}.weight"), tensors[key]
+    weight = tensors.get(f"{layer}.weight")
+    scale = tensors[key]
     if weight is None:
         raise CheckpointError(path, f"{key} is a scale, but {layer}.weight is missing: download the file again")
     remedy = "the file lacks its markers (comfy_quant): use another file"
@@ -343,7 +344,8 @@ def _resolve_layer(
     path: Path, tensors: Mapping[str, FileTensor], layer: str, fmt: LayerFormat, scale_keys: Mapping[str, str]
 ) -> tuple[FileTensor, FileTensor | None]:
     """Return the weight of a layer with its packing, and its scale."""
-    weight, key = tensors.get(f"{layer}.weight"), scale_keys.get(layer)
+    weight = tensors.get(f"{layer}.weight")
+    key = scale_keys.get(layer)
     if weight is None:
         raise CheckpointError(path, f"{layer} is marked as quantised, but {layer}.weight is missing")
     if key is None:
@@ -367,7 +369,8 @@ def _resolve_layer(
     if block and (weight.dtype.itemsize != 1 or packing.group):
         found = f"has {scale.shape[1]} scales for each row, which is known for fp8 and int8 that is not rotated"
         raise CheckpointError(path, f"{layer}.weight is {fmt.name} and {found}: use another file")
-    columns, group = weight.shape[1], max(packing.group, scale.dtype.itemsize, 4)
+    columns = weight.shape[1]
+    group = max(packing.group, scale.dtype.itemsize, 4)
     if columns % group:
         raise CheckpointError(path, f"{layer}.weight has {columns} columns, which is no multiple of {group}")
     by_row = bool(block) or math.prod(scale.shape) > 1 or weight.shape[0] == 1

@@ -268,7 +268,8 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
     @property
     def _summed_values(self) -> int:
         """Values of the largest streamed matrix whose LoRAs are summed in fp32; 0 without such LoRAs."""
-        shapes, streamed = parameter_shapes(self.high.config), streamed_parameters(self.high.config)
+        shapes = parameter_shapes(self.high.config)
+        streamed = streamed_parameters(self.high.config)
         summed = {
             name
             for loras in self._loras.values()

@@ -98,7 +98,8 @@ def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> W
             if change.magnitude is None:
                 added.append(_Scaled(change, tensors, change.scale * strength))
                 continue
-            magnitude, (_, columns) = tensors[change.magnitude].float(), change.shape(lora.tensors)
+            magnitude = tensors[change.magnitude].float()
+            _, columns = change.shape(lora.tensors)
             shape = (1, -1) if is_by_column(tuple(magnitude.shape), columns) else (-1, 1)
             alone = _summed([_Scaled(change, tensors, change.scale)])
             rescaled.append(Rescaled(change=alone, magnitude=magnitude.reshape(shape), strength=strength))

@@ -178,7 +178,8 @@ class _Layer:
     def _lokr(self) -> Change | None:
         if not self._has("lokr"):
             return None
-        first, second = self._factors("lokr_w1"), self._factors("lokr_w2")
+        first = self._factors("lokr_w1")
+        second = self._factors("lokr_w2")
         # LyCORIS scales by the rank of the second matrix if it has one, else of the first; its alpha says nothing about
         # two whole matrices.
         ranks = [self._rank(factors) for factors in (second, first) if len(factors) > 1]
@@ -188,7 +189,8 @@ class _Layer:
     def _loha(self) -> Change | None:
         if not self._has("hada"):
             return None
-        first, second = self._factors("hada_w1"), self._factors("hada_w2")
+        first = self._factors("hada_w1")
+        second = self._factors("hada_w2")
         rank = self._rank(first)
         self._rank(second)
         shapes = [matrix_shape(self.tensors, factors) for factors in (first, second)]

@@ -47,10 +47,12 @@ def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
             )
     lora = _without_other_latents(lora, shapes[LATENT_LAYER])
     for parameter, change in ((name, change) for name, changes in lora.changes.items() for change in changes):
-        shape, expected = lora.tensors[change.first[0]].shape, shapes[parameter]
+        shape = lora.tensors[change.first[0]].shape
+        expected = shapes[parameter]
         named = f"{change.first[0]} is {list(shape)};"
         if not change.is_difference:
-            shape, expected = change.shape(lora.tensors), _as_matrix(expected)
+            shape = change.shape(lora.tensors)
+            expected = _as_matrix(expected)
             named = f"{' and '.join(change.first + change.second)} change a weight of {list(shape)};"
         if shape != expected:
             raise CheckpointError(

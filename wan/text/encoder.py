@@ -136,7 +136,8 @@ def open_umt5_file(path: Path) -> Umt5:
     _refuse_other_models(path, tensors)
     config = _config_from_shapes(path, tensors)
     model = build_on_meta(path, lambda: _model(config))
-    rows, borrowed = config["vocab_size"], None
+    rows = config["vocab_size"]
+    borrowed = None
     if SENTENCE_MODEL not in stored.weights:
         borrowed = tokenizer_beside(path, rows=rows)
     opened = _opened(

@@ -71,5 +71,6 @@ def is_of_journal(name: str, journal: str) -> bool:
 
     Its lock, its copies, and the files of SQLite next to it have its name and more behind it.
     """
-    key, whole = name_key(name), name_key(journal)
+    key = name_key(name)
+    whole = name_key(journal)
     return key in {whole, whole.rpartition(".")[0]} or key.startswith((f"{whole}-", f"{whole}."))

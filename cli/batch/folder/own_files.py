@@ -20,7 +20,10 @@ from ...arguments import ArgumentError
 from .names import PROMPT_ID, is_made_name, is_of_file_manager
 
 WORK_FOLDER = ".wanstream"
-LOCK, PARTS, MADE, STATES = "lock", "parts", "made", "states"
+LOCK = "lock"
+PARTS = "parts"
+MADE = "made"
+STATES = "states"
 
 _ALLOWED: Mapping[str, Callable[[str], bool]] = {
     PARTS: is_made_name,
@@ -86,7 +89,8 @@ def check_work_folder(output: Path) -> None:
     output = Path(os.path.realpath(output))
     if not output.is_dir():
         return
-    trust, work = _trust(output), output / WORK_FOLDER
+    trust = _trust(output)
+    work = output / WORK_FOLDER
     if not _check(work, trust, folder=True):
         return
     for path in own_entries(work):

@@ -150,7 +150,8 @@ def _check_marked(path: Path, layer: str, name: object, tensors: Tensors) -> Non
         raise CheckpointFileError(path, f"layer {layer} is marked as {name}, but {layer}.weight is {weight.dtype}")
     if name not in FP8_FORMATS:
         return
-    scale, rows = tensors[f"{layer}.weight_scale"], weight.shape[0]
+    scale = tensors[f"{layer}.weight_scale"]
+    rows = weight.shape[0]
     if scale.numel() != 1 and scale.shape not in ((rows,), (rows, 1)):
         raise CheckpointFileError(
             path, f"{layer}.weight_scale is {list(scale.shape)}; {name} has one scale, or [{rows}, 1]"
