@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, TypeAlias
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -209,7 +212,10 @@ def _plain(timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 KEPT_RUNS = 50
-KEPT_NOTICES = 200
+KEPT_NOTICES = 1000
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 LONGEST_NAME = 200
 """Maximum number of characters of a title or an id; longer ones are truncated."""
@@ -222,8 +228,45 @@ def short_text(value: object, *path: str | None) -> str | None:
     return value[:LONGEST_NAME] if isinstance(value, str) else None
 
 
+def contents_of(prompt: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each node of a posted prompt: of the class and the inputs of it and of all nodes before it.
+
+    Ids and titles do not count. ComfyUI computes nodes with equal digests once. Parts that are not nodes have none, nor
+    has a graph with a cycle.
+    """
+    inputs: dict[str, Mapping[str, Any]] = {}
+    for key, node in prompt.items():
+        if isinstance(node, Mapping) and isinstance(node.get("inputs"), Mapping):
+            inputs[key] = node["inputs"]
+
+    sources = {key: [value[0] for value in given.values() if _is_link(value, inputs)] for key, given in inputs.items()}
+    digests: dict[str, str] = {}
+
+    def plain(value: Any) -> Any:
+        if _is_link(value, inputs):
+            return [digests[value[0]], value[1]]
+        # ComfyUI turns the 4 of a posted float into 4.0.
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    try:
+        for key in TopologicalSorter(sources).static_order():
+            content = [prompt[key].get("class_type"), {name: plain(value) for name, value in inputs[key].items()}]
+            text = json.dumps(content, sort_keys=True, default=str)
+            digests[key] = hashlib.sha256(text.encode()).hexdigest()
+    except CycleError:
+        return {}
+    return digests
+
+
+def _is_link(value: Any, nodes: Container[str]) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[0] in nodes
+
+
 class RunLog:
     """The last `KEPT_RUNS` runs and the notices of nodes, for pages that are opened later; built from events in order.
+
+    Notices belong to the content of a node (see `contents_of`): ComfyUI does not run an equal node of another graph
+    again, and no event announces its notices.
 
     Thread-safe.
     """
@@ -231,7 +274,8 @@ class RunLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: dict[str, dict[str, Any]] = {}
-        self._notices: dict[tuple[str | None, str | None], Mapping[str, Any]] = {}
+        self._notices: dict[str, Mapping[str, Any]] = {}
+        self._contents: dict[tuple[str | None, str | None], str] = {}
 
     def record(self, event: str, payload: Mapping[str, Any]) -> None:
         """Apply an event; events of other kinds, and of runs that were evicted from the log, are ignored."""
@@ -246,20 +290,43 @@ class RunLog:
                 _apply(run, event, payload)
 
     def _record_notices(self, payload: Mapping[str, Any]) -> None:
-        """Replace the notices of a node. Those of the last `KEPT_NOTICES` nodes are kept."""
+        """Replace the notices of a node. Those of the last `KEPT_NOTICES` nodes are kept, also that there are none."""
         node = payload["workflow"], payload["node"]
-        self._notices.pop(node, None)
-        if payload["notices"]:
-            self._notices[node] = payload
-            for oldest in list(self._notices)[:-KEPT_NOTICES]:
-                del self._notices[oldest]
+        content = payload.get("content") or str(node)
+        _keep(self._notices, content, payload)
+        _keep(self._contents, node, content)
+
+    def queued(self, prompt: Mapping[str, Any], workflow: str | None) -> list[dict[str, Any]]:
+        """Give nodes of a queued graph the notices of equal nodes, and return the payloads of their events."""
+        changed = []
+        contents = contents_of(prompt)
+        with self._lock:
+            for node, content in contents.items():
+                if content in self._notices and self._contents.get((workflow, node)) != content:
+                    changed.append({**self._notices[content], "workflow": workflow, "node": node})
+                    self._record_notices(changed[-1])
+        return changed
 
     def snapshot(self) -> dict[str, list[dict[str, Any]]]:
         """Return `runs` and `notices`, oldest first, as copies that later events do not change."""
         with self._lock:
             now = time.time()
             runs = [{**run, "records": list(run["records"]), "age_s": now - run["at"]} for run in self._runs.values()]
-            return {"runs": runs, "notices": [dict(each) for each in self._notices.values()]}
+            return {"runs": runs, "notices": list(self._shown_notices())}
+
+    def _shown_notices(self) -> Iterator[dict[str, Any]]:
+        for (workflow, node), content in self._contents.items():
+            payload = self._notices.get(content)
+            if payload is not None and payload["notices"]:
+                yield {**payload, "workflow": workflow, "node": node}
+
+
+def _keep(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Set a value as the newest of the last `KEPT_NOTICES`."""
+    kept.pop(key, None)
+    kept[key] = value
+    for oldest in list(kept)[:-KEPT_NOTICES]:
+        del kept[oldest]
 
 
 def _apply(run: dict[str, Any], event: str, payload: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ...schema import VERSION
-from ..run_events import BEGIN, NOTICES_EVENT, RunLog, short_text
+from ..run_events import BEGIN, NOTICES_EVENT, RunLog, contents_of, short_text
 
 
 class ServerEvents:
@@ -37,10 +37,23 @@ class ServerEvents:
         server.routes.get("/wanstream/about")(self._about)
 
     def check_prompts(self, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Let `check` change the body of each `POST /prompt` before its workflow is validated."""
+        """Let `check` change the body of each `POST /prompt` before its workflow is validated.
+
+        Nodes of the workflow that ComfyUI has computed in another graph get the notices of that time.
+        """
         server = getattr(PromptServer, "instance", None)
-        if server is not None:
-            server.add_on_prompt_handler(check)
+        if server is None:
+            return
+
+        def handle(request: dict[str, Any]) -> dict[str, Any]:
+            request = check(request)
+            prompt = request.get("prompt")
+            workflow = short_text(request, "extra_data", "extra_pnginfo", "workflow", "id")
+            for payload in self.log.queued(prompt, workflow) if isinstance(prompt, dict) else ():
+                server.send_sync(NOTICES_EVENT, payload, None)
+            return request
+
+        server.add_on_prompt_handler(handle)
 
     def has_viewers(self) -> bool:
         """Return True if at least one websocket is connected: a page, or a client of the API."""
@@ -57,6 +70,8 @@ class ServerEvents:
                 "type": short_text(prompt, node, "class_type"),
             }
             payload = {**payload, "workflow": workflow, **names}
+            if event == NOTICES_EVENT:
+                payload["content"] = contents_of(prompt).get(node)
         self.log.record(event, payload)
         server = getattr(PromptServer, "instance", None)
         if server is not None:

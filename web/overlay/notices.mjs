@@ -34,8 +34,15 @@ export function applies(notice, node) {
   const isLinked = (name) => node.inputs?.some((input) => input.widget?.name === name && input.link != null)
   return Object.entries(notice.values ?? {}).every(([name, value]) => {
     const widget = node.widgets?.find((each) => each.name === name)
-    return !widget || isLinked(name) || widget.value === value
+    return !widget || isLinked(name) || widget.value === value || isListedAs(value, widget, node)
   })
+}
+
+/** Return true if a widget has a name that is not in its list: the server then takes the same file as the list names it. */
+function isListedAs(value, widget, node) {
+  const { values } = widget.options ?? {}
+  const listed = typeof values === "function" ? values(widget, node) : values
+  return Array.isArray(listed) && listed.includes(value) && !listed.includes(widget.value)
 }
 
 /** The notices of a node, the most severe first. */

@@ -12,7 +12,8 @@ const KEPT_RUNS = 50
 const KEPT_NOTICES = 200
 const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000"
 
-export const EMPTY = { runs: [], items: [], notices: [] }
+/** `complete`: a snapshot of the server has come. */
+export const EMPTY = { runs: [], items: [], notices: [], complete: false }
 
 const begin = (state, payload, now) => ({
   ...state,
@@ -108,26 +109,6 @@ function progress(state, { prompt_id, nodes }, now) {
   return changeItem(state, prompt_id, () => ({ times, running: true })) // a blocked node's error ends no item
 }
 
-/**
- * Give the nodes of an item that ComfyUI did not run again the notices of an equal node of another graph: ComfyUI's cache
- * does not depend on the graph, and sends no event for them.
- */
-function adopt(state, prompt_id) {
-  const { workflow, nodes, cached } = state.items.find((known) => known.prompt_id === prompt_id) ?? {}
-  if (!nodes) return state
-  const isAbout = ({ values }, { inputs }) => Object.entries(values).every(([name, value]) => inputs[name] === value)
-  const found = []
-  for (const id of cached) {
-    const node = nodes[id]
-    if (!node || state.notices.some((entry) => entry.node === id && entry.workflow === workflow)) continue
-    const equal = state.notices.findLast(
-      (entry) => entry.type === node.class_type && entry.notices.every((notice) => isAbout(notice, node))
-    )
-    if (equal) found.push({ ...equal, node: id, workflow })
-  }
-  return { ...state, notices: [...state.notices, ...found] }
-}
-
 const finish = (state, { prompt_id }, now) =>
   changeItem(progress(state, { prompt_id, nodes: {} }, now), prompt_id, () => ({ running: false }))
 
@@ -154,7 +135,12 @@ function snapshot(state, answer, now) {
     .filter((run) => answer.known.includes(run.run))
     .map((run) => (run.ended ? run : { ...run, ended: true, error: RESTARTED }))
   const later = unknown.filter((run) => !answer.known.includes(run.run))
-  return { ...state, runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS), notices: answer.notices ?? [] }
+  return {
+    ...state,
+    runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS),
+    notices: answer.notices ?? [],
+    complete: true
+  }
 }
 
 const HANDLERS = {
@@ -165,8 +151,7 @@ const HANDLERS = {
   "wanstream.preview": preview,
   "wanstream.end": end,
   execution_start: start,
-  execution_cached: (state, { prompt_id, nodes }) =>
-    adopt(changeItem(state, prompt_id, () => ({ cached: nodes })), prompt_id),
+  execution_cached: (state, { prompt_id, nodes }) => changeItem(state, prompt_id, () => ({ cached: nodes })),
   progress_state: progress,
   execution_success: finish,
   execution_error: finish,
@@ -182,7 +167,7 @@ const ANSWERS = {
   /** `workflow` is the id of an item's graph, `nodes` are those of its prompt. */
   graph: (state, { prompt_id, workflow, nodes }) => {
     const classes = Object.fromEntries(Object.entries(nodes).map(([id, node]) => [id, node.class_type]))
-    return adopt(changeItem(state, prompt_id, () => ({ workflow, nodes, classes })), prompt_id)
+    return changeItem(state, prompt_id, () => ({ workflow, classes }))
   }
 }
 

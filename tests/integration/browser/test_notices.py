@@ -84,8 +84,6 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     page.look_at(LOADER)
     page.page.wait_for_timeout(1000)
     assert page.page.evaluate(STRIP, LOADER) is None, "the files are in their places"
-    if renderer != "classic":
-        pytest.xfail("in Nodes 2.0 the strip does not come back where the files are swapped again after a reload")
     page.set(LOADER, high_noise=LOW, low_noise=HIGH)
     assert shown(page, LOADER)["texts"] == strip["texts"]
     page.page.locator(".wanstream-notices .wanstream-button").click()
@@ -94,10 +92,9 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     assert next(iter(page.frontend.export().prompt.values()))["inputs"].keys().isdisjoint({"wanstream_notices"})
 
 
-def test_what_makes_the_video_wrong_is_a_message_too(page: Page, renderer: str) -> None:
+def test_what_makes_the_video_wrong_is_a_message_too(page: Page) -> None:
     page.load(steps=1)
-    file = HIGH if renderer == "classic" else LOW  # ComfyUI does not run an equal node again
-    page.set(LOADER, high_noise=file, low_noise=file)
+    page.set(LOADER, high_noise=HIGH, low_noise=HIGH)
     page.queue()
     toast = page.page.locator(".p-toast-message", has_text="is both experts")
     toast.wait_for(timeout=WAIT_MS)

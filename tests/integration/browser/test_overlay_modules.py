@@ -166,13 +166,30 @@ def test_notices_are_those_of_the_last_time_that_a_node_ran(modules: Modules) ->
     assert by_id(*running, end("r"))[0] == ["7", "three", "two", "one"], "the timeline has all of them"
 
 
-def test_a_node_that_was_not_run_again_has_the_notices_of_an_equal_one(modules: Modules) -> None:
-    told = notices("3", notice("swapped", file="x"), workflow="there")
-    for value, count in (("x", 1), ("y", 0)):
-        graph = item("graph", workflow="here", nodes={"a": {"class_type": "A", "inputs": {"file": value}}})
-        for events in ([item("execution_cached", nodes=["a"]), graph], [graph, item("execution_cached", nodes=["a"])]):
-            found = modules.state([told, item("execution_start"), *events])["notices"]
-            assert [each["node"] for each in found[1:]] == ["a"] * count
+FILES = ["sub/a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "widget", "applies"),
+    [
+        ("sub/a", {"value": "sub/a", "options": {"values": FILES}}, True),
+        ("sub/a", {"value": "b", "options": {"values": FILES}}, False),
+        ("sub/a", {"value": "sub\\a", "options": {"values": FILES}}, True),
+        ("sub/a", {"value": "link/a", "options": {"values": FILES}}, True),
+        ("c", {"value": "sub\\a", "options": {"values": FILES}}, False),
+        (4, {"value": 4}, True),
+        (4, {"value": 1, "options": {}}, False),
+    ],
+    ids=["same", "other", "backslash", "link", "unlisted", "number", "other number"],
+)
+def test_a_notice_applies_to_the_file_that_the_server_took(
+    modules: Modules, value: Any, widget: dict[str, Any], applies: bool
+) -> None:
+    about = {"values": {"file": value}}
+    named = {"name": "file", **widget}
+    assert modules.call("notices", "applies", about, {"widgets": [named]}) == applies
+    linked = [{"widget": {"name": "file"}, "link": 7}]
+    assert modules.call("notices", "applies", about, {"widgets": [named], "inputs": linked})
 
 
 PICTURE = "data:image/webp;base64,AAAA"
@@ -565,6 +582,23 @@ def test_rows_of_the_table_differ_by_their_settings(modules: Modules) -> None:
     assert '"832x480x81","bf16","layerwise, 1 ahead","",""' in first
     table, _, _ = modules.frontend.page.evaluate(TABLE, [{**one, "settings": None}])
     assert "size" not in cells_of(table, "th"), "of runs from before, nothing is known"
+
+
+def test_a_comparison_has_ratios_where_figures_differ(modules: Modules) -> None:
+    one = {**run_of(2, 2), "title": "Sampler", "settings": {**SETTINGS, **TOTALS}}
+    other = {**one, "records": steps_of(3.0, 3.0)}
+    refused = {**one, "records": [], "ended": True, "error": "needs 9.3 GB"}
+    table, comparison, exported = modules.frontend.page.evaluate(TABLE, [one, other, refused])
+    rows = {row[1]["data-figure"]: cells_of(row, "td") for row in comparison[3][2:] if "data-figure" in row[1]}
+    assert rows["steps"] == ["2", "2", "-"]
+    assert rows["wall"] == ["4.00 s", "6.00 s (1.50 x)", "-"]
+    assert rows["moved"] == ["200 B", "200 B", "-"]
+    first, *_ = table[3][2:]
+    figures = [cell[2] for cell in first[2:] if "data-figure" in cell[1]]
+    assert {*figures} == {"-"}, "the last run was refused before its first step"
+    assert not {"moved at", "read at"} & {*cells_of(table, "th")}
+    assert exported.split("\n")[3].endswith(',,,,,,,,,,,,,"0 of 2 steps: needs 9.3 GB"')
+    assert modules.call("figures", "runText", refused, 1.0) == "0 of 2 steps: needs 9.3 GB"
 
 
 @pytest.mark.parametrize(

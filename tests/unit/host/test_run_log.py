@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from wanstream.host.run_events import (
@@ -11,6 +13,7 @@ from wanstream.host.run_events import (
     NOTICES_EVENT,
     RunEvents,
     RunLog,
+    contents_of,
     short_text,
 )
 from wanstream.schema import StepRecord, Timeline
@@ -94,6 +97,57 @@ def test_the_last_notices_of_each_node_are_kept() -> None:
     assert len(kept) == KEPT_NOTICES - 1
     assert kept[-2:] == [("w", "9", "other"), ("v", "9", "elsewhere")]
     assert not any(node in ("0", "4", "5", "10") for _, node, _ in kept)
+
+
+def graph(prefix: str = "", *, strength: object = 1, file: str = "a", **loader: object) -> dict[str, Any]:
+    """A loader, a LoRA on it and a sampler, as posted."""
+    return {
+        f"{prefix}2": {"class_type": "Lora", "inputs": {"model": [f"{prefix}1", 0], "strength": strength}},
+        f"{prefix}3": {"class_type": "Sampler", "inputs": {"model": [f"{prefix}2", 0], "seed": 2**60 + 1}},
+        f"{prefix}1": {"class_type": "Loader", "inputs": {"file": file}, **loader},
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [
+        (graph("5:", _meta={"title": "mine"}), "123"),
+        (graph(strength=1.0), "123"),
+        (graph(strength=2), "1"),
+        (graph(file="b"), ""),
+        (graph(class_type="Other"), ""),
+        ({**graph(), "4": {"class_type": "Loader", "inputs": {"file": "b"}}, "x": "no node", "y": {}}, "123"),
+        ({**graph(), "1": {"class_type": "Loader", "inputs": {"file": ["3", 0]}}}, ""),
+    ],
+    ids=["ids", "number", "strength", "file", "class", "more", "cycle"],
+)
+def test_nodes_are_equal_if_they_and_all_before_them_are(other: dict[str, Any], equal: str) -> None:
+    here, there = contents_of(graph()), contents_of(other)
+    assert len({*here.values()}) == 3
+    assert "".join(key for key in "123" if here[key] in there.values()) == equal
+
+
+def test_a_node_of_another_graph_has_the_notices_of_an_equal_one() -> None:
+    log = RunLog()
+
+    def announce(prompt: dict[str, Any], *texts: str) -> None:
+        notices = [{"text": text} for text in texts]
+        payload = {"workflow": "here", "node": "3", "notices": notices, "content": contents_of(prompt)["3"]}
+        log.record(NOTICES_EVENT, payload)
+
+    def places() -> list[tuple[str, str]]:
+        return [(each["workflow"], each["node"]) for each in log.snapshot()["notices"]]
+
+    announce(graph(), "guidance")
+    assert log.queued(graph(), "here") == [], "it has them"
+    (event,) = log.queued(graph("5:"), "there")
+    assert (event["workflow"], event["node"], event["notices"]) == ("there", "5:3", [{"text": "guidance"}])
+    assert places() == [("here", "3"), ("there", "5:3")]
+    announce(graph(strength=0))
+    assert places() == [("there", "5:3")]
+    (event,) = log.queued(graph("5:", strength=0), "there")
+    assert (event["notices"], places()) == ([], [])
+    assert len(log.queued(graph(), "here")) == 1, "ComfyUI may have both in its cache"
 
 
 TITLE, CANVAS = ("_meta", "title"), ("extra_pnginfo", "workflow", "id")
