@@ -1,5 +1,6 @@
 /**
- * Badges above the right end of every node with its seconds in the last queue item and the peak memory of its run.
+ * Badges above the right end of every node with its seconds in the last queue item and the peak memory of its run;
+ * below a selected node, above which ComfyUI shows its toolbox.
  *
  * One layer of elements over the canvas serves both renderers: it follows the canvas. While badges are off, there is no
  * layer, and drawing the canvas does no extra work.
@@ -31,6 +32,8 @@ export function badgeTitle(figures) {
 }
 
 const widthOf = (node) => (node.flags?.collapsed && node._collapsed_width) || node.size[0]
+
+const bodyHeight = (node) => (node.flags?.collapsed ? 0 : node.size[1])
 
 const isIn = (graph, node) => graph.getNodeById(node.id) === node
 
@@ -117,7 +120,9 @@ export class Badges {
       // A collapsed node may be narrower than its badge, which must not lie to the left of it.
       const least = node.flags?.collapsed ? node.pos[0] + chip.offsetWidth : -Infinity
       chip.style.left = `${Math.max(least, node.pos[0] + widthOf(node) - this.page.badgesWidth(node))}px`
-      chip.style.top = `${node.pos[1] - TITLE_HEIGHT}px`
+      const below = Boolean(canvas.selected_nodes?.[node.id])
+      chip.dataset.below = below
+      chip.style.top = `${node.pos[1] + (below ? bodyHeight(node) : -TITLE_HEIGHT)}px`
     }
   }
 }

@@ -211,7 +211,7 @@ export function runParts(run, now) {
 /** What a run has done so far: in its first step, the blocks. */
 function headText(run, length) {
   const records = recordsOf(run)
-  if (run.ended && !run.error) return translate("endedIn", records.length, length)
+  if (run.ended && !run.error && records.length) return translate("endedIn", records.length, length)
   return !run.ended && !records.length && run.visits ? translate("block", run.visits.done, run.visits.total) : stateText(run)
 }
 
@@ -238,9 +238,10 @@ const SETTINGS = ["size", "dtype", "policy", "lora", "workers"]
 export const settingsOf = (run) =>
   SETTINGS.map((name) => ({ name, head: translate(`head ${name}`), text: String(run.settings?.[name] ?? "") }))
 
-/** One row of the table of runs: names (of columns in files), heads, texts and plain values. */
+/** One row of the table of runs: names (of columns in files), heads, texts and plain values; unknown before a step. */
 export function figuresOf(run) {
-  const all = totals(recordsOf(run))
+  const records = recordsOf(run)
+  const all = records.length ? totals(records) : {}
   const predicted = run.predicted ? totals(run.predicted.steps) : null
   const figure = (name, value, text) => ({
     name,

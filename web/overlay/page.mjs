@@ -118,6 +118,8 @@ function pageOf(app, store) {
       return app.canvas
     },
     now: clock,
+    /** True once the server has sent the runs of earlier pages. */
+    knowsRuns: () => store.state.complete,
     zoom: () => app.canvas?.ds.scale ?? 1,
     workflow: () => root().id,
     /** Pairs of each node of the open graph, with those of its subgraphs, and the ids on the server. */

@@ -18,6 +18,8 @@ const MARGIN = 6
 const NEAR_FONT = 11
 const FAR_FONT = 19
 const PROPERTY = "wanstream_overlay"
+/** Property of the node, saved and copied with it: its height before the chart made it taller. */
+const HEIGHT_BEFORE = "wanstream_height_before_chart"
 const SEPARATOR = " · "
 /** Modes of muted and bypassed nodes, which Nodes 2.0 dims itself. */
 const OFF_MODES = [2, 4]
@@ -31,7 +33,8 @@ let made = 0
 
 export class RunWidget {
   /**
-   * `page` provides `runOf(node)`, `now()`, `zoom()`, `resize(node, shrink)` and `forward(element)`.
+   * `page` provides `runOf(node)`, `knowsRuns()`, `now()`, `zoom()`, `resize(node, shrink)`, `shrink(node, height)` and
+   * `forward(element)`.
    */
   constructor(node, page) {
     this.node = node
@@ -116,6 +119,23 @@ export class RunWidget {
       this.updateLine()
       this.updateNumbers()
     }
+    if (!run && this.page.knowsRuns()) this.returnRoom()
+  }
+
+  /** Make the node as tall as its chart. */
+  takeRoom() {
+    const { node } = this
+    const before = node.size[1]
+    this.page.resize(node, false)
+    if (this.run && node.size[1] > before) node.properties[HEIGHT_BEFORE] ??= before
+  }
+
+  /** Take back the height that a chart had: a copy of the node has no run, nor has a graph that is opened later. */
+  returnRoom() {
+    const before = this.node.properties?.[HEIGHT_BEFORE]
+    if (before === undefined) return
+    delete this.node.properties[HEIGHT_BEFORE]
+    this.page.shrink(this.node, Math.max(0, this.node.size[1] - before))
   }
 
   show(run) {
@@ -134,7 +154,7 @@ export class RunWidget {
     this.updatePreview()
     this.plot.setAttribute("aria-label", translate("plot"))
     this.draw()
-    if (appears) this.page.resize(this.node, false)
+    if (appears) this.takeRoom()
   }
 
   /** Update what changes without an event of the run: its times, and whether the node takes part in the next one. */

@@ -13,7 +13,14 @@ const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
 /** Name of a run: the title of its node if the workflow has one. */
 const name = (run) => (typeof run.title === "string" && run.title) || translate("nodeOf", run.shown_at)
 
-const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
+/** A figure with its ratio to the one of the first run, unless they are equal or one of them is unknown. */
+function comparedText({ value, text }, first) {
+  const comparable = value !== null && first.value && text !== first.text
+  return comparable ? `${text} (${(value / first.value).toFixed(2)} x)` : text
+}
+
+/** Rates have columns in the comparison and in files. The long table has no room for them. */
+const LEFT_OUT = ["moved at", "read at"]
 
 /** Figures that any of the runs has: on a CPU there is no VRAM, and not every machine was measured. */
 function knownFigures(runs) {
@@ -35,7 +42,7 @@ function shortText(name, text) {
 
 /** All runs, the last one first. `ticked` holds the ids of chosen runs. */
 export function tableOf(runs, { ticked, onTick }) {
-  const figures = knownFigures(runs)
+  const figures = knownFigures(runs).filter(({ name }) => !LEFT_OUT.includes(name))
   const settings = knownSettings(runs)
   const names = [...settings, ...figures].map((each) => each.name)
   const heads = [...settings, ...figures].map((each) => each.head)
@@ -43,7 +50,7 @@ export function tableOf(runs, { ticked, onTick }) {
   const row = (run) => {
     const label = `${clock(run.at)} ${name(run)}`
     const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": translate("compare", label) }
-    const cell = (content) => h("td", {}, content)
+    const cell = (content) => h("td", typeof content === "string" ? { title: content } : {}, content)
     const known = [...settingsOf(run), ...figuresOf(run)].filter((each) => names.includes(each.name))
     const shown = known.map(({ name, text, value }) =>
       h("td", { [value === undefined ? "data-setting" : "data-figure"]: name, title: text }, shortText(name, text))
@@ -69,10 +76,7 @@ export function comparisonOf(runs) {
   const columns = runs.map((run) => figuresOf(run).filter((figure) => names.includes(figure.name)))
   const head = runs.map((run) => h("th", { scope: "col" }, `${clock(run.at)} ${name(run)}`))
   const row = (figure, index) => {
-    const cells = columns.map((figures, run) => {
-      const { value, text } = figures[index]
-      return h("td", {}, run === 0 ? text : `${text} (${ratioText(value, figure.value)})`)
-    })
+    const cells = columns.map((figures) => h("td", {}, comparedText(figures[index], figure)))
     return h("tr", { "data-figure": figure.name }, h("th", { scope: "row" }, figure.head), ...cells)
   }
   return h(

@@ -581,6 +581,15 @@ def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
     for number in range(2):
         classic.page.locator(".wanstream-table tbody tr[data-run] input").nth(number).focus()
         classic.page.keyboard.press("Space")
+    outside = classic.page.evaluate(
+        """names => {
+            const { right } = document.querySelector('.wanstream-panel').getBoundingClientRect()
+            const cell = name => document.querySelector(`tr[data-run] td[data-figure="${name}"]`)
+            return names.filter(name => cell(name).getBoundingClientRect().right > right)
+        }""",
+        ["overlap", "moved", "read", "RAM"],
+    )
+    assert outside == [], "the page is 1600 pixels wide"
     settings = classic.page.locator(".wanstream-table:not(.wanstream-comparison) tr[data-run] td[data-setting]")
     assert settings.all_inner_texts()[:3] == ["64x48x9", "fp32", "layerwise, 1 ahead"]
     row = classic.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
@@ -678,6 +687,54 @@ def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(pa
         page.page.wait_for_timeout(300)
         assert page.page.evaluate(ON_GROUP_TITLES) == [], zoom
         assert page.page.evaluate(ON_CORE_BADGES) == [], zoom
+
+
+# Heights of all samplers of the graph: with and without the chart.
+HEIGHTS = f"() => {{ {FIND}; return [...every({GRAPH})].filter(n => n.type === '{SAMPLER}').map(n => n.size[1]) }}"
+PASTE = f"""title => {{ {FIND}
+    const {{ canvas }} = window.app
+    canvas.copyToClipboard([find(title)])
+    canvas.pasteFromClipboard()
+}}"""
+STATES = {
+    "selected": "canvas.selectNodes([node])",
+    "bypassed": "canvas.selectNodes([]); node.mode = 4",
+    "collapsed": "node.mode = 0; node.collapse(true)",
+}
+STATE = """title => {{ {find}
+    const {{ canvas }} = window.app, {{ ds }} = canvas, node = find(title)
+    {state}
+    canvas.draw(true, true)
+    return new Promise(done => setTimeout(() => {{
+        const {{ left, top, bottom }} = document.querySelector(`[data-node='${{node.id}}']`).getBoundingClientRect()
+        const place = canvas.canvas.getBoundingClientRect()
+        const [x, y] = node.pos.map((at, axis) => (at + ds.offset[axis]) * ds.scale)
+        const toolbox = document.querySelector('.selection-toolbox')?.getBoundingClientRect()
+        done({{
+            left: left - place.left - x, above: y + place.top - bottom,
+            below: top - place.top - y - node.size[1] * ds.scale,
+            covered: Boolean(toolbox) && top < toolbox.bottom, off: overlay(title).dataset.off,
+            opacity: +getComputedStyle(overlay(title)).opacity,
+        }})
+    }}, 1000))
+}}"""
+
+
+def test_the_overlay_follows_its_node(page: Page, renderer: str) -> None:
+    page.load(steps=1)
+    (before,) = page.page.evaluate(HEIGHTS)
+    page.run()
+    (with_chart,) = page.page.evaluate(HEIGHTS)
+    page.page.evaluate(PASTE, SAMPLER)
+    page.page.wait_for_function(f"wanted => ({HEIGHTS})().length === 2 && ({HEIGHTS})()[1] === wanted", arg=before)
+    assert page.page.evaluate(HEIGHTS) == [with_chart, before], "a copy has no run to show"
+    found = {name: page.page.evaluate(STATE.format(find=FIND, state=state), SAMPLER) for name, state in STATES.items()}
+    assert (found["selected"]["covered"], found["selected"]["below"] > 0) == (False, True)
+    assert [each["above"] > 0 for each in found.values()] == [False, True, True]
+    assert found["collapsed"]["left"] >= 0
+    if renderer == "classic":  # Nodes 2.0 dims its nodes
+        assert [each["off"] for each in found.values()] == ["false", "true", "false"]
+        assert [each["opacity"] < 1 for each in found.values()] == [False, True, False]
 
 
 # Badges that overlap the title of a group, which is drawn at its upper left in the font size of the group.
