@@ -1,7 +1,7 @@
-"""Changes of one matrix (LoRA, LoKr, LoHa, DoRA, differences) and their sums with it.
+"""Changes to one matrix (LoRA, LoKr, LoHa, DoRA, differences) and the sums with it.
 
-Products of small factors are never formed as a whole unless one operation adds them: at most some rows of them exist at
-a time, in fp32.
+Products of small factors are never formed as a whole unless one operation adds them. At most some rows exist at a time,
+in fp32.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from .formats.decode import CHUNK_VALUES, values_at_once
 
 WORK_BYTES_PER_VALUE = 20
-"""Bytes of the fp32 numbers of a value whose sum is computed in pieces."""
+"""Bytes in fp32 per value of a sum computed in pieces."""
 
 ChangeTensor: TypeAlias = "Callable[[str, torch.Tensor], torch.Tensor]"
-"""Returns the tensor that replaces a part of a patch, by its name."""
+"""Returns the replacement for a patch part, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +36,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kronecker:
-    """Kronecker product of `first` and `second` (LoKr): every value of `first` times the whole of `second`."""
+    """Kronecker product (LoKr): every value of `first` times the whole `second`."""
 
     first: torch.Tensor
     second: torch.Tensor | Product
@@ -56,7 +56,7 @@ class Kronecker:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Hadamard:
-    """Product of two products, value by value (LoHa)."""
+    """Elementwise product of two products (LoHa)."""
 
     one: Product
     other: Product
@@ -69,7 +69,7 @@ class Hadamard:
 class Rescaled:
     """DoRA: `strength` times the difference between the matrix and W' = (matrix + change) * magnitude / norm.
 
-    The norm is that of the rows or of the columns of matrix + change, whichever have a magnitude.
+    The norm is taken over the rows or columns of matrix + change, whichever have a magnitude.
     """
 
     change: WeightPatch
@@ -87,14 +87,14 @@ MAGNITUDE = "magnitude"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPatch:
-    """Change of one matrix [rows, columns]: adds `up @ down`, `full` and the others.
+    """Change to one matrix [rows, columns]: adds `up @ down`, `full` and the others.
 
-    CPU tensors of a floating dtype, with the strength already in `up`, `full`, `first` and `one.up`. `set_patches`
-    copies them, rounded to the compute dtype of the matrix; magnitudes are fp32.
+    All are CPU tensors with a floating dtype. The strength is already in `up`, `full`, `first` and `one.up`.
+    `set_patches` copies them, rounded to the matrix compute dtype. Magnitudes are fp32.
     """
 
     up: torch.Tensor | None = None
-    """[rows, rank]; requires `down`."""
+    """[rows, rank]. Requires `down`."""
     down: torch.Tensor | None = None
     """[rank, columns]"""
     full: torch.Tensor | None = None
@@ -105,7 +105,7 @@ class WeightPatch:
 
     @property
     def is_product(self) -> bool:
-        """True for nothing but `up @ down`, which a layer can compute beside its matrix."""
+        """True for nothing but `up @ down`. A layer can compute this beside its matrix."""
         return self.full is None and not self.kronecker and not self.hadamard and not self.rescaled
 
     @property
@@ -122,14 +122,14 @@ class WeightPatch:
 
     @property
     def products(self) -> dict[str, Product]:
-        """The products of the shape of the matrix, by the start of the names of their parts."""
+        """Products with the matrix shape, by the name prefix of their parts."""
         found = {} if self.up is None or self.down is None else {"": Product(up=self.up, down=self.down)}
         for index, each in enumerate(self.hadamard):
             found |= {f"hadamard {index} one ": each.one, f"hadamard {index} other ": each.other}
         return found
 
     def map(self, change: ChangeTensor, name: str = "") -> WeightPatch:
-        """Return the patch with every tensor replaced by `change` of its name and itself."""
+        """Return the patch with `change(name, tensor)` in place of every tensor."""
 
         def changed(part: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else change(name + part, tensor)
@@ -145,10 +145,10 @@ class WeightPatch:
 
 
 def add_patch(matrix: torch.Tensor, patch: WeightPatch) -> None:
-    """Add a patch to a matrix in place, on any device; the tensors of the patch are on it, in the dtype of the matrix.
+    """Add a patch to a matrix in place, on any device. The patch is on the same device, in the matrix dtype.
 
-    A LoRA, a LoKr and a difference take one operation each, which sums in fp32 and rounds once. A LoHa and a DoRA, and
-    all that is added with them, are summed in fp32 by `write_sum`.
+    A LoRA, a LoKr and a difference take one operation each, which sums in fp32 and rounds once. `write_sum` sums a LoHa
+    or a DoRA in fp32, with everything added next to them.
     """
     if patch.hadamard or patch.rescaled:
         write_sum(matrix, patch, matrix)
@@ -164,7 +164,7 @@ def add_patch(matrix: torch.Tensor, patch: WeightPatch) -> None:
 
 
 def write_sum(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> None:
-    """Write `base + patch` into a parameter of the same shape, on any device; both may be the same tensor.
+    """Write `base + patch` into a parameter of the same shape, on any device. Both may be the same tensor.
 
     The sum is computed on the device of `into` in fp32 and rounded once, a few rows at a time: in fp32 the largest of
     these matrices would take 280 MB.
@@ -193,7 +193,7 @@ def write_sum(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> Non
 
 
 def patch_work_bytes(values: int, device: torch.device) -> int:
-    """Return the bytes of device memory that `write_sum` takes for a matrix of that many values."""
+    """Return the device memory in bytes for `write_sum` on a matrix with this many values."""
     return WORK_BYTES_PER_VALUE * min(values, _values_at_once(device))
 
 
@@ -204,7 +204,7 @@ def _values_at_once(device: torch.device) -> int:
 def _factor_of_columns(
     source: torch.Tensor, rescaled: Rescaled, pieces: list[slice], device: torch.device
 ) -> torch.Tensor | None:
-    """Return the factors of a DoRA with a magnitude for each column; None if each row has one."""
+    """Return the column factors of a DoRA with a magnitude for each column. None if each row has one."""
     magnitude = rescaled.magnitude
     if magnitude.shape[0] != 1 or len(source) == magnitude.numel() == 1:
         return None
@@ -216,12 +216,12 @@ def _factor_of_columns(
 
 
 def _positive(norms: torch.Tensor) -> torch.Tensor:
-    """Return the norms of rows or columns; those of zeros, whatever their factor, stay zeros."""
+    """Return row or column norms, at least the smallest normal fp32 number: zeros stay zeros with any factor."""
     return norms.clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def _add_rows(total: torch.Tensor, patch: WeightPatch, piece: slice) -> torch.Tensor:
-    """Add some rows of what a patch adds, without its `rescaled`, to fp32 rows in place."""
+    """Add some rows of a patch, without `rescaled`, to fp32 rows in place."""
 
     def here(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(total.device, torch.float32)

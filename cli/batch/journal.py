@@ -1,4 +1,4 @@
-"""Journal of a batch: the state of every row in an SQLite file, with its lock and its checks."""
+"""Batch journal: the state of every row in an SQLite file, with lock and checks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .folder.own_files import check_database, check_file
 from .rows import Row
 
 _PAGES = bytes(16 * 4096)
-"""Some pages of a SQLite file: a transaction needs several, and releases them when it fails."""
+"""Some SQLite pages. A transaction needs several, and releases them when it fails."""
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return True if `error` or one of its causes means that a disk, a quota or a file size limit is used up."""
+    """Return True if `error` or one of its causes is a used-up disk, quota or file size limit."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             return True
@@ -38,7 +38,7 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 
 def system_error(err: sqlite3.Error, path: Path) -> OSError:
-    """Return the system's error behind that of SQLite for the file `path`; without an errno if there is none.
+    """Return the system error behind an SQLite error for `path`, without an errno if there is none.
 
     SQLite reports an exceeded quota and a file size limit as "disk I/O error", and a missing folder as "unable to open
     database file". Writing a longer temporary file next to `path` fails with the system's own error.
@@ -57,14 +57,14 @@ def system_error(err: sqlite3.Error, path: Path) -> OSError:
 
 
 class State(str, Enum):
-    """The state of a row."""
+    """Row state."""
 
     waiting = "waiting"
     """Not sent to a host."""
     posted = "posted"
-    """Possibly sent to a host: the prompt id is written before it is sent."""
+    """Possibly sent to a host: the prompt id is written first."""
     placing = "placing"
-    """Its files are fetched and checked; some of them may have been renamed already."""
+    """The files are fetched and checked. Some may have been renamed already."""
     done = "done"
     failed = "failed"
     """Tried again by the next command."""
@@ -72,23 +72,26 @@ class State(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptFile:
-    """One file of a row; `name` is that in the output folder."""
+    """One file of a row. `name` is the name in the output folder."""
 
     name: str
     size: int
     sha256: str
     stamp: str = ""
-    """Times and number of the file when its content was last compared with `sha256`; empty before it has its name."""
+    """Times and number of the file at the last comparison with `sha256`. Empty before the file has its final name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """State of one row, in the order of the table's columns.
+    """Row state, in the order of the table columns.
 
-    `stem` is the stem of its file names, `saves` are the nodes that save them; None: all nodes. `line` is None for a
-    former row, which is no longer in the file of rows. `attempts` is the number of times that it was posted. `files` of
-    a row that is neither `placing` nor `done` are former ones, some of which are missing. `backend` is the address of
-    the backend that it was posted to last; None: this process, or the journal was begun before addresses were recorded.
+    Args:
+        line: line in the file of rows. None for a former row, no longer in the file.
+        stem: stem of the file names.
+        attempts: number of posts.
+        saves: nodes that save the files. None: all nodes.
+        files: the row's files. Unless it is `placing` or `done` they are former files, and some are missing.
+        backend: address of the last backend. None: this process, or the journal is older than recorded addresses.
     """
 
     hash: str
@@ -104,7 +107,7 @@ class Entry:
 
 
 _COLUMNS = get_type_hints(Entry) | {"state": str, "saves": str | None, "files": str}
-"""Types of the table's columns; `saves` and `files` are JSON lists."""
+"""Column types. `saves` and `files` are JSON lists."""
 
 _FILE = get_type_hints(KeptFile)
 _SEAL = "seal"
@@ -124,7 +127,7 @@ def _seal(values: Sequence[object]) -> str:
 
 
 def entry_of(row: Sequence[Any]) -> Entry:
-    """Return the entry of a table row, without its seal. Raises ValueError for invalid values.
+    """Return the entry for a table row without seal. Raises ValueError for invalid values.
 
     File names must start with the row's stem, so that no entry names a file outside the folder.
     """
@@ -165,7 +168,7 @@ def _listed(text: str) -> list[Any]:
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """Return the value if it is of this type or union of types; True and False are not numbers."""
+    """Return the value if it has this type or union type. True and False are not numbers."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{value!r:.40} is not of type {getattr(kind, '__name__', kind)}")
     return value
@@ -181,15 +184,15 @@ def _taken_fault(name: str, *, by_journal: bool) -> str:
 
 
 def file_stems(rows: Sequence[Row], taken: Mapping[str, str], journal: str = "") -> dict[str, str | None]:
-    """Return a unique stem for the files of each row, by its hash.
+    """Return a unique file stem for each row, by hash.
 
-    `taken` maps the stems of present and former rows to their hashes: a row keeps its stem. A row without a name gets
-    its position, or the next free number. None: the row has a fault, or its name is taken, maybe by the `journal`.
+    `taken` maps present and former stems to row hashes: a row keeps its stem. A row without a name gets its position,
+    or the next free number. None: the row has a fault, or its name is taken, maybe by the `journal`.
     """
     owned = {digest: stem for stem, digest in taken.items()}
     used = {name_key(stem) for stem in taken}
     stems: dict[str, str | None] = {}
-    # Rows with names first, so that no number takes one of the names.
+    # Rows with names first, so that no number takes a name.
     for row in sorted(rows, key=lambda row: row.name is None):
         stem = owned.get(row.hash)
         if stem is None and row.fault is None and row.name is not None:
@@ -203,15 +206,15 @@ def file_stems(rows: Sequence[Row], taken: Mapping[str, str], journal: str = "")
 
 
 class LockedError(OSError):
-    """Another process has the lock, or its file cannot be created."""
+    """Another process has the lock, or the lock file cannot be created."""
 
 
 @contextmanager
 def locked(path: Path, *, of: str) -> Iterator[None]:
-    """Lock a file inside the `with`; the file is not removed.
+    """Lock a file inside the `with`. The file is not removed.
 
-    The lock is an exclusive SQLite transaction, the only portable file lock in the standard library; the kernel
-    releases it however the process ends. The file is not the journal itself, so that the journal stays readable.
+    The lock is an exclusive SQLite transaction, the only portable file lock in the standard library. The kernel
+    releases it however the process ends. It has a file next to the journal, so that the journal stays readable.
 
     Raises LockedError at once if another process has the lock, or if the file cannot be created.
     """
@@ -243,9 +246,9 @@ _TABLES = {
     3: ("CREATE TABLE batch (workflow TEXT NOT NULL)", f"{_ROWS}, backend TEXT)", _ATTEMPTS),
     2: ("CREATE TABLE batch (workflow TEXT NOT NULL)", f"{_ROWS})", _ATTEMPTS),
 }
-"""Tables of the file by its version; a journal of an older one is converted when it is opened.
+"""Tables by version. An older journal is converted when it is opened.
 
-`attempts` contains all prompt ids under which a row was ever posted.
+`attempts` contains every prompt id ever used to post a row.
 """
 _WITHOUT_BACKEND = 2
 _STORED = (*_COLUMNS, _SEAL)
@@ -262,13 +265,13 @@ _OF_SYSTEM = (
     "out of memory",
     "interrupted",
 )
-"""Parts of SQLite's messages about errors of the system; all others are about the file."""
+"""Parts of SQLite's messages about system errors. All others are about the file."""
 
 _BACK_UP_SECONDS = 60.0
 """Minimum time between two backups."""
 
 _LOCKED_SECONDS = 60.0
-"""Maximum time to wait for another program that reads or copies the journal."""
+"""Maximum wait for another program that reads or copies the journal."""
 
 
 class JournalError(OSError):
@@ -280,26 +283,26 @@ class DamagedJournalError(JournalError):
 
 
 class OtherWorkflowError(JournalError):
-    """The file is an intact journal of another workflow."""
+    """The file is an intact journal for another workflow."""
 
 
 class OtherVersionError(JournalError):
-    """The file is an intact journal of a version that is not known here."""
+    """The file is an intact journal with an unknown version."""
 
 
 class ForeignDatabaseError(JournalError):
-    """The file is a database of another application, or a journal whose application id is damaged."""
+    """The file is another application's database, or a journal with a damaged application id."""
 
 
 def copy_of(path: Path) -> Path:
-    """Return the path of the backup that `Journal.back_up` writes."""
+    """Return the path of the backup by `Journal.back_up`."""
     return path.with_name(f"{path.name}.before")
 
 
 def check_journal(path: Path) -> None:
-    """Raise ForeignFileError if a file of the journal at `path` is not a regular file of this user.
+    """Raise ForeignFileError if a file of the journal at `path` is not this user's regular file.
 
-    SQLite, and the copies, would follow a link.
+    SQLite and the copies would follow a link.
     """
     for name in (path.name, f"{path.name}.lock", f"{path.name}.copy", f"{path.name}.recovered"):
         check_database(path.with_name(name))
@@ -311,7 +314,7 @@ _R = TypeVar("_R")
 
 
 def _exclusive(method: Callable[Concatenate[Journal, _P], _R]) -> Callable[Concatenate[Journal, _P], _R]:
-    """Run a method of the journal in one thread at a time: it reads entries and replaces all of them."""
+    """Run a journal method in one thread at a time: it reads entries and replaces all of them."""
 
     @wraps(method)
     def locked_method(journal: Journal, /, *arguments: _P.args, **named: _P.kwargs) -> _R:
@@ -322,15 +325,15 @@ def _exclusive(method: Callable[Concatenate[Journal, _P], _R]) -> Callable[Conca
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Open journal of one batch, for several threads. Only the process that has its lock may use it."""
+    """Open journal for several threads. Only the process with its lock may use it."""
 
     entries: dict[str, Entry]
-    """All rows by their hash, in the order of their lines. Entries are replaced, not changed."""
+    """All rows by hash, in line order. Entries are replaced, not changed."""
     workflow: str
-    """Digest of the workflow."""
+    """Workflow digest."""
 
     def __init__(self, path: Path, *, workflow: str) -> None:
-        """Open or create the journal of a batch of the workflow with this digest. Raises JournalError."""
+        """Open or create the journal for the workflow with this digest. Raises JournalError."""
         self._path = path
         self.workflow = workflow
         self._backed_up = time.monotonic()
@@ -362,7 +365,7 @@ class Journal(AbstractContextManager["Journal"]):
         return connection
 
     def _check_header(self) -> None:
-        """Check the head of the file, after SQLite has rolled back an unfinished transaction. Raises JournalError."""
+        """Check the file head, after SQLite has rolled back an unfinished transaction. Raises JournalError."""
         rollback = Path(f"{self._path}-journal")
         try:
             if self._path.is_file() and rollback.is_file() and rollback.stat().st_size:
@@ -388,15 +391,15 @@ class Journal(AbstractContextManager["Journal"]):
 
     @_exclusive
     def __exit__(self, *error: object) -> None:
-        # Not while another thread writes: one that waits for a hung server may still run when the batch ends.
+        # Not while another thread writes: a thread waiting for a hung server may still run when the batch ends.
         self._connection.close()
 
     @_exclusive
     def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
-        """Replace the rows of the journal, but keep former ones that are `placing`, or done and not `gone`.
+        """Replace the journal rows, but keep former ones that are `placing`, or done and not `gone`.
 
-        Failed rows are set to waiting, rows with a fault to failed. Returns the rows that were done but whose files are
-        `gone`; they run again. Their `files` are kept until they are made again.
+        Failed rows are set to waiting, rows with a fault to failed. Returns the done rows whose files are `gone`. They
+        run again, and their `files` are kept until then.
         """
         present = {row.hash for row in rows}
         missing = {entry.hash for entry in self.entries.values() if entry.state is State.done and gone(entry)}
@@ -430,8 +433,8 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         """Record that rows are about to be sent under this id to the backend with this address.
 
-        `saves` maps row hashes to the nodes of their files. `elsewhere`: the rows are posted to a backend that does not
-        respond; results of their former id are not used any more.
+        `saves` maps row hashes to the nodes of their files. `elsewhere`: the previous backend does not respond. Results
+        under the former id are no longer used.
         """
         state = State.posted if elsewhere else State.waiting
         found = [(self._row(digest, state), nodes) for digest, nodes in saves.items()]
@@ -445,7 +448,7 @@ class Journal(AbstractContextManager["Journal"]):
 
     @_exclusive
     def lines_left(self, prompt_id: str) -> list[int] | None:
-        """Return the lines of the unfinished rows that were posted under this id; None for an unknown id."""
+        """Return the lines of unfinished rows posted under this id. None for an unknown id."""
         with self._transaction() as execute:
             found = execute("SELECT hash FROM attempts WHERE prompt_id = ?", (prompt_id,)).fetchall()
         posted = [self.entries[digest] for (digest,) in found if digest in self.entries]
@@ -457,7 +460,7 @@ class Journal(AbstractContextManager["Journal"]):
     def adopt(self, digest: str, stem: str, files: Sequence[KeptFile]) -> None:
         """Assign finished files with this stem to an unfinished row, and set it to `placing`.
 
-        A row that had the stem before loses it.
+        The former row with this stem loses it.
         """
         row = self._row(digest, State.waiting, State.posted, State.failed)
         owners = [each for each in self.entries.values() if name_key(each.stem or "") == name_key(stem)]
@@ -474,9 +477,9 @@ class Journal(AbstractContextManager["Journal"]):
 
     @_exclusive
     def back_up(self) -> None:
-        """Write a copy of the journal next to it, atomically.
+        """Write a copy next to the journal, atomically.
 
-        Raises OSError, or DamagedJournalError if the copy is not intact; the previous copy is kept then.
+        Raises OSError, or DamagedJournalError if the copy is not intact. The previous copy is kept then.
         """
         self._backed_up = time.monotonic()
         unfinished = self._path.with_name(f"{self._path.name}.copy")
@@ -512,26 +515,26 @@ class Journal(AbstractContextManager["Journal"]):
 
     @_exclusive
     def place(self, digest: str, files: Sequence[KeptFile]) -> None:
-        """Record the row's files, which are checked and synced to disk, before they are renamed."""
+        """Record the row's files, checked and synced to disk, before they are renamed."""
         assert files, "a row needs files to be placed"
         row = self._row(digest, State.posted)
         self._save({digest: replace(row, state=State.placing, files=tuple(files))})
 
     @_exclusive
     def finish(self, digest: str, files: Sequence[KeptFile] = ()) -> None:
-        """Set the row to done: all its files have their names; `files` are the same with their stamps."""
+        """Set the row to done: all files have their names. `files` are the same with their stamps."""
         row = self._row(digest, State.placing)
         self._save({digest: replace(row, state=State.done, error=None, files=tuple(files) or row.files)})
 
     @_exclusive
     def stamp(self, files: Mapping[str, Sequence[KeptFile]]) -> None:
-        """Record the stamps of files of done rows, by the hash of the row, whose content was compared again."""
+        """Record file stamps of done rows, by row hash, after the content was compared again."""
         self._save(
             {digest: replace(self._row(digest, State.done), files=tuple(kept)) for digest, kept in files.items()}
         )
 
     def _read_or_create(self, execute: Callable[..., sqlite3.Cursor], workflow: str) -> list[Entry]:
-        """Return the rows of a journal of this workflow, converted from an older version; create the tables if empty.
+        """Return the rows of this workflow's journal, converted from an older version. Create the tables if empty.
 
         Raises JournalError, or ValueError for damaged rows.
         """
@@ -556,7 +559,7 @@ class Journal(AbstractContextManager["Journal"]):
             )
         if version == _VERSION:
             if broken := [row for *row, seal in rows if seal != _seal(row)]:
-                entry_of(broken[0])  # raises for an invalid value, which says more
+                entry_of(broken[0])  # raises for an invalid value, with a better message
                 raise self._damaged(f"a value in the row of line {broken[0][1]} was changed")
             return [entry_of(row) for *row, _ in rows]
         entries = [entry_of(row if version > _WITHOUT_BACKEND else [*row, None]) for row in rows]
@@ -576,7 +579,7 @@ class Journal(AbstractContextManager["Journal"]):
         execute("INSERT INTO batch VALUES (?, ?)", (workflow, _seal([workflow])))
 
     def _version(self, execute: Callable[..., sqlite3.Cursor], tables: Sequence[Sequence[object]]) -> int:
-        """Return the version whose tables the file has. Raises JournalError, also for triggers, views and others."""
+        """Return the version by the tables in the file. Raises JournalError, also for triggers, views and others."""
         (version,) = execute("PRAGMA user_version").fetchone()
         # SQLite creates an index without SQL for a PRIMARY KEY or UNIQUE column.
         created = {sql for sql, kind in tables if (kind, sql) != ("index", None)}
@@ -595,22 +598,22 @@ class Journal(AbstractContextManager["Journal"]):
         return known
 
     def _raise(self, err: sqlite3.Error) -> NoReturn:
-        """Raise the journal's error for one of SQLite, with the system's error as its cause if SQLite hides one."""
-        # Exactly this class for a malformed file, or one that is not a database; this one and others for its contents.
+        """Raise the journal error for an SQLite error, with the system error as its cause if SQLite hides one."""
+        # Exactly this class for a malformed file or another file type. This and other classes for its contents.
         if type(err) is sqlite3.DatabaseError or not any(text in str(err) for text in _OF_SYSTEM):
             raise self._damaged(str(err)) from err
         cause = system_error(err, self._path)
         raise JournalError(f"the journal {self._path} cannot be written: {cause.strerror}") from cause
 
     def _row(self, digest: str, *states: State) -> Entry:
-        """Return the entry of a row that has to be in one of these states."""
+        """Return the entry of a row. The row has to be in one of these states."""
         assert digest in self.entries, f"there is no row {digest}"
         assert self.entries[digest].state in states, f"{self.entries[digest]} is not {states}"
         return self.entries[digest]
 
     def _save(self, changes: Mapping[str, Entry | None], *, attempts: Iterable[tuple[str, str]] = ()) -> None:
-        """Write changed entries, and remove those that are None, in one transaction with the new attempts."""
-        # Without a look at the other entries: a batch of thousands of rows changes each of them three times.
+        """Write changed entries and remove None entries in one transaction with the new attempts."""
+        # Without a look at the other entries: a batch of thousands of rows changes each row three times.
         changed = {digest: entry for digest, entry in changes.items() if entry != self.entries.get(digest)}
         with self._transaction() as execute:
             # Before any row is inserted: stems are unique, and a stem may pass from one row to another.

@@ -1,12 +1,12 @@
-"""Diffusion model's part of a checkpoint, under the keys of the bare model.
+"""The diffusion model in a checkpoint, under bare model keys.
 
 A file may have the model under a prefix, next to other models, and with tensors that no forward pass reads:
 
 | in the file                                                           | here                                 |
 |-----------------------------------------------------------------------|--------------------------------------|
 | any prefix before `patch_embedding.weight` and `blocks.0.`            | removed                              |
-| parts of keys that torch adds to wrapped modules (`_orig_mod.`)       | removed, wherever they stand         |
-| other models of a whole checkpoint (`vae.`, `text_encoders.`)         | left out                             |
+| key parts added by torch to wrapped modules (`_orig_mod.`)            | removed, wherever they stand         |
+| other models in a whole checkpoint (`vae.`, `text_encoders.`)         | left out                             |
 | tensors that no forward pass reads (`UNUSED`)                         | left out                             |
 | other keys without the prefix                                         | kept, to be refused by name          |
 """
@@ -22,29 +22,29 @@ from ...offload import FileTensor
 from .files import CheckpointError
 
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""Parts of keys that `torch.compile`, FSDP and activation checkpoints add for the module that they wrap."""
+"""Key parts added by `torch.compile`, FSDP and activation checkpoints for a wrapped module."""
 
 OTHER_MODELS_OF_A_CHECKPOINT = (
     *("vae", "first_stage_model", "audio_vae", "vocoder"),
     *("text_encoder", "text_encoders", "cond_stage_model", "conditioner"),
     *("clip_vision", "image_encoder"),
 )
-"""First parts of the keys of other models in a whole checkpoint."""
+"""First key parts of other models in a whole checkpoint."""
 
 _OTHER = re.compile(rf"((?:[^.]+\.)*?)(?:{'|'.join(OTHER_MODELS_OF_A_CHECKPOINT)})\.")
 _BLOCK = re.compile(r"((?:[^.]+\.)*?)blocks\.\d+\.")
 _PATCHES = re.compile(r"((?:[^.]+\.)*?)patch_embedding\.weight")
 
 UNUSED = (
-    # diffusers builds this norm for the image branch of Wan2.1 I2V, whose queries are those of the text.
+    # diffusers builds this norm for the Wan2.1 I2V image branch, which takes its queries from the text.
     r"blocks\.\d+\.(?:attn[12]\.norm_added_q|(?:cross|self)_attn\.norm_q_img)\..+",
-    # Marks for the name of the model, and marks of ComfyUI.
+    # Model name marks, and ComfyUI's marks.
     r"model_type\..+",
     r"__\w+__",
-    # Tables of positions, which are computed.
+    # Position tables, which are computed.
     r"(?:.+\.)?(?:freqs(?:_cis|_cos|_sin)?|inv_freq)(?:\.\d+)?",
 )
-"""Tensors that no forward pass of a Wan model reads, as patterns of bare keys."""
+"""Tensors that no forward pass of a Wan model reads, as bare key patterns."""
 
 IMAGE_NORMS = r"blocks\.\d+\.(?:attn2\.norm_added_k|cross_attn\.norm_k_img)\..+"
 """Norms that only an image branch reads."""
@@ -56,20 +56,20 @@ _IMAGE_BRANCH = re.compile(
 )
 
 NAMED = 3
-"""Tensors that a note names."""
+"""Number of tensors named in a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """Tensors of the diffusion model by their keys in a bare model."""
+    """Diffusion model tensors by bare key."""
 
     tensors: Mapping[str, FileTensor]
     ignored: tuple[str, ...]
-    """Keys in the file of tensors that are not used, those of other models included."""
+    """File keys of unused tensors, also from other models."""
 
     @property
     def note(self) -> str | None:
-        """Sentence about the tensors that are not used; None if there are none."""
+        """Sentence about unused tensors. None if there are none."""
         if not self.ignored:
             return None
         more = len(self.ignored) - NAMED
@@ -78,7 +78,7 @@ class ModelPart:
 
 
 def model_part(path: Path, tensors: Mapping[str, FileTensor]) -> ModelPart:
-    """Return the part of a checkpoint that is the diffusion model.
+    """Return the diffusion model in a checkpoint.
 
     Raises:
         CheckpointError: two prefixes have a whole model each, or two keys mean the same tensor.
@@ -99,13 +99,13 @@ def model_part(path: Path, tensors: Mapping[str, FileTensor]) -> ModelPart:
 
 
 def model_prefix(path: Path, keys: Iterable[str]) -> str:
-    """Return what precedes the bare keys of the diffusion model; "" for a bare model and for other files.
+    """Return the prefix of the diffusion model keys: "" for a bare model and for other files.
 
-    The prefix is the one that makes the model whole, known or not: it precedes both the patch embedding and blocks.
-    Without a whole model it is the one of all blocks, so that the missing tensors are named.
+    A whole model has this prefix before both the patch embedding and the blocks, known or not. Without a whole model it
+    is the only prefix of blocks, so that the missing tensors are named.
 
     Raises:
-        CheckpointError: several prefixes have a whole model each; names them.
+        CheckpointError: several prefixes have a whole model each. The message has the prefixes.
     """
     blocks: dict[str, None] = {}
     patches: dict[str, None] = {}
@@ -126,19 +126,19 @@ def model_prefix(path: Path, keys: Iterable[str]) -> str:
 
 
 def bare_key(key: str, prefix: str) -> str:
-    """Return a key without the prefix of the model and the parts of wrapped modules."""
+    """Return a key without the model prefix and wrapped module parts."""
     return WRAPPERS.sub("", key).removeprefix(prefix)
 
 
 def is_of_another_model(key: str, prefix: str) -> bool:
-    """Return True for the key of another model in a whole checkpoint whose diffusion model has this prefix."""
+    """Return True if the key belongs to another model in a whole checkpoint with this diffusion model prefix."""
     key = WRAPPERS.sub("", key)
     found = _OTHER.match(key)
     return found is not None and not key.startswith(prefix) and prefix.startswith(found[1])
 
 
 def unused_keys(keys: Iterable[str]) -> set[str]:
-    """Return those of the bare keys that no forward pass reads."""
+    """Return the bare keys that no forward pass reads."""
     keys = list(keys)
     has_images = any(map(_IMAGE_BRANCH.match, keys))
     return {key for key in keys if _UNUSED.fullmatch(key) or (not has_images and _IMAGE_NORMS.fullmatch(key))}

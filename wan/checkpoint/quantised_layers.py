@@ -1,6 +1,6 @@
-"""Layouts of checkpoints with quantised layers: markers, number formats, and keys of the scales.
+"""Checkpoint layouts with quantised layers: markers, number formats, and scale keys.
 
-| layout      | marker                                                 | scale of a layer       | format            |
+| layout      | marker                                                 | layer scale            | format            |
 |-------------|--------------------------------------------------------|------------------------|-------------------|
 | scaled_fp8  | tensor `scaled_fp8`, for the whole file                | `<layer>.scale_weight` | the marker's, fp8 |
 | comfy_quant | tensor `<layer>.comfy_quant`, JSON as bytes            | `<layer>.weight_scale` | named in the JSON |
@@ -11,23 +11,23 @@
 
 | format                         | weight                    | scales                                               |
 |--------------------------------|---------------------------|------------------------------------------------------|
-| float8_e4m3fn, float8_e5m2     | fp8 [rows, columns]       | `weight_scale`: one number, one for each row, or one |
-|                                |                           | for each block of columns of a row                   |
+| float8_e4m3fn, float8_e5m2     | fp8 [rows, columns]       | `weight_scale`: one number, one per row, or one per  |
+|                                |                           | row and column block                                 |
 | int8_tensorwise                | int8 [rows, columns]      | the same                                             |
-| int8_tensorwise with "convrot" | int8 rotated              | one number, or one for each row                      |
+| int8_tensorwise with "convrot" | int8 rotated              | one number, or one per row                           |
 | plain                          | fp32, fp16 or bf16        | the same                                             |
 | mxfp8                          | e4m3fn [rows, columns]    | `weight_scale` e8m0 in tiles                         |
 | nvfp4                          | uint8 [rows, columns / 2] | `weight_scale` e4m3fn in tiles, and `weight_scale_2` |
 
-`offload/formats/packing.py` describes rotation and tiles. Scales are fp32, fp16, bf16 or fp64, and multiply in fp32. A
-`scaled_fp8` tensor that is not fp8, as in some files, means e4m3fn; one with two values demands products in the compute
-dtype for the whole file, as "full_precision_matrix_mult" does for a layer. Beside another marker it means nothing, as
-in ComfyUI. LightX2V has the first of two nvfp4 values in the low bits, and `alpha` x `input_global_scale` in place of
-`weight_scale_2`. The scales of the inputs (`scale_input`, `input_scale`) are not used: each token gets its own. A plain
-cast rounds the weights to fp8 without a scale, which costs precision; it is loaded with a warning in the log.
+`offload/formats/packing.py` describes rotation and tiles. Scales are fp32, fp16, bf16 or fp64, and multiply in fp32. In
+some files `scaled_fp8` is not fp8: this means e4m3fn. With two values it demands products in the compute dtype for the
+whole file, as "full_precision_matrix_mult" does for a layer. Beside another marker it means nothing, as in ComfyUI.
+LightX2V has the first of two nvfp4 values in the low bits, and `alpha` x `input_global_scale` in place of
+`weight_scale_2`. Input scales (`scale_input`, `input_scale`) are not used: each token gets its own. A plain cast rounds
+the weights to fp8 without a scale, which costs precision. It is loaded with a warning in the log.
 
-A scale without a marker (LightX2V, musubi-tuner, ModelOpt) multiplies the numbers next to it: the dtype of the weight
-is the format. int8 next to rotated layers, and bytes, have no such meaning and are refused.
+A scale without a marker (LightX2V, musubi-tuner, ModelOpt) multiplies the numbers next to it: the weight dtype is the
+format. int8 next to rotated layers, and bytes, have no such meaning and are refused.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ INPUT_FACTORS = ".pre_quant_scale"
 NOT_WEIGHTS = (LAYER_MARKER, FILE_SCALE, LAYER_SCALE, GLOBAL_SCALE, INPUT_GLOBAL_SCALE, ".scale_input", ".input_scale")
 
 FULL_PRECISION_VALUES = 2
-"""Values of a `scaled_fp8` tensor by which a file demands products in the compute dtype."""
+"""Values in a `scaled_fp8` tensor that demands products in the compute dtype."""
 
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -79,7 +79,7 @@ OTHER_FORMATS = (
     ((".weight_zeros",), "awq_w4a16"),
     (("_quantizer._amax", "_quantizer._scale"), "ModelOpt before its export"),
 )
-"""Ends of keys that only another format has, and its name."""
+"""Key endings found in one other format only, and the format name."""
 
 CODES = (*FP8_DTYPES, torch.int8, torch.uint8)
 _OTHER_SCALE = re.compile(r"(\w*?)_?(?:w(?:eight)?_)?scal\w*")
@@ -91,11 +91,11 @@ ReadTensors = Callable[[Mapping[str, FileTensor]], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFormat:
-    """Number format of one layer's weight."""
+    """Number format of a layer weight."""
 
     name: str
     dtype: torch.dtype
-    """Dtype of the stored numbers, or of the bytes that contain two of them."""
+    """Dtype of the stored numbers, or of bytes with two numbers each."""
     packing: Packing | None = None
     full_precision: bool = False
     """The file demands products in the compute dtype."""
@@ -108,18 +108,18 @@ FORMATS = {
     "mxfp8": LayerFormat(name="mxfp8", dtype=torch.float8_e4m3fn, packing=MXFP8),
     "nvfp4": LayerFormat(name="nvfp4", dtype=torch.uint8, packing=NVFP4),
 }
-"""Formats that a marker can name; "convrot" adds a rotation to int8."""
+"""Formats by marker name. "convrot" adds a rotation to int8."""
 
 PLAIN_FORMATS = [
     LayerFormat(name=str(dtype).removeprefix("torch."), dtype=dtype)
     for dtype in (torch.float32, torch.float16, torch.bfloat16)
 ]
-"""Formats of weights that have a scale without being quantised."""
+"""Formats of unquantised weights with a scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedWeights:
-    """Tensors of the model with the packing of their layer, and the scale of each scaled weight under its key."""
+    """Model tensors with their layer's packing, and the scale of each scaled weight under the weight key."""
 
     weights: Mapping[str, FileTensor]
     scales: Mapping[str, FileTensor]
@@ -130,13 +130,13 @@ class QuantisedWeights:
 def resolve_quantisation(
     path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], read: ReadTensors
 ) -> QuantisedWeights:
-    """Separate weights from scales in any layout; a file without quantised layers passes through.
+    """Separate weights from scales in any layout. A file without quantised layers passes through.
 
     `read` is called for the `comfy_quant` markers only, about 70 bytes each.
 
     Raises:
-        CheckpointError: a marked weight, or an fp8 weight next to others with scales, has no scale; a scale has no
-            weight, or does not fit it; a format is unknown or does not match the weight.
+        CheckpointError: a marked weight, or an fp8 weight next to others with scales, has no scale. A scale has no
+            weight, or does not fit it. A format is unknown or does not match the weight.
     """
     _refuse_other_formats(path, tensors)
     _refuse_other_scales(path, tensors)
@@ -171,12 +171,12 @@ def resolve_quantisation(
 
 
 class UnmarkedLayer(NamedTuple):
-    """Weight of a layer whose scale no marker explains."""
+    """Layer weight with an unmarked scale."""
 
     format: str
     """Name that a marker would have."""
     weight: FileTensor
-    """The codes, with their scales behind them; as it is in the file for a weight that is not quantised."""
+    """Codes with the scales behind them, or an unquantised weight as in the file."""
     scale: FileTensor
     scale_key: str
 
@@ -184,13 +184,13 @@ class UnmarkedLayer(NamedTuple):
 def unmarked_layers(
     path: Path, tensors: Mapping[str, FileTensor], marked: Collection[str], *, rotated: bool = False
 ) -> dict[str, UnmarkedLayer]:
-    """Return the layers with a scale that are not among the `marked` ones, for models of any family.
+    """Return the layers with a scale but no marker, for models of any family.
 
     Args:
         path: the file.
-        tensors: its tensors by key.
-        marked: layers that have a marker.
-        rotated: some marked layers are rotated, so that an unmarked one may be.
+        tensors: file tensors by key.
+        marked: layers with a marker.
+        rotated: some marked layers are rotated, so an unmarked one may be.
 
     Raises:
         CheckpointError: as `resolve_quantisation`.
@@ -213,7 +213,7 @@ def unmarked_layers(
 
 
 def with_scale_behind(matrix: FileTensor, scale: FileTensor) -> FileTensor:
-    """Return an fp8 matrix with its scale behind it, as codes; unchanged if the scale cannot lie there."""
+    """Return an fp8 matrix as codes with the scale behind them. Unchanged if the scale cannot lie there."""
     if len(matrix.shape) != 2 or math.prod(matrix.shape) % max(4, scale.dtype.itemsize):
         return matrix
     by_row = math.prod(scale.shape) > 1 or matrix.shape[0] == 1
@@ -222,12 +222,12 @@ def with_scale_behind(matrix: FileTensor, scale: FileTensor) -> FileTensor:
 
 
 def _is_beside(key: str, marked: Mapping[str, LayerFormat]) -> bool:
-    """Return True for a tensor that is not a weight: a marker or a scale."""
+    """Return True for a marker or a scale."""
     return key == FILE_MARKER or key.endswith(NOT_WEIGHTS) or (key.endswith(ALPHA) and key[: -len(ALPHA)] in marked)
 
 
 def _refuse_other_formats(path: Path, keys: Iterable[str]) -> None:
-    """Refuse a file with tensors that only another format has."""
+    """Refuse a file with tensors found in another format only."""
     for key in keys:
         for endings, name in OTHER_FORMATS:
             if key.endswith(endings):
@@ -235,7 +235,7 @@ def _refuse_other_formats(path: Path, keys: Iterable[str]) -> None:
 
 
 def _refuse_other_scales(path: Path, tensors: Mapping[str, FileTensor]) -> None:
-    """Refuse codes next to a tensor that has the name of a scale in an unknown spelling: without it they are noise."""
+    """Refuse codes next to a scale name in an unknown spelling: without the scale they are noise."""
     for key in tensors:
         module, _, last = key.rpartition(".")
         found = _OTHER_SCALE.fullmatch(last)
@@ -252,7 +252,7 @@ def _refuse_other_scales(path: Path, tensors: Mapping[str, FileTensor]) -> None:
 
 
 def _refuse_without_scales(path: Path, tensors: Mapping[str, FileTensor], scale_keys: Mapping[str, str]) -> None:
-    """Refuse codes without a scale, which are not a plain cast: integers, and fp8 next to layers that have one."""
+    """Refuse codes without a scale, unless they are a plain cast: integers, and fp8 next to layers with a scale."""
     casts = () if scale_keys and FILE_MARKER not in tensors else FP8_DTYPES
     for key, tensor in tensors.items():
         layer = key.removesuffix(".weight")
@@ -264,7 +264,7 @@ def _refuse_without_scales(path: Path, tensors: Mapping[str, FileTensor], scale_
 
 
 def _scale_keys(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, str]:
-    """Return the key of the scale of each layer that has one."""
+    """Return the scale key of each layer with a scale."""
     keys: dict[str, str] = {}
     for key in tensors:
         if key.endswith((FILE_SCALE, LAYER_SCALE)):
@@ -278,7 +278,7 @@ def _scale_keys(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, str]
 def _unmarked_format(
     path: Path, tensors: Mapping[str, FileTensor], layer: str, key: str, *, rotated: bool
 ) -> LayerFormat:
-    """Return the format of a layer whose scale `key` no marker explains: the dtype of the weight."""
+    """Return the format of a layer with the unmarked scale `key`: the weight dtype."""
     weight = tensors.get(f"{layer}.weight")
     scale = tensors[key]
     if weight is None:
@@ -323,7 +323,7 @@ def _read_markers(
 
 
 def _format(path: Path, layer: str, stated: Mapping[str, Any]) -> LayerFormat:
-    """Return the format that the settings in a marker describe."""
+    """Return the format for the settings in a marker."""
     name = stated.get("format")
     if not isinstance(name, str) or name not in FORMATS:
         raise CheckpointError(
@@ -343,7 +343,7 @@ def _format(path: Path, layer: str, stated: Mapping[str, Any]) -> LayerFormat:
 def _resolve_layer(
     path: Path, tensors: Mapping[str, FileTensor], layer: str, fmt: LayerFormat, scale_keys: Mapping[str, str]
 ) -> tuple[FileTensor, FileTensor | None]:
-    """Return the weight of a layer with its packing, and its scale."""
+    """Return the layer weight with its packing, and the scale."""
     weight = tensors.get(f"{layer}.weight")
     key = scale_keys.get(layer)
     if weight is None:

@@ -1,11 +1,11 @@
-"""Changes of parameters in a LoRA file, by the tensors of a layer.
+"""Parameter changes in a LoRA file, built from the tensors of each layer.
 
-| algorithm | change of a weight                                                                            |
-|-----------|-----------------------------------------------------------------------------------------------|
-| LoRA      | `up @ down`, a difference                                                                     |
-| LoKr      | Kronecker product of w1 and w2, each a matrix or a product of two (w2 with `t2`: of three)    |
-| LoHa      | product of w1 and w2, value by value, each a product of two factors (with `t1`, `t2`: three)  |
-| DoRA      | one of these, then every row (or column) of the sum gets the norm `magnitude`                 |
+| algorithm | weight change                                                                                  |
+|-----------|------------------------------------------------------------------------------------------------|
+| LoRA      | `up @ down`, a difference                                                                      |
+| LoKr      | Kronecker product w1 x w2, each a matrix or a product of two (w2 with `t2`: of three)          |
+| LoHa      | elementwise product w1 * w2, each a product of two factors (with `t1`, `t2`: three)            |
+| DoRA      | one of these, then every row (or column) of the sum gets the norm `magnitude`                  |
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .keys import Role
 from .settings import AdapterSettings
 
 Roles = Mapping[Role, str]
-"""Keys of the tensors of one parameter, by role."""
+"""Tensor keys of one parameter, by role."""
 
 Tensors: TypeAlias = "Mapping[str, FileTensor]"
 
 Factors = tuple[str, ...]
-"""Keys of the factors of a matrix: itself; two, which are multiplied; or two and the core of a Tucker decomposition.
+"""Keys of a matrix and its factors: the matrix alone, two factors to multiply, or two and a Tucker core.
 
 With a core, the first two are [rank, rows] and [rank, columns], and the core is [rank, rank, ...].
 """
@@ -40,7 +40,7 @@ FORMS: Mapping[Matrix, tuple[tuple[Role, ...], ...]] = {
     "hada_w1": (("hada_w1_a", "hada_w1_b", "hada_t1"), ("hada_w1_a", "hada_w1_b")),
     "hada_w2": (("hada_w2_a", "hada_w2_b", "hada_t2"), ("hada_w2_a", "hada_w2_b")),
 }
-"""Roles of the factors of a matrix; the first form that is complete counts."""
+"""Factor roles per matrix. The first complete form counts."""
 
 OTHER_FACTOR: Mapping[Role, Role] = {"up": "down", "down": "up"}
 
@@ -49,7 +49,7 @@ NAMES = {"lokr": "LoKr", "hada": "LoHa"}
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Change of a parameter, multiplied by `scale`; with a `magnitude` it is a DoRA."""
+    """Parameter change, multiplied by `scale`. With a `magnitude` it is a DoRA."""
 
     kind: Literal["sum", "kronecker", "hadamard"] = "sum"
     """A "sum" adds the matrix `first`."""
@@ -60,34 +60,34 @@ class Change:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of all tensors."""
+        """All tensor keys."""
         return (*self.first, *self.second, *(() if self.magnitude is None else (self.magnitude,)))
 
     @property
     def is_difference(self) -> bool:
-        """True if the file has the whole change, in the shape of the parameter."""
+        """True if the file has the whole change, in the parameter's shape."""
         return self.kind == "sum" and len(self.first) == 1
 
     @property
     def is_product(self) -> bool:
-        """True for the product of two matrices."""
+        """True for a product of two matrices."""
         return self.kind == "sum" and len(self.first) == 2 and self.magnitude is None
 
     @property
     def is_summed_in_fp32(self) -> bool:
-        """True for changes whose sum with the weight takes work memory."""
+        """True if the sum with the weight takes work memory."""
         return self.kind == "hadamard" or self.magnitude is not None
 
     @property
     def algorithm(self) -> str:
-        """Name of the algorithm, for messages."""
+        """Algorithm name, for messages."""
         if self.magnitude is not None:
             return "a DoRA"
         names = {"kronecker": "a LoKr", "hadamard": "a LoHa", "sum": "a LoRA"}
         return "a difference" if self.is_difference else names[self.kind]
 
     def shape(self, tensors: Tensors) -> tuple[int, int]:
-        """Return the rows and columns of the changed weight; the dimensions of a kernel count as columns."""
+        """Return rows and columns of the changed weight. All kernel dimensions count as columns."""
         first = matrix_shape(tensors, self.first)
         if self.kind != "kronecker":
             return first
@@ -96,7 +96,7 @@ class Change:
 
 
 def matrix_shape(tensors: Tensors, factors: Factors) -> tuple[int, int]:
-    """Return the rows and columns of a matrix by the shapes of its factors."""
+    """Return rows and columns of a matrix, from its factor shapes."""
     shapes = [tensors[key].shape for key in factors]
     if len(shapes) == 3:
         (_, rows), (_, columns), core = shapes
@@ -105,24 +105,24 @@ def matrix_shape(tensors: Tensors, factors: Factors) -> tuple[int, int]:
 
 
 def is_by_column(magnitude: tuple[int, ...], columns: int) -> bool:
-    """Return True if a magnitude of this shape has a number for each column of a weight, and not for each row."""
+    """Return True if this magnitude shape has a number for each weight column, not for each row."""
     return len(magnitude) > 1 and magnitude[0] == 1 and math.prod(magnitude) == columns
 
 
 def changes_of(
     path: Path, tensors: Tensors, parts: Mapping[str, Roles], alphas: Mapping[str, float], settings: AdapterSettings
 ) -> dict[str, tuple[Change, ...]]:
-    """Return the changes of each parameter that has one; a lone alpha is none.
+    """Return the changes of each changed parameter. A lone alpha is not a change.
 
     Args:
         path: the file, for messages.
-        tensors: tensors of the file by key.
+        tensors: file tensors by key.
         parts: keys by parameter and role.
-        alphas: values of the alphas by key.
+        alphas: alpha values by key.
         settings: settings for layers without an alpha.
 
     Raises:
-        CheckpointError: the tensors of a layer are incomplete or do not belong together; names the keys.
+        CheckpointError: the tensors of a layer are incomplete or do not belong together. The message has the keys.
     """
     found: dict[str, tuple[Change, ...]] = {}
     for parameter, roles in parts.items():
@@ -132,7 +132,7 @@ def changes_of(
             found[parameter] = changes
     for parameter, roles in parts.items():
         if "up bias" in roles:
-            # The bias belongs to the `up` layer, so it has the scale of the layer's product.
+            # The bias belongs to the `up` layer, so it has the same scale as the product.
             weight = found.get(parameter.removesuffix("bias") + "weight", ())
             scale = next((change.scale for change in weight if len(change.first) == 2), 1.0)
             if "diff" in roles:
@@ -180,8 +180,8 @@ class _Layer:
             return None
         first = self._factors("lokr_w1")
         second = self._factors("lokr_w2")
-        # LyCORIS scales by the rank of the second matrix if it has one, else of the first; its alpha says nothing about
-        # two whole matrices.
+        # LyCORIS scales by the rank of the second matrix if it has one, else of the first. With two whole matrices the
+        # alpha has no effect.
         ranks = [self._rank(factors) for factors in (second, first) if len(factors) > 1]
         scale = 1.0 if not ranks and self.alpha is not None else self._scale(ranks[0] if ranks else None)
         return Change(kind="kronecker", first=first, second=second, scale=scale)
@@ -202,7 +202,7 @@ class _Layer:
         return any(role.startswith(algorithm) for role in self.roles)
 
     def _factors(self, matrix: Matrix) -> Factors:
-        """Return the keys of one of the two matrices of a LoKr or LoHa."""
+        """Return the keys of one LoKr or LoHa matrix."""
         form = next((form for form in FORMS[matrix] if all(role in self.roles for role in form)), None)
         if form is None:
             algorithm = matrix[:4]
@@ -219,7 +219,7 @@ class _Layer:
         return factors
 
     def _rank(self, factors: Factors) -> int:
-        """Return the rank of factors; refuse those that are not matrices or have different ranks."""
+        """Return the common rank of the factors. Refuse factors without matrices or with different ranks."""
         shapes = [self.tensors[key].shape for key in factors]
         one, other = factors[:2]
         if any(len(shape) < 2 or 0 in shape for shape in shapes):

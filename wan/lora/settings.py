@@ -1,7 +1,7 @@
-"""Settings of PEFT and kohya that scale the layers of a LoRA without alpha tensors.
+"""PEFT and kohya settings for the scale of LoRA layers without alpha tensors.
 
-They are in the header of the file or, as PEFT saves them, in `adapter_config.json` next to it. The scale of a layer is
-alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
+They are in the file header or, as PEFT saves them, in `adapter_config.json` next to the file. The layer scale is alpha
+/ rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from ..checkpoint.key_names import native_transformer_name
 from .keys import module_name
 
 HEADER_FIELDS = ("lora_adapter_metadata", "lora_config")
-"""Fields of the header with the settings of PEFT as one JSON text."""
+"""Header fields with PEFT's settings as one JSON text."""
 ALPHA_FIELD = "lora_alpha"
 KOHYA_ALPHA = "ss_network_alpha"
 CONFIG_FILE = "adapter_config.json"
 CONFIG_BYTES = 1024**2
-"""Largest size of `CONFIG_FILE`; PEFT writes a few kilobytes."""
+"""Size limit for `CONFIG_FILE`. PEFT writes a few kilobytes."""
 PEFT_FILE = re.compile(r"adapter_model\b.*")
 LARGEST = sys.float_info.max
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Starts of the initial values that PEFT takes out of the weights of the model. Its conversion removes the name."""
+"""Prefixes of initial values that PEFT takes out of the model weights. Its conversion removes the name."""
 
-# Expressions whose time is known: groups do not repeat, and a name has some 50 characters.
+# Expressions with a known time limit: groups do not repeat, and a name has some 50 characters.
 EXPRESSION = re.compile(r"(?:[\w.|^$]|\\[.d]|\[[\w-]+\]|\((?!\?)|\)(?![*+?{])|[*+?](?![*+?]))+")
 LONG_REPETITION = re.compile(r"(?<!\\d)[*+]")
 CHOICE = re.compile(r"[?|]|(?<=\\d)[*+]")
 LONGEST_EXPRESSION = 200
 MOST_TRIES = 50_000
-"""Largest sum of the ways to match a name, over the expressions of a setting; takes some seconds for a whole model."""
+"""Upper limit for the ways to match a name, over all expressions of a setting. Takes some seconds for a whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
-    """Settings that determine the scale of a layer without an alpha tensor."""
+    """Settings for the scale of a layer without an alpha tensor."""
 
     alpha: float | None = None
-    """Default alpha of all layers."""
+    """Default alpha."""
     alphas: Mapping[str, float] = field(default_factory=dict)
-    """Alphas of some layers, by the end of their name or an expression for it."""
+    """Alphas by layer: the end of a name, or an expression."""
     rank: int | None = None
     """Default rank, for layers whose tensors do not show one."""
     ranks: Mapping[str, float] = field(default_factory=dict)
-    """Ranks of some layers, by the end of their name or an expression for it."""
+    """Ranks by layer: the end of a name, or an expression."""
     rank_stabilised: bool = False
     needs_magnitudes: bool = False
     """True for a DoRA."""
     source: tuple[Path, FileVersion] | None = None
-    """The file next to the LoRA that they were read from."""
+    """The settings file next to the LoRA, if one was read."""
     notes: tuple[str, ...] = ()
-    """Sentences about settings that were found and have no effect."""
+    """Sentences about settings without effect."""
 
     def scale(self, module: str, rank: int | None, alpha: float | None) -> float:
-        """Return the factor of the change of `module`.
+        """Return the factor for the change of `module`.
 
         Args:
-            module: name of the layer.
-            rank: rank of its tensors; None if they have none.
-            alpha: value of its tensor, which counts first; None if it has none.
+            module: layer name.
+            rank: rank of the layer tensors. None if they have none.
+            alpha: value of the alpha tensor, which counts first. None without one.
         """
         if alpha is None:
             alpha = _by_name(self.alphas, module, self.alpha)
@@ -79,7 +79,7 @@ class AdapterSettings:
 
 
 def adapter_settings(path: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> AdapterSettings:
-    """Read the settings for a LoRA file; without any, the tensors of the file determine every scale.
+    """Read the settings for a LoRA file. Without settings, the tensors determine every scale.
 
     The header counts before the file next to it.
 
@@ -98,11 +98,11 @@ def adapter_settings(path: Path, metadata: Mapping[str, str], keys: Iterable[str
 
 
 def _of_kohya(path: Path, text: str, keys: Iterable[str]) -> AdapterSettings:
-    """Return the settings of kohya's header, which has words in place of a number where alphas differ."""
+    """Return the settings in kohya's header, which has words in place of a number where alphas differ."""
     alpha = _parsed(text)
     if not isinstance(alpha, float):
         return AdapterSettings()
-    # musubi-tuner's converter folds the alphas into `lora_A` and `lora_B`, and keeps the header of the file it read.
+    # musubi-tuner's converter folds the alphas into `lora_A` and `lora_B`, and keeps the old header.
     if any(".lora_A" in key for key in keys):
         note = f"{path.name}: {KOHYA_ALPHA} {alpha:g} in its header is not used, since converters fold it into lora_A"
         return AdapterSettings(notes=(note,))
@@ -110,7 +110,7 @@ def _of_kohya(path: Path, text: str, keys: Iterable[str]) -> AdapterSettings:
 
 
 def _next_to(path: Path, keys: Iterable[str]) -> AdapterSettings:
-    """Return the settings in `CONFIG_FILE` in the folder of the LoRA, if they are its own."""
+    """Return the settings in `CONFIG_FILE` next to the LoRA, if they belong to this file."""
     config = path.parent / CONFIG_FILE
     if not config.is_file() or any(key.endswith(".alpha") for key in keys):
         return AdapterSettings()
@@ -131,7 +131,7 @@ def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSetting
     if isinstance(initial, str) and initial.lower().startswith(CHANGE_THE_MODEL):
         reason = f"{where}: init_lora_weights is {initial!r}, which changes the model that the LoRA is added to"
         raise CheckpointError(path, f"{reason}: convert it with PEFT (path_initial_model_for_weight_conversion)")
-    alpha_name = ALPHA_FIELD if ALPHA_FIELD in named else "alpha"  # of LoRA, and of LoKr and LoHa
+    alpha_name = ALPHA_FIELD if ALPHA_FIELD in named else "alpha"  # LoRA, else LoKr or LoHa
     alpha = named.get(alpha_name)
     rank = named.get("r")
     return AdapterSettings(
@@ -147,7 +147,7 @@ def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSetting
 def _pattern(
     path: Path, where: str, name: str, named: Mapping[str, Any], *, least: float = -LARGEST
 ) -> dict[str, float]:
-    """Return the numbers of PEFT's patterns by the end of a module's name."""
+    """Return the numbers in a PEFT pattern table by module name ending."""
     given = named.get(name) or {}
     if not isinstance(given, dict):
         raise CheckpointError(path, f"{where}: {name} is {given!r}; numbers by layer are expected")
@@ -166,7 +166,7 @@ ONLY_SIMPLE = "only names of layers and simple expressions are read, without gro
 
 
 def _name_end(path: Path, where: str, name: str, pattern: str) -> str:
-    """Return the end of a name that a pattern of PEFT matches, or the pattern itself if it is an expression.
+    """Return the name ending for a PEFT pattern, or the pattern itself if it is an expression.
 
     PEFT takes any regular expression. Some would keep this process busy for ever, so only simple ones are read.
     """
@@ -189,7 +189,7 @@ def _tries(expression: str) -> int:
 
 
 def _by_name(values: Mapping[str, float], module: str, default: float | None) -> float | None:
-    """Return the value of the first pattern that matches an end of the module's name, in either spelling."""
+    """Return the value of the first pattern for an end of the module name, in either spelling."""
     if not values:
         return default
     spellings = (module, native_transformer_name(module))
@@ -219,7 +219,7 @@ def _flag(path: Path, name: str, value: object) -> bool:
 
 
 def _number(path: Path, name: str, value: object, *, least: float = -LARGEST) -> float:
-    # Compare instead of converting: `float` raises an error for integers beyond the range of a float.
+    # Compare instead of converting: `float` raises an error for integers beyond the float range.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= LARGEST:
         return float(value)
     wanted = "a number" if least == -LARGEST else f"a number from {least} on"

@@ -1,7 +1,7 @@
-"""Refusal of foreign things in the places where a batch keeps its own files.
+"""Refusal of foreign files where a batch keeps its own.
 
 An output folder may be unpacked from an archive, shared or synchronised. A link in the working folder, or next to the
-journal, would make the batch change or remove a file somewhere else. All of it is checked before any of it is used.
+journal, would make the batch change or remove a file somewhere else. Everything is checked before anything is used.
 """
 
 from __future__ import annotations
@@ -28,44 +28,45 @@ STATES = "states"
 _ALLOWED: Mapping[str, Callable[[str], bool]] = {
     PARTS: is_made_name,
     MADE: lambda name: bool(PROMPT_ID.fullmatch(name)),
-    STATES: lambda name: True,  # of unfinished runs, which remove only files with names of their own
+    STATES: lambda name: True,  # unfinished runs, which remove only files named by themselves
 }
-"""Folders in the working folder, and the names in each; the entries of the second one are folders."""
+"""Folders in the working folder, and the names in each. The entries of `MADE` are folders."""
 
 _NAME_SURROGATE = 0x20000000
-"""Bit of the reparse tags of Windows that stand for another file: links and junctions, but not files of a cloud."""
+"""Windows reparse tag bit for links and junctions. Files in a cloud do not have it."""
 _SUPER_JOURNAL = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
-"""Last bytes of a rollback journal of SQLite that names another file, which SQLite removes after the rollback."""
+"""Last bytes of an SQLite rollback journal with the name of another file. SQLite removes the file after the rollback.
+"""
 _COMPANIONS = ("-journal", "-wal", "-shm")
 
 
 class ForeignFileError(ArgumentError):
-    """Something in the place of a batch's own file is not a file of this batch; nothing was changed."""
+    """A file in a batch's own place does not belong to this batch. Nothing was changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Trust:
-    """Properties of a batch's own files: their owners, their device, and the places of other file systems."""
+    """Properties of a batch's own files: owners, device, and mount points."""
 
     folder: Path
     owners: Collection[int] | None
-    """User ids; None: the system has none."""
+    """User ids. None: the system has none."""
     device: int
     mounts: Collection[str]
 
     @cached_property
     def owner_of_new_files(self) -> int | None:
-        """User id that the file system gives to files of this process: a network drive may map all users to one."""
+        """User id that the file system gives to new files: a network drive may map all users to one."""
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 return os.fstat(file.fileno()).st_uid
-        except OSError:  # a folder that is not writable
+        except OSError:  # the folder is not writable
             return None
 
     def fault(self, path: Path, found: os.stat_result, *, folder: bool, names: int = 1) -> str:
-        """Return why the file or folder is not the batch's own; empty if it is.
+        """Return why the file or folder is not the batch's own, or "".
 
-        `found` is from `lstat`; `names` is the number of names that a batch has given to the file.
+        `found` is from `lstat`. `names` is the number of names that a batch has given to the file.
         """
         if _is_link(found):
             return "is a link"
@@ -75,7 +76,7 @@ class _Trust:
             return f"has {found.st_nlink} names (hard links), so that another file would change with it"
         if self.owners is not None and found.st_uid not in self.owners and found.st_uid != self.owner_of_new_files:
             return f"belongs to another user ({found.st_uid})"
-        # Files of an overlay may have the device of a layer; only Linux mounts files, and lists them.
+        # Files in an overlay may have a layer's device. Only Linux mounts files, and lists them.
         if (folder and found.st_dev != self.device) or str(path) in self.mounts:
             return "is on another file system (mounted)"
         return ""
@@ -99,7 +100,7 @@ def check_work_folder(output: Path) -> None:
         elif path.name not in {LOCK, f"{LOCK}-journal"}:
             raise _refusal(path, "is not a file of a batch")
     check_database(work / LOCK)
-    # A file that was made in the output folder is linked to its part, and then to its final name.
+    # A file made in the output folder is linked to its part, and then to its final name.
     names = Counter(found.st_ino for path in _files((work / MADE, work / PARTS)) if (found := _lstat(path)))
     names.update(
         found.st_ino for path in own_entries(output) if (found := _lstat(path)) and stat.S_ISREG(found.st_mode)
@@ -120,9 +121,9 @@ def _files(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def check_database(path: Path) -> None:
-    """Raise ForeignFileError if SQLite would follow a link, or remove another file, when it opens the file `path`.
+    """Raise ForeignFileError if SQLite would follow a link or remove another file when it opens `path`.
 
-    Nothing is checked in a folder that does not exist.
+    Nothing is checked if the folder does not exist.
     """
     parent = Path(os.path.realpath(path.parent))
     if not parent.is_dir():
@@ -140,9 +141,9 @@ def check_database(path: Path) -> None:
 
 
 def own_entries(folder: Path) -> Iterator[Path]:
-    """Return the entries of a folder in the order of their names, except those of file managers.
+    """Return the folder entries sorted by name, without the files of file managers.
 
-    There are none if another process has removed the folder.
+    Returns nothing if another process has removed the folder.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -154,7 +155,10 @@ def own_entries(folder: Path) -> Iterator[Path]:
 
 
 def _is_harmless(path: Path) -> bool:
-    """Return True for a file or folder of a file manager: it is neither used nor removed. Links are not harmless."""
+    """Return True for a file or folder that a file manager created. Links are not harmless.
+
+    The batch neither uses nor removes such files.
+    """
     if not any(is_of_file_manager(path.name, folder=folder) for folder in (False, True)):
         return False
     if (found := _lstat(path)) is None or _is_link(found):
@@ -168,12 +172,12 @@ def _is_link(found: os.stat_result) -> bool:
 
 
 def _is_folder(path: Path) -> bool:
-    """Return True for a folder that is not a link to one."""
+    """Return True for a folder, False for a link to one."""
     return (found := _lstat(path)) is not None and stat.S_ISDIR(found.st_mode) and not _is_link(found)
 
 
 def own_files(folder: Path) -> Iterator[Path]:
-    """Yield what is below a folder and is not a folder itself, except the files of file managers. Follows no link."""
+    """Yield everything below a folder except folders and the files of file managers. Follows no link."""
     for path in own_entries(folder) if _is_folder(folder) else ():
         if _is_folder(path):
             yield from own_files(path)
@@ -182,7 +186,7 @@ def own_files(folder: Path) -> Iterator[Path]:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder except the files of file managers, and the folders that contain them. Follows no link."""
+    """Remove a folder except the files of file managers and the folders around them. Follows no link."""
     if not _is_folder(folder):
         return
     for path in own_entries(folder):
@@ -195,7 +199,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise ForeignFileError if `path` exists and is not a regular file of this user."""
+    """Raise ForeignFileError if `path` exists and is not this user's regular file."""
     parent = Path(os.path.realpath(path.parent))
     if parent.is_dir():
         _check(parent / path.name, _trust(parent), folder=False)
@@ -241,13 +245,13 @@ def _refusal(path: Path, fault: str) -> ForeignFileError:
 
 def _trust(folder: Path) -> _Trust:
     about = os.stat(folder)
-    # The owner of the output folder may be another user than this one: root in a container, or the user of a share.
+    # The output folder may have another owner: root in a container, or the user of a share.
     owners = {0, os.geteuid(), about.st_uid} if hasattr(os, "geteuid") else None
     return _Trust(folder=folder, owners=owners, device=about.st_dev, mounts=_mounts())
 
 
 def _mounts() -> Collection[str]:
-    """Return the mount points of Linux: a mounted folder of the same file system has the same device number."""
+    """Return the Linux mount points: a bind mount on the same file system has the same device number."""
     try:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
