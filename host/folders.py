@@ -19,8 +19,8 @@ WEIGHT_FILES = (".safetensors", ".sft")
 """Suffixes of readable model files."""
 
 GGUF_FILES = (".gguf",)
-GGUF_FOLDERS = ("diffusion_models",)
-"""Kinds of model folders that list GGUF files too: only experts can be read from them."""
+GGUF_FOLDERS = ("diffusion_models", "text_encoders")
+"""Kinds of model folders that list GGUF files too."""
 
 MODEL_KINDS = ("diffusion_models", "diffusers", "vae", "vae_approx", "text_encoders", "clip_vision", "loras")
 """Kinds of model folders that our nodes list."""

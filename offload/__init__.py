@@ -7,9 +7,9 @@ from .engine.forward_course import ForwardCourse
 from .engine.lockstep import Lockstep
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
-from .formats.gguf_header import read_gguf_header
+from .formats.gguf_header import read_gguf_fields, read_gguf_header
 from .formats.layout import BlockFormat, copy_together, flat_layout, host_bytes, piece_name, streamed_names
-from .formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing
+from .formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing, QuantFormat
 from .formats.quantise import FP8, NotFiniteError, quantise_int8, quantise_rotated
 from .formats.rotation import is_rotation, kronecker_factors, rotated_sums, rotation_factor, rotation_group
 from .formats.safetensors_header import (
@@ -61,6 +61,7 @@ __all__ = [
     "OffloadEngine",
     "Packing",
     "Product",
+    "QuantFormat",
     "QuantisedSource",
     "Rescaled",
     "Sharded",
@@ -92,6 +93,7 @@ __all__ = [
     "quantise_rotated",
     "quantised_format",
     "quantised_packings",
+    "read_gguf_fields",
     "read_gguf_header",
     "read_header",
     "read_scales",

@@ -224,7 +224,7 @@ def save_expert_gguf(
             if patches == "shape field":
                 writer.add_array(f"comfy.gguf.orig_shape.{prefix}{key}", shape)
         values = tensor.reshape(stored_shape).numpy()
-        packs = quantize(values, kind) if kind.name in QUANTISED else _random_packs(values, kind, random)
+        packs = quantize(values, kind) if kind.name in QUANTISED else random_packs(values, kind, random)
         parameters[name].data.copy_(torch.from_numpy(dequantize(packs, kind).copy()).reshape(shape))
         writer.add_tensor(prefix + key, packs, raw_dtype=kind)
     writer.write_header_to_file()
@@ -248,7 +248,7 @@ def random_groups(
     return packs
 
 
-def _random_packs(
+def random_packs(
     values: npt.NDArray[np.float32], kind: GGMLQuantizationType, random: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
     """Return random packs with the shape and standard deviation of `values`: [..., bytes of a row]."""

@@ -7,10 +7,14 @@ follow; every other character is unknown. The same vocabulary is written for `to
 from __future__ import annotations
 
 import json
-import struct
+from collections.abc import Sequence
 from pathlib import Path
 
+from ..wan import Piece, sentence_model
+
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+START = "<s>"
+"""Third token of the published UMT5, which this vocabulary does not have."""
 SPACE = "\u2581"
 """Replacement of a space in sentencepiece; it is also put before the first word."""
 
@@ -75,45 +79,15 @@ def _added_token(index: int, token: str) -> dict[str, object]:
 
 
 def _score(token: str) -> float:
-    return 0.0 if token in (PAD, END, UNKNOWN) else _SCORE
+    return 0.0 if token in (PAD, END, UNKNOWN, START) else _SCORE
 
 
-def sentencepiece_model() -> bytes:
+def sentencepiece_model(vocabulary: Sequence[str] = VOCABULARY) -> bytes:
     """Return the vocabulary as a sentencepiece model, which ComfyUI's text encoder files contain as `spiece_model`."""
+    return sentence_model(Piece(token, _score(token), kind_of(token)) for token in vocabulary)
+
+
+def kind_of(token: str) -> int:
+    """Return the kind of a token in sentencepiece, which is the same number in GGUF."""
     normal, unknown, control = 1, 2, 3
-    kinds = {PAD: control, END: control, UNKNOWN: unknown}
-    pieces = b"".join(
-        _field(1, _field(1, token.encode()) + _float(2, _score(token)) + _integer(3, kinds.get(token, normal)))
-        for token in VOCABULARY
-    )
-    no_start_token = 2**64 - 1  # -1
-    ids = {40: VOCABULARY.index(UNKNOWN), 41: no_start_token, 42: VOCABULARY.index(END), 43: VOCABULARY.index(PAD)}
-    unigram = 1
-    trainer = _integer(3, unigram) + _integer(4, len(VOCABULARY)) + b"".join(_integer(*item) for item in ids.items())
-    # Do not change characters; add a leading space, collapse spaces, and replace them by SPACE.
-    normalizer = _field(1, b"identity") + b"".join(_integer(number, 1) for number in (3, 4, 5))
-    return pieces + _field(2, trainer) + _field(3, normalizer)
-
-
-# The three kinds of protocol buffer fields in a sentencepiece model.
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _integer(number: int, value: int) -> bytes:
-    return _varint(number << 3) + _varint(value)
-
-
-def _float(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", value)
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
+    return {UNKNOWN: unknown, **dict.fromkeys((PAD, END, START), control)}.get(token, normal)

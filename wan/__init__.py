@@ -32,6 +32,7 @@ from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normal
 from .lora.file import open_lora
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import encoder_version, open_text_encoder
+from .text.sentence_model import Piece, sentence_model
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
 from .transformer.kernels import ATTENTIONS, INT8_ATTENTION
 from .transformer.multiplication import CodeFormat, choose_multiplication, multiplied_formats
@@ -88,6 +89,7 @@ __all__ = [
     "ModelVersion",
     "Nag",
     "NoInitialValues",
+    "Piece",
     "Positions",
     "SkipDecision",
     "TileBlender",
@@ -139,6 +141,7 @@ __all__ = [
     "random_block",
     "read_latent",
     "retry_with_smaller_tiles",
+    "sentence_model",
     "shared_tiling",
     "space_of",
     "unmarked_layers",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader
 from math import prod
@@ -127,7 +128,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 8
 MAX_NAME = 65535  # the format's own limit; messages quote names
 
-Field = Number | str | tuple[Number, ...] | None
+Field = Number | str | tuple[Number, ...] | tuple[str, ...] | None
 ItemT = TypeVar("ItemT")
 
 
@@ -141,15 +142,10 @@ def read_gguf_header(path: Path | str) -> FileHeader:
             a tensor whose type cannot be dequantised.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            cursor = HeaderCursor(path, file)
-            _check_start(cursor)
-            counts = cursor.integer("Q"), cursor.integer("Q")
-            fields = _named(cursor, counts[1], _field)
-            entries = _named(cursor, counts[0], _entry)
-    except OSError as err:
-        raise CheckpointFileError(path, f"cannot be read: {err.strerror or err}") from err
+    with _opened(path) as cursor:
+        counts = cursor.integer("Q"), cursor.integer("Q")
+        fields = _named(cursor, counts[1], _field)
+        entries = _named(cursor, counts[0], _entry)
     alignment = _alignment(cursor, fields)
     data_start = -(-cursor.position // alignment) * alignment
     in_file_order = sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes))
@@ -160,6 +156,32 @@ def read_gguf_header(path: Path | str) -> FileHeader:
     }
     texts = {name: value for name, value in fields.items() if isinstance(value, str)}
     return FileHeader(path=path, tensors=tensors, metadata=texts)
+
+
+def read_gguf_fields(path: Path, names: Collection[str]) -> dict[str, Field]:
+    """Return those of these fields that a GGUF file has, with lists of any length.
+
+    Raises:
+        CheckpointFileError: as `read_gguf_header`.
+    """
+    with _opened(path) as cursor:
+        cursor.integer("Q")
+        fields = _named(cursor, cursor.integer("Q"), lambda cursor, name: _field(cursor, name, whole=name in names))
+    return {name: fields[name] for name in names if name in fields}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[HeaderCursor]:
+    """Open a file and read its start."""
+    try:
+        with path.open("rb") as file:
+            cursor = HeaderCursor(path, file)
+            _check_start(cursor)
+            yield cursor
+    except CheckpointFileError:
+        raise
+    except OSError as err:
+        raise CheckpointFileError(path, f"cannot be read: {err.strerror or err}") from err
 
 
 def _check_start(cursor: HeaderCursor) -> None:
@@ -194,8 +216,8 @@ def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str],
     return items
 
 
-def _field(cursor: HeaderCursor, name: str) -> Field:
-    """Read a field's value; None for a list of texts or a list of more than `MAX_DIMENSIONS` numbers."""
+def _field(cursor: HeaderCursor, name: str, *, whole: bool = False) -> Field:
+    """Read a field's value; None for a list of texts or of more than `MAX_DIMENSIONS` numbers if it is not `whole`."""
     kind = cursor.integer("I")
     if kind == STRING_FIELD:
         return cursor.text()
@@ -203,12 +225,13 @@ def _field(cursor: HeaderCursor, name: str) -> Field:
         return cursor.numbers(SCALAR_FIELDS[kind], 1)[0]
     item, count = (cursor.integer("I"), cursor.integer("Q")) if kind == ARRAY_FIELD else (None, 0)
     if item == STRING_FIELD:
-        for _ in range(count):
+        texts = tuple(cursor.text() for _ in range(count)) if whole else None
+        for _ in range(0 if whole else count):
             cursor.text()
-        return None
+        return texts
     if item not in SCALAR_FIELDS:
         raise cursor.damaged(f"a field {name!r} of the unknown type {kind if item is None else item}")
-    if count <= MAX_DIMENSIONS:
+    if whole or count <= MAX_DIMENSIONS:
         return cursor.numbers(SCALAR_FIELDS[item], count)
     cursor.take(count * struct.calcsize(f"<{SCALAR_FIELDS[item]}"))
     return None

@@ -5,8 +5,9 @@
 | `text_encoder` folder of a diffusers pipeline     | config.json | folder next to it                              |
 | single file of ComfyUI (`umt5_xxl_fp16` and such) | from shapes | tensor `spiece_model`                          |
 | file with the names of Wan's own release          | from shapes | that of a file or a folder next to it          |
+| GGUF of llama.cpp (`umt5-xxl-encoder-Q8_0.gguf`)   | from shapes | lists in the header                            |
 
-Weights are in fp32, fp16, bf16, or in fp8 with or without scales; those of blocks also in int8, mxfp8 or nvfp4.
+Weights are in fp32, fp16, bf16, or in fp8 with or without scales; those of blocks also in int8, mxfp8, nvfp4 or packed.
 Parameters get the names of transformers' UMT5EncoderModel. Only the tokenizer is loaded here.
 
 In bf16 the real encoder has 9 GB of blocks and a token table of 2.1 GB. A prompt needs at most 512 rows of the table,
@@ -27,7 +28,17 @@ import torch
 from torch import nn
 
 from ...devices import AUTO, ComputeDtype, resolve_dtype
-from ...offload import FileSource, FileTensor, attach_offload, copy_together, read_scales, read_tensors, streamed_names
+from ...offload import (
+    FileSource,
+    FileTensor,
+    QuantFormat,
+    attach_offload,
+    copy_together,
+    decode_tensor,
+    read_scales,
+    read_tensors,
+    streamed_names,
+)
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from ..checkpoint.components import (
@@ -45,13 +56,16 @@ from ..checkpoint.components import (
 )
 from ..checkpoint.files import CheckpointError, ModelVersion, is_gguf, model_version, read_checkpoint
 from ..checkpoint.meta_model import called_before, set_parameters
+from .sentence_model import gguf_sentence_model
 from .tokenizer import (
     SENTENCE_MODEL,
+    SentenceTokenizer,
     Tokenizer,
     clean_prompt,
     files_beside,
     open_sentence_tokenizer,
     open_tokenizer,
+    sentence_processor,
     tokenizer_beside,
 )
 
@@ -74,14 +88,13 @@ POSITIONS = FIRST_BLOCK + "0.SelfAttention.relative_attention_bias.weight"
 SECOND_POSITIONS = POSITIONS.replace(".block.0.", ".block.1.")
 GATE = FIRST_BLOCK + "1.DenseReluDense.wi_0.weight"
 BLOCK = re.compile(r"encoder\.block\.(\d{1,4})\.")
-_ORIGINAL_BLOCK_NAME = re.compile(r"blocks\.(\d{1,4})\.(.+)")
+_OTHER_BLOCK_NAME = re.compile(r"(?:blocks|enc\.blk)\.(\d{1,4})\.(.+)")
 
-ORIGINAL_MARK = "blocks.0.attn.q.weight"
-MARKS = (QUERIES, ORIGINAL_MARK)
-"""Names of a tensor that every encoder has, those of transformers and of Wan's own release."""
-ROOTS = ("shared", "encoder", "token_embedding", "blocks", "norm", SENTENCE_MODEL)
+MARKS = (QUERIES, "blocks.0.attn.q.weight", "enc.blk.0.attn_q.weight")
+"""Names of a tensor that every encoder has: those of transformers, of Wan's own release and of llama.cpp."""
+ROOTS = ("shared", "encoder", "token_embedding", "blocks", "norm", "token_embd", "enc", SENTENCE_MODEL)
 
-_ORIGINAL_BLOCK = {
+_OTHER_BLOCK = {
     "norm1": "layer.0.layer_norm",
     **{f"attn.{name}": f"layer.0.SelfAttention.{name}" for name in "qkvo"},
     "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
@@ -89,9 +102,19 @@ _ORIGINAL_BLOCK = {
     "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
     "ffn.fc1": "layer.1.DenseReluDense.wi_1",
     "ffn.fc2": "layer.1.DenseReluDense.wo",
+    "attn_norm": "layer.0.layer_norm",
+    **{f"attn_{name}": f"layer.0.SelfAttention.{name}" for name in "qkvo"},
+    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
+    "ffn_norm": "layer.1.layer_norm",
+    "ffn_gate": "layer.1.DenseReluDense.wi_0",
+    "ffn_up": "layer.1.DenseReluDense.wi_1",
+    "ffn_down": "layer.1.DenseReluDense.wo",
 }
-_ORIGINAL = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
-"""Modules of Wan's own release, which other people's files keep, and their names in transformers."""
+_OTHER = {
+    **dict.fromkeys(("token_embedding", "token_embd"), "shared"),
+    **dict.fromkeys(("norm", "enc.output_norm"), "encoder.final_layer_norm"),
+}
+"""Modules of Wan's own release, which other people's files keep, and of llama.cpp; their names in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,7 +147,7 @@ def open_umt5_folder(folder: Path) -> Umt5:
 
 
 def open_umt5_file(path: Path) -> Umt5:
-    """Open a single file, in any of its precisions, with the names of transformers or of Wan's own release.
+    """Open a single file, in any of its precisions and with any of its names.
 
     Raises:
         CheckpointFileError: the file is missing, damaged, a pickle, or of another model, or there is no tokenizer in it
@@ -136,19 +159,19 @@ def open_umt5_file(path: Path) -> Umt5:
     _refuse_other_models(path, tensors)
     config = _config_from_shapes(path, tensors)
     model = build_on_meta(path, lambda: _model(config))
-    rows = config["vocab_size"]
-    borrowed = None
-    if SENTENCE_MODEL not in stored.weights:
-        borrowed = tokenizer_beside(path, rows=rows)
-    opened = _opened(
-        path,
-        stored,
-        tensors,
-        model,
-        "the rest of the file",
-        open_sentence_tokenizer(path, stored.weights, rows=rows) if borrowed is None else borrowed.tokenizer,
-    )
-    return opened if borrowed is None else replace(opened, notes=(*opened.notes, borrowed.note))
+    tokenizer, note = _tokenizer(path, stored, rows=config["vocab_size"])
+    opened = _opened(path, stored, tensors, model, "the rest of the file", tokenizer)
+    return opened if note is None else replace(opened, notes=(*opened.notes, note))
+
+
+def _tokenizer(path: Path, stored: ComponentFile, *, rows: int) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer of a single file; one from another file with a sentence about it."""
+    if SENTENCE_MODEL in stored.weights:
+        return open_sentence_tokenizer(path, stored.weights, rows=rows), None
+    data = gguf_sentence_model(path) if is_gguf(path) else None
+    if data is not None:
+        return SentenceTokenizer(sentence_processor(path, data, rows=rows)), None
+    return tokenizer_beside(path, rows=rows)
 
 
 def _opened(
@@ -159,6 +182,7 @@ def _opened(
     described_by: str,
     tokenizer: Tokenizer,
 ) -> Umt5:
+    streamed = _streamed(model.encoder.block)
     weights = match_weights(
         path,
         tensors,
@@ -166,7 +190,7 @@ def _opened(
         aliases=ALIASES,
         dtypes=(*STORED_DTYPES, *CONVERTED_DTYPES),
         described_by=described_by,
-        packed=_streamed(model.encoder.block),
+        packed=streamed | {name for name, each in tensors.items() if isinstance(each.packing, QuantFormat)},
     )
     scales = {
         ALIASES.get(name, name): scale for name, scale in ((_name(key), each) for key, each in stored.scales.items())
@@ -175,14 +199,14 @@ def _opened(
 
 
 def _name(key: str) -> str:
-    """Return the name of a parameter in transformers; names of Wan's own release are changed."""
+    """Return the name of a parameter in transformers."""
     module, _, leaf = key.rpartition(".")
-    if module in _ORIGINAL:
-        return f"{_ORIGINAL[module]}.{leaf}"
-    found = _ORIGINAL_BLOCK_NAME.fullmatch(module)
-    if found is None or found[2] not in _ORIGINAL_BLOCK:
+    if module in _OTHER:
+        return f"{_OTHER[module]}.{leaf}"
+    found = _OTHER_BLOCK_NAME.fullmatch(module)
+    if found is None or found[2] not in _OTHER_BLOCK:
         return key
-    return f"encoder.block.{found[1]}.{_ORIGINAL_BLOCK[found[2]]}.{leaf}"
+    return f"encoder.block.{found[1]}.{_OTHER_BLOCK[found[2]]}.{leaf}"
 
 
 def _model(config: Mapping[str, Any]) -> UMT5EncoderModel:
@@ -193,10 +217,8 @@ def _model(config: Mapping[str, Any]) -> UMT5EncoderModel:
 
 def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
     if QUERIES not in tensors or POSITIONS not in tensors or GATE not in tensors:
-        # Those of GGUF have the names of llama.cpp, which nothing here converts.
-        kind = "a GGUF of a text encoder that can be read" if is_gguf(path) else "a UMT5 text encoder"
-        first = next(iter(tensors), "none")
-        raise CheckpointError(path, f"is not {kind}: {REMEDY} (it has {len(tensors)} tensors, first: {first})")
+        found = f"it has {len(tensors)} tensors, first: {next(iter(tensors), 'none')}"
+        raise CheckpointError(path, f"is not a UMT5 text encoder: {REMEDY} ({found})")
     if SECOND_POSITIONS not in tensors and any(key.startswith("encoder.block.1.") for key in tensors):
         raise CheckpointError(
             path,
@@ -352,7 +374,10 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         with torch.inference_mode(False):
             stored = read_tensors(small)
             factors = self._factors(small)
-            values = {name: _decode(tensor, factors.get(name), self._dtype(name)) for name, tensor in stored.items()}
+            values = {
+                name: _decode(tensor, stored[name], factors.get(name), self._dtype(name))
+                for name, tensor in small.items()
+            }
             set_parameters(self._model, copy_together(values, device))
 
     def _token_rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -364,7 +389,8 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         factor = self._factors([TOKEN_TABLE]).get(TOKEN_TABLE)
         if factor is not None and factor.dim():
             factor = factor[distinct]
-        return _decode(torch.cat(list(rows.values())), factor, self._compute_dtype)[index]
+        read = replace(table, shape=(len(distinct), *table.shape[1:]))
+        return _decode(read, torch.cat(list(rows.values())), factor, self._compute_dtype)[index]
 
     def _factors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the scales of the names that have one: fp32, 0-d or [rows, 1]."""
@@ -416,6 +442,8 @@ def _concatenate(outputs: list[Any]) -> Any:
     return torch.cat(outputs)
 
 
-def _decode(stored: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _decode(place: FileTensor, stored: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Decode a tensor as the engine decodes streamed matrices."""
-    return stored.to(dtype) if factor is None else (stored.float() * factor).to(dtype)
+    decoded = torch.empty(place.shape, dtype=dtype)
+    decode_tensor(stored, decoded, packing=place.packing, scale=factor)
+    return decoded

@@ -138,10 +138,15 @@ def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, ro
             path, f"{SENTENCE_MODEL} is {stored.dtype} {list(stored.shape)}; a tokenizer is a few megabytes of uint8"
         )
     data = read_tensors({SENTENCE_MODEL: stored})[SENTENCE_MODEL].numpy().tobytes()
-    return SentenceTokenizer(_processor(path, data, rows=rows))
+    return SentenceTokenizer(sentence_processor(path, data, rows=rows))
 
 
-def _processor(path: Path, data: bytes, *, rows: int) -> SentencePieceProcessor:
+def sentence_processor(path: Path, data: bytes, *, rows: int) -> SentencePieceProcessor:
+    """Return the sentencepiece model with these bytes, which the file `path` holds.
+
+    Raises:
+        CheckpointError: as `open_sentence_tokenizer`.
+    """
     try:
         processor = SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError) as err:
@@ -155,8 +160,10 @@ def _processor(path: Path, data: bytes, *, rows: int) -> SentencePieceProcessor:
     return processor
 
 
-ROWS_MULTIPLE = 128
-"""The token table of a T5 has the number of tokens, rounded up to a multiple of this."""
+MORE_ROWS = 512
+"""Rows of a token table behind those of the sentencepiece model: UMT5 has 256,000 pieces and 256,384 rows."""
+END_PIECE = "</s>"
+"""Piece that ends a text in UMT5. Gemma, whose tokenizer has as many pieces, has another one."""
 FOLDERS_BESIDE = (".", "tokenizer", "google/umt5-xxl", "umt5-xxl")
 """Folders next to a text encoder that may hold its tokenizer, those of Wan's own release among them."""
 TENSOR_FILES = (".safetensors", ".sft")
@@ -181,7 +188,7 @@ def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
     for file in files_beside(path):
         try:
             if file.suffix == ".model":
-                processor = _processor(file, file.read_bytes(), rows=rows)
+                processor = sentence_processor(file, file.read_bytes(), rows=rows)
             else:
                 tensors = {key.rpartition(".")[2]: tensor for key, tensor in read_header(file).tensors.items()}
                 if SENTENCE_MODEL not in tensors:
@@ -191,7 +198,7 @@ def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
             # A file that is not used must not end the run; a reader of the log sees why it was passed over.
             logger.info("no tokenizer for %s from %s", path.name, err)
             continue
-        if processor.bos_id() < 0 and processor.get_piece_size() > rows - ROWS_MULTIPLE:
+        if processor.id_to_piece(processor.eos_id()) == END_PIECE and processor.get_piece_size() > rows - MORE_ROWS:
             note = f"{path.name} has no tokenizer: that of {file.relative_to(path.parent)} is used"
             logger.info("%s", note)
             return BorrowedTokenizer(SentenceTokenizer(processor), note)

@@ -39,7 +39,8 @@ def test_gguf_is_listed_beside_what_comfyui_lists(in_comfyui: Callable[..., Any]
             (tmp_path / kind / name).touch()
     before, after, place, host = in_comfyui(NAMES, str(tmp_path))
     assert host == "ComfyHost"
-    others = {kind: ["a.safetensors"] for kind in ("vae", "loras", "text_encoders")}
-    assert before == {"diffusion_models": ["a.safetensors", "b.gguf", "sub/c.gguf"], **others}
+    listed = ["a.safetensors", "b.gguf", "sub/c.gguf"]
+    others = {"text_encoders": listed, **{kind: ["a.safetensors"] for kind in ("vae", "loras")}}
+    assert before == {"diffusion_models": listed, **others}
     assert after == {"diffusion_models": ["a.safetensors", "b.gguf", "later/new.gguf", "sub/c.gguf"], **others}
     assert place == str(tmp_path / "more diffusion_models" / "later" / "new.gguf")

@@ -224,16 +224,16 @@ def test_a_name_over_another_link_is_the_listed_one(tmp_path: Path, name: str) -
         assert listed_choice(replace(socket, options=listed), "nothing") == "nothing"
 
 
-def test_gguf_files_are_offered_for_experts_only(tmp_path: Path) -> None:
+def test_gguf_files_are_offered_for_experts_and_text_encoders(tmp_path: Path) -> None:
     for kind in ("diffusion_models", "vae", "text_encoders", "loras"):
         for name in ("a.safetensors", "b.gguf", "sub/C.GGUF", ".hidden/d.gguf"):
             _touch(tmp_path / "models" / kind / name)
     with embedded_host.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
         assert embedded_host.state_folder() == tmp_path / ".wanstream-states"
-        experts = embedded_host.model_names("diffusion_models", "diffusers")
-        assert experts == ["a.safetensors", "b.gguf", str(Path("sub/C.GGUF"))]
+        for kinds in (("diffusion_models", "diffusers"), ("diffusers", "text_encoders")):
+            assert embedded_host.model_names(*kinds) == ["a.safetensors", "b.gguf", str(Path("sub/C.GGUF"))]
         assert embedded_host.model_path("b.gguf", "diffusion_models").is_file()
-        for kind in ("vae", "text_encoders", "loras"):
+        for kind in ("vae", "loras"):
             assert embedded_host.model_names(kind) == ["a.safetensors"]
 
 

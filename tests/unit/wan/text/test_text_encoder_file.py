@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
@@ -20,8 +23,8 @@ from wanstream.plan import BlockKey
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
 from wanstream.testing.number_formats import ENCODERS, MixedLayout
-from wanstream.testing.quantised import FP8_LAYOUTS, quantise
-from wanstream.testing.tokenizer import VOCABULARY, sentencepiece_model
+from wanstream.testing.quantised import FP8_LAYOUTS, quantise, random_packs
+from wanstream.testing.tokenizer import START, VOCABULARY, kind_of, sentencepiece_model
 from wanstream.testing.weights import make_text_encoder
 from wanstream.wan.text import encoder as text_encoder
 from wanstream.wan.text.encoder import open_text_encoder
@@ -305,11 +308,113 @@ class TestFilesThatPeopleHave:
         assert open_text_encoder(path).notes == (f"changed.safetensors has no tokenizer: that of {place} is used",)
         assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(), torch.float32))
 
-    @pytest.mark.parametrize("rows", [len(VOCABULARY) - 1, len(VOCABULARY) + 128])
-    def test_a_tokenizer_of_another_size_is_not_taken(self, tmp_path: Path, rows: int) -> None:
-        (tmp_path / "spiece.model").write_bytes(sentencepiece_model())
+    @pytest.mark.parametrize(
+        ("vocabulary", "rows"),
+        [
+            (VOCABULARY, len(VOCABULARY) - 1),
+            (VOCABULARY, len(VOCABULARY) + 512),
+            (("<pad>", "<eos>", "<bos>", *VOCABULARY[2:]), len(VOCABULARY) + 1),
+        ],
+        ids=["more pieces", "fewer pieces", "Gemma"],
+    )
+    def test_a_tokenizer_of_another_model_is_not_taken(
+        self, tmp_path: Path, vocabulary: tuple[str, ...], rows: int
+    ) -> None:
+        (tmp_path / "spiece.model").write_bytes(sentencepiece_model(vocabulary))
         with pytest.raises(CheckpointFileError, match="has no tokenizer"):
             tokenizer_beside(tmp_path / "umt5.safetensors", rows=rows)
+
+    def test_the_published_tokenizer_has_a_start_token_and_384_rows_less(self, tmp_path: Path) -> None:
+        vocabulary = (*VOCABULARY[:2], START, *VOCABULARY[2:])
+        (tmp_path / "spiece.model").write_bytes(sentencepiece_model(vocabulary))
+        borrowed = tokenizer_beside(tmp_path / "umt5.safetensors", rows=len(vocabulary) + 384)
+        tokens = borrowed.tokenizer.tokens(["a b"], length=6)
+        assert [vocabulary[token] for token in tokens.ids[0]] == ["\u2581", "a", "\u2581", "b", "</s>", "<pad>"]
+
+
+GGUF_NAMES = (
+    ("encoder.final_layer_norm.", "enc.output_norm."),
+    ("shared.", "token_embd."),
+    ("encoder.block.", "enc.blk."),
+    (".layer.0.SelfAttention.relative_attention_bias.", ".attn_rel_b."),
+    (".layer.0.SelfAttention.", ".attn_"),
+    (".layer.0.layer_norm.", ".attn_norm."),
+    (".layer.1.layer_norm.", ".ffn_norm."),
+    (".layer.1.DenseReluDense.wi_0.", ".ffn_gate."),
+    (".layer.1.DenseReluDense.wi_1.", ".ffn_up."),
+    (".layer.1.DenseReluDense.wo.", ".ffn_down."),
+)
+
+
+def save_gguf(tensors: Tensors, path: Path, kind: str, tokenizer: str) -> Tensors:
+    """Write an encoder as llama.cpp does, with its matrices in this type where it fits; return the values."""
+    writer = GGUFWriter(path, "t5encoder")
+    values = {}
+    tokens = [*VOCABULARY, *(f"[PAD{index}]" for index in range(3))]
+    if tokenizer != "none":
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0 if kind_of(token) > 1 else -1.0 for token in VOCABULARY] + [-10000.0] * 3)
+        writer.add_token_types([*map(kind_of, VOCABULARY), *[5] * (3 if tokenizer == "whole" else 2)])
+        writer.add_add_space_prefix(True)
+        writer.add_remove_extra_whitespaces(True)
+    for name, tensor in tensors.items():
+        if name == "spiece_model":
+            continue
+        own = name
+        for theirs, ours in GGUF_NAMES:
+            own = own.replace(theirs, ours)
+        type_name = "F32" if tensor.ndim == 1 or "rel_b" in own else kind if tensor.shape[-1] % 256 == 0 else "Q8_0"
+        array = tensor.float().numpy()
+        quant = GGMLQuantizationType[type_name]
+        packs = random_packs(array, quant, np.random.default_rng(7)) if "_K" in type_name else quantize(array, quant)
+        values[name] = torch.from_numpy(dequantize(packs, quant).copy()).reshape(tensor.shape)
+        writer.add_tensor(own, packs, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+class TestGguf:
+    @pytest.fixture
+    def tensors(self) -> Tensors:
+        # As many rows as the lists of the header have tokens, as in the published files.
+        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY) + 3)
+        return {name: parameter.detach().clone() for name, parameter in encoder.named_parameters()}
+
+    @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
+    def test_values_are_those_of_the_dequantised_file(self, tensors: Tensors, tmp_path: Path, kind: str) -> None:
+        values = save_gguf(tensors, tmp_path / "umt5-xxl-encoder.gguf", kind, "whole")
+        save_text_encoder_folders(
+            make_text_encoder(seed=0, vocabulary=len(VOCABULARY) + 3), tmp_path, dtype=torch.float32
+        )
+        save_file(values, tmp_path / "text_encoder" / "model.safetensors", {"format": "pt"})
+        for dtype in (torch.float32, torch.bfloat16)[: 2 if kind == "Q8_0" else 1]:
+            assert_equal(embeddings(tmp_path / "umt5-xxl-encoder.gguf", dtype), embeddings(tmp_path, dtype))
+
+    def test_a_file_without_a_tokenizer_borrows_one(self, tensors: Tensors, tmp_path: Path) -> None:
+        for tokenizer in ("whole", "none"):
+            save_gguf(tensors, tmp_path / f"{tokenizer}.gguf", "Q8_0", tokenizer)
+        (tmp_path / "spiece.model").write_bytes(sentencepiece_model())
+        opened = open_text_encoder(tmp_path / "none.gguf")
+        assert opened.notes == ("none.gguf has no tokenizer: that of spiece.model is used",)
+        assert open_text_encoder(tmp_path / "whole.gguf").notes == ()
+        found, expected = (embeddings(tmp_path / f"{name}.gguf", torch.float32) for name in ("none", "whole"))
+        assert_equal(found, expected)
+
+    def test_other_files_are_refused(self, tensors: Tensors, tmp_path: Path) -> None:
+        path = tmp_path / "x.gguf"
+        save_gguf(tensors, path, "Q8_0", "short")
+        with pytest.raises(CheckpointFileError, match="a tokenizer of 196 tokens, 196 scores and 195 kinds"):
+            open_text_encoder(path)
+        save_gguf({name: each for name, each in tensors.items() if name != POSITIONS.format(1)}, path, "Q8_0", "whole")
+        with pytest.raises(CheckpointFileError, match=r"is a T5 .*, not UMT5"):
+            open_text_encoder(path)
+        save_gguf({"blk.0.attn_q.weight": torch.zeros(64, 64)}, path, "Q8_0", "whole")
+        with pytest.raises(CheckpointFileError, match=r"is not a UMT5 text encoder: .*first: blk\.0\.attn_q"):
+            open_text_encoder(path)
 
 
 class TestMemory:

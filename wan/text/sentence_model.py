@@ -1,0 +1,107 @@
+"""Sentencepiece models as bytes, and the model in the header of a GGUF file, which has its parts as lists."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ...offload import read_gguf_fields
+from ..checkpoint.files import CheckpointError
+
+UNIGRAM = 1
+BYTE = 6
+"""Kind of the pieces by which a model spells characters that it does not have."""
+
+MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES = (
+    f"tokenizer.ggml.{name}"
+    for name in (
+        "model",
+        "tokens",
+        "scores",
+        "token_type",
+        "precompiled_charsmap",
+        "add_space_prefix",
+        "remove_extra_whitespaces",
+    )
+)
+"""Fields of a GGUF file."""
+
+
+class Piece(NamedTuple):
+    """Token of a sentencepiece model."""
+
+    text: str
+    score: float
+    kind: int
+    """Normal 1, unknown 2, control 3, user-defined 4, unused 5, byte 6: the same numbers in GGUF."""
+
+
+def sentence_model(
+    pieces: Iterable[Piece], *, characters: bytes = b"", space_first: bool = True, collapse_spaces: bool = True
+) -> bytes:
+    """Return a unigram model.
+
+    Args:
+        pieces: tokens in the order of their ids.
+        characters: compiled map of characters that are replaced; empty for none.
+        space_first: put a space before the text.
+        collapse_spaces: make one space of several.
+    """
+    pieces = list(pieces)
+    tokens = (_text(1, each.text.encode()) + _real(2, each.score) + _whole(3, each.kind) for each in pieces)
+    spells_bytes = any(each.kind == BYTE for each in pieces)
+    trainer = _whole(3, UNIGRAM) + _whole(4, len(pieces)) + _whole(35, spells_bytes)
+    normalizer = _text(2, characters) + _whole(3, space_first) + _whole(4, collapse_spaces) + _whole(5, True)
+    return b"".join(_text(1, token) for token in tokens) + _text(2, trainer) + _text(3, normalizer)
+
+
+def gguf_sentence_model(path: Path) -> bytes | None:
+    """Return the sentencepiece model of a GGUF text encoder; None if its header has none.
+
+    Raises:
+        CheckpointFileError: the file cannot be read, or the lists do not belong together.
+    """
+    fields = read_gguf_fields(path, (MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES))
+    if fields.get(MODEL) != "t5":
+        return None
+    tokens, scores, kinds = lists = [fields.get(name) for name in (TOKENS, SCORES, KINDS)]
+    if not (isinstance(tokens, tuple) and isinstance(scores, tuple) and isinstance(kinds, tuple)):
+        missing = next(name for name, each in zip((TOKENS, SCORES, KINDS), lists, strict=True) if each is None)
+        raise CheckpointError(path, f"has a tokenizer without its list {missing}: download the file again")
+    if not len(tokens) == len(scores) == len(kinds):
+        found = f"{len(tokens)} tokens, {len(scores)} scores and {len(kinds)} kinds"
+        raise CheckpointError(path, f"has a tokenizer of {found}: download the file again")
+    characters = fields.get(CHARACTERS, ())
+    assert isinstance(characters, tuple)
+    return sentence_model(
+        (Piece(str(text), float(score), int(kind)) for text, score, kind in zip(tokens, scores, kinds, strict=True)),
+        characters=bytes(int(byte) & 0xFF for byte in characters),
+        space_first=bool(fields.get(SPACE_FIRST, True)),
+        collapse_spaces=bool(fields.get(COLLAPSE_SPACES, True)),
+    )
+
+
+# The three kinds of protocol buffer fields in a sentencepiece model.
+
+
+def _text(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _whole(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _real(number: int, value: float) -> bytes:
+    return _varint(number << 3 | 5) + struct.pack("<f", value)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
