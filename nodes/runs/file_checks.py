@@ -1,6 +1,6 @@
-"""Checks of a graph's files by their headers, in `validate_inputs`: before anything of the graph is computed.
+"""File header checks in `validate_inputs`, before any node computes.
 
-A linked name is None until the run, so it is checked by its node alone. A result is kept until its file changes.
+A linked name is None until the run, so it is checked by its node alone. A result is kept until the file changes.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from ...wan import (
 from ..inputs import refuse_if_strict, show_notices
 
 ENCODER_FOLDERS = ("diffusers", "vae")
-"""Model folders of VAEs that encode."""
+"""Model folders for VAE encoders."""
 DECODER_FOLDERS = ("diffusers", "vae", "vae_approx")
-"""Model folders of VAEs that decode; tiny ones are in `vae_approx`."""
+"""Model folders for VAE decoders. Tiny ones are in `vae_approx`."""
 PREVIEW_FOLDERS = ("vae_approx", "vae")
 CLIP_FOLDERS = ("diffusers", "clip_vision")
 TEXT_FOLDERS = ("diffusers", "text_encoders")
 LORA_FOLDERS = ("loras",)
 EXPERT_FOLDERS = ("diffusion_models", "diffusers")
 MODEL_FOLDERS = ("diffusion_models",)
-"""Model folders of native models."""
+"""Model folders for native models."""
 
 SAME_FOLDER = "from the same pipeline folder"
-"""Choice for the low-noise expert in the folder of the high-noise expert."""
+"""Choice for the low-noise expert: the folder of the high-noise expert."""
 NONE = "none"
 """Choice for no file."""
 
 KEPT = 64
-"""Files whose result is kept."""
+"""Number of kept results per check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +59,23 @@ class FileReport:
     """Findings in the header of a usable file."""
 
     warnings: tuple[str, ...] = ()
-    """Sentences about a loss of precision; errors in strict mode."""
+    """Sentences about a loss of precision. Errors in strict mode."""
     notes: tuple[str, ...] = ()
-    """Sentences about tensors that are not used."""
+    """Sentences about unused tensors."""
 
 
 NOTHING = FileReport()
 
 
 def reports_ui(*reports: FileReport, notes: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Show these reports and notes on the executing node, and return its UI output; see `show_notices`."""
+    """Show these reports and notes on the executing node, and return the UI output. See `show_notices`."""
     warnings = [Notice(text=warning, level="warning") for report in reports for warning in report.warnings]
     known = [*(note for report in reports for note in report.notes), *notes]
     return show_notices(*warnings, *map(Notice.of, known)) or None
 
 
 def check_experts(high_noise: object, low_noise: object) -> None:
-    """Raise the errors of opening two experts, among them that they do not belong together."""
+    """Raise the errors of opening two experts. They must belong together."""
     high = _path(high_noise, EXPERT_FOLDERS)
     low = None if low_noise == SAME_FOLDER else _path(low_noise, EXPERT_FOLDERS)
     if high is not None and low_noise is not None:
@@ -94,7 +94,7 @@ def check_single_model(name: object) -> None:
 
 
 def check_native_model(name: object, weight_dtype: object) -> None:
-    """Raise the errors of a native model that its header shows."""
+    """Raise the errors in the header of a native model."""
     path = _path(name, MODEL_FOLDERS)
     if path is not None:
         dtype = _choice("weight_dtype", weight_dtype, WEIGHT_DTYPES, unknown=next(iter(WEIGHT_DTYPES)))
@@ -102,13 +102,13 @@ def check_native_model(name: object, weight_dtype: object) -> None:
 
 
 def check_encoder(name: object) -> FileReport:
-    """Raise the errors of opening a VAE, and one for a VAE that only decodes."""
+    """Raise the errors of opening a VAE, and an error for a VAE without encoder."""
     path = _path(name, ENCODER_FOLDERS)
     return NOTHING if path is None else _strict(_encoder(path, model_version(path)))
 
 
 def check_decoder(name: object, compute_dtype: object = None, latent_scale: object = None) -> FileReport:
-    """Raise the errors of opening a VAE that decodes. None is an unknown setting, of which none is refused."""
+    """Raise the errors of opening a VAE decoder. None is an unknown setting, and is not refused."""
     dtype = VAE_DTYPES[_choice("compute_dtype", compute_dtype, VAE_DTYPES, unknown="fp32")]
     path = _path(name, DECODER_FOLDERS)
     return NOTHING if path is None else _strict(_decoder(path, model_version(path), dtype, _scale(latent_scale)))
@@ -121,7 +121,7 @@ def check_preview_vae(name: object, latent_scale: object = None) -> FileReport:
 
 
 def check_clip_vision(name: object) -> FileReport:
-    """Raise the errors of opening an image encoder; "none" is no file."""
+    """Raise the errors of opening an image encoder. "none" is no file."""
     path = None if name == NONE else _path(name, CLIP_FOLDERS)
     return NOTHING if path is None else _strict(_clip_vision(path, model_version(path)))
 
@@ -133,7 +133,7 @@ def check_text_encoder(name: object) -> FileReport:
 
 
 def check_lora(name: object) -> None:
-    """Raise the errors of opening a LoRA; "none" is no file."""
+    """Raise the errors of opening a LoRA. "none" is no file."""
     path = None if name == NONE else _path(name, LORA_FOLDERS)
     if path is not None:
         _lora(path, model_version(path))
@@ -153,7 +153,7 @@ def _scale(latent_scale: object) -> str:
 
 
 def _choice(name: str, value: object, choices: Collection[str], *, unknown: str) -> str:
-    # ComfyUI does not compare a choice with its list if the node's own check reads it.
+    # ComfyUI does not compare a choice with the list if the node's own check reads it.
     if value is not None and value not in choices:
         raise RequestError(f"{name} is {value!r}: choose {' or '.join(choices)}")
     return unknown if value is None else str(value)

@@ -1,7 +1,7 @@
-"""Blocks whose weights are in RAM already: page-locked where they are, and copied to the device from there.
+"""Blocks with weights already in RAM: page-locked in place, and copied to the device from there.
 
-Only pages that a weight has to itself are locked. In its first and last page may be tensors of others, and a driver
-refuses to copy memory of which a part is locked: their copies would fail with "invalid argument".
+Only pages that a weight has to itself are locked. The first and last page may contain other tensors, and a driver
+refuses to copy partly locked memory: copies of such tensors would fail with "invalid argument".
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from ..sources.module import TensorSource
 from .pages import LockedBlocks, ScatteredBlock, copy_to_device, map_memory
 
 MAPS = Path("/proc/self/maps")
-"""Mappings of this process, one a line. Linux only."""
+"""Memory mappings of this process, one a line. Linux only."""
 
 IN_RAM = ("/dev/zero", "/dev/nvidia")
-"""Start of the names of mappings that Linux gives a file although they have none."""
+"""Name prefixes of anonymous mappings for which Linux lists a file."""
 SHARED_IN_RAM = ("/dev/shm/", "/memfd:", "/SYSV")
 """The same, if several processes share the mapping. In a private one, page-locking would copy every page."""
 
 
 class InPlaceBlocks:
-    """Blocks that a device copies from the tensors of their source, without a slot.
+    """Blocks that a device copies from the source tensors, without a slot.
 
-    The first use of a block page-locks its memory, within the limits of `LockedBlocks`, and copies the bytes outside
-    whole pages into a page-locked place. The copy of a block that could not be locked blocks the host. Left out are
-    blocks with a matrix that is not contiguous RAM or is stored in another dtype, and blocks that are mapped from a
-    file: page-locking would read all of the file, and copy every page of a private mapping.
+    The first use of a block page-locks the block memory, within the limits of `LockedBlocks`, and copies the bytes
+    outside whole pages into a page-locked place. Copying a block that could not be locked blocks the host. Left out are
+    blocks with a matrix that is not contiguous RAM or is stored in another dtype, and blocks mapped from a file:
+    page-locking would read the whole file, and copy every page of a private mapping.
 
     Args:
-        source: source of the tensors; they must not be changed or closed before `close`.
-        runtime: runtime of the device, which page-locks the tensors.
+        source: source of the tensors, which must not be changed or closed before `close`.
+        runtime: device runtime, which page-locks the tensors.
     """
 
     def __init__(self, source: TensorSource, runtime: DeviceRuntime) -> None:
@@ -62,11 +62,11 @@ class InPlaceBlocks:
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes that are page-locked now."""
+        """Bytes page-locked now."""
         return self._locked.nbytes
 
     def take(self, key: BlockKey) -> ScatteredBlock:
-        """Return the memory of a block, which the first call page-locks (read thread)."""
+        """Return the block memory. The first call page-locks it (read thread)."""
         with self._taking:
             if key not in self._taken:
                 self._blocks[key] = self._lock(self._blocks[key])
@@ -74,7 +74,7 @@ class InPlaceBlocks:
             return self._blocks[key]
 
     def close(self) -> None:
-        """Unlock all memory and release it. No copy from it may be in progress."""
+        """Unlock and release all memory. No copy from it may be in progress."""
         self._locked.release()
         self._blocks.clear()
 
@@ -89,26 +89,26 @@ class InPlaceBlocks:
             if whole:
                 inside = memory[whole.start : whole.stop]
                 self._locked.add(inside)
-                # A copy must not start in pages of one call of the driver and end in those of another.
+                # A copy must not start in the pages of one driver call and end in the pages of another.
                 parts += _at(offset + whole.start, self._runtime.shared_pages.split(inside))
             edges += _at(offset, [memory[: whole.start]])
             edges += _at(offset + whole.stop, [memory[whole.stop :]])
         return ScatteredBlock(parts=(*parts, *self._gather(edges)))
 
     def _gather(self, edges: list[tuple[int, torch.Tensor]]) -> Iterable[tuple[int, torch.Tensor]]:
-        """Return the edges in one page-locked place, to which they are copied."""
+        """Copy the edges into one page-locked place, and return them there."""
         if not edges:
             return []
         sizes = [edge.numel() for _, edge in edges]
         place = map_memory(sum(sizes))
         copies = place.split(sizes)
         for (_, edge), copy in zip(edges, copies, strict=True):
-            np.copyto(host_bytes(copy), host_bytes(edge))  # not torch, which would start a second thread pool
+            np.copyto(host_bytes(copy), host_bytes(edge))  # torch would start a second thread pool
         self._locked.add(place)
         return [(offset, copy) for (offset, _), copy in zip(edges, copies, strict=True)]
 
     def _is_locked_by_owner(self, memory: torch.Tensor) -> bool:
-        """Return True if the memory is page-locked, and not here: its owner keeps it locked as long as it exists."""
+        """Return True if the owner has page-locked the memory: it then stays locked as long as it exists."""
         ends = memory[:1], memory[-1:]
         return all(map(self._runtime.is_locked, ends)) and not self._runtime.shared_pages.has(memory)
 
@@ -120,23 +120,23 @@ class InPlaceBlocks:
 
 
 class LockedTensors:
-    """Tensors in RAM, page-locked in place to be copied once, and unlocked at the latest when this object is deleted.
+    """Tensors in RAM, page-locked in place for one copy, and unlocked at the latest when this object is deleted.
 
     Args:
-        tensors: contiguous tensors; kept until they are unlocked.
-        runtime: runtime of the device, which page-locks them.
+        tensors: contiguous tensors, kept until they are unlocked.
+        runtime: device runtime, which page-locks them.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        # No warning: the blocks of the same model are larger, and their first refusal is one. These come in every run.
+        # No warning: the larger blocks of the same model warn at the first refusal. These tensors come in every run.
         self._locked = LockedBlocks(runtime.shared_pages, level=logging.INFO)
         for memory in map(_bytes_of, tensors):
             if whole := whole_pages(memory):
                 self._locked.add(memory[whole.start : whole.stop])
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor on the device, made on the current stream.
+        """Return a device copy of a tensor, made on the current stream.
 
         The host does not wait for the device: the driver takes the bytes outside whole pages, up to two pages, at once.
         """
@@ -151,13 +151,13 @@ class LockedTensors:
 
 
 def file_mappings() -> Iterable[range]:
-    """Yield the addresses of this process that are mapped from a file on a disk.
+    """Yield the addresses in this process with a file on a disk behind them.
 
     Raises:
         OSError: the system does not report them.
     """
     if not MAPS.exists():
-        for mapping in psutil.Process().memory_maps(grouped=False):  # Windows: only those with a file
+        for mapping in psutil.Process().memory_maps(grouped=False):  # Windows: only mappings with a file
             start = int(mapping.addr, 16)
             yield range(start, start + mapping.rss)
         return
@@ -171,13 +171,13 @@ def file_mappings() -> Iterable[range]:
 
 
 def whole_pages(memory: torch.Tensor) -> range:
-    """Return the bytes of `memory`, 1-D uint8, that fill whole pages."""
+    """Return the range of `memory`, 1-D uint8, in whole pages."""
     start = -memory.data_ptr() % mmap.PAGESIZE
     return range(start, start + max(0, memory.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE)
 
 
 def _at(offset: int, parts: Iterable[torch.Tensor]) -> Iterable[tuple[int, torch.Tensor]]:
-    """Yield parts that follow each other from `offset` on, with the first byte of each; no empty ones."""
+    """Yield consecutive parts from `offset` on, each with the offset of the first byte. Skips empty parts."""
     for part in parts:
         if part.numel():
             yield offset, part

@@ -1,4 +1,4 @@
-"""Host memory in whole pages, the unit in which memory is page-locked and read from disk.
+"""Host memory in whole pages, the unit for page-locking and disk reads.
 
 Ordinary memory is page-locked in place, so that a device copies from it without blocking the host.
 """
@@ -29,18 +29,18 @@ TAKES_ADVICE = sys.platform == "linux"
 """True if mappings can be in huge pages and apart from forked processes. Other systems map ordinary pages."""
 
 MADV_WIPEONFORK = 18
-"""Advice of Linux that Python does not name."""
+"""Linux advice missing in Python's `mmap`."""
 
 LOCK_BYTES = 128 * 1024**2
-"""Largest piece of memory that is page-locked, and copied, in one call of the driver.
+"""Largest piece of memory to page-lock, and to copy, in one driver call.
 
-CUDA takes 0.1 to 0.3 s per GB to lock pages, and launches and copies of other threads wait for a lock that it holds
-meanwhile: up to 0.2 s per block of Wan2.2 A14B, or 40 ms per piece. Neither was measured here.
+CUDA takes 0.1 to 0.3 s per GB to lock pages. Launches and copies of other threads wait meanwhile: up to 0.2 s per block
+of Wan2.2 A14B, or 40 ms per piece. Neither was measured here.
 """
 
-# Parameters of glibc's mallopt and their values.
+# Parameters and values for glibc's mallopt.
 M_TRIM_THRESHOLD, TRIM_BYTES = -1, 256 * 1024**2
-M_MMAP_THRESHOLD, MMAP_BYTES = -3, 32 * 1024**2  # the largest value that glibc accepts
+M_MMAP_THRESHOLD, MMAP_BYTES = -3, 32 * 1024**2  # glibc's upper limit
 
 
 def in_pages(nbytes: int) -> int:
@@ -49,20 +49,20 @@ def in_pages(nbytes: int) -> int:
 
 
 def map_memory(nbytes: int) -> torch.Tensor:
-    """Map untouched private memory as a 1-D uint8 tensor; it is unmapped when the last view of it is deleted.
+    """Map untouched private memory as a 1-D uint8 tensor. Deleting the last view unmaps it.
 
     On Linux, memory of 2 MB and more starts at a multiple of 2 MB and is mapped in huge pages: one fault, and one entry
     for the driver to lock, in place of 512. A forked process finds zeros there.
 
     Raises:
-        OSError: the system refuses that much memory.
+        OSError: the system refuses this much memory.
     """
-    spare = HUGE_PAGE if TAKES_ADVICE and nbytes >= HUGE_PAGE else 0  # to align the start; never touched
+    spare = HUGE_PAGE if TAKES_ADVICE and nbytes >= HUGE_PAGE else 0  # to align the start, never touched
     start = 0
     mapping = _map_private(max(nbytes, 1) + spare)
     if spare:
         start = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE
-        # Only whole huge pages of the request: the last one would take up to 2 MB that nobody counts.
+        # Only whole huge pages of the request: the last one would take up to 2 MB outside any account.
         with suppress(OSError):  # some kernels have no huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     # The memory outlives the run that allocates it, and inference tensors cannot be changed outside inference mode.
@@ -74,32 +74,32 @@ def _map_private(nbytes: int) -> mmap.mmap:
     if not TAKES_ADVICE:
         return mmap.mmap(-1, nbytes)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # After a fork, copy-on-write would move pages that the device goes on to copy from, or copy them to a child that
-    # does not need them. Not MADV_DONTFORK: the child reuses the addresses, and deleting its copy of this object would
-    # unmap them again.
+    # After a fork, copy-on-write would move pages while the device copies from them, or copy them to a child without
+    # need. Not MADV_DONTFORK: the child reuses the addresses, and deleting its copy of this object would unmap them
+    # again.
     with suppress(OSError):  # some sandboxes do not take this advice
         mapping.madvise(MADV_WIPEONFORK)
     return mapping
 
 
 class ScatteredBlock(NamedTuple):
-    """Bytes of a block in several places of host memory; the padding between its tensors has none."""
+    """Block bytes in several places in host memory, without the padding between tensors."""
 
     parts: tuple[tuple[int, torch.Tensor], ...]
-    """First byte in the block, and 1-D uint8 memory, of every part."""
+    """Offset in the block, and 1-D uint8 memory, of every part."""
 
 
 HostBlock: TypeAlias = "torch.Tensor | ScatteredBlock"
-"""Bytes of a block in host memory: 1-D uint8, or scattered."""
+"""Block bytes in host memory: 1-D uint8, or scattered."""
 
 
 def copy_to_device(into: torch.Tensor, host: HostBlock) -> None:
     """Copy page-locked memory to the device, on the current stream, without a wait.
 
     Args:
-        into: 1-D uint8 device memory of the size of `host`.
-        host: 1-D uint8 memory from the start of a block, which `LockedBlocks` has locked in pieces, or parts that were
-            locked in one piece each. From memory that is not locked, the copy blocks the host.
+        into: 1-D uint8 device memory, as large as `host`.
+        host: 1-D uint8 memory from the start of a block, locked in pieces by `LockedBlocks`, or parts locked in one
+            piece each. From unlocked memory, the copy blocks the host.
     """
     if isinstance(host, ScatteredBlock):
         for offset, part in host.parts:
@@ -128,7 +128,7 @@ def keep_freed_memory() -> None:
 
 logger = logging.getLogger(__name__)
 
-# The rates are typical of PCIe 4.0 x16.
+# The rates are typical for PCIe 4.0 x16.
 REFUSED = (
     "%.2f GB of RAM are page-locked for the device, but the next %.2f GB were refused (%s). Further blocks are copied "
     "from ordinary memory: slower (often 6 GB/s instead of 25), and the host waits for each copy. %s"
@@ -136,7 +136,7 @@ REFUSED = (
 
 
 def lock_limit() -> str:
-    """Return the usual limit on page-locked memory of this system, and a remedy."""
+    """Return this system's usual limit on page-locked memory, and a remedy."""
     fewer = "keep fewer blocks in RAM"
     if platform.system() == "Windows":
         return f"Windows locks at most about half of the RAM for a GPU, often less: add RAM, or {fewer}."
@@ -149,15 +149,15 @@ def lock_limit() -> str:
 
 
 class LockedBlocks:
-    """Blocks that are page-locked in pieces of `LOCK_BYTES`, each of them as a whole or not at all.
+    """Blocks page-locked in pieces of `LOCK_BYTES`, each block as a whole or not at all.
 
-    After the driver has refused a block, no other is tried until one is unlocked. Keeps a reference to their memory and
-    unlocks it at the latest when this object is deleted: if memory were unmapped while it is locked, the driver would
-    take the next mapping at that address for the locked pages.
+    After the driver has refused a block, no other is tried until one is unlocked. Keeps a reference to the memory and
+    unlocks it at the latest when this object is deleted: if locked memory were unmapped, the driver would take the next
+    mapping at the same address for the locked pages.
 
     Args:
         driver: locks the pages.
-        level: level at which the first refusal is logged.
+        level: log level for the first refusal.
     """
 
     def __init__(self, driver: PageLock, *, level: int = logging.WARNING) -> None:
@@ -166,14 +166,14 @@ class LockedBlocks:
         self._blocks: dict[_Place, tuple[torch.Tensor, ...]] = {}
         self._refused = False
         self._warned = False
-        self._one_at_a_time = threading.Lock()  # a driver locks pages of one call after the other anyway
+        self._one_at_a_time = threading.Lock()  # a driver locks pages for one call at a time anyway
         # Not at exit: the driver may be unloaded by then, and the system frees the pages.
         weakref.finalize(self, _unlock_all, driver, self._blocks).atexit = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are page-locked now."""
-        # A copy of the values, because other threads read this while one locks blocks.
+        """Bytes page-locked now."""
+        # A list, because other threads read this while one locks blocks.
         return sum(piece.numel() for pieces in list(self._blocks.values()) for piece in pieces)
 
     def add(self, block: torch.Tensor, *, filled: int | None = None) -> bool:
@@ -181,8 +181,8 @@ class LockedBlocks:
 
         Args:
             block: 1-D uint8 memory.
-            filled: bytes of it that were written; the pages behind them are touched first, because the driver would
-                fault them in one by one. None for all.
+            filled: bytes written so far. The pages behind them are touched first, because the driver would fault them
+                in one by one. None for all.
 
         Returns:
             True if this call has locked it.
@@ -217,7 +217,7 @@ class LockedBlocks:
 
 
 _Place: TypeAlias = "tuple[int, int]"
-"""Address and bytes of a block. One view of a storage may start where another does."""
+"""Block address and bytes. One view of a storage may start at the same address as another."""
 
 
 def _place(block: torch.Tensor) -> _Place:
@@ -225,7 +225,7 @@ def _place(block: torch.Tensor) -> _Place:
 
 
 def _lock(driver: PageLock, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Lock all pieces of a block; after an error, unlock those before it and raise it."""
+    """Lock all pieces of a block. After an error, unlock the earlier pieces and raise it."""
     locked: list[torch.Tensor] = []
     try:
         for piece in block.split(LOCK_BYTES):

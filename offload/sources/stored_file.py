@@ -1,4 +1,4 @@
-"""Tensors of a file that are renamed, sliced and reshaped without reading them, and their places in the file."""
+"""File tensors that can be renamed, sliced and reshaped without reading them, and their places in the file."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ GGUF = ".gguf"
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 _WITHOUT_VALUES = frozenset({*_LIKE, *_NEW})
-"""Operations that take the shape, dtype and device of a tensor, but not its values."""
+"""Operations on the shape, dtype and device of a tensor, but not on the values."""
 
 
 class StoredTensor(torch.Tensor):
-    """A CPU tensor whose values stay in its file, and are read by every operation that needs them.
+    """A CPU tensor with values that stay in the file. Every operation that needs the values reads them.
 
-    Not a mapping of the file: the system ends a process that touches a page behind the end of a file that was cut.
-    Reading returns an error instead, and also notices a file that was rewritten or replaced since it was opened.
+    Not a memory mapping: if the file was cut, the system ends a process that touches a page behind the end. Reading
+    returns an error instead, and also notices if the file was rewritten or replaced after opening.
 
     Views are stored tensors again. An operation that needs values raises SourceError if the file has changed, and
     returns a tensor in memory. Writing raises ValueError.
     """
 
     place: FileTensor
-    """Place of the tensor that this one is a view of."""
+    """Place of the tensor behind this view."""
     shadow: torch.Tensor
-    """The same view on `meta`, whose storage begins at the first value in `place`."""
+    """The same view on `meta`. The meta storage begins at the first value in `place`."""
     kept: torch.Tensor | None = None
     """The values, since their address was requested."""
 
     @staticmethod
     def __new__(cls, place: FileTensor, shadow: torch.Tensor) -> StoredTensor:
-        # Views that are made in inference mode and outside of it belong to one tensor, so that all are of one kind.
+        # Views of one tensor are made inside and outside inference mode, and all must be of one kind.
         with torch.inference_mode(False):
             made: StoredTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
@@ -71,7 +71,7 @@ class StoredTensor(torch.Tensor):
         return StoredTensor(self.place, span).read().as_strided(self.shape, self.stride(), 0).clone()
 
     def located(self) -> FileTensor:
-        """Return the place of this view, which is contiguous."""
+        """Return the place of this view, which must be contiguous."""
         offset = self.place.offset + int(self.storage_offset()) * self.itemsize
         return replace(self.place, offset=offset, nbytes=self.nbytes, dtype=self.dtype, shape=tuple(self.shape))
 
@@ -81,7 +81,7 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         schema = function._schema
         named = dict(kwargs or {})
-        # In inference mode, operations that consist of others arrive here whole: `to` may be a view or a copy.
+        # In inference mode, composite operations arrive here whole: `to` may be a view or a copy.
         parts = function.decompose(*args, **named)
         if parts is not NotImplemented:
             return parts
@@ -97,7 +97,7 @@ class StoredTensor(torch.Tensor):
             return tree_map(lambda each: StoredTensor(place, each) if isinstance(each, torch.Tensor) else each, made)
         return function(*tree_map(_values, args), **tree_map(_values, named))
 
-    # The address of the values is read without an operation, so the values stay as long as this view exists.
+    # The value address is read without an operation, so the values stay as long as this view exists.
 
     def data_ptr(self) -> int:
         return self._kept().data_ptr()
@@ -130,7 +130,7 @@ class StoredTensor(torch.Tensor):
 
 
 def _written(schema: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operation changes."""
+    """Return the arguments changed by an operation."""
     writes = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     if not writes:
         return []
@@ -147,19 +147,19 @@ def _values(value: Any) -> Any:
 
 
 class StoredFile:
-    """A safetensors or GGUF file whose tensors can be renamed, sliced along rows and reshaped without reading them.
+    """A safetensors or GGUF file with tensors to rename, slice along rows and reshape without reading them.
 
-    Plain tensors are a `StoredTensor` each. Packed tensors of GGUF have the shape of their values, have no values
-    (they are on `meta`), and share one storage, in which a view has its place like in the file.
+    Plain tensors are a `StoredTensor` each. Packed GGUF tensors have the shape of their values, but no values (they are
+    on `meta`). They share one storage, where a view has the same place as in the file.
 
     Args:
         path: the file.
-        packed_dtype: dtype that packed tensors have here.
+        packed_dtype: dtype of packed tensors here.
 
     Attributes:
-        tensors: tensors by their names in the file.
-        places: places of these tensors in the file.
-        metadata: free-form metadata of the file.
+        tensors: tensors by file name.
+        places: tensor places in the file.
+        metadata: free-form file metadata.
         is_packed: True if a tensor is packed.
 
     Raises:
@@ -188,16 +188,16 @@ class StoredFile:
         }
 
     def pack(self, layer: FileTensor) -> torch.Tensor:
-        """Return a tensor without values for codes and scales of this file; only as a whole it has a place."""
+        """Return a tensor without values for codes and scales in this file. Only the whole tensor has a place."""
         values = torch.empty(layer.shape, dtype=self._packed_dtype, device="meta")
         self._layers[values.untyped_storage()._cdata] = values, layer
         self.is_packed = True
         return values
 
     def locate(self, view: torch.Tensor) -> FileTensor | None:
-        """Return the place in the file of a contiguous view; None for a tensor that is not in this file.
+        """Return the place of a contiguous view in the file. None for tensors from elsewhere.
 
-        A part of a packed tensor that is not a number of whole groups has no place either.
+        A part of a packed tensor without whole groups has no place either.
         """
         if not view.numel() or not view.is_contiguous() or not self.has(view):
             return None

@@ -1,7 +1,7 @@
 """Config and weight locations of one pipeline component (VAE, text encoder, image encoder).
 
-Only headers and, in a diffusers folder, `config.json` are read. The tensors are checked against the module that they
-belong to; no weights are loaded.
+Reads only headers and, in a diffusers folder, `config.json`. Checks the tensors against the component's module, and
+loads no weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .quantised_layers import FILE_MARKER, FP8_DTYPES, resolve_quantisation
 CONFIG = "config.json"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONVERTED_DTYPES = (torch.float64, *FP8_DTYPES)
-"""Dtypes that a component may have although its published files do not; they are converted with a warning."""
+"""Dtypes accepted in addition to those of published files. They are converted with a warning."""
 
 logger = logging.getLogger("wanstream.checkpoint")
 
@@ -59,7 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require_config(folder: Path, config: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:
-    """Refuse a config that differs from `expected` in one of its keys; `model` names the right model in the message.
+    """Refuse a config that differs from `expected` in a key. `model` is the right model, for the message.
 
     Raises:
         CheckpointError: a value is missing or differs.
@@ -74,7 +74,7 @@ def require_sizes(folder: Path, config: Mapping[str, Any], keys: Iterable[str]) 
     """Refuse a config in which one of `keys` is not a whole number above 0.
 
     Raises:
-        CheckpointError: names the key and its value.
+        CheckpointError: the message has the key and the value.
     """
     for key in keys:
         value = config.get(key)
@@ -83,10 +83,10 @@ def require_sizes(folder: Path, config: Mapping[str, Any], keys: Iterable[str]) 
 
 
 def build_on_meta(path: Path, build: Callable[[], ModuleT]) -> ModuleT:
-    """Build the module that the file `path` describes on the meta device, in eval mode.
+    """Build the module described by the file `path` on the meta device, in eval mode.
 
     Raises:
-        CheckpointError: `build` rejects the values of the file.
+        CheckpointError: `build` rejects the values in the file.
     """
     try:
         with torch.device("meta"):
@@ -98,15 +98,15 @@ def build_on_meta(path: Path, build: Callable[[], ModuleT]) -> ModuleT:
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentFile:
-    """Tensors of a component by the names in its file, without a prefix and without tensors of other use."""
+    """Component tensors by file name, without a prefix and without tensors for other uses."""
 
     path: Path
-    """File, or folder of a diffusers pipeline."""
+    """File, or diffusers pipeline folder."""
     weights: Mapping[str, FileTensor]
     scales: Mapping[str, FileTensor]
-    """Scale of each scaled weight, under the name of the weight."""
+    """Scale of each scaled weight, under the weight name."""
     notes: tuple[str, ...]
-    """Sentences about tensors that are not used."""
+    """Sentences about unused tensors."""
 
 
 def component_file(
@@ -117,13 +117,13 @@ def component_file(
     unused: Container[str] = (),
     shared: Container[str] = (),
 ) -> ComponentFile:
-    """Return the tensors of a component in a file or a folder with this header.
+    """Return the component tensors in a file or a folder with this header.
 
     Args:
-        marks: names of tensors of which every such component has one. What precedes it is the prefix.
-        roots: first parts of the component's names. Tensors with other names are left out: other models of a
-            checkpoint, and the state of a training.
-        unused: names of tensors with one of these first parts that are left out too.
+        marks: tensor names, one of which every such component has. The text in front of it is the prefix.
+        roots: first name parts in this component. Tensors with other names are left out: other models in a checkpoint,
+            and training state.
+        unused: names of further tensors to leave out.
         shared: names of tensors that may have only the first parts of the prefix.
 
     Raises:
@@ -148,9 +148,9 @@ def component_part(
     unused: Container[str] = (),
     shared: Container[str] = (),
 ) -> ModelPart:
-    """Return the part of a checkpoint that is a component; see `component_file`. Without a mark it is everything."""
+    """Return a component's part of a checkpoint, as `component_file`. Without a mark it is everything."""
     prefix = _prefix(path, tensors, marks)
-    if prefix is None:  # another model, which its caller refuses by its names
+    if prefix is None:  # another model, refused by the caller
         return ModelPart(tensors=tensors, ignored=())
     keys: dict[str, str] = {}
     ignored = []
@@ -182,7 +182,7 @@ def _prefix(path: Path, keys: Iterable[str], marks: Collection[str]) -> str | No
 
 
 def precision_warnings(path: Path, weights: Iterable[FileTensor], remedy: str) -> tuple[str, ...]:
-    """Return warnings about weights in `CONVERTED_DTYPES`; `remedy` names the usual file."""
+    """Return warnings about weights in `CONVERTED_DTYPES`. `remedy` names the usual file."""
     counts = Counter(tensor.dtype for tensor in weights if tensor.dtype in CONVERTED_DTYPES)
     return tuple(
         f"{path.name} holds {count} tensors in {str(dtype).removeprefix('torch.')}, which are converted: "
@@ -213,21 +213,22 @@ def match_weights(
     key_of: Callable[[str], str] = str,
     packed: Container[str] = (),
 ) -> dict[str, FileTensor]:
-    """Return the file tensor of each parameter of `module`, in the order of the module.
+    """Return the file tensor of each `module` parameter, in module order.
 
     Args:
         aliases: map from alternative parameter names, in files or in the module, to the canonical ones.
-        dtypes: dtypes that the file may use.
-        described_by: source of the module's sizes, for messages.
-        key_of: function from a parameter name to its key in the files, for messages.
-        packed: names of the parameters that may have a packing.
+        dtypes: dtypes allowed in the file.
+        described_by: source of the module sizes, for messages.
+        key_of: function from a parameter name to the file key, for messages.
+        packed: names of parameters that may have a packing.
 
     Raises:
-        CheckpointError: a tensor is missing, superfluous, or has the wrong shape, dtype or packing; names it.
+        CheckpointError: a tensor is missing, superfluous, or has the wrong shape, dtype or packing. The message has its
+            name.
     """
     aliases = aliases or {}
     stored = {aliases.get(name, name): tensor for name, tensor in tensors.items()}
-    # Some releases of a library tie a parameter and its alias when the module is built, others when it is loaded.
+    # Some library releases tie a parameter and its alias when the module is built, others when it is loaded.
     shapes = ((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     expected = {aliases.get(name, name): shape for name, shape in shapes}
     for name, shape in expected.items():

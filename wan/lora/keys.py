@@ -1,10 +1,10 @@
-"""Keys of LoRA files: the parameter and the part of the change.
+"""LoRA keys: the parameter and the part of the change.
 
 A key is `<prefix><module><ending>`.
 
 | part    | spellings                                                                                              |
 |---------|--------------------------------------------------------------------------------------------------------|
-| prefix  | none; any names of wrappers (`WRAPPERS`), with dots or underscores; `lora_unet_`, `lycoris_` and such  |
+| prefix  | none; any wrapper names (`WRAPPERS`), with dots or underscores; `lora_unet_`, `lycoris_` and such      |
 | module  | native or diffusers' name; with a flat prefix, dots may be underscores                                 |
 | ending  | `ENDINGS`                                                                                              |
 """
@@ -38,7 +38,7 @@ Role = Literal[
     "hada_t1",
     "hada_t2",
 ]
-"""Role of a tensor: `up @ down * alpha / rank` and `diff` are added to a weight, `up bias * alpha / rank` to a bias.
+"""Tensor role: `up @ down * alpha / rank` and `diff` are added to a weight, `up bias * alpha / rank` to a bias.
 
 LoKr, LoHa and DoRA (`magnitude`): see `changes.py`.
 """
@@ -50,7 +50,7 @@ LYCORIS_ROLES: tuple[Role, ...] = (
 
 Leaf = Literal["weight", "bias", "modulation"]
 
-# Words of the names that frameworks and trainers put in front of a model, also several.
+# Words in the names, often several, that frameworks and trainers put in front of a model.
 WRAPPERS = frozenset(
     {
         *("base", "backbone", "core", "denoiser", "diffusion", "dit", "ema", "expert", "generator", "high", "inner"),
@@ -59,16 +59,16 @@ WRAPPERS = frozenset(
     }
 )
 LONGEST = 500
-"""Characters of a name; the search for a name among thousands of wrappers would take minutes."""
+"""Length limit for a name. Finding a name among thousands of wrappers would take minutes."""
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 
-# Put around the model or around a part of it, so they are inside of names too.
+# Put around the model or a part of it, so they are inside names too.
 _TRANSPARENT = re.compile(r"(?:^|[._])_?(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)(?=[._])")
 _FLAT_PREFIX = re.compile(rf"(?:{'|'.join(FLAT_PREFIXES)})_*")
 _DOT_AT_NUMBER = re.compile(r"\.(?=[0-9])|(?<=[0-9])\.")
 _IN_BLOCK = re.compile(r"(?P<prefix>.*?)(?<![^._])blocks[._](?P<block>[0-9]{1,4})[._](?P<name>.+)")
 
-# PEFT has the name of an adapter, mostly "default", behind that of a factor.
+# PEFT puts the adapter name, mostly "default", behind the factor name.
 _ADAPTER = re.compile(r"(\.(?:lora_[AB]|lora_magnitude_vector|lokr_\w+|hada_\w+))\.(?!(?:weight|bias)$)[^.]+(?=\.|$)")
 
 # Endings of the two factors, down and up.
@@ -81,7 +81,7 @@ FACTORS = (
     (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
 )
 
-# Role and parameter of the module by ending; no ending is the end of another one.
+# Role and module parameter by ending. No ending is the end of another one.
 ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     **{down: ("down", "weight") for down, _ in FACTORS},
     **{up: ("up", "weight") for _, up in FACTORS},
@@ -98,7 +98,7 @@ ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     **{f".{role}": (role, "weight") for role in LYCORIS_ROLES},
 }
 
-# Endings of changes that nothing here computes, by their algorithm.
+# Endings of changes that nothing here computes, by algorithm.
 OTHER_ALGORITHMS = {
     "a LoCon with a third factor": (".lora_mid.weight",),
     "an OFT": (".oft_blocks", ".oft_diag", ".oft_R", ".oft_R.weight", ".boft_R"),
@@ -112,7 +112,7 @@ OTHER_ALGORITHMS = {
     ),
 }
 
-# Models by parts of the keys of their LoRAs, with underscores for dots next to numbers; the first one found counts.
+# Models by key parts of their LoRAs, with underscores for dots next to numbers. The first match counts.
 OTHER_MODELS = {
     "Stand-In": ("q_loras", "k_loras", "v_loras"),
     "Wan VACE": ("vace_blocks", "vace_patch_embedding"),
@@ -144,12 +144,12 @@ class KeyMeaning(NamedTuple):
     """Parameter and role of a LoRA key."""
 
     parameter: str
-    """Name in diffusers' WanTransformer3DModel; the index of a block is not checked."""
+    """Name in diffusers' WanTransformer3DModel. The block index is not checked."""
     role: Role
 
 
 def key_meaning(key: str) -> KeyMeaning | None:
-    """Return the meaning of `key`, or None if it matches no parameter of an expert."""
+    """Return the meaning of `key`. None if it matches no expert parameter."""
     key = _ADAPTER.sub(r"\1", key)
     for ending, (role, leaf) in ENDINGS.items():
         if key.endswith(ending):
@@ -160,26 +160,26 @@ def key_meaning(key: str) -> KeyMeaning | None:
 
 
 def layer_of(key: str) -> str:
-    """Return `key` without its ending, if that is known: the name of a layer with its prefix."""
+    """Return `key` without a known ending: the layer name with its prefix."""
     key = _ADAPTER.sub(r"\1", key)
     known = [ending for ending in ENDINGS if key.endswith(ending)]
     return key.removesuffix(max(known, key=len, default=""))
 
 
 def other_algorithm(key: str) -> str | None:
-    """Return the algorithm of a file with `key` if nothing here computes it, else None."""
+    """Return the algorithm for `key` if nothing here computes it, else None."""
     return next((algorithm for algorithm, endings in OTHER_ALGORITHMS.items() if key.endswith(endings)), None)
 
 
 def other_model(keys: Iterable[str]) -> str | None:
     """Return the known model, other than Wan, for which a LoRA with `keys` was probably made, or None."""
-    # Not all dots, since those behind a wrapper would make "transformer.blocks" blocks of another model.
+    # Not all dots: underscores behind a wrapper would make "transformer.blocks" the blocks of another model.
     flat = [_DOT_AT_NUMBER.sub("_", _FLAT_PREFIX.sub("", key, count=1)) for key in keys]
     return next((name for name, parts in OTHER_MODELS.items() if any(p in key for key in flat for p in parts)), None)
 
 
 def unknown_prefix(key: str) -> str | None:
-    """Return the prefix of a `key` that would name a layer of a block without it, or None."""
+    """Return the prefix of a `key` that would name a block layer without it, or None."""
     layer = layer_of(key)
     found = _IN_BLOCK.fullmatch(_TRANSPARENT.sub("", layer))
     if layer == key or found is None or module_name(layer) is not None:
@@ -205,11 +205,11 @@ def _is_wrapper(name: str) -> bool:
 
 
 def _flat_module(name: str) -> str | None:
-    """Return the module of a name in which underscores stand for dots, with names of wrappers in front."""
+    """Return the module for a name with underscores for dots, and wrapper names in front."""
     while True:
         module = _look_up(name, "_", _FLAT)
         word, _, rest = name.partition("_")
-        # "transformer_blocks" are the blocks of other models.
+        # "transformer_blocks" are blocks of other models.
         if module is not None or word not in WRAPPERS or (word == "transformer" and rest.startswith("blocks")):
             return module
         name = rest.lstrip("_")
@@ -227,8 +227,8 @@ def _look_up(text: str, dot: str, tables: tuple[Mapping[str, str], Mapping[str, 
 def _parameter(text: str, leaf: Leaf) -> str | None:
     """Return the parameter `leaf` of the module `text`, or None if there is none.
 
-    A bare parameter, or one with its full name, counts as a weight. The modulation of a block in files of lightx2v is a
-    bare parameter.
+    A bare parameter, or one with its full name, counts as a weight. The block modulation in lightx2v files is a bare
+    parameter.
     """
     if leaf == "modulation":
         return module_name(f"{text}.modulation")
@@ -243,7 +243,7 @@ def _parameter(text: str, leaf: Leaf) -> str | None:
 
 
 def _spellings(names: Mapping[str, str], dot: str) -> Mapping[str, str]:
-    """Return the diffusers name of every spelling of a module or parameter, with `dot` between the parts."""
+    """Return the diffusers name for every spelling of a module or parameter, with `dot` between the parts."""
     full = {
         f"{name}{leaf}": f"{native}{leaf}"
         for name, native in names.items()

@@ -1,4 +1,4 @@
-"""Names of files that a batch writes: valid on every system, and never those of the journal."""
+"""File names that a batch writes: valid on every system, and never a name of the journal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import unicodedata
 from ....schema import windows_fault
 
 FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
-"""Valid stems for the files of a row."""
+"""Valid stems for row files."""
 PROMPT_ID = re.compile(r"\w[\w-]{0,99}")
-"""Format of prompt ids; without separators, because they become names of folders and parts of URLs."""
+"""Prompt id format, without separators, because the ids become folder names and URL parts."""
 SUFFIX = re.compile(r"\.\w{1,15}")
 OF_SEVERAL = "~"
-"""Separator between a stem and a number; names of rows cannot contain it."""
+"""Separator between a stem and a number. Row names cannot contain it."""
 
 _MADE = re.compile(rf"(?:{OF_SEVERAL}\d{{1,9}})?(?:{SUFFIX.pattern})?")
-"""The text after the stem in the name of a file: a number if there are several, and a suffix."""
+"""Text after the stem in a file name: a number if there are several files, and a suffix."""
 _MADE_NAME = re.compile(rf"{FILE_NAME.pattern}{_MADE.pattern}")
 _OF_FILE_MANAGERS = {
     False: re.compile(
@@ -29,47 +29,47 @@ _OF_FILE_MANAGERS = {
 
 
 def name_key(name: str) -> str:
-    """Return a text that is equal for names of one file on any system: macOS composes letters, most ignore case."""
+    """Return an equal text for all names of one file on any system: macOS composes letters, most ignore case."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
 DIGITS = 5
-"""Minimum number of digits in the stem of a row without a name."""
+"""Minimum number of digits in the stem of an unnamed row."""
 
 
 def number_stem(number: int) -> str:
-    """Return the stem of a row without a name."""
+    """Return the stem of an unnamed row."""
     return f"{number:0{DIGITS}}"
 
 
 def is_number(stem: str) -> bool:
-    """Return True for the stem of a row without a name."""
+    """Return True for the stem of an unnamed row."""
     return len(stem) >= DIGITS and stem.isascii() and stem.isdecimal()
 
 
 def stem_fault(stem: str) -> str | None:
-    """Return why a text cannot be the stem of a row's files; None if it can."""
+    """Return why a text cannot be the stem of row files. None if it can."""
     if not FILE_NAME.fullmatch(stem):
         return "is not a valid file name: use up to 100 letters, digits, spaces and any of . , + ( ) - _"
     return windows_fault(stem)
 
 
 def is_made_name(name: str, *, stem: str | None = None) -> bool:
-    """Return True if the files of a row, with this stem or with any, may have this name."""
+    """Return True if row files, with this stem or with any, may have this name."""
     if stem is None:
         return bool(_MADE_NAME.fullmatch(name))
     return name.startswith(stem) and bool(_MADE.fullmatch(name[len(stem) :]))
 
 
 def is_of_file_manager(name: str, *, folder: bool) -> bool:
-    """Return True for the name of a file, or of a `folder`, that file managers create next to those of a user."""
+    """Return True for a file or `folder` name that file managers create next to a user's files."""
     return bool(_OF_FILE_MANAGERS[folder].fullmatch(name))
 
 
 def is_of_journal(name: str, journal: str) -> bool:
-    """Return True if a file, or a stem whose suffix a server chooses, may be the journal called `journal`.
+    """Return True if a file, or a stem to which a server appends a suffix, may be the journal called `journal`.
 
-    Its lock, its copies, and the files of SQLite next to it have its name and more behind it.
+    The names of the lock, the copies, and SQLite's files next to the journal begin with the journal name.
     """
     key = name_key(name)
     whole = name_key(journal)
