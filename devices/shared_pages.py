@@ -1,4 +1,4 @@
-"""Page locks of memory that may share pages: neighbours in one page, views of one storage, one storage twice."""
+"""Page locks for memory with shared pages: neighbours in one page, views of one storage, one storage twice."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PageLock(Protocol):
         ...
 
     def unlock_pages(self, memory: torch.Tensor) -> None:
-        """Unlock memory that was locked. No copy from it may be in progress."""
+        """Unlock locked memory. No copy from it may be in progress."""
         ...
 
 
 @dataclass(kw_only=True, eq=False)
 class _Span:
-    """Whole pages that the driver has locked in one call."""
+    """Whole pages locked in one driver call."""
 
     pages: range
     memory: torch.Tensor
@@ -46,7 +46,7 @@ class SharedPages:
 
     A driver may refuse to lock a page twice, and it would unlock the page of both users with the first one.
 
-    Any thread may call, finalisers included: these can run while the same thread locks memory, so `unlock_pages` never
+    Any thread may call, also finalisers. These can run while the same thread locks memory, so `unlock_pages` never
     waits for a lock of this object.
     """
 
@@ -55,13 +55,13 @@ class SharedPages:
         self._spans: list[_Span] = []
         self._changing = threading.Lock()
         self._left: deque[torch.Tensor] = deque()
-        """Memory to unlock; kept alive until then."""
+        """Memory to unlock, kept alive until then."""
 
     def lock_pages(self, memory: torch.Tensor) -> None:
-        """Lock the pages of `memory` that are not locked, and keep `memory` alive until they are unlocked.
+        """Lock the unlocked pages of `memory`, and keep `memory` alive until they are unlocked.
 
         Raises:
-            PageLockError: the driver refuses; nothing was locked.
+            PageLockError: the driver refuses. Nothing was locked.
         """
         pages = _pages_of(memory)
         with self._held():
@@ -80,7 +80,7 @@ class SharedPages:
                 raise
 
     def unlock_pages(self, memory: torch.Tensor) -> None:
-        """Unlock the pages of `memory` that no other memory uses. No copy from it may be in progress.
+        """Unlock the pages of `memory` without other users. No copy from it may be in progress.
 
         If another call is under way, that call unlocks these when it ends.
         """
@@ -93,7 +93,7 @@ class SharedPages:
             return next(self._spans_in(_pages_of(memory)), None) is not None
 
     def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return `memory` in parts, each of them in pages that were locked in one call, or in none that are locked."""
+        """Return `memory` in parts: each lies in pages locked in one call, or only in unlocked pages."""
         start = memory.data_ptr()
         stop = memory.data_ptr() + memory.numel()
         with self._held():
@@ -107,7 +107,7 @@ class SharedPages:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the lock of this object inside the `with`, then unlock what was left meanwhile."""
+        """Hold the lock of this object inside the `with`, then unlock everything added meanwhile."""
         try:
             with self._changing:
                 yield
@@ -136,14 +136,14 @@ class SharedPages:
 
 
 def _pages_of(memory: torch.Tensor) -> range:
-    """Return the addresses of the whole pages with bytes of `memory`."""
+    """Return the addresses of the whole pages around `memory`."""
     start = memory.data_ptr()
     stop = memory.data_ptr() + memory.numel()
     return range(start // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 def _gaps(pages: range, locked: list[range]) -> Iterator[range]:
-    """Yield the parts of `pages` outside `locked`, whose ranges do not overlap."""
+    """Yield the parts of `pages` outside `locked`. The locked ranges must not overlap."""
     at = pages.start
     for each in sorted(locked, key=lambda span: span.start):
         if at < each.start:
@@ -154,7 +154,7 @@ def _gaps(pages: range, locked: list[range]) -> Iterator[range]:
 
 
 def _as_tensor(pages: range, *, owner: torch.Tensor) -> torch.Tensor:
-    """Return pages as 1-D uint8, which keeps their owner alive: it has a byte in each of them, so they stay mapped."""
+    """Return pages as 1-D uint8 that keeps `owner` alive. The owner has a byte in each page, so all stay mapped."""
     memory = (ctypes.c_ubyte * len(pages)).from_address(pages.start)
     memory.owner = owner  # type: ignore[attr-defined]
     with torch.inference_mode(False):

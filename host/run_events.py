@@ -1,4 +1,4 @@
-"""Events for the web page: begin, progress and end of a run, and notices of a node; and the log of both."""
+"""Web page events: begin, progress and end of a run, and node notices. Also their log."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings of a run in a few words each, for a table of runs."""
+    """Run settings in a few words each, for a table of runs."""
 
     size: str
     """Width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`."""
     dtype: str
     policy: str
     lora: str
-    """Name and strength of each LoRA; empty without one."""
+    """Name and strength of each LoRA. Empty without one."""
     workers: int | None = None
-    """Requested number of workers; None: this process computes."""
+    """Requested number of workers. None: this process computes."""
     device_total: int | None = None
-    """Device memory in bytes; None on a CPU, and for workers, whose devices may differ."""
+    """Device memory in bytes. None on a CPU, and for workers, which may have different devices."""
     ram_total: int | None = None
-    """RAM of this machine in bytes; None for workers."""
+    """Machine RAM in bytes. None for workers."""
 
 
 def run_settings(
@@ -54,7 +54,7 @@ def run_settings(
 ) -> RunSettings:
     """Return the settings of a run on latents of `shape` [B, C, T, h, w] that starts with `policy`.
 
-    `requested` is the policy requested by the user.
+    `requested` is the user's policy.
     """
     totals = (None, None) if workers is not None else total_bytes(device)
     chosen = policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
@@ -92,7 +92,7 @@ STEP = "wanstream.step"
 PREVIEW = "wanstream.preview"
 END = "wanstream.end"
 NOTICES_EVENT = "wanstream.notices"
-"""All notices of a node, as dicts of `Notice`; an empty list removes earlier ones."""
+"""All notices of a node, as `Notice` dicts. An empty list removes earlier ones."""
 
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 
@@ -104,17 +104,17 @@ class _State(Enum):
 
 
 class RunEvents:
-    """Announces begin, steps and end of one run; a context manager around the whole run, so the end is always sent.
+    """Announces begin, steps and end of one run. A context manager around the whole run, so the end is always sent.
 
     Args:
-        announce: called with the name of each event and its payload.
+        announce: called with each event name and payload.
         prompt_id: id of the queue item.
         node_id: id of the executing node.
         experts: the expert of each step, in order.
-        shown_at: id of the node that displays the run; None: the executing node.
+        shown_at: id of the node that displays the run. None: the executing node.
         predicted: the simulated timeline.
         settings: shown in the table of runs.
-        notes: sentences about the run that are known before it; empty ones are left out.
+        notes: sentences known before the run. Empty ones are left out.
     """
 
     def __init__(
@@ -156,9 +156,9 @@ class RunEvents:
         return self
 
     def visits(self, done: int, blocks: int) -> tuple[int, float]:
-        """Announce the visits of the running step so far; return the finished steps and the share of this one.
+        """Announce the visits of the running step so far. Return the finished steps and the finished share of this one.
 
-        May be called on any thread. A call of a native model may pass through its `blocks` more than once.
+        May be called on any thread. A native model call may pass through its `blocks` more than once.
         """
         step = self._done
         total = blocks * max(1, -(-done // blocks))
@@ -167,24 +167,24 @@ class RunEvents:
         return step, done / total
 
     def step(self, record: StepRecord, changes: Sequence[str] = ()) -> None:
-        """Announce a finished step, and the changes of the policy so far. Raises StateError outside the `with`."""
+        """Announce a finished step, and the policy changes so far. Raises StateError outside the `with`."""
         self._check_state(_State.RUNNING)
         self._done += 1
         total = max(self._done, len(self._experts))
         self._send(STEP, done=self._done, total=total, record=asdict(record), changes=[*self._notes, *changes])
 
     def preview(self, done: int, webp: bytes) -> None:
-        """Announce a picture of the first video after `done` of its steps. Raises StateError outside the `with`."""
+        """Announce a picture of the first video after `done` steps. Raises StateError outside the `with`."""
         self._check_state(_State.RUNNING)
         image = f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
         self._send(PREVIEW, done=done, image=image)
 
     def ended(self, timeline: Timeline, *, ranks: Mapping[int, Timeline] | None = None) -> None:
-        """Set the result of the run, which is announced at the end of the `with`. Raises StateError outside it.
+        """Set the run result, to be announced at the end of the `with`. Raises StateError outside it.
 
         Args:
             timeline: the measured run.
-            ranks: timeline of each worker; announced without its memory samples.
+            ranks: timeline of each worker, announced without memory samples.
         """
         self._check_state(_State.RUNNING)
         self._ranks = dict(ranks or {})
@@ -218,21 +218,21 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 LONGEST_NAME = 200
-"""Maximum number of characters of a title or an id; longer ones are truncated."""
+"""Maximum number of characters in a title or an id. Longer ones are truncated."""
 
 
 def short_text(value: object, *path: str | None) -> str | None:
-    """Return the text at `path` in a posted prompt; None if it is missing or, as prompts are untrusted, not a text."""
+    """Return the text at `path` in a posted prompt. None if it is missing or, as prompts are untrusted, not a text."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value[:LONGEST_NAME] if isinstance(value, str) else None
 
 
 def contents_of(prompt: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each node of a posted prompt: of the class and the inputs of it and of all nodes before it.
+    """Return a digest of each node in a posted prompt, over the class and inputs of the node and all nodes before it.
 
-    Ids and titles do not count. ComfyUI computes nodes with equal digests once. Parts that are not nodes have none, nor
-    has a graph with a cycle.
+    Ids and titles do not count. ComfyUI computes nodes with equal digests once. Prompt parts other than nodes have no
+    digest, nor has a graph with a cycle.
     """
     inputs: dict[str, Mapping[str, Any]] = {}
     for key, node in prompt.items():
@@ -263,10 +263,10 @@ def _is_link(value: Any, nodes: Container[str]) -> bool:
 
 
 class RunLog:
-    """The last `KEPT_RUNS` runs and the notices of nodes, for pages that are opened later; built from events in order.
+    """The last `KEPT_RUNS` runs and node notices, for pages opened later. Built from events in order.
 
-    Notices belong to the content of a node (see `contents_of`): ComfyUI does not run an equal node of another graph
-    again, and no event announces its notices.
+    Notices belong to the node content (see `contents_of`): ComfyUI does not run an equal node in another graph again,
+    and no event announces its notices.
 
     Thread-safe.
     """
@@ -278,7 +278,7 @@ class RunLog:
         self._contents: dict[tuple[str | None, str | None], str] = {}
 
     def record(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Apply an event; events of other kinds, and of runs that were evicted from the log, are ignored."""
+        """Apply an event. Other events, and events of evicted runs, are ignored."""
         with self._lock:
             if event == BEGIN:
                 self._runs[payload["run"]] = {**payload, "records": [], "ended": False, "timeline": None, "error": None}
@@ -290,14 +290,14 @@ class RunLog:
                 _apply(run, event, payload)
 
     def _record_notices(self, payload: Mapping[str, Any]) -> None:
-        """Replace the notices of a node. Those of the last `KEPT_NOTICES` nodes are kept, also that there are none."""
+        """Replace the notices of a node. The last `KEPT_NOTICES` nodes are kept, also without notices."""
         node = payload["workflow"], payload["node"]
         content = payload.get("content") or str(node)
         _keep(self._notices, content, payload)
         _keep(self._contents, node, content)
 
     def queued(self, prompt: Mapping[str, Any], workflow: str | None) -> list[dict[str, Any]]:
-        """Give nodes of a queued graph the notices of equal nodes, and return the payloads of their events."""
+        """Give the nodes of a queued graph the notices of equal nodes, and return the event payloads."""
         changed = []
         contents = contents_of(prompt)
         with self._lock:
@@ -330,7 +330,7 @@ def _keep(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
 
 
 def _apply(run: dict[str, Any], event: str, payload: Mapping[str, Any]) -> None:
-    """Apply an event of a run to its entry in the log."""
+    """Apply a run event to the log entry."""
     if event == STEP:
         run["records"].append(payload["record"])
         run["changes"] = payload["changes"]

@@ -1,4 +1,4 @@
-"""Parts of exported workflows that only ComfyUI's frontend needs: its widgets, and nodes that no result depends on."""
+"""Removal of parts that only ComfyUI's frontend needs: frontend widgets, and nodes without effect on a result."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from .graph import Prompt, as_link, class_of
 from .near_names import nearest
 
 _WIDGETS = re.compile(r"upload|preview|control_(?:after|before)|^__|^\$\$", re.IGNORECASE)
-"""Names of widgets that the frontend and other packs add to any node."""
+"""Widget names that the frontend and other packs add to any node."""
 _VIEWERS = re.compile(r"(?!.*save).*(?:preview|note|show|display|primitive|reroute)", re.IGNORECASE | re.DOTALL)
-"""Classes of nodes that only show or annotate something."""
+"""Node classes that only show or annotate something."""
 _SAME_CLASS = 0.85
-"""Similarity of a mistyped class to the real one."""
+"""Similarity between a mistyped class and the real one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TidyWorkflow:
-    """A workflow without such parts, and a line for each node that had some."""
+    """A workflow without such parts, and a line for each affected node."""
 
     prompt: Prompt
     notes: tuple[str, ...] = ()
 
 
 def tidy(prompt: Prompt, inputs: Mapping[str, Collection[str]], outputs: Collection[str]) -> TidyWorkflow:
-    """Return the workflow without widgets of the frontend, and without foreign nodes that no output depends on.
+    """Return the workflow without frontend widgets, and without foreign nodes that no output depends on.
 
     Args:
-        prompt: the workflow; its classes may be unknown.
-        inputs: names of the inputs by known class.
-        outputs: the known classes that are output nodes.
+        prompt: the workflow. Its classes may be unknown.
+        inputs: input names by known class.
+        outputs: the known output node classes.
     """
     idle = _idle_nodes(prompt, inputs, outputs)
     notes = [f"node {node_id} ({prompt[node_id]['class_type']}): skipped: no result depends on it" for node_id in idle]
@@ -55,8 +55,8 @@ def tidy(prompt: Prompt, inputs: Mapping[str, Collection[str]], outputs: Collect
 def _is_widget(name: str, value: object, own: Collection[str], others: Collection[str]) -> bool:
     """Return True if an input cannot be a setting of its node.
 
-    A link, a number, the name of another node's input, and a name near to one of the node's own are settings: without
-    them the run would differ from the workflow.
+    A link, a number, the name of another node's input, and a name near to the node's own are settings: without them the
+    run would differ from the workflow.
     """
     if name in own or as_link(value) is not None:
         return False
@@ -67,7 +67,7 @@ def _is_widget(name: str, value: object, own: Collection[str], others: Collectio
 
 
 def _idle_nodes(prompt: Prompt, known: Mapping[str, object], outputs: Collection[str]) -> list[str]:
-    """Return the foreign nodes that neither an output of ours nor one of theirs depends on."""
+    """Return the foreign nodes that no output depends on, ours or foreign."""
     sources = {
         node_id: {link.node_id for value in node.get("inputs", {}).values() if (link := as_link(value))}
         for node_id, node in prompt.items()
@@ -88,8 +88,8 @@ def _idle_nodes(prompt: Prompt, known: Mapping[str, object], outputs: Collection
 
 
 def _is_idle_end(node: Mapping[str, Any], sources: Collection[str], known: Mapping[str, object]) -> bool:
-    """Return True for a node that nothing reads if it only shows something, or has values but no links."""
+    """Return True for an unread node if it only shows something, or has values but no links."""
     class_type = class_of(node)
     if class_type is None or nearest(class_type, known, cutoff=_SAME_CLASS) is not None:
-        return False  # no node, or a mistyped one of ours
+        return False  # not a node, or a mistyped one of ours
     return bool(_VIEWERS.match(class_type)) or bool(node.get("inputs") and not sources)

@@ -1,4 +1,4 @@
-"""RAM slots: RAM-resident blocks, and staging slots through which other blocks pass from a file to a buffer."""
+"""RAM slots: RAM-resident blocks, and staging slots for other blocks on the way from a file to a buffer."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Pages:
 class HostPages(SlotMemory):
     """Slot memory in RAM, page-locked in place: pages of this process, or places in a shared segment.
 
-    A slot has exactly the memory that its block needs, from the first `reserve` until `drop` or `close`.
+    A slot has exactly the memory for its block, from the first `reserve` until `drop` or `close`.
 
     Args:
         lock: see `SlotMemory`.
-        shared: memory shared by the ranks of one machine. One rank reads a block that has a place there, and the other
-            ranks find it filled. Blocks without a place get pages of this process.
+        shared: memory shared by the ranks on one machine. If a block has a place there, one rank reads it, and the
+            other ranks find it filled. Blocks without a place get pages of this process.
     """
 
     def __init__(self, *, lock: PageLock | None, shared: SharedSegment | None = None) -> None:
@@ -46,12 +46,12 @@ class HostPages(SlotMemory):
         self._pages: dict[Hashable, _Pages] = {}
         self._shared = shared
         self._filling: dict[Hashable, int] = {}
-        """Bytes of new memory that is being filled, by slot; the system counts its untouched pages as available."""
+        """Bytes of new memory to fill, by slot. The system counts the untouched pages as available."""
         self._filled = threading.Condition()
 
     @property
     def nbytes(self) -> int:
-        # A copy of the values, because other threads read this while the read thread reserves.
+        # A list, because other threads read this while the read thread reserves.
         return sum(in_pages(pages.memory.numel()) for pages in list(self._pages.values()))
 
     def check_available(self, blocks: int, nbytes: int, *, available: int) -> None:
@@ -113,7 +113,7 @@ class HostPages(SlotMemory):
         return self._pages[slot].memory
 
     def _begin_filling(self, slot: Hashable, nbytes: int) -> None:
-        """Wait until the slots that other threads fill leave `nbytes` of RAM; raise InsufficientRamError if none do."""
+        """Wait until the slots filled by other threads leave `nbytes` of RAM. Raise InsufficientRamError if none do."""
         with self._filled:
             while nbytes + sum(self._filling.values()) > (available := available_bytes()):
                 if not self._filling:
@@ -131,12 +131,12 @@ class HostPages(SlotMemory):
 
 
 class RamSlot(BlockStorage):
-    """One slot. `begin_fill`: a read starts; `issued`: the read has ended; `acquire`: a fetch copies from the slot.
+    """One slot. `begin_fill`: a read starts. `issued`: the read has ended. `acquire`: a fetch copies from the slot.
 
     Attributes:
-        memory: stored bytes of the block; None before the first read.
-        capacity: bytes that were allocated for blocks that are not copied in place.
-        drained: waits for the last copy from the slot; None if no copy is in progress.
+        memory: stored block bytes. None before the first read.
+        capacity: bytes allocated for blocks that are not copied in place.
+        drained: waits for the last copy from the slot. None if no copy is in progress.
     """
 
     word = "slot"
@@ -148,14 +148,14 @@ class RamSlot(BlockStorage):
         self.drained: Callable[[], object] | None = None
 
     def end_run(self) -> None:
-        """End the run. A read that has ended left a complete block, even if no fetch has taken it."""
+        """End the run. A finished read has left a complete block, even if no fetch has taken it."""
         if self.state is BufferState.ISSUED:
             self.state = BufferState.DONE
         super().end_run()
 
 
 FLIGHT_BYTES = 256 * 1024**2
-"""Bytes that are read beside the block that is page-locked: 8 MB for each of 32 threads of a source."""
+"""Bytes to read while a block is page-locked: 8 MB for each of a source's 32 threads."""
 
 MOST_IN_FLIGHT = 8
 
@@ -163,8 +163,8 @@ MOST_IN_FLIGHT = 8
 def blocks_in_flight(block_bytes: int) -> int:
     """Return the number of blocks to read and page-lock at the same time.
 
-    At least two, of which one is locked while the other is read. More if blocks are so small that one of them does not
-    have a piece for each thread of the source. A cancelled run waits for all of them.
+    At least two: one is locked while the other is read. More if a small block does not have a piece for each source
+    thread. A cancelled run waits for all of them.
     """
     return min(MOST_IN_FLIGHT, 1 + -(-FLIGHT_BYTES // max(block_bytes, 1)))
 
@@ -172,15 +172,15 @@ def blocks_in_flight(block_bytes: int) -> int:
 class RamSlots:
     """Slots of one engine. The first ones belong to RAM-resident blocks, the others are staging slots.
 
-    Memory is allocated when a slot is first read into: the exact size for a RAM-resident block, the size of the largest
-    block for a staging slot.
+    Memory is allocated by the first read into a slot: the exact size for a RAM-resident block, the largest block size
+    for a staging slot.
 
     Args:
         sizes: stored bytes of every block.
-        lock: driver that page-locks slots, so that a device can copy from them asynchronously; None for a CPU.
-        shared: memory of RAM-resident blocks that the ranks of one machine share.
-        on_device: memory of RAM-resident blocks on the device itself, instead.
-        in_place: blocks that are copied from memory of their source; their slots have no memory.
+        lock: driver that page-locks slots, so that a device can copy from them asynchronously. None for a CPU.
+        shared: memory for RAM-resident blocks, shared by the ranks on one machine.
+        on_device: memory for RAM-resident blocks on the device itself, instead.
+        in_place: blocks copied from source memory. Their slots have no memory.
     """
 
     def __init__(
@@ -210,31 +210,31 @@ class RamSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM in use, blocks that are shared with other ranks included."""
+        """Bytes of RAM in use, including blocks shared with other ranks."""
         return sum(memory.nbytes for memory in self._memories())
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory in use."""
+        """Device memory in use, in bytes."""
         return self._resident.device_bytes
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of page-locked RAM."""
+        """Page-locked RAM in bytes."""
         in_place = 0 if self._in_place is None else self._in_place.locked_bytes
         return in_place + sum(memory.locked_bytes for memory in self._memories())
 
     @property
     def in_flight(self) -> int:
-        """Number of blocks to read at the same time; 1 if they pass through one host buffer to the device."""
+        """Number of blocks to read at the same time. 1 if they pass through one host buffer to the device."""
         return blocks_in_flight(self._largest) if isinstance(self._resident, HostPages) else 1
 
     def contents(self) -> dict[int, BlockKey]:
-        """Return the blocks that the slots still contain from the last run; a new program may keep them."""
+        """Return the blocks still in the slots after the last run. A new program may keep them."""
         return {s.index: s.key for s in self._slots if s.state is BufferState.DONE and s.key is not None}
 
     def bytes_for(self, residents: RamResidency, staging: int) -> int:
-        """Return the bytes of RAM that these slots need when all of them are in use."""
+        """Return the RAM in bytes for these slots if all are in use."""
         sizes = {key: in_pages(nbytes) for key, nbytes in self._sizes.items()}
         resident_bytes = sum(nbytes for key, nbytes in sizes.items() if residents.residency.keeps(*key))
         return resident_bytes + self._staging_slots(residents, staging) * in_pages(self._largest)
@@ -243,7 +243,7 @@ class RamSlots:
         """Raise InsufficientRamError, with figures, if RAM for these slots is not available.
 
         Args:
-            freed: bytes of RAM that will be released before the slots are filled.
+            freed: bytes of RAM to be released before the slots are filled.
         """
         if needed := self.bytes_for(residents, staging):
             if self._resident is not self._staging:
@@ -252,7 +252,7 @@ class RamSlots:
             self._resident.check_available(slots, needed, available=available_bytes() + freed)
 
     def resize(self, residents: RamResidency, staging: int) -> None:
-        """Have `residents.slots + staging` slots; blocks that are resident before and after keep theirs.
+        """Set the number of slots to `residents.slots + staging`. Blocks resident before and after keep their slots.
 
         No run may be active and no copy from a slot may be in progress.
         """
@@ -278,8 +278,8 @@ class RamSlots:
     ) -> ReadSpan | None:
         """Read a block into a free slot, unless another rank has read it into shared memory, and lock it (read thread).
 
-        Waits until the last copy from the slot has ended. Returns the measured read; None if there was none, as for a
-        block that is copied in place. Several threads may read, each into another slot.
+        Waits until the last copy from the slot has ended. Returns the measured read. None without a read, as for a
+        block copied in place. Several threads may read, each into another slot.
 
         Raises:
             SourceError: the bytes could not be read, or there is not enough memory for them.
@@ -309,7 +309,7 @@ class RamSlots:
         return span
 
     def end_run(self) -> None:
-        """End the run: none of its threads uses a slot any more."""
+        """End the run: its threads no longer use a slot."""
         for slot in self._slots:
             slot.end_run()
 
@@ -324,7 +324,7 @@ class RamSlots:
             self._in_place.close()
 
     def _staging_slots(self, residents: RamResidency, staging: int) -> int:
-        """Return the number of staging slots that are ever used: none if every block is resident."""
+        """Return the number of staging slots in use: none if every block is resident."""
         return 0 if all(residents.residency.keeps(*key) for key in self._sizes) else staging
 
     def _drop(self, slot: RamSlot) -> None:

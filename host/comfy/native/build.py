@@ -1,4 +1,4 @@
-"""ComfyUI's model of a file, detected, built and loaded so that its tensors refer to the file."""
+"""ComfyUI's model for a file: detected, built, and loaded with tensors that refer to the file."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ WEIGHT_DTYPES: Mapping[str, torch.dtype | None] = {
     "fp8_e4m3fn_fast": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""Choices of ComfyUI's own loader: None keeps the dtype of the file where the device computes with it."""
+"""Choices in ComfyUI's own loader. None keeps the file dtype where the device computes with it."""
 
 ARCHITECTURE = "general.architecture"
-"""Field of a GGUF file."""
+"""GGUF metadata field."""
 
 
 def build_model(path: Path, file: StoredFile, weight_dtype: str) -> tuple[comfy.model_base.BaseModel, Dtypes]:
-    """Return ComfyUI's model of the file, whose tensors refer to the file, and the dtypes that they should have.
+    """Return ComfyUI's model with tensors that refer to the file, and the dtypes that they should have.
 
     Raises:
-        CheckpointFileError: the file is not a model that ComfyUI detects, or does not fit it.
+        CheckpointFileError: ComfyUI detects no model in the file, or the file does not fit the model.
     """
     config, tensors = _detected(path, file, weight_dtype)
     management = comfy.model_management
@@ -61,7 +61,7 @@ def build_model(path: Path, file: StoredFile, weight_dtype: str) -> tuple[comfy.
     with _referring(model.diffusion_model, path, file):
         try:
             model.load_model_weights(tensors, "")
-        except RuntimeError as err:  # torch's error for shapes that differ
+        except RuntimeError as err:  # torch's error for different shapes
             _, *findings = str(err).splitlines()
             first, more = (findings or [str(err)])[0].strip(), f" ({len(findings)} such findings)" * (len(findings) > 1)
             raise CheckpointFileError(path, f"does not fit {type(model).__name__}: {first}{more}") from err
@@ -69,12 +69,12 @@ def build_model(path: Path, file: StoredFile, weight_dtype: str) -> tuple[comfy.
 
 
 def check_native(path: Path, weight_dtype: str) -> None:
-    """Raise the errors of `build_model` for a file that is not of a model, or is quantised in a form of no use."""
+    """Raise the errors of `build_model` for a file without a model, or quantised in an unusable form."""
     _detected(path, StoredFile(path), weight_dtype)
 
 
 def _detected(path: Path, file: StoredFile, weight_dtype: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return ComfyUI's configuration of the model in a file, and the tensors under its keys."""
+    """Return ComfyUI's configuration for the model in a file, and the tensors under ComfyUI's keys."""
     tensors, metadata = native_tensors(path, file, lambda tensors: _is_detected(tensors, file.metadata))
     detected = _detect(tensors, metadata)
     if detected is None:
@@ -92,9 +92,9 @@ def _detected(path: Path, file: StoredFile, weight_dtype: str) -> tuple[Any, dic
 
 @contextmanager
 def _referring(network: nn.Module, path: Path, file: StoredFile) -> Iterator[None]:
-    """Let loading refer to the tensors that it gets, which torch would copy to memory, and ComfyUI in some versions.
+    """Let loading refer to the given tensors. torch would copy them to memory, as would ComfyUI in some versions.
 
-    GGUF tensors get the shape of the model's, where it differs by merged dimensions or by ones.
+    GGUF tensors get the model's shape, where it differs by merged dimensions or by ones.
     """
     load = network.load_state_dict
     shapes = {name: tuple(each.shape) for name, each in (*network.named_parameters(), *network.named_buffers())}
@@ -118,7 +118,7 @@ def _referring(network: nn.Module, path: Path, file: StoredFile) -> Iterator[Non
 def _detect(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> tuple[Any, dict[str, torch.Tensor]] | None:
-    """Return ComfyUI's configuration of the model, and the tensors under its keys; None if it detects none."""
+    """Return ComfyUI's model configuration, and the tensors under its keys. None if it detects no model."""
     config = _configuration(tensors, metadata)
     if config is not None:
         return config, dict(tensors)
@@ -138,9 +138,9 @@ def _is_detected(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def _changed_by_conversion(tensors: Mapping[str, torch.Tensor]) -> frozenset[str] | None:
-    """Return the tensors that ComfyUI's conversion of diffusers' keys changes in place; None if it does not apply.
+    """Return the tensors that ComfyUI's diffusers key conversion changes in place. None if it does not apply.
 
-    It exchanges halves of some, and tensors that are in their file cannot be changed.
+    It exchanges halves of some, and tensors in a file cannot be changed.
     """
     # Inference tensors do not count their changes.
     with torch.inference_mode(False):
@@ -156,7 +156,7 @@ def _configuration(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
     takes_metadata = "metadata" in inspect.signature(detect).parameters
     try:
         return detect(tensors, "", **({"metadata": metadata} if takes_metadata else {}))
-    except (KeyError, IndexError):  # a part of a model lacks tensors from which ComfyUI derives its sizes
+    except (KeyError, IndexError):  # a partial model lacks tensors from which ComfyUI derives the sizes
         return None
 
 
@@ -170,5 +170,5 @@ def _operations(config: Any, dtype: torch.dtype, cast: torch.dtype | None) -> An
 
 
 def _marks_layers(config: Any) -> bool:
-    """Return True if this ComfyUI has quantised layers that are marked one by one; 0.3.64 has only fp8 with scales."""
-    return hasattr(type(config), "quant_config")  # of the type: a configuration warns of attributes that it lacks
+    """Return True if this ComfyUI marks quantised layers one by one. 0.3.64 has only fp8 with scales."""
+    return hasattr(type(config), "quant_config")  # of the type: a configuration warns of missing attributes

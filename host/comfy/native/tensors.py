@@ -1,13 +1,13 @@
-"""Tensors of a file in the form in which ComfyUI detects and loads them.
+"""File tensors in the form that ComfyUI detects and loads.
 
 | in the file                                                       | for ComfyUI                                     |
 |-------------------------------------------------------------------|-------------------------------------------------|
-| a prefix that ComfyUI does not know, parts of wrapped modules     | removed                                         |
-| markers as the bare name of a format, and in the header           | JSON in a tensor of each layer                  |
+| a prefix unknown to ComfyUI, parts of wrapped modules             | removed                                         |
+| markers as a bare format name, and in the header                  | JSON in a tensor of each layer                  |
 | scales in fp16, bf16 and fp64                                     | fp32                                            |
 | scales without a marker, in a format of this ComfyUI              | marked                                          |
 | other scales without a marker: fp8 with one for each row or block | tensors without values, decoded on arrival      |
-| patch embeddings that GGUF stores with merged dimensions          | with the dimensions that their bias requires    |
+| GGUF patch embeddings with merged dimensions                      | with the dimensions required by their bias      |
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ....wan import (
 )
 
 QUANTISATION = "_quantization_metadata"
-"""Field of a safetensors file with the format of each quantised layer."""
+"""Safetensors header field with the format of each quantised layer."""
 
 FILE_MARKER = "scaled_fp8"
 MARKER = ".comfy_quant"
 SCALES = (".weight_scale", ".weight_scale_2", ".scale_weight", ".input_scale", ".scale_input")
 WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float64)
-"""Dtypes of scales that ComfyUI would multiply in, in place of fp32."""
+"""Scale dtypes that ComfyUI would multiply in, in place of fp32."""
 
 FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
@@ -50,7 +50,7 @@ NEEDED_SCALES = {
     **dict.fromkeys((*FP8_FORMATS, "int8_tensorwise", "mxfp8"), (".weight_scale",)),
     "nvfp4": (".weight_scale", ".weight_scale_2"),
 }
-"""Ends of the keys of the scales of a layer, by format."""
+"""Key endings of the layer scales, by format."""
 
 GGUF = ".gguf"
 
@@ -63,7 +63,7 @@ _PATCHES = re.compile(r"(\w+_)?patch_embedding(_\w+)?\.weight")
 
 
 def native_tensors(path: Path, file: StoredFile, detect: Detect) -> tuple[Tensors, dict[str, str]]:
-    """Return tensors and metadata for ComfyUI; `detect` returns True for those of a model.
+    """Return tensors and metadata for ComfyUI. `detect` returns True for model tensors.
 
     Raises:
         CheckpointFileError: a marker or a scale cannot be used, or two prefixes have a model each.
@@ -81,12 +81,12 @@ def native_tensors(path: Path, file: StoredFile, detect: Detect) -> tuple[Tensor
 
 
 def known_formats() -> Mapping[str, Any]:
-    """Return the formats of quantised layers in this ComfyUI by name; none in 0.3.64."""
+    """Return the quantised layer formats in this ComfyUI by name. None in 0.3.64."""
     return getattr(getattr(comfy, "quant_ops", None), "QUANT_ALGOS", {})
 
 
 def _bare_keys(path: Path, file: StoredFile, detect: Detect) -> dict[str, str]:
-    """Return the key in the file of each tensor of the diffusion model by its bare key."""
+    """Return the file key of each diffusion model tensor by bare key."""
     keys = {WRAPPERS.sub("", key): key for key in file.tensors}
     prefix = comfy.model_detection.unet_prefix_from_state_dict(dict.fromkeys(keys))
     below = _below(keys, prefix) or keys
@@ -105,7 +105,7 @@ def _bare_keys(path: Path, file: StoredFile, detect: Detect) -> dict[str, str]:
 
 
 def _below(keys: Mapping[str, str], prefix: str) -> dict[str, str]:
-    """Return the keys below a prefix without it, and the marker of the whole file."""
+    """Return the keys below a prefix, without the prefix, and the file marker."""
     below = {bare.removeprefix(prefix): key for bare, key in keys.items() if bare.startswith(prefix)}
     return {FILE_MARKER: keys[FILE_MARKER], **below} if below and FILE_MARKER in keys else below
 
@@ -116,7 +116,7 @@ def _tensors(path: Path, file: StoredFile, keys: Mapping[str, str]) -> Tensors:
 
 
 def _mark(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Settings:
-    """Write the marker of each marked layer as JSON into its tensor, and return the settings by layer."""
+    """Write the marker of each marked layer as JSON into the marker tensor, and return the settings by layer."""
     settings: dict[str, dict[str, Any]] = {}
     if QUANTISATION in metadata:
         named = header_settings(path, metadata.pop(QUANTISATION))
@@ -164,7 +164,7 @@ def _marker(settings: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _read_unmarked(path: Path, file: StoredFile, keys: Mapping[str, str], tensors: Tensors, settings: Settings) -> None:
-    """Mark the layers with a scale that no marker explains, or replace their weights by packed ones."""
+    """Mark the layers with an unmarked scale, or replace their weights by packed ones."""
     places = {bare: file.places[key] for bare, key in keys.items()}
     rotated = any(each.get("convrot") or each.get("params") for each in settings.values())
     layers = unmarked_layers(path, places, settings, rotated=rotated)
@@ -206,7 +206,7 @@ def _has_format(layer: UnmarkedLayer) -> bool:
 
 
 def _with_patch_shapes(tensors: Tensors) -> Tensors:
-    """Restore the shapes of patch embeddings, from which ComfyUI derives the channels."""
+    """Restore the patch embedding shapes, from which ComfyUI derives the channels."""
     for name in filter(_PATCHES.fullmatch, tensors):
         bias = tensors.get(f"{name.removesuffix('weight')}bias")
         if bias is not None:
