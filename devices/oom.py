@@ -1,4 +1,4 @@
-"""Errors of devices: out of memory, a broken context, and errors that surface late."""
+"""Device errors: out of memory, a broken context, and errors that surface late."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ LIBRARY_OOM_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Parts of RuntimeErrors from allocations outside torch's CUDA allocator: by libraries such as cuBLAS, and of RAM."""
+"""Parts of RuntimeErrors from allocations outside torch's CUDA allocator: in libraries such as cuBLAS, and in RAM."""
 
 
 LATE_MESSAGES = ("CUDA error: ", "HIP error: ")
-"""Starts of RuntimeErrors of the device before torch 2.8, and of its libraries."""
+"""Prefixes of device RuntimeErrors before torch 2.8, and of library errors."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return True if `error` means that memory ran out; the device is still usable, and a retry may use less."""
+    """Return True if `error` means that memory ran out. The device is still usable, and a retry may use less."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    # torch.AcceleratorError (torch 2.8 and later) has the error number of the device.
+    # torch.AcceleratorError (torch 2.8 and later) has the device error number.
     if getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY:
         return True
     return any(words in str(error) for words in LIBRARY_OOM_MESSAGES)
 
 
 def is_broken_device(error: BaseException | None) -> bool:
-    """Return True if `error` or one of its causes is one of the device after which every later call may fail.
+    """Return True if `error` or one of its causes is a device error after which every later call may fail.
 
     Such an error breaks the CUDA context, which lasts as long as the process. False before torch 2.8, where it is a
     plain RuntimeError.
@@ -54,17 +54,17 @@ def is_broken_device(error: BaseException | None) -> bool:
 
 
 class LateDeviceError(RuntimeError):
-    """Error of a kernel or copy that a later call has raised. Its cause is the error of torch."""
+    """Kernel or copy error raised by a later call. The cause is torch's error."""
 
 
 def raise_late(error: BaseException | None, place: str) -> None:
-    """Raise `LateDeviceError` if `error` may belong to earlier work of the device; return for all other errors.
+    """Raise `LateDeviceError` if `error` may belong to earlier device work. Return for all other errors.
 
     A device works behind the host, so the call that raises is not the one that failed. Running out of memory is found
     at the call itself.
 
     Args:
-        error: an error that is handled now; None for none.
+        error: an error handled now. None for none.
         place: block and step at which it surfaced.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, LateDeviceError) or is_out_of_memory(error):
@@ -75,7 +75,7 @@ def raise_late(error: BaseException | None, place: str) -> None:
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise LateDeviceError(f"{said}, at {place}") from error
     meaning = "An earlier kernel or copy caused it. After such an error, the device is usable by a new process only."
-    if "_STATUS_" in said:  # of cuBLAS, cuDNN and others
+    if "_STATUS_" in said:  # from cuBLAS, cuDNN and others
         meaning = "A library reports it: it refuses this call, is short of memory, or an earlier kernel or copy failed."
     raise LateDeviceError(
         f"{said}, surfaced at {place}: start again with CUDA_LAUNCH_BLOCKING=1 to find its cause\n{meaning}"
@@ -83,9 +83,9 @@ def raise_late(error: BaseException | None, place: str) -> None:
 
 
 def forget(error: BaseException) -> str:
-    """Release all tensors that the tracebacks of `error` keep alive, and return its message.
+    """Release all tensors kept alive by the tracebacks of `error`, and return its message.
 
-    A traceback keeps every frame between the failure and its handler alive, with all tensors in local variables. A
+    A traceback keeps every frame between the failure and the handler alive, with all tensors in local variables. A
     retry with less memory would fail while they exist.
     """
     message = str(error).split(" Of the allocated memory")[0].strip() or type(error).__name__

@@ -1,4 +1,4 @@
-"""Packings: forms of stored matrices that are more than one number per value."""
+"""Packings: stored matrix forms with more than one number per value."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class QuantFormat:
-    """Quantisation format of GGUF: a group of `values` neighbouring values is stored in `nbytes` bytes."""
+    """GGUF quantisation format: a group of `values` neighbouring values is stored in `nbytes` bytes."""
 
     name: str
     values: int
     nbytes: int
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a tensor of that shape, which must be a whole number of groups."""
+        """Return the stored bytes of a tensor with this shape, a whole number of groups."""
         groups, rest = divmod(math.prod(shape), self.values)
         assert not rest, f"{list(shape)} is not a whole number of {self.name} groups of {self.values} values"
         return groups * self.nbytes
@@ -35,17 +35,17 @@ QUANT_FORMATS = {
     for values, sizes in ((32, _32), (256, _256))
     for name, nbytes in sizes.items()
 }
-"""All formats of GGUF that can be dequantised, by name."""
+"""All GGUF formats with dequantisation, by name."""
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-"""Size of the tiles in which the scales of `Microscaled` are stored, as cuBLAS reads them."""
+"""Tile size for the scales of `Microscaled`, as cuBLAS reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microscaled:
-    """Matrix of 8- or 4-bit floats with one scale byte for each `values` neighbouring values of a row.
+    """Matrix of 8- or 4-bit floats with one scale byte for each `values` neighbouring values in a row.
 
-    The codes come first, row by row; the scales follow in tiles of `TILE_ROWS` rows and `TILE_COLUMNS` scales, padded
+    The codes come first, row by row. The scales follow in tiles of `TILE_ROWS` rows and `TILE_COLUMNS` scales, padded
     to whole tiles.
     """
 
@@ -59,12 +59,12 @@ class Microscaled:
         return math.prod(shape) * self.bits // 8
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the rows and columns of the scales with their padding."""
+        """Return rows and columns of the scales, with padding."""
         rows, columns = shape
         return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // self.values // TILE_COLUMNS) * TILE_COLUMNS
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a matrix, whose columns must be a multiple of `values`."""
+        """Return the stored bytes of a matrix. Columns must be a multiple of `values`."""
         assert shape[-1] % self.values == 0, f"{list(shape)} is not a whole number of {self.name} groups per row"
         return self.code_bytes(shape) + math.prod(self.scale_shape(shape))
 
@@ -78,19 +78,19 @@ NVFP4 = Microscaled(name="nvfp4", values=16, bits=4)
 
 @dataclass(frozen=True, kw_only=True)
 class EightBit:
-    """Matrix of codes of one byte, row by row, and its scales behind them: value = code x scale.
+    """Matrix of one-byte codes, row by row, with the scales behind them: value = code x scale.
 
-    If `group` is not 0, the codes are those of the rotated matrix: each group of that many columns was multiplied by
-    the matrix of `rotation` (ConvRot).
+    If `group` is not 0, the codes are of the rotated matrix: each group of `group` columns was multiplied by the matrix
+    of `rotation` (ConvRot).
     """
 
     dtype: torch.dtype = torch.int8
-    """int8 or a dtype of fp8."""
+    """int8 or an fp8 dtype."""
     group: int = 0
     by_row: bool = True
     """There is one scale for each row, not one for the matrix."""
     block: int = 0
-    """Columns of a row that share a scale; 0 for all of them."""
+    """Columns per scale in a row. 0 for all."""
     scale_dtype: torch.dtype = torch.float32
 
     @property
@@ -102,11 +102,11 @@ class EightBit:
         return f"int8 ConvRot {self.group}" if self.group else "int8"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the rows and columns of the scales."""
+        """Return rows and columns of the scales."""
         return shape[0] if self.by_row else 1, shape[1] // self.block if self.block else 1
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a matrix, whose codes must fill whole scales, groups and blocks."""
+        """Return the stored bytes of a matrix. The codes must fill whole scales, groups and blocks."""
         assert math.prod(shape) % self.scale_dtype.itemsize == 0, f"{list(shape)} codes do not end at a scale"
         for columns in (self.group, self.block):
             assert not columns or shape[-1] % columns == 0, f"{list(shape)} is not a whole number of {self.name}"
@@ -116,7 +116,7 @@ class EightBit:
         return (self.bytes_of(shape),)
 
     def split(self, stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a stored matrix: its codes, of `shape`, and its scales, of `scale_shape`."""
+        """Return views of a stored matrix: codes in `shape`, and scales in `scale_shape`."""
         count = math.prod(shape)
         codes = stored[:count].view(self.dtype).view(shape)
         return codes, stored[count : self.bytes_of(shape)].view(self.scale_dtype).view(self.scale_shape(shape))
@@ -126,5 +126,5 @@ Packing: TypeAlias = QuantFormat | Microscaled | EightBit
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | None) -> int:
-    """Return the stored bytes of a tensor of `shape`."""
+    """Return the stored bytes of a tensor in `shape`."""
     return math.prod(shape) * dtype.itemsize if packing is None else packing.bytes_of(shape)

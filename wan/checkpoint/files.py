@@ -1,4 +1,4 @@
-"""Files of a checkpoint and the tensors in their headers.
+"""Checkpoint files and the tensors in their headers.
 
 A checkpoint is one safetensors or GGUF file, or a diffusers transformer folder with one file or with shards and an
 index. Only headers are read.
@@ -35,15 +35,15 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 GGUF = ".gguf"
 
 ModelVersion: TypeAlias = tuple[tuple[str, FileVersion], ...]
-"""Files of a model, each with its version."""
+"""Model files, each with its version."""
 
 
 class CheckpointError(CheckpointFileError):
-    """Readable files that do not contain a supported model; the message names the file and the tensor."""
+    """Readable files without a supported model. The message has the file and the tensor."""
 
 
 def model_version(*paths: Path) -> ModelVersion:
-    """Return the version of models that are one file, or a folder with files and with folders of files."""
+    """Return the version of models: single files, or folders with files and with folders of files."""
     found = [file for path in paths for file in ([path] if path.is_file() else sorted(_files_below(path)))]
     return tuple((str(file), file_version(file.stat())) for file in found)
 
@@ -55,7 +55,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
     """Read the headers of the file `path`, or, in a folder, of the file `weights`, its only variant, or indexed shards.
 
-    Shards are returned as one header of the folder.
+    Shards are returned as one header for the folder.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
@@ -68,10 +68,10 @@ def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
 
 
 def _weights_of(folder: Path, weights: str) -> str:
-    """Return the name of the index or of the only file with the weights of a folder.
+    """Return the name of the index or of the only weights file in a folder.
 
-    Without one of the expected names, it is that of the only variant: diffusers puts the variant's name before the
-    last suffix (`diffusion_pytorch_model.fp16.safetensors`, `...safetensors.index.fp16.json`).
+    Without an expected name, it is the only variant: diffusers puts the variant's name before the last suffix
+    (`diffusion_pytorch_model.fp16.safetensors`, `...safetensors.index.fp16.json`).
     """
     index = f"{weights}.index.json"
     for name in (index, weights):
@@ -98,7 +98,7 @@ def _weights_of(folder: Path, weights: str) -> str:
 
 
 def json_object(path: Path, text: str | bytes, found: str = "", *, remedy: str = "") -> dict[str, Any]:
-    """Return the JSON object `text` of the file `path`; in messages, `found` precedes and `remedy` follows the fault.
+    """Return the JSON object `text` in the file `path`. In messages, `found` precedes and `remedy` follows the fault.
 
     Raises:
         CheckpointError: the text is not JSON, or not an object.
@@ -113,7 +113,7 @@ def json_object(path: Path, text: str | bytes, found: str = "", *, remedy: str =
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if the name of the file has the suffix of GGUF."""
+    """Return True for a GGUF file name."""
     return path.suffix.lower() == GGUF
 
 
@@ -149,14 +149,14 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "has no weight_map")
     for shard in shards.values():
-        # An index must not be able to name files outside its folder.
+        # An index must not name files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(path, f"names the shard {shard!r}; a shard is a file in the same folder")
     return shards
 
 
 def _as_in_shards(index: Mapping[str, str], keys: Collection[str]) -> Mapping[str, str]:
-    """Return the index with the keys of the shards, if a prefix is the difference: a tool has changed one of both."""
+    """Return the index with the shard keys, if a prefix is the difference: a tool has changed one of both."""
     key = next((key for key in keys if key not in index), None)
     if key is None:
         return index
@@ -170,7 +170,7 @@ def _as_in_shards(index: Mapping[str, str], keys: Collection[str]) -> Mapping[st
 
 
 def _shared_parts(first: str, second: str) -> int:
-    """Return the number of equal last parts of two keys."""
+    """Return the number of equal last parts in two keys."""
     pairs = zip(reversed(first.split(".")), reversed(second.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

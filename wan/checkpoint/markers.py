@@ -1,4 +1,4 @@
-"""Markers of quantised layers: a JSON text in a tensor of the layer, or in the header for all layers."""
+"""Quantised layer markers: a JSON text in a tensor next to the layer, or in the header for all layers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .files import CheckpointError, json_object
 LAYER_MARKER = ".comfy_quant"
 METADATA_MARKER = "_quantization_metadata"
 
-MAX_MARKER_BYTES = 4096  # a larger tensor of that name is not a marker and is not read
+MAX_MARKER_BYTES = 4096  # a larger tensor with this name is not a marker and is not read
 
 _NAME = re.compile(r"\w+")
 
 
 def marker_settings(path: Path, key: str, text: bytes) -> dict[str, Any]:
-    """Return the settings of a layer from the bytes of its marker: a JSON object, or the bare name of the format.
+    """Return the layer settings in a marker: a JSON object, or the bare format name.
 
     Raises:
-        CheckpointError: the bytes are something else; names the marker.
+        CheckpointError: the bytes are something else. The message has the marker name.
     """
     bare = text.rstrip(b"\0").decode(errors="replace").strip()
     if _NAME.fullmatch(bare) and not bare.isdigit() and bare != "null":
@@ -36,10 +36,10 @@ def marker_settings(path: Path, key: str, text: bytes) -> dict[str, Any]:
 
 
 def header_settings(path: Path, text: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of each layer from the header's `_quantization_metadata`, under the names there.
+    """Return the settings of each layer in the header's `_quantization_metadata`, under the names there.
 
     Raises:
-        CheckpointError: the text has no layers, or the settings of one are neither an object nor the name of a format.
+        CheckpointError: the text has no layers, or the settings of one are neither an object nor a format name.
     """
     layers = json_object(path, text, f"{METADATA_MARKER} ", remedy=REMEDY).get("layers")
     if not isinstance(layers, dict):
@@ -55,9 +55,9 @@ REMEDY = ": download the file again, or use another one"
 
 
 def own_layers(names: Collection[str], keys: Container[str]) -> dict[str, str]:
-    """Return the name in the header of each layer that has a weight in `keys`; other names are those of other models.
+    """Return the header name of each layer with a weight in `keys`. Other names belong to other models.
 
-    The names may have a prefix, which need not be that of the file's keys.
+    The header names may have another prefix than the file keys.
     """
     prefixes: Counter[str] = Counter()
     for name in names:

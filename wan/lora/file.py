@@ -1,6 +1,6 @@
-"""Opening of LoRA files: changed parameters, their factors and scales, without loading them.
+"""Opening of LoRA files: changed parameters, factors and scales, without loading them.
 
-Changes are listed under the parameter names of diffusers' WanTransformer3DModel, independent of the spelling in the
+Changes are listed under the parameter names in diffusers' WanTransformer3DModel, independent of the spelling in the
 file.
 """
 
@@ -33,40 +33,40 @@ class LoraFile:
 
     path: Path
     tensors: Mapping[str, FileTensor]
-    """Locations of the used tensors, by key of the file."""
+    """Locations of the used tensors, by file key."""
     changes: Mapping[str, tuple[Change, ...]]
-    """Changes by parameter name: one of an algorithm, a difference, or both."""
+    """Changes by parameter name: one algorithm, a difference, or both."""
     unmatched: tuple[str, ...]
-    """Keys that match no parameter of an expert."""
+    """Keys that match no expert parameter."""
     warnings: tuple[str, ...] = ()
-    """Sentences about layers that are not used."""
+    """Sentences about unused layers."""
     notes: tuple[str, ...] = ()
     """Sentences about what is not used, as intended."""
     settings: tuple[Path, FileVersion] | None = None
-    """File next to this one with settings that were read."""
+    """File next to this one with the settings in use."""
 
     @cached_property
     def identity(self) -> Hashable:
-        """Hashable that is equal for two openings of one file that did not change in between."""
+        """Hashable, equal for two openings of an unchanged file."""
         versions = sorted({tensor.version for tensor in self.tensors.values()}, key=str)
         return (self.path.resolve(), *versions, self.settings)
 
     def is_current(self) -> bool:
-        """Return True if the file on disk, and that of its settings, have not changed since it was opened."""
+        """Return True if the file and its settings file have not changed since opening."""
         files = [(self.path, tensor.version) for tensor in self.tensors.values()][:1]
         files += [] if self.settings is None else [self.settings]
         return all(path.is_file() and file_version(path.stat()) == version for path, version in files)
 
 
 def open_lora(path: Path | str) -> LoraFile:
-    """Open a LoRA for one expert; reads the header and the alphas, a few bytes per layer.
+    """Open a LoRA for one expert. Reads the header and the alphas, a few bytes per layer.
 
-    Layers that match no parameter of an expert (those of a text encoder) are logged and listed in `warnings`.
+    Layers that match no expert parameter (such as text encoder layers) are logged and listed in `warnings`.
 
     Raises:
         CheckpointFileError: the file is missing, truncated, a pickle, or not a safetensors file.
         CheckpointError: no key matches, nothing here computes its algorithm (OFT, GLoRA ...), or its tensors do not
-            belong together; names the key.
+            belong together. The message has the key.
     """
     path = Path(path)
     header = read_header(path)
@@ -92,7 +92,7 @@ def open_lora(path: Path | str) -> LoraFile:
 
 
 def noted(lora: LoraFile, *, warnings: Iterable[str] = (), notes: Iterable[str] = ()) -> LoraFile:
-    """Return `lora` with more warnings and notes, which are logged."""
+    """Return `lora` with more warnings and notes, and log them."""
     for warning in warnings:
         logger.warning("%s", warning)
     for note in notes:
@@ -106,9 +106,9 @@ def _used_keys(parts: Mapping[str, Roles], changes: Mapping[str, Sequence[Change
 
 
 def _unused_layers(header: FileHeader, meant: Set[str]) -> list[str]:
-    """Return a warning with the layers of a file that are not used, if there are any; `meant` has the used keys.
+    """Return a warning with the unused layers, if there are any. `meant` has the used keys.
 
-    Keys of one number (an alpha, a counter) or none are not counted.
+    Keys with one number (an alpha, a counter) or none are not counted.
     """
     used = {layer_of(key) for key in meant}
     unmatched = {key: tensor for key, tensor in header.tensors.items() if key not in meant}

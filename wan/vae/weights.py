@@ -1,9 +1,9 @@
-"""Weights of a VAE of Wan: files, names of parameters in each of its two formats.
+"""Wan VAE weights: files, and parameter names in each of the two formats.
 
 Only names differ: shapes are the same in both, and nothing is transposed.
 
 A diffusers `vae` folder has a config. A single file (ComfyUI's `wan_2.1_vae.safetensors`, `wan2.2_vae.safetensors`) has
-native names or those of diffusers, and its sizes follow from shapes. In both, parameters get the names of diffusers'
+native or diffusers names, and its sizes follow from shapes. In both, parameters get the names in diffusers'
 AutoencoderKLWan.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
 
-# Places of modules as patterns, with their native places: in both VAEs, and in the blocks of each.
+# Module places as patterns, with native places: in both VAEs, and in the blocks of each.
 _PLACES = {
     r"quant_conv": "conv1",
     r"post_quant_conv": "conv2",
@@ -52,7 +52,7 @@ _PLACES = {
     r"(encoder|decoder)\.mid_block\.attentions\.0": r"\1.middle.1",
     r"(encoder|decoder)\.mid_block\.resnets\.1": r"\1.middle.2",
 }
-# The native decoder of Wan2.1 is one flat list: three residual blocks and a resampler for each up block of diffusers.
+# The native Wan2.1 decoder is one flat list: three residual blocks and a resampler for each diffusers up block.
 _WAN21_PLACES = {
     r"encoder\.down_blocks\.(\d+)": r"encoder.downsamples.\1",
     **{
@@ -61,14 +61,14 @@ _WAN21_PLACES = {
         for index, item in enumerate((r"resnets\.0", r"resnets\.1", r"resnets\.2", r"upsamplers\.0"))
     },
 }
-# In the VAE of Wan2.2 the resampler of a block is the last item of the block's list.
+# In the Wan2.2 VAE a block's resampler is the last item in the block's list.
 _WAN22_PLACES = {
     r"encoder\.down_blocks\.(\d+)\.resnets\.(\d+)": r"encoder.downsamples.\1.downsamples.\2",
     r"encoder\.down_blocks\.(\d+)\.downsampler": r"encoder.downsamples.\1.downsamples.2",
     r"decoder\.up_blocks\.(\d+)\.resnets\.(\d+)": r"decoder.upsamples.\1.upsamples.\2",
     r"decoder\.up_blocks\.(\d+)\.upsampler": r"decoder.upsamples.\1.upsamples.3",
 }
-# Layers of a residual block; other layers have the same names.
+# Layers in a residual block. Other layers have the same names.
 _RESNET = {
     "norm1": "residual.0",
     "conv1": "residual.2",
@@ -80,20 +80,20 @@ _RESNET = {
 
 @dataclass(frozen=True, kw_only=True)
 class VaeFamily:
-    """VAEs of one latent space, in any width."""
+    """VAEs with one latent space, in any width."""
 
     space: LatentSpace
     config: Mapping[str, Any]
-    """Config values that all of them share."""
+    """Config values shared by all."""
     widths: Mapping[str, tuple[str, int]]
-    """Name in the config -> convolution and dimension that have this width."""
+    """Config name -> convolution and dimension with this width."""
     places: Mapping[str, str]
-    """Native places of modules in its blocks, by patterns."""
+    """Native module places in the blocks, by pattern."""
     file: str
     """Name of ComfyUI's single file."""
 
     def native_name(self, name: str) -> str:
-        """Return the name of a parameter in ComfyUI's single file.
+        """Return the parameter name in ComfyUI's single file.
 
         Raises:
             ValueError: these VAEs have no such parameter.
@@ -145,25 +145,25 @@ FAMILIES = (
 NATIVE_MARK = "decoder.middle.0.residual.0.gamma"
 DIFFUSERS_MARK = "decoder.mid_block.resnets.0.norm1.gamma"
 MARKS = (NATIVE_MARK, DIFFUSERS_MARK)
-"""Names, native and of diffusers, of a tensor that every VAE of Wan has."""
+"""Native and diffusers name of a tensor found in every Wan VAE."""
 ROOTS = ("encoder", "decoder", "conv1", "conv2", "quant_conv", "post_quant_conv")
 ENCODER_ROOTS = ("encoder.", "conv1.", "quant_conv.")
-"""Starts of the names of tensors that only encoding uses."""
-# Names that only the VAE of Wan2.2 has: two native ones and two of diffusers.
+"""Name prefixes of tensors for encoding only."""
+# Names found only in the Wan2.2 VAE: two native and two diffusers names.
 WAN22_MARKS = (
     "decoder.upsamples.0.upsamples.",
     "encoder.downsamples.0.downsamples.",
     "encoder.down_blocks.0.resnets.0.norm1.gamma",
     "decoder.up_blocks.0.upsampler.",
 )
-# Names of the VAEs of SD and Flux, native and of diffusers.
+# Names in SD and Flux VAEs, native and in diffusers.
 IMAGE_VAE_MARKS = ("decoder.up.0.block.0.", "decoder.up_blocks.0.resnets.0.norm1.weight")
 
 REMEDY = "use " + ", or ".join(f"{family.file} ({family.space.models})" for family in FAMILIES)
 
 
 def family_of(space: LatentSpace) -> VaeFamily:
-    """Return the VAEs of that space."""
+    """Return the VAEs for this space."""
     return FAMILIES[SPACES.index(space)]
 
 
@@ -172,16 +172,16 @@ class VaeWeights:
     """Config and weight locations of an opened VAE."""
 
     path: Path
-    """File of the config, for messages."""
+    """Config file, for messages."""
     family: VaeFamily
     config: Mapping[str, Any]
-    """Config of diffusers' AutoencoderKLWan."""
+    """Config for diffusers' AutoencoderKLWan."""
     weights: Mapping[str, FileTensor]
     """Location of each parameter."""
     scales: Mapping[str, FileTensor] = field(default_factory=dict)
-    """Location of the scale of each scaled parameter."""
+    """Location of each scaled parameter's scale."""
     notes: tuple[str, ...] = ()
-    """Sentences about tensors of the file that are not used."""
+    """Sentences about unused file tensors."""
     warnings: tuple[str, ...] = ()
     """Sentences about a loss of precision."""
 
@@ -198,12 +198,12 @@ class VaeWeights:
         return FIRST_CONVOLUTION in self.weights
 
     def build(self) -> AutoencoderKLWan:
-        """Return the VAE on `meta`, without its weights; without an encoder if the file has none."""
+        """Return the VAE on `meta`, without weights, and without an encoder if the file has none."""
         vae = _build(self.path, self.config)
         return vae if self.encodes else _without_encoder(vae)
 
     def decode_pixel_bytes(self, latent_frames: int, dtype: torch.dtype) -> int:
-        """Return the bytes for each latent pixel that is decoded at once, see `memory.decode_pixel_bytes`."""
+        """Return the bytes per latent pixel decoded at once. See `memory.decode_pixel_bytes`."""
         return decode_pixel_bytes(self.config, latent_frames, dtype)
 
     def decoder_input(self, latents: torch.Tensor) -> torch.Tensor:
@@ -215,15 +215,15 @@ class VaeWeights:
         return decoded_frames(vae, latents, whole=whole)
 
     def remedy(self, space: LatentSpace) -> str:
-        """Return the name of the file for latents of that space."""
+        """Return the file name for latents in this space."""
         return family_of(space).file
 
 
 def open_vae_folder(folder: Path) -> VaeWeights:
-    """Open a `vae` folder of diffusers.
+    """Open a diffusers `vae` folder.
 
     Raises:
-        CheckpointFileError: a file is missing, damaged, or of another model.
+        CheckpointFileError: a file is missing, damaged, or for another model.
     """
     config = read_config(folder)
     family = family_of(WAN22 if config.get("z_dim") == WAN22.channels else WAN21)
@@ -239,7 +239,7 @@ def open_vae_file(path: Path, stored: ComponentFile) -> VaeWeights:
     """Open a single file with these tensors.
 
     Raises:
-        CheckpointFileError: the file is damaged or of another model.
+        CheckpointFileError: the file is damaged or for another model.
     """
     tensors = stored.weights
     family = _family_in(path, tensors)
@@ -311,7 +311,7 @@ def _family_in(path: Path, tensors: Mapping[str, FileTensor]) -> VaeFamily:
 
 
 def _refuse_other_heads(path: Path, tensors: Mapping[str, FileTensor], key: str, family: VaeFamily) -> None:
-    """Refuse a decoder that returns several pixels for each of the published VAE's, as those that enlarge videos do."""
+    """Refuse a decoder with several pixels for each pixel of the published VAE, as in VAEs that enlarge videos."""
     head = tensors.get(key)
     usual = int(family.config.get("out_channels", RGB))
     if head is None or not head.shape or head.shape[0] == usual:
