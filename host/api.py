@@ -1,9 +1,9 @@
-"""Host API: the interface between nodes and their host, and the values that pass through it.
+"""Host API: the interface between nodes and their host, and the values passed through it.
 
-`current_host` returns the host whose node executes in this context, so that several hosts can run in one process.
+`current_host` returns the host of the executing node, so that several hosts can run in one process.
 
-Nodes see only `HostApi`; `comfy/adapter.py` implements it with ComfyUI, `embedded/adapter.py` without. Names that come
-from a graph are untrusted: a host returns paths inside the model and output folders, or raises.
+Nodes see only `HostApi`. `comfy/adapter.py` implements it with ComfyUI, `embedded/adapter.py` without. Names from a
+graph are untrusted: a host returns paths inside the model and output folders, or raises.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from .folders import (
 from .workers import SharedRun, WorkerRegistry, WorkersPlan
 
 SAVING_NODE = "wanstream_node"
-"""Metadata key of the id of the node that saved a file: the `prompt` next to it may contain several saving nodes."""
+"""Metadata key for the id of the saving node: the `prompt` next to it may contain several saving nodes."""
 
 
 WEIGHT_DTYPES = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
-"""Choices of `load_model`, which are those of ComfyUI's own loader."""
+"""Choices for `load_model`, as in ComfyUI's own loader."""
 
 
 class NeedsComfyUIError(ValueError):
-    """The embedded host does not support an operation of ComfyUI; the message names the alternative."""
+    """The embedded host does not support a ComfyUI operation. The message has the alternative."""
 
 
 class LoadedExperts(NamedTuple):
-    """An open pair, its device, and the policy that fits there; it may use less memory than the requested one."""
+    """An open pair, its device, and the policy that fits there. It may use less memory than the requested one."""
 
     pair: ExpertPair
     policy: OffloadPolicy
@@ -62,10 +62,10 @@ class LoadedExperts(NamedTuple):
 
 
 class ShareVisits(str, Enum):
-    """Setting for conditions that are computed one after the other: whether they share each visit of a block."""
+    """Setting for conditions computed one after the other: whether they share each visit to a block."""
 
     AUTO = "auto"
-    """For tested models without code of other packs in their layers, if the memory is there and it saves time."""
+    """For tested models without other packs' code in their layers, if the memory is there and it saves time."""
     ON = "on"
     """Unless something is known to prevent it."""
     OFF = "off"
@@ -73,10 +73,10 @@ class ShareVisits(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStreaming:
-    """Settings for the blocks of a native model."""
+    """Block settings for a native model."""
 
     policy: OffloadPolicy | AutoOffload
-    """For an AutoOffload it is chosen after the first model call of a run."""
+    """An AutoOffload is resolved after the first model call of a run."""
     share_visits: ShareVisits = ShareVisits.AUTO
     lora_on_arrival: bool = False
     """True to add plain LoRAs to a block once, when it arrives, not each time a layer computes."""
@@ -84,47 +84,47 @@ class ModelStreaming:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun:
-    """Finished run of a native model that streams, by a sampler of the host."""
+    """Finished run of a streamed native model, by one of the host's samplers."""
 
     timeline: Timeline
     settings: Mapping[str, str]
     """Settings as text, by name."""
     device: torch.device
     node_id: str | None
-    """Id of the sampler node."""
+    """Sampler node id."""
 
 
 class ProgressBar(Protocol):
-    """The progress bar of one node."""
+    """Progress bar of one node."""
 
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
-        """Set the bar to `done` of its total.
+        """Set the bar to `done` out of its total.
 
-        `denoised` [B, C, T, h, w], normalised, is the current estimate of the final latents; a host with previews
-        shows it. Raises the host's interrupt if the user has stopped the run and the host checks for that here.
+        `denoised` [B, C, T, h, w], normalised, is the current estimate of the final latents. A host with previews shows
+        it. Raises the host's interrupt if the user has stopped the run and the host checks for that here.
         """
 
     def advance(self, done: float) -> None:
-        """Move the bar forward to a fraction of a step, on any thread; a host without such bars does nothing."""
+        """Move the bar forward to a fraction of a step, on any thread. A host without such bars does nothing."""
 
 
 class HostApi(Protocol):
-    """The services of a host. All of them are called on the thread that executes the node, except `should_stop`."""
+    """Host services. All are called on the thread that executes the node, except `should_stop`."""
 
     planner: AutoPlanner
     worker_registry: WorkerRegistry
 
     def name(self) -> str:
-        """Return the name and version of this host, for display."""
+        """Return the host name and version, for display."""
 
     def device(self) -> torch.device:
         """Return the compute device."""
 
     def model_names(self, *folders: str) -> list[str]:
-        """Return the sorted names of all models in these model folders; an entry of "diffusers" is a folder."""
+        """Return the sorted names of all models in these model folders. A "diffusers" entry is a folder."""
 
     def model_folders(self, kind: str) -> list[Path]:
-        """Return the paths of the model folders of this kind; they may not exist."""
+        """Return the paths of the model folders of this kind. They may not exist."""
 
     def model_path(self, name: str, *folders: str) -> Path:
         """Return the path of `name` in the first of `folders` that contains it.
@@ -134,52 +134,52 @@ class HostApi(Protocol):
         return find_model(name, {kind: self.model_folders(kind) for kind in folders})
 
     def listed_name(self, name: str, choices: Sequence[object]) -> str:
-        """Return the choice that is the same model as `name` by another path, such as over a link; else `name`."""
+        """Return the choice for the same model by another path, such as over a link, else `name`."""
         return listed_name(name, choices, (folder for kind in MODEL_KINDS for folder in self.model_folders(kind)))
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
-        """Return the next free `<prefix>_<counter>_.<extension>`; its folder exists on return.
+        """Return the next free `<prefix>_<counter>_.<extension>`. Its folder exists on return.
 
         `%width%`, `%height%` and `%year%` ... `%second%` in `prefix` are filled in. Raises OutsideFolderError.
         """
         return output_file(self.output_folder(), prefix, extension, width=width, height=height)
 
     def check_output(self, prefix: str) -> None:
-        """Refuse a prefix that `output_file` could not use; creates no folder.
+        """Refuse a prefix that `output_file` could not use. Creates no folder.
 
         Raises OutsideFolderError or OutputNameError.
         """
         check_output(self.output_folder(), prefix)
 
     def graph_in_files(self) -> bool:
-        """Return True if the user allows the graph in the metadata of output files."""
+        """Return True if the user allows the graph in output file metadata."""
 
     def strict(self) -> bool:
         """Return True if the user wants an error instead of a warning for suspicious inputs."""
 
     def output_folder(self) -> Path:
-        """Return the root folder of `output_file`; it may not exist yet."""
+        """Return the root folder for `output_file`. It may not exist yet."""
 
     def state_folder(self) -> Path:
-        """Return the folder of states of unfinished runs, which may not exist. Equal runs must get the same one."""
+        """Return the folder for unfinished run states, which may not exist. Equal runs must get the same one."""
         return self.output_folder() / STATE_FOLDER
 
     def input_folder(self) -> Path:
-        """Return the folder of the user's files; it may not exist."""
+        """Return the folder for the user's files. It may not exist."""
 
     def latent_names(self) -> list[str]:
         """Return the names of saved latents, as `latent_path` reads them."""
         return latent_names(self.saved_folders(), self.input_folder())
 
     def latent_path(self, name: str) -> Path:
-        """Return the path of a saved latent: relative to the output folder, or to that of inputs with " [input]".
+        """Return the path of a saved latent: relative to the output folder, or with " [input]" to the input folder.
 
         The file may not exist. Raises OutsideFolderError.
         """
         return latent_path(self.saved_folders(), self.input_folder(), name)
 
     def saved_folders(self) -> Sequence[Path]:
-        """Return the folders in which a file that was saved is found; the first one that has it counts."""
+        """Return the folders searched for saved files. The first match counts."""
         return (self.output_folder(),)
 
     def saved_path(self, name: str) -> Path:
@@ -192,18 +192,18 @@ class HostApi(Protocol):
     def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
         """Return a new progress bar over `total` steps for the node with this id (None: the executing node).
 
-        With a `unit`, the console of a server shows a line for it too.
+        With a `unit`, the server console shows a line for it too.
         """
 
     def shows_latents(self) -> bool:
-        """Return True if progress bars show previews of the `denoised` that they are given."""
+        """Return True if progress bars show previews of the given `denoised`."""
         return False
 
     def should_stop(self) -> bool:
         """Return True if the user wants the run to end. Has no side effect and may be called on any thread."""
 
     def is_stop(self, error: BaseException) -> bool:
-        """Return True for the host's own interrupt, as raised by `raise_if_stopped`; False for an error."""
+        """Return True for the host's own interrupt, as raised by `raise_if_stopped`. False for an error."""
 
     def raise_if_stopped(self) -> None:
         """Raise the host's own interrupt if the user wants the run to end, and clear the request."""
@@ -218,13 +218,13 @@ class HostApi(Protocol):
         """Close the open pair, if any."""
 
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Return embeddings of texts by the encoder at `path`, on the CPU; a host may cache them.
+        """Return text embeddings by the encoder at `path`, on the CPU. A host may cache them.
 
         Raises PromptError, the host's interrupt before a block, and the errors of opening the encoder.
         """
 
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
-        """Return layout and policy for a run of the experts `ref` on workers; equal runs get equal plans.
+        """Return layout and policy for a run with the experts `ref` on workers. Equal runs get equal plans.
 
         Measures the machine, which takes seconds, if the plan depends on its speed and no profile exists. Raises
         MeshError for a layout that does not suit the run, and DoesNotFitError if memory is too small.
@@ -235,23 +235,23 @@ class HostApi(Protocol):
     def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
         """Return the driver of the workers named by `ref` with layout `mesh`, and start them if necessary.
 
-        Frees the memory of the models in this process first. The workers run until others are requested or the host
-        ends. Raises RayMissingError, and the errors of starting workers.
+        Frees the model memory in this process first. The workers run until others are requested or the host ends.
+        Raises RayMissingError, and the errors of starting workers.
         """
         self.make_room_for_workers()
         return self.worker_registry.get(ref, mesh, self.device())
 
     def worker_pool(self, ref: WorkersRef) -> Pool:
-        """Return the workers named by `ref` without a layout, for independent tasks; otherwise as `workers`."""
+        """Return the workers named by `ref` without a layout, for independent tasks. Otherwise as `workers`."""
         self.make_room_for_workers()
         return self.worker_registry.pool(ref, self.device())
 
     def make_room_for_workers(self) -> None:
-        """Free the memory of the models in this process."""
+        """Free the model memory in this process."""
         self.free_experts()
 
     def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
-        """Return `policy` itself or, for an AutoOffload, the best policy for `job` in the memory that is free here.
+        """Return `policy` itself or, for an AutoOffload, the best policy for `job` in the free memory here.
 
         Measures the machine, which takes seconds, if no profile exists. Raises DoesNotFitError if memory is too small
         for any policy.
@@ -269,30 +269,30 @@ class HostApi(Protocol):
         )
 
     def free_vram(self, *, evicting: bool = False) -> int:
-        """Return the free bytes of the GPU less those to leave free; `evicting` counts the memory of other models."""
+        """Return the free GPU bytes less those to leave free. `evicting` counts memory used by other models."""
 
     def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
-        """Return the stored profile of this machine with the files of `ref`, None without one. Measures nothing."""
+        """Return the stored machine profile for the files of `ref`, None without one. Measures nothing."""
         return self.planner.known_machine(self.device(), expert, ref.high_noise)
 
     def run_id(self) -> str | None:
-        """Return the id of the executing queue item (ComfyUI's prompt id); None outside one."""
+        """Return the id of the executing queue item (ComfyUI's prompt id). None outside one."""
 
     def ledger(self) -> QueueItemPhases:
-        """Return the record of phases of the executing queue item; a throw-away record outside one."""
+        """Return the phase record of the executing queue item. Outside one, a throw-away record."""
 
     def telemetry_options(self) -> TelemetryOptions:
-        """Return the options of a run of the executing node. Raises ValueError for invalid environment variables."""
+        """Return the run options for the executing node. Raises ValueError for invalid environment variables."""
         return replace(TelemetryOptions.from_environment(), ledger=self.ledger(), dynamic_bytes=self.dynamic_bytes)
 
     def executing_node(self) -> str | None:
-        """Return the graph id of the node that executes on this thread; None outside one."""
+        """Return the graph id of the node executing on this thread. None outside one."""
 
     def open_to_browsers(self) -> None:
-        """Serve announced events to browsers; called once, before the host's server starts to listen."""
+        """Serve announced events to browsers. Called once, before the host's server starts to listen."""
 
     def check_prompts(self, nodes: Iterable[type[Any]]) -> None:
-        """Check the constants of queued workflows for these node classes, as `plain_value` does; called once.
+        """Check the constants of queued workflows for these node classes, as `plain_value` does. Called once.
 
         The host must be open to browsers.
         """
@@ -301,15 +301,15 @@ class HostApi(Protocol):
         """Return True if anybody is connected who receives announced events."""
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Send an event to all subscribers without waiting; `payload` is plain JSON."""
+        """Send an event to all subscribers without waiting. `payload` is plain JSON."""
 
     def dynamic_bytes(self) -> int | None:
-        """Return device bytes in the host's dynamic VRAM, used by other models; None if the host has none."""
+        """Return device bytes in the host's dynamic VRAM, used by other models. None if the host has none."""
 
     def make_room(self, wanted: int) -> int:
-        """Evict other models until `wanted` bytes are free or none is left; return the usable bytes.
+        """Evict other models until `wanted` bytes are free or none is left. Return the usable bytes.
 
-        These are bytes of the device, or of RAM on a CPU.
+        The bytes are device memory, or RAM on a CPU.
         """
         self.evict(wanted)
         return usable_bytes(self.device(), self.free_vram())
@@ -320,7 +320,7 @@ class HostApi(Protocol):
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         """Load the pair named by `ref`, and free `working_bytes` for its computation.
 
-        If the host has less memory, fewer blocks are resident than `policy` requests; the log shows the numbers.
+        If the host has less memory, fewer blocks are resident than `policy` requests. The log shows the numbers.
         """
 
     def guider(
@@ -341,42 +341,42 @@ class HostApi(Protocol):
         """
 
     def load_model(self, path: Path, weight_dtype: str, streaming: ModelStreaming) -> object:
-        """Return a native MODEL whose blocks stream from the file `path`, for the host's own samplers.
+        """Return a native MODEL with blocks streamed from the file `path`, for the host's own samplers.
 
-        Reads the header, and what lies outside the blocks.
+        Reads the header, and everything outside the blocks.
 
         Args:
-            path: a safetensors or GGUF file that the host's own models are made of.
+            path: a safetensors or GGUF file in the form of the host's own models.
             weight_dtype: one of `WEIGHT_DTYPES`.
-            streaming: settings of the blocks.
+            streaming: block settings.
 
         Raises NeedsComfyUIError if the host has no native models, `CheckpointFileError` for a file that cannot be
         streamed, and ValueError for a policy that does not fit its blocks.
         """
 
     def check_model(self, path: Path, weight_dtype: str) -> None:
-        """Raise the errors of `load_model` that the header of the file shows: of its format, and of another model."""
+        """Raise the errors of `load_model` found in the file header: the format, and another model."""
 
     def stream_model(self, model: object, streaming: ModelStreaming) -> object:
-        """Return a MODEL like `model`, with all its patches, whose blocks stream from its file or from RAM.
+        """Return a MODEL like `model`, with all its patches, and with blocks streamed from its file or from RAM.
 
         Args:
-            model: a MODEL that any loader has made.
-            streaming: settings of the blocks.
+            model: a MODEL from any loader.
+            streaming: block settings.
 
         Raises NeedsComfyUIError if the host has no native models, ValueError for a model that cannot be streamed and
         for a policy that does not fit its blocks, and OSError if its file cannot be read.
         """
 
     def model_run(self, model: object) -> ModelRun:
-        """Return the last run of a MODEL of `load_model` or `stream_model`.
+        """Return the last run of a MODEL from `load_model` or `stream_model`.
 
         Raises NeedsComfyUIError if the host has no native models, and ValueError for a MODEL that does not stream or
         has not run.
         """
 
     def schedule_names(self) -> list[str]:
-        """Return the valid names for `sigmas`; "simple" and "wan" are among them."""
+        """Return the valid names for `sigmas`, with "simple" and "wan" among them."""
 
     def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
         """Return the last `steps` + 1 sigmas of a schedule over int(steps / denoise) steps, float32, on the CPU.
@@ -386,7 +386,7 @@ class HostApi(Protocol):
 
 
 RUNNING_HOST: ContextVar[HostApi | None] = ContextVar("wanstream_host", default=None)
-"""The host whose node executes in this context; read by `current_host`."""
+"""The host of the executing node in this context, for `current_host`."""
 
 
 @contextmanager
@@ -400,9 +400,9 @@ def use_host(host: HostApi) -> Iterator[None]:
 
 
 def current_host() -> HostApi:
-    """Return the host of the running node; outside a run, the only host that this process can have.
+    """Return the host of the running node. Outside a run, the only host possible in this process.
 
-    A context variable is not inherited by new threads: pass the host's methods, such as `should_stop`, to a thread.
+    New threads do not inherit a context variable: pass the host's methods, such as `should_stop`, to a thread.
     """
     return RUNNING_HOST.get() or _process_host()
 

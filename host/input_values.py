@@ -1,4 +1,4 @@
-"""Constants of a workflow as values of their inputs: one rule for both hosts.
+"""Workflow constants as input values: one rule for both hosts.
 
 ComfyUI converts with Python's `bool`, `int` and `float`, so that "false" is true, 64.7 is 64 and NaN is within every
 range. Such constants are refused here, because the run would differ from the workflow without a message.
@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 _MAX_SHOWN = 60
-"""Maximum number of characters of a value in a message."""
+"""Maximum number of value characters in a message."""
 
 
 class InputValueError(ValueError):
-    """A constant is not a value of its input's type; the message contains what to write."""
+    """A constant is not a value of its input's type. The message contains what to write."""
 
 
 class RefusedValue(str):
-    """A constant, as JSON, whose conversion to a number, a boolean or a text fails with a reason."""
+    """A constant, as JSON. Its conversion to a number, a boolean or a text fails with a reason."""
 
     reason: str
 
@@ -35,7 +35,7 @@ class RefusedValue(str):
 
 
 def plain_value(io_type: str, value: object) -> object:
-    """Return a constant converted to the type of its input; constants of other types are returned as they are.
+    """Return a constant converted to its input type. Other types are returned unchanged.
 
     Raises InputValueError.
     """
@@ -44,7 +44,7 @@ def plain_value(io_type: str, value: object) -> object:
 
 
 def same_choice(value: object, choices: Sequence[object]) -> object:
-    """Return the choice that differs from `value` only in the direction of its slashes; `value` itself without one."""
+    """Return the choice equal to `value` except for the direction of slashes. `value` itself without one."""
     if not isinstance(value, str) or value in choices:
         return value
     written = value.replace("\\", "/")

@@ -1,6 +1,6 @@
-"""Simulated run in the frontend: events, notices, previews and results, processed by the code for those of a real run.
+"""Simulated run in the frontend: events, notices, previews and results, processed like those of a real run.
 
-Used by the builder to reserve space for the output of nodes, and by tests that no widget is covered after a run.
+The builder reserves space for node outputs with it, and tests check that no widget is covered after a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VIDEO_SIZE = (832, 480)
 
 OVERLAYS = {"WanStreamSampler", "WanStreamLaneSampler", "WanStreamGuider", "WanStreamBenchmark"}
 STREAMED = {"WanStreamLoadDiffusionModel", "WanStreamStreamModel"}
-"""Loaders whose model shows its run at ComfyUI's own samplers."""
+"""Loaders of models with a run display at ComfyUI's own samplers."""
 CORE_SAMPLERS = {"KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced"}
 NOTICED = {
     *("WanStreamExperts", "WanStreamOneExpert", "WanStreamLora", "WanStreamSampler", "WanStreamLaneSampler"),
@@ -34,11 +34,11 @@ NOTICED = {
 """Nodes that show notices."""
 PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", *CORE_SAMPLERS}
 MOVING = "WanStreamPreview"
-"""With this node, previews come with the events of the run."""
+"""With this node, previews come with the run events."""
 VIDEOS = {"WanStreamSaveVideo", "WanStreamDecodeVideo", "SaveVideo"}
 IMAGES = {"WanStreamBenchmark"}
 
-# Dispatches events as ComfyUI's websocket client does; a preview is a picture of this size.
+# Dispatches events as ComfyUI's websocket client does. A preview is a picture of this size.
 DISPATCH = """async ([events, previews, [width, height]]) => {
     const { api } = window.comfyAPI.api
     for (const [event, payload] of events) api.dispatchCustomEvent(event, payload)
@@ -58,18 +58,18 @@ SHOWN_MS = 1500
 
 
 def charted_classes(classes: Collection[str]) -> set[str]:
-    """Return those classes of a graph whose nodes show a chart."""
+    """Return the classes in a graph with a chart on their nodes."""
     return set(classes) & (OVERLAYS | (CORE_SAMPLERS if STREAMED & set(classes) else set()))
 
 
 def populate_results(base: Path) -> None:
-    """Write a video into the output folder of a base directory, for nodes to show."""
+    """Write a video into a base directory's output folder, for nodes to show."""
     width, height = VIDEO_SIZE
     write_mp4(base / "output" / VIDEO, [torch.zeros(height, width, 3)], fps=16, crf=30, metadata={})
 
 
 def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
-    """Send the events of a run of the open graph to the page; `classes` has the class of each node by id."""
+    """Send run events for the open graph to the page. `classes` has each node's class by id."""
     moving = MOVING in classes.values()
     charted = charted_classes(list(classes.values()))
     samplers = [node_id for node_id, kind in classes.items() if kind in charted]
@@ -87,7 +87,7 @@ def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
 
 
 def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]]]:
-    """Return the events that a host sends for a run of that node."""
+    """Return the events sent by a host for a run at this node."""
     found: list[tuple[str, dict[str, Any]]] = []
     experts = ["high"] * (STEPS // 2) + ["low"] * (STEPS // 2)
     steps = tuple(
@@ -117,13 +117,13 @@ def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]
 
 
 def _notices(node_id: str) -> tuple[str, dict[str, Any]]:
-    """Return the event of notices of that node that fill its closed strip."""
+    """Return a notices event for this node, with enough text to fill the closed strip."""
     notices = [asdict(Notice(text="a warning " * 40, level="warning")), asdict(Notice(text="a note"))]
     return NOTICES_EVENT, {"node": node_id, "workflow": None, "prompt_id": "shown", "notices": notices}
 
 
 def _picture() -> bytes:
-    """Return a picture with the size of a preview."""
+    """Return a picture in preview size."""
     width, height = VIDEO_SIZE
     file = io.BytesIO()
     Image.new("RGB", (PREVIEW_PIXELS, PREVIEW_PIXELS * height // width)).save(file, "WEBP")

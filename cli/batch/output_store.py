@@ -1,8 +1,8 @@
-"""Output folder of a batch: complete files only, checked before they get their names.
+"""Batch output folder: complete files only, checked before they get their names.
 
 fetch into part_path(name) -> check_file(part): decoded, synced -> journal entry -> place(files): renamed
 
-A process that is killed between two of these stages can resume from there.
+If the process is killed between two stages, the next one can resume from there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class UnreadableFileError(ValueError):
-    """A file is empty, truncated, or not of the format of its suffix."""
+    """A file is empty, truncated, or not in the format of its suffix."""
 
 
 def check_media(path: Path) -> None:
@@ -50,8 +50,8 @@ def check_media(path: Path) -> None:
         elif suffix == LATENT:
             with safetensors.safe_open(path, framework="pt") as file:
                 file.keys()
-    # For a broken file Pillow raises OSError, ValueError or, for PNG, SyntaxError; for too many pixels, an error that
-    # is a subclass of none of these.
+    # For a broken file Pillow raises OSError, ValueError or, for PNG, SyntaxError. For too many pixels, it raises an
+    # error outside all these classes.
     except (
         av.FFmpegError,
         OSError,
@@ -64,9 +64,9 @@ def check_media(path: Path) -> None:
 
 
 def stored_prompt(path: Path) -> tuple[object, object]:
-    """Return the API workflow in the metadata of a video, PNG or latent, and the id of the node that saved it.
+    """Return the API workflow in the metadata of a video, PNG or latent, and the id of the saving node.
 
-    Each is None if the file does not contain it; ComfyUI's own nodes do not store the id.
+    Each is None if the file does not contain it. ComfyUI's own nodes do not store the id.
     """
     suffix = path.suffix.lower()
     texts: Mapping[str, str] = {}
@@ -81,7 +81,7 @@ def stored_prompt(path: Path) -> tuple[object, object]:
             with safetensors.safe_open(path, framework="pt") as file:
                 texts = file.metadata() or {}
         prompt, node_id = (json.loads(texts[key]) if key in texts else None for key in ("prompt", SAVING_NODE))
-    # A file that cannot be opened, or whose text is not JSON, is a file without a workflow.
+    # A file that cannot be opened, or has a text other than JSON, is a file without a workflow.
     except (
         av.FFmpegError,
         OSError,
@@ -111,7 +111,7 @@ _PIECE = 1 << 20
 
 
 def file_names(stem: str, saved: Sequence[str]) -> list[str]:
-    """Return the names of a row's files: its stem, numbers if there are several, and the suffixes of `saved`."""
+    """Return the names of a row's files: the stem, numbers if there are several, and the suffixes in `saved`."""
     suffixes = [Path(name).suffix for name in saved]
     suffixes = [suffix if SUFFIX.fullmatch(suffix) else "" for suffix in suffixes]
     if len(saved) == 1:
@@ -120,7 +120,7 @@ def file_names(stem: str, saved: Sequence[str]) -> list[str]:
 
 
 class OutputStore:
-    """A folder of finished files, with a hidden subfolder for unfinished ones."""
+    """A folder for finished files, with a hidden subfolder for unfinished ones."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folders. Raises OSError, or ForeignFileError if they contain foreign things."""
@@ -128,17 +128,17 @@ class OutputStore:
         self.folder = folder
         self.work_folder = folder / WORK_FOLDER
         self.backend_folder = self.backend_folder_of(folder)
-        """Output folder of an embedded host, with a subfolder for each prompt id."""
+        """Output folder for an embedded host, with a subfolder for each prompt id."""
         self._parts = self.work_folder / PARTS
         self._parts.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
     def backend_folder_of(folder: Path) -> Path:
-        """Return the `backend_folder` of a store in `folder`, which may not exist yet."""
+        """Return the `backend_folder` for a store in `folder`, which may not exist yet."""
         return folder / WORK_FOLDER / MADE
 
     def part_path(self, name: str) -> Path:
-        """Return the temporary path of the file `name`."""
+        """Return the temporary path for the file `name`."""
         return self._parts / name
 
     def check_file(self, path: Path) -> KeptFile:
@@ -150,7 +150,7 @@ class OutputStore:
         return KeptFile(name=path.name, size=path.stat().st_size, sha256=sha256_of(path))
 
     def place(self, files: Iterable[KeptFile]) -> list[KeptFile] | None:
-        """Rename checked parts to their final names; idempotent. Returns the files with their stamps.
+        """Rename checked parts to their final names. Idempotent. Returns the files with their stamps.
 
         Returns None if both part and file are missing.
         """
@@ -174,9 +174,9 @@ class OutputStore:
         return all(self._stamp(file) and sha256_of(self.folder / file.name) == file.sha256 for file in files)
 
     def compared(self, files: Sequence[KeptFile]) -> list[KeptFile] | None:
-        """Return the files with new stamps, or None if one of them is missing or was changed.
+        """Return the files with new stamps, or None if one is missing or was changed.
 
-        Reads only files whose times, or whose place on the disk, are not those of the last comparison.
+        Reads only files with other times, or another place on the disk, than at the last comparison.
         """
         found = [replace(file, stamp=self._stamp(file)) for file in files]
         changed = [new for old, new in zip(files, found, strict=True) if new.stamp != old.stamp]
@@ -195,7 +195,7 @@ class OutputStore:
         return all(self._stamp(file) for file in files)
 
     def _stamp(self, file: KeptFile) -> str:
-        """Return the times and the number of a file; empty if it is missing, is a link, or has another size."""
+        """Return a file's times and number, or "" if it is missing, is a link, or has another size."""
         try:
             found = os.lstat(self.folder / file.name)
         except OSError:
@@ -205,9 +205,9 @@ class OutputStore:
         return f"{found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
 
     def finished(self) -> list[tuple[str, list[Path]]]:
-        """Return sets of files that may be the complete files of a row, with their stem; single files first.
+        """Return file sets that may be complete for a row, with their stem. Single files come first.
 
-        A set of several files counts only if the first one is in the folder: all parts were checked before that.
+        A set with several files counts only if the first one is in the folder: all parts were checked before that.
         """
         found: list[tuple[str, list[Path]]] = []
         several: dict[str, dict[int, Path]] = {}
@@ -227,9 +227,9 @@ class OutputStore:
         return found
 
     def remove_leftovers(self, lines_left: Callable[[str], list[int] | None]) -> list[tuple[Path, list[int] | None]]:
-        """Remove the files of the embedded host except latents of unfinished rows, which are returned with their lines.
+        """Remove the embedded host's files. Keep latents of unfinished rows, and return them with their lines.
 
-        `lines_left` returns the lines of the unfinished rows of a prompt id, None for an unknown id.
+        `lines_left` returns the lines of unfinished rows under a prompt id, None for an unknown id.
         """
         kept: list[tuple[Path, list[int] | None]] = []
         for folder in own_entries(self.backend_folder):
@@ -259,20 +259,20 @@ class OutputStore:
         found = []
         for path in self.folder.iterdir():
             # A stem may contain dots, and a file may have no suffix: both readings of the name count. A folder named
-            # like a stem is the user's, and is in the way of a file without a suffix only.
+            # like a stem is the user's, and is only in the way of a file without a suffix.
             readings = {path.stem, path.name} - ({path.name} if path.is_dir() else set())
             if wanted & {name_key(text.rpartition(OF_SEVERAL)[0] or text) for text in readings}:
                 found.append(path.name)
         return sorted(found)
 
     def occupied(self, names: Iterable[str], former: Iterable[KeptFile]) -> list[str]:
-        """Return the names that have come into use since the start, except those of a row's `former` files."""
+        """Return the names taken since the start, except those of a row's `former` files."""
         own = {file.name for file in former}
         return [name for name in names if name not in own and os.path.lexists(self.folder / name)]
 
 
 def unfinished_latents(folder: Path) -> list[Path]:
-    """Return the latents that a workflow has written in its output folder and whose files were not fetched."""
+    """Return the latents written by a workflow into its output folder and not fetched."""
     found = (path for path in own_files(folder) if path.suffix == LATENT)
     return [path for path in found if path.parent != folder / CONTINUED]
 
@@ -282,13 +282,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _split(stem: str) -> tuple[str, int | None]:
-    """Split a file's stem into the row's stem and the file's number; the number is None for a single file."""
+    """Split a file's stem into the row's stem and the file number. The number is None for a single file."""
     before, mark, number = stem.rpartition(OF_SEVERAL)
     return (before, int(number)) if mark and number.isdecimal() else (stem, None)
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return a file's SHA-256."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):

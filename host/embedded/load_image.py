@@ -26,20 +26,20 @@ _NO_MASK = (64, 64)
 _COLORS = 3
 _WHITE_16 = np.float32(65535.0)
 _ORIENTATION = 0x0112
-"""Tag of EXIF."""
+"""EXIF tag."""
 _DEEP_MODES = ("LA", "RGB", "RGBA")
 _UNREADABLE = (OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
-"""Exceptions of Pillow for files that are damaged, too large or no images."""
+"""Pillow's exceptions for files that are damaged, too large or not an image."""
 
 _Pixels: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class ImageInputError(ValueError):
-    """The file cannot be used as an image; the message contains its name and a remedy."""
+    """The file cannot be used as an image. The message contains the file name and a remedy."""
 
 
 class LoadImage(io.ComfyNode):
-    """Load an image of the input folder as ComfyUI does: every frame, upright, alpha as an inverted mask."""
+    """Load an image from the input folder as ComfyUI does: every frame, upright, alpha as an inverted mask."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -54,7 +54,7 @@ class LoadImage(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, image: str) -> bool | str:
-        # Naming `image` replaces the check against the list, so that a file in a subfolder passes, as in ComfyUI.
+        # Naming `image` replaces the list check, so that a file in a subfolder passes, as in ComfyUI.
         host = _host()
         try:
             if host.input_path(image).is_file():
@@ -75,7 +75,7 @@ class LoadImage(io.ComfyNode):
         try:
             return io.NodeOutput(*_loaded(path))
         except _UNREADABLE as err:
-            if isinstance(err, OSError) and err.errno is not None:  # of the disk, not of the content
+            if isinstance(err, OSError) and err.errno is not None:  # from the disk, not the content
                 raise
             raise ImageInputError(f"{path.name} cannot be read as an image: convert it to PNG\n{err}") from err
 
@@ -88,7 +88,7 @@ def _host() -> EmbeddedHost:
 
 def _loaded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     with Image.open(path) as file:
-        # The other images of an MPO file are the second eye or a thumbnail.
+        # The other images in an MPO file are the second eye or a thumbnail.
         count = 1 if file.format == "MPO" else getattr(file, "n_frames", 1)
         _check_ram(count, file.size, path.name)
         if count == 1 and _loses_bits(file):
@@ -100,7 +100,7 @@ def _loaded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         masks: list[torch.Tensor | None] = []
         for frame in chain([first], frames):
             if frame.shape[:2] != first.shape[:2]:
-                continue  # as in ComfyUI: the other images of a TIFF may have other sizes
+                continue  # as in ComfyUI: other images in a TIFF may have other sizes
             if np.isnan(frame).any():
                 raise ImageInputError(f"{path.name} has pixels that are NaN: replace them, or save it as 16-bit PNG")
             images[len(masks)] = torch.from_numpy(np.ascontiguousarray(frame[..., :3]).clip(0.0, 1.0))
@@ -112,7 +112,7 @@ def _loaded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_ram(frames: int, size: tuple[int, int], name: str) -> None:
-    """Raise InsufficientMemoryError for frames whose allocation would make the system kill the process."""
+    """Raise InsufficientMemoryError for frames so large that the system would kill the process."""
     width, height = size
     needed = frames * width * height * (_COLORS + 1) * FP32_BYTES
     lacking = insufficient_ram(needed)
@@ -129,7 +129,7 @@ def _frame(image: Image.Image) -> _Pixels:
         return _grey(np.asarray(image, dtype=np.float32) / _WHITE_16)
     if image.mode == "I":
         grey = np.asarray(image, dtype=np.float64)
-        # ComfyUI's scale for 16-bit values in 32 bits; larger values use the whole range.
+        # ComfyUI's scale for 16-bit values in 32 bits. Larger values use the whole range.
         return _grey((grey / (255 * 255 if grey.max() <= _WHITE_16 else 2**31 - 1)).astype(np.float32))
     if image.mode == "F":
         return _grey(np.asarray(image, dtype=np.float32))
@@ -143,15 +143,15 @@ def _grey(values: _Pixels) -> _Pixels:
 
 
 def _loses_bits(file: Image.Image) -> bool:
-    """Return True for 16 bits of each of several channels, of which Pillow keeps eight."""
-    # The raw mode, such as "RGB;16B", is the last argument of a decoder, or the first of several.
+    """Return True for several 16-bit channels. Pillow keeps eight bits each."""
+    # The raw mode, such as "RGB;16B", is the last decoder argument, or the first of several.
     args = [tile[-1] for tile in getattr(file, "tile", ())[:1]]
     raw = [each[0] if isinstance(each, tuple) else each for each in args]
     return file.mode in _DEEP_MODES and any(";16" in str(mode) for mode in raw)
 
 
 def _deep_frame(path: Path) -> _Pixels:
-    """Return [H, W, 3 or 4] in 0..1 of an image with 16 bits per channel."""
+    """Return [H, W, 3 or 4] in 0..1 for an image with 16 bits per channel."""
     try:
         with av.open(str(path)) as container:
             frame = next(container.decode(video=0))
@@ -164,7 +164,7 @@ def _deep_frame(path: Path) -> _Pixels:
 
 
 def _upright(pixels: _Pixels, orientation: int) -> _Pixels:
-    """Return pixels [H, W, C] turned by an orientation of EXIF (1 to 8)."""
+    """Return pixels [H, W, C] turned by an EXIF orientation (1 to 8)."""
     if orientation in (5, 6, 7, 8):
         pixels = pixels.swapaxes(0, 1)
     if orientation in (2, 3, 6, 7):

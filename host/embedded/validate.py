@@ -1,9 +1,9 @@
-"""Validation of workflows by ComfyUI's rules, with its error types and error shapes.
+"""Workflow validation by ComfyUI's rules, with its error types and error shapes.
 
-The rules are those of `execution.validate_prompt`, including its oddities: a constant on a socket without a widget is
-valid, a node reports only its own faults, one valid output is enough. Constants are converted by `plain_value`, which
-refuses more than ComfyUI. Messages contain more than ComfyUI's: the target of a dangling link, the nodes of a cycle,
-and the name that a mistyped one probably stands for.
+The rules follow `execution.validate_prompt`, including its oddities: a constant on a socket without a widget is valid,
+a node reports only its own faults, one valid output is enough. Constants are converted by `plain_value`, which refuses
+more than ComfyUI. Messages contain more than ComfyUI's: the target of a dangling link, the nodes in a cycle, and the
+probable name behind a mistyped one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Fault: TypeAlias = dict[str, Any]
 """`{"type", "message", "details", "extra_info"}`, ComfyUI's JSON format."""
 
 _COMFYUIS: Mapping[str, Callable[[Any], object]] = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}
-"""ComfyUI's conversions, for nodes of others on a server."""
+"""ComfyUI's conversions, for other packs' nodes on a server."""
 _COMPARED = (*_COMFYUIS, "COMBO")
-"""Types of inputs with generic checks; values of other types are checked only by their nodes."""
-# Options of choices that change while a server runs: nodes with such an input check the file themselves.
+"""Input types with generic checks. Values of other types are checked only by their nodes."""
+# Options for choices that change while a server runs: nodes with such an input check the file themselves.
 _GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
 NESTED = "COMFY_"
-"""Prefix of the types of dynamic inputs, whose nested inputs are called input.nested."""
+"""Type prefix of dynamic inputs. The nested inputs are called input.nested."""
 NEEDS_COMFYUI = {
     "MODEL": "needs ComfyUI, because it works with ComfyUI's models and samplers: run this workflow there, or use Wan "
     "Experts (streamed) or Wan Model (single), with Wan Sampler (streamed)",
 }
-"""Types of outputs that only a ComfyUI has, with the reason and the alternative."""
+"""Output types that only a ComfyUI has, with the reason and the alternative."""
 _MAX_LISTED_CHOICES = 20
 _ANY = "*"
 
@@ -53,30 +53,31 @@ class Socket:
     required: bool
 
     def about(self, **more: object) -> dict[str, object]:
-        """Return the `extra_info` of a fault of this input."""
+        """Return the `extra_info` for a fault of this input."""
         return {"input_name": self.name, "input_config": (self.io_type, self.options), **more}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRules:
-    """Properties of a node class that its validation needs."""
+    """Node class properties for validation."""
 
     sockets: Mapping[str, Socket]
     outputs: Sequence[str]
-    """Types of its outputs."""
+    """Output types."""
     is_output: bool
     own: type[ComfyNode] | None
     """The class itself, if its `validate_inputs` can run here."""
     elsewhere: frozenset[str] = frozenset()
-    """Inputs with other choices on a server, such as its Ray clusters: checked against those, and hidden from `own`."""
+    """Inputs with other choices on a server, such as Ray clusters: checked against the server's, and hidden from `own`.
+    """
     unchecked: frozenset[str] = frozenset()
-    """Inputs whose values only a server can check, such as its files, and that have none of its choices."""
+    """Inputs that only a server can check, such as files, and that have none of its choices."""
     others_refused: bool = True
-    """False if a workflow may have inputs that are not among `sockets`, as for ComfyUI, which ignores them."""
+    """False if a workflow may have inputs outside `sockets`. ComfyUI ignores such inputs."""
 
     @cached_property
     def own_checked(self) -> frozenset[str]:
-        """Parameters of the class's own check, which replaces the built-in checks of these inputs, if it has one."""
+        """Parameters of the class's own check, if it has one. It replaces the built-in checks of these inputs."""
         bases = self.own.__mro__ if self.own is not None else ()
         if self.own is None or all("validate_inputs" not in vars(base) for base in bases if base is not ComfyNode):
             return frozenset()
@@ -88,14 +89,14 @@ class NodeRules:
     def listed(self) -> frozenset[str]:
         """Parameters of the class's own check that are compared with their lists all the same.
 
-        ComfyUI compares none of them, so the own check refuses other names too; the list has the better message.
+        ComfyUI compares none of them, so the own check refuses other names too. The list has the better message.
         """
         return frozenset(getattr(self.own, "LISTED_INPUTS", ()))
 
     def own_faults(self, inputs: Mapping[str, Any], received: Mapping[str, str], refused: Set[str]) -> list[Fault]:
         """Return the faults found by the class's own check.
 
-        It gets None for linked inputs, those of a server, and constants that are refused already (`refused`).
+        The check gets None for linked inputs, server inputs, and constants already in `refused`.
         """
         if self.own is None or not self.own_checked:
             return []
@@ -108,12 +109,12 @@ class NodeRules:
             return []
         reason = f" - {result}" if result is not False else ""
         kind, message = "custom_validation_failed", "Custom validation failed for node"
-        # One fault per input that was passed, as in ComfyUI: the result does not name the wrong one.
+        # One fault per passed input, as in ComfyUI: the result does not name the wrong one.
         return [fault(kind, message, name + reason, {"input_name": name}) for name in given | types]
 
 
 def rules_of(node: type[ComfyNode]) -> NodeRules:
-    """Return the rules for a class of this process."""
+    """Return the rules for a class in this process."""
     schema = node.define_schema()
     outputs = [output.io_type for output in schema.outputs]
     sockets = sockets_of(node.INPUT_TYPES())
@@ -126,7 +127,7 @@ def fault(kind: str, message: str, details: str, extra_info: Mapping[str, object
 
 
 def sockets_of(input_types: Mapping[str, Any]) -> dict[str, Socket]:
-    """Return the inputs described by `INPUT_TYPES()`, or by a server, by name; required ones first.
+    """Return the inputs described by `INPUT_TYPES()`, or by a server, by name. Required ones come first.
 
     Malformed descriptions, which some packs have, are skipped.
     """
@@ -137,14 +138,14 @@ def sockets_of(input_types: Mapping[str, Any]) -> dict[str, Socket]:
                 continue
             io_type, *rest = described
             options = dict(rest[0]) if rest and isinstance(rest[0], Mapping) else {}
-            if isinstance(io_type, list):  # the older format of a choice
+            if isinstance(io_type, list):  # the older choice format
                 io_type, options = "COMBO", {**options, "options": io_type}
             sockets[name] = Socket(name=name, io_type=str(io_type), options=options, required=kind == "required")
     return sockets
 
 
 def unknown_faults(inputs: Iterable[str], rules: NodeRules) -> list[Fault]:
-    """Return the faults of inputs that the node does not have; ComfyUI ignores them, even if a name is mistyped."""
+    """Return the faults of inputs that the node does not have. ComfyUI ignores them, even mistyped names."""
     return [
         fault(
             "unknown_input",
@@ -158,14 +159,14 @@ def unknown_faults(inputs: Iterable[str], rules: NodeRules) -> list[Fault]:
 
 
 def missing_fault(socket: Socket) -> Fault | None:
-    """Return the fault of an input without a value, None if it is optional."""
+    """Return the fault of an input without a value. None if it is optional."""
     if not socket.required:
         return None
     return fault("required_input_missing", "Required input is missing", socket.name, {"input_name": socket.name})
 
 
 def link_type_fault(socket: Socket, value: list[Any], received: str) -> Fault | None:
-    """Return the fault of a link of the type `received` if the socket refuses it; types may be lists "A,B"."""
+    """Return the fault of a link with type `received` if the socket refuses it. Types may be lists "A,B"."""
     offered, taken = ({kind.strip() for kind in kinds.split(",")} for kinds in (received, socket.io_type))
     if offered & taken or _ANY in offered | taken:
         return None
@@ -175,9 +176,9 @@ def link_type_fault(socket: Socket, value: list[Any], received: str) -> Fault | 
 
 
 def converted(socket: Socket, value: object, *, as_comfyui: bool = False) -> tuple[object, Fault | None]:
-    """Return a constant converted to the socket's type, or unchanged with the fault of the conversion.
+    """Return a constant converted to the socket type, or unchanged with the conversion fault.
 
-    With `as_comfyui`, anything is accepted that ComfyUI accepts.
+    With `as_comfyui`, everything that ComfyUI accepts is accepted.
     """
     if isinstance(value, dict) and "__value__" in value:
         value = value["__value__"]
@@ -203,7 +204,7 @@ def listed_choice(socket: Socket, value: object) -> object:
 
 
 def value_fault(socket: Socket, value: Any) -> Fault | None:
-    """Return the fault of a constant that is out of range or not among the choices."""
+    """Return the fault of a constant out of range or not among the choices."""
     if socket.io_type not in _COMPARED or any(socket.options.get(key) for key in _GROWING):
         return None
     about = socket.about(received_value=value)
@@ -227,17 +228,17 @@ def value_fault(socket: Socket, value: Any) -> Fault | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Result of a validation."""
+    """Validation result."""
 
     prompt: Prompt
-    """The workflow with constants converted to the types of their sockets."""
+    """The workflow with constants converted to their socket types."""
     outputs: tuple[str, ...] = ()
-    """The valid output nodes; none if `error` is set."""
+    """The valid output nodes. None if `error` is set."""
     error: Fault | None = None
     node_errors: Mapping[str, Mapping[str, Any]]
-    """The faults by node, including those that invalidate only some of the outputs."""
+    """The faults by node, also of nodes that invalidate only some outputs."""
     notes: tuple[str, ...] = ()
-    """Parts of the workflow that were ignored, a line for each node."""
+    """Ignored workflow parts, a line for each node."""
 
     def lines(self) -> list[str]:
         """Return the faults as text, one per line."""
@@ -252,7 +253,7 @@ class Verdict:
 
 
 class InvalidWorkflowError(ValueError):
-    """No output of the workflow is valid; `verdict` contains the faults."""
+    """No output of the workflow is valid. `verdict` contains the faults."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__("\n".join(["the workflow cannot run:", *verdict.lines()]))
@@ -260,10 +261,10 @@ class InvalidWorkflowError(ValueError):
 
 
 def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]]) -> Verdict:
-    """Validate a workflow of `nodes` (by id). Never raises for a fault of the workflow."""
+    """Validate a workflow for `nodes` (by id). Never raises for a workflow fault."""
     if prompt is None:
         return _refused({}, fault("no_prompt", "No prompt provided", "No prompt provided"))
-    # First: a graph with such a node also has nodes of ComfyUI that take its output, and these are only a consequence.
+    # First: a graph with such a node also has ComfyUI nodes behind its output, and these are only a consequence.
     for node_id, node in prompt.items():
         if lacking := _needs_comfyui(node_id, node, nodes):
             return _refused(prompt, lacking)
@@ -276,7 +277,7 @@ def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]])
 
 
 def tidy_workflow(prompt: Prompt, nodes: Mapping[str, type[ComfyNode]]) -> TidyWorkflow:
-    """Return a workflow of `nodes` (by id) as `validate_prompt` runs it, with notes; see `tidy`."""
+    """Return a workflow for `nodes` (by id) as `validate_prompt` runs it, with notes. See `tidy`."""
     return _tidied(prompt, nodes, _known_rules(prompt, nodes))
 
 
@@ -291,7 +292,7 @@ def _tidied(prompt: Prompt, nodes: Iterable[str], rules: Mapping[str, NodeRules]
 
 
 def validate_nodes(prompt: Prompt, rules: Mapping[str, NodeRules]) -> Verdict:
-    """Validate a workflow by the rules of all its classes. Never raises for a fault of the workflow."""
+    """Validate a workflow with rules for all its classes. Never raises for a workflow fault."""
     outputs = [node_id for node_id, node in prompt.items() if rules[node["class_type"]].is_output]
     if not outputs:
         return _refused(prompt, fault("prompt_no_outputs", "Prompt has no outputs", ""))
@@ -303,7 +304,7 @@ def _refused(prompt: Prompt, error: Fault) -> Verdict:
 
 
 def _needs_comfyui(node_id: str, node: Mapping[str, Any], nodes: Mapping[str, type[ComfyNode]]) -> Fault | None:
-    """Return the fault of a node whose output exists only in a ComfyUI."""
+    """Return the fault of a node with an output that exists only in a ComfyUI."""
     class_type = class_of(node)
     if class_type is None or class_type not in nodes:
         return None
@@ -333,7 +334,7 @@ def _missing_node(node_id: str, node: Mapping[str, Any], nodes: Iterable[str]) -
 
 
 class _Walk:
-    """Depth-first walk from the outputs to their sources; each node is validated once."""
+    """Depth-first walk from the outputs to their sources. Each node is validated once."""
 
     def __init__(self, prompt: Prompt, rules: Mapping[str, NodeRules]) -> None:
         self._rules = rules
@@ -365,7 +366,7 @@ class _Walk:
         return fault("prompt_outputs_failed_validation", "Prompt outputs failed validation", "\n".join(details))
 
     def _validate(self, node_id: str, about: Mapping[str, object]) -> bool:
-        """Return True if a node and all its sources are valid. `about` describes the link to it, if there is one."""
+        """Return True if a node and all its sources are valid. `about` describes the link to the node, if any."""
         if node_id in self._path:
             cycle = [*self._path[self._path.index(node_id) :], node_id]
             self._cycles.append(f"Dependency cycle detected: {' -> '.join(cycle)}")
@@ -387,7 +388,7 @@ class _Walk:
         return self._valid[node_id]
 
     def _inspect(self, node_id: str) -> tuple[list[Fault], bool]:
-        """Return the node's own faults, and True if all its sources are valid; converts its constants in place."""
+        """Return the node's own faults, and True if all sources are valid. Converts its constants in place."""
         rules = self._rules[self._prompt[node_id]["class_type"]]
         inputs = self._prompt[node_id]["inputs"]
         faults = unknown_faults(inputs, rules)
@@ -403,7 +404,7 @@ class _Walk:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
                 inputs[name], found = _constant(socket, value, rules)
-                # A number goes on to the node's own check, whose message may say more.
+                # A number goes on to the node's own check, which may have a better message.
                 refused |= {name} if found and not isinstance(inputs[name], int | float) else set()
             elif len(value) != 2:
                 malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
@@ -418,7 +419,7 @@ class _Walk:
         return faults + rules.own_faults(inputs, received, refused), sources_valid
 
     def _linked_type(self, socket: Socket, link: list[Any]) -> str:
-        """Return the type of the linked output. Raises LookupError."""
+        """Return the linked output's type. Raises LookupError."""
         source, index = link
         if not isinstance(source, str) or source not in self._prompt:
             raise LookupError(f"'{socket.name}' is linked to node '{source}', which is not in the workflow")
