@@ -1,7 +1,7 @@
-"""Names in a workflow as paths on disk: rules of both hosts.
+"""Workflow names as paths on disk: rules for both hosts.
 
-Paths are checked by their text, as in ComfyUI: links inside a model or output folder were created by the user and are
-followed, names that lead out of their folder are refused.
+Paths are checked by their text, as in ComfyUI. Links inside a model or output folder were created by the user and are
+followed. Names that lead out of their folder are refused.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from ..schema import windows_fault
 
 WEIGHT_FILES = (".safetensors", ".sft")
-"""Suffixes of readable model files."""
+"""Suffixes for readable model files."""
 
 GGUF_FILES = (".gguf",)
 GGUF_FOLDERS = ("diffusion_models", "text_encoders")
-"""Kinds of model folders that list GGUF files too."""
+"""Model folder kinds with GGUF files."""
 
 MODEL_KINDS = ("diffusion_models", "diffusers", "vae", "vae_approx", "text_encoders", "clip_vision", "loras")
-"""Kinds of model folders that our nodes list."""
+"""Model folder kinds listed by our nodes."""
 
 _MODEL_MARKS = ("model_index.json", "config.json")
 
 _LONGEST_ENDING = "_00001_traces.json.part"
-"""Upper bound of the suffixes that our nodes append to a prefix."""
+"""Longest suffix that our nodes append to a prefix."""
 
 _MOST_FOLDERS = 100
 """Maximum number of nested folders in a prefix: Python creates them by recursion."""
@@ -37,26 +37,26 @@ _NAME_LIMIT, _PATH_LIMIT = 255, 4096
 """Limits in bytes for systems that do not report their own."""
 
 _WIDEST = 99999
-"""Placeholder for an unknown width or height; no real one has more digits."""
+"""Placeholder for an unknown width or height. No real one has more digits."""
 
 _SHOWN = 40
-"""Maximum number of characters of a name in an error message."""
+"""Maximum number of name characters in an error message."""
 
 
 _TIMES = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M", "second": "%S"}
-"""Variables of a prefix for the local time, as formats of `strftime`."""
+"""Prefix variables for the local time, as `strftime` formats."""
 
 
 class OutsideFolderError(ValueError):
-    """A name in a workflow leads out of its folder."""
+    """A workflow name leads out of its folder."""
 
 
 class OutputNameError(ValueError):
-    """A name in a workflow is not usable for output files; the message contains the reason and a remedy."""
+    """A workflow name is not usable for output files. The message contains the reason and a remedy."""
 
 
 class ModelNotFoundError(FileNotFoundError):
-    """A model named in a workflow is in none of the model folders."""
+    """No model folder contains the model named in a workflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def weight_files(folder: Path, endings: tuple[str, ...] = WEIGHT_FILES) -> Iterator[str]:
-    """Yield the names, relative to `folder`, of files with these suffixes at any depth; hidden folders are skipped."""
+    """Yield the names, relative to `folder`, of files with these suffixes at any depth. Skips hidden folders."""
     for place in _visible_folders(folder):
         for name in place.files:
             if name.lower().endswith(endings):
@@ -88,7 +88,7 @@ def weight_files(folder: Path, endings: tuple[str, ...] = WEIGHT_FILES) -> Itera
 class CachedFileNames:
     """Results of `weight_files`, cached until the modification time of a scanned folder changes.
 
-    Node schemas list these names and are rebuilt often; a `stat` per folder is cheap, a scan is not.
+    Node schemas list these names and are rebuilt often. A `stat` per folder is cheap, a scan is not.
     """
 
     def __init__(self, endings: tuple[str, ...]) -> None:
@@ -96,7 +96,7 @@ class CachedFileNames:
         self._cache: dict[Path, tuple[dict[str, int | None], tuple[str, ...]]] = {}
 
     def below(self, folder: Path) -> tuple[str, ...]:
-        """Return the names below `folder`; none if it does not exist."""
+        """Return the names below `folder`, or () if it does not exist."""
         if folder in self._cache:
             modified, names = self._cache[folder]
             if all(_modified_ns(parent) == before for parent, before in modified.items()):
@@ -117,7 +117,7 @@ def _modified_ns(folder: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """A folder of a scan: its path, its name relative to the top ("" for the top), and its files."""
+    """A scanned folder: path, name relative to the top ("" for the top), and files."""
 
     path: str
     name: str
@@ -127,23 +127,23 @@ class _Place:
 def _visible_folders(folder: Path, is_leaf: Callable[[Sequence[str]], bool] = lambda files: False) -> Iterator[_Place]:
     """Yield `folder` and its visible subfolders at any depth, except those below a leaf.
 
-    Links are followed, and every real folder is yielded once, under its shortest name, so that links to each other, to
-    a folder above, or to the same tree neither repeat a file nor take longer.
+    Links are followed. Every real folder is yielded once, under its shortest name, so that links to each other, to a
+    folder above, or to the same tree neither repeat a file nor take longer.
     """
     seen: set[tuple[int, int] | str] = set()
     level = [""]
     while level:
         below: list[str] = []
-        # By level, so that the first name of a folder is the shortest one; folders themselves before links to them.
+        # By level, so that a folder's first name is the shortest. Folders themselves come before links to them.
         for name in sorted(level, key=lambda each: (os.path.islink(os.path.join(folder, each)), len(each), each)):
             path = os.path.join(folder, name) if name else str(folder)
             try:
                 identity = _identity(path)
                 if identity in seen:
                     continue
-                with os.scandir(path) as scan:  # and no `stat` of each file, which is slow on a network drive
+                with os.scandir(path) as scan:  # without a `stat` of each file, slow on a network drive
                     entries = {entry.name: _is_folder(entry) for entry in scan}
-            except OSError:  # a folder that does not exist, or that may not be read
+            except OSError:  # a missing or unreadable folder
                 continue
             seen.add(identity)
             subfolders = sorted(name for name, is_folder in entries.items() if is_folder)
@@ -162,14 +162,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _identity(path: str) -> tuple[int, int] | str:
-    """Return a value that is equal for all paths of a folder."""
+    """Return an equal value for all paths to one folder."""
     found = os.stat(path)
     # Some network drives have no numbers.
     return (found.st_dev, found.st_ino) if found.st_ino else os.path.realpath(path)
 
 
 def diffusers_folders(folder: Path) -> Iterator[str]:
-    """Yield the names, relative to `folder`, of diffusers models and pipelines; parts of a pipeline are not listed."""
+    """Yield the names, relative to `folder`, of diffusers models and pipelines. Pipeline parts are not listed."""
 
     def is_model(files: Sequence[str]) -> bool:
         return any(mark in files for mark in _MODEL_MARKS)
@@ -178,14 +178,14 @@ def diffusers_folders(folder: Path) -> Iterator[str]:
 
 
 def listed_name(name: str, choices: Sequence[object], folders: Iterable[Path]) -> str:
-    """Return the choice that is the same file or folder as `name`, which leads there over another link; else `name`."""
+    """Return the choice for the same file or folder as `name`, reached over another link, else `name`."""
     for folder in folders:
         try:
             path = inside(folder, name)
             if path.exists():
                 paths = ((each, folder / each) for each in choices if isinstance(each, str))
                 return next((each for each, other in paths if other.exists() and other.samefile(path)), name)
-        except (OSError, ValueError):  # no name of a file
+        except (OSError, ValueError):  # not a file name
             continue
     return name
 
@@ -193,7 +193,7 @@ def listed_name(name: str, choices: Sequence[object], folders: Iterable[Path]) -
 def find_model(name: str, folders_by_kind: Mapping[str, Sequence[Path]]) -> Path:
     """Return the path of the model `name` in the first folder that contains it.
 
-    A model of the kind "diffusers" is a folder, any other a file. Raises OutsideFolderError or ModelNotFoundError.
+    A "diffusers" model is a folder, any other a file. Raises OutsideFolderError or ModelNotFoundError.
     """
     for kind, folders in folders_by_kind.items():
         for folder in folders:
@@ -205,31 +205,31 @@ def find_model(name: str, folders_by_kind: Mapping[str, Sequence[Path]]) -> Path
 
 
 STATE_FOLDER = ".wanstream-states"
-"""Folder of states of unfinished runs below the output folder; ComfyUI shows no files of hidden folders."""
+"""Folder for unfinished run states below the output folder. ComfyUI shows no files in hidden folders."""
 LATENT_FOLDER = "latents"
-"""Folder of latents below the output folder; ComfyUI's SaveLatent uses the same."""
+"""Latent folder below the output folder, as in ComfyUI's SaveLatent."""
 LATENT = ".latent"
-"""Suffix of latents."""
+"""Latent file suffix."""
 _INPUT = " [input]"
 _ANNOTATED = re.compile(r"(.*?) ?\[(input|output|temp)\]", re.DOTALL)
-"""A name with the mark of its folder, as ComfyUI writes it."""
+"""A name with its folder mark, as ComfyUI writes it."""
 
 
 def latent_names(outputs: Sequence[Path], input_folder: Path) -> list[str]:
-    """Return the names of the latents in `LATENT_FOLDER` and in the input folder, as `latent_path` reads them."""
+    """Return the latent names in `LATENT_FOLDER` and in the input folder, as `latent_path` reads them."""
     saved = {f"{LATENT_FOLDER}/{path.name}" for each in outputs for path in (each / LATENT_FOLDER).glob(f"*{LATENT}")}
     uploaded = (f"{path.name}{_INPUT}" for path in input_folder.glob(f"*{LATENT}"))
     return [*sorted(saved), *sorted(uploaded)]
 
 
 def annotated_name(name: str, default: str) -> tuple[str, str]:
-    """Return a name without the mark of its folder, and that folder: "input", "output", "temp", or else `default`."""
+    """Return a name without its folder mark, and the folder: "input", "output", "temp", or else `default`."""
     found = _ANNOTATED.fullmatch(name)
     return (found[1], found[2]) if found else (name, default)
 
 
 def saved_path(outputs: Sequence[Path], name: str) -> Path:
-    """Return the path of a file below the first of these folders that contains it, or below the last one.
+    """Return a file path below the first folder that contains it, or below the last one.
 
     Raises OutsideFolderError.
     """
@@ -238,7 +238,7 @@ def saved_path(outputs: Sequence[Path], name: str) -> Path:
 
 
 def latent_path(outputs: Sequence[Path], input_folder: Path, name: str) -> Path:
-    """Return the path of a latent: `name` is that of a saved file, or relative to the input folder with " [input]".
+    """Return a latent path: `name` is a saved file, or relative to the input folder with " [input]".
 
     Raises OutsideFolderError.
     """
@@ -249,7 +249,7 @@ def latent_path(outputs: Sequence[Path], input_folder: Path, name: str) -> Path:
 
 
 def check_output(output: Path, prefix: str) -> None:
-    """Refuse a prefix that `output_file` could not use; creates no folder.
+    """Refuse a prefix that `output_file` could not use. Creates no folder.
 
     Free disk space is not checked: it will have changed when the file is written.
 
@@ -292,7 +292,7 @@ def usable_prefix(prefix: str) -> str:
 
 
 def _check_lengths(prefix: str, stem: Path, folder: Path) -> None:
-    """Refuse names that are too long for the file system of `folder`, which exists."""
+    """Refuse names too long for the file system of `folder`, which exists."""
     most, longest = _limit(folder, "PC_NAME_MAX", _NAME_LIMIT), _limit(folder, "PC_PATH_MAX", _PATH_LIMIT)
     ending = len(_LONGEST_ENDING)
     for place in (stem, *stem.parents):
@@ -321,7 +321,7 @@ def _limit(folder: Path, name: str, usual: int) -> int:
 
 
 def _length(name: str) -> int:
-    """Return the length of a file name in the units of the system's limits: UTF-16 units on Windows, else bytes."""
+    """Return a file name's length in the units of the system limits: UTF-16 units on Windows, else bytes."""
     return len(name.encode("utf-16-le")) // 2 if os.name == "nt" else len(os.fsencode(name))
 
 
@@ -330,7 +330,7 @@ def _shortened(text: str) -> str:
 
 
 def output_file(output: Path, prefix: str, extension: str, *, width: int, height: int) -> OutputFile:
-    """Return the next free file of `prefix`, named as in ComfyUI; creates its folder if necessary.
+    """Return the next free file for `prefix`, named as in ComfyUI. Creates its folder if necessary.
 
     Raises OutsideFolderError or OutputNameError, or OSError if the folder cannot be created.
     """
@@ -342,7 +342,7 @@ def output_file(output: Path, prefix: str, extension: str, *, width: int, height
 
 
 def _next_counter(stem: Path) -> int:
-    """Return the largest number among the files `<stem>_<number>_...` plus 1; 1 without such files."""
+    """Return the largest number in file names `<stem>_<number>_...` plus 1. 1 without such files."""
     start = os.path.normcase(f"{stem.name}_")
     numbers = [
         name[len(start) :].split("_")[0] for name in os.listdir(stem.parent) if os.path.normcase(name).startswith(start)

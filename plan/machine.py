@@ -1,4 +1,4 @@
-"""Memory sizes and rates of a machine, and presets for known GPUs."""
+"""Machine memory sizes and rates, and presets for known GPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 ComputesOn = Literal["cuda", "cpu"]
-"""Memory to compute in. "cuda", as in stored profiles, is that of any device with memory and streams of its own."""
+"""Memory to compute in. "cuda", as in stored profiles, means any device with its own memory and streams."""
 
 LINEAR_FORMATS = ("int8", "fp8")
-"""Formats other than the compute dtype in which linear layers can be multiplied."""
+"""Formats other than the compute dtype for linear layer products."""
 
 _TEXTS = ("name", "origin", "computes_on")
 _BUS_RATES = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
@@ -20,7 +20,7 @@ _BUS_RATES = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine: its memory in bytes and its rates per second.
+    """One machine: memory in bytes and rates per second.
 
     Raises ValueError for a figure that is not above 0, an unknown device, and a GPU without bus rates.
     """
@@ -30,25 +30,27 @@ class Machine:
     """Source of the figures, for a reader: a measurement or a datasheet."""
     computes_on: ComputesOn
     vram_bytes: int
-    """Total memory of the GPU; 0 on a CPU, which computes in RAM."""
+    """Total GPU memory. 0 on a CPU, which computes in RAM."""
     ram_bytes: int
     h2d_bytes_per_s: float | None
-    """Copy rate from page-locked RAM to the device while it computes; None on a CPU, as the next two."""
+    """Copy rate from page-locked RAM to the device while it computes. None on a CPU, as the next two."""
     h2d_pageable_bytes_per_s: float | None
     d2h_bytes_per_s: float | None
     disk_bytes_per_s: float
-    """Read rate of a weight file that is not in the page cache."""
+    """Read rate for a weight file outside the page cache."""
     flops_per_s: float
-    """Rate of a Wan block, attention included, in the `auto` dtype of this machine."""
+    """Rate for a Wan block, attention included, in this machine's `auto` dtype."""
     decode_bytes_per_s: float
-    """Rate of decoding stored weights in bf16 bytes written; on a CPU with all compute threads."""
+    """Rate for decoding stored weights in bf16 bytes written. On a CPU with all compute threads."""
     copy_bytes_per_s: float
     """Copy rate from RAM to RAM."""
     quantise_bytes_per_s: float
-    """Rate of quantising weights to fp8 after reading, in bf16 bytes read."""
+    """Rate for quantising weights to fp8 after reading, in bf16 bytes read."""
     linear_speedups: Mapping[str, float] = field(default_factory=dict)
-    """Rate of linear layers that are multiplied in "int8" or "fp8", quantising their inputs included, as a multiple of
-    `flops_per_s`; a format that is missing counts as 1. Attention is computed in the compute dtype whatever this is."""
+    """Rate of linear layers in "int8" or "fp8", quantising their inputs included, as a multiple of `flops_per_s`.
+
+    A missing format counts as 1. Attention is computed in the compute dtype in any case.
+    """
 
     def __post_init__(self) -> None:
         if self.computes_on not in get_args(ComputesOn):
@@ -72,7 +74,7 @@ class Machine:
             raise ValueError(f"{name} of {self.name} is {value!r}, it must be a number above 0")
 
     def linear_speedup(self, linear_format: str) -> float:
-        """Return the speed-up of linear layers in a format, 1 for "" and for one without a figure."""
+        """Return the speed-up of linear layers in a format, 1 for "" and without a figure."""
         return self.linear_speedups.get(linear_format, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,38 +102,38 @@ class Machine:
 
 GIB = 2**30
 FLOPS_SHARE, HOPPER_FLOPS_SHARE = 0.55, 0.40
-"""Share of a GPU's peak rate that a Wan block is expected to reach."""
+"""Expected share of a GPU's peak rate in a Wan block."""
 INT8_QUANTISING_SHARE = 1 / 12
-"""Time of quantising the inputs of int8 layers, as a share of the time of these layers in bf16.
+"""Time for quantising the inputs of int8 layers, as a share of the bf16 time of these layers.
 
 It covers the tokens (0.02 on an RTX 4090, at 1 TB/s), their rotation, the scales after the product, and products
 further below their peak rate. It assumes fused kernels, as comfy-kitchen has. Without them int8 takes 2.2 times as long
 as bf16 on an H100, so `wanstream probe` measures it.
 """
 FP8_QUANTISED_BYTES_PER_FLOP = 2.8e-3
-"""Device memory read and written per operation of a linear layer while its inputs become fp8, in separate passes.
+"""Device memory read and written per linear layer operation while the inputs become fp8, in separate passes.
 
-Measured on an H100: 4.5 ms at 2.98 TB/s for the 4.75 TFLOP of a block's linear layers (832x480, 17 frames).
+Measured on an H100: 4.5 ms at 2.98 TB/s for the 4.75 TFLOP in a block's linear layers (832x480, 17 frames).
 """
 PRODUCT_SHARE = 0.8
-"""Share of a GPU's peak rate that large products reach: 803 of 989 TFLOP/s on an H100."""
+"""Share of a GPU's peak rate for large products: 803 of 989 TFLOP/s on an H100."""
 LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
-"""Rate of one PCIe lane by generation."""
+"""Rate per PCIe lane, by generation."""
 BUS_SHARE, PAGEABLE_SHARE = 0.79, 0.19
-"""Share of the PCIe rate that copies from page-locked and from pageable RAM reach."""
+"""Shares of the PCIe rate for copies from page-locked and from pageable RAM."""
 DECODED_SHARE = 2 / 19
 """Decode rate as a share of the memory bandwidth."""
-# A preset says nothing about the host: these are rates of a typical desktop.
+# A preset says nothing about the host: these are typical desktop rates.
 COPY_BYTES_PER_S, QUANTISE_BYTES_PER_S = 10e9, 4e9
 
 
 class UnknownGpuError(ValueError):
-    """GPU name that is not in `GPUS`; the message lists them."""
+    """GPU name missing in `GPUS`. The message lists all names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Datasheet figures of a GPU."""
+    """GPU datasheet figures."""
 
     vram_gib: int
     pcie: int
@@ -139,19 +141,19 @@ class Gpu:
     memory_gb_s: float
     source: str
     flops_share: float = FLOPS_SHARE
-    """Share of `tflops` that a Wan block is expected to reach."""
+    """Expected share of `tflops` in a Wan block."""
     lanes: int = 16
     int8: float = 4.0
     """Rate of int8 products as a multiple of bf16's, by the datasheet where no product was measured.
 
-    It is higher on GeForce, where fp32 sums halve the rate of bf16.
+    It is higher on GeForce, where fp32 sums halve the bf16 rate.
     """
     fp8: float | None = 2.0
-    """The same of fp8 with fp32 sums; None: no fp8 units."""
+    """The same for fp8 with fp32 sums. None: no fp8 units."""
 
     @property
     def linear_speedups(self) -> dict[str, float]:
-        """Speed-up of linear layers in each 8-bit format, with the time of quantising their inputs."""
+        """Speed-up of linear layers in each 8-bit format, including the time for quantising their inputs."""
         relative = {"int8": 1 / self.int8 + INT8_QUANTISING_SHARE}
         if self.fp8 is not None:
             bytes_per_s = FP8_QUANTISED_BYTES_PER_FLOP * PRODUCT_SHARE * self.tflops * 1e12
@@ -159,7 +161,7 @@ class Gpu:
         return {name: 1 / time for name, time in relative.items()}
 
 
-# Measured on an H100: int8 products reach 1.0 to 1.13 times the rate of bf16, a block's fp8 products 1.4 times.
+# Measured on an H100: int8 products reach 1.0 to 1.13 times the bf16 rate, a block's fp8 products 1.4 times.
 _hopper = partial(Gpu, pcie=5, flops_share=HOPPER_FLOPS_SHARE, int8=1.0, fp8=1.4)
 _ampere = partial(Gpu, pcie=4, fp8=None)
 _a100 = partial(_ampere, tflops=312, int8=2.0)
@@ -189,9 +191,9 @@ GPUS = {
 
 
 def expected_machine(name: str, *, ram_bytes: int, disk_bytes_per_s: float) -> Machine:
-    """Return a machine with the GPU `name`; case, spaces, hyphens and "NVIDIA GeForce" are ignored.
+    """Return a machine with the GPU `name`. Ignores case, spaces, hyphens and "NVIDIA GeForce".
 
-    Raises UnknownGpuError for a GPU that is not in `GPUS`.
+    Raises UnknownGpuError for a GPU missing in `GPUS`.
     """
     preset = next((preset for preset in GPUS if _plain(preset) == _plain(name)), None)
     if preset is None:

@@ -233,7 +233,7 @@ class Verdict:
     prompt: Prompt
     """The workflow with constants converted to their socket types."""
     outputs: tuple[str, ...] = ()
-    """The valid output nodes. None if `error` is set."""
+    """The valid output nodes. Empty if `error` is set."""
     error: Fault | None = None
     node_errors: Mapping[str, Mapping[str, Any]]
     """The faults by node, also of nodes that invalidate only some outputs."""

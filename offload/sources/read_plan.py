@@ -1,9 +1,9 @@
-"""Plan of reads: pieces of files for parallel threads, and the extents read past the page cache.
+"""Read plan: file pieces for parallel threads, and the extents read past the page cache.
 
-A direct read has to start at a multiple of `ALIGNMENT` in the file and in memory. The tensors of a safetensors file
-start where its header ends, at a multiple of 8, and the views of a block at multiples of 256 (`formats/layout.py`), so
-file and memory are rarely aligned alike. Every read therefore goes into an aligned bounce buffer of the reading thread,
-from which the wanted bytes are copied.
+A direct read has to start at a multiple of `ALIGNMENT` in the file and in memory. Safetensors tensors start where the
+file header ends, at a multiple of 8, and block views start at multiples of 256 (`formats/layout.py`), so file and
+memory are rarely aligned alike. Every read therefore goes into an aligned bounce buffer, one per reading thread. The
+wanted bytes are copied from there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..formats.layout import FlatLayout
 from ..formats.safetensors_header import FileTensor, FileVersion
 from ..host_memory.pages import HUGE_PAGE
 
-# Large enough for the cost of a call not to matter, small enough for four threads to share one matrix evenly. From the
-# page cache (2 cores, 512 MB) one thread reads 7.0 GB/s, two 13.2 and four 13.2; pieces of 1 to 32 MB differ by 3 %.
+# Large enough for the call cost not to matter, small enough for four threads to share one matrix evenly. From the page
+# cache (2 cores, 512 MB) one thread reads 7.0 GB/s, two 13.2 and four 13.2. Pieces of 1 to 32 MB differ by 3 %.
 PIECE_BYTES = 8 * 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPiece:
-    """Range of a file, and its target in memory."""
+    """File range, and its target in memory."""
 
     path: Path
     offset: int
@@ -33,15 +33,15 @@ class ReadPiece:
     target: int
     """First byte in the memory to fill."""
     names: tuple[str, ...]
-    """Tensors that the piece contains at least a part of, for error messages."""
+    """Tensors at least partly in the piece, for error messages."""
     version: FileVersion | None = None
-    """Version that the file must have; None for any."""
+    """Required file version. None for any."""
 
 
 def read_pieces(
     tensors: Mapping[str, FileTensor], layout: FlatLayout, *, piece_bytes: int = PIECE_BYTES
 ) -> tuple[ReadPiece, ...]:
-    """Cut the reads that fill `layout` into pieces of at most `piece_bytes`.
+    """Cut the reads for `layout` into pieces of at most `piece_bytes`.
 
     Pieces that are contiguous both in the file and in memory are merged, so that small tensors do not cost a read each.
     """
@@ -56,7 +56,7 @@ def read_pieces(
 
 
 def within(pieces: Iterable[ReadPiece], wanted: range) -> tuple[ReadPiece, ...]:
-    """Return the parts of `pieces` whose targets lie in `wanted`; their targets count from `wanted.start`."""
+    """Return the parts of `pieces` with targets in `wanted`. The new targets count from `wanted.start`."""
     parts: list[ReadPiece] = []
     for piece in pieces:
         start, stop = max(piece.target, wanted.start), min(piece.target + piece.nbytes, wanted.stop)
@@ -99,35 +99,35 @@ def _is_contiguous(first: ReadPiece, second: ReadPiece) -> bool:
     )
 
 
-# A piece, and the memory that contains its target.
+# A piece, and the memory around its target.
 Read = tuple[ReadPiece, memoryview]
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 
-# The page size, a multiple of every sector size that disks have.
+# The page size, a multiple of every disk's sector size.
 ALIGNMENT = 4096
 
-# Size of a thread's bounce buffer: one huge page, which a disk fills in few segments. Four threads read a file of
-# 0.95 GB directly at 2.5 to 2.9 GB/s into huge pages and at 1.0 to 1.1 GB/s into ordinary ones (a few alternating runs
-# on a virtual disk; its host may have cached the file). 1 and 4 MB were slower.
+# Bounce buffer size per thread: one huge page, which a disk fills in few segments. Four threads read a 0.95 GB file
+# directly at 2.5 to 2.9 GB/s into huge pages and at 1.0 to 1.1 GB/s into ordinary ones (a few alternating runs on a
+# virtual disk; its host may have cached the file). 1 and 4 MB were slower.
 EXTENT_BYTES = HUGE_PAGE
 
-# A gap up to this size is read along, because that is faster than two reads: biases between the matrices of a block.
+# A gap up to this size is read along, because one read is faster than two: biases between the matrices of a block.
 GAP_BYTES = 32 * 1024
 
 # Share of the available RAM that the page cache is trusted to keep from one pass to the next.
 CACHED_SHARE = 1 / 8
 
 
-# Four threads keep a disk busy, on two cores too. Copies out of the page cache are bound by cores, up to the bandwidth
-# of the memory. One core is left to the thread that computes.
+# Four threads keep a disk busy, on two cores too. Page cache copies are bound by cores, up to the memory bandwidth. One
+# core is left to the compute thread.
 DISK_READERS = 4
 MOST_READERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRoute:
-    """Route of the bytes of a file, and the threads that read one block together."""
+    """Route for a file's bytes, and the number of threads that read one block together."""
 
     direct: bool
     """Past the page cache, into a bounce buffer."""
@@ -135,23 +135,23 @@ class ReadRoute:
 
 
 def read_route(*, file_bytes: int, available_bytes: int, cores: int, in_ram: bool) -> ReadRoute:
-    """Choose the route of files that stream in every pass.
+    """Choose the route for files streamed in every pass.
 
     A direct read and the copy from its bounce buffer cost as much CPU time as a read from a warm cache: 0.11 to 0.19 s
     per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache is not faster, but takes 2 to 6 times
     the CPU time, on cores that compute, because pages are allocated and evicted. So the cache only pays if the next
-    pass finds the blocks in it, and of a pass that does not fit it keeps nothing. RAM that could hold a whole pass is
-    better used for RAM-resident blocks: they are chosen, page-locked and not evicted by other files. The cache is
-    therefore only used for files that are small compared to the available RAM, and for files that lie in RAM
-    themselves: Linux accepts direct reads there since 6.6, but only copies twice.
+    pass finds the blocks in it, and it keeps nothing from a pass that does not fit. RAM for a whole pass is better used
+    for RAM-resident blocks: they are chosen, page-locked and not evicted by other files. The cache is therefore only
+    used for files that are small compared to the available RAM, and for files that lie in RAM themselves: Linux accepts
+    direct reads there since 6.6, but only copies twice.
 
-    The pages of such files are not page-locked and copied from in place. Their file can be written to at any time, so a
-    change could not be refused, as it is after a read; their tensors do not lie at multiples of 256 bytes; and Linux
-    locks pages of other file systems for reading only, which not every device supports.
+    The pages of such files are not page-locked and copied from in place, for three reasons. The file can be written to
+    at any time, and such a change could not be refused, as it is after a read. Its tensors do not lie at multiples of
+    256 bytes. Linux locks pages of other file systems for reading only, which not every device supports.
 
     Args:
-        file_bytes: bytes of all streamed blocks, of both experts.
-        available_bytes: bytes of RAM that can still be allocated.
+        file_bytes: bytes of all streamed blocks, in both experts.
+        available_bytes: RAM that can still be allocated, in bytes.
         cores: cores that this process may use.
         in_ram: the file system keeps its files in RAM.
     """
@@ -165,15 +165,15 @@ class DirectExtent:
     """One aligned read and the wanted parts inside it."""
 
     span: ReadPiece
-    """Aligned range of the file, with the names of all parts."""
+    """Aligned file range, with the names of all parts."""
     wanted: int
-    """Bytes of `span` up to the end of the last part; the file may end before `span` does."""
+    """Bytes of `span` up to the end of the last part. The file may end before `span` does."""
     parts: tuple[Read, ...]
-    """Wanted pieces, and the memory of each."""
+    """Wanted pieces, each with its memory."""
 
 
 def direct_extents(reads: Iterable[Read], *, extent_bytes: int = EXTENT_BYTES) -> tuple[DirectExtent, ...]:
-    """Cover `reads` with aligned extents of at most `extent_bytes`, in the order of the file.
+    """Cover `reads` with aligned extents of at most `extent_bytes`, in file order.
 
     No page is read twice, unless a byte is wanted in two places.
     """
@@ -182,7 +182,7 @@ def direct_extents(reads: Iterable[Read], *, extent_bytes: int = EXTENT_BYTES) -
 
 
 def _group(reads: Iterable[Read], extent_bytes: int) -> Iterator[tuple[int, list[Read]]]:
-    """Yield the start of every extent and its parts."""
+    """Yield the start and the parts of every extent."""
     start, end, parts = 0, 0, list[Read]()
     for piece, memory in sorted(reads, key=lambda read: (read[0].path, read[0].offset)):
         at, stop = piece.offset, piece.offset + piece.nbytes
@@ -207,7 +207,7 @@ def _extent(start: int, parts: list[Read]) -> DirectExtent:
 
 
 def _part(piece: ReadPiece, start: int, stop: int) -> ReadPiece:
-    """Return the part of `piece` between two offsets in the file."""
+    """Return the part of `piece` between two file offsets."""
     return replace(piece, offset=start, nbytes=stop - start, target=piece.target + start - piece.offset)
 
 

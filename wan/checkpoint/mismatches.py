@@ -1,7 +1,7 @@
-"""Likely mismatches of experts, LoRAs and guidance, found in names, headers and a few tensors.
+"""Likely mismatches between experts, LoRAs and guidance, found in names, headers and a few tensors.
 
-No finding is certain, so all of them are notices. File names are read for the expert (high noise, low noise) and the
-family (image to video), because the headers of both experts of a model are equal.
+No finding is certain, so all are notices. The expert (high noise, low noise) and the family (image to video) come from
+file names, because both experts of a model have equal headers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .open import Expert
 Place = Literal["high", "low"]
 
 TITLE_FIELDS = ("ss_output_name", "modelspec.title", "general.name")
-"""Metadata fields with the original name of the file."""
+"""Metadata fields with the original file name."""
 BASE_MODEL_FIELDS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture")
-"""Metadata fields with the base model of a LoRA.
+"""Metadata fields with a LoRA's base model.
 
 A LoRA for both experts names one of them here, so these fields do not determine a place.
 """
@@ -42,14 +42,14 @@ _FEW_STEPS = re.compile(
     r"|(?<![a-z])(turbo|hyper|rcm|lcm)(?![a-z])",
     re.IGNORECASE,
 )
-"""Names of models and LoRAs that were distilled to a few steps, which includes the guidance."""
+"""Names of models and LoRAs distilled to a few steps, which includes the guidance."""
 
-# Small tensors that training changes. Two experts in which all of them are equal are copies of one.
+# Small tensors that training changes. If all are equal in two experts, these are copies of one.
 _FINGERPRINT = ("scale_shift_table", "blocks.0.scale_shift_table", "patch_embedding.bias", "proj_out.bias")
 
 
 class NamedPlace(NamedTuple):
-    """Place in the pair (high or low noise) that a name states."""
+    """Place in the pair (high or low noise) stated by a name."""
 
     place: Place
     clear: bool
@@ -60,7 +60,7 @@ class NamedPlace(NamedTuple):
 
 
 def place_from_name(name: str) -> NamedPlace | None:
-    """Return the place that a name states, or None if it states neither or both."""
+    """Return the place stated by a name. None if it states neither or both."""
     clear = {place.lower() for place in _NOISE.findall(name)}
     words = [word.lower() for word in _WORDS.findall(name)]
     places = {_ABBREVIATIONS[word] for word in words if word in _ABBREVIATIONS} | clear
@@ -89,12 +89,12 @@ def expert_mismatches(high: Expert, low: Expert) -> list[Notice]:
 
 
 def lora_mismatches(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[Notice]:
-    """Return notices about the LoRAs of the two experts of a model, each with a remedy.
+    """Return notices about the LoRAs for a model's two experts, each with a remedy.
 
     Args:
-        high: LoRA of the high-noise expert.
-        low: LoRA of the low-noise expert.
-        expert: one expert of the model.
+        high: LoRA for the high-noise expert.
+        low: LoRA for the low-noise expert.
+        expert: one of the model's experts.
         single: the model has no other expert.
 
     Raises:
@@ -123,9 +123,9 @@ class GuidedStep(NamedTuple):
 
 
 def guidance_mismatches(ref: ExpertsRef, steps: Iterable[GuidedStep]) -> list[Notice]:
-    """Return a notice for each expert that was distilled to a few steps, or has such a LoRA, and runs with CFG.
+    """Return a notice for each expert distilled to a few steps, by itself or by a LoRA, and run with CFG.
 
-    A LoRA counts only in steps in which its strength is not 0.
+    A LoRA counts only in steps with a strength other than 0.
     """
     guided = [each for each in steps if each.scale > 1]
     found = []
@@ -144,7 +144,7 @@ def guidance_mismatches(ref: ExpertsRef, steps: Iterable[GuidedStep]) -> list[No
 
 
 def _files_of(ref: ExpertsRef, expert: str) -> list[tuple[Path, StepStrengths]]:
-    """Return the files whose weights this expert has, with their strengths."""
+    """Return the weight files of this expert, with their strengths."""
     own = ref.low_noise if expert == "low" else ref.high_noise
     files = [(own, StepStrengths(usual=1.0))]
     for lora in ref.loras:
@@ -153,7 +153,7 @@ def _files_of(ref: ExpertsRef, expert: str) -> list[tuple[Path, StepStrengths]]:
 
 
 def _is_for_few_steps(path: Path) -> bool:
-    """Return True if the name of a file or of its folder, or its header, states a distilled model."""
+    """Return True if the file name, the folder name or the header states a distilled model."""
     if any(map(_FEW_STEPS.search, (path.stem if path.is_file() else path.name, path.parent.name))):
         return True
     return any(map(_FEW_STEPS.search, _metadata_values(path, TITLE_FIELDS)))
@@ -178,8 +178,8 @@ def _swapped_or_misplaced(kind: str, high: Path | None, low: Path | None) -> lis
 
 
 def _place_of(path: Path) -> NamedPlace | None:
-    """Return the place stated by the name of a file, of its folder, or in its metadata."""
-    if path.name in {"transformer", "transformer_2"}:  # folders of a diffusers pipeline
+    """Return the place stated by the file name, the folder name or the metadata."""
+    if path.name in {"transformer", "transformer_2"}:  # folders in a diffusers pipeline
         return NamedPlace("low", clear=True) if path.name.endswith("2") else _first_transformer(path)
     stated = place_from_name(path.stem if path.is_file() else path.name)
     if stated is not None:
@@ -226,7 +226,7 @@ def _is_same_file(first: Path, second: Path) -> bool:
 
 
 def _is_same_weights(high: Expert, low: Expert) -> bool:
-    """Return True if the fingerprint tensors are bit-equal; False if they are packed or differ in dtype or shape."""
+    """Return True if the fingerprint tensors are bit-equal. False if they are packed or differ in dtype or shape."""
     prints = [{name: expert.weights[name] for name in _FINGERPRINT} for expert in (high, low)]
     kinds = [[(tensor.packing, tensor.dtype, tensor.shape) for tensor in each.values()] for each in prints]
     if kinds[0] != kinds[1] or any(packing is not None for packing, _, _ in kinds[0]):

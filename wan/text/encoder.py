@@ -1,17 +1,17 @@
-"""UMT5 text encoder, streamed: its weights in both file formats, and the encoding of prompts.
+"""UMT5 text encoder, streamed: weights in all file formats, and prompt encoding.
 
 | form                                              | sizes       | tokenizer                                      |
 |---------------------------------------------------|-------------|------------------------------------------------|
-| `text_encoder` folder of a diffusers pipeline     | config.json | folder next to it                              |
-| single file of ComfyUI (`umt5_xxl_fp16` and such) | from shapes | tensor `spiece_model`                          |
-| file with the names of Wan's own release          | from shapes | that of a file or a folder next to it          |
-| GGUF of llama.cpp (`umt5-xxl-encoder-Q8_0.gguf`)   | from shapes | lists in the header                            |
+| `text_encoder` folder in a diffusers pipeline     | config.json | folder next to it                              |
+| ComfyUI's single file (`umt5_xxl_fp16` and such)  | from shapes | tensor `spiece_model`                          |
+| file with the names in Wan's own release          | from shapes | from a file or a folder next to it             |
+| GGUF by llama.cpp (`umt5-xxl-encoder-Q8_0.gguf`)  | from shapes | lists in the header                            |
 
-Weights are in fp32, fp16, bf16, or in fp8 with or without scales; those of blocks also in int8, mxfp8, nvfp4 or packed.
-Parameters get the names of transformers' UMT5EncoderModel. Only the tokenizer is loaded here.
+Weights are in fp32, fp16, bf16, or in fp8 with or without scales. Block weights may also be int8, mxfp8, nvfp4 or
+packed. Parameters get the names in transformers' UMT5EncoderModel. Only the tokenizer is loaded here.
 
-In bf16 the real encoder has 9 GB of blocks and a token table of 2.1 GB. A prompt needs at most 512 rows of the table,
-which are read for each call. The blocks' matrices are streamed by `attach_offload`, once for all prompts of a call.
+In bf16 the real encoder has 9 GB of blocks and a 2.1 GB token table. A prompt needs at most 512 table rows, which are
+read for each call. `attach_offload` streams the block matrices, once for all prompts in a call.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ BLOCK = re.compile(r"encoder\.block\.(\d{1,4})\.")
 _OTHER_BLOCK_NAME = re.compile(r"(?:blocks|enc\.blk)\.(\d{1,4})\.(.+)")
 
 MARKS = (QUERIES, "blocks.0.attn.q.weight", "enc.blk.0.attn_q.weight")
-"""Names of a tensor that every encoder has: those of transformers, of Wan's own release and of llama.cpp."""
+"""Names of a tensor found in every encoder: in transformers, Wan's own release and llama.cpp."""
 ROOTS = ("shared", "encoder", "token_embedding", "blocks", "norm", "token_embd", "enc", SENTENCE_MODEL)
 
 _OTHER_BLOCK = {
@@ -114,7 +114,7 @@ _OTHER = {
     **dict.fromkeys(("token_embedding", "token_embd"), "shared"),
     **dict.fromkeys(("norm", "enc.output_norm"), "encoder.final_layer_norm"),
 }
-"""Modules of Wan's own release, which other people's files keep, and of llama.cpp; their names in transformers."""
+"""Modules in Wan's own release, kept by other people's files, and in llama.cpp, with their names in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,17 +126,17 @@ class Umt5:
     weights: Mapping[str, FileTensor]
     """Location of each parameter."""
     scales: Mapping[str, FileTensor]
-    """Location of the scales of scaled fp8 parameters."""
+    """Scale locations of scaled fp8 parameters."""
     tokenizer: Tokenizer
     notes: tuple[str, ...]
-    """Sentences about tensors that are not used, and about the origin of the tokenizer."""
+    """Sentences about unused tensors and the tokenizer's origin."""
 
 
 def open_umt5_folder(folder: Path) -> Umt5:
     """Open a `text_encoder` folder with `tokenizer` next to it.
 
     Raises:
-        CheckpointFileError: a file is missing, damaged, or of another model.
+        CheckpointFileError: a file is missing, damaged, or for another model.
     """
     config = read_config(folder)
     require_config(folder, config, UMT5, "the text encoder of a Wan2.1 or Wan2.2 pipeline (UMT5-XXL)")
@@ -147,13 +147,13 @@ def open_umt5_folder(folder: Path) -> Umt5:
 
 
 def open_umt5_file(path: Path) -> Umt5:
-    """Open a single file, in any of its precisions and with any of its names.
+    """Open a single file, in any precision and with any names.
 
     Raises:
-        CheckpointFileError: the file is missing, damaged, a pickle, or of another model, or there is no tokenizer in it
-            or next to it.
+        CheckpointFileError: the file is missing, damaged, a pickle, or for another model, or there is no tokenizer in
+            it or next to it.
     """
-    # ComfyUI saves the tokenizer of a whole checkpoint as `text_encoders.spiece_model`, above the names of the encoder.
+    # ComfyUI saves the tokenizer in a whole checkpoint as `text_encoders.spiece_model`, above the encoder names.
     stored = component_file(read_checkpoint(path), marks=MARKS, roots=ROOTS, shared=[SENTENCE_MODEL])
     tensors = {_name(key): tensor for key, tensor in stored.weights.items() if key != SENTENCE_MODEL}
     _refuse_other_models(path, tensors)
@@ -165,7 +165,7 @@ def open_umt5_file(path: Path) -> Umt5:
 
 
 def _tokenizer(path: Path, stored: ComponentFile, *, rows: int) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a single file; one from another file with a sentence about it."""
+    """Return the tokenizer for a single file. One from another file comes with a sentence about it."""
     if SENTENCE_MODEL in stored.weights:
         return open_sentence_tokenizer(path, stored.weights, rows=rows), None
     data = gguf_sentence_model(path) if is_gguf(path) else None
@@ -199,7 +199,7 @@ def _opened(
 
 
 def _name(key: str) -> str:
-    """Return the name of a parameter in transformers."""
+    """Return the parameter name in transformers."""
     module, _, leaf = key.rpartition(".")
     if module in _OTHER:
         return f"{_OTHER[module]}.{leaf}"
@@ -227,10 +227,10 @@ def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
 
 
 def _config_from_shapes(path: Path, weights: Mapping[str, FileTensor]) -> dict[str, Any]:
-    """Return the sizes of the encoder under the names of config.json.
+    """Return the encoder sizes under the names in config.json.
 
     Raises:
-        CheckpointError: they are not those of a UMT5 encoder of width 4096.
+        CheckpointError: they do not belong to a UMT5 encoder with width 4096.
     """
     table = next((weights[name] for name in (TOKEN_TABLE, *ALIASES) if name in weights), None)
     if table is None:
@@ -260,7 +260,7 @@ def _config_from_shapes(path: Path, weights: Mapping[str, FileTensor]) -> dict[s
 MAX_TOKENS = 512
 
 STACK = "umt5"
-"""Name of the blocks in transfer programs."""
+"""Block name in transfer programs."""
 
 
 class PromptError(ValueError):
@@ -268,14 +268,14 @@ class PromptError(ValueError):
 
 
 def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -> TextEncoder:
-    """Open the text encoder of a diffusers pipeline folder, its `text_encoder` folder, or ComfyUI's single file.
+    """Open the text encoder in a diffusers pipeline folder, its `text_encoder` folder, or ComfyUI's single file.
 
-    `compute_dtype` is as in `open_experts`. A `text_encoder` folder needs `tokenizer` next to it; a single file
+    `compute_dtype` is as in `open_experts`. A `text_encoder` folder needs `tokenizer` next to it. A single file
     contains its tokenizer. Reads only the tokenizer, the config and headers.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
-            tensors are not those of a UMT5 encoder of width 4096; the tokenizer is missing.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file. The config or the
+            tensors do not belong to a UMT5 encoder with width 4096. The tokenizer is missing.
     """
     path, dtype = Path(path), resolve_dtype(compute_dtype)
     if path.is_file():
@@ -284,10 +284,10 @@ def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -
 
 
 def encoder_version(path: Path) -> ModelVersion:
-    """Return the files that `open_text_encoder` reads, with their versions: those of a tokenizer next to it too.
+    """Return the files that `open_text_encoder` reads, with their versions, also for a tokenizer next to it.
 
     Raises:
-        CheckpointError: the folder is not that of a text encoder.
+        CheckpointError: the folder is not a text encoder.
     """
     if path.is_file():
         return model_version(path, *files_beside(path))
@@ -305,7 +305,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         self._scales = opened.scales
         self._tokenizer = opened.tokenizer
         self.notes = opened.notes
-        """Sentences about tensors of the file that are not used, and about the origin of the tokenizer."""
+        """Sentences about unused tensors and the tokenizer's origin."""
         self._blocks: list[nn.Module] = list(self._model.encoder.block)
         for block in self._blocks:
             _split_batch(block)
@@ -322,14 +322,14 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         """Encode all prompts, reading the weights once.
 
         Args:
-            prompts: those of more than `max_length` tokens are cut.
+            prompts: texts, cut after `max_length` tokens.
             device: computes the blocks.
-            policy: of the blocks; by default layerwise with one prefetched block.
-            max_length: rows of each embedding.
-            check: called before every block; may raise to end the computation.
+            policy: for the blocks. By default layerwise with one prefetched block.
+            max_length: rows per embedding.
+            check: called before every block. May raise to end the computation.
 
         Returns:
-            One embedding for each prompt, fp32 [1, max_length, 4096] on the CPU; rows after </s> are zero.
+            One embedding for each prompt, fp32 [1, max_length, 4096] on the CPU. Rows after </s> are zero.
 
         Raises:
             PromptError: there are no prompts, or `max_length` is below 1.
@@ -342,7 +342,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         self._read_small_tensors(device)
         embeds = self._token_rows(tokens.ids).to(device)
         policy = policy or OffloadPolicy.layerwise(1)
-        # Attached for this call only: the experts need the memory of the buffers afterwards.
+        # Attached for this call only: the experts need the buffer memory afterwards.
         with (
             attach_offload({STACK: self._blocks}, policy=policy, device=device, source=self._source()),
             called_before(self._blocks, check),
@@ -370,7 +370,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         large = _streamed(self._blocks) | {TOKEN_TABLE}
         small = {name: tensor for name, tensor in self._weights.items() if name not in large}
         # Parameters stay in the model after this call, so they must not be inference tensors: a later call outside
-        # inference mode could not compute with those.
+        # inference mode could not compute with them.
         with torch.inference_mode(False):
             stored = read_tensors(small)
             factors = self._factors(small)
@@ -382,7 +382,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
 
     def _token_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the table's rows for `ids` [prompts, tokens], in the compute dtype: [prompts, tokens, 4096]."""
-        # The table is never loaded as a whole (2.1 GB); each distinct row is read from the file once.
+        # The table is never loaded as a whole (2.1 GB). Each distinct row is read from the file once.
         distinct, index = ids.unique(return_inverse=True)
         table = self._weights[TOKEN_TABLE]
         rows = read_tensors({str(row): table.rows(row, row + 1) for row in distinct.tolist()})
@@ -393,11 +393,11 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         return _decode(read, torch.cat(list(rows.values())), factor, self._compute_dtype)[index]
 
     def _factors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the scales of the names that have one: fp32, 0-d or [rows, 1]."""
+        """Return the scales of scaled names: fp32, 0-d or [rows, 1]."""
         return read_scales({name: self._scales[name] for name in names if name in self._scales})
 
     def _dtype(self, name: str) -> torch.dtype:
-        # As in transformers: outputs of `wo` exceed the range of fp16, but not that of bf16.
+        # As in transformers: `wo` outputs exceed the fp16 range, but not the bf16 range.
         needs_range = self._compute_dtype == torch.float16 and ".wo." in name
         return torch.float32 if needs_range else self._compute_dtype
 
@@ -406,14 +406,14 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
 
 
 def _streamed(blocks: Iterable[nn.Module]) -> frozenset[str]:
-    """Return the names of the parameters that are streamed, within the model."""
+    """Return the names of the streamed parameters, within the model."""
     return frozenset(f"encoder.block.{i}.{name}" for i, block in enumerate(blocks) for name in streamed_names(block))
 
 
 def _split_batch(block: nn.Module) -> None:
-    """Make `block` compute the prompts of a batch one after the other while its weights are on the device.
+    """Make `block` compute the prompts in a batch one after the other while its weights are on the device.
 
-    The result of a prompt is then bit-equal in every batch, which a batched matrix product does not guarantee.
+    A prompt's result is then bit-equal in every batch. A batched matrix product does not guarantee this.
     """
     forward = block.forward
 
@@ -430,13 +430,13 @@ def _split_batch(block: nn.Module) -> None:
 
 
 def _row(value: Any, row: int, hidden: torch.Tensor) -> Any:
-    """Return the part of an argument that belongs to one prompt; only attention masks differ between prompts."""
+    """Return one prompt's part of an argument. Only attention masks differ between prompts."""
     per_prompt = isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(hidden)
     return value[row : row + 1] if per_prompt else value
 
 
 def _concatenate(outputs: list[Any]) -> Any:
-    """Concatenate hidden states; in transformers 4 they are the first of several values, the others unused by Wan."""
+    """Concatenate hidden states. In transformers 4 they are the first of several values, the others unused by Wan."""
     if isinstance(outputs[0], tuple):
         return (torch.cat([output[0] for output in outputs]), *outputs[0][1:])
     return torch.cat(outputs)

@@ -1,4 +1,4 @@
-"""Sentencepiece models as bytes, and the model in the header of a GGUF file, which has its parts as lists."""
+"""Sentencepiece models as bytes, and their conversion from the lists in a GGUF header."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..checkpoint.files import CheckpointError
 
 UNIGRAM = 1
 BYTE = 6
-"""Kind of the pieces by which a model spells characters that it does not have."""
+"""Piece kind for spelling unknown characters as bytes."""
 
 MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES = (
     f"tokenizer.ggml.{name}"
@@ -26,11 +26,11 @@ MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES = (
         "remove_extra_whitespaces",
     )
 )
-"""Fields of a GGUF file."""
+"""GGUF fields."""
 
 
 class Piece(NamedTuple):
-    """Token of a sentencepiece model."""
+    """Sentencepiece token."""
 
     text: str
     score: float
@@ -44,8 +44,8 @@ def sentence_model(
     """Return a unigram model.
 
     Args:
-        pieces: tokens in the order of their ids.
-        characters: compiled map of characters that are replaced; empty for none.
+        pieces: tokens in id order.
+        characters: compiled map for character replacement. Empty for none.
         space_first: put a space before the text.
         collapse_spaces: make one space of several.
     """
@@ -58,7 +58,7 @@ def sentence_model(
 
 
 def gguf_sentence_model(path: Path) -> bytes | None:
-    """Return the sentencepiece model of a GGUF text encoder; None if its header has none.
+    """Return the sentencepiece model of a GGUF text encoder. None if its header has none.
 
     Raises:
         CheckpointFileError: the file cannot be read, or the lists do not belong together.

@@ -1,4 +1,4 @@
-"""UMT5 tokenizers from a folder or from ComfyUI's single file; prompts are cleaned as in diffusers."""
+"""UMT5 tokenizers from a folder or ComfyUI's single file, and prompt cleaning as in diffusers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHITESPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptTokens:
-    """Token ids of prompts and their attention mask, both int64 [prompts, length]."""
+    """Prompt token ids and attention mask, both int64 [prompts, length]."""
 
     ids: torch.Tensor
     mask: torch.Tensor
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     """Converts texts to token ids."""
 
     def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
-        """Convert each cleaned text to exactly `length` tokens; a text that is cut ends in </s> too."""
+        """Convert each cleaned text to exactly `length` tokens. A cut text ends in </s> too."""
 
 
 class FolderTokenizer:
@@ -70,17 +70,17 @@ def clean_prompt(prompt: str) -> str:
 
 
 def open_tokenizer(folder: Path) -> FolderTokenizer:
-    """Open the tokenizer in `folder`. Python code of the folder never runs.
+    """Open the tokenizer in `folder`. Python code in the folder never runs.
 
     Raises:
-        CheckpointError: the folder is missing, its files are not a tokenizer, or they need code of their own.
+        CheckpointError: the folder is missing, its files are not a tokenizer, or they need their own code.
     """
     if not folder.is_dir():
         raise CheckpointError(folder, "the tokenizer is missing: it belongs next to the text encoder")
     from transformers import AutoTokenizer
 
     try:
-        # Without a decision, transformers asks on stdin whether it may run the code that an `auto_map` names.
+        # Without a decision, transformers asks on stdin whether it may run the code in an `auto_map`.
         return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:
         if "trust_remote_code" in str(err):
@@ -93,7 +93,7 @@ def open_tokenizer(folder: Path) -> FolderTokenizer:
 
 
 SENTENCE_MODEL = "spiece_model"
-"""Tensor of a single file that contains the sentencepiece model."""
+"""Tensor with the sentencepiece model in a single file."""
 
 # UMT5's model has 4.5 MB.
 MAX_MODEL_BYTES = 64 * 1024**2
@@ -107,8 +107,8 @@ class SentenceTokenizer:
         self._pad, self._end = processor.pad_id(), processor.eos_id()
         special = (self._pad, self._end, processor.unk_id(), processor.bos_id())
         self._special = {processor.id_to_piece(token): token for token in special if token >= 0}
-        # As in transformers, a special token that is spelled out in a prompt ("</s>") becomes that token; sentencepiece
-        # alone would treat it as ordinary characters.
+        # As in transformers, a special token spelled out in a prompt ("</s>") becomes this token. sentencepiece alone
+        # would treat it as ordinary characters.
         self._spelled_out = re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
@@ -127,7 +127,7 @@ class SentenceTokenizer:
 
 
 def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, rows: int) -> SentenceTokenizer:
-    """Open the tokenizer `SENTENCE_MODEL` of the file `path`, whose token table has `rows` rows.
+    """Open the tokenizer `SENTENCE_MODEL` in the file `path` with a token table of `rows` rows.
 
     Raises:
         CheckpointError: it is damaged, or has more tokens than the table has rows.
@@ -142,7 +142,7 @@ def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, ro
 
 
 def sentence_processor(path: Path, data: bytes, *, rows: int) -> SentencePieceProcessor:
-    """Return the sentencepiece model with these bytes, which the file `path` holds.
+    """Return the sentencepiece model in these bytes from the file `path`.
 
     Raises:
         CheckpointError: as `open_sentence_tokenizer`.
@@ -161,26 +161,26 @@ def sentence_processor(path: Path, data: bytes, *, rows: int) -> SentencePiecePr
 
 
 MORE_ROWS = 512
-"""Rows of a token table behind those of the sentencepiece model: UMT5 has 256,000 pieces and 256,384 rows."""
+"""Upper limit for token table rows behind the sentencepiece model: UMT5 has 256,000 pieces and 256,384 rows."""
 END_PIECE = "</s>"
-"""Piece that ends a text in UMT5. Gemma, whose tokenizer has as many pieces, has another one."""
+"""End piece in UMT5. Gemma's tokenizer has as many pieces, but another end piece."""
 FOLDERS_BESIDE = (".", "tokenizer", "google/umt5-xxl", "umt5-xxl")
-"""Folders next to a text encoder that may hold its tokenizer, those of Wan's own release among them."""
+"""Folders next to a text encoder that may hold its tokenizer, also as in Wan's own release."""
 TENSOR_FILES = (".safetensors", ".sft")
 SENTENCE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 
 
 class BorrowedTokenizer(NamedTuple):
-    """Tokenizer of another file."""
+    """Tokenizer from another file."""
 
     tokenizer: SentenceTokenizer
     note: str
 
 
 def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
-    """Open the tokenizer of another text encoder in the folder of the file `path`, or of a tokenizer's own files there.
+    """Open a tokenizer next to the file `path`, from another text encoder or from a tokenizer's own files.
 
-    Only a tokenizer whose number of tokens suits a table of `rows` rows is taken: other models have others.
+    The number of tokens must suit a table with `rows` rows: other models have other tokenizers.
 
     Raises:
         CheckpointError: there is none.
@@ -195,7 +195,7 @@ def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
                     continue
                 processor = open_sentence_tokenizer(file, tensors, rows=rows).processor
         except (CheckpointFileError, OSError) as err:
-            # A file that is not used must not end the run; a reader of the log sees why it was passed over.
+            # An unused file must not end the run. The log shows why it was passed over.
             logger.info("no tokenizer for %s from %s", path.name, err)
             continue
         if processor.id_to_piece(processor.eos_id()) == END_PIECE and processor.get_piece_size() > rows - MORE_ROWS:

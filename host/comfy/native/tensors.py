@@ -81,7 +81,7 @@ def native_tensors(path: Path, file: StoredFile, detect: Detect) -> tuple[Tensor
 
 
 def known_formats() -> Mapping[str, Any]:
-    """Return the quantised layer formats in this ComfyUI by name. None in 0.3.64."""
+    """Return the quantised layer formats in this ComfyUI by name. Empty in 0.3.64."""
     return getattr(getattr(comfy, "quant_ops", None), "QUANT_ALGOS", {})
 
 
