@@ -1,7 +1,7 @@
-"""Interface of device runtimes: streams, events, memory, page locks and the current device of a thread.
+"""Interface for device runtimes: streams, events, memory, page locks and the current device of a thread.
 
-All calls of torch's device modules, such as `torch.cuda`, are in classes of this package, so that tests can register a
-runtime of their own for a device that does not exist.
+Only classes in this package call torch's device modules, such as `torch.cuda`, so that tests can register their own
+runtime for a device that does not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """Point in the work of a stream."""
+    """Point in a stream's work."""
 
     def record(self, stream: Stream) -> None:
         """Record the event after all work issued to `stream` so far."""
@@ -28,11 +28,11 @@ class Event(Protocol):
         """Block the host until the device has passed the event."""
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds until `end`; both must have been made with `timing` and passed."""
+        """Return the milliseconds until `end`. Both must have been made with `timing` and passed."""
 
 
 class Stream(Protocol):
-    """Queue of device work that is done in order."""
+    """Queue for device work, done in order."""
 
     def wait_event(self, event: Event) -> None:
         """Order all later work behind `event`. Does not block the host."""
@@ -45,7 +45,7 @@ class Stream(Protocol):
 
 
 class DeviceMemory(NamedTuple):
-    """Memory of a device in bytes, over all processes."""
+    """Device memory in bytes, over all processes."""
 
     free: int
     total: int
@@ -56,11 +56,11 @@ class PageLockError(OSError):
 
 
 class NoPageLockError(PageLockError):
-    """The device family cannot page-lock memory in place; no limit of the system is involved."""
+    """The device family cannot page-lock memory in place. No system limit is involved."""
 
 
 class DeviceRuntime(ABC):
-    """Calls of one device with streams. Any thread may call, except where the calling thread is named.
+    """Calls for one device with streams. Any thread may call, except where the calling thread is named.
 
     Args:
         device: with an index.
@@ -69,18 +69,18 @@ class DeviceRuntime(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.shared_pages = SharedPages(self)
-        """Page locks of memory that is not mapped for one purpose, so that others may lock parts of its pages."""
+        """Page locks for memory not mapped for one purpose, so that others may lock parts of its pages."""
         self._idle_streams: list[Stream] = []
         self._still_locked: list[torch.Tensor] = []
 
     @staticmethod
     @abstractmethod
     def count() -> int:
-        """Return the number of devices of this family that torch finds; 0 if it cannot use any."""
+        """Return the number of devices in this family found by torch. 0 if it cannot use any."""
 
     @staticmethod
     def unavailable() -> str:
-        """Return why `count` is 0, and a remedy; queries no device."""
+        """Return why `count` is 0, and a remedy. Queries no device."""
         return "torch finds none: use cpu"
 
     @staticmethod
@@ -91,7 +91,7 @@ class DeviceRuntime(ABC):
     @staticmethod
     @abstractmethod
     def is_initialized() -> bool:
-        """Return True if this process has used the device family; queries before that would initialise it."""
+        """Return True if this process has used the device family. Earlier queries would initialise it."""
 
     @abstractmethod
     def stream(self) -> Stream:
@@ -100,13 +100,13 @@ class DeviceRuntime(ABC):
     def borrow_stream(self) -> Stream:
         """Return a stream that nobody else uses until `return_stream`.
 
-        torch has 32 streams of a device and hands them out in turn: the copies of one engine could end up on the
-        stream of another's decodings. Memory that was allocated on a stream is also reused on that stream alone.
+        torch has 32 streams per device and hands them out in turn: one engine's copies could end up on the stream for
+        another's decodings. Memory allocated on a stream is also reused on this stream alone.
         """
         return self._idle_streams.pop() if self._idle_streams else self.stream()
 
     def return_stream(self, stream: Stream) -> None:
-        """Allow others to borrow a stream whose work is done."""
+        """Allow others to borrow a stream without pending work."""
         self._idle_streams.append(stream)
 
     @abstractmethod
@@ -123,20 +123,20 @@ class DeviceRuntime(ABC):
 
         Args:
             timing: its time can be read.
-            blocking: a host thread that waits for it sleeps instead of spinning on a core.
+            blocking: a waiting host thread sleeps instead of spinning on a core.
         """
 
     @abstractmethod
     def enter_thread(self) -> None:
-        """Make this the current device of the calling thread; a new thread starts with device 0."""
+        """Make this the calling thread's current device. A new thread starts with device 0."""
 
     @abstractmethod
     def name(self) -> str:
-        """Return the name of the device, as its driver reports it."""
+        """Return the device name, as its driver reports it."""
 
     @abstractmethod
     def memory(self) -> DeviceMemory:
-        """Return the memory that is free now, and all of it."""
+        """Return the memory free now, and all memory."""
 
     @abstractmethod
     def allocated_bytes(self, *, peak: bool = False) -> int:
@@ -144,18 +144,18 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def reserved_bytes(self, *, peak: bool = False) -> int:
-        """Return the bytes that torch's allocator holds, in use or cached, now or at most since `reset_peaks`."""
+        """Return the bytes in torch's allocator, in use or cached, now or at most since `reset_peaks`."""
 
     @abstractmethod
     def active_bytes(self) -> int:
-        """Return the bytes of `allocated_bytes`, and those that are freed but still wait for another stream.
+        """Return `allocated_bytes` plus freed bytes that still wait for another stream.
 
-        This is the figure by which ComfyUI counts free memory.
+        ComfyUI counts free memory by this figure.
         """
 
     @abstractmethod
     def limit_memory(self, nbytes: int | None) -> None:
-        """Let torch reserve at most `nbytes` in this process; None: all memory. Returns cached memory first."""
+        """Let torch reserve at most `nbytes` in this process. None: all memory. Returns cached memory first."""
 
     @abstractmethod
     def reset_peaks(self) -> None:
@@ -170,10 +170,10 @@ class DeviceRuntime(ABC):
         """
 
     def unlock_pages(self, memory: torch.Tensor) -> None:
-        """Unlock memory that was locked. No copy from it may be in progress.
+        """Unlock locked memory. No copy from it may be in progress.
 
         If the driver refuses, the memory stays mapped as long as the process: a driver takes the next mapping at the
-        address of a locked one for the locked pages, and copies from those.
+        same address for the locked pages, and copies from those.
         """
         if not self._unlock(memory):
             self._still_locked.append(memory)
@@ -185,8 +185,8 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def is_locked(self, memory: torch.Tensor) -> bool:
-        """Return True if CPU memory starts in pages that are locked, by this process or by its owner."""
+        """Return True if CPU memory starts in locked pages, whether this process or the owner locked them."""
 
     @abstractmethod
     def auto_dtype(self) -> torch.dtype:
-        """Return the narrowest dtype that the device computes fast in."""
+        """Return the narrowest dtype in which the device computes fast."""

@@ -1,4 +1,4 @@
-"""Plain names and texts for errors in ComfyUI, which shows the module of an error class, the disk path of a pack."""
+"""Plain names and texts for errors in ComfyUI, which shows an error class with its module, a pack's disk path."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ R = TypeVar("R")
 
 
 def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function that ComfyUI calls, so that errors of our classes are reported as `wanstream.<class>`.
+    """Wrap a function called by ComfyUI, so that our error classes are reported as `wanstream.<class>`.
 
-    Their messages have the folders of files in the last line.
+    The messages have the folders in the last line.
 
-    They are still instances of their classes, and are pickled as such: the classes themselves keep the module from
-    which another process imports them.
+    The errors are still instances of their classes, and are pickled as such: the classes themselves keep the module
+    from which another process imports them.
     """
 
     @wraps(function)
@@ -44,15 +44,15 @@ def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def name_errors_of(node: type[Any]) -> None:
-    """Give plain names to the errors of `execute` and `validate_inputs` of a node class, which checks values alone."""
-    # Only methods of this class: ComfyUI calls `validate_inputs` only if a node overrides that of the base class.
+    """Give plain names to a node class's errors in `execute` and `validate_inputs`, which checks values alone."""
+    # Only methods in this class: ComfyUI calls `validate_inputs` only if a node overrides the base method.
     for name in vars(node).keys() & {"execute", "validate_inputs"}:
         function = getattr(node, name).__func__
         setattr(node, name, classmethod(plainly_named(_of_values(function) if name == "validate_inputs" else function)))
 
 
 def _of_values(check: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a node's own check, so that a constant that ComfyUI reports itself is None there, like a linked value."""
+    """Wrap a node's own check. If ComfyUI reports a constant itself, it is None there, like a linked value."""
 
     @wraps(check)
     def call(*args: P.args, **inputs: P.kwargs) -> R:
@@ -63,7 +63,7 @@ def _of_values(check: Callable[P, R]) -> Callable[P, R]:
 
 
 def _twin(cls: Any) -> Any:
-    """Return a subclass of `cls` that differs only in its module, and in the place of folders in its message."""
+    """Return a subclass of `cls` with another module, and with folders last in its message."""
 
     def reduced(self: Exception) -> tuple[Any, ...]:
         return (cls, *cls.__reduce__(self)[1:])

@@ -1,4 +1,4 @@
-"""Messages of errors as a user reads them: the sentence and the names of files first, their folders last.
+"""Error messages for users: the sentence and the file names first, the folders last.
 
 ComfyUI's error panel shows a few lines. A long path at the start would leave no room for the reason and the remedy.
 """
@@ -9,10 +9,10 @@ import os
 import re
 
 _START = re.compile(r"(?<!kept in )(?<![\w.:/\\~*)\]-])(?:[A-Za-z]:[\\/]|/|\\\\)(?=[^\s/\\])")
-"""Start of an absolute path: not a URL, a date, a relative name or a division, and not the place of a kept latent."""
+"""Start of an absolute path: not a URL, a date, a relative name or a division, and not a kept latent's place."""
 _SEPARATOR = re.compile(r"[\\/]" if os.name == "nt" else r"/")
 _FOLDERS = re.compile(r"(?:[^\s/\\'\"`,;:()<>|]+[\\/])+")
-"""The folders of a path that does not exist, from its second character on."""
+"""The folders of a missing path, from its second character on."""
 _NAME = re.compile(r"(?:(?![,;:] )[^/\\\n'\"])*\.\w")
 """Name with a suffix, maybe with spaces, but not the rest of a sentence."""
 _IN_URL = re.compile(r"\S://\S*$")
@@ -20,7 +20,7 @@ _LONGEST = 4096
 
 
 def folders_last(text: str) -> str:
-    """Return a message with the names of files in place of absolute paths, and with their folders in a last line.
+    """Return a message with file names in place of absolute paths, and with the folders in a last line.
 
     Only the first line changes: the others say where something is.
     """
@@ -30,7 +30,7 @@ def folders_last(text: str) -> str:
     end = 0
     for start in _START.finditer(text):
         if start.start() < end or _IN_URL.search(text, max(end, start.start() - _LONGEST), start.start()):
-            continue  # inside the path before, or part of an address
+            continue  # inside the previous path, or part of an address
         folder = _folder_at(text, start.start(), start.end())
         if folder:
             parts.append(text[end : start.start()])
@@ -42,7 +42,7 @@ def folders_last(text: str) -> str:
 
 
 def _folder_at(text: str, begin: int, inner: int) -> str:
-    """Return the folder of the path at `begin`, whose first name is at `inner`, without its last separator."""
+    """Return the folder of the path at `begin` without its last separator. The first name starts at `inner`."""
     found = begin
     # A path may contain spaces, so the disk decides where it ends.
     for separator in _SEPARATOR.finditer(text, inner, begin + _LONGEST):

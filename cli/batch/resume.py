@@ -1,4 +1,4 @@
-"""Resumption of a batch: from the journal, its copy, the finished files, and the rows."""
+"""Batch resumption: from the journal, its copy, the finished files, and the rows."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .rows import Row
 def open_journal(
     path: Path, *, workflow: str, start: Callable[[Journal], Sequence[str]], is_own: bool = True
 ) -> tuple[Journal, list[str]]:
-    """Open the journal at `path`, rebuilt from its last copy if it is damaged or missing; return it and notes.
+    """Open the journal at `path`, rebuilt from its last copy if damaged or missing. Return it and notes.
 
     `start` resumes a batch from a journal and returns notes. A rebuilt journal replaces the damaged one only after
-    `start` has returned, so that an error changes nothing. The damaged file, or a copy of another batch, is renamed.
-    `is_own`: a lock or a copy shows that a batch has used `path`, so that even the database of another application is
-    a damaged journal. Raises JournalError, and the errors of `start`.
+    `start` has returned, so that an error changes nothing. The damaged file, or another batch's copy, is renamed.
+    `is_own`: a lock or a copy shows that a batch has used `path`, so that even another application's database is a
+    damaged journal. Raises JournalError, and the errors of `start`.
     """
     gone = copy_of(path).is_file() and not (path.is_file() and path.stat().st_size)
     reason = f"the journal {path} is missing"
@@ -75,9 +75,9 @@ _VIDEOS = "the finished videos in the folder"
 
 
 def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
-    """Write the journal `rebuilt`: the copy if it is intact and of this workflow, else nothing.
+    """Write the journal `rebuilt`: the copy if it is intact and for this workflow, else nothing.
 
-    Returns a description of the source, and True if the copy is of another workflow, version or application.
+    Returns a description of the source, and True if the copy is for another workflow, version or application.
     """
     for leftover in (rebuilt, Path(f"{rebuilt}-journal")):
         leftover.unlink(missing_ok=True)
@@ -97,10 +97,10 @@ def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
 
 
 def _set_aside(path: Path) -> Path | None:
-    """Rename the damaged journal and return its new path; None if it does not exist."""
+    """Rename the damaged journal and return its new path. None if it does not exist."""
     names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
     aside = next(free for name in names if not os.path.lexists(free := path.with_name(name)))
-    # Otherwise SQLite would apply this rollback file of the damaged journal to its replacement.
+    # Otherwise SQLite would apply the damaged journal's rollback file to its replacement.
     half = Path(f"{path}-journal")
     if half.exists():
         half.replace(f"{aside}-journal")
@@ -113,16 +113,16 @@ def _set_aside(path: Path) -> Path | None:
 _UNFINISHED = (State.waiting, State.posted, State.failed)
 
 FindRows = Callable[[Path], Collection[str]]
-"""Returns the hashes of the rows whose workflow is in the metadata of a file."""
+"""Returns the hashes of rows with their workflow in a file's metadata."""
 
 
 def resume(
     journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows = lambda path: ()
 ) -> list[str]:
-    """Enter `rows` into the journal, and complete interrupted renames; return notes on rows with unexpected files.
+    """Enter `rows` into the journal, and complete interrupted renames. Return notes on rows with unexpected files.
 
-    Finished files that are not in the journal are assigned to their row, if `find_rows` finds one. Raises
-    ArgumentError, before any file is moved or removed, if foreign files have the names of future output files.
+    Finished files outside the journal are assigned to their row, if `find_rows` finds one. Raises ArgumentError, before
+    any file is moved or removed, if foreign files have the names of future output files.
     """
     journal.wait([entry.hash for entry in _placing(journal) if not store.can_place(entry.files)])
     missing = _enter(journal, store, rows)
@@ -139,7 +139,7 @@ def resume(
     store.clear_parts()
     for row in rows:
         if row.fault is not None and journal.entries[row.hash].state is State.posted:
-            journal.fail(row.hash, row.fault)  # the nodes of the host have changed since the row was posted
+            journal.fail(row.hash, row.fault)  # the host's nodes have changed since the row was posted
     return [
         *(f"{row} runs again: its files are missing" for row in missing if row not in adopted),
         *(f"{row} does not run again: a finished file contains its workflow" for row in adopted),
@@ -151,7 +151,7 @@ def _placing(journal: Journal) -> list[Entry]:
 
 
 def _enter(journal: Journal, store: OutputStore, rows: Sequence[Row]) -> list[Row]:
-    """Enter `rows`; return those whose files are missing or were changed. New stamps are recorded."""
+    """Enter `rows`. Return rows with missing or changed files. New stamps are recorded."""
     stamped: dict[str, list[KeptFile]] = {}
 
     def gone(entry: Entry) -> bool:
@@ -166,7 +166,7 @@ def _enter(journal: Journal, store: OutputStore, rows: Sequence[Row]) -> list[Ro
 
 
 def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows: FindRows) -> list[Row]:
-    """Assign finished files without a row to the rows whose workflow they contain; return these rows."""
+    """Assign finished files without a row by the workflow inside them. Return the assigned rows."""
     entries = journal.entries
     taken = {name_key(entry.stem or "") for entry in entries.values() if entry.state in (State.placing, State.done)}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
@@ -199,20 +199,20 @@ def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows:
 
 
 def _rows_of_all(paths: Sequence[Path], find_rows: FindRows) -> list[str]:
-    """Return the hashes of the rows whose workflow is in all these files."""
+    """Return the hashes of rows with their workflow in all these files."""
     first, *others = (find_rows(path) for path in paths)
     return [digest for digest in first if all(digest in other for other in others)]
 
 
 def _may_have(row: Row, stem: str) -> bool:
-    """Return True if the files of the row may have this stem: the row's name, or any number if it has none."""
+    """Return True if the row's files may have this stem: the row's name, or any number if it has none."""
     return name_key(stem) == name_key(row.name) if row.name is not None else is_number(stem)
 
 
 def _check_names(store: OutputStore, entries: Sequence[Entry]) -> None:
-    """Raise ArgumentError if an output file would replace a file that is not from this batch."""
+    """Raise ArgumentError if an output file would replace a file from outside this batch."""
     unfinished = [entry for entry in entries if entry.line is not None and entry.state in _UNFINISHED]
-    # A row of which one file was deleted is made again: `place` replaces the others.
+    # A row with one deleted file is made again: `place` replaces the others.
     former = {file.name for entry in unfinished for file in entry.files if store.is_intact([file])}
     stems = [entry.stem for entry in unfinished if entry.stem]
     foreign = [name for name in store.foreign_files(stems) if name not in former]

@@ -1,10 +1,10 @@
-"""Events of runs from a ComfyUI server to all browsers, and the routes that return the last runs and the version.
+"""Run events from a ComfyUI server to all browsers, and the routes for the last runs and the version.
 
-`PromptServer` sends the events and serves the route; its queue contains the graph of the running item. Nothing in
+`PromptServer` sends the events and serves the routes. Its queue contains the graph of the running item. Nothing in
 ComfyUI is patched.
 
-    GET  /wanstream/runs    {"runs": [...], "notices": [...]}: the last runs of this server and the notices of its
-                            nodes, for a page that is opened later
+    GET  /wanstream/runs    {"runs": [...], "notices": [...]}: the last runs on this server and the node notices, for
+                            pages opened later
     GET  /wanstream/about   {"version": "...", "instance": "..."}: for `wanstream batch` with several servers
 """
 
@@ -22,14 +22,14 @@ from ..run_events import BEGIN, NOTICES_EVENT, RunLog, contents_of, short_text
 
 
 class ServerEvents:
-    """Sends the events of runs to all browsers and logs them for pages that are opened later."""
+    """Sends run events to all browsers and logs them for pages opened later."""
 
     def __init__(self) -> None:
         self.log = RunLog()
         self._instance = str(uuid.uuid4())
 
     def open(self) -> None:
-        """Serve the routes; called once, before the server starts to listen. Does nothing without a server."""
+        """Serve the routes. Called once, before the server starts to listen. Does nothing without a server."""
         server = getattr(PromptServer, "instance", None)
         if server is None or any(getattr(route, "path", None) == "/wanstream/runs" for route in server.routes):
             return  # another copy of this pack serves them
@@ -39,7 +39,7 @@ class ServerEvents:
     def check_prompts(self, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Let `check` change the body of each `POST /prompt` before its workflow is validated.
 
-        Nodes of the workflow that ComfyUI has computed in another graph get the notices of that time.
+        Workflow nodes that ComfyUI has already computed in another graph get the earlier notices.
         """
         server = getattr(PromptServer, "instance", None)
         if server is None:
@@ -56,12 +56,12 @@ class ServerEvents:
         server.add_on_prompt_handler(handle)
 
     def has_viewers(self) -> bool:
-        """Return True if at least one websocket is connected: a page, or a client of the API."""
+        """Return True if at least one websocket is connected: a page, or an API client."""
         server = getattr(PromptServer, "instance", None)
         return server is not None and bool(server.sockets)
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Send an event to all browsers and record it. One that opens a run or has notices gets names of its graph."""
+        """Send an event to all browsers and record it. Begin and notice events get names from the graph."""
         if event in (BEGIN, NOTICES_EVENT):
             prompt, workflow = _queued(payload["prompt_id"])
             node = payload.get("shown_at", payload["node"])
@@ -86,7 +86,7 @@ class ServerEvents:
 
 
 def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:
-    """Return the graph of a running queue item and the id of its canvas, None without one."""
+    """Return the graph of a running queue item and its canvas id, None without one."""
     server = getattr(PromptServer, "instance", None)
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
     for item in running:

@@ -11,17 +11,17 @@ from pathlib import Path
 import av
 import torch
 
-# H.273 code point of BT.709. Some players read untagged files as BT.601 and others as BT.709, which shifts colours.
+# H.273 code point for BT.709. Some players read untagged files as BT.601 and others as BT.709, which shifts colours.
 _BT709 = 1
 _LIMITED_RANGE = 1
 
-# Without the first flag the container drops every key that QuickTime does not know, `prompt` and `workflow` included.
-# The second puts the metadata in front: ComfyUI's canvas looks for it in the first 64 MB only.
+# Without the first flag the container drops every key unknown to QuickTime, `prompt` and `workflow` included. The
+# second puts the metadata in front: ComfyUI's canvas looks for it in the first 64 MB only.
 _MOVFLAGS = "use_metadata_tags+faststart"
 
 
 class VideoFileError(OSError):
-    """The video could not be written; `errno` is that of the failed call."""
+    """The video could not be written. `errno` comes from the failed call."""
 
 
 def write_mp4(
@@ -33,17 +33,17 @@ def write_mp4(
     metadata: Mapping[str, object],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write frames [H, W, 3], in 0..1 or uint8, to `path` as H.264, 4:2:0, 8 bit, in the size of `video_size`.
+    """Write frames [H, W, 3], in 0..1 or uint8, to `path` as H.264, 4:2:0, 8 bit, in the size from `video_size`.
 
     Frames are consumed one by one, so a generator may still be computing them. Equal frames give equal bytes.
     `metadata` is written as one JSON text per key, where ComfyUI looks for `prompt` and `workflow`. The file appears
     under its name only when it is complete. `check` is called before every frame and may raise to end the writing.
 
     Raises:
-        ValueError: H.264 cannot encode frames of this shape.
+        ValueError: H.264 cannot encode frames in this shape.
         VideoFileError: the file could not be written.
     """
-    # The first frame before the file: an error in reading the weights of a VAE is not one of writing the video.
+    # The first frame before the file: an error in reading VAE weights is not a video error.
     frames = iter(frames)
     first = next(frames, None)
     if first is None:
@@ -73,15 +73,15 @@ def write_mp4(
 
 
 def video_size(height: int, width: int) -> tuple[int, int]:
-    """Return height and width of a video of frames of that size: even, as H.264 needs them.
+    """Return height and width of a video for this frame size: even, as H.264 needs them.
 
-    An odd side of the frames is extended by a copy of its last row or column.
+    An odd side is extended by a copy of its last row or column.
     """
     return height + height % 2, width + width % 2
 
 
 def _size(first: torch.Tensor) -> tuple[int, int]:
-    """Return height and width of the first frame; raises ValueError for a tensor that is not a frame."""
+    """Return height and width of the first frame. Raises ValueError for a tensor that is not a frame."""
     if first.ndim != 3 or first.shape[-1] != 3:
         raise ValueError(f"a video needs frames [H, W, 3], not {list(first.shape)}")
     height, width, _ = first.shape
@@ -90,8 +90,8 @@ def _size(first: torch.Tensor) -> tuple[int, int]:
 
 def _without_avx512() -> dict[str, str]:
     """Return encoder options with which equal frames give equal bytes on this CPU."""
-    # With AVX-512, the mbtree of x264 reads macroblocks sixteen at a time. If the width is not a multiple of 256
-    # pixels, it reads uninitialised memory past the end of a row. With AVX2 it does not, and takes no longer.
+    # With AVX-512, x264's mbtree reads macroblocks sixteen at a time. If the width is not a multiple of 256 pixels, it
+    # reads uninitialised memory past the end of a row. With AVX2 it does not, and takes no longer.
     return {"x264-params": "asm=avx2"} if _has_avx512() else {}
 
 

@@ -1,4 +1,4 @@
-"""Head of a journal's file, which is read before SQLite opens it.
+"""Journal file head, read before SQLite opens the file.
 
 SQLite believes most of these bytes: others make it use another page size, create a write-ahead log, or refuse to write.
 """
@@ -27,11 +27,11 @@ _FIXED = (
     ("incremental vacuum", 64, bytes(4)),
     ("reserved bytes", 72, bytes(20)),
 )
-"""Fields that are the same in every journal of an SQLite with the usual settings: name, offset and value."""
+"""Fields that are the same in every journal by an SQLite with the usual settings: name, offset and value."""
 
 
 def read_head(path: Path) -> bytes:
-    """Return the first bytes of a file; none if it does not exist. Raises OSError."""
+    """Return the first bytes of a file, or none if it does not exist. Raises OSError."""
     try:
         with path.open("rb") as file:
             return file.read(HEAD_BYTES)
@@ -40,12 +40,12 @@ def read_head(path: Path) -> bytes:
 
 
 def may_be_journal(head: bytes) -> bool:
-    """Return True for the head of a file that is empty, or begins as every SQLite database does."""
+    """Return True for the head of an empty file, or one that begins like an SQLite database."""
     return head[: len(_MAGIC)] in (b"", _MAGIC)
 
 
 def application_of(head: bytes) -> int | None:
-    """Return the application id in the head of a database; None for another file."""
+    """Return the application id in a database head. None for another file."""
     if len(head) < HEAD_BYTES or not head.startswith(_MAGIC):
         return None
     return int.from_bytes(head[_APPLICATION_AT : _APPLICATION_AT + 4], "big")
@@ -53,7 +53,7 @@ def application_of(head: bytes) -> int | None:
 
 @functools.cache
 def _new_head() -> bytes:
-    """Return the head of a new database: some builds of SQLite reserve bytes, or vacuum automatically."""
+    """Return the head of a new database: some SQLite builds reserve bytes, or vacuum automatically."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "new.sqlite")
         with closing(sqlite3.connect(path)) as connection:
@@ -62,11 +62,11 @@ def _new_head() -> bytes:
 
 
 def header_fault(head: bytes, nbytes: int) -> str:
-    """Return the field that is damaged in the head of a file with `nbytes`; empty if there is none.
+    """Return the damaged field in the head of a file with `nbytes`, or "".
 
     Args:
-        head: as `read_head` returns it; empty for a new journal.
-        nbytes: size of the file, in which no transaction is unfinished.
+        head: as from `read_head`. Empty for a new journal.
+        nbytes: file size, without an unfinished transaction.
     """
     if not nbytes:
         return ""
