@@ -14,7 +14,7 @@ import torch
 from ...plan import DIRECT, IMMEDIATE, KEPT, BlockKey, Fetch, RamProgram
 from ...telemetry import ReadSpan, Recorder
 from ..engine.threads import RunStopped, RunThread, ThreadSync
-from ..sources.base import BlockSource, timed_read
+from ..sources.base import BlockSource, reads_until, timed_read
 from .ram_slots import RamSlot, RamSlots
 
 
@@ -75,11 +75,11 @@ class RamRun:
             thread.start(self._read_on)
 
     def stop(self) -> None:
-        """Wake all threads that wait here; they raise `RunStopped`."""
+        """Wake all threads that wait here, and end reads after the piece in progress; they raise `RunStopped`."""
         self._sync.stop()
 
     def join(self) -> None:
-        """Wait until the read threads have ended; reads in progress are not interrupted."""
+        """Wait until the read threads have ended."""
         for thread in self._threads:
             thread.join()
 
@@ -99,9 +99,11 @@ class RamRun:
         """Read the block of a fetch without a slot into its buffer (fetch thread).
 
         Raises:
+            RunStopped: the run has ended.
             SourceError: the bytes could not be read.
         """
-        self._straight[fetch] = timed_read(self._source, key, into, self._ranges, straight=True)
+        with reads_until(self._sync.is_stopped):
+            self._straight[fetch] = timed_read(self._source, key, into, self._ranges, straight=True)
 
     def take(self, fetch: int) -> RamSlot | None:
         """Wait until the block of a fetch was read, and return its slot; None if it is to be read into its buffer.
@@ -154,7 +156,8 @@ class RamRun:
             fetch = self._ram.program.fetches[number]
             try:
                 self._sync.await_released(fetch.start_after)
-                span = self._slots.read(self._slots[fetch.buffer], fetch.block, self._source, self._ranges)
+                with reads_until(self._sync.is_stopped):
+                    span = self._slots.read(self._slots[fetch.buffer], fetch.block, self._source, self._ranges)
             except RunStopped:
                 raise
             except BaseException as err:  # noqa: BLE001 - raised to the thread that waits for this block

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from ...devices import NvtxRanges
 from ...plan import BlockKey
 from ...telemetry import ReadSpan, ranged
+from ..engine.threads import RunStopped
 from ..formats.layout import BlockFormat
 
 
@@ -53,6 +56,7 @@ class BlockSource(Protocol):
 
         Raises:
             SourceError: the bytes could not be read; the contents of `into` are then undefined.
+            RunStopped: as for SourceError, inside `reads_until`.
         """
         ...
 
@@ -80,6 +84,29 @@ class RangeSource(BlockSource, Protocol):
         ...
 
 
+_is_stopped: ContextVar[Callable[[], bool]] = ContextVar("is_stopped", default=bool)
+"""Returns True when this thread's reads should end. A context variable, because sources read from each other."""
+
+
+@contextmanager
+def reads_until(is_stopped: Callable[[], bool]) -> Iterator[None]:
+    """Let reads of this thread raise RunStopped between two pieces of a block when `is_stopped` returns True.
+
+    A block of Wan2.2 A14B takes seconds from a slow disk, and a cancelled run waits for its reads.
+    """
+    token = _is_stopped.set(is_stopped)
+    try:
+        yield
+    finally:
+        _is_stopped.reset(token)
+
+
+def check_not_stopped() -> None:
+    """Raise RunStopped if the reads of this thread should end."""
+    if _is_stopped.get()():
+        raise RunStopped
+
+
 class ReadThreads:
     """Threads of a source, which share the reads of one block; the first read starts them, `close` ends them.
 
@@ -105,17 +132,21 @@ class ReadThreads:
 
         Raises:
             SourceError: the threads were closed, or a task has raised it.
+            RunStopped: no task has failed, and some were left out because the reads of this thread should end.
         """
         queue = deque(tasks)
         with self._lock:
             if self._closed:
                 raise SourceError("the source was closed; open it again to read from it")
             pool = self._pool = self._pool or self._start(self.count)
-        futures = [pool.submit(_work_off, queue) for _ in range(min(self.count, len(queue)))]
+        is_stopped = _is_stopped.get()
+        futures = [pool.submit(_work_off, queue, is_stopped) for _ in range(min(self.count, len(queue)))]
         # Wait for all before raising: no thread may write into the memory after this method has returned.
         wait(futures)
         for future in futures:
             future.result()
+        if queue:
+            raise RunStopped
 
     def close(self) -> None:
         """Wait for reads in progress, then stop the threads. Closing twice is allowed."""
@@ -126,8 +157,8 @@ class ReadThreads:
             pool.shutdown()
 
 
-def _work_off(queue: deque[Callable[[], None]]) -> None:
-    while queue:
+def _work_off(queue: deque[Callable[[], None]], is_stopped: Callable[[], bool]) -> None:
+    while queue and not is_stopped():
         try:
             task = queue.popleft()
         except IndexError:  # another thread took the last one

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, block_format, host_bytes, streamed_names
-from .base import RangeSource
+from .base import RangeSource, check_not_stopped
 
 
 class TensorSource(RangeSource):
@@ -43,6 +43,7 @@ class TensorSource(RangeSource):
         for place in self.formats[key].stored.tensors:
             start, stop = max(place.offset, wanted.start), min(place.offset + place.nbytes, wanted.stop)
             if start < stop:
+                check_not_stopped()
                 weight = host_bytes(self._weights[key][place.name].cpu().contiguous()).reshape(-1)
                 part = weight[start - place.offset : stop - place.offset]
                 np.copyto(target[start - wanted.start : stop - wanted.start], part)

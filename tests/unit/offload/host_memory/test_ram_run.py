@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from wanstream.offload.formats.layout import block_format
 from wanstream.offload.host_memory.ram_run import RamRun
 from wanstream.offload.host_memory.ram_slots import RamSlots, blocks_in_flight
-from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.base import ReadThreads, SourceError
 from wanstream.plan import BlockKey, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.schema import OffloadPolicy, Residency
 
@@ -108,6 +109,26 @@ def test_blocks_before_one_that_fails_arrive_even_if_they_are_slower(start, poli
     with pytest.raises(SourceError, match="the disk went away"):
         take(run, failing)
     assert not run.is_whole
+
+
+@pytest.mark.parametrize("policy", [IN_RAM, STAGED], ids=["in RAM", "staged"])
+def test_a_run_that_stops_waits_for_the_piece_in_progress_alone(start, policy):
+    begun, gate, read = threading.Event(), threading.Event(), []
+    threads = ReadThreads(1, ThreadPoolExecutor)
+
+    def read_piece() -> None:
+        begun.set()
+        assert gate.wait(20)
+        read.append(True)
+
+    run = start(Gated(lambda block: threads.run([read_piece] * 3), lambda block: None), policy)
+    assert begun.wait(20)
+    run.stop()
+    gate.set()
+    run.join()
+    threads.close()
+    assert len(read) == 1
+    assert not run.reads
 
 
 @pytest.mark.parametrize(
