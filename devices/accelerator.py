@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from .runtime import DeviceMemory, DeviceRuntime, Event, Stream
+from .shared_pages import LockedPages
 
 
 class AcceleratorRuntime(DeviceRuntime):
@@ -20,8 +21,8 @@ class AcceleratorRuntime(DeviceRuntime):
     family: ClassVar[str]
     """Device type, and the name of torch's module."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, pages: LockedPages | None = None) -> None:
+        super().__init__(device, pages)
         self._torch = self._module()
 
     @classmethod

@@ -12,6 +12,7 @@ import torch
 from .cuda import CudaRuntime
 from .rocm import RocmRuntime
 from .runtime import DeviceRuntime
+from .shared_pages import LockedPages
 from .xpu import XpuRuntime
 
 _FAMILIES: dict[str, type[DeviceRuntime] | None] = {
@@ -26,12 +27,12 @@ def register_runtime(family: str, runtime: type[DeviceRuntime] | None) -> Callab
     """Use `runtime` for devices of the type `family`, and return a function that undoes it."""
     before = dict(_FAMILIES)
     _FAMILIES[family] = runtime
-    runtime_for.cache_clear()
+    _forget_runtimes()
 
     def restore() -> None:
         _FAMILIES.clear()
         _FAMILIES.update(before)
-        runtime_for.cache_clear()
+        _forget_runtimes()
 
     return restore
 
@@ -78,4 +79,14 @@ def forked_random_state() -> Iterator[None]:
 def runtime_for(device: torch.device) -> DeviceRuntime | None:
     """Return the runtime of a device; None for a CPU and for types without streams."""
     runtime = _FAMILIES.get(device.type)
-    return None if runtime is None else runtime(device)
+    return None if runtime is None else runtime(device, _locked_pages(device.type))
+
+
+@functools.cache
+def _locked_pages(family: str) -> LockedPages:
+    return LockedPages()
+
+
+def _forget_runtimes() -> None:
+    runtime_for.cache_clear()
+    _locked_pages.cache_clear()

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .shared_pages import SharedPages
+from .shared_pages import LockedPages, SharedPages
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,12 @@ class DeviceRuntime(ABC):
 
     Args:
         device: with an index.
+        pages: locked pages of the device family; None for the only runtime of its family.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pages: LockedPages | None = None) -> None:
         self.device = device
-        self.shared_pages = SharedPages(self)
+        self.shared_pages = SharedPages(self, pages)
         """Page locks for memory not mapped for one purpose, so that others may lock parts of its pages."""
         self._idle_streams: list[Stream] = []
         self._still_locked: list[torch.Tensor] = []

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -38,7 +38,19 @@ class _Span:
     pages: range
     memory: torch.Tensor
     """The pages as 1-D uint8."""
+    driver: PageLock
+    """Driver that has locked them, and unlocks them."""
     users: int = 1
+
+
+@dataclass(kw_only=True, eq=False)
+class LockedPages:
+    """Pages that the drivers of one device family have locked: those of one device are locked for all of them."""
+
+    spans: list[_Span] = field(default_factory=list)
+    changing: threading.Lock = field(default_factory=threading.Lock)
+    left: deque[torch.Tensor] = field(default_factory=deque)
+    """Memory to unlock, kept alive until then."""
 
 
 class SharedPages:
@@ -48,14 +60,15 @@ class SharedPages:
 
     Any thread may call, also finalisers. These can run while the same thread locks memory, so `unlock_pages` never
     waits for a lock of this object.
+
+    Args:
+        driver: locks the pages of this object's users.
+        pages: pages that drivers of other devices lock too.
     """
 
-    def __init__(self, driver: PageLock) -> None:
+    def __init__(self, driver: PageLock, pages: LockedPages | None = None) -> None:
         self._driver = driver
-        self._spans: list[_Span] = []
-        self._changing = threading.Lock()
-        self._left: deque[torch.Tensor] = deque()
-        """Memory to unlock, kept alive until then."""
+        self._pages = pages or LockedPages()
 
     def lock_pages(self, memory: torch.Tensor) -> None:
         """Lock the unlocked pages of `memory`, and keep `memory` alive until they are unlocked.
@@ -71,10 +84,10 @@ class SharedPages:
                 span.users += 1
             try:
                 for gap in _gaps(pages, [span.pages for span in users]):
-                    span = _Span(pages=gap, memory=_as_tensor(gap, owner=memory))
+                    span = _Span(pages=gap, memory=_as_tensor(gap, owner=memory), driver=self._driver)
                     self._driver.lock_pages(span.memory)
                     users.append(span)
-                    self._spans.append(span)
+                    self._pages.spans.append(span)
             except BaseException:
                 self._leave(users)
                 raise
@@ -84,7 +97,7 @@ class SharedPages:
 
         If another call is under way, that call unlocks these when it ends.
         """
-        self._left.append(memory)
+        self._pages.left.append(memory)
         self._unlock_if_free()
 
     def has(self, memory: torch.Tensor) -> bool:
@@ -103,36 +116,36 @@ class SharedPages:
         return [memory[first:last] for first, last in itertools.pairwise(edges)]
 
     def _spans_in(self, pages: range) -> Iterator[_Span]:
-        return (span for span in self._spans if span.pages.start < pages.stop and pages.start < span.pages.stop)
+        return (span for span in self._pages.spans if span.pages.start < pages.stop and pages.start < span.pages.stop)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
         """Hold the lock of this object inside the `with`, then unlock everything added meanwhile."""
         try:
-            with self._changing:
+            with self._pages.changing:
                 yield
         finally:
             self._unlock_if_free()
 
     def _unlock_if_free(self) -> None:
         # Checked again after each round: another call may have added memory before the lock was free.
-        while self._left and self._changing.acquire(blocking=False):
+        while self._pages.left and self._pages.changing.acquire(blocking=False):
             try:
                 self._unlock_left()
             finally:
-                self._changing.release()
+                self._pages.changing.release()
 
     def _unlock_left(self) -> None:
-        while self._left:
-            memory = self._left.popleft()
+        while self._pages.left:
+            memory = self._pages.left.popleft()
             self._leave(list(self._spans_in(_pages_of(memory))))
 
     def _leave(self, spans: list[_Span]) -> None:
         for span in spans:
             span.users -= 1
             if span.users == 0:
-                self._spans.remove(span)
-                self._driver.unlock_pages(span.memory)
+                self._pages.spans.remove(span)
+                span.driver.unlock_pages(span.memory)
 
 
 def _pages_of(memory: torch.Tensor) -> range:

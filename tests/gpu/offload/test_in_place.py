@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import mmap
 from collections.abc import Callable
@@ -222,3 +223,32 @@ def test_tensors_in_the_same_pages_can_be_copied_meanwhile(
         assert any(gpu.is_locked(inside(weight)) for weight in weights)
         for other in others:
             assert other.to(gpu.device).cpu().equal(other)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_tensors_that_two_devices_copy_stay_locked_until_both_are_done(
+    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], first: int
+) -> None:
+    devices = [gpu.device, gpu.other]
+    stack = make_stack(BLOCKS, width=WIDTH)
+    weights = [linear.weight for block in stack for linear in (block.up, block.down)]
+    stacks = [copy.deepcopy(stack, {id(weight): weight for weight in weights}) for _ in devices]
+    hidden, values = torch.randn(3, WIDTH), dict[torch.device, torch.Tensor]()
+    engines = [
+        attach_offload(list(each), policy=LAYERWISE, device=device, follow_forward=False)
+        for each, device in zip(stacks, devices, strict=True)
+    ]
+    on_devices = [hidden.to(device) for device in devices]
+    if gpu.machine is not None:
+        gpu.machine.pageable_copies.clear()
+    for at in (first, 1 - first, first, 1 - first):
+        values[devices[at]] = run(gpu, stacks[at], engines[at], on_devices[at])
+    engines[first].detach()
+    assert all(gpu.is_locked(inside(weight)) for weight in weights)
+    again = run(gpu, stacks[1 - first], engines[1 - first], on_devices[1 - first])
+    engines[1 - first].detach()
+    assert not any(gpu.is_locked(inside(weight)) for weight in weights)
+    assert torch.equal(again.cpu(), values[gpu.device].cpu())
+    assert torch.equal(again.cpu(), values[gpu.other].cpu())
+    if gpu.machine is not None:
+        assert not gpu.machine.pageable_copies
