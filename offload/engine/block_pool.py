@@ -297,13 +297,17 @@ class BlockPool:
         """Restore every block, and release buffers, RAM and files. Detaching twice is allowed.
 
         Raises:
-            RuntimeError: a run is active; it is not affected.
+            RuntimeError: a run is active, which is not affected; or the device has failed, and the blocks are detached.
         """
         if not self._attached:
             return
         self.claim()
+        failed: RuntimeError | None = None
         try:
-            self.backend.close()
+            try:
+                self.backend.close()
+            except RuntimeError as err:  # the device has failed, and copies nothing any more
+                failed = err
             self.ram.close()
             self._patches.replace({})
             self.drop_buffers()
@@ -316,6 +320,8 @@ class BlockPool:
         for tensors in self._resident_tensors:
             tensors.restore()
         self._source.close()
+        if failed is not None:
+            raise failed
 
     def claim(self) -> None:
         """Reserve the engine until `release`; raise RuntimeError if it is reserved already."""

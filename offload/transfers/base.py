@@ -100,6 +100,14 @@ class TransferBackend:
         return 0
 
     def close(self) -> None:
-        """Wait for pending copies, then release all memory."""
-        self.settle()
+        """Wait for pending copies, then release all memory, also if the device has failed.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        try:
+            self.settle()
+        except RuntimeError:
+            self.release_memory()
+            raise
         self.release_memory()

@@ -174,7 +174,11 @@ class CudaStreams(TransferBackend):
         return nbytes
 
     def close(self) -> None:
-        super().close()
+        try:
+            super().close()
+        except RuntimeError:
+            self._streams.clear()  # no other backend may borrow those of a device that has failed
+            raise
         while self._streams:
             self._runtime.return_stream(self._streams.pop())
 

@@ -149,9 +149,12 @@ class ExpertEngine(OffloadEngine):
         """Free the buffers, threads and files. Closing twice is allowed.
 
         Raises:
-            RuntimeError: a run is in progress; it continues.
+            RuntimeError: a run is in progress, which continues; or the device has failed, and everything is freed.
         """
-        self.detach()
-        if self._segment is not None:
-            self._segment.close()
-        self.models.close()
+        try:
+            self.detach()
+        finally:
+            if not self._attached:
+                if self._segment is not None:
+                    self._segment.close()
+                self.models.close()

@@ -111,7 +111,7 @@ def test_every_copy_is_from_locked_memory_which_is_unlocked_on_detach(
     assert not any(gpu.is_locked(inside(weight)) for weight in weights)
 
 
-@pytest.mark.parametrize("left", ["detached", "dropped", "not attached"])
+@pytest.mark.parametrize("left", ["detached", "device failed", "dropped", "not attached"])
 def test_memory_is_unlocked_after_an_error(
     gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
@@ -130,6 +130,18 @@ def test_memory_is_unlocked_after_an_error(
     assert machine.locked
     if left == "detached":
         engine.detach()
+    elif left == "device failed":
+        engine.backend.settle()
+
+        def fail() -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        monkeypatch.setattr(engine.backend, "settle", fail)
+        with pytest.raises(RuntimeError, match="launch failure"):
+            engine.detach()
+        engine.detach()
+        assert engine.loaded_bytes == engine.host_bytes == 0
+        assert stack[0].up.weight.numel(), "the block is restored"
     else:
         del engine, stack  # while copies are under way
         gc.collect()

@@ -50,6 +50,26 @@ def fetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("wanstream-fetch")]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("the device has failed"), KeyboardInterrupt()], ids=type)
+def test_a_detach_is_whole_if_the_device_has_failed_and_can_be_repeated_after_an_interrupt(stack, monkeypatch, error):
+    weight, source = stack[0].up.weight, ModuleSource({"high": stack})
+    handle = attach(stack, source=source)
+
+    def fail(backend: CpuBackend) -> None:
+        raise error
+
+    with monkeypatch.context() as patched, pytest.raises(type(error)):
+        patched.setattr(CpuBackend, "settle", fail)
+        handle.detach()
+    # After an interrupt, copies may be under way.
+    assert (stack[0].up.weight is weight) == isinstance(error, RuntimeError)
+    handle.detach()
+    assert stack[0].up.weight is weight
+    assert handle.loaded_bytes == handle.host_bytes == 0
+    with pytest.raises(KeyError):
+        source.weights(BlockKey("high", 0))
+
+
 def test_of_two_runs_made_before_either_began_one_is_refused(stack, run_plain):
     expected = run_plain(copy.deepcopy(stack), torch.ones(1, 32))
     with attach(stack) as handle:
