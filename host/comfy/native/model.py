@@ -107,8 +107,26 @@ def _load_others(
             vars(each.entry.module)["streamed"] = (each.entry.tensor,)
         each.entry.replace(torch.empty(each.entry.tensor.shape, dtype=each.dtype, device="meta"))
     absent = {each.entry.place for each in streamed}
-    for entry in [entry for entry in entries(model.diffusion_model) if entry.place not in absent]:
-        _load(entry, file, dtype_of(entry, dtypes))
+    others = [entry for entry in entries(model.diffusion_model) if entry.place not in absent]
+    # All at once: a model has a thousand of them, most of which are read faster than a file is opened.
+    places = [_places(entry.tensor, file) for entry in others]
+    read = read_tensors(
+        {_label(number, name): place for number, of_entry in enumerate(places) for name, place in of_entry.items()}
+    )
+    for number, (entry, of_entry) in enumerate(zip(others, places, strict=True)):
+        values = {name: read.pop(_label(number, name)) for name in of_entry}
+        _load(entry, file, dtype_of(entry, dtypes), values)
+
+
+def _label(number: int, name: str) -> str:
+    return f"tensor {number} {name}".strip()
+
+
+def _places(tensor: torch.Tensor, file: StoredFile) -> Places:
+    """Return the places of a tensor, or by name of the inner tensors of a quantised weight, that are contiguous."""
+    inner = inner_tensors(tensor) if is_joined(tensor) else {"": tensor}
+    places = {name: file.locate(each) for name, each in inner.items()}
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def _weights(
@@ -169,11 +187,19 @@ def _locate(tensor: torch.Tensor, file: StoredFile) -> Places:
     }
 
 
-def _load(entry: Entry, file: StoredFile, dtype: torch.dtype) -> None:
-    """Bring a tensor that does not stream into memory, in the dtype that ComfyUI keeps it in."""
+def _load(entry: Entry, file: StoredFile, dtype: torch.dtype, values: Mapping[str, torch.Tensor]) -> None:
+    """Bring a tensor that does not stream into memory, in the dtype that ComfyUI keeps it in.
+
+    Args:
+        entry: the tensor.
+        file: the file of the model.
+        dtype: that dtype.
+        values: what the file has of the tensor, or of its inner tensors by name, where it is contiguous there.
+    """
     tensor = entry.tensor
     if is_joined(tensor):
-        entry.replace(joined(tensor, {name: inner.clone() for name, inner in inner_tensors(tensor).items()}))
+        inner = inner_tensors(tensor).items()
+        entry.replace(joined(tensor, {name: values[name] if name in values else each.clone() for name, each in inner}))
     elif not file.has(tensor):
         if tensor.is_meta:  # not in the file, which ComfyUI has logged as missing
             entry.replace(torch.zeros(tensor.shape, dtype=dtype))
@@ -181,7 +207,7 @@ def _load(entry: Entry, file: StoredFile, dtype: torch.dtype) -> None:
         place = file.locate(tensor)
         assert place is not None, f"{entry.name} is not a number of whole groups"  # refused when it was loaded
         decoded = torch.empty(tensor.shape, dtype=dtype)
-        decode_tensor(read_tensors({"": place})[""], decoded, packing=place.packing)
+        decode_tensor(values[""], decoded, packing=place.packing)
         entry.replace(decoded)
     else:
-        entry.replace(tensor.detach().to(dtype, copy=True))
+        entry.replace(values[""].to(dtype) if values else tensor.detach().to(dtype, copy=True))
