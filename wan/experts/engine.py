@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
+from ...devices import runtime_for
 from ...offload import BlockPatch, FileSource, OffloadEngine, QuantisedSource, Sharded, SharedSegment, WeightPatch
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
@@ -60,6 +61,7 @@ class ExpertEngine(OffloadEngine):
             self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded
         )
         self.models.start_reading()
+        self._read_for_next_run()
         self._loras: Hashable = NO_LORAS
 
     @property
@@ -76,6 +78,11 @@ class ExpertEngine(OffloadEngine):
     def loaded_bytes(self) -> int:
         """Bytes of device memory of the weights now: buffers and resident parameters."""
         return super().loaded_bytes + self.models.loaded_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of RAM now: slots, patches, and the embedder that is read for the next run."""
+        return super().host_bytes + self.models.kept_bytes
 
     def expect(self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Set the timesteps and texts of the next run, by expert in the order of the run.
@@ -144,6 +151,11 @@ class ExpertEngine(OffloadEngine):
         super().set_policy(policy)
         self.models.kernels.set(self._kernels, policy.chunk_tokens)
         self.policy = policy  # last, so that a call after an error sets it again
+        self._read_for_next_run()
+
+    def _read_for_next_run(self) -> None:
+        # Only if there is RAM for blocks too, and on devices whose first step would wait for half a gigabyte.
+        self.models.reads_for_next_run = self.policy.source == "pinned" and runtime_for(self.device) is not None
 
     def close(self) -> None:
         """Free the buffers, threads and files. Closing twice is allowed.

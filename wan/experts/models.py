@@ -3,7 +3,7 @@
 Resident parameters are small, 16 MB per A14B expert: patch embedding, output projection, and the biases, norms and
 modulation tables of the blocks. They are loaded when a model is looked up. The time and text embedders (0.5 GB per
 expert) are on the device only while the run's embeddings are computed, see `embedders.py`. They are read ahead into
-RAM, those of one expert at a time, and kept neither there nor on the device.
+RAM, those of one expert at a time.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
     Attributes:
         bare: models by expert name, for installing hooks; a look-up here does not wait for parameters.
         kernels: compute kernels of the blocks of all models.
+        reads_for_next_run: when the embeddings of a run are computed, read the embedder of its first expert again and
+            keep it in RAM. The next run, with another text or other timesteps, starts with it, and its first step need
+            not wait for the file.
         non_block_bytes: bytes read and loaded so far that are not streamed.
     """
 
@@ -94,6 +97,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self._multiplications = multiplications(formats, device, compute_dtype)
         timed = any(expert.config.family == "ti2v" for expert in experts.values())
         self.kernels = BlockKernels((block for model in self.bare.values() for block in model.blocks), timed=timed)
+        self.reads_for_next_run = False
         self.non_block_bytes = 0
         self._experts = experts
         self._stored = {(name, part): _tensors(experts[name], part) for name in experts for part in (None, *PARTS)}
@@ -106,6 +110,8 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self._selected = dict.fromkeys(experts, 0)
         self._loaded: dict[str, PatchedParameters] = {}
         self._embedders: dict[str, CachedEmbedder] = {n: m.condition_embedder for n, m in self.bare.items()}
+        self._first = next(iter(experts))
+        """First expert of the last run."""
         for name, embedder in self._embedders.items():
             embedder.set_weight_loader(partial(self._with_embedder, name))
 
@@ -120,6 +126,12 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         parameters = [self.bare[name].get_parameter(full) for name in self._loaded for full in self._stored[name, None]]
         tables = [table for name in self._loaded for table in self.bare[name].rope.buffers()]
         return sum(tensor.nbytes for tensor in (*parameters, *tables))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of RAM of the embedder that is read for the next run."""
+        parts = [part for part in list(self._reads) if part[1] is not None and self._is_for_next_run(part[0])]
+        return sum(tensor.stored_bytes for part in parts for tensor in self._stored[part].values())
 
     def set_patches(self, patches: Mapping[str, Sequence[Mapping[str, WeightPatch]]]) -> None:
         """Replace the patches of parameters that are not streamed, by expert, and select the first one of each.
@@ -165,9 +177,10 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
                 embedder.set_expected(timesteps[name], texts[name])
             else:
                 embedder.clear_expected()
-            for part in PARTS:
-                if part not in embedder.missing_parts and (name, part) in self._reads:
-                    self._reads.pop((name, part)).cancel()
+        self._first = next(iter(timesteps), self._first)
+        for name, part in [each for each in self._reads if each[1] is not None]:
+            if part not in self._embedders[name].missing_parts and not self._is_for_next_run(name):
+                self._reads.pop((name, part)).cancel()
         self._read_ahead()
 
     def start_reading(self) -> None:
@@ -235,6 +248,12 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
                 for part in embedder.missing_parts:
                     self._start_reading((name, part))
                 return
+        if self.reads_for_next_run:
+            for part in PARTS:
+                self._start_reading((self._first, part))
+
+    def _is_for_next_run(self, name: str) -> bool:
+        return self.reads_for_next_run and name == self._first
 
     def _compute_read_rows(self) -> None:
         """Compute the rows of the next expert if its weights were read.

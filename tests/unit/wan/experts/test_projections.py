@@ -21,6 +21,7 @@ from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.meta_model import embedder_part
 from wanstream.wan.experts.embedders import MAX_EXTRA_ROWS, CachedEmbedder
 from wanstream.wan.experts.engine import ExpertEngine
+from wanstream.wan.experts.models import ExpertModels
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.kernels import Kernels
 
@@ -251,3 +252,34 @@ class TestOnADevice:
         kept = sum(tensor.nbytes for row in rows for tensor in row)
         assert gpu.runtime.allocated_bytes() - before <= kept + 512 * 20
         assert wait_for_embedders(engine) == 0
+
+
+class TestNextRun:
+    @pytest.mark.parametrize("new_text", [True, False])
+    @pytest.mark.parametrize("source", ["pinned", "file"])
+    def test_from_ram_it_finds_the_embedder_of_its_first_expert_read(
+        self, gpu: Accelerator, pair: ExpertPair, monkeypatch: pytest.MonkeyPatch, source: str, new_text: bool
+    ) -> None:
+        engine = pair.engine(OffloadPolicy.layerwise(source=source), gpu.device)
+        reads: list[tuple[str, str | None]] = []
+        read = ExpertModels._read
+        monkeypatch.setattr(ExpertModels, "_read", lambda models, part: reads.append(part) or read(models, part))
+
+        def run(first: float, text: torch.Tensor) -> None:
+            engine.expect({H: [first], L: [first - 100]}, {H: [text], L: [text]})
+            for expert, time in ((H, first), (L, first - 100)):
+                _rows(engine, expert, time, text)
+
+        run(900.0, _text(1))
+        kept = wait_for_embedders(engine)
+        assert kept == (_part_bytes(pair, "time") + _part_bytes(pair, "text") if source == "pinned" else 0)
+        assert engine.models.kept_bytes == kept
+        reads.clear()
+        run(800.0, _text(2) if new_text else _text(1))
+        assert wait_for_embedders(engine) == kept
+        parts = ["time", "text"] if new_text else ["time"]
+        high, low = ([(expert, part) for part in parts] for expert in (H, L))
+        assert reads == (low + high if source == "pinned" else high + low)
+        pair.engine(OffloadPolicy.layerwise(), gpu.device)
+        run(800.0, _text(2) if new_text else _text(1))
+        assert wait_for_embedders(engine) == 0, "blocks are not kept in RAM any more"
