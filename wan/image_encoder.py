@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,38 @@ HEADS = 16
 WEIGHTS = "model.safetensors"
 PREFIX = "vision_model."
 MARK = "embeddings.class_embedding"
+MARKS = (MARK, "cls_embedding", "ln_pre.weight")
+"""Names of a tensor that every encoder has: those of transformers, of Wan's own release and of OpenCLIP."""
 ROOTS = ("embeddings", "encoder", "pre_layrnorm", "post_layernorm")
+OTHER_ROOTS = {
+    "class_embedding": MARK,
+    "cls_embedding": MARK,
+    "conv1": "embeddings.patch_embedding",
+    "patch_embedding": "embeddings.patch_embedding",
+    "positional_embedding": "embeddings.position_embedding.weight",
+    "pos_embedding": "embeddings.position_embedding.weight",
+    "ln_pre": "pre_layrnorm",
+    "pre_norm": "pre_layrnorm",
+    "ln_post": "post_layernorm",
+    "post_norm": "post_layernorm",
+}
+"""First parts of other names, and their names in transformers."""
+_OTHER_LAYER = re.compile(r"transformer\.(?:resblocks\.)?(\d{1,3})\.(.+?)[._](weight|bias)")
+_OTHER_MODULES = {
+    "ln_1": "layer_norm1",
+    "norm1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "norm2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "attn.proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.0": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+    "mlp.2": "mlp.fc2",
+}
+"""Modules of a layer in Wan's own release and in OpenCLIP, and their names in transformers."""
+_JOINED = ("attn.in_proj", "attn.to_qkv")
+"""Modules with the rows of the queries, keys and values."""
 POSITION_IDS = "embeddings.position_ids"
 """0, 1, 2, ... in files of old transformers versions."""
 LAYER = re.compile(r"encoder\.layers\.(\d{1,3})\.")
@@ -222,8 +253,11 @@ def _streamed(layers: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def _vision_file(header: FileHeader) -> ComponentFile:
-    """Return the tensors of the vision model, by their names within it; those of the text model are left out."""
-    found = component_file(header, marks=[MARK], roots=ROOTS, unused=[POSITION_IDS])
+    """Return the tensors of the vision model, by their names in transformers; those of the text model are left out."""
+    roots = (*ROOTS, *OTHER_ROOTS, "transformer")
+    found = component_file(header, marks=MARKS, roots=roots, unused=[POSITION_IDS])
+    if MARK not in found.weights:
+        found = replace(found, weights=_renamed(found.weights), scales=_renamed(found.scales))
     if MARK not in found.weights:
         first = next(iter(found.weights), "none")
         raise CheckpointError(
@@ -231,6 +265,43 @@ def _vision_file(header: FileHeader) -> ComponentFile:
             f"is not a CLIP vision model: it has {len(found.weights)} tensors (first: {first}); use clip_vision_h",
         )
     return found
+
+
+def _renamed(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """Return tensors by their names in transformers, and one tensor for each part of joined matrices."""
+    renamed: dict[str, FileTensor] = {}
+    for name, tensor in tensors.items():
+        layer = _OTHER_LAYER.fullmatch(name)
+        if layer is None:
+            root, dot, rest = name.partition(".")
+            renamed[OTHER_ROOTS.get(root, root) + dot + rest] = _without_batch(tensor)
+            continue
+        index, module, leaf = layer.groups()
+        if module not in _JOINED:
+            renamed[_in_layer(int(index), f"{_OTHER_MODULES.get(module, module)}.{leaf}")] = tensor
+            continue
+        for part, projection in zip(_thirds(tensor), "qkv", strict=True):
+            renamed[_in_layer(int(index), f"self_attn.{projection}_proj.{leaf}")] = part
+    return renamed
+
+
+def _without_batch(tensor: FileTensor) -> FileTensor:
+    """Return an embedding without its leading ones, which Wan's own release has for a batch."""
+    shape = tensor.shape
+    while shape[:1] == (1,):
+        shape = shape[1:]
+    return replace(tensor, shape=shape)
+
+
+def _thirds(tensor: FileTensor) -> list[FileTensor]:
+    """Return the three parts of the rows of a tensor; a scale of one number is that of each part."""
+    if not tensor.shape:
+        return [tensor] * 3
+    if tensor.packing is not None or tensor.shape[0] % 3:
+        found = tensor.packing.name if tensor.packing is not None else f"{list(tensor.shape)}"
+        raise CheckpointError(tensor.path, f"has joined queries, keys and values in {found}: use clip_vision_h")
+    rows = tensor.shape[0] // 3
+    return [tensor.rows(start, start + rows) for start in range(0, 3 * rows, rows)]
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

@@ -158,7 +158,8 @@ def component_part(
         bare = WRAPPERS.sub("", key)
         parts, dot, last = bare.rpartition(".")
         name = last if last in shared and prefix.startswith(parts + dot) else bare.removeprefix(prefix)
-        if name.split(".")[0] not in roots or name in unused:
+        outside = name == bare and not bare.startswith(prefix) and name != FILE_MARKER
+        if outside or name.split(".")[0] not in roots or name in unused:
             ignored.append(key)
         elif name in keys:
             raise CheckpointError(path, f"holds {name} twice, as {keys[name]} and {key}: use another file")

@@ -103,6 +103,68 @@ def test_prefixes_and_tensors_of_other_models_are_passed_over(
     assert torch.equal(found.penultimate_hidden_states, expected.penultimate_hidden_states)
 
 
+OPENCLIP = {
+    "embeddings.class_embedding": "class_embedding",
+    "embeddings.patch_embedding.": "conv1.",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "pre_layrnorm.": "ln_pre.",
+    "post_layernorm.": "ln_post.",
+    "encoder.layers.": "transformer.resblocks.",
+    "layer_norm1.": "ln_1.",
+    "layer_norm2.": "ln_2.",
+    "self_attn.out_proj.": "attn.out_proj.",
+    "mlp.fc1.": "mlp.c_fc.",
+    "mlp.fc2.": "mlp.c_proj.",
+    "self_attn.qkv.": "attn.in_proj_",
+}
+OWN = {
+    "embeddings.class_embedding": "cls_embedding",
+    "embeddings.patch_embedding.": "patch_embedding.",
+    "embeddings.position_embedding.weight": "pos_embedding",
+    "pre_layrnorm.": "pre_norm.",
+    "post_layernorm.": "post_norm.",
+    "encoder.layers.": "transformer.",
+    "layer_norm1.": "norm1.",
+    "layer_norm2.": "norm2.",
+    "self_attn.out_proj.": "attn.proj.",
+    "mlp.fc1.": "mlp.0.",
+    "mlp.fc2.": "mlp.2.",
+    "self_attn.qkv.": "attn.to_qkv.",
+}
+TEXT_MODEL = {
+    "OpenCLIP": ("transformer.resblocks.0.ln_1.weight", "ln_final.weight", "positional_embedding", "visual.proj"),
+    "Wan": ("textual.blocks.0.norm1.weight", "textual.pos_embedding.weight", "log_scale", "visual.head"),
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix"), [(OPENCLIP, "visual."), (OWN, "visual."), (OWN, "model.visual."), (OWN, "")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_names_of_openclip_and_of_wans_own_release(
+    names: dict[str, str], prefix: str, dtype: torch.dtype, file: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    plain = {key.removeprefix("vision_model."): tensor.to(dtype) for key, tensor in load_file(file).items()}
+    save_file({f"vision_model.{key}": tensor for key, tensor in plain.items()}, tmp_path / "plain.safetensors")
+    for query in [key for key in plain if ".self_attn.q_proj." in key]:
+        parts = [plain.pop(query.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        plain[query.replace("q_proj", "qkv")] = torch.cat(parts)
+    if names is OWN:
+        plain["embeddings.class_embedding"] = plain["embeddings.class_embedding"][None, None]
+        plain["embeddings.position_embedding.weight"] = plain["embeddings.position_embedding.weight"][None]
+    others = TEXT_MODEL["OpenCLIP" if names is OPENCLIP else "Wan"]
+    stored = {key: torch.zeros(3, 2) for key in others}
+    for key, tensor in plain.items():
+        for theirs, own in names.items():
+            key = key.replace(theirs, own)
+        stored[prefix + key] = tensor
+    save_file(stored, tmp_path / "other.safetensors")
+    opened, expected = (open_image_encoder(tmp_path / f"{name}.safetensors") for name in ("other", "plain"))
+    assert f"{len(others)} tensors that this model does not use are ignored" in opened.notes[0]
+    seen = [each.encode(images, device="cpu").penultimate_hidden_states for each in (opened, expected)]
+    assert torch.equal(*seen)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
 @pytest.mark.parametrize("which", ["all", "matrices", "scaled"])
 def test_other_precisions_are_converted_with_a_warning(
