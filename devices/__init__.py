@@ -5,6 +5,7 @@ from __future__ import annotations
 from .available_ram import available_bytes, cgroup_limits, insufficient_ram
 from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
 from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype
+from .cpu_share import thread_notes
 from .cuda import NvtxRanges
 from .oom import LateDeviceError, forget, is_broken_device, is_out_of_memory, raise_late
 from .registry import core_count, forked_random_state, gpu_count, register_runtime, runtime_for
@@ -46,5 +47,6 @@ __all__ = [
     "register_runtime",
     "resolve_dtype",
     "runtime_for",
+    "thread_notes",
     "total_bytes",
 ]

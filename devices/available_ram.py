@@ -10,9 +10,8 @@ import psutil
 
 
 class _Controller(NamedTuple):
-    """Mount point of the memory controller, and the names of its files and counters."""
+    """Names of the files and counters of the memory controller."""
 
-    mount: Path
     limit: str
     usage: str
     cached: tuple[str, str]
@@ -39,7 +38,6 @@ class _Group(NamedTuple):
 
 
 V2 = _Controller(
-    Path("sys/fs/cgroup"),
     "memory.max",
     "memory.current",
     ("inactive_file", "active_file"),
@@ -48,7 +46,6 @@ V2 = _Controller(
     True,
 )
 V1 = _Controller(
-    Path("sys/fs/cgroup/memory"),
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
@@ -105,21 +102,8 @@ def cgroup_limits(root: Path = ROOT) -> Iterator[int]:
 
 def _limited_groups(root: Path) -> Iterator[_Group]:
     """Yield the control groups of this process that have a memory limit."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return
-    for line in groups:
-        _, controllers, group = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            yield from _limited_ancestors(root, Path(group.lstrip("/")), V1 if controllers else V2)
-
-
-def _limited_ancestors(root: Path, group: Path, names: _Controller) -> Iterator[_Group]:
-    mount = root / names.mount
-    # In a container the mount often starts at the container's own group, but `proc` has the path on the host: try all
-    # parents, and ignore folders that do not exist.
-    for folder in (mount / group, *(mount / parent for parent in group.parents)):
+    for folder, is_v2 in group_folders("memory", root):
+        names = V2 if is_v2 else V1
         try:
             limit = (folder / names.limit).read_text(encoding="ascii").strip()
             used = int((folder / names.usage).read_text(encoding="ascii"))
@@ -131,6 +115,25 @@ def _limited_ancestors(root: Path, group: Path, names: _Controller) -> Iterator[
             cached = sum(counts.get(name, 0) for name in names.cached)
             swap = _swap_allowance(folder, names, int(limit), used)
             yield _Group(int(limit), used - cached, counts.get("slab_reclaimable", 0), swap)
+
+
+def group_folders(controller: str, root: Path = ROOT) -> Iterator[tuple[Path, bool]]:
+    """Yield a folder for each control group of this process with this controller, and True for version 2.
+
+    In a container the mount often starts at the container's own group, but `proc` has the path on the host. All parents
+    are tried, so some folders do not exist.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in groups:
+        _, controllers, name = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            group = Path(name.lstrip("/"))
+            mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+            for folder in (mount / group, *(mount / parent for parent in group.parents)):
+                yield folder, not controllers
 
 
 def _swap_allowance(folder: Path, names: _Controller, limit: int, used: int) -> int | None:

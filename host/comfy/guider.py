@@ -11,6 +11,7 @@ import comfy.model_management
 import comfy.samplers
 import torch
 
+from ...devices import thread_notes
 from ...plan import TRAIN_TIMESTEPS, AutoOffload
 from ...sampling import (
     DenoiseRequest,
@@ -294,7 +295,7 @@ class _GuiderRun:
             experts=experts,
             predicted=predicted,
             settings=run_settings(ref, guider.requested, policy, steps.shape, device),
-            notes=[guider.choice.reason],
+            notes=[guider.choice.reason, *thread_notes(device)],
         )
         self._block_counts = pair.block_counts
         self._bar = host.progress(max(1, steps.steps), node_id)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...devices import thread_notes
 from ...distributed import DistributedResult
 from ...host import ProgressBar, RunEvents, SharedRun, current_host, run_settings, wire_notes
 from ...plan import AutoOffload, OffloadJob, part_sizes
@@ -92,7 +93,8 @@ def prepare_here(
         )
         return result.with_note(choice.reason)
 
-    return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted, notes=(choice.reason,))
+    notes = (choice.reason, *thread_notes(device))
+    return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted, notes=notes)
 
 
 def prepare_shared(

@@ -14,7 +14,7 @@ import comfy.patcher_extension
 import torch
 
 from ....bench import policy_name
-from ....devices import available_bytes, forget, is_out_of_memory, runtime_for, total_bytes
+from ....devices import available_bytes, forget, is_out_of_memory, runtime_for, thread_notes, total_bytes
 from ....offload import ForwardCourse, Lockstep
 from ....plan import (
     WORTH,
@@ -107,6 +107,7 @@ class NativeRun:
             node_id=self.node_id,
             experts=[STACK] * (self._learnt.calls or steps),
             settings=self.settings,
+            notes=thread_notes(self._device),
         )
         self._bar = host.progress(steps, self.node_id)
         self._calls_per_step = max(1.0, (self._learnt.calls or steps) / steps)

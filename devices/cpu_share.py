@@ -1,0 +1,74 @@
+"""CPUs that this process can use, and a notice where torch computes with more threads than that."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .available_ram import ROOT, group_folders
+from .registry import core_count
+
+logger = logging.getLogger("wanstream.devices")
+
+_logged = threading.Event()
+
+
+def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
+    """Yield the number of CPUs of every control group of this process that has a quota.
+
+    Args:
+        root: folder of the `proc` and `sys` file systems that describe the control groups.
+    """
+    for folder, is_v2 in group_folders("cpu", root):
+        try:
+            if is_v2:
+                quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+                period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
+        except OSError:  # no such group here
+            continue
+        if quota not in ("max", "-1"):
+            yield int(quota) / int(period)
+
+
+def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | None) -> str:
+    """Return a notice if threads of torch wait for each other because they share CPUs, else an empty text.
+
+    They wait by spinning: on two busy cores, two threads took 12 to 24 times as long as one in small products.
+
+    Args:
+        cpus: CPUs that this process can use.
+        all_cpus: CPUs of the machine.
+        load: processes that run or wait for a CPU of the machine; None where the system does not count them.
+    """
+    best = max(1, math.floor(cpus)) if threads > max(1, math.ceil(cpus)) else threads
+    reason = f"{threads} threads of torch share {cpus:.3g} CPUs"
+    # The load contains the threads of an earlier run of this process.
+    if threads > 1 and load is not None and load - threads >= all_cpus:
+        best = 1
+        reason = f"{threads} threads of torch share {cpus:.3g} CPUs with other programs (load {load:.1f})"
+    if best == threads:
+        return ""
+    return f"{reason}: set OMP_NUM_THREADS={best} before the program starts, else steps may take many times longer"
+
+
+def thread_notes(device: torch.device) -> list[str]:
+    """Return the notice of `thread_notice` for a run on this device, and log the first one of the process."""
+    if device.type != "cpu":
+        return []
+    cpus = min([core_count(), *cpu_quotas()])
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # not on Windows
+    notice = thread_notice(torch.get_num_threads(), cpus, all_cpus=os.cpu_count() or 1, load=load)
+    if not notice:
+        return []
+    if not _logged.is_set():
+        _logged.set()
+        logger.warning("%s", notice)
+    return [notice]

@@ -1,0 +1,73 @@
+"""CPUs of this process under quotas of control groups, and the notice about too many threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.devices import cpu_share
+from wanstream.devices.cpu_share import cpu_quotas, thread_notes, thread_notice
+
+V1 = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "quotas"),
+    [
+        ("0::/a/b", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "200000 100000\n"}, [2.0]),
+        ("0::/host/path", {"cpu.max": "50000 100000\n"}, [0.5]),
+        ("3:cpu,cpuacct:/a\n2:memory:/b", {f"cpu/a/{name}": text for name, text in V1.items()}, [1.5]),
+        ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, []),
+        ("0::/", {}, []),
+        (None, {}, []),
+    ],
+    ids=["v2", "container", "v1", "v1 without", "v2 without", "not Linux"],
+)
+def test_a_quota_is_that_of_the_group_or_a_parent(
+    tmp_path: Path, group: str | None, files: dict[str, str], quotas: list[float]
+) -> None:
+    written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {**written, **({} if group is None else {"proc/self/cgroup": group})}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    assert list(cpu_quotas(tmp_path)) == quotas
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpus", "load", "remedy"),
+    [
+        (1, 0.5, 50.0, None),
+        (2, 2, None, None),
+        (2, 1.5, None, None),
+        (4, 2.5, None, 2),
+        (32, 0.5, 0.0, 1),
+        (2, 2, 3.9, None),
+        (2, 2, 10.0, 1),
+        (8, 8, 15.9, None),
+    ],
+)
+def test_threads_that_share_cpus_are_noticed(threads: int, cpus: float, load: float | None, remedy: int | None) -> None:
+    notice = thread_notice(threads, cpus, all_cpus=max(1, int(cpus)), load=load)
+    if remedy is None:
+        assert notice == ""
+    else:
+        assert f"{threads} threads" in notice
+        assert f"OMP_NUM_THREADS={remedy} " in notice[:120]
+
+
+def test_a_run_on_a_cpu_has_the_notice_and_the_log_has_it_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu_share, "cpu_quotas", lambda: iter([0.25]))
+    monkeypatch.setattr(cpu_share, "_logged", threading.Event())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with caplog.at_level(logging.WARNING):
+        found = [thread_notes(torch.device("cpu")) for _ in range(2)]
+    assert all("share 0.25 CPUs" in notice for (notice,) in found)
+    assert len(caplog.records) == 1
+    assert thread_notes(torch.device("meta")) == []
