@@ -1,7 +1,7 @@
-"""Patches (LoRA) that are added to blocks on arrival; their factors are kept in host memory, one flat tensor per block.
+"""Patches (LoRA) added to blocks on arrival. The factors are in host memory, one flat tensor per block.
 
-The stored bytes of a block never change. Its factors are added to the decoded matrices in the buffer, so that a new
-strength does not read the file again, and a block without a patch costs nothing.
+The stored bytes never change. The factors are added to the decoded matrices in the buffer, so that a new strength does
+not read the file again, and an unpatched block costs nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .weight_patch import MAGNITUDE, Product, WeightPatch, add_patch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockPatch:
-    """Patches of one block, by the name of the streamed parameter within the block, e.g. "attn1.to_q.weight".
+    """Patches of one block, by parameter name within the block, e.g. "attn1.to_q.weight".
 
-    Equal identities mean equal patches of that block: `weights` is not read if the block has this identity already.
+    Equal identities mean equal patches of a block: `weights` is not read if the block has this identity already.
     """
 
     identity: Hashable
@@ -31,27 +31,27 @@ class BlockPatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedPatch:
-    """Factors of one block in the compute dtype of their matrices; `memory` is 1-D uint8 of `layout.nbytes`."""
+    """Factors for one block in the compute dtype of their matrices. `memory` is 1-D uint8 with `layout.nbytes`."""
 
     identity: Hashable
     weights: Mapping[str, WeightPatch]
-    """Patches by the name of the matrix, with empty tensors in place of those in `memory`."""
+    """Patches by matrix name, with empty tensors in place of those in `memory`."""
     layout: FlatLayout
     memory: torch.Tensor
     tail: int | None = None
-    """First byte in a buffer of the factors of matrices that stay codes and get no addition; None without such."""
+    """Buffer offset of the factors for matrices that stay codes and get no addition. None without such."""
 
     def add_to(self, block: torch.Tensor, computed: FlatLayout, factors: torch.Tensor | None = None) -> None:
         """Add to a decoded block in place, as `add_patch`.
 
-        Some matrices stay codes: rounding the sum to codes again would lose changes that are smaller than half a code,
-        all of a LoRA with 0.3 % of the norm of the weight.
-        Factors of these are copied behind the block instead, and its layers add `(x @ down.T) @ up.T` to their result.
+        Some matrices stay codes: rounding the sum to codes again would lose changes smaller than half a code, all of a
+        LoRA with 0.3 % of the weight norm. Their factors are copied behind the block instead, and the layers add `(x @
+        down.T) @ up.T` to their result.
 
         Args:
-            block: 1-D uint8 with the block in the layout `computed`; ordered by the current stream of its device.
+            block: 1-D uint8 with the block in the layout `computed`, ordered by its device's current stream.
             computed: layout of `block`.
-            factors: a copy of `memory` on the device of `block`; None if that device is the CPU.
+            factors: a copy of `memory` on the device of `block`. None on the CPU.
         """
         matrices = tensor_views(block, computed)
         given = self.memory if factors is None else factors
@@ -64,7 +64,7 @@ class StagedPatch:
                 add_patch(matrices[name], _with_views(name, weight, parts))
 
     def factors_in(self, buffer: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return views of `up` and `down` in a buffer by the name of the matrix; empty if no matrix stays codes."""
+        """Return views of `up` and `down` in a buffer by matrix name. Empty if no matrix stays codes."""
         if self.tail is None:
             return {}
         parts = tensor_views(buffer[self.tail :], self.layout)
@@ -76,11 +76,11 @@ class StagedPatch:
 
 
 class StagedPatches:
-    """Patches of all blocks of one engine.
+    """Patches for all blocks of one engine.
 
     Args:
         formats: formats of all blocks.
-        lock: page-locks the factors for asynchronous copies to the device; None for a CPU.
+        lock: page-locks the factors for asynchronous copies to the device. None for a CPU.
     """
 
     def __init__(self, formats: Mapping[BlockKey, BlockFormat], *, lock: PageLock | None = None) -> None:
@@ -88,38 +88,38 @@ class StagedPatches:
         self._locked = LockedBlocks(lock) if lock is not None else None
         self._staged: Mapping[BlockKey, StagedPatch] = {}
         self.tail = max((fmt.computed.nbytes for fmt in formats.values()), default=0)
-        """First byte of factors in a buffer, behind the largest block; to be set before patches are prepared."""
+        """Buffer offset of the factors, behind the largest block. To be set before patches are prepared."""
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of a buffer for factors: those of the largest patch of a block with matrices that stay codes."""
+        """Buffer bytes for factors: the largest block patch with matrices that stay codes."""
         return max((staged.layout.nbytes for staged in self._staged.values() if staged.tail is not None), default=0)
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of page-locked host memory."""
+        """Page-locked host memory in bytes."""
         return 0 if self._locked is None else self._locked.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of all factors, page-locked or not."""
+        """Host memory for all factors in bytes, page-locked or not."""
         return sum(in_pages(staged.layout.nbytes) for staged in _distinct(self._staged))
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest patch of a block."""
+        """Largest block patch in bytes."""
         return max((staged.layout.nbytes for staged in self._staged.values()), default=0)
 
     def get(self, key: BlockKey) -> StagedPatch | None:
         return self._staged.get(key)
 
     def nbytes(self, key: BlockKey) -> int:
-        """Return the bytes of the factors of a block; 0 without a patch."""
+        """Return the factor bytes of a block. 0 without a patch."""
         staged = self._staged.get(key)
         return 0 if staged is None else staged.layout.nbytes
 
     def prepare(self, patches: Mapping[BlockKey, BlockPatch]) -> dict[BlockKey, StagedPatch]:
-        """Copy `patches` for `replace`; patches of a block with the same identity share their factors. Changes nothing.
+        """Copy `patches` for `replace`. Patches of a block with the same identity share their factors. Changes nothing.
 
         Raises:
             ValueError: a patch names a block or weight that does not stream, or has another shape.
@@ -136,7 +136,7 @@ class StagedPatches:
         return prepared
 
     def changed(self, prepared: Mapping[BlockKey, StagedPatch]) -> frozenset[BlockKey]:
-        """Return the blocks whose patch differs after `replace(prepared)`."""
+        """Return the blocks with another patch after `replace(prepared)`."""
         keys = self._staged.keys() | prepared.keys()
         return frozenset(key for key in keys if self._staged.get(key) is not prepared.get(key))
 
@@ -245,7 +245,7 @@ def _refuse(found: str, shape: tuple[int, int]) -> NoReturn:
 
 
 def _with_views(name: str, weight: WeightPatch, views: Mapping[str, torch.Tensor]) -> WeightPatch:
-    """Return the patch of a matrix with these views as its tensors."""
+    """Return a matrix patch with these views as its tensors."""
     return weight.map(lambda part, _: views[_part(name, part)])
 
 

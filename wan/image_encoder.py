@@ -1,7 +1,7 @@
-"""Streamed CLIP vision encoder, whose embedding is an input of the image branch of Wan2.1 I2V.
+"""Streamed CLIP vision encoder for the image branch of Wan2.1 I2V.
 
-The encoder is CLIP's ViT-H/14 (0.6 B parameters, 1.3 GB in fp16). Its layers pass through two buffers, as the experts'
-blocks do, and compute in fp32: 0.2 GB of device memory in all. Wan uses the hidden states before the last layer.
+The encoder is CLIP's ViT-H/14 (0.6 B parameters, 1.3 GB in fp16). The layers pass through two buffers, like the
+experts' blocks, and compute in fp32: 0.2 GB of device memory in all. Wan uses the hidden states before the last layer.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .checkpoint.meta_model import called_before, set_parameters
 
 WIDTH = 1280
 HEADS = 16
-"""Attention heads of ViT-H; tensor shapes do not determine them."""
+"""ViT-H attention heads. Tensor shapes do not determine them."""
 
 WEIGHTS = "model.safetensors"
 PREFIX = "vision_model."
 MARK = "embeddings.class_embedding"
 MARKS = (MARK, "cls_embedding", "ln_pre.weight")
-"""Names of a tensor that every encoder has: those of transformers, of Wan's own release and of OpenCLIP."""
+"""Names of a tensor found in every encoder: in transformers, Wan's own release and OpenCLIP."""
 ROOTS = ("embeddings", "encoder", "pre_layrnorm", "post_layernorm")
 OTHER_ROOTS = {
     "class_embedding": MARK,
@@ -74,35 +74,35 @@ _OTHER_MODULES = {
     "mlp.c_proj": "mlp.fc2",
     "mlp.2": "mlp.fc2",
 }
-"""Modules of a layer in Wan's own release and in OpenCLIP, and their names in transformers."""
+"""Layer modules in Wan's own release and in OpenCLIP, and their names in transformers."""
 _JOINED = ("attn.in_proj", "attn.to_qkv")
-"""Modules with the rows of the queries, keys and values."""
+"""Modules with query, key and value rows."""
 POSITION_IDS = "embeddings.position_ids"
-"""0, 1, 2, ... in files of old transformers versions."""
+"""0, 1, 2, ... in files by old transformers versions."""
 LAYER = re.compile(r"encoder\.layers\.(\d{1,3})\.")
 STACK = "clip"
 
-# Mean and standard deviation of red, green and blue in training (OPENAI_CLIP_MEAN and _STD of transformers).
+# Mean and standard deviation for red, green and blue in training (OPENAI_CLIP_MEAN and _STD in transformers).
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClipVisionOutput:
-    """Embedding of images, under the attribute name of ComfyUI's CLIP_VISION_OUTPUT."""
+    """Image embedding, under the attribute name in ComfyUI's CLIP_VISION_OUTPUT."""
 
     penultimate_hidden_states: torch.Tensor
     """[N, tokens, 1280] fp32, on the CPU."""
 
 
 def open_image_encoder(path: Path | str) -> ImageEncoder:
-    """Open the encoder of a diffusers pipeline folder, its `image_encoder` folder, or ComfyUI's `clip_vision_h` file.
+    """Open the encoder in a diffusers pipeline folder, its `image_encoder` folder, or ComfyUI's `clip_vision_h` file.
 
     Reads only headers and the config.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
-            tensors are not those of a CLIP vision model of width 1280.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file. The config or the
+            tensors do not belong to a CLIP vision model with width 1280.
     """
     path = Path(path)
     if path.is_file():
@@ -135,7 +135,7 @@ def open_image_encoder(path: Path | str) -> ImageEncoder:
 
 
 class ImageEncoder:
-    """Opened CLIP vision model; between calls it keeps only small tensors on the device."""
+    """Opened CLIP vision model. Between calls it keeps only small tensors on the device."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class ImageEncoder:
         self._scales = scales
         self._image_size = image_size
         self.notes = notes
-        """Sentences about tensors of the file that are not used."""
+        """Sentences about unused file tensors."""
         self.warnings = warnings
         """Sentences about a loss of precision in the file."""
         self._layers: list[nn.Module] = list(model.encoder.layers)  # type: ignore[arg-type, union-attr]
@@ -165,7 +165,7 @@ class ImageEncoder:
         crop: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> ClipVisionOutput:
-        """Embed images [N, H, W, 3 or 4] in 0..1; see `clip_pixels` for `crop`.
+        """Embed images [N, H, W, 3 or 4] in 0..1. See `clip_pixels` for `crop`.
 
         `check` is called before every layer and may raise to end the computation.
 
@@ -176,7 +176,7 @@ class ImageEncoder:
         device = torch.device(device)
         self._read_small_tensors(device)
         policy = OffloadPolicy.layerwise(1)
-        # Attached for this call only: the experts need the memory of the buffers afterwards.
+        # Attached for this call only: the experts need the buffer memory afterwards.
         with (
             attach_offload({STACK: self._layers}, policy=policy, device=device, source=self._source()),
             called_before(self._layers, check),
@@ -202,10 +202,10 @@ class ImageEncoder:
         small = {name: tensor for name, tensor in self._weights.items() if name not in streamed}
         scales = {name: scale for name, scale in self._scales.items() if name in small}
         # Parameters stay in the model after this call, so they must not be inference tensors: a later call outside
-        # inference mode could not compute with those.
+        # inference mode could not compute with them.
         with torch.inference_mode(False):
             set_parameters(self._model, copy_together(read_component(small, scales, torch.float32), device))
-            # Position ids are a buffer that no file contains, so that it is still on `meta`.
+            # No file contains the position id buffer, so it is still on `meta`.
             positions = self._weights["embeddings.position_embedding.weight"].shape[0]
             embeddings = self._model.get_submodule("embeddings")
             embeddings.register_buffer("position_ids", torch.arange(positions, device=device)[None], persistent=False)
@@ -214,8 +214,8 @@ class ImageEncoder:
 def clip_pixels(images: torch.Tensor, size: int, *, crop: bool = False) -> torch.Tensor:
     """Convert images [N, H, W, 3 or 4] in 0..1 to CLIP's input, [N, 3, size, size] fp32.
 
-    The whole image is resized to the square, as in Wan's own code; with `crop` its central square is used, as in
-    diffusers' pipeline. Scaled and rounded to 8 bits as in ComfyUI's `clip_preprocess`.
+    The whole image is resized to the square, as in Wan's own code. `crop` takes the central square, as in diffusers'
+    pipeline. Scaled and rounded to 8 bits as in ComfyUI's `clip_preprocess`.
 
     Raises:
         ValueError: the tensor has another shape.
@@ -238,7 +238,7 @@ def _model(config: Mapping[str, Any]) -> nn.Module:
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     model = CLIPVisionModel(CLIPVisionConfig(**config))
-    # The inner vision model in transformers 4; in transformers 5 it is the model itself.
+    # The inner vision model in transformers 4. In transformers 5 it is the model itself.
     core: nn.Module = getattr(model, PREFIX.removesuffix("."), model)
     return core
 
@@ -248,12 +248,12 @@ def _in_layer(index: int, name: str) -> str:
 
 
 def _streamed(layers: Sequence[nn.Module]) -> Iterator[str]:
-    """Yield the names of the parameters that are streamed, within the model."""
+    """Yield the names of the streamed parameters, within the model."""
     return (_in_layer(index, name) for index, layer in enumerate(layers) for name in streamed_names(layer))
 
 
 def _vision_file(header: FileHeader) -> ComponentFile:
-    """Return the tensors of the vision model, by their names in transformers; those of the text model are left out."""
+    """Return the vision model tensors by their names in transformers, without a text model."""
     roots = (*ROOTS, *OTHER_ROOTS, "transformer")
     found = component_file(header, marks=MARKS, roots=roots, unused=[POSITION_IDS])
     if MARK not in found.weights:
@@ -286,7 +286,7 @@ def _renamed(tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
 
 
 def _without_batch(tensor: FileTensor) -> FileTensor:
-    """Return an embedding without its leading ones, which Wan's own release has for a batch."""
+    """Return an embedding without leading ones. Wan's own release has them for a batch."""
     shape = tensor.shape
     while shape[:1] == (1,):
         shape = shape[1:]
@@ -294,7 +294,7 @@ def _without_batch(tensor: FileTensor) -> FileTensor:
 
 
 def _thirds(tensor: FileTensor) -> list[FileTensor]:
-    """Return the three parts of the rows of a tensor; a scale of one number is that of each part."""
+    """Return a tensor's rows in three parts. A scale of one number counts for each part."""
     if not tensor.shape:
         return [tensor] * 3
     if tensor.packing is not None or tensor.shape[0] % 3:
@@ -314,10 +314,10 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def _config_from_shapes(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, Any]:
-    """Return the sizes of the encoder under the names of config.json.
+    """Return the encoder sizes under the names in config.json.
 
     Raises:
-        CheckpointError: they are not those of ViT-H.
+        CheckpointError: they do not belong to ViT-H.
     """
 
     def shape(name: str, dimensions: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Expert pair (Wan2.2 A14B) or single model, with the engine that streams its weights."""
+"""Expert pair (Wan2.2 A14B) or single model, with the streaming engine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Loras: TypeAlias = "Sequence[tuple[LoraFile, StepStrengths]]"
 
 
 class ExpertPair(AbstractContextManager["ExpertPair"]):
-    """Two experts that belong together, or a single model, and the engine that streams them.
+    """Two experts of one model, or a single model, and the engine that streams them.
 
-    A single model has the place "high" and runs every step; `low` is then the same expert.
+    A single model has the place "high" and runs every step. `low` is then the same expert.
 
-    `engine` creates the engine, which is reused by later runs until `close()` or the end of the `with` block frees it.
-    A closed pair may be used again.
+    `engine` creates the engine. Later runs reuse it until `close()` or the end of the `with` block frees it. A closed
+    pair may be used again.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         self.compute_dtype = compute_dtype
         self.storage = storage
         self.arithmetic = arithmetic
-        # Ranks of one machine share the page cache; with direct reads every rank would read the whole files.
+        # Ranks on one machine share the page cache. With direct reads every rank would read the whole files.
         self._direct = False if direct is None and shared else direct
         self._shared = shared
         self.kernels = Kernels()
-        """Compute kernels of the blocks; a change applies at the next call of `engine`."""
+        """Block compute kernels. A change applies at the next call of `engine`."""
         self._sharded: Sharded | None = None
         self._engine: ExpertEngine | None = None
         self._engine_sharded: Sharded | None = None
@@ -81,27 +81,27 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def block_counts(self) -> dict[str, int]:
-        """Number of blocks of each expert, by place."""
+        """Number of blocks by expert place."""
         return {name: expert.config.num_layers for name, expert in self.experts.items()}
 
     @property
     def in_channels(self) -> int:
-        """Input channels of the model: those of the latent (16, 5B: 48), and those of its condition."""
+        """Model input channels: latent channels (16, 5B: 48), and condition channels."""
         return self.high.config.in_channels
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the latents: 16, or 48 for the models of Wan2.2 5B."""
+        """Latent channels: 16, or 48 for Wan2.2 5B models."""
         return self.high.config.out_channels
 
     @property
     def reads_reference(self) -> bool:
-        """True if the model puts the tokens of a reference image in front of the video (`ref_conv` of Fun Control)."""
+        """True if the model puts reference image tokens in front of the video (`ref_conv` in Fun Control)."""
         return self.high.config.reference_channels is not None
 
     @property
     def identity(self) -> Hashable:
-        """Hashable that is equal for the same files, dtype, storage, kernels, LoRAs and strengths."""
+        """Hashable, equal for the same files, dtype, storage, kernels, LoRAs and strengths."""
         loras = tuple(
             tuple((lora.identity, strengths) for lora, strengths in self._loras[name] if any(strengths.values))
             for name in self.experts
@@ -110,7 +110,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return (*paths, self.compute_dtype, self.storage, self.arithmetic, self.kernels, loras)
 
     def is_current(self) -> bool:
-        """Return True if the experts' files have not changed since they were opened; else open the pair again."""
+        """Return True if the expert files have not changed since opening. Otherwise open the pair again."""
         return self.high.is_current() and self.low.is_current()
 
     def loras_are_current(self) -> bool:
@@ -119,12 +119,12 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def strengths_vary(self) -> bool:
-        """True if a strength of a LoRA differs between steps."""
+        """True if a LoRA strength differs between steps."""
         return any(len(stages.stacks) > 1 for stages in self._stages.values())
 
     @property
     def strength_ranges(self) -> tuple[tuple[str, StepRange], ...]:
-        """Ranges of steps with a strength of their own, each after the name of the LoRA's file."""
+        """Step ranges with their own strength, each after the LoRA file name."""
         return tuple(
             (lora.path.name, each)
             for loras in self._loras.values()
@@ -137,16 +137,16 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return self._stages[expert].number_at(step)
 
     def opened_loras(self, *paths: Path | str | None) -> list[LoraFile]:
-        """Return the LoRAs of these files as they are added to the experts."""
+        """Return the LoRAs in these files as added to the experts."""
         wanted = {Path(path) for path in paths if path is not None}
         return [lora for loras in self._loras.values() for lora, _ in loras if lora.path in wanted]
 
     def set_loras(self, high: Loras | FixedLoras, low: Loras | FixedLoras) -> None:
-        """Replace the LoRAs of each expert by these, with one strength or the strength in each step.
+        """Replace each expert's LoRAs by these, with one strength or the strength in each step.
 
         Applies at the next call of `engine`, which reads new files and keeps their factors in RAM as stored (0.6 GB for
-        rank 64 in bf16), so that a change of strength reads nothing. LoRAs of strength 0 are not read. If strengths
-        vary, the folded factors of all combinations of strengths are kept, as much again for each.
+        rank 64 in bf16), so that a strength change reads nothing. LoRAs with strength 0 are not read. If strengths
+        vary, the folded factors for all combinations are kept, as much again for each.
 
         Raises:
             CheckpointError: a LoRA does not fit its expert or its arithmetic. The LoRAs are unchanged.
@@ -169,21 +169,21 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         self._stages = self._make_stages()
 
     def shard(self, sharded: Sharded | None) -> None:
-        """Keep a shard of every block and gather blocks from these ranks, which run the same program; None: no shards.
+        """Keep a shard of every block and gather blocks from these ranks, which run the same program. None: no shards.
 
-        Applies at the next call of `engine`. Shards that were read are reused if only the rendezvous is new.
+        Applies at the next call of `engine`. Shards already read are reused if only the rendezvous is new.
         """
         self._sharded = sharded
 
     def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
         """Return the engine for `policy` on `device`, with the LoRAs set.
 
-        An existing engine with another policy is changed and keeps every block that both policies keep. An engine on
-        another device is closed.
+        An engine with another policy is changed and keeps every block that both policies keep. An engine on another
+        device is closed.
 
         Raises:
-            ValueError: the policy does not fit the number of blocks, a factor of a LoRA is not finite, or the kernels
-                are not installed or do not support this device or dtype.
+            ValueError: the policy does not fit the number of blocks, a LoRA factor is not finite, or the kernels are
+                not installed or do not support this device or dtype.
             OSError: a LoRA cannot be read, or there is not enough RAM for its factors or for RAM-resident blocks.
             RuntimeError: a run is in progress, and the policy, device, kernels, LoRAs or shards have changed.
         """
@@ -203,7 +203,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
                     sharded=self._sharded,
                 )
             self._engine_sharded = self._sharded
-        # Before the policy, which attaches the kernels again: they may be others since the last run.
+        # Before the policy, which attaches the kernels again: they may have changed since the last run.
         self._engine.set_kernels(self.kernels)
         if self._engine.policy != policy:
             self._engine.set_policy(policy)
@@ -212,15 +212,15 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return self._engine
 
     def current_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:
-        """Return the current engine if it has this policy and device, else None; does not create or change one."""
+        """Return the current engine if it has this policy and device, else None. Does not create or change one."""
         engine = self._engine
         return engine if engine is not None and (engine.policy, engine.device) == (policy, device) else None
 
     def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
-        """Return the bytes of device memory of the weights under `policy`.
+        """Return the device memory for the weights under `policy`, in bytes.
 
-        LoRAs are included where they are computed beside matrices; else they take 30 MB for rank 64 in bf16. Shards
-        that are gathered are included: those in transit, or all of them if they are resident on the device.
+        Includes LoRAs computed beside matrices. Otherwise they take 30 MB for rank 64 in bf16. Includes gathered
+        shards: only shards in transit, or all of them if they are resident on the device.
 
         Raises:
             ValueError: the policy does not fit the number of blocks.
@@ -244,22 +244,22 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def file_bytes(self) -> int:
-        """Bytes that are read from files for the largest block of the pair."""
+        """Bytes read from files for the largest block."""
         return self._block_bytes.file
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the largest block of the pair in RAM and on the bus."""
+        """Largest block in RAM and on the bus, in bytes."""
         return self._block_bytes.stored
 
     @property
     def computed_bytes(self) -> int:
-        """Bytes of the largest block of the pair in its buffer."""
+        """Largest block in its buffer, in bytes."""
         return self._block_bytes.computed
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of a buffer behind its block: the factors of LoRAs that are computed beside matrices."""
+        """Buffer bytes behind the block: LoRA factors computed beside matrices."""
         if not self.multiplied:
             return 0
         stacks = [stack for stages in self._stages.values() for stack in stages.stacks]
@@ -267,7 +267,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def _summed_values(self) -> int:
-        """Values of the largest streamed matrix whose LoRAs are summed in fp32; 0 without such LoRAs."""
+        """Values in the largest streamed matrix with LoRAs summed in fp32. 0 without such LoRAs."""
         shapes = parameter_shapes(self.high.config)
         streamed = streamed_parameters(self.high.config)
         summed = {
@@ -281,23 +281,23 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def quantised_to(self) -> Storage:
-        """Format that blocks are quantised to between file and RAM."""
+        """Block format after quantising between file and RAM."""
         return self.storage if self._block_bytes.quantised else "as stored"
 
     @property
     def code_formats(self) -> tuple[CodeFormat, ...]:
-        """Formats of the blocks' matrices in RAM that could be multiplied as they are: "int8", "fp8", both or none."""
+        """Block matrix formats in RAM that could be multiplied as they are: "int8", "fp8", both or none."""
         every = replace(self._precision, arithmetic="as stored")
         return _formats(block_bytes(self.experts, every).multiplied)
 
     @property
     def multiplied(self) -> tuple[CodeFormat, ...]:
-        """Formats of the blocks' matrices that are multiplied as they are: "int8", "fp8", both or none."""
+        """Block matrix formats multiplied as they are: "int8", "fp8", both or none."""
         return _formats(self._block_bytes.multiplied)
 
     @property
     def decodes(self) -> bool:
-        """True if a block of the pair has to be decoded on arrival."""
+        """True if a block has to be decoded on arrival."""
         return self._block_bytes.decoded > 0
 
     @cached_property
@@ -306,7 +306,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @cached_property
     def _multiplied_weights(self) -> dict[str, frozenset[str]]:
-        """Full names of the weights that are multiplied as they are stored, by expert."""
+        """Full names of the weights multiplied as stored, by expert."""
         layers = multiplied_layers(block_source(self.experts, self._precision, direct=False).formats)
         return {
             name: frozenset(f"blocks.{block}.{layer}.weight" for block, found in blocks.items() for layer in found)
@@ -319,27 +319,27 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def running(self) -> bool:
-        """True while a run is in progress; no memory can be released then."""
+        """True while a run is in progress. No memory can be released then."""
         return self._engine is not None and self._engine.running
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of device memory of the pair's weights now."""
+        """Device memory for the weights now, in bytes."""
         return 0 if self._engine is None else self._engine.loaded_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of page-locked host memory of the pair now."""
+        """Page-locked host memory now, in bytes."""
         return 0 if self._engine is None else self._engine.pinned_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of the pair now: RAM-resident blocks, staging, and LoRA factors of blocks."""
+        """Host memory now, in bytes: RAM-resident blocks, staging, and LoRA factors for blocks."""
         return 0 if self._engine is None else self._engine.host_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the blocks that processes of this machine have in RAM for each other; 0 for a pair of its own."""
+        """Bytes of RAM blocks that processes on this machine share. 0 for an unshared pair."""
         if not self._shared or self._sharded is not None:
             return 0
         # Not the engine's segment, which does not exist before the first policy.
@@ -348,7 +348,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def host_resident_bytes(self) -> int:
-        """Estimated host memory of a run in addition to its slots: LoRAs as stored and folded, and one embedder."""
+        """Estimated host memory for a run in addition to its slots: LoRAs as stored and folded, and one embedder."""
         embedders = [
             sum(tensor.stored_bytes for name, tensor in expert.weights.items() if embedder_part(name) is not None)
             for expert in self.experts.values()
@@ -357,19 +357,19 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return max(embedders) + loras
 
     def release_memory(self, nbytes: int) -> int:
-        """Free buffers until `nbytes` of device memory are free or none is left; return the bytes freed.
+        """Free buffers until `nbytes` of device memory are free or none is left. Return the freed bytes.
 
         The next run allocates and fetches missing blocks again. `close` frees all memory.
 
         Raises:
-            RuntimeError: a run is in progress; nothing is changed.
+            RuntimeError: a run is in progress. Nothing is changed.
         """
         return 0 if self._engine is None else self._engine.release_memory(nbytes)
 
     def close(self) -> None:
         """Free the engine with its buffers, threads and open files, and the loaded LoRA factors.
 
-        The LoRAs remain set; the next engine reads them again. Closing twice is allowed.
+        The LoRAs remain set. The next engine reads them again. Closing twice is allowed.
         """
         self._close_engine()
         self._factors.keep_only([])

@@ -1,4 +1,4 @@
-"""LoRA factors in host RAM and the patches that they give for streamed and resident parameters."""
+"""LoRA factors in host RAM and their patches for streamed and resident parameters."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .changes import Change, Factors, is_by_column
 from .file import LoraFile
 
 LoraStack: TypeAlias = "Sequence[tuple[LoraFile, float]]"
-"""LoRA files of one expert with their strengths."""
+"""LoRA files for one expert with their strengths."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class LoraFactors:
-    """Cache of LoRA tensors in host RAM; each file is read once, at its first `load`."""
+    """Cache for LoRA tensors in host RAM. Each file is read once, at its first `load`."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensors] = {}
@@ -43,7 +43,7 @@ class LoraFactors:
         """Return the tensors of `lora` by key, on the CPU, as stored.
 
         Raises:
-            CheckpointError: a tensor has a value that is not finite; names the key.
+            CheckpointError: a tensor has a value that is not finite. The message has the key.
             SourceError: the file cannot be read, or has changed since it was opened.
         """
         if lora.identity not in self._tensors:
@@ -60,7 +60,7 @@ class LoraFactors:
 
 
 def lora_host_bytes(stacks: Sequence[LoraStack], dtype: torch.dtype) -> int:
-    """Return the host memory of the LoRAs of an expert: each file as stored, and each stack folded for the engine."""
+    """Return the host memory for an expert's LoRAs: each file as stored, and each stack folded for the engine."""
     files = {lora.identity: lora for stack in stacks for lora, _ in stack}.values()
     stored = sum(tensor.nbytes for lora in files for tensor in lora.tensors.values())
     folded = sum(math.prod(tensor.shape) for stack in stacks for lora, _ in stack for tensor in lora.tensors.values())
@@ -68,7 +68,7 @@ def lora_host_bytes(stacks: Sequence[LoraStack], dtype: torch.dtype) -> int:
 
 
 def block_factor_bytes(config: WanConfig, stack: LoraStack, dtype: torch.dtype) -> int:
-    """Return the bytes of the folded factors of the block that has most of them."""
+    """Return the folded factor bytes of the block with the most."""
 
     def values(block: int) -> int:
         names = {f"blocks.{block}.{name}" for name in block_streams(config)}
@@ -84,11 +84,11 @@ def block_factor_bytes(config: WanConfig, stack: LoraStack, dtype: torch.dtype) 
 
 
 def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> WeightPatch:
-    """Combine the changes of all LoRAs of `stack` to `parameter`, of which there is at least one.
+    """Combine the changes of all LoRAs in `stack` to `parameter`. There must be at least one.
 
-    Low-rank products are concatenated along their rank, with strength and scale folded into `up`; differences are
-    summed. `up` [rows, rank] and `full` (shape of the parameter) are fp32; `down` [rank, columns] is as stored, or fp32
-    if there are several. Every DoRA starts from the unchanged parameter, so the order of LoRAs does not matter.
+    Low-rank products are concatenated along their rank, with strength and scale folded into `up`. Differences are
+    summed. `up` [rows, rank] and `full` (parameter shape) are fp32. `down` [rank, columns] is as stored, or fp32 if
+    there are several. Every DoRA starts from the unchanged parameter, so the LoRA order does not matter.
     """
     added: list[_Scaled] = []
     rescaled: list[Rescaled] = []
@@ -107,7 +107,7 @@ def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> W
 
 
 class _Scaled(NamedTuple):
-    """Change with its tensors and the factor that multiplies it."""
+    """Change with its tensors and its factor."""
 
     change: Change
     tensors: Tensors
@@ -144,7 +144,7 @@ def _summed(changes: Sequence[_Scaled]) -> WeightPatch:
 
 
 def _kronecker(change: Change, tensors: Tensors, factor: float) -> Kronecker:
-    # The first matrix has few values in the files of most trainers; the second stays factors if the file has them.
+    # Most trainers' files have few values in the first matrix. The second stays factors if the file has them.
     first, second = (_product(keys, tensors) if len(keys) > 1 else None for keys in (change.first, change.second))
     whole = tensors[change.first[0]] if first is None else first.up.float() @ first.down.float()
     return Kronecker(
@@ -154,7 +154,7 @@ def _kronecker(change: Change, tensors: Tensors, factor: float) -> Kronecker:
 
 
 def _product(keys: Factors, tensors: Tensors) -> Product:
-    """Return two factors as matrices; the core of a Tucker decomposition is multiplied into the second one."""
+    """Return two factors as matrices. A Tucker core is multiplied into the second one."""
     up, down = (tensors[key] for key in keys[:2])
     if len(keys) < 3:
         return Product(up=up.flatten(1), down=down.flatten(1))
@@ -167,7 +167,7 @@ def _scaled(stored: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _concatenated(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor | None:
-    """Concatenate the parts in fp32; a single part is returned as it is."""
+    """Concatenate the parts in fp32. A single part is returned as it is."""
     if len(parts) < 2:
         return parts[0] if parts else None
     return torch.cat([part.float() for part in parts], dim=dim)
@@ -187,16 +187,16 @@ def _check_finite(lora: LoraFile, key: str, tensor: torch.Tensor) -> None:
 
 
 def stack_identity(stack: LoraStack) -> Hashable:
-    """Return a hashable that is equal for stacks of the same files in the same order with the same strengths."""
+    """Return a hashable, equal for stacks with the same files in the same order with the same strengths."""
     return tuple((lora.identity, strength) for lora, strength in stack)
 
 
 def block_patches(
     expert: str, config: WanConfig, stack: LoraStack, factors: LoraFactors, *, number: int = 0
 ) -> dict[BlockKey, BlockPatch]:
-    """Return the patches, with this `BlockKey.patch`, of the blocks in which `stack` changes a streamed weight.
+    """Return the patches, with this `BlockKey.patch`, for blocks with a streamed weight changed by `stack`.
 
-    The factors of a block are folded when its patch is read, so that only one block at a time has both forms in RAM.
+    A block's factors are folded when its patch is read, so that only one block at a time has both forms in RAM.
     """
     patches = {}
     for block in range(config.num_layers):
@@ -211,13 +211,13 @@ def block_patches(
 
 
 def resident_patches(config: WanConfig, stack: LoraStack, factors: LoraFactors) -> LazyPatches:
-    """Return the patches of an expert's parameters that are not streamed, by full name."""
+    """Return the patches for an expert's parameters that are not streamed, by full name."""
     names = {name: name for lora, _ in stack for name in lora.changes if name not in streamed_parameters(config)}
     return LazyPatches(names, stack, factors)
 
 
 class LazyPatches(Mapping[str, WeightPatch]):
-    """Mapping of patches that are folded at each look-up; `parameters` maps its keys to full parameter names."""
+    """Mapping of patches, folded at each look-up. `parameters` maps its keys to full parameter names."""
 
     def __init__(self, parameters: Mapping[str, str], stack: LoraStack, factors: LoraFactors) -> None:
         self._parameters, self._stack, self._factors = parameters, stack, factors
@@ -233,9 +233,9 @@ class LazyPatches(Mapping[str, WeightPatch]):
 
 
 class PatchedParameters:
-    """Patches of one model's parameters that are not streamed.
+    """Patches for a model's parameters that are not streamed.
 
-    Unpatched copies of the changed parameters are kept in host RAM, so that a change of LoRAs reads nothing.
+    Unpatched copies of changed parameters are kept in host RAM, so that changing LoRAs reads nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""VAE of Wan: encoding and decoding of full frames or tiles, with smaller tiles after an out-of-memory error."""
+"""Wan VAE: encoding and decoding in full frames or tiles, with smaller tiles after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Compute dtypes of a VAE, by the names that nodes and messages use; only a tiny VAE takes fp16."""
+"""VAE compute dtypes, by their names in nodes and messages. Only a tiny VAE takes fp16."""
 
 
 Check = Callable[[], None]
-"""Function that is called before every latent frame and may raise to end the work."""
+"""Function called before every latent frame. It may raise to end the work."""
 
 
 class VaeInputError(ValueError):
-    """Images or latents of a shape that the VAE does not accept; the message names their shape and a valid one."""
+    """The VAE does not accept the shape of images or latents. The message has this shape and a valid one."""
 
 
 def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME) -> WanVae:
-    """Open the VAE of a diffusers pipeline folder, its `vae` folder, a single file, or the file of a tiny VAE.
+    """Open the VAE in a diffusers pipeline folder, its `vae` folder, a single file, or a tiny VAE file.
 
     Reads only headers and the config. The VAE computes in `dtype`.
 
@@ -47,9 +47,9 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale:
         latent_scale: one of `LATENT_SCALES`, for a tiny VAE.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
-            tensors are not those of a VAE of Wan.
-        TinyVaeError: the name of a tiny VAE does not show its scale, and `latent_scale` does not either.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file. The config or the
+            tensors do not belong to a Wan VAE.
+        TinyVaeError: neither the name of a tiny VAE nor `latent_scale` shows its scale.
         VaeInputError: the VAE does not compute in `dtype`.
     """
     path = Path(path)
@@ -62,10 +62,10 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale:
 
 
 def open_tiny_vae(path: Path, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME) -> WanVae:
-    """Open the file of a tiny VAE; see `open_vae`.
+    """Open a tiny VAE file. See `open_vae`.
 
     Raises:
-        CheckpointFileError: the file is missing, truncated, a pickle, or not a tiny VAE of Wan.
+        CheckpointFileError: the file is missing, truncated, a pickle, or not a tiny Wan VAE.
         Exception: the other errors of `open_vae`.
     """
     return WanVae(open_tiny_vae_file(path, _vae_file(path), latent_scale), dtype)
@@ -76,7 +76,7 @@ def _vae_file(path: Path) -> ComponentFile:
 
 
 class WanVae(AbstractContextManager["WanVae"]):
-    """Opened VAE that computes in `dtype`; weights are loaded at the first use and freed by `close()`.
+    """Opened VAE that computes in `dtype`. The first use loads the weights, `close()` frees them.
 
     In shapes, C is the number of latent channels and P the number of pixels for each latent pixel, along either side.
 
@@ -97,12 +97,12 @@ class WanVae(AbstractContextManager["WanVae"]):
 
     @property
     def space(self) -> LatentSpace:
-        """Latent space of the VAE."""
+        """The VAE's latent space."""
         return self._opened.space
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about tensors of the file that are not used."""
+        """Sentences about unused file tensors."""
         return self._opened.notes
 
     @property
@@ -124,7 +124,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         )
 
     def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
-        """Return the memory requirements of encoding frames [F, H, W, 3], all of which are on the device.
+        """Return the memory requirements for encoding frames [F, H, W, 3], all on the device.
 
         Raises:
             VaeInputError: the video has another shape, or the VAE only decodes.
@@ -153,13 +153,13 @@ class WanVae(AbstractContextManager["WanVae"]):
         tiling: Tiling | None = None,
         check: Check = lambda: None,
     ) -> torch.Tensor:
-        """Encode frames [F, H, W, 3] in 0..1; F = 4n + 1, H and W are multiples of P.
+        """Encode frames [F, H, W, 3] in 0..1, where F = 4n + 1, and H and W are multiples of P.
 
-        `check` is called before every block of the encoder, for each latent frame of every tile, and may raise to end
-        the encoding.
+        `check` is called before every encoder block, for each latent frame in every tile, and may raise to end the
+        encoding.
 
-        Returns the mode of the raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU. Tiles are blended
-        by diffusers.
+        Returns the mode of the raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU. diffusers blends
+        the tiles.
 
         Raises:
             VaeInputError: the video has another shape, or the VAE only decodes.
@@ -170,21 +170,21 @@ class WanVae(AbstractContextManager["WanVae"]):
         pixels = video.to(device, self._dtype).movedim(-1, 0)[None] * 2 - 1
         height, width = (size // self.space.pixels for size in video.shape[1:3])
         cut = tiling if tiling is not None and tiling.cuts(height, width) else None
-        # diffusers calls the encoder once for each latent frame of a tile, which takes a CPU ten seconds at 480x272.
+        # diffusers calls the encoder once for each latent frame in a tile, which takes a CPU ten seconds at 480x272.
         with torch.no_grad(), _tiled(vae, cut), called_before([vae.encoder, *vae.encoder.down_blocks], check):
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
         return raw.cpu().float()
 
     @property
     def weight_bytes(self) -> int:
-        """Device memory of all weights."""
+        """Device memory for all weights."""
         return self._dtype.itemsize * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
 
     def check_latents(self, latents: torch.Tensor) -> None:
         """Check that the VAE can decode latents [B, C, T, h, w].
 
         Raises:
-            VaeInputError: the latents have another shape, or are those of another VAE.
+            VaeInputError: the latents have another shape, or belong to another VAE.
         """
         check_latents(latents)
         found, expected = space_of(latents.shape[1]), self.space
@@ -196,10 +196,10 @@ class WanVae(AbstractContextManager["WanVae"]):
             )
 
     def decode_needs(self, latents: torch.Tensor, *, to_file: bool = False) -> DecodeNeeds:
-        """Return the memory requirements of `decode`, or of `stream` (`to_file`), for latents [B, C, T, h, w].
+        """Return the memory requirements for `decode`, or for `stream` (`to_file`), with latents [B, C, T, h, w].
 
         Raises:
-            VaeInputError: the latents have another shape, or are those of another VAE.
+            VaeInputError: the latents have another shape, or belong to another VAE.
         """
         self.check_latents(latents)
         batch, _, count, height, width = latents.shape
@@ -207,7 +207,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         return DecodeNeeds(
             height=height,
             width=width,
-            # `decode` keeps the frames of all videos, `stream` those of one video at a time.
+            # `decode` keeps the frames of all videos, `stream` only one video at a time.
             frames=frames if to_file else batch * frames,
             pixel_bytes=self._opened.decode_pixel_bytes(count, self._dtype),
             value_bytes=1 if to_file else FP32_BYTES,
@@ -225,12 +225,12 @@ class WanVae(AbstractContextManager["WanVae"]):
     ) -> torch.Tensor:
         """Decode raw latents [B, C, T, h, w], one video at a time, in full frames or tile by tile.
 
-        `check` is called before every latent frame of every tile and may raise to end the decode.
+        `check` is called before every latent frame in every tile and may raise to end the decode.
 
         Returns frames in 0..1, fp32 [B, 4 * (T - 1) + 1, P * h, P * w, 3], on the CPU.
 
         Raises:
-            VaeInputError: the latents have another shape, or are those of another VAE.
+            VaeInputError: the latents have another shape, or belong to another VAE.
         """
         self.check_latents(latents)
         videos = empty_frames(latents)
@@ -251,11 +251,11 @@ class WanVae(AbstractContextManager["WanVae"]):
     ) -> Iterator[torch.Tensor]:
         """Yield the frames of `decode` as [n, P * h, P * w, 3] uint8 on the CPU, for a video file.
 
-        The videos of a batch follow one another. Full frames are yielded with each latent frame and are not kept; with
+        The videos in a batch follow one another. Full frames are yielded with each latent frame and are not kept. With
         tiles, all frames of a video are yielded together.
 
         Raises:
-            VaeInputError: the latents have another shape, or are those of another VAE.
+            VaeInputError: the latents have another shape, or belong to another VAE.
         """
         self.check_latents(latents)
         for video in latents.split(1):
@@ -279,7 +279,7 @@ class WanVae(AbstractContextManager["WanVae"]):
                 check()
             return
         frames = empty_frames(latents, torch.uint8)[0] if into is None else into
-        # Frames of a tile are blended as soon as they are decoded; in addition to them, RAM holds only edges of tiles.
+        # Tile frames are blended as soon as they are decoded. In addition to them, RAM holds only tile edges.
         blender = TileBlender(tiling, into=frames)
         for tile in tiling.tiles(*latents.shape[3:]):
             check()
@@ -293,17 +293,17 @@ class WanVae(AbstractContextManager["WanVae"]):
     def decode_tile(
         self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        """Decode one tile [1, C, T, h, w] for a `TileBlender`; see `tiles.gather_tile`.
+        """Decode one tile [1, C, T, h, w] for a `TileBlender`. See `tiles.gather_tile`.
 
         Raises:
-            VaeInputError: the latents have another shape, or are those of another VAE.
+            VaeInputError: the latents have another shape, or belong to another VAE.
         """
         self.check_latents(latents)
         vae, moved = self._load(torch.device(device)), self._opened.decoder_input(latents).to(device, self._dtype)
         return gather_tile(self._opened.decoded_frames(vae, moved, whole=False), moved, check)
 
     def close(self) -> None:
-        """Free the weights. Closing twice is allowed; a later use loads them again."""
+        """Free the weights. Closing twice is allowed. A later use loads them again."""
         self._loaded = None
 
     def _load(self, device: torch.device) -> Any:
@@ -333,7 +333,7 @@ class WanVae(AbstractContextManager["WanVae"]):
 
 @contextmanager
 def _tiled(vae: AutoencoderKLWan, tiling: Tiling | None) -> Iterator[None]:
-    """Enable diffusers' tiling inside the `with`; its sizes are in patches, if the VAE has them."""
+    """Enable diffusers' tiling inside the `with`. The sizes are in patches, if the VAE has them."""
     if tiling is None:
         yield
         return
@@ -374,12 +374,12 @@ def retry_with_smaller_tiles(
     first: Tiling | None,
     on_change: Callable[[str], None] = lambda change: None,
 ) -> Result:
-    """Call `decode` with smaller and smaller tiles until memory suffices; return its result.
+    """Call `decode` with smaller and smaller tiles until memory suffices. Return its result.
 
     Args:
         decode: called with a tiling, or with None for full frames.
-        needs: of the decode, for the sizes of smaller tiles.
-        first: tiling of the first attempt; each further attempt halves the area of a tile.
+        needs: of the decode, for smaller tile sizes.
+        first: tiling for the first attempt. Each further attempt halves the tile area.
         on_change: called with a message before each further attempt.
 
     Raises:
