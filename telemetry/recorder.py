@@ -1,4 +1,4 @@
-"""Recorder of a run: converts its events into the same `Timeline` that the simulator writes.
+"""Run recorder: converts run events into the same `Timeline` that the simulator writes.
 
 A caller or environment variables add a trace, NVTX ranges or the phases of a queue item.
 """
@@ -32,22 +32,22 @@ NVTX = "WANSTREAM_NVTX"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TelemetryOptions:
-    """Outputs of a run in addition to its timeline; none by default."""
+    """Run outputs in addition to the timeline. None by default."""
 
     trace: Path | None = None
-    """Folder that the trace is written to; created if it does not exist."""
+    """Folder for the trace, created if it does not exist."""
     nvtx: bool = False
     """Emit NVTX ranges."""
     ledger: QueueItemPhases | None = None
-    """Phases of the queue item: those of the run are added, those before it appear in the timeline of the run."""
+    """Queue item phases: the run's phases are added, earlier ones appear in the run's timeline."""
     dynamic_bytes: Callable[[], int | None] = lambda: None
-    """Returns the device bytes that the host's dynamic VRAM currently uses; None without dynamic VRAM."""
+    """Returns the device bytes now used by the host's dynamic VRAM. None without dynamic VRAM."""
     on_visits: Callable[[str, int], None] | None = None
     """Called with each memory sample, on its thread: the expert of the running step, and its visits so far."""
 
     @classmethod
     def from_environment(cls) -> TelemetryOptions:
-        """Return the options that `WANSTREAM_TRACE` and `WANSTREAM_NVTX` set.
+        """Return the options set by `WANSTREAM_TRACE` and `WANSTREAM_NVTX`.
 
         Raises:
             ValueError: `WANSTREAM_NVTX` is not 0, 1 or empty.
@@ -60,7 +60,7 @@ class TelemetryOptions:
 
 
 PHASES_BEFORE_RUN = ("open", "text")
-"""Phases of a queue item that appear in the timeline of the first run after them."""
+"""Queue item phases that appear in the timeline of the next run."""
 
 RUN_PHASES = ("first block", "high", "switch", "low", "model")
 """Phases of a run itself."""
@@ -71,7 +71,7 @@ logger = logging.getLogger("wanstream.metrics")
 class Recorder:
     """Records one run, step by step.
 
-    The engine reports visits and arrived blocks; the sampling loop opens and closes steps. All events are read when a
+    The engine reports visits and arrived blocks. The sampling loop opens and closes steps. All events are read when a
     step closes, after one synchronisation, so that measuring does not change the measured times.
 
     Args:
@@ -102,10 +102,10 @@ class Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the `with` body as the run: sample memory; at the end, even after an error, add phases and a trace.
+        """Record the `with` body as the run. Sample memory. At the end, even after an error, add phases and a trace.
 
         Raises:
-            OSError: the folder of the trace cannot be created.
+            OSError: the trace folder cannot be created.
         """
         queue_item, folder = self._observe.ledger, self._observe.trace
         if folder is not None:
@@ -123,7 +123,7 @@ class Recorder:
 
     @contextmanager
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
-        """Record the `with` body as step `index`; record nothing if it raises."""
+        """Record the `with` body as step `index`. Record nothing if it raises."""
         events = self._events = StepEvents(self.clock)
         self._expert = expert
         self._memory.reset_peaks()
@@ -131,9 +131,9 @@ class Recorder:
         with ranged(self.ranges, f"step {index} ({expert})"):
             yield
             end = self.clock.mark()
-            # The only synchronisation of a step. Events must not be read before the device has passed them.
+            # The only synchronisation in a step. Events must not be read before the device has passed them.
             self.clock.settle()
-        self._expert = None  # until the next step, whose visits have not begun
+        self._expert = None  # until the next step, before its visits begin
         now = time.perf_counter()
         computed_from = events.computed_from(end, now)
         self._computed_from.append(None if computed_from is None else computed_from - self._start)
@@ -172,11 +172,11 @@ class Recorder:
             self._traced_steps = len(self._steps)
 
     def begin_run(self, pinned_bytes: Callable[[], int]) -> None:
-        """Start a run of the engine; `pinned_bytes` returns its page-locked bytes and is called when a step closes."""
+        """Start an engine run. `pinned_bytes` returns its page-locked bytes and is called when a step closes."""
         self._pinned_bytes = pinned_bytes
 
     def end_run(self) -> None:
-        """End the run of the engine, which must not be kept alive by this recorder."""
+        """End the engine run. This recorder must not keep the engine alive."""
         self._pinned_bytes = None
 
     def record_arrival(self, arrival: BlockArrival) -> None:
@@ -186,17 +186,17 @@ class Recorder:
     def visit(
         self, block: int, requested: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent, done: DeviceEvent
     ) -> None:
-        """Record one visit of `block`; see `VisitEvents`."""
+        """Record one visit of `block`. See `VisitEvents`."""
         self._events.visits.append((block, requested, arrived, ready, done))
 
     def _report_visits(self, on_visits: Callable[[str, int], None]) -> None:
-        # The list of events is the counter, so a visit pays nothing. The host is at most two visits ahead.
+        # once, because a step may end on the other thread
         expert = self._expert  # once, because a step may end on the other thread
         if expert is not None:
             on_visits(expert, len(self._events.visits))
 
     def cached(self, *, lanes: int, visits: int) -> None:
-        """Record that a cache replaced the computation of `lanes` lanes, which skipped `visits` visits of the step."""
+        """Record that a cache replaced the computation of `lanes` lanes, and so skipped `visits` visits in the step."""
         self._events.skipped_lanes, self._events.skipped_visits = lanes, visits
 
     @property
@@ -231,7 +231,7 @@ class Recorder:
 
 
 def _phases_since_last_run(phases: Sequence[PhaseRecord]) -> tuple[PhaseRecord, ...]:
-    """Return the preparatory phases after the last run of the queue item; earlier ones belong to earlier runs."""
+    """Return the preparatory phases after the queue item's last run. Earlier ones belong to earlier runs."""
     of_runs = [index for index, phase in enumerate(phases) if phase.name in RUN_PHASES]
     return tuple(phase for phase in phases[of_runs[-1] + 1 if of_runs else 0 :] if phase.name in PHASES_BEFORE_RUN)
 

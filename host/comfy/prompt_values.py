@@ -1,8 +1,8 @@
-"""Constants of queued workflows, checked before ComfyUI converts them.
+"""Constants in queued workflows, checked before ComfyUI converts them.
 
-ComfyUI converts constants with `bool`, `int` and `float` before a node's own check gets them. Its server gives each
-queued workflow to handlers first. There a constant that `plain_value` refuses becomes a `RefusedValue`, whose
-conversion fails, so that ComfyUI reports it on its node.
+ComfyUI converts constants with `bool`, `int` and `float` before a node's own check gets them. The server gives each
+queued workflow to handlers first. There a constant refused by `plain_value` becomes a `RefusedValue`. Converting it
+fails, so that ComfyUI reports it on its node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..input_values import InputValueError, RefusedValue, plain_value, same_choi
 
 
 class PromptValues:
-    """Handler of queued workflows, for the constants of these node classes.
+    """Handler for queued workflows, for the constants of these node classes.
 
     Args:
         nodes: the classes.
@@ -27,8 +27,8 @@ class PromptValues:
         self._by_id: dict[str, type[Any]] = {}
 
     def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Check the constants of the workflow in the body of a `POST /prompt`, in place."""
-        if not self._by_id:  # not on import, because schemas list the files of models
+        """Check the workflow constants in the body of a `POST /prompt`, in place."""
+        if not self._by_id:  # not on import, because schemas list model files
             self._by_id = {node.define_schema().node_id: node for node in self._nodes}
         prompt = request.get("prompt")
         for node in prompt.values() if isinstance(prompt, dict) else ():
@@ -46,7 +46,7 @@ class PromptValues:
                 if name not in inputs or isinstance(value, list):
                     continue
                 if io_type == "STRING" and value is None:
-                    del inputs[name]  # would be the text "None"; now a required input is missing
+                    del inputs[name]  # would be the text "None", now a required input is missing
                 else:
                     inputs[name] = self._checked(io_type, options.get("options", ()), value)
 

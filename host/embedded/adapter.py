@@ -37,7 +37,7 @@ from .validate import NEEDS_COMFYUI
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedBar:
-    """Progress bar that calls `report`; without previews."""
+    """Progress bar that calls `report`, without previews."""
 
     report: Callable[[int, int], None]
     """Called with `done` and `total`."""
@@ -53,21 +53,23 @@ class EmbeddedBar:
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:
-    """Folders of a run; `models` has the layout of ComfyUI's (`diffusion_models/`, `vae/`, ...)."""
+    """Folders for a run. `models` has ComfyUI's layout (`diffusion_models/`, `vae/`, ...)."""
 
     models: Path
     output: Path
     input: Path
     states: Path | None = None
-    """Folder of states of unfinished runs; None: one below `output`."""
+    """Folder for unfinished run states. None: one below `output`."""
     finished: Path | None = None
-    """Folder of the files whose names have " [output]", and of latents and calibrations that are not in `output`; None:
-    `output`."""
+    """Folder for files with " [output]" in their names, and for latents and calibrations missing in `output`.
+
+    None: `output`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeProgress:
-    """Progress of a node: `done` of `total`."""
+    """Node progress: `done` of `total`."""
 
     node_id: str
     class_type: str
@@ -76,7 +78,7 @@ class NodeProgress:
 
 
 class EmbeddedHost(HostApi):
-    """`HostApi` for one run at a time; the experts are kept open between runs."""
+    """`HostApi` for one run at a time. The experts are kept open between runs."""
 
     def __init__(self, planner: AutoPlanner | None = None, experts: ExpertsRegistry | None = None) -> None:
         self.planner = planner or AutoPlanner()
@@ -107,10 +109,10 @@ class EmbeddedHost(HostApi):
         """Make this the current host inside the `with`, with these folders and this device.
 
         Args:
-            folders: folders of models, inputs and outputs.
-            on_progress: called with the progress of each node.
-            device: the compute device; None: a GPU if there is one.
-            on_event: called with the events that nodes announce.
+            folders: folders for models, inputs and outputs.
+            on_progress: called with each node's progress.
+            device: the compute device. None: a GPU if there is one.
+            on_event: called with the events announced by nodes.
             strict: raise an error instead of a warning for suspicious inputs.
 
         Raises:
@@ -135,7 +137,7 @@ class EmbeddedHost(HostApi):
 
     @contextmanager
     def node(self, node_id: str, class_type: str) -> Iterator[None]:
-        """Make this the executing node inside the `with`; reports 0 of 1 at its start and 1 of 1 at its end."""
+        """Make this the executing node inside the `with`. Reports 0 of 1 at its start and 1 of 1 at its end."""
         self._running = (node_id, class_type)
         try:
             self._report(0, 1)
@@ -145,12 +147,12 @@ class EmbeddedHost(HostApi):
             self._running = None
 
     def stop(self) -> None:
-        """Request the end of the run, at the next block or node; may be called on any thread."""
+        """Request the end of the run, at the next block or node. May be called on any thread."""
         self._stop.set()
 
     @property
     def folders(self) -> Folders:
-        """The folders of the run. Raises StateError outside one."""
+        """Folders of the run. Raises StateError outside one."""
         if self._folders is None:
             raise StateError("no workflow is running: the embedded host has folders only during a run")
         return self._folders
@@ -162,12 +164,12 @@ class EmbeddedHost(HostApi):
         return compute_device(self._device)
 
     def input_names(self) -> list[str]:
-        """Return the sorted names of the files directly in the input folder; none outside a run."""
+        """Return the sorted names of the files directly in the input folder, or [] outside a run."""
         folder = self._folders.input if self._folders else None
         return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder and folder.is_dir() else []
 
     def input_path(self, name: str) -> Path:
-        """Return the path of a file of the input folder, or of the folder that " [output]" or " [temp]" names.
+        """Return the path of an input file, or of a file in the " [output]" or " [temp]" folder.
 
         Raises OutsideFolderError.
         """
@@ -175,7 +177,7 @@ class EmbeddedHost(HostApi):
         folders = {"input": self.folders.input, "output": self.folders.finished or self.folders.output}
         folder = folders[kind] if kind in folders else self.temp_folder()
         path = inside(folder, bare)
-        # A name that was written on Windows.
+        # A name written on Windows.
         return path if path.exists() else inside(folder, bare.replace("\\", "/"))
 
     def model_names(self, *folders: str) -> list[str]:
@@ -192,7 +194,7 @@ class EmbeddedHost(HostApi):
         return [self.folders.models / kind]
 
     def missing_file(self, name: str, endings: tuple[str, ...]) -> str:
-        """Return a message for a file that `input_path` does not find; the near name is one with these endings."""
+        """Return a message for a file that `input_path` does not find. The suggested name has one of these endings."""
         bare, kind = annotated_name(name, "input")
         if kind == "temp":
             return f"{bare} is not in the temp folder, which is empty without ComfyUI: put it into the input folder"

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: type, shape and byte offset of each tensor, without reading any data."""
+"""GGUF headers: type, shape and byte offset of each tensor, without reading any data."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ TYPES = {
     )
     for number, name in enumerate(names, start=first)
 }
-"""Names of ggml's types by number: dtypes of torch, formats that can be dequantised, and others."""
+"""ggml type names by number: torch dtypes, formats with dequantisation, and others."""
 
 READABLE_TYPES = ("F32", "F16", "BF16", *QUANT_FORMATS)
-"""Names of the types that weights may have."""
+"""Type names for weights."""
 
 SCALAR_FIELDS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Format characters of `struct` for the types of scalar fields."""
+"""`struct` format characters for scalar field types."""
 
 STRING_FIELD = 8
 ARRAY_FIELD = 9
 
 
-# Bytes of the magic number and the version.
+# Bytes for the magic number and the version.
 START_BYTES = 8
 
 Number = int | float | bool
 
 
 class HeaderCursor:
-    """Sequential reader of a little-endian header.
+    """Sequential reader for a little-endian header.
 
-    All methods that read raise CheckpointFileError if the file ends before the header.
+    All reading methods raise CheckpointFileError if the file ends before the header.
 
     Attributes:
         path: the file.
-        version: version of the file.
-        start: the first bytes, to detect other kinds of files; all bytes of a very short file.
+        version: file version.
+        start: the first bytes, to detect other file types. All bytes of a very short file.
         position: offset of the next byte.
     """
 
@@ -93,7 +93,7 @@ class HeaderCursor:
         return taken
 
     def numbers(self, kind: str, count: int) -> tuple[Number, ...]:
-        """Read `count` numbers of the `struct` format `kind`."""
+        """Read `count` numbers in the `struct` format `kind`."""
         return struct.unpack(f"<{count}{kind}", self.take(count * struct.calcsize(f"<{kind}")))
 
     def integer(self, kind: str) -> int:
@@ -108,7 +108,7 @@ class HeaderCursor:
             raise self.damaged("a name or text that is not UTF-8") from err
 
     def error(self, reason: str) -> CheckpointFileError:
-        """Return an error that names the file and the reason."""
+        """Return an error with the file name and the reason."""
         return CheckpointFileError(self.path, reason)
 
     def damaged(self, finding: str) -> CheckpointFileError:
@@ -120,26 +120,26 @@ class HeaderCursor:
 VERSIONS = (2, 3)
 
 TOO_MANY_VALUES = 2**56
-"""More values than any file has, but few enough that their bytes can be counted in 64 bits."""
-# A tensor with more dimensions than ggml supports is stored in another shape; this field has its original one.
+"""More values than any file has, but few enough to count their bytes in 64 bits."""
+# A tensor with more dimensions than ggml supports is stored in another shape. This field has the original one.
 SHAPE_FIELD = "comfy.gguf.orig_shape."
 ALIGNMENT_FIELD = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 8
-MAX_NAME = 65535  # the format's own limit; messages quote names
+MAX_NAME = 65535  # the format's own limit, as messages quote names
 
 Field = Number | str | tuple[Number, ...] | tuple[str, ...] | None
 ItemT = TypeVar("ItemT")
 
 
 def read_gguf_header(path: Path | str) -> FileHeader:
-    """Read the header of a GGUF file; a large file takes no longer than a small one.
+    """Read the header of a GGUF file. A large file takes no longer than a small one.
 
-    A tensor that was stored in another shape gets its original one if a field has it. The metadata are the text fields.
+    A tensor stored in another shape gets its original one if a field has it. The metadata are the text fields.
 
     Raises:
-        CheckpointFileError: the file is missing, unreadable, truncated, damaged, big-endian, not a GGUF file, or has
-            a tensor whose type cannot be dequantised.
+        CheckpointFileError: the file is missing, unreadable, truncated, damaged, big-endian, not a GGUF file, or has a
+            tensor type without dequantisation.
     """
     path = Path(path)
     with _opened(path) as cursor:
@@ -159,7 +159,7 @@ def read_gguf_header(path: Path | str) -> FileHeader:
 
 
 def read_gguf_fields(path: Path, names: Collection[str]) -> dict[str, Field]:
-    """Return those of these fields that a GGUF file has, with lists of any length.
+    """Return these fields as far as a GGUF file has them, with lists of any length.
 
     Raises:
         CheckpointFileError: as `read_gguf_header`.
@@ -217,7 +217,7 @@ def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str],
 
 
 def _field(cursor: HeaderCursor, name: str, *, whole: bool = False) -> Field:
-    """Read a field's value; None for a list of texts or of more than `MAX_DIMENSIONS` numbers if it is not `whole`."""
+    """Read a field value. None for a list of texts or of more than `MAX_DIMENSIONS` numbers if it is not `whole`."""
     kind = cursor.integer("I")
     if kind == STRING_FIELD:
         return cursor.text()
@@ -238,7 +238,7 @@ def _field(cursor: HeaderCursor, name: str, *, whole: bool = False) -> Field:
 
 
 def _entry(cursor: HeaderCursor, name: str) -> FileTensor:
-    """Read a tensor's entry; its offset counts from the start of the data, its shape is the stored one."""
+    """Read a tensor entry, with the offset counted from the data start, and the stored shape."""
     dimensions = cursor.integer("I")
     if dimensions > MAX_DIMENSIONS:
         raise cursor.damaged(f"a tensor {name!r} of {dimensions} dimensions")
@@ -280,7 +280,7 @@ def _alignment(cursor: HeaderCursor, fields: Mapping[str, Field]) -> int:
 def _check_offsets(
     cursor: HeaderCursor, entries: Sequence[tuple[str, FileTensor]], data_start: int, alignment: int
 ) -> None:
-    """Raise CheckpointFileError for tensors that overlap, are misaligned, or extend beyond the end of the file."""
+    """Raise CheckpointFileError for tensors that overlap, are misaligned, or extend beyond the file end."""
     end, before = 0, ""
     for name, entry in entries:
         if entry.offset % alignment:
@@ -295,7 +295,7 @@ def _check_offsets(
 def _original_shape(
     cursor: HeaderCursor, name: str, stored: tuple[int, ...], fields: Mapping[str, Field]
 ) -> tuple[int, ...]:
-    """Return the shape of the tensor before it was converted to GGUF."""
+    """Return the tensor shape before conversion to GGUF."""
     original = fields.get(SHAPE_FIELD + name, stored)
     if not isinstance(original, tuple) or not all(type(size) is int and size >= 0 for size in original):
         raise cursor.damaged(f"the shape {original!r} for tensor {name!r}")

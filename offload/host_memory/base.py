@@ -1,4 +1,4 @@
-"""Slot memory interface: reserve the memory of a slot, read a block into it, drop it."""
+"""Slot memory interface: reserve slot memory, read a block into it, drop it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .pages import LockedBlocks, PageLock
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Memory of one slot while its block is read. All tensors are 1-D uint8 with the stored bytes of the block."""
+    """Slot memory while its block is read. All tensors are 1-D uint8 with the stored block bytes."""
 
     memory: torch.Tensor
-    """Memory of the slot, from which fetches copy."""
+    """Slot memory, from which fetches copy."""
     view: torch.Tensor
     """Host memory to read the block into: `memory` itself, except for slots on a GPU."""
     needs_fill: bool
@@ -25,13 +25,13 @@ class Reservation:
 
 
 class SlotMemory:
-    """Memory of slots. A slot is any hashable value; it has no memory until it is reserved.
+    """Memory for slots. A slot is any hashable value. It has no memory until it is reserved.
 
-    Several threads reserve and lock slots in RAM, each another slot; one thread reserves those on a device. No thread
-    and no device may use a slot while it is reserved, dropped or closed.
+    Several threads reserve and lock slots in RAM, each another slot. One thread reserves device slots. No thread and no
+    device may use a slot while it is reserved, dropped or closed.
 
     Args:
-        lock: driver that page-locks memory, so that devices copy from it asynchronously; None for ordinary memory.
+        lock: driver that page-locks memory, so that devices copy from it asynchronously. None for ordinary memory.
     """
 
     def __init__(self, lock: PageLock | None) -> None:
@@ -39,45 +39,45 @@ class SlotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM in use, memory shared with other ranks included."""
+        """Bytes of RAM in use, including memory shared with other ranks."""
         raise NotImplementedError
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of page-locked RAM."""
+        """Page-locked RAM in bytes."""
         return 0 if self._locked is None else self._locked.nbytes
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory in use."""
+        """Device memory in use, in bytes."""
         return 0
 
     def check_available(self, blocks: int, nbytes: int, *, available: int) -> None:
-        """Refuse slots that would not fit into RAM, before the first of them is reserved.
+        """Refuse slots that would not fit into RAM, before the first one is reserved.
 
         Args:
             blocks: number of blocks, for the error message.
-            nbytes: bytes of all slots together, those in use included.
+            nbytes: bytes of all slots together, including slots in use.
             available: bytes of RAM that can still be allocated.
 
         Raises:
-            InsufficientRamError: not enough RAM is available; the message has both figures.
+            InsufficientRamError: not enough RAM is available. The message has both figures.
         """
 
     def reserve(
         self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0
     ) -> AbstractContextManager[Reservation]:
-        """Reserve `nbytes` of memory for block `key`; the old contents of the slot are lost.
+        """Reserve `nbytes` of memory for block `key`. The old slot contents are lost.
 
         If the reservation `needs_fill`, fill its `view` inside the `with` block. Leaving the block without an error
-        makes the bytes valid, also for other ranks. After an error the contents of the slot are undefined, and it can
-        be reserved again.
+        makes the bytes valid, also for other ranks. After an error the slot contents are undefined, and it can be
+        reserved again.
 
         Args:
             slot: the slot.
             key: block to be read into it.
-            nbytes: stored bytes of the block.
-            capacity: bytes to allocate if that is more than `nbytes`, for larger blocks that follow in the same slot.
+            nbytes: stored block bytes.
+            capacity: bytes to allocate if more than `nbytes`, for larger blocks that follow in the same slot.
 
         Raises:
             SourceError: the memory cannot be shared, or there is not enough RAM (`InsufficientRamError`).
@@ -86,21 +86,21 @@ class SlotMemory:
         raise NotImplementedError
 
     def lock(self, slot: Hashable, filled: int) -> bool:
-        """Page-lock the memory of a slot in place, after `reserve`; return True if this call has locked it.
+        """Page-lock slot memory in place, after `reserve`. Return True if this call has locked it.
 
         Args:
             slot: the slot.
-            filled: bytes of the slot that were written.
+            filled: slot bytes written so far.
         """
         return False
 
     def drop(self, slot: Hashable) -> None:
-        """Free a slot; do nothing if it is empty."""
+        """Free a slot. Do nothing if it is empty."""
         raise NotImplementedError
 
     def release_shared(self) -> None:
-        """Leave memory that is shared with other ranks, if no slot uses it; the next `reserve` joins again."""
+        """Leave memory shared with other ranks, if no slot uses it. The next `reserve` joins again."""
 
     def close(self) -> None:
-        """Free every slot. Slots can be reserved again; memory that is shared with other ranks stays."""
+        """Free every slot. Slots can be reserved again. Memory shared with other ranks stays."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Execution of a RAM program: read threads fill RAM slots, and the fetch thread copies from them.
+"""RAM program execution: read threads fill RAM slots, and the fetch thread copies from them.
 
-Several blocks are in flight: while one is page-locked, the next ones are read. They share the threads of their source,
-which work off one block after the other, so that the first one in the program is also the first one to arrive.
+Several blocks are in flight: while one is page-locked, the next ones are read. They share the source threads, which
+work off one block after the other, so that the first block in the program also arrives first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .ram_slots import RamSlot, RamSlots
 
 
 class RamRun:
-    """Starts the reads of a RAM program in their order; the fetch thread takes and releases slots.
+    """Starts the reads of a RAM program in order. The fetch thread takes and releases slots.
 
     Args:
         slots: slots to read into.
         ram: program to execute.
-        source: source of the stored bytes.
-        recorder: recorder of the run; the reads are measured for it.
+        source: source for the stored bytes.
+        recorder: run recorder, for which the reads are measured.
         device: device that blocks are copied to.
     """
 
@@ -42,8 +42,8 @@ class RamRun:
         self._ram = ram
         self._source = source
         self._ranges = None if recorder is None else recorder.ranges
-        self._spans: dict[int, ReadSpan] = {}  # by the first visit of the RAM program that needs the read
-        self._straight: dict[int, ReadSpan] = {}  # by fetch of the device program
+        self._spans: dict[int, ReadSpan] = {}  # by the first RAM program visit that needs the read
+        self._straight: dict[int, ReadSpan] = {}  # by device program fetch
         self._sync = ThreadSync()
         count = min(slots.in_flight, ram.program.buffers, len(ram.program.fetches))
         self._threads = [
@@ -51,20 +51,20 @@ class RamRun:
             for number in range(count)
         ]
         self._lock = threading.Lock()
-        self._next = 0  # number of the read that starts next
+        self._next = 0  # number of the next read to start
         self._read: set[int] = set()
         self._errors: dict[int, BaseException] = {}
         self._last_taken: dict[int, int] = {}  # slot -> visit
 
     @property
     def reads(self) -> list[Fetch]:
-        """Fetches of the RAM program that were read so far, in its order."""
+        """Finished fetches of the RAM program, in order."""
         with self._lock:
             return [self._ram.program.fetches[number] for number in sorted(self._read)]
 
     @property
     def is_whole(self) -> bool:
-        """True if all reads of the program have ended."""
+        """True if all reads in the program have ended."""
         return len(self._read) == len(self._ram.program.fetches)
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class RamRun:
             thread.start(self._read_on)
 
     def stop(self) -> None:
-        """Wake all threads that wait here, and end reads after the piece in progress; they raise `RunStopped`."""
+        """Wake all waiting threads, and end reads after the piece in progress. They raise `RunStopped`."""
         self._sync.stop()
 
     def join(self) -> None:
@@ -88,7 +88,7 @@ class RamRun:
         self._slots.end_run()
 
     def read_for(self, fetch: int) -> ReadSpan | None:
-        """Return the read that was made for this fetch of the device program, and forget it.
+        """Return the read for this device program fetch, and forget it.
 
         The fetch must have been issued. Returns None if the block was in RAM already, or if another rank has read it.
         """
@@ -106,7 +106,7 @@ class RamRun:
             self._straight[fetch] = timed_read(self._source, key, into, self._ranges, straight=True)
 
     def take(self, fetch: int) -> RamSlot | None:
-        """Wait until the block of a fetch was read, and return its slot; None if it is to be read into its buffer.
+        """Wait until a fetch's block was read, and return its slot. None if it is to be read into its buffer.
 
         Raises:
             RunStopped: the run has ended.
@@ -125,14 +125,14 @@ class RamRun:
         return slot
 
     def leave(self, fetch: int, drained: Callable[[], object] | None = None) -> None:
-        """Release the slot of a fetch (fetch thread, or compute thread if that decodes from the slot).
+        """Release a fetch's slot (fetch thread, or compute thread if it decodes from the slot).
 
         Args:
-            drained: waits until the copy from the slot has ended; None if it has.
+            drained: waits until the copy from the slot has ended. None if it has.
         """
         visit = self._ram.visit_of_fetch[fetch]
         slot = self._slots[self._ram.program.visit_buffer[visit]]
-        # A read thread waits for the copy before it reads into the slot again; this thread need not.
+        # A read thread waits for the copy before it reads into the slot again. This thread need not.
         slot.drained = drained
         slot.release(last=visit in self._ram.program.last_use)
         self._sync.note_released(visit)
@@ -151,7 +151,7 @@ class RamRun:
             raise
 
     def _read_on(self) -> None:
-        """Read the next block of the program until all are read, or one cannot be (read thread)."""
+        """Read the next program block until all are read, or one cannot be (read thread)."""
         while (number := self._take_number()) is not None:
             fetch = self._ram.program.fetches[number]
             try:
@@ -162,7 +162,7 @@ class RamRun:
                 raise
             except BaseException as err:  # noqa: BLE001 - raised to the thread that waits for this block
                 self._errors[number] = err
-                # Blocks before it, which other threads read, still arrive.
+                # Earlier blocks, read by other threads, still arrive.
                 self._sync.end_issuing(number)
                 return
             with self._lock:

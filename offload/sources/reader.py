@@ -1,4 +1,4 @@
-"""File reader: several threads read pieces of files into memory, directly or through the page cache."""
+"""File reader: several threads read file pieces into memory, directly or through the page cache."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Files:
         self._flags, self._positional = flags, positional
         self._lock = threading.Lock()
         self._handles: dict[tuple[Path, int], FileIO] = {}
-        weakref.finalize(self, _close_all, self._handles)  # of an engine that is dropped without `close`
+        weakref.finalize(self, _close_all, self._handles)  # for an engine dropped without `close`
 
     def read_at(self, path: Path, position: int, into: memoryview) -> int:
-        """Read up to `len(into)` bytes and return their number; 0 at the end of the file."""
+        """Read up to `len(into)` bytes and return their number. 0 at the file end."""
         handle = self._handle(path)
         if self._positional:
             return os.preadv(handle.fileno(), [into], position)
@@ -49,7 +49,7 @@ class Files:
         return handle.readinto(into) or 0
 
     def version(self, path: Path) -> FileVersion:
-        """Return the current version of a file that this thread has read."""
+        """Return the current version of a file already read by this thread."""
         return file_version(os.fstat(self._handle(path).fileno()))
 
     def close(self) -> None:
@@ -75,13 +75,13 @@ logger = logging.getLogger(__name__)
 HAS_DIRECT = HAS_PREADV and O_DIRECT != 0
 
 MOUNTS = Path("/proc/self/mountinfo")
-"""Mounts of this process, one a line. Linux only."""
+"""Mounts in this process, one a line. Linux only."""
 
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def lies_in_ram(path: Path) -> bool:
-    """Return True if the file system of a file keeps its files in RAM. False if the system does not report it."""
+    """Return True if the file system keeps its files in RAM. False if the system does not report it."""
     try:
         device = path.stat().st_dev
         mounts = MOUNTS.read_text(errors="replace")
@@ -96,20 +96,20 @@ def lies_in_ram(path: Path) -> bool:
 
 
 class FileReader:
-    """Reader threads and their open files; the first read starts them, `close` ends them.
+    """Reader threads and their open files. The first read starts them, `close` ends them.
 
     Args:
-        readers: number of threads; 0: the thread that calls `read` reads, and no other may close the reader meanwhile.
+        readers: number of threads. 0: the thread that calls `read` reads, and no other may close the reader meanwhile.
         portable: use one file handle per thread with seek and read, as on systems without `preadv`.
-        direct: read past the page cache if the system and the file system support it; each thread then has a bounce
+        direct: read past the page cache if the system and the file system support it. Each thread then has a bounce
             buffer of `extent_bytes`.
-        files: files for reads through the page cache; chosen by `portable` if None.
+        files: files for reads through the page cache. None: chosen by `portable`.
         direct_files: files for direct reads.
         extent_bytes: largest direct read.
 
     Attributes:
         direct: True if files are read past the page cache, unless their file system refuses.
-        bytes_read: bytes read from files so far, including bytes between wanted ones that direct reads cover.
+        bytes_read: bytes read from files so far, including bytes between wanted ones in direct reads.
         bounces: bounce buffer of each thread.
 
     Raises:
@@ -141,8 +141,8 @@ class FileReader:
         """Read all pieces into their memory.
 
         Raises:
-            SourceError: a piece could not be read, or its file has another version than the piece. The contents of the
-                memory are then undefined; the reader can be used again.
+            SourceError: a piece could not be read, or its file has another version than the piece. The memory contents
+                are then undefined. The reader can be used again.
         """
         direct, cached = list[Read](), list[Read]()
         for read in reads:
@@ -186,7 +186,7 @@ class FileReader:
             np.copyto(np.frombuffer(memory, np.uint8, piece.nbytes, piece.target), bounce[start : start + piece.nbytes])
 
     def _fill(self, files: Files, piece: ReadPiece, into: memoryview, *, wanted: int, step: int = 1) -> None:
-        """Read until `wanted` bytes have arrived; every read starts at a multiple of `step`."""
+        """Read until `wanted` bytes have arrived. Every read starts at a multiple of `step`."""
         done = 0
         while done < wanted:
             position = piece.offset + done
@@ -208,7 +208,7 @@ class FileReader:
                     _message(piece, position + count, "the file ends here, it was changed after it was opened")
                 )
             done = reached
-        # Checked after the read, to notice a file that changes while it is read.
+        # Checked after the read, to notice changes while the file is read.
         if piece.version not in (None, files.version(piece.path)):
             raise SourceError(_message(piece, piece.offset, "the file was changed after it was opened; open it again"))
 
