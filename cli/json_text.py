@@ -1,4 +1,4 @@
-"""JSON that is read without guessing: as UTF-8, with every name once, and with finite numbers only."""
+"""JSON read without guessing: as UTF-8, with every name once, and with finite numbers only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WIDE = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE, codecs.BOM_UTF16_LE, codecs.B
 
 
 class JsonTextError(ValueError):
-    """The bytes are not a JSON document; the message contains the place and a remedy."""
+    """The bytes are not a JSON document. The message contains the place and a remedy."""
 
 
 class _Object(dict[str, Any]):
-    """A parsed object; `twice` is a name that it has more than once."""
+    """A parsed object. `twice` is a repeated name."""
 
     twice: str | None = None
 
@@ -24,8 +24,8 @@ class _Object(dict[str, Any]):
 def parse_json(content: bytes) -> object:
     """Return the value of a JSON document in UTF-8, with or without a byte order mark.
 
-    Raises JsonTextError, also for a name that an object has twice, of which Python would keep the last one, and for
-    NaN and infinity, which JSON does not have.
+    Raises JsonTextError, also for a repeated name in an object, where Python would keep the last one, and for NaN and
+    infinity, which JSON does not have.
     """
     text = _decoded(content)
     if not text.strip():
@@ -41,7 +41,7 @@ def parse_json(content: bytes) -> object:
 
 
 def _decoded(content: bytes) -> str:
-    # The first character of a document is ASCII, so that a NUL next to it is half of one.
+    # A document's first character is ASCII, so that a NUL next to it is half of one.
     if content.startswith(_WIDE) or b"\0" in content[:2]:
         raise JsonTextError("this is not JSON in UTF-8, but UTF-16 or UTF-32: save it as UTF-8")
     try:
@@ -62,7 +62,7 @@ def _parsed(pairs: list[tuple[str, Any]]) -> _Object:
 
 
 def _check(value: object) -> None:
-    """Raise JsonTextError for the first repeated name or number that is not finite."""
+    """Raise JsonTextError for the first repeated name or non-finite number."""
     pending: list[tuple[str, object]] = [("", value)]
     while pending:
         place, each = pending.pop()

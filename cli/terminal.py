@@ -1,4 +1,4 @@
-"""Text for a terminal, without the control characters that servers and files may put into names and messages."""
+"""Terminal text without the control characters that servers and files may put into names and messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any, TextIO, cast
 
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line feed, marks that change the direction of a text, and halves of characters."""
+"""Control characters except tab and line feed, text direction marks, and halves of characters."""
 
 
 def printable(text: str) -> str:
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 class PlainText:
-    """A stream that receives only printable text. Progress bars may begin and end a write with a carriage return."""
+    """A stream for printable text only. Progress bars may begin and end a write with a carriage return."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -42,7 +42,7 @@ class PlainText:
 
 @contextmanager
 def plain_output() -> Iterator[None]:
-    """Inside the `with`, everything that this process prints is printable text."""
+    """Print only printable text inside the `with`, from anywhere in this process."""
     with ExitStack() as opened:
         # None for a process without the stream, in which `print` does nothing.
         if sys.stdout is not None:

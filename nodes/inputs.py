@@ -1,4 +1,4 @@
-"""Inputs that several nodes share, and notices on nodes."""
+"""Inputs shared by several nodes, and notices on nodes."""
 
 from __future__ import annotations
 
@@ -82,23 +82,23 @@ PREVIEW_INPUT = sockets.Preview.Input(
 logger = logging.getLogger("wanstream.nodes")
 
 NOTICES = "wanstream_notices"
-"""Key of all notices in the history, with their levels."""
+"""History key for all notices, with their levels."""
 
 WARNINGS = "wanstream_warnings"
-"""Key of the warnings in the history; the text on the node repeats them."""
+"""History key for the warnings. The text on the node repeats them."""
 
 
 class StrictError(ValueError):
-    """A warning that is an error in strict mode (`--strict`, or the setting in ComfyUI)."""
+    """A warning raised as an error in strict mode (`--strict`, or the setting in ComfyUI)."""
 
 
 def show_notices(*notices: Notice, **values: str | float) -> dict[str, Any]:
-    """Show notices on the executing node, log its warnings, and return them as UI output of the node.
+    """Show notices on the executing node, log its warnings, and return them as the node's UI output.
 
-    Called even without notices: earlier ones of the node are removed.
+    Called even without notices: earlier ones on the node are removed.
 
     Args:
-        values: input values that all these notices are about; see `Notice.values`.
+        values: input values concerned by all these notices. See `Notice.values`.
 
     Raises:
         StrictError: there are warnings and the host is strict.
