@@ -1,6 +1,6 @@
-"""Rate at which RAM is filled from the page cache while a driver page-locks it, compared with another version.
+"""Fill rate of RAM from the page cache while a driver page-locks it, compared with another version.
 
-The driver is simulated: it sleeps for the time of a lock at 14 GB/s, without the interpreter lock.
+The driver is simulated: it sleeps as long as a lock at 14 GB/s, without the interpreter lock.
 
 Both versions fill the same slots in processes that alternate, each several times. Fills during which others used the
 machine are repeated, so start it when the machine is quiet.
@@ -34,25 +34,25 @@ from wanstream.offload.host_memory.ram_slots import RamSlots
 from wanstream.plan import BlockKey, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.schema import OffloadPolicy, Residency
 
-# A block of Wan2.2 A14B in fp8.
+# Wan2.2 A14B blocks in fp8.
 BLOCKS = 4
 MATRICES = 10
 MATRIX_BYTES = 35_127_296
 LOCK_BYTES_PER_S = 14e9
 FILLS = 3
-"""Fills of one process, of which the fastest counts."""
+"""Fills per process. The fastest counts."""
 PAIRS = 7
-"""Pairs of processes without disturbance that are needed."""
+"""Required pairs of undisturbed processes."""
 MOST_PAIRS = 21
-"""Pairs that are tried for them."""
+"""Maximum number of attempted pairs."""
 DISTURBED = 0.1
-"""Share of the machine's processor time that others use in a fill, from which on the fill is disturbed."""
+"""A fill is disturbed if others use this share of the machine's processor time."""
 
 Fill = dict[str, Any]
 
 
 class SleepingLock:
-    """Driver that takes the time of a page-lock, and records its spans."""
+    """Driver that sleeps as long as a page-lock takes, and records the spans."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[float, float]] = []
@@ -66,7 +66,7 @@ class SleepingLock:
 
 
 class TimedSource:
-    """Source that records the spans of its reads."""
+    """Source that records read spans."""
 
     def __init__(self, inner: FileSource) -> None:
         self._inner = inner
@@ -104,7 +104,7 @@ def write_blocks(path: Path) -> None:
 
 
 def seconds_of(spans: list[tuple[float, float]]) -> float:
-    """Return the seconds in which at least one of the spans is active."""
+    """Return the seconds with at least one active span."""
     total = until = 0.0
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -115,7 +115,7 @@ def seconds_of(spans: list[tuple[float, float]]) -> float:
 def warm_free_memory(nbytes: int) -> None:
     """Touch and free as much memory as the run will map.
 
-    A virtual machine returns free pages to its host, and faults them in again at 0.4 GB/s in any process.
+    A virtual machine returns free pages to the host, and faults them in again at 0.4 GB/s in any process.
     """
     memory = mmap.mmap(-1, nbytes + 2**22, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -123,7 +123,7 @@ def warm_free_memory(nbytes: int) -> None:
 
 
 def measure(path: Path) -> Fill:
-    """Fill the slots of all blocks several times, and return the fastest fill without disturbance, or else any."""
+    """Fill all block slots several times, and return the fastest undisturbed fill, or else any."""
     fills = [fill_once(path) for _ in range(FILLS)]
     calm = [fill for fill in fills if fill["others"] < DISTURBED]
     return max(calm or fills, key=lambda fill: float(fill["gb_per_s"]))

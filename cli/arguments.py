@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.color = False  # Python 3.14 colors its help by control characters, which `plain_output` shows
+        self.color = False  # Python 3.14 colors help by control characters, shown by `plain_output`
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as ArgumentParser, but refuse unknown options here: only the subcommand's parser has its options."""

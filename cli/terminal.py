@@ -15,7 +15,7 @@ _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 def printable(text: str) -> str:
     r"""Return the text with each control character as its escape sequence, such as `\x1b`.
 
-    A terminal would execute it: change its title, clear the screen, or write to the clipboard.
+    A terminal would execute it: change the title, clear the screen, or write to the clipboard.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

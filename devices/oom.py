@@ -39,7 +39,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def is_broken_device(error: BaseException | None) -> bool:
-    """Return True if `error` or one of its causes is a device error after which every later call may fail.
+    """Return True if `error` or one of the causes is a device error after which every later call may fail.
 
     Such an error breaks the CUDA context, which lasts as long as the process. False before torch 2.8, where it is a
     plain RuntimeError.
@@ -83,7 +83,7 @@ def raise_late(error: BaseException | None, place: str) -> None:
 
 
 def forget(error: BaseException) -> str:
-    """Release all tensors kept alive by the tracebacks of `error`, and return its message.
+    """Release all tensors kept alive by the tracebacks of `error`, and return the message.
 
     A traceback keeps every frame between the failure and the handler alive, with all tensors in local variables. A
     retry with less memory would fail while they exist.

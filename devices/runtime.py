@@ -64,13 +64,13 @@ class DeviceRuntime(ABC):
 
     Args:
         device: with an index.
-        pages: locked pages of the device family; None for the only runtime of its family.
+        pages: locked pages of the device family. None for the family's only runtime.
     """
 
     def __init__(self, device: torch.device, pages: LockedPages | None = None) -> None:
         self.device = device
         self.shared_pages = SharedPages(self, pages)
-        """Page locks for memory not mapped for one purpose, so that others may lock parts of its pages."""
+        """Page locks for memory not mapped for one purpose, so that others may lock parts of the pages."""
         self._idle_streams: list[Stream] = []
         self._still_locked: list[torch.Tensor] = []
 
@@ -133,7 +133,7 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def name(self) -> str:
-        """Return the device name, as its driver reports it."""
+        """Return the device name, as reported by the driver."""
 
     @abstractmethod
     def memory(self) -> DeviceMemory:
@@ -174,7 +174,7 @@ class DeviceRuntime(ABC):
         """Unlock locked memory. No copy from it may be in progress.
 
         If the driver refuses, the memory stays mapped as long as the process: a driver takes the next mapping at the
-        same address for the locked pages, and copies from those.
+        same address for the locked pages, and copies from there.
         """
         if not self._unlock(memory):
             self._still_locked.append(memory)

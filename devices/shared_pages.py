@@ -39,13 +39,13 @@ class _Span:
     memory: torch.Tensor
     """The pages as 1-D uint8."""
     driver: PageLock
-    """Driver that has locked them, and unlocks them."""
+    """Driver that has locked the pages, and unlocks them."""
     users: int = 1
 
 
 @dataclass(kw_only=True, eq=False)
 class LockedPages:
-    """Pages that the drivers of one device family have locked: those of one device are locked for all of them."""
+    """Pages locked by the drivers of one device family: a page locked for one device is locked for all."""
 
     spans: list[_Span] = field(default_factory=list)
     changing: threading.Lock = field(default_factory=threading.Lock)
@@ -54,7 +54,7 @@ class LockedPages:
 
 
 class SharedPages:
-    """Locks every page once, and unlocks it after its last user. Implements `PageLock` for any 1-D uint8 memory.
+    """Locks every page once, and unlocks it after the last user. Implements `PageLock` for any 1-D uint8 memory.
 
     A driver may refuse to lock a page twice, and it would unlock the page of both users with the first one.
 
@@ -63,7 +63,7 @@ class SharedPages:
 
     Args:
         driver: locks the pages of this object's users.
-        pages: pages that drivers of other devices lock too.
+        pages: pages shared with the drivers of other devices.
     """
 
     def __init__(self, driver: PageLock, pages: LockedPages | None = None) -> None:

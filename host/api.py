@@ -54,7 +54,7 @@ class NeedsComfyUIError(ValueError):
 
 
 class LoadedExperts(NamedTuple):
-    """An open pair, its device, and the policy that fits there. It may use less memory than the requested one."""
+    """An open pair, the device, and the policy that fits there, maybe with less memory than requested."""
 
     pair: ExpertPair
     policy: OffloadPolicy
@@ -98,7 +98,7 @@ class ProgressBar(Protocol):
     """Progress bar of one node."""
 
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
-        """Set the bar to `done` out of its total.
+        """Set the bar to `done`.
 
         `denoised` [B, C, T, h, w], normalised, is the current estimate of the final latents. A host with previews shows
         it. Raises the host's interrupt if the user has stopped the run and the host checks for that here.
@@ -138,7 +138,7 @@ class HostApi(Protocol):
         return listed_name(name, choices, (folder for kind in MODEL_KINDS for folder in self.model_folders(kind)))
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
-        """Return the next free `<prefix>_<counter>_.<extension>`. Its folder exists on return.
+        """Return the next free `<prefix>_<counter>_.<extension>`. The folder exists on return.
 
         `%width%`, `%height%` and `%year%` ... `%second%` in `prefix` are filled in. Raises OutsideFolderError.
         """
@@ -209,7 +209,7 @@ class HostApi(Protocol):
         """Raise the host's own interrupt if the user wants the run to end, and clear the request."""
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        """Return the open pair named by `ref`, with its dtype "auto" resolved for `device()`.
+        """Return the open pair named by `ref`, with dtype "auto" resolved for `device()`.
 
         It is kept open until another pair is requested or `free_experts` is called.
         """
@@ -269,7 +269,7 @@ class HostApi(Protocol):
         )
 
     def free_vram(self, *, evicting: bool = False) -> int:
-        """Return the free GPU bytes less those to leave free. `evicting` counts memory used by other models."""
+        """Return the free GPU bytes minus the reserve. `evicting` counts memory used by other models."""
 
     def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
         """Return the stored machine profile for the files of `ref`, None without one. Measures nothing."""
@@ -358,7 +358,7 @@ class HostApi(Protocol):
         """Raise the errors of `load_model` found in the file header: the format, and another model."""
 
     def stream_model(self, model: object, streaming: ModelStreaming) -> object:
-        """Return a MODEL like `model`, with all its patches, and with blocks streamed from its file or from RAM.
+        """Return a MODEL like `model`, with all patches, and with blocks streamed from the file or from RAM.
 
         Args:
             model: a MODEL from any loader.

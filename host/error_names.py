@@ -1,4 +1,4 @@
-"""Plain names and texts for errors in ComfyUI, which shows an error class with its module, a pack's disk path."""
+"""Plain names and texts for errors in ComfyUI, which shows an error class with the module, a pack's disk path."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _of_values(check: Callable[P, R]) -> Callable[P, R]:
 
 
 def _twin(cls: Any) -> Any:
-    """Return a subclass of `cls` with another module, and with folders last in its message."""
+    """Return a subclass of `cls` with another module, and with folders last in the message."""
 
     def reduced(self: Exception) -> tuple[Any, ...]:
         return (cls, *cls.__reduce__(self)[1:])

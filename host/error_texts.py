@@ -12,7 +12,7 @@ _START = re.compile(r"(?<!kept in )(?<![\w.:/\\~*)\]-])(?:[A-Za-z]:[\\/]|/|\\\\)
 """Start of an absolute path: not a URL, a date, a relative name or a division, and not a kept latent's place."""
 _SEPARATOR = re.compile(r"[\\/]" if os.name == "nt" else r"/")
 _FOLDERS = re.compile(r"(?:[^\s/\\'\"`,;:()<>|]+[\\/])+")
-"""The folders of a missing path, from its second character on."""
+"""The folders of a missing path, from the second character on."""
 _NAME = re.compile(r"(?:(?![,;:] )[^/\\\n'\"])*\.\w")
 """Name with a suffix, maybe with spaces, but not the rest of a sentence."""
 _IN_URL = re.compile(r"\S://\S*$")
@@ -42,7 +42,7 @@ def folders_last(text: str) -> str:
 
 
 def _folder_at(text: str, begin: int, inner: int) -> str:
-    """Return the folder of the path at `begin` without its last separator. The first name starts at `inner`."""
+    """Return the folder of the path at `begin` without the last separator. The first name starts at `inner`."""
     found = begin
     # A path may contain spaces, so the disk decides where it ends.
     for separator in _SEPARATOR.finditer(text, inner, begin + _LONGEST):

@@ -48,7 +48,7 @@ _TIMES = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M"
 
 
 class OutsideFolderError(ValueError):
-    """A workflow name leads out of its folder."""
+    """A workflow name leads out of the folder."""
 
 
 class OutputNameError(ValueError):
@@ -125,9 +125,9 @@ class _Place:
 
 
 def _visible_folders(folder: Path, is_leaf: Callable[[Sequence[str]], bool] = lambda files: False) -> Iterator[_Place]:
-    """Yield `folder` and its visible subfolders at any depth, except those below a leaf.
+    """Yield `folder` and the visible subfolders at any depth, except those below a leaf.
 
-    Links are followed. Every real folder is yielded once, under its shortest name, so that links to each other, to a
+    Links are followed. Every real folder is yielded once, under the shortest name, so that links to each other, to a
     folder above, or to the same tree neither repeat a file nor take longer.
     """
     seen: set[tuple[int, int] | str] = set()
@@ -212,7 +212,7 @@ LATENT = ".latent"
 """Latent file suffix."""
 _INPUT = " [input]"
 _ANNOTATED = re.compile(r"(.*?) ?\[(input|output|temp)\]", re.DOTALL)
-"""A name with its folder mark, as ComfyUI writes it."""
+"""A name with a folder mark, as ComfyUI writes it."""
 
 
 def latent_names(outputs: Sequence[Path], input_folder: Path) -> list[str]:
@@ -223,7 +223,7 @@ def latent_names(outputs: Sequence[Path], input_folder: Path) -> list[str]:
 
 
 def annotated_name(name: str, default: str) -> tuple[str, str]:
-    """Return a name without its folder mark, and the folder: "input", "output", "temp", or else `default`."""
+    """Return a name without folder mark, and the folder: "input", "output", "temp", or else `default`."""
     found = _ANNOTATED.fullmatch(name)
     return (found[1], found[2]) if found else (name, default)
 
@@ -274,7 +274,7 @@ def check_output(output: Path, prefix: str) -> None:
 
 
 def usable_prefix(prefix: str) -> str:
-    """Return a prefix with slashes between its names, as on every system.
+    """Return a prefix with slashes between names, as on every system.
 
     Raises OutputNameError for a name that Windows cannot create, or that contains a lone surrogate.
     """
@@ -330,7 +330,7 @@ def _shortened(text: str) -> str:
 
 
 def output_file(output: Path, prefix: str, extension: str, *, width: int, height: int) -> OutputFile:
-    """Return the next free file for `prefix`, named as in ComfyUI. Creates its folder if necessary.
+    """Return the next free file for `prefix`, named as in ComfyUI. Creates the folder if necessary.
 
     Raises OutsideFolderError or OutputNameError, or OSError if the folder cannot be created.
     """

@@ -16,11 +16,11 @@ _MAX_SHOWN = 60
 
 
 class InputValueError(ValueError):
-    """A constant is not a value of its input's type. The message contains what to write."""
+    """A constant is not a value of the input type. The message contains what to write."""
 
 
 class RefusedValue(str):
-    """A constant, as JSON. Its conversion to a number, a boolean or a text fails with a reason."""
+    """A constant, as JSON. Conversion to a number, a boolean or a text fails with a reason."""
 
     reason: str
 
@@ -35,7 +35,7 @@ class RefusedValue(str):
 
 
 def plain_value(io_type: str, value: object) -> object:
-    """Return a constant converted to its input type. Other types are returned unchanged.
+    """Return a constant converted to the input type. Other types are returned unchanged.
 
     Raises InputValueError.
     """

@@ -158,7 +158,7 @@ class RunEvents:
     def visits(self, done: int, blocks: int) -> tuple[int, float]:
         """Announce the visits of the running step so far. Return the finished steps and the finished share of this one.
 
-        May be called on any thread. A native model call may pass through its `blocks` more than once.
+        May be called on any thread. A native model call may pass through the `blocks` more than once.
         """
         step = self._done
         total = blocks * max(1, -(-done // blocks))
@@ -266,7 +266,7 @@ class RunLog:
     """The last `KEPT_RUNS` runs and node notices, for pages opened later. Built from events in order.
 
     Notices belong to the node content (see `contents_of`): ComfyUI does not run an equal node in another graph again,
-    and no event announces its notices.
+    and no event announces the notices.
 
     Thread-safe.
     """

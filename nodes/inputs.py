@@ -93,7 +93,7 @@ class StrictError(ValueError):
 
 
 def show_notices(*notices: Notice, **values: str | float) -> dict[str, Any]:
-    """Show notices on the executing node, log its warnings, and return them as the node's UI output.
+    """Show notices on the executing node, log warnings, and return them as the node's UI output.
 
     Called even without notices: earlier ones on the node are removed.
 

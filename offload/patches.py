@@ -35,7 +35,7 @@ class StagedPatch:
 
     identity: Hashable
     weights: Mapping[str, WeightPatch]
-    """Patches by matrix name, with empty tensors in place of those in `memory`."""
+    """Patches by matrix name, with empty tensors in place of tensors in `memory`."""
     layout: FlatLayout
     memory: torch.Tensor
     tail: int | None = None
@@ -49,7 +49,7 @@ class StagedPatch:
         down.T) @ up.T` to their result.
 
         Args:
-            block: 1-D uint8 with the block in the layout `computed`, ordered by its device's current stream.
+            block: 1-D uint8 with the block in the layout `computed`, ordered by the device's current stream.
             computed: layout of `block`.
             factors: a copy of `memory` on the device of `block`. None on the CPU.
         """
@@ -245,7 +245,7 @@ def _refuse(found: str, shape: tuple[int, int]) -> NoReturn:
 
 
 def _with_views(name: str, weight: WeightPatch, views: Mapping[str, torch.Tensor]) -> WeightPatch:
-    """Return a matrix patch with these views as its tensors."""
+    """Return a matrix patch with these views as tensors."""
     return weight.map(lambda part, _: views[_part(name, part)])
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 ComputesOn = Literal["cuda", "cpu"]
-"""Memory to compute in. "cuda", as in stored profiles, means any device with its own memory and streams."""
+"""Memory to compute in. "cuda", as in stored profiles, means any device with own memory and streams."""
 
 LINEAR_FORMATS = ("int8", "fp8")
 """Formats other than the compute dtype for linear layer products."""

@@ -43,7 +43,7 @@ class TelemetryOptions:
     dynamic_bytes: Callable[[], int | None] = lambda: None
     """Returns the device bytes now used by the host's dynamic VRAM. None without dynamic VRAM."""
     on_visits: Callable[[str, int], None] | None = None
-    """Called with each memory sample, on its thread: the expert of the running step, and its visits so far."""
+    """Called with each memory sample, on its thread: the running step's expert, and the visits so far."""
 
     @classmethod
     def from_environment(cls) -> TelemetryOptions:
@@ -133,7 +133,7 @@ class Recorder:
             end = self.clock.mark()
             # The only synchronisation in a step. Events must not be read before the device has passed them.
             self.clock.settle()
-        self._expert = None  # until the next step, before its visits begin
+        self._expert = None  # until the next step, before the visits begin
         now = time.perf_counter()
         computed_from = events.computed_from(end, now)
         self._computed_from.append(None if computed_from is None else computed_from - self._start)
@@ -172,7 +172,7 @@ class Recorder:
             self._traced_steps = len(self._steps)
 
     def begin_run(self, pinned_bytes: Callable[[], int]) -> None:
-        """Start an engine run. `pinned_bytes` returns its page-locked bytes and is called when a step closes."""
+        """Start an engine run. `pinned_bytes` returns the page-locked bytes and is called when a step closes."""
         self._pinned_bytes = pinned_bytes
 
     def end_run(self) -> None:

@@ -96,7 +96,7 @@ class ClipVisionOutput:
 
 
 def open_image_encoder(path: Path | str) -> ImageEncoder:
-    """Open the encoder in a diffusers pipeline folder, its `image_encoder` folder, or ComfyUI's `clip_vision_h` file.
+    """Open the encoder in a diffusers pipeline folder, an `image_encoder` folder, or ComfyUI's `clip_vision_h` file.
 
     Reads only headers and the config.
 

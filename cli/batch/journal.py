@@ -29,7 +29,7 @@ _PAGES = bytes(16 * 4096)
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return True if `error` or one of its causes is a used-up disk, quota or file size limit."""
+    """Return True if `error` or one of the causes is a used-up disk, quota or file size limit."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             return True
@@ -78,7 +78,7 @@ class KeptFile:
     size: int
     sha256: str
     stamp: str = ""
-    """Times and number of the file at the last comparison with `sha256`. Empty before the file has its final name."""
+    """Times and number of the file at the last comparison with `sha256`. Empty before the final rename."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +186,8 @@ def _taken_fault(name: str, *, by_journal: bool) -> str:
 def file_stems(rows: Sequence[Row], taken: Mapping[str, str], journal: str = "") -> dict[str, str | None]:
     """Return a unique file stem for each row, by hash.
 
-    `taken` maps present and former stems to row hashes: a row keeps its stem. A row without a name gets its position,
-    or the next free number. None: the row has a fault, or its name is taken, maybe by the `journal`.
+    `taken` maps present and former stems to row hashes: a row keeps its stem. A row without a name gets the
+    row position, or the next free number. None: the row has a fault, or the name is taken, maybe by the `journal`.
     """
     owned = {digest: stem for stem, digest in taken.items()}
     used = {name_key(stem) for stem in taken}
@@ -325,7 +325,7 @@ def _exclusive(method: Callable[Concatenate[Journal, _P], _R]) -> Callable[Conca
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Open journal for several threads. Only the process with its lock may use it."""
+    """Open journal for several threads. Only the process with the lock may use it."""
 
     entries: dict[str, Entry]
     """All rows by hash, in line order. Entries are replaced, not changed."""
@@ -398,7 +398,7 @@ class Journal(AbstractContextManager["Journal"]):
     def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
         """Replace the journal rows, but keep former ones that are `placing`, or done and not `gone`.
 
-        Failed rows are set to waiting, rows with a fault to failed. Returns the done rows whose files are `gone`. They
+        Failed rows are set to waiting, rows with a fault to failed. Returns the done rows with `gone` files. They
         run again, and their `files` are kept until then.
         """
         present = {row.hash for row in rows}
@@ -598,8 +598,8 @@ class Journal(AbstractContextManager["Journal"]):
         return known
 
     def _raise(self, err: sqlite3.Error) -> NoReturn:
-        """Raise the journal error for an SQLite error, with the system error as its cause if SQLite hides one."""
-        # Exactly this class for a malformed file or another file type. This and other classes for its contents.
+        """Raise the journal error for an SQLite error, caused by the system error if SQLite hides one."""
+        # Exactly this class for a malformed file or another file type. This and other classes for the contents.
         if type(err) is sqlite3.DatabaseError or not any(text in str(err) for text in _OF_SYSTEM):
             raise self._damaged(str(err)) from err
         cause = system_error(err, self._path)

@@ -32,11 +32,11 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class UnreadableFileError(ValueError):
-    """A file is empty, truncated, or not in the format of its suffix."""
+    """A file is empty, truncated, or not in the format of the suffix."""
 
 
 def check_media(path: Path) -> None:
-    """Raise UnreadableFileError if a video, sound or image cannot be decoded to its end, or if any file is empty."""
+    """Raise UnreadableFileError if a video, sound or image cannot be decoded to the end, or if any file is empty."""
     suffix = path.suffix.lower()
     if not path.stat().st_size:
         raise UnreadableFileError(f"{path.name} is empty")
@@ -272,7 +272,7 @@ class OutputStore:
 
 
 def unfinished_latents(folder: Path) -> list[Path]:
-    """Return the latents written by a workflow into its output folder and not fetched."""
+    """Return the latents written by a workflow into the output folder and not fetched."""
     found = (path for path in own_files(folder) if path.suffix == LATENT)
     return [path for path in found if path.parent != folder / CONTINUED]
 

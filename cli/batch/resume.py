@@ -1,4 +1,4 @@
-"""Batch resumption: from the journal, its copy, the finished files, and the rows."""
+"""Batch resumption: from the journal, the journal copy, the finished files, and the rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .rows import Row
 def open_journal(
     path: Path, *, workflow: str, start: Callable[[Journal], Sequence[str]], is_own: bool = True
 ) -> tuple[Journal, list[str]]:
-    """Open the journal at `path`, rebuilt from its last copy if damaged or missing. Return it and notes.
+    """Open the journal at `path`, rebuilt from the last copy if damaged or missing. Return it and notes.
 
     `start` resumes a batch from a journal and returns notes. A rebuilt journal replaces the damaged one only after
     `start` has returned, so that an error changes nothing. The damaged file, or another batch's copy, is renamed.
@@ -97,10 +97,10 @@ def _rebuild(rebuilt: Path, path: Path, workflow: str) -> tuple[str, bool]:
 
 
 def _set_aside(path: Path) -> Path | None:
-    """Rename the damaged journal and return its new path. None if it does not exist."""
+    """Rename the damaged journal and return the new path. None if it does not exist."""
     names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
     aside = next(free for name in names if not os.path.lexists(free := path.with_name(name)))
-    # Otherwise SQLite would apply the damaged journal's rollback file to its replacement.
+    # Otherwise SQLite would apply the damaged journal's rollback file to the new journal.
     half = Path(f"{path}-journal")
     if half.exists():
         half.replace(f"{aside}-journal")
@@ -170,7 +170,7 @@ def _adopt(journal: Journal, store: OutputStore, rows: Sequence[Row], find_rows:
     entries = journal.entries
     taken = {name_key(entry.stem or "") for entry in entries.values() if entry.state in (State.placing, State.done)}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
-    # By its name first: opening a large file that is not a video takes long.
+    # By name first: opening a large file that is not a video takes long.
     names = {name_key(row.name) for row in waiting.values() if row.name is not None}
     numbered = any(row.name is None for row in waiting.values())
     free = [

@@ -2,7 +2,7 @@
 
 ComfyUI converts constants with `bool`, `int` and `float` before a node's own check gets them. The server gives each
 queued workflow to handlers first. There a constant refused by `plain_value` becomes a `RefusedValue`. Converting it
-fails, so that ComfyUI reports it on its node.
+fails, so that ComfyUI reports it on the node.
 """
 
 from __future__ import annotations

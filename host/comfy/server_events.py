@@ -1,6 +1,6 @@
 """Run events from a ComfyUI server to all browsers, and the routes for the last runs and the version.
 
-`PromptServer` sends the events and serves the routes. Its queue contains the graph of the running item. Nothing in
+`PromptServer` sends the events and serves the routes. The queue contains the graph of the running item. Nothing in
 ComfyUI is patched.
 
     GET  /wanstream/runs    {"runs": [...], "notices": [...]}: the last runs on this server and the node notices, for
@@ -37,7 +37,7 @@ class ServerEvents:
         server.routes.get("/wanstream/about")(self._about)
 
     def check_prompts(self, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Let `check` change the body of each `POST /prompt` before its workflow is validated.
+        """Let `check` change the body of each `POST /prompt` before the workflow is validated.
 
         Workflow nodes that ComfyUI has already computed in another graph get the earlier notices.
         """
@@ -86,7 +86,7 @@ class ServerEvents:
 
 
 def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:
-    """Return the graph of a running queue item and its canvas id, None without one."""
+    """Return the graph and the canvas id of a running queue item, None without one."""
     server = getattr(PromptServer, "instance", None)
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
     for item in running:

@@ -137,7 +137,7 @@ class EmbeddedHost(HostApi):
 
     @contextmanager
     def node(self, node_id: str, class_type: str) -> Iterator[None]:
-        """Make this the executing node inside the `with`. Reports 0 of 1 at its start and 1 of 1 at its end."""
+        """Make this the executing node inside the `with`. Reports 0 of 1 at the start and 1 of 1 at the end."""
         self._running = (node_id, class_type)
         try:
             self._report(0, 1)
@@ -269,7 +269,7 @@ class EmbeddedHost(HostApi):
         return
 
     def check_prompts(self, nodes: Iterable[type[Any]]) -> None:
-        return  # its own validation does
+        return  # the embedded validation does
 
     def has_viewers(self) -> bool:
         return False

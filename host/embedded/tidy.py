@@ -30,7 +30,7 @@ def tidy(prompt: Prompt, inputs: Mapping[str, Collection[str]], outputs: Collect
     """Return the workflow without frontend widgets, and without foreign nodes that no output depends on.
 
     Args:
-        prompt: the workflow. Its classes may be unknown.
+        prompt: the workflow, maybe with unknown classes.
         inputs: input names by known class.
         outputs: the known output node classes.
     """
@@ -53,7 +53,7 @@ def tidy(prompt: Prompt, inputs: Mapping[str, Collection[str]], outputs: Collect
 
 
 def _is_widget(name: str, value: object, own: Collection[str], others: Collection[str]) -> bool:
-    """Return True if an input cannot be a setting of its node.
+    """Return True if an input cannot be a node setting.
 
     A link, a number, the name of another node's input, and a name near to the node's own are settings: without them the
     run would differ from the workflow.

@@ -1,9 +1,9 @@
-"""Workflow validation by ComfyUI's rules, with its error types and error shapes.
+"""Workflow validation by ComfyUI's rules, error types and error shapes.
 
-The rules follow `execution.validate_prompt`, including its oddities: a constant on a socket without a widget is valid,
-a node reports only its own faults, one valid output is enough. Constants are converted by `plain_value`, which refuses
-more than ComfyUI. Messages contain more than ComfyUI's: the target of a dangling link, the nodes in a cycle, and the
-probable name behind a mistyped one.
+The rules follow `execution.validate_prompt`, including the oddities: a constant on a socket without a widget is valid,
+a node reports only faults of its own, one valid output is enough. Constants are converted by `plain_value`, which
+refuses more than ComfyUI. Messages contain more than ComfyUI's: the target of a dangling link, the nodes in a cycle,
+and the probable name behind a mistyped one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class NodeRules:
     """Inputs with other choices on a server, such as Ray clusters: checked against the server's, and hidden from `own`.
     """
     unchecked: frozenset[str] = frozenset()
-    """Inputs that only a server can check, such as files, and that have none of its choices."""
+    """Inputs that only a server can check, such as files, and without the server's choices."""
     others_refused: bool = True
     """False if a workflow may have inputs outside `sockets`. ComfyUI ignores such inputs."""
 
@@ -292,7 +292,7 @@ def _tidied(prompt: Prompt, nodes: Iterable[str], rules: Mapping[str, NodeRules]
 
 
 def validate_nodes(prompt: Prompt, rules: Mapping[str, NodeRules]) -> Verdict:
-    """Validate a workflow with rules for all its classes. Never raises for a workflow fault."""
+    """Validate a workflow with rules for all classes. Never raises for a workflow fault."""
     outputs = [node_id for node_id, node in prompt.items() if rules[node["class_type"]].is_output]
     if not outputs:
         return _refused(prompt, fault("prompt_no_outputs", "Prompt has no outputs", ""))
@@ -366,7 +366,7 @@ class _Walk:
         return fault("prompt_outputs_failed_validation", "Prompt outputs failed validation", "\n".join(details))
 
     def _validate(self, node_id: str, about: Mapping[str, object]) -> bool:
-        """Return True if a node and all its sources are valid. `about` describes the link to the node, if any."""
+        """Return True if a node and all sources are valid. `about` describes the link to the node, if any."""
         if node_id in self._path:
             cycle = [*self._path[self._path.index(node_id) :], node_id]
             self._cycles.append(f"Dependency cycle detected: {' -> '.join(cycle)}")
@@ -388,7 +388,7 @@ class _Walk:
         return self._valid[node_id]
 
     def _inspect(self, node_id: str) -> tuple[list[Fault], bool]:
-        """Return the node's own faults, and True if all sources are valid. Converts its constants in place."""
+        """Return the node's own faults, and True if all sources are valid. Converts constants in place."""
         rules = self._rules[self._prompt[node_id]["class_type"]]
         inputs = self._prompt[node_id]["inputs"]
         faults = unknown_faults(inputs, rules)
@@ -440,7 +440,7 @@ class _Walk:
 
 
 def _constant(socket: Socket, value: object, rules: NodeRules) -> tuple[object, Fault | None]:
-    """Return a constant as the node gets it, with its fault."""
+    """Return a constant as the node gets it, with the fault."""
     value, found = converted(socket, value, as_comfyui=rules.own is None)
     if socket.io_type == "COMBO":
         value = listed_choice(socket, value)

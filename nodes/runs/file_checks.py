@@ -1,6 +1,6 @@
 """File header checks in `validate_inputs`, before any node computes.
 
-A linked name is None until the run, so it is checked by its node alone. A result is kept until the file changes.
+A linked name is None until the run, so only its node checks it. A result is kept until the file changes.
 """
 
 from __future__ import annotations

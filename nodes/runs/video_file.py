@@ -37,7 +37,7 @@ def write_mp4(
 
     Frames are consumed one by one, so a generator may still be computing them. Equal frames give equal bytes.
     `metadata` is written as one JSON text per key, where ComfyUI looks for `prompt` and `workflow`. The file appears
-    under its name only when it is complete. `check` is called before every frame and may raise to end the writing.
+    under the final name only when complete. `check` is called before every frame and may raise to end the writing.
 
     Raises:
         ValueError: H.264 cannot encode frames in this shape.
@@ -75,7 +75,7 @@ def write_mp4(
 def video_size(height: int, width: int) -> tuple[int, int]:
     """Return height and width of a video for this frame size: even, as H.264 needs them.
 
-    An odd side is extended by a copy of its last row or column.
+    An odd side is extended by a copy of the last row or column.
     """
     return height + height % 2, width + width % 2
 

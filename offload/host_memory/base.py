@@ -14,7 +14,7 @@ from .pages import LockedBlocks, PageLock
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """Slot memory while its block is read. All tensors are 1-D uint8 with the stored block bytes."""
+    """Slot memory while a block is read. All tensors are 1-D uint8 with the stored block bytes."""
 
     memory: torch.Tensor
     """Slot memory, from which fetches copy."""

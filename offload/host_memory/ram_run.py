@@ -106,7 +106,7 @@ class RamRun:
             self._straight[fetch] = timed_read(self._source, key, into, self._ranges, straight=True)
 
     def take(self, fetch: int) -> RamSlot | None:
-        """Wait until a fetch's block was read, and return its slot. None if it is to be read into its buffer.
+        """Wait until a fetch's block was read, and return the slot. None for a read into the buffer.
 
         Raises:
             RunStopped: the run has ended.

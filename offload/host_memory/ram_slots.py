@@ -33,7 +33,7 @@ class _Pages:
 class HostPages(SlotMemory):
     """Slot memory in RAM, page-locked in place: pages of this process, or places in a shared segment.
 
-    A slot has exactly the memory for its block, from the first `reserve` until `drop` or `close`.
+    A slot has exactly the memory for the block, from the first `reserve` until `drop` or `close`.
 
     Args:
         lock: see `SlotMemory`.
@@ -309,7 +309,7 @@ class RamSlots:
         return span
 
     def end_run(self) -> None:
-        """End the run: its threads no longer use a slot."""
+        """End the run: no thread uses a slot any more."""
         for slot in self._slots:
             slot.end_run()
 

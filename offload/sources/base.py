@@ -92,7 +92,7 @@ _is_stopped: ContextVar[Callable[[], bool]] = ContextVar("is_stopped", default=b
 def reads_until(is_stopped: Callable[[], bool]) -> Iterator[None]:
     """Let reads of this thread raise RunStopped between two pieces of a block when `is_stopped` returns True.
 
-    A block of Wan2.2 A14B takes seconds from a slow disk, and a cancelled run waits for its reads.
+    A block of Wan2.2 A14B takes seconds from a slow disk, and a cancelled run waits for the reads.
     """
     token = _is_stopped.set(is_stopped)
     try:

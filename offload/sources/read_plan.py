@@ -24,7 +24,7 @@ PIECE_BYTES = 8 * 1024**2
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPiece:
-    """File range, and its target in memory."""
+    """File range, and the target in memory."""
 
     path: Path
     offset: int
@@ -99,7 +99,7 @@ def _is_contiguous(first: ReadPiece, second: ReadPiece) -> bool:
     )
 
 
-# A piece, and the memory around its target.
+# A piece, and the memory around the target.
 Read = tuple[ReadPiece, memoryview]
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
@@ -109,7 +109,7 @@ ALIGNMENT = 4096
 
 # Bounce buffer size per thread: one huge page, which a disk fills in few segments. Four threads read a 0.95 GB file
 # directly at 2.5 to 2.9 GB/s into huge pages and at 1.0 to 1.1 GB/s into ordinary ones (a few alternating runs on a
-# virtual disk; its host may have cached the file). 1 and 4 MB were slower.
+# virtual disk, maybe cached by the host). 1 and 4 MB were slower.
 EXTENT_BYTES = HUGE_PAGE
 
 # A gap up to this size is read along, because one read is faster than two: biases between the matrices of a block.
@@ -146,14 +146,14 @@ def read_route(*, file_bytes: int, available_bytes: int, cores: int, in_ram: boo
     direct reads there since 6.6, but only copies twice.
 
     The pages of such files are not page-locked and copied from in place, for three reasons. The file can be written to
-    at any time, and such a change could not be refused, as it is after a read. Its tensors do not lie at multiples of
+    at any time, and such a change could not be refused, as it is after a read. Tensors do not lie at multiples of
     256 bytes. Linux locks pages of other file systems for reading only, which not every device supports.
 
     Args:
         file_bytes: bytes of all streamed blocks, in both experts.
         available_bytes: RAM that can still be allocated, in bytes.
         cores: cores that this process may use.
-        in_ram: the file system keeps its files in RAM.
+        in_ram: the file system is in RAM.
     """
     direct = not in_ram and file_bytes > available_bytes * CACHED_SHARE
     copying = min(MOST_READERS, cores - 1)
@@ -169,7 +169,7 @@ class DirectExtent:
     wanted: int
     """Bytes of `span` up to the end of the last part. The file may end before `span` does."""
     parts: tuple[Read, ...]
-    """Wanted pieces, each with its memory."""
+    """Wanted pieces, each with memory."""
 
 
 def direct_extents(reads: Iterable[Read], *, extent_bytes: int = EXTENT_BYTES) -> tuple[DirectExtent, ...]:

@@ -81,7 +81,7 @@ IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def lies_in_ram(path: Path) -> bool:
-    """Return True if the file system keeps its files in RAM. False if the system does not report it."""
+    """Return True if the file system is in RAM. False if the system does not report it."""
     try:
         device = path.stat().st_dev
         mounts = MOUNTS.read_text(errors="replace")
@@ -141,7 +141,7 @@ class FileReader:
         """Read all pieces into their memory.
 
         Raises:
-            SourceError: a piece could not be read, or its file has another version than the piece. The memory contents
+            SourceError: a piece could not be read, or the file has another version than the piece. The memory contents
                 are then undefined. The reader can be used again.
         """
         direct, cached = list[Read](), list[Read]()

@@ -24,7 +24,7 @@ from .quantised_layers import FILE_MARKER, FP8_DTYPES, resolve_quantisation
 CONFIG = "config.json"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CONVERTED_DTYPES = (torch.float64, *FP8_DTYPES)
-"""Dtypes accepted in addition to those of published files. They are converted with a warning."""
+"""Dtypes accepted, though published files do not have them. They are converted with a warning."""
 
 logger = logging.getLogger("wanstream.checkpoint")
 
@@ -229,7 +229,7 @@ def match_weights(
     """
     aliases = aliases or {}
     stored = {aliases.get(name, name): tensor for name, tensor in tensors.items()}
-    # Some library releases tie a parameter and its alias when the module is built, others when it is loaded.
+    # Some library releases tie a parameter and an alias when the module is built, others when it is loaded.
     shapes = ((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     expected = {aliases.get(name, name): shape for name, shape in shapes}
     for name, shape in expected.items():

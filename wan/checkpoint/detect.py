@@ -55,7 +55,7 @@ OTHER_MODELS = (
 )
 
 LORA = re.compile(r".*[._](?:lora|lokr|hada|dora)_")
-"""Start of the key of a LoRA, whatever its prefix."""
+"""Start of a LoRA key, with any prefix."""
 
 # Variants by input channels, where no tensor name identifies them.
 OTHER_CHANNELS = {

@@ -35,7 +35,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 GGUF = ".gguf"
 
 ModelVersion: TypeAlias = tuple[tuple[str, FileVersion], ...]
-"""Model files, each with its version."""
+"""Model files with their versions."""
 
 
 class CheckpointError(CheckpointFileError):
@@ -53,7 +53,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
-    """Read the headers of the file `path`, or, in a folder, of the file `weights`, its only variant, or indexed shards.
+    """Read the headers of the file `path`, or, in a folder, of the file `weights`, the only variant, or indexed shards.
 
     Shards are returned as one header for the folder.
 
@@ -149,7 +149,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "has no weight_map")
     for shard in shards.values():
-        # An index must not name files outside its folder.
+        # An index must not name files outside the folder.
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(path, f"names the shard {shard!r}; a shard is a file in the same folder")
     return shards

@@ -36,7 +36,7 @@ _BLOCK = re.compile(r"((?:[^.]+\.)*?)blocks\.\d+\.")
 _PATCHES = re.compile(r"((?:[^.]+\.)*?)patch_embedding\.weight")
 
 UNUSED = (
-    # diffusers builds this norm for the Wan2.1 I2V image branch, which takes its queries from the text.
+    # diffusers builds this norm for the Wan2.1 I2V image branch, which takes queries from the text.
     r"blocks\.\d+\.(?:attn[12]\.norm_added_q|(?:cross|self)_attn\.norm_q_img)\..+",
     # Model name marks, and ComfyUI's marks.
     r"model_type\..+",

@@ -23,8 +23,8 @@
 some files `scaled_fp8` is not fp8: this means e4m3fn. With two values it demands products in the compute dtype for the
 whole file, as "full_precision_matrix_mult" does for a layer. Beside another marker it means nothing, as in ComfyUI.
 LightX2V has the first of two nvfp4 values in the low bits, and `alpha` x `input_global_scale` in place of
-`weight_scale_2`. Input scales (`scale_input`, `input_scale`) are not used: each token gets its own. A plain cast rounds
-the weights to fp8 without a scale, which costs precision. It is loaded with a warning in the log.
+`weight_scale_2`. Input scales (`scale_input`, `input_scale`) are not used: each token has a separate scale. A plain
+cast rounds the weights to fp8 without a scale, which costs precision. It is loaded with a warning in the log.
 
 A scale without a marker (LightX2V, musubi-tuner, ModelOpt) multiplies the numbers next to it: the weight dtype is the
 format. int8 next to rotated layers, and bytes, have no such meaning and are refused.
@@ -343,7 +343,7 @@ def _format(path: Path, layer: str, stated: Mapping[str, Any]) -> LayerFormat:
 def _resolve_layer(
     path: Path, tensors: Mapping[str, FileTensor], layer: str, fmt: LayerFormat, scale_keys: Mapping[str, str]
 ) -> tuple[FileTensor, FileTensor | None]:
-    """Return the layer weight with its packing, and the scale."""
+    """Return the packed layer weight, and the scale."""
     weight = tensors.get(f"{layer}.weight")
     key = scale_keys.get(layer)
     if weight is None:

@@ -149,7 +149,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         vary, the folded factors for all combinations are kept, as much again for each.
 
         Raises:
-            CheckpointError: a LoRA does not fit its expert or its arithmetic. The LoRAs are unchanged.
+            CheckpointError: a LoRA does not fit the expert or the arithmetic. The LoRAs are unchanged.
             ValueError: a strength is not a finite number, or a single model gets LoRAs for the low-noise expert. The
                 LoRAs are unchanged.
         """
@@ -254,7 +254,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def computed_bytes(self) -> int:
-        """Largest block in its buffer, in bytes."""
+        """Largest block in a buffer, in bytes."""
         return self._block_bytes.computed
 
     @property
@@ -348,7 +348,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
 
     @property
     def host_resident_bytes(self) -> int:
-        """Estimated host memory for a run in addition to its slots: LoRAs as stored and folded, and one embedder."""
+        """Estimated host memory for a run in addition to slots: LoRAs as stored and folded, and one embedder."""
         embedders = [
             sum(tensor.stored_bytes for name, tensor in expert.weights.items() if embedder_part(name) is not None)
             for expert in self.experts.values()

@@ -34,7 +34,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class LoraFactors:
-    """Cache for LoRA tensors in host RAM. Each file is read once, at its first `load`."""
+    """Cache for LoRA tensors in host RAM. Each file is read once, at the first `load`."""
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensors] = {}
@@ -107,7 +107,7 @@ def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> W
 
 
 class _Scaled(NamedTuple):
-    """Change with its tensors and its factor."""
+    """Change with tensors and factor."""
 
     change: Change
     tensors: Tensors
@@ -196,7 +196,7 @@ def block_patches(
 ) -> dict[BlockKey, BlockPatch]:
     """Return the patches, with this `BlockKey.patch`, for blocks with a streamed weight changed by `stack`.
 
-    A block's factors are folded when its patch is read, so that only one block at a time has both forms in RAM.
+    A block's factors are folded when the patch is read, so that only one block at a time has both forms in RAM.
     """
     patches = {}
     for block in range(config.num_layers):
@@ -217,7 +217,7 @@ def resident_patches(config: WanConfig, stack: LoraStack, factors: LoraFactors) 
 
 
 class LazyPatches(Mapping[str, WeightPatch]):
-    """Mapping of patches, folded at each look-up. `parameters` maps its keys to full parameter names."""
+    """Mapping of patches, folded at each look-up. `parameters` maps the keys to full parameter names."""
 
     def __init__(self, parameters: Mapping[str, str], stack: LoraStack, factors: LoraFactors) -> None:
         self._parameters, self._stack, self._factors = parameters, stack, factors

@@ -27,7 +27,7 @@ Roles = Mapping[Role, str]
 Tensors: TypeAlias = "Mapping[str, FileTensor]"
 
 Factors = tuple[str, ...]
-"""Keys of a matrix and its factors: the matrix alone, two factors to multiply, or two and a Tucker core.
+"""Factor keys of a matrix: the matrix alone, two factors to multiply, or two and a Tucker core.
 
 With a core, the first two are [rank, rows] and [rank, columns], and the core is [rank, rank, ...].
 """
@@ -96,7 +96,7 @@ class Change:
 
 
 def matrix_shape(tensors: Tensors, factors: Factors) -> tuple[int, int]:
-    """Return rows and columns of a matrix, from its factor shapes."""
+    """Return rows and columns of a matrix, from the factor shapes."""
     shapes = [tensors[key].shape for key in factors]
     if len(shapes) == 3:
         (_, rows), (_, columns), core = shapes

@@ -52,7 +52,7 @@ class LoraFile:
         return (self.path.resolve(), *versions, self.settings)
 
     def is_current(self) -> bool:
-        """Return True if the file and its settings file have not changed since opening."""
+        """Return True if the file and the settings file have not changed since opening."""
         files = [(self.path, tensor.version) for tensor in self.tensors.values()][:1]
         files += [] if self.settings is None else [self.settings]
         return all(path.is_file() and file_version(path.stat()) == version for path, version in files)

@@ -160,7 +160,7 @@ def key_meaning(key: str) -> KeyMeaning | None:
 
 
 def layer_of(key: str) -> str:
-    """Return `key` without a known ending: the layer name with its prefix."""
+    """Return `key` without a known ending: the layer name with the prefix."""
     key = _ADAPTER.sub(r"\1", key)
     known = [ending for ending in ENDINGS if key.endswith(ending)]
     return key.removesuffix(max(known, key=len, default=""))
@@ -227,7 +227,7 @@ def _look_up(text: str, dot: str, tables: tuple[Mapping[str, str], Mapping[str, 
 def _parameter(text: str, leaf: Leaf) -> str | None:
     """Return the parameter `leaf` of the module `text`, or None if there is none.
 
-    A bare parameter, or one with its full name, counts as a weight. The block modulation in lightx2v files is a bare
+    A bare parameter, or a full parameter name, counts as a weight. The block modulation in lightx2v files is a bare
     parameter.
     """
     if leaf == "modulation":

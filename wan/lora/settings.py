@@ -29,7 +29,7 @@ CONFIG_BYTES = 1024**2
 PEFT_FILE = re.compile(r"adapter_model\b.*")
 LARGEST = sys.float_info.max
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of initial values that PEFT takes out of the model weights. Its conversion removes the name."""
+"""Prefixes of initial values that PEFT takes out of the model weights. PEFT's conversion removes the name."""
 
 # Expressions with a known time limit: groups do not repeat, and a name has some 50 characters.
 EXPRESSION = re.compile(r"(?:[\w.|^$]|\\[.d]|\[[\w-]+\]|\((?!\?)|\)(?![*+?{])|[*+?](?![*+?]))+")
@@ -49,7 +49,7 @@ class AdapterSettings:
     alphas: Mapping[str, float] = field(default_factory=dict)
     """Alphas by layer: the end of a name, or an expression."""
     rank: int | None = None
-    """Default rank, for layers whose tensors do not show one."""
+    """Default rank, for layers without a rank in the tensors."""
     ranks: Mapping[str, float] = field(default_factory=dict)
     """Ranks by layer: the end of a name, or an expression."""
     rank_stabilised: bool = False

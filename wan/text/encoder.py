@@ -268,7 +268,7 @@ class PromptError(ValueError):
 
 
 def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -> TextEncoder:
-    """Open the text encoder in a diffusers pipeline folder, its `text_encoder` folder, or ComfyUI's single file.
+    """Open the text encoder in a diffusers pipeline folder, a `text_encoder` folder, or ComfyUI's single file.
 
     `compute_dtype` is as in `open_experts`. A `text_encoder` folder needs `tokenizer` next to it. A single file
     contains its tokenizer. Reads only the tokenizer, the config and headers.
@@ -411,7 +411,7 @@ def _streamed(blocks: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def _split_batch(block: nn.Module) -> None:
-    """Make `block` compute the prompts in a batch one after the other while its weights are on the device.
+    """Make `block` compute the prompts in a batch one after the other while the weights are on the device.
 
     A prompt's result is then bit-equal in every batch. A batched matrix product does not guarantee this.
     """

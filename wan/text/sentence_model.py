@@ -58,7 +58,7 @@ def sentence_model(
 
 
 def gguf_sentence_model(path: Path) -> bytes | None:
-    """Return the sentencepiece model of a GGUF text encoder. None if its header has none.
+    """Return the sentencepiece model of a GGUF text encoder. None without one in the header.
 
     Raises:
         CheckpointFileError: the file cannot be read, or the lists do not belong together.

@@ -73,7 +73,7 @@ def open_tokenizer(folder: Path) -> FolderTokenizer:
     """Open the tokenizer in `folder`. Python code in the folder never runs.
 
     Raises:
-        CheckpointError: the folder is missing, its files are not a tokenizer, or they need their own code.
+        CheckpointError: the folder is missing, the files are not a tokenizer, or they need their own code.
     """
     if not folder.is_dir():
         raise CheckpointError(folder, "the tokenizer is missing: it belongs next to the text encoder")
@@ -165,7 +165,7 @@ MORE_ROWS = 512
 END_PIECE = "</s>"
 """End piece in UMT5. Gemma's tokenizer has as many pieces, but another end piece."""
 FOLDERS_BESIDE = (".", "tokenizer", "google/umt5-xxl", "umt5-xxl")
-"""Folders next to a text encoder that may hold its tokenizer, also as in Wan's own release."""
+"""Folders next to a text encoder that may hold the tokenizer, also as in Wan's own release."""
 TENSOR_FILES = (".safetensors", ".sft")
 SENTENCE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 

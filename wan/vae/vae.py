@@ -39,7 +39,7 @@ class VaeInputError(ValueError):
 
 
 def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME) -> WanVae:
-    """Open the VAE in a diffusers pipeline folder, its `vae` folder, a single file, or a tiny VAE file.
+    """Open the VAE in a diffusers pipeline folder, a `vae` folder, a single file, or a tiny VAE file.
 
     Reads only headers and the config. The VAE computes in `dtype`.
 
@@ -49,7 +49,7 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale:
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file. The config or the
             tensors do not belong to a Wan VAE.
-        TinyVaeError: neither the name of a tiny VAE nor `latent_scale` shows its scale.
+        TinyVaeError: neither the name of a tiny VAE nor `latent_scale` shows the scale.
         VaeInputError: the VAE does not compute in `dtype`.
     """
     path = Path(path)
@@ -114,7 +114,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         """Check that the VAE encodes.
 
         Raises:
-            VaeInputError: it is a tiny VAE, or its file has a decoder only.
+            VaeInputError: it is a tiny VAE, or the file has a decoder only.
         """
         if self._opened.encodes:
             return
@@ -374,7 +374,7 @@ def retry_with_smaller_tiles(
     first: Tiling | None,
     on_change: Callable[[str], None] = lambda change: None,
 ) -> Result:
-    """Call `decode` with smaller and smaller tiles until memory suffices. Return its result.
+    """Call `decode` with smaller and smaller tiles until memory suffices. Return the result.
 
     Args:
         decode: called with a tiling, or with None for full frames.

@@ -3,7 +3,7 @@
 Only names differ: shapes are the same in both, and nothing is transposed.
 
 A diffusers `vae` folder has a config. A single file (ComfyUI's `wan_2.1_vae.safetensors`, `wan2.2_vae.safetensors`) has
-native or diffusers names, and its sizes follow from shapes. In both, parameters get the names in diffusers'
+native or diffusers names, and sizes follow from shapes. In both, parameters get the names in diffusers'
 AutoencoderKLWan.
 """
 

@@ -1,4 +1,4 @@
-"""Refusal of foreign files where a batch keeps its own.
+"""Refusal of foreign files in the places of a batch's own files.
 
 An output folder may be unpacked from an archive, shared or synchronised. A link in the working folder, or next to the
 journal, would make the batch change or remove a file somewhere else. Everything is checked before anything is used.
@@ -100,7 +100,7 @@ def check_work_folder(output: Path) -> None:
         elif path.name not in {LOCK, f"{LOCK}-journal"}:
             raise _refusal(path, "is not a file of a batch")
     check_database(work / LOCK)
-    # A file made in the output folder is linked to its part, and then to its final name.
+    # A file made in the output folder is linked to a part, and then to the final name.
     names = Counter(found.st_ino for path in _files((work / MADE, work / PARTS)) if (found := _lstat(path)))
     names.update(
         found.st_ino for path in own_entries(output) if (found := _lstat(path)) and stat.S_ISREG(found.st_mode)

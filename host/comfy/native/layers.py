@@ -101,7 +101,7 @@ def _refer(weight: Any, prefix: str, matrices: Mapping[str, torch.Tensor], error
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor to give away: one in a file keeps its values in memory as long as somebody has it."""
+    """Return a tensor to give away: a file tensor keeps the values in memory as long as it exists."""
     return tensor.detach() if isinstance(tensor, StoredTensor) else tensor
 
 
