@@ -1,4 +1,4 @@
-"""CPUs that this process can use, and a notice where torch computes with more threads than that."""
+"""CPUs for this process, and a notice if torch computes with more threads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _logged = threading.Event()
 
 
 def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
-    """Yield the number of CPUs of every control group of this process that has a quota.
+    """Yield the number of CPUs for every control group with a quota around this process.
 
     Args:
-        root: folder of the `proc` and `sys` file systems that describe the control groups.
+        root: folder with the `proc` and `sys` file systems that describe the control groups.
     """
     for folder, is_v2 in group_folders("cpu", root):
         try:
@@ -39,18 +39,18 @@ def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
 
 
 def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | None) -> str:
-    """Return a notice if threads of torch wait for each other because they share CPUs, else an empty text.
+    """Return a notice if torch threads wait for each other because they share CPUs, else an empty text.
 
     They wait by spinning: on two busy cores, two threads took 12 to 24 times as long as one in small products.
 
     Args:
-        cpus: CPUs that this process can use.
-        all_cpus: CPUs of the machine.
-        load: processes that run or wait for a CPU of the machine; None where the system does not count them.
+        cpus: CPUs for this process.
+        all_cpus: CPUs in the machine.
+        load: processes that run or wait for a CPU. None where the system does not count them.
     """
     best = max(1, math.floor(cpus)) if threads > max(1, math.ceil(cpus)) else threads
     reason = f"{threads} threads of torch share {cpus:.3g} CPUs"
-    # The load contains the threads of an earlier run of this process.
+    # The load contains the threads of an earlier run in this process.
     if threads > 1 and load is not None and load - threads >= all_cpus:
         best = 1
         reason = f"{threads} threads of torch share {cpus:.3g} CPUs with other programs (load {load:.1f})"
@@ -60,7 +60,7 @@ def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | Non
 
 
 def thread_notes(device: torch.device) -> list[str]:
-    """Return the notice of `thread_notice` for a run on this device, and log the first one of the process."""
+    """Return the notice from `thread_notice` for a run on this device, and log this process's first one."""
     if device.type != "cpu":
         return []
     cpus = min([core_count(), *cpu_quotas()])

@@ -1,9 +1,9 @@
 """Models of both experts, with all parameters that are not streamed.
 
 Resident parameters are small, 16 MB per A14B expert: patch embedding, output projection, and the biases, norms and
-modulation tables of the blocks. They are loaded when a model is looked up. The time and text embedders (0.5 GB per
-expert) are on the device only while the run's embeddings are computed, see `embedders.py`. They are read ahead into
-RAM, those of one expert at a time.
+modulation tables in the blocks. A model look-up loads them. The time and text embedders (0.5 GB per expert) are on the
+device only while the run's embeddings are computed, see `embedders.py`. They are read ahead into RAM, one expert at a
+time.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 
 Read: TypeAlias = "tuple[Tensors, Tensors, LockedTensors | None]"
-"""Stored tensors, their scales, and the page-lock of the tensors of an embedder for a device."""
+"""Stored tensors, scales, and the page-lock of embedder tensors for a device."""
 
 Part: TypeAlias = "tuple[str, EmbedderPart | None]"
-"""Expert, and a part of its embedder or None for its resident parameters: the parameters that are read together."""
+"""Expert, and the parameters to read together: a part of the embedder, or None for the resident parameters."""
 
 
 class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
-    """Models by expert name; a look-up waits until the resident parameters of that model are loaded.
+    """Models by expert name. A look-up waits until the model's resident parameters are loaded.
 
     A reader thread reads raw bytes, and the thread that needs them decodes them. All calls must come from one thread.
 
     Args:
         experts: experts by name.
-        compute_dtype: dtype of the blocks' activations.
-        device: device of the parameters.
-        multiplied: packing of the layers whose codes are multiplied as stored, by expert, block and layer.
+        compute_dtype: dtype of block activations.
+        device: device for the parameters.
+        multiplied: packing of layers multiplied as stored, by expert, block and layer.
 
     Attributes:
-        bare: models by expert name, for installing hooks; a look-up here does not wait for parameters.
-        kernels: compute kernels of the blocks of all models.
-        reads_for_next_run: when the embeddings of a run are computed, read the embedder of its first expert again and
-            keep it in RAM. The next run, with another text or other timesteps, starts with it, and its first step need
-            not wait for the file.
-        non_block_bytes: bytes read and loaded so far that are not streamed.
+        bare: models by expert name, for installing hooks. A look-up here does not wait for parameters.
+        kernels: compute kernels for the blocks of all models.
+        reads_for_next_run: when a run's embeddings are computed, read the first expert's embedder again and keep it in
+            RAM. The next run, with another text or other timesteps, starts with it, and the first step need not wait
+            for the file.
+        non_block_bytes: bytes read and loaded so far outside the streamed ones.
     """
 
     def __init__(
@@ -111,33 +111,33 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self._loaded: dict[str, PatchedParameters] = {}
         self._embedders: dict[str, CachedEmbedder] = {n: m.condition_embedder for n, m in self.bare.items()}
         self._first = next(iter(experts))
-        """First expert of the last run."""
+        """First expert in the last run."""
         for name, embedder in self._embedders.items():
             embedder.set_weight_loader(partial(self._with_embedder, name))
 
     @property
     def blocks(self) -> dict[str, list[nn.Module]]:
-        """Blocks of each model by expert name; does not wait for parameters."""
+        """Blocks of each model by expert name. Does not wait for parameters."""
         return {name: list(model.blocks) for name, model in self.bare.items()}
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of device memory of the loaded resident parameters and position tables."""
+        """Device memory for loaded resident parameters and position tables, in bytes."""
         parameters = [self.bare[name].get_parameter(full) for name in self._loaded for full in self._stored[name, None]]
         tables = [table for name in self._loaded for table in self.bare[name].rope.buffers()]
         return sum(tensor.nbytes for tensor in (*parameters, *tables))
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of RAM of the embedder that is read for the next run."""
+        """RAM for the embedder read ahead for the next run, in bytes."""
         parts = [part for part in list(self._reads) if part[1] is not None and self._is_for_next_run(part[0])]
         return sum(tensor.stored_bytes for part in parts for tensor in self._stored[part].values())
 
     def set_patches(self, patches: Mapping[str, Sequence[Mapping[str, WeightPatch]]]) -> None:
-        """Replace the patches of parameters that are not streamed, by expert, and select the first one of each.
+        """Replace the patches for parameters that are not streamed, by expert, and select the first one of each.
 
         Loaded models change at once, the others when they are looked up. Cached rows of changed embedders are
-        invalidated, and their weights are read again; no other weights are.
+        invalidated, and only the weights of these embedders are read again.
         """
         before = {name: self._selected_patches(name) for name in self.bare}
         self._patches, self._selected = patches, dict.fromkeys(self.bare, 0)
@@ -145,14 +145,14 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             self._apply_patches(name, before[name])
 
     def select_patch(self, name: str, number: int) -> None:
-        """Select one of the patches of an expert, as `set_patches` does; nothing changes if it is selected already."""
+        """Select one of an expert's patches, as `set_patches`. Nothing changes if it is selected already."""
         if number == self._selected[name]:
             return
         before, self._selected[name] = self._selected_patches(name), number
         self._apply_patches(name, before)
 
     def _apply_patches(self, name: str, before: Mapping[str, WeightPatch]) -> None:
-        """Apply the selected patches of an expert, in place of the patches `before`."""
+        """Apply an expert's selected patches, in place of the patches `before`."""
         changed = {embedder_part(parameter) for parameter in (*before, *self._selected_patches(name))}
         for part in PARTS:
             if part in changed:
@@ -167,10 +167,10 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
     def prefetch_embeddings(
         self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
-        """Set the timesteps and texts of the next run, by expert in the order of the run, and start reading weights.
+        """Set the timesteps and texts of the next run, by expert in run order, and start reading weights.
 
-        All rows of an expert are computed when the first one is needed. Those of the next expert are computed before
-        the first step that finds their weights read. Rows of an earlier run are reused.
+        All rows for an expert are computed when the first one is needed. Rows for the next expert are computed before
+        the first step after their weights were read. Rows from an earlier run are reused.
         """
         for name, embedder in self._embedders.items():
             if name in timesteps:
@@ -185,7 +185,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     def start_reading(self) -> None:
         """Start reading the resident parameters of both experts."""
-        # The first run needs the embedder of the first expert before the parameters of the second expert.
+        # The first run needs the first expert's embedder before the second expert's parameters.
         for at, name in enumerate(self.bare):
             for part in (None, *PARTS) if at == 0 else (None,):
                 self._start_reading((name, part))
@@ -223,10 +223,10 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     @contextmanager
     def _with_embedder(self, name: str, part: EmbedderPart) -> Iterator[None]:
-        """Context in which the model has the weights of that part on the device; waits until they are read.
+        """Context with the weights of an embedder part on the device. Waits until they are read.
 
         Raises:
-            OSError: reading failed; the next call reads the part again.
+            OSError: reading failed. The next call reads the part again.
         """
         model, weights = self.bare[name], self._load((name, part))
         patches = self._selected_patches(name)
@@ -242,7 +242,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Start reading the embedder that is needed next, of one expert at a time to limit the RAM."""
+        """Start reading the next embedder, one expert at a time to limit the RAM."""
         for name, embedder in self._embedders.items():
             if embedder.missing_parts:
                 for part in embedder.missing_parts:
@@ -256,9 +256,9 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         return self.reads_for_next_run and name == self._first
 
     def _compute_read_rows(self) -> None:
-        """Compute the rows of the next expert if its weights were read.
+        """Compute the next expert's rows if the weights were read.
 
-        Runs between two steps, when the working memory of a step is free.
+        Runs between two steps, when a step's working memory is free.
         """
         for name, embedder in self._embedders.items():
             missing = [(name, part) for part in embedder.missing_parts]
@@ -270,7 +270,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         return {parameter: patches[parameter] for parameter in patches if embedder_part(parameter) is None}
 
     def _start_reading(self, part: Part) -> None:
-        """Start reading a part unless that has started."""
+        """Start reading a part unless reading has started."""
         if part not in self._reads:
             self._reads[part] = self._reader.submit(self._read, part)
 
@@ -285,17 +285,17 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         stored = read_tensors(tensors)
         locked = None
         if self._runtime is not None and part[1] is not None:
-            # Here, while steps compute: the device waits for the copies of an embedder, which take an eighth of the
-            # time from page-locked memory (H100).
+            # Here, while steps compute: the device waits for embedder copies, which take an eighth of the time from
+            # page-locked memory (H100).
             self._runtime.enter_thread()
             locked = LockedTensors(stored.values(), self._runtime)
         return stored, read_scales({full: scales[full] for full in tensors if full in scales}), locked
 
     def _load(self, part: Part) -> Tensors:
-        """Return the decoded parameters of a part on the device; waits until they are read.
+        """Return the decoded parameters of a part on the device. Waits until they are read.
 
         Raises:
-            OSError: reading failed; the next call reads the part again.
+            OSError: reading failed. The next call reads the part again.
         """
         self._start_reading(part)
         read = self._reads.pop(part)
@@ -311,7 +311,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             }
             return copy_together(decoded, self._device)
         try:
-            # One by one, so that the device has both forms of only one of the embedders' large tensors at a time.
+            # One by one, so that the device has both forms of only one large embedder tensor at a time.
             return {
                 full: self._decode(
                     full,
@@ -325,11 +325,11 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
             if locked is not None:
                 clock = clock_for(self._device)
                 clock.wait_for(clock.mark())
-                # Not on this thread, on which the next step waits.
+                # Not on this thread, because the next step waits on it.
                 self._reader.submit(locked.release)
 
     def _decode(self, full: str, tensor: FileTensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return a parameter in its dtype, on the device of `stored`; `stored` itself if it needs no decoding."""
+        """Return a parameter in its dtype, on the device of `stored`. `stored` itself if it needs no decoding."""
         dtype = parameter_dtype(full, self._compute_dtype)
         if tensor.packing is None and scale is None:
             return stored.to(dtype)

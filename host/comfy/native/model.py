@@ -1,4 +1,4 @@
-"""Native ComfyUI models whose blocks stay in their file: opening reads headers, and what lies outside the blocks."""
+"""Native ComfyUI models with blocks that stay in the file. Opening reads headers, and everything outside the blocks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .layers import inner_tensors, is_joined, joined
 from .weights import STACK, NativeWeights
 
 LARGE_PARAMETER = 1_000_000
-"""Bytes of the smallest parameter of a block that streams without being the matrix of a Linear: stacks of experts."""
+"""Smallest block parameter in bytes that streams without being a Linear matrix: stacks of experts."""
 
 Places: TypeAlias = Mapping[str, FileTensor]
-"""Places of a parameter in its file by piece: the only one has no name."""
+"""Parameter places in the file by piece. A single piece has no name."""
 
 
 class _Streamed(NamedTuple):
-    """One streamed parameter of a block."""
+    """One streamed block parameter."""
 
     key: BlockKey
     name: str
     """Name within the block."""
     path: str
-    """Key in the state dict of ComfyUI's model."""
+    """Key in the model's state dict."""
     entry: Entry
     dtype: torch.dtype
     """Dtype to compute with."""
@@ -51,16 +51,15 @@ def open_native(
     smallest_model: int = SMALLEST_MODEL,
     large_parameter: int = LARGE_PARAMETER,
 ) -> comfy.model_base.BaseModel:
-    """Return ComfyUI's model of a file; its `weights` are a `NativeWeights`, its `memory` a `PolicyMemory`.
+    """Return ComfyUI's model for a file, with `weights` as a `NativeWeights` and `memory` as a `PolicyMemory`.
 
-    Its `stored` are the streamed tensors by their key in the model's state dict, which are read when they are used;
-    those that are packed in GGUF have no values.
+    `stored` has the streamed tensors by state dict key. They are read when used. Packed GGUF tensors have no values.
 
     Args:
         path: a safetensors or GGUF file.
         weight_dtype: one of `WEIGHT_DTYPES`.
         smallest_block: bytes of the smallest block that streams.
-        smallest_model: bytes in blocks of the smallest model that is streamed.
+        smallest_model: block bytes of the smallest model that is streamed.
         large_parameter: see `LARGE_PARAMETER`.
 
     Raises:
@@ -77,7 +76,7 @@ def open_native(
     }
 
     def matrix_bytes(module: nn.Module) -> int:
-        # Other large parameters stream with the block that they are in, but convolutions alone are not blocks.
+        # Other large parameters stream with their block, but convolutions alone are not blocks.
         matrices = (entry.place for entry in parameters(module) if _is_matrix(entry, linear))
         return sum(place.nbytes for matrix in matrices for place in located.get(matrix, {}).values())
 
@@ -92,7 +91,7 @@ def open_native(
     _load_others(model, file, streamed, dtypes)
     model.weights = _weights(path, blocks, streamed, model)
     model.memory = PolicyMemory(f"blocks of {path.name}")
-    # ComfyUI drops models from its cache without unloading them first.
+    # ComfyUI drops models from the cache without unloading them first.
     weakref.finalize(model, model.weights.close).atexit = False
     return model
 
@@ -100,7 +99,7 @@ def open_native(
 def _load_others(
     model: comfy.model_base.BaseModel, file: StoredFile, streamed: Sequence[_Streamed], dtypes: Dtypes
 ) -> None:
-    """Take the tensors that stream out of the model, and load all others."""
+    """Take the streamed tensors out of the model, and load all others."""
     model.stored = {each.path: each.entry.tensor for each in streamed}
     for each in streamed:
         if is_joined(each.entry.tensor):
@@ -108,7 +107,7 @@ def _load_others(
         each.entry.replace(torch.empty(each.entry.tensor.shape, dtype=each.dtype, device="meta"))
     absent = {each.entry.place for each in streamed}
     others = [entry for entry in entries(model.diffusion_model) if entry.place not in absent]
-    # All at once: a model has a thousand of them, most of which are read faster than a file is opened.
+    # All at once: a model has a thousand, and most are read faster than a file is opened.
     places = [_places(entry.tensor, file) for entry in others]
     read = read_tensors(
         {_label(number, name): place for number, of_entry in enumerate(places) for name, place in of_entry.items()}
@@ -123,7 +122,7 @@ def _label(number: int, name: str) -> str:
 
 
 def _places(tensor: torch.Tensor, file: StoredFile) -> Places:
-    """Return the places of a tensor, or by name of the inner tensors of a quantised weight, that are contiguous."""
+    """Return contiguous tensor places, by name for the inner tensors of a quantised weight."""
     inner = inner_tensors(tensor) if is_joined(tensor) else {"": tensor}
     places = {name: file.locate(each) for name, each in inner.items()}
     return {name: place for name, place in places.items() if place is not None}
@@ -139,7 +138,7 @@ def _weights(
         for piece, place in each.places.items():
             name = piece_name(each.name, piece) if piece else each.name
             matrices.setdefault(each.key, {})[name] = place
-            # Bytes of a piece are joined to a weight as they are.
+            # Piece bytes are joined to a weight as they are.
             dtype = place.dtype if piece else each.dtype
             if dtypes.setdefault(name, dtype) != dtype:
                 found = f"{name} computes in {dtypes[name]} in one block, and in {dtype} in another"
@@ -175,7 +174,7 @@ def _is_matrix(entry: Entry, linear: Any) -> bool:
 
 
 def _locate(tensor: torch.Tensor, file: StoredFile) -> Places:
-    """Return the places of a tensor in the file: its only one, or as bytes those of a quantised weight's large ones."""
+    """Return tensor places in the file: a single one, or a quantised weight's large inner tensors as bytes."""
     if not is_joined(tensor):
         place = file.locate(tensor)
         return {} if place is None else {"": place}
@@ -188,20 +187,20 @@ def _locate(tensor: torch.Tensor, file: StoredFile) -> Places:
 
 
 def _load(entry: Entry, file: StoredFile, dtype: torch.dtype, values: Mapping[str, torch.Tensor]) -> None:
-    """Bring a tensor that does not stream into memory, in the dtype that ComfyUI keeps it in.
+    """Load a tensor that does not stream into memory, in ComfyUI's dtype for it.
 
     Args:
         entry: the tensor.
-        file: the file of the model.
-        dtype: that dtype.
-        values: what the file has of the tensor, or of its inner tensors by name, where it is contiguous there.
+        file: the model file.
+        dtype: ComfyUI's dtype.
+        values: file values of the tensor, or of inner tensors by name, as far as they are contiguous there.
     """
     tensor = entry.tensor
     if is_joined(tensor):
         inner = inner_tensors(tensor).items()
         entry.replace(joined(tensor, {name: values[name] if name in values else each.clone() for name, each in inner}))
     elif not file.has(tensor):
-        if tensor.is_meta:  # not in the file, which ComfyUI has logged as missing
+        if tensor.is_meta:  # not in the file, as logged by ComfyUI
             entry.replace(torch.zeros(tensor.shape, dtype=dtype))
     elif tensor.is_meta:
         place = file.locate(tensor)
