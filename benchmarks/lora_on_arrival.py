@@ -1,4 +1,4 @@
-"""Cost of a LoRA of rank 64, a LoKr, a LoHa and a DoRA on the arrival of a Wan2.2 A14B block.
+"""Cost of a rank 64 LoRA, a LoKr, a LoHa and a DoRA when a Wan2.2 A14B block arrives.
 
 python benchmarks/lora_on_arrival.py [cpu|cuda]
 """

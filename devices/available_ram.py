@@ -10,7 +10,7 @@ import psutil
 
 
 class _Controller(NamedTuple):
-    """Names of the files and counters of the memory controller."""
+    """Memory controller file and counter names."""
 
     limit: str
     usage: str
@@ -118,7 +118,7 @@ def _limited_groups(root: Path) -> Iterator[_Group]:
 
 
 def group_folders(controller: str, root: Path = ROOT) -> Iterator[tuple[Path, bool]]:
-    """Yield a folder for each control group of this process with this controller, and True for version 2.
+    """Yield a folder for each of this process's control groups with this controller, and True for version 2.
 
     In a container the mount often starts at the container's own group, but `proc` has the path on the host. All parents
     are tried, so some folders do not exist.

@@ -98,7 +98,7 @@ class WanStreamGuider(io.ComfyNode):
 
 
 def _guidance_notices(experts: ExpertsRef, scales: tuple[float, float], guidance: Guidance | None) -> dict[str, Any]:
-    """Show notices on a guidance that does not fit the experts or their LoRAs; see `show_notices`."""
+    """Show notices on a guidance that does not fit the experts or the LoRAs. See `show_notices`."""
     if guidance is None or guidance.steps is None:
         steps = [GuidedStep(0, "high", scales[0]), GuidedStep(0, "low", scales[1])]
         return show_notices(*guidance_mismatches(experts, steps), guidance_high=scales[0], guidance_low=scales[1])

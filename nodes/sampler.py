@@ -246,9 +246,9 @@ def _request(
 
 
 def show_guidance_notices(experts: ExpertsRef, request: DenoiseRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Show notices on a guidance that does not fit the experts or their LoRAs; see `show_notices`.
+    """Show notices on a guidance that does not fit the experts or the LoRAs. See `show_notices`.
 
-    `settings` are the widgets of the sampler.
+    `settings` are the sampler widgets.
     """
     plan = request.step_plan
     steps = [GuidedStep(step, plan.experts[step], plan.guidance[step]) for step in plan.steps]
@@ -267,8 +267,8 @@ TIMELINE = "wanstream_timeline"
 
 
 def check_scales(**scales: object) -> None:
-    """Raise RequestError for a guidance that is not one, in `validate_inputs`; a linked one is None until the run."""
-    # Not left to ComfyUI, which names the limit alone: 0, which other samplers take for no guidance, needs the remedy.
+    """Raise RequestError for an invalid guidance, in `validate_inputs`. A linked one is None until the run."""
+    # Not left to ComfyUI, which names the limit alone: 0 means no guidance in other samplers, and needs the remedy.
     for name, scale in scales.items():
         if isinstance(scale, int | float) and not 1.0 <= scale <= MAX_GUIDANCE:
             raise RequestError(f"{name} is {scale:g}: give 1 for no guidance, or up to {MAX_GUIDANCE:g}")

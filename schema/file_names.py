@@ -1,4 +1,4 @@
-"""Names that Windows cannot give to a file or folder; refused on all systems, because folders are copied."""
+"""Names that Windows cannot give to a file or folder. Refused on all systems, because folders are copied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FORBIDDEN = re.compile(r'[<>:"/\\|?*\x00-\x1f]')
 
 
 def windows_fault(name: str) -> str | None:
-    """Return why Windows cannot create a file or folder with this name, and the remedy; None if it can."""
+    """Return why Windows cannot create a file or folder with this name, and the remedy. None if it can."""
     if _DEVICE.fullmatch(name):
         return "is a device name on Windows: use another name"
     if found := _FORBIDDEN.search(name):

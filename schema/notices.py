@@ -12,14 +12,14 @@ NoticeLevel = Literal["note", "warning", "wrong"]
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Sentence about a node, which a page shows on it."""
+    """Sentence about a node, shown on the node."""
 
     text: str
     level: NoticeLevel = "note"
     values: Mapping[str, str | float] = field(default_factory=dict)
-    """Values of the node's inputs that the notice is about, by input. It no longer applies when one of them changes."""
+    """Input values that the notice is about, by input. It no longer applies when one changes."""
     exchange: tuple[str, str] | None = None
-    """Two inputs whose values the user should exchange."""
+    """Two inputs with values to exchange."""
 
     @classmethod
     def of(cls, note: str) -> Notice:

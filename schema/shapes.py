@@ -43,7 +43,7 @@ def piece_tokens(rows: int, columns: int) -> int:
 
 
 def patch_grid(latent: Sequence[int], patch: Sequence[int] = PATCH) -> tuple[int, int, int]:
-    """Return the patches along time, height and width of a latent of that size; those at an edge may be padded."""
+    """Return the patches along time, height and width for this latent size. Patches at an edge may be padded."""
     frames, height, width = (-(-size // of_patch) for size, of_patch in zip(latent, patch, strict=True))
     return frames, height, width
 

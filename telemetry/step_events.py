@@ -19,7 +19,7 @@ class ReadSpan(NamedTuple):
     straight: bool
     """True for a read directly into a buffer, False for a read into a RAM slot."""
     locked: tuple[float, float] | None = None
-    """Start and end of page-locking its slot, the wait for other locks included; None if it was locked already."""
+    """Start and end of page-locking the slot, with the wait for other locks. None if it was locked already."""
 
 
 VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
@@ -79,7 +79,7 @@ class StepEvents:
         return [arrival.read for arrival in self.arrivals if arrival.read is not None]
 
     def read_shares(self) -> list[tuple[int, float]]:
-        """Return bytes and seconds of each read, without the seconds in which an earlier one was active.
+        """Return bytes and seconds of each read, without seconds of overlap with an earlier one.
 
         Several blocks are read at once, by threads that begin the next one when the first has no work left for them.
         """

@@ -205,7 +205,7 @@ class JobQueue:
             )
 
     def finish(self, row: Row, *, on: str, files: Sequence[KeptFile] = ()) -> None:
-        """Set a row to done, whose files have their names, by this backend; `files` have their stamps."""
+        """Set a row to done by this backend. The files are renamed, and `files` have their stamps."""
         with self.lock:
             self.journal.finish(row.hash, files)
             self.made[on] += 1

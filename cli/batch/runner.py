@@ -49,7 +49,7 @@ GRACE_SECONDS = 10.0
 The rows of a ComfyUI that restarts are lost in any case."""
 
 MAX_FILES = 10_000
-"""Maximum number of files of a row: ten minutes of single frames."""
+"""Maximum number of files in a row: ten minutes of single frames."""
 
 _MAX_TRIES = 5
 """Maximum number of failed requests for a row while the same requests succeed for other rows."""

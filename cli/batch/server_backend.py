@@ -61,11 +61,11 @@ _NEVER = (400, 403, _NOT_FOUND, 410)
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
 MAX_BODY_BYTES = 256 << 20
-"""Maximum size of a JSON response after decompression; a queue has the graphs of all users, a few 100 KB each."""
+"""Size limit for a JSON response after decompression. A queue has all users' graphs, a few 100 KB each."""
 MAX_FILE_BYTES = 8 << 30
-"""Maximum size of a file from a server, which could fill the disk without an end."""
+"""Size limit for a file from a server, which could otherwise fill the disk."""
 _ENCODINGS = ("", "identity", "gzip", "deflate")
-"""Content encodings that are accepted: several ones around each other can expand a small body without a limit."""
+"""Accepted content encodings. Nested ones can expand a small body without a limit."""
 ANY_FILE = {"WanStreamContinueVideo": "previous_file", "WanStreamLoadLatent": "file"}
 """Inputs of this pack's nodes that take any file below the server's folders, of which their choices are some."""
 

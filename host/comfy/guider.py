@@ -303,7 +303,7 @@ class _GuiderRun:
 
     def _report_visits(self, expert: str, done: int) -> None:
         step, share = self.events.visits(done, self._block_counts[expert])
-        if step == 0:  # later steps are those of ComfyUI's sampler, which moves the bar itself
+        if step == 0:  # later steps belong to ComfyUI's sampler, which moves the bar itself
             self._bar.advance(share / self._calls_per_step)
 
     def denoised(self, x: torch.Tensor, sigma: float, *, with_negative: bool) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Names that a mistyped one probably stands for."""
+"""Probable names behind a mistyped one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST_NEAR = 3
 
 
 def nearest(unknown: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the name that is most similar to `unknown`, without regard to case and separators.
+    """Return the name most similar to `unknown`, without regard to case and separators.
 
     None if no name has a similarity of `cutoff` (0 to 1).
     """
@@ -28,9 +28,9 @@ def names_listed(unknown: str, known: Iterable[str]) -> str:
 
 
 def near_files(unknown: str, known: Iterable[str]) -> list[str]:
-    """Return up to three names of files that `unknown` probably stands for.
+    """Return up to three file names that `unknown` probably stands for.
 
-    These are, in this order, names that differ in case, in their folder, or in their suffix, and else the most similar.
+    These are, in this order, names with another case, folder or suffix, and else the most similar.
     """
     names = list(known)
     for part in (_path, _file, _stem):

@@ -166,7 +166,7 @@ def decode_images(
 def decode_to_file(
     settings: DecodeSettings, latents: torch.Tensor, prefix: str, *, node_id: str | None, **encoding: Any
 ) -> tuple[OutputFile, list[str]]:
-    """Decode raw latents [B, C, T, h, w] into one MP4, video after video; returns the file and notes on tiles.
+    """Decode raw latents [B, C, T, h, w] into one MP4, video after video. Returns the file and notes on tiles.
 
     `encoding` are arguments of `write_mp4`. If memory runs out, the file is written again with smaller tiles.
     """

@@ -48,7 +48,7 @@ class PreparedRun:
     compute: Callable[[OnStep, OnVisits], DenoiseResult]
     predicted: Timeline | None = None
     notes: tuple[str, ...] = ()
-    """Sentences on the choice of the policy and the layout; may be empty."""
+    """Sentences on the chosen policy and layout. May be empty."""
     parts: int = 1
     """Number of parts of the batch; each step is reported once per part."""
 
@@ -248,7 +248,7 @@ def _events_of(prepared: PreparedRun, **run: Any) -> RunEvents:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Reports:
-    """Callbacks of a run: events for the page, and the progress bar or the callback of a measured run."""
+    """Run callbacks: page events, and the progress bar or a measured run's callback."""
 
     events: RunEvents
     bar: ProgressBar | None

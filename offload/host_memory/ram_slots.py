@@ -164,7 +164,7 @@ def blocks_in_flight(block_bytes: int) -> int:
     """Return the number of blocks to read and page-lock at the same time.
 
     At least two: one is locked while the other is read. More if a small block does not have a piece for each source
-    thread. A cancelled run waits for the piece that each thread reads, and for the locks of blocks that were read.
+    thread. A cancelled run waits for each thread's piece, and for the locks of blocks already read.
     """
     return min(MOST_IN_FLIGHT, 1 + -(-FLIGHT_BYTES // max(block_bytes, 1)))
 

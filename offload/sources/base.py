@@ -85,14 +85,14 @@ class RangeSource(BlockSource, Protocol):
 
 
 _is_stopped: ContextVar[Callable[[], bool]] = ContextVar("is_stopped", default=bool)
-"""Returns True when this thread's reads should end. A context variable, because sources read from each other."""
+"""Returns True when this thread should stop reading. A context variable, because sources read from each other."""
 
 
 @contextmanager
 def reads_until(is_stopped: Callable[[], bool]) -> Iterator[None]:
-    """Let reads of this thread raise RunStopped between two pieces of a block when `is_stopped` returns True.
+    """Let this thread's reads raise RunStopped between two block pieces when `is_stopped` returns True.
 
-    A block of Wan2.2 A14B takes seconds from a slow disk, and a cancelled run waits for the reads.
+    A Wan2.2 A14B block takes seconds from a slow disk, and a cancelled run waits for the reads.
     """
     token = _is_stopped.set(is_stopped)
     try:
@@ -102,7 +102,7 @@ def reads_until(is_stopped: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_not_stopped() -> None:
-    """Raise RunStopped if the reads of this thread should end."""
+    """Raise RunStopped if this thread should stop reading."""
     if _is_stopped.get()():
         raise RunStopped
 
@@ -132,7 +132,7 @@ class ReadThreads:
 
         Raises:
             SourceError: the threads were closed, or a task has raised it.
-            RunStopped: no task has failed, and some were left out because the reads of this thread should end.
+            RunStopped: no task has failed, but some were left out because this thread should stop reading.
         """
         queue = deque(tasks)
         with self._lock:

@@ -32,7 +32,7 @@ class FileSource(RangeSource):
         scales: scales of stored tensors by parameter name, with one value per tensor or one per row.
         multiplied: dtypes of codes that are multiplied as they are stored.
         decoded: parameters of a block whose codes are decoded all the same.
-        readers: threads that read one block together; None: decide by `read_route`.
+        readers: threads that read one block together. None: decide by `read_route`.
         portable: use seek and read instead of `preadv`.
         direct: read past the page cache (O_DIRECT); if the file system refuses, log it and read through the cache.
             None: decide by `read_route`.
@@ -132,7 +132,7 @@ def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torc
     Raises:
         SourceError: a file could not be read.
     """
-    # Starting a thread takes longer than reading a small tensor, of which a native model has a thousand.
+    # Starting a thread takes longer than reading a small tensor, and a native model has a thousand.
     is_small = len(tensors) == 1 and all(tensor.stored_bytes <= PIECE_BYTES for tensor in tensors.values())
     reader = FileReader(readers=0 if is_small else readers)
     try:

@@ -40,7 +40,7 @@ class BlockCopy(NamedTuple):
 
     key: BlockKey
     stored: HostBlock | None
-    """Bytes of the block in RAM; None if they were read directly into the buffer. Scattered only for `CudaBackend`."""
+    """Block bytes in RAM. None if read directly into the buffer. Scattered only for `CudaBackend`."""
     into: torch.Tensor
     """The buffer, 1-D uint8. It is free once the device has passed `after`."""
     after: DeviceEvent
@@ -50,7 +50,7 @@ class BlockCopy(NamedTuple):
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """`stored` of a block that is in one piece."""
+        """`stored`, for a block in one piece."""
         assert not isinstance(self.stored, ScatteredBlock), f"{self.key} is copied from its tensors"
         return self.stored
 

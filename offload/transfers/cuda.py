@@ -177,7 +177,7 @@ class CudaStreams(TransferBackend):
         try:
             super().close()
         except RuntimeError:
-            self._streams.clear()  # no other backend may borrow those of a device that has failed
+            self._streams.clear()  # no other backend may borrow streams of a failed device
             raise
         while self._streams:
             self._runtime.return_stream(self._streams.pop())

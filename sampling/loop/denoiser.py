@@ -42,7 +42,7 @@ class StepProgress:
     part: int = 0
     """Part of the batch that took the step, if several workers compute one part each; the first has the first video."""
     changes: tuple[str, ...] = ()
-    """Changes of the policy so far, as in `Timeline.changes`; those of workers are known at the end of the run."""
+    """Policy changes so far, as in `Timeline.changes`. Workers report theirs at the end of the run."""
 
     @property
     def index(self) -> int:

@@ -35,7 +35,7 @@ PATCHES_BIAS = "patch_embedding.bias"
 PATCH = (1, 2, 2)  # in every Wan transformer
 
 KEPT = 8
-"""Opened experts that are kept: a graph is checked before it runs, and opens the same ones then."""
+"""Number of opened experts to keep: the check before a graph's run opens the same ones."""
 
 logger = logging.getLogger("wanstream.checkpoint")
 
@@ -60,7 +60,7 @@ def _with_patch_shape(weights: Mapping[str, FileTensor]) -> dict[str, FileTensor
 
 
 def patch_shape(stored: Shape, bias: Shape) -> Shape:
-    """Return the shape of a patch embedding that is stored with merged dimensions; `stored` itself if it is not."""
+    """Return the shape of a patch embedding stored with merged dimensions, else `stored` itself."""
     if 0 in bias:
         return stored
     width = prod(bias)

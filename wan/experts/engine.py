@@ -81,7 +81,7 @@ class ExpertEngine(OffloadEngine):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of RAM now: slots, patches, and the embedder that is read for the next run."""
+        """RAM now, in bytes: slots, patches, and the embedder read ahead for the next run."""
         return super().host_bytes + self.models.kept_bytes
 
     def expect(self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]) -> None:
@@ -154,14 +154,14 @@ class ExpertEngine(OffloadEngine):
         self._read_for_next_run()
 
     def _read_for_next_run(self) -> None:
-        # Only if there is RAM for blocks too, and on devices whose first step would wait for half a gigabyte.
+        # Only if there is RAM for blocks too, and on devices where the first step would wait for half a gigabyte.
         self.models.reads_for_next_run = self.policy.source == "pinned" and runtime_for(self.device) is not None
 
     def close(self) -> None:
         """Free the buffers, threads and files. Closing twice is allowed.
 
         Raises:
-            RuntimeError: a run is in progress, which continues; or the device has failed, and everything is freed.
+            RuntimeError: a run is in progress, and continues. Or the device has failed, and everything is freed.
         """
         try:
             self.detach()

@@ -83,14 +83,14 @@ def fit_loras(
 
 
 def refuse_beside(lora: LoraFile, multiplied: Set[str]) -> None:
-    """Refuse changes of weights that are multiplied as they are stored, unless a layer can compute them beside these.
+    """Refuse changes to weights multiplied as stored, unless a layer can compute them beside the weights.
 
     Args:
-        lora: LoRA of one expert.
-        multiplied: names of the weights.
+        lora: LoRA for one expert.
+        multiplied: weight names.
 
     Raises:
-        CheckpointError: names the first weight.
+        CheckpointError: the message has the first weight.
     """
     for name in multiplied & lora.changes.keys():
         for change in lora.changes[name]:

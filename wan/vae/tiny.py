@@ -197,9 +197,9 @@ class TinyVaeWeights:
     scale: str
     """`RAW` or `NORMALISED`."""
     scales: Mapping[str, FileTensor] = field(default_factory=dict)
-    """Location of the scale of each scaled parameter."""
+    """Scale location of each scaled parameter."""
     notes: tuple[str, ...] = ()
-    """Sentences about tensors of the file that are not used."""
+    """Sentences about unused file tensors."""
     warnings: tuple[str, ...] = ()
     """Sentences about a loss of precision."""
 
@@ -265,7 +265,7 @@ def open_tiny_vae_file(path: Path, file: ComponentFile, setting: str = BY_FILE_N
     """Open the file of a tiny VAE.
 
     Args:
-        file: all tensors of the file.
+        file: all file tensors.
         setting: one of `LATENT_SCALES`.
 
     Raises:

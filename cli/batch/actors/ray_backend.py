@@ -233,10 +233,10 @@ class RayBackend(BatchBackend):
 
 
 def input_files(prompt: Prompt, input: Path, output: Path) -> dict[str, Path]:
-    """Return the files of both folders that inputs of a workflow name, by their names in an actor's input folder."""
+    """Return the files named by workflow inputs, in both folders, by name in an actor's input folder."""
     of_input = (input, "")
     of_output = (output, f"{FINISHED}/")
-    # A name without a mark is that of an input file, or that of a latent or a calibration in the output folder.
+    # A name without a mark is an input file, or a latent or a calibration in the output folder.
     folders = {"input": (of_input,), "output": (of_output,), "": (of_input, of_output)}
     found: dict[str, Path] = {}
     for node in prompt.values():

@@ -47,7 +47,7 @@ PATH = "cli.batch.actors.row_service:RowService"
 TEMPORARY = f"wanstream-batch-{platform.node()}-"
 """Prefix of the folders of these processes, before the process id. Machines may share their folder of such files."""
 FINISHED = ".output"
-"""Folder in that of input files for those whose names have " [output]"."""
+"""Subfolder of the input folder for files with " [output]" in their names."""
 STOP_TIMEOUT_S = 5.0
 
 

@@ -1,1 +1,1 @@
-"""Files of a batch that are read before they are trusted: their names, their kinds, and the head of the journal."""
+"""Batch files read before they are trusted: names, kinds, and the journal head."""

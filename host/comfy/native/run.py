@@ -115,7 +115,7 @@ class NativeRun:
 
     def _report_visits(self, expert: str, done: int) -> None:
         step, share = self.events.visits(done, self._weights.block_counts[expert])
-        if step == 0:  # later steps are those of ComfyUI's sampler, which moves the bar itself
+        if step == 0:  # later steps belong to ComfyUI's sampler, which moves the bar itself
             self._bar.advance(share / self._calls_per_step)
 
     def follow(self, compute: Callable[[], Result]) -> Result:
