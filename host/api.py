@@ -1,6 +1,6 @@
 """Host API: the interface between nodes and their host, and the values passed through it.
 
-`current_host` returns the host of the executing node, so that several hosts can run in one process.
+`current_host` returns the executing node's host, so that several hosts can run in one process.
 
 Nodes see only `HostApi`. `comfy/adapter.py` implements it with ComfyUI, `embedded/adapter.py` without. Names from a
 graph are untrusted: a host returns paths inside the model and output folders, or raises.
@@ -84,7 +84,7 @@ class ModelStreaming:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRun:
-    """Finished run of a streamed native model, by one of the host's samplers."""
+    """Finished run with a streamed native model and a host sampler."""
 
     timeline: Timeline
     settings: Mapping[str, str]
@@ -95,7 +95,7 @@ class ModelRun:
 
 
 class ProgressBar(Protocol):
-    """Progress bar of one node."""
+    """Node progress bar."""
 
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
         """Set the bar to `done`.
@@ -121,10 +121,10 @@ class HostApi(Protocol):
         """Return the compute device."""
 
     def model_names(self, *folders: str) -> list[str]:
-        """Return the sorted names of all models in these model folders. A "diffusers" entry is a folder."""
+        """Return the sorted model names in these model folders. A "diffusers" entry is a folder."""
 
     def model_folders(self, kind: str) -> list[Path]:
-        """Return the paths of the model folders of this kind. They may not exist."""
+        """Return the model folder paths for this kind. They may not exist."""
 
     def model_path(self, name: str, *folders: str) -> Path:
         """Return the path of `name` in the first of `folders` that contains it.
@@ -220,7 +220,7 @@ class HostApi(Protocol):
     def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return text embeddings by the encoder at `path`, on the CPU. A host may cache them.
 
-        Raises PromptError, the host's interrupt before a block, and the errors of opening the encoder.
+        Raises PromptError, the host's interrupt before a block, and the errors from opening the encoder.
         """
 
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
@@ -236,7 +236,7 @@ class HostApi(Protocol):
         """Return the driver of the workers named by `ref` with layout `mesh`, and start them if necessary.
 
         Frees the model memory in this process first. The workers run until others are requested or the host ends.
-        Raises RayMissingError, and the errors of starting workers.
+        Raises RayMissingError, and the errors from starting workers.
         """
         self.make_room_for_workers()
         return self.worker_registry.get(ref, mesh, self.device())
@@ -276,10 +276,10 @@ class HostApi(Protocol):
         return self.planner.known_machine(self.device(), expert, ref.high_noise)
 
     def run_id(self) -> str | None:
-        """Return the id of the executing queue item (ComfyUI's prompt id). None outside one."""
+        """Return the executing queue item's id (ComfyUI's prompt id). None outside one."""
 
     def ledger(self) -> QueueItemPhases:
-        """Return the phase record of the executing queue item. Outside one, a throw-away record."""
+        """Return the executing queue item's phase record. Outside one, a throw-away record."""
 
     def telemetry_options(self) -> TelemetryOptions:
         """Return the run options for the executing node. Raises ValueError for invalid environment variables."""
@@ -292,7 +292,7 @@ class HostApi(Protocol):
         """Serve announced events to browsers. Called once, before the host's server starts to listen."""
 
     def check_prompts(self, nodes: Iterable[type[Any]]) -> None:
-        """Check the constants of queued workflows for these node classes, as `plain_value` does. Called once.
+        """Check queued workflow constants for these node classes, as `plain_value` does. Called once.
 
         The host must be open to browsers.
         """
@@ -386,7 +386,7 @@ class HostApi(Protocol):
 
 
 RUNNING_HOST: ContextVar[HostApi | None] = ContextVar("wanstream_host", default=None)
-"""The host of the executing node in this context, for `current_host`."""
+"""The executing node's host in this context, for `current_host`."""
 
 
 @contextmanager
@@ -400,7 +400,7 @@ def use_host(host: HostApi) -> Iterator[None]:
 
 
 def current_host() -> HostApi:
-    """Return the host of the running node. Outside a run, the only host possible in this process.
+    """Return the running node's host. Outside a run, the only host possible in this process.
 
     New threads do not inherit a context variable: pass the host's methods, such as `should_stop`, to a thread.
     """

@@ -31,7 +31,7 @@ _LONGEST_ENDING = "_00001_traces.json.part"
 """Longest suffix that our nodes append to a prefix."""
 
 _MOST_FOLDERS = 100
-"""Maximum number of nested folders in a prefix: Python creates them by recursion."""
+"""Limit for nested folders in a prefix: Python creates them by recursion."""
 
 _NAME_LIMIT, _PATH_LIMIT = 255, 4096
 """Limits in bytes for systems that do not report their own."""
@@ -40,7 +40,7 @@ _WIDEST = 99999
 """Placeholder for an unknown width or height. No real one has more digits."""
 
 _SHOWN = 40
-"""Maximum number of name characters in an error message."""
+"""Limit for name characters in an error message."""
 
 
 _TIMES = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M", "second": "%S"}
@@ -321,7 +321,7 @@ def _limit(folder: Path, name: str, usual: int) -> int:
 
 
 def _length(name: str) -> int:
-    """Return a file name's length in the units of the system limits: UTF-16 units on Windows, else bytes."""
+    """Return a file name's length in the system's units: UTF-16 units on Windows, else bytes."""
     return len(name.encode("utf-16-le")) // 2 if os.name == "nt" else len(os.fsencode(name))
 
 

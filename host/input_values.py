@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 _MAX_SHOWN = 60
-"""Maximum number of value characters in a message."""
+"""Limit for value characters in a message."""
 
 
 class InputValueError(ValueError):

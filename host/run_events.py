@@ -27,7 +27,7 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Run settings in a few words each, for a table of runs."""
+    """Run settings in a few words each, for a run table."""
 
     size: str
     """Width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`."""
@@ -36,7 +36,7 @@ class RunSettings:
     lora: str
     """Name and strength of each LoRA. Empty without one."""
     workers: int | None = None
-    """Requested number of workers. None: this process computes."""
+    """Requested worker count. None: this process computes."""
     device_total: int | None = None
     """Device memory in bytes. None on a CPU, and for workers, which may have different devices."""
     ram_total: int | None = None
@@ -92,7 +92,7 @@ STEP = "wanstream.step"
 PREVIEW = "wanstream.preview"
 END = "wanstream.end"
 NOTICES_EVENT = "wanstream.notices"
-"""All notices of a node, as `Notice` dicts. An empty list removes earlier ones."""
+"""All notices on a node, as `Notice` dicts. An empty list removes earlier ones."""
 
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 
@@ -111,7 +111,7 @@ class RunEvents:
         prompt_id: id of the queue item.
         node_id: id of the executing node.
         experts: the expert of each step, in order.
-        shown_at: id of the node that displays the run. None: the executing node.
+        shown_at: id of the displaying node. None: the executing node.
         predicted: the simulated timeline.
         settings: shown in the table of runs.
         notes: sentences known before the run. Empty ones are left out.
@@ -218,7 +218,7 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 LONGEST_NAME = 200
-"""Maximum number of characters in a title or an id. Longer ones are truncated."""
+"""Character limit for a title or an id. Longer ones are truncated."""
 
 
 def short_text(value: object, *path: str | None) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from .formats.decode import CHUNK_VALUES, values_at_once
 
 WORK_BYTES_PER_VALUE = 20
-"""Bytes in fp32 per value of a sum computed in pieces."""
+"""fp32 work memory in bytes per value, for a sum in pieces."""
 
 ChangeTensor: TypeAlias = "Callable[[str, torch.Tensor], torch.Tensor]"
 """Returns the replacement for a patch part, by name."""

@@ -78,7 +78,7 @@ class KeptFile:
     size: int
     sha256: str
     stamp: str = ""
-    """Times and number of the file at the last comparison with `sha256`. Empty before the final rename."""
+    """File times and number at the last comparison with `sha256`. Empty before the final rename."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +87,11 @@ class Entry:
 
     Args:
         line: line in the file of rows. None for a former row, no longer in the file.
-        stem: stem of the file names.
+        stem: file name stem.
         attempts: number of posts.
         saves: nodes that save the files. None: all nodes.
         files: the row's files. Unless it is `placing` or `done` they are former files, and some are missing.
-        backend: address of the last backend. None: this process, or the journal is older than recorded addresses.
+        backend: last backend's address. None: this process, or the journal is older than recorded addresses.
     """
 
     hash: str
@@ -295,7 +295,7 @@ class ForeignDatabaseError(JournalError):
 
 
 def copy_of(path: Path) -> Path:
-    """Return the path of the backup by `Journal.back_up`."""
+    """Return the backup path for `Journal.back_up`."""
     return path.with_name(f"{path.name}.before")
 
 
@@ -606,7 +606,7 @@ class Journal(AbstractContextManager["Journal"]):
         raise JournalError(f"the journal {self._path} cannot be written: {cause.strerror}") from cause
 
     def _row(self, digest: str, *states: State) -> Entry:
-        """Return the entry of a row. The row has to be in one of these states."""
+        """Return a row entry, which has to be in one of these states."""
         assert digest in self.entries, f"there is no row {digest}"
         assert self.entries[digest].state in states, f"{self.entries[digest]} is not {states}"
         return self.entries[digest]

@@ -33,7 +33,7 @@ _COMPARED = (*_COMFYUIS, "COMBO")
 # Options for choices that change while a server runs: nodes with such an input check the file themselves.
 _GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
 NESTED = "COMFY_"
-"""Type prefix of dynamic inputs. The nested inputs are called input.nested."""
+"""Dynamic input type prefix. The nested inputs are called input.nested."""
 NEEDS_COMFYUI = {
     "MODEL": "needs ComfyUI, because it works with ComfyUI's models and samplers: run this workflow there, or use Wan "
     "Experts (streamed) or Wan Model (single), with Wan Sampler (streamed)",
@@ -145,7 +145,7 @@ def sockets_of(input_types: Mapping[str, Any]) -> dict[str, Socket]:
 
 
 def unknown_faults(inputs: Iterable[str], rules: NodeRules) -> list[Fault]:
-    """Return the faults of inputs that the node does not have. ComfyUI ignores them, even mistyped names."""
+    """Return the faults for inputs that the node does not have. ComfyUI ignores them, even mistyped names."""
     return [
         fault(
             "unknown_input",
@@ -159,14 +159,14 @@ def unknown_faults(inputs: Iterable[str], rules: NodeRules) -> list[Fault]:
 
 
 def missing_fault(socket: Socket) -> Fault | None:
-    """Return the fault of an input without a value. None if it is optional."""
+    """Return the fault for an input without a value. None if it is optional."""
     if not socket.required:
         return None
     return fault("required_input_missing", "Required input is missing", socket.name, {"input_name": socket.name})
 
 
 def link_type_fault(socket: Socket, value: list[Any], received: str) -> Fault | None:
-    """Return the fault of a link with type `received` if the socket refuses it. Types may be lists "A,B"."""
+    """Return the fault for a link with type `received` if the socket refuses it. Types may be lists "A,B"."""
     offered, taken = ({kind.strip() for kind in kinds.split(",")} for kinds in (received, socket.io_type))
     if offered & taken or _ANY in offered | taken:
         return None
@@ -204,7 +204,7 @@ def listed_choice(socket: Socket, value: object) -> object:
 
 
 def value_fault(socket: Socket, value: Any) -> Fault | None:
-    """Return the fault of a constant out of range or not among the choices."""
+    """Return the fault for a constant out of range or not among the choices."""
     if socket.io_type not in _COMPARED or any(socket.options.get(key) for key in _GROWING):
         return None
     about = socket.about(received_value=value)
@@ -253,7 +253,7 @@ class Verdict:
 
 
 class InvalidWorkflowError(ValueError):
-    """No output of the workflow is valid. `verdict` contains the faults."""
+    """No workflow output is valid. `verdict` contains the faults."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__("\n".join(["the workflow cannot run:", *verdict.lines()]))
@@ -304,7 +304,7 @@ def _refused(prompt: Prompt, error: Fault) -> Verdict:
 
 
 def _needs_comfyui(node_id: str, node: Mapping[str, Any], nodes: Mapping[str, type[ComfyNode]]) -> Fault | None:
-    """Return the fault of a node with an output that exists only in a ComfyUI."""
+    """Return the fault for a node with an output that exists only in a ComfyUI."""
     class_type = class_of(node)
     if class_type is None or class_type not in nodes:
         return None

@@ -75,7 +75,7 @@ def reports_ui(*reports: FileReport, notes: Sequence[str] = ()) -> dict[str, Any
 
 
 def check_experts(high_noise: object, low_noise: object) -> None:
-    """Raise the errors of opening two experts. They must belong together."""
+    """Raise the errors from opening two experts. They must belong together."""
     high = _path(high_noise, EXPERT_FOLDERS)
     low = None if low_noise == SAME_FOLDER else _path(low_noise, EXPERT_FOLDERS)
     if high is not None and low_noise is not None:
@@ -87,7 +87,7 @@ def check_experts(high_noise: object, low_noise: object) -> None:
 
 
 def check_single_model(name: object) -> None:
-    """Raise the errors of opening a single model."""
+    """Raise the errors from opening a single model."""
     path = _path(name, EXPERT_FOLDERS)
     if path is not None:
         open_pair(ExpertsRef(high_noise=path, single=True, compute_dtype="float32"))
@@ -102,38 +102,38 @@ def check_native_model(name: object, weight_dtype: object) -> None:
 
 
 def check_encoder(name: object) -> FileReport:
-    """Raise the errors of opening a VAE, and an error for a VAE without encoder."""
+    """Raise the errors from opening a VAE, and an error for a VAE without encoder."""
     path = _path(name, ENCODER_FOLDERS)
     return NOTHING if path is None else _strict(_encoder(path, model_version(path)))
 
 
 def check_decoder(name: object, compute_dtype: object = None, latent_scale: object = None) -> FileReport:
-    """Raise the errors of opening a VAE decoder. None is an unknown setting, and is not refused."""
+    """Raise the errors from opening a VAE decoder. None is an unknown setting, and is not refused."""
     dtype = VAE_DTYPES[_choice("compute_dtype", compute_dtype, VAE_DTYPES, unknown="fp32")]
     path = _path(name, DECODER_FOLDERS)
     return NOTHING if path is None else _strict(_decoder(path, model_version(path), dtype, _scale(latent_scale)))
 
 
 def check_preview_vae(name: object, latent_scale: object = None) -> FileReport:
-    """Raise the errors of opening a tiny VAE for previews."""
+    """Raise the errors from opening a tiny VAE for previews."""
     path = _path(name, PREVIEW_FOLDERS)
     return NOTHING if path is None else _strict(_preview_vae(path, model_version(path), _scale(latent_scale)))
 
 
 def check_clip_vision(name: object) -> FileReport:
-    """Raise the errors of opening an image encoder. "none" is no file."""
+    """Raise the errors from opening an image encoder. "none" is no file."""
     path = None if name == NONE else _path(name, CLIP_FOLDERS)
     return NOTHING if path is None else _strict(_clip_vision(path, model_version(path)))
 
 
 def check_text_encoder(name: object) -> FileReport:
-    """Raise the errors of opening a text encoder."""
+    """Raise the errors from opening a text encoder."""
     path = _path(name, TEXT_FOLDERS)
     return NOTHING if path is None else _text_encoder(path, encoder_version(path))
 
 
 def check_lora(name: object) -> None:
-    """Raise the errors of opening a LoRA. "none" is no file."""
+    """Raise the errors from opening a LoRA. "none" is no file."""
     path = None if name == NONE else _path(name, LORA_FOLDERS)
     if path is not None:
         _lora(path, model_version(path))

@@ -59,7 +59,7 @@ class Microscaled:
         return math.prod(shape) * self.bits // 8
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return rows and columns of the scales, with padding."""
+        """Return scale rows and columns, with padding."""
         rows, columns = shape
         return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // self.values // TILE_COLUMNS) * TILE_COLUMNS
 
@@ -102,7 +102,7 @@ class EightBit:
         return f"int8 ConvRot {self.group}" if self.group else "int8"
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return rows and columns of the scales."""
+        """Return scale rows and columns."""
         return shape[0] if self.by_row else 1, shape[1] // self.block if self.block else 1
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:

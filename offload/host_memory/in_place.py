@@ -40,7 +40,7 @@ class InPlaceBlocks:
     page-locking would read the whole file, and copy every page of a private mapping.
 
     Args:
-        source: source of the tensors, which must not be changed or closed before `close`.
+        source: tensor source. The tensors must not be changed or closed before `close`.
         runtime: device runtime, which page-locks the tensors.
     """
 

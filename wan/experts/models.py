@@ -65,7 +65,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     Args:
         experts: experts by name.
-        compute_dtype: dtype of block activations.
+        compute_dtype: block activation dtype.
         device: device for the parameters.
         multiplied: packing of layers multiplied as stored, by expert, block and layer.
 
@@ -167,7 +167,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
     def prefetch_embeddings(
         self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
-        """Set the timesteps and texts of the next run, by expert in run order, and start reading weights.
+        """Set the timesteps and texts for the next run, by expert in run order, and start reading weights.
 
         All rows for an expert are computed when the first one is needed. Rows for the next expert are computed before
         the first step after their weights were read. Rows from an earlier run are reused.
@@ -223,7 +223,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     @contextmanager
     def _with_embedder(self, name: str, part: EmbedderPart) -> Iterator[None]:
-        """Context with the weights of an embedder part on the device. Waits until they are read.
+        """Context with an embedder part's weights on the device. Waits until they are read.
 
         Raises:
             OSError: reading failed. The next call reads the part again.

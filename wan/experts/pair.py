@@ -33,7 +33,7 @@ Loras: TypeAlias = "Sequence[tuple[LoraFile, StepStrengths]]"
 
 
 class ExpertPair(AbstractContextManager["ExpertPair"]):
-    """Two experts of one model, or a single model, and the engine that streams them.
+    """Expert pair or single model, and the engine that streams them.
 
     A single model has the place "high" and runs every step. `low` is then the same expert.
 

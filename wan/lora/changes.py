@@ -219,7 +219,7 @@ class _Layer:
         return factors
 
     def _rank(self, factors: Factors) -> int:
-        """Return the common rank of the factors. Refuse factors without matrices or with different ranks."""
+        """Return the factors' common rank. Refuse factors that are not matrices or have different ranks."""
         shapes = [self.tensors[key].shape for key in factors]
         one, other = factors[:2]
         if any(len(shape) < 2 or 0 in shape for shape in shapes):

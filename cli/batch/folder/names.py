@@ -34,16 +34,16 @@ def name_key(name: str) -> str:
 
 
 DIGITS = 5
-"""Minimum number of digits in the stem of an unnamed row."""
+"""Minimum digits in an unnamed row's stem."""
 
 
 def number_stem(number: int) -> str:
-    """Return the stem of an unnamed row."""
+    """Return an unnamed row's stem."""
     return f"{number:0{DIGITS}}"
 
 
 def is_number(stem: str) -> bool:
-    """Return True for the stem of an unnamed row."""
+    """Return True for an unnamed row's stem."""
     return len(stem) >= DIGITS and stem.isascii() and stem.isdecimal()
 
 
