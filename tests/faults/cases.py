@@ -51,7 +51,7 @@ class Place:
     """The same names, other weights."""
     comfyui: Restartable | None = None
     half_done: Path | None = None
-    """An output folder in which the last row is not done."""
+    """An output folder without the last row done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def _journal_crafted(stage: Stage, chance: random.Random, place: Place) -> None:
 
 
 def _region_damaged(*, copy: bool) -> Harm:
-    """Overwrite a few bytes: every fourth position of the first 200 bytes, then random regions."""
+    """Overwrite a few bytes: every fourth position in the first 200 bytes, then random regions."""
 
     def harm(stage: Stage, chance: random.Random, place: Place) -> None:
         assert place.half_done is not None
@@ -172,7 +172,7 @@ FIRST_BYTES = 200
 
 
 def _foreign(stage: Stage, chance: random.Random, place: Place) -> None:
-    """A foreign thing is refused by its name, and gone again when the command is repeated."""
+    """A foreign thing is refused by name, and gone again when the command is repeated."""
     if os.geteuid() != 0:
         raise SkippedError("a file of another user needs root")
     assert place.half_done is not None
@@ -207,11 +207,11 @@ NAMES = (
     *("com1", "COM\u00b9", "lpt\u00b3.mp4", "aux .x", "a:b", "x.", "x ", " x", ".", "..", ".wanstream", "a/b", "a\\b"),
     *("x~1", "e\u0301", "x\0y", "x\ny", "\u202ex", "~", "", "-x", "x" * 101, "../x", "/x", "lock:", "*", "?", "SHOT"),
 )
-"""Names that no row may have on any system; the last one is another row's, in other letters."""
+"""Names forbidden for rows on every system. The last one is another row's, in other letters."""
 
 
 def _named(stage: Stage, chance: random.Random, place: Place) -> None:
-    """A row with a name that is not allowed fails alone."""
+    """A row with a forbidden name fails alone."""
     name = NAMES[place.number % len(NAMES)]
     with (stage.folder / "jobs.jsonl").open("a", encoding="utf-8") as jobs:
         jobs.write("\n" + json.dumps({"name": name, "sampler.seed": 90}))

@@ -1,4 +1,4 @@
-"""Foreign things in the places where a batch keeps its own files, as in a folder from a stranger."""
+"""Foreign things in the places of a batch's own files, as in a folder from a stranger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_USER = 54321
 
 @dataclass
 class Outside:
-    """A folder next to the output folder that belongs to somebody else, with its contents before the fault."""
+    """Somebody else's folder next to the output folder, with the contents before the fault."""
 
     folder: Path
     before: Mapping[str, tuple[bytes | None, int]] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Outside:
         (self.folder / "made" / "id").mkdir(parents=True)
         for name in ("victim.mp4", "lock", "parts/00004.mp4", "made/id/x.mp4.part", "made/id/x.mp4"):
             (self.folder / name).write_bytes(b"of somebody else")
-        self.victim.write_bytes(b"\0" * 9000)  # SQLite takes a file that begins so for an empty journal
+        self.victim.write_bytes(b"\0" * 9000)  # SQLite takes such a file for an empty journal
         self.before = self.contents()
 
     @property
@@ -74,7 +74,7 @@ def pipe(path: Path, outside: Outside) -> None:
 
 def socket_file(path: Path, outside: Outside) -> None:
     here = Path.cwd()
-    os.chdir(path.parent)  # the path of a socket has at most 107 bytes
+    os.chdir(path.parent)  # a socket path has at most 107 bytes
     try:
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(path.name)
@@ -97,11 +97,11 @@ def of_another_user(path: Path, outside: Outside) -> None:
 
 
 def names_the_victim(path: Path, outside: Outside) -> None:
-    """A rollback journal after which SQLite removes another file, whose name is at its end."""
+    """A rollback journal with another file's name at the end. SQLite removes this file afterwards."""
     of = path.with_name(path.name.removesuffix("-journal"))
     pages = (of.stat().st_size if of.is_file() else 0) // PAGE
     name = str(outside.victim).encode()
-    outside.victim.write_bytes(b"of somebody else")  # SQLite reads it as a list of journals that are still needed
+    outside.victim.write_bytes(b"of somebody else")  # SQLite reads it as a list of journals still needed
     head = MAGIC + struct.pack(">IIIII", 0, 0, pages, 512, PAGE)
     path.write_bytes(head.ljust(512, b"\0") + struct.pack(">I", (1 << 30) // PAGE + 1) + name)
     with path.open("ab") as file:
@@ -133,12 +133,12 @@ PLACES: tuple[tuple[str, tuple[Make, ...]], ...] = (
     ("00004.mp4", (link, dangling, pipe, folder_with_a_file, regular)),
 )
 FOREIGN: tuple[tuple[str, Make], ...] = tuple((place, make) for place, makes in PLACES for make in makes)
-"""Each foreign thing: its path below the output folder, and its kind."""
+"""Each foreign thing: path below the output folder, and kind."""
 
 
 @contextmanager
 def foreign_thing(out: Path, number: int, outside: Outside) -> Iterator[Path]:
-    """Put a foreign thing in the place of what is there; inside the `with` it is there."""
+    """Put a foreign thing in place of the existing one, inside the `with`."""
     place, make = FOREIGN[number % len(FOREIGN)]
     path, aside = out / place, outside.folder.parent / "aside"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def foreign_thing(out: Path, number: int, outside: Outside) -> Iterator[Path]:
 
 @contextmanager
 def mounted(out: Path, chance: random.Random, outside: Outside) -> Iterator[Path]:
-    """Mount the folder of somebody else in the working folder. Raises OSError where that is not allowed."""
+    """Mount somebody else's folder in the working folder. Raises OSError where this is not allowed."""
     path = out / ".wanstream" / chance.choice(["parts", "made", "made/some-id"])
     path.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(["mount", "--bind", outside.folder / "parts", path], capture_output=True, check=False)

@@ -107,7 +107,7 @@ def computing_replaced() -> Iterator[None]:
 
 
 def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
-    """Create a models folder with small files of the names that a workflow uses, whose headers are read."""
+    """Create a models folder with small files under the names in a workflow. Only headers are read."""
     kinds = {
         "WanStreamExperts": "diffusion_models",
         "WanStreamTextEncode": "text_encoders",
@@ -125,6 +125,6 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
 
 @cache
 def _small_file(kind: str, name: str) -> bytes:
-    """Return the content of a file of the test model."""
+    """Return the content of a test model file."""
     with tempfile.TemporaryDirectory() as folder:
         return (write_tiny_model(Path(folder) / "models", layers=1, names={name}).folder / kind / name).read_bytes()

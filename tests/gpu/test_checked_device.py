@@ -95,7 +95,7 @@ PLANTS: dict[Callable[[Accelerator, pytest.MonkeyPatch], None], str] = {
     blocks_deleted_while_locked: "memory is unmapped while it is page-locked",
     memory_unmapped_that_could_not_be_unlocked: "memory is unmapped while it is page-locked",
 }
-"""Ends of host memory and streams that the device still uses, and the problem that is reported."""
+"""Ends of host memory and streams still used by the device, and the reported problem."""
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

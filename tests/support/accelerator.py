@@ -74,10 +74,10 @@ REAL_ONLY = {
 HAS_REAL = gpu_count() > 0
 
 SHARED = "PYTEST_XDIST_WORKER" in os.environ
-"""True if other processes of the tests use the same GPU."""
+"""True if other test processes use the same GPU."""
 
 LONGEST_S = 100
-"""Time limit of a test on a real device. The self-test takes 51 s on an H100 that nobody else uses."""
+"""Time limit for a test on a real device. The self-test takes 51 s on an otherwise unused H100."""
 
 CAPACITY = 2**30
 """Bytes of a checked device."""
@@ -118,7 +118,7 @@ class Accelerator:
             pytest.skip(f"needs real kernels: {reason}")
 
     def need_alone(self, reason: str) -> None:
-        """Skip a test on a real device that other processes use too."""
+        """Skip a test on a real device used by other processes too."""
         if self.machine is None and SHARED:
             pytest.skip(f"needs a GPU without other processes: {reason}")
 

@@ -110,7 +110,7 @@ class MemorySource(RangeSource):
         """Keep the blocks: they are needed for comparison."""
 
     def in_place(self) -> TensorSource:
-        """Return a source of the same blocks, which are copied from where they are."""
+        """Return a source with the same blocks, to copy them in place."""
         return TensorSource({key: tensor_views(self._blocks[key], fmt.stored) for key, fmt in self.formats.items()})
 
     def decoded(self, key: BlockKey) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Case:
         growing: each block is larger than the one before.
         sharded: the group of ranks, if this engine is one of several.
         longest_s: time of a read, at most.
-        in_place: blocks are copied from memory of their source, not from slots.
+        in_place: blocks are copied from source memory, not from slots.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ def recorded(gpu: Accelerator, **how: Any) -> None:
 
 @scenario
 def copied_once(gpu: Accelerator) -> None:
-    """Tensors are unlocked behind their copies, not with the object that has locked them."""
+    """Tensors are unlocked behind their copies, not with the locking object."""
     memory, clock = map_memory(2 * mmap.PAGESIZE).fill_(7), clock_for(gpu.device)
     locked = LockedTensors([memory], gpu.runtime)
     gpu.delay()

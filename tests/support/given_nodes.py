@@ -1,4 +1,4 @@
-"""Graphs around one node of the pack: any latent, video and conditioning before it, and an output behind it."""
+"""Graphs around one of our nodes: any latent, video and conditioning before it, and an output behind it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wanstream.nodes import WanStreamExtension
 
 
 class Given(io.ComfyNode):
-    """Inputs of the node under test."""
+    """Inputs for the node under test."""
 
     ran: ClassVar[list[int]] = []
-    """Frames of each execution, for tests of what runs."""
+    """Frames by execution, to test what runs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -31,9 +31,9 @@ def is_plain(value: object) -> bool:
 
 @contextmanager
 def rows_ended() -> Iterator[None]:
-    """After the `with`, no row of a stopped service is running, and no service is still stopping.
+    """After the `with`, no stopped service runs a row, and no service is still stopping.
 
-    A row that goes on writes into its temporary folder, which a test's folder could not be removed with.
+    A running row writes into its temporary folder, so that a test's folder could not be removed.
     """
     yield
     for thread in threading.enumerate():

@@ -91,7 +91,7 @@ def make_stack() -> Callable[..., nn.ModuleList]:
 
 @functools.cache
 def _random_stack(count: int, seed: int, width: int, dtype: torch.dtype) -> nn.ModuleList:
-    """Return a stack to copy: drawing the 38 million values of one on a real device takes twice as long."""
+    """Return a stack to copy: drawing 38 million values on a real device takes twice as long."""
     torch.manual_seed(seed)
     return nn.ModuleList(Block(width, dtype) for _ in range(count)).requires_grad_(False)
 

@@ -134,7 +134,7 @@ def some_patches(strength: float, *, rank: int = 16) -> dict[BlockKey, BlockPatc
 
 
 def other_kinds(draw: Callable[..., torch.Tensor], strength: float) -> dict[str, object]:
-    """A LoKr with factors, a LoHa, and a DoRA of each direction for `up.weight`."""
+    """A LoKr with factors, a LoHa, and a DoRA in each direction for `up.weight`."""
     pairs = [Product(up=draw(3 * WIDTH, 4), down=draw(4, WIDTH)) for _ in range(3)]
     second = Product(up=draw(WIDTH, 4), down=draw(4, WIDTH // 2))
     change = WeightPatch(up=pairs[2].up, down=pairs[2].down)

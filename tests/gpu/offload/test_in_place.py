@@ -27,7 +27,7 @@ POLICIES = [OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), OffloadP
 
 
 def as_they_are(stack: nn.ModuleList, folder: Path) -> None:
-    """Matrices of odd sizes that are neighbours on the heap."""
+    """Neighbouring matrices with odd sizes on the heap."""
 
 
 def tied(stack: nn.ModuleList, folder: Path) -> None:
@@ -60,11 +60,11 @@ def mapped(stack: nn.ModuleList, folder: Path) -> None:
 
 KINDS = {"heap": as_they_are, "tied": tied, "views": views, "transposed": transposed, "mapped": mapped}
 IN_SLOTS = {"transposed", "mapped"}
-"""Kinds that are read into slots, which are page-locked."""
+"""Kinds that are read into page-locked slots."""
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor that fill whole pages, which only it has."""
+    """Return the bytes of a tensor in whole pages without other tensors."""
     memory = tensor.detach().reshape(-1).view(torch.uint8)
     whole = whole_pages(memory)
     return memory[whole.start : whole.stop]
@@ -216,7 +216,7 @@ def test_tensors_that_are_copied_once_are_locked_until_then(gpu: Accelerator, en
 def test_tensors_in_the_same_pages_can_be_copied_meanwhile(
     gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], kind: str, at: int
 ) -> None:
-    """A driver refuses to copy memory of which a part is locked."""
+    """A driver refuses to copy partly locked memory."""
     stack, storage = make_stack(BLOCKS, width=WIDTH), map_memory(64 * mmap.PAGESIZE)
     weights, others = [], []
     for linear in (each for block in stack for each in (block.up, block.down)):

@@ -151,9 +151,9 @@ SIZE = [64, 48, 9, 1]
 
 
 def template(server: Server) -> dict[str, Any]:
-    """Return ComfyUI's own template of Wan2.2 T2V with two experts and LoRAs: loaders exchanged, small, of 4 steps.
+    """Return ComfyUI's own Wan2.2 T2V template with two experts and LoRAs: loaders exchanged, small, 4 steps.
 
-    Newer templates have all of it in a subgraph, with a switch for 4 steps and the duration in seconds.
+    Newer templates have everything in a subgraph, with a switch for 4 steps and the duration in seconds.
     """
     workflow: dict[str, Any] = server.get("/templates/video_wan2_2_14B_t2v.json")
     inner = [node for graph in workflow.get("definitions", {}).get("subgraphs", ()) for node in graph["nodes"]]

@@ -37,7 +37,7 @@ STRIP = f"""title => {{ {FIND}
 GONE = f"title => !({STRIP})(title)"
 VALUES = f"title => {{ {FIND}; return find(title).widgets.map(widget => widget.value) }}"
 
-# Elements of widgets of a node that lie over each other, or reach out of the node.
+# Widget elements that lie over each other, or reach out of their node.
 COVERED = f"""title => {{ {FIND}
     const {{ ds, canvas }} = window.app.canvas, place = canvas.getBoundingClientRect(), node = find(title)
     const elements = node.widgets.map(widget => widget.element).filter(element => element?.isConnected)

@@ -689,7 +689,7 @@ def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(pa
         assert page.page.evaluate(ON_CORE_BADGES) == [], zoom
 
 
-# Heights of all samplers of the graph: with and without the chart.
+# Heights of all samplers in the graph: with and without the chart.
 HEIGHTS = f"() => {{ {FIND}; return [...every({GRAPH})].filter(n => n.type === '{SAMPLER}').map(n => n.size[1]) }}"
 PASTE = f"""title => {{ {FIND}
     const {{ canvas }} = window.app

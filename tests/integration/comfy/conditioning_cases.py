@@ -29,7 +29,7 @@ from wanstream.wan.experts.open import open_experts  # noqa: E402
 SIZE, FRAMES = 64, 9
 FILES = ("nodes_wan", "nodes_wanmove", "nodes_scail", "nodes_wandancer")
 MODULES = [name for name in FILES if importlib.util.find_spec(f"comfy_extras.{name}")]
-"""Files of native Wan nodes; older versions of ComfyUI lack some."""
+"""Native Wan node files. Older ComfyUI versions lack some."""
 
 
 class Vae:

@@ -117,7 +117,7 @@ def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _create_named_files(base: Path) -> None:
-    """Create a few models and the names of experts and of a picture, for the lists of nodes.
+    """Create a few models, and expert and picture names for the node lists.
 
     A graph is refused for any other file without a model in it, so these are real.
     """

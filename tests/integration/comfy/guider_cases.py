@@ -371,7 +371,7 @@ def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
 
 
 def odd_sizes_case(side: Side) -> dict[str, object]:
-    """Latents whose sides do not divide into patches, in the guider and in our sampler: ComfyUI pads them."""
+    """Latents with sides that do not divide into patches, in the guider and in our sampler: ComfyUI pads them."""
     sampler, found = comfy.samplers.sampler_object("euler"), {}
     for size in ((2, 9, 8), (1, 7, 9), (2, 8, 5), (1, 45, 80)):
         latent, mask = _normal(2, 16, *size, seed=3), _normal(1, 1, *size, seed=5).sigmoid()
@@ -391,7 +391,7 @@ def odd_sizes_case(side: Side) -> dict[str, object]:
 
 
 def odd_image_case(side: Side) -> dict[str, object]:
-    """A start image of an odd size, with its mask."""
+    """A start image with odd sides, and a mask."""
     size = (2, 9, 7)
     mask = torch.ones(1, 4, *size)
     mask[:, :, :1] = 0

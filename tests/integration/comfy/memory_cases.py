@@ -360,7 +360,7 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
 
     with ExitStack() as stack:
         if "comfy_aimdo.host_buffer" in sys.modules and sys.modules["comfy_aimdo.control"].lib is None:
-            # Without a GPU, the library that makes buffers of pinned memory is not loaded.
+            # Without a GPU, the library for pinned buffers is not loaded.
             stack.enter_context(patch("comfy_aimdo.host_buffer.HostBuffer", lambda *_: SimpleNamespace(size=0)))
         here, messages = stack.enter_context(world(files))
         here.run(BLOCK_SWAP)
@@ -427,7 +427,7 @@ def pins(files: Files) -> Any:
         del ours  # experts are counted only as long as their patcher is referenced
         mm.free_memory(0, None, pins_required=2**60)
         counts["when RAM is short"] = mm.TOTAL_PINNED_MEMORY
-        # Since 0.33 or before, ComfyUI frees the locked RAM of models with dynamic VRAM only.
+        # Since 0.33 or before, ComfyUI frees locked RAM only for models with dynamic VRAM.
         counts["every model is asked"] = not hasattr(mm, "models_for_pin_eviction")
         for gone in (
             mm.unload_all_models,

@@ -1,6 +1,6 @@
-"""Runs in ComfyUI's own Python: files of native models in the forms that people have, streamed.
+"""Runs in ComfyUI's own Python: native model files in the forms that people have, streamed.
 
-`answers(folder)` returns "equal", a difference or a refusal for each case; `test_native_files.py` checks them.
+`answers(folder)` returns "equal", a difference or a refusal for each case. `test_native_files.py` checks them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 FORMATS = {E4M3: "float8_e4m3fn", E5M2: "float8_e5m2", INT8: "int8_tensorwise"}
 
 WRONG = ("float8_e4m3fn", "nvfp4")
-"""Formats that the markers of broken files name."""
+"""Formats in the markers of broken files."""
 
 PREFIXES = (
     *("diffusion_model.", "transformer.", "video_model.", "unet.", "_orig_mod.", "module._orig_mod.", "pipe.dit."),
@@ -69,7 +69,7 @@ SCALED: dict[str, tuple[torch.dtype, torch.dtype, str, str]] = {
     "blocks": (E4M3, BF16, "[out, n, 1]", "scale_weight"),
     "int8 blocks": (INT8, FP32, "[out, n, 1]", "weight_scale"),
 }
-"""Dtype of the weights and of the scales, shape and key of the scales, without a marker."""
+"""Weight and scale dtype, scale shape and scale key, without a marker."""
 
 
 def weights(family: Family = FAMILY) -> Tensors:
@@ -83,7 +83,7 @@ def run(model: Any, family: Family = FAMILY) -> torch.Tensor:
 
 
 def shown(path: Path, expected: torch.Tensor, family: Family = FAMILY) -> str:
-    """Return "equal", a difference, or the refusal of the streamed loader."""
+    """Return "equal", a difference, or the streamed loader's refusal."""
     try:
         result = run(streamed(path, family), family)
     except CheckpointFileError as err:
@@ -120,7 +120,7 @@ def part(folder: Path) -> str:
 
 
 def quantised(dtype: torch.dtype, scale_dtype: torch.dtype, shape: str, key: str) -> tuple[Tensors, Tensors]:
-    """Return a file with quantised matrices in its blocks, and the file with their values."""
+    """Return a file with quantised block matrices, and the file with their values."""
     values = {key: tensor.bfloat16() for key, tensor in weights().items()}
     stored = dict(values)
     for name, tensor in weights().items():
@@ -139,7 +139,7 @@ def quantised(dtype: torch.dtype, scale_dtype: torch.dtype, shape: str, key: str
 
 
 def marked(stored: Tensors) -> Tensors:
-    """Return a file of ComfyUI's layout: a marker for each layer, and scales in fp32."""
+    """Return a file in ComfyUI's layout: a marker for each layer, and scales in fp32."""
     result = {}
     for key, tensor in stored.items():
         layer, _, last = key.rpartition(".")
@@ -156,7 +156,7 @@ def marked(stored: Tensors) -> Tensors:
 
 
 def unmarked(folder: Path, name: str) -> dict[str, str]:
-    """A file without markers next to the file with markers, where ComfyUI has the format, and to that of the values."""
+    """A file without markers, next to the marked file, where ComfyUI has the format, and to the file of values."""
     path, reference = folder / "unmarked.safetensors", folder / "reference.safetensors"
     stored, values = quantised(*SCALED[name])
     save_file(stored, path)
@@ -184,7 +184,7 @@ def wide_scales(folder: Path, dtype: torch.dtype, layout: str) -> str:
 
 
 def with_marker(folder: Path, text: bytes | None, metadata: Mapping[str, str]) -> str:
-    """One quantised layer whose marker is `text`, or in the header, next to the good file."""
+    """One quantised layer with the marker `text`, or in the header, next to the good file."""
     path, reference = folder / "marker.safetensors", folder / "reference.safetensors"
     stored, _ = quantised(E4M3, FP32, "[]", "weight_scale")
     plain = {key: tensor.bfloat16() for key, tensor in weights().items()}
@@ -228,7 +228,7 @@ def gguf(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> s
 
 
 def answers(folder: str) -> dict[str, Any]:
-    """Return the result of each case, or its traceback."""
+    """Return each case's result or traceback."""
     torch.set_num_threads(1)
     at = Path(folder)
     cases: dict[str, Callable[[], Any]] = {

@@ -182,7 +182,7 @@ def unknown_format(folder: Path) -> str:
 
 
 def refusal(path: Path, family: Family, *, weight_dtype: str = "default", **options: Any) -> str:
-    """Return the message of a file that cannot stream; "header: " begins that of a check before the graph runs."""
+    """Return the message for a file that cannot stream. "header: " begins a check's message, before the graph runs."""
     with given_configuration(family):
         try:
             check_native(path, weight_dtype)

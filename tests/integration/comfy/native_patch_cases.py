@@ -358,7 +358,7 @@ def save_case(side: Side) -> object:
 
 
 def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], object]]:
-    """Everything that reads the weights of a MODEL that streams."""
+    """Everything that reads the weights of a streamed MODEL."""
 
     def merged(model: Any) -> object:
         (both,) = nodes_model_merging.ModelMergeSimple().merge(side.native(dtype), model, 0.5)
@@ -373,7 +373,7 @@ def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], ob
         return nodes_lora_extract.calc_lora_model(model, 4, "diffusion_model.", "", {}, kind, bias_diff=False)
 
     def state(model: Any) -> list[torch.Tensor]:
-        # Without the quantised weights, which have no copy in every version of ComfyUI.
+        # Without the quantised weights, which not every ComfyUI version can copy.
         return [each for key, each in model.model_state_dict().items() if key in model.model.stored]
 
     return {
@@ -403,7 +403,7 @@ def _change(path: Path, kind: str) -> None:
 
 
 def changed_file_case(side: Side) -> object:
-    """The outcome of everything that reads the weights of a file that was changed after it was opened."""
+    """The outcome of everything that reads weights from a file changed after opening."""
     found: dict[str, dict[str, str]] = {}
     for dtype in ("fp32", "fp8"):
         for kind in ("cut", "empty", "rewritten", "replaced", "gone"):
@@ -417,7 +417,7 @@ def changed_file_case(side: Side) -> object:
                 try:
                     read(model)
                     outcomes[road] = "no error"
-                except Exception as err:  # noqa: BLE001 - any exception is an outcome, which the test judges
+                except Exception as err:  # noqa: BLE001 - any exception is an outcome for the test
                     outcomes[road] = f"{type(err).__name__}: {err}"
                 model.detach()
             path.unlink(missing_ok=True)

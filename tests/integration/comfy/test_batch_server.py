@@ -121,7 +121,7 @@ def test_half_a_workflow_is_none(
 
 
 def id_in(folder: Path) -> str:
-    """Return the id of a test's prompt; newer servers take canonical UUIDs only."""
+    """Return a test's prompt id. Newer servers take canonical UUIDs only."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, folder.name))
 
 

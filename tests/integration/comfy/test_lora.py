@@ -52,7 +52,7 @@ STACKS = {
     "LoKr": [("lokr.safetensors", 0.8)],
     "LoHa": [("loha.safetensors", -0.6)],
     "DoRA, columns": [("dora columns.safetensors", 0.7)],
-    # ComfyUI divides by the norm of the rows before the addition, so it gets a file with other magnitudes.
+    # ComfyUI divides by the row norms before the addition, so it gets a file with other magnitudes.
     "DoRA, rows": [("dora rows for ComfyUI.safetensors", 0.7)],
     "LoKr and lightning": [("lokr.safetensors", 0.8), ("lightning.safetensors", 1.0)],
     "stack": [("lightning.safetensors", 0.5), ("differences.safetensors", 0.3), ("musubi.safetensors", -1.0)],
@@ -88,7 +88,7 @@ def _differences(expert: Path) -> dict[str, torch.Tensor]:
 
 
 def _of_lycoris(expert: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """A LoKr, a LoHa and two DoRAs for some layers of every block."""
+    """A LoKr, a LoHa and two DoRAs for some layers in every block."""
     generator = torch.Generator().manual_seed(9)
 
     def drawn(*shape: int) -> torch.Tensor:

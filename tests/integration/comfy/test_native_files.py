@@ -1,6 +1,6 @@
-"""Files of native models in the forms that people have: streamed with the values of the usual form, or refused by name.
+"""Native model files in the forms that people have: streamed with the usual form's values, or refused by name.
 
-One process runs all cases (`native_file_cases.py`); here each has a separate test.
+One process runs all cases (`native_file_cases.py`). Here each has a separate test.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_markers_and_their_scales_in_other_spellings(answers: dict[str, Any], ca
     ],
 )
 def test_scales_without_a_marker(answers: dict[str, Any], case: Case, name: str) -> None:
-    """ComfyUI rounds the inputs of its int8 layers, so only the file with markers has equal results there."""
+    """ComfyUI rounds int8 layer inputs, so only the file with markers has equal results there."""
     result = case(f"unmarked {name}")
     assert result.get("marked", "equal") == "equal"
     if "marked" not in result or "int8" not in name:

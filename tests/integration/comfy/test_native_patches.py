@@ -111,7 +111,7 @@ def test_saved_files_are_equal_to_those_of_comfyui(case: Case) -> None:
 
 
 def test_a_file_that_was_changed_is_refused_in_words_whatever_reads_it(case: Case) -> None:
-    """The process is alive: a mapped file that is cut would have ended it."""
+    """The process is alive: a cut mapped file would have ended it."""
     found = case("changed_file")
     assert len(found) == 10
     for kind, outcomes in found.items():

@@ -1,4 +1,4 @@
-"""The line of a run on the console, and its fractions in the page."""
+"""A run's line on the console, and the fractions in the page."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Weaver:
         return {"steps": steps, "switch_step": str(switch), "start_step": {"__value__": start}, "end_step": end}
 
     def _tiles(self, inputs: Mapping[str, object]) -> dict[str, object]:
-        """Tiles of any VAE, and a dtype in which this one computes: fp16 is for tiny VAEs only."""
+        """Any VAE's tiles, and a compute dtype for this one: fp16 is for tiny VAEs only."""
         wrong = inputs["vae"] == "wan" and inputs.get("compute_dtype") == "fp16"
         return {"tile_size": self.rng.choice([0, 64, 256]), **({"compute_dtype": "bf16"} if wrong else {})}
 
@@ -444,7 +444,7 @@ def test_a_constant_that_python_would_change_is_refused(
 
 @pytest.mark.parametrize("back", ["self", "round"])
 def test_a_cycle(server: Any, back: str) -> None:
-    """Older versions reach the recursion limit and report only that the outputs failed; newer ones name a cycle."""
+    """Older versions reach the recursion limit and report only that the outputs failed. Newer ones name a cycle."""
     prompt: Prompt = {
         "1": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["2" if back == "round" else "1", 0]}},
         "2": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["1", 0]}},

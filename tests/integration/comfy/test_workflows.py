@@ -214,7 +214,7 @@ def test_a_workflow_gives_the_same_latent_in_both_hosts(
     latent, history = run_in_server(_prompt(name))
     _check_latent(latent)
     if comfyui.version() >= (0, 33) and "LoadVideo" in {node["class_type"] for node in _prompt(name).values()}:
-        # Its LoadVideo converts colours with another filter, which random experts amplify.
+        # ComfyUI's LoadVideo converts colours with another filter, which random experts amplify.
         assert (latent - embedded[name]).norm() < 0.1 * embedded[name].norm()
     else:
         assert torch.equal(latent, embedded[name])

@@ -1,4 +1,4 @@
-"""Memory of a process over 60 cancelled runs, next to a process whose runs end by themselves."""
+"""Process memory over 60 cancelled runs, next to a process with uncancelled runs."""
 
 from __future__ import annotations
 

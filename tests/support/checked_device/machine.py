@@ -335,7 +335,7 @@ class Machine:
         """Share of the work that is executed before the host waits for it."""
         self.problems: list[str] = []
         self.pageable_copies: set[str] = set()
-        """File and function of the product that has copied memory to a device that was not page-locked."""
+        """Product file and function that has copied memory without page-lock to a device."""
         self.host_waits: set[str] = set()
         """File and function of the product in which a thread has waited for a device."""
         self.trace: list[TraceEntry] | None = None
@@ -457,7 +457,7 @@ class Machine:
             self.locked[start] = LockedRange(memory.numel(), History(memory.numel(), self.report))
 
     def unlock_pages(self, memory: torch.Tensor) -> bool:
-        """Return False if the driver refuses, as after an error of the device."""
+        """Return False if the driver refuses, as after a device error."""
         with self.lock:
             if self.refuse_unlocks:
                 return False
@@ -469,7 +469,7 @@ class Machine:
             return True
 
     def map_memory(self, nbytes: int) -> torch.Tensor:
-        """Map host memory as the function of the product does, at the address that was unmapped last."""
+        """Map host memory like the product's function, at the last unmapped address."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self.lock:
             unmapped = self._unmapped.setdefault(size, [])
@@ -490,7 +490,7 @@ class Machine:
             self._unmapped[pages.nbytes].append(pages)
 
     def pages_of(self, memory: torch.Tensor) -> Pages | None:
-        """Return the pages that were mapped for `memory`; None if something else owns it."""
+        """Return the pages mapped for `memory`. None if something else owns it."""
         with self.lock:
             at = memory.data_ptr()
             return next((pages for pages in self._mapped if pages.start <= at < pages.start + pages.nbytes), None)
@@ -517,7 +517,7 @@ class Machine:
         return locked, start
 
     def host_ranges(self, memory: torch.Tensor, locked: tuple[LockedRange, int], *, write: bool) -> list[Range]:
-        """Return the bytes of page-locked `memory`, as those of its lock and of its mapping."""
+        """Return the bytes of page-locked `memory`, by its lock and by its mapping."""
         ranges = [Range(locked[0].history, locked[1], locked[1] + memory.nbytes, write)]
         if (pages := self.pages_of(memory)) is not None:
             start = memory.data_ptr() - pages.start

@@ -1,6 +1,6 @@
-"""Host memory that the product maps for copies, in place of `map_memory`: unmapped with its last tensor, then reused.
+"""Host memory mapped by the product for copies, in place of `map_memory`: unmapped with the last tensor, then reused.
 
-The machine keeps the bytes, so that work which is executed too late reads poison, or the next block at this address.
+The machine keeps the bytes, so that late work reads poison, or the next block at this address.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pages:
         self.start, self.nbytes = self.bytes.data_ptr(), nbytes
 
     def mapped(self, nbytes: int, unmap: Callable[[Pages], None]) -> torch.Tensor:
-        """Return the first bytes as a tensor; `unmap` is called when its last view is deleted."""
+        """Return the first bytes as a tensor. `unmap` is called when the last view is deleted."""
         mapping = _Mapping(self.array)
         weakref.finalize(mapping, unmap, self).atexit = False
         with torch.inference_mode(False):

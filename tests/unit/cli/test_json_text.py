@@ -1,4 +1,4 @@
-"""Documents that Python reads without a message, or refuses without a remedy."""
+"""Documents read by Python without a message, or refused without a remedy."""
 
 from __future__ import annotations
 

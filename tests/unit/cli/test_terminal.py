@@ -1,4 +1,4 @@
-"""Text from servers and files on its way to a terminal."""
+"""Terminal text from servers and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPUs of this process under quotas of control groups, and the notice about too many threads."""
+"""CPUs for this process under control group quotas, and the notice about too many threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page locks of memory that shares pages."""
+"""Page locks for memory with shared pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages begin with the reason and the names of files; folders come last."""
+"""Messages begin with the reason and the file names. Folders come last."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from wanstream.wan import open_image_encoder, open_text_encoder, open_vae
 from wanstream.wan.latent_file import read_latent
 
 FIRST = 120
-"""Characters that ComfyUI's panel shows in any case."""
+"""Characters shown by ComfyUI's panel in any case."""
 REASON = "is of another model: choose the one of Wan2.2"
 
 
 @cache
 def _error_classes() -> list[type[Exception]]:
-    """All exceptions of the project that are made from one text, or from a path and a reason."""
+    """All project exceptions made from one text, or from a path and a reason."""
     found = dict[str, type[Exception]]()
     for package in ("schema", "plan", "devices", "telemetry", "bench", "offload", "wan", "sampling", "host.folders"):
         module = importlib.import_module(f"wanstream.{package}")

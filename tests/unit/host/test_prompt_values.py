@@ -1,4 +1,4 @@
-"""Constants of workflows that a ComfyUI server is given."""
+"""Constants in workflows for a ComfyUI server."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ PHASES: dict[str, tuple[str, dict[str, Any], tuple[type, str]]] = {
     ),
     "saving": ("WanStreamSaveVideo", {"images": VIDEO, **SAVED}, (video_file, "_picture")),
 }
-"""Node, its inputs, and the function that computes one chunk, layer, block or frame."""
+"""Node, inputs, and the function that computes one chunk, layer, block or frame."""
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -76,6 +76,6 @@ def test_a_cancel_ends_every_phase_with_the_work_in_hand(
     prompt = graph_around(class_type, inputs, frames=17)
     with pytest.raises(Cancelled):
         run_workflow(prompt, nodes=NODES, models=sample_models, output=tmp_path, input_dir=tmp_path)
-    # The text encoder computes each block once for each of the two prompts.
+    # The text encoder computes each block once per prompt, twice in all.
     assert done <= calls + (phase == "encoding a text")
     assert not [*tmp_path.rglob("*.mp4*")]

@@ -1,4 +1,4 @@
-"""Files of a graph that are refused by their headers when it starts."""
+"""Graph files refused by their headers when the graph starts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ USES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def models(tmp_path: Path, sample_models: Path) -> Path:
-    """A folder with copies of the small files, which a test may damage, and none of the others."""
+    """A folder with copies of the small files, which a test may damage, and no others."""
     for kind, name in (("vae", "wan_2.1_vae"), ("clip_vision", "clip_vision_h"), ("vae_approx", "taew2_1")):
         (tmp_path / kind).mkdir()
         shutil.copyfile(sample_models / kind / f"{name}.safetensors", tmp_path / kind / f"{kind}.safetensors")

@@ -22,7 +22,7 @@ LONGEST_EXECUTE = 15
 
 @EACH_NODE
 def test_a_choice_that_does_not_exist_is_refused_before_the_run(node: type[io.ComfyNode], tmp_path: Path) -> None:
-    """ComfyUI compares no choice that the node's own check takes."""
+    """ComfyUI compares no choice taken by the node's own check."""
     with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path)):
         rules = rules_of(node)
         choices = {name for name, each in rules.sockets.items() if each.io_type == "COMBO"}

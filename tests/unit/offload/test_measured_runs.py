@@ -153,7 +153,7 @@ def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
 
 
 def spans_held() -> int:
-    """Number of ReadSpan objects alive in the process."""
+    """Number of live ReadSpan objects in the process."""
     gc.collect()
     return sum(type(each) is ReadSpan for each in gc.get_objects())
 
@@ -162,7 +162,7 @@ def spans_held() -> int:
 def test_a_long_run_keeps_no_reading_of_steps_that_are_over(weights: Path, computed: torch.dtype) -> None:
     recorder, steps, blocks = Recorder(CPU), 6, {"high": stack(computed)}
     source = source_of(weights, direct=False, computed=computed)
-    # Other tests of the process may still hold recorders.
+    # Other tests in the process may still hold recorders.
     held_before = spans_held()
     with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
         with handle.run(step_visits(["high"] * steps, handle.block_counts), recorder=recorder) as run:

@@ -75,7 +75,7 @@ def test_speed_ups_include_the_time_of_quantising(name: str, int8: float, fp8: f
 
 
 def ratio_to_bf16(card: str, linear_format: str, size: tuple[int, int, int]) -> tuple[float, float]:
-    """Return the predicted time of a visit relative to bf16, and the share of linear layers in its operations."""
+    """Return a visit's predicted time relative to bf16, and the share of linear layers in the operations."""
     width, height, frames = size
     tokens = VideoShape(width=width, height=height, frames=frames).tokens
     machine = expected_machine(card, ram_bytes=2**36, disk_bytes_per_s=5e9)
@@ -100,7 +100,7 @@ def ratio_to_bf16(card: str, linear_format: str, size: tuple[int, int, int]) -> 
     [((832, 480, 17), 0.41, 0.61), ((832, 480, 81), 0.65, 0.76), ((1280, 720, 81), 0.79, 0.86)],
 )
 def test_a_block_of_a_4090_in_8_bits(size: tuple[int, int, int], int8: float, fp8: float) -> None:
-    """Ratios to bf16 at peak rates alone, and the time of quantising as a share of the linear layers."""
+    """Ratios to bf16 at peak rates alone, and the quantising time as a share of the linear layers."""
     for linear_format, at_peak, quantising in (("int8", int8, 1 / 12), ("fp8", fp8, 0.371)):
         found, linear = ratio_to_bf16("RTX 4090", linear_format, size)
         assert found == pytest.approx(at_peak + quantising * linear, abs=0.011), f"{linear_format}: {found:.3f}"

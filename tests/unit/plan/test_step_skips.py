@@ -68,7 +68,7 @@ def model() -> WanTransformer3DModel:
 
 
 def diffusers_skips(model: WanTransformer3DModel, ratios: list[float], rule: SkipRule) -> list[int]:
-    """Return the steps in which diffusers' MagCache does not compute the first block."""
+    """Return the steps without the first block in diffusers' MagCache."""
     config = MagCacheConfig(
         threshold=rule.threshold,
         max_skip_steps=rule.max_consecutive_skips,

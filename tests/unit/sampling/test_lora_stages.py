@@ -62,7 +62,7 @@ def loras(lora_file: Callable[..., Path], lightning: Callable[..., dict[str, tor
             factor = 0.1 * torch.randn(*shape, generator=generator)
             tensors[f"diffusion_model.time_projection.1.lora_{name}.weight"] = factor
         tensors["diffusion_model.blocks.0.cross_attn.o.diff_b"] = 0.1 * torch.randn(256, generator=generator)
-        # A DoRA and a LoKr, whose patches are computed in other ways, in blocks of equal bytes.
+        # A DoRA and a LoKr, computed in other ways, in blocks with equal bytes.
         for layer in (f"diffusion_model.blocks.{block}.self_attn" for block in range(LAYERS)):
             tensors[f"{layer}.q.dora_scale"] = 1 + torch.rand(256, 1, generator=generator)
             for part in ("lora_down.weight", "lora_up.weight"):

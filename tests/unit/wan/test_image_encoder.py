@@ -83,7 +83,7 @@ EXTRA: dict[str, torch.Tensor] = {
     "text_projection.weight": torch.zeros(2, 2),
     "epoch": torch.zeros(1),
 }
-"""Tensors that files have next to those of the vision model."""
+"""File tensors next to the vision model's."""
 
 
 @pytest.mark.parametrize(

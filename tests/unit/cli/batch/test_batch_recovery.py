@@ -206,7 +206,7 @@ def test_files_that_the_journal_has_are_not_opened_at_the_start(
     batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert batch() == DONE
-    for name in ("mine.mp4", "00077.mp4", "1.mp4"):  # only the second one may be that of a row without a name
+    for name in ("mine.mp4", "00077.mp4", "1.mp4"):  # only the second one may belong to an unnamed row
         write_mp4(tmp_path / "out" / name, frames_of(1), fps=16, crf=30, metadata={})
     opened: list[str] = []
     inner = batch_module.stored_prompt

@@ -478,12 +478,12 @@ BUILDS = {
     "incremental vacuum, large pages": ("PRAGMA page_size = 8192", "PRAGMA auto_vacuum = INCREMENTAL"),
     "reserved bytes": (),
 }
-"""Settings of SQLite that are chosen when it is built."""
+"""SQLite build settings."""
 
 
 @pytest.fixture(params=BUILDS)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Create every database as another build of SQLite does."""
+    """Create every database as another SQLite build."""
     connect = sqlite3.connect
 
     def connect_to_new(path: Path, **options: Any) -> sqlite3.Connection:
@@ -513,7 +513,7 @@ def test_every_region_of_a_journal_may_be_overwritten(tmp_path: Path, build: str
         before = journal.entries
     regions = [(start, 4) for start in range(0, 200, 4)]
     regions += [(chance.randrange(len(whole)), chance.choice([1, 4, 100, 4096])) for _ in range(50)]
-    text = whole.index(b"hash 1")  # a region that SQLite does not check
+    text = whole.index(b"hash 1")  # a region unchecked by SQLite
     regions += [(at, 1) for at in range(text - 20, text + 150)]
     noticed = 0
     for start, length in regions:

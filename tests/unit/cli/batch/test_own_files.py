@@ -1,4 +1,4 @@
-"""Foreign things in the working folder of a batch and next to its journal: refused by name, and never followed."""
+"""Foreign things in a batch's working folder and next to the journal: refused by name, and never followed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_a_batch_leaves_is_its_own(tmp_path: Path) -> None:
     out = finished(tmp_path / "out")
     check(out)
     os.link(out / ".wanstream" / "made" / "some-id" / "video" / "x.mp4", out / ".wanstream" / "parts" / "00003.mp4")
-    os.link(out / ".wanstream" / "parts" / "00003.mp4", out / "00003.mp4")  # as by an actor that was killed meanwhile
+    os.link(out / ".wanstream" / "parts" / "00003.mp4", out / "00003.mp4")  # as by an actor killed meanwhile
     check(out)
     (tmp_path / "link").symlink_to(out, target_is_directory=True)
     check(tmp_path / "link")  # the user's choice, as is everything above the output folder
@@ -76,7 +76,7 @@ def test_files_of_file_managers_are_left_alone(tmp_path: Path) -> None:
     for path in kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    os.link(kept[0], out / "twin")  # they are never written, so that their other names do not matter
+    os.link(kept[0], out / "twin")  # never written, so their other names do not matter
     check(out)
     store = OutputStore(out)
     assert store.remove_leftovers(lambda prompt_id: None) == []
@@ -116,7 +116,7 @@ def test_a_drive_that_maps_users_is_no_other_users(tmp_path: Path, monkeypatch: 
 def test_only_a_folder_on_another_device_is_mounted(tmp_path: Path, folder: bool) -> None:
     path = finished(tmp_path / "out") / ".wanstream" / ("parts" if folder else "lock")
     found = [*os.lstat(path)]
-    found[stat.ST_DEV] += 1  # as a file of an overlay has that of its layer
+    found[stat.ST_DEV] += 1  # as a file in an overlay has its layer's device
     fault = own_files._trust(tmp_path).fault(path, os.stat_result(found), folder=folder)
     assert fault == ("is on another file system (mounted)" if folder else "")
 

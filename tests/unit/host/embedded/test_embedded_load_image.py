@@ -84,7 +84,7 @@ def test_deep_grey_and_palettes(load: Load, tmp_path: Path) -> None:
 
 
 def _png16(values: np.ndarray[Any, Any]) -> bytes:
-    """A PNG with 16 bits per channel; Pillow writes those of grey alone."""
+    """A PNG with 16 bits per channel. Pillow writes only grey ones."""
     height, width, channels = values.shape
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
 

@@ -1,4 +1,4 @@
-"""Parts of exported workflows that ComfyUI's frontend has added, and settings that look like them."""
+"""Parts added to exported workflows by ComfyUI's frontend, and settings that look like them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of kernels and copies that surface late have the block and the step in their message."""
+"""Late kernel and copy errors have the block and the step in the message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 
 
 class Broken:
-    """Raises an error of the device from the call with a number on."""
+    """Raises a device error from a numbered call on."""
 
     def __init__(self, call: Callable[..., object], at: int, error: Exception) -> None:
         self.call, self.left, self.error = call, at, error
@@ -39,7 +39,7 @@ class Broken:
 
 
 def run(stack: nn.ModuleList, broken: Callable[[], object], at: int | None) -> None:
-    """Stream two passes; `broken` is called in the visit `at`, or behind it with a negative number."""
+    """Stream two passes. `broken` is called in the visit `at`, or behind it with a negative number."""
     source = ModuleSource({"high": stack})
     with (
         attach_offload({"high": stack}, policy=LAYERWISE, device="cpu", source=source, follow_forward=False) as engine,

@@ -44,7 +44,7 @@ def failing(memory: torch.Tensor) -> None:
 
 
 def resident_bytes(address: int, nbytes: int) -> int | None:
-    """Bytes at `address` that have a page; None if they are not mapped."""
+    """Bytes at `address` with a page. None if they are not mapped."""
     present = (ctypes.c_ubyte * (nbytes // PAGE))()
     failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), present)
     return None if failed else sum(each & 1 for each in present) * PAGE
@@ -163,7 +163,7 @@ def test_more_memory_than_there_is_is_refused_with_numbers():
 
 
 def test_blocks_in_flight_are_counted_until_their_pages_are_there(monkeypatch):
-    """The system counts pages that no thread has touched as available."""
+    """The system counts untouched pages as available."""
     monkeypatch.setattr(ram_slots, "available_bytes", lambda: 4 * PAGE - slots.nbytes * counted)
     slots, counted = HostPages(lock=None), False
     with slots.reserve(0, KEY, 3 * PAGE):

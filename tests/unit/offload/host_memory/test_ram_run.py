@@ -1,4 +1,4 @@
-"""Reads of a RAM program: several blocks in flight, and the end of a run in which one of them fails."""
+"""RAM program reads: several blocks in flight, and the end of a run with a failed block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IN_RAM, STAGED = OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.laye
 
 
 class Gated:
-    """Source and page-lock driver whose reads and locks run what the test gives."""
+    """Source and page-lock driver with reads and locks given by the test."""
 
     def __init__(self, read: Callable[[int], object], lock: Callable[[int], object]) -> None:
         self.formats = {
@@ -53,7 +53,7 @@ class Gated:
 
 @pytest.fixture
 def start():
-    """Start a run of one step; it is ended after the test."""
+    """Start a run with one step. It is ended after the test."""
     runs: list[RamRun] = []
 
     def start(source: Gated, policy: OffloadPolicy) -> RamRun:
@@ -74,7 +74,7 @@ def start():
 
 
 def take(run: RamRun, fetch: int) -> int:
-    """Take a block as a fetch does, and return its first byte."""
+    """Take a block as in a fetch, and return the first byte."""
     slot = run.take(fetch)
     assert slot is not None
     assert slot.memory is not None
@@ -84,7 +84,7 @@ def take(run: RamRun, fetch: int) -> int:
 
 
 def test_a_block_is_read_while_the_one_before_it_is_locked(start):
-    """Each lock ends only when the read of the next block has begun."""
+    """Each lock ends only when the next block's read has begun."""
     begun: list[bool] = []
     source = Gated(lambda block: None, lambda block: begun.append(source.started[(block + 1) % BLOCKS].wait(20)))
     run = start(source, IN_RAM)

@@ -1,4 +1,4 @@
-"""Views of the tensors of a file, found again by their place after they were renamed, sliced and reshaped."""
+"""Views of file tensors, found again by place after renaming, slicing and reshaping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes, whole checkpoints and tensors without a use: the values of the bare file, and refusals that name a key."""
+"""Prefixes, whole checkpoints and unused tensors: the bare file's values, and refusals that name a key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OTHERS = [
 
 @pytest.fixture
 def changed(tiny_expert_file: Write, tmp_path: Path) -> Callable[..., tuple[Path, Expert]]:
-    """`changed(rename, more={}, metadata=None, **file)`: a tiny file with other keys, and its original, opened."""
+    """`changed(rename, more={}, metadata=None, **file)`: a tiny file with other keys, and the original, opened."""
 
     def write(
         rename: Callable[[str], str], more: Mapping[str, torch.Tensor] = {}, layers: str = "", **file: object
@@ -150,7 +150,7 @@ def test_tensors_without_a_use_are_ignored_with_one_note(
 
 
 def test_norms_of_an_image_branch(tmp_path: Path) -> None:
-    """The norm of the keys is used, and that of the queries is not, in one file and in shards."""
+    """The key norm is used, and the query norm is not, in one file and in shards."""
     model = make_expert(TinyShape(**SMALL, in_channels=36, image_dim=64), seed=0)
     save_expert_folder(model, tmp_path / "plain", dtype=torch.float32)
     save_expert_folder(model, tmp_path / "shards", dtype=torch.float32, shards=3)

@@ -1,4 +1,4 @@
-"""Scales without a marker and in other dtypes: the values of the dequantised file, to the bit, and refusals by name."""
+"""Scales without a marker and in other dtypes: the dequantised file's values, to the bit, and refusals by name."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Form of the quantised matrices in a file."""
+    """Form of quantised matrices in a file."""
 
     dtype: torch.dtype = E4M3
     scale: torch.dtype = FP32
     shape: str = "[out, 1]"
     key: str = "weight_scale"
     marker: str = ""
-    """File marker, or text in the marker of each layer."""
+    """File marker, or text in each layer marker."""
 
     def quantise(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and scales."""
@@ -77,11 +77,11 @@ FORMS = [
     Form(shape="[out, n]", dtype=E5M2, scale=FP64),
     Form(shape="[out, 2, 1]", key="scale_weight", scale=BF16),
     Form(shape="[out, 1, 1]", key="scale_weight", scale=BF16),
-    # weights that are not quantised
+    # unquantised weights
     Form(dtype=BF16, key="scale_weight"),
     Form(dtype=FP16, scale=BF16, shape="[]"),
     Form(dtype=FP32, shape="[out]"),
-    # dtypes of scales next to markers
+    # scale dtypes next to markers
     *(Form(scale=scale, shape="[]", key="scale_weight", marker="scaled_fp8") for scale in (BF16, FP16, FP64)),
     *(Form(scale=scale, marker='{"format": "float8_e4m3fn"}') for scale in (BF16, FP16, FP64)),
     Form(scale=BF16, dtype=INT8, marker='{"format": "int8_tensorwise"}'),
@@ -95,7 +95,7 @@ FORMS = [
 
 @pytest.fixture
 def quantised(tiny_expert_file: Callable[..., Path], tmp_path: Path) -> Callable[[Form], tuple[Path, Tensors]]:
-    """`quantised(form)`: a file with the matrices of its block in that form, and all values in fp32 by key."""
+    """`quantised(form)`: a file with block matrices in this form, and all values in fp32 by key."""
 
     def write(form: Form) -> tuple[Path, Tensors]:
         tensors, values = load_file(tiny_expert_file(**SMALL)), {}
@@ -146,7 +146,7 @@ def test_values_are_those_of_the_dequantised_file(quantised: Callable[..., tuple
 def test_blocks_stream_with_their_scales(
     quantised: Callable[..., tuple[Path, Tensors]], form: Form, multiplied: bool, arithmetic: Arithmetic
 ) -> None:
-    """Blocks decoded to bf16 have the rounded values, and codes that are multiplied come with fp32 scales."""
+    """Blocks decoded to bf16 have the rounded values, and multiplied codes come with fp32 scales."""
     path, values = quantised(form)
     source = block_source(
         {"high": open_expert(path)}, Precision(compute_dtype=BF16, arithmetic=arithmetic), direct=False
@@ -232,7 +232,7 @@ def test_codes_without_a_scale_in_a_model_of_any_family(
 ) -> None:
     """`scaled_fp8` leaves layers without a scale to ComfyUI, which takes them as a plain cast.
 
-    Next to a known scale, others are those of inputs and outputs, which ComfyUI ignores.
+    Next to a known scale, others belong to inputs and outputs. ComfyUI ignores them.
     """
     path, _ = quantised(Form(shape="[]"))
     save_file({key: each for key, each in {**load_file(path), **edit}.items() if each is not None}, path)

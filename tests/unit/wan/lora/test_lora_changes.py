@@ -63,7 +63,7 @@ def time_lora():
 
 
 def every_kind():
-    """A LoKr, a LoHa, a DoRA and a difference in a block each, and of parameters that do not stream."""
+    """A LoKr, a LoHa, a DoRA and a difference in a block each, and for parameters that do not stream."""
     generator = torch.Generator().manual_seed(8)
 
     def drawn(*shape):

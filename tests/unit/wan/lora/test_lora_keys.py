@@ -120,7 +120,7 @@ def test_other_keys_mean_nothing(key):
     assert key_meaning(key) is None
 
 
-# Prefixes that trainers and frameworks write.
+# Prefixes written by trainers and frameworks.
 PREFIXES = (
     *("_orig_mod.", "base_model.model._orig_mod.", "diffusion_model._orig_mod.", "module.", "model.", "unet.", "dit."),
     *("high_noise_model.", "low_noise_model.", "net.", "wan.", "base_model.model.model.", "transformer_2."),
@@ -134,7 +134,7 @@ def test_prefixes_of_wrappers(prefix):
     expected = KeyMeaning(parameter=f"{Q}.weight", role="down")
     assert key_meaning(f"{prefix}blocks.7.self_attn.q.lora_A.weight") == expected
     flat = f"{prefix}blocks.7.attn1.to_q".replace(".", "_")
-    # In underscores, this is a block of another model.
+    # In underscores, this is another model's block.
     expected_flat = None if "transformer_blocks" in flat else expected
     assert key_meaning(f"lora_unet_{flat}.lora_down.weight") == expected_flat
     assert key_meaning(f"{prefix}lora_unet_blocks_7_self_attn_q.lora_down.weight") == expected

@@ -43,7 +43,7 @@ LOHA_TUCKER = {
 }
 LORA = {"lora_up.weight": (ROWS, RANK), "lora_down.weight": (RANK, COLUMNS)}
 
-# Tensors of a layer, and the factor of the product by alpha.
+# Layer tensors, and the product's factor by alpha.
 KINDS: Mapping[str, tuple[Mapping[str, tuple[int, ...]], float]] = {
     "LoKr": ({**LOKR_W1, **LOKR_W2}, 1.0),
     "LoKr, large w1": ({"lokr_w1": (64, 32), "lokr_w2": (4, 16)}, 1.0),
@@ -59,7 +59,7 @@ MAGNITUDES = {"none": None, "rows": (ROWS, 1), "rows of PEFT": (ROWS,), "columns
 
 
 def matrix(tensors: Tensors, name: str, core: str) -> torch.Tensor:
-    """Return one of the two matrices of a LoKr or LoHa in fp64."""
+    """Return a LoKr or LoHa matrix in fp64."""
     if name in tensors:
         return tensors[name].double()
     one, other = tensors[f"{name}_a"].double(), tensors[f"{name}_b"].double()
@@ -67,7 +67,7 @@ def matrix(tensors: Tensors, name: str, core: str) -> torch.Tensor:
 
 
 def change(tensors: Tensors) -> torch.Tensor:
-    """Return the change of a weight, without alpha, in fp64."""
+    """Return the weight change, without alpha, in fp64."""
     if "lora_up.weight" in tensors:
         return tensors["lora_up.weight"].double() @ tensors["lora_down.weight"].double()
     if any(name.startswith("lokr") for name in tensors):
@@ -76,7 +76,7 @@ def change(tensors: Tensors) -> torch.Tensor:
 
 
 def patched(base: torch.Tensor, tensors: Tensors, scale: float, strength: float) -> torch.Tensor:
-    """Return base + strength * (change, or the difference that a DoRA makes), in fp64."""
+    """Return base + strength * (change, or a DoRA's difference), in fp64."""
     base = base.double()
     summed = base + scale * change(tensors)
     magnitude = tensors.get("dora_scale")
@@ -95,7 +95,7 @@ def base():
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_formula(lora_file, base, monkeypatch, kind, magnitude):
-    monkeypatch.setattr("wanstream.offload.weight_patch.CHUNK_VALUES", 100 * COLUMNS)  # pieces of unequal size
+    monkeypatch.setattr("wanstream.offload.weight_patch.CHUNK_VALUES", 100 * COLUMNS)  # unequal pieces
     shapes, scale = KINDS[kind]
     tensors = drawn(**shapes)
     if MAGNITUDES[magnitude] is not None:

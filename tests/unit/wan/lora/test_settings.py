@@ -1,4 +1,4 @@
-"""Scales of LoRAs without alpha tensors: fields of the header, and PEFT's adapter_config.json next to the file."""
+"""LoRA scales without alpha tensors: header fields, and PEFT's adapter_config.json next to the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NATIVE, DIFFUSERS = "diffusion_model.blocks.0.self_attn.q", "base_model.model.bl
 
 
 def write(folder, *, name="adapter_model", config=None, metadata=None, kohya=False, alpha=None):
-    """Write a LoRA of two layers, of rank 4, and return its path."""
+    """Write a LoRA with two layers and rank 4, and return the path."""
     folder.mkdir(exist_ok=True)
     down, up = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
     tensors = {f"{layer}.{down}": torch.ones(4, 256) for layer in (NATIVE, DIFFUSERS)}

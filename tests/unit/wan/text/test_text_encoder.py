@@ -230,7 +230,7 @@ class TestBadFiles:
         (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'ran')!r}).touch()\nEvil = dict\n")
         monkeypatch.setattr("sys.stdin", answers)
 
-        # Releases of transformers differ in which of these open with a class of their own.
+        # transformers releases differ in which of these open with their own class.
         refusal = ""
         try:
             open_text_encoder(pipeline_copy)

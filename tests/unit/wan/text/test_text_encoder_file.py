@@ -221,7 +221,7 @@ ORIGINAL = (
 
 
 def original_names(tensors: Tensors) -> None:
-    """Change the names to those of Wan's own release, which has no tokenizer."""
+    """Change to the names in Wan's own release, which has no tokenizer."""
     del tensors["spiece_model"]
     for key in list(tensors):
         name = key
@@ -347,7 +347,7 @@ GGUF_NAMES = (
 
 
 def save_gguf(tensors: Tensors, path: Path, kind: str, tokenizer: str) -> Tensors:
-    """Write an encoder as llama.cpp does, with its matrices in this type where it fits; return the values."""
+    """Write an encoder as llama.cpp, with matrices in this type where it fits. Return the values."""
     writer = GGUFWriter(path, "t5encoder")
     values = {}
     tokens = [*VOCABULARY, *(f"[PAD{index}]" for index in range(3))]
@@ -380,7 +380,7 @@ def save_gguf(tensors: Tensors, path: Path, kind: str, tokenizer: str) -> Tensor
 class TestGguf:
     @pytest.fixture
     def tensors(self) -> Tensors:
-        # As many rows as the lists of the header have tokens, as in the published files.
+        # As many rows as tokens in the header lists, as in the published files.
         encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY) + 3)
         return {name: parameter.detach().clone() for name, parameter in encoder.named_parameters()}
 
