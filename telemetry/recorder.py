@@ -32,7 +32,7 @@ NVTX = "WANSTREAM_NVTX"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TelemetryOptions:
-    """Run outputs in addition to the timeline. None by default."""
+    """Run outputs in addition to the timeline. Nothing by default."""
 
     trace: Path | None = None
     """Folder for the trace, created if it does not exist."""

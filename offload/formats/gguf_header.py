@@ -135,7 +135,7 @@ ItemT = TypeVar("ItemT")
 def read_gguf_header(path: Path | str) -> FileHeader:
     """Read the header of a GGUF file. A large file takes no longer than a small one.
 
-    A tensor stored in another shape gets the original one from a field. The metadata are the text fields.
+    A tensor stored in another shape gets the original one if a field has it. The metadata are the text fields.
 
     Raises:
         CheckpointFileError: the file is missing, unreadable, truncated, damaged, big-endian, not a GGUF file, or has a
