@@ -43,6 +43,9 @@ UNUSED = (
     r"__\w+__",
     # Position tables, which are computed.
     r"(?:.+\.)?(?:freqs(?:_cis|_cos|_sin)?|inv_freq)(?:\.\d+)?",
+    # Noise schedules and their marks in whole checkpoints, and averages of a training.
+    r"(?:.+\.)?(?:v_pred|ztsnr|betas|\w*alphas_cumprod\w*|edm_\w+)(?:\.\w+)?",
+    r"(?:.+\.)?(?:model_ema|denoiser|model_sampling)\..+",
 )
 """Tensors that no forward pass of a Wan model reads, as bare key patterns."""
 
@@ -54,6 +57,9 @@ _IMAGE_NORMS = re.compile(IMAGE_NORMS)
 _IMAGE_BRANCH = re.compile(
     r"img_emb\.|condition_embedder\.image_embedder\.|blocks\.\d+\.(?:attn2\.add_[kv]_proj|cross_attn\.[kv]_img)\."
 )
+
+_AVERAGES = re.compile(r"(?:^|\.)model_ema\.")
+"""Prefix of a second, averaged set of weights, which a training writes."""
 
 NAMED = 3
 """Number of tensors named in a note."""
@@ -111,6 +117,8 @@ def model_prefix(path: Path, keys: Iterable[str]) -> str:
     patches: dict[str, None] = {}
     for key in keys:
         key = WRAPPERS.sub("", key)
+        if _AVERAGES.search(key):
+            continue
         if (found := _BLOCK.match(key)) is not None:
             blocks[found[1]] = None
         elif (found := _PATCHES.fullmatch(key)) is not None:
