@@ -45,6 +45,7 @@ GGUF_START = b"GGUF"
 # First bytes of files that failed downloads leave in place of a model.
 LFS_START = b"version https://git-lfs"
 PAGE_STARTS = (b"<!doctype", b"<html", b"<?xml")
+ANSWER_STARTS = (b'{"', b"[{")
 START_BYTES = 40
 
 # The library's own limit. A longer header is refused before it is read.
@@ -189,7 +190,9 @@ def failed_download(start: bytes) -> str:
             "is not the model but a web page; the download probably needs a login or an accepted licence: open the "
             "link in a browser, log in, and download it again"
         )
-    return ""
+    if start.lstrip().startswith(ANSWER_STARTS):
+        return "is not the model but a server's message (JSON): read it in an editor, and download the model again"
+    return "" if start else "is empty: download it again"
 
 
 def _describe_damage(header: bytes, file_bytes: int, finding: str) -> str:

@@ -23,7 +23,7 @@ from .files import CheckpointError, ModelVersion, is_gguf, model_version, read_c
 from .key_names import both_names, parameter_names
 from .meta_model import parameter_shapes
 from .model_part import model_part
-from .quantised_layers import FP8_DTYPES, resolve_quantisation
+from .quantised_layers import FP8_DTYPES, refuse_other_formats, resolve_quantisation
 
 ARCHITECTURE_FIELD = "general.architecture"
 
@@ -120,7 +120,8 @@ def open_expert(path: Path) -> Expert:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of one Wan2.1 or Wan2.2 expert; names the first wrong one.
     """
-    return _opened(path, model_version(path))
+    # A copy: the experts of a pair are two, from one file too.
+    return replace(_opened(path, model_version(path)))
 
 
 @lru_cache(KEPT)
@@ -133,6 +134,7 @@ def _opened(path: Path, version: ModelVersion) -> Expert:
     # Refuse variants before the shapes are checked, so that the message names the variant and not its first extra key.
     refuse_other_types(path, stored.metadata)
     part = model_part(path, stored.tensors)
+    refuse_other_formats(path, part.tensors)  # before LoRAs, because SVDQuant has factors
     refuse_other_models(path, part.tensors)
     resolved = resolve_quantisation(path, part.tensors, stored.metadata, read_tensors)
     names = parameter_names(path, resolved.weights)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,8 +67,9 @@ FULL_PRECISION_VALUES = 2
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 OTHER_FORMATS = (
+    ((".wscales", ".wtscale", ".smooth_factor", ".smooth_orig", ".proj_down"), "SVDQuant (nunchaku)"),
     ((".qweight", ".qzeros", ".g_idx"), "GPTQ or AWQ"),
-    ((".wscales", ".wtscale", ".smooth_factor", ".proj_down"), "SVDQuant (nunchaku)"),
+    ((".W_q",), "HQQ"),
     ((".absmax", ".quant_map", ".nested_absmax", ".SCB", ".bitsandbytes__nf4", ".bitsandbytes__fp4"), "bitsandbytes"),
     (("._data", "._scale", "._shift"), "quanto"),
     (("_weight_qdata", "_weight_scale", "_weight_zero_point"), "torchao"),
@@ -138,7 +139,7 @@ def resolve_quantisation(
         CheckpointError: a marked weight, or an fp8 weight next to others with scales, has no scale. A scale has no
             weight, or does not fit it. A format is unknown or does not match the weight.
     """
-    _refuse_other_formats(path, tensors)
+    refuse_other_formats(path, tensors)
     _refuse_other_scales(path, tensors)
     marked = _read_markers(path, tensors, metadata, read)
     scale_keys = _scale_keys(path, tensors)
@@ -196,7 +197,7 @@ def unmarked_layers(
         CheckpointError: as `resolve_quantisation`.
     """
     others = {key: each for key, each in tensors.items() if key.rpartition(".")[0] not in marked}
-    _refuse_other_formats(path, others)
+    refuse_other_formats(path, others)
     _refuse_other_scales(path, others)
     scale_keys = _scale_keys(path, tensors)
     _refuse_without_scales(path, others, scale_keys)
@@ -226,10 +227,15 @@ def _is_beside(key: str, marked: Mapping[str, LayerFormat]) -> bool:
     return key == FILE_MARKER or key.endswith(NOT_WEIGHTS) or (key.endswith(ALPHA) and key[: -len(ALPHA)] in marked)
 
 
-def _refuse_other_formats(path: Path, keys: Iterable[str]) -> None:
-    """Refuse a file with tensors found in another format only."""
-    for key in keys:
-        for endings, name in OTHER_FORMATS:
+def refuse_other_formats(path: Path, keys: Collection[str]) -> None:
+    """Refuse a file with tensors found in another format only.
+
+    Raises:
+        CheckpointError: names the format and a tensor.
+    """
+    # Formats first: SVDQuant has keys of GPTQ too.
+    for endings, name in OTHER_FORMATS:
+        for key in keys:
             if key.endswith(endings):
                 raise CheckpointError(path, f"is quantised as {name}, which is not supported: it holds {key}")
 

@@ -154,7 +154,7 @@ SHAPE = "comfy.gguf.orig_shape.a"
 NUMBERS = struct.pack("<IQ", 5, 2) + struct.pack("<2i", 2, 1)
 
 BAD_FILES = {
-    "empty": (b"", "is not a GGUF file: has 0 bytes"),
+    "empty": (b"", "is empty: download it again"),
     "short": (b"GGUF\x03", "is not a GGUF file: has 5 bytes"),
     "html": (b"<!DOCTYPE html><html>", "is not the model but a web page; the download probably needs a login"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "is not the model but a git-lfs pointer"),

@@ -79,9 +79,10 @@ def two(second: dict[str, object]) -> bytes:
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 28577148800\n"
 
 BAD_FILES = {
-    "empty": (b"", "is not a safetensors file: has 0 bytes"),
+    "empty": (b"", "is empty: download it again"),
     "short": (b"abc", "is not a safetensors file: has 3 bytes and starts with b'abc'"),
     "html": (b"<!DOCTYPE html><html>", "is not the model but a web page; the download probably needs a login"),
+    "message of a server": (b'{"error":"Unauthorized"}', "is not the model but a server's message"),
     "html of another kind": (b"\n <HTML lang=en>", "is not the model but a web page"),
     "git-lfs pointer": (
         LFS_POINTER,

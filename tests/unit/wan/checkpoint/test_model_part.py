@@ -200,6 +200,10 @@ REFUSED: list[tuple[Callable[[Tensors], Tensors], str]] = [
         lambda all: {f"transformer.{LAYER}.lora_{each}.weight": torch.ones(4, 4) for each in "AB"},
         "is a LoRA: it holds .*lora_A.weight",
     ),
+    (
+        lambda all: all | {f"{LAYER}.{each}": torch.ones(4, 4) for each in ("lora_down", "qweight", "wscales")},
+        r"is quantised as SVDQuant \(nunchaku\)",
+    ),
     (lambda all: {f"lora_unet_{LAYER}.lokr_w1".replace(".", "_"): torch.ones(4, 4)}, "is a LoRA: it holds lora_unet_"),
 ]
 
