@@ -11,18 +11,20 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ...offload import FileHeader, FileTensor, FileVersion, file_version, read_header, read_tensors
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, ModelVersion, model_version
 from .changes import Change, Roles, changes_of
 from .keys import Role, key_meaning, layer_of, other_algorithm, other_model, unknown_prefix
-from .settings import adapter_settings
+from .settings import CONFIG_FILE, adapter_settings
 
 logger = logging.getLogger("wanstream.lora")
 
 MAX_SHOWN_KEYS = 3  # in a message
+KEPT = 8
+"""Opened LoRAs that are kept: a graph is checked before it runs, and opens the same ones then."""
 
 _IN_BLOCK = re.compile(r"blocks\.")
 
@@ -59,7 +61,7 @@ class LoraFile:
 
 
 def open_lora(path: Path | str) -> LoraFile:
-    """Open a LoRA for one expert. Reads the header and the alphas, a few bytes per layer.
+    """Open a LoRA for one expert. Reads the header and the alphas, a few bytes per layer, until a file changes.
 
     Layers that match no expert parameter (such as text encoder layers) are logged and listed in `warnings`.
 
@@ -69,6 +71,14 @@ def open_lora(path: Path | str) -> LoraFile:
             belong together. The message has the key.
     """
     path = Path(path)
+    config = path.with_name(CONFIG_FILE)
+    # Settings next to the file depend on the other files of the folder.
+    others = tuple(sorted(path.parent.glob("*.safetensors"))) if config.is_file() else ()
+    return _opened(path, model_version(path, config), others)
+
+
+@lru_cache(KEPT)
+def _opened(path: Path, version: ModelVersion, others: tuple[Path, ...]) -> LoraFile:
     header = read_header(path)
     _refuse_other_algorithms(path, header.tensors)
     settings = adapter_settings(path, header.metadata, header.tensors)

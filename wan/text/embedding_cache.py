@@ -43,7 +43,7 @@ class EmbeddingCache:
 
         Raises the errors of `open_text_encoder` and of `TextEncoder.encode`.
         """
-        version = encoder_version(path.resolve())
+        version = encoder_version(path.absolute())
         keys = [(version, str(device), text) for text in texts]
         # The lock is kept while encoding: a second caller would load the encoder again, often for the same texts.
         with self._lock:
