@@ -94,7 +94,8 @@ def _loaded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         if count == 1 and _loses_bits(file):
             frames = iter([_upright(_deep_frame(path), file.getexif().get(_ORIENTATION, 1))])
         else:
-            frames = (_frame(ImageOps.exif_transpose(each)) for each in islice(ImageSequence.Iterator(file), count))
+            each_frame = islice(ImageSequence.Iterator(file), count)
+            frames = (_frame(ImageOps.exif_transpose(each), is_png=file.format == "PNG") for each in each_frame)
         first = next(frames)
         images = torch.empty(count, *first.shape[:2], 3)
         masks: list[torch.Tensor | None] = []
@@ -123,9 +124,9 @@ def _check_ram(frames: int, size: tuple[int, int], name: str) -> None:
         )
 
 
-def _frame(image: Image.Image) -> _Pixels:
+def _frame(image: Image.Image, *, is_png: bool) -> _Pixels:
     """Return [H, W, 3 or 4] in 0..1, the last channel alpha if there is one."""
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I;16") or (is_png and image.mode == "I"):  # Pillow 10.1 and 10.2 have 16 bits as "I"
         return _grey(np.asarray(image, dtype=np.float32) / _WHITE_16)
     if image.mode == "I":
         grey = np.asarray(image, dtype=np.float64)

@@ -12,7 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from wanstream.host import io
 from wanstream.host.embedded import load_image
@@ -118,6 +118,15 @@ def test_deep_colors_are_turned_upright_as_others(load: Load, tmp_path: Path, or
     chunk = struct.pack(">I", len(data)) + b"eXIf" + data + struct.pack(">I", zlib.crc32(b"eXIf" + data))
     (tmp_path / "input" / "deep.png").write_bytes(deep[:end] + chunk + deep[end:])
     assert torch.allclose(load("deep.png")[0], load("a.png")[0], atol=1e-6)
+
+
+def test_a_grey_png_has_16_bits_in_pillow_10_1_too(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PngImagePlugin._MODES, (16, 0), ("I", "I;16B"))
+    values = np.arange(60, dtype=np.uint16).reshape(6, 10, 1) * 1092
+    (tmp_path / "input" / "deep.png").write_bytes(_png16(values))
+    with Image.open(tmp_path / "input" / "deep.png") as opened:
+        assert opened.mode == "I"
+    assert torch.equal(load("deep.png")[0][0, ..., :1], torch.from_numpy(values / np.float32(65535)))
 
 
 RAMP = np.arange(4096).reshape(64, 64) * 16
