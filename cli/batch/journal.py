@@ -373,6 +373,7 @@ class Journal(AbstractContextManager["Journal"]):
                     connection.execute("SELECT * FROM sqlite_master").fetchall()
             head = read_head(self._path)
             nbytes = self._path.stat().st_size if self._path.is_file() else 0
+            fault = header_fault(head, nbytes)
         except sqlite3.Error as err:
             self._raise(err)
         except OSError as err:
@@ -383,7 +384,7 @@ class Journal(AbstractContextManager["Journal"]):
             raise ForeignDatabaseError(
                 f"{self._path} is a database, but not a journal of a batch: give another --journal"
             )
-        if fault := header_fault(head, nbytes):
+        if fault:
             raise self._damaged(fault)
 
     def _damaged(self, fault: str) -> DamagedJournalError:
