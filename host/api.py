@@ -107,6 +107,9 @@ class ProgressBar(Protocol):
     def advance(self, done: float) -> None:
         """Move the bar forward to a fraction of a step, on any thread. A host without such bars does nothing."""
 
+    def close(self) -> None:
+        """End the line of the bar on the console, also of one that is not complete."""
+
 
 class HostApi(Protocol):
     """Host services. All are called on the thread that executes the node, except `should_stop`."""

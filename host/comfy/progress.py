@@ -48,8 +48,6 @@ class NodeBar:
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
         """See `ProgressBar.update`."""
         self._line.update(done - self._line.n)
-        if done >= self._total:
-            self._line.close()
         previewer = None if denoised is None else self._previewer(denoised.device, denoised.shape[1])
         image = None if previewer is None else previewer.decode_latent_to_preview_image("JPEG", denoised)
         with self._lock:
@@ -64,6 +62,10 @@ class NodeBar:
                 return
             self._done = done
             get_progress_state().update_progress(self._node_id, done, self._total)
+
+    def close(self) -> None:
+        """See `ProgressBar.close`."""
+        self._line.close()
 
 
 def _previewer(device: torch.device, channels: int) -> Any:

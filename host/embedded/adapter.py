@@ -50,6 +50,9 @@ class EmbeddedBar:
     def advance(self, done: float) -> None:
         """See `ProgressBar.advance`."""
 
+    def close(self) -> None:
+        """See `ProgressBar.close`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Folders:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -222,7 +222,7 @@ def run_experts(
         events=events, bar=bar, on_step=on_step, previews=previews, block_counts=counts, start_step=step_plan.start_step
     )
     try:
-        with events, previews or nullcontext():
+        with nullcontext() if bar is None else closing(bar), events, previews or nullcontext():
             result = replace(prepared.compute(reports.step, reports.visits), predicted=prepared.predicted)
             events.ended(result.timeline, ranks=result.timelines if isinstance(result, DistributedResult) else None)
     except SamplingCancelled:

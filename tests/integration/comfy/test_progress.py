@@ -23,24 +23,29 @@ class Console(io.StringIO):
 console, stderr = Console(), sys.stderr
 sys.stderr, said = console, []
 bar = NodeBar(2, None, arguments[1])
-for done in (1, 2):
+for done in range(1, arguments[2] + 1):
     said.append(console.getvalue())
     bar.update(done)
+bar.close()
 answer, sys.stderr = [*said, console.getvalue()], stderr
 """
 
 
+@pytest.mark.parametrize("done", [1, 2])
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_console_shows_steps_their_rate_and_an_end(in_comfyui: Callable[..., Any], is_terminal: bool) -> None:
-    start, _, end = in_comfyui(STEPS, is_terminal, "step")
+def test_the_console_shows_steps_their_rate_and_an_end(
+    in_comfyui: Callable[..., Any], is_terminal: bool, done: int
+) -> None:
+    """A run that was cancelled ends its line too."""
+    start, *_, end = in_comfyui(STEPS, is_terminal, "step", done)
     assert "0/2 [00:00<?, ?step/s]" in start
-    assert "2/2 [" in end
+    assert f"{done}/2 [" in end
     assert "step/s]" in end.splitlines()[-1] or "s/step]" in end.splitlines()[-1]
     assert end.endswith("\n"), "the next line of the log begins on a line of its own"
 
 
 def test_a_run_of_other_samplers_has_no_line(in_comfyui: Callable[..., Any]) -> None:
-    assert in_comfyui(STEPS, True, None) == ["", "", ""]
+    assert in_comfyui(STEPS, True, None, 2) == ["", "", ""]
 
 
 FRACTIONS = """
