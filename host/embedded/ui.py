@@ -23,13 +23,3 @@ class PreviewVideo(UIOutput):
 
     def as_dict(self) -> dict[str, Any]:
         return {"images": self.values, "animated": (True,)}
-
-
-class PreviewText(UIOutput):
-    """A line of text."""
-
-    def __init__(self, value: str) -> None:
-        self.value = value
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"text": (self.value,)}
