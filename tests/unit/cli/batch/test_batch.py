@@ -114,10 +114,13 @@ def test_a_row_loads_a_latent_of_the_output_folder(batch: Batch, tmp_path: Path)
         path = tmp_path / f"{name}.latent"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_latent(path, torch.full((1, 16, 1, 2, 2), float(number)))
-    rows = [{"load.file": name, "name": name[:3]} for name in ("second.latent", "third.latent [input]", "lost.latent")]
-    assert main(batch({"name": "row"}, *rows, workflow=workflow)) == FAILED
-    saved = {path.stem: read_latent(path).samples.unique().item() for path in (tmp_path / "out").glob("???.latent")}
-    assert saved == {"row": 0, "sec": 1, "thi": 2}
+    rows = [
+        {"load.file": name, "name": f"of {name.partition('.')[0]}"}
+        for name in ("second.latent", "third.latent [input]", "lost.latent")
+    ]
+    assert main(batch({"name": "of first"}, *rows, workflow=workflow)) == FAILED
+    saved = {path.stem: read_latent(path).samples.unique().item() for path in (tmp_path / "out").glob("of *.latent")}
+    assert saved == {"of first": 0, "of second": 1, "of third": 2}
 
 
 def test_states_of_a_row_are_found_again_by_the_next_command(
