@@ -136,7 +136,7 @@ def check_lora(name: object) -> None:
     """Raise the errors from opening a LoRA. "none" is no file."""
     path = None if name == NONE else _path(name, LORA_FOLDERS)
     if path is not None:
-        _lora(path, model_version(path))
+        open_lora(path)
 
 
 def _path(name: object, kinds: Sequence[str]) -> Path | None:
@@ -188,11 +188,6 @@ def _clip_vision(path: Path, version: ModelVersion) -> FileReport:
 def _text_encoder(path: Path, version: ModelVersion) -> FileReport:
     with open_text_encoder(path) as encoder:
         return FileReport(notes=encoder.notes)
-
-
-@lru_cache(KEPT)
-def _lora(path: Path, version: ModelVersion) -> None:
-    open_lora(path)
 
 
 @lru_cache(KEPT)

@@ -66,21 +66,22 @@ def gguf_sentence_model(path: Path) -> bytes | None:
     fields = read_gguf_fields(path, (MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES))
     if fields.get(MODEL) != "t5":
         return None
-    tokens, scores, kinds = lists = [fields.get(name) for name in (TOKENS, SCORES, KINDS)]
-    if not (isinstance(tokens, tuple) and isinstance(scores, tuple) and isinstance(kinds, tuple)):
-        missing = next(name for name, each in zip((TOKENS, SCORES, KINDS), lists, strict=True) if each is None)
-        raise CheckpointError(path, f"has a tokenizer without its list {missing}: download the file again")
-    if not len(tokens) == len(scores) == len(kinds):
-        found = f"{len(tokens)} tokens, {len(scores)} scores and {len(kinds)} kinds"
-        raise CheckpointError(path, f"has a tokenizer of {found}: download the file again")
+    lists = [fields.get(name) for name in (TOKENS, SCORES, KINDS)]
     characters = fields.get(CHARACTERS, ())
-    assert isinstance(characters, tuple)
-    return sentence_model(
-        (Piece(str(text), float(score), int(kind)) for text, score, kind in zip(tokens, scores, kinds, strict=True)),
-        characters=bytes(int(byte) & 0xFF for byte in characters),
-        space_first=bool(fields.get(SPACE_FIRST, True)),
-        collapse_spaces=bool(fields.get(COLLAPSE_SPACES, True)),
-    )
+    lengths = {len(each) if isinstance(each, tuple) else -1 for each in lists}
+    if len(lengths) > 1 or -1 in lengths or not isinstance(characters, tuple):
+        found = ", ".join(f"{len(each)}" if isinstance(each, tuple) else "none" for each in lists)
+        raise CheckpointError(path, f"has a tokenizer with lists of {found} values: download the file again")
+    try:
+        pieces = [Piece(str(text), float(score), int(kind)) for text, score, kind in zip(*lists, strict=True)]
+        return sentence_model(
+            pieces,
+            characters=bytes(int(byte) & 0xFF for byte in characters),
+            space_first=bool(fields.get(SPACE_FIRST, True)),
+            collapse_spaces=bool(fields.get(COLLAPSE_SPACES, True)),
+        )
+    except (ValueError, OverflowError) as err:
+        raise CheckpointError(path, f"has a damaged tokenizer ({err}): download the file again") from err
 
 
 # The three kinds of protocol buffer fields in a sentencepiece model.

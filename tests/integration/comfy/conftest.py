@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from wanstream.testing import TinyShape, make_expert, save_expert_file, save_expert_folder
 from wanstream.testing.components import save_text_encoder_folders, save_vae_folder
 from wanstream.testing.model import make_image_encoder
 from wanstream.testing.tokenizer import VOCABULARY
@@ -117,11 +118,11 @@ def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _create_named_files(base: Path) -> None:
-    """Create a few models, and expert and picture names for the node lists.
+    """Create a few models, and a picture name for the node lists.
 
-    A graph is refused for any other file without a model in it, so these are real.
+    A graph is refused for any file without a model in it, so these are real.
     """
-    models = ("diffusion_models", "vae_approx", "diffusers/wan/transformer")
+    models = ("diffusion_models", "vae_approx", "diffusers/wan")
     for folder in ("input", "output", *(f"models/{name}" for name in models)):
         (base / folder).mkdir(parents=True)
     pipeline = base / "models" / "diffusers" / "wan"
@@ -129,10 +130,12 @@ def _create_named_files(base: Path) -> None:
     save_text_encoder_folders(make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), pipeline, dtype=torch.float16)
     make_image_encoder(seed=0, image_size=28).save_pretrained(pipeline / "image_encoder")
     save_file(make_tiny_vae(WAN21, seed=0), base / "models" / "vae_approx" / "taew2_1.safetensors")
-    for name in ("high.safetensors", "low.safetensors", "pickle.pt"):
-        (base / "models" / "diffusion_models" / name).touch()
-    for name in ("model_index.json", "transformer/config.json"):
-        (base / "models" / "diffusers" / "wan" / name).touch()
+    expert = make_expert(TinyShape(layers=1, heads=1, ffn_dim=128, text_dim=64), seed=0)
+    for name in ("high", "low"):
+        save_expert_file(expert, base / "models" / "diffusion_models" / f"{name}.safetensors", dtype=torch.float32)
+    save_expert_folder(expert, pipeline / "transformer", dtype=torch.float32)
+    (base / "models" / "diffusion_models" / "pickle.pt").touch()
+    (pipeline / "model_index.json").touch()
     (base / "input" / "picture.png").touch()
 
 

@@ -94,10 +94,9 @@ class Weaver:
         inputs = {socket.name: self._value(socket, depth + 1) for socket in wanted}
         if class_type in {"WanStreamSampler", "WanStreamLaneSampler"}:
             inputs |= self._course()
-        if class_type == "WanStreamBenchmark":
-            inputs |= self._matrix()
-        if class_type == "WanStreamWorkers":
-            inputs |= self._crew()
+        parts = {"WanStreamBenchmark": self._matrix, "WanStreamWorkers": self._crew, "WanStreamExperts": self._pair}
+        if class_type in parts:
+            inputs |= parts[class_type]()
         if class_type == "WanStreamGuidance":
             inputs["guidance_steps"] = self.rng.choice(["", "4", "6, 5 4.5,1"])
         if class_type == "WanStreamContextWindows":
@@ -125,6 +124,11 @@ class Weaver:
         """Any VAE's tiles, and a compute dtype for this one: fp16 is for tiny VAEs only."""
         wrong = inputs["vae"] == "wan" and inputs.get("compute_dtype") == "fp16"
         return {"tile_size": self.rng.choice([0, 64, 256]), **({"compute_dtype": "bf16"} if wrong else {})}
+
+    def _pair(self) -> dict[str, object]:
+        """Two experts that belong together."""
+        high, low = self.rng.sample(["high.safetensors", "low.safetensors"], 2)
+        return {"high_noise": high, "low_noise": low}
 
     def _matrix(self) -> dict[str, object]:
         """Words that a benchmark understands, and no more runs than it takes."""

@@ -355,7 +355,8 @@ def save_gguf(tensors: Tensors, path: Path, kind: str, tokenizer: str) -> Tensor
         writer.add_tokenizer_model("t5")
         writer.add_token_list(tokens)
         writer.add_token_scores([0.0 if kind_of(token) > 1 else -1.0 for token in VOCABULARY] + [-10000.0] * 3)
-        writer.add_token_types([*map(kind_of, VOCABULARY), *[5] * (3 if tokenizer == "whole" else 2)])
+        unused = {"whole": [5] * 3, "short": [5] * 2, "negative": [-5] * 3}[tokenizer]
+        writer.add_token_types([*map(kind_of, VOCABULARY), *unused])
         writer.add_add_space_prefix(True)
         writer.add_remove_extra_whitespaces(True)
     for name, tensor in tensors.items():
@@ -406,9 +407,10 @@ class TestGguf:
 
     def test_other_files_are_refused(self, tensors: Tensors, tmp_path: Path) -> None:
         path = tmp_path / "x.gguf"
-        save_gguf(tensors, path, "Q8_0", "short")
-        with pytest.raises(CheckpointFileError, match="a tokenizer of 196 tokens, 196 scores and 195 kinds"):
-            open_text_encoder(path)
+        for tokenizer, reason in (("short", "lists of 196, 196, 195 values"), ("negative", "a damaged tokenizer")):
+            save_gguf(tensors, path, "Q8_0", tokenizer)
+            with pytest.raises(CheckpointFileError, match=reason):
+                open_text_encoder(path)
         save_gguf({name: each for name, each in tensors.items() if name != POSITIONS.format(1)}, path, "Q8_0", "whole")
         with pytest.raises(CheckpointFileError, match=r"is a T5 .*, not UMT5"):
             open_text_encoder(path)
