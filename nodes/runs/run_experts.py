@@ -116,13 +116,11 @@ def prepare_shared(
     Raises MeshError if the layout does not suit the run, and any error of starting the workers.
     """
     run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
-    plan = current_host().plan_workers(run, ref)
-    driver = current_host().workers(workers, plan.mesh)
-    device = current_host().device()
-    states = None if is_measured else current_host().state_folder()
-    preview_s = None if is_measured or not current_host().shows_latents() else LATENT_PREVIEW_S
-    if preview is not None:
-        preview_s = preview.every_s / 2  # half of it, because steps do not end when a preview is due
+    host = current_host()
+    plan = host.plan_workers(run, ref)
+    driver = host.workers(workers, plan.mesh)
+    states = None if is_measured else host.state_folder()
+    preview_s = _latent_interval(preview, is_measured=is_measured)
 
     def compute(on_step: OnStep, _: OnVisits) -> DenoiseResult:
         interrupts: list[Exception] = []
@@ -132,7 +130,7 @@ def prepare_shared(
             try:
                 on_step(step)
             except Exception as err:
-                if not current_host().is_stop(err):
+                if not host.is_stop(err):
                     raise
                 interrupts.append(err)
 
@@ -142,7 +140,7 @@ def prepare_shared(
                 request,
                 plan.policy,
                 on_step=report,
-                should_stop=lambda: bool(interrupts) or current_host().should_stop(),
+                should_stop=lambda: bool(interrupts) or host.should_stop(),
                 preview_s=preview_s,
                 states=states,
             )
@@ -157,7 +155,14 @@ def prepare_shared(
         return result
 
     parts = len(part_sizes(request.batch, plan.mesh))
-    return PreparedRun(policy=plan.policy, device=device, compute=compute, parts=parts, notes=tuple(plan.reasons))
+    return PreparedRun(policy=plan.policy, device=host.device(), compute=compute, parts=parts, notes=plan.reasons)
+
+
+def _latent_interval(preview: PreviewSettings | None, *, is_measured: bool) -> float | None:
+    """Return the seconds between latents sent by workers, or None if nothing shows them."""
+    if preview is not None:
+        return preview.every_s / 2  # half of it, because steps do not end when a preview is due
+    return None if is_measured or not current_host().shows_latents() else LATENT_PREVIEW_S
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
