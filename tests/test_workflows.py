@@ -165,6 +165,7 @@ def test_a_note_can_be_read_in_nodes_2(name: str) -> None:
     assert "`" not in note["widgets_values"][0]
 
 
+@pytest.mark.slow  # draws every thumbnail
 @EACH
 def test_a_thumbnail_is_drawn_for_its_workflow(name: str) -> None:
     drawn = thumbnail(name)

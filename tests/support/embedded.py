@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,14 @@ def validate_workflow(prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], *
 RUN_OPTIONS = ("on_progress", "on_event", "extra_pnginfo", "keep")
 
 
-def run_workflow(prompt: Prompt | None, **options: Any) -> History:
-    """Load and run; `options` are those of `load` and of `Workflow.run`."""
+def run_workflow(prompt: Prompt | None, *, only: Sequence[str] = (), **options: Any) -> History:
+    """Load and run; `options` are those of `load` and of `Workflow.run`.
+
+    `only` are the nodes to keep: the rest of the valid workflow, such as a decode behind them, does not run.
+    """
     run = {name: options.pop(name) for name in RUN_OPTIONS if name in options}
-    return load(prompt, **options).run(**run)
+    workflow = load(prompt, **options)
+    if only and workflow.verdict.error is None:
+        workflow = replace(workflow, verdict=replace(workflow.verdict, outputs=tuple(only)))
+        run["keep"] = only
+    return workflow.run(**run)

@@ -31,6 +31,7 @@ def arguments(tmp_path: Path, sample_models: Path) -> Arguments:
     return arguments
 
 
+@pytest.mark.slow  # runs whole commands
 def test_a_run_prints_the_table_of_its_steps_and_the_path_of_its_video(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_run_prints_the_table_of_its_steps_and_the_path_of_its_video(
     assert "3/3" in printed.err
 
 
+@pytest.mark.slow  # runs whole commands
 def test_a_benchmark_prints_its_summary_and_the_path_of_its_chart(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_test_model_for_a_workflow_that_it_cannot_run_is_refused(
     assert not (tmp_path / "models").exists()
 
 
+@pytest.mark.slow  # runs whole commands
 def test_a_test_model_for_a_workflow_is_small_and_runs_it(arguments: Arguments, tmp_path: Path) -> None:
     """As `scripts/demo` does; the README has the size."""
     models = tmp_path / "models"

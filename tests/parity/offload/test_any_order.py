@@ -128,7 +128,7 @@ def leave(handle: OffloadEngine, stacks: Stacks, run: ReleaseSource, strengths: 
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(ACTIONS, min_size=2, max_size=8))
 def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy, actions: list[NamedTuple]) -> None:
     strengths = (0,) * 2 * BLOCKS

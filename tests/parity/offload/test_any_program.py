@@ -94,7 +94,8 @@ def carry_out(handle: OffloadEngine, stacks: Stacks, visits: Sequence[Visit]) ->
     return run, value
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow  # compares with runs of diffusers
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     runs=st.lists(st.tuples(VISITS, POLICIES), min_size=1, max_size=4),
     decoded=DECODED,

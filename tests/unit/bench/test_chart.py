@@ -165,6 +165,7 @@ def test_nothing_measured_is_a_chart_too(
     assert "Nothing was measured." in [text_drawn for text_drawn, _, _ in words]
 
 
+@pytest.mark.slow  # draws many charts
 @pytest.mark.parametrize("steps", [1, 4, 40, 200, 10_000])
 def test_every_word_lies_on_the_paper_and_no_number_on_another(
     steps: int,

@@ -10,6 +10,7 @@ from wanstream.benchmarks import number_formats as benchmark
 from wanstream.testing import TinyShape
 
 
+@pytest.mark.slow  # draws many charts
 def test_convrot_is_closer_to_fp32_than_fp8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(benchmark, "SHAPE", TinyShape(layers=2, heads=2, ffn_dim=1024))
     monkeypatch.setattr(benchmark, "STEPS", 4)

@@ -61,11 +61,13 @@ def test_json_has_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(data["does_not_fit"]) == len(expected.misfits)
 
 
+@pytest.mark.slow  # plans for every alternative
 def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--vram", "9", "--compare"]) == 0
+    command = [*COMMAND, "--vram", "9", "--steps", "4", "--compare"]
+    assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     (start,) = (number for number, line in enumerate(lines) if line.startswith("alternative"))
-    assert main([*COMMAND, "--vram", "9", "--compare", "--json"]) == 0
+    assert main([*command, "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     fitting = [way for way in ways if "video_s" in way]
     assert {"as requested", 'storage "fp8"'} <= {way["way"] for way in fitting}
@@ -78,8 +80,9 @@ def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixt
     assert lines[start + 1 + len(fitting) :] == [f"does not fit: {w['way']}, because {w['because']}" for w in lacking]
 
 
+@pytest.mark.slow  # plans for every alternative
 def test_the_precision_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [*COMMAND[:-1], "832x480x17"]
+    small = [*COMMAND[:-1], "832x480x17", "--steps", "4"]
     for storage, words in {
         "bf16": "multiplied in bf16",
         "int8 ConvRot": "multiplied in int8 at 3.0 x the rate of bf16, linear layers only",

@@ -28,6 +28,7 @@ def _plan(workers: int, videos: int, per_machine: int = 8) -> tuple[Mesh, Offloa
     return mesh, plan_offload(share.job, share.machine, share.budgets)
 
 
+@pytest.mark.slow  # runs whole commands
 def test_the_table_has_a_layout_for_one_video_and_one_for_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--workers", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -40,6 +41,7 @@ def test_the_table_has_a_layout_for_one_video_and_one_for_many(capsys: pytest.Ca
     assert [line.split(":")[0] for line in lines[4:6]] == ["one video", "100 videos"]
 
 
+@pytest.mark.slow  # runs whole commands
 def test_json_has_both_layouts_and_the_plan_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--workers", "4", "--gpus-per-node", "2", "--videos", "3", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -53,6 +55,7 @@ def test_json_has_both_layouts_and_the_plan_of_a_worker(capsys: pytest.CaptureFi
         assert proposal["device_bytes"] == worker.device_bytes
 
 
+@pytest.mark.slow  # runs whole commands
 def test_little_memory_chooses_another_layout_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--workers", "4", "--vram", "3", "--json"]) == 0
     many = json.loads(capsys.readouterr().out)["proposals"][1]

@@ -57,6 +57,7 @@ def test_an_error_is_a_finding_without_folders() -> None:
     assert not any("/" in frame for frame in finding.figures["traceback"])
 
 
+@pytest.mark.slow  # computes every check of the command
 def test_the_command_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,7 @@ def run(folders: dict[str, Path]) -> Iterator[Run]:
     """`run(workflow, **options)` runs it on the test model and closes the experts when the test ends."""
 
     def run(nodes: Workflow, **options: Any) -> History:
-        return run_workflow(nodes, nodes=NODES, keep=["sampler", "benchmark"], **folders, **options)
+        return run_workflow(nodes, nodes=NODES, only=["sampler", "benchmark"], **folders, **options)
 
     yield run
     embedded_host.free_experts()
@@ -82,7 +82,7 @@ def test_a_run_is_reported_in_four_files_an_image_and_a_text(run: Run, folders: 
     with Image.open(folders["output"] / "figures" / "run_00001_.png") as picture:
         assert np.array_equal((chart[0] * 255).round().to(torch.uint8).numpy(), np.asarray(picture))
         assert chart.shape == (1, picture.height, picture.width, 3)
-    assert len({tuple(colour) for colour in chart[0].reshape(-1, 3).unique(dim=0).tolist()}) > 8, "something is drawn"
+    assert len(chart[0, ::8, ::8].reshape(-1, 3).unique(dim=0)) > 8, "something is drawn"
     shown = history.outputs["benchmark"]
     assert shown["text"] == [summary]
     assert shown["images"] == [{"filename": "run_00001_.png", "subfolder": "figures", "type": "output"}]
@@ -109,6 +109,7 @@ def test_every_place_shows_the_numbers_of_the_samplers_timeline(run: Run, folder
         assert f"{format_seconds(timeline.first_block_s or 0)} s (1 run)" in text
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_runs_that_are_repeated_give_the_samplers_latents(run: Run, folders: dict[str, Path]) -> None:
     history = run(workflow({"warmup": 1, "repeats": 2}))
     _, made = history.results["sampler"]
@@ -119,6 +120,7 @@ def test_runs_that_are_repeated_give_the_samplers_latents(run: Run, folders: dic
     assert len(walls | {tuple(step.wall_s for step in made.timeline.steps)}) == 4, "every run was made anew"
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_matrix_changes_the_transfers_and_not_a_bit_of_the_result(run: Run, folders: dict[str, Path]) -> None:
     history = run(workflow({"policies": "layerwise, block_swap 2, resident", "prefetch": "1, 2"}))
     _, made = history.results["sampler"]
@@ -136,6 +138,7 @@ def test_a_matrix_changes_the_transfers_and_not_a_bit_of_the_result(run: Run, fo
     assert len(history.outputs["benchmark"][TIMELINE]) == 5
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_steps_are_varied_and_the_switch_stays(run: Run, folders: dict[str, Path]) -> None:
     run(workflow({"steps": "2, 4"}, sampler={"switch_step": 1}))
     experts = [
@@ -160,8 +163,8 @@ def test_two_samplers_stand_head_to_head_under_their_titles(run: Run, folders: d
     assert "equal to the bit" not in summary
 
 
-@pytest.mark.parametrize("title", ["two\nlines", "half \ud83d of a character", "=1+1", "<script>", 7, None])
-def test_any_title_gives_a_report(title: Any, run: Run, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("title", "shown"), [("=1+1\n<script> \ud83d", "=1+1 <script> ?"), (7, "run"), (None, "run")])
+def test_any_title_gives_a_report(title: Any, shown: str, run: Run, folders: dict[str, Path]) -> None:
     """Titles are not inputs: hosts do not validate them."""
     nodes = workflow()
     nodes["sampler"]["_meta"] = {"title": title}
@@ -169,8 +172,7 @@ def test_any_title_gives_a_report(title: Any, run: Run, folders: dict[str, Path]
     run(nodes)
     assert names(folders) == [f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")]
     (variant,) = written(folders)["variants"]
-    expected = {"two\nlines": "two lines", "half \ud83d of a character": "half ? of a character"}
-    assert variant["name"] == expected.get(title, title if isinstance(title, str) else "run")
+    assert variant["name"] == shown
 
 
 def test_what_is_no_benchmark_is_refused_before_anything_runs(run: Run, folders: dict[str, Path]) -> None:
@@ -201,6 +203,7 @@ def test_more_blocks_than_there_are_is_refused_before_a_run_is_repeated(run: Run
     assert names(folders) == []
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_stop_ends_the_benchmark_at_the_next_block_and_leaves_what_was_measured(
     run: Run, folders: dict[str, Path]
 ) -> None:
@@ -254,6 +257,7 @@ def test_a_name_that_comes_from_another_node_is_judged_before_a_run_is_made(run:
     assert not folders["output"].exists()
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_trace_of_each_run_lies_beside_the_report(run: Run, folders: dict[str, Path]) -> None:
     run(workflow({"trace": True, "repeats": 2}))
     traces = sorted((folders["output"] / "figures" / "run_00001_traces").iterdir())

@@ -63,6 +63,7 @@ def skipped(history: History) -> list[int]:
     return [step["skipped_visits"] for step in history.outputs["sampler"]["wanstream_timeline"][0]["steps"]]
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_threshold_of_0_is_no_cache(run: Run) -> None:
     plain = run(workflow())
     cached = run(workflow({"preset": "own threshold", "threshold": 0.0}))
@@ -75,6 +76,7 @@ def test_a_step_that_is_left_out_is_told(run: Run) -> None:
     assert skipped(cached) == [0, LAYERS - 1, 0, LAYERS - 1]
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_run_is_calibrated_and_its_table_is_used(run: Run, tmp_path: Path) -> None:
     history = run(workflow({"preset": "fastest"}, calibrates=True))
     (name,) = history.results["calibration"]

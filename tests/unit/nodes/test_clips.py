@@ -256,6 +256,7 @@ def test_the_graph_of_a_saved_latent_is_in_its_file(sample_models: Path, tmp_pat
     assert json.loads(stored.metadata["prompt"])["latent"]["class_type"] == "WanStreamEmptyLatent"
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_saved_latent_is_decoded_later(start: tuple[Any, ...]) -> None:
     clip = sampled(start, 1)
     (saved,) = WanStreamSaveLatent.execute(clip, "latents/clip").ui["latents"]

@@ -332,6 +332,7 @@ def test_a_latent_or_a_start_video_for_which_there_is_too_little_ram_is_not_made
     assert asked == [16 * 257 * 512 * 512 * 4, 4096 * 4096 * 1025 * 3 * 4]
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_start_image_is_encoded_in_the_tiles_that_fit(sample_models: Path, tmp_path: Path) -> None:
     video = torch.rand(5, 72, 96, 3, generator=torch.Generator().manual_seed(0))
     path = sample_models / "vae" / VAE

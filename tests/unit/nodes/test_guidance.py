@@ -56,7 +56,7 @@ def windowed(**settings: Any) -> tuple[str, dict[str, Any]]:
 def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
     def run(nodes: dict[str, Any]) -> History:
         folders = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path / "input"}
-        return run_workflow(nodes, nodes=NODES, keep=["sampler"], **folders)
+        return run_workflow(nodes, nodes=NODES, only=["sampler"], **folders)
 
     yield run
     embedded_host.free_experts()
@@ -78,6 +78,7 @@ def test_steps_have_the_guidance_that_is_written(run: Run) -> None:
     assert torch.equal(latent(written), latent(plain))
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_nag_reads_the_negative_where_guidance_does_not(run: Run) -> None:
     ones = {"guidance_high": 1.0, "guidance_low": 1.0}
     each = [workflow(sampler=ones, guidance=guided(nag_scale=scale)) for scale in (1.0, 11.0, 11.0)]

@@ -69,6 +69,7 @@ def test_one_expert_takes_every_step_under_the_first_guidance() -> None:
         settings_for(ONE, {**SETTINGS, "switch_step": 0})
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_the_sampler_runs_one_expert(text: list[list[Any]]) -> None:
     """The settings for two experts have no effect, and workers are bit-equal."""
     (ref,) = WanStreamOneExpert.execute(T2V_FILE.name, "fp32").args
@@ -87,6 +88,7 @@ def test_the_sampler_runs_one_expert(text: list[list[Any]]) -> None:
     assert torch.equal(shared["samples"], latent["samples"])
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_what_clip_sees_reaches_the_sampler(sample_models: Path, text: list[list[Any]]) -> None:
     (ref,) = WanStreamOneExpert.execute(I2V_FILE.name, "fp32").args
     image = torch.rand(2, 40, 56, 3, generator=torch.Generator().manual_seed(1))

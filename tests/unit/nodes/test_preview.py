@@ -331,7 +331,7 @@ class TestInARun:
                 input_dir=tmp_path,
                 device=CPU,
                 on_event=lambda event, payload: events.append((event, json.loads(json.dumps(payload)))),
-                keep=["sampler"],
+                only=["sampler"],
             )
             found = history.results["sampler"][0]
             return (found[0] if seeds else found)["samples"], events
@@ -339,6 +339,7 @@ class TestInARun:
         yield run
         embedded_host.free_experts()
 
+    @pytest.mark.slow  # runs whole workflows
     def test_the_result_is_bit_equal_and_each_step_is_shown(self, run: Callable[..., Any]) -> None:
         latents, plain = run(None)
         watched, events = run({"frames": 5})
@@ -356,6 +357,7 @@ class TestInARun:
             assert kind == "data:image/webp;base64"
             assert len(pictures_of(base64.b64decode(data))) == 5
 
+    @pytest.mark.slow  # runs whole workflows
     def test_a_batch_shows_its_first_video(self, run: Callable[..., Any]) -> None:
         """The seed of the shipped workflow is 42."""
         alone, one = run({"frames": 5})

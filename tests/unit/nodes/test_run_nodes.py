@@ -91,9 +91,10 @@ def test_the_history_tells_which_expert_ran_which_step(run: Run) -> None:
     assert all(step.sigma is not None and step.bytes_moved > 0 for step in steps)
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_the_same_seed_makes_the_same_latent_and_another_seed_another(run: Run) -> None:
     def latent(seed: int) -> torch.Tensor:
-        return run(workflow("t2v", {"sampler": {"seed": seed}}), keep=["sampler"]).results["sampler"][0]["samples"]
+        return run(workflow("t2v", {"sampler": {"seed": seed}}), only=["sampler"]).results["sampler"][0]["samples"]
 
     first = latent(1)
     assert first.shape == (1, 16, 2, 4, 4)
@@ -101,13 +102,14 @@ def test_the_same_seed_makes_the_same_latent_and_another_seed_another(run: Run) 
     assert not torch.equal(latent(2), first)
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_workflow_from_before_there_was_storage_runs_and_fp8_moves_half_the_bytes(run: Run) -> None:
     def ran(**storage: str) -> History:
         files = {f"{expert}_noise": f"wan2.2_t2v_{expert}_noise_14B_fp16.safetensors" for expert in ("high", "low")}
         nodes = workflow("t2v", {"experts": files})
         del nodes["experts"]["inputs"]["storage"]
         nodes["experts"]["inputs"].update(storage)
-        return run(nodes, keep=["sampler"])
+        return run(nodes, only=["sampler"])
 
     old, plain, kept = ran(), ran(storage="as stored"), ran(storage="fp8")
     samples = [history.results["sampler"][0]["samples"] for history in (old, plain, kept)]
@@ -121,7 +123,7 @@ def test_a_workflow_from_before_there_was_storage_runs_and_fp8_moves_half_the_by
 def test_each_guidance_belongs_to_its_expert(run: Run) -> None:
     def latent(**guidance: float) -> torch.Tensor:
         high_only = workflow("t2v", {"sampler": {"switch_step": 4, **guidance}})
-        return run(high_only, keep=["sampler"]).results["sampler"][0]["samples"]
+        return run(high_only, only=["sampler"]).results["sampler"][0]["samples"]
 
     first = latent(guidance_high=4.0, guidance_low=3.0)
     assert torch.equal(latent(guidance_high=4.0, guidance_low=7.0), first)
@@ -139,8 +141,8 @@ def in_two(first: Mapping[str, Any] = {}, second: Mapping[str, Any] = {}) -> Wor
 
 
 def test_two_samplers_are_one_run_in_two_parts(run: Run) -> None:
-    whole = run(workflow("t2v", {"sampler": {"solver": "euler"}}), keep=["sampler"]).results["sampler"][0]["samples"]
-    history = run(in_two(), keep=["sampler"])
+    whole = run(workflow("t2v", {"sampler": {"solver": "euler"}}), only=["sampler"]).results["sampler"][0]["samples"]
+    history = run(in_two(), only=["sampler"])
     parts = history.results["sampler"][0]["samples"]
     assert (parts - whole).norm() <= 1e-2 * whole.norm(), "bf16, and one rounding more"
     assert [step.index for step in timeline(history).steps] == [2, 3]
@@ -170,7 +172,7 @@ def test_samplers_that_do_not_fit_together(
 
 def test_connected_sigmas_win_over_the_steps(run: Run) -> None:
     def latent(nodes: Workflow) -> torch.Tensor:
-        return run(nodes, keep=["sampler"]).results["sampler"][0]["samples"]
+        return run(nodes, only=["sampler"]).results["sampler"][0]["samples"]
 
     nodes = workflow("t2v", {"sampler": {"schedule": "simple", "start_step": 1}})
     expected = latent(nodes)
@@ -192,7 +194,7 @@ def test_connected_sigmas_win_over_the_steps(run: Run) -> None:
 )
 def test_the_policy_changes_nothing_but_the_transfers(run: Run, policy: dict[str, Any]) -> None:
     def latent(nodes: Workflow) -> torch.Tensor:
-        return run(nodes, keep=["sampler"]).results["sampler"][0]["samples"]
+        return run(nodes, only=["sampler"]).results["sampler"][0]["samples"]
 
     without = workflow("t2v")
     del without["sampler"]["inputs"]["policy"]
@@ -206,13 +208,13 @@ def test_the_planner_chooses_for_the_machine_that_it_has_measured(
     """The first run measures this machine; its profile goes into a cache folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     auto = {"class_type": "WanStreamAutoOffload", "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0}}
-    history = run({**workflow("t2v"), "policy": auto}, keep=["sampler"])
+    history = run({**workflow("t2v"), "policy": auto}, only=["sampler"])
     told, *_ = timeline(history).changes
     assert told.startswith("chosen: ")
     assert "stall predicted" in told
     assert history.outputs["sampler"]["text"] == list(timeline(history).changes)
     embedded_host.free_experts()
-    plain = run(workflow("t2v"), keep=["sampler"])
+    plain = run(workflow("t2v"), only=["sampler"])
     assert timeline(plain).changes == ()
     one, other = (found.results["sampler"][0]["samples"] for found in (history, plain))
     assert torch.equal(one, other)
@@ -222,6 +224,7 @@ def test_the_planner_chooses_for_the_machine_that_it_has_measured(
         run({**workflow("t2v"), "policy": too_little})
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_the_planner_serves_a_run_of_three_stages_whose_first_step_corrects_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,17 +232,17 @@ def test_the_planner_serves_a_run_of_three_stages_whose_first_step_corrects_it(
     monkeypatch.setattr(embedded_host, "planner", AutoPlanner(lambda *_: CPU_MACHINE))
     auto = {"class_type": "WanStreamAutoOffload", "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0}}
     six = workflow("three_stages", {"sampler": {"steps": 6}})
-    history = run({**six, "policy": auto}, keep=["sampler"])
+    history = run({**six, "policy": auto}, only=["sampler"])
     (corrected,) = embedded_host.planner._corrected.values()
     assert corrected.origin == "a test, corrected by a first step"
     assert [step.expert for step in timeline(history).steps] == ["high"] * 4 + ["low"] * 2
-    plain = run(six, keep=["sampler"])
+    plain = run(six, only=["sampler"])
     one, other = (found.results["sampler"][0]["samples"] for found in (history, plain))
     assert torch.equal(one, other)
 
 
 def test_the_start_image_reaches_the_sampler_in_native_form(run: Run, sample_models: Path) -> None:
-    positive, negative, latent = run(workflow("i2v"), keep=["start"]).results["start"]
+    positive, negative, latent = run(workflow("i2v"), only=["start"]).results["start"]
 
     (text, belongings), (other_text, other_belongings) = positive[0], negative[0]
     assert text.shape == other_text.shape == (1, 512, 4096)
@@ -283,7 +286,7 @@ def test_what_does_not_fit_together_is_refused_by_the_node_that_says_it(
 def test_guidance_1_does_not_look_at_the_negative(run: Run) -> None:
     plain = {"guidance_high": 1.0, "guidance_low": 1.0}
     same, other = ({"text": {"negative": text}, "sampler": plain} for text in ("rain", "sun"))
-    (one, _), (two, _) = (run(workflow("t2v", change), keep=["sampler"]).results["sampler"] for change in (same, other))
+    (one, _), (two, _) = (run(workflow("t2v", change), only=["sampler"]).results["sampler"] for change in (same, other))
     assert torch.equal(one["samples"], two["samples"])
 
 
@@ -374,6 +377,7 @@ def test_a_number_that_comes_from_another_node_is_judged_when_it_is_known(
         run(nodes, more_nodes=[Number])
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_negative_that_nothing_reads_may_be_any(run: Run) -> None:
     """A negative that bypasses the image-to-video node is refused with guidance and ignored without."""
     negative = {"negative": ["text", 1]}

@@ -96,12 +96,14 @@ def given(vae: str, start: torch.Tensor, end: torch.Tensor | None = None) -> dic
     return added
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_file_encodes_what_the_folder_encodes() -> None:
     image = torch.rand(1, 16, 32, 3)
     from_file, from_folder = given(VAE, image), given(FOLDER, image)
     assert torch.equal(from_file["concat_latent_image"], from_folder["concat_latent_image"])
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_an_end_image_is_a_given_frame() -> None:
     start, end = torch.zeros(1, 16, 32, 3), torch.ones(1, 16, 32, 3)
     first, both = given(VAE, start), given(VAE, start, end)

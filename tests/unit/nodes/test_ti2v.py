@@ -54,6 +54,7 @@ def test_a_video_of_a_text(name: str, text: list[list[Any]]) -> None:
     assert samples.std() > 0.1
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_video_of_an_image_begins_with_it_on_workers_too(text: list[list[Any]]) -> None:
     (ref,) = WanStreamOneExpert.execute(TI2V_FILE.name, "fp32").args
     given = WanStreamImageToVideo.execute(text, text, WAN22_VAE_FILE.name, _image(), 1, **SIZE).args

@@ -115,6 +115,7 @@ def test_a_video_is_written(decode: Callable[..., History], tmp_path: Path) -> N
         assert (container.streams.video[0].frames, container.streams.video[0].width) == (10, 80)
 
 
+@pytest.mark.slow  # runs whole workflows
 @pytest.mark.parametrize("workers", [False, True])
 @pytest.mark.parametrize("scale", ["raw", "normalised"])
 def test_the_setting_is_used_wherever_tiles_are_decoded(

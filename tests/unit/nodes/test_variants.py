@@ -221,6 +221,7 @@ def test_a_pair_runs_on_the_test_model(sample_models: Path, name: str, made: Any
     assert result.latents.std() > 0.1
 
 
+@pytest.mark.slow  # runs whole workflows
 @pytest.mark.parametrize(
     ("name", "made"),
     [

@@ -65,6 +65,7 @@ class TestSizes:
 
 
 class TestDecode:
+    @pytest.mark.slow  # runs whole workflows
     def test_images_are_16_times_as_large(self, opened: WanVae) -> None:
         videos, told = decoded(LATENT)
         assert torch.equal(videos, opened.decode(LATENT, device="cpu"))

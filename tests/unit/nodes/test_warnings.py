@@ -164,6 +164,7 @@ def test_no_shipped_workflow_looks_wrong(opened: Open, name: str) -> None:
     assert not any("text" in shown for shown in history.outputs.values())
 
 
+@pytest.mark.slow  # runs whole workflows
 @pytest.mark.parametrize(("strict", "code"), [(True, FAILED), (False, DONE)])
 def test_the_command_line_warns_or_fails(
     sample_models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], strict: bool, code: int

@@ -53,7 +53,7 @@ def workflow(workers: Mapping[str, Any] | None, **sampler: Any) -> Workflow:
 def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
     def run(nodes: Workflow, **options: Any) -> History:
         places = {"models": sample_models, "output": tmp_path, "input_dir": tmp_path}
-        return run_workflow(nodes, nodes=NODES, keep=["sampler"], **places, **options)
+        return run_workflow(nodes, nodes=NODES, only=["sampler"], **places, **options)
 
     yield run
     embedded_host.worker_registry.close()
@@ -65,6 +65,7 @@ def latent(history: History) -> torch.Tensor:
     return samples
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_worker_computes_what_this_process_does_whatever_the_graph_says_next(run: Run) -> None:
     seeds = (5, 6, 5)
     alone = [latent(run(workflow(None, seed=seed))) for seed in seeds[:2]]
@@ -114,6 +115,7 @@ def test_progress_is_told_step_by_step(run: Run) -> None:
     assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_run_whose_process_ended_continues_and_says_so(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def test_an_interrupt_of_the_progress_bar_is_a_cancel_and_removes_the_states(
     assert (tmp_path / ".wanstream-states").exists() == (error is ValueError)
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
     steps: list[int] = []
 
@@ -167,6 +170,7 @@ def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
     assert torch.equal(latent(run(workflow(HERE))), latent(run(workflow(None))))
 
 
+@pytest.mark.slow  # runs whole workflows
 def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
     run(workflow(None))
     ref = run(workflow(HERE)).results["sampler"][1].experts

@@ -31,7 +31,7 @@ from wanstream.plan.transfer_program import ProgramError
 from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
 from wanstream.tests.support.plan_fixtures import buffers_needed, final_contents
 
-PROPERTY = settings(deadline=None, max_examples=120)
+PROPERTY = settings(deadline=None, max_examples=50)
 EXPERTS = ("high", "low")
 WAN = dict.fromkeys(EXPERTS, 40)
 

@@ -70,7 +70,7 @@ machines = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data(), machine=machines)
 def test_time_and_bytes_add_up_and_no_prefix_beats_compute_or_bus(runs: Any, data: Any, machine: Hardware) -> None:
     case = data.draw(runs)
@@ -88,7 +88,7 @@ def test_time_and_bytes_add_up_and_no_prefix_beats_compute_or_bus(runs: Any, dat
         assert elapsed >= max(computed, moved / machine.bus_bytes_per_s) * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data(), machine=machines)
 def test_phases_lie_end_to_end_and_the_bus_is_never_busy_longer_than_the_run(
     runs: Any, data: Any, machine: Hardware
@@ -112,7 +112,7 @@ def test_phases_lie_end_to_end_and_the_bus_is_never_busy_longer_than_the_run(
     assert reached == pytest.approx(timeline.wall_s)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data(), machine=machines)
 def test_the_bytes_of_a_step_are_those_that_its_visits_need(runs: Any, data: Any, machine: Hardware) -> None:
     case = data.draw(runs)
@@ -126,7 +126,7 @@ def test_the_bytes_of_a_step_are_those_that_its_visits_need(runs: Any, data: Any
         assert step.bytes_moved == needed.get((step.index, step.expert), 0)
 
 
-@pytest.mark.parametrize("residents", range(BLOCKS))
+@pytest.mark.parametrize("residents", [0, 1, 7, 20, 33, BLOCKS - 1])
 def test_three_streaming_buffers_reach_the_bound_for_any_residents(residents: int) -> None:
     gap = BLOCKS / (BLOCKS - residents)
     for r in (0.5 * gap, 0.9 * gap, gap, 1.1 * gap, 1.6 * gap):
@@ -134,7 +134,7 @@ def test_three_streaming_buffers_reach_the_bound_for_any_residents(residents: in
         assert steady_step(timeline) <= 1.0005 * bound(residents, r)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(residents=st.integers(0, BLOCKS - 1), r=st.floats(0.02, 6.0), lanes=st.integers(1, 4), data=st.data())
 def test_a_steady_step_is_within_two_percent_of_its_bound(residents: int, r: float, lanes: int, data: Any) -> None:
     """Two streaming buffers are too few where streamed blocks come in runs with single gaps."""
@@ -203,7 +203,7 @@ def test_cost_of_the_switch(residents: int, expected: Mapping[float, float]) -> 
     assert found == pytest.approx(expected, abs=0.05)
 
 
-@pytest.mark.parametrize("residents", range(BLOCKS + 1))
+@pytest.mark.parametrize("residents", [0, 1, 7, 20, 33, BLOCKS - 1, BLOCKS])
 def test_the_switch_costs_no_more_than_the_bytes_force(residents: int) -> None:
     """Cost: transfers of the two steps around the switch, (2N - R) r, minus the part that two steps can hide.
 

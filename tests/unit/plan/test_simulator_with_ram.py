@@ -32,7 +32,7 @@ from wanstream.plan.simulator import Hardware, simulate
 from wanstream.schema import T2V_A14B, OffloadPolicy, Residency, StepRecord, Timeline, spread_evenly
 from wanstream.tests.support.plan_fixtures import buffers_needed, final_contents, kept_in_ram
 
-PROPERTY = settings(deadline=None, max_examples=120)
+PROPERTY = settings(deadline=None, max_examples=50)
 BLOCKS = 40
 BLOCK_BYTES = 1000
 EXPERTS = ("high", "low")
@@ -144,7 +144,7 @@ def test_no_prefix_beats_compute_bus_disk_or_decoding(runs: Any, data: Any, mach
         assert step.wall_s == pytest.approx(inside)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
     """Runs of real size: both experts, any residents, RAM blocks and rates."""
     pick = Random(seed)
@@ -202,7 +202,7 @@ def test_a_disk_that_takes_no_time_changes_nothing(runs: Any, data: Any, machine
     assert [step.wall_s for step in found.steps] == pytest.approx([step.wall_s for step in without.steps])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data(), machine=machines, faster=st.sampled_from([1.1, 2.0, 1e6]))
 def test_a_faster_disk_is_never_slower(runs: Any, data: Any, machine: Hardware, faster: float) -> None:
     program, ram = data.draw(pairs(runs))
@@ -214,7 +214,7 @@ def test_a_faster_disk_is_never_slower(runs: Any, data: Any, machine: Hardware, 
 loads = st.sampled_from([0.3, 0.5, 0.9, 1.0, 1.1, 1.6, 3.0])
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(residents=st.integers(0, BLOCKS - 1), bus=loads, disk=loads, staging=st.integers(2, 3), data=st.data())
 def test_a_steady_step_is_within_two_percent_of_its_bound(
     residents: int, bus: float, disk: float, staging: int, data: Any

@@ -96,7 +96,7 @@ def test_overwriting_kept_contents_too_early_is_refused() -> None:
         check_program(replace(kept, fetches=(fetch,)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_no_fetch_of_ours_could_start_earlier(runs: Any, data: Any) -> None:
     run = data.draw(runs)

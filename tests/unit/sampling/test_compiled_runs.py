@@ -58,6 +58,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.slow  # compiles blocks
 def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
     open_pair: Callable[..., ExpertPair],
     make_request: Callable[..., DenoiseRequest],
@@ -131,6 +132,7 @@ def test_weights_that_are_decoded_on_arrival_need_no_graph_of_their_own(
     assert graphs() == 1
 
 
+@pytest.mark.slow  # compiles blocks
 def test_a_run_is_cancelled_between_compiled_blocks_and_the_next_ones_are_whole(
     pair: ExpertPair, make_request: Callable[..., DenoiseRequest]
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_run_is_cancelled_between_compiled_blocks_and_the_next_ones_are_whole(
     assert not any("forward" in vars(block) for model in models for block in model.blocks)
 
 
+@pytest.mark.slow  # compiles blocks
 def test_a_step_in_which_blocks_were_compiled_teaches_nothing(
     pair: ExpertPair, make_request: Callable[..., DenoiseRequest]
 ) -> None:

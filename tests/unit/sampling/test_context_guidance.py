@@ -94,6 +94,7 @@ def test_a_step_combines_three_forward_passes(batch: int, open_pair: OpenPair, m
     assert difference(run(pair, guided).latents.double(), expected) <= 1e-6
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_scale_of_one_is_plain_guidance(open_pair: OpenPair, make_guided: Request) -> None:
     pair, plain = open_pair(), make_guided(context_guidance=1.0)
     assert [name.side for name in names_at(plain, 0)] == [POSITIVE, NEGATIVE]
@@ -126,6 +127,7 @@ def test_the_reference_of_fun_control_stays(make_request: Request) -> None:
     assert [(len(lane.front), len(lane.behind)) for lane in lanes] == [(1, 1), (1, 0), (1, 1)]
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(
     "policy", [LAYERWISE, OffloadPolicy.block_swap(2), OffloadPolicy.layerwise(1, source="pinned")], ids=str
 )
@@ -144,6 +146,7 @@ def test_weights_move_once_for_all_sides(open_pair: OpenPair, make_guided: Reque
     assert moved[0] == moved[1]
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_samples_of_a_batch_equal_single_runs(open_pair: OpenPair, make_guided: Request) -> None:
     pair = open_pair()
     request = make_guided(batch=2, tokens=ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE)))
@@ -159,6 +162,7 @@ def test_requests_of_other_scales_are_not_merged(make_guided: Request) -> None:
         merge_requests([make_guided(), make_guided(context_guidance=2.0)])
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_windows_have_lanes_without_context(open_pair: OpenPair, make_guided: Request) -> None:
     pair, long = open_pair(), _normal(1, 16, 5, 4, 6, seed=1)
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
@@ -199,6 +203,7 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_pair: OpenPair,
 CACHES = {"first block": FirstBlockCache(threshold=1e9), "easycache": EasyCache(threshold=1e9)}
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_a_cache_skips_all_sides(cache: Any, open_pair: OpenPair, make_guided: Request) -> None:
     pair, request = open_pair(), make_guided(steps=8, switch_step=4, cache=cache)
@@ -208,6 +213,7 @@ def test_a_cache_skips_all_sides(cache: Any, open_pair: OpenPair, make_guided: R
     assert torch.equal(never.latents, run(pair, replace(request, cache=None)).latents)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_magcache_needs_a_table_of_all_sides(open_pair: OpenPair, make_guided: Request) -> None:
     pair, request = open_pair(), make_guided(steps=8, switch_step=4)
     rule = SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.25)

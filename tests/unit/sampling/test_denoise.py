@@ -76,6 +76,7 @@ def test_a_batch_is_the_textbook_loop_to_the_bit(
     assert torch.equal(_latents(open_pair(dtype=dtype), request), expected)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_an_image_condition_is_the_textbook_loop_to_the_bit(
     open_pair: OpenPair, plain_models: Any, plain_denoise: Any, make_request: Request
 ) -> None:
@@ -101,6 +102,7 @@ def test_the_experts_do_differ(open_pair: OpenPair, make_request: Request) -> No
     assert not torch.allclose(ends[1], ends[2])
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("solver", ["euler", "unipc"])
 def test_samples_of_a_batch_are_single_runs_to_the_bit(solver: str, open_pair: OpenPair, make_request: Request) -> None:
     pair, whole = open_pair(), make_request(batch=3, solver=solver)

@@ -25,6 +25,7 @@ def _bytes_of(pair: ExpertPair, part: str) -> int:
     return sum(t.nbytes for expert in experts for name, t in expert.weights.items() if embedder_part(name) == part)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_equal_run_reads_nothing_and_another_text_what_embeds_texts(
     open_pair: OpenPair, make_request: Request, dtype: torch.dtype
@@ -54,6 +55,7 @@ def test_the_weights_that_embed_are_gone_before_the_first_block(open_pair: OpenP
     assert not any(there)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [16, 256])
 @pytest.mark.usefixtures("equal_bf16_rows")

@@ -99,6 +99,7 @@ def test_chunks_of_tokens_are_parts_of_all_of_them(
     assert _differ(run(pair, request, POLICIES["chunked"]).latents, run(pair, request).latents) <= 1e-6
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_every_part_is_read(
     open_pair: OpenPair, make_request: Request, shape: dict[str, Any], changes: dict[str, Any]
@@ -128,6 +129,7 @@ def test_a_reference_is_ignored_by_experts_without_its_convolution(
     assert torch.equal(given, run(pair, make_request()).latents)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_samples_of_a_batch_equal_single_runs(
     open_pair: OpenPair, make_request: Request, shape: dict[str, Any], changes: dict[str, Any]
@@ -152,6 +154,7 @@ def test_requests_with_other_shapes_are_not_merged(make_request: Request) -> Non
         merge_requests([one, other])
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_ignored_references_keep_no_requests_apart(open_pair: OpenPair, make_request: Request) -> None:
     pair = open_pair()
     with_one, without = make_request(tokens=ExtraTokens(reference=REFERENCE)), make_request(noise=-SOURCE)
@@ -239,6 +242,7 @@ CACHES = {
 }
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_a_cache_skips_steps_with_all_their_tokens(
@@ -252,6 +256,7 @@ def test_a_cache_skips_steps_with_all_their_tokens(
     assert torch.equal(never.latents, run(pair, replace(request, cache=None)).latents)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_magcache_measures_and_skips(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(steps=8, switch_step=4, tokens=CONTEXT)
     table = calibrate(request, lambda calibrated: run(pair, calibrated), source="test")

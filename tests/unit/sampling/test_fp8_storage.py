@@ -71,6 +71,7 @@ def test_it_is_the_model_whose_rows_were_quantised(dtype, pair, make_request, pl
     assert torch.equal(run(pair(dtype, storage="fp8"), request).latents, expected)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_where_a_block_lives_changes_no_bit(pair, make_request):
     request = make_request()
     streamed = pair(storage="fp8")
@@ -82,6 +83,7 @@ def test_where_a_block_lives_changes_no_bit(pair, make_request):
     assert not torch.equal(run(pair(), request).latents, expected)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("policy", [LAYERWISE, PINNED], ids=["file", "RAM"])
 def test_half_the_bytes_move_and_decoding_takes_its_time(pair, make_request, policy):
     request = make_request()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("policy", [LAYERWISE, OffloadPolicy.resident(source="pinned")], ids=str)
 @pytest.mark.parametrize("types", [q4_k_m, matrices("Q8_0")], ids=["Q4_K_M", "Q8_0"])
 def test_a_run_of_gguf_is_the_textbook_loop_to_the_bit(
@@ -70,19 +72,23 @@ LAYOUTS: dict[str, MixedLayout | Fp8Layout] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "policy"), [*zip(LAYOUTS, cycle(POLICIES), strict=False)])
 def test_a_run_of_marked_layers_is_the_textbook_loop_to_the_bit(
-    layout: str, make_tiny_expert: Callable[..., Any], plain_denoise: Any, make_request: Any, tmp_path: Path
+    layout: str,
+    policy: str,
+    make_tiny_expert: Callable[..., Any],
+    plain_denoise: Any,
+    make_request: Any,
+    tmp_path: Path,
 ) -> None:
     files, models = save_pair(tmp_path, make_tiny_expert, LAYOUTS[layout])
     request = make_request(**SHORT)
-    expected = plain_denoise(models, request)
-    for name, policy in POLICIES.items():
-        with open_experts(*files.values(), compute_dtype=torch.float32) as pair:
-            latents = denoise(pair, request, policy=policy, device="cpu").latents
-        assert torch.equal(latents, expected), name
+    with open_experts(*files.values(), compute_dtype=torch.float32) as pair:
+        latents = denoise(pair, request, policy=POLICIES[policy], device="cpu").latents
+    assert torch.equal(latents, plain_denoise(models, request))
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("storage", ["as stored", "fp8"])
 def test_mixed_blocks_have_one_result_whatever_keeps_them(
     storage: Storage, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
@@ -153,24 +159,21 @@ CODES: Mapping[str, tuple[Any, Storage]] = {
 """Layout of the file, and the storage."""
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "policy"), [*zip(CODES, cycle(POLICIES), strict=False)])
 def test_a_run_of_codes_is_the_textbook_loop_with_such_layers_to_the_bit(
-    name: str, make_tiny_expert: Callable[..., Any], plain_denoise: Any, make_request: Any, tmp_path: Path
+    name: str, policy: str, make_tiny_expert: Callable[..., Any], plain_denoise: Any, make_request: Any, tmp_path: Path
 ) -> None:
     layout, storage = CODES[name]
     cast = torch.float8_e4m3fn if "cast" in name else torch.float32
     files, models = save_pair(tmp_path, make_tiny_expert, layout, dtype=cast)
     request = make_request(**SHORT)
-    expected = plain_denoise(plain_models(files, models, storage), request)
-    for each, policy in POLICIES.items():
-        with open_experts(
-            *files.values(), compute_dtype=torch.float32, arithmetic="as stored", storage=storage
-        ) as pair:
-            latents = denoise(pair, request, policy=policy, device="cpu").latents
-            assert pair.decodes == (name in ("int8", "mixed", "fp8, a plain cast", "int8 ConvRot, others mixed"))
-        assert torch.equal(latents, expected), each
+    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored", storage=storage) as pair:
+        latents = denoise(pair, request, policy=POLICIES[policy], device="cpu").latents
+        assert pair.decodes == (name in ("int8", "mixed", "fp8, a plain cast", "int8 ConvRot, others mixed"))
+    assert torch.equal(latents, plain_denoise(plain_models(files, models, storage), request))
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("layout", [LAYOUTS["int8 ConvRot"], Fp8Layout()], ids=["int8", "fp8"])
 def test_blocks_of_codes_have_one_graph(
     layout: Any, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
@@ -228,6 +231,7 @@ def test_codes_halve_the_buffers(name: str, make_tiny_expert: Callable[..., Any]
     assert working_bytes(int8, shape, sides=(0,)) > working_bytes(decoded, shape, sides=(0,))
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_step_in_int8_moves_half_the_bytes(
     make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
 ) -> None:
@@ -244,6 +248,7 @@ def test_a_step_in_int8_moves_half_the_bytes(
     assert all(0.5 < after / before < 0.51 for before, after in zip(*moved, strict=True))
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(
     ("layout", "noise"),
     [(LAYOUTS["int8 ConvRot"], 0.2), (LAYOUTS["mixed"], 0.2), (Fp8Layout(), 0.4)],
@@ -312,6 +317,7 @@ def test_the_arithmetic_is_checked(tmp_path: Path) -> None:
         open_experts(tmp_path, tmp_path, arithmetic="int4")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(
     "how",
     [{}, {"storage": "fp8"}, {"arithmetic": "as stored"}, {"storage": "int8 ConvRot", "arithmetic": "as stored"}],

@@ -86,6 +86,7 @@ def test_text_to_video_is_wan_pipeline(open_one: OpenOne, one_request: Request) 
     assert distance(_run(pair, request), expected) <= TOLERANCE
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_image_to_video_is_wan_image_to_video_pipeline(
     open_one: OpenOne, image_request: Request, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
     assert distance(_run(pair, other), expected) > 1e-3, "what CLIP sees counts"
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_lanes_with_images_of_their_own_come_out_as_alone(open_one: OpenOne, image_request: Request) -> None:
     pair = open_one(**IMAGE)
     requests = [image_request(seed=seed) for seed in (20, 30)]

@@ -50,6 +50,7 @@ def states_of() -> Callable[[RunTask], list[RunState]]:
     return run
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("solver", ["euler", "unipc", "dpm++", "lcm"])
 def test_a_run_that_continues_from_a_file_gives_the_same_bits(
     solver: str, make_task: MakeTask, states_of: Any, tmp_path: Path
@@ -146,6 +147,7 @@ def test_a_state_of_other_size_or_without_finite_values_is_ignored(
         assert run.load() == [None]
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_states_of_a_part_are_no_states_of_another(make_task: MakeTask, states_of: Any, tmp_path: Path) -> None:
     tasks = [make_task(seed=seed) for seed in (1, 2)]
     changes: list[str] = []

@@ -85,6 +85,7 @@ def test_text_to_video_is_wan_pipeline(pair: ExpertPair, text_request: Request) 
     assert distance(_run(pair, request), expected) <= TOLERANCE
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_image_to_video_is_wan_image_to_video_pipeline(pair: ExpertPair, text_request: Request) -> None:
     """Both sides start from the image, which the pipeline's VAE encodes."""
     pipeline = _pipeline(WanImageToVideoPipeline, pair)
@@ -105,6 +106,7 @@ def test_image_to_video_is_wan_image_to_video_pipeline(pair: ExpertPair, text_re
     assert distance(_run(pair, plain), expected) > 1e-2, "the first frame counts"
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("given", ["half a frame", "two frames", "one of two samples"])
 def test_masks_of_any_kind_are_timesteps_of_frames(given: str, pair: ExpertPair, text_request: Request) -> None:
     """Compared with a plain loop: the whole model, and a timestep for every token."""
@@ -183,6 +185,7 @@ def test_a_cache_at_threshold_0_changes_nothing_and_a_high_one_skips(pair: Exper
     assert distance(result.latents[:, :, :1], frame) <= TOLERANCE
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, image_request: Request) -> None:
     plain = _run(pair, image_request())
     assert torch.equal(_run(pair, image_request(windows=ContextWindows(frames=3, overlap=1))), plain)

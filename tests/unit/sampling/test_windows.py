@@ -86,6 +86,7 @@ def test_one_window_of_all_frames_is_no_window_to_the_bit(
     assert torch.equal(latents_of(pair, one), latents_of(pair, request))
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_one_window_of_all_frames_with_an_image_and_a_batch_too(open_pair: OpenPair, make_long: Request) -> None:
     pair = open_pair(in_channels=36)
     request = make_long(batch=2, windows=None, image_condition=normal(1, 20, FRAMES, 4, 6, seed=21))
@@ -93,6 +94,7 @@ def test_one_window_of_all_frames_with_an_image_and_a_batch_too(open_pair: OpenP
     assert torch.equal(latents_of(pair, one), latents_of(pair, request))
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("windows", [WINDOWS, ContextWindows(frames=3, overlap=2, stride=2, blend="pyramid")])
 def test_windows_are_forwards_of_their_own_put_together(
     windows: ContextWindows, open_pair: OpenPair, plain_models: Any, make_long: Request
@@ -103,6 +105,7 @@ def test_windows_are_forwards_of_their_own_put_together(
     )
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("repeat_image", [True, False])
 def test_the_start_image_is_seen_by_every_window_or_by_the_first(
     repeat_image: bool, open_pair: OpenPair, plain_models: Any, make_long: Request
@@ -114,6 +117,7 @@ def test_the_start_image_is_seen_by_every_window_or_by_the_first(
     torch.testing.assert_close(latents_of(open_pair(in_channels=36), request), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_windows_change_the_result(open_pair: OpenPair, make_long: Request) -> None:
     pair = open_pair()
     ends = [latents_of(pair, make_long(windows=each)) for each in (None, WINDOWS, replace(WINDOWS, blend="flat"))]
@@ -139,6 +143,7 @@ def test_weights_move_once_for_all_windows(open_pair: OpenPair, make_long: Reque
     assert calls == expected > whole_calls == 10
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make_long: Request) -> None:
     pair, request = open_pair(), make_long(batch=2, guidance=(4.0, 1.0))
     together = latents_of(pair, request)

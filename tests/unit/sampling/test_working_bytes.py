@@ -99,6 +99,7 @@ def test_the_estimate_is_what_a_forward_pass_holds_at_once(
     assert 0.9 * estimate <= alive.peak <= 1.02 * estimate
 
 
+@pytest.mark.slow  # measures the memory of large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("chunk", [None, 200, 700])
@@ -119,6 +120,7 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
+@pytest.mark.slow  # measures the memory of large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("lanes", "dtype", "chunk"),
@@ -143,6 +145,7 @@ def test_the_estimate_counts_the_tokens_beside_the_video(
     assert 0.9 * (estimate - texts) <= alive.peak <= 1.02 * (estimate - texts) + patches
 
 
+@pytest.mark.slow  # measures the memory of large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("chunk", [None, 200])
@@ -195,6 +198,7 @@ def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     assert by_token.peak > alive.peak + TOKENS * 6 * 512 * 4, f"{by_token.peak / alive.peak:.3f}"
 
 
+@pytest.mark.slow  # measures the memory of large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("chunk", [None, 200])
@@ -216,6 +220,7 @@ def test_the_estimate_of_an_image_branch_is_what_a_forward_pass_holds_at_once(
     assert 0.85 * estimate <= alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
+@pytest.mark.slow  # measures the memory of large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("shape", "chunk", "lanes", "dtype"), CHUNK_CASES, ids=str)
 def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
@@ -246,6 +251,7 @@ CODE_CASES = [
 """Every pair of values of two parameters."""
 
 
+@pytest.mark.slow  # measures the memory of large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("packing", "dtype", "chunk", "at_once", "ffn_dim"), CODE_CASES, ids=str)
 def test_the_estimate_has_the_scratch_memory_of_codes(

@@ -24,6 +24,7 @@ def difference(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
+@pytest.mark.slow  # writes whole models
 @pytest.mark.parametrize("shape", [{}, {"in_channels": 36}, {"layers": 40, "heads": 1}], ids=str)
 def test_output_is_of_order_one_and_depends_on_every_input_and_block(make_tiny_expert, shape):
     model = make_tiny_expert(**shape)

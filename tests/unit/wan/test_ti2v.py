@@ -160,6 +160,7 @@ def _by_token(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return hidden, text, modulation.rows[modulation.row_of_token][None], rotary
 
 
+@pytest.mark.slow  # whole models
 def test_blocks_compute_it_in_every_way_and_are_their_own_again(blocks: list[WanTransformerBlock]) -> None:
     """Compare rows of spans with diffusers' block, which takes a row for every token."""
     given = _inputs(40, 2)
@@ -174,6 +175,7 @@ def test_blocks_compute_it_in_every_way_and_are_their_own_again(blocks: list[Wan
     assert all("forward" in vars(block) for block in blocks)
 
 
+@pytest.mark.slow  # whole models
 def test_graphs_are_one_for_any_number_of_timesteps(blocks: list[WanTransformerBlock]) -> None:
     """Expect one more graph for lanes whose frames share a timestep."""
     kernels, compiler = BlockKernels(blocks, timed=True), get_compiler("eager")

@@ -552,6 +552,7 @@ def test_a_failed_row_is_tried_on_one_more_server(reasons: dict[str, str], alive
     assert RowHistory(reasons=reasons).retry("a", alive) == retry
 
 
+@pytest.mark.slow  # runs a whole batch
 @pytest.mark.parametrize("size", [1, 3])
 def test_fifty_mishaps_in_a_hundred_rows_on_four_servers_cost_nothing(tmp_path: Path, size: int) -> None:
     mishaps = Mishaps(size, 50, 0.25)

@@ -98,6 +98,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchOp
         yield BatchOptions(jobs=Path(), workflow=Path(), output=tmp_path / "out", models=models, input=tmp_path)
 
 
+@pytest.mark.slow  # runs a whole batch, or waits for its servers
 @pytest.mark.parametrize("shared", [True, False])
 def test_fifty_mishaps_in_a_hundred_rows_on_four_actors_cost_nothing(
     shared: bool, options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

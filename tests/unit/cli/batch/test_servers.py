@@ -355,6 +355,7 @@ def seeds_of(*states: State) -> list[int]:
     ]
 
 
+@pytest.mark.slow  # runs a whole batch, or waits for its servers
 @pytest.mark.parametrize("returns", [False, True])
 def test_rows_of_a_server_that_hangs_are_made_by_another_and_none_is_lost_or_doubled(
     tmp_path: Path,
@@ -389,6 +390,7 @@ def test_rows_of_a_server_that_hangs_are_made_by_another_and_none_is_lost_or_dou
     assert returns == (len(second.history) > 5)
 
 
+@pytest.mark.slow  # runs a whole batch, or waits for its servers
 def test_a_batch_whose_only_server_hangs_ends_after_the_timeout_and_can_be_resumed(
     tmp_path: Path, serve: Serve, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def stop_when(condition: Callable[[], bool]) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_frames_are_those_of_one_worker(
     count: int, tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -83,6 +83,7 @@ def test_frames_are_those_of_one_worker(
     assert [worker.freed for worker in workers.workers] == [1] * count
 
 
+@pytest.mark.slow  # several workers decode or compute
 @pytest.mark.parametrize("tiling", [TILING, Tiling.of(128)], ids=["tiles", "whole frames"])
 def test_a_worker_gets_the_latents_of_its_tile_only(
     tiling: Tiling, tile_pools: Callable[..., Any], job: DecodeTask
@@ -111,6 +112,7 @@ def test_workers_compute_in_the_dtype_that_is_asked_for(
     assert torch.equal(_decode(workers, job), alone), "the same workers, in fp32 again"
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -158,6 +160,7 @@ def test_the_last_restart_is_the_last(tile_pools: Callable[..., Any], job: Decod
         _decode(tile_pools(2, before), job, max_restarts=0)
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_restarts_are_counted_for_each_worker(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -172,6 +175,7 @@ def test_restarts_are_counted_for_each_worker(
     assert len(workers.all) == 4
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_the_other_workers_decode_while_a_lost_one_is_replaced(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -197,6 +201,7 @@ def test_the_other_workers_decode_while_a_lost_one_is_replaced(
     assert len(workers.all) == 3, "the decode ends after the replacement, so that the next run can use the pool"
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_a_replacement_that_is_lost_too_counts_and_any_other_failure_of_it_ends_the_decode(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -236,6 +241,7 @@ def lose(workers: Any, *ranks: int) -> None:
         workers.workers[rank].call = call
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_workers_that_are_lost_before_a_decode_are_replaced_and_not_counted(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -321,6 +327,7 @@ def test_the_time_limit_of_a_tile_starts_with_it(
         go_on.set()
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_a_decode_that_is_stopped_leaves_workers_that_decode(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -376,6 +383,7 @@ def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded
     assert [worker.tiles for worker in workers.workers] == [0, 0]
 
 
+@pytest.mark.slow  # several workers decode or compute
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
     max_restarts: int, tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
@@ -407,6 +415,7 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
         go_on.set()
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_the_vae_is_found_where_the_path_map_says(
     tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -440,6 +449,7 @@ class ShortOnce(TileDecoder):
         return super().decode(task, is_stopped)
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_a_worker_decodes_where_its_experts_have_made_room(
     make_task: Callable[..., RunTask],
     tiny_pipeline: Callable[[], Path],

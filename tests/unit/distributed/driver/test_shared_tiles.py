@@ -60,6 +60,7 @@ def no_room_above(size: int) -> Callable[[Any, DecodeTask], None]:
     return before
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_memory_that_runs_out_on_a_worker_leads_to_smaller_tiles(
     tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor], vae: Path
 ) -> None:

@@ -46,6 +46,7 @@ def place(rank: int, mesh: Mesh) -> RendezvousSpec:
     return RendezvousSpec(rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=1, timeout_s=10)
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_the_second_task_runs_what_it_says(
     worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
 ) -> None:
@@ -70,6 +71,7 @@ def test_experts_are_opened_where_the_path_map_says(
         worker.run(make_task(experts=elsewhere), ignore)
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_files_that_were_replaced_are_opened_anew(
     worker: Worker, make_task: MakeTask, tiny_expert_folder: Callable[..., Path], tmp_path: Path, alone: ComputeAlone
 ) -> None:
@@ -241,6 +243,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         Worker("cuda:99")
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_a_lora_of_another_strength_is_another_run(
     worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone, tmp_path: Path
 ) -> None:
@@ -269,6 +272,7 @@ def test_a_lora_of_another_strength_is_another_run(
     assert not torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.slow  # several workers decode or compute
 def test_a_stage_takes_the_strengths_of_its_steps(
     make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone, tmp_path: Path, make_tiny_expert: Any
 ) -> None:

@@ -102,6 +102,7 @@ def assert_block(source: QuantisedSource, key: BlockKey, flat: torch.Tensor, ten
             assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), tensor.name
 
 
+@pytest.mark.slow  # many runs of the engine
 def test_blocks_are_quantised_as_they_arrive(source, tensors):
     assert list(source.formats) == KEYS
     for key in [*KEYS, *KEYS[::-1]]:

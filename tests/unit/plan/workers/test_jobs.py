@@ -146,7 +146,7 @@ def _check_all_done(items: list[list[range]], played: Simulation) -> None:
         assert step in items[item][group.stage]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(grids(), st.integers(0, 10**6), AHEAD)
 def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
     grid: tuple[list[list[range]], int], seed: int, ahead: int
@@ -157,7 +157,7 @@ def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
     _check_all_done(items, played)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(grids(), st.integers(0, 10**6), st.integers(0, 6), AHEAD)
 def test_losses_cost_no_reported_step_and_are_counted(
     grid: tuple[list[list[range]], int], seed: int, max_restarts: int, ahead: int

@@ -60,6 +60,7 @@ def test_memory_counts_what_a_cache_keeps(guided: bool, open_pair: OpenPair, mag
     assert needed(magnitudes) - needed(None) == state
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(("lanes", "chunk"), [(1, None), (2, 64)])
 def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | None, make_tiny_expert: Any) -> None:
     model, latents = make_tiny_expert(layers=2), torch.randn(2, 1, 16, 3, 32, 24)

@@ -82,6 +82,7 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     return latents
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, make_windowed: Request) -> None:
     pair, plain = open_pair(), make_windowed(windows=MOVING)
     cached = run(pair, replace(plain, cache=FirstBlockCache(threshold=0.0)))
@@ -89,6 +90,7 @@ def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, make_windowed: Req
     assert not any(step.skipped_lanes for step in cached.timeline.steps)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(
     ("windows", "threshold"), [(STILL, 0.55), (MOVING, 0.55), (replace(MOVING, overlap=0, stride=2), 1e9)]
 )
@@ -102,6 +104,7 @@ def test_each_window_takes_over_what_diffusers_takes_over_for_it(
     assert any(step.skipped_lanes for step in found.timeline.steps)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("windows", [MOVING, replace(MOVING, overlap=0, stride=2)])
 def test_a_window_that_was_not_there_in_the_step_before_is_computed(
     windows: ContextWindows, open_pair: OpenPair, make_windowed: Request
@@ -124,12 +127,14 @@ def test_windows_that_stay_leave_out_what_a_whole_video_does(open_pair: OpenPair
         assert sum(step.bytes_moved for step in steps) <= 2 * pair.stored_bytes
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, make_windowed: Request) -> None:
     pair, request = open_pair(), make_windowed(batch=2, windows=MOVING, cache=FirstBlockCache(threshold=0.55))
     for part, sample in zip(split_request(request, [1, 1]), run(pair, request).latents, strict=True):
         assert torch.equal(run(pair, part).latents[0], sample)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_step_that_is_taken_again_decides_as_it_did(open_pair: OpenPair, make_windowed: Request) -> None:
     """Raise one out-of-memory error after the blocks of each of the first steps."""
     request = make_windowed(windows=MOVING, cache=FirstBlockCache(threshold=0.55))
@@ -156,6 +161,7 @@ def table(open_pair: OpenPair, make_windowed: Request) -> MagTable:
     return calibrate(make_windowed(), partial(run, open_pair()), source="a test")
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_magnitudes_leave_steps_out_where_windows_stay(
     open_pair: OpenPair, make_windowed: Request, table: MagTable
 ) -> None:
@@ -185,6 +191,7 @@ def test_magnitudes_with_windows_that_never_stay_are_refused(make_windowed: Requ
         make_windowed(windows=MOVING, cache=cache)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_run_in_windows_can_be_calibrated(open_pair: OpenPair, make_windowed: Request) -> None:
     def ratios(windows: ContextWindows | None) -> tuple[tuple[float, ...], ...]:
         return calibrate(make_windowed(windows=windows), partial(run, open_pair()), source="a test").ratios

@@ -92,6 +92,7 @@ def test_a_run_is_that_of_the_definition(
     assert torch.equal(result.latents, latents)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_these_thresholds_differ(plain_models: Any, make_eight_steps: Request) -> None:
     found = [defined(plain_models(), make_eight_steps(), threshold)[1] for threshold in THRESHOLDS]
     assert found == [[], [6], [2, 6], [2, 3, 6]]
@@ -117,6 +118,7 @@ def test_a_cache_that_skips_nothing_changes_no_bit(
     assert skipped(cached) == []
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair, whole = open_pair(), make_eight_steps(batch=3, cache=SOME)
     for place, sample in enumerate(run(pair, whole).latents):
@@ -137,6 +139,7 @@ def test_a_skipped_step_moves_no_more_than_lies_ahead_and_the_next_one_uses_it(
     assert [step.skipped_visits for step in steps] == [0, 0, LAYERS, LAYERS, 0, 0, LAYERS, 0]
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:

@@ -94,6 +94,7 @@ def test_these_thresholds_hit_all_lanes_one_lane_and_none(open_pair: OpenPair, m
     assert all((step.skipped_visits == LAYERS - 1) == (step.skipped_lanes == 2) for step in steps)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_no_policy_changes_a_bit_of_what_a_cache_makes(
     policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request
@@ -106,6 +107,7 @@ def test_no_policy_changes_a_bit_of_what_a_cache_makes(
         assert skipped(found) == skipped(expected) != []
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair, whole = open_pair(), make_eight_steps(batch=3, cache=SOME)
     for place, sample in enumerate(run(pair, whole).latents):
@@ -162,6 +164,7 @@ def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, make_eig
     assert len(watched.runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_kept(
     tiny_expert_file: Any, make_tiny_expert: Any, tmp_path: Path, make_eight_steps: Request
 ) -> None:
@@ -177,6 +180,7 @@ def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_
     assert all(torch.equal(each.latents, found[0].latents) for each in found)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
@@ -190,6 +194,7 @@ def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
         assert len(disturbed.timeline.changes) == 1
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
@@ -201,6 +206,7 @@ def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
         assert skipped(disturbed) == skipped(whole)
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize("polls", [1, LAYERS + 1, LAYERS + 2, 3 * LAYERS])
 def test_a_run_that_is_stopped_leaves_the_pair_usable(
     polls: int, open_pair: OpenPair, make_eight_steps: Request

@@ -43,9 +43,17 @@ OpenPair = Callable[..., ExpertPair]
 Models = Mapping[str, WanTransformer3DModel]
 
 
+@pytest.fixture(scope="module")
+def tables() -> list[MagTable]:
+    return []
+
+
 @pytest.fixture
-def table(open_pair: OpenPair, make_eight_steps: Request) -> MagTable:
-    return measured(open_pair(), make_eight_steps())
+def table(open_pair: OpenPair, make_eight_steps: Request, tables: list[MagTable]) -> MagTable:
+    """The table of a calibration, which the first test that needs it runs."""
+    if not tables:
+        tables.append(measured(open_pair(), make_eight_steps()))
+    return tables[0]
 
 
 @pytest.fixture

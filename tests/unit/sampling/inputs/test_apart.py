@@ -46,6 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
+@pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(("case", "sizes"), [(case, ((1, 2), (1, 1, 1))[at % 2]) for at, case in enumerate(CASES)])
 def test_parts_make_the_samples_of_the_whole_to_the_bit(
     case: str, sizes: Sequence[int], open_pair: Callable[..., ExpertPair], make_request: Request

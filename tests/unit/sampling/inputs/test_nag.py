@@ -116,6 +116,7 @@ def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
     assert processors(pair) == {WanAttnProcessor}
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(batch=2, guidance=UNGUIDED, nag=NAG)
     together = latents_of(pair, request)

@@ -49,7 +49,10 @@ def whole(open_pair: OpenPair, make_request: Request) -> Callable[[DenoiseReques
     return run
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in sorted({*SOLVERS} - {"unipc"})]
+
+
+@pytest.mark.parametrize("solver", ["unipc", *SLOW])
 def test_a_run_goes_on_after_any_step_in_another_pair(
     solver: str, open_pair: OpenPair, make_request: Request, whole: Any
 ) -> None:

@@ -186,6 +186,7 @@ def test_an_error_with_another_number_is_no_shortage() -> None:
     assert not is_out_of_memory(error)
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_where_two_buffers_are_all_there_is_fewer_tokens_are_computed_at_once(
     open_pair: OpenPair, make_request: Request, caplog: pytest.LogCaptureFixture
 ) -> None:

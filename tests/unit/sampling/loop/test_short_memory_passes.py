@@ -173,6 +173,7 @@ def test_a_policy_is_revised_after_an_undisturbed_first_call(
     assert going.recompiled == 0
 
 
+@pytest.mark.slow  # several runs of the loop
 def test_a_call_in_which_blocks_were_compiled_teaches_nothing(open_pair: OpenPair) -> None:
     torch._dynamo.reset()
     records, pair = list[Any](), open_pair(layers=2)

@@ -102,6 +102,7 @@ def test_the_ram_in_addition_to_slots_is_predicted(pair, lora_file, lane):
 class TestChanges:
     """Between runs of one engine."""
 
+    @pytest.mark.slow  # whole models
     @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
     def test_any_change_gives_what_a_fresh_pair_gives(self, pair, lora_file, lane, policy, of_fresh_pairs):
         one, two = open_lora(lora_file(seed=3)), open_lora(lora_file({**time_lora()}))
@@ -171,6 +172,7 @@ class TestChanges:
         pair.set_loras([(lora, 0)], [(lora, -0.0)])
         assert torch.equal(run(pair, lane), plain)
 
+    @pytest.mark.slow  # whole models
     @pytest.mark.parametrize("policy", [POLICIES["layerwise pinned"], OffloadPolicy.block_swap(2, 1, source="pinned")])
     def test_with_pinned_weights_no_change_reads_a_byte_of_the_base(
         self, tiny_expert_folder, tmp_path, lora_file, lane, policy
@@ -191,6 +193,7 @@ class TestChanges:
             with pytest.raises(OSError, match="was changed after it was opened"):
                 run(pair, lane, policy)
 
+    @pytest.mark.slow  # whole models
     def test_a_lora_on_the_time_embedder_reads_only_that_again(self, pair, lora_file, lane):
         """Its rows are computed again; the other expert keeps its rows."""
         block, time = open_lora(lora_file(seed=3)), open_lora(lora_file(time_lora()))

@@ -84,6 +84,7 @@ def test_an_empty_embedding_is_kept_too(kept: SimpleNamespace) -> None:
     assert len(kept.encoder.calls) == 1
 
 
+@pytest.mark.slow  # several whole models
 def test_embeddings_are_those_of_the_encoder_to_the_bit(tiny_pipeline: Callable[..., Path]) -> None:
     folder, texts = tiny_pipeline(), ["a boat at dawn", "blurry", ""]
     with open_text_encoder(folder) as encoder:

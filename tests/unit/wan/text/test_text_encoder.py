@@ -59,6 +59,7 @@ def pipeline_copy(tiny_pipeline, tmp_path):
 
 
 class TestAgainstDiffusers:
+    @pytest.mark.slow  # whole models
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_every_prompt_is_equal_to_the_bit_alone_and_in_company(self, tiny_pipeline, diffusers_encode, dtype):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=dtype)

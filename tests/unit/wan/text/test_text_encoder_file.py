@@ -181,6 +181,7 @@ class TestAgainstTheFolder:
 
         assert_equal(embeddings(path, torch.float32), embeddings(folder_of(path), torch.float32))
 
+    @pytest.mark.slow  # several whole models
     @pytest.mark.parametrize("name", ["int8", "int8 rows", "int8 ConvRot 64", "mxfp8", "nvfp4"])
     def test_packed_matrices_are_equal_to_their_values(self, name: str, tmp_path: Path) -> None:
         encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))

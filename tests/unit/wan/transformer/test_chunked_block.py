@@ -238,6 +238,7 @@ class TestAttached:
         with pytest.raises(ValueError, match="block 0 has the attention processor Other"):
             ChunkedBlocks([block], 100)
 
+    @pytest.mark.slow  # several whole models
     def test_it_compiles_into_one_graph(self, block: WanTransformerBlock) -> None:
         inputs = inputs_of(300, 2, torch.float32)
         expected = block(*inputs)

@@ -107,6 +107,7 @@ def test_lack_of_memory_is_no_fault_of_the_kernel() -> None:
         module.kernel_fault(full, CPU, torch.float32)
 
 
+@pytest.mark.slow  # several whole models
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_it_computes_self_attention_only_and_copies_nothing_for_it(
     chunk: int | None, blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
@@ -164,6 +165,7 @@ def test_it_works_with_two_texts(
     assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # several whole models
 def test_one_graph_serves_all_blocks(blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())

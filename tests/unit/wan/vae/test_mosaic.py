@@ -9,6 +9,7 @@ from wanstream.wan.vae.memory import DecodeNeeds, TensorMemoryTracker
 from wanstream.wan.vae.tiles import TileBlender, Tiling
 
 
+@pytest.mark.slow  # decodes whole videos
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize(
     ("height", "width", "latent_frames", "pixels"),

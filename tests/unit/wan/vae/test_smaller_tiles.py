@@ -76,6 +76,7 @@ def test_another_error_ends_it_at_once() -> None:
     assert tries.sizes == [0]
 
 
+@pytest.mark.slow  # decodes whole videos
 def test_the_video_is_that_of_the_tiles_that_fitted(tiny_pipeline: Callable[[], Path]) -> None:
     latents = torch.randn(1, 16, 2, 9, 12, generator=torch.Generator().manual_seed(0))
     with open_vae(tiny_pipeline()) as vae:

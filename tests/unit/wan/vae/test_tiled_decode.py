@@ -41,6 +41,7 @@ def _tiled(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
         vae.disable_tiling()
 
 
+@pytest.mark.slow  # decodes whole videos
 @pytest.mark.parametrize(
     ("frames", "size"), [(3, (13, 9)), (3, (8, 8)), (1, (5, 20)), (1, (14, 14)), (3, (6, 4))], ids=str
 )
@@ -64,6 +65,7 @@ def _decode_tile(vae: AutoencoderKLWan, tile: torch.Tensor, check: Callable[[], 
     return gather_tile(decoded_frames(vae, tile), tile, check)
 
 
+@pytest.mark.slow  # decodes whole videos
 @pytest.mark.parametrize("tile", [0, 64])
 def test_an_opened_vae_decodes_whole_or_in_tiles(
     tiny_pipeline: Callable[[], Path], own_vae: AutoencoderKLWan, tile: int

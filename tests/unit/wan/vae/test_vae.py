@@ -49,6 +49,7 @@ class TestAgainstDiffusers:
         assert raw.shape == (1, 16, (frames - 1) // 4 + 1, 2, 3)
         assert torch.equal(raw, expected)
 
+    @pytest.mark.slow  # decodes whole videos
     def test_an_encode_in_tiles_is_that_of_diffusers_and_the_next_one_is_whole_again(self, tiny_pipeline, own_vae):
         video = noise(5, 72, 96, 3).sigmoid()
 

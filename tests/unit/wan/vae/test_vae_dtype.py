@@ -48,6 +48,7 @@ def test_frames_are_close_to_those_of_fp32(tiny_pipeline: Callable[[], Path], ti
     assert torch.equal(shown, frames[0].mul(255).round().to(torch.uint8))
 
 
+@pytest.mark.slow  # decodes whole videos
 def test_it_takes_half_the_memory(tiny_pipeline: Callable[[], Path], own_vae: AutoencoderKLWan) -> None:
     with open_vae(tiny_pipeline()) as exact, open_vae(tiny_pipeline(), BF16) as vae:
         whole, half = exact.decode_needs(_latents()), vae.decode_needs(_latents())
@@ -62,6 +63,7 @@ def test_it_takes_half_the_memory(tiny_pipeline: Callable[[], Path], own_vae: Au
     )
 
 
+@pytest.mark.slow  # decodes whole videos
 def test_it_takes_the_estimated_memory(own_vae: AutoencoderKLWan) -> None:
     with torch.no_grad(), TensorMemoryTracker() as tracker:
         for frames in decoded_frames(own_vae, torch.zeros(1, 16, 3, 6, 6, dtype=BF16)):
