@@ -272,7 +272,7 @@ def test_a_run_that_begins_before_an_older_answer_comes_is_not_taken_for_lost(cl
     classic.page.route("**/wanstream/runs", lambda route: held.append((route, route.fetch())))
     classic.page.reload()
     classic.page.wait_for_function(READY, timeout=WAIT_MS)
-    classic.load(steps=60)
+    classic.load(steps=500)
     classic.queue()
     classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
     assert held
@@ -282,6 +282,7 @@ def test_a_run_that_begins_before_an_older_answer_comes_is_not_taken_for_lost(cl
     shown = classic.shown()
     assert shown["ended"] == "false"
     assert shown["line"].startswith("step ")
+    classic.server.post("/interrupt", {})
     classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
 
 
