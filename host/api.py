@@ -303,6 +303,10 @@ class HostApi(Protocol):
     def has_viewers(self) -> bool:
         """Return True if anybody is connected who receives announced events."""
 
+    def running_graph(self) -> Mapping[str, Any]:
+        """Return the graph of the running queue item in API format; empty where the host keeps none."""
+        return {}
+
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         """Send an event to all subscribers without waiting. `payload` is plain JSON."""
 

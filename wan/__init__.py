@@ -10,7 +10,7 @@ from .checkpoint.files import ModelVersion, model_version
 from .checkpoint.key_names import native_transformer_name
 from .checkpoint.markers import header_settings, marker_settings, own_layers
 from .checkpoint.meta_model import NoInitialValues
-from .checkpoint.mismatches import GuidedStep, expert_mismatches, guidance_mismatches, lora_mismatches
+from .checkpoint.mismatches import GuidedStep, expert_mismatches, guidance_mismatches, is_for_few_steps, lora_mismatches
 from .checkpoint.model_part import OTHER_MODELS_OF_A_CHECKPOINT, WRAPPERS
 from .checkpoint.open import is_merged, open_expert, patch_shape
 from .checkpoint.quantise_file import write_int8
@@ -119,6 +119,7 @@ __all__ = [
     "frame_timesteps",
     "guidance_mismatches",
     "header_settings",
+    "is_for_few_steps",
     "is_merged",
     "lora_mismatches",
     "marker_settings",

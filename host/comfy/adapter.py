@@ -226,6 +226,9 @@ class ComfyHost(HostApi):
     def has_viewers(self) -> bool:
         return self._events is not None and self._events.has_viewers()
 
+    def running_graph(self) -> Mapping[str, Any]:
+        return {} if self._events is None else self._events.running_graph(self.run_id())
+
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         if self._events is not None:
             self._events.announce(event, payload)

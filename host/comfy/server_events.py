@@ -60,6 +60,10 @@ class ServerEvents:
         server = getattr(PromptServer, "instance", None)
         return server is not None and bool(server.sockets)
 
+    def running_graph(self, prompt_id: str | None) -> Mapping[str, Any]:
+        """Return the graph of the running queue item with this id; empty if there is none."""
+        return _queued(prompt_id)[0]
+
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         """Send an event to all browsers and record it. Begin and notice events get names from the graph."""
         if event in (BEGIN, NOTICES_EVENT):

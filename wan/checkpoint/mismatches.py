@@ -152,9 +152,14 @@ def _files_of(ref: ExpertsRef, expert: str) -> list[tuple[Path, StepStrengths]]:
     return [(path, strength) for path, strength in files if path is not None]
 
 
+def is_for_few_steps(name: str) -> bool:
+    """Return True if the name of a file or folder states a distilled model."""
+    return _FEW_STEPS.search(name) is not None
+
+
 def _is_for_few_steps(path: Path) -> bool:
     """Return True if the file name, the folder name or the header states a distilled model."""
-    if any(map(_FEW_STEPS.search, (path.stem if path.is_file() else path.name, path.parent.name))):
+    if any(map(is_for_few_steps, (path.stem if path.is_file() else path.name, path.parent.name))):
         return True
     return any(map(_FEW_STEPS.search, _metadata_values(path, TITLE_FIELDS)))
 

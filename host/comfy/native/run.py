@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,7 +32,8 @@ from ....schema import OffloadPolicy, Timeline, format_seconds
 from ....telemetry import Recorder
 from ...api import HostApi, current_host
 from ...auto_policy import AVAILABLE_SHARE, smaller_limit
-from ...run_events import SHORT_DTYPES, RunEvents, RunSettings
+from ...distilled_models import cfg_notices
+from ...run_events import NOTICES_EVENT, SHORT_DTYPES, RunEvents, RunSettings
 from .hooks import NativeRuns
 from .lanes import Conditions, ModelCall, VisitSharing
 from .patcher import NativePatcher
@@ -332,8 +333,19 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments:
     # By name: ComfyUI makes a new function for each run of some samplers.
     function = getattr(sampler, "sampler_function", type(sampler))
     kind = getattr(function, "__qualname__", type(function).__qualname__), steps, shape
+    _announce_notices(current_host(), getattr(guider, "cfg", None))
     run = NativeRun(patcher.model.runs, patcher, current_host(), kind=kind, steps=steps, shape=shape)
     return run.follow(compute)
+
+
+def _announce_notices(host: HostApi, cfg: object) -> None:
+    """Show notices on the executing sampler, in place of earlier ones, and log them."""
+    node = host.executing_node()
+    notices = cfg_notices(host.running_graph(), node, cfg)
+    for notice in notices:
+        logger.warning("%s", notice.text)
+    payload = {"prompt_id": host.run_id(), "node": node, "notices": [asdict(notice) for notice in notices]}
+    host.announce(NOTICES_EVENT, payload)
 
 
 def calc_cond_batch(
