@@ -264,25 +264,6 @@ def test_a_batch_becomes_one_video_after_the_other(run: Run, folders: dict[str, 
     assert history.results["frames"][0].shape == (10, 32, 32, 3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "node_id", "reason"),
-    [
-        (
-            {"experts": {"low_noise": "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"}},
-            "experts",
-            "is I2V, but the high-noise expert .* is T2V",
-        ),
-        ({"experts": {"low_noise": "from the same pipeline folder"}}, "experts", "low"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused_by_the_node_that_says_it(
-    run: Run, changes: dict[str, dict[str, Any]], node_id: str, reason: str
-) -> None:
-    with pytest.raises(NodeFailedError, match=reason) as refused:
-        run(workflow("t2v", changes))
-    assert refused.value.node_id == node_id
-
-
 def test_guidance_1_does_not_look_at_the_negative(run: Run) -> None:
     plain = {"guidance_high": 1.0, "guidance_low": 1.0}
     same, other = ({"text": {"negative": text}, "sampler": plain} for text in ("rain", "sun"))
