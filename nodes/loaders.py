@@ -8,7 +8,6 @@ from typing import Any
 
 from ..devices import AUTO, dtype_name
 from ..host import WEIGHT_DTYPES, ModelStreaming, ShareVisits, current_host, io, search_aliases
-from ..offload import FileVersion, file_version
 from ..plan import AutoOffload
 from ..schema import LARGEST_STRENGTH, ExpertsRef, LoraRef, Notice, OffloadPolicy, parse_step_strengths
 from ..wan import (
@@ -16,6 +15,7 @@ from ..wan import (
     ATTENTIONS,
     STORAGES,
     ExpertPair,
+    ModelVersion,
     choose_multiplication,
     expert_mismatches,
     lora_mismatches,
@@ -32,6 +32,7 @@ from .runs.file_checks import (
     check_lora,
     check_native_model,
     check_single_model,
+    files_version,
 )
 
 DTYPES = {AUTO: AUTO, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -146,9 +147,11 @@ class WanStreamExperts(io.ComfyNode):
         return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
     @classmethod
-    def fingerprint_inputs(cls, **inputs: Any) -> bool:
-        """Run the node again when strict mode was switched: its warnings become errors, or warnings again."""
-        return current_host().strict()
+    def fingerprint_inputs(
+        cls, high_noise: str | None = None, low_noise: str | None = None, **inputs: Any
+    ) -> tuple[bool, ModelVersion]:
+        """Run the node again when a file was replaced, or strict mode was switched and warnings are errors or not."""
+        return current_host().strict(), files_version(EXPERT_FOLDERS, high_noise, low_noise)
 
 
 def open_here(ref: ExpertsRef) -> ExpertPair:
@@ -233,6 +236,11 @@ class WanStreamOneExpert(io.ComfyNode):
         notices = _opened_notices(ref, open_here(ref))
         return io.NodeOutput(ref, ui=show_notices(*notices, file=file) or None)
 
+    @classmethod
+    def fingerprint_inputs(cls, file: str | None = None, **inputs: Any) -> ModelVersion:
+        """Run the node again when its file was replaced."""
+        return files_version(EXPERT_FOLDERS, file)
+
 
 class WanStreamLora(io.ComfyNode):
     """Experts with one more LoRA each, which was checked to fit."""
@@ -306,7 +314,12 @@ class WanStreamLora(io.ComfyNode):
         found = _lora_notices(pair, lora)
         return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
-    fingerprint_inputs = WanStreamExperts.fingerprint_inputs
+    @classmethod
+    def fingerprint_inputs(
+        cls, high_noise: str | None = None, low_noise: str | None = None, **inputs: Any
+    ) -> tuple[bool, ModelVersion]:
+        """Run the node again as `WanStreamExperts` does."""
+        return current_host().strict(), files_version(LORA_FOLDERS, high_noise, low_noise)
 
 
 def _lora_notices(pair: ExpertPair, lora: LoraRef) -> list[Notice]:
@@ -427,9 +440,9 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
             return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, **settings)))
 
     @classmethod
-    def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> FileVersion | None:
-        """Load the model again when its file was replaced. A linked name is None here."""
-        return None if unet_name is None else file_version(current_host().model_path(unet_name, *MODEL_FOLDERS).stat())
+    def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> ModelVersion:
+        """Load the model again when its file was replaced."""
+        return files_version(MODEL_FOLDERS, unet_name)
 
 
 class WanStreamStreamModel(io.ComfyNode):

@@ -101,6 +101,12 @@ def check_native_model(name: object, weight_dtype: object) -> None:
         _native_model(path, model_version(path), dtype)
 
 
+def files_version(kinds: Sequence[str], *names: str | None) -> ModelVersion:
+    """Return the versions of models by name. Linked names (None) and choices without a file have none."""
+    named = (name for name in names if name not in (None, NONE, SAME_FOLDER))
+    return model_version(*(current_host().model_path(str(name), *kinds) for name in named))
+
+
 def check_encoder(name: object) -> FileReport:
     """Raise the errors from opening a VAE, and an error for a VAE without encoder."""
     path = _path(name, ENCODER_FOLDERS)

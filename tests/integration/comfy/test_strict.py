@@ -14,7 +14,7 @@ from wanstream.host import current_host
 host = current_host()
 from wanstream.nodes.loaders import WanStreamExperts
 from wanstream.nodes.loaders import WanStreamLora
-fingerprints = [WanStreamExperts.fingerprint_inputs(high_noise="a"), WanStreamLora.fingerprint_inputs(low_noise="b")]
+fingerprints = [node.fingerprint_inputs()[0] for node in (WanStreamExperts, WanStreamLora)]
 (answer,) = {host.strict(), *fingerprints}
 """
 

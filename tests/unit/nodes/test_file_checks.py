@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs import file_checks
 from wanstream.nodes.runs.file_checks import SAME_FOLDER
-from wanstream.tests.support.embedded import run_workflow, validate_workflow
+from wanstream.tests.support.embedded import embedded_host, run_workflow, validate_workflow
 from wanstream.tests.support.given_nodes import ANYTHING, LATENT, NODES, PROMPTS, VIDEO, Given, graph_around
 from wanstream.wan.checkpoint import open as checkpoint_open
 from wanstream.wan.checkpoint.files import read_checkpoint
@@ -218,7 +220,13 @@ def test_an_expert_is_read_once_for_the_check_and_the_run(
     run(models, "WanStreamOneExpert", **SINGLE)
     run(models, "WanStreamOneExpert", **SINGLE)
     assert read == [file]
-    os.utime(file, (1, 1))
+    with embedded_host.opened(Folders(models=models, output=models, input=models)):
+        before = WanStreamOneExpert.fingerprint_inputs(**SINGLE)
+        pair = {"high_noise": file.name, "low_noise": SAME_FOLDER}
+        before_pair = WanStreamExperts.fingerprint_inputs(**pair)
+        os.utime(file, (1, 1))
+        assert WanStreamOneExpert.fingerprint_inputs(**SINGLE) != before
+        assert WanStreamExperts.fingerprint_inputs(**pair) != before_pair
     run(models, "WanStreamOneExpert", **SINGLE)
     assert read == [file] * 2
 
