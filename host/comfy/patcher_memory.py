@@ -12,6 +12,7 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 
+from ...devices import compute_device, runtime_for
 from ...offload import OffloadEngine
 from ...plan import keep_near_policy, shrink_to_budget
 from ...schema import OffloadPolicy, plan_residency
@@ -54,6 +55,9 @@ class StreamedWeights(Protocol):
     def release_memory(self, nbytes: int) -> int:
         """Free buffers until `nbytes` are free or none is left; return the bytes freed."""
 
+    def release_idle_buffers(self) -> int:
+        """Free the buffers without a resident block; return the bytes freed."""
+
     def close(self) -> None:
         """Free the engine."""
 
@@ -89,6 +93,8 @@ class PolicyMemory:
                 _describe(weights, fitted),
                 _describe(weights, requested),
             )
+        if runtime_for(compute_device(device)) is not None:  # a CPU would fault the same pages in again
+            _release_idle_buffers(device, of_others_than=weights)
         # Allocated now, not at the first fetch: ComfyUI counts these bytes as used from here on.
         weights.engine(fitted, device).allocate_buffers()
         self.requested, self.policy = requested, fitted
@@ -198,6 +204,19 @@ class StreamedPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
                 logger.info("freed %s: the %s are unloaded", size(before), noun)
         super().detach(unpatch_all)
         return self.model
+
+
+def _release_idle_buffers(device: torch.device, *, of_others_than: StreamedWeights) -> None:
+    """Free idle buffers of other streamed weights on the device, from whose memory these allocate theirs.
+
+    Two MODELs of one graph run one after the other, and with a buffer pool each they would hold twice the memory.
+    """
+    for entry in comfy.model_management.current_loaded_models:
+        patcher = entry.model
+        if not isinstance(patcher, StreamedPatcher) or entry.device != device:
+            continue
+        if patcher.weights is not of_others_than and not patcher.weights.running:
+            patcher.weights.release_idle_buffers()
 
 
 def size(nbytes: float) -> str:

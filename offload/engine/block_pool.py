@@ -199,6 +199,18 @@ class BlockPool:
         finally:
             self.release()
 
+    def release_idle_buffers(self) -> int:
+        """Free the buffers without a resident block, and return their bytes.
+
+        They save the next run no fetch. It allocates them again: in the same memory, if another engine has used it.
+
+        Raises:
+            RuntimeError: a run is active; nothing was changed.
+        """
+        contents = self.contents()
+        idle = (b for b in self.buffers if b.index not in contents or not self._residency.keeps(*contents[b.index]))
+        return self.release_memory(sum(buffer.nbytes for buffer in idle))
+
     def set_policy(self, policy: OffloadPolicy) -> None:
         """Change the policy between runs; blocks that are resident under both policies are not read again.
 

@@ -366,6 +366,14 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         """
         return 0 if self._engine is None else self._engine.release_memory(nbytes)
 
+    def release_idle_buffers(self) -> int:
+        """Free the buffers without a resident block, which the next run fills anew; return the bytes freed.
+
+        Raises:
+            RuntimeError: a run is in progress; nothing is changed.
+        """
+        return 0 if self._engine is None else self._engine.release_idle_buffers()
+
     def close(self) -> None:
         """Free the engine with its buffers, threads and open files, and the loaded LoRA factors.
 

@@ -130,6 +130,9 @@ class NativeWeights:
     def release_memory(self, nbytes: int) -> int:
         return 0 if self._engine is None else self._engine.release_memory(nbytes)
 
+    def release_idle_buffers(self) -> int:
+        return 0 if self._engine is None else self._engine.release_idle_buffers()
+
     def close(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 
 from wanstream.offload.host_memory import pages
+from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
-from wanstream.tests.support.device_scenarios import PINNED, SCENARIOS, Case
+from wanstream.tests.support.device_scenarios import (
+    COUNT,
+    DEEP,
+    KEYS,
+    LAYERWISE,
+    PINNED,
+    RESIDENT,
+    SCENARIOS,
+    Case,
+)
 
 
 # On the checked device the name of a test is its seed.
@@ -49,5 +59,25 @@ def test_engines_side_by_side_share_no_stream(gpu: Accelerator) -> None:
     assert len(set(map(id, streams))) == len(streams) == 4
     for case in cases:
         case.run()
+    for case in cases:
+        case.detach()
+
+
+@pytest.mark.parametrize(("policy", "residents"), [(LAYERWISE, 0), (DEEP, 0), (RESIDENT, COUNT)])
+def test_engines_in_turns_need_the_buffers_of_one_and_keep_their_residents(
+    gpu: Accelerator, policy: OffloadPolicy, residents: int
+) -> None:
+    device = gpu.need_fake("it counts memory").devices[0]
+    cases = [Case(gpu, policy), Case(gpu, policy)]
+    cases[0].run()
+    cases[0].check()
+    kept, reserved = residents * cases[0].source.formats[KEYS[0]].computed.nbytes, device.reserved
+    for at in (1, 0, 1):
+        before = cases[1 - at].engine.loaded_bytes
+        released = cases[1 - at].engine.release_idle_buffers()
+        assert cases[1 - at].engine.loaded_bytes == before - released == kept
+        cases[at].run(delay=1)
+        assert device.reserved == reserved + kept
+        cases[at].check()
     for case in cases:
         case.detach()
