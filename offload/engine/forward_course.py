@@ -10,6 +10,7 @@ predicted and compiled again, and blocks that are in buffers already are kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from ...plan import PassOrders, Visit, predict_visits
@@ -34,6 +35,7 @@ class ForwardCourse:
     Args:
         engine: its only stack is followed.
         orders: orders of earlier passes.
+        poll: see `EngineRun.visit`.
 
     Attributes:
         orders: orders of the passes so far.
@@ -43,13 +45,20 @@ class ForwardCourse:
         fetches, visits: those of this course so far, of programs that have ended.
     """
 
-    def __init__(self, engine: OffloadEngine, orders: PassOrders | None = None) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        orders: PassOrders | None = None,
+        *,
+        poll: Callable[[], object] | None = None,
+    ) -> None:
         (self._stack, blocks), *others = engine.block_counts.items()
         assert not others, f"a course follows one stack, not {list(engine.block_counts)}"
         self.orders = orders or PassOrders(blocks=blocks)
         self.passes = self.recompiled = self.fetches = self.visits = 0
         self.course: list[tuple[int, ...]] = []
         self._engine = engine
+        self._poll = poll
         self._state = CourseState.CLOSED
         self._expected = 0  # passes that were predicted
         self._visited: list[int] = []  # blocks of the current pass
@@ -116,7 +125,7 @@ class ForwardCourse:
         if due is None or due.block != block:
             due = self._compile_again(block)
         assert self._run is not None
-        context = self._run.visit(*due)
+        context = self._run.visit(*due, poll=self._poll)
         context.__enter__()
         self._next += 1
         self._visited.append(block)

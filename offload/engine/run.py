@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from ...devices import Clock, DeviceEvent, LateDeviceError, NvtxRanges, clock_for, raise_late
@@ -194,15 +195,23 @@ class EngineRun:
             BlockArrival(key.block, nbytes, requested, arrived, read, pending.copied, decoded)
         )
 
-    def visit(self, step: int, expert: str, block: int, patch: int = 0) -> VisitContext:
+    def visit(
+        self, step: int, expert: str, block: int, patch: int = 0, *, poll: Callable[[], object] | None = None
+    ) -> VisitContext:
         """Return the context of the next visit of the program; inside it, the block's weights are on the device.
+
+        Args:
+            step, expert, block, patch: see `Visit`.
+            poll: called while the visit waits until its block is read. It ends the wait by raising.
 
         Raises:
             StateError: on entering, if another visit is due or the run is not active.
         """
-        return VisitContext(self, Visit(step, expert, block, patch))
+        return VisitContext(self, Visit(step, expert, block, patch), poll)
 
-    def begin(self, visit: Visit) -> tuple[BlockBuffer, DeviceEvent, DeviceEvent, DeviceEvent]:
+    def begin(
+        self, visit: Visit, poll: Callable[[], object] | None = None
+    ) -> tuple[BlockBuffer, DeviceEvent, DeviceEvent, DeviceEvent]:
         """Wait for the block of `visit` and bind it.
 
         Returns its buffer and three events: the block was requested, has arrived, and is decoded.
@@ -222,7 +231,7 @@ class EngineRun:
         # First the host waits until the copy is *issued*: an event that was not recorded yet would let the compute
         # stream pass. Then `wait` makes the compute stream wait for the copy. The host never waits for the bytes, so
         # it can launch the kernels of this block while the copy is still running.
-        pending = self._wait_issued(fetch)
+        pending = self._wait_issued(fetch, poll)
         if pending is not None:
             pending.wait()
         arrived = ready = self._clock.mark()
@@ -260,12 +269,12 @@ class EngineRun:
             self._ranges.end(self._range)
             self._range = None
 
-    def _wait_issued(self, fetch: int) -> PendingBlock | None:
+    def _wait_issued(self, fetch: int, poll: Callable[[], object] | None) -> PendingBlock | None:
         """Wait until a fetch was issued; return its pending work, or None if an earlier visit has finished it."""
         if fetch == KEPT:
             return None
         try:
-            self._sync.await_issued(fetch)
+            self._sync.await_issued(fetch, poll)
         except RunStopped:
             self._thread.result()  # raises the error of the fetch thread, if it failed
             raise
@@ -310,14 +319,16 @@ class EngineRun:
 class VisitContext:
     """Context of one visit. A class rather than a generator, because it is entered once per block and step."""
 
-    __slots__ = ("_begun", "_run", "_visit")
+    __slots__ = ("_begun", "_poll", "_run", "_visit")
 
-    def __init__(self, run: EngineRun, visit: Visit) -> None:
-        self._run, self._visit = run, visit
+    def __init__(self, run: EngineRun, visit: Visit, poll: Callable[[], object] | None) -> None:
+        self._run = run
+        self._visit = visit
+        self._poll = poll
 
     def __enter__(self) -> None:
         try:
-            self._begun = self._run.begin(self._visit)
+            self._begun = self._run.begin(self._visit, self._poll)
         except RuntimeError as err:
             raise_late(err, place_of(self._visit))
             raise

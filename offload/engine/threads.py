@@ -23,6 +23,10 @@ class RunStopped(Exception):
     """Ends a thread whose run has ended while it still had work; not an error."""
 
 
+POLL_S = 1.0
+"""Time between two polls for a cancel while a thread waits for a block."""
+
+
 class ThreadSync:
     """Numbers of the issued fetches and released visits of one program. Both sets only grow."""
 
@@ -74,8 +78,12 @@ class ThreadSync:
             self._ending = True
             self._changed.notify_all()
 
-    def await_issued(self, fetch: int) -> None:
+    def await_issued(self, fetch: int, poll: Callable[[], object] | None = None) -> None:
         """Wait until fetch number `fetch` was issued.
+
+        Args:
+            fetch: number of the fetch.
+            poll: called every `POLL_S`. It ends the wait by raising.
 
         Raises:
             RunStopped: it will not be issued.
@@ -83,10 +91,17 @@ class ThreadSync:
         # Usual case, without the lock: the fetch was issued long before its visit, and the set only grows.
         if fetch in self._issued:
             return
+        while not self._ends(fetch, None if poll is None else POLL_S):
+            assert poll is not None
+            poll()  # without the lock, which the producer needs
+        if fetch not in self._issued:
+            raise RunStopped
+
+    def _ends(self, fetch: int, timeout_s: float | None) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: fetch in self._issued or fetch >= self._no_more or self._stopped)
-            if fetch not in self._issued:
-                raise RunStopped
+            return self._changed.wait_for(
+                lambda: fetch in self._issued or fetch >= self._no_more or self._stopped, timeout_s
+            )
 
     def await_released(self, visit: int) -> None:
         """Wait until visit number `visit` was released; -1 counts as released.

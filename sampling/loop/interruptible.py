@@ -38,6 +38,7 @@ def block_visit(
     block: int,
     *,
     patch: int = 0,
+    waiting: bool = False,
     inside: bool = False,
 ) -> AbstractContextManager[object]:
     """Return the visit of a block, for `with`; polls `stops_before` first.
@@ -45,6 +46,7 @@ def block_visit(
     Args:
         stops_before: maps a block to True if the run stops before it.
         patch: see `BlockKey.patch`.
+        waiting: poll while the block is read, too.
         inside: poll within the block too; see `Interruptible`.
 
     Raises:
@@ -58,7 +60,7 @@ def block_visit(
             raise SamplingCancelled(step, block)
 
     poll()
-    visit = run.visit(step, expert, block, patch)
+    visit = run.visit(step, expert, block, patch, poll=poll if waiting else None)
     return _interruptible(visit, poll) if inside else visit
 
 

@@ -186,7 +186,9 @@ class ModelCalls:
         split, cache, patch = self._policy.split, self._cache, self._policy.pair.patch_at(expert, step)
         inside = self._policy.stops_inside
         stops_before = None if self._should_stop is None else partial(_any_stops, split, self._should_stop)
-        visit = partial(block_visit, run, step, expert, stops_before, patch=patch, inside=inside)
+        # Workers of a group vote, and must do so equally often.
+        waiting = split.alone
+        visit = partial(block_visit, run, step, expert, stops_before, patch=patch, waiting=waiting, inside=inside)
         own = split.local_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, local_tokens=own)
         if cache is None:

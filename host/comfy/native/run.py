@@ -208,7 +208,10 @@ class NativeRun:
     def _start(self, passes: int) -> None:
         engine = self._weights.loaded_engine
         # Of an earlier run of this kind, without the passes that this run has behind it.
-        self.course = ForwardCourse(engine, replace(self._runs.orders, course=self._learnt.course[self.passes :]))
+        orders = replace(self._runs.orders, course=self._learnt.course[self.passes :])
+        # A cancel while a block is read from a slow disk. Before each block, the hooks look for one.
+        poll = comfy.model_management.throw_exception_if_processing_interrupted
+        self.course = ForwardCourse(engine, orders, poll=poll)
         self.lockstep = Lockstep(self.course, engine.device)
         self._expected = passes
 

@@ -128,11 +128,11 @@ def _patch_numbers(machine: Machine, patched: ExitStack) -> None:
 
         return note
 
-    def awaits(kind: str) -> Callable[[ThreadSync, int], None]:
+    def awaits(kind: str) -> Callable[..., None]:
         original = getattr(ThreadSync, f"await_{kind}")
 
-        def await_(self: ThreadSync, number: int) -> None:
-            original(self, number)
+        def await_(self: ThreadSync, number: int, *more: Any) -> None:
+            original(self, number, *more)
             _receive(machine, clocks.get(self, {}).get((kind, number)))
 
         return await_

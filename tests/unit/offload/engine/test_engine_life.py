@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
+from wanstream.offload.sources.base import ReadThreads
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.transfers.cpu import CpuBackend
 from wanstream.plan import BlockKey, Visit, step_visits
@@ -48,6 +50,36 @@ def take_all(handle: OffloadEngine, stack: nn.ModuleList, value: torch.Tensor) -
 
 def fetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("wanstream-fetch")]
+
+
+@pytest.mark.parametrize("source", ["pinned", "file"])
+def test_a_visit_that_waits_for_its_block_ends_by_a_poll_and_the_read_with_it(stack, monkeypatch, run_plain, source):
+    class Cancelled(Exception): ...
+
+    expected, gate, begun, read = run_plain(copy.deepcopy(stack), torch.ones(1, 32)), threading.Event(), [], []
+    threads, whole = ReadThreads(1, ThreadPoolExecutor), ModuleSource.read_range
+
+    def in_pieces(self: ModuleSource, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        def piece() -> None:
+            begun.append(key)
+            assert gate.wait(20)
+            whole(self, key, wanted, into)
+            read.append(key)
+
+        threads.run([piece, piece, piece])
+
+    def poll() -> None:
+        gate.set()
+        raise Cancelled
+
+    monkeypatch.setattr(ModuleSource, "read_range", in_pieces)
+    monkeypatch.setattr("wanstream.offload.engine.threads.POLL_S", 0.01)
+    with attach(stack, policy=OffloadPolicy.layerwise(1, source=source)) as handle:
+        with pytest.raises(Cancelled), handle.run(visits_of(handle)) as run, run.visit(0, "high", 0, poll=poll):
+            pytest.fail("the block is not read")
+        assert len(begun) == len(read) <= 1
+        assert torch.equal(take_all(handle, stack, torch.ones(1, 32)), expected)
+    threads.close()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device has failed"), KeyboardInterrupt()], ids=type)
