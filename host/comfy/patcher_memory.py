@@ -12,7 +12,6 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 
-from ...devices import compute_device, runtime_for
 from ...offload import OffloadEngine
 from ...plan import keep_near_policy, shrink_to_budget
 from ...schema import OffloadPolicy, plan_residency
@@ -93,8 +92,7 @@ class PolicyMemory:
                 _describe(weights, fitted),
                 _describe(weights, requested),
             )
-        if runtime_for(compute_device(device)) is not None:  # a CPU would fault the same pages in again
-            _release_idle_buffers(device, of_others_than=weights)
+        _release_idle_buffers(device, of_others_than=weights)
         # Allocated now, not at the first fetch: ComfyUI counts these bytes as used from here on.
         weights.engine(fitted, device).allocate_buffers()
         self.requested, self.policy = requested, fitted

@@ -202,11 +202,14 @@ class BlockPool:
     def release_idle_buffers(self) -> int:
         """Free the buffers without a resident block, and return their bytes.
 
-        They save the next run no fetch. It allocates them again: in the same memory, if another engine has used it.
+        They save the next run no fetch. It allocates them again: in the same memory, if another engine has used it. Does
+        nothing on a CPU, whose system would have to fault in the same pages again.
 
         Raises:
             RuntimeError: a run is active; nothing was changed.
         """
+        if runtime_for(self.device) is None:
+            return 0
         contents = self.contents()
         idle = (b for b in self.buffers if b.index not in contents or not self._residency.keeps(*contents[b.index]))
         return self.release_memory(sum(buffer.nbytes for buffer in idle))
