@@ -120,14 +120,14 @@ class Subject:
                 thread = threading.Thread(target=work, name=f"{THREADS}scenario", daemon=True)
                 thread.start()
                 thread.join(LONGEST_S)
-                if thread.is_alive():
-                    found.insert(0, "hangs")
+                # Here, while its device exists: work and finalisers of a thread that goes on would meet the next one.
+                if left := _threads_left():
+                    found.insert(0, "hangs" if thread.is_alive() else f"{', '.join(left)} outlive the scenario")
                     self._end_threads()
         except AssertionError as err:
             found.append(str(err))
         # The next scenario has another device.
         if ENGINES:
-            self._end_threads()
             gc.collect()
         assert not ENGINES, f"an engine outlives {name}"
         return found[0] if found else None
@@ -143,6 +143,10 @@ class Subject:
                 thread.join(LONGEST_S)
                 assert not thread.is_alive(), f"{thread.name} cannot be ended"
         self.mutations.cancelled = False
+
+
+def _threads_left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
 
 
 @pytest.fixture(scope="module")
