@@ -180,7 +180,9 @@ def test_the_rest_of_a_run_under_a_smaller_policy(stacks, source, stop_at):
                 with going.visit(*visit):
                     value = stacks[visit.expert][visit.block](value)
         assert torch.equal(value, expected)
-        assert sorted(source.reads) == sorted(source.formats), "every block was read once, before or after"
+        assert set(source.reads) == set(source.formats)
+        again = len(source.reads) - len(source.formats)
+        assert again <= handle.ram.in_flight, "only reads that the error has cut short are repeated"
 
 
 def test_buffers_that_go_on_a_cpu_make_room_for_homes(stacks, source):
