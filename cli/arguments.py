@@ -28,6 +28,13 @@ INTERRUPTED = 130
 """Ctrl-C: 128 + SIGINT, as shells count."""
 
 
+def error_text(err: Exception) -> str:
+    """Return the message of an error; of an error of the system, the words and the file without the number."""
+    if not isinstance(err, OSError) or not err.strerror:
+        return str(err)
+    return f"{err.filename}: {err.strerror}" if err.filename else err.strerror
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that suggests the nearest option or command for a mistyped one, also in subcommands."""
 

@@ -42,7 +42,7 @@ from ..schema import (
     format_rate,
     format_size,
 )
-from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, read_json, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, error_text, measured_device, read_json, video_shape
 from .options import PlanOptions
 
 GB = 1e9
@@ -280,7 +280,7 @@ def plan(options: PlanOptions) -> int:
         print(err, file=sys.stderr)
         return INVALID
     except OSError as err:
-        print(f"failed: {err}", file=sys.stderr)
+        print(f"failed: {error_text(err)}", file=sys.stderr)
         return FAILED
     return DONE
 

@@ -9,7 +9,7 @@ from ..bench import Table
 from ..host import Profile, measure_machine
 from ..plan import Machine
 from ..schema import VideoShape, format_rate, format_size
-from .arguments import DONE, FAILED, INVALID, ArgumentError, measured_device, video_shape
+from .arguments import DONE, FAILED, INVALID, ArgumentError, error_text, measured_device, video_shape
 from .options import ProbeOptions
 
 
@@ -25,7 +25,7 @@ def probe(options: ProbeOptions) -> int:
     try:
         profile = measure_machine(device, tokens=video.tokens, models=options.models)
     except (OSError, ValueError) as err:
-        print(f"failed: {err}", file=sys.stderr)
+        print(f"failed: {error_text(err)}", file=sys.stderr)
         return FAILED
     print(_as_json(profile) if options.json else probe_table(profile, video))
     return DONE

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..offload import CheckpointFileError
 from ..schema import format_size
 from ..wan import open_expert, write_int8
-from .arguments import DONE, FAILED, INVALID
+from .arguments import DONE, FAILED, INVALID, error_text
 from .options import QuantiseOptions
 
 ENDING = "int8_convrot"
@@ -31,7 +31,7 @@ def quantise(options: QuantiseOptions) -> int:
             output.parent.mkdir(parents=True, exist_ok=True)
             write_int8(open_expert(path), output, on_matrix=_show_progress)
         except (CheckpointFileError, OSError) as err:
-            print(f"failed: {err}", file=sys.stderr)
+            print(f"failed: {error_text(err)}", file=sys.stderr)
             return FAILED
         print(f"{output}  {format_size(output.stat().st_size)}")
     return DONE

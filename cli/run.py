@@ -38,6 +38,7 @@ from .arguments import (
     check_models,
     create_output_folder,
     device_of,
+    error_text,
     handle_sigint,
     read_json,
 )
@@ -60,7 +61,7 @@ def run(options: RunOptions) -> int:
     except NodeFailedError as err:
         if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
             traceback.print_exception(err.__cause__)
-        print(f"failed: {err}", file=sys.stderr)
+        print(f"failed: {error_text(err)}", file=sys.stderr)
         return FAILED
     except Cancelled:
         print("stopped", file=sys.stderr)

@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from ...host.embedded import Prompt, api_prompt
-from ...schema import format_count
+from ...schema import format_count, format_seconds
 from ..arguments import (
     DONE,
     FAILED,
@@ -22,6 +22,7 @@ from ..arguments import (
     ArgumentError,
     StopRequest,
     create_output_folder,
+    error_text,
     handle_sigint,
     read_json,
 )
@@ -81,13 +82,18 @@ def batch(options: BatchOptions) -> int:
                 return _dry_run(spec)
             store, journal, notes = _open_state(options, spec, opened)
         except (ValueError, OSError) as err:
-            _print_error(str(err), err, options.output)
+            _print_error(error_text(err), err, options.output)
             return INVALID
         stop, made = None, Counter[str]()
+        began = time.monotonic()
         try:
             stop = _run(options, spec, store, journal, notes, made)
         except (ValueError, OSError) as err:
-            _print_error(f"failed: {err}", err, options.output)
+            _print_error(f"failed: {error_text(err)}", err, options.output)
+        if rows := sum(made.values()):
+            seconds = time.monotonic() - began
+            total, each = format_seconds(seconds), format_seconds(seconds / rows)
+            print(f"{format_count(rows, 'row')} in {total} s, {each} s a row", file=sys.stderr)
         _clean_up(store, journal)
         left, failed = _print_summary(options, spec, journal, made)
     if stop is not None and stop.requested and left:
@@ -107,7 +113,7 @@ def _clean_up(store: OutputStore, journal: Journal) -> None:
         journal.back_up()
         remaining = store.remove_leftovers(journal.lines_left)
     except (OSError, ArgumentError) as err:
-        print(f"the journal was not copied, or the folder not cleaned up: {err}", file=sys.stderr)
+        print(f"the journal was not copied, or the folder not cleaned up: {error_text(err)}", file=sys.stderr)
         return
     for latent, lines in remaining:
         rows = f"line {', '.join(map(str, lines))}" if lines else "a row that is not in the batch"
@@ -340,7 +346,7 @@ def _print_summary(
         print(f"{more} more failed: their reasons are above, and in {place}", file=sys.stderr)
     left = len(entries) - done - len(failed)
     parts = [f"{done} of {len(entries)} rows are done in {options.output}"]
-    parts += [f"{len(failed)} failed"] if failed else []
+    parts += [f"{len(failed)} failed: correct them and run the same command again"] if failed else []
     parts += [f"{left} are left: run the same command again to resume"] if left else []
     print("; ".join(parts))
     if len(spec.backends) > 1:

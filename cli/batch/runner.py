@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ...host import LATENT
 from ...schema import format_count
-from ..arguments import StopRequest
+from ..arguments import StopRequest, error_text
 from .backend import (
     BatchBackend,
     Ended,
@@ -368,7 +368,7 @@ class Runner:
             raise
         except OSError as err:
             if not self._copy_failed:
-                self._reporter.note(f"the journal was not copied: {err}")
+                self._reporter.note(f"the journal was not copied: {error_text(err)}")
             self._copy_failed = True
 
     def _fetch(self, entry: Entry, ended: Ended) -> list[KeptFile]:

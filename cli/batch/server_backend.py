@@ -384,7 +384,8 @@ class ServerBackend(BatchBackend):
                     )
                 yield answer
         except httpx.HTTPError as err:
-            reason = re.sub(r"^\[Errno -?\d+\] ", "", str(err))
+            # Without the "[Errno 104]" or "[SSL: ...]" in front, and the line of OpenSSL's module behind.
+            reason = re.sub(r"^\[[^]]*\] | \(_ssl\.c:\d+\)$", "", str(err))
             raise UnreachableError(f"no complete answer from {self.url}{route}: {reason}") from err
 
 

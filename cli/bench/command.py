@@ -14,7 +14,7 @@ from ...nodes.runs import TrialTimes
 from ...sampling import request_job
 from ...schema import IN_PROCESS, ExpertsRef, OffloadPolicy, VideoShape, WorkersRef, check_count
 from ...wan import open_pair
-from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_folder, device_of, video_shape
+from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_folder, device_of, error_text, video_shape
 from ..options import BenchOptions
 from .cases import (
     Bench,
@@ -58,7 +58,7 @@ def bench(options: BenchOptions) -> int:
                 paths = save([*refused, *measured], method=method, device=prepared.device, folder=options.output)
                 _log(f"{case.name}: {case.failed or 'measured'}")
         except (ValueError, OSError) as err:
-            print(f"failed: {err}", file=sys.stderr)
+            print(f"failed: {error_text(err)}", file=sys.stderr)
             return FAILED
     for path in paths:
         print(path)

@@ -243,13 +243,20 @@ class Verdict:
     def lines(self) -> list[str]:
         """Return the faults as text, one per line."""
         by_node = [
-            f"node {node_id} ({node['class_type']}): {found['message']}: {found['details']}"
+            f"node {node_id} ({node['class_type']}): {_text_of(found)}"
             for node_id, node in self.node_errors.items()
             for found in node["errors"]
         ]
         if self.error is None or by_node:
             return by_node
         return [": ".join(part for part in (self.error["message"], self.error["details"]) if part)]
+
+
+def _text_of(found: Fault) -> str:
+    """Return a fault as text. The details of a node's own check are a sentence that needs no introduction."""
+    if found["type"].startswith("exception_during_"):
+        return str(found["details"])
+    return f"{found['message']}: {found['details']}"
 
 
 class InvalidWorkflowError(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sqlite3
 import subprocess
@@ -81,12 +82,13 @@ def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
     assert made(out) == ["00001.mp4", "00008.mp4", "shot.mp4"]
     assert [seed_of(out / name) for name in made(out)] == [1, 1, 2]
     printed = capsys.readouterr()
-    assert printed.out == f"3 of 8 rows are done in {out}; 5 failed\n"
+    assert printed.out == f"3 of 8 rows are done in {out}; 5 failed: correct them and run the same command again\n"
+    assert re.search(r"^3 rows in [\d.:]+ s, [\d.]+ s a row$", printed.err, re.MULTILINE)
     for told in [
         "line 3 failed: this is not JSON",
         "line 4 failed: WanStreamSampler has no input sed; did you mean seed? it has experts",
         "line 5 failed: KSampler.x: no such node; the workflow has experts",
-        "line 6 failed: node sampler (WanStreamSampler): Exception when validating inner node",
+        "line 6 failed: node sampler (WanStreamSampler): 0 steps",
         "line 7 failed: node experts (WanStreamExperts): Value not in list: low_noise: 'none' not in",
     ]:
         assert told in printed.err
