@@ -81,9 +81,7 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     page.page.reload()
     page.page.wait_for_function(READY, timeout=WAIT_MS)
     page.load(steps=2, workflow_id=workflow_id)
-    page.set(
-        LOADER, high_noise=HIGH, low_noise=LOW
-    )  # frontends before 0.33 keep the last state of a graph with this id
+    page.set(LOADER, high_noise=HIGH, low_noise=LOW)  # 0.18.1 opens a graph with a known id in its last state
     page.look_at(LOADER)
     page.page.wait_for_timeout(1000)
     assert page.page.evaluate(STRIP, LOADER) is None, "the files are in their places"
