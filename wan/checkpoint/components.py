@@ -158,7 +158,7 @@ def component_part(
         bare = WRAPPERS.sub("", key)
         parts, dot, last = bare.rpartition(".")
         name = last if last in shared and prefix.startswith(parts + dot) else bare.removeprefix(prefix)
-        outside = name == bare and not bare.startswith(prefix) and name != FILE_MARKER
+        outside = not bare.startswith(prefix) and name not in shared and name != FILE_MARKER
         if outside or name.split(".")[0] not in roots or name in unused:
             ignored.append(key)
         elif name in keys:
