@@ -18,14 +18,11 @@ OF_SEVERAL = "~"
 _MADE = re.compile(rf"(?:{OF_SEVERAL}\d{{1,9}})?(?:{SUFFIX.pattern})?")
 """Text after the stem in a file name: a number if there are several files, and a suffix."""
 _MADE_NAME = re.compile(rf"{FILE_NAME.pattern}{_MADE.pattern}")
-_OF_FILE_MANAGERS = {
-    False: re.compile(
-        r"\.ds_store|\.localized|\.directory|(?:eh)?thumbs\.db|desktop\.ini|\._.+|\.nfs.+|\.fuse_hidden.+",
-        re.IGNORECASE,
-    ),
-    True: re.compile(r"@eadir|\.@__thumb|\.appledouble", re.IGNORECASE),
-}
-"""Names of files, and of folders, that file managers, shares and network file systems create in any folder."""
+_FILE_OF_MANAGER = re.compile(
+    r"\.ds_store|\.localized|\.directory|(?:eh)?thumbs\.db|desktop\.ini|\._.+|\.nfs.+|\.fuse_hidden.+", re.IGNORECASE
+)
+_FOLDER_OF_MANAGER = re.compile(r"@eadir|\.@__thumb|\.appledouble", re.IGNORECASE)
+"""Names that file managers, shares and network file systems create in any folder."""
 
 
 def name_key(name: str) -> str:
@@ -63,7 +60,7 @@ def is_made_name(name: str, *, stem: str | None = None) -> bool:
 
 def is_of_file_manager(name: str, *, folder: bool) -> bool:
     """Return True for a file or `folder` name that file managers create next to a user's files."""
-    return bool(_OF_FILE_MANAGERS[folder].fullmatch(name))
+    return bool((_FOLDER_OF_MANAGER if folder else _FILE_OF_MANAGER).fullmatch(name))
 
 
 def is_of_journal(name: str, journal: str) -> bool:

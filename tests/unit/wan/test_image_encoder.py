@@ -165,8 +165,16 @@ def test_names_of_openclip_and_of_wans_own_release(
     assert torch.equal(*seen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
-@pytest.mark.parametrize("which", ["all", "matrices", "scaled"])
+@pytest.mark.parametrize(
+    ("which", "dtype"),
+    [
+        ("all", torch.float8_e4m3fn),
+        ("matrices", torch.float8_e5m2),
+        ("scaled", torch.float64),
+        ("scaled", torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
 def test_other_precisions_are_converted_with_a_warning(
     dtype: torch.dtype, which: str, file: Path, images: torch.Tensor, tmp_path: Path
 ) -> None:

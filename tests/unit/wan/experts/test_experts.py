@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,9 @@ def streamed(pair, policy, lane, steps=STEPS):
 
 
 class TestStreamed:
-    @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        ("policy", "dtype"), [*zip(POLICIES.values(), cycle((torch.float32, torch.bfloat16)), strict=False)], ids=str
+    )
     def test_equals_from_pretrained(self, tiny_expert_folder, reference, lane, dtype, policy):
         folders = {"high": tiny_expert_folder(**HIGH, shards=2), "low": tiny_expert_folder(**LOW)}
         models = {name: reference(folder, dtype) for name, folder in folders.items()}

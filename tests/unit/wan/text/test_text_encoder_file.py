@@ -240,7 +240,7 @@ def prefixed(prefix: str) -> Callable[[Tensors], None]:
 
 
 class TestFilesThatPeopleHave:
-    @pytest.mark.parametrize("fp8", [None, *(name for name in FP8_LAYOUTS if name != "metadata")])
+    @pytest.mark.parametrize("fp8", [None, "scaled_fp8", "scaled_fp8, input scales", "comfy_quant, full precision"])
     def test_names_of_wans_own_release(
         self, encoder_file: Callable[..., Path], changed: Callable[..., Path], tmp_path: Path, fp8: str | None
     ) -> None:
@@ -250,9 +250,15 @@ class TestFilesThatPeopleHave:
         assert_equal(embeddings(path, torch.float32), embeddings(encoder_file(fp8=fp8), torch.float32))
 
     @pytest.mark.parametrize(
-        "prefix", ["text_encoders.umt5xxl.", "text_encoders.umt5xxl.transformer.", "model.", "_orig_mod.", "x.y.z."]
+        ("prefix", "fp8"),
+        [
+            ("text_encoders.umt5xxl.", None),
+            ("text_encoders.umt5xxl.transformer.", "scaled_fp8"),
+            ("model.", None),
+            ("_orig_mod.", "scaled_fp8"),
+            ("x.y.z.", None),
+        ],
     )
-    @pytest.mark.parametrize("fp8", [None, "scaled_fp8"])
     def test_a_prefix_is_removed(
         self, encoder_file: Callable[..., Path], changed: Callable[..., Path], prefix: str, fp8: str | None
     ) -> None:

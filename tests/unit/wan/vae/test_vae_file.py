@@ -151,8 +151,16 @@ class TestFilesThatPeopleHave:
         [note] = open_vae(path).notes
         assert re.search(f"changed.safetensors: .*{ignored}", note)
 
-    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float64], ids=str)
-    @pytest.mark.parametrize("which", ["all", "matrices", "one"])
+    @pytest.mark.parametrize(
+        ("which", "dtype"),
+        [
+            ("all", torch.float8_e4m3fn),
+            ("matrices", torch.float8_e5m2),
+            ("one", torch.float64),
+            ("one", torch.float8_e4m3fn),
+        ],
+        ids=str,
+    )
     def test_other_precisions_are_converted_with_a_warning(
         self, changed: Callable[..., Path], tmp_path: Path, dtype: torch.dtype, which: str
     ) -> None:
@@ -190,8 +198,16 @@ class TestFilesThatPeopleHave:
         save_file(plain, tmp_path / "plain.safetensors")
         assert_same_weights(path, tmp_path / "plain.safetensors")
 
-    @pytest.mark.parametrize("names", ["native", "diffusers", "Wan2.2", "Wan2.2 of diffusers"])
-    @pytest.mark.parametrize("dropped", ["encoder", "encoder and quant_conv"])
+    @pytest.mark.parametrize(
+        ("names", "dropped"),
+        [
+            ("native", "encoder"),
+            ("native", "encoder and quant_conv"),
+            ("diffusers", "encoder and quant_conv"),
+            ("Wan2.2", "encoder and quant_conv"),
+            ("Wan2.2 of diffusers", "encoder"),
+        ],
+    )
     def test_a_decoder_alone_decodes_and_does_not_encode(
         self, vae_file: Path, wan22_vae: Path, tmp_path: Path, names: str, dropped: str
     ) -> None:

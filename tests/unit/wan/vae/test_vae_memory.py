@@ -41,6 +41,7 @@ THIN = _on_meta(8)
 THIN_WAN22 = _wan22_on_meta(8, 8)
 
 
+@pytest.mark.slow  # decodes several sizes
 # Sizes are small because attention of the middle block needs quadratic memory on `meta`, which has no fused kernel.
 @given(st.integers(8, 20), st.integers(8, 20), st.integers(1, 6))
 @settings(max_examples=4, deadline=None)
