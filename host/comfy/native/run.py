@@ -336,15 +336,18 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments:
     # By name: ComfyUI makes a new function for each run of some samplers.
     function = getattr(sampler, "sampler_function", type(sampler))
     kind = getattr(function, "__qualname__", type(function).__qualname__), steps, shape
-    _announce_notices(current_host(), getattr(guider, "cfg", None))
+    _announce_notices(current_host(), getattr(guider, "cfg", None), patcher.model.runs.noticed)
     run = NativeRun(patcher.model.runs, patcher, current_host(), kind=kind, steps=steps, shape=shape)
     return run.follow(compute)
 
 
-def _announce_notices(host: HostApi, cfg: object) -> None:
-    """Show notices on the executing sampler, in place of earlier ones, and log them."""
+def _announce_notices(host: HostApi, cfg: object, noticed: set[str | None]) -> None:
+    """Show notices on the executing sampler and log them; `noticed` are the samplers that have some."""
     node = host.executing_node()
     notices = cfg_notices(host.running_graph(), node, cfg)
+    if not notices and node not in noticed:
+        return  # a node of ours may have notices of its own
+    (noticed.add if notices else noticed.discard)(node)
     for notice in notices:
         logger.warning("%s", notice.text)
     payload = {"prompt_id": host.run_id(), "node": node, "notices": [asdict(notice) for notice in notices]}
