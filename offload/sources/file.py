@@ -89,11 +89,13 @@ class FileSource(RangeSource):
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
-            self._scales[key] = _read_scales(self._stored_scales.get(key, {}), self.reader)
+            scales = _read_scales(self._stored_scales.get(key, {}), self.reader)
             # Those behind codes are read again with their block; here only to refuse a damaged file in words.
             codes = {name: each for name, each in self._blocks[key].items() if isinstance(each.packing, EightBit)}
             _read_scales({name: each.behind for name, each in codes.items() if each.behind}, self.reader)
             _check_group_scales(self._blocks[key], self.reader)
+            # Last: an error or a cancel in a check must leave it to the next call.
+            self._scales[key] = scales
         return self._scales[key]
 
     def file_bytes(self, key: BlockKey) -> int:

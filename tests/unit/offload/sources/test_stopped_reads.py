@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 
@@ -12,7 +15,8 @@ from safetensors.torch import save_file
 
 from wanstream.offload.engine.threads import RunStopped
 from wanstream.offload.formats.layout import allocate_flat
-from wanstream.offload.formats.safetensors_header import read_header
+from wanstream.offload.formats.packing import MXFP8, EightBit, stored_bytes
+from wanstream.offload.formats.safetensors_header import FileTensor, read_header
 from wanstream.offload.sources.base import ReadThreads, SourceError, reads_until
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import TensorSource
@@ -51,6 +55,32 @@ def test_a_read_stops_after_any_piece_and_can_be_repeated(tmp_path, kind, pieces
     assert read == [True] * pieces + [False] * (PIECES - pieces)
     source.read_block(KEY, again)
     assert torch.equal(again, whole)
+    source.close()
+
+
+@pytest.mark.parametrize("pieces", range(2))
+@pytest.mark.parametrize(
+    ("packing", "bad"), [(EightBit(), struct.pack("<f", math.nan)), (MXFP8, b"\xff")], ids=["rows", "groups"]
+)
+def test_a_stop_leaves_the_check_of_scales_to_the_next_read(tmp_path, packing, bad, pieces):
+    shape = (1, 128)
+    behind = stored_bytes(shape, torch.uint8, packing) - 128
+    (tmp_path / "a").write_bytes(bytes(132) + bad * (behind // len(bad)))
+    codes, scale, scales = (
+        FileTensor(path=tmp_path / "a", offset=offset, nbytes=nbytes, dtype=dtype, shape=form)
+        for offset, nbytes, dtype, form in (
+            (0, 128, torch.uint8, shape),
+            (128, 4, torch.float32, ()),
+            (132, behind, torch.float32 if packing is not MXFP8 else torch.uint8, packing.scale_shape(shape)),
+        )
+    )
+    blocks = {"a": replace(codes, packing=packing, behind=scales), "b": replace(codes, dtype=torch.float8_e4m3fn)}
+    source = FileSource({KEY: blocks}, computed_dtypes=torch.float32, scales={KEY: {"b": scale}}, readers=1)
+    with pytest.raises(RunStopped), reads_until(partial(next, chain(repeat(False, pieces), repeat(True)))):
+        source.scales(KEY)
+    for _ in range(2):
+        with pytest.raises(SourceError, match="NaN"):
+            source.scales(KEY)
     source.close()
 
 
