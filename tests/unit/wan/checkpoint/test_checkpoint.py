@@ -306,7 +306,7 @@ class TestRefused:
         ("content", "message"),
         [
             (None, "No such file"),
-            (b"", "not a safetensors"),
+            (b"", "is empty: download it again"),
             (b"PK\x03\x04rest of a zip", "pickle"),
             (b"GGUF" * 9, "not a"),
         ],
