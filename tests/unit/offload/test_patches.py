@@ -209,10 +209,10 @@ def stacks(make_stacks: Callable[..., Stacks]) -> Stacks:
 
 @pytest.mark.parametrize(
     ("stored", "kept", "policy", "dtype"),
-    # Every policy with two storage formats, every format with three policies, from the file and from RAM.
+    # Every policy with two storage formats. Every format with three policies, from the file as well as from RAM.
     [
         *(
-            (stored, ("file", "pinned")[at // 2 % 2], policy, torch.float32)
+            (stored, ("file", "pinned")[(at + number // 2) % 2], policy, torch.float32)
             for at, stored in enumerate(SOURCES)
             for number, policy in enumerate(POLICIES)
             if (at + number) % 2 == 0
