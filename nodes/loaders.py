@@ -15,7 +15,6 @@ from ..wan import (
     ATTENTIONS,
     STORAGES,
     ExpertPair,
-    ModelVersion,
     choose_multiplication,
     expert_mismatches,
     lora_mismatches,
@@ -149,7 +148,7 @@ class WanStreamExperts(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(
         cls, high_noise: str | None = None, low_noise: str | None = None, **inputs: Any
-    ) -> tuple[bool, ModelVersion]:
+    ) -> tuple[bool, str]:
         """Run the node again when a file was replaced, or strict mode was switched and warnings are errors or not."""
         return current_host().strict(), files_version(EXPERT_FOLDERS, high_noise, low_noise)
 
@@ -237,7 +236,7 @@ class WanStreamOneExpert(io.ComfyNode):
         return io.NodeOutput(ref, ui=show_notices(*notices, file=file) or None)
 
     @classmethod
-    def fingerprint_inputs(cls, file: str | None = None, **inputs: Any) -> ModelVersion:
+    def fingerprint_inputs(cls, file: str | None = None, **inputs: Any) -> str:
         """Run the node again when its file was replaced."""
         return files_version(EXPERT_FOLDERS, file)
 
@@ -317,7 +316,7 @@ class WanStreamLora(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(
         cls, high_noise: str | None = None, low_noise: str | None = None, **inputs: Any
-    ) -> tuple[bool, ModelVersion]:
+    ) -> tuple[bool, str]:
         """Run the node again as `WanStreamExperts` does."""
         return current_host().strict(), files_version(LORA_FOLDERS, high_noise, low_noise)
 
@@ -440,7 +439,7 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
             return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, **settings)))
 
     @classmethod
-    def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> ModelVersion:
+    def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> str:
         """Load the model again when its file was replaced."""
         return files_version(MODEL_FOLDERS, unet_name)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,12 @@ def check_native_model(name: object, weight_dtype: object) -> None:
         _native_model(path, model_version(path), dtype)
 
 
-def files_version(kinds: Sequence[str], *names: str | None) -> ModelVersion:
-    """Return the versions of models by name. Linked names (None) and choices without a file have none."""
+def files_version(kinds: Sequence[str], *names: str | None) -> str:
+    """Return a digest of the versions of models by name. Linked names (None) and choices without a file have none."""
     named = (name for name in names if name not in (None, NONE, SAME_FOLDER))
-    return model_version(*(current_host().model_path(str(name), *kinds) for name in named))
+    version = model_version(*(current_host().model_path(str(name), *kinds) for name in named))
+    # ComfyUI writes fingerprints into the graph of every saved file: they must not show the folders of the machine.
+    return sha256(repr(version).encode()).hexdigest()
 
 
 def check_encoder(name: object) -> FileReport:

@@ -11,6 +11,7 @@ import wanstream.nodes
 from wanstream.host import io
 from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.validate import converted, rules_of, sockets_of
+from wanstream.host.folders import MODEL_KINDS
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host
 
@@ -18,6 +19,8 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
 
 LONGEST_EXECUTE = 15
+
+FILE, LATENT_FILE = "x.safetensors", "x.latent"
 
 
 @EACH_NODE
@@ -38,6 +41,29 @@ def test_no_number_of_a_node_may_be_nan(node: type[io.ComfyNode], value: object)
     for socket in sockets_of(node.INPUT_TYPES()).values():
         if socket.io_type == "FLOAT":
             assert converted(socket, value)[1] is not None
+
+
+def has_fingerprint(node: type[io.ComfyNode]) -> bool:
+    return node.fingerprint_inputs.__func__ is not io.ComfyNode.fingerprint_inputs.__func__
+
+
+@pytest.mark.parametrize("node", list(filter(has_fingerprint, NODES)), ids=lambda node: node.__name__)
+def test_a_fingerprint_shows_no_folder(node: type[io.ComfyNode], tmp_path: Path) -> None:
+    """ComfyUI writes fingerprints into saved files."""
+    listed = {f"latents/{LATENT_FILE}", FILE}
+    for kind in (*MODEL_KINDS, "latents"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / (LATENT_FILE if kind == "latents" else FILE)).touch()
+    with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path)):
+        chosen = [
+            (each.id, *(listed & set(getattr(each, "options", None) or ()))) for each in node.define_schema().inputs
+        ]
+        files = dict(each for each in chosen if len(each) == 2)
+        fingerprint = repr(node.fingerprint_inputs(**files))
+    assert files
+    for name in files.values():
+        fingerprint = fingerprint.replace(name, "")
+    assert not {"/", "\\"} & set(fingerprint), fingerprint
 
 
 # Saved workflows refer to ids, inputs and outputs: a change here breaks them.
