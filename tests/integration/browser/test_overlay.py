@@ -85,10 +85,20 @@ class Page:
     def __init__(self, frontend: Frontend, server: Server) -> None:
         self.frontend, self.page, self.server = frontend, frontend.page, server
 
-    def load(self, *, steps: int = 12, workflow_id: str | None = None) -> str:
-        """The shipped text-to-video graph, small enough for a CPU, as one that never ran; the answer is its id."""
+    def load(self, *, steps: int = 12, workflow_id: str | None = None, ids_from: int = 0) -> str:
+        """Open the shipped text-to-video graph, small enough for a CPU, under a new id, and return the id.
+
+        A run that an API client started without a graph is shown at nodes with the ids of its nodes. `ids_from` is
+        added to all ids, so that no node has such a run.
+        """
         workflow = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
         workflow["id"] = workflow_id or str(uuid.uuid4())
+        for node in workflow["nodes"]:
+            node["id"] += ids_from
+        for link in workflow["links"]:
+            link[1] += ids_from
+            link[3] += ids_from
+        workflow["last_node_id"] += ids_from
         self.frontend.load_workflow(workflow)
         for title, values in {**SMALL, SAMPLER: {"steps": steps, "seed": next(SEEDS)}}.items():
             self.set(title, **values)
@@ -722,7 +732,7 @@ STATE = """title => {{ {find}
 
 
 def test_the_overlay_follows_its_node(page: Page, renderer: str) -> None:
-    page.load(steps=1)
+    page.load(steps=1, ids_from=1000)
     (before,) = page.page.evaluate(HEIGHTS)
     page.run()
     (with_chart,) = page.page.evaluate(HEIGHTS)
