@@ -7,6 +7,7 @@ A file may have the model under a prefix, next to other models, and with tensors
 | any prefix before `patch_embedding.weight` and `blocks.0.`            | removed                              |
 | key parts added by torch to wrapped modules (`_orig_mod.`)            | removed, wherever they stand         |
 | other models in a whole checkpoint (`vae.`, `text_encoders.`)         | left out                             |
+| averages of a training (`model_ema.`) next to the weights             | left out                             |
 | tensors that no forward pass reads (`UNUSED`)                         | left out                             |
 | other keys without the prefix                                         | kept, to be refused by name          |
 """
@@ -108,7 +109,8 @@ def model_prefix(path: Path, keys: Iterable[str]) -> str:
     """Return the prefix of the diffusion model keys: "" for a bare model and for other files.
 
     A whole model has this prefix before both the patch embedding and the blocks, known or not. Without a whole model it
-    is the only prefix of blocks, so that the missing tensors are named.
+    is the only prefix of blocks, so that the missing tensors are named. Averages of a training count only if the file
+    has no other weights.
 
     Raises:
         CheckpointError: several prefixes have a whole model each. The message has the prefixes.
@@ -117,20 +119,24 @@ def model_prefix(path: Path, keys: Iterable[str]) -> str:
     patches: dict[str, None] = {}
     for key in keys:
         key = WRAPPERS.sub("", key)
-        if _AVERAGES.search(key):
-            continue
         if (found := _BLOCK.match(key)) is not None:
             blocks[found[1]] = None
         elif (found := _PATCHES.fullmatch(key)) is not None:
             patches[found[1]] = None
-    whole = [prefix for prefix in blocks if prefix in patches]
+    whole = _without_averages([prefix for prefix in blocks if prefix in patches])
     if len(whole) > 1:
         named = " and ".join(repr(prefix) for prefix in whole)
         raise CheckpointError(
             path,
             f"holds {len(whole)} diffusion models, under the prefixes {named}: save the one to use in a file alone",
         )
-    return whole[0] if whole else next(iter(blocks)) if len(blocks) == 1 else ""
+    prefixes = whole or _without_averages(list(blocks))
+    return prefixes[0] if len(prefixes) == 1 else ""
+
+
+def _without_averages(prefixes: list[str]) -> list[str]:
+    """Return the prefixes of weights that are not averages; all of them if a file has averages alone."""
+    return [prefix for prefix in prefixes if not _AVERAGES.search(prefix)] or prefixes
 
 
 def bare_key(key: str, prefix: str) -> str:

@@ -27,6 +27,7 @@ LAYER = "blocks.0.self_attn.q"
 PREFIXES = [
     *("diffusion_model.", "model.", "net.", "video_model.", "model.model.", "transformer.", "unet."),
     *("model.diffusion_model.", "module.", "module.model.diffusion_model.", "pipe.dit.", "high_noise_model."),
+    *("model_ema.", "model_ema.diffusion_model.", "module.model_ema.module."),
 ]
 WRAPPED = {
     "_orig_mod.": "_orig_mod.{}",
