@@ -294,8 +294,8 @@ def _without_batch(tensor: FileTensor) -> FileTensor:
 
 
 def _thirds(tensor: FileTensor) -> list[FileTensor]:
-    """Return a tensor's rows in three parts. A scale of one number counts for each part."""
-    if not tensor.shape:
+    """Return a tensor's rows in three parts. A scale of one number counts for each part, whatever its shape."""
+    if tensor.packing is None and math.prod(tensor.shape) == 1:
         return [tensor] * 3
     if tensor.packing is not None or tensor.shape[0] % 3:
         found = tensor.packing.name if tensor.packing is not None else f"{list(tensor.shape)}"

@@ -199,6 +199,30 @@ def test_other_precisions_are_converted_with_a_warning(
     assert torch.equal(found.penultimate_hidden_states, expected.penultimate_hidden_states)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3 * 1280,), (3 * 1280, 1)], ids=str)
+def test_scales_of_joined_queries_keys_and_values(shape: tuple[int, ...], file: Path, tmp_path: Path) -> None:
+    plain: dict[str, torch.Tensor] = {}
+    scaled = {"scaled_fp8": torch.zeros(1, dtype=torch.float8_e4m3fn)}
+    for key, tensor in load_file(file).items():
+        key = key.removeprefix("vision_model.").replace("q_proj", "qkv")
+        if "k_proj" in key or "v_proj" in key:
+            continue
+        for theirs, own in OWN.items():
+            key = key.replace(theirs, own)
+        plain[key] = scaled[key] = torch.cat([tensor] * 3) if "to_qkv" in key else tensor
+        if key.endswith("to_qkv.weight"):
+            scaled[key] = plain[key].to(torch.float8_e4m3fn)
+            plain[key] = scaled[key].float() * 0.5
+            scaled[key.replace("weight", "scale_weight")] = torch.full(shape, 0.5)
+    images = torch.rand(1, SIZE, SIZE, 3)
+    seen = []
+    for stored in (plain, scaled):
+        save_file(stored, tmp_path / "joined.safetensors")
+        encoder = open_image_encoder(tmp_path / "joined.safetensors")
+        seen.append(encoder.encode(images, device="cpu").penultimate_hidden_states)
+    assert torch.equal(*seen)
+
+
 def test_the_middle_of_a_picture_is_what_clips_own_processor_takes() -> None:
     """CLIPImageProcessor resizes with PIL, so the last bits of a smooth image differ."""
     rows, columns = torch.meshgrid(torch.linspace(0, 1, 300), torch.linspace(0, 1, 448), indexing="ij")
