@@ -22,17 +22,24 @@ _FAMILIES: dict[str, type[DeviceRuntime] | None] = {
 }
 """Runtimes by device type; None for a family without streams, whose memory is RAM of the machine."""
 
+_LOCKED_PAGES = {family: LockedPages() for family in _FAMILIES}
+"""One list for each device type, created here: two threads may ask for the runtimes of two devices at once."""
+
 
 def register_runtime(family: str, runtime: type[DeviceRuntime] | None) -> Callable[[], None]:
     """Use `runtime` for devices of the type `family`, and return a function that undoes it."""
-    before = dict(_FAMILIES)
+    families_before = dict(_FAMILIES)
+    pages_before = dict(_LOCKED_PAGES)
     _FAMILIES[family] = runtime
-    _forget_runtimes()
+    _LOCKED_PAGES[family] = LockedPages()
+    runtime_for.cache_clear()
 
     def restore() -> None:
         _FAMILIES.clear()
-        _FAMILIES.update(before)
-        _forget_runtimes()
+        _FAMILIES.update(families_before)
+        _LOCKED_PAGES.clear()
+        _LOCKED_PAGES.update(pages_before)
+        runtime_for.cache_clear()
 
     return restore
 
@@ -79,14 +86,4 @@ def forked_random_state() -> Iterator[None]:
 def runtime_for(device: torch.device) -> DeviceRuntime | None:
     """Return the runtime of a device; None for a CPU and for types without streams."""
     runtime = _FAMILIES.get(device.type)
-    return None if runtime is None else runtime(device, _locked_pages(device.type))
-
-
-@functools.cache
-def _locked_pages(family: str) -> LockedPages:
-    return LockedPages()
-
-
-def _forget_runtimes() -> None:
-    runtime_for.cache_clear()
-    _locked_pages.cache_clear()
+    return None if runtime is None else runtime(device, _LOCKED_PAGES[device.type])
