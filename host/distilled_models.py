@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -28,6 +28,17 @@ def cfg_notices(prompt: Mapping[str, Any], node: str | None, cfg: object) -> lis
             text = f"{name} needs no CFG, and cfg is {cfg:g}: set it to 1, or the result gets harsh colours and takes "
             return [Notice(text=f"{text}twice the time", level="wrong", values={"cfg": cfg})]
     return []
+
+
+def node_with_cfg(prompt: Mapping[str, Any], node: str | None) -> str | None:
+    """Return the guider of a sampler if that has the `cfg`, else the sampler."""
+    guider = _source(_inputs_of(prompt, node).get("guider"))
+    return guider if "cfg" in _inputs_of(prompt, guider) else node
+
+
+def still_has(prompt: Mapping[str, Any], node: str, texts: Sequence[str]) -> bool:
+    """Return True if the notices on `node` are those of a queued graph; a linked `cfg` is known only in the run."""
+    return [notice.text for notice in cfg_notices(prompt, node, _inputs_of(prompt, node).get("cfg"))] == list(texts)
 
 
 def _files_before(prompt: Mapping[str, Any], node: str | None) -> Iterator[str]:

@@ -21,6 +21,7 @@ from ..devices import total_bytes
 from ..plan import AutoOffload
 from ..schema import FRAMES_PER_LATENT, ExpertsRef, OffloadPolicy, StateError, StepRecord, Timeline, WorkersRef
 from ..wan import space_of
+from .distilled_models import still_has
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -92,7 +93,11 @@ STEP = "wanstream.step"
 PREVIEW = "wanstream.preview"
 END = "wanstream.end"
 NOTICES_EVENT = "wanstream.notices"
-"""All notices on a node, as `Notice` dicts. An empty list removes earlier ones."""
+"""All notices on a node, as `Notice` dicts. An empty list removes earlier ones.
+
+With `of_graph`, they were found in the queued graph for a node that is not ours, and are removed if a later graph no
+longer has them. An empty list then leaves the notices of our nodes.
+"""
 
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 
@@ -277,17 +282,24 @@ class RunLog:
         self._notices: dict[str, Mapping[str, Any]] = {}
         self._contents: dict[tuple[str | None, str | None], str] = {}
 
-    def record(self, event: str, payload: Mapping[str, Any]) -> None:
-        """Apply an event. Other events, and events of evicted runs, are ignored."""
+    def record(self, event: str, payload: Mapping[str, Any]) -> bool:
+        """Apply an event. Return False for an empty list of notices that removes none, which need not be sent.
+
+        Other events, and events of evicted runs, are ignored.
+        """
         with self._lock:
             if event == BEGIN:
                 self._runs[payload["run"]] = {**payload, "records": [], "ended": False, "timeline": None, "error": None}
                 for oldest in list(self._runs)[:-KEPT_RUNS]:
                     del self._runs[oldest]
             elif event == NOTICES_EVENT:
+                place = payload["workflow"], payload["node"]
+                if payload.get("of_graph") and not payload["notices"] and not self._of_graph(place):
+                    return False
                 self._record_notices(payload)
             elif (run := self._runs.get(payload.get("run", ""))) is not None:
                 _apply(run, event, payload)
+        return True
 
     def _record_notices(self, payload: Mapping[str, Any]) -> None:
         """Replace the notices of a node. The last `KEPT_NOTICES` nodes are kept, also without notices."""
@@ -297,15 +309,30 @@ class RunLog:
         _keep(self._contents, node, content)
 
     def queued(self, prompt: Mapping[str, Any], workflow: str | None) -> list[dict[str, Any]]:
-        """Give the nodes of a queued graph the notices of equal nodes, and return the event payloads."""
+        """Give the nodes of a queued graph the notices of equal nodes, and return the event payloads.
+
+        Notices of an earlier graph that this one no longer has are removed: the node may run without WanStream now.
+        """
         changed = []
         contents = contents_of(prompt)
         with self._lock:
             for node, content in contents.items():
-                if content in self._notices and self._contents.get((workflow, node)) != content:
-                    changed.append({**self._notices[content], "workflow": workflow, "node": node})
+                place = workflow, node
+                if self._contents.get(place) == content:
+                    continue
+                found = self._notices.get(content)
+                shown = self._of_graph(place) if found is None else None
+                if shown and not still_has(prompt, node, [notice["text"] for notice in shown["notices"]]):
+                    found = {**shown, "notices": [], "content": content}
+                if found is not None:
+                    changed.append({**found, "workflow": workflow, "node": node})
                     self._record_notices(changed[-1])
         return changed
+
+    def _of_graph(self, place: tuple[str | None, str | None]) -> Mapping[str, Any] | None:
+        """Return the payload with the notices that a node has from its graph, or None."""
+        shown = self._notices.get(self._contents.get(place, ""))
+        return shown if shown is not None and shown.get("of_graph") and shown["notices"] else None
 
     def snapshot(self) -> dict[str, list[dict[str, Any]]]:
         """Return `runs` and `notices`, oldest first, as copies that later events do not change."""

@@ -39,7 +39,8 @@ class ServerEvents:
     def check_prompts(self, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Let `check` change the body of each `POST /prompt` before the workflow is validated.
 
-        Workflow nodes that ComfyUI has already computed in another graph get the earlier notices.
+        Workflow nodes that ComfyUI has already computed in another graph get the earlier notices, and nodes without
+        what their notices are about lose them.
         """
         server = getattr(PromptServer, "instance", None)
         if server is None:
@@ -76,7 +77,8 @@ class ServerEvents:
             payload = {**payload, "workflow": workflow, **names}
             if event == NOTICES_EVENT:
                 payload["content"] = contents_of(prompt).get(node)
-        self.log.record(event, payload)
+        if not self.log.record(event, payload):
+            return
         server = getattr(PromptServer, "instance", None)
         if server is not None:
             server.send_sync(event, payload, None)

@@ -61,7 +61,6 @@ class NativeRuns:
         self.orders = PassOrders(blocks=len(weights.blocks))
         self.current: FollowedRun | None = None
         self.last: FollowedRun | None = None
-        self.noticed: set[str | None] = set()  # samplers that show a notice about their CFG
         self._learnt: OrderedDict[Hashable, Learnt] = OrderedDict()
         self._hooks: list[RemovableHandle] = []
         self._alone: ExitStack | None = None  # the visit of a block that is called outside a run

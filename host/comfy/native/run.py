@@ -32,7 +32,7 @@ from ....schema import OffloadPolicy, Timeline, format_seconds
 from ....telemetry import Recorder
 from ...api import HostApi, current_host
 from ...auto_policy import AVAILABLE_SHARE, smaller_limit
-from ...distilled_models import cfg_notices
+from ...distilled_models import cfg_notices, node_with_cfg
 from ...run_events import NOTICES_EVENT, SHORT_DTYPES, RunEvents, RunSettings
 from .hooks import NativeRuns
 from .lanes import Conditions, ModelCall, VisitSharing
@@ -336,22 +336,20 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments:
     # By name: ComfyUI makes a new function for each run of some samplers.
     function = getattr(sampler, "sampler_function", type(sampler))
     kind = getattr(function, "__qualname__", type(function).__qualname__), steps, shape
-    _announce_notices(current_host(), getattr(guider, "cfg", None), patcher.model.runs.noticed)
+    _announce_notices(current_host(), getattr(guider, "cfg", None))
     run = NativeRun(patcher.model.runs, patcher, current_host(), kind=kind, steps=steps, shape=shape)
     return run.follow(compute)
 
 
-def _announce_notices(host: HostApi, cfg: object, noticed: set[str | None]) -> None:
-    """Show notices on the executing sampler and log them; `noticed` are the samplers that have some."""
-    node = host.executing_node()
-    notices = cfg_notices(host.running_graph(), node, cfg)
-    if not notices and node not in noticed:
-        return  # a node of ours may have notices of its own
-    (noticed.add if notices else noticed.discard)(node)
+def _announce_notices(host: HostApi, cfg: object) -> None:
+    """Show the notices from the graph on the node with the cfg, in place of earlier ones, and log them."""
+    graph = host.running_graph()
+    node = node_with_cfg(graph, host.executing_node())
+    notices = cfg_notices(graph, node, cfg)
     for notice in notices:
         logger.warning("%s", notice.text)
-    payload = {"prompt_id": host.run_id(), "node": node, "notices": [asdict(notice) for notice in notices]}
-    host.announce(NOTICES_EVENT, payload)
+    about = [asdict(notice) for notice in notices]
+    host.announce(NOTICES_EVENT, {"prompt_id": host.run_id(), "node": node, "notices": about, "of_graph": True})
 
 
 def calc_cond_batch(

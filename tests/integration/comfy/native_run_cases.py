@@ -709,7 +709,12 @@ def announced(models: Models) -> dict[str, Any]:
     family, events = FAMILIES["wan_t2v"], list[tuple[str, dict[str, Any]]]()
     model = models.streamed(family, share=False)
     host = current_host()
+    graphs = [
+        {"12:3": {"inputs": {"model": ["1", 0], "cfg": 3.0}}, "1": {"inputs": {"unet_name": f"{name}.safetensors"}}}
+        for name in ("wan_lightx2v", "wan", "wan")
+    ]
     with (
+        patch.object(host, "running_graph", iter(graphs).__next__),
         patch.object(host, "announce", lambda event, payload: events.append((event, dict(payload)))),
         patch.object(host, "executing_node", lambda: "12:3"),
         patch.object(host, "run_id", lambda: "item"),
@@ -718,7 +723,10 @@ def announced(models: Models) -> dict[str, Any]:
             sample(model, family, steps=STEPS, sampler="heun")
         with suppress(ValueError), failing(model, lambda: ValueError("broken"), at=2):
             sample(model, family, steps=STEPS)
+    notices = [payload["notices"] for name, payload in events if name == "wanstream.notices"]
+    events = [event for event in events if event[0] != "wanstream.notices"]
     return {
+        "notices": [[notice["text"] for notice in each] for each in notices],
         # Visits are reported by time.
         "names": [name for name, _ in events if name != "wanstream.visits"],
         "nodes": sorted({payload["shown_at"] for _, payload in events}),

@@ -272,6 +272,9 @@ def test_a_run_is_announced_at_the_node_that_executes(case: Callable[[str], Any]
     heun = ["wanstream.begin", *["wanstream.step"] * calls, "wanstream.end"]
     assert result["names"] == [*heun, *heun, "wanstream.begin", "wanstream.end"]
     assert result["nodes"] == ["12:3"]
+    (distilled,) = result["notices"][0]
+    assert distilled.startswith("wan_lightx2v.safetensors needs no CFG, and cfg is 3: set it to 1")
+    assert result["notices"][1:] == [[], []], "another model"
     assert result["predicted"] == [STEPS, calls, STEPS], "a run like the last one is known"
     assert result["settings"]["size"].startswith("latent 1x16x")
     assert result["errors"] == [None, None, "broken"]

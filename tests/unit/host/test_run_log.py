@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from wanstream.host.distilled_models import cfg_notices, node_with_cfg
 from wanstream.host.run_events import (
     KEPT_NOTICES,
     KEPT_RUNS,
@@ -148,6 +150,64 @@ def test_a_node_of_another_graph_has_the_notices_of_an_equal_one() -> None:
     (event,) = log.queued(graph("5:", strength=0), "there")
     assert (event["notices"], places()) == ([], [])
     assert len(log.queued(graph(), "here")) == 1, "ComfyUI may have both in its cache"
+
+
+DISTILLED = "wan2.2_lightx2v_4steps.safetensors"
+
+
+def sampled(file: str = DISTILLED, *, cfg: object = 4.0, seed: int = 0, guider: bool = False) -> dict[str, Any]:
+    """A sampler of ComfyUI, the node "3"; with a guider, that is the node "3"."""
+    model = {"class_type": "Loader", "inputs": {"unet_name": file}}
+    sampler = {"class_type": "KSampler", "inputs": {"model": ["1", 0], "cfg": cfg, "seed": seed}}
+    return {
+        "1": model,
+        "3": sampler,
+        **({"4": {"class_type": "Custom", "inputs": {"guider": ["3", 0]}}} if guider else {}),
+    }
+
+
+@pytest.mark.parametrize("guider", [False, True])
+@pytest.mark.parametrize(
+    ("later", "kept"),
+    [
+        ({"seed": 1}, True),
+        ({"cfg": 4}, True),
+        ({"cfg": 1.0}, False),
+        ({"file": "wan2.2_14B.safetensors"}, False),
+        ({"file": "other_8steps.safetensors"}, False),
+        ({"cfg": ["1", 0]}, False),
+    ],
+)
+def test_a_notice_of_a_graph_leaves_with_what_it_is_about(later: dict[str, Any], guider: bool, kept: bool) -> None:
+    log = RunLog()
+
+    def ran(graph: dict[str, Any], workflow: str, cfg: float = 4.0) -> bool:
+        node = node_with_cfg(graph, "4" if guider else "3")
+        notices = [asdict(notice) for notice in cfg_notices(graph, node, cfg)]
+        payload = {"workflow": workflow, "node": node, "notices": notices, "content": contents_of(graph)[node or ""]}
+        return log.record(NOTICES_EVENT, {**payload, "of_graph": True})
+
+    def places() -> list[str]:
+        return [each["workflow"] for each in log.snapshot()["notices"]]
+
+    first = sampled(guider=guider)
+    assert [ran(first, workflow) for workflow in ("here", "there")] == [True, True]
+    events = log.queued(sampled(**later, guider=guider), "here")
+    assert [(each["workflow"], each["node"], each["notices"]) for each in events] == [("here", "3", [])] * (not kept)
+    assert places() == ["here", "there"][not kept :]
+    fixed = sampled(cfg=1.0, guider=guider)
+    assert ran(first, "here")
+    assert [ran(fixed, "here", 1.0), ran(fixed, "here", 1.0)] == [True, False], "it was queued before the first ran"
+    assert places() == ["there"]
+
+
+def test_a_run_without_notices_of_its_graph_leaves_those_of_our_nodes() -> None:
+    log = RunLog()
+    ours = {"workflow": "w", "node": "3", "notices": [{"text": "ours"}]}
+    assert log.record(NOTICES_EVENT, ours)
+    assert not log.record(NOTICES_EVENT, {**ours, "notices": [], "of_graph": True})
+    assert log.queued(sampled(), "w") == []
+    assert log.snapshot()["notices"] == [ours]
 
 
 TITLE, CANVAS = ("_meta", "title"), ("extra_pnginfo", "workflow", "id")
