@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,6 +26,7 @@ from .runs.file_checks import (
     check_preview_vae,
     reports_ui,
 )
+from .runs.file_node import FileNode
 from .runs.latent_backup import keep_latent_until_done
 from .runs.preview import PreviewSettings, check_frames
 from .runs.video_file import video_size, write_mp4
@@ -152,9 +153,10 @@ def video_preview(file: OutputFile) -> ui.PreviewVideo:
     return ui.PreviewVideo([ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)])
 
 
-class WanStreamDecodeVideo(io.ComfyNode):
+class WanStreamDecodeVideo(FileNode):
     """Decoder that writes its frames straight into an MP4."""
 
+    FILES: ClassVar = {"vae": DECODER_FOLDERS}
     LISTED_INPUTS = ("vae", "compute_dtype", "latent_scale")
 
     @classmethod
@@ -225,9 +227,10 @@ class WanStreamDecodeVideo(io.ComfyNode):
         return io.NodeOutput(ui={**video_preview(file).as_dict(), **(reports_ui(report, notes=notes) or {})})
 
 
-class WanStreamVAEDecode(io.ComfyNode):
+class WanStreamVAEDecode(FileNode):
     """Decoder that returns images."""
 
+    FILES: ClassVar = {"vae": DECODER_FOLDERS}
     LISTED_INPUTS = ("vae", "compute_dtype", "latent_scale")
 
     @classmethod
@@ -290,9 +293,10 @@ class WanStreamVAEDecode(io.ComfyNode):
         return io.NodeOutput(videos.flatten(0, 1), ui=reports_ui(report, notes=notes))
 
 
-class WanStreamPreview(io.ComfyNode):
+class WanStreamPreview(FileNode):
     """Settings of moving previews, with the file of the tiny VAE checked."""
 
+    FILES: ClassVar = {"vae": PREVIEW_FOLDERS}
     LISTED_INPUTS = ("vae", "latent_scale")
 
     @classmethod

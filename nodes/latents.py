@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,7 @@ from .runs.file_checks import (
     check_encoder,
     reports_ui,
 )
+from .runs.file_node import FileNode
 
 MODELS = {space.models: space for space in SPACES}
 MAX_SIZE = {"width": 4096, "height": 4096, "frames": 1025}
@@ -203,9 +204,10 @@ def conditioned(
     return io.NodeOutput(added(positive, values), added(negative, values), latent, ui=reports_ui(*reports))
 
 
-class SizedNode(io.ComfyNode):
+class SizedNode(FileNode):
     """Node with `SIZE_INPUTS`, a VAE and perhaps an image encoder, which are checked before any node runs."""
 
+    FILES: ClassVar = {"vae": ENCODER_FOLDERS, "clip_vision": CLIP_FOLDERS}
     LISTED_INPUTS = ("vae", "clip_vision")
 
     @classmethod

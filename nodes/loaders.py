@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..devices import AUTO, dtype_name
 from ..host import WEIGHT_DTYPES, ModelStreaming, ShareVisits, current_host, io, search_aliases
@@ -31,8 +31,8 @@ from .runs.file_checks import (
     check_lora,
     check_native_model,
     check_single_model,
-    files_version,
 )
+from .runs.file_node import FileNode
 
 DTYPES = {AUTO: AUTO, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MODEL_INPUTS: tuple[io.Input, ...] = (
@@ -91,9 +91,10 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
 logger = logging.getLogger("wanstream.nodes")
 
 
-class WanStreamExperts(io.ComfyNode):
+class WanStreamExperts(FileNode):
     """Reference to a high-noise and a low-noise expert that were checked to be a pair."""
 
+    FILES: ClassVar = {"high_noise": EXPERT_FOLDERS, "low_noise": EXPERT_FOLDERS}
     LISTED_INPUTS = ("high_noise", "low_noise")
 
     @classmethod
@@ -145,13 +146,6 @@ class WanStreamExperts(io.ComfyNode):
         found = [*expert_mismatches(pair.high, pair.low), *_opened_notices(ref, pair)]
         return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
-    @classmethod
-    def fingerprint_inputs(
-        cls, high_noise: str | None = None, low_noise: str | None = None, **inputs: Any
-    ) -> tuple[bool, str]:
-        """Run the node again when a file was replaced, or strict mode was switched and warnings are errors or not."""
-        return current_host().strict(), files_version(EXPERT_FOLDERS, high_noise, low_noise)
-
 
 def open_here(ref: ExpertsRef) -> ExpertPair:
     """Open the experts in this process, and log the dtype that `compute_dtype` auto gives here.
@@ -196,9 +190,10 @@ def _arithmetic_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
     ]
 
 
-class WanStreamOneExpert(io.ComfyNode):
+class WanStreamOneExpert(FileNode):
     """Reference to a single model, which runs every step and was checked to be complete."""
 
+    FILES: ClassVar = {"file": EXPERT_FOLDERS}
     LISTED_INPUTS = ("file",)
 
     @classmethod
@@ -235,15 +230,11 @@ class WanStreamOneExpert(io.ComfyNode):
         notices = _opened_notices(ref, open_here(ref))
         return io.NodeOutput(ref, ui=show_notices(*notices, file=file) or None)
 
-    @classmethod
-    def fingerprint_inputs(cls, file: str | None = None, **inputs: Any) -> str:
-        """Run the node again when its file was replaced."""
-        return files_version(EXPERT_FOLDERS, file)
 
-
-class WanStreamLora(io.ComfyNode):
+class WanStreamLora(FileNode):
     """Experts with one more LoRA each, which was checked to fit."""
 
+    FILES: ClassVar = {"high_noise": LORA_FOLDERS, "low_noise": LORA_FOLDERS}
     LISTED_INPUTS = ("high_noise", "low_noise")
 
     @classmethod
@@ -313,13 +304,6 @@ class WanStreamLora(io.ComfyNode):
         found = _lora_notices(pair, lora)
         return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
-    @classmethod
-    def fingerprint_inputs(
-        cls, high_noise: str | None = None, low_noise: str | None = None, **inputs: Any
-    ) -> tuple[bool, str]:
-        """Run the node again as `WanStreamExperts` does."""
-        return current_host().strict(), files_version(LORA_FOLDERS, high_noise, low_noise)
-
 
 def _lora_notices(pair: ExpertPair, lora: LoraRef) -> list[Notice]:
     """Return notices on LoRAs that do not suit the experts or their places, or are used in part."""
@@ -385,9 +369,10 @@ STREAMING_INPUTS: tuple[io.Input, ...] = (
 )
 
 
-class WanStreamLoadDiffusionModel(io.ComfyNode):
+class WanStreamLoadDiffusionModel(FileNode):
     """MODEL whose blocks stay in their file; a substitute for ComfyUI's own loader."""
 
+    FILES: ClassVar = {"unet_name": MODEL_FOLDERS}
     LISTED_INPUTS = ("unet_name", "weight_dtype")
 
     @classmethod
@@ -437,11 +422,6 @@ class WanStreamLoadDiffusionModel(io.ComfyNode):
         path = host.model_path(unet_name, *MODEL_FOLDERS)
         with host.ledger().phase("open", host.device()):
             return io.NodeOutput(host.load_model(path, weight_dtype, _streaming(policy, **settings)))
-
-    @classmethod
-    def fingerprint_inputs(cls, unet_name: str | None = None, **inputs: Any) -> str:
-        """Load the model again when its file was replaced."""
-        return files_version(MODEL_FOLDERS, unet_name)
 
 
 class WanStreamStreamModel(io.ComfyNode):

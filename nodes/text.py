@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..host import current_host, io, search_aliases
 from .runs.file_checks import TEXT_FOLDERS, check_text_encoder, reports_ui
+from .runs.file_node import FileNode
 
 
-class WanStreamTextEncode(io.ComfyNode):
+class WanStreamTextEncode(FileNode):
     """Conditioning of both prompts from the streamed UMT5 encoder."""
 
+    FILES: ClassVar = {"text_encoder": TEXT_FOLDERS}
     LISTED_INPUTS = ("text_encoder",)
 
     @classmethod

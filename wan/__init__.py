@@ -29,7 +29,7 @@ from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
 from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
-from .lora.file import open_lora
+from .lora.file import lora_version, open_lora
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import encoder_version, open_text_encoder
 from .text.sentence_model import Piece, sentence_model
@@ -122,6 +122,7 @@ __all__ = [
     "is_for_few_steps",
     "is_merged",
     "lora_mismatches",
+    "lora_version",
     "marker_settings",
     "model_version",
     "multiplied_formats",

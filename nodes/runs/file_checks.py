@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +99,6 @@ def check_native_model(name: object, weight_dtype: object) -> None:
     if path is not None:
         dtype = _choice("weight_dtype", weight_dtype, WEIGHT_DTYPES, unknown=next(iter(WEIGHT_DTYPES)))
         _native_model(path, model_version(path), dtype)
-
-
-def files_version(kinds: Sequence[str], *names: str | None) -> str:
-    """Return a digest of the versions of models by name. Linked names (None) and choices without a file have none."""
-    named = (name for name in names if name not in (None, NONE, SAME_FOLDER))
-    version = model_version(*(current_host().model_path(str(name), *kinds) for name in named))
-    # ComfyUI writes fingerprints into the graph of every saved file: they must not show the folders of the machine.
-    return sha256(repr(version).encode()).hexdigest()
 
 
 def check_encoder(name: object) -> FileReport:

@@ -70,15 +70,19 @@ def open_lora(path: Path | str) -> LoraFile:
         CheckpointError: no key matches, nothing here computes its algorithm (OFT, GLoRA ...), or its tensors do not
             belong together. The message has the key.
     """
-    path = Path(path)
+    return _opened(Path(path), lora_version(Path(path)))
+
+
+def lora_version(path: Path) -> ModelVersion:
+    """Return the files on which `open_lora` depends, with their versions."""
     config = path.with_name(CONFIG_FILE)
     # Settings next to the file depend on the other files of the folder.
-    others = tuple(sorted(path.parent.glob("*.safetensors"))) if config.is_file() else ()
-    return _opened(path, model_version(path, config), others)
+    others = sorted(path.parent.glob("*.safetensors")) if config.is_file() else ()
+    return model_version(path, config, *others)
 
 
 @lru_cache(KEPT)
-def _opened(path: Path, version: ModelVersion, others: tuple[Path, ...]) -> LoraFile:
+def _opened(path: Path, version: ModelVersion) -> LoraFile:
     header = read_header(path)
     _refuse_other_algorithms(path, header.tensors)
     settings = adapter_settings(path, header.metadata, header.tensors)

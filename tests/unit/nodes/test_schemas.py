@@ -13,6 +13,7 @@ from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.validate import converted, rules_of, sockets_of
 from wanstream.host.folders import MODEL_KINDS
 from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.loaders import WanStreamLora
 from wanstream.tests.support.embedded import embedded_host
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -43,27 +44,38 @@ def test_no_number_of_a_node_may_be_nan(node: type[io.ComfyNode], value: object)
             assert converted(socket, value)[1] is not None
 
 
-def has_fingerprint(node: type[io.ComfyNode]) -> bool:
-    return node.fingerprint_inputs.__func__ is not io.ComfyNode.fingerprint_inputs.__func__
-
-
-@pytest.mark.parametrize("node", list(filter(has_fingerprint, NODES)), ids=lambda node: node.__name__)
-def test_a_fingerprint_shows_no_folder(node: type[io.ComfyNode], tmp_path: Path) -> None:
+@EACH_NODE
+def test_a_node_runs_again_when_a_file_was_replaced_and_shows_no_folder(
+    node: type[io.ComfyNode], tmp_path: Path
+) -> None:
     """ComfyUI writes fingerprints into saved files."""
-    listed = {f"latents/{LATENT_FILE}", FILE}
     for kind in (*MODEL_KINDS, "latents"):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / (LATENT_FILE if kind == "latents" else FILE)).touch()
+    listed = {f"latents/{LATENT_FILE}", FILE}
     with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path)):
-        chosen = [
-            (each.id, *(listed & set(getattr(each, "options", None) or ()))) for each in node.define_schema().inputs
-        ]
-        files = dict(each for each in chosen if len(each) == 2)
-        fingerprint = repr(node.fingerprint_inputs(**files))
-    assert files
-    for name in files.values():
-        fingerprint = fingerprint.replace(name, "")
-    assert not {"/", "\\"} & set(fingerprint), fingerprint
+        chosen = {each.id: listed & set(getattr(each, "options", None) or ()) for each in node.define_schema().inputs}
+        for name, (file,) in ((name, files) for name, files in chosen.items() if files):
+            before = repr(node.fingerprint_inputs(**{name: file}))
+            assert not {"/", "\\"} & set(before.replace(file, "")), name
+            assert before == repr(node.fingerprint_inputs(**{name: file}))
+            for path in tmp_path.glob(f"*/{Path(file).name}"):
+                path.write_text(f"{name} was replaced")
+            after = repr(node.fingerprint_inputs(**{name: file}))
+            assert after != before, name
+            assert node.fingerprint_inputs(**{name: "gone.safetensors"}), name
+            assert file != FILE or name in node.LISTED_INPUTS
+
+
+def test_a_lora_runs_again_when_the_settings_next_to_it_change(tmp_path: Path) -> None:
+    (tmp_path / "loras").mkdir()
+    (tmp_path / "loras" / FILE).touch()
+    with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path)):
+        found = [WanStreamLora.fingerprint_inputs(high_noise=FILE)]
+        for text in ("{}", '{"lora_alpha": 1}'):
+            (tmp_path / "loras" / "adapter_config.json").write_text(text)
+            found.append(WanStreamLora.fingerprint_inputs(high_noise=FILE))
+    assert len(set(found)) == 3
 
 
 # Saved workflows refer to ids, inputs and outputs: a change here breaks them.
