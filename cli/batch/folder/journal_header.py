@@ -53,11 +53,14 @@ def application_of(head: bytes) -> int | None:
 
 @functools.cache
 def _new_head() -> bytes:
-    """Return the head of a new database: some SQLite builds reserve bytes, or vacuum automatically."""
+    """Return the head of a new database: some SQLite builds reserve bytes, or vacuum automatically.
+
+    It has a table: without one, SQLite leaves the formats of the schema and of texts at 0.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "new.sqlite")
         with closing(sqlite3.connect(path)) as connection:
-            connection.execute("PRAGMA user_version = 1")
+            connection.execute("CREATE TABLE one (number)")
         return read_head(path)
 
 

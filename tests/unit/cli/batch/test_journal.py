@@ -528,6 +528,10 @@ def test_every_region_of_a_journal_may_be_overwritten(tmp_path: Path, build: str
         except (DamagedJournalError, ForeignDatabaseError):
             noticed += 1
     assert noticed > 200
+    for start, field in ((44, "format of the schema"), (56, "encoding of texts")):
+        path.write_bytes(whole[:start] + bytes(4) + whole[start + 4 :])
+        with pytest.raises(DamagedJournalError, match=f"the {field} is 00000000"):  # as in a database without tables
+            Journal(path, workflow="w" * 64)
     assert {each.name for each in tmp_path.iterdir()} == {path.name}
 
 
