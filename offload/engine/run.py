@@ -139,6 +139,7 @@ class EngineRun:
         that all ranks have issued the same ones.
         """
         gathering = self._pool.gathering
+        keeps = in_sync and self._stops_early
         try:
             try:
                 if gathering is not None and in_sync:
@@ -149,7 +150,7 @@ class EngineRun:
                     gathering.end(in_sync=in_sync)
             finally:  # even if the group cannot be ended: the caller releases what these threads use
                 self._sync.stop()
-                self._ram.stop()
+                self._ram.stop(whole_blocks=keeps)
                 self._thread.join()
                 self._ram.join()
             atexit.unregister(self._end_threads)
@@ -158,9 +159,10 @@ class EngineRun:
             raise
 
     def leave(self) -> None:
-        """Keep all issued blocks for the next program: the caller skips the remaining visits and ends the run next.
+        """Keep blocks that are issued or being read for the next program. The caller ends the run next.
 
-        The bytes of these blocks count for the open step.
+        It skips the remaining visits. Reads in progress end with their block, because the next program would read it
+        again from the start. An error or a cancel cuts them short. The bytes of these blocks count for the open step.
         """
         assert self._running, "leave() must be called before the run has ended"
         self._stops_early = True

@@ -38,10 +38,6 @@ class ThreadSync:
         self._stopped = False
         self._ending = False
 
-    def is_stopped(self) -> bool:
-        """Return True if the run has ended."""
-        return self._stopped
-
     def note_issued(self, fetch: int) -> None:
         """Note that fetch number `fetch` of the program was issued (producer)."""
         with self._changed:

@@ -45,6 +45,7 @@ class RamRun:
         self._spans: dict[int, ReadSpan] = {}  # by the first RAM program visit that needs the read
         self._straight: dict[int, ReadSpan] = {}  # by device program fetch
         self._sync = ThreadSync()
+        self._cuts_reads = False
         count = min(slots.in_flight, ram.program.buffers, len(ram.program.fetches))
         self._threads = [
             RunThread(f"wanstream-ram-{number}", device=device, failed=self._sync.end_issuing)
@@ -74,8 +75,12 @@ class RamRun:
         for thread in self._threads:
             thread.start(self._read_on)
 
-    def stop(self) -> None:
-        """Wake all waiting threads, and end reads after the piece in progress. They raise `RunStopped`."""
+    def stop(self, *, whole_blocks: bool = False) -> None:
+        """Wake all waiting threads, which raise `RunStopped`, and end reads after the piece in progress.
+
+        With `whole_blocks`, reads in progress end after their block, which the next run finds in its slot.
+        """
+        self._cuts_reads = self._cuts_reads or not whole_blocks
         self._sync.stop()
 
     def join(self) -> None:
@@ -102,7 +107,7 @@ class RamRun:
             RunStopped: the run has ended.
             SourceError: the bytes could not be read.
         """
-        with reads_until(self._sync.is_stopped):
+        with reads_until(lambda: self._cuts_reads):
             self._straight[fetch] = timed_read(self._source, key, into, self._ranges, straight=True)
 
     def take(self, fetch: int) -> RamSlot | None:
@@ -156,7 +161,7 @@ class RamRun:
             fetch = self._ram.program.fetches[number]
             try:
                 self._sync.await_released(fetch.start_after)
-                with reads_until(self._sync.is_stopped):
+                with reads_until(lambda: self._cuts_reads):
                     span = self._slots.read(self._slots[fetch.buffer], fetch.block, self._source, self._ranges)
             except RunStopped:
                 raise

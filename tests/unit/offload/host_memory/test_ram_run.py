@@ -111,8 +111,9 @@ def test_blocks_before_one_that_fails_arrive_even_if_they_are_slower(start, poli
     assert not run.is_whole
 
 
+@pytest.mark.parametrize("whole_blocks", [False, True])
 @pytest.mark.parametrize("policy", [IN_RAM, STAGED], ids=["in RAM", "staged"])
-def test_a_run_that_stops_waits_for_the_piece_in_progress_alone(start, policy):
+def test_a_run_that_stops_waits_for_the_piece_or_the_block_in_progress(start, policy, whole_blocks):
     begun, gate, read = threading.Event(), threading.Event(), []
     threads = ReadThreads(1, ThreadPoolExecutor)
 
@@ -123,12 +124,12 @@ def test_a_run_that_stops_waits_for_the_piece_in_progress_alone(start, policy):
 
     run = start(Gated(lambda block: threads.run([read_piece] * 3), lambda block: None), policy)
     assert begun.wait(20)
-    run.stop()
+    run.stop(whole_blocks=whole_blocks)
     gate.set()
     run.join()
     threads.close()
-    assert len(read) == 1
-    assert not run.reads
+    assert len(read) == (3 * len(run.reads) if whole_blocks else 1)
+    assert bool(run.reads) == whole_blocks
 
 
 @pytest.mark.parametrize(
