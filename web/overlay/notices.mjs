@@ -22,15 +22,20 @@ const SEVERITY = ["note", "warning", "wrong"]
 export function noticesById(state, workflow) {
   const found = new Map()
   const add = (id, notices) => notices.length && found.set(id, [...(found.get(id) ?? []), ...notices])
-  for (const entry of state.notices) if (isOf(entry, workflow)) add(entry.node, entry.notices)
+  const typed = (entry) => entry.notices.map((notice) => ({ ...notice, type: entry.type }))
+  for (const entry of state.notices) if (isOf(entry, workflow)) add(entry.node, typed(entry))
   const last = new Map()
   for (const run of state.runs) if (isOf(run, workflow)) last.set(run.shown_at, run)
   for (const [id, run] of last) add(id, (run.timeline?.changes ?? run.changes ?? []).map((text) => ({ level: "note", text })))
   return found
 }
 
-/** Return true unless a widget has another value than the one that the notice is about. A linked widget has none. */
+/**
+ * Return true unless the notice has the type of another node (an API client's graph may have equal ids), or a widget
+ * has another value than the one that the notice is about. A linked widget has none.
+ */
 export function applies(notice, node) {
+  if (notice.type && notice.type !== node.comfyClass) return false
   const isLinked = (name) => node.inputs?.some((input) => input.widget?.name === name && input.link != null)
   return Object.entries(notice.values ?? {}).every(([name, value]) => {
     const widget = node.widgets?.find((each) => each.name === name)

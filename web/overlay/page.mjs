@@ -82,10 +82,10 @@ const toasted = new Map()
  * Show a message for each notice of something that makes the video wrong, if its node is in the open graph. A queue of
  * runs with the same notices shows it once: the strip on the node stays.
  */
-function toast(app, page, { node: id, workflow, notices }) {
+function toast(app, page, { node: id, workflow, type, notices }) {
   const node = isOf({ workflow }, page.workflow()) && page.nodes().find(([, ids]) => ids.includes(id))?.[0]
   if (!node) return
-  const wrong = notices.filter((notice) => notice.level === "wrong" && applies(notice, node))
+  const wrong = notices.filter((notice) => notice.level === "wrong" && applies({ ...notice, type }, node))
   const place = JSON.stringify([workflow, id])
   const shown = toasted.get(place)
   toasted.set(place, JSON.stringify(wrong))

@@ -192,6 +192,22 @@ def test_a_notice_applies_to_the_file_that_the_server_took(
     assert modules.call("notices", "applies", about, {"widgets": [named], "inputs": linked})
 
 
+NODES_WITH_NOTICES = f"""async events => {{
+    const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
+    const {{ NoticeStrips }} = await import('/extensions/{PACK}/overlay/notices.mjs')
+    const state = events.reduce((state, [event, payload]) => after(state, event, payload, 0), EMPTY)
+    const nodes = [[{{ comfyClass: 'A' }}, ['7']], [{{ comfyClass: 'B' }}, ['8']]]
+    const strips = new NoticeStrips({{ nodes: () => nodes, workflow: () => 'here' }})
+    return [...strips.current(state)].map(([node, found]) => [node.comfyClass, ...found.map(each => each.text)])
+}}"""
+
+
+def test_a_notice_of_another_client_is_for_nodes_of_its_class(modules: Modules) -> None:
+    told = [notices(node, notice(node), workflow="") for node in ("7", "8")]
+    assert modules.frontend.page.evaluate(NODES_WITH_NOTICES, [list(event) for event in told]) == [["A", "7"]]
+    assert modules.call("notices", "applies", {**notice("x"), "type": "A"}, {"comfyClass": "A"})
+
+
 PICTURE = "data:image/webp;base64,AAAA"
 
 
