@@ -194,16 +194,17 @@ def test_a_stop_waits_for_the_step_of_a_group_on_several_machines(
     """Its workers stop before their next step, which may be further away than the timeout."""
     killed: list[int] = []
     monkeypatch.setattr(Handle, "kill", lambda handle: killed.append(handle.rank))
-    now_s = 0.0
+    clock = [0.0]
     # A busy machine may pause the test for longer than the silence limit.
     for module in (heartbeat, worker_group):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     group, handles = start_group(2, timeout_s=5.0)
     group.rendezvous.facts = tuple(
         replace(Worker("cpu").facts(), machine=name) for name in ("a", "b" if apart else "a")
     )
     group.stop()
-    for now_s in range(1, 30):
+    for second in range(1, 30):
+        clock[0] = second
         handles[0].begun += 1
         assert group.poll() == []
     assert [handle.calls for handle in handles] == [["stop"], ["stop"]]
