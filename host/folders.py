@@ -46,6 +46,10 @@ _SHOWN = 40
 _TIMES = {"year": "%Y", "month": "%m", "day": "%d", "hour": "%H", "minute": "%M", "second": "%S"}
 """Prefix variables for the local time, as `strftime` formats."""
 
+_DATE = re.compile(r"%date:([^%]+)%")
+_DATE_PARTS = {"d": "%d", "M": "%m", "h": "%H", "m": "%M", "s": "%S"}
+"""Letters in a date format of ComfyUI's frontend, as `strftime` formats."""
+
 
 class OutsideFolderError(ValueError):
     """A workflow name leads out of the folder."""
@@ -274,7 +278,7 @@ def check_output(output: Path, prefix: str) -> None:
 
 
 def usable_prefix(prefix: str) -> str:
-    """Return a prefix with slashes between names, as on every system.
+    """Return a prefix with slashes between names, as on every system, and with the date in `%date:yyyy-MM-dd%`.
 
     Raises OutputNameError for a name that Windows cannot create, or that contains a lone surrogate.
     """
@@ -284,11 +288,26 @@ def usable_prefix(prefix: str) -> str:
         prefix.encode()
     except UnicodeEncodeError as err:
         raise OutputNameError(f"{prefix!r} contains a lone surrogate at index {err.start}: remove it") from err
-    prefix = prefix.replace("\\", "/")
-    for name in prefix.split("/"):
-        if name not in {".", ".."} and (fault := windows_fault(name)):
+    prefix = _DATE.sub(_date, prefix).replace("\\", "/")
+    *folders, stem = prefix.rstrip("/").split("/")
+    # A counter follows the last name: "aux" and "clip." become "aux_00001_.mp4" and "clip._00001_.mp4".
+    for name, written in (*((each, each) for each in folders), (stem, f"{stem}_")):
+        if name not in {".", ".."} and (fault := windows_fault(written)):
             raise OutputNameError(f"'{_shortened(prefix)}': {_shortened(name)!r} {fault}")
     return prefix
+
+
+def _date(found: re.Match[str]) -> str:
+    """Return the local time in a format of ComfyUI's frontend, which fills it in for ComfyUI's own nodes only."""
+    now = time.localtime()
+
+    def value(part: re.Match[str]) -> str:
+        letters = part[0]
+        if letters[0] == "y":
+            return {2: f"{now.tm_year}"[2:], 4: f"{now.tm_year}"}.get(len(letters), letters)
+        return f"{int(time.strftime(_DATE_PARTS[letters[0]], now)):0{len(letters)}}"
+
+    return re.sub("dd?|MM?|hh?|mm?|ss?|yyy?y?", value, found[1])
 
 
 def _check_lengths(prefix: str, stem: Path, folder: Path) -> None:

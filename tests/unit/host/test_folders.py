@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,7 @@ IMPOSSIBLE = {
     "a question": ("why?/x", r"contains '\?'"),
     "a line feed": ("a\nb", "contains '.n'"),
     "a folder with a dot": ("video./x", "'video.' ends with a dot or a space"),
-    "a name with a space": ("video/x ", "'x ' ends with a dot or a space"),
+    "a folder with a space": ("video /x", "'video ' ends with a dot or a space"),
     "a device behind another slash": ("video\\nul\\x", "'nul' is a device name"),
     "a long name": ("x" * 300, "has 300 bytes, and the limit is 232: shorten it"),
     "a long name in another script": ("\u5bb6" * 80, "has 240 bytes, and the limit is 232"),
@@ -113,6 +114,10 @@ def test_a_name_under_which_nothing_can_be_written_is_refused(
         "\u5bb6/\u5bb6",
         "link/x",
         ".hidden/..x/console.x",
+        "clip ",
+        "video/clip.",
+        "aux",
+        "video/com1/",
     ],
 )
 def test_a_name_that_is_not_refused_can_be_written(tmp_path: Path, prefix: str) -> None:
@@ -150,6 +155,16 @@ def test_variables_of_a_prefix_are_filled_in(tmp_path: Path) -> None:
     year, month = file.filename.split("_")[0].split("-")
     assert year.isdecimal()
     assert len(month) == 2
+
+
+def test_a_date_is_filled_in_as_by_comfyuis_frontend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "localtime", lambda: time.struct_time((2026, 3, 4, 15, 6, 7, 2, 63, 0)))
+    prefix = "%date:yyyy/MM-dd%/%date:yy M d h.hh m.mm s.ss yyy%"
+    check_output(tmp_path, prefix)
+    file = output_file(tmp_path, prefix, "mp4", width=1, height=1)
+    assert (Path(file.subfolder), file.filename) == (Path("2026/03-04"), "26 3 4 15.15 6.06 7.07 yyy_00001_.mp4")
+    with pytest.raises(OutputNameError, match="'15:06' contains ':'"):
+        check_output(tmp_path, "%date:hh:mm%")
 
 
 def test_models_are_listed_by_what_they_are(tmp_path: Path) -> None:
