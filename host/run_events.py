@@ -193,7 +193,8 @@ class RunEvents:
         """
         self._check_state(_State.RUNNING)
         self._ranks = dict(ranks or {})
-        self._timeline = timeline
+        missing = [note for note in self._notes if note not in timeline.changes]
+        self._timeline = replace(timeline, changes=(*missing, *timeline.changes))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._state = _State.OVER

@@ -68,6 +68,13 @@ def test_what_each_worker_did_is_told_at_the_end_without_its_memory() -> None:
     assert {rank: Timeline.from_dict(each) for rank, each in ranks.items()} == {"0": PREDICTED, "1": TIMELINE}
 
 
+def test_notes_from_before_a_run_are_told_at_its_end_too() -> None:
+    told = Told()
+    with announced(told, notes=["chosen", "", "threads"]) as run:
+        run.ended(replace(TIMELINE, changes=("chosen", "smaller")))
+    assert told[-1][1]["timeline"]["changes"] == ["threads", "chosen", "smaller"]
+
+
 def test_two_runs_of_one_node_are_told_apart() -> None:
     told = Told()
     for _ in range(2):
