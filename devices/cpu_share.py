@@ -50,8 +50,8 @@ def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | Non
     """
     best = max(1, math.floor(cpus)) if threads > max(1, math.ceil(cpus)) else threads
     reason = f"{threads} threads of torch share {cpus:.3g} CPUs"
-    # The load contains the threads of an earlier run in this process.
-    if threads > 1 and load is not None and load - threads >= all_cpus:
+    # The load is that of the machine, with the threads of an earlier run in this process: it says nothing about a part.
+    if threads > 1 and load is not None and cpus >= all_cpus and load - threads >= all_cpus:
         best = 1
         reason = f"{threads} threads of torch share {cpus:.3g} CPUs with other programs (load {load:.1f})"
     if best == threads:

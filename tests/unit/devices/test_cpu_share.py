@@ -60,6 +60,11 @@ def test_threads_that_share_cpus_are_noticed(threads: int, cpus: float, load: fl
         assert f"OMP_NUM_THREADS={remedy} " in notice[:120]
 
 
+@pytest.mark.parametrize("threads", [2, 4])
+def test_the_load_of_a_machine_says_nothing_about_a_part_of_its_cpus(threads: int) -> None:
+    assert thread_notice(threads, 4, all_cpus=64, load=70.0) == ""
+
+
 def test_a_run_on_a_cpu_has_the_notice_and_the_log_has_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
