@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from ...offload import read_gguf_fields
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, ModelVersion, model_version
 
 UNIGRAM = 1
 BYTE = 6
@@ -50,11 +51,10 @@ def sentence_model(
         collapse_spaces: make one space of several.
     """
     pieces = list(pieces)
-    tokens = (_text(1, each.text.encode()) + _real(2, each.score) + _whole(3, each.kind) for each in pieces)
     spells_bytes = any(each.kind == BYTE for each in pieces)
     trainer = _whole(3, UNIGRAM) + _whole(4, len(pieces)) + _whole(35, spells_bytes)
     normalizer = _text(2, characters) + _whole(3, space_first) + _whole(4, collapse_spaces) + _whole(5, True)
-    return b"".join(_text(1, token) for token in tokens) + _text(2, trainer) + _text(3, normalizer)
+    return b"".join(map(_token, pieces)) + _text(2, trainer) + _text(3, normalizer)
 
 
 def gguf_sentence_model(path: Path) -> bytes | None:
@@ -63,6 +63,12 @@ def gguf_sentence_model(path: Path) -> bytes | None:
     Raises:
         CheckpointFileError: the file cannot be read, or the lists do not belong together.
     """
+    return _converted(path, model_version(path))
+
+
+@lru_cache(2)
+def _converted(path: Path, version: ModelVersion) -> bytes | None:
+    # Kept, 6 MB each: a graph is checked before it runs, and the conversion takes seconds.
     fields = read_gguf_fields(path, (MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES))
     if fields.get(MODEL) != "t5":
         return None
@@ -95,11 +101,19 @@ def _whole(number: int, value: int) -> bytes:
     return _varint(number << 3) + _varint(value)
 
 
-def _real(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", value)
+_SCORE = struct.Struct("<BfB")
+
+
+def _token(piece: Piece) -> bytes:
+    # A quarter of a million of them: the numbers of the fields are constants here.
+    text = piece.text.encode()
+    content = b"\x0a" + _varint(len(text)) + text + _SCORE.pack(0x15, piece.score, 0x18) + _varint(piece.kind)
+    return b"\x0a" + _varint(len(content)) + content
 
 
 def _varint(value: int) -> bytes:
+    if value <= 0x7F:
+        return bytes((value,))
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

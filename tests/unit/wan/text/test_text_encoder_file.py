@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from wanstream.testing.tokenizer import START, VOCABULARY, kind_of, sentencepiec
 from wanstream.testing.weights import make_text_encoder
 from wanstream.wan.text import encoder as text_encoder
 from wanstream.wan.text.encoder import open_text_encoder
+from wanstream.wan.text.sentence_model import gguf_sentence_model
 from wanstream.wan.text.tokenizer import tokenizer_beside
 
 FP8 = torch.float8_e4m3fn
@@ -409,6 +411,10 @@ class TestGguf:
         opened = open_text_encoder(tmp_path / "none.gguf")
         assert opened.notes == ("none.gguf has no tokenizer: that of spiece.model is used",)
         assert open_text_encoder(tmp_path / "whole.gguf").notes == ()
+        model = gguf_sentence_model(tmp_path / "whole.gguf")
+        assert gguf_sentence_model(tmp_path / "whole.gguf") is model, "converted once"
+        os.utime(tmp_path / "whole.gguf", (1, 1))
+        assert gguf_sentence_model(tmp_path / "whole.gguf") is not model, "a newer file"
         found, expected = (embeddings(tmp_path / f"{name}.gguf", torch.float32) for name in ("none", "whole"))
         assert_equal(found, expected)
 
