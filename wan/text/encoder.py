@@ -268,13 +268,14 @@ class PromptError(ValueError):
 
 
 def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -> TextEncoder:
-    """Open the text encoder in a diffusers pipeline folder, a `text_encoder` folder, or ComfyUI's single file.
+    """Open the text encoder in a diffusers pipeline folder, a `text_encoder` folder, or a single file.
 
-    `compute_dtype` is as in `open_experts`. A `text_encoder` folder needs `tokenizer` next to it. A single file
-    contains its tokenizer. Reads only the tokenizer, the config and headers.
+    `compute_dtype` is as in `open_experts`. A `text_encoder` folder needs `tokenizer` next to it. A single file is
+    safetensors, with the names of transformers or of Wan's own release, or GGUF. Its tokenizer is in it or next to it.
+    Reads only the tokenizer, the config and headers.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file. The config or the
+        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF. The config or the
             tensors do not belong to a UMT5 encoder with width 4096. The tokenizer is missing.
     """
     path, dtype = Path(path), resolve_dtype(compute_dtype)
