@@ -156,15 +156,17 @@ def test_a_job_that_is_refused_is_told_in_words(example: Example, desk: Path, na
 
 @KINDS
 def test_a_job_that_fails_is_told_in_words_and_stops_no_other(example: Example, desk: Path, kind: str) -> None:
-    pair = {"high_noise": "wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors"}
-    set_inputs(desk, "t2v", experts={**pair, "low_noise": "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"})
+    without_image = {
+        f"{noise}_noise": f"wan2.2_i2v_{noise}_noise_14B_fp8_scaled.safetensors" for noise in ("high", "low")
+    }
+    set_inputs(desk, "t2v", experts=without_image)
     done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos")
     assert done.returncode == 1
-    assert "experts (WanStreamExperts): " in done.stderr
+    assert "sampler (WanStreamSampler): " in done.stderr
     assert "Traceback" not in done.stderr
     done = example(f"many_jobs.{kind}", "workflows/api/t2v.json", "videos", "a red fox", "a kite")
     assert done.returncode == 1
-    assert done.stderr.count("experts (WanStreamExperts): ") == 2
+    assert done.stderr.count("sampler (WanStreamSampler): ") == 2
 
 
 @KINDS
