@@ -6,6 +6,7 @@ followed. Names that lead out of their folder are refused.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..schema import windows_fault
+from ..schema import windows_fault, windows_name
+
+logger = logging.getLogger("wanstream.host")
 
 WEIGHT_FILES = (".safetensors", ".sft")
 """Suffixes for readable model files."""
@@ -297,6 +300,27 @@ def usable_prefix(prefix: str) -> str:
     return prefix
 
 
+def repaired_prefix(prefix: str) -> str:
+    """Return a prefix as `usable_prefix` does, with `_` in place of what it refuses."""
+    filled = _DATE.sub(_date, prefix).encode(errors="replace").decode().replace("\\", "/")
+    *folders, stem = filled.rstrip("/").split("/")
+    names = [each if each in {".", ".."} else windows_name(each) for each in folders]
+    return "/".join([*names, stem if stem in {".", ".."} else windows_name(f"{stem}_")[:-1]])
+
+
+def prefix_in_run(prefix: str) -> str:
+    """Return `repaired_prefix`, and log what was replaced.
+
+    A linked prefix is known in the run only. A refusal would cost the hours before it.
+    """
+    try:
+        return usable_prefix(prefix)
+    except OutputNameError as err:
+        repaired = repaired_prefix(prefix)
+        logger.warning("the files are called '%s': %s", _shortened(repaired), err)
+        return repaired
+
+
 def _date(found: re.Match[str]) -> str:
     """Return the local time in a format of ComfyUI's frontend, which fills it in for ComfyUI's own nodes only."""
     now = time.localtime()
@@ -353,7 +377,7 @@ def output_file(output: Path, prefix: str, extension: str, *, width: int, height
 
     Raises OutsideFolderError or OutputNameError, or OSError if the folder cannot be created.
     """
-    stem = inside(output, _fill_in(usable_prefix(prefix), width=width, height=height))
+    stem = inside(output, _fill_in(prefix_in_run(prefix), width=width, height=height))
     stem.parent.mkdir(parents=True, exist_ok=True)
     path = stem.with_name(f"{stem.name}_{_next_counter(stem):05}_.{extension.lstrip('.')}")
     subfolder = stem.parent.relative_to(os.path.abspath(output))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .clusters import BUILTIN_CLUSTERS, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
-from .file_names import windows_fault
+from .file_names import windows_fault, windows_name
 from .mesh import Mesh, MeshError, lanes_of_rank, largest_share
 from .notices import Notice, NoticeLevel
 from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly, spread_over_largest
@@ -163,4 +163,5 @@ __all__ = [
     "spread_over_largest",
     "together",
     "windows_fault",
+    "windows_name",
 ]

@@ -18,3 +18,11 @@ def windows_fault(name: str) -> str | None:
     if name.endswith((".", " ")):
         return "ends with a dot or a space, which Windows removes: use another name"
     return None
+
+
+def windows_name(name: str) -> str:
+    """Return a name that Windows can create: `_` replaces what it cannot, and precedes the name of a device."""
+    name = _FORBIDDEN.sub("_", name)
+    if name.endswith((".", " ")):
+        name = f"{name[:-1]}_"
+    return f"_{name}" if _DEVICE.fullmatch(name) else name

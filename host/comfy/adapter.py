@@ -34,7 +34,7 @@ from ..folders import (
     OutputFile,
     diffusers_folders,
     inside,
-    usable_prefix,
+    prefix_in_run,
 )
 from ..machine_profile import PROBE_BYTES, load_machine_profile
 from ..workers import WorkerRegistry
@@ -107,8 +107,8 @@ class ComfyHost(HostApi):
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         output = folder_paths.get_output_directory()
-        # Checked and normalised here: ComfyUI refuses with a bare Exception, and numbers the files of "video/" wrongly.
-        prefix = usable_prefix(prefix)
+        # Repaired and normalised: ComfyUI refuses with a bare Exception, and numbers the files of "video/" wrongly.
+        prefix = prefix_in_run(prefix)
         inside(Path(output), prefix)
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
             os.path.normpath(prefix), output, width, height

@@ -28,6 +28,7 @@ from ..folders import (
     annotated_name,
     diffusers_folders,
     inside,
+    repaired_prefix,
     weight_files,
 )
 from ..workers import WorkerRegistry
@@ -216,6 +217,10 @@ class EmbeddedHost(HostApi):
 
     def output_folder(self) -> Path:
         return self.folders.output
+
+    def check_output(self, prefix: str) -> None:
+        # In a batch, whatever the prefix, the files get the name of their row.
+        super().check_output(prefix if self.folders.finished is None else repaired_prefix(prefix))
 
     def saved_folders(self) -> Sequence[Path]:
         return tuple(filter(None, (self.folders.output, self.folders.finished)))
