@@ -28,9 +28,9 @@ class WanStreamTextEncode(FileNode):
                 io.Combo.Input(
                     "text_encoder",
                     options=current_host().model_names(*TEXT_FOLDERS),
-                    tooltip="UMT5-XXL: a umt5_xxl file, or a diffusers pipeline folder. Costs one read of 9 GB (bf16, "
-                    "fp16; fp8 half of it) from disk per change of a prompt, and 0.8 GB of device memory instead "
-                    "of 11.",
+                    tooltip="UMT5-XXL: a umt5_xxl file in safetensors or GGUF, or a diffusers pipeline folder. Costs "
+                    "one read of 9 GB (bf16, fp16; fp8 and Q8_0 half of it) from disk per change of a prompt, and "
+                    "0.8 GB of device memory instead of 11.",
                 ),
                 io.String.Input(
                     "positive",
