@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..schema import Notice
+from ..schema import Notice, NoticeLevel
 from ..wan import is_for_few_steps
 
 _WEIGHTS = (".safetensors", ".sft", ".gguf")
@@ -16,17 +16,19 @@ _SWITCH = {"switch", "on_true", "on_false"}
 _STRENGTHS = ("strength_model", "strength")
 
 
-def cfg_notices(prompt: Mapping[str, Any], node: str | None, cfg: object) -> list[Notice]:
+def cfg_notices(prompt: Mapping[str, Any], node: str | None, cfg: object, *, is_wan: bool) -> list[Notice]:
     """Return a notice if the sampler `node` of a queued graph runs a distilled model with a `cfg` above 1.
 
     A LoRA that is loaded with a strength of 0 does not count, nor a file whose name is not in the graph.
+    For models other than Wan, of whose names less is known, it is a note.
     """
     if not isinstance(cfg, int | float) or cfg <= 1:
         return []
     for name in _files_before(prompt, node):
         if is_for_few_steps(name):
             text = f"{name} needs no CFG, and cfg is {cfg:g}: set it to 1, or the result gets harsh colours and takes "
-            return [Notice(text=f"{text}twice the time", level="wrong", values={"cfg": cfg})]
+            level: NoticeLevel = "wrong" if is_wan else "note"
+            return [Notice(text=f"{text}twice the time", level=level, values={"cfg": cfg})]
     return []
 
 
@@ -38,7 +40,8 @@ def node_with_cfg(prompt: Mapping[str, Any], node: str | None) -> str | None:
 
 def still_has(prompt: Mapping[str, Any], node: str, texts: Sequence[str]) -> bool:
     """Return True if the notices on `node` are those of a queued graph; a linked `cfg` is known only in the run."""
-    return [notice.text for notice in cfg_notices(prompt, node, _inputs_of(prompt, node).get("cfg"))] == list(texts)
+    notices = cfg_notices(prompt, node, _inputs_of(prompt, node).get("cfg"), is_wan=True)  # their texts are equal
+    return [notice.text for notice in notices] == list(texts)
 
 
 def _files_before(prompt: Mapping[str, Any], node: str | None) -> Iterator[str]:

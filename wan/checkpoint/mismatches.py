@@ -43,6 +43,8 @@ _FEW_STEPS = re.compile(
     re.IGNORECASE,
 )
 """Names of models and LoRAs distilled to a few steps, which includes the guidance."""
+_WITH_CFG = re.compile(r"(?<![a-z])(?<!no[-_ ])cfg(?![a-z]|[-_ ]?1(?!\.?\d))(?!.*distill)", re.IGNORECASE)
+"""Names of those that keep the guidance: "CFG" as a word, not as what was distilled."""
 
 # Small tensors that training changes. If all are equal in two experts, these are copies of one.
 _FINGERPRINT = ("scale_shift_table", "blocks.0.scale_shift_table", "patch_embedding.bias", "proj_out.bias")
@@ -153,15 +155,16 @@ def _files_of(ref: ExpertsRef, expert: str) -> list[tuple[Path, StepStrengths]]:
 
 
 def is_for_few_steps(name: str) -> bool:
-    """Return True if the name of a file or folder states a distilled model."""
-    return _FEW_STEPS.search(name) is not None
+    """Return True if the name of a file or folder states a model distilled to a few steps without CFG."""
+    return _FEW_STEPS.search(name) is not None and _WITH_CFG.search(name) is None
 
 
 def _is_for_few_steps(path: Path) -> bool:
     """Return True if the file name, the folder name or the header states a distilled model."""
-    if any(map(is_for_few_steps, (path.stem if path.is_file() else path.name, path.parent.name))):
-        return True
-    return any(map(_FEW_STEPS.search, _metadata_values(path, TITLE_FIELDS)))
+    names = [path.stem if path.is_file() else path.name, *_metadata_values(path, TITLE_FIELDS)]
+    if any(map(_WITH_CFG.search, names)):
+        return False
+    return any(map(_FEW_STEPS.search, [*names, path.parent.name]))
 
 
 def _wrong(text: str, exchange: tuple[str, str] | None = None) -> Notice:

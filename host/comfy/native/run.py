@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+import comfy.model_base
 import comfy.model_management
 import comfy.patcher_extension
 import torch
@@ -336,16 +337,17 @@ def sampler_sample(executor: Any, guider: Any, sigmas: torch.Tensor, *arguments:
     # By name: ComfyUI makes a new function for each run of some samplers.
     function = getattr(sampler, "sampler_function", type(sampler))
     kind = getattr(function, "__qualname__", type(function).__qualname__), steps, shape
-    _announce_notices(current_host(), getattr(guider, "cfg", None))
+    is_wan = isinstance(patcher.model, comfy.model_base.WAN21)  # the base of all Wan classes
+    _announce_notices(current_host(), getattr(guider, "cfg", None), is_wan=is_wan)
     run = NativeRun(patcher.model.runs, patcher, current_host(), kind=kind, steps=steps, shape=shape)
     return run.follow(compute)
 
 
-def _announce_notices(host: HostApi, cfg: object) -> None:
+def _announce_notices(host: HostApi, cfg: object, *, is_wan: bool) -> None:
     """Show the notices from the graph on the node with the cfg, in place of earlier ones, and log them."""
     graph = host.running_graph()
     node = node_with_cfg(graph, host.executing_node())
-    notices = cfg_notices(graph, node, cfg)
+    notices = cfg_notices(graph, node, cfg, is_wan=is_wan)
     for notice in notices:
         logger.warning("%s", notice.text)
     about = [asdict(notice) for notice in notices]

@@ -65,10 +65,11 @@ CYCLE = {**graph(lora="a.safetensors"), "1": {"class_type": "X", "inputs": {"mod
     ],
 )
 def test_cfg_with_a_distilled_file_is_noticed(prompt: Any, node: str | None, cfg: Any, file: str | None) -> None:
-    found = cfg_notices(prompt, node, cfg)
+    found = cfg_notices(prompt, node, cfg, is_wan=True)
     if file is None:
         assert found == []
     else:
         (notice,) = found
         assert notice.text.startswith(f"{file} needs no CFG, and cfg is {cfg:g}: set it to 1")
         assert (notice.level, notice.values) == ("wrong", {"cfg": cfg})
+        assert [each.level for each in cfg_notices(prompt, node, cfg, is_wan=False)] == ["note"]

@@ -183,7 +183,7 @@ def test_a_notice_of_a_graph_leaves_with_what_it_is_about(later: dict[str, Any],
 
     def ran(graph: dict[str, Any], workflow: str, cfg: float = 4.0) -> bool:
         node = node_with_cfg(graph, "4" if guider else "3")
-        notices = [asdict(notice) for notice in cfg_notices(graph, node, cfg)]
+        notices = [asdict(notice) for notice in cfg_notices(graph, node, cfg, is_wan=False)]
         payload = {"workflow": workflow, "node": node, "notices": notices, "content": contents_of(graph)[node or ""]}
         return log.record(NOTICES_EVENT, {**payload, "of_graph": True})
 

@@ -242,8 +242,19 @@ FEW_STEPS = [
     "wan2.2_i2v_A14b_high_noise_lightx2v_4step",
     "Wan2_2_5B_FastWanFullAttn_lora_rank_128_bf16",
     "wan22_rCM_8_steps",
+    "wan_lightx2v_cfg_step_distill_lora_rank64",
+    "wan_StepDistill-CfgDistill",
+    "wan_lightning_cfg1",
 ]
-ORDINARY = ["wan22-style-high-000020", "style_1000steps", "hyperreal_high", "turbocharged_cars", "step_4000", "dawn"]
+ORDINARY = [
+    "wan22-style-high-000020",
+    "style_1000steps",
+    "hyperreal_high",
+    "turbocharged_cars",
+    "step_4000",
+    "dawn",
+    "Hyper-SD3-8steps-CFG-lora",
+]
 
 
 @pytest.mark.parametrize("name", [*FEW_STEPS, *ORDINARY])
