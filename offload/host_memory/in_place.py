@@ -135,6 +135,11 @@ class LockedTensors:
             if whole := whole_pages(memory):
                 self._locked.add(memory[whole.start : whole.stop])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes locked now."""
+        return self._locked.nbytes
+
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a device copy of a tensor, made on the current stream.
 

@@ -84,6 +84,11 @@ class ExpertEngine(OffloadEngine):
         """RAM now, in bytes: slots, patches, and the embedder read ahead for the next run."""
         return super().host_bytes + self.models.kept_bytes
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked RAM now, in bytes, with the embedders that were read ahead."""
+        return super().pinned_bytes + self.models.pinned_bytes
+
     def expect(self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Set the timesteps and texts of the next run, by expert in the order of the run.
 

@@ -2,8 +2,8 @@
 
 Resident parameters are small, 16 MB per A14B expert: patch embedding, output projection, and the biases, norms and
 modulation tables in the blocks. A model look-up loads them. The time and text embedders (0.5 GB per expert) are on the
-device only while the run's embeddings are computed, see `embedders.py`. They are read ahead into RAM, one expert at a
-time.
+device only while the run's embeddings are computed, see `embedders.py`. They are read ahead into RAM, each part of one
+expert at a time: a part kept for the next run is dropped when the other expert's has to be read, and read again later.
 """
 
 from __future__ import annotations
@@ -133,6 +133,13 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         parts = [part for part in list(self._reads) if part[1] is not None and self._is_for_next_run(part[0])]
         return sum(tensor.stored_bytes for part in parts for tensor in self._stored[part].values())
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked RAM for the embedders read ahead, in bytes."""
+        ended = [read for read in list(self._reads.values()) if read.done() and not read.cancelled()]
+        locked = [read.result()[2] for read in ended if read.exception() is None]
+        return sum(each.nbytes for each in locked if each is not None)
+
     def set_patches(self, patches: Mapping[str, Sequence[Mapping[str, WeightPatch]]]) -> None:
         """Replace the patches for parameters that are not streamed, by expert, and select the first one of each.
 
@@ -245,6 +252,8 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         """Start reading the next embedder, one expert at a time to limit the RAM."""
         for name, embedder in self._embedders.items():
             if embedder.missing_parts:
+                for kept in [each for each in self._reads if each[1] in embedder.missing_parts and each[0] != name]:
+                    self._reads.pop(kept).cancel()
                 for part in embedder.missing_parts:
                     self._start_reading((name, part))
                 return

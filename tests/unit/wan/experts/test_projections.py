@@ -280,6 +280,12 @@ class TestNextRun:
         parts = ["time", "text"] if new_text else ["time"]
         high, low = ([(expert, part) for part in parts] for expert in (H, L))
         assert reads == (low + high if source == "pinned" else high + low)
+        assert engine.pinned_bytes - engine.ram.locked_bytes == engine.models.pinned_bytes
+        assert (engine.models.pinned_bytes > 0) == (source == "pinned")
+        _embedder(engine, L).invalidate("text")
+        text = _text(2) if new_text else _text(1)
+        engine.expect({H: [800.0], L: [700.0]}, {H: [text], L: [text]})
+        assert [name for name, part in engine.models._reads if part == "text"] == [L], "two embedders are in RAM"
         pair.engine(OffloadPolicy.layerwise(), gpu.device)
         run(800.0, _text(2) if new_text else _text(1))
         assert wait_for_embedders(engine) == 0, "blocks are not kept in RAM any more"
