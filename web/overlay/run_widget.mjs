@@ -18,8 +18,8 @@ const MARGIN = 6
 const NEAR_FONT = 11
 const FAR_FONT = 19
 const PROPERTY = "wanstream_overlay"
-/** Property of the node, saved and copied with it: its height before the chart made it taller. */
-const HEIGHT_BEFORE = "wanstream_height_before_chart"
+/** Property of the node, saved and copied with it: its heights before and after the chart made it taller. */
+const HEIGHTS = "wanstream_heights_of_chart"
 const SEPARATOR = " · "
 /** Modes of muted and bypassed nodes, which Nodes 2.0 dims itself. */
 const OFF_MODES = [2, 4]
@@ -127,15 +127,17 @@ export class RunWidget {
     const { node } = this
     const before = node.size[1]
     this.page.resize(node, false)
-    if (this.run && node.size[1] > before) node.properties[HEIGHT_BEFORE] ??= before
+    if (!this.run || node.size[1] <= before) return
+    const [first, last] = node.properties[HEIGHTS] ?? [before, before]
+    node.properties[HEIGHTS] = [first, last + node.size[1] - before]
   }
 
   /** Take back the height that a chart had: a copy of the node has no run, nor has a graph that is opened later. */
   returnRoom() {
-    const before = this.node.properties?.[HEIGHT_BEFORE]
-    if (before === undefined) return
-    delete this.node.properties[HEIGHT_BEFORE]
-    this.page.shrink(this.node, Math.max(0, this.node.size[1] - before))
+    const heights = this.node.properties?.[HEIGHTS]
+    if (heights === undefined) return
+    delete this.node.properties[HEIGHTS]
+    this.page.shrink(this.node, heights[1] - heights[0])
   }
 
   show(run) {

@@ -208,6 +208,24 @@ def test_a_notice_of_another_client_is_for_nodes_of_its_class(modules: Modules) 
     assert modules.call("notices", "applies", {**notice("x"), "type": "A"}, {"comfyClass": "A"})
 
 
+HEIGHT_WITHOUT_CHART = f"""async enlarged => {{
+    const {{ RunWidget }} = await import('/extensions/{PACK}/overlay/run_widget.mjs')
+    const node = {{ size: [300, 100], properties: {{}} }}
+    const page = {{ resize: () => (node.size[1] = 280), shrink: (node, height) => (node.size[1] -= height) }}
+    const widget = Object.assign(Object.create(RunWidget.prototype), {{ node, page, run: {{}} }})
+    widget.takeRoom()
+    node.size[1] += enlarged
+    widget.returnRoom()
+    widget.returnRoom()
+    return node.size[1]
+}}"""
+
+
+@pytest.mark.parametrize("enlarged", [0, 70])
+def test_a_node_gives_back_the_room_of_its_chart_alone(modules: Modules, enlarged: int) -> None:
+    assert modules.frontend.page.evaluate(HEIGHT_WITHOUT_CHART, enlarged) == 100 + enlarged
+
+
 PICTURE = "data:image/webp;base64,AAAA"
 
 
