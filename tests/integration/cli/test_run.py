@@ -165,12 +165,18 @@ def test_an_output_that_is_no_folder_is_refused_before_the_run(
     assert "is not a folder, but one is needed there" in capsys.readouterr().err
 
 
-def test_a_node_that_fails_is_named(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
-    image_expert = "experts.low_noise=wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"
-    assert main(arguments(*SMALL, image_expert)) == FAILED
+def test_a_node_that_fails_is_named(
+    arguments: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("give another size")
+
+    monkeypatch.setattr(WanStreamEmptyLatent, "execute", classmethod(refuse))
+    assert main(arguments(*SMALL)) == FAILED
     output = capsys.readouterr().err
-    assert "failed: node experts (WanStreamExperts)" in output
-    assert "is I2V, but the high-noise expert" in output
+    assert "failed: node latent (WanStreamEmptyLatent): " in output
+    assert "give another size" in output
+    assert "Traceback" not in output
 
 
 def test_wrong_options_end_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
