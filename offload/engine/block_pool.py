@@ -202,8 +202,8 @@ class BlockPool:
     def release_idle_buffers(self) -> int:
         """Free the buffers without a resident block, and return their bytes.
 
-        They save the next run no fetch. It allocates them again: in the same memory, if another engine has used it. Does
-        nothing on a CPU, whose system would have to fault in the same pages again.
+        The next run allocates them again: in the same memory, if another engine has used it. Does nothing on a CPU,
+        where the system would have to fault in the same pages again.
 
         Raises:
             RuntimeError: a run is active; nothing was changed.
