@@ -35,7 +35,7 @@ LATENT = torch.arange(512.0).view(1, 16, 2, 4, 4)
 
 
 class Made(io.ComfyNode):
-    """Five grey frames, their latent, and a frame rate that no widget can give."""
+    """Five grey frames, their latent, and a frame rate and a name that no widget can give."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -47,7 +47,7 @@ class Made(io.ComfyNode):
 
     @classmethod
     def execute(cls) -> io.NodeOutput:
-        return io.NodeOutput(torch.full((5, 32, 48, 3), 0.5), {"samples": LATENT}, float("nan"), "\0")
+        return io.NodeOutput(torch.full((5, 32, 48, 3), 0.5), {"samples": LATENT}, float("nan"), "x" * 300)
 
 
 def graph(**inputs: Any) -> dict[str, Any]:
