@@ -375,7 +375,7 @@ def _shortened(text: str) -> str:
 def output_file(output: Path, prefix: str, extension: str, *, width: int, height: int) -> OutputFile:
     """Return the next free file for `prefix`, named as in ComfyUI. Creates the folder if necessary.
 
-    Raises OutsideFolderError or OutputNameError, or OSError if the folder cannot be created.
+    Raises OutsideFolderError, or OSError if the folder cannot be created.
     """
     stem = inside(output, _fill_in(prefix_in_run(prefix), width=width, height=height))
     stem.parent.mkdir(parents=True, exist_ok=True)
