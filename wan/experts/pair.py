@@ -367,7 +367,7 @@ class ExpertPair(AbstractContextManager["ExpertPair"]):
         return 0 if self._engine is None else self._engine.release_memory(nbytes)
 
     def release_idle_buffers(self) -> int:
-        """Free the buffers without a resident block, which the next run fills anew; return the bytes freed.
+        """Free the buffers without a resident block, and return their bytes. The next run allocates them again.
 
         Raises:
             RuntimeError: a run is in progress; nothing is changed.
