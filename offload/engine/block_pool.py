@@ -76,6 +76,7 @@ class BlockPool:
         self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
         self._start_backend()
         self._running = threading.Lock()
+        self._awaits_run = False  # all buffers were allocated for a run that has not begun
         self._bindings = {
             key: BlockBinding(key, block, self.formats[key].computed, join)
             for name, stack in stacks.items()
@@ -190,6 +191,7 @@ class BlockPool:
         self.claim()
         try:
             self.backend.settle()
+            self._awaits_run = False
             freed = 0
             for index in eviction_order(range(len(self.buffers)), self.contents(), self._residency):
                 if freed >= nbytes:
@@ -202,13 +204,14 @@ class BlockPool:
     def release_idle_buffers(self) -> int:
         """Free the buffers without a resident block, and return their bytes.
 
-        The next run allocates them again: in the same memory, if another engine has used it. Does nothing on a CPU,
-        where the system would have to fault in the same pages again.
+        The next run allocates them again: in the same memory, if another engine has used it. Does nothing between
+        `allocate_buffers` and the run that it was called for, and on a CPU, where the system would have to fault in
+        the same pages again.
 
         Raises:
             RuntimeError: a run is active; nothing was changed.
         """
-        if runtime_for(self.device) is None:
+        if self._awaits_run or runtime_for(self.device) is None:
             return 0
         contents = self.contents()
         idle = (b for b in self.buffers if b.index not in contents or not self._residency.keeps(*contents[b.index]))
@@ -253,6 +256,7 @@ class BlockPool:
         """Allocate the buffers that `program` fetches into and that have no memory (compute thread, in a run)."""
         # `allocate_flat` leaves inference mode: a sampler starts runs inside it, but buffers outlive the run, and
         # inference tensors cannot be written outside that mode.
+        self._awaits_run = False
         for index in sorted({fetch.buffer for fetch in program.fetches}):
             if self.buffers[index].state is BufferState.ABSENT:
                 self.buffers[index].restore(allocate_flat(self._buffer_bytes, self.device))
@@ -271,6 +275,7 @@ class BlockPool:
                     buffer.restore(allocate_flat(self._buffer_bytes, self.device))
             # Earlier work on this stream may still use the memory, and the next run may be on another stream.
             self.backend.begin_run()
+            self._awaits_run = True
         finally:
             self.release()
 

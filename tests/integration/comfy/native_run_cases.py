@@ -704,6 +704,37 @@ def decoded_on_a_device(models: Models) -> dict[str, int]:
     return found
 
 
+def in_turns(models: Models) -> dict[str, Any]:
+    """Bytes of two models after the runs of each on a device with streams, and once both are loaded for one run."""
+
+    def free(_: Any = None, torch_free_too: bool = False) -> Any:
+        return (2**33, 0) if torch_free_too else 2**33
+
+    management = comfy.model_management
+    with (
+        checked_machine() as machine,
+        patch.object(management, "get_torch_device", lambda: torch.device("checked", 0)),
+        patch.object(management, "get_free_memory", free),
+    ):
+        machine.set_device(0)
+        pair = [models.streamed(FAMILIES["wan_t2v"], share=False) for _ in range(2)]
+        outside, held = pair[0].model.weights.outside_bytes, []
+        for model in (*pair, *pair):
+            management.load_models_gpu([model])
+            weights = model.model.weights
+            visits = weights.loaded_engine.pass_visits(2, *weights.block_counts)
+            with weights.loaded_engine.run(visits) as run:
+                for visit in visits:
+                    with run.visit(*visit):
+                        pass
+            held.append([each.model.weights.loaded_bytes - outside for each in pair])
+        management.load_models_gpu(pair)
+        held.append([each.model.weights.loaded_bytes - outside for each in pair])
+        management.unload_all_models()
+        del pair, model, weights, run
+    return {"outside": outside, "held": held}
+
+
 def announced(models: Models) -> dict[str, Any]:
     """Events of a run."""
     family, events = FAMILIES["wan_t2v"], list[tuple[str, dict[str, Any]]]()
@@ -774,6 +805,7 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
     found["refused policy, device"] = partial(refused_policy, models, out_of_memory, "restore_buffers")
     found["room for a batch"] = partial(room_for_a_batch, models)
     found["block alone"] = partial(block_alone, models)
+    found["in turns"] = partial(in_turns, models)
     found["decoded on a device"] = partial(decoded_on_a_device, models)
     found["automatic"] = partial(automatic, models)
     found["announced"] = partial(announced, models)

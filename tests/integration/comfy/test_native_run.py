@@ -266,6 +266,15 @@ def test_bytes_on_a_device_are_known_before_blocks_are_decoded(case: Callable[[s
     assert result["used"] == result["predicted"]
 
 
+def test_models_whose_runs_take_turns_need_the_buffers_of_one(case: Callable[[str], Any]) -> None:
+    result = case("in turns")
+    buffers = result["held"][0][0]
+    assert buffers > 0
+    absent = -result["outside"]
+    turns = [[buffers, 0], [0, buffers]]
+    assert result["held"] == [[buffers, absent], turns[1], *turns, [buffers, buffers]]
+
+
 def test_a_run_is_announced_at_the_node_that_executes(case: Callable[[str], Any]) -> None:
     result = case("announced")
     calls = 2 * STEPS - 1  # heun calls the model once in its last step
