@@ -38,6 +38,22 @@ def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
             yield int(quota) / int(period)
 
 
+def cpu_load(root: Path = ROOT) -> float | None:
+    """Return the processes that ran or waited for a CPU, as a mean of the last minute, or None if that is not known.
+
+    Linux counts processes that wait for a disk too, so that the load of readers would pass for that of other programs.
+    Where the kernel measures the waits for CPUs, the load counts only if some process waited for half of the minute.
+    """
+    if not hasattr(os, "getloadavg"):  # Windows
+        return None
+    try:
+        some = (root / "proc/pressure/cpu").read_text(encoding="ascii").split()
+    except OSError:  # not Linux, or a kernel without it
+        some = []
+    waited = next((float(each.removeprefix("avg60=")) for each in some if each.startswith("avg60=")), None)
+    return None if waited is not None and waited < 50 else os.getloadavg()[0]
+
+
 def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | None) -> str:
     """Return a notice if torch threads wait for each other because they share CPUs, else an empty text.
 
@@ -46,7 +62,7 @@ def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | Non
     Args:
         cpus: CPUs for this process.
         all_cpus: CPUs in the machine.
-        load: processes that run or wait for a CPU. None where the system does not count them.
+        load: see `cpu_load`.
     """
     best = max(1, math.floor(cpus)) if threads > max(1, math.ceil(cpus)) else threads
     reason = f"{threads} threads of torch share {cpus:.3g} CPUs"
@@ -64,8 +80,7 @@ def thread_notes(device: torch.device) -> list[str]:
     if device.type != "cpu":
         return []
     cpus = min([core_count(), *cpu_quotas()])
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # not on Windows
-    notice = thread_notice(torch.get_num_threads(), cpus, all_cpus=os.cpu_count() or 1, load=load)
+    notice = thread_notice(torch.get_num_threads(), cpus, all_cpus=os.cpu_count() or 1, load=cpu_load())
     if not notice:
         return []
     if not _logged.is_set():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wanstream.devices import cpu_share
-from wanstream.devices.cpu_share import cpu_quotas, thread_notes, thread_notice
+from wanstream.devices.cpu_share import cpu_load, cpu_quotas, thread_notes, thread_notice
 
 V1 = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
 
@@ -63,6 +63,18 @@ def test_threads_that_share_cpus_are_noticed(threads: int, cpus: float, load: fl
 @pytest.mark.parametrize("threads", [2, 4])
 def test_the_load_of_a_machine_says_nothing_about_a_part_of_its_cpus(threads: int) -> None:
     assert thread_notice(threads, 4, all_cpus=64, load=70.0) == ""
+
+
+@pytest.mark.parametrize(("waited", "load"), [(None, 70.0), ("49.99", None), ("50.00", 70.0)])
+def test_processes_that_wait_for_a_disk_are_no_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waited: str | None, load: float | None
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (70.0, 60.0, 50.0))
+    if waited is not None:
+        (tmp_path / "proc/pressure").mkdir(parents=True)
+        text = f"some avg10=99.00 avg60={waited} avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+        (tmp_path / "proc/pressure/cpu").write_text(text, encoding="ascii")
+    assert cpu_load(tmp_path) == load
 
 
 def test_a_run_on_a_cpu_has_the_notice_and_the_log_has_it_once(
