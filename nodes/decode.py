@@ -112,8 +112,8 @@ SAVING_INPUTS: tuple[io.Input, ...] = (
     io.String.Input(
         "filename_prefix",
         default="video/WanStream",
-        tooltip="Name below the output folder; a counter is appended. %width%, %height% and %year% ... "
-        "%second% are filled in.",
+        tooltip="Name below the output folder; a counter is appended. %width%, %height%, %year% ... "
+        "%second% and %date:yyyy-MM-dd% are filled in.",
     ),
     io.Int.Input(
         "crf",
