@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -75,6 +76,8 @@ def place(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with temporary_environment({"RAY_USAGE_STATS_ENABLED": "0"}), on_loopback():
+    # Ray writes the address of the cluster to a folder there, which must exist.
+    (Path(sys.argv[1]) / "ray").mkdir()
+    with temporary_environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[1]}), on_loopback():
         answer = place(sys.argv[1])
     sys.stdout.write(json.dumps(answer) + "\n")
