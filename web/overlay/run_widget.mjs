@@ -124,18 +124,33 @@ export class RunWidget {
 
   /** Make the node as tall as its chart. */
   takeRoom() {
-    const { node } = this
-    const before = node.size[1]
-    this.page.resize(node, false)
-    if (!this.run || node.size[1] <= before) return
-    const [first, last] = node.properties[HEIGHTS] ?? [before, before]
-    node.properties[HEIGHTS] = [first, last + node.size[1] - before]
+    const before = this.unsettled ?? this.node.size[1]
+    this.page.resize(this.node, false)
+    this.noteRoom(before)
+    this.unsettled = this.node.size[1]
+    // Nodes 2.0 makes the node taller still when it lays it out: in the next frame, and draws it in the one after.
+    requestAnimationFrame(() => requestAnimationFrame(() => this.settle()))
+  }
+
+  settle() {
+    if (this.unsettled === undefined) return
+    this.noteRoom(this.unsettled)
+    this.unsettled = undefined
+  }
+
+  /** Note the height that the node has gained for its chart. */
+  noteRoom(before) {
+    const gained = this.node.size[1] - before
+    if (!this.run || gained <= 0) return
+    const [first, last] = this.node.properties[HEIGHTS] ?? [before, before]
+    this.node.properties[HEIGHTS] = [first, last + gained]
   }
 
   /** Take back the height that a chart had: a copy of the node has no run, nor has a graph that is opened later. */
   returnRoom() {
     const heights = this.node.properties?.[HEIGHTS]
     if (heights === undefined) return
+    this.unsettled = undefined
     delete this.node.properties[HEIGHTS]
     this.page.shrink(this.node, heights[1] - heights[0])
   }
