@@ -26,6 +26,7 @@ import psutil
 ADDRESSES = "198.18.0"
 """A network that is set aside for measuring other networks."""
 WAIT_S = 30.0
+CHECKOUT = Path(__file__).parents[2]
 NEEDED = ("ip", "unshare", "nsenter", "mount", "hostname")
 
 BEGIN = """
@@ -33,7 +34,9 @@ set -e
 hostname "$1"
 mount -t tmpfs tmpfs /dev/shm
 mount --bind "$2/models" "$3"
-mount --bind "$2/tmp" /tmp
+# A checkout below /tmp is there on each machine.
+case $4 in /tmp/*) mkdir -p "$2$4" && mount --bind "$4" "$2$4" ;; esac
+mount --rbind "$2/tmp" /tmp
 echo ready
 read -r _ || true
 """
@@ -67,7 +70,7 @@ class Machine:
         for each in ("tmp", "models"):
             (folder / each).mkdir(parents=True, exist_ok=True)
         own = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        begin = ["bash", "-c", BEGIN, "begin", name, str(folder), models]
+        begin = ["bash", "-c", BEGIN, "begin", name, str(folder), models, str(CHECKOUT)]
         self._first = subprocess.Popen(
             ["ip", "netns", "exec", network, "unshare", *own, *begin],
             stdin=subprocess.PIPE,
