@@ -61,7 +61,6 @@ def test_json_has_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(data["does_not_fit"]) == len(expected.misfits)
 
 
-@pytest.mark.slow  # plans for every alternative
 def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     command = [*COMMAND, "--vram", "9", "--steps", "4", "--compare"]
     assert main(command) == 0

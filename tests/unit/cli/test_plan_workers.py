@@ -28,7 +28,6 @@ def _plan(workers: int, videos: int, per_machine: int = 8) -> tuple[Mesh, Offloa
     return mesh, plan_offload(share.job, share.machine, share.budgets)
 
 
-@pytest.mark.slow  # runs whole commands
 def test_the_table_has_a_layout_for_one_video_and_one_for_many(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--workers", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -143,7 +143,6 @@ def test_states_of_a_row_are_found_again_by_the_next_command(
     assert all(work / "made" in (each.output, *each.output.parents) for each in places)
 
 
-@pytest.mark.slow  # runs a whole batch
 def test_the_same_command_again_makes_only_what_is_missing(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
