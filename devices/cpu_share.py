@@ -39,10 +39,10 @@ def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
 
 
 def cpu_load(root: Path = ROOT) -> float | None:
-    """Return the processes that ran or waited for a CPU, as a mean of the last minute, or None if that is not known.
+    """Return the mean number of processes running or waiting for a CPU in the last minute, or None if unknown.
 
-    Linux counts processes that wait for a disk too, so that the load of readers would pass for that of other programs.
-    Where the kernel measures the waits for CPUs, the load counts only if some process waited for half of the minute.
+    Linux also counts processes waiting for a disk, and readers would look like other programs. Where the kernel
+    measures waits for CPUs, the load counts only if some process waited for half of the minute.
     """
     if not hasattr(os, "getloadavg"):  # Windows
         return None

@@ -76,7 +76,7 @@ class BlockPool:
         self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
         self._start_backend()
         self._running = threading.Lock()
-        self._awaits_run = False  # all buffers were allocated for a run that has not begun
+        self._awaits_run = False  # all buffers were allocated for a run not yet begun
         self._bindings = {
             key: BlockBinding(key, block, self.formats[key].computed, join)
             for name, stack in stacks.items()
@@ -205,8 +205,8 @@ class BlockPool:
         """Free the buffers without a resident block, and return their bytes.
 
         The next run allocates them again: in the same memory, if another engine has used it. Does nothing between
-        `allocate_buffers` and the run that it was called for, and on a CPU, where the system would have to fault in
-        the same pages again.
+        `allocate_buffers` and the next run, and on a CPU, where the system would have to fault in the same pages
+        again.
 
         Raises:
             RuntimeError: a run is active; nothing was changed.
