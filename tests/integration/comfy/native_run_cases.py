@@ -718,7 +718,8 @@ def in_turns(models: Models) -> dict[str, Any]:
     ):
         machine.set_device(0)
         pair = [models.streamed(FAMILIES["wan_t2v"], share=False) for _ in range(2)]
-        outside, held = pair[0].model.weights.outside_bytes, []
+        outside = pair[0].model.weights.outside_bytes
+        held = []
         for model in (*pair, *pair):
             management.load_models_gpu([model])
             weights = model.model.weights
