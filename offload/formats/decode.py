@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from ...devices import runtime_for
 from .gguf_dequant import dequantise
 from .layout import BlockFormat
 from .microscaling import group_scales, pair_table
+from .one_pass import StoredForm, decode_in_one_pass, refusal
 from .packing import EightBit, Microscaled, Packing, QuantFormat
 from .rotation import kronecker_factors, rotated_sums, rotation_factor
 
@@ -51,8 +52,8 @@ def _has_nan(codes: torch.Tensor) -> bool:
 # time of converting the matrix at once, and 64 Ki to 4 Mi values perform equally.
 CHUNK_VALUES = 2 * 1024**2
 
-# On a device, a piece of quantised values takes 4 to 20 kernel launches, so that pieces of `CHUNK_VALUES` would take
-# thousands for a block. Larger ones take work memory: at most 0.5 % of the device's.
+# On a device without Triton, a piece of quantised values takes 2 to 20 kernel launches, so that pieces of
+# `CHUNK_VALUES` would take thousands for a block. Larger ones take work memory: at most 0.5 % of the device's.
 WORK_BYTES_PER_VALUE = 8
 VRAM_PER_VALUE = 200 * WORK_BYTES_PER_VALUE
 
@@ -94,6 +95,19 @@ def decode_block(
         decode_tensor(part, values, packing=stored.packing, scale=scales.get(stored.name), constants=constants)
 
 
+def prepare_decoding(formats: Iterable[BlockFormat], device: torch.device) -> None:
+    """Compile and test the kernels for blocks in `formats` on `device`, so that no step of a run waits for it."""
+    forms = {
+        (StoredForm(dtype=stored.dtype, packing=stored.packing, scaled=stored.name in fmt.scaled), computed.dtype)
+        for fmt in formats
+        for stored, computed in fmt.parts
+        if computed.packing is None
+    }
+    for form, dtype in forms:
+        if form.has_kernel:
+            refusal(form, dtype, device, _decode_by_torch)
+
+
 def decode_tensor(
     stored: torch.Tensor,
     into: torch.Tensor,
@@ -112,6 +126,17 @@ def decode_tensor(
         constants: as in `decode_block`.
     """
     scale = None if scale is None else scale.to(stored.device)
+    if not decode_in_one_pass(stored, into, packing, scale, eager=_decode_by_torch):
+        _decode_by_torch(stored, into, packing, scale, constants)
+
+
+def _decode_by_torch(
+    stored: torch.Tensor,
+    into: torch.Tensor,
+    packing: Packing | None,
+    scale: torch.Tensor | None,
+    constants: Constants | None = None,
+) -> None:
     constants = {} if constants is None else constants
     if isinstance(packing, QuantFormat):
         _write_rows(into.view(-1, packing.values), stored.device, _of_groups(stored, packing))
@@ -119,12 +144,16 @@ def decode_tensor(
         _write_rows(into, stored.device, _of_microscaled(stored, packing, scale, into, constants))
     elif isinstance(packing, EightBit):
         _decode_codes(stored, packing, into, constants)
-    elif scale is not None and stored.dtype in FP8_DTYPES and into.device.type != "cpu":
-        _scale_in_place(stored, scale.to(into.device), into)
+    elif scale is not None and _is_on_device(stored, into):
+        _write_product(stored, scale, into)
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
         _write_rows(into, stored.device, _of_numbers(stored, scale))
     else:
         into.copy_(stored, non_blocking=True)
+
+
+def _is_on_device(stored: torch.Tensor, into: torch.Tensor) -> bool:
+    return into.device.type != "cpu" and stored.device == into.device
 
 
 def _is_slow_to_convert(stored: torch.Tensor, computed: torch.dtype) -> bool:
@@ -211,19 +240,21 @@ def _decode_codes(stored: torch.Tensor, packing: EightBit, into: torch.Tensor, c
     scale = scale.float()
     if packing.group:
         _write_rows(into, stored.device, _of_rotated(codes, packing, scale, constants))
+    elif _is_on_device(stored, into):
+        blocks = len(codes), -1, packing.block or codes.shape[1]
+        _write_product(codes.view(blocks), scale.unsqueeze(-1), into.view(blocks))
     elif packing.block:
         _write_rows(into, stored.device, _of_blocks(codes, packing, scale))
-    elif into.device.type != "cpu":
-        _scale_in_place(codes, scale, into)
     else:
         _write_rows(into, stored.device, _of_numbers(codes, scale if packing.by_row else scale.view(())))
 
 
-def _scale_in_place(stored: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> None:
-    """Write `stored` x `scale` in two launches, without a work tensor: the compute dtypes contain all byte values."""
-    into.copy_(stored, non_blocking=True)
+def _write_product(stored: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `stored` x `scale` without a work tensor: in one launch, or two from fp8, which torch cannot multiply."""
+    if stored.dtype in FP8_DTYPES:
+        stored = into.copy_(stored, non_blocking=True)  # exact: the compute dtypes contain all its values
     # A factor with a dimension makes the product fp32 before it is rounded.
-    into.mul_(scale if scale.dim() else scale.view((1,) * into.dim()))
+    torch.mul(stored, scale if scale.dim() else scale.view((1,) * into.dim()), out=into)
 
 
 def _of_blocks(codes: torch.Tensor, packing: EightBit, scale: torch.Tensor) -> WriteRows:

@@ -37,6 +37,9 @@ QUANT_FORMATS = {
 }
 """All GGUF formats with dequantisation, by name."""
 
+UNIT = 16
+"""Neighbouring values with one scale in every packing."""
+
 TILE_ROWS, TILE_COLUMNS = 128, 4
 """Tile size for the scales of `Microscaled`, as cuBLAS reads them."""
 

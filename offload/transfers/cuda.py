@@ -9,7 +9,7 @@ import torch
 
 from ...devices import DeviceRuntime, Event, Stream
 from ...plan import RAW_SLOTS, BlockKey
-from ..formats.decode import Constants, decode_block
+from ..formats.decode import Constants, decode_block, prepare_decoding
 from ..formats.layout import BlockFormat, allocate_flat
 from ..host_memory.pages import HostBlock, copy_to_device
 from ..patches import StagedPatch, StagedPatches
@@ -97,6 +97,7 @@ class CudaStreams(TransferBackend):
         super().__init__(source, formats, patches)
         self._runtime = runtime
         self._raw_bytes, self._shard_bytes = raw_bytes, shard_bytes
+        prepare_decoding(formats.values(), runtime.device)
         self._copies = runtime.borrow_stream()
         self._decodings = runtime.borrow_stream()
         self._streams = [self._copies, self._decodings]

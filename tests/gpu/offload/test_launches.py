@@ -42,6 +42,7 @@ def test_fp8_takes_two_launches_and_no_memory(
     scale = torch.rand((64, 1) if by_row else (), generator=random) * 0.01
     into = torch.empty(stored.shape, dtype=computed, device=gpu.device)
     on_device = stored.to(gpu.device), scale.to(gpu.device)
+    decode_tensor(on_device[0], into, scale=on_device[1])  # kernels are compiled and tested on their first use
     gpu.runtime.reset_peaks()
     before, launched = gpu.runtime.allocated_bytes(), 0 if gpu.machine is None else gpu.machine.launches
     decode_tensor(on_device[0], into, scale=on_device[1])
@@ -99,7 +100,7 @@ def test_a_quantised_piece(gpu: Accelerator, name: str) -> None:
     assert gpu.runtime.allocated_bytes(peak=True) - before <= decode_work_bytes(into.numel(), gpu.device)
 
 
-MATRIX = {"int8": 2, "int8 rows": 2, "int8 ConvRot": 5, "mxfp8": 5, "nvfp4": 6}
+MATRIX = {"int8": 1, "int8 rows": 1, "int8 ConvRot": 5, "mxfp8": 5, "nvfp4": 6}
 """Launches for a matrix that is decoded in one piece."""
 
 
@@ -159,7 +160,7 @@ def _gguf(types: TypeOf) -> Callable[[WanTransformer3DModel, Path], object]:
         pytest.param(_gguf(matrices("Q8_0")), "as stored", 2, id="Q8_0"),
         pytest.param(_gguf(matrices("Q4_K")), "as stored", 14, id="Q4_K"),
         pytest.param(_gguf(q4_k_m), "as stored", 50, id="Q4_K_M"),
-        pytest.param(_marked("int8"), "as stored", 20, id="int8"),
+        pytest.param(_marked("int8"), "as stored", 10, id="int8"),
         pytest.param(_marked("int8 ConvRot"), "as stored", 40, id="int8 ConvRot"),
         pytest.param(_marked("mxfp8"), "as stored", 50, id="mxfp8"),
         pytest.param(_marked("nvfp4"), "as stored", 60, id="nvfp4"),

@@ -1,0 +1,223 @@
+"""Decoding in one pass: the choice of a Triton kernel, its test on a device, and its launch.
+
+A kernel reads stored bytes once and writes the compute dtype once, in one launch and without work memory. It is used on
+a device if it decodes random bytes there to the bits of the eager decoder.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from ...devices import is_broken_device, is_out_of_memory, runtime_for
+from .packing import UNIT, EightBit, Microscaled, Packing, QuantFormat
+
+logger = logging.getLogger("wanstream.kernels")
+
+FAMILIES = ("cuda", "xpu")
+"""Device types with Triton. ROCm devices are "cuda", too."""
+
+UNITS_AT_ONCE = 256
+"""Units of one program of a kernel."""
+
+ALIGNMENT = 16
+"""Alignment of stored bytes and values. Any other would need a second compilation, with narrower loads and stores."""
+
+CODES = {torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+
+Eager = Callable[[torch.Tensor, torch.Tensor, "Packing | None", "torch.Tensor | None"], None]
+"""Decodes stored bytes into values, given their packing and scale, by torch's operations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredForm:
+    """Stored form of a tensor of any shape."""
+
+    dtype: torch.dtype
+    packing: Packing | None = None
+    scaled: bool = False
+    """The values have a factor outside the stored bytes."""
+
+    @property
+    def name(self) -> str:
+        if self.packing is not None:
+            return self.packing.name
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def has_kernel(self) -> bool:
+        """True if a kernel decodes this form. A rotated matrix needs a product."""
+        if isinstance(self.packing, EightBit):
+            return not self.packing.group and (self.packing.by_row or not self.packing.block)
+        if isinstance(self.packing, Microscaled):
+            return self.scaled == (self.packing.bits == 4)
+        return self.packing is not None or self.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def units_per_scale(self, shape: tuple[int, ...], *, by_row: bool) -> int | None:
+        """Return how many neighbouring units of a tensor have one scale; None if a unit has two.
+
+        Args:
+            shape: shape of the values.
+            by_row: the factor outside the stored bytes has a number for each row.
+        """
+        values = math.prod(shape)
+        if isinstance(self.packing, EightBit) and self.packing.by_row:
+            values = self.packing.block or shape[-1]
+        elif by_row:
+            values //= shape[0]
+        return None if values % UNIT else values // UNIT
+
+
+def decode_in_one_pass(
+    stored: torch.Tensor, into: torch.Tensor, packing: Packing | None, scale: torch.Tensor | None, *, eager: Eager
+) -> bool:
+    """Decode a tensor as `eager` does, if a kernel can; return whether it did."""
+    if into.device.type not in FAMILIES or stored.device != into.device:
+        return False
+    form = StoredForm(dtype=stored.dtype, packing=packing, scaled=scale is not None)
+    if not form.has_kernel or form.units_per_scale(tuple(into.shape), by_row=_is_by_row(scale)) is None:
+        return False
+    if not into.numel() or stored.data_ptr() % ALIGNMENT or into.data_ptr() % ALIGNMENT:
+        return False
+    if refusal(form, into.dtype, into.device, eager) is not None:
+        return False
+    with _current(into.device):
+        launch(stored, into, packing, scale)
+    return True
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Return why Triton's kernels cannot decode on `device`; None if they can."""
+    return _unusable() if device.type in FAMILIES else f"Triton has no kernels for {device.type}"
+
+
+@functools.cache
+def _unusable() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        import triton
+
+        if not isinstance(_kernels().codes_kernel, triton.runtime.JITFunction):
+            return "the environment variable TRITON_INTERPRET is set"
+        triton.runtime.driver.active.get_current_target()
+    except Exception as err:  # noqa: BLE001 - whatever a compiler or driver raises, torch decodes as well
+        return f"Triton cannot be used ({_line(err)})"
+    return None
+
+
+@functools.cache
+def refusal(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: Eager) -> str | None:
+    """Return why the kernel of `form` is not used on `device`, and log it; None if it has the bits of `eager`.
+
+    The first call compiles the kernel, which takes up to a second.
+
+    Raises:
+        RuntimeError: the device is broken or out of memory.
+    """
+    reason = unavailable(device)
+    if reason is not None:
+        return reason
+    try:
+        with _current(device):
+            reason = _fault(form, dtype, device, eager)
+    except Exception as err:
+        if isinstance(err, RuntimeError) and (is_out_of_memory(err) or is_broken_device(err)):
+            raise
+        reason = f"it fails with {_line(err)}"
+    if reason is not None:
+        logger.warning("%s is decoded on %s by torch's operations, not in one pass: %s", form.name, device, reason)
+    return reason
+
+
+def _fault(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: Eager) -> str | None:
+    """Return what is wrong with the kernel of `form` on random bytes, most codes of NaN and infinity among them."""
+    stored, shape, scale = sample(form)
+    stored, scale = stored.to(device), None if scale is None else scale.to(device)
+    expected, found = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    eager(stored, expected, form.packing, scale)
+    launch(stored, found, form.packing, scale)
+    wrong = int((~same_bits(found, expected)).sum())
+    return f"{wrong:,} of {found.numel():,} values of the test differ" if wrong else None
+
+
+def sample(form: StoredForm) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor | None]:
+    """Return random stored bytes, the shape of the values, and the scale; odd numbers of rows, tiles begun."""
+    random, packing = torch.Generator().manual_seed(0), form.packing
+    if isinstance(packing, QuantFormat):
+        shape = 67, packing.values
+    elif isinstance(packing, Microscaled):
+        shape = 133, 288
+    else:
+        shape = 37, 3 * (packing.block or 64) if packing is not None else 192
+    count = math.prod(shape) if packing is None else packing.bytes_of(shape)
+    stored = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=random)
+    view_shape = shape if packing is None else packing.view_shape(shape)
+    factor = None
+    if form.scaled:
+        factor = torch.rand((shape[0], 1) if packing is None else (), generator=random) * 0.01
+    return stored.view(form.dtype).view(view_shape), shape, factor
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors have the same bits. NaN has many, which count as the same."""
+    bits = {2: torch.int16, 4: torch.int32}[found.dtype.itemsize]
+    return (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
+
+
+def launch(stored: torch.Tensor, into: torch.Tensor, packing: Packing | None, scale: torch.Tensor | None) -> None:
+    """Launch the kernel of a form that has one, on the current stream of the current device."""
+    kernels, units, shape = _kernels(), into.numel() // UNIT, tuple(into.shape)
+    grid = (-(-units // UNITS_AT_ONCE),)
+    options: dict[str, object] = {
+        "UNITS": UNITS_AT_ONCE,
+        "BY_BITS": kernels.INTERPRETED,
+        "num_warps": 4,
+        # Contraction would round a product and a difference once, where the eager decoders round twice.
+        "enable_fp_fusion": False,
+    }
+    if isinstance(packing, QuantFormat):
+        options |= {"FORMAT": packing.name, "NBYTES": packing.nbytes, "UNITS_PER_GROUP": packing.values // UNIT}
+        kernels.groups_kernel[grid](stored, into, units, **options)
+    elif isinstance(packing, Microscaled):
+        options |= {"FOUR_BITS": packing.bits == 4, "HIGH_FIRST": packing.high_first}
+        columns = shape[-1] // UNIT, packing.scale_shape(shape)[1]
+        kernels.microscaled_kernel[grid](stored, scale, into, units, *columns, **options)
+    else:
+        form = StoredForm(dtype=stored.dtype, packing=packing)
+        per_scale = form.units_per_scale(shape, by_row=_is_by_row(scale))
+        codes, scale = (stored, scale) if packing is None else packing.split(stored, shape)
+        options |= {"CODES": CODES[codes.dtype], "SCALED": scale is not None}
+        kernels.codes_kernel[grid](codes.view(torch.uint8), scale, into, units, per_scale, **options)
+
+
+def _is_by_row(scale: torch.Tensor | None) -> bool:
+    return scale is not None and scale.numel() > 1
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one: Triton launches on no other."""
+    runtime = runtime_for(device)
+    if runtime is None or runtime.current_index() == device.index:
+        return nullcontext()
+    return runtime.on_stream(runtime.current_stream())
+
+
+def _kernels() -> ModuleType:
+    from . import triton_kernels  # only where Triton is
+
+    return triton_kernels
+
+
+def _line(error: BaseException) -> str:
+    """Return the kind and the last line of an error; a compiler puts the source before it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

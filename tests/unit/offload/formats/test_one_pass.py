@@ -1,0 +1,169 @@
+"""Decoding in one pass: choice of a kernel, kernels that fail, and the bits of all of them in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from wanstream.offload.formats import one_pass
+from wanstream.offload.formats.decode import decode_tensor, prepare_decoding
+from wanstream.offload.formats.layout import block_format
+from wanstream.offload.formats.one_pass import StoredForm, unavailable
+from wanstream.offload.formats.packing import MXFP8, NVFP4, EightBit
+from wanstream.tests.support.stored_forms import FORMS
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[ModuleType]:
+    """The kernels for Triton's interpreter. Their own module, if it is imported, keeps those for a device."""
+    pytest.importorskip("triton")
+    name = "wanstream.offload.formats.interpreted_kernels"
+    spec = importlib.util.spec_from_file_location(name, Path(one_pass.__file__).with_name("triton_kernels.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        assert module.INTERPRETED
+        yield module
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Count the CPU as a device with Triton."""
+    monkeypatch.setattr(one_pass, "FAMILIES", ("cpu",))
+    monkeypatch.setattr(one_pass, "_unusable", lambda: None)
+    one_pass.refusal.cache_clear()
+    yield monkeypatch
+    one_pass.refusal.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of products of infinity
+@pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_kernel_has_the_bits_of_torch(
+    interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch, form: StoredForm, computed: torch.dtype
+) -> None:
+    monkeypatch.setattr(one_pass, "_kernels", lambda: interpreted)
+    stored, shape, scale = one_pass.sample(form)
+    expected, found = torch.empty(shape, dtype=computed), torch.full(shape, 7, dtype=computed)
+    decode_tensor(stored, expected, packing=form.packing, scale=scale)
+    assert form.has_kernel
+    one_pass.launch(stored, found, form.packing, scale)
+    differing = (found.nan_to_num(5.0) != expected.nan_to_num(5.0)) | (found.signbit() != expected.signbit())
+    assert not (differing & ~expected.isnan()).any()
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "by_row", "units"),
+    [
+        (StoredForm(dtype=FP8), (5, 16), False, 5),
+        (StoredForm(dtype=FP8), (4, 20), False, 5),
+        (StoredForm(dtype=FP8), (3, 20), False, None),
+        (StoredForm(dtype=FP8, scaled=True), (4, 20), True, None),
+        (StoredForm(dtype=FP8, scaled=True), (4, 96), True, 6),
+        (StoredForm(dtype=FP8, scaled=True), (96,), False, 6),
+        (StoredForm(dtype=torch.uint8, packing=EightBit()), (4, 96), False, 6),
+        (StoredForm(dtype=torch.uint8, packing=EightBit()), (4, 40), False, None),
+        (StoredForm(dtype=torch.uint8, packing=EightBit(by_row=False)), (4, 40), False, 10),
+        (StoredForm(dtype=torch.uint8, packing=EightBit(block=32)), (4, 96), False, 2),
+        (StoredForm(dtype=torch.uint8, packing=EightBit(block=8)), (4, 96), False, None),
+        (StoredForm(dtype=torch.uint8, packing=MXFP8), (3, 32), False, 6),
+    ],
+    ids=str,
+)
+def test_units_do_not_cross_a_scale(form: StoredForm, shape: tuple[int, ...], by_row: bool, units: int | None) -> None:
+    assert form.units_per_scale(shape, by_row=by_row) == units
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        StoredForm(dtype=torch.uint8, packing=EightBit(group=256)),
+        StoredForm(dtype=torch.uint8, packing=EightBit(block=32, by_row=False)),
+        StoredForm(dtype=torch.uint8, packing=NVFP4),
+        StoredForm(dtype=torch.bfloat16),
+        StoredForm(dtype=torch.float16, scaled=True),
+    ],
+    ids=str,
+)
+def test_other_forms_have_no_kernel(form: StoredForm) -> None:
+    assert not form.has_kernel
+
+
+def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    one_pass._unusable.cache_clear()
+    assert unavailable(cuda) == "Triton is not installed"
+    assert unavailable(CPU) == "Triton has no kernels for cpu"
+    one_pass._unusable.cache_clear()
+
+
+def _exact(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
+    into.copy_(stored.float())
+
+
+def _wrong(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
+    into.copy_(stored.float()).view(-1)[3] = -77
+
+
+def _fails(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
+    raise ValueError("at 1:1: here\nno assembler")  # as a compiler does, of a kind of its own
+
+
+@pytest.mark.parametrize(
+    ("kernel", "decoded", "reason"),
+    [
+        (_exact, True, None),
+        (_wrong, False, "1 of 7,104 values of the test differ"),
+        (_fails, False, "it fails with ValueError: no assembler"),
+    ],
+)
+def test_a_kernel_is_used_if_its_test_passes(
+    on_device: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kernel: Callable[..., None],
+    decoded: bool,
+    reason: str | None,
+) -> None:
+    tested = []
+    on_device.setattr(one_pass, "launch", lambda *given: (tested.append(len(given[0])), kernel(*given)))
+    layout = block_format({"a": ((16, 16), FP8)}, torch.float32)
+    stored, into = torch.randn(16, 16).to(FP8), torch.empty(16, 16)
+    with caplog.at_level(logging.WARNING, "wanstream.kernels"):
+        prepare_decoding([layout, layout], CPU)
+        assert tested == [37]
+        decode_tensor(stored, into)
+        decode_tensor(stored, into)
+    assert torch.equal(into, stored.float())
+    assert tested == [37, 16, 16] if decoded else [37]
+    words = f"float8_e4m3fn is decoded on cpu by torch's operations, not in one pass: {reason}"
+    assert [record.getMessage() for record in caplog.records] == ([] if decoded else [words])
+
+
+def test_a_lack_of_memory_is_not_a_fault_of_a_kernel(on_device: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    stored, into = torch.randn(16, 16).to(FP8), torch.empty(16, 16)
+    with on_device.context() as patch:
+        patch.setattr(one_pass, "launch", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            decode_tensor(stored, into)
+    on_device.setattr(one_pass, "launch", _exact)
+    decode_tensor(stored, into)
+    assert torch.equal(into, stored.float())
