@@ -28,6 +28,8 @@ FAMILIES = ("cuda", "xpu")
 UNITS_AT_ONCE = 256
 """Units of one program of a kernel."""
 
+WARPS = 4
+
 ALIGNMENT = 16
 """Alignment of stored bytes and values. Any other would need a second compilation, with narrower loads and stores."""
 
@@ -180,7 +182,7 @@ def launch(stored: torch.Tensor, into: torch.Tensor, packing: Packing | None, sc
     options: dict[str, object] = {
         "UNITS": UNITS_AT_ONCE,
         "BY_BITS": kernels.INTERPRETED,
-        "num_warps": 4,
+        "num_warps": WARPS,
         # Contraction would round a product and a difference once, where the eager decoders round twice.
         "enable_fp_fusion": False,
     }
