@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
 
 import torch
 
@@ -13,7 +12,7 @@ from .gguf_dequant import dequantise
 from .layout import BlockFormat
 from .microscaling import group_scales, pair_table
 from .one_pass import StoredForm, decode_in_one_pass, refusal
-from .packing import EightBit, Microscaled, Packing, QuantFormat
+from .packing import Constants, EightBit, Microscaled, Packing, QuantFormat
 from .rotation import kronecker_factors, rotated_sums, rotation_factor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -56,10 +55,6 @@ CHUNK_VALUES = 2 * 1024**2
 # `CHUNK_VALUES` would take thousands for a block. Larger ones take work memory: at most 0.5 % of the device's.
 WORK_BYTES_PER_VALUE = 8
 VRAM_PER_VALUE = 200 * WORK_BYTES_PER_VALUE
-
-
-Constants: TypeAlias = dict[tuple[Packing, torch.dtype], tuple[torch.Tensor, ...]]
-"""Tables and matrices on a device by packing and dtype. A caller that keeps them saves copies for each block."""
 
 
 def decode_block(
@@ -126,7 +121,8 @@ def decode_tensor(
         constants: as in `decode_block`.
     """
     scale = None if scale is None else scale.to(stored.device)
-    if not decode_in_one_pass(stored, into, packing, scale, eager=_decode_by_torch):
+    constants = {} if constants is None else constants
+    if not decode_in_one_pass(stored, into, packing, scale, constants, eager=_decode_by_torch):
         _decode_by_torch(stored, into, packing, scale, constants)
 
 
@@ -135,9 +131,8 @@ def _decode_by_torch(
     into: torch.Tensor,
     packing: Packing | None,
     scale: torch.Tensor | None,
-    constants: Constants | None = None,
+    constants: Constants,
 ) -> None:
-    constants = {} if constants is None else constants
     if isinstance(packing, QuantFormat):
         _write_rows(into.view(-1, packing.values), stored.device, _of_groups(stored, packing))
     elif isinstance(packing, Microscaled):

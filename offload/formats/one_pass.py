@@ -18,7 +18,8 @@ from types import ModuleType
 import torch
 
 from ...devices import is_broken_device, is_out_of_memory, runtime_for
-from .packing import UNIT, EightBit, Microscaled, Packing, QuantFormat
+from .packing import UNIT, Constants, EightBit, Microscaled, Packing, QuantFormat
+from .rotation import rotation_factor, signs
 
 logger = logging.getLogger("wanstream.kernels")
 
@@ -35,7 +36,13 @@ ALIGNMENT = 16
 
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 
-Eager = Callable[[torch.Tensor, torch.Tensor, "Packing | None", "torch.Tensor | None"], None]
+ROTATED_GROUPS = (64, 256)
+"""Columns of rotated groups with a kernel."""
+
+FIRST_ARCH = 80
+"""Compute capability, without the point, from which on Triton multiplies in tensor cores."""
+
+Eager = Callable[[torch.Tensor, torch.Tensor, "Packing | None", "torch.Tensor | None", Constants], None]
 """Decodes stored bytes into values, given their packing and scale, by torch's operations."""
 
 
@@ -56,9 +63,11 @@ class StoredForm:
 
     @property
     def has_kernel(self) -> bool:
-        """True if a kernel decodes this form. A rotated matrix needs a product."""
+        """True if a kernel decodes this form."""
         if isinstance(self.packing, EightBit):
-            return not self.packing.group and (self.packing.by_row or not self.packing.block)
+            if self.packing.group:
+                return self.packing.group in ROTATED_GROUPS and self.packing.dtype == torch.int8
+            return self.packing.by_row or not self.packing.block
         if isinstance(self.packing, Microscaled):
             return self.scaled == (self.packing.bits == 4)
         return self.packing is not None or self.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -79,7 +88,13 @@ class StoredForm:
 
 
 def decode_in_one_pass(
-    stored: torch.Tensor, into: torch.Tensor, packing: Packing | None, scale: torch.Tensor | None, *, eager: Eager
+    stored: torch.Tensor,
+    into: torch.Tensor,
+    packing: Packing | None,
+    scale: torch.Tensor | None,
+    constants: Constants,
+    *,
+    eager: Eager,
 ) -> bool:
     """Decode a tensor as `eager` does, if a kernel can; return whether it did."""
     if into.device.type not in FAMILIES or stored.device != into.device:
@@ -92,7 +107,7 @@ def decode_in_one_pass(
     if refusal(form, into.dtype, into.device, eager) is not None:
         return False
     with _current(into.device):
-        launch(stored, into, packing, scale)
+        launch(stored, into, packing, scale, constants)
     return True
 
 
@@ -130,6 +145,8 @@ def refusal(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: E
         return reason
     try:
         with _current(device):
+            if isinstance(form.packing, EightBit) and form.packing.group and not _has_tensor_cores():
+                return f"{form.name} needs an NVIDIA GPU of compute capability {FIRST_ARCH / 10} or later"
             reason = _fault(form, dtype, device, eager)
     except Exception as err:
         if isinstance(err, RuntimeError) and (is_out_of_memory(err) or is_broken_device(err)):
@@ -145,8 +162,8 @@ def _fault(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: Ea
     stored, shape, scale = sample(form)
     stored, scale = stored.to(device), None if scale is None else scale.to(device)
     expected, found = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    eager(stored, expected, form.packing, scale)
-    launch(stored, found, form.packing, scale)
+    eager(stored, expected, form.packing, scale, {})
+    launch(stored, found, form.packing, scale, {})
     wrong = int((~same_bits(found, expected)).sum())
     return f"{wrong:,} of {found.numel():,} values of the test differ" if wrong else None
 
@@ -159,7 +176,7 @@ def sample(form: StoredForm) -> tuple[torch.Tensor, tuple[int, ...], torch.Tenso
     elif isinstance(packing, Microscaled):
         shape = 133, 288
     else:
-        shape = 37, 3 * (packing.block or 64) if packing is not None else 192
+        shape = 37, 192 if packing is None else 3 * (packing.block or packing.group or 64)
     count = math.prod(shape) if packing is None else packing.bytes_of(shape)
     stored = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=random)
     view_shape = shape if packing is None else packing.view_shape(shape)
@@ -175,17 +192,22 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
 
 
-def launch(stored: torch.Tensor, into: torch.Tensor, packing: Packing | None, scale: torch.Tensor | None) -> None:
+def launch(
+    stored: torch.Tensor,
+    into: torch.Tensor,
+    packing: Packing | None,
+    scale: torch.Tensor | None,
+    constants: Constants,
+) -> None:
     """Launch the kernel of a form that has one, on the current stream of the current device."""
     kernels, units, shape = _kernels(), into.numel() // UNIT, tuple(into.shape)
+    # Contraction would round a product and a difference once, where the eager decoders round twice.
+    options: dict[str, object] = {"BY_BITS": kernels.INTERPRETED, "enable_fp_fusion": False}
+    if isinstance(packing, EightBit) and packing.group:
+        _launch_rotated(stored, into, packing, constants, options)
+        return
     grid = (-(-units // UNITS_AT_ONCE),)
-    options: dict[str, object] = {
-        "UNITS": UNITS_AT_ONCE,
-        "BY_BITS": kernels.INTERPRETED,
-        "num_warps": WARPS,
-        # Contraction would round a product and a difference once, where the eager decoders round twice.
-        "enable_fp_fusion": False,
-    }
+    options |= {"UNITS": UNITS_AT_ONCE, "num_warps": WARPS}
     if isinstance(packing, QuantFormat):
         options |= {"FORMAT": packing.name, "NBYTES": packing.nbytes, "UNITS_PER_GROUP": packing.values // UNIT}
         kernels.groups_kernel[grid](stored, into, units, **options)
@@ -201,6 +223,24 @@ def launch(stored: torch.Tensor, into: torch.Tensor, packing: Packing | None, sc
         kernels.codes_kernel[grid](codes.view(torch.uint8), scale, into, units, per_scale, **options)
 
 
+def _launch_rotated(
+    stored: torch.Tensor, into: torch.Tensor, packing: EightBit, constants: Constants, options: dict[str, object]
+) -> None:
+    size, shape = packing.group, tuple(into.shape)
+    key = packing, torch.float16
+    if key not in constants:
+        # Pageable memory on purpose, as in `kronecker_factors`.
+        constants[key] = (signs(size).to(stored.device, non_blocking=True).half(),)
+    codes, scales = packing.split(stored, shape)
+    groups = into.numel() // size
+    per_scale = shape[1] // size if packing.by_row else groups
+    at_once, columns = 128, min(128, size)
+    options |= {"GROUP": size, "FACTOR": rotation_factor(size), "GROUPS": at_once, "COLUMNS": columns}
+    _kernels().rotated_kernel[-(-groups // at_once) * (size // columns),](
+        codes.view(torch.uint8), scales, *constants[key], into, groups, per_scale, DEPTH=64, num_warps=8, **options
+    )
+
+
 def _is_by_row(scale: torch.Tensor | None) -> bool:
     return scale is not None and scale.numel() > 1
 
@@ -211,6 +251,14 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     if runtime is None or runtime.current_index() == device.index:
         return nullcontext()
     return runtime.on_stream(runtime.current_stream())
+
+
+def _has_tensor_cores() -> bool:
+    """Return True if Triton multiplies in the tensor cores of the current device."""
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= FIRST_ARCH)
 
 
 def _kernels() -> ModuleType:

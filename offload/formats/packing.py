@@ -127,6 +127,9 @@ class EightBit:
 
 Packing: TypeAlias = QuantFormat | Microscaled | EightBit
 
+Constants: TypeAlias = dict[tuple[Packing, torch.dtype], tuple[torch.Tensor, ...]]
+"""Tables and matrices on a device by packing and dtype. A caller that keeps them saves copies for each block."""
+
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | None) -> int:
     """Return the stored bytes of a tensor in `shape`."""

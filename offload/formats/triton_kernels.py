@@ -1,6 +1,6 @@
 """Triton kernels of decoding; imported only where Triton is.
 
-A unit is 16 neighbouring values with one scale. Each kernel reads stored bytes once and writes values of the compute
+A unit is 16 neighbouring values with one scale. A kernel reads stored bytes once and writes values of the compute
 dtype once. All arithmetic is in fp32, in the order of the eager decoders and rounded once at the end, so that both have
 the same bits. Kernels must be launched without contraction of multiplications and additions.
 """
@@ -39,6 +39,40 @@ def codes_kernel(
         scale = tl.load(scales + (first + unit) // units_per_scale, mask=valid, other=0.0)
         values = values * scale.to(tl.float32)
     _store(into, first, unit, value, valid, values, BY_BITS)
+
+
+@triton.jit(do_not_specialize=["scales", "groups", "groups_per_scale"])
+def rotated_kernel(
+    stored,
+    scales,
+    signs,
+    into,
+    groups,
+    groups_per_scale,
+    GROUP: tl.constexpr,
+    FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BY_BITS: tl.constexpr,
+):
+    """Turn back groups of `GROUP` int8 codes by the matrix `signs`, with one scale for each `groups_per_scale`."""
+    parts: tl.constexpr = GROUP // COLUMNS
+    first = (tl.program_id(0) // parts).to(tl.int64) * GROUPS
+    column = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    group = tl.arange(0, GROUPS)[:, None]
+    valid = first + group < groups
+    sums = tl.full((GROUPS, COLUMNS), 0.0, tl.float32)  # of integers below 2**18: exact
+    for start in tl.static_range(0, GROUP, DEPTH):
+        depth = start + tl.arange(0, DEPTH)
+        codes = tl.load(stored + first * GROUP + group * GROUP + depth[None, :], mask=valid, other=0)
+        turned = tl.load(signs + depth[:, None] * GROUP + column)
+        # Any device multiplies fp16, not so int8.
+        sums = tl.dot(codes.to(tl.int8, bitcast=True).to(tl.float16), turned, acc=sums)
+    row = first + tl.arange(0, GROUPS)
+    scale = tl.load(scales + row // groups_per_scale, mask=row < groups, other=0.0).to(tl.float32) * FACTOR
+    values = _rounded(sums * scale[:, None], into, BY_BITS)
+    tl.store(into + first * GROUP + group * GROUP + column, values, mask=valid)
 
 
 @triton.jit(do_not_specialize=["overall", "units", "units_per_row", "scale_columns"])
@@ -116,7 +150,13 @@ def _units(units, UNITS: tl.constexpr):
 
 @triton.jit
 def _store(into, first, unit, value, valid, values, BY_BITS: tl.constexpr):
-    """Round to the dtype of `into` and write. With `BY_BITS`, round bf16 as an integer: the interpreter cuts it."""
+    rounded = _rounded(values, into, BY_BITS)
+    tl.store(into + first * _UNIT + unit * _UNIT + value, rounded, mask=valid)
+
+
+@triton.jit
+def _rounded(values, into, BY_BITS: tl.constexpr):
+    """Round fp32 values to the dtype of `into`. With `BY_BITS`, round bf16 as integers: the interpreter cuts it."""
     if BY_BITS and into.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -124,7 +164,7 @@ def _store(into, first, unit, value, valid, values, BY_BITS: tl.constexpr):
         rounded = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         rounded = values.to(into.dtype.element_ty)
-    tl.store(into + first * _UNIT + unit * _UNIT + value, rounded, mask=valid)
+    return rounded
 
 
 @triton.jit

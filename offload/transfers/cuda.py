@@ -9,8 +9,9 @@ import torch
 
 from ...devices import DeviceRuntime, Event, Stream
 from ...plan import RAW_SLOTS, BlockKey
-from ..formats.decode import Constants, decode_block, prepare_decoding
+from ..formats.decode import decode_block, prepare_decoding
 from ..formats.layout import BlockFormat, allocate_flat
+from ..formats.packing import Constants
 from ..host_memory.pages import HostBlock, copy_to_device
 from ..patches import StagedPatch, StagedPatches
 from ..sources.base import BlockSource

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from wanstream.offload.formats import one_pass
 from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.one_pass import StoredForm, same_bits, sample, unavailable
-from wanstream.offload.formats.packing import QUANT_FORMATS
+from wanstream.offload.formats.packing import QUANT_FORMATS, Constants
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.stored_forms import FORMS
 
@@ -34,22 +34,24 @@ def test_the_bits_are_those_of_torch(
 ) -> None:
     stored, shape, scale = sample(form)
     stored, scale = stored.to(device), None if scale is None else scale.to(device)
+    constants: Constants = {}
     for dtype in DTYPES:
         expected, found = (torch.full(shape, 7, dtype=dtype, device=device) for _ in range(2))
         with monkeypatch.context() as patch:
             patch.setattr(one_pass, "FAMILIES", ())
             decode_tensor(stored, expected, packing=form.packing, scale=scale)
-        decode_tensor(stored, found, packing=form.packing, scale=scale)
+        decode_tensor(stored, found, packing=form.packing, scale=scale, constants=constants)
         assert same_bits(found, expected).all()
         gpu.runtime.reset_peaks()
         before = gpu.runtime.allocated_bytes()
-        decode_tensor(stored, found, packing=form.packing, scale=scale)
+        decode_tensor(stored, found, packing=form.packing, scale=scale, constants=constants)
         assert gpu.runtime.allocated_bytes(peak=True) == before
     assert not caplog.records, "a kernel was refused"
 
 
 def test_a_tensor_takes_one_launch(device: torch.device) -> None:
     calls = []
+    constants: Constants = {}
     for form in FORMS:
         stored, shape, scale = sample(form)
         into = torch.empty(shape, dtype=torch.bfloat16, device=device)
@@ -57,15 +59,15 @@ def test_a_tensor_takes_one_launch(device: torch.device) -> None:
 
     def decode() -> None:
         for stored, into, packing, scale in calls:
-            decode_tensor(stored, into, packing=packing, scale=scale)
+            decode_tensor(stored, into, packing=packing, scale=scale, constants=constants)
 
     decode()  # kernels are compiled and tested on their first use
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         decode()
         torch.cuda.synchronize()
     names = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
-    kernels = {name: sum(name in each for each in names) for name in ("groups_", "microscaled_", "codes_")}
-    assert kernels == {"groups_": len(QUANT_FORMATS), "microscaled_": 3, "codes_": len(FORMS) - len(QUANT_FORMATS) - 3}
+    kernels = {name: sum(name in each for each in names) for name in ("groups_k", "microscaled_k", "rotated_k")}
+    assert kernels == {"groups_k": len(QUANT_FORMATS), "microscaled_k": 3, "rotated_k": 4}
     assert len([name for name in names if "Sync" not in name]) == len(FORMS), names
 
 

@@ -61,7 +61,7 @@ def test_a_kernel_has_the_bits_of_torch(
     expected, found = torch.empty(shape, dtype=computed), torch.full(shape, 7, dtype=computed)
     decode_tensor(stored, expected, packing=form.packing, scale=scale)
     assert form.has_kernel
-    one_pass.launch(stored, found, form.packing, scale)
+    one_pass.launch(stored, found, form.packing, scale, {})
     differing = (found.nan_to_num(5.0) != expected.nan_to_num(5.0)) | (found.signbit() != expected.signbit())
     assert not (differing & ~expected.isnan()).any()
     assert torch.equal(found.isnan(), expected.isnan())
@@ -92,7 +92,7 @@ def test_units_do_not_cross_a_scale(form: StoredForm, shape: tuple[int, ...], by
 @pytest.mark.parametrize(
     "form",
     [
-        StoredForm(dtype=torch.uint8, packing=EightBit(group=256)),
+        StoredForm(dtype=torch.uint8, packing=EightBit(group=16)),
         StoredForm(dtype=torch.uint8, packing=EightBit(block=32, by_row=False)),
         StoredForm(dtype=torch.uint8, packing=NVFP4),
         StoredForm(dtype=torch.bfloat16),
