@@ -9,6 +9,7 @@ from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor, decode_work_bytes
 from .formats.gguf_header import read_gguf_fields, read_gguf_header
 from .formats.layout import BlockFormat, copy_together, flat_layout, host_bytes, piece_name, streamed_names
+from .formats.one_pass import unavailable as one_pass_unavailable
 from .formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing, QuantFormat
 from .formats.quantise import FP8, NotFiniteError, quantise_int8, quantise_rotated
 from .formats.rotation import is_rotation, kronecker_factors, rotated_sums, rotation_factor, rotation_group
@@ -81,6 +82,7 @@ __all__ = [
     "is_rotation",
     "kronecker_factors",
     "map_memory",
+    "one_pass_unavailable",
     "patch_work_bytes",
     "piece_name",
     "probe_bus",
