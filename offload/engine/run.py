@@ -336,11 +336,15 @@ class VisitContext:
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        begun = self._begun
+        # The events are freed here, not with this object: Python frees it while the exception is set, and freeing a
+        # CUDA event then ended the process (torch 2.11, H100: 13 of 13 crashes).
+        del self._begun
         if error is not None:  # the run ends next, and `end_run` of the buffer closes the visit
             raise_late(error, place_of(self._visit))
             return
         try:
-            self._run.end(*self._begun)
+            self._run.end(*begun)
         except RuntimeError as err:
             raise_late(err, place_of(self._visit))
             raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,10 +13,10 @@ from torch import nn
 
 from wanstream.devices import LateDeviceError, is_broken_device
 from wanstream.offload import attach_offload
-from wanstream.offload.engine.run import EngineRun
+from wanstream.offload.engine.run import EngineRun, VisitContext
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.transfers.cpu import CpuBackend
-from wanstream.plan import step_visits
+from wanstream.plan import Visit, step_visits
 from wanstream.schema import OffloadPolicy
 
 pytestmark = pytest.mark.skipif(
@@ -117,3 +119,29 @@ def test_the_first_place_is_named_if_the_end_of_the_run_fails_too(
     monkeypatch.setattr(CpuBackend, "end_run", Broken(lambda: None, 0, error))
     with pytest.raises(LateDeviceError, match="surfaced at block 1 of 'high', step 1"):
         run(make_stack(3), Broken(lambda: None, 0, error), 4)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_visit_frees_its_events_before_the_exception_goes_on(fails: bool) -> None:
+    """Python frees the context itself while the exception is set, which a CUDA event does not survive."""
+
+    class Event:
+        """An event that can be referred to weakly."""
+
+    made: list[weakref.ref[Event]] = []
+
+    class Run:
+        def begin(self, visit: Visit, poll: object) -> tuple[object, Event]:
+            event = Event()
+            made.append(weakref.ref(event))
+            return None, event
+
+        def end(self, buffer: object, event: Event) -> None:
+            assert not fails
+
+    context = VisitContext(Run(), Visit(0, "high", 0, 0), None)  # type: ignore[arg-type]
+    with suppress(KeyError), context:
+        assert made[0]() is not None
+        if fails:
+            raise KeyError
+    assert made[0]() is None, "the context still exists"
