@@ -1,8 +1,8 @@
-"""Time and peak activation memory of one Wan block with and without a chunked forward, on the CPU.
+"""Time and peak activation memory of one Wan block, whole and in chunks, next to diffusers' block, on the CPU.
 
 python benchmarks/chunked_forward.py
 
-Both are measured in turn within one process, so that their ratio is valid on a busy machine.
+All are measured in turn within one process, so that their ratios are valid on a busy machine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.kernels import choose_math
+from wanstream.wan.transformer.block import BlockSettings, WanBlock
 
 WIDTH, FFN, HEADS = 1024, 2816, 8
 """A fifth of A14B's width, with the same proportions."""
@@ -53,29 +55,29 @@ def inputs_of(tokens: int) -> tuple[Any, ...]:
     return hidden, text, modulation, (angles.cos(), angles.sin())
 
 
-def measure(block: WanTransformerBlock, tokens: int) -> dict[str, float]:
-    """Return median times, and the ratios of every chunked call to the plain call before it."""
+def measure(original: WanTransformerBlock, tokens: int) -> dict[str, float]:
+    """Return median times, and the ratios of every other call to the whole block of ours before it."""
     inputs = inputs_of(tokens)
-    sizes: tuple[int | None, ...] = (None, *CHUNKS)
-    seconds: dict[int | None, list[float]] = {size: [] for size in sizes}
+    settings = BlockSettings(math=choose_math("auto", torch.device("cpu"), torch.bfloat16, WIDTH).math)
+    ours, rotation = WanBlock(original, settings), settings.used_math.rotation(*inputs[3])
+    calls = {size: partial(ours, *inputs[:3], rotation) for size in (None, *CHUNKS)} | {0: partial(original, *inputs)}
+    seconds: dict[int | None, list[float]] = {size: [] for size in calls}
     peaks: dict[int | None, int] = {}
     for _ in range(REPEATS):
-        for size in sizes:
-            blocks = ChunkedBlocks([block], size) if size is not None else None
+        for size, call in calls.items():
+            settings.chunk_tokens = size or None
             began = time.perf_counter()
-            block(*inputs)
+            call()
             seconds[size].append(time.perf_counter() - began)
             if size not in peaks:
                 with PeakTensorBytes() as alive:
-                    block(*inputs)
+                    call()
                 peaks[size] = alive.peak
-            if blocks is not None:
-                blocks.detach()
-    figures = {"plain_s": statistics.median(seconds[None]), "plain_peak_mb": peaks[None] / 1e6}
-    for size in CHUNKS:
-        ratios = [chunked / plain for chunked, plain in zip(seconds[size], seconds[None], strict=True)]
-        figures[f"chunks_of_{size}_time_ratio"] = statistics.median(ratios)
-        figures[f"chunks_of_{size}_peak_ratio"] = peaks[size] / peaks[None]
+    figures = {"whole_s": statistics.median(seconds[None]), "whole_peak_mb": peaks[None] / 1e6}
+    for size, name in ((0, "diffusers"), *((size, f"chunks_of_{size}") for size in CHUNKS)):
+        ratios = [other / whole for other, whole in zip(seconds[size], seconds[None], strict=True)]
+        figures[f"{name}_time_ratio"] = statistics.median(ratios)
+        figures[f"{name}_peak_ratio"] = peaks[size] / peaks[None]
     return {name: round(figure, 3) for name, figure in figures.items()}
 
 
@@ -89,9 +91,9 @@ def main() -> None:
         block(*inputs_of(256))
         figures = {f"{tokens}_tokens": measure(block, tokens) for tokens in TOKENS}
     method = (
-        f"one block of width {WIDTH}, {HEADS} heads, feed-forward {FFN}, bf16, text of 512 tokens; plain and chunked "
-        f"in turns, {REPEATS} rounds; medians of times and of ratios within a round; peak: bytes of tensors made "
-        "by operations that are alive at once"
+        f"one block of width {WIDTH}, {HEADS} heads, feed-forward {FFN}, bf16, text of 512 tokens; diffusers, "
+        f"whole and chunked in turns, {REPEATS} rounds; medians of times and of ratios within a round; peak: bytes of "
+        "tensors made by operations that are alive at once"
     )
     print(record("chunked-forward", method=method, figures=figures).read_text(encoding="utf-8"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..schema import OffloadPolicy
+from .block_times import ArithmeticChoice, BlockTimes, choose_arithmetic
 from .candidates import CHUNKS
 from .machine import Machine, expected_machine
 from .measured_policy import WORTH, MeasuredBlocks, MeasuredPolicy, choose_measured
@@ -62,9 +63,11 @@ __all__ = [
     "VRAM_RESERVE",
     "WORTH",
     "Alternative",
+    "ArithmeticChoice",
     "Assignment",
     "AutoOffload",
     "BlockKey",
+    "BlockTimes",
     "Budgets",
     "Candidate",
     "DoesNotFitError",
@@ -92,6 +95,7 @@ __all__ = [
     "check_layout",
     "check_program",
     "check_ram",
+    "choose_arithmetic",
     "choose_layout",
     "choose_measured",
     "choose_weight_placement",

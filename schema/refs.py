@@ -16,6 +16,9 @@ Arithmetic = Literal["decoded", "as stored", "int8", "fp8"]
 """Multiplication by matrices that are stored in int8 and fp8: decoded to the compute dtype, or those of both formats or
 of one of them as they are."""
 
+KernelSet = Literal["auto", "triton", "torch", "comfy-kitchen", "exact"]
+"""What computes norms, residuals and the rotary embedding; "auto" is the fastest that works on the device."""
+
 Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "int8", "xformers"]
 """Attention backend; "default" is the choice of diffusers."""
 
@@ -58,6 +61,7 @@ class ExpertsRef:
     """LoRAs added to the experts' weights, all of them."""
     single: bool = False
     """True for a model of one expert, which runs every step."""
+    kernels: KernelSet = "auto"
     attention: Attention = "default"
     compile: bool = False
     """True to compile the blocks with `torch.compile`."""
@@ -71,7 +75,7 @@ class ExpertsRef:
     @property
     def opened(self) -> ExpertsRef:
         """Copy without the options that may change from run to run while the experts stay open."""
-        return replace(self, loras=(), attention="default", compile=False)
+        return replace(self, loras=(), kernels="auto", attention="default", compile=False)
 
 
 IN_PROCESS = "in-process"

@@ -203,7 +203,7 @@ class ExpertShape:
         """Return the peak device memory of a step's activations, in addition to the weights.
 
         It is the sum of the hidden states of all lanes (D values of `value_bytes` per token each), the rotary tables
-        (2 x 128 fp32 values per token, shared by lanes of equal length), the embedded texts of both experts, and the
+        (128 fp32 values per token, shared by lanes of equal length), the embedded texts of both experts, and the
         activations of one block for one lane. It is at least the size of the time embedder, which is loaded before the
         blocks begin. The latents (a 100th of a hidden state) are not counted.
 
@@ -221,20 +221,19 @@ class ExpertShape:
         """
         width, value = self.width, value_bytes
         local_tokens = -(-tokens // (ring * ulysses))
-        chunk = local_tokens
-        if chunk_tokens is None:
+        chunk = local_tokens if chunk_tokens is None else min(local_tokens, chunk_tokens + SHORT_CHUNK)
+        if chunk == local_tokens:
             in_block = local_tokens * self._block_bytes_per_token(value)
         else:
-            chunk = min(local_tokens, chunk_tokens + SHORT_CHUNK)
             in_block = self._chunked_block_bytes(local_tokens, chunk, value)
             if kernels.attention_bytes:
                 # q, k, v, their input and the result, next to what the kernel allocates or the copy of the result.
                 in_block = max(in_block, local_tokens * width * (5 * value + max(kernels.attention_bytes, value)))
         if kernels.linear_format:
-            in_block = max(in_block, self._int8_block_bytes(local_tokens, chunk, value, whole=chunk_tokens is None))
+            in_block = max(in_block, self._int8_block_bytes(local_tokens, chunk, value))
         if local_tokens < tokens:
             in_block = max(in_block, local_tokens * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
-        rotary = (tokens + sum(set(shorter))) * 2 * HEAD_DIM * FP32_BYTES
+        rotary = (tokens + sum(set(shorter))) * HEAD_DIM * FP32_BYTES
         # Hidden states of the lanes that are not in the block, and embedded texts, in rows of D values.
         waiting = (lanes - 1) * local_tokens + tokens - local_tokens + (2 * lanes + 2) * TEXT_TOKENS
         waiting += cached_states * lanes * local_tokens
@@ -267,60 +266,58 @@ class ExpertShape:
         return self.width * (narrow * value + (3 * FP32_BYTES if ring > 1 else 0))
 
     def _block_bytes_per_token(self, value: int) -> int:
-        """Return the peak bytes per token in diffusers' `WanTransformerBlock.forward`.
+        """Return the peak bytes per token in a block, with the kernels that need most.
 
-        It is the maximum of three places:
+        It is the maximum of two places:
 
-        * rotary embedding: input, its norm, q, k, v and the rotated q, and three fp32 halves of a product: 6 D values
-          and 6 D bytes;
-        * norm of q, or the end of a residual: five tensors of D values, three of them also in fp32: 5 D values and
-          12 D bytes, in addition to k and v of the text;
-        * feed-forward: input, state, norm and attention output, and the inner state before and after the activation:
-          4 D + 2 F values.
+        * rotary embedding of k: input and its norm, and `_rotary_bytes_per_token`;
+        * feed-forward: input, state, attention to the text, and output or norm, and the inner state: 4 D + F values.
         """
-        width = self.width
-        return max((6 * value + 6) * width, (5 * value + 12) * width, (4 * width + 2 * self.ffn_width) * value)
+        rotary = 2 * self.width * value + self._rotary_bytes_per_token(value)
+        return max(rotary, (4 * self.width + self.ffn_width) * value)
+
+    def _rotary_bytes_per_token(self, value: int) -> int:
+        """Return the bytes per token of the rotary embedding of k.
+
+        q, k before and after its norm, and after the rotation; in half precision, two tensors of D fp32 values too.
+        """
+        return self.width * (4 * value + (2 * FP32_BYTES if value < FP32_BYTES else FP32_BYTES * 3 // 2))
 
     def _chunked_block_bytes(self, tokens: int, chunk: int, value: int) -> int:
-        """Return the peak bytes in a block with a chunked forward.
+        """Return the peak bytes in a block that computes in chunks.
 
         It is the maximum of four places:
 
         * attention: input, q, k, v and output, D values per token each;
-        * norm of q or k: four of these, and per token of the chunk three fp32 tensors and the narrower input;
-        * feed-forward: input and state, and per token of the chunk its norm and the inner state before and after the
-          activation, or output, gated output, state and sum;
+        * rotary embedding: four of these, and that of the chunk;
+        * feed-forward: input, state and attention to the text, and per token of the chunk its norm, or sum and output
+          with fp32 copies, and the inner state;
         * the norm after the last block: its input and output, and three fp32 tensors for some tokens.
         """
         width, every = self.width, tokens * self.width * value
-        narrow = value if value < FP32_BYTES else 0
-        inside = max((width + 2 * self.ffn_width) * value, (4 * FP32_BYTES + narrow) * width)
+        inside = max((2 * width + self.ffn_width) * value, (2 * value + 2 * FP32_BYTES) * width)
         return max(
             5 * every,
-            4 * every + chunk * (3 * FP32_BYTES + narrow) * width,
-            2 * every + chunk * inside,
+            4 * every + chunk * self._rotary_bytes_per_token(value),
+            3 * every + chunk * inside,
             2 * every + min(tokens, OUTPUT_TOKENS) * 3 * FP32_BYTES * width,
         )
 
-    def _int8_block_bytes(self, tokens: int, chunk: int, value: int, *, whole: bool) -> int:
+    def _int8_block_bytes(self, tokens: int, chunk: int, value: int) -> int:
         """Return the peak bytes in a block while one of its linear layers is multiplied in int8.
 
-        It is the maximum of three layers, of which each has its scratch memory, and in addition
+        It is the maximum of two places, of which each has the scratch memory of a layer:
 
-        * output of attention: input, norm, q, k, v, attention output and result, D values each; in chunks four tensors
-          of all tokens and the result of the chunk;
-        * first of the feed-forward layer: input, state, norm, attention output and the inner state; in chunks input and
-          state, and norm and inner state of the chunk;
-        * second one: these, with the inner state after the activation, and the result.
+        * k of self-attention: input, q, k and v of all tokens, or of those so far; the norm and the result of a chunk;
+        * feed-forward: input, state and attention to the text; norm or result of a chunk, and its inner state.
         """
         width, inner, every = self.width, self.ffn_width, tokens * self.width * value
         square, first, second = (
             _int8_scratch(chunk, rows, columns) for rows, columns in ((width, width), (inner, width), (width, inner))
         )
-        attention = 7 * every if whole else 4 * every + chunk * width * value
-        beside = 4 * every if whole else 2 * every + chunk * width * value
-        inside = chunk * inner * value
-        return max(attention + square, beside + inside + first, beside + inside + chunk * width * value + second)
+        of_chunk = chunk * width * value
+        attention = 2 * every + 3 * of_chunk if chunk == tokens else 4 * every + 2 * of_chunk
+        return max(attention + square, 3 * every + of_chunk + chunk * inner * value + max(first, second))
 
     @property
     def _attended(self) -> int:

@@ -27,16 +27,17 @@ from .experts.open import (
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
+from .kernels import ATTENTIONS, INT8_ATTENTION, CodeFormat, choose_multiplication, multiplied_formats
 from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .lora.file import lora_version, open_lora
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import encoder_version, open_text_encoder
 from .text.sentence_model import Piece, sentence_model
+from .transformer.block import BlockSettings, changed, settings_of
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
-from .transformer.kernels import ATTENTIONS, INT8_ATTENTION
-from .transformer.multiplication import CodeFormat, choose_multiplication, multiplied_formats
-from .transformer.nag import Nag, attach_nag
+from .transformer.meter import METERED_TOKENS, measure_block
+from .transformer.nag import Nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, probe_int8, random_block
 from .transformer.token_parts import Positions, TokenPart
@@ -64,6 +65,7 @@ __all__ = [
     "HEAP_BYTES",
     "INT8_ATTENTION",
     "LATENT_SCALES",
+    "METERED_TOKENS",
     "OTHER_MODELS_OF_A_CHECKPOINT",
     "PREFIX",
     "RAW",
@@ -75,6 +77,7 @@ __all__ = [
     "WIDTH",
     "WRAPPERS",
     "BlockCache",
+    "BlockSettings",
     "CodeFormat",
     "DecodeNeeds",
     "DecodeOutOfMemoryError",
@@ -103,8 +106,8 @@ __all__ = [
     "VaeMemoryError",
     "WanVae",
     "arithmetic_of",
-    "attach_nag",
     "block_pass",
+    "changed",
     "check_latents",
     "choose_multiplication",
     "choose_tiling",
@@ -124,6 +127,7 @@ __all__ = [
     "lora_mismatches",
     "lora_version",
     "marker_settings",
+    "measure_block",
     "model_version",
     "multiplied_formats",
     "native_transformer_name",
@@ -144,6 +148,7 @@ __all__ = [
     "read_latent",
     "retry_with_smaller_tiles",
     "sentence_model",
+    "settings_of",
     "shared_tiling",
     "space_of",
     "unmarked_layers",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...devices import dtype_name
 from ...sampling import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, Share
 from ...schema import PATCH, MeshError, lanes_of_rank
-from ...wan import INT8_ATTENTION, ExpertEngine, Lane
+from ...wan import INT8_ATTENTION, ExpertEngine, Lane, changed, settings_of
 from .groups import ProcessGroups
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Ite
     diffusers reads `ulysses_anything` of the yielded configuration in every forward pass: set it before one whose
     tokens do not divide by the workers.
 
-    Hooks that are added inside must be removed before the exit. A chunked forward must be installed before this,
-    because it replaces `block.forward`, which the hooks wrap.
+    Hooks that are added inside must be removed before the exit.
 
     Raises:
         MeshError: the heads cannot be split evenly, or attention cannot be parallelised on this device.
@@ -126,15 +125,13 @@ def context_parallel(groups: ProcessGroups, model: WanTransformer3DModel) -> Ite
     with ExitStack() as attached:
         for name in plan:
             attached.enter_context(_restored(model.get_submodule(name), "forward", "_diffusers_hook"))
-        for block in model.blocks:
-            # Cross-attention needs no configuration: every worker has the whole text.
-            processor = block.attn1.processor
-            attached.enter_context(_restored(processor, "_parallel_config", "_attention_backend"))
-            processor._attention_backend = backend_for(
-                processor._attention_backend, ring=mesh.ring, ulysses=mesh.ulysses, device=groups.device, dtype=dtype
-            )
-            processor._parallel_config = config
-            attached.callback(block.attn1.register_forward_pre_hook(_attention_counter(groups)).remove)
+        settings = settings_of(model)
+        backend = backend_for(
+            settings.self_backend, ring=mesh.ring, ulysses=mesh.ulysses, device=groups.device, dtype=dtype
+        )
+        attached.enter_context(
+            changed(settings, self_backend=backend, parallel=config, exchanging=_attention_counter(groups))
+        )
         output = OutputHooks(groups, parallel)
         attached.callback(model.proj_out.register_forward_pre_hook(output.pad).remove)
         attached.callback(model.proj_out.register_forward_hook(output.cut_and_count).remove)
@@ -185,8 +182,8 @@ class OutputHooks:
         return output
 
 
-def _attention_counter(groups: ProcessGroups) -> Callable[..., None]:
-    """Return a hook that counts the bytes a self-attention receives from other workers, computed from its input.
+def _attention_counter(groups: ProcessGroups) -> Callable[[torch.Tensor], None]:
+    """Return a function that counts the bytes a self-attention receives from other workers, for its queries.
 
     Of unequal shares, those of other workers are counted as if they were this worker's: one token more or less each.
     """
@@ -194,9 +191,9 @@ def _attention_counter(groups: ProcessGroups) -> Callable[..., None]:
     # Ulysses exchanges q, k, v and the result except for the own part; a ring sends k and v of the other workers.
     tensors = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1)
 
-    def count(module: object, inputs: tuple[torch.Tensor, ...]) -> None:
+    def count(query: torch.Tensor) -> None:
         # Not `nbytes`, which a compiled graph for any number of tokens cannot trace.
-        groups.count_gathered(round(tensors * inputs[0].numel() * inputs[0].element_size()))
+        groups.count_gathered(round(tensors * query.numel() * query.element_size()))
 
     return count
 

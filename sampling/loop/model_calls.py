@@ -24,7 +24,7 @@ from ...offload import EngineRun
 from ...plan import TRAIN_TIMESTEPS, step_visits
 from ...schema import OffloadPolicy, StateError
 from ...telemetry import Recorder
-from ...wan import ExpertEngine, Lane, Nag, attach_nag, forward_lanes
+from ...wan import ExpertEngine, Lane, Nag, changed, forward_lanes
 from ..cache.base import CachedPass, StepCache, names_of
 from .interruptible import block_visit
 from .oom_fallback import RunPolicy
@@ -272,8 +272,7 @@ class ModelCalls:
         policy = self._policy.policy
         if self._attached_policy == policy:
             return
-        # The engine installs a policy's chunked forward as `block.forward`, and hooks of context parallelism wrap the
-        # forward that they find. So the hooks come off before the engine changes, and on again after it.
+        # Another engine has other models.
         self._detach()
         first, self._engine = self._engine is None, self._policy.engine()
         if first:
@@ -281,7 +280,7 @@ class ModelCalls:
         with ExitStack() as attaching:
             attaching.enter_context(self._policy.split.attached(self.engine))
             if self._nag is not None:
-                attaching.enter_context(attach_nag(self.engine.models.bare.values(), self._nag))
+                attaching.enter_context(changed(self.engine.models.settings, nag=self._nag))
             self._attached, self._attached_policy = attaching.pop_all(), policy
 
     def _detach(self) -> None:

@@ -56,7 +56,9 @@ HOST_WAITS = {
     "wan/text/encoder.py encode": _ONCE,
     "wan/transformer/token_parts.py _axis_tables": "once per model and size of a part",
     "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
-    "wan/transformer/multiplication.py result_fault": "test products, once per process",
+    "wan/kernels/multiplication.py result_fault": "test products, once per process",
+    "wan/kernels/choice.py _results": "tests of functions, once per process",
+    "wan/kernels/choice.py _difference": "tests of functions, once per process",
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }

@@ -18,8 +18,11 @@ from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy, StepRange
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair
+from wanstream.wan.experts import engine
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts, open_single_model
+from wanstream.wan.kernels.block_math import EXACT
+from wanstream.wan.kernels.choice import MathChoice
 
 SHAPE = (1, 16, 2, 4, 6)
 HIGH, LOW = 1, 2
@@ -183,3 +186,9 @@ class WatchedEngine:
 @pytest.fixture
 def watched(open_pair: Callable[..., ExpertPair]) -> WatchedPair:
     return WatchedPair(open_pair())
+
+
+@pytest.fixture
+def exact_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute blocks in the order and dtypes of diffusers, to the bits of its models."""
+    monkeypatch.setattr(engine, "choose_math", lambda *_: MathChoice(math=EXACT, refusals={}))

@@ -28,12 +28,13 @@ from wanstream.schema.mesh import Mesh
 from wanstream.testing.weights import TinyShape, in_dtype, make_expert
 from wanstream.tests.support.int8_attention import exact_attention, kitchen
 from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.wan_blocks import with_our_blocks
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts import engine
 from wanstream.wan.experts.open import ExpertsRegistry
-from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.kernels.attention import Kernels
+from wanstream.wan.kernels.block_math import TorchMath
 from wanstream.wan.transformer.compiled_block import get_compiler
-from wanstream.wan.transformer.kernels import Kernels
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 100.0
@@ -290,8 +291,8 @@ def job_hold(
     """The most bytes that a forward pass holds at once here, by the `Alive` of that file; and the estimate of it."""
     latent, text, width, ffn_dim = (5, 40, 56), 16, 512, 1382
     model = in_dtype(make_expert(TinyShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
+    model = with_our_blocks(model, math=TorchMath(), chunk_tokens=chunk_tokens)
     inputs = [Lane(latents=torch.zeros(1, 16, *latent), text=torch.zeros(1, text, 4096, dtype=dtype))] * lanes
-    chunks = None if chunk_tokens is None else ChunkedBlocks(model.blocks, chunk_tokens)
     besides = [*model.parameters(), *model.buffers(), inputs[0].text]
     models = SimpleNamespace(models=SimpleNamespace(bare={"high": model}), gate=None)
     with (
@@ -300,8 +301,6 @@ def job_hold(
         here.load(counting).Alive(besides) as alive,
     ):
         forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
-    if chunks is not None:
-        chunks.detach()
     mesh = here.groups.mesh
     shape = schema.ExpertShape(width=width, ffn_width=ffn_dim)
     estimate = shape.working_bytes(
@@ -395,10 +394,9 @@ def job_attach_and_detach(
 
 
 def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
-    """Return the instance attributes of every module and every processor."""
+    """Return the instance attributes of every module, and the settings of the blocks."""
     modules = {f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()}
-    processors = {f"{name} processor": m.processor for name, m in modules.items() if hasattr(m, "processor")}
-    return {name: shallow(vars(each)) for name, each in {**modules, **processors}.items()}
+    return {name: shallow(vars(each)) for name, each in {**modules, "settings": engine.models.settings}.items()}
 
 
 def shallow(own: dict[str, Any]) -> dict[str, Any]:

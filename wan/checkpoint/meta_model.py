@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...offload import streamed_names
+from ..transformer.block import BlockSettings, replace_blocks
 from ..transformer.token_parts import AxisTables
 from .detect import HEAD_DIM, Shape, WanConfig
 
@@ -43,8 +44,8 @@ class NoInitialValues(TorchFunctionMode):
         return func(*args, **given)
 
 
-def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer3DModel:
-    """Return the model in eval mode with all parameters on meta and a `CachedEmbedder`.
+def build_model(config: WanConfig, compute_dtype: torch.dtype, settings: BlockSettings) -> WanTransformer3DModel:
+    """Return the model in eval mode with all parameters on meta, a `CachedEmbedder`, and blocks with these settings.
 
     The position tables (RoPE) are real tensors because no file contains them.
     """
@@ -53,6 +54,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
     model = _on_meta(config)
     with torch.device("meta"), NoInitialValues():
         model.condition_embedder = CachedEmbedder(config, compute_dtype)
+    replace_blocks(model, settings)
     # A copy for each model, because `.to(device)` moves the buffers of a module in place.
     model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
     model.axis_tables = AxisTables()

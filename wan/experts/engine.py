@@ -11,8 +11,8 @@ from ...offload import BlockPatch, FileSource, OffloadEngine, QuantisedSource, S
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from ..checkpoint.open import Expert
+from ..kernels import Kernels, check_usable, choose_math
 from ..lora.apply import LoraFactors, LoraStack, block_patches, resident_patches, stack_identity
-from ..transformer.kernels import Kernels, check_usable
 from .models import ExpertModels
 from .storage import Precision, block_source, multiplied_layers
 
@@ -51,8 +51,6 @@ class ExpertEngine(OffloadEngine):
         )
         self._compute_dtype = precision.compute_dtype
         self.policy, self._kernels = policy, Kernels()
-        # Chunked forwards replace `block.forward`, so they have to be installed before any hook wraps the block.
-        self.models.kernels.set(self._kernels, policy.chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
         self._segment = None
         if shared and sharded is None:
@@ -61,6 +59,7 @@ class ExpertEngine(OffloadEngine):
             self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded
         )
         self.models.start_reading()
+        self._apply_kernels(self._kernels)
         self._read_for_next_run()
         self._loras: Hashable = NO_LORAS
 
@@ -72,7 +71,7 @@ class ExpertEngine(OffloadEngine):
     @property
     def graphs(self) -> int:
         """Number of block graphs that this process has compiled; a step that compiles one takes longer than others."""
-        return self.models.kernels.graphs
+        return self.models.settings.graphs
 
     @property
     def loaded_bytes(self) -> int:
@@ -148,13 +147,18 @@ class ExpertEngine(OffloadEngine):
         if self.running:
             raise RuntimeError("kernels cannot be changed while this engine is running a program; wait for its end")
         check_usable(kernels, self.device, self._compute_dtype)
-        self.models.kernels.set(kernels, self.policy.chunk_tokens)
+        self._apply_kernels(kernels)
         self._kernels = kernels
+
+    def _apply_kernels(self, kernels: Kernels) -> None:
+        config = next(iter(self._configs.values()))
+        choice = choose_math(kernels.math, self.device, self._compute_dtype, config.width)
+        self.models.settings.set(kernels, choice.math, self.policy.chunk_tokens)
 
     def set_policy(self, policy: OffloadPolicy) -> None:
         """Change the policy as `OffloadEngine.set_policy`, its `chunk_tokens` included."""
         super().set_policy(policy)
-        self.models.kernels.set(self._kernels, policy.chunk_tokens)
+        self.models.settings.chunk_tokens = policy.chunk_tokens
         self.policy = policy  # last, so that a call after an error sets it again
         self._read_for_next_run()
 

@@ -40,9 +40,9 @@ from ..checkpoint.meta_model import (
     streamed_parameters,
 )
 from ..checkpoint.open import Expert
+from ..kernels import CODE_FORMATS, multiplications, replace_linears
 from ..lora.apply import PatchedParameters
-from ..transformer.block_kernels import BlockKernels
-from ..transformer.multiplication import CODE_FORMATS, multiplications, replace_linears
+from ..transformer.block import BlockSettings
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -71,7 +71,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
 
     Attributes:
         bare: models by expert name, for installing hooks. A look-up here does not wait for parameters.
-        kernels: compute kernels for the blocks of all models.
+        settings: settings of the blocks of all models.
         reads_for_next_run: when a run's embeddings are computed, read the first expert's embedder again and keep it in
             RAM. The next run, with another text or other timesteps, starts with it, and the first step need not wait
             for the file.
@@ -86,7 +86,8 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         device: torch.device,
         multiplied: Mapping[str, Mapping[str, Mapping[str, EightBit]]],
     ) -> None:
-        self.bare = {name: build_model(expert.config, compute_dtype) for name, expert in experts.items()}
+        self.settings = BlockSettings()
+        self.bare = {name: build_model(expert.config, compute_dtype, self.settings) for name, expert in experts.items()}
         self._scaled_layers = {
             name: replace_linears(dict(model.blocks.named_children()), multiplied.get(name, {}))
             for name, model in self.bare.items()
@@ -95,8 +96,6 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         # Chosen before anything is read, because it may raise.
         formats = dict.fromkeys(CODE_FORMATS[packing.dtype] for packing in packings)
         self._multiplications = multiplications(formats, device, compute_dtype)
-        timed = any(expert.config.family == "ti2v" for expert in experts.values())
-        self.kernels = BlockKernels((block for model in self.bare.values() for block in model.blocks), timed=timed)
         self.reads_for_next_run = False
         self.non_block_bytes = 0
         self._experts = experts

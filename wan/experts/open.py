@@ -17,9 +17,8 @@ from ..checkpoint.detect import IMAGE_LAYER, KNOWN_CHANNELS, LATENT_CHANNELS, PA
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
+from ..kernels import CODE_FORMATS, INDUCTOR, CodeFormat, Kernels, check_installed, multiplied_formats
 from ..lora.file import open_lora
-from ..transformer.kernels import INDUCTOR, Kernels, check_installed
-from ..transformer.multiplication import CODE_FORMATS, CodeFormat, multiplied_formats
 from .pair import ExpertPair
 from .storage import MULTIPLIED, STORAGES, log_unquantised
 
@@ -271,7 +270,7 @@ class ExpertsRegistry:
             OSError: as `open_pair` and `set_loras`.
             ValueError: as `open_pair` and `set_loras`.
         """
-        kernels = Kernels(attention=ref.attention, compiler=INDUCTOR if ref.compile else None)
+        kernels = Kernels(math=ref.kernels, attention=ref.attention, compiler=INDUCTOR if ref.compile else None)
         check_installed(kernels)
         with self._lock:
             if self._entry is None or self._entry[0] != ref.opened or not self._entry[1].is_current():

@@ -17,12 +17,11 @@ from ...offload import Sharded, decode_work_bytes, patch_work_bytes
 from ...schema import Arithmetic, OffloadPolicy, StepRange, StepStrengths, Storage
 from ..checkpoint.meta_model import embedder_part, parameter_shapes, streamed_parameters
 from ..checkpoint.open import Expert
+from ..kernels import CODE_FORMATS, CodeFormat, Kernels
 from ..lora.apply import LoraFactors, block_factor_bytes, lora_host_bytes
 from ..lora.file import LoraFile
 from ..lora.fit import fit_loras, refuse_beside
 from ..lora.stages import LoraStages, lora_stages
-from ..transformer.kernels import Kernels
-from ..transformer.multiplication import CODE_FORMATS, CodeFormat
 from .engine import ExpertEngine, shared_segment
 from .storage import BlockBytes, Precision, block_bytes, block_source, device_bytes, multiplied_layers, shards_bytes
 

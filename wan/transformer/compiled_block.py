@@ -10,17 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
-from .block_patching import PatchedForwards
+from .nag import Texts
 from .per_frame_timestep import FrameModulation
-
-if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 ROWS_DIM = 0
 """Dimension of the modulation rows [R, 6, D] that varies: one row for each distinct timestep of the frames."""
@@ -37,6 +34,7 @@ class BlockCompiler:
         self.name = name
         self.graphs = 0
         """Block graphs that this process has compiled so far."""
+        self._functions: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         compile_graph = torch._dynamo.lookup_backend(self.name)
@@ -46,60 +44,36 @@ class BlockCompiler:
         logger.info("%s compiled the blocks in %.1f s (graph %d)", self.name, time.perf_counter() - start, self.graphs)
         return compiled
 
+    def run(
+        self,
+        function: Callable[..., torch.Tensor],
+        block: nn.Module,
+        tokens: torch.Tensor,
+        text: torch.Tensor | Texts,
+        temb: torch.Tensor | FrameModulation,
+        rotation: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return `function(block, tokens, text, rows, row_of_token, rotation)`, compiled; tokens must be contiguous.
+
+        `temb` is split into its rows [R, 6, D] and the row of each token [S], None for one row.
+        """
+        # Prompts differ in length: without the mark, the second prompt would compile another graph.
+        for each in (text,) if isinstance(text, torch.Tensor) else text:
+            torch._dynamo.maybe_mark_dynamic(each, TEXT_LENGTH_DIM)
+        compiled = self._compiled(function)
+        if not isinstance(temb, FrameModulation):
+            return compiled(block, tokens, text, temb, None, rotation)
+        torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS_DIM)
+        return compiled(block, tokens, text, temb.rows, temb.row_of_token, rotation)
+
+    def _compiled(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        # A function of the block, not a method of each one: only so do blocks share graphs.
+        if function not in self._functions:
+            self._functions[function] = torch.compile(function, backend=self)
+        return self._functions[function]
+
 
 @functools.cache
 def get_compiler(name: str) -> BlockCompiler:
     """Return the compiler of that name: one per process, because torch caches graphs by the identity of the backend."""
     return BlockCompiler(name)
-
-
-class CompiledBlocks(PatchedForwards):
-    """Blocks whose forward is compiled by `compiler`; see `PatchedForwards`."""
-
-    def __init__(self, blocks: Iterable[WanTransformerBlock], compiler: BlockCompiler) -> None:
-        # The function of the class is compiled, not the bound method of each block: only so do blocks share graphs.
-        compiled = functools.cache(partial(torch.compile, backend=compiler))
-        super().__init__(
-            blocks,
-            lambda block: partial(_forward, compiled(type(block).forward), compiled(_forward_by_token), block),
-            name="compiled",
-        )
-
-
-def _forward(
-    compiled: Callable[..., torch.Tensor],
-    compiled_by_token: Callable[..., torch.Tensor],
-    block: WanTransformerBlock,
-    hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor | tuple[torch.Tensor, ...],
-    temb: torch.Tensor | FrameModulation,
-    rotary_emb: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """See `WanTransformerBlock.forward`; with NAG, `encoder_hidden_states` are two texts."""
-    texts = (encoder_hidden_states,) if isinstance(encoder_hidden_states, torch.Tensor) else encoder_hidden_states
-    # Prompts differ in length: without the mark, the second prompt would compile another graph.
-    for text in texts:
-        torch._dynamo.maybe_mark_dynamic(text, TEXT_LENGTH_DIM)
-    # The first block gets its tokens from a convolution, in a transposed layout that would need another graph.
-    tokens = hidden_states.contiguous()
-    if not isinstance(temb, FrameModulation):
-        return compiled(block, tokens, encoder_hidden_states, temb, rotary_emb)
-    torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS_DIM)
-    original = type(block).forward
-    return compiled_by_token(original, block, tokens, encoder_hidden_states, temb.rows, temb.row_of_token, rotary_emb)
-
-
-def _forward_by_token(
-    original: Callable[..., torch.Tensor],
-    block: WanTransformerBlock,
-    hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor | tuple[torch.Tensor, ...],
-    rows: torch.Tensor,
-    row_of_token: torch.Tensor,
-    rotary_emb: tuple[torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """Call the block class' `original` forward with rows [R, 6, D] and the row index of each token [S].
-
-    Only for compilers: these fuse the lookup into its use, whereas eager code would copy six rows for each token.
-    """
-    return original(block, hidden_states, encoder_hidden_states, rows[row_of_token].unsqueeze(0), rotary_emb)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ...schema import OUTPUT_TOKENS, patch_grid
-from .per_frame_timestep import FrameModulation, TokenSelector, frame_timesteps, row_spans, rows_and_spans, split_by_row
-from .token_parts import FROM_ORIGIN, Grid, Placed, Positions, Rotary, TokenPart, layout_tables, padded
+from .block import chunk_slices, settings_of
+from .per_frame_timestep import FrameModulation, Modulation, TokenSelector, frame_timesteps, row_spans, rows_and_spans
+from .token_parts import FROM_ORIGIN, Grid, Placed, Positions, TokenPart, layout_tables, padded
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -113,7 +114,7 @@ class _Conditions:
     text: torch.Tensor | Texts  # [1, L, dim]; with an image branch, the image's N rows come first
     time: torch.Tensor  # [R, dim], one row for each distinct timestep
     modulation: torch.Tensor | FrameModulation  # [1, 6, dim], or [R, 6, dim] with the spans of the rows
-    rotary: Rotary
+    rotation: torch.Tensor  # of all tokens of this worker, as of `BlockMath.rotation`
     grid: Grid  # patches of the video along time, height and width
     video: slice  # tokens of the video among all tokens of the lane
 
@@ -140,17 +141,19 @@ def forward_lanes(
     lanes = [replace(lane, latents=padded(lane.latents, model.config.patch_size)) for lane in lanes]
     select = local_tokens or (lambda tokens: tokens)
     # Lanes with equal parts share their rotary embedding: 77 MB at 1280x720x81.
-    rotary: dict[Hashable, Rotary] = {}
+    rotations: dict[Hashable, torch.Tensor] = {}
     for lane in lanes:
-        if _layout(model, lane) not in rotary:
-            rotary[_layout(model, lane)] = _rotary(model, lane, select)
+        if _layout(model, lane) not in rotations:
+            rotations[_layout(model, lane)] = _rotation(model, lane, select)
     negative_texts = [lane.negative_text for lane in lanes if lane.negative_text is not None]
     # Before the texts, so that the time embedder's weights are loaded once for all timesteps.
     frame_times = _frame_times(model, lanes, float(timestep.float()), select)
     rows = _embedded(model, [*(lane.text for lane in lanes), *negative_texts], timestep)
     positive, negative = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
-        _conditions(model, lane, row, negative, rotary[_layout(model, lane)], frame_times.get(_frame_key(model, lane)))
+        _conditions(
+            model, lane, row, negative, rotations[_layout(model, lane)], frame_times.get(_frame_key(model, lane))
+        )
         for lane, row in zip(lanes, positive, strict=True)
     ]
     hidden = _through_blocks(model, lanes, conditions, visit, shortcut, select)
@@ -172,15 +175,15 @@ def _layout(model: WanTransformer3DModel, lane: Lane) -> Hashable:
     return lane.placed(model.config.patch_size)
 
 
-def _rotary(model: WanTransformer3DModel, lane: Lane, select: TokenSelector) -> Rotary:
-    """Return the rotary tables of this worker's tokens of a lane."""
+def _rotation(model: WanTransformer3DModel, lane: Lane, select: TokenSelector) -> torch.Tensor:
+    """Return the rotary embedding of this worker's tokens of a lane."""
     parts = lane.placed(model.config.patch_size)
     if len(parts) == 1 and lane.positions == FROM_ORIGIN:
         # Through the module: a context-parallel hook on it selects this worker's part.
-        tables: Rotary = model.rope(lane.latents)
-        return tables
-    cosines, sines = layout_tables(model, parts)
-    return select(cosines), select(sines)
+        cosines, sines = model.rope(lane.latents)
+    else:
+        cosines, sines = map(select, layout_tables(model, parts))
+    return settings_of(model).used_math.rotation(cosines, sines)
 
 
 def _frame_key(model: WanTransformer3DModel, lane: Lane) -> Hashable:
@@ -250,7 +253,7 @@ def _through_blocks(
                 # Patches are embedded here, not before the loop: where workers share tokens, a hook of the first block
                 # cuts them to this worker's part, so that only one lane has all of its tokens at a time.
                 tokens = _tokens(model, lanes[at]) if index == 0 else hidden[at]
-                passed = block(tokens, lane.text, lane.modulation, lane.rotary)
+                passed = block(tokens, lane.text, lane.modulation, lane.rotation)
                 if index > 0:
                     hidden[at] = passed
                     continue
@@ -275,7 +278,7 @@ def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     """Embed the latents and the other parts as one token per patch, [1, S, dim]."""
     latents = lane.latents.to(model.patch_embedding.weight.dtype)
     patches: torch.Tensor = model.patch_embedding(latents)
-    video = patches.flatten(2).transpose(1, 2)
+    video = patches.flatten(2).transpose(1, 2).contiguous()  # kernels of blocks read rows
     if not lane.front and not lane.behind:
         return video
     return torch.cat(
@@ -298,7 +301,7 @@ def _conditions(
     lane: Lane,
     rows: Rows,
     negative: Iterator[Rows],
-    rotary: Rotary,
+    rotation: torch.Tensor,
     frame_times: _FrameTimes | None,
 ) -> _Conditions:
     """Collect the inputs of a lane; one with a negative text takes the next item of `negative`."""
@@ -314,7 +317,7 @@ def _conditions(
         text=text if lane.negative_text is None else (text, next(negative)[2]),
         time=time if frame_times is None else frame_times.time,
         modulation=modulation.unflatten(1, (6, -1)) if frame_times is None else frame_times.modulation,
-        rotary=rotary,
+        rotation=rotation,
         grid=grid,
         video=slice(start, start + math.prod(grid)),
     )
@@ -332,13 +335,13 @@ def _local_slice(video: slice, tokens: int, select: TokenSelector) -> slice:
 
 def _velocity(model: WanTransformer3DModel, lane: _Conditions, tokens: torch.Tensor) -> torch.Tensor:
     """Turn the video's part of tokens [1, S, dim] into the velocity: modulated norm, projection, unpatchify."""
-    shift, scale = (model.scale_shift_table + lane.time.unsqueeze(1)).chunk(2, dim=1)
-    _, spans = rows_and_spans(lane.modulation, tokens.shape[1])
-    # In pieces: the norm makes three fp32 tensors, which for all tokens would need more memory than a chunked block.
-    normed = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-    for start in range(0, tokens.shape[1], OUTPUT_TOKENS):
-        for piece, row in split_by_row(slice(start, start + OUTPUT_TOKENS), spans):
-            normed[:, piece] = model.norm_out(tokens[:, piece].float()) * (1 + scale[row]) + shift[row]
+    values = (model.scale_shift_table + lane.time.unsqueeze(1)).unsqueeze(2).unbind(1)
+    modulation = Modulation(values, rows_and_spans(lane.modulation)[1])
+    math = settings_of(model).used_math
+    normed = torch.empty_like(tokens)
+    # In pieces: the exact norm makes fp32 tensors, which for all tokens would need more memory than a chunked block.
+    for at in chunk_slices(tokens.shape[1], OUTPUT_TOKENS):
+        math.norm(tokens[:, at], modulation.part(at).norm(0, model.norm_out.eps), out=normed[:, at])
     # The projection is called once for all tokens: a context-parallel hook on it gathers the tokens of every rank. The
     # other parts are cut off after it, because a rank may have tokens of theirs only.
     patches: torch.Tensor = model.proj_out(normed)[:, lane.video].reshape(1, *lane.grid, *model.config.patch_size, -1)

@@ -11,20 +11,9 @@ the negative one, limited in size and mixed with the original (Chen et al. 2025,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-from .chunked_block import AttentionParts, ChunkedAttention, chunk_slices, keys_and_values, split_image_and_text
-
-if TYPE_CHECKING:
-    from diffusers import WanTransformer3DModel
-    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
-
-    from .chunked_block import Rotary
 
 Texts = tuple[torch.Tensor, torch.Tensor]
 """Positive text [1, L, D] and negative text [1, M, D] of a lane."""
@@ -56,67 +45,6 @@ class Nag:
             raise ValueError(f"NAG tau {self.tau:g}: give a number above 0, 2.5 is usual")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"NAG alpha {self.alpha:g}: give 0 (changes nothing) to 1, 0.25 is usual")
-
-
-@contextmanager
-def attach_nag(models: Iterable[WanTransformer3DModel], nag: Nag) -> Iterator[None]:
-    """Let the blocks of `models` accept `Texts` in place of one text; blocks that get one text compute as before.
-
-    Raises:
-        ValueError: the cross-attention of a block has a processor of another class.
-    """
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-    replaced: list[tuple[WanAttention, WanAttnProcessor | ChunkedAttention]] = []
-    try:
-        for model in models:
-            for block in model.blocks:
-                original = block.attn2.processor
-                if type(original) not in (WanAttnProcessor, ChunkedAttention):
-                    kind = type(original).__name__
-                    raise ValueError(
-                        f"NAG needs diffusers' attention processor in cross-attention, not {kind}: remove it"
-                    )
-                block.attn2.set_processor(NagAttention(original, nag))
-                replaced.append((block.attn2, original))
-        yield
-    finally:
-        for attention, original in replaced:
-            attention.set_processor(original)
-
-
-class NagAttention(AttentionParts):
-    """Attention to two texts, combined before the output projection; one text is left to the `original` processor.
-
-    If the original is chunked, this one is too, and overwrites the hidden states of its caller.
-    """
-
-    def __init__(self, original: WanAttnProcessor | ChunkedAttention, nag: Nag) -> None:
-        super().__init__(original, original.chunk_tokens if isinstance(original, ChunkedAttention) else None)
-        self._original, self._nag = original, nag
-
-    def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | Texts,
-        attention_mask: torch.Tensor | None = None,
-        rotary_emb: Rotary | None = None,
-    ) -> torch.Tensor:
-        if isinstance(encoder_hidden_states, torch.Tensor):
-            plain: torch.Tensor = self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-            return plain
-        positive, negative = encoder_hidden_states
-        image, positive = split_image_and_text(attn, positive)
-        query = self.query_of(attn, hidden_states)
-        attended = self.attend(attn, query, *keys_and_values(attn, positive))
-        negative_kv = keys_and_values(attn, negative)
-        for part in chunk_slices(attended, -(-attended.shape[1] // PARTS)):
-            negative_part = self.attend(attn, query[:, part], *negative_kv)
-            attended[:, part] = guide(attended[:, part], negative_part, self._nag)
-        self.add_image(attn, attended, query, image)
-        del query
-        return self.project(attn, attended)
 
 
 def guide(positive: torch.Tensor, negative: torch.Tensor, nag: Nag) -> torch.Tensor:

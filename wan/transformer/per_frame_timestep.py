@@ -9,6 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from ..kernels import Gate, Norm
+
 TokenSelector: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Function from all tokens [1, S, D] of a lane to those that this worker computes."""
 
@@ -44,6 +46,30 @@ class FrameModulation:
         return torch.tensor(rows, device=device).repeat_interleave(counts_tensor, output_size=tokens)
 
 
+class Modulation(NamedTuple):
+    """Shift, scale and gate of attention, and of the feed-forward, each for consecutive tokens."""
+
+    values: tuple[torch.Tensor, ...]
+    """Six tensors [R, 1, D]; or [1, S, D], one vector for each token."""
+    spans: RowSpans
+
+    def part(self, at: slice) -> Modulation:
+        """Return the modulation of a chunk of the tokens."""
+        if not self.spans or at == slice(None):
+            return self
+        pieces = split_by_row(at, self.spans)
+        return self._replace(
+            spans=tuple(RowSpan(p.start - at.start, p.stop - at.start, row.start) for p, row in pieces)
+        )
+
+    def norm(self, first: int, eps: float) -> Norm:
+        """Return the norm with the shift `values[first]` and the scale behind it."""
+        return Norm(self.values[first + 1], self.values[first], eps, True, self.spans)
+
+    def gate(self, index: int) -> Gate:
+        return Gate(self.values[index], self.spans)
+
+
 def frame_timesteps(timestep_scale: Sequence[float], timestep: float) -> tuple[float, ...]:
     """Return the timestep of each frame: scale times step timestep, in float32 as in ComfyUI."""
     values: list[float] = (torch.tensor(timestep_scale, dtype=torch.float32) * timestep).tolist()
@@ -74,8 +100,8 @@ def split_by_row(chunk: slice, spans: RowSpans) -> Iterator[tuple[slice, slice]]
             yield slice(start, end), slice(span.row, span.row + 1)
 
 
-def rows_and_spans(modulation: torch.Tensor | FrameModulation, tokens: int) -> tuple[torch.Tensor, RowSpans]:
-    """Return rows [R, 6, D] and their spans; a tensor [1, 6, D] is one row for all `tokens` tokens."""
+def rows_and_spans(modulation: torch.Tensor | FrameModulation) -> tuple[torch.Tensor, RowSpans]:
+    """Return rows [R, 6, D] and their spans; those of a tensor [1, 6, D] are empty: one row for all tokens."""
     if isinstance(modulation, FrameModulation):
         return modulation.rows, modulation.spans
-    return modulation, (RowSpan(0, tokens, 0),)
+    return modulation, ()

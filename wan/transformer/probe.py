@@ -6,17 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...devices import auto_dtype, clock_for, runtime_for
 from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape
-from .int8_linear import Int8Linear
-from .multiplication import Code, choose_multiplication, multiplications
-
-if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from ..kernels import Code, Int8Linear, choose_math, choose_multiplication, multiplications
+from .block import BlockSettings, WanBlock
 
 MIN_TOKENS = 256
 """Tokens of the first measurement."""
@@ -50,13 +46,13 @@ def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s
         # Three passes and one to warm up. The next size is at most 16 times as large, because the rate at a few tokens
         # does not predict the rate at many.
         affordable = [count for count in _sizes(tried, tokens) if 4 * shape.block_flops(count) / rate <= most_s]
-        fitting = [count for count in affordable if _fits(shape, count, device)]
+        fitting = [count for count in affordable if fits(shape, count, device)]
         if not fitting:
             return ComputeRate(flops_per_s=rate, tokens=tried)
         tried = fitting[-1]
 
 
-def random_block(shape: ExpertShape, device: torch.device, *, dtype: torch.dtype | None = None) -> WanTransformerBlock:
+def random_block(shape: ExpertShape, device: torch.device, *, dtype: torch.dtype | None = None) -> WanBlock:
     """Return a block with small random weights and fp32 norms, as in diffusers; `dtype` None: `auto_dtype(device)`."""
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
@@ -65,27 +61,33 @@ def random_block(shape: ExpertShape, device: torch.device, *, dtype: torch.dtype
         block = WanTransformerBlock(
             shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
         )
-    block = block.to(dtype or auto_dtype(device)).to_empty(device=device).eval().requires_grad_(False)
+    dtype = dtype or auto_dtype(device)
+    block = block.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     # One short tile of random numbers is repeated: drawing 350 million of them would take longer than the measurement.
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():
-        flat = parameter.view(-1)
-        whole = flat.numel() // tile.numel() * tile.numel()
-        flat[:whole].view(-1, tile.numel()).copy_(tile.expand(whole // tile.numel(), -1))
-        flat[whole:].copy_(tile[: flat.numel() - whole])
+        tile_into(parameter.view(-1), tile)
     block.scale_shift_table.data = block.scale_shift_table.data.float()
     block.norm2.float()
-    return block
+    return WanBlock(block, BlockSettings(math=choose_math("auto", device, dtype, shape.width).math))
 
 
-def block_pass(block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
+def tile_into(flat: torch.Tensor, tile: torch.Tensor) -> None:
+    """Fill `flat` with copies of `tile`."""
+    whole = flat.numel() // tile.numel() * tile.numel()
+    flat[:whole].view(-1, tile.numel()).copy_(tile.expand(whole // tile.numel(), -1))
+    flat[whole:].copy_(tile[: flat.numel() - whole])
+
+
+def block_pass(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
     """Return a function that passes one lane of `tokens` random tokens through `block`."""
     rows = (tokens, TEXT_TOKENS + (0 if shape.image_width is None else IMAGE_TOKENS), 6)
     hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=auto_dtype(device)) for n in rows)
-    rotary = tuple(torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
+    tables = (torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
+    rotation = block.settings.used_math.rotation(*tables)
 
     def once() -> None:
-        block(hidden, text, modulation, rotary)
+        block(hidden, text, modulation, rotation)
 
     return once
 
@@ -124,8 +126,8 @@ def probe_int8(shape: ExpertShape, device: torch.device, *, most_s: float = 0.1)
         plain_s = int8_s = 0.0
         for (plain, int8), count in layers:
             hidden = torch.randn(1, tokens, plain.in_features, device=device, dtype=dtype)
-            plain_s += count * _median_s(partial(plain, hidden), device, most_s=most_s / 4)
-            int8_s += count * _median_s(partial(int8, hidden), device, most_s=most_s / 4)
+            plain_s += count * median_s(partial(plain, hidden), device, most_s=most_s / 4)
+            int8_s += count * median_s(partial(int8, hidden), device, most_s=most_s / 4)
         if 8 * (plain_s + int8_s) > most_s:
             break
     return Int8Rate(backend=choice.code, tokens=tokens, speedup=plain_s / int8_s)
@@ -144,17 +146,18 @@ def _random_linears(
     return plain, int8
 
 
-def _block_s(
-    block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float
-) -> float:
-    return _median_s(block_pass(block, shape, tokens, device), device, most_s=most_s)
+def _block_s(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float) -> float:
+    return median_s(block_pass(block, shape, tokens, device), device, most_s=most_s)
 
 
-def _median_s(once: Callable[[], object], device: torch.device, *, most_s: float) -> float:
+def median_s(once: Callable[[], object], device: torch.device, *, most_s: float) -> float:
+    """Return the median seconds of three calls after one to warm up; on a slow device, of fewer."""
     clock = clock_for(device)
     times: list[float] = []
-    # The first pass warms up. It counts only if it is the only one: it then took so long that start-up is negligible.
-    while len(times) < 4 and not (times and times[-1] > most_s):
+    # The first pass warms up. It counts only if it is the only one: on a CPU, it then took so long that start-up is
+    # negligible. On a device it may have compiled kernels for seconds.
+    may_be_only = runtime_for(device) is None
+    while len(times) < 4 and not (len(times) > 1 - may_be_only and times[-1] > most_s):
         start = clock.mark()
         once()
         end = clock.mark()
@@ -168,7 +171,8 @@ def _sizes(tried: int, wanted: int) -> list[int]:
     return sorted({min(wanted, tried * factor) for factor in (2, 4, 8, 16)} - {tried} - set(range(tried)))
 
 
-def _fits(shape: ExpertShape, tokens: int, device: torch.device) -> bool:
+def fits(shape: ExpertShape, tokens: int, device: torch.device) -> bool:
+    """Return True if a lane of `tokens` fits into the free memory of `device`."""
     runtime = runtime_for(device)
     if runtime is None:
         return True  # a measurement that is short enough on a CPU is also small enough

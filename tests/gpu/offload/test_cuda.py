@@ -39,6 +39,7 @@ from wanstream.telemetry import Recorder
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
+from wanstream.wan.kernels.attention import Kernels
 
 BLOCKS, WIDTH = 6, 1024 if HAS_REAL else 128
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
@@ -390,6 +391,7 @@ def test_a_streamed_fp8_expert_equals_the_dequantised_model(gpu, tiny_expert_fil
     path, timestep = tiny_expert_file(fp8=fp8_layout, dtype=torch.float16), torch.tensor([990.0]).to(gpu.device)
     model = make_tiny_expert(dequantised_from=torch.float16).to(gpu.device)
     with torch.inference_mode(), open_experts(path, path, compute_dtype=torch.float32) as pair:
+        pair.kernels = Kernels(math="exact")
         expected = model(lane.latents, timestep, lane.text, return_dict=False)[0]
         engine = pair.engine(OffloadPolicy.layerwise(), gpu.device)
         with engine.run(step_visits(["low"], engine.block_counts)) as run:

@@ -34,8 +34,8 @@ from wanstream.testing.number_formats import MixedLayout, mixture
 from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.checked_device import TraceEntry, races
 from wanstream.wan import Nag, open_experts
+from wanstream.wan.kernels import multiplication
 from wanstream.wan.lora.file import open_lora
-from wanstream.wan.transformer import multiplication
 
 pytestmark = pytest.mark.checked
 

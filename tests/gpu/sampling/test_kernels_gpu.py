@@ -13,7 +13,7 @@ from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise
 from wanstream.schema import Attention, OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.transformer.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_usable
+from wanstream.wan.kernels.attention import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_usable
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_single_model
-from wanstream.wan.transformer.kernels import INDUCTOR, Kernels
+from wanstream.wan.kernels.attention import INDUCTOR, Kernels
 
 FREEDOM = (0.0, 1.0, 1.0, 0.5)
 TIME = 900.0

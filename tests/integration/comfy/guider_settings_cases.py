@@ -110,7 +110,7 @@ def many_calls_case(side: Side) -> dict[str, object]:
         "unpredicted": torch.equal(first, run_long(plain, "heun")),
         "recompiled": [guider.recompiled, plain.recompiled],
         "cached": sum(step.skipped_lanes for step in guider.timeline.steps),
-        "processors": sorted(_processors(side)),
+        "nag": _nag_left(side),
     }
 
 
@@ -121,10 +121,10 @@ def no_steps_case(side: Side) -> bool:
     return torch.equal(sampled(guider, euler, torch.zeros(0), latent=latent), latent)
 
 
-def _processors(side: Side) -> set[str]:
-    """The kinds of attention to the text that the experts are left with."""
+def _nag_left(side: Side) -> bool:
+    """Return True if the blocks still guide two texts."""
     models = current_host().experts(side.ref).engine(LAYERWISE, torch.device("cpu")).models
-    return {type(block.attn2.processor).__name__ for name in ("high", "low") for block in models[name].blocks}
+    return models.settings.nag is not None
 
 
 def held_beside_negative_case(side: Side) -> dict[str, object]:

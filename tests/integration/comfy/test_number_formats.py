@@ -15,7 +15,7 @@ from wanstream.testing import TinyShape, make_expert, save_expert_file
 from wanstream.testing.experts import native_layer
 from wanstream.testing.number_formats import Encoded
 from wanstream.wan import open_expert, write_int8
-from wanstream.wan.transformer.int8_linear import int8_linear
+from wanstream.wan.kernels.int8_linear import int8_linear
 
 pytestmark = pytest.mark.comfy
 
@@ -91,7 +91,7 @@ from installed_pack import load_pack
 answer = importlib.util.find_spec("comfy_kitchen") is not None
 if answer:
     load_pack()
-    from wanstream.wan.transformer import multiplication
+    from wanstream.wan.kernels import multiplication
 
     cpu = torch.device("cpu")
     import comfy.quant_ops, comfy_kitchen
@@ -112,7 +112,7 @@ if answer:
         "backend": multiplication.test_fault(multiplication._multiply_by_kitchen, cpu, torch.bfloat16),
     }
     from torch._dynamo.utils import counters
-    from wanstream.wan.transformer.int8_linear import Int8Linear
+    from wanstream.wan.kernels.int8_linear import Int8Linear
 
     torch.manual_seed(0)
     layer, x = Int8Linear(torch.nn.Linear(512, 48), group=256).requires_grad_(False), torch.randn(1, 40, 512)
@@ -212,10 +212,11 @@ if answer:
     import comfy.quant_ops, comfy_kitchen
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
     from wanstream.tests.support.int8_attention import quantised_attention
-    from wanstream.wan.transformer import int8_attention
-    from wanstream.wan.transformer.block_kernels import BlockKernels
+    from wanstream.wan.kernels import int8_attention
+    from wanstream.wan.kernels.block_math import EXACT
+    from wanstream.wan.transformer.block import BlockSettings, WanBlock
     from wanstream.wan.transformer.compiled_block import get_compiler
-    from wanstream.wan.transformer.kernels import Kernels
+    from wanstream.wan.kernels.attention import Kernels
 
     cpu, kernel = torch.device("cpu"), comfy_kitchen.int8_attention
     answer = {
@@ -235,13 +236,15 @@ if answer:
     torch.manual_seed(0)
     block = WanTransformerBlock(256, 256, 2, cross_attn_norm=True).eval().requires_grad_(False)
     angles = torch.randn(1, 300, 1, 128)
-    given = torch.randn(1, 300, 256), torch.randn(1, 3, 256), torch.randn(1, 6, 256), (angles.cos(), angles.sin())
-    kernels, found = BlockKernels([block]), []
+    given = torch.randn(1, 300, 256), torch.randn(1, 3, 256), torch.randn(1, 6, 256)
+    rotation = EXACT.rotation(angles.cos(), angles.sin())
+    settings, found = BlockSettings(), []
+    ours = WanBlock(block, settings)
     int8 = Kernels(attention="int8")
     with torch.no_grad():
         for chosen, chunk in ((Kernels(), None), (int8, None), (int8, 64), (replace(int8, compiler="eager"), None)):
-            kernels.set(chosen, chunk)
-            found.append(block(*given))
+            settings.set(chosen, EXACT, chunk)
+            found.append(ours(*given, rotation))
     answer["differences"] = [float((each - found[0]).norm() / found[0].norm()) for each in found[1:]]
     answer["graphs"] = get_compiler("eager").graphs
 """

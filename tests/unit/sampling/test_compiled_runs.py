@@ -17,9 +17,9 @@ from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.wan import ExpertPair, Nag
 from wanstream.wan.experts.open import open_experts
+from wanstream.wan.kernels.attention import INDUCTOR, Kernels
 from wanstream.wan.lora.file import open_lora
 from wanstream.wan.transformer.compiled_block import get_compiler
-from wanstream.wan.transformer.kernels import INDUCTOR, Kernels
 
 EAGER, TRACED = "eager", "aot_eager"
 """Backends of torch that trace graphs without compiling them, so that results are bit-equal to eager blocks."""

@@ -195,7 +195,7 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_pair: OpenPair,
     two, three, equal = (
         working_bytes(pair, shape, sides=sides) for sides in [(extra,) * 2, (extra, 0, extra), (extra,) * 3]
     )
-    texts, rotary = 2 * 512 * width * value, VIDEO_TOKENS * 2 * HEAD_DIM * 4
+    texts, rotary = 2 * 512 * width * value, VIDEO_TOKENS * HEAD_DIM * 4
     assert three - two == VIDEO_TOKENS * width * value + texts + rotary
     assert equal - three == extra * width * value - rotary
 

@@ -23,6 +23,8 @@ from wanstream.testing.experts import save_expert_folder
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
 LAYERS = 4
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = [

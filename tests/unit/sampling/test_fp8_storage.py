@@ -16,6 +16,8 @@ from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
 LAYERWISE = OffloadPolicy.layerwise(1)
 PINNED = OffloadPolicy.layerwise(1, source="pinned")
 POLICIES = {

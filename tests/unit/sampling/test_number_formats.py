@@ -26,9 +26,11 @@ from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.open import open_expert
 from wanstream.wan.experts.open import ARITHMETIC_CHOICES, open_experts
 from wanstream.wan.experts.storage import Precision, block_source, multiplied_layers
+from wanstream.wan.kernels.attention import Kernels
+from wanstream.wan.kernels.multiplication import multiplications, replace_linears
 from wanstream.wan.lora.file import open_lora
-from wanstream.wan.transformer.kernels import Kernels
-from wanstream.wan.transformer.multiplication import multiplications, replace_linears
+
+pytestmark = pytest.mark.usefixtures("exact_blocks")
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = {

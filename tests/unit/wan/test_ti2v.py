@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import matrices, save_expert_gguf
+from wanstream.tests.support.wan_blocks import computed, diffusers_block
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import open_experts, open_single_model
+from wanstream.wan.kernels.block_math import EXACT, BlockMath, TorchMath
 from wanstream.wan.lora.file import open_lora
-from wanstream.wan.transformer.block_kernels import BlockKernels, PerFrameBlocks
+from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import get_compiler
-from wanstream.wan.transformer.kernels import Kernels
 from wanstream.wan.transformer.per_frame_timestep import (
     FrameModulation,
     RowSpan,
@@ -128,20 +129,18 @@ def test_chunks_of_any_size(chunk: int, tiny_expert_folder: Folder) -> None:
     """Chunks end within spans, and spans end within chunks."""
     with open_single_model(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32) as pair:
         [expected] = _streamed(pair, [_lane()])
-        kernels = pair.engine(POLICY, "cpu").models.kernels
-        kernels.set(Kernels(), chunk)
+        settings = pair.engine(POLICY, "cpu").models.settings
+        settings.chunk_tokens = chunk
         assert _distance(_streamed(pair, [_lane()])[0], expected) <= 1e-6
-        kernels.set(Kernels(), None)
+        settings.chunk_tokens = None
         assert torch.equal(_streamed(pair, [_lane()])[0], expected)
 
 
 @pytest.fixture
-def blocks() -> Iterator[list[WanTransformerBlock]]:
-    torch.manual_seed(0)
+def block() -> Iterator[WanTransformerBlock]:
     torch._dynamo.reset()
-    made = [WanTransformerBlock(128, 256, 1, cross_attn_norm=True) for _ in range(2)]
     with torch.no_grad():
-        yield [block.eval().requires_grad_(False) for block in made]
+        yield diffusers_block()
     torch._dynamo.reset()
 
 
@@ -160,55 +159,34 @@ def _by_token(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return hidden, text, modulation.rows[modulation.row_of_token][None], rotary
 
 
-@pytest.mark.slow  # whole models
-def test_blocks_compute_it_in_every_way_and_are_their_own_again(blocks: list[WanTransformerBlock]) -> None:
+@pytest.mark.parametrize("math", [EXACT, TorchMath()], ids=lambda math: math.name)
+def test_blocks_compute_it_in_every_way(math: BlockMath, block: WanTransformerBlock) -> None:
     """Compare rows of spans with diffusers' block, which takes a row for every token."""
     given = _inputs(40, 2)
-    expected = blocks[0](*_by_token(given))
-    kernels = BlockKernels(blocks, timed=True)
-    for chosen, chunk in ((Kernels(), None), (Kernels(), 16), (Kernels(compiler="eager"), None), (Kernels(), None)):
-        kernels.set(chosen, chunk)
-        assert torch.allclose(blocks[0](*given), expected, rtol=1e-5, atol=1e-5), (chosen, chunk)
-        plain = (*given[:2], given[2].rows[:1], given[3])
-        own = WanTransformerBlock.forward(blocks[0], *plain)
-        assert torch.allclose(blocks[0](*plain), own, rtol=1e-5, atol=1e-5), (chosen, chunk)
-    assert all("forward" in vars(block) for block in blocks)
+    expected = block(*_by_token(given))
+    ours = WanBlock(block, BlockSettings(math=math))
+    for compiler, chunk in ((None, None), (None, 16), (get_compiler("eager"), None)):
+        found = computed(ours, *given, compiler=compiler, chunk_tokens=chunk)
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5), (compiler, chunk)
 
 
 @pytest.mark.slow  # whole models
-def test_graphs_are_one_for_any_number_of_timesteps(blocks: list[WanTransformerBlock]) -> None:
+def test_graphs_are_one_for_any_number_of_timesteps(block: WanTransformerBlock) -> None:
     """Expect one more graph for lanes whose frames share a timestep."""
-    kernels, compiler = BlockKernels(blocks, timed=True), get_compiler("eager")
-    kernels.set(Kernels(compiler="eager"), None)
+    compiler, settings = get_compiler("eager"), BlockSettings(compiler=get_compiler("eager"))
+    blocks = [WanBlock(each, settings) for each in (block, diffusers_block(seed=1))]
     counted = []
     for tokens, rows in ((40, 2), (40, 2), (40, 3), (40, 4)):
         before = compiler.graphs
-        for block in blocks:
-            block(*_inputs(tokens, rows))
+        for each in blocks:
+            computed(each, *_inputs(tokens, rows))
         counted.append(compiler.graphs - before)
     assert counted == [1, 0, 0, 0]
     before = compiler.graphs
-    hidden, text, modulation, rotary = _inputs(40, 2)
-    for block in blocks:
-        block(hidden, text, modulation.rows[:1], rotary)
+    hidden, text, modulation, tables = _inputs(40, 2)
+    for each in blocks:
+        computed(each, hidden, text, modulation.rows[:1], tables)
     assert compiler.graphs - before == 1
-
-
-def test_what_is_attached_is_detached_and_hooks_lie_outside(blocks: list[WanTransformerBlock]) -> None:
-    timed = PerFrameBlocks(blocks)
-    ours = blocks[0].forward
-    blocks[0].forward = lambda *given: ours(*given)
-    with pytest.raises(RuntimeError, match="a hook wraps block 0: remove it before"):
-        timed.detach()
-    assert "forward" in vars(blocks[1])
-    blocks[0].forward = ours
-    timed.detach()
-    timed.detach()
-    assert not any("forward" in vars(block) for block in blocks)
-    blocks[1].forward = lambda *given: WanTransformerBlock.forward(blocks[1], *given)
-    with pytest.raises(RuntimeError, match="a hook wraps block 1"):
-        PerFrameBlocks(blocks)
-    assert "forward" not in vars(blocks[0])
 
 
 def test_spans_of_all_tokens_and_of_a_part_of_them() -> None:
@@ -232,7 +210,7 @@ def test_timesteps_are_float32_products() -> None:
     assert frame_timesteps((0.1,), 0.3) == (float(torch.tensor(0.1) * 0.3),)
 
 
-def test_no_token_gets_a_copy_of_its_rows(blocks: list[WanTransformerBlock]) -> None:
+def test_no_token_gets_a_copy_of_its_rows(block: WanTransformerBlock) -> None:
     """Whole or in chunks, no tensor of six rows for each token is created."""
     given = _inputs(4096, 2)
     everything = 4096 * 6 * 128
@@ -246,14 +224,13 @@ def test_no_token_gets_a_copy_of_its_rows(blocks: list[WanTransformerBlock]) -> 
             return found
 
     with Sizes():
-        blocks[0](*_by_token(given))
+        block(*_by_token(given))
     assert max(made) == everything
-    kernels = BlockKernels(blocks, timed=True)
+    ours = WanBlock(block, BlockSettings(math=TorchMath()))
     for chunk in (None, 512):
-        kernels.set(Kernels(), chunk)
         made.clear()
         with Sizes():
-            blocks[0](*given)
+            computed(ours, *given, chunk_tokens=chunk)
         assert max(made) < everything / 2
 
 

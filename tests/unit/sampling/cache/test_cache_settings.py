@@ -21,8 +21,9 @@ from wanstream.sampling.loop.lanes import lane_names
 from wanstream.sampling.loop.parallel import LOCAL_FORWARD
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
+from wanstream.tests.support.wan_blocks import with_our_blocks
 from wanstream.wan import ExpertPair, Lane, forward_lanes
-from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.kernels.block_math import TorchMath
 from wanstream.wan.vae.memory import TensorMemoryTracker
 
 STEPS, SWITCH, LAYERS = 8, 4, 4
@@ -63,8 +64,8 @@ def test_memory_counts_what_a_cache_keeps(guided: bool, open_pair: OpenPair, mag
 @pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(("lanes", "chunk"), [(1, None), (2, 64)])
 def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | None, make_tiny_expert: Any) -> None:
-    model, latents = make_tiny_expert(layers=2), torch.randn(2, 1, 16, 3, 32, 24)
-    blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    model = with_our_blocks(make_tiny_expert(layers=2), math=TorchMath(), chunk_tokens=chunk)
+    latents = torch.randn(2, 1, 16, 3, 32, 24)
     names, text = lane_names(lanes, (0,)), torch.zeros(1, 8, 4096)
 
     def peak(steps: FirstBlockSteps | None) -> int:
@@ -77,8 +78,6 @@ def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | 
 
     state = 3 * 16 * 12 * 256 * 4  # tokens x width x fp32
     more = [peak(FirstBlockSteps(threshold, LOCAL_FORWARD)) - peak(None) for threshold in (0.0, 1e9)]
-    if blocks is not None:
-        blocks.detach()
     estimated = FirstBlockCache().cached_states * lanes * state
     assert estimated - 1.01 * state <= max(more) <= estimated
 

@@ -21,6 +21,8 @@ from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.short_memory import ShortOnce
 from wanstream.wan import ExpertPair
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
 LAYERS, STEPS, SWITCH = 4, 8, 4
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = [

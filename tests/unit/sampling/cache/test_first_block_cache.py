@@ -26,6 +26,8 @@ from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
 LAYERS, STEPS, SWITCH = 4, 8, 4
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = [

@@ -34,6 +34,8 @@ from wanstream.sampling.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
 LAYERS, STEPS, SWITCH = 4, 8, 4
 LAYERWISE = OffloadPolicy.layerwise(1)
 RULE = SkipRule(threshold=0.3, max_consecutive_skips=2, retention=0.0)

@@ -15,6 +15,8 @@ from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requ
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
 LAYERWISE = OffloadPolicy.layerwise(1)
 CPU = torch.device("cpu")
 

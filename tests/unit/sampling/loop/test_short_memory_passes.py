@@ -14,7 +14,7 @@ from wanstream.sampling.loop.oom_fallback import Revise, RunPolicy
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane
-from wanstream.wan.transformer.kernels import Kernels
+from wanstream.wan.kernels.attention import Kernels
 
 LAYERS, LANES = 4, 2
 CALL = LAYERS * LANES

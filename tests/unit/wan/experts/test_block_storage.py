@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from wanstream.plan.memory import RAW_SLOTS
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.transformer.kernels import Kernels
+from wanstream.wan.kernels.attention import Kernels
+from wanstream.wan.kernels.block_math import EXACT
+from wanstream.wan.transformer.compiled_block import get_compiler
 
 POLICY = OffloadPolicy.layerwise(1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512
@@ -145,12 +148,10 @@ def test_another_storage_is_refused_with_those_there_are(tiny_expert_file):
         open_experts(tiny_expert_file(), tiny_expert_file(), storage="int8")
 
 
-def test_another_policy_attaches_the_new_kernels_only(tiny_expert_file, monkeypatch):
-    """The former ones may be those of a package that is gone."""
-    path, attached = tiny_expert_file(), []
+def test_another_policy_keeps_the_kernels(tiny_expert_file):
+    path = tiny_expert_file()
     with open_experts(path, path) as pair:
-        kernels = pair.engine(POLICY, "cpu").models.kernels
-        monkeypatch.setattr(kernels, "set", lambda chosen, chunk_tokens: attached.append(chosen))
-        pair.kernels = Kernels(compiler="eager")
-        pair.engine(OffloadPolicy.layerwise(0), "cpu")
-    assert attached == [pair.kernels] * 2
+        pair.kernels = Kernels(math="exact", compiler="eager")
+        pair.engine(POLICY, "cpu")
+        settings = pair.engine(replace(POLICY, chunk_tokens=8), "cpu").models.settings
+        assert (settings.math, settings.compiler, settings.chunk_tokens) == (EXACT, get_compiler("eager"), 8)

@@ -24,6 +24,7 @@ from wanstream.wan.checkpoint.detect import WanConfig
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.meta_model import parameter_shapes
 from wanstream.wan.experts.open import open_experts
+from wanstream.wan.kernels.attention import Kernels
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
 BF16 = {"compute_dtype": torch.bfloat16}
@@ -83,6 +84,7 @@ class TestStreamed:
         folders = {"high": tiny_expert_folder(**HIGH, shards=2), "low": tiny_expert_folder(**LOW)}
         models = {name: reference(folder, dtype) for name, folder in folders.items()}
         with open_experts(folders["high"], folders["low"], compute_dtype=dtype) as pair:
+            pair.kernels = Kernels(math="exact")
             velocities = streamed(pair, policy, lane)
         for step, (expert, velocity) in enumerate(zip(STEPS, velocities, strict=True)):
             assert torch.equal(velocity, reference_forward(models[expert], lane, torch.tensor([990.0 - step])))
@@ -90,6 +92,7 @@ class TestStreamed:
     def test_fp8_equals_the_dequantised_model(self, tiny_expert_file, make_tiny_expert, lane, fp8_layout):
         path = tiny_expert_file(fp8=fp8_layout, dtype=torch.float16, **HIGH)
         with open_experts(path, path, compute_dtype=torch.float32) as pair:
+            pair.kernels = Kernels(math="exact")
             [velocity] = streamed(pair, OffloadPolicy.layerwise(), lane, ["low"])
         model = make_tiny_expert(dequantised_from=torch.float16, **HIGH)
         assert torch.equal(velocity, reference_forward(model, lane, torch.tensor([990.0])))

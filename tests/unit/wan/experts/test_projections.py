@@ -23,7 +23,6 @@ from wanstream.wan.experts.embedders import MAX_EXTRA_ROWS, CachedEmbedder
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.models import ExpertModels
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.transformer.kernels import Kernels
 
 H, L = "high", "low"
 TIMES = {H: [999.0, 937.5], L: [833.3, 625.0, 3.0]}
@@ -218,13 +217,9 @@ class TestWeights:
         assert set(threading.enumerate()) == before
 
 
-def test_chunks_are_set_for_the_blocks_of_both_experts_and_taken_away(engine: ExpertEngine) -> None:
+def test_blocks_of_both_experts_share_the_settings(engine: ExpertEngine) -> None:
     blocks = [block for stack in engine.models.blocks.values() for block in stack]
-    for chunk, chunked in ((64, True), (64, True), (100, True), (None, False), (None, False), (7, True)):
-        engine.models.kernels.set(Kernels(), chunk)
-        assert all(("forward" in vars(block)) == chunked for block in blocks)
-        if chunk is not None:
-            assert {block.forward.args[1] for block in blocks} == {chunk}
+    assert all(block.settings is engine.models.settings for block in blocks)
 
 
 class TestOnADevice:

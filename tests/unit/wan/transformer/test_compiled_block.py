@@ -1,20 +1,21 @@
-"""Compiled block forwards: number of graphs, order of attaching, complete detaching."""
+"""Compiled blocks: number of graphs, and chunks without them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-from wanstream.wan.transformer.block_kernels import BlockKernels
-from wanstream.wan.transformer.chunked_block import ChunkedAttention
-from wanstream.wan.transformer.compiled_block import BlockCompiler, CompiledBlocks, get_compiler
-from wanstream.wan.transformer.kernels import Kernels
-
-D = 128
+from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers_block
+from wanstream.wan import BlockSettings
+from wanstream.wan.kernels.attention import Kernels
+from wanstream.wan.kernels.block_math import EXACT
+from wanstream.wan.transformer.block import WanBlock
+from wanstream.wan.transformer.compiled_block import BlockCompiler, get_compiler
 
 
 class Counting(BlockCompiler):
@@ -30,10 +31,8 @@ class Counting(BlockCompiler):
 
 
 @pytest.fixture
-def blocks() -> list[WanTransformerBlock]:
-    torch.manual_seed(0)
-    made = [WanTransformerBlock(D, 256, 1, cross_attn_norm=True) for _ in range(2)]
-    return [block.eval().requires_grad_(False) for block in made]
+def originals() -> list[WanTransformerBlock]:
+    return [diffusers_block(seed=seed) for seed in range(2)]
 
 
 @pytest.fixture(autouse=True)
@@ -44,83 +43,47 @@ def _no_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def inputs(tokens: int = 9, words: int = 3) -> tuple[Any, ...]:
-    draw = torch.Generator().manual_seed(tokens)
-    angles = torch.randn(1, tokens, 1, D, generator=draw)
-    shapes = (1, tokens, D), (1, words, D), (1, 6, D)
-    return (*(torch.randn(shape, generator=draw) for shape in shapes), (angles.cos(), angles.sin()))
-
-
-def test_one_graph_for_blocks_texts_and_tokens_in_any_layout(blocks: list[WanTransformerBlock]) -> None:
-    hidden, text, *others = inputs()
-    transposed = hidden.transpose(1, 2).contiguous().transpose(1, 2)
-    given = [(hidden, text), (transposed, text), (hidden, inputs(words=5)[1]), (hidden, inputs(words=2)[1])]
-    plain = [block(tokens, words, *others) for block in blocks for tokens, words in given]
+def test_one_graph_for_blocks_texts_and_tokens_in_any_layout(originals: list[WanTransformerBlock]) -> None:
     compiler = Counting()
-    CompiledBlocks(blocks, compiler)
-    found = [block(tokens, words, *others) for block in blocks for tokens, words in given]
+    blocks = [WanBlock(each, BlockSettings(compiler=compiler)) for each in originals]
+    hidden, text, *others = block_inputs(9, words=3)
+    transposed = hidden.transpose(1, 2).contiguous().transpose(1, 2)
+    given = [(hidden, text), (transposed, text), *((hidden, block_inputs(9, words=words)[1]) for words in (5, 2))]
+    for block, original in zip(blocks, originals, strict=True):
+        for tokens, words in given:
+            assert torch.equal(computed(block, tokens, words, *others), original(tokens, words, *others))
     assert compiler.graphs == len(compiler.nodes) == 1
-    for one, expected in zip(found, plain, strict=True):
-        assert torch.equal(one, expected)
 
 
-def test_replaced_weights_need_no_new_graph(blocks: list[WanTransformerBlock]) -> None:
+def test_replaced_weights_need_no_new_graph(originals: list[WanTransformerBlock]) -> None:
     """Visits bind other buffers, and LoRAs change resident tensors: both replace parameters."""
     compiler = Counting()
-    CompiledBlocks(blocks[:1], compiler)
-    before = blocks[0](*inputs())
-    for name, parameter in list(blocks[0].named_parameters()):
+    block = WanBlock(originals[0], BlockSettings(compiler=compiler))
+    before = computed(block, *block_inputs(9))
+    for name, parameter in list(block.named_parameters()):
         path, _, leaf = name.rpartition(".")
         memory = torch.empty(parameter.nbytes + 256, dtype=torch.uint8)[256:].view(parameter.dtype)
         view = memory.view(parameter.shape).copy_(2 * parameter)
-        blocks[0].get_submodule(path)._parameters[leaf] = torch.nn.Parameter(view, requires_grad=False)
-    after = blocks[0](*inputs())
+        block.get_submodule(path)._parameters[leaf] = torch.nn.Parameter(view, requires_grad=False)
+    after = computed(block, *block_inputs(9))
     assert compiler.graphs == 1
     assert not torch.equal(before, after)
-    blocks_own = WanTransformerBlock.forward(blocks[0], *inputs())
-    assert torch.equal(after, blocks_own)
-
-
-def test_hooks_lie_outside_or_are_refused(blocks: list[WanTransformerBlock]) -> None:
-    blocks[1].forward = lambda *given: WanTransformerBlock.forward(blocks[1], *given)
-    with pytest.raises(RuntimeError, match="a hook wraps block 1: attach the compiled forward before any other hook"):
-        CompiledBlocks(blocks, get_compiler("eager"))
-    assert "forward" not in vars(blocks[0])
-    del blocks[1].forward
-    compiled = CompiledBlocks(blocks, get_compiler("eager"))
-    ours = blocks[0].forward
-    blocks[0].forward = lambda *given: ours(*given)
-    with pytest.raises(RuntimeError, match="a hook wraps block 0: remove it before"):
-        compiled.detach()
-    assert "forward" in vars(blocks[1])
-    blocks[0].forward = ours
-    compiled.detach()
-    compiled.detach()
-    assert not any("forward" in vars(block) for block in blocks)
+    assert torch.equal(after, computed(block, *block_inputs(9), compiler=None))
 
 
 def test_chunks_go_without_graphs_and_both_come_and_go(
-    blocks: list[WanTransformerBlock], caplog: pytest.LogCaptureFixture
+    originals: list[WanTransformerBlock], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, kernels = blocks[0](*inputs()), BlockKernels(blocks)
-    compiled = Kernels(compiler="eager")
+    settings = BlockSettings()
+    block, plain, compiled = WanBlock(originals[0], settings), originals[0](*block_inputs(9)), Kernels(compiler="eager")
     before = get_compiler("eager").graphs
-    assert kernels.graphs == 0
-    for chosen, chunk, graphs in (
-        (compiled, None, 1),
-        (compiled, 4, 1),
-        (Kernels(), 4, None),
-        (compiled, 4, 1),
-        (compiled, None, 1),
-    ):
+    assert settings.graphs == 0
+    for chosen, chunk in ((compiled, None), (compiled, 4), (Kernels(), 4), (compiled, 4), (compiled, None)):
         caplog.clear()
-        kernels.set(chosen, chunk)
-        assert ("4 tokens at once to save memory: they are not compiled" in caplog.text) == (
-            chosen == compiled and chunk == 4
-        )
-        assert torch.allclose(blocks[0](*inputs()), plain, rtol=1e-5, atol=1e-5)
-        assert isinstance(blocks[0].attn1.processor, ChunkedAttention) == (chunk is not None)
-        assert kernels.graphs == (0 if graphs is None else before + graphs)
-    kernels.set(Kernels(), None)
-    assert not any("forward" in vars(block) for block in blocks)
-    assert torch.equal(blocks[0](*inputs()), plain)
+        settings.set(chosen, EXACT, chunk)
+        warned = "4 tokens at once to save memory: they are not compiled" in caplog.text
+        assert warned == (chosen == compiled and chunk == 4)
+        assert torch.allclose(computed(block, *block_inputs(9)), plain, rtol=1e-5, atol=1e-5)
+        assert settings.graphs == (0 if chosen == Kernels() else before + 1)
+    settings.set(replace(compiled, compiler=None), EXACT, None)
+    assert torch.equal(computed(block, *block_inputs(9)), plain)

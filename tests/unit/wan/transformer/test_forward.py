@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from wanstream.tests.support.wan_blocks import with_our_blocks
 from wanstream.wan.transformer.forward import Lane, forward_lanes
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -55,7 +56,7 @@ def test_a_lane_equals_the_models_own_forward(in_channels, dtype, time):
     model = expert(in_channels, dtype)
     timestep = torch.tensor([time])
     [lane] = lanes_for(model, [(3, 8, 12, 7)])
-    [velocity] = forward_lanes(model, [lane], timestep, lambda block: nullcontext())
+    [velocity] = forward_lanes(with_our_blocks(model), [lane], timestep, lambda block: nullcontext())
     assert velocity.shape == (1, 16, 3, 8, 12)
     assert torch.equal(velocity, model_forward(model, lane, timestep))
 
@@ -66,7 +67,7 @@ def test_lanes_of_any_shape_equal_separate_forwards(in_channels, dtype):
     model = expert(in_channels, dtype)
     timestep = torch.tensor([900.0])
     lanes = lanes_for(model, [(3, 8, 12, 7), (3, 8, 12, 31), (1, 6, 4, 1), (5, 12, 8, 512)])
-    velocities = forward_lanes(model, lanes, timestep, lambda block: nullcontext())
+    velocities = forward_lanes(with_our_blocks(model), lanes, timestep, lambda block: nullcontext())
     for velocity, lane in zip(velocities, lanes, strict=True):
         assert torch.equal(velocity, model_forward(model, lane, timestep))
 
@@ -80,14 +81,14 @@ def test_odd_sides_repeat_the_first_row_and_column(in_channels, size):
     rows, columns = (torch.arange(side + side % 2) % side for side in size)
     whole = replace(lanes[0], latents=lanes[0].latents[..., rows, :][..., columns])
     timestep = torch.tensor([875.0])
-    velocity, other = forward_lanes(model, lanes, timestep, lambda block: nullcontext())
+    velocity, other = forward_lanes(with_our_blocks(model), lanes, timestep, lambda block: nullcontext())
     assert torch.equal(velocity, model_forward(model, whole, timestep)[..., : size[0], : size[1]])
     assert torch.equal(other, model_forward(model, lanes[1], timestep))
     assert lanes[0].tokens((1, 2, 2)) == whole.tokens((1, 2, 2)) == 3 * len(rows) * len(columns) // 4
 
 
 def test_each_block_is_visited_once_for_all_lanes_and_computes_inside_its_visit():
-    model = expert(T2V, torch.float32)
+    model = with_our_blocks(expert(T2V, torch.float32))
     events = []
     for index, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, index=index: events.append(f"block {index}"))
@@ -106,7 +107,9 @@ def test_hooks_of_the_outer_modules_fire():
     """Context parallelism hooks these modules; calling their submodules would bypass it."""
     model = expert(T2V, torch.float32)
     fired = []
-    for name in ("rope", "patch_embedding", "condition_embedder", "norm_out", "proj_out"):
+    for name in ("rope", "patch_embedding", "condition_embedder", "proj_out"):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: fired.append(name))
-    forward_lanes(model, lanes_for(model, [(1, 4, 4, 3)]), torch.tensor([500.0]), lambda block: nullcontext())
-    assert sorted(fired) == ["condition_embedder", "norm_out", "patch_embedding", "proj_out", "rope"]
+    forward_lanes(
+        with_our_blocks(model), lanes_for(model, [(1, 4, 4, 3)]), torch.tensor([500.0]), lambda block: nullcontext()
+    )
+    assert sorted(fired) == ["condition_embedder", "patch_embedding", "proj_out", "rope"]

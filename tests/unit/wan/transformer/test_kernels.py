@@ -11,15 +11,16 @@ from typing import get_args
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream.plan import step_visits
 from wanstream.schema import Attention, ExpertsRef, OffloadPolicy
-from wanstream.wan import ExpertPair
+from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers_block
+from wanstream.wan import BlockSettings, ExpertPair
 from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_pair
-from wanstream.wan.transformer.block_kernels import BlockKernels
-from wanstream.wan.transformer.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_installed, check_usable
+from wanstream.wan.kernels.attention import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_installed, check_usable
+from wanstream.wan.kernels.block_math import EXACT
+from wanstream.wan.transformer.block import WanBlock
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 LAYERWISE = OffloadPolicy.layerwise(1)
@@ -110,18 +111,17 @@ def test_compiling_needs_what_writes_the_kernels(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_the_choice_is_what_computes_attention(chunk: int | None) -> None:
-    block = WanTransformerBlock(128, 256, 1, cross_attn_norm=True).eval().requires_grad_(False)
-    kernels = BlockKernels([block])
-    text, modulation, angles = torch.randn(1, 3, 128), torch.randn(1, 6, 128), torch.randn(1, 9, 1, 128)
+    settings = BlockSettings()
+    block = WanBlock(diffusers_block(), settings)
 
-    def computed(attention: Attention) -> bool:
-        kernels.set(Kernels(attention=attention), chunk)
+    def fused(attention: Attention) -> bool:
+        settings.set(Kernels(attention=attention), EXACT, chunk)
         with torch.no_grad(), attention_backend("_native_math"), Operations() as operations:
-            block(torch.randn(1, 9, 128), text, modulation, (angles, angles))
+            computed(block, *block_inputs(9))
         return operations.fused
 
     # "default" follows diffusers' process-wide setting; an explicit choice does not.
-    assert [computed(each) for each in ("default", "sdpa", "default")] == [False, True, False]
+    assert [fused(each) for each in ("default", "sdpa", "default")] == [False, True, False]
 
 
 def test_kernels_change_between_runs_and_those_that_do_not_serve_leave_the_former(pair: ExpertPair) -> None:
@@ -131,12 +131,12 @@ def test_kernels_change_between_runs_and_those_that_do_not_serve_leave_the_forme
     assert pair.identity != plain
     with pytest.raises(KernelsError, match="CUDA"):
         pair.engine(LAYERWISE, "cpu")
-    assert engine.models.bare["low"].blocks[1].attn2.processor._attention_backend is None
+    assert engine.models.settings.backend is None
     pair.kernels = Kernels(attention="sdpa")
     assert pair.engine(replace(LAYERWISE, chunk_tokens=8), "cpu") is engine
-    processors = [attention.processor for attention in attentions(engine.models.bare)]
-    assert {processor._attention_backend for processor in processors} == {ATTENTIONS["sdpa"].backend}
-    assert {type(processor).__name__ for processor in processors} == {"ChunkedAttention"}
+    settings = engine.models.settings
+    assert settings.backend == settings.self_backend == ATTENTIONS["sdpa"].backend
+    assert settings.chunk_tokens == 8
 
 
 def test_no_kernels_change_while_a_run_goes_on(pair: ExpertPair) -> None:
@@ -163,9 +163,3 @@ def test_the_experts_stay_open_when_only_their_kernels_are_others(files: list[Pa
     assert pair.kernels == Kernels()
     assert pair.engine(LAYERWISE, "cpu") is engine
     registry.free()
-
-
-def attentions(models):  # type: ignore[no-untyped-def]
-    return [
-        attention for model in models.values() for block in model.blocks for attention in (block.attn1, block.attn2)
-    ]

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from wanstream.devices import auto_dtype
 from wanstream.schema import ExpertShape
 from wanstream.tests.support.accelerator import Accelerator
+from wanstream.wan.kernels.multiplication import MultiplyChoice
 from wanstream.wan.transformer import probe as module
-from wanstream.wan.transformer.multiplication import MultiplyChoice
 from wanstream.wan.transformer.probe import block_pass, probe_block, probe_int8, random_block
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_layers_are_measured_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slow_int8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 4.0])
-    monkeypatch.setattr(module, "_median_s", lambda once, device, most_s: next(times))
+    monkeypatch.setattr(module, "median_s", lambda once, device, most_s: next(times))
     rate = probe_int8(TINY, CPU)
     assert rate is not None
     assert (rate.tokens, rate.speedup) == (32, 0.25)

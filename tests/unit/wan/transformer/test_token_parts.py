@@ -11,11 +11,10 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.tests.support.bernini_reference import bernini_forward, timestep_sinusoid
+from wanstream.tests.support.wan_blocks import with_our_blocks
 from wanstream.wan import Lane, SkipDecision, denormalise, forward_lanes
 from wanstream.wan.checkpoint.key_names import native_transformer_name
-from wanstream.wan.transformer.block_kernels import BlockKernels
 from wanstream.wan.transformer.forward import _local_slice
-from wanstream.wan.transformer.kernels import Kernels
 from wanstream.wan.transformer.token_parts import FROM_ORIGIN, Positions, TokenPart, layout_tables
 
 TEXT_DIM = 64
@@ -59,7 +58,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def model(make_tiny_expert: Experts) -> WanTransformer3DModel:
-    return make_tiny_expert(seed=3, layers=3, text_dim=TEXT_DIM)
+    return with_our_blocks(make_tiny_expert(seed=3, layers=3, text_dim=TEXT_DIM))
 
 
 @pytest.mark.parametrize("sizes", CONTEXTS.values(), ids=CONTEXTS)
@@ -103,9 +102,7 @@ def test_positions_start_anywhere_on_every_axis(model: WanTransformer3DModel) ->
 
 def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(make_tiny_expert: Experts) -> None:
     """The same tokens at the same positions, put together in another way; parts have the timestep of the step."""
-    model = make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48)
-    kernels = BlockKernels(model.blocks, timed=True)
-    kernels.set(Kernels(), None)
+    model = with_our_blocks(make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48))
     latents = _normal(1, 48, 4, 4, 6, seed=1)
     whole = Lane(latents=latents, text=_normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(1.0, 0.0, 0.5, 1.0))
     parted = replace(
@@ -125,7 +122,7 @@ def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(make_t
 
 def test_a_reference_goes_through_its_own_convolution(make_tiny_expert: Experts) -> None:
     """The tokens of a linear patch embedding whose weights are the convolution's."""
-    model = make_tiny_expert(seed=6, layers=3, text_dim=TEXT_DIM, reference=True)
+    model = with_our_blocks(make_tiny_expert(seed=6, layers=3, text_dim=TEXT_DIM, reference=True))
     reference, after = _normal(1, 16, 1, 4, 6, seed=3), Positions(start=(1.0, 0.0, 0.0))
     lane = _lane(front=(TokenPart(latents=reference, through_ref_conv=True),), positions=after)
     (velocity,) = _forward(model, lane)

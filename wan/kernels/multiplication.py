@@ -24,9 +24,9 @@ from ...offload import (
     rotated_sums,
     rotation_factor,
 )
+from .attention import KernelsError
 from .fp8_linear import Fp8Linear, fp8_linear, quantise_tokens_fp8
 from .int8_linear import Int8Linear, int8_linear, kitchen_linear
-from .kernels import KernelsError
 from .scaled_linear import ScaledLinear
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def kitchen_refusal(device: torch.device, refusal: Callable[[ModuleType], str | 
     try:
         import comfy_kitchen
     except (ImportError, OSError) as err:
-        return f"cannot be imported ({_line(err)})"
+        return f"cannot be imported ({first_line(err)})"
     return refusal(comfy_kitchen)
 
 
@@ -245,8 +245,8 @@ def test_fault(multiply: Product, device: torch.device, dtype: torch.dtype) -> s
 def fp8_fault(device: torch.device, dtype: torch.dtype, *, scales_inside: bool) -> str | None:
     """Return what is wrong with products of `fp8_linear` on `device`; None if they are right."""
     tokens, matrix, bias, expected = _test_product(dtype)
-    codes, scales = quantise_tokens_fp8(matrix)
-    arguments, largest = (tokens, codes, scales, bias), LARGEST_ERROR["fp8"]
+    quantised = quantise_tokens_fp8(matrix)
+    arguments, largest = (tokens, quantised.codes, quantised.scales, bias), LARGEST_ERROR["fp8"]
     return result_fault(fp8_linear, arguments, scales_inside, expected=expected, device=device, largest=largest)
 
 
@@ -281,7 +281,7 @@ def result_fault(
     except (RuntimeError, ValueError, TypeError, AttributeError) as err:
         if isinstance(err, RuntimeError) and is_out_of_memory(err):
             raise
-        return f"fails ({_line(err)})"
+        return f"fails ({first_line(err)})"
     error = float((found - expected).norm() / expected.norm())
     if not error <= largest:
         return f"computes wrongly (error {error:.2g} of {largest:g} allowed)"
@@ -307,6 +307,6 @@ def _multiply_by_kitchen(
     return kitchen_linear(tokens, codes, scales, bias, group, comfy_kitchen.DTYPE_TO_CODE[tokens.dtype])
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

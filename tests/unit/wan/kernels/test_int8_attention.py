@@ -1,4 +1,4 @@
-"""Self-attention in int8: reasons against it in words, its test, and processors that come and go."""
+"""Self-attention in int8: reasons against it in words, its test, and settings that come and go."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
 
 from wanstream.tests.support.int8_attention import exact_attention, kitchen, quantised_attention
-from wanstream.wan.transformer import int8_attention as module
-from wanstream.wan.transformer.block_kernels import BlockKernels
+from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers_block
+from wanstream.wan import BlockSettings, Nag
+from wanstream.wan.kernels import int8_attention as module
+from wanstream.wan.kernels.attention import Kernels, KernelsError, check_usable
+from wanstream.wan.kernels.block_math import EXACT
+from wanstream.wan.transformer.block import WanBlock
 from wanstream.wan.transformer.compiled_block import get_compiler
-from wanstream.wan.transformer.kernels import Kernels, KernelsError, check_usable
-from wanstream.wan.transformer.nag import Nag, attach_nag
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 INT8 = Kernels(attention="int8")
@@ -28,23 +29,25 @@ D, HEADS, TOKENS = 128, 2, 40
 @pytest.fixture(autouse=True)
 def _untested() -> Iterator[None]:
     module.int8_attention_refusal.cache_clear()
+    module.int8_dispatch.cache_clear()
     with torch.no_grad():
         yield
     module.int8_attention_refusal.cache_clear()
+    module.int8_dispatch.cache_clear()
 
 
 @pytest.fixture
-def blocks() -> list[WanTransformerBlock]:
-    torch.manual_seed(0)
-    made = [WanTransformerBlock(D * HEADS, 256, HEADS, cross_attn_norm=True) for _ in range(2)]
-    return [block.eval().requires_grad_(False) for block in made]
+def blocks() -> list[WanBlock]:
+    settings = BlockSettings(nag=Nag())
+    return [WanBlock(diffusers_block(HEADS, seed=seed), settings) for seed in range(2)]
+
+
+def set_kernels(blocks: list[WanBlock], kernels: Kernels, chunk: int | None = None) -> None:
+    blocks[0].settings.set(kernels, EXACT, chunk)
 
 
 def inputs() -> tuple[Any, ...]:
-    draw = torch.Generator().manual_seed(1)
-    angles = torch.randn(1, TOKENS, 1, D, generator=draw)
-    shapes = (1, TOKENS, D * HEADS), (1, 3, D * HEADS), (1, 6, D * HEADS)
-    return (*(torch.randn(shape, generator=draw) for shape in shapes), (angles.cos(), angles.sin()))
+    return block_inputs(TOKENS, HEADS, words=3)
 
 
 def without(name: str) -> ModuleType:
@@ -110,7 +113,7 @@ def test_lack_of_memory_is_no_fault_of_the_kernel() -> None:
 @pytest.mark.slow  # several whole models
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_it_computes_self_attention_only_and_copies_nothing_for_it(
-    chunk: int | None, blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
+    chunk: int | None, blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[torch.Tensor] = []
 
@@ -119,61 +122,49 @@ def test_it_computes_self_attention_only_and_copies_nothing_for_it(
         return exact_attention(*qkv)
 
     given = inputs()
-    kernels = BlockKernels(blocks)
-    kernels.set(Kernels(attention="sdpa"), chunk)
-    plain = blocks[0](*given)
+    set_kernels(blocks, Kernels(attention="sdpa"), chunk)
+    plain = computed(blocks[0], *given)
     monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(attention))
-    kernels.set(INT8, chunk)
-    assert torch.equal(blocks[0](*given), plain)
+    set_kernels(blocks, INT8, chunk)
+    assert torch.equal(computed(blocks[0], *given), plain)
     assert [each.shape for each in received] == [(1, HEADS, TOKENS, D)] * 3
     assert all(each.transpose(1, 2).is_contiguous() for each in received)
     monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
-    kernels.set(replace(INT8, compiler="eager"), chunk)
-    found = blocks[0](*given)
+    module.int8_dispatch.cache_clear()
+    set_kernels(blocks, replace(INT8, compiler="eager"), chunk)
+    found = computed(blocks[0], *given)
     assert 0 < (found - plain).norm() < 0.02 * plain.norm()
 
 
-def test_everything_is_restored_in_any_order(
-    blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_restored_in_any_order(blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
-    backends = dict(_AttentionBackendRegistry._backends)
-    own = [block.attn1.processor for block in blocks]
-    kernels, plain = BlockKernels(blocks), blocks[0](*inputs())
-    for chosen, chunk in ((INT8, None), (INT8, 8), (Kernels(), 8), (INT8, 8), (INT8, None)):
-        kernels.set(chosen, chunk)
-        assert torch.equal(blocks[0](*inputs()), plain) == (chosen == Kernels())
-    kernels.set(Kernels(), None)
-    assert [block.attn1.processor for block in blocks] == own
-    assert {type(block.attn2.processor) for block in blocks} == {WanAttnProcessor}
-    assert torch.equal(blocks[0](*inputs()), plain)
+    backends, plain = dict(_AttentionBackendRegistry._backends), computed(blocks[0], *inputs())
+    for chosen, chunk in ((INT8, None), (INT8, 8), (Kernels(), 8), (INT8, 8), (INT8, None), (Kernels(), None)):
+        set_kernels(blocks, chosen, chunk)
+        assert torch.equal(computed(blocks[0], *inputs()), plain) == (chosen == Kernels())
     assert _AttentionBackendRegistry._backends == backends
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_it_works_with_two_texts(
-    chunk: int | None, blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_works_with_two_texts(chunk: int | None, blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(exact_attention))
     hidden, text, *others = inputs()
-    model: Any = SimpleNamespace(blocks=blocks)
-    kernels, found = BlockKernels(blocks), []
+    found = []
     for chosen in (Kernels(attention="sdpa"), INT8):
-        kernels.set(chosen, chunk)
-        with attach_nag([model], Nag()):
-            found.append(blocks[0](hidden, (text, 2 * text), *others))
+        set_kernels(blocks, chosen, chunk)
+        found.append(computed(blocks[0], hidden, (text, 2 * text), *others))
     assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow  # several whole models
-def test_one_graph_serves_all_blocks(blocks: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_graph_serves_all_blocks(blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
-    kernels, before = BlockKernels(blocks), get_compiler("eager").graphs
+    before = get_compiler("eager").graphs
     found = []
     for chosen in (INT8, replace(INT8, compiler="eager"), INT8, replace(INT8, compiler="eager")):
-        kernels.set(chosen, None)
-        found.append([block(*inputs()) for block in blocks])
+        set_kernels(blocks, chosen)
+        found.append([computed(block, *inputs()) for block in blocks])
     assert get_compiler("eager").graphs == before + 1
     for each in found[1:]:
         for one, expected in zip(each, found[0], strict=True):

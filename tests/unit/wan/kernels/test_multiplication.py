@@ -22,9 +22,9 @@ from wanstream.testing.model import T2V_FILE
 from wanstream.testing.number_formats import MixedLayout
 from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan import choose_multiplication, open_experts, with_resolved_precision
-from wanstream.wan.transformer import multiplication as module
-from wanstream.wan.transformer.int8_linear import int8_linear
-from wanstream.wan.transformer.kernels import KernelsError
+from wanstream.wan.kernels import multiplication as module
+from wanstream.wan.kernels.attention import KernelsError
+from wanstream.wan.kernels.int8_linear import int8_linear
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP32 = torch.float32

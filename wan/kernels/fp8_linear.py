@@ -9,6 +9,7 @@ from torch import nn
 
 from ...offload import FP8
 from ...schema import piece_tokens
+from .block_math import Codes
 from .scaled_linear import ScaledLinear, add_patch, finish_product, patch_of
 
 LARGEST = torch.finfo(FP8).max
@@ -27,6 +28,16 @@ class Fp8Linear(ScaledLinear):
         self.scales_inside = False
         """torch applies the scales of tokens and rows inside of its product."""
         _register()
+
+    @property
+    def takes_codes(self) -> bool:
+        """`multiply` gives the result of `forward`: nothing next to the product needs the values of the tokens."""
+        return self.scales_inside and self.patch_up is None
+
+    def multiply(self, tokens: Codes) -> torch.Tensor:
+        """Return the product [1, S, rows] with quantised tokens, in their former dtype; needs `takes_codes`."""
+        product = _scaled_product(tokens, self.weight, _by_row(self.weight, self.weight_scale), self.bias)
+        return product.unsqueeze(0)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         arguments = input, self.weight, self.weight_scale, self.bias, self.scales_inside
@@ -68,29 +79,48 @@ def fp8_linear(
     flat = tokens.reshape(-1, columns).contiguous()  # CUDA takes codes row by row only
     out = flat.new_empty(len(flat), rows)
     at_once = piece_tokens(rows, columns)
-    by_row, one = weight_scale.view(1, -1), weight_scale
-    if scales_inside:
-        by_row = by_row.expand(1, rows).contiguous()
-    else:
-        one = torch.ones((), device=flat.device)
+    by_row = _by_row(weight, weight_scale) if scales_inside else weight_scale.view(1, -1)
+    one = None if scales_inside else torch.ones((), device=flat.device)
     for start in range(0, len(flat), at_once):
         part, result = flat[start : start + at_once], out[start : start + at_once]
-        codes, scale = quantise_tokens_fp8(part)
-        if scales_inside:
-            torch._scaled_mm(codes, weight.t(), scale, by_row, bias=bias, out_dtype=flat.dtype, out=result)
+        codes = quantise_tokens_fp8(part)
+        if one is None:
+            _scaled_product(codes, weight, by_row, bias, out=result)
             add_patch(result, part, up, down)
         else:
-            sums = torch._scaled_mm(codes, weight.t(), one, one, out_dtype=torch.float32).mul_(by_row).mul_(scale)
+            sums = torch._scaled_mm(codes.codes, weight.t(), one, one, out_dtype=torch.float32)
+            sums.mul_(by_row).mul_(codes.scales)
             result.copy_(finish_product(sums, part, bias, up, down))
     return out.view(*tokens.shape[:-1], rows)
 
 
-def quantise_tokens_fp8(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp8 codes [tokens, columns] and their fp32 scales [tokens, 1]."""
+def _by_row(weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
+    """Return one scale for each row of the matrix, [1, rows]."""
+    return weight_scale.view(1, -1).expand(1, len(weight)).contiguous()
+
+
+def _scaled_product(
+    tokens: Codes,
+    weight: torch.Tensor,
+    by_row: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    # Hopper adds up to 128 products in fewer bits than fp32 then, which takes a quarter less time. The error is a tenth
+    # of that of the codes.
+    fast = weight.device.type == "cuda"
+    arguments = tokens.codes, weight.t(), tokens.scales, by_row
+    if out is None:
+        return torch._scaled_mm(*arguments, bias=bias, out_dtype=tokens.dtype, use_fast_accum=fast)
+    return torch._scaled_mm(*arguments, bias=bias, out_dtype=tokens.dtype, use_fast_accum=fast, out=out)
+
+
+def quantise_tokens_fp8(tokens: torch.Tensor) -> Codes:
+    """Quantise tokens [S, columns] in several passes."""
     # The largest magnitude, without a copy of all of them.
     largest = torch.linalg.vector_norm(tokens, float("inf"), dim=1, keepdim=True)
     scales = (largest.float() / LARGEST).clamp_(min=SMALLEST_SCALE)
-    return (tokens / scales).clamp_(-LARGEST, LARGEST).to(FP8), scales
+    return Codes((tokens / scales).clamp_(-LARGEST, LARGEST).to(FP8), scales, tokens.dtype)
 
 
 @functools.cache

@@ -8,9 +8,9 @@ from torch import nn
 
 from wanstream.offload import kronecker_factors, quantise_int8
 from wanstream.testing.number_formats import int8, int8_convrot, rotated
-from wanstream.wan.transformer import int8_linear as module
-from wanstream.wan.transformer.int8_linear import Int8Linear, int8_linear, quantise_tokens
-from wanstream.wan.transformer.multiplication import Multiplications
+from wanstream.wan.kernels import int8_linear as module
+from wanstream.wan.kernels.int8_linear import Int8Linear, int8_linear, quantise_tokens
+from wanstream.wan.kernels.multiplication import Multiplications
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS = 48, 512

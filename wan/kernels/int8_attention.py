@@ -1,27 +1,23 @@
 """Self-attention in int8 by comfy-kitchen's `int8_attention`, which rotates q and k and quantises q, k, v and softmax.
 
-diffusers' dispatcher takes no backend that is not in its enumeration. The processors of self-attention are replaced
-instead, and nothing of diffusers is changed. Cross-attention remains with the dispatcher: its 512 keys cost little.
+diffusers' dispatcher takes no backend that is not in its enumeration, so blocks call this function in its place.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .chunked_block import ChunkedAttention
-from .kernels import INT8_ATTENTION, KernelsError
+from .attention import INT8_ATTENTION, KernelsError
 from .multiplication import backend_refusal, kitchen_refusal, result_fault
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of q, k and v [B, H, S, D] with any strides except for the last dimension."""
@@ -33,31 +29,10 @@ LARGEST_ERROR = 0.05
 """Relative error of a test: quantising its q, k, v and softmax costs 0.02."""
 
 
-class Int8SelfAttention:
-    """Blocks whose self-attention is computed in int8, from construction until `detach`.
-
-    Attach after a chunked forward, whose chunks are kept, and before context parallelism.
-    """
-
-    def __init__(self, blocks: Iterable[WanTransformerBlock]) -> None:
-        # One function for all blocks, so that they share a compiled graph.
-        dispatch = partial(dispatch_int8, importlib.import_module("comfy_kitchen").int8_attention)
-        self._replaced: list[tuple[WanAttention, WanAttnProcessor | ChunkedAttention, ChunkedAttention]] = []
-        for block in blocks:
-            original = block.attn1.processor
-            chunk = original.chunk_tokens if isinstance(original, ChunkedAttention) else None
-            processor = ChunkedAttention(original, chunk, dispatch)
-            processor._attention_backend = INT8_ATTENTION
-            block.attn1.set_processor(processor)
-            self._replaced.append((block.attn1, original, processor))
-
-    def detach(self) -> None:
-        """Restore the processors. Detaching twice is allowed."""
-        for attention, original, processor in self._replaced:
-            # A chunked forward that was detached before has restored diffusers' own.
-            if attention.processor is processor:
-                attention.set_processor(original)
-        self._replaced = []
+@functools.cache  # one function for all blocks, so that they share a compiled graph
+def int8_dispatch() -> Callable[..., torch.Tensor]:
+    """Return attention by comfy-kitchen's kernel, with the arguments of diffusers' dispatcher."""
+    return partial(dispatch_int8, importlib.import_module("comfy_kitchen").int8_attention)
 
 
 def dispatch_int8(

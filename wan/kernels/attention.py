@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from ...devices import runtime_for
-from ...schema import Attention
+from ...schema import Attention, KernelSet
 
 INDUCTOR = "inductor"
 """torch's own compiler, which writes Triton kernels for a GPU and C++ for a CPU."""
@@ -75,11 +76,24 @@ ATTENTIONS: Mapping[Attention, AttentionKernel] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Attention backend and compiler of the blocks of both experts."""
+    """Functions, attention backend and compiler of the blocks of both experts."""
 
+    math: KernelSet = "auto"
     attention: Attention = "default"
     compiler: str | None = None
     """Backend of `torch.compile`; None: the blocks are not compiled."""
+
+
+def attention_function(attention: Attention) -> Callable[..., torch.Tensor]:
+    """Return the function that computes self-attention, with the arguments of diffusers' dispatcher."""
+    if attention == INT8_ATTENTION:
+        # Not at the top: it needs the classes of this module.
+        from .int8_attention import int8_dispatch
+
+        return int8_dispatch()
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    return cast("Callable[..., torch.Tensor]", dispatch_attention_fn)
 
 
 def check_installed(kernels: Kernels) -> None:

@@ -1,0 +1,233 @@
+"""Blocks of ours compared with diffusers' block: each set of functions, chunks, rows, two texts, an image branch."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wanstream.schema import T2V_A14B, TEXT_TOKENS, KernelSet, VideoShape
+from wanstream.tests.support.accelerator import Accelerator
+from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers_block
+from wanstream.wan import BlockSettings, Nag, changed
+from wanstream.wan.kernels.attention import KernelsError
+from wanstream.wan.kernels.block_math import BlockMath
+from wanstream.wan.kernels.choice import choose_math
+from wanstream.wan.transformer.block import MIN_TOKENS, WanBlock, chunk_slices
+from wanstream.wan.transformer.nag import guide
+from wanstream.wan.transformer.per_frame_timestep import FrameModulation, RowSpan
+
+CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+ERROR = {FP32: 1e-5, BF16: 1e-2}
+"""Relative error of a block, apart from its input, against the exact set; comfy-kitchen rounds the
+modulation to bf16 too."""
+NAG = Nag(scale=5.0, tau=1.5, alpha=0.5)
+TOKENS, IMAGE = 271, 17
+
+
+def math_of(name: KernelSet, dtype: torch.dtype = FP32) -> BlockMath:
+    try:
+        return choose_math(name, CPU, dtype, 256).math
+    except KernelsError as err:
+        pytest.skip(str(err))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _equal_rows(equal_bf16_rows: None) -> None:
+    """Compare to the bit on every processor."""
+
+
+def by_hand(block: WanTransformerBlock, given: tuple[Any, ...]) -> torch.Tensor:
+    """Return the tokens after a block of diffusers, with NAG if there are two texts."""
+    hidden, text, temb, tables = given
+    if isinstance(temb, FrameModulation):
+        temb = temb.rows[temb.row_of_token][None]
+    if isinstance(text, torch.Tensor):
+        return block(hidden, text, temb, tables)
+    attended: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        attended.append(inputs[0])
+        return (attended[0] if len(attended) == 1 else guide(attended[0], attended[1], NAG),)
+
+    # The second pass combines both results of attention before the output projection.
+    hook = block.attn2.to_out[0].register_forward_pre_hook(keep)
+    try:
+        block(hidden, text[0], temb, tables)
+        result: torch.Tensor = block(hidden, text[1], temb, tables)
+    finally:
+        hook.remove()
+    return result
+
+
+def case_of(form: str, dtype: torch.dtype) -> tuple[WanTransformerBlock, tuple[Any, ...]]:
+    """Return a block of diffusers, and inputs of this form."""
+    block = diffusers_block(2, 345, dtype, **({"added_kv_proj_dim": 256} if form == "image" else {}))
+    words = IMAGE + TEXT_TOKENS if form == "image" else 7
+    hidden, text, temb, tables = block_inputs(TOKENS, 2, dtype, words=words)
+    if form == "rows":
+        bounds = [0, *itertools.accumulate((200, 31, 40))]
+        spans = tuple(RowSpan(*ends, row) for ends, row in zip(itertools.pairwise(bounds), (1, 0, 1), strict=True))
+        return block, (hidden, text, FrameModulation(rows=torch.cat([temb, 2 * temb]), spans=spans), tables)
+    return block, (hidden, (text, text[:, :5].neg()) if form == "two texts" else text, temb, tables)
+
+
+@pytest.mark.parametrize("chunk", [None, 64, 256])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("form", ["one row", "rows", "two texts", "image"])
+@pytest.mark.parametrize("name", ["exact", "torch", "comfy-kitchen"])
+def test_values_are_those_of_diffusers(name: KernelSet, form: str, dtype: torch.dtype, chunk: int | None) -> None:
+    """The exact set has them to the bit, and every set has those of all tokens in chunks."""
+    block, given = case_of(form, dtype)
+    expected, before = by_hand(block, given), given[0].clone()
+    ours = WanBlock(block, BlockSettings(math=math_of(name, dtype), nag=NAG))
+    found = computed(ours, *given, chunk_tokens=chunk)
+    assert found.dtype == dtype
+    assert torch.equal(given[0], before)
+    assert found.untyped_storage().data_ptr() != given[0].untyped_storage().data_ptr()
+    if name == "exact" and form in ("one row", "image"):  # NAG attends in parts, which have other last bits
+        assert torch.equal(found, expected)
+    added = (expected.float() - before.float()).norm()
+    assert (found.float() - expected.float()).norm() <= ERROR[dtype] * added
+    if chunk is not None:
+        assert torch.equal(found, computed(ours, *given, chunk_tokens=None))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100, 254])
+def test_chunks_of_any_size(chunk: int) -> None:
+    """Compare with a tolerance: MKL uses another kernel for some numbers of rows, and last bits of fp32 differ."""
+    block, given = case_of("rows", FP32)
+    found = computed(WanBlock(block, BlockSettings(math=math_of("torch"))), *given, chunk_tokens=chunk)
+    assert torch.allclose(found, by_hand(block, given), rtol=1e-5, atol=1e-5)
+
+
+def test_a_hidden_state_that_is_a_transposed_view_is_taken_as_it_is() -> None:
+    """The first block gets its tokens from a convolution, as a transposed view."""
+    block, (hidden, *others) = case_of("one row", FP32)
+    transposed = hidden.transpose(1, 2).contiguous().transpose(1, 2)
+    ours = WanBlock(block, BlockSettings())
+    assert torch.equal(computed(ours, transposed, *others, chunk_tokens=64), block(hidden, *others))
+
+
+def test_settings_are_restored_after_an_error() -> None:
+    settings = BlockSettings(chunk_tokens=4)
+    before = dict(vars(settings))
+    with pytest.raises(KeyError), changed(settings, nag=NAG, chunk_tokens=None):
+        assert (settings.nag, settings.chunk_tokens) == (NAG, None)
+        raise KeyError
+    assert vars(settings) == before
+
+
+class Operations(TorchDispatchMode):
+    """Records the rows of each matrix product, the tokens of each attention, and the values of the largest result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+        self.attended: list[int] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.default:
+            self.rows.append(args[1].shape[0])
+        elif "scaled_dot_product" in str(func):
+            self.attended.append(args[0].shape[2])
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.largest = max(self.largest, made.untyped_storage().nbytes() // made.element_size())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "sizes"),
+    [
+        (300, 100, [100, 100, 100]),
+        (300, 128, [128, 128, 44]),
+        (300, 1000, [300]),
+        (300, 300, [300]),
+        (300 - MIN_TOKENS, 100, [100, 100, 84]),
+        (300 + MIN_TOKENS, 100, [100, 100, 100, MIN_TOKENS]),
+        (299 + MIN_TOKENS, 100, [100, 100, 99 + MIN_TOKENS]),  # 15 are too few for a chunk
+        (3, 1, [3]),
+    ],
+)
+def test_products_are_of_a_chunk_and_the_attention_of_all(tokens: int, chunk: int, sizes: list[int]) -> None:
+    ours = WanBlock(diffusers_block(), BlockSettings(chunk_tokens=chunk))
+    with Operations() as operations:
+        computed(ours, *block_inputs(tokens))
+    # q, k, v and out; q and out; the two of the feed-forward. Keys and values of the 7 tokens of the text.
+    assert Counter(operations.rows) == Counter(sizes * 8) + Counter([7, 7])
+    assert operations.attended == [tokens, tokens]
+    assert [at.stop - at.start for at in chunk_slices(tokens, chunk)] == sizes
+
+
+@pytest.mark.parametrize("chunk", [None, 512])
+def test_no_token_gets_a_copy_of_its_rows(chunk: int | None) -> None:
+    """In contrast to diffusers' block, no tensor of six rows for each token is created."""
+    hidden, text, temb, tables = block_inputs(4096)
+    spans = (RowSpan(0, 2048, 0), RowSpan(2048, 4096, 1))
+    rows = FrameModulation(rows=torch.cat([temb, temb]), spans=spans)
+    with Operations() as operations:
+        computed(WanBlock(diffusers_block(), BlockSettings()), hidden, text, rows, tables, chunk_tokens=chunk)
+    assert operations.largest < 3 * hidden.numel()
+
+
+class TestTwoTexts:
+    @pytest.mark.parametrize("name", ["exact", "torch"])
+    def test_an_alpha_of_zero_is_the_first_text_alone(self, name: KernelSet) -> None:
+        block, (hidden, texts, *others) = case_of("two texts", FP32)
+        ours = WanBlock(block, BlockSettings(math=math_of(name), nag=Nag(alpha=0.0)))
+        assert torch.equal(computed(ours, hidden, texts, *others), computed(ours, hidden, texts[0], *others))
+
+    def test_attention_to_an_image_is_added_to_the_guided_one(self) -> None:
+        block, (hidden, rows, temb, tables) = case_of("image", FP32)
+        attn, negative = block.attn2, rows[:, :5].neg()
+        ours = WanBlock(block, BlockSettings(nag=NAG))
+        query = attn.norm_q(attn.to_q(hidden))
+
+        def attended(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            heads = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in (query, key, value))
+            return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+        image, text = rows[:, :IMAGE], rows[:, IMAGE:]
+        each = [attended(attn.norm_k(attn.to_k(words)), attn.to_v(words)) for words in (text, negative)]
+        image_part = attended(attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))
+        found = ours._attend_texts(query, (rows, negative))
+        assert torch.allclose(found, guide(*each, NAG) + image_part, rtol=1e-5, atol=1e-5)
+        assert computed(ours, hidden, (rows, negative), temb, tables).shape == hidden.shape
+
+
+class TestOnADevice:
+    @pytest.mark.parametrize("chunk", [1024, 4096])
+    def test_values_and_peak_of_the_real_width(self, gpu: Accelerator, chunk: int) -> None:
+        """Compare peak memory and results of one A14B block at 832x480x33."""
+        gpu.need_kernels("a block of the real width takes minutes on a CPU")
+        tokens = VideoShape(width=832, height=480, frames=33).tokens
+        block = diffusers_block(40, 13824, BF16).to("cuda")
+        hidden, text, modulation, tables = block_inputs(tokens, 40, BF16)
+        inputs = [hidden.cuda(), text.cuda(), modulation.cuda(), tuple(table.cuda() for table in tables)]
+        expected = block(*inputs)
+        math = choose_math("auto", hidden.cuda().device, BF16, hidden.shape[2]).math
+        ours = WanBlock(block, BlockSettings(math=math, chunk_tokens=chunk))
+        inputs[3] = math.rotation(*inputs[3])
+        ours(*inputs)  # libraries take their workspaces, kernels are compiled
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = ours(*inputs)
+        peak = torch.cuda.max_memory_allocated() - before + inputs[0].nbytes
+        assert (found.float() - expected.float()).norm() <= ERROR[BF16] * (expected - inputs[0]).float().norm()
+        predicted = T2V_A14B.working_bytes(tokens, lanes=1, chunk_tokens=chunk)
+        assert 0.85 * predicted <= peak <= 1.05 * predicted

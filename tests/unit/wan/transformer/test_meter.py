@@ -1,0 +1,23 @@
+"""Times of a block in each arithmetic, and its parts."""
+
+from __future__ import annotations
+
+import torch
+
+from wanstream.schema import ExpertShape
+from wanstream.wan import measure_block
+
+TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
+
+
+def test_a_block_is_measured_in_each_arithmetic_and_in_parts() -> None:
+    times = measure_block(TINY, 64, torch.device("cpu"), most_s=0.0)
+    assert next(iter(times)) == ""
+    assert "int8" in times
+    for name, each in times.items():
+        assert each.visit_s > 0
+        assert 0 < each.products_s <= each.parts["products"]
+        assert 0 < each.attention_s <= each.parts["attention"]
+        assert {"norms", "gates and norms", "rotary embedding", "activation"} <= set(each.parts)
+        assert (each.decode_s > 0, "quantising" in each.parts) == (bool(name), bool(name))
+        assert each.to_dict()["limit_share"] == each.limit_share

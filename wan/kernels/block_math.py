@@ -1,0 +1,186 @@
+"""Row-wise functions of a transformer block: diffusers' arithmetic, and torch's fused kernels.
+
+Tokens are [1, S, D] with contiguous rows. Each function rounds its result once to the dtype of the tokens. `choice.py`
+chooses a set of functions, all of which are used together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.nn import functional as F
+
+Spans: TypeAlias = "tuple[tuple[int, int, int], ...]"
+"""First token, end and row of consecutive tokens that share a row."""
+
+
+class Gate(NamedTuple):
+    """Factors of an update."""
+
+    rows: torch.Tensor
+    """[R, 1, D]; or [1, S, D], one row for each token."""
+    spans: Spans = ()
+    """Empty: there is one row for all tokens, or one for each."""
+
+
+class Norm(NamedTuple):
+    """Layer norm with a scale and a shift."""
+
+    scale: torch.Tensor
+    """As the rows of a `Gate`."""
+    shift: torch.Tensor
+    eps: float
+    modulated: bool
+    """The normalised tokens are multiplied by 1 + scale. False: by scale."""
+    spans: Spans = ()
+
+    def of_row(self, row: int) -> Norm:
+        return self._replace(scale=self.scale[row : row + 1], shift=self.shift[row : row + 1], spans=())
+
+
+class Rms(NamedTuple):
+    """RMS norm over all heads."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+class Codes(NamedTuple):
+    """Tokens quantised to fp8: value = code x scale."""
+
+    codes: torch.Tensor
+    """fp8 (e4m3fn) [S, D]."""
+    scales: torch.Tensor
+    """fp32 [S, 1]."""
+    dtype: torch.dtype
+    """Dtype of the tokens."""
+
+
+Out: TypeAlias = "torch.Tensor | None"
+"""Tensor to write the result to. None: the function returns a new one."""
+
+
+class BlockMath:
+    """Functions in the order and dtypes of diffusers' block: its bits, at the cost of fp32 copies of all tokens."""
+
+    name = "exact"
+    quantises = False
+    """`quantise` is available: one pass over the tokens."""
+
+    def rotation(self, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        """Return the last argument of `rotate` for rotary tables [1, S, 1, 2 P], which contain each value twice.
+
+        Dimension 1 of the result is the token.
+        """
+        return torch.stack((cosines[:, :, 0, 0::2], sines[:, :, 0, 1::2]), dim=-1)
+
+    def norm(self, tokens: torch.Tensor, norm: Norm, out: Out = None) -> torch.Tensor:
+        """Return the layer norm of `tokens`."""
+        if not norm.spans:
+            return self._norm(tokens, norm, out)
+        out = torch.empty_like(tokens) if out is None else out
+        for start, end, row in norm.spans:
+            self._norm(tokens[:, start:end], norm.of_row(row), out[:, start:end])
+        return out
+
+    def add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Gate | None, out: torch.Tensor) -> torch.Tensor:
+        """Write `tokens + update * gate` to `out`, which may be one of both."""
+        if gate is None or not gate.spans:
+            return self._add(tokens, update, None if gate is None else gate.rows, out)
+        for start, end, row in gate.spans:
+            at = slice(start, end)
+            self._add(tokens[:, at], update[:, at], gate.rows[row : row + 1], out[:, at])
+        return out
+
+    def normed(
+        self,
+        tokens: torch.Tensor,
+        norm: Norm,
+        update: torch.Tensor | None = None,
+        gate: Gate | None = None,
+        state: Out = None,
+        codes: bool = False,
+    ) -> torch.Tensor | Codes:
+        """Return the layer norm of `tokens`; with an update, of `tokens + update * gate`, which is written to `state`.
+
+        Args:
+            tokens: not written to, unless it is `state`.
+            norm: the norm.
+            update: residual.
+            gate: factors of the update; None: 1.
+            state: receives the sum.
+            codes: return fp8 codes; needs `quantises`.
+        """
+        if update is not None:
+            assert state is not None, "a sum without a place"
+            tokens = self.add(tokens, update, gate, state)
+        result = self.norm(tokens, norm)
+        return self.quantise(result) if codes else result
+
+    def rms_norm(self, tokens: torch.Tensor, rms: Rms, out: Out = None) -> torch.Tensor:
+        """Return the RMS norm of `tokens`, which may be overwritten."""
+        return written(F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps), out)
+
+    def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
+        """Return the rotary embedding of the RMS norm of `tokens`, which may be overwritten."""
+        normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
+        cosine, sine = rotation.unsqueeze(2).unbind(-1)
+        real, imaginary = normed.unflatten(-1, (-1, cosine.shape[-1], 2)).unbind(-1)
+        out = torch.empty_like(normed) if out is None else out
+        pairs = out.unflatten(-1, (-1, cosine.shape[-1], 2))
+        pairs[..., 0] = real * cosine - imaginary * sine
+        pairs[..., 1] = real * sine + imaginary * cosine
+        return out
+
+    def quantise(self, tokens: torch.Tensor, *, gelu: bool = False) -> Codes:
+        """Return fp8 codes of `tokens`, or of their GELU (tanh), with one scale per token."""
+        raise NotImplementedError(f"{self.name} quantises no tokens")
+
+    def _norm(self, tokens: torch.Tensor, norm: Norm, out: Out) -> torch.Tensor:
+        width = tokens.shape[-1:]
+        if norm.modulated:
+            plain = F.layer_norm(tokens.float(), width, None, None, norm.eps)
+            return written((plain * (1 + norm.scale) + norm.shift).type_as(tokens), out)
+        scale, shift = norm.scale.view(-1).float(), norm.shift.view(-1).float()
+        return written(F.layer_norm(tokens.float(), width, scale, shift, norm.eps).type_as(tokens), out)
+
+    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Out, out: torch.Tensor) -> torch.Tensor:
+        if gate is None:
+            return torch.add(tokens, update, out=out)
+        return out.copy_(tokens.float() + update.float() * gate)
+
+
+class TorchMath(BlockMath):
+    """Torch's own kernels, which compute in fp32 inside and make no fp32 copy."""
+
+    name = "torch"
+
+    def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
+        normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
+        turns = torch.view_as_complex(rotation).unsqueeze(2)
+        pairs = torch.view_as_complex(normed.float().unflatten(-1, (-1, turns.shape[-1], 2)))
+        rotated = torch.view_as_real(pairs * turns).flatten(-3)
+        return rotated.type_as(tokens) if out is None else out.copy_(rotated)
+
+    def _norm(self, tokens: torch.Tensor, norm: Norm, out: Out) -> torch.Tensor:
+        width = tokens.shape[-1:]
+        scale = 1 + norm.scale if norm.modulated else norm.scale
+        # On a CPU the kernel takes half-precision tokens with an fp32 scale, elsewhere only tensors of one dtype.
+        if tokens.device.type == "cpu" or tokens.dtype == scale.dtype:
+            return written(F.layer_norm(tokens, width, scale.view(-1), norm.shift.view(-1), norm.eps), out)
+        plain = F.layer_norm(tokens, width, eps=norm.eps)
+        return torch.addcmul(norm.shift, plain, scale, out=plain if out is None else out)
+
+    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Out, out: torch.Tensor) -> torch.Tensor:
+        if gate is None:
+            return torch.add(tokens, update, out=out)
+        return torch.addcmul(tokens, update, gate, out=out)
+
+
+EXACT = BlockMath()
+
+
+def written(result: torch.Tensor, out: Out) -> torch.Tensor:
+    """Return `result`, or `out` with its values."""
+    return result if out is None else out.copy_(result)

@@ -1,0 +1,109 @@
+"""Functions of a block by the Triton kernels of `triton_rows.py`: one launch and one pass each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ...offload import FP8
+from .block_math import BlockMath, Codes, Gate, Norm, Out, Rms
+from .triton_rows import rotated_rows, rows
+
+VALUES_PER_WARP = 1024
+"""8 warps for a row of Wan2.2 A14B were the fastest of 4, 8 and 16 (H100)."""
+
+
+class TritonMath(BlockMath):
+    """Kernels that read and write every token once."""
+
+    name = "triton"
+    quantises = True
+
+    def normed(
+        self,
+        tokens: torch.Tensor,
+        norm: Norm,
+        update: torch.Tensor | None = None,
+        gate: Gate | None = None,
+        state: Out = None,
+        codes: bool = False,
+    ) -> torch.Tensor | Codes:
+        if norm.spans or (gate is not None and gate.spans):
+            return super().normed(tokens, norm, update, gate, state, codes)
+        return _codes(tokens, norm, update, gate, state) if codes else _passed(tokens, norm, update, gate, state)
+
+    def rms_norm(self, tokens: torch.Tensor, rms: Rms, out: Out = None) -> torch.Tensor:
+        return _passed(tokens, rms, out=tokens if out is None else out)
+
+    def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
+        out = tokens if out is None else out
+        count, width = tokens.shape[1:]
+        assert all(each.is_contiguous() for each in (tokens, rotation, out)), "rows with gaps"
+        blocks = _blocks(width)
+        rotated_rows[count,](tokens, rms.weight, rotation, out, width, rms.eps, pairs=rotation.shape[2], **blocks)
+        return out
+
+    def quantise(self, tokens: torch.Tensor, *, gelu: bool = False) -> Codes:
+        return _codes(tokens, gelu=gelu)
+
+    def _norm(self, tokens: torch.Tensor, norm: Norm, out: Out) -> torch.Tensor:
+        return _passed(tokens, norm, out=out)
+
+    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Out, out: torch.Tensor) -> torch.Tensor:
+        _launch(tokens, None, update, None if gate is None else Gate(gate), out)
+        return out
+
+
+def _passed(
+    tokens: torch.Tensor,
+    norm: Norm | Rms,
+    update: torch.Tensor | None = None,
+    gate: Gate | None = None,
+    state: Out = None,
+    out: Out = None,
+) -> torch.Tensor:
+    out = torch.empty_like(tokens) if out is None else out
+    _launch(tokens, norm, update, gate, state, out)
+    return out
+
+
+def _codes(
+    tokens: torch.Tensor,
+    norm: Norm | None = None,
+    update: torch.Tensor | None = None,
+    gate: Gate | None = None,
+    state: Out = None,
+    gelu: bool = False,
+) -> Codes:
+    out = torch.empty_like(tokens, dtype=FP8)
+    scales = torch.empty(tokens.shape[1], 1, dtype=torch.float32, device=tokens.device)
+    _launch(tokens, norm, update, gate, state, out, scales, gelu)
+    return Codes(out[0], scales, tokens.dtype)
+
+
+def _launch(
+    tokens: torch.Tensor,
+    norm: Norm | Rms | None,
+    update: torch.Tensor | None,
+    gate: Gate | None,
+    state: Out,
+    out: Out = None,
+    scales: Out = None,
+    gelu: bool = False,
+) -> None:
+    """Write `tokens + update * gate` to `state`, and its norm or GELU, or codes of these, to `out`."""
+    count, width = tokens.shape[1:]
+    assert all(each is None or each.is_contiguous() for each in (tokens, update, state, out)), "rows with gaps"
+    weight, bias, eps, modulated = None, None, 0.0, False
+    if isinstance(norm, Norm):
+        weight, bias, eps, modulated = norm.scale, norm.shift, norm.eps, norm.modulated
+    elif norm is not None:
+        weight, eps = norm.weight, norm.eps
+    factors = None if gate is None else gate.rows
+    pointers = tokens, update, factors, state, weight, bias, out, scales
+    rows[count,](*pointers, width, eps, modulated=modulated, gelu=gelu, **_blocks(width))
+
+
+def _blocks(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"block": block, "num_warps": max(1, min(16, block // VALUES_PER_WARP))}
