@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from ..devices import AUTO, dtype_name
 from ..host import WEIGHT_DTYPES, ModelStreaming, ShareVisits, current_host, io, search_aliases
 from ..plan import AutoOffload
-from ..schema import LARGEST_STRENGTH, ExpertsRef, LoraRef, Notice, OffloadPolicy, parse_step_strengths
+from ..schema import LARGEST_STRENGTH, ExpertsRef, KernelSet, LoraRef, Notice, OffloadPolicy, parse_step_strengths
 from ..wan import (
     ARITHMETIC_CHOICES,
     ATTENTIONS,
@@ -80,10 +80,21 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         optional=True,
         tooltip="Arithmetic for matrices in int8 and fp8, stored so in the file or by `storage`. decoded: they become "
         "compute_dtype on arrival. as stored: they are multiplied as they are: half the memory of buffers and "
-        "resident blocks, but slower than bf16 on an H100, where it was measured; tokens are rounded to the same "
+        "resident blocks. On an H100 fp8 takes 0.68 to 0.83 of the time of bf16, int8 as long with comfy-kitchen and "
+        "three times as long without it. Tokens are rounded to the same "
         "format, which costs little precision in int8 ConvRot and more in int8 and fp8. int8 by comfy-kitchen where "
         "its CUDA kernels are active, else by torch, slow on a CPU; fp8 by torch, on NVIDIA from the RTX 40 series on. "
         "The node shows what is used, and why.",
+    ),
+    io.Combo.Input(
+        "kernels",
+        options=list(get_args(KernelSet)),
+        default="auto",
+        optional=True,
+        tooltip="Kernels for norms, residuals and the rotary embedding. auto: triton on a GPU where its test passes, "
+        "else torch; the log names it. exact: the order and dtypes of diffusers, to its bits; a step of a short video "
+        "then takes 1.35 times as long on an H100. The others differ from it in rounding. triton needs a C compiler, "
+        "comfy-kitchen the package of that name.",
     ),
 )
 """Inputs of every loader of experts."""

@@ -424,6 +424,8 @@ def _describe_experts(ref: ExpertsRef) -> dict[str, str]:
     settings = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}
     if ref.arithmetic != "decoded":
         settings["Multiplied in"] = ref.arithmetic
+    if ref.kernels != "auto":
+        settings["Kernels"] = ref.kernels
     if ref.attention != "default":
         settings["Attention"] = ref.attention
     if ref.compile:

@@ -16,7 +16,7 @@ from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs.benchmark import _describe_experts
 from wanstream.schema.refs import ExpertsRef
 from wanstream.testing.model import T2V_FILE
-from wanstream.wan.transformer.kernels import INDUCTOR, Kernels, KernelsError
+from wanstream.wan.kernels.attention import INDUCTOR, Kernels, KernelsError
 
 PAIR = {
     "high_noise": "wan2.2_t2v_high_noise_14B_fp16.safetensors",

@@ -81,10 +81,10 @@ def test_a_lora_runs_again_when_the_settings_next_to_it_change(tmp_path: Path) -
 # Saved workflows refer to ids, inputs and outputs: a change here breaks them.
 SNAPSHOT = {
     "WanStreamExperts": (
-        "high_noise low_noise compute_dtype storage attention compile arithmetic",
+        "high_noise low_noise compute_dtype storage attention compile arithmetic kernels",
         "WANSTREAM_EXPERTS",
     ),
-    "WanStreamOneExpert": ("file compute_dtype storage attention compile arithmetic", "WANSTREAM_EXPERTS"),
+    "WanStreamOneExpert": ("file compute_dtype storage attention compile arithmetic kernels", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low strength_steps", "WANSTREAM_EXPERTS"),
     "WanStreamLoadDiffusionModel": ("unet_name weight_dtype policy share_visits lora_on_arrival", "MODEL"),
     "WanStreamStreamModel": ("model policy share_visits lora_on_arrival", "MODEL"),
