@@ -19,7 +19,10 @@ PAGE = RESULTS.parent.parent / "docs" / "hardware.md"
 PLACE = re.compile(r"(<!-- selftests -->\n).*?(<!-- end -->)", re.DOTALL)
 EXPECTED = (*GPUS, "AMD GPU (ROCm)", "Intel GPU (XPU)", "Apple GPU (MPS)")
 """Cards that have a row, with or without a file."""
-HEAD = ("card", "checks", "versions", "RAM to device", "file to RAM", "block", "streamed / longer", "file")
+HEAD = (
+    *("card", "checks", "versions", "RAM to device", "file to RAM", "block", "share of limit", "streamed / longer"),
+    "file",
+)
 
 
 def page(text: str, results: Sequence[Result]) -> str:
@@ -42,6 +45,8 @@ def _row(result: Result) -> tuple[str, ...]:
     outcomes = Counter(check["outcome"] for check in checks.values() if check["outcome"] != "not needed")
     h2d, disk, flops = (machine.get(name) for name in ("h2d_bytes_per_s", "disk_bytes_per_s", "flops_per_s"))
     ratio = checks["overlap"]["figures"].get("ratio")
+    arithmetic = checks.get("arithmetic", {}).get("figures", {}).get("arithmetic", {})
+    shares = ", ".join(f"{name} {times['limit_share']:.0%}" for name, times in arithmetic.items())
     card = described["Device"] if machine.get("computes_on") != "cpu" else described["Processor"]
     return (
         card,
@@ -50,6 +55,7 @@ def _row(result: Result) -> tuple[str, ...]:
         "" if h2d is None else format_rate(h2d),
         "" if disk is None else format_rate(disk),
         "" if flops is None else f"{flops / 1e12:.2f} TFLOP/s",
+        shares,
         "" if ratio is None else f"{ratio:.2f}",
         f"`{result.name}`",
     )

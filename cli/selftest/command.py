@@ -23,6 +23,7 @@ from ..arguments import DONE, FAILED, INVALID, ArgumentError, create_output_fold
 from ..options import SelftestOptions
 from .device_checks import (
     Subject,
+    check_arithmetic,
     check_copies,
     check_decoding,
     check_overlap,
@@ -138,5 +139,6 @@ def _checks(subject: Subject, folder: Path) -> Iterator[dict[str, Check]]:
             "memory given back": partial(check_given_back, runs),
             "overlap": partial(check_overlap, subject),
             "rates": partial(check_rates, subject),
+            "arithmetic": partial(check_arithmetic, subject),
         }
         yield checks

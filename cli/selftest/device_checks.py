@@ -14,9 +14,10 @@ import torch
 from ...devices import DeviceRuntime, PageLockError, auto_dtype, available_bytes, clock_for, dtype_name, runtime_for
 from ...host import measure_machine
 from ...offload import attach_offload, map_memory, wrong_decodings
+from ...plan import choose_arithmetic
 from ...schema import ExpertShape, OffloadPolicy, VideoShape, format_rate, format_size
 from ...testing import TinyShape
-from ...wan import block_pass, random_block
+from ...wan import METERED_TOKENS, block_pass, measure_block, random_block
 from .findings import Finding
 
 SIZES = (1, 4097, 64 * 1024**2)
@@ -47,6 +48,8 @@ class Subject:
     """Tokens of the blocks that are timed next to copies."""
     video: VideoShape = VIDEO
     """Size of the video whose block is timed alone."""
+    metered_tokens: int = METERED_TOKENS
+    """Tokens of the block that is timed in each arithmetic."""
     lock_bytes: int = LOCK_BYTES
 
     @cached_property
@@ -174,6 +177,27 @@ def check_rates(subject: Subject) -> Finding:
     words.append(f"a block {machine.flops_per_s / 1e12:.2f} TFLOP/s")
     figures = {"machine": machine.to_dict(), "notes": profile.notes}
     return Finding(outcome="passed", words=", ".join(words), figures=figures)
+
+
+def check_arithmetic(subject: Subject) -> Finding:
+    """Time a block in each arithmetic and in parts, next to products and attention alone; on a GPU only."""
+    if subject.runtime is None:
+        return Finding(outcome="not needed", words="a CPU decodes 8-bit matrices")
+    times = measure_block(subject.block, subject.metered_tokens, subject.device, most_s=0.5)
+    dtype = dtype_name(auto_dtype(subject.device))
+    words = [
+        f"{name or dtype} {1e3 * each.visit_s:.2f} ms a visit, {each.limit_share:.0%} of the card's limit ("
+        + ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in each.parts.items())
+        + ")"
+        for name, each in times.items()
+    ]
+    choice = choose_arithmetic(times)
+    figures = {
+        "tokens": subject.metered_tokens,
+        "arithmetic": {name or dtype: each.to_dict() for name, each in times.items()},
+        "multiplied": choice.multiplied,
+    }
+    return Finding(outcome="passed", words="; ".join([*words, choice.words]), figures=figures)
 
 
 def check_overlap(subject: Subject) -> Finding:

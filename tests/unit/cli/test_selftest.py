@@ -13,8 +13,10 @@ from wanstream.cli import main
 from wanstream.cli.options import PlanOptions
 from wanstream.cli.plan import requested_machine
 from wanstream.cli.selftest import command
-from wanstream.cli.selftest.command import run_check
+from wanstream.cli.selftest.command import SMALL, run_check
+from wanstream.cli.selftest.device_checks import Subject, check_arithmetic
 from wanstream.cli.selftest.findings import Finding, Outcome, findings_table, verdict
+from wanstream.devices import auto_dtype, dtype_name
 from wanstream.schema import T2V_A14B
 from wanstream.testing import TinyShape
 
@@ -90,3 +92,16 @@ def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "File exists" in told.err
     assert "no such file or folder" in told.err
     assert "cuda:99 does not exist" in told.err
+
+
+def test_the_arithmetic_of_a_block_is_printed_and_stored() -> None:
+    subject = Subject(device=CPU, models=None, tiny=SMALL, block=TINY_BLOCK, metered_tokens=64)
+    assert check_arithmetic(subject).outcome == "not needed"
+    vars(subject)["runtime"] = object()  # as on a GPU
+    finding = check_arithmetic(subject)
+    assert finding.outcome == "passed"
+    assert "of the card's limit (" in finding.words
+    stored = json.loads(json.dumps(finding.figures))
+    assert stored["tokens"] == 64
+    assert {"int8", dtype_name(auto_dtype(subject.device))} <= set(stored["arithmetic"])
+    assert all(0 < each["limit_share"] <= 1.5 for each in stored["arithmetic"].values())
