@@ -24,7 +24,7 @@ from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap, parse_step_strengths
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.tests.support.reports import Reports, latents_of
-from wanstream.wan.transformer.kernels import KernelsError
+from wanstream.wan.kernels.attention import KernelsError
 
 MakeTask = Callable[..., RunTask]
 MakeRef = Callable[..., ExpertsRef]
