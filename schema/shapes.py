@@ -232,7 +232,7 @@ class ExpertShape:
         if kernels.linear_format:
             in_block = max(in_block, self._int8_block_bytes(local_tokens, chunk, value))
         if local_tokens < tokens:
-            in_block = max(in_block, local_tokens * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
+            in_block = max(in_block, local_tokens * self._shared_bytes_per_token(value, ring, ulysses))
         rotary = (tokens + sum(set(shorter))) * HEAD_DIM * FP32_BYTES
         # Hidden states of the lanes that are not in the block, and embedded texts, in rows of D values.
         waiting = (lanes - 1) * local_tokens + tokens - local_tokens + (2 * lanes + 2) * TEXT_TOKENS
@@ -250,18 +250,17 @@ class ExpertShape:
         shorter = [tokens for tokens in lane_tokens if tokens < longest]
         return self.working_bytes(longest, lanes=len(lane_tokens), shorter=shorter, **settings)
 
-    def _shared_bytes_per_token(self, value: int, chunk_tokens: int | None, ring: int, ulysses: int) -> int:
+    def _shared_bytes_per_token(self, value: int, ring: int, ulysses: int) -> int:
         """Return the peak bytes per local token while workers share an attention.
 
         Counted in tensors of D values per token:
 
-        * the block: q, k, v, its input, and the norm of the input (in a chunked block v reuses the norm's memory);
+        * the block: q, k, v and its input;
         * Ulysses: eight more for q, k and v in send order, as received, and reordered; not all exist at once;
         * ring: k and v to send, those of all its workers, q, k, v and the result in the kernel's layout, and in fp32
           the accumulated result, the new one and a temporary.
         """
-        narrow = 5 if chunk_tokens is None else 4
-        narrow += 8 if ulysses > 1 else 0
+        narrow = 4 + (8 if ulysses > 1 else 0)
         narrow += 2 * ring + 6 if ring > 1 else 0
         return self.width * (narrow * value + (3 * FP32_BYTES if ring > 1 else 0))
 

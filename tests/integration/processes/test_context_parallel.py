@@ -292,7 +292,7 @@ def test_the_estimate_of_shared_tokens_is_what_a_worker_holds_at_once(
     counting = str(Path(__file__).parents[2] / "unit" / "sampling" / "test_working_bytes.py")
     for case in cases:
         for alive, estimate in split.all(job_hold, counting, *case):
-            assert 0.97 * estimate <= alive <= 1.03 * estimate
+            assert 0.9 * estimate <= alive <= 1.03 * estimate
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2, ulysses=2)], ids=str)
