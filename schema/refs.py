@@ -17,7 +17,7 @@ Arithmetic = Literal["decoded", "as stored", "int8", "fp8"]
 of one of them as they are."""
 
 KernelSet = Literal["auto", "triton", "torch", "comfy-kitchen", "exact"]
-"""What computes norms, residuals and the rotary embedding; "auto" is the fastest that works on the device."""
+"""Kernels for norms, residuals and the rotary embedding. "auto": the fastest ones of the device."""
 
 Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "int8", "xformers"]
 """Attention backend; "default" is the choice of diffusers."""

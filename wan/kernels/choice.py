@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from ...devices import is_broken_device
 from ...schema import KernelSet
 from .attention import KernelsError
 from .block_math import EXACT, BlockMath, Gate, Norm, Rms, TorchMath
@@ -76,9 +77,8 @@ def choose_math(name: KernelSet, device: torch.device, dtype: torch.dtype, width
             math = makers[tried]()
             fault = None if math is EXACT else math_fault(math, device, dtype, width)
             if fault is None and math.quantises:
-                codes_fault = _fault_of(_codes_difference, math, device, dtype, width)
-                # Cards without fp8 units: nothing multiplies codes there either.
-                math.quantises = codes_fault is None
+                # Not on cards without fp8 units: nothing multiplies codes there either.
+                math.quantises = _fault_of(_codes_difference, math, device, dtype, width) is None
         except KernelsError as err:
             fault = str(err)
         if fault is None:
@@ -149,6 +149,8 @@ def _fault_of(difference: Callable[..., str | None], *arguments: Any) -> str | N
     try:
         return difference(*arguments)
     except Exception as err:  # noqa: BLE001 (compilers and drivers raise kinds of their own)
+        if is_broken_device(err):  # no other set would work there
+            raise
         return f"fails ({first_line(err)})"
 
 
