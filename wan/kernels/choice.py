@@ -148,7 +148,7 @@ def math_fault(math: BlockMath, device: torch.device, dtype: torch.dtype, width:
 def _fault_of(difference: Callable[..., str | None], *arguments: Any) -> str | None:
     try:
         return difference(*arguments)
-    except Exception as err:  # noqa: BLE001 (compilers and drivers raise kinds of their own)
+    except Exception as err:  # compilers and drivers raise kinds of their own
         if is_broken_device(err):  # no other set would work there
             raise
         return f"fails ({first_line(err)})"
