@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ..schema import StepRecord, format_seconds, format_size, second_digits
+from ..schema import StepRecord, format_seconds, format_size, limit_share, second_digits
 from .figures import TOTAL, Spread, memory_bytes
 from .report import Report, Variant
 
@@ -152,7 +152,9 @@ def _draw_panel(canvas: _Canvas, variant: Variant, top: float, seconds: float, m
     left, right, floor = MARGIN + 48, WIDTH - MARGIN, top + PANEL - 38
     height = floor - top - 56 - STRIP
     hidden = "" if median.overlap is None else f", {100 * median.overlap:.0f} % of the transfers hidden"
-    figures = f"{TOTAL.text(total)}, moved {format_size(median.bytes_moved)}{hidden}"
+    share = limit_share(median, variant.predicted)
+    limit = "" if share is None else f", computed at {share:.0%} of the device's limit"
+    figures = f"{TOTAL.text(total)}{limit}, moved {format_size(median.bytes_moved)}{hidden}"
     canvas.text(MARGIN, top + 22, variant.name, size=14, max_width=560)
     canvas.text(right, top + 22, figures, colour="soft", anchor="rs")
     for part in (0.0, 0.5, 1.0):

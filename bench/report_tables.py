@@ -16,6 +16,7 @@ from ..schema import (
     format_seconds,
     format_size,
     largest_known,
+    limit_share,
     second_digits,
     together,
 )
@@ -40,6 +41,7 @@ def comparison(report: Report) -> Table:
     figures = [figure for figure in FIGURES if not many or figure.name in ROW_FIGURES]
     rows = [(figure.name, *_figure_cells(figure, variants, digits)) for figure in figures]
     rows += [
+        ("Compute at the limit of the device", *map(_limit, variants)),
         ("Predicted total", *map(_predicted, variants)),
         ("Latents", *(_latents(variant, report) for variant in variants)),
         ("Remarks", *map(_remarks, variants)),
@@ -83,6 +85,12 @@ def _predicted(variant: Variant) -> str:
     wall = variant.predicted.wall_s
     measured = "" if total is None or wall <= 0 else f" (measured: {total.median / wall:.2f}x)"
     return f"{format_seconds(wall)} s{measured}"
+
+
+def _limit(variant: Variant) -> str:
+    """Format the share of the compute time that products and attention would take alone."""
+    spread = Spread.of(limit_share(timeline, variant.predicted) for timeline in variant.measured)
+    return "" if spread is None else spread.text("share")
 
 
 def _latents(variant: Variant, report: Report) -> str:

@@ -50,7 +50,7 @@ def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:
         ("file to RAM", _rate(machine.disk_bytes_per_s)),
         ("RAM to RAM", _rate(machine.copy_bytes_per_s)),
         (f"a Wan block at {shown}", f"{machine.flops_per_s / 1e12:.2f} TFLOP/s"),
-        ("its linear layers in int8", f"{int8:.2f} x as fast" if (int8 := machine.linear_speedups.get("int8")) else ""),
+        *((f"its linear layers in {name}", f"{rate:.2f} x as fast") for name, rate in machine.linear_speedups.items()),
         ("decoding fp8 (output bytes)", _rate(machine.decode_bytes_per_s)),
         ("quantising to fp8 (input bytes)", _rate(machine.quantise_bytes_per_s)),
     ]

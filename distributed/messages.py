@@ -9,8 +9,18 @@ from pathlib import Path
 import torch
 
 from ..sampling import DenoiseRequest, RunState
-from ..schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
-from ..wan import BY_FILE_NAME, CodeFormat
+from ..schema import (
+    Cancelled,
+    CodeFormat,
+    ExpertsRef,
+    Mesh,
+    OffloadPolicy,
+    PathMap,
+    StepRecord,
+    Timeline,
+    WeightPlacement,
+)
+from ..wan import BY_FILE_NAME
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,14 @@ import torch
 from ..bench import processor_name
 from ..devices import auto_dtype, cgroup_limits, dtype_name, runtime_for
 from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
-from ..plan import Machine
+from ..plan import BlockRates, BlockTimes, Machine
 from ..schema import T2V_A14B, ExpertShape, VideoShape
-from ..wan import block_pass, probe_block, probe_int8, random_block
+from ..wan import MIN_TOKENS, block_pass, measure_block, metered_tokens, probe_block, random_block
 from .folders import GGUF_FILES, WEIGHT_FILES
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 USUAL_TOKENS = VideoShape(width=832, height=480, frames=81).tokens
 BUSY_TOKENS = 4096
 """Tokens of the block that computes during the copies of the bus probe: some tens of milliseconds on any GPU."""
@@ -178,10 +178,12 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         disk = probe_disk(file)
     notes.append(f"disk: {disk.how}")
     compute = probe_block(expert, tokens, device)
-    int8 = probe_int8(expert, device)
+    metered = metered_tokens(expert, compute, device)
+    times = {} if metered is None else measure_block(expert, metered, device, most_s=0.2)
+    rates = {} if metered is None else vars(BlockRates.of(times, expert, metered))
     if compute.tokens < tokens:
         notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by operation count")
-    notes.append("int8: not multiplied here" if int8 is None else f"int8: {int8.backend}, {int8.tokens} tokens")
+    notes += _meter_notes(times, metered, device)
     bus = None if runtime is None else _bus(device, expert)
     if bus is not None:
         notes.append(f"bus: {bus.words()}")
@@ -201,8 +203,15 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         decode_bytes_per_s=probe_decode(torch.device("cpu") if runtime is None else device),
         copy_bytes_per_s=probe_copy(),
         quantise_bytes_per_s=probe_quantise(),
-        linear_speedups={} if int8 is None else {"int8": int8.speedup},
+        **rates,
     )
+
+
+def _meter_notes(times: Mapping[str, BlockTimes], tokens: int | None, device: torch.device) -> list[str]:
+    """Return a line on the parts of a visit in each arithmetic."""
+    if tokens is None:
+        return [f"arithmetic: not measured, because a visit of {MIN_TOKENS} tokens takes too long or too much memory"]
+    return [f"{name or dtype_name(auto_dtype(device))}: {each.words}, {tokens} tokens" for name, each in times.items()]
 
 
 def _bus(device: torch.device, expert: ExpertShape) -> BusRates:

@@ -18,6 +18,7 @@ from ..wan import (
     choose_multiplication,
     expert_mismatches,
     lora_mismatches,
+    measured_arithmetic,
 )
 from . import sockets
 from .inputs import show_notices
@@ -80,11 +81,12 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         optional=True,
         tooltip="Arithmetic for matrices in int8 and fp8, stored so in the file or by `storage`. decoded: they become "
         "compute_dtype on arrival. as stored: they are multiplied as they are: half the memory of buffers and "
-        "resident blocks. On an H100 fp8 takes 0.68 to 0.83 of the time of bf16, int8 as long with comfy-kitchen and "
-        "three times as long without it. Tokens are rounded to the same "
-        "format, which costs little precision in int8 ConvRot and more in int8 and fp8. int8 by comfy-kitchen where "
-        "its CUDA kernels are active, else by torch, slow on a CPU; fp8 by torch, on NVIDIA from the RTX 40 series on. "
-        "The node shows what is used, and why.",
+        "resident blocks. auto: as stored if a block is then at least 5 % faster on this GPU, which is measured "
+        "once in about a second; always decoded on a CPU. On an H100 fp8 takes 0.68 to 0.83 of the time of bf16, int8 "
+        "as long with comfy-kitchen and three times as long without it. Tokens are rounded to the same format, which "
+        "costs little precision in int8 ConvRot and more in int8 and fp8. int8 by comfy-kitchen where its CUDA "
+        "kernels are active, else by torch, slow on a CPU; fp8 by torch, on NVIDIA from the RTX 40 series on. The node "
+        "shows what is used, and why.",
     ),
     io.Combo.Input(
         "kernels",
@@ -182,8 +184,12 @@ def _opened_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
 
 def _arithmetic_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
     """Return notices on what multiplies matrices as they are stored here."""
-    if ref.arithmetic == "decoded":
+    if ref.arithmetic == "decoded" or (ref.arithmetic == "auto" and not pair.code_formats):
         return []
+    if ref.arithmetic == "auto":
+        exact = replace(ref, compute_dtype=dtype_name(pair.compute_dtype))
+        choice = measured_arithmetic(exact, current_host().device())
+        return [Notice(text=choice.words, level="note", values={"arithmetic": ref.arithmetic})]
     if not pair.code_formats:
         unchanged = 'arithmetic "as stored" changes nothing, because no int8 or fp8 matrix may be multiplied'
         remedy = 'choose storage "int8 ConvRot", or write files with `wanstream quantise`'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..schema import OffloadPolicy
-from .block_times import ArithmeticChoice, BlockTimes, choose_arithmetic
+from .block_times import ArithmeticChoice, BlockRates, BlockTimes, choose_arithmetic
 from .candidates import CHUNKS
 from .machine import Machine, expected_machine
 from .measured_policy import WORTH, MeasuredBlocks, MeasuredPolicy, choose_measured
@@ -19,7 +19,7 @@ from .planner import (
     plan_alternatives,
     plan_offload,
 )
-from .predict import predict
+from .predict import limit_seconds, predict
 from .profile_update import calibrate_machine
 from .ram_program import DIRECT, RamProgram, RamResidency, RunPrograms, compile_ram, plan_ram
 from .shrink import bytes_to_free, eviction_order, keep_near_policy, next_smaller_policy, shrink_to_budget
@@ -67,6 +67,7 @@ __all__ = [
     "Assignment",
     "AutoOffload",
     "BlockKey",
+    "BlockRates",
     "BlockTimes",
     "Budgets",
     "Candidate",
@@ -110,6 +111,7 @@ __all__ = [
     "expected_machine",
     "expert_at",
     "keep_near_policy",
+    "limit_seconds",
     "nested_sizes",
     "next_smaller_policy",
     "order_groups",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
+
+from ..schema import CodeFormat, ExpertShape
 
 WORTHWHILE = 0.95
 """Products in 8 bits lose digits, so a visit has to take at most this share of one in the compute dtype."""
@@ -29,16 +31,46 @@ class BlockTimes:
         """Products and attention alone, as a share of the visit."""
         return (self.products_s + self.attention_s) / self.visit_s
 
+    @property
+    def words(self) -> str:
+        """Time of a visit, the share of the limit, and the milliseconds of each part."""
+        parts = ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in self.parts.items())
+        return f"{1e3 * self.visit_s:.2f} ms a visit, {self.limit_share:.0%} of the device's limit ({parts})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, ready for JSON."""
         return {**asdict(self), "limit_share": self.limit_share}
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockRates:
+    """Rates of the parts of a block, the fields of a `Machine` of the same names."""
+
+    product_flops_per_s: Mapping[str, float]
+    attention_flops_per_s: float
+    linear_speedups: Mapping[str, float]
+
+    @classmethod
+    def of(cls, times: Mapping[str, BlockTimes], shape: ExpertShape, tokens: int) -> BlockRates:
+        """Return the rates from `times` by format, "" included, of a block of `shape` and one lane of `tokens`."""
+        plain = times[""]
+        linear_s = plain.visit_s * shape.linear_flops(tokens) / shape.block_flops(tokens)
+        # A visit in 8 bits differs in its linear layers only, which take at least as long as their products.
+        lasted = {
+            name: max(linear_s + each.visit_s - plain.visit_s, each.products_s) for name, each in times.items() if name
+        }
+        return cls(
+            product_flops_per_s={name: shape.linear_flops(tokens) / each.products_s for name, each in times.items()},
+            attention_flops_per_s=shape.attention_flops(tokens) / plain.attention_s,
+            linear_speedups={name: linear_s / seconds for name, seconds in lasted.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArithmeticChoice:
     """Formats of codes that are multiplied as they are stored, and the reason."""
 
-    multiplied: tuple[str, ...]
+    multiplied: tuple[CodeFormat, ...]
     words: str
 
 
@@ -50,7 +82,8 @@ def choose_arithmetic(times: Mapping[str, BlockTimes]) -> ArithmeticChoice:
     """
     plain = times[""]
     others = {name: each for name, each in times.items() if name}
-    multiplied = tuple(name for name, each in others.items() if each.visit_s <= WORTHWHILE * plain.visit_s)
+    pay = [name for name, each in others.items() if each.visit_s <= WORTHWHILE * plain.visit_s]
+    multiplied = tuple(name for name in get_args(CodeFormat) if name in pay)
     reasons = [
         f"{name} matrices are {'multiplied as they are stored' if name in multiplied else 'decoded'}: a block takes "
         f"{1e3 * each.visit_s:.2f} ms in {name}, {1e3 * plain.visit_s:.2f} ms in the compute dtype and "

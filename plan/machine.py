@@ -15,6 +15,7 @@ LINEAR_FORMATS = ("int8", "fp8")
 """Formats other than the compute dtype for linear layer products."""
 
 _TEXTS = ("name", "origin", "computes_on")
+_TABLES = ("linear_speedups", "product_flops_per_s")
 _BUS_RATES = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
 
 
@@ -51,23 +52,30 @@ class Machine:
 
     A missing format counts as 1. Attention is computed in the compute dtype in any case.
     """
+    product_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Rate of the matrix products of a block alone, by format; "" is the compute dtype. Empty: not measured."""
+    attention_flops_per_s: float | None = None
+    """Rate of the attention of a block alone. None: not measured."""
 
     def __post_init__(self) -> None:
         if self.computes_on not in get_args(ComputesOn):
             raise ValueError(f"computes_on is {self.computes_on!r}, choose one of {get_args(ComputesOn)}")
         may_be_none = _BUS_RATES if self.computes_on == "cpu" else ()
         for name, value in vars(self).items():
-            if name in _TEXTS or name == "linear_speedups":
+            if name in (*_TEXTS, *_TABLES):
+                continue
+            if name == "attention_flops_per_s" and value is None:
                 continue
             if name == "vram_bytes" and self.computes_on == "cpu" and value == 0:
                 continue
             if value is None and name in may_be_none:
                 continue
             self._check_rate(name, value)
-        if unknown := [name for name in self.linear_speedups if name not in LINEAR_FORMATS]:
-            raise ValueError(f"linear_speedups of {self.name} has {unknown[0]!r}, choose from {LINEAR_FORMATS}")
-        for name, value in self.linear_speedups.items():
-            self._check_rate(f"the speed-up of {name}", value)
+        for table, formats in zip(_TABLES, (LINEAR_FORMATS, ("", *LINEAR_FORMATS)), strict=True):
+            for name, value in getattr(self, table).items():
+                if name not in formats:
+                    raise ValueError(f"{table} of {self.name} has {name!r}, choose from {formats}")
+                self._check_rate(f"{table} of {name or 'the compute dtype'}", value)
 
     def _check_rate(self, name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -87,11 +95,12 @@ class Machine:
 
         Raises ValueError for missing or unknown fields and for figures out of range.
         """
-        speedups = data.get("linear_speedups", {})
-        if not isinstance(speedups, Mapping):
-            raise ValueError(f"not a machine: linear_speedups is {speedups!r}, it must be a table of numbers")
+        tables = {name: data.get(name, {}) for name in _TABLES}
+        for name, table in tables.items():
+            if not isinstance(table, Mapping):
+                raise ValueError(f"not a machine: {name} is {table!r}, it must be a table of numbers")
         try:
-            machine = cls(**{**data, "linear_speedups": dict(speedups)})
+            machine = cls(**{**data, **tables})
         except TypeError as err:
             raise ValueError(f"not a machine: {err}") from err
         for name in ("name", "origin"):

@@ -108,6 +108,20 @@ def equivalent_flops(job: OffloadJob, machine: Machine, lane_tokens: Sequence[in
     )
 
 
+def limit_seconds(job: OffloadJob, machine: Machine, lane_tokens: Sequence[int]) -> float | None:
+    """Return the seconds that products and attention of one block take alone for lanes of these tokens.
+
+    None if the machine was not measured so, or not in the format of the linear layers.
+    """
+    products = machine.product_flops_per_s.get(job.linear_format)
+    if products is None or machine.attention_flops_per_s is None:
+        return None
+    linear, attention = (
+        sum(map(flops, lane_tokens)) for flops in (job.expert.linear_flops, job.expert.attention_flops)
+    )
+    return linear / products + attention / machine.attention_flops_per_s
+
+
 def read_seconds(job: OffloadJob, machine: Machine) -> float:
     """Return the seconds to read one block from its file into RAM; quantising runs in parallel with reading."""
     read_s = job.file_bytes / machine.disk_bytes_per_s

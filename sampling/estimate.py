@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 
 from ..devices import compute_device, dtype_name, runtime_for
-from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
+from ..plan import RAW_SLOTS, Machine, OffloadJob, limit_seconds, predict
 from ..schema import OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
 from .cache.settings import CacheSettings, FirstBlockCache, policy_with_cache
 from .cache.stages import start_cache
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at, patches_at
-from .memory import expert_shape, extra_tokens_of, kernel_needs, tokens_of
+from .memory import extra_tokens_of, kernel_needs, tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
@@ -67,7 +67,7 @@ def offload_job(  # noqa: PLR0913 (the planner's description of a run)
     # The first block is resident with this cache. Under a policy with residents this counts one buffer too many.
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
     return OffloadJob(
-        expert=expert_shape(pair),
+        expert=pair.high.config.shape,
         tokens=tokens_of(shape) + max(extra_tokens),
         extra_tokens=extra_tokens if any(extra_tokens) else (),
         lanes=lanes,
@@ -142,10 +142,16 @@ def predicted_calls(
     found = {step.index: step for step in simulated.steps}
     whole = [found.get(number) or _without_blocks(job, number) for number in range(len(job.experts_of_steps))]
     steps = tuple(
-        replace(step, index=index, sigma=sigma)
+        replace(step, index=index, sigma=sigma, limit_s=_limit_s(job, machine, index - first_step))
         for index, (step, sigma) in enumerate(zip(whole, sigmas, strict=True), first_step)
     )
     return replace(simulated, steps=steps)
+
+
+def _limit_s(job: OffloadJob, machine: Machine, number: int) -> float | None:
+    """Return `StepRecord.limit_s` of a step in which no lane is skipped."""
+    block_s = limit_seconds(job, machine, job.lane_tokens_of_step(number))
+    return None if block_s is None else block_s * job.block_counts[job.experts_of_steps[number]]
 
 
 def _without_blocks(job: OffloadJob, number: int) -> StepRecord:

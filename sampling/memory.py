@@ -10,7 +10,7 @@ import torch
 
 from ..devices import available_bytes, free_bytes
 from ..plan import CHUNKS, shrink_to_budget
-from ..schema import HEAD_DIM, ExpertShape, KernelNeeds, OffloadPolicy, largest_share, patch_grid
+from ..schema import KernelNeeds, OffloadPolicy, largest_share, patch_grid
 from ..wan import ATTENTIONS, ExpertPair
 from .cache.settings import CacheSettings
 from .errors import InsufficientMemoryError
@@ -36,7 +36,7 @@ def working_bytes(
         share: this worker's share of a step.
         cache: step cache, whose tensors are included.
     """
-    expert = expert_shape(pair)
+    expert = pair.high.config.shape
     return expert.lanes_bytes(
         largest_share(lane_tokens(shape, sides), share.cfg),
         value_bytes=pair.compute_dtype.itemsize,
@@ -52,19 +52,6 @@ def kernel_needs(pair: ExpertPair) -> KernelNeeds:
     """Return what the kernels of the pair's blocks allocate; most layers of a file are in one format."""
     return KernelNeeds(
         attention_bytes=ATTENTIONS[pair.kernels.attention].working_bytes, linear_format=next(iter(pair.multiplied), "")
-    )
-
-
-def expert_shape(pair: ExpertPair) -> ExpertShape:
-    """Return the shape of the pair's experts."""
-    config = pair.high.config
-    return ExpertShape(
-        width=config.num_attention_heads * HEAD_DIM,
-        ffn_width=config.ffn_dim,
-        blocks=config.num_layers,
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        image_width=config.image_dim,
     )
 
 

@@ -12,7 +12,9 @@ from .step_strengths import StepRange, StepStrengths
 Storage = Literal["as stored", "fp8", "int8 ConvRot"]
 """Form of the blocks in RAM and on the bus."""
 
-Arithmetic = Literal["decoded", "as stored", "int8", "fp8"]
+CodeFormat = Literal["int8", "fp8"]
+"""Format of matrices that can be multiplied as they are stored."""
+Arithmetic = Literal["auto", "decoded", "as stored", "int8", "fp8"]
 """Multiplication by matrices that are stored in int8 and fp8: decoded to the compute dtype, or those of both formats or
 of one of them as they are."""
 

@@ -139,6 +139,8 @@ class StepRecord(_Transfers):
     """Lanes that reused the residual of an earlier step instead of computing blocks (Wan Cache)."""
     skipped_visits: int = 0
     """Blocks that all lanes skipped for that reason; they were neither visited nor fetched."""
+    limit_s: float | None = None
+    """Time of the products and the attention alone at the measured rates of the machine. None: unknown, or measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +263,17 @@ class Timeline(_Transfers):
             return cls(**fields)
         except TypeError as err:
             raise ValueError(f"not a timeline: {err}") from err
+
+
+def limit_share(measured: Timeline, simulated: Timeline | None) -> float | None:
+    """Return the time that products and attention would take alone, as a share of the measured compute time.
+
+    Steps in which a cache skipped lanes do not count. None: the machine was not measured, or no step counts.
+    """
+    limits = {} if simulated is None else {step.index: step.limit_s for step in simulated.steps}
+    steps = [(limits.get(step.index), step.compute_s) for step in measured.steps if not step.skipped_lanes]
+    known = [(limit_s, compute_s) for limit_s, compute_s in steps if limit_s is not None and compute_s > 0]
+    return sum(limit_s for limit_s, _ in known) / sum(compute_s for _, compute_s in known) if known else None
 
 
 def _lines(changes: Any) -> tuple[str, ...]:

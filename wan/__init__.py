@@ -22,24 +22,24 @@ from .experts.open import (
     arithmetic_of,
     open_experts,
     open_pair,
-    with_resolved_precision,
 )
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
-from .kernels import ATTENTIONS, INT8_ATTENTION, CodeFormat, choose_multiplication, multiplied_formats
+from .kernels import ATTENTIONS, INT8_ATTENTION, choose_multiplication, multiplied_formats
 from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .lora.file import lora_version, open_lora
+from .measurement.arithmetic import measured_arithmetic, with_resolved_precision
+from .measurement.meter import METERED_TOKENS, measure_block, metered_tokens
+from .measurement.probe import MIN_TOKENS, block_pass, probe_block, random_block
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import encoder_version, open_text_encoder
 from .text.sentence_model import Piece, sentence_model
 from .transformer.block import BlockSettings, changed, settings_of
 from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
-from .transformer.meter import METERED_TOKENS, measure_block
 from .transformer.nag import Nag
 from .transformer.per_frame_timestep import frame_timesteps
-from .transformer.probe import block_pass, probe_block, probe_int8, random_block
 from .transformer.token_parts import Positions, TokenPart
 from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling
 from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
@@ -66,6 +66,7 @@ __all__ = [
     "INT8_ATTENTION",
     "LATENT_SCALES",
     "METERED_TOKENS",
+    "MIN_TOKENS",
     "OTHER_MODELS_OF_A_CHECKPOINT",
     "PREFIX",
     "RAW",
@@ -78,7 +79,6 @@ __all__ = [
     "WRAPPERS",
     "BlockCache",
     "BlockSettings",
-    "CodeFormat",
     "DecodeNeeds",
     "DecodeOutOfMemoryError",
     "EmbeddingCache",
@@ -128,6 +128,8 @@ __all__ = [
     "lora_version",
     "marker_settings",
     "measure_block",
+    "measured_arithmetic",
+    "metered_tokens",
     "model_version",
     "multiplied_formats",
     "native_transformer_name",
@@ -143,7 +145,6 @@ __all__ = [
     "own_layers",
     "patch_shape",
     "probe_block",
-    "probe_int8",
     "random_block",
     "read_latent",
     "retry_with_smaller_tiles",

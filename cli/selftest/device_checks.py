@@ -185,12 +185,7 @@ def check_arithmetic(subject: Subject) -> Finding:
         return Finding(outcome="not needed", words="a CPU decodes 8-bit matrices")
     times = measure_block(subject.block, subject.metered_tokens, subject.device, most_s=0.5)
     dtype = dtype_name(auto_dtype(subject.device))
-    words = [
-        f"{name or dtype} {1e3 * each.visit_s:.2f} ms a visit, {each.limit_share:.0%} of the card's limit ("
-        + ", ".join(f"{part} {1e3 * seconds:.2f}" for part, seconds in each.parts.items())
-        + ")"
-        for name, each in times.items()
-    ]
+    words = [f"{name or dtype}: {each.words}" for name, each in times.items()]
     choice = choose_arithmetic(times)
     figures = {
         "tokens": subject.metered_tokens,

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -34,7 +34,7 @@ from ...sampling import (
     split_request,
     state_bytes,
 )
-from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
+from ...schema import CodeFormat, ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
 from ...wan import arithmetic_of
 from ..messages import RunTask, StepReport, WorkerFacts
 from ..transport.path_map import check_paths, paths_of
@@ -123,7 +123,8 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             facts = self._connect(experts, parts[0].start_step, should_stop)
-            experts = _in_one_precision(experts, facts)
+            experts = _in_one_dtype(experts, facts)
+            experts = self._in_one_arithmetic(experts, facts, parts[0].start_step, should_stop)
             interval_s = handover_interval_s(max(map(state_bytes, parts)), len(self._groups))
             tasks = [
                 RunTask(
@@ -153,6 +154,35 @@ class Driver:
         for group in self._groups.values():
             group.rendezvous.disable()
 
+    def _in_one_arithmetic(
+        self, experts: ExpertsRef, facts: Sequence[WorkerFacts], start_step: int, should_stop: ShouldStop | None
+    ) -> ExpertsRef:
+        """Replace the arithmetics "as stored" and "auto" by one that suits all workers.
+
+        In different ones their results would differ, and with shards their blocks would have different sizes.
+        """
+        if experts.arithmetic == "as stored":
+            formats = [each.multiplied for each in facts]
+        elif experts.arithmetic == AUTO:
+            formats = self._fast_formats(experts, start_step, should_stop)
+        else:
+            return experts
+        common = [fmt for fmt in formats[0] if all(fmt in each for each in formats)]
+        logger.info("arithmetic %s: %s on all workers", experts.arithmetic, arithmetic_of(common))
+        return replace(experts, arithmetic=arithmetic_of(common))
+
+    def _fast_formats(
+        self, experts: ExpertsRef, start_step: int, should_stop: ShouldStop | None
+    ) -> list[tuple[CodeFormat, ...]]:
+        """Measure all workers at once. The formats of a lost worker are unknown, so that all workers decode."""
+        workers = [worker for group in self._groups.values() for worker in group.rendezvous.workers]
+        requests = [worker.call("fast_formats", experts, self.ref.paths) for worker in workers]
+        _wait_for(requests, start_step, should_stop)
+        lost = [err for each in requests if isinstance(err := each.exception(), WorkerLostError)]
+        for err in lost:
+            logger.warning("arithmetic auto: %s", err)
+        return [()] if lost else [each.result() for each in requests]
+
     def _connect(self, experts: ExpertsRef, start_step: int, should_stop: ShouldStop | None) -> list[WorkerFacts]:
         """Connect the workers of all groups at once, those that are not joined yet. Returns their facts."""
         paths = [str(path) for path in paths_of(experts)]
@@ -160,9 +190,7 @@ class Driver:
             run_in_thread("wanstream-connect", self._connect_group, group.rendezvous, paths)
             for group in self._groups.values()
         ]
-        while wait(connecting, timeout=POLL_S).not_done:
-            if should_stop is not None and should_stop():
-                raise SamplingCancelled(start_step, 0)
+        _wait_for(connecting, start_step, should_stop)
         facts = [each for future in connecting for each in future.result()]
         check_paths(facts, self.ref.paths)
         return facts
@@ -191,20 +219,20 @@ class Driver:
             self._running.release()
 
 
-def _in_one_precision(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsRef:
-    """Replace the compute dtype "auto" and the arithmetic "as stored" by what all workers can compute in.
+def _wait_for(requests: Sequence[Future[Any]], start_step: int, should_stop: ShouldStop | None) -> None:
+    """Wait for all requests. Raises SamplingCancelled if `should_stop` returns True."""
+    while wait(requests, timeout=POLL_S).not_done:
+        if should_stop is not None and should_stop():
+            raise SamplingCancelled(start_step, 0)
 
-    In different ones their results would differ, and with shards their blocks would have different sizes.
-    """
-    if experts.compute_dtype == AUTO:
-        dtype = common_dtype([getattr(torch, each.auto_dtype) for each in facts])
-        logger.info("compute_dtype auto: the blocks compute in %s on all workers", dtype_name(dtype))
-        experts = replace(experts, compute_dtype=dtype_name(dtype))
-    if experts.arithmetic == "as stored":
-        common = [fmt for fmt in facts[0].multiplied if all(fmt in each.multiplied for each in facts)]
-        experts = replace(experts, arithmetic=arithmetic_of(common))
-        logger.info("arithmetic as stored: %s on all workers", experts.arithmetic)
-    return experts
+
+def _in_one_dtype(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsRef:
+    """Replace the compute dtype "auto" by one in which all workers can compute."""
+    if experts.compute_dtype != AUTO:
+        return experts
+    dtype = common_dtype([getattr(torch, each.auto_dtype) for each in facts])
+    logger.info("compute_dtype auto: the blocks compute in %s on all workers", dtype_name(dtype))
+    return replace(experts, compute_dtype=dtype_name(dtype))
 
 
 def stage_steps(request: DenoiseRequest, stages: int, begun: RunState | None = None) -> list[range]:

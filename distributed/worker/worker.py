@@ -21,8 +21,15 @@ import torch
 from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
 from ...plan import VRAM_RESERVE
 from ...sampling import RunSlice, RunState, StepProgress, denoise
-from ...schema import VERSION, Mesh, PathMap
-from ...wan import ExpertsRegistry, WanVae, multiplied_formats, open_pair, open_vae
+from ...schema import VERSION, CodeFormat, ExpertsRef, Mesh, PathMap
+from ...wan import (
+    ExpertsRegistry,
+    WanVae,
+    measured_arithmetic,
+    multiplied_formats,
+    open_pair,
+    open_vae,
+)
 from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
 from .groups import ProcessGroups
@@ -170,6 +177,13 @@ class Worker:
             machine=self._machine,
             link_bytes_per_s=link_speed(self._address),
         )
+
+    def fast_formats(self, experts: ExpertsRef, maps: Sequence[PathMap]) -> tuple[CodeFormat, ...]:
+        """Return the formats of the matrices of `experts` that are faster here if they are multiplied as stored.
+
+        Raises as `measured_arithmetic`.
+        """
+        return measured_arithmetic(resolve_experts(experts, maps), self._device).multiplied
 
     def free_port(self) -> int:
         """Return a TCP port of this machine that was free when it was checked; another process may take it."""

@@ -16,7 +16,7 @@ from ...schema import FP32_BYTES, OffloadPolicy, StepRecord
 from ...wan import ExpertEngine, ExpertPair
 from ..cache.settings import CacheSettings, policy_with_cache
 from ..errors import InsufficientMemoryError, SmallerPolicyError
-from ..memory import bytes_text, expert_shape, lane_tokens, smallest_policy, tokens_of, working_bytes
+from ..memory import bytes_text, lane_tokens, smallest_policy, tokens_of, working_bytes
 from .interruptible import LONG_VISIT_FLOPS
 from .parallel import LOCAL_FORWARD, ParallelForward
 
@@ -74,7 +74,7 @@ class RunPolicy:
         # in a group, whose workers must all stop at the same block.
         if self.device.type != "cpu" or not self.split.alone or self.pair.kernels.compiler is not None:
             return False
-        expert = expert_shape(self.pair)
+        expert = self.pair.high.config.shape
         return sum(map(expert.block_flops, lane_tokens(self._shape, self._sides))) >= LONG_VISIT_FLOPS
 
     def refuse_without_ram(self, *, available: int | None = None) -> None:

@@ -23,8 +23,7 @@ from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import SOLVERS, DenoiseRequest, RunState, SamplingCancelled
-from wanstream.schema import PathMap, StepRecord, Timeline
-from wanstream.wan import CodeFormat
+from wanstream.schema import CodeFormat, ExpertsRef, PathMap, StepRecord, Timeline
 
 Failing = Literal["dies", "hangs", "dies after all reports"] | Exception
 
@@ -132,6 +131,10 @@ class FakeWorker:
             auto_dtype=self._pool.auto_dtypes.get(self._rank, "float32"),
             multiplied=self._pool.multiplied.get(self._rank, ("int8", "fp8")),
         )
+
+    def _fast_formats(self, experts: ExpertsRef, maps: Sequence[PathMap]) -> tuple[CodeFormat, ...]:
+        assert experts.compute_dtype != "auto", "measured in the dtype of all workers"
+        return self._pool.multiplied.get(self._rank, ("int8", "fp8"))
 
     def _free_port(self) -> int:
         return next(self._pool.ports)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ...schema import HEAD_DIM, ExpertShape
 from ..latent_space import WAN21, WAN22
 from .files import CheckpointError, json_object
 from .key_names import both_names
@@ -17,7 +18,6 @@ Shape = tuple[int, ...]
 Family = Literal["t2v", "i2v", "control", "ti2v"]
 
 IMAGE_LAYER = "condition_embedder.image_embedder.ff.net.0.proj.weight"
-HEAD_DIM = 128  # in every Wan transformer; heads = width / 128
 LATENT_CHANNELS = WAN21.channels
 IMAGE_CONDITION_CHANNELS = 20  # 4 mask channels, 16 latent channels
 REFERENCE_LAYER = "ref_conv.weight"
@@ -101,6 +101,18 @@ class WanConfig:
     def width(self) -> int:
         """Width of the model."""
         return self.num_attention_heads * HEAD_DIM
+
+    @property
+    def shape(self) -> ExpertShape:
+        """Sizes that the planner and measurements need."""
+        return ExpertShape(
+            width=self.width,
+            ffn_width=self.ffn_dim,
+            blocks=self.num_layers,
+            in_channels=self.in_channels,
+            out_channels=self.out_channels,
+            image_width=self.image_dim,
+        )
 
     def model_arguments(self) -> dict[str, Any]:
         """Return the arguments of WanTransformer3DModel; the others have the same default in all Wan models."""

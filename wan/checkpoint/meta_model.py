@@ -15,9 +15,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...offload import streamed_names
+from ...schema import HEAD_DIM
 from ..transformer.block import BlockSettings, replace_blocks
 from ..transformer.token_parts import AxisTables
-from .detect import HEAD_DIM, Shape, WanConfig
+from .detect import Shape, WanConfig
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 
-from ...devices import AUTO, ComputeDtype, dtype_name, resolve_dtype
-from ...schema import Arithmetic, ExpertsRef, LoraRef, Storage
+from ...devices import AUTO, ComputeDtype, resolve_dtype
+from ...schema import Arithmetic, CodeFormat, ExpertsRef, LoraRef, Storage
 from ..checkpoint.detect import IMAGE_LAYER, KNOWN_CHANNELS, LATENT_CHANNELS, PAIR_CHANNELS
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
-from ..kernels import CODE_FORMATS, INDUCTOR, CodeFormat, Kernels, check_installed, multiplied_formats
+from ..kernels import CODE_FORMATS, INDUCTOR, Kernels, check_installed
 from ..lora.file import open_lora
 from .pair import ExpertPair
 from .storage import MULTIPLIED, STORAGES, log_unquantised
 
-ARITHMETIC_CHOICES: tuple[Arithmetic, ...] = ("decoded", "as stored")
+ARITHMETIC_CHOICES: tuple[Arithmetic, ...] = ("auto", "decoded", "as stored")
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -52,7 +52,7 @@ def open_experts(
         arithmetic: "decoded": decode all matrices to `compute_dtype`; "as stored": multiply by int8 and fp8 (e4m3fn)
             matrices as they are stored, those of `storage` included, which halves the buffers; "int8", "fp8": do so for
             matrices of one format. LoRAs are then not added to these matrices but computed beside them. int8 is slow on
-            a CPU; neither was run on a GPU yet. The engine raises KernelsError on a device that cannot.
+            a CPU. The engine raises KernelsError on a device that cannot. `with_resolved_precision` replaces "auto".
         direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
         shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
             files are read through the page cache unless `direct` is True.
@@ -206,20 +206,6 @@ def _check_pair(high: Expert, low: Expert) -> None:
             high.path,
             "has an image branch, so it is Wan2.1 I2V and not an expert of Wan2.2 A14B: open it as a single model",
         )
-
-
-def with_resolved_precision(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
-    """Return `ref` as it is computed on `device`, the compute device of this process.
-
-    The compute dtype "auto" becomes the `auto_dtype` of the device, and the arithmetic "as stored" becomes "int8",
-    "fp8" or "decoded" where nothing multiplies matrices in the other formats. References that mean the same are then
-    equal. Workers resolve "auto" themselves.
-    """
-    if ref.compute_dtype == AUTO:
-        ref = replace(ref, compute_dtype=dtype_name(resolve_dtype(AUTO, device)))
-    if ref.arithmetic != "as stored":
-        return ref
-    return replace(ref, arithmetic=arithmetic_of(multiplied_formats(device, getattr(torch, ref.compute_dtype))))
 
 
 def arithmetic_of(formats: Collection[CodeFormat]) -> Arithmetic:

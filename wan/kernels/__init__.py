@@ -22,7 +22,6 @@ from .int8_linear import Int8Linear
 from .multiplication import (
     CODE_FORMATS,
     Code,
-    CodeFormat,
     choose_multiplication,
     multiplications,
     multiplied_formats,
@@ -37,7 +36,6 @@ __all__ = [
     "INT8_ATTENTION",
     "BlockMath",
     "Code",
-    "CodeFormat",
     "Codes",
     "Fp8Linear",
     "Gate",

@@ -24,6 +24,7 @@ from ...offload import (
     rotated_sums,
     rotation_factor,
 )
+from ...schema import CodeFormat
 from .attention import KernelsError
 from .fp8_linear import Fp8Linear, fp8_linear, quantise_tokens_fp8
 from .int8_linear import Int8Linear, int8_linear, kitchen_linear
@@ -32,7 +33,6 @@ from .scaled_linear import ScaledLinear
 if TYPE_CHECKING:
     from types import ModuleType
 
-CodeFormat = Literal["int8", "fp8"]
 CODE_FORMATS: Mapping[torch.dtype, CodeFormat] = {torch.int8: "int8", FP8: "fp8"}
 
 Code = Literal["comfy-kitchen", "torch", "torch, scales inside"]

@@ -63,6 +63,10 @@ def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
     return lora
 
 
+class MultipliedWeightError(CheckpointError):
+    """LoRA that cannot be computed beside a weight that is multiplied as it is stored."""
+
+
 def fit_loras(
     loras: Sequence[tuple[LoraFile, float | StepStrengths]], config: WanConfig
 ) -> list[tuple[LoraFile, StepStrengths]]:
@@ -90,12 +94,12 @@ def refuse_beside(lora: LoraFile, multiplied: Set[str]) -> None:
         multiplied: weight names.
 
     Raises:
-        CheckpointError: the message has the first weight.
+        MultipliedWeightError: the message has the first weight.
     """
     for name in multiplied & lora.changes.keys():
         for change in lora.changes[name]:
             if not change.is_product:
-                raise CheckpointError(
+                raise MultipliedWeightError(
                     lora.path,
                     f"is {change.algorithm}, and {name} is multiplied as it is stored, which takes plain LoRAs only: "
                     'choose arithmetic "decoded" in the loader, or leave this LoRA out',

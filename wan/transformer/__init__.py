@@ -1,1 +1,1 @@
-"""Forward pass of a Wan transformer, its compute kernels and patched block forwards."""
+"""Forward pass of a Wan transformer, block by block."""

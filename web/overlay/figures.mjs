@@ -85,6 +85,16 @@ function overlap(spent) {
   return transfer > 0 ? 1 - Math.min(1, spent.stall_s / transfer) : null
 }
 
+/** Share of the compute time that products and attention would take alone; null if unknown. See `limit_share` in schema/timeline.py. */
+export function limitShare(run) {
+  const limits = new Map((run.predicted?.steps ?? []).map((step) => [step.index, step.limit_s]))
+  const known = recordsOf(run).filter(
+    (step) => !step.skipped_lanes && step.compute_s > 0 && typeof limits.get(step.index) === "number"
+  )
+  const limit = known.reduce((total, step) => total + limits.get(step.index), 0)
+  return known.length ? limit / sum(known, "compute_s") : null
+}
+
 const ADDED = ["wall_s", "compute_s", "stall_s", "bytes_moved", "read_bytes", "copy_s", "read_s"]
 
 /** Sums, peaks and rates of some steps, by the names of `Timeline`. */
@@ -204,6 +214,8 @@ export function runParts(run, now) {
   if (!run.ended) parts.push(translate("elapsed", clockText(Math.max(0, now - run.since))))
   if (!run.ended && !records.length) parts.push(translate("firstStep"))
   if (all.stall_s > LEAST_STALL_SHARE * all.wall_s) parts.push(translate("stall", secondsText(all.stall_s)))
+  const share = limitShare(run)
+  if (share !== null) parts.push(translate("ofLimit", shareText(share)))
   parts.push(mostOfAll(run))
   return parts.filter(Boolean)
 }
@@ -255,6 +267,7 @@ export function figuresOf(run) {
     figure("per step", all.steps ? all.wall_s / all.steps : null, secondsText),
     figure("predicted", predicted?.wall_s, secondsText),
     figure("compute", all.compute_s, secondsText),
+    figure("of limit", limitShare(run), shareText),
     figure("stall", all.stall_s, secondsText),
     figure("overlap", all.overlap, shareText),
     figure("moved", all.bytes_moved, sizeText),

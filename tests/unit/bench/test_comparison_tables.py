@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from wanstream.bench import Report, Table, Trial, Variant
 from wanstream.bench.report_tables import comparison, every_table, phase_table, run_phase_table, settings_table
@@ -97,6 +98,24 @@ def test_the_prediction_is_next_to_the_measurement(
     predicted = make_variant("a", seamless, predicted=make_timeline(100, kind="simulated"))
     said = row(comparison(make_report(predicted, make_variant("b", seamless))), "Predicted total")
     assert said == ("100.0 s (measured: 1.80x)", "")
+
+
+def test_the_limit_of_the_device_is_one_number(
+    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    def run(*compute_s: float, **fields: Any) -> Timeline:
+        timeline = make_timeline(*[9.0] * len(compute_s))
+        pairs = zip(timeline.steps, compute_s, strict=True)
+        return replace(timeline, steps=tuple(replace(step, compute_s=each, **fields) for step, each in pairs))
+
+    predicted = run(1.0, 1.0, limit_s=0.8)
+    variants = [
+        make_variant("a", run(1.0, 1.0), run(2.0, 2.0), predicted=predicted),
+        make_variant("cached", run(1.0, 1.0, skipped_lanes=1), predicted=predicted),
+        make_variant("unknown", run(1.0, 1.0)),
+    ]
+    found = row(comparison(make_report(*variants)), "Compute at the limit of the device")
+    assert found == ("60.0 % (40.0 % to 80.0 %)", "", "")
 
 
 def test_changes_and_failures_are_remarks(

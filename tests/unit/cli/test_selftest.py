@@ -100,7 +100,7 @@ def test_the_arithmetic_of_a_block_is_printed_and_stored() -> None:
     vars(subject)["runtime"] = object()  # as on a GPU
     finding = check_arithmetic(subject)
     assert finding.outcome == "passed"
-    assert "of the card's limit (" in finding.words
+    assert "of the device's limit (" in finding.words
     stored = json.loads(json.dumps(finding.figures))
     assert stored["tokens"] == 64
     assert {"int8", dtype_name(auto_dtype(subject.device))} <= set(stored["arithmetic"])

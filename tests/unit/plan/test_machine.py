@@ -30,7 +30,7 @@ def test_speed_ups_are_kept_and_may_be_missing(rate_machine: Rated) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"linear_speedups": {"int8": 0.0}}, "the speed-up of int8 of test is 0.0, it must be a number above 0"),
+        ({"linear_speedups": {"int8": 0.0}}, "linear_speedups of int8 of test is 0.0, it must be a number above 0"),
         ({"linear_speedups": {"int4": 2.0}}, "linear_speedups of test has 'int4', choose from"),
         ({"linear_speedups": 2.0}, "not a machine: linear_speedups is 2.0"),
         ({"computes_on": "tpu"}, "computes_on is 'tpu'"),

@@ -57,6 +57,21 @@ def test_steps_keep_their_numbers_where_a_run_starts_late(open_pair: OpenPair, m
     assert [step.sigma for step in predicted.steps] == list(request.step_plan.schedule.sigmas[2:5])
 
 
+def test_the_limit_of_a_step_is_that_of_its_lanes(open_pair: OpenPair, make_request: Request) -> None:
+    pair, request = open_pair(), make_request(guidance=(3.0, 1.0))
+    rates = {"product_flops_per_s": {"": 1e9}, "attention_flops_per_s": 2e9}
+    plain, measured = (
+        predicted_timeline(pair, request, POLICIES[0], machine=machine, device=CPU).steps
+        for machine in (CPU_MACHINE, replace(CPU_MACHINE, **rates))
+    )
+    shape, tokens = pair.high.config.shape, request_job(pair, request, CPU).lane_tokens("low")[0]
+    block_s = shape.linear_flops(tokens) / 1e9 + shape.attention_flops(tokens) / 2e9
+    assert {step.limit_s for step in plain} == {None}
+    for step in measured:
+        lanes = {"high": 2, "low": 1}[step.expert]
+        assert step.limit_s == pytest.approx(lanes * pair.block_counts[step.expert] * block_s)
+
+
 def test_asking_makes_no_engine_and_changes_none(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request()
     predicted_timeline(pair, request, POLICIES[1], machine=CPU_MACHINE, device=CPU)

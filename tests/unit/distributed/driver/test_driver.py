@@ -172,11 +172,11 @@ def test_all_workers_of_a_run_multiply_in_the_same_formats(
 ) -> None:
     """An fp8 file on an RTX 3090 next to an RTX 4090, say."""
     pool = fakes.FakePool(4, multiplied=workers)
-    for asked in ("as stored", "decoded"):
+    for asked in ("as stored", "auto", "decoded"):
         pool.sent.clear()
         experts = replace(experts_ref(), arithmetic=asked)
         driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts, request_of(2), LAYERWISE)
-        assert {task.experts.arithmetic for _, task in pool.sent} == {computed if asked == "as stored" else "decoded"}
+        assert {task.experts.arithmetic for _, task in pool.sent} == {"decoded" if asked == "decoded" else computed}
 
 
 def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref: Any) -> None:

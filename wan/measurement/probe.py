@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
 import torch
 
 from ...devices import auto_dtype, clock_for, runtime_for
 from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape
-from ..kernels import Code, Int8Linear, choose_math, choose_multiplication, multiplications
-from .block import BlockSettings, WanBlock
+from ..kernels import choose_math
+from ..transformer.block import BlockSettings, WanBlock
 
 MIN_TOKENS = 256
 """Tokens of the first measurement."""
 FREE_MEMORY_SHARE = 0.8
 """Share of the free device memory that a measurement may use."""
-INT8_TOKENS = (32, 256, 2048)
-"""Tokens of the measurements of int8 layers."""
-GROUP = 256
-"""Columns that the weights of the int8 layers are rotated in, as in ConvRot files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeRate:
-    """Floating point operations per second of one block in `auto_dtype`, as `ExpertShape.block_flops` counts them."""
+    """Floating point operations per second of one block, as `ExpertShape.block_flops` counts them."""
 
     flops_per_s: float
     tokens: int
@@ -34,12 +29,14 @@ class ComputeRate:
 
 
 @torch.inference_mode()
-def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float = 2.0) -> ComputeRate:
+def probe_block(
+    shape: ExpertShape, tokens: int, device: torch.device, *, dtype: torch.dtype | None = None, most_s: float = 2.0
+) -> ComputeRate:
     """Measure a block of `shape` on `device` with `tokens` tokens, or with as many as take about `most_s` seconds.
 
     Starts with a few tokens and grows. Each time is the median of three passes; on a slow device, of fewer.
     """
-    block = random_block(shape, device)
+    block = random_block(shape, device, dtype=dtype)
     tried = min(tokens, MIN_TOKENS)
     while True:
         rate = shape.block_flops(tried) / _block_s(block, shape, tried, device, most_s=most_s / 4)
@@ -80,9 +77,10 @@ def tile_into(flat: torch.Tensor, tile: torch.Tensor) -> None:
 
 
 def block_pass(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that passes one lane of `tokens` random tokens through `block`."""
+    """Return a function that passes one lane of `tokens` random tokens in the dtype of `block` through it."""
+    dtype = block.attn1.norm_q.weight.dtype
     rows = (tokens, TEXT_TOKENS + (0 if shape.image_width is None else IMAGE_TOKENS), 6)
-    hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=auto_dtype(device)) for n in rows)
+    hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=dtype) for n in rows)
     tables = (torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
     rotation = block.settings.used_math.rotation(*tables)
 
@@ -90,60 +88,6 @@ def block_pass(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.d
         block(hidden, text, modulation, rotation)
 
     return once
-
-
-@dataclass(frozen=True, kw_only=True)
-class Int8Rate:
-    """Rate of the linear layers of a block in int8."""
-
-    backend: Code
-    tokens: int
-    """Tokens of the measurement."""
-    speedup: float
-    """Multiple of the rate in `auto_dtype`, with the inputs quantised in every layer."""
-
-
-@torch.inference_mode()
-def probe_int8(shape: ExpertShape, device: torch.device, *, most_s: float = 0.1) -> Int8Rate | None:
-    """Measure linear layers of a block of `shape` in int8 ConvRot against plain ones; None: nothing multiplies int8.
-
-    On a CPU too, where int8 is slower with some processors and faster with others: without a figure the planner would
-    assume that it costs nothing. There only one layer is measured, because a processor without int8 units takes long.
-
-    Args:
-        most_s: seconds up to which all layers are measured with more tokens, eight times as many each time.
-    """
-    dtype = auto_dtype(device)
-    choice = choose_multiplication("int8", device, dtype)
-    if choice.code is None:
-        return None
-    width, inner = shape.width, shape.ffn_width
-    sizes = {(width, width): 6, (width, inner): 1, (inner, width): 1}
-    if runtime_for(device) is None:
-        sizes = {(width, width): 1}
-    layers = [(_random_linears(*size, device, dtype), count) for size, count in sizes.items()]
-    for tokens in INT8_TOKENS:
-        plain_s = int8_s = 0.0
-        for (plain, int8), count in layers:
-            hidden = torch.randn(1, tokens, plain.in_features, device=device, dtype=dtype)
-            plain_s += count * median_s(partial(plain, hidden), device, most_s=most_s / 4)
-            int8_s += count * median_s(partial(int8, hidden), device, most_s=most_s / 4)
-        if 8 * (plain_s + int8_s) > most_s:
-            break
-    return Int8Rate(backend=choice.code, tokens=tokens, speedup=plain_s / int8_s)
-
-
-def _random_linears(
-    columns: int, rows: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.nn.Linear, Int8Linear]:
-    """Return a layer in `dtype`, and one in int8 ConvRot."""
-    plain = torch.nn.Linear(columns, rows, device=device, dtype=dtype).requires_grad_(False)
-    int8 = Int8Linear(plain, group=GROUP if columns % GROUP == 0 else 0)
-    codes = torch.randint(-127, 128, (rows, columns), device=device, dtype=torch.int8)
-    int8.weight = torch.nn.Parameter(codes, requires_grad=False)
-    int8.weight_scale = torch.full((rows, 1), 1e-4, device=device)
-    multiplications(["int8"], device, dtype).prepare([int8])
-    return plain, int8
 
 
 def _block_s(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float) -> float:

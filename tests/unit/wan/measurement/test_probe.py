@@ -11,9 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from wanstream.devices import auto_dtype
 from wanstream.schema import ExpertShape
 from wanstream.tests.support.accelerator import Accelerator
-from wanstream.wan.kernels.multiplication import MultiplyChoice
-from wanstream.wan.transformer import probe as module
-from wanstream.wan.transformer.probe import block_pass, probe_block, probe_int8, random_block
+from wanstream.wan.measurement.probe import block_pass, probe_block, random_block
 
 CPU = torch.device("cpu")
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
@@ -58,31 +56,8 @@ def test_without_time_a_few_tokens_are_the_answer() -> None:
     assert rate.flops_per_s > 1e6
 
 
-def test_layers_are_measured_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
-    rate = probe_int8(TINY, CPU, most_s=60)
-    assert rate is not None
-    assert (rate.backend, rate.tokens) == ("torch", 2048)
-    assert 1e-3 < rate.speedup < 1e3
-    hurried = probe_int8(TINY, CPU, most_s=0)
-    assert hurried is not None
-    assert hurried.tokens == 32
-    lacking = MultiplyChoice(format="int8", device=CPU, code=None, refusals={})
-    monkeypatch.setattr(module, "choose_multiplication", lambda fmt, device, dtype: lacking)
-    assert probe_int8(TINY, CPU) is None
-
-
-def test_slow_int8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([1.0, 4.0])
-    monkeypatch.setattr(module, "median_s", lambda once, device, most_s: next(times))
-    rate = probe_int8(TINY, CPU)
-    assert rate is not None
-    assert (rate.tokens, rate.speedup) == (32, 0.25)
-
-
 def test_on_a_gpu(gpu: Accelerator) -> None:
     gpu.need_kernels("rates of a GPU")
     rate = probe_block(ExpertShape(), 8192, gpu.device)
     assert rate.tokens == 8192
     assert 1e12 < rate.flops_per_s < 1e16
-    int8 = probe_int8(ExpertShape(), gpu.device)
-    assert int8 is None or 0.1 < int8.speedup < 10

@@ -16,12 +16,12 @@ from torch import nn
 from ...devices import Clock, DeviceEvent, auto_dtype, clock_for
 from ...offload import FP8, EightBit, decode_tensor
 from ...plan import BlockTimes
-from ...schema import HEAD_DIM, TEXT_TOKENS, ExpertShape
-from ..kernels import CodeFormat, Codes, Fp8Linear, Int8Linear, multiplications, multiplied_formats, replace_linears
+from ...schema import HEAD_DIM, TEXT_TOKENS, CodeFormat, ExpertShape
+from ..kernels import Codes, Fp8Linear, Int8Linear, multiplications, multiplied_formats, replace_linears
 from ..kernels.fp8_linear import quantise_tokens_fp8
 from ..kernels.scaled_linear import ScaledLinear
-from .block import WanBlock, changed
-from .probe import block_pass, fits, median_s, random_block, tile_into
+from ..transformer.block import WanBlock, changed
+from .probe import MIN_TOKENS, ComputeRate, block_pass, fits, median_s, random_block, tile_into
 
 METERED_TOKENS = 7800
 """Tokens of a video of 832 x 480 and 17 frames."""
@@ -44,6 +44,18 @@ PARTS = {
 GROUP = 256
 """Columns that int8 matrices are rotated in, as in ConvRot files."""
 METERED_PASSES = 3
+MOST_VISIT_S = 0.05
+"""Longest visit of a measurement that a user has to wait for: some fifteen visits are made in each format."""
+
+
+def metered_tokens(shape: ExpertShape, rate: ComputeRate, device: torch.device) -> int | None:
+    """Return the tokens of a quick measurement, at most `METERED_TOKENS`; None if the device is too slow for one."""
+    tokens = min(METERED_TOKENS, rate.tokens)
+    while shape.block_flops(tokens) > MOST_VISIT_S * rate.flops_per_s or not fits(shape, tokens, device):
+        tokens //= 2
+        if tokens < MIN_TOKENS:
+            return None
+    return tokens if tokens >= MIN_TOKENS else None
 
 
 @torch.inference_mode()
@@ -53,6 +65,7 @@ def measure_block(
     device: torch.device,
     *,
     formats: Sequence[CodeFormat] | None = None,
+    dtype: torch.dtype | None = None,
     most_s: float = 2.0,
 ) -> dict[str, BlockTimes]:
     """Return the times of a block of `shape` by format: "" for the compute dtype, then those that `device` multiplies.
@@ -62,6 +75,7 @@ def measure_block(
         tokens: tokens of the lane.
         device: device to measure.
         formats: formats to measure; None: all that the device multiplies.
+        dtype: compute dtype; None: `auto_dtype(device)`.
         most_s: seconds up to which one figure is measured again.
 
     Raises:
@@ -69,12 +83,12 @@ def measure_block(
     """
     if not fits(shape, tokens, device):
         raise ValueError(f"a block of {tokens} tokens does not fit into the free memory of {device}: use fewer tokens")
-    dtype = auto_dtype(device)
-    block = random_block(shape, device)
+    dtype = dtype or auto_dtype(device)
+    block = random_block(shape, device, dtype=dtype)
     attention_s = _attention_s(block, shape, tokens, device, most_s)
     times = {"": _times(block, shape, tokens, device, attention_s, most_s=most_s)}
     for name in multiplied_formats(device, dtype) if formats is None else formats:
-        block = random_block(shape, device)  # of layers with plain weights, which are replaced
+        block = random_block(shape, device, dtype=dtype)  # of layers with plain weights, which are replaced
         layers = _set_codes(block, name, device)
         multiplications([name], device, dtype).prepare(layers)
         decode_s = sum(_decode_s(layer, device, dtype, most_s) * n for layer, n in _by_size(layers))
@@ -103,7 +117,7 @@ def _times(
         sizes[size] += 1
         examples[size] = layer
     for size, count in sizes.items():
-        product = _product_alone(examples[size], size[2], device)
+        product = _product_alone(examples[size], size[2], device, block.attn1.norm_q.weight.dtype)
         products_s += count * median_s(product, device, most_s=most_s)
     # A limit is not above what a visit reaches.
     products_s = min(products_s, parts[LINEAR])
@@ -112,7 +126,7 @@ def _times(
         parts[QUANTISING] = parts.get(QUANTISING, 0.0) + parts[LINEAR] - products_s
         parts[LINEAR] = products_s
     if not _fuses_activation(block):
-        inner = torch.randn(tokens, shape.ffn_width, device=device, dtype=auto_dtype(device))
+        inner = torch.randn(tokens, shape.ffn_width, device=device, dtype=block.attn1.norm_q.weight.dtype)
         parts[ACTIVATION] = median_s(partial(torch.ops.aten.gelu_, inner, approximate="tanh"), device, most_s=most_s)
     parts[OTHER] = max(0.0, visit_s - sum(parts.values()))
     return BlockTimes(visit_s=visit_s, products_s=products_s, attention_s=attention_s, parts=parts, decode_s=decode_s)
@@ -187,9 +201,9 @@ def _metered(block: WanBlock, meter: _Meter) -> Iterator[None]:
                 vars(layer).pop(name, None)
 
 
-def _product_alone(layer: nn.Linear, rows: int, device: torch.device) -> Callable[[], object]:
+def _product_alone(layer: nn.Linear, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
     """Return a function that multiplies tokens that are quantised already."""
-    tokens = torch.randn(rows, layer.in_features, device=device, dtype=auto_dtype(device))
+    tokens = torch.randn(rows, layer.in_features, device=device, dtype=dtype)
     if isinstance(layer, Fp8Linear):
         codes = quantise_tokens_fp8(tokens)
         if layer.takes_codes:
@@ -205,7 +219,7 @@ def _product_alone(layer: nn.Linear, rows: int, device: torch.device) -> Callabl
 def _attention_s(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device, most_s: float) -> float:
     heads = shape.width // HEAD_DIM
     query, key, value = (
-        torch.randn(1, tokens, heads, HEAD_DIM, device=device, dtype=auto_dtype(device)) for _ in range(3)
+        torch.randn(1, tokens, heads, HEAD_DIM, device=device, dtype=block.attn1.norm_q.weight.dtype) for _ in range(3)
     )
     settings, options = block.settings, {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     alone = partial(settings.dispatch_self, query, key, value, backend=settings.self_backend, **options)
