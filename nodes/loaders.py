@@ -196,11 +196,11 @@ def _arithmetic_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
         return [Notice(text=f"{unchanged}: {remedy}", level="warning", values={"arithmetic": ref.arithmetic})]
     device = current_host().device()
     choices = [choose_multiplication(fmt, device, pair.compute_dtype) for fmt in pair.code_formats]
-    choices.sort(key=lambda choice: choice.code is not None)  # warnings first
+    choices.sort(key=lambda choice: choice.name is not None)  # warnings first
     return [
         Notice(
             text=choice.words,
-            level="warning" if choice.code is None else "note",
+            level="warning" if choice.name is None else "note",
             values={"arithmetic": ref.arithmetic},
         )
         for choice in choices

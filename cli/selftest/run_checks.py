@@ -196,7 +196,7 @@ def _write_experts(shape: TinyShape, folder: Path, device: torch.device) -> dict
         "int8 ConvRot in RAM, in int8": replace(plain, storage="int8 ConvRot", arithmetic="int8"),
     }
     # GPUs before the RTX 40 series have no fp8 units; their loader says so.
-    if choose_multiplication("fp8", device, auto_dtype(device)).code is not None:
+    if choose_multiplication("fp8", device, auto_dtype(device)).name is not None:
         formats["fp8 file in fp8, with a LoRA"] = replace(formats["fp8 with a LoRA"], arithmetic="fp8")
     if importlib.util.find_spec("gguf") is not None:  # writes the file; reading one needs no package
         for name, model in models.items():

@@ -56,9 +56,10 @@ HOST_WAITS = {
     "wan/text/encoder.py encode": _ONCE,
     "wan/transformer/token_parts.py _axis_tables": "once per model and size of a part",
     "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
-    "wan/kernels/multiplication.py result_fault": "test products, once per process",
-    "wan/kernels/choice.py _results": "tests of functions, once per process",
-    "wan/kernels/choice.py _difference": "tests of functions, once per process",
+    "wan/kernels/choice.py fault_of": "tests of kernels, once per process",
+    "wan/kernels/math_choice.py _computed": "tests of kernels, once per process",
+    "wan/kernels/multiplication.py _int8_products": "tests of kernels, once per process",
+    "wan/kernels/multiplication.py products": "tests of kernels, once per process",
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }

@@ -22,7 +22,8 @@ from wanstream.wan.experts import engine
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.kernels.block_math import EXACT
-from wanstream.wan.kernels.choice import MathChoice
+from wanstream.wan.kernels.choice import Choice
+from wanstream.wan.kernels.math_choice import MathChoice
 
 SHAPE = (1, 16, 2, 4, 6)
 HIGH, LOW = 1, 2
@@ -191,4 +192,4 @@ def watched(open_pair: Callable[..., ExpertPair]) -> WatchedPair:
 @pytest.fixture
 def exact_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute blocks in the order and dtypes of diffusers, to the bits of its models."""
-    monkeypatch.setattr(engine, "choose_math", lambda *_: MathChoice(math=EXACT, refusals={}))
+    monkeypatch.setattr(engine, "choose_math", lambda *_: MathChoice(EXACT, Choice(name="exact", refusals={})))

@@ -16,12 +16,11 @@ from .attention import (
     check_usable,
 )
 from .block_math import EXACT, BlockMath, Codes, Gate, Norm, Rms
-from .choice import MathChoice, choose_math
 from .fp8_linear import Fp8Linear
 from .int8_linear import Int8Linear
+from .math_choice import MathChoice, choose_math
 from .multiplication import (
     CODE_FORMATS,
-    Code,
     choose_multiplication,
     multiplications,
     multiplied_formats,
@@ -35,7 +34,6 @@ __all__ = [
     "INDUCTOR",
     "INT8_ATTENTION",
     "BlockMath",
-    "Code",
     "Codes",
     "Fp8Linear",
     "Gate",

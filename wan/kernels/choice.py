@@ -1,209 +1,103 @@
-"""Choice of the row-wise functions of blocks on a device: by what is installed, then by a test."""
+"""Choice of an implementation on a device: by what is installed, then by a test."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from torch.nn import functional as F
 
-from ...devices import is_broken_device
-from ...schema import KernelSet
-from .attention import KernelsError
-from .block_math import EXACT, BlockMath, Gate, Norm, Rms, TorchMath
-from .multiplication import backend_refusal, first_line, kitchen_refusal
+from ...devices import is_broken_device, is_out_of_memory
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-TEST_TOKENS = 5
-TEST_HEAD = 128
-LARGEST_ERROR: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Relative error of a test result: about two units in the last place."""
-LARGEST_CODES_ERROR = 0.05
-"""Relative error of quantised tokens: fp8 has 3 bits of mantissa."""
-INSTALL: Mapping[str, str] = {
-    "triton": "install triton (on Windows triton-windows) and a C compiler",
-    "comfy-kitchen": "install comfy-kitchen",
-}
+FIRST_CUDA = 13
+"""Lowest CUDA version of torch with which ComfyUI lets comfy-kitchen use its CUDA kernels."""
 
-logger = logging.getLogger("wanstream.kernels")
+Results: TypeAlias = Iterable[tuple[str, torch.Tensor, torch.Tensor]]
+"""Names of results, the results, and the expected ones on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathChoice:
-    """Functions of the blocks on a device, and the reasons against faster ones."""
+class Choice:
+    """Implementation, and the reasons against the better ones."""
 
-    math: BlockMath
+    name: str | None
+    """None: none works."""
     refusals: Mapping[str, str]
-    """Reasons by the name of the functions."""
 
     @property
-    def words(self) -> str:
-        """One line for logs and reports."""
+    def reasons(self) -> str:
+        """The refusals in brackets after a space; empty if there are none."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
-        return f"blocks compute with {self.math.name} functions" + (f" ({reasons})" if reasons else "")
+        return f" ({reasons})" if reasons else ""
 
 
-@functools.cache
-def choose_math(name: KernelSet, device: torch.device, dtype: torch.dtype, width: int) -> MathChoice:
-    """Return the functions `name` for tokens of `dtype` and `width` on `device`.
-
-    "auto" takes triton on a GPU where its test passes, else torch. comfy-kitchen is only chosen by name: a step of 8
-    blocks and 7,800 tokens takes 0.099 s with it, 0.092 s with torch and 0.081 s with triton (H100). The choice is made
-    and logged once per process. Its test compiles what blocks of this width need.
-
-    Raises:
-        KernelsError: the functions were chosen by name and do not work there.
-    """
-    makers: dict[str, Callable[[], BlockMath]] = {
-        "triton": functools.partial(_triton_math, device),
-        "comfy-kitchen": functools.partial(_kitchen_math, device),
-        "torch": TorchMath,
-        "exact": lambda: EXACT,
-    }
-    names: Sequence[str] = (name,)
-    if name == "auto":
-        # On a CPU Triton interprets its kernels, for tests.
-        names = ("torch", "exact") if device.type == "cpu" else ("triton", "torch", "exact")
+def choose(tests: Mapping[str, Callable[[], str | None]]) -> Choice:
+    """Return the first implementation whose test returns None, and not a reason."""
     refusals: dict[str, str] = {}
-    for tried in names:
-        try:
-            math = makers[tried]()
-            fault = None if math is EXACT else math_fault(math, device, dtype, width)
-            if fault is None and math.quantises:
-                # Not on cards without fp8 units: nothing multiplies codes there either.
-                math.quantises = _fault_of(_codes_difference, math, device, dtype, width) is None
-        except KernelsError as err:
-            fault = str(err)
+    for name, test in tests.items():
+        fault = test()
         if fault is None:
-            choice = MathChoice(math=math, refusals=refusals)
-            (logger.warning if refusals else logger.info)("%s on %s", choice.words, device)
-            return choice
-        refusals[tried] = fault
-    remedy = INSTALL.get(name)
-    raise KernelsError(
-        f"blocks cannot compute with {name} functions on {device}: {refusals[name]}; "
-        f"{f'{remedy}, or ' if remedy else ''}choose 'auto'"
-    )
-
-
-def _triton_math(device: torch.device) -> BlockMath:
-    if device.type == "cpu" and not _interprets():
-        raise KernelsError("its kernels are for GPUs")
-    if importlib.util.find_spec("triton") is None:
-        raise KernelsError("not installed")
-    try:
-        from .triton_math import TritonMath
-    except (ImportError, OSError, RuntimeError) as err:
-        raise KernelsError(f"cannot be imported ({first_line(err)})") from err
-    return TritonMath()
-
-
-def _interprets() -> bool:
-    """Return True if Triton interprets kernels, which it does on a CPU."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-def _kitchen_math(device: torch.device) -> BlockMath:
-    if device.type != "cpu":
-        reason = kitchen_refusal(device, _operations_refusal)
-        if reason is not None:
-            raise KernelsError(reason)
-    elif importlib.util.find_spec("comfy_kitchen") is None:
-        raise KernelsError("not installed")
-    import comfy_kitchen  # noqa: F401  (registers the operations)
-
-    from .kitchen_math import KitchenMath
-
-    return KitchenMath()
-
-
-def _operations_refusal(kitchen: ModuleType) -> str | None:
-    """Return why comfy-kitchen has no active CUDA kernels of the operations; None if it has."""
-    reason = backend_refusal(kitchen)
-    if reason is not None:
-        return reason
-    missing = {"adaln", "apply_rope1"} - set(kitchen.list_backends()["cuda"]["capabilities"])
-    if missing:
-        return f"its CUDA backend has no {' and '.join(sorted(missing))}: update it"
-    return None
-
-
-def math_fault(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Return what is wrong with the results of `math` on `device`, against exact ones; None if they are right."""
-    return _fault_of(_results_difference, math, device, dtype, width)
+            return Choice(name=name, refusals=refusals)
+        refusals[name] = fault
+    return Choice(name=None, refusals=refusals)
 
 
 @torch.inference_mode()
-def _fault_of(difference: Callable[..., str | None], *arguments: Any) -> str | None:
+def fault_of(results: Callable[[], Results], largest: float) -> str | None:
+    """Return what is wrong with the results; None if their relative errors are at most `largest`.
+
+    Raises:
+        RuntimeError: the device is broken or has no memory left, which is not a fault of the implementation.
+    """
     try:
-        return difference(*arguments)
+        for name, found, expected in results():
+            values = expected.double()
+            error = float((found.to("cpu", torch.float64) - values).norm() / values.norm())
+            if not error <= largest:  # NaN too
+                return f"its {name} is wrong (error {error:.2g} of {largest:g} allowed)"
     except Exception as err:  # compilers and drivers raise kinds of their own
-        if is_broken_device(err):  # no other set would work there
+        if is_broken_device(err) or (isinstance(err, RuntimeError) and is_out_of_memory(err)):
             raise
         return f"fails ({first_line(err)})"
-
-
-def _results_difference(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    exact = _results(EXACT, torch.device("cpu"), dtype, width)
-    for (name, found), (_, expected) in zip(_results(math, device, dtype, width), exact, strict=True):
-        difference = _difference(found, expected, LARGEST_ERROR[dtype])
-        if difference is not None:
-            return f"{name} {difference}"
     return None
 
 
-def _results(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> Iterator[tuple[str, Any]]:
-    """Yield the result of each function for the same random tokens, some of which are large."""
-    tokens, update = (_tokens(seed, width).to(device, dtype) for seed in (0, 1))
-    shift, scale, gate = (0.1 * _tokens(seed, width)[:, :2].transpose(0, 1).to(device) for seed in (2, 3, 4))
-    rms = Rms(scale[0, 0].to(dtype), 1e-6)
-    angles = _tokens(5, TEST_HEAD).view(1, TEST_TOKENS, 1, TEST_HEAD).to(device)
-    rotation = math.rotation(angles.cos(), angles.sin())
-    rows = Norm(scale, shift, 1e-6, True, spans=((0, 2, 1), (2, TEST_TOKENS, 0)))
-    modulated = rows.of_row(0)
-    yield "norm", math.norm(tokens, modulated)
-    yield "norm of several rows", math.norm(tokens, rows)
-    yield "RMS norm", math.rms_norm(tokens.clone(), rms)
-    yield "rotary embedding", math.rotate(tokens.clone(), rms, rotation)
-    yield "gated sum", math.add(tokens, update.clone(), Gate(gate[:1]), out=torch.empty_like(tokens))
-    state = torch.empty_like(tokens)
-    affine = modulated._replace(modulated=False)
-    yield "norm of a gated sum", math.normed(tokens, affine, update, Gate(gate[:1]), state)
-    yield "gated sum before a norm", state
-    yield "norm of a sum", math.normed(tokens, modulated, update, None, state)
-    yield "sum before a norm", state
+def first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _codes_difference(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    tokens = _tokens(0, width).to(device, dtype)
-    for gelu in (False, True):
-        found = math.quantise(tokens, gelu=gelu)
-        values = F.gelu(tokens.float(), approximate="tanh") if gelu else tokens.float()
-        difference = _difference(found.codes.float() * found.scales, values[0].cpu(), LARGEST_CODES_ERROR)
-        if difference is not None:
-            return difference
-    return None
+def kitchen_refusal(device: torch.device, *capabilities: str) -> str | None:
+    """Return why comfy-kitchen has no active CUDA kernels of these capabilities on `device`; None if it has."""
+    if device.type != "cuda":
+        return "its kernels are for NVIDIA GPUs"
+    if importlib.util.find_spec("comfy_kitchen") is None:
+        return "not installed"
+    if torch.version.cuda is None or int(torch.version.cuda.partition(".")[0]) < FIRST_CUDA:
+        return f"needs torch for CUDA {FIRST_CUDA} or later, and this one is for {torch.version.cuda or 'no CUDA'}"
+    try:
+        import comfy_kitchen
+    except (ImportError, OSError) as err:
+        return f"cannot be imported ({first_line(err)})"
+    return backend_refusal(comfy_kitchen, *capabilities)
 
 
-def _tokens(seed: int, width: int) -> torch.Tensor:
-    """Return random tokens [1, TEST_TOKENS, width] on the CPU; some columns are 50 times as large, as in models."""
-    tokens = torch.randn(1, TEST_TOKENS, width, generator=torch.Generator().manual_seed(seed))
-    tokens[..., ::97] *= 50
-    return tokens
+def backend_refusal(kitchen: ModuleType, *capabilities: str) -> str | None:
+    """Return why the registry of comfy-kitchen would use no CUDA kernels of these capabilities; None if it would.
 
-
-def _difference(found: torch.Tensor, expected: torch.Tensor, largest: float) -> str | None:
-    values = expected.double()
-    error = float((found.to("cpu", torch.float64) - values).norm() / values.norm())
-    return None if error <= largest else f"is wrong (error {error:.2g} of {largest:g} allowed)"
+    The registry is read and never changed.
+    """
+    backend = kitchen.list_backends().get("cuda")
+    if backend is None:
+        return "has no CUDA backend: update it"
+    if not backend["available"]:
+        return f"its CUDA backend is not available ({backend['unavailable_reason'] or 'no reason given'})"
+    if backend["disabled"]:
+        return "its CUDA backend is disabled in this process"
+    missing = set(capabilities) - set(backend["capabilities"])
+    return f"its CUDA backend has no {' and '.join(sorted(missing))}: update it" if missing else None

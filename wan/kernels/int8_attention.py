@@ -9,15 +9,12 @@ import functools
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .attention import INT8_ATTENTION, KernelsError
-from .multiplication import backend_refusal, kitchen_refusal, result_fault
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from .choice import Results, fault_of, kitchen_refusal
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of q, k and v [B, H, S, D] with any strides except for the last dimension."""
@@ -78,43 +75,26 @@ def check_int8_attention(device: torch.device, dtype: torch.dtype) -> None:
 def int8_attention_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why comfy-kitchen's kernel cannot be used on `device` in `dtype`; None if it can.
 
-    Its registry is read and never changed. The kernel is tested once per process.
-    """
-
-    def refusal(kitchen: ModuleType) -> str | None:
-        return kernel_refusal(kitchen, device) or kernel_fault(kitchen.int8_attention, device, dtype)
-
-    return kitchen_refusal(device, refusal)
-
-
-def kernel_refusal(kitchen: ModuleType, device: torch.device) -> str | None:
-    """Return why comfy-kitchen has no active `int8_attention` for `device`; None if it has.
-
     `int8_attention` is in none of its backends, but it calls the compiled code of the CUDA backend: where that one is
-    disabled, this must not be called either.
+    disabled, this must not be called either. The kernel is tested once per process.
     """
-    reason = backend_refusal(kitchen)
+    reason = kitchen_refusal(device)
     if reason is not None:
         return reason
+    kitchen = importlib.import_module("comfy_kitchen")
     if not hasattr(kitchen, "int8_attention") or not hasattr(kitchen, "int8_attention_is_available"):
         return "it has no int8_attention: update it"
     if not kitchen.int8_attention_is_available(device):
         return "its int8_attention needs a GPU of compute capability 7.5 or later"
-    return None
+    return fault_of(partial(_test_results, kitchen.int8_attention, device, dtype), LARGEST_ERROR)
 
 
-@torch.inference_mode()
-def kernel_fault(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with attention by `kernel` on `device`, against exact attention; None if it is right."""
+def _test_results(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Results:
     generator = torch.Generator().manual_seed(0)
     for tokens in TEST_TOKENS:
         qkv = [torch.randn(1, tokens, *TEST_HEADS, generator=generator).to(dtype) for _ in range(3)]
         expected = _attend(torch.nn.functional.scaled_dot_product_attention, *(tensor.double() for tensor in qkv))
-        attend = partial(_attend, kernel)
-        fault = result_fault(attend, qkv, expected=expected, device=device, largest=LARGEST_ERROR)
-        if fault is not None:
-            return fault
-    return None
+        yield "attention", _attend(kernel, *(tensor.to(device) for tensor in qkv)), expected
 
 
 def _attend(kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,14 @@ With a weight W' = W H that was rotated (ConvRot, `offload/formats/rotation.py`)
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 
 from ...offload import quantise_int8, rotated_sums, rotation_factor
-from ...schema import FEWEST_INT8_TOKENS, piece_tokens
-from .scaled_linear import ScaledLinear, add_patch, finish_product, patch_of
+from ...schema import FEWEST_INT8_TOKENS
+from .scaled_linear import NO_PATCH, Patch, ScaledLinear, add_patch, by_pieces, finish_product
+
+GELU = "gelu_tanh"
 
 
 class Int8Linear(ScaledLinear):
@@ -24,30 +24,33 @@ class Int8Linear(ScaledLinear):
         group: columns that the weight was rotated in; 0: it was not.
     """
 
+    kitchen_dtype: int | None = None
+    """comfy-kitchen's number of the dtype of the result; None: torch multiplies."""
+
     def __init__(self, plain: nn.Linear, *, group: int) -> None:
         super().__init__(plain)
         self.group = group
         self.rotation: list[torch.Tensor] = []
         """The matrices of the rotation on the device of the input; all layers share them."""
-        self.kitchen_dtype: int | None = None
-        """comfy-kitchen's number of the dtype of the result; None: torch multiplies."""
-        _register()
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_gelu(self) -> bool:
+        """`multiply_gelu` can be called: it has no operation for compiled blocks, and a patch needs the values."""
+        return self.kitchen_dtype is not None and self.patch_up is None and not torch.compiler.is_compiling()
+
+    def multiply_gelu(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the product with the GELU (tanh) of `tokens`, computed in the pass that quantises them."""
+        assert self.kitchen_dtype is not None, "torch does not activate"
         matrix = self.weight, self.weight_scale, self.bias
-        result: torch.Tensor
+        return kitchen_linear(tokens, *matrix, self.group, self.kitchen_dtype, GELU)
+
+    def compute(self, tokens: torch.Tensor) -> torch.Tensor:
+        matrix = self.weight, self.weight_scale, self.bias
         if self.kitchen_dtype is not None:
-            result = kitchen_linear(input, *matrix, self.group, self.kitchen_dtype)
-            if torch.compiler.is_compiling():
-                torch.ops.wanstream.add_patch(result, input, self.number)
-            else:
-                add_patch(result, input, *self.patch)
-            return result
+            result = kitchen_linear(tokens, *matrix, self.group, self.kitchen_dtype)
+            return add_patch(result, tokens, self.patch)
         assert len(self.rotation) > 0 or not self.group, "the rotation was not set"
-        if not torch.compiler.is_compiling():
-            return int8_linear(input, *matrix, self.rotation, *self.patch)
-        result = torch.ops.wanstream.int8_linear(input, *matrix, self.rotation, self.number)
-        return result
+        return int8_linear(tokens, *matrix, self.rotation, self.patch)
 
 
 def int8_linear(
@@ -56,8 +59,7 @@ def int8_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     rotation: list[torch.Tensor],
-    up: torch.Tensor | None = None,
-    down: torch.Tensor | None = None,
+    patch: Patch = NO_PATCH,
 ) -> torch.Tensor:
     """Multiply tokens by an int8 matrix.
 
@@ -70,24 +72,19 @@ def int8_linear(
         weight_scale: fp32 [rows, 1].
         bias: [rows], or None.
         rotation: of `kronecker_factors`; empty if the weight was not rotated.
-        up: [rows, rank] in the dtype of the tokens, a factor of a LoRA: adds (tokens @ down.T) @ up.T.
-        down: [rank, columns], the other one.
+        patch: factors of a LoRA.
 
     Returns:
         [..., rows] in the dtype of the tokens.
     """
-    rows, columns = weight.shape
-    flat = tokens.reshape(-1, columns).contiguous()  # CUDA takes codes row by row only
-    out = flat.new_empty(len(flat), rows)
-    at_once = piece_tokens(rows, columns)
-    for start in range(0, len(flat), at_once):
-        part = flat[start : start + at_once]
+
+    def write(part: torch.Tensor, out: torch.Tensor) -> None:
         codes, scale = quantise_tokens(part, rotation)
-        sums = _multiply(codes, weight)
-        # The first product makes them fp32; they are below 2^28.
-        result = (sums * weight_scale.view(1, -1)).mul_(scale)
-        out[start : start + at_once].copy_(finish_product(result, part, bias, up, down))
-    return out.view(*tokens.shape[:-1], rows)
+        # The first product makes the sums fp32; they are below 2^28.
+        sums = (_multiply(codes, weight) * weight_scale.view(1, -1)).mul_(scale)
+        out.copy_(finish_product(sums, part, bias, patch))
+
+    return by_pieces(tokens, weight, write)
 
 
 def kitchen_linear(
@@ -97,6 +94,7 @@ def kitchen_linear(
     bias: torch.Tensor | None,
     group: int,
     kitchen_dtype: int,
+    activation: str | None = None,
 ) -> torch.Tensor:
     """Multiply as `int8_linear` does, by the kernels of comfy-kitchen, whose last digits differ.
 
@@ -105,9 +103,10 @@ def kitchen_linear(
     Args:
         group: columns that the weight was rotated in; 0: it was not.
         kitchen_dtype: comfy-kitchen's number of the dtype of the tokens.
+        activation: comfy-kitchen's name of a function of the tokens, computed in the kernel that quantises them.
     """
     result: torch.Tensor = torch.ops.comfy_kitchen.int8_linear(
-        tokens, weight, weight_scale, bias, kitchen_dtype, bool(group), group or 256
+        tokens, weight, weight_scale, bias, kitchen_dtype, bool(group), group or 256, activation
     )
     return result
 
@@ -129,33 +128,3 @@ def _multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if missing <= 0 or codes.device.type == "cpu":
         return torch._int_mm(codes, weight.t())
     return torch._int_mm(nn.functional.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]
-
-
-@functools.cache
-def _register() -> None:
-    """Register `int8_linear` and `add_patch` with torch, which then compiles blocks around them into one graph."""
-    schema = (
-        "(Tensor tokens, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor[] rotation, Tensor number) -> Tensor"
-    )
-
-    def compute(
-        tokens: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        rotation: list[torch.Tensor],
-        number: torch.Tensor,
-    ) -> torch.Tensor:
-        return int8_linear(tokens, weight, weight_scale, bias, rotation, *patch_of(number))
-
-    operation = torch.library.custom_op("wanstream::int8_linear", compute, mutates_args=(), schema=schema)
-
-    @operation.register_fake
-    def _(tokens: torch.Tensor, weight: torch.Tensor, *others: object) -> torch.Tensor:
-        return tokens.new_empty(*tokens.shape[:-1], weight.shape[0])
-
-    def add(result: torch.Tensor, tokens: torch.Tensor, number: torch.Tensor) -> None:
-        add_patch(result, tokens, *patch_of(number))
-
-    schema = "(Tensor(a!) result, Tensor tokens, Tensor number) -> ()"
-    torch.library.custom_op("wanstream::add_patch", add, mutates_args=("result",), schema=schema)

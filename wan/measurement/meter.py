@@ -44,6 +44,8 @@ PARTS = {
 GROUP = 256
 """Columns that int8 matrices are rotated in, as in ConvRot files."""
 METERED_PASSES = 3
+PRODUCTS = ("forward", "multiply", "multiply_gelu")
+"""Methods of layers."""
 MOST_VISIT_S = 0.05
 """Longest visit of a measurement that a user has to wait for: some fifteen visits are made in each format."""
 
@@ -134,6 +136,8 @@ def _times(
 
 def _fuses_activation(block: WanBlock) -> bool:
     down = block.ffn.net[2]
+    if isinstance(down, Int8Linear):
+        return down.takes_gelu
     return block.settings.used_math.quantises and isinstance(down, Fp8Linear) and down.takes_codes
 
 
@@ -188,7 +192,7 @@ def _metered(block: WanBlock, meter: _Meter) -> Iterator[None]:
     counted = SimpleNamespace(name=math.name, quantises=math.quantises, **functions)
     linears = [layer for layer in block.modules() if isinstance(layer, nn.Linear)]
     for layer in linears:
-        for name in ("forward", "multiply"):
+        for name in PRODUCTS:
             if hasattr(layer, name):
                 object.__setattr__(layer, name, meter.around(LINEAR, getattr(layer, name), layer))
     attention = {name: meter.around(ATTENTION, getattr(settings, name)) for name in ("dispatch", "dispatch_self")}
@@ -197,7 +201,7 @@ def _metered(block: WanBlock, meter: _Meter) -> Iterator[None]:
             yield
     finally:
         for layer in linears:
-            for name in ("forward", "multiply"):
+            for name in PRODUCTS:
                 vars(layer).pop(name, None)
 
 

@@ -28,6 +28,7 @@ from ..kernels import (
     BlockMath,
     Codes,
     Fp8Linear,
+    Int8Linear,
     Kernels,
     Norm,
     Rms,
@@ -209,6 +210,8 @@ class WanBlock(nn.Module):
         del tokens
         if self._take_codes(down):
             update = down.multiply(math.quantise(inner, gelu=True))
+        elif isinstance(down, Int8Linear) and down.takes_gelu:
+            update = down.multiply_gelu(inner)
         else:
             update = down(torch.ops.aten.gelu_(inner, approximate="tanh"))
         del inner

@@ -91,25 +91,21 @@ from installed_pack import load_pack
 answer = importlib.util.find_spec("comfy_kitchen") is not None
 if answer:
     load_pack()
-    from wanstream.wan.kernels import multiplication
+    from wanstream.wan.kernels import choice, multiplication
 
     cpu = torch.device("cpu")
     import comfy.quant_ops, comfy_kitchen
 
     def product(*each):
-        return multiplication.kitchen_linear(*each, comfy_kitchen.DTYPE_TO_CODE[each[0].dtype])
+        number = comfy_kitchen.DTYPE_TO_CODE[each[0].dtype]
+        return multiplication.kitchen_linear(*each[:5], number, multiplication.GELU if each[5] else None)
 
-    def compiled(*each):
-        return torch.compile(product, backend="eager", fullgraph=True)(*each)
-
+    multiplication.kitchen_refusal = lambda device, *names: None
     answer = {
-        "unavailable": multiplication.registry_refusal(comfy_kitchen),
-        "products": [
-            multiplication.test_fault(code, cpu, dtype)
-            for code in (product, compiled)
-            for dtype in (torch.float32, torch.bfloat16)
-        ],
-        "backend": multiplication.test_fault(multiplication._multiply_by_kitchen, cpu, torch.bfloat16),
+        "unavailable": choice.backend_refusal(comfy_kitchen, "int8_linear"),
+        "products": [multiplication.int8_fault(product, cpu, dtype) for dtype in (torch.float32, torch.bfloat16)],
+        "backend": multiplication.int8_fault(multiplication._multiply_by_kitchen, cpu, torch.bfloat16),
+        "operation": multiplication.kitchen_int8_refusal(cpu),
     }
     from torch._dynamo.utils import counters
     from wanstream.wan.kernels.int8_linear import Int8Linear
@@ -128,12 +124,15 @@ if answer:
         expected = plain + (x @ layer.patch_down.T @ layer.patch_up.T if rank else 0)
         answer["differences"].append([float((each - expected).norm() / plain.norm()) for each in (layer(x), whole(x))])
     answer["graphs"] = counters["stats"]["unique_graphs"]
+    layer.patch_up = layer.patch_down = None
+    activated = layer(torch.nn.functional.gelu(x, approximate="tanh"))
+    answer["activated"] = float((layer.multiply_gelu(x) - activated).norm() / activated.norm())
 
     registry = comfy_kitchen.registry
     registry.register("cuda", comfy_kitchen.backends.eager, dict.fromkeys(registry._capabilities["eager"]))
-    answer["active"] = multiplication.registry_refusal(comfy_kitchen)
+    answer["active"] = choice.backend_refusal(comfy_kitchen, "int8_linear")
     registry.disable("cuda")  # as core does where torch is older than CUDA 13
-    answer["disabled"] = multiplication.registry_refusal(comfy_kitchen)
+    answer["disabled"] = choice.backend_refusal(comfy_kitchen, "int8_linear")
 """
 
 
@@ -141,7 +140,9 @@ def test_products_of_comfy_kitchen_pass_and_its_registry_is_read(in_comfyui: Cal
     found = in_comfyui(MULTIPLY)
     if not found:
         pytest.skip("this ComfyUI has no comfy-kitchen")
-    assert found["products"] == [None] * 4
+    assert found["products"] == [None, None]
+    assert found["operation"] is None
+    assert found["activated"] < 1e-2, "codes of the same function, computed in another kernel"
     assert found["backend"] == "fails (KernelsError: its registry chooses eager)"
     assert found["unavailable"].startswith("its CUDA backend is not available (CUDA not available")
     assert found["disabled"] == "its CUDA backend is disabled in this process"
@@ -212,27 +213,31 @@ if answer:
     import comfy.quant_ops, comfy_kitchen
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
     from wanstream.tests.support.int8_attention import quantised_attention
-    from wanstream.wan.kernels import int8_attention
+    from wanstream.wan.kernels import choice, int8_attention
     from wanstream.wan.kernels.block_math import EXACT
     from wanstream.wan.transformer.block import BlockSettings, WanBlock
     from wanstream.wan.transformer.compiled_block import get_compiler
     from wanstream.wan.kernels.attention import Kernels
 
-    cpu, kernel = torch.device("cpu"), comfy_kitchen.int8_attention
+    def fault(dtype):
+        results = int8_attention._test_results(comfy_kitchen.int8_attention, torch.device("cpu"), dtype)
+        return choice.fault_of(lambda: results, int8_attention.LARGEST_ERROR)
+
     answer = {
-        "unavailable": int8_attention.kernel_refusal(comfy_kitchen, torch.device("cuda", 0)),
-        "on a CPU": int8_attention.kernel_fault(kernel, cpu, torch.bfloat16),
+        "unavailable": choice.backend_refusal(comfy_kitchen),
+        "on a CPU": fault(torch.bfloat16),
     }
     registry = comfy_kitchen.registry
     registry.register("cuda", comfy_kitchen.backends.eager, {})
-    answer["incapable"] = int8_attention.kernel_refusal(comfy_kitchen, torch.device("cuda", 0))
+    int8_attention.kitchen_refusal = lambda device: choice.backend_refusal(comfy_kitchen)
+    answer["incapable"] = int8_attention.int8_attention_refusal(torch.device("cuda", 0), torch.bfloat16)
     registry.disable("cuda")
-    answer["disabled"] = int8_attention.kernel_refusal(comfy_kitchen, torch.device("cuda", 0))
+    answer["disabled"] = int8_attention.int8_attention_refusal(torch.device("cuda", 0), torch.float16)
 
     # The operation of comfy-kitchen has no code for a CPU: it gets the definition of its roundings.
     operation = comfy_kitchen.sage_attention._op_int8_attention
     operation.register_kernel("cpu")(lambda q, k, v, scale: quantised_attention(q, k, v, scale).contiguous())
-    answer["faults"] = [int8_attention.kernel_fault(kernel, cpu, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    answer["faults"] = [fault(dtype) for dtype in (torch.float32, torch.bfloat16)]
     torch.manual_seed(0)
     block = WanTransformerBlock(256, 256, 2, cross_attn_norm=True).eval().requires_grad_(False)
     angles = torch.randn(1, 300, 1, 128)

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from wanstream.testing.quantised import quantise
-from wanstream.wan.kernels import fp8_linear as module
+from wanstream.wan.kernels import scaled_linear
 from wanstream.wan.kernels.fp8_linear import LARGEST, Fp8Linear, fp8_linear, quantise_tokens_fp8
 from wanstream.wan.kernels.multiplication import Multiplications, choose_multiplication
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 ROWS, COLUMNS = 48, 512
 SCALES_INSIDE = pytest.mark.skipif(
-    choose_multiplication("fp8", CPU, torch.float32).code != "torch, scales inside",
+    choose_multiplication("fp8", CPU, torch.float32).name != "torch, scales inside",
     reason="this torch multiplies with one scale only on a CPU",
 )
 
@@ -69,7 +69,7 @@ def test_zeros_stay_zeros_and_nan_stays_nan() -> None:
 def test_a_patch_is_added_exactly(inside: bool) -> None:
     (codes, scale), x = matrix(by_row=True), random(2, 40, COLUMNS, seed=1)
     up, down = 0.001 * random(ROWS, 4, seed=2), random(4, COLUMNS, seed=3)
-    change = fp8_linear(x, codes, scale, None, inside, up, down).double() - fp8_linear(x, codes, scale, None, inside)
+    change = fp8_linear(x, codes, scale, None, inside, (up, down)).double() - fp8_linear(x, codes, scale, None, inside)
     expected = x.double() @ (up.double() @ down.double()).T
     assert torch.allclose(change, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
@@ -78,7 +78,7 @@ def test_a_patch_is_added_exactly(inside: bool) -> None:
 def test_pieces_of_tokens_have_the_same_bits(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (codes, scale), x = matrix(by_row=False), random(200, COLUMNS, seed=1).bfloat16()
     whole = fp8_linear(x, codes, scale, None, inside)
-    monkeypatch.setattr(module, "piece_tokens", lambda rows, columns: 64)
+    monkeypatch.setattr(scaled_linear, "piece_tokens", lambda rows, columns: 64)
     assert torch.equal(fp8_linear(x, codes, scale, None, inside), whole)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,17 +59,18 @@ def without(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (SimpleNamespace(list_backends=dict), "has no CUDA backend: update it"),
-        (kitchen(available=False, unavailable_reason="no driver"), "its CUDA backend is not available (no driver)"),
-        (kitchen(disabled=True), "its CUDA backend is disabled in this process"),
         (without("int8_attention"), "it has no int8_attention: update it"),
         (without("int8_attention_is_available"), "it has no int8_attention: update it"),
         (kitchen(capable=False), "its int8_attention needs a GPU of compute capability 7.5 or later"),
-        (kitchen(), None),
+        (kitchen(quantised_attention), None),
     ],
 )
-def test_each_state_of_the_package_has_a_reason(found: Any, reason: str | None) -> None:
-    assert module.kernel_refusal(found, GPU) == reason
+def test_each_state_of_the_package_has_a_reason(
+    found: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "kitchen_refusal", lambda device: None)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", found)
+    assert module.int8_attention_refusal(CPU, torch.bfloat16) == reason
 
 
 def test_a_kernel_that_cannot_be_used_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,20 +95,13 @@ def test_a_kernel_is_refused_if_its_result_is_wrong(broken: str | None, monkeypa
         found = quantised_attention(query, key, value.flip(1) if broken == "values of other heads" else value)
         return found * torch.nan if broken == "NaN" else found
 
-    monkeypatch.setattr(module, "kitchen_refusal", lambda device, refusal: refusal(kitchen(attention)))
+    monkeypatch.setattr(module, "kitchen_refusal", lambda device: None)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(attention))
     if broken is None:
         module.check_int8_attention(CPU, torch.bfloat16)
         return
-    with pytest.raises(KernelsError, match=r"no kernel image\)" if broken == "error" else "computes wrongly"):
+    with pytest.raises(KernelsError, match=r"no kernel image\)" if broken == "error" else "its attention is wrong"):
         module.check_int8_attention(CPU, torch.bfloat16)
-
-
-def test_lack_of_memory_is_no_fault_of_the_kernel() -> None:
-    def full(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        module.kernel_fault(full, CPU, torch.float32)
 
 
 @pytest.mark.slow  # several whole models

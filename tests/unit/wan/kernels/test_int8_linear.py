@@ -9,6 +9,7 @@ from torch import nn
 from wanstream.offload import kronecker_factors, quantise_int8
 from wanstream.testing.number_formats import int8, int8_convrot, rotated
 from wanstream.wan.kernels import int8_linear as module
+from wanstream.wan.kernels import scaled_linear
 from wanstream.wan.kernels.int8_linear import Int8Linear, int8_linear, quantise_tokens
 from wanstream.wan.kernels.multiplication import Multiplications
 
@@ -64,7 +65,7 @@ def test_a_patch_is_added_exactly() -> None:
     encoded, x = int8(random(ROWS, COLUMNS)), random(2, 40, COLUMNS, seed=1)
     up, down = 0.001 * random(ROWS, 4, seed=2), random(4, COLUMNS, seed=3)
     arguments = x, encoded.tensors["weight"], encoded.tensors["weight_scale"], None, []
-    change = int8_linear(*arguments, up, down).double() - int8_linear(*arguments).double()
+    change = int8_linear(*arguments, (up, down)).double() - int8_linear(*arguments).double()
     expected = x.double() @ (up.double() @ down.double()).T
     assert torch.allclose(change, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
@@ -93,7 +94,7 @@ def test_pieces_of_tokens_have_the_same_bits(group: int, monkeypatch: pytest.Mon
     rotation = list(kronecker_factors(group, CPU)) if group else []
     x = random(200, COLUMNS, seed=1).bfloat16()
     whole = int8_linear(x, *arguments, rotation)
-    monkeypatch.setattr(module, "piece_tokens", lambda rows, columns: 37)
+    monkeypatch.setattr(scaled_linear, "piece_tokens", lambda rows, columns: 37)
     assert torch.equal(int8_linear(x, *arguments, rotation), whole)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan import choose_multiplication, open_experts, with_resolved_precision
 from wanstream.wan.kernels import multiplication as module
 from wanstream.wan.kernels.attention import KernelsError
-from wanstream.wan.kernels.int8_linear import int8_linear
+from wanstream.wan.kernels.choice import backend_refusal, kitchen_refusal
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP32 = torch.float32
@@ -54,7 +55,7 @@ def registry(**changes: object) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_torch_multiplies_on_a_cpu(dtype: torch.dtype) -> None:
     choice = choose_multiplication("int8", CPU, dtype)
-    assert choice.code == "torch"
+    assert choice.name == "torch"
     assert choice.words == (
         "int8 matrices are multiplied by torch on cpu (comfy-kitchen: its kernels are for NVIDIA GPUs)"
     )
@@ -67,20 +68,27 @@ def test_torch_multiplies_on_a_cpu(dtype: torch.dtype) -> None:
         (registry(available=False, unavailable_reason="no driver"), "its CUDA backend is not available (no driver)"),
         (registry(disabled=True), "its CUDA backend is disabled in this process"),
         (registry(capabilities=["adaln"]), "its CUDA backend has no int8_linear: update it"),
-        (registry(), "its int8_linear takes no rotated matrices: update it"),
+        (registry(), None),
     ],
-    ids=["absent", "unavailable", "disabled", "old", "old operation"],
+    ids=["absent", "unavailable", "disabled", "old", "active"],
 )
-def test_each_state_of_the_registry_has_a_reason(kitchen: Any, reason: str) -> None:
-    if hasattr(torch.ops.comfy_kitchen, "int8_linear"):
-        pytest.skip("comfy-kitchen is imported in this process")
-    assert module.registry_refusal(kitchen) == reason
+def test_each_state_of_the_registry_has_a_reason(kitchen: Any, reason: str | None) -> None:
+    assert backend_refusal(kitchen, "int8_linear") == reason
 
 
-def test_an_active_backend_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.library._scoped_library("comfy_kitchen", "FRAGMENT") as library:
-        library.define("int8_linear(Tensor x, int convrot_groupsize=256) -> Tensor")
-        assert module.registry_refusal(registry()) is None
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("Tensor x, int convrot_groupsize=256", "its int8_linear takes no activation: update it"),
+        ("Tensor x, int convrot_groupsize=256, str? input_act=None", None),
+    ],
+)
+def test_an_old_operation_is_refused(arguments: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = torch._C.parse_schema(f"int8_linear({arguments}) -> Tensor")
+    operations = SimpleNamespace(int8_linear=SimpleNamespace(default=SimpleNamespace(_schema=schema)))
+    monkeypatch.setattr(torch.ops, "comfy_kitchen", operations)
+    monkeypatch.setattr(module, "kitchen_refusal", lambda device, *capabilities: None)
+    assert module.kitchen_int8_refusal(GPU) == reason
 
 
 @pytest.mark.parametrize(
@@ -96,15 +104,16 @@ def test_a_missing_requirement_is_named(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert module.kitchen_refusal(GPU, module.registry_refusal) == reason
+    assert kitchen_refusal(GPU, "int8_linear") == reason
 
 
 def test_a_package_that_cannot_be_imported_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "comfy_kitchen.py").write_text("raise ImportError('libcudart.so.13 is missing')")
+    monkeypatch.delitem(sys.modules, "comfy_kitchen", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     reason = "cannot be imported (ImportError: libcudart.so.13 is missing)"
-    assert module.kitchen_refusal(GPU, module.registry_refusal) == reason
+    assert kitchen_refusal(GPU, "int8_linear") == reason
 
 
 def test_wrong_products_and_errors_are_found() -> None:
@@ -112,14 +121,14 @@ def test_wrong_products_and_errors_are_found() -> None:
         raise NotImplementedError("no kernel image\nmore")
 
     def unrotated(*arguments: Any) -> torch.Tensor:
-        return int8_linear(*arguments[:4], [])
+        return module._multiply_by_torch(*arguments[:4], 0, arguments[5])
 
-    assert module.test_fault(module._multiply_by_torch, CPU, FP32) is None
-    assert module.test_fault(raising, CPU, FP32) == "fails (NotImplementedError: no kernel image)"
-    assert str(module.test_fault(unrotated, CPU, FP32)).startswith("computes wrongly (error 1")
+    assert module.int8_fault(module._multiply_by_torch, CPU, FP32) is None
+    assert module.int8_fault(raising, CPU, FP32) == "fails (NotImplementedError: no kernel image)"
+    assert str(module.int8_fault(unrotated, CPU, FP32)).startswith("its product is wrong (error 1")
     for broken in (float("nan"), float("inf")):
-        fault = module.test_fault(lambda *each, x=broken: module._multiply_by_torch(*each) * x, CPU, FP32)
-        assert str(fault).startswith("computes wrongly")
+        fault = module.int8_fault(lambda *each, x=broken: module._multiply_by_torch(*each) * x, CPU, FP32)
+        assert str(fault).startswith("its product is wrong (error ")
 
 
 def test_lack_of_memory_is_no_fault_of_the_code() -> None:
@@ -127,7 +136,7 @@ def test_lack_of_memory_is_no_fault_of_the_code() -> None:
         raise torch.OutOfMemoryError("out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        module.test_fault(full, CPU, FP32)
+        module.int8_fault(full, CPU, FP32)
 
 
 @pytest.mark.usefixtures("nothing_multiplies")
@@ -136,12 +145,12 @@ def test_without_code_matrices_are_decoded(
 ) -> None:
     with caplog.at_level(logging.INFO, "wanstream.kernels"):
         choice = choose_multiplication("int8", CPU, FP32)
-    assert choice.code is None
+    assert choice.name is None
     assert choice.words in caplog.text
     assert choice.words.startswith(
         "int8 matrices are decoded, because nothing can multiply them on cpu (comfy-kitchen:"
     )
-    assert "torch: computes wrongly" in choice.words
+    assert "torch: its product is wrong" in choice.words
     ref = ExpertsRef(high_noise=tmp_path, compute_dtype="float32", arithmetic="as stored")
     assert with_resolved_precision(ref, CPU).arithmetic == "decoded"
     files = [tmp_path / f"{name}.safetensors" for name in ("high", "low")]

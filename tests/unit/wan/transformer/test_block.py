@@ -19,7 +19,7 @@ from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers
 from wanstream.wan import BlockSettings, Nag, changed
 from wanstream.wan.kernels.attention import KernelsError
 from wanstream.wan.kernels.block_math import BlockMath
-from wanstream.wan.kernels.choice import choose_math
+from wanstream.wan.kernels.math_choice import choose_math
 from wanstream.wan.transformer.block import MIN_TOKENS, WanBlock, chunk_slices
 from wanstream.wan.transformer.nag import guide
 from wanstream.wan.transformer.per_frame_timestep import FrameModulation, RowSpan

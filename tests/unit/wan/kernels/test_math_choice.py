@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from wanstream.schema import KernelSet
 from wanstream.tests.support.wan_blocks import block_inputs, diffusers_block
-from wanstream.wan.kernels import choice
+from wanstream.wan.kernels import math_choice as choice
 from wanstream.wan.kernels.attention import KernelsError
 from wanstream.wan.kernels.block_math import EXACT, BlockMath, TorchMath
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
@@ -80,7 +80,8 @@ def test_a_set_is_within_its_error_of_the_exact_one(math: BlockMath, dtype: torc
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of an exponential
 def test_codes_are_of_the_tokens_and_of_their_gelu(triton_math: ModuleType) -> None:
-    assert choice._fault_of(choice._codes_difference, triton_math.TritonMath(), CPU, torch.bfloat16, WIDTH) is None
+    assert choice.math_fault(math := triton_math.TritonMath(), CPU, torch.bfloat16, WIDTH) is None
+    assert math.quantises
 
 
 @pytest.mark.parametrize("broken", ["NaN", "another eps", "an error"])
@@ -102,8 +103,8 @@ def test_a_wrong_set_is_not_used_and_the_next_one_is(
     for _ in range(2):
         chosen = choice.choose_math("auto", GPU, torch.bfloat16, WIDTH)
     assert chosen.math.name == "torch"
-    reason = "fails (NotImplementedError: no compiler)" if broken == "an error" else "norm is wrong (error "
-    assert chosen.refusals["triton"].startswith(reason)
+    reason = "fails (NotImplementedError: no compiler)" if broken == "an error" else "its norm is wrong (error "
+    assert chosen.choice.refusals["triton"].startswith(reason)
     assert caplog.text.count("blocks compute with torch functions (triton: ") == 1, "said once"
     with pytest.raises(KernelsError, match=r"with triton functions on cuda:0: .*; install triton .*, or choose 'auto'"):
         choice.choose_math("triton", GPU, torch.bfloat16, WIDTH)
@@ -124,7 +125,10 @@ def test_a_package_that_is_missing_is_refused_with_a_remedy(
 
 
 def test_a_cpu_takes_torch_and_exact_needs_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_interprets", lambda: False)
+    if importlib.util.find_spec("triton") is not None:
+        import triton
+
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert choice.choose_math("auto", CPU, torch.float32, WIDTH).math.name == "torch"
     assert choice.choose_math("exact", GPU, torch.float32, WIDTH).math is EXACT
     with pytest.raises(KernelsError, match="triton functions on cpu: its kernels are for GPUs"):

@@ -1,0 +1,175 @@
+"""Choice of the row-wise functions of blocks on a device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ...devices import is_out_of_memory
+from ...schema import KernelSet
+from .attention import KernelsError
+from .block_math import EXACT, BlockMath, Gate, Norm, Rms, TorchMath
+from .choice import Choice, Results, choose, fault_of, first_line, kitchen_refusal
+
+TEST_TOKENS = 5
+TEST_HEAD = 128
+LARGEST_ERROR: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Relative error of a test result: about two units in the last place."""
+LARGEST_CODES_ERROR = 0.05
+"""Relative error of quantised tokens: fp8 has 3 bits of mantissa."""
+INSTALL: Mapping[str, str] = {
+    "triton": "install triton (on Windows triton-windows) and a C compiler",
+    "comfy-kitchen": "install comfy-kitchen",
+}
+
+logger = logging.getLogger("wanstream.kernels")
+
+
+class MathChoice(NamedTuple):
+    """Functions of the blocks on a device, and the reasons against faster ones."""
+
+    math: BlockMath
+    choice: Choice
+
+    @property
+    def words(self) -> str:
+        """One line for logs and reports."""
+        return f"blocks compute with {self.math.name} functions{self.choice.reasons}"
+
+
+@functools.cache
+def choose_math(name: KernelSet, device: torch.device, dtype: torch.dtype, width: int) -> MathChoice:
+    """Return the functions `name` for tokens of `dtype` and `width` on `device`.
+
+    "auto" takes triton on a GPU where its test passes, else torch. comfy-kitchen is only chosen by name: a step of 8
+    blocks and 7,800 tokens takes 0.099 s with it, 0.092 s with torch and 0.081 s with triton (H100). The choice is made
+    and logged once per process. Its test compiles what blocks of this width need.
+
+    Raises:
+        KernelsError: the functions were chosen by name and do not work there.
+    """
+    # On a CPU Triton interprets its kernels, for tests.
+    auto = ("torch", "exact") if device.type == "cpu" else ("triton", "torch", "exact")
+    made: dict[str, BlockMath] = {}
+
+    def test(name: str) -> str | None:
+        try:
+            math = made[name] = _make(name, device)
+            return None if math is EXACT else math_fault(math, device, dtype, width)
+        except KernelsError as err:
+            return str(err)
+
+    choice = choose({each: partial(test, each) for each in (auto if name == "auto" else (name,))})
+    if choice.name is None:
+        remedy = f"{INSTALL[name]}, or choose 'auto'" if name in INSTALL else "choose 'auto'"
+        raise KernelsError(
+            f"blocks cannot compute with {name} functions on {device}: {choice.refusals[name]}; {remedy}"
+        )
+    chosen = MathChoice(made[choice.name], choice)
+    (logger.warning if choice.refusals else logger.info)("%s on %s", chosen.words, device)
+    return chosen
+
+
+def _make(name: str, device: torch.device) -> BlockMath:
+    """Return the functions of that name. Raises KernelsError if they are not available."""
+    if name == "triton":
+        return _triton_math(device)
+    if name == "comfy-kitchen":
+        return _kitchen_math(device)
+    return {"torch": TorchMath(), "exact": EXACT}[name]
+
+
+def _triton_math(device: torch.device) -> BlockMath:
+    if importlib.util.find_spec("triton") is None:
+        raise KernelsError("not installed" if device.type != "cpu" else "its kernels are for GPUs")
+    try:
+        import triton
+
+        if device.type == "cpu" and not triton.knobs.runtime.interpret:
+            raise KernelsError("its kernels are for GPUs")
+        from .triton_math import TritonMath
+    except (ImportError, OSError, RuntimeError) as err:
+        raise KernelsError(f"cannot be imported ({first_line(err)})") from err
+    return TritonMath()
+
+
+def _kitchen_math(device: torch.device) -> BlockMath:
+    if device.type != "cpu":
+        reason = kitchen_refusal(device, "adaln", "apply_rope1")
+        if reason is not None:
+            raise KernelsError(reason)
+    elif importlib.util.find_spec("comfy_kitchen") is None:
+        raise KernelsError("not installed")
+    import comfy_kitchen  # noqa: F401  (registers the operations)
+
+    from .kitchen_math import KitchenMath
+
+    return KitchenMath()
+
+
+def math_fault(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    """Return what is wrong with the results of `math` on `device`, against exact ones; None if they are right.
+
+    `math` quantises from now on only if its codes are right.
+    """
+    try:
+        fault = fault_of(partial(_results, math, device, dtype, width), LARGEST_ERROR[dtype])
+        if fault is None and math.quantises:
+            # Not on cards without fp8 units: nothing multiplies codes there either.
+            codes = partial(_quantised, math, device, dtype, width)
+            math.quantises = fault_of(codes, LARGEST_CODES_ERROR) is None
+    except RuntimeError as err:
+        # A compiler that tries out several kernels may need more memory than other functions.
+        if not is_out_of_memory(err):
+            raise
+        return f"fails ({first_line(err)})"
+    return fault
+
+
+def _results(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> Results:
+    """Yield the result of each function for the same random tokens, some of which are large."""
+    exact = _computed(EXACT, torch.device("cpu"), dtype, width)
+    for name, found in _computed(math, device, dtype, width).items():
+        yield name, found, exact[name]
+
+
+def _computed(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> dict[str, torch.Tensor]:
+    tokens, update = (_tokens(seed, width).to(device, dtype) for seed in (0, 1))
+    shift, scale, gate = (0.1 * _tokens(seed, width)[:, :2].transpose(0, 1).to(device) for seed in (2, 3, 4))
+    rms = Rms(scale[0, 0].to(dtype), 1e-6)
+    angles = _tokens(5, TEST_HEAD).view(1, TEST_TOKENS, 1, TEST_HEAD).to(device)
+    rows = Norm(scale, shift, 1e-6, True, spans=((0, 2, 1), (2, TEST_TOKENS, 0)))
+    modulated, first = rows.of_row(0), Gate(gate[:1])
+    gated, added = torch.empty_like(tokens), torch.empty_like(tokens)
+    found = {
+        "norm": math.norm(tokens, modulated),
+        "norm of several rows": math.norm(tokens, rows),
+        "RMS norm": math.rms_norm(tokens.clone(), rms),
+        "rotary embedding": math.rotate(tokens.clone(), rms, math.rotation(angles.cos(), angles.sin())),
+        "gated sum": math.add(tokens, update.clone(), first, out=torch.empty_like(tokens)),
+        "norm of a gated sum": math.normed(tokens, modulated._replace(modulated=False), update, first, gated),
+        "norm of a sum": math.normed(tokens, modulated, update, None, added),
+    }
+    return {**found, "gated sum before a norm": gated, "sum before a norm": added}  # type: ignore[dict-item]
+
+
+def _quantised(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> Results:
+    tokens = _tokens(0, width).to(device, dtype)
+    for gelu in (False, True):
+        found = math.quantise(tokens, gelu=gelu)
+        values = F.gelu(tokens.float(), approximate="tanh") if gelu else tokens.float()
+        yield "quantised tokens", found.codes.float() * found.scales, values[0].cpu()
+
+
+def _tokens(seed: int, width: int) -> torch.Tensor:
+    """Return random tokens [1, TEST_TOKENS, width] on the CPU; some columns are 50 times as large, as in models."""
+    tokens = torch.randn(1, TEST_TOKENS, width, generator=torch.Generator().manual_seed(seed))
+    tokens[..., ::97] *= 50
+    return tokens
