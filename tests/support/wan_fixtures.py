@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from wanstream.testing.experts import make_lora
-from wanstream.wan import ExpertEngine, Lane
+from wanstream.wan import ExpertEngine, Lane, kernels
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 
 Tensors = dict[str, torch.Tensor]
@@ -147,3 +150,30 @@ def wait_for_embedders(engine: ExpertEngine) -> int:
     models._reader.submit(int).result()
     reads = [read for (_, part), read in models._reads.items() if part is not None]
     return sum(tensor.nbytes for read in reads for tensor in read.result()[0].values())
+
+
+@pytest.fixture(scope="module")
+def triton_math() -> Iterator[ModuleType]:
+    """The module of Triton's set, with kernels for its interpreter."""
+    pytest.importorskip("triton")
+    folder, package = Path(kernels.__file__).parent, "wanstream.wan.kernels"
+    own = ("triton_rows", "triton_math")
+
+    def imported() -> list[str]:
+        """Modules of Triton that are written in Python."""
+        parts = (name.split(".") for name in sys.modules)
+        return [".".join(each) for each in parts if each[0] == "triton" and each[1:2] != ["_C"]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in imported():  # functions of Triton's language are made for the interpreter when they are imported
+            patch.delitem(sys.modules, name)
+        for name in own:
+            spec = importlib.util.spec_from_file_location(f"{package}.{name}", folder / f"{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            patch.setitem(sys.modules, f"{package}.{name}", importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(sys.modules[f"{package}.{name}"])
+        yield sys.modules[f"{package}.triton_math"]
+        for name in imported():
+            del sys.modules[name]

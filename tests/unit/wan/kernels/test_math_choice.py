@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,33 +32,6 @@ def _new_choice() -> Iterator[None]:
     with torch.no_grad():
         yield
     choice.choose_math.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def triton_math() -> Iterator[ModuleType]:
-    """The module of Triton's set, with kernels for its interpreter."""
-    pytest.importorskip("triton")
-    folder, package = Path(choice.__file__).parent, "wanstream.wan.kernels"
-    own = ("triton_rows", "triton_math")
-
-    def imported() -> list[str]:
-        """Modules of Triton that are written in Python."""
-        parts = (name.split(".") for name in sys.modules)
-        return [".".join(each) for each in parts if each[0] == "triton" and each[1:2] != ["_C"]]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        for name in imported():  # functions of Triton's language are made for the interpreter when they are imported
-            patch.delitem(sys.modules, name)
-        for name in own:
-            spec = importlib.util.spec_from_file_location(f"{package}.{name}", folder / f"{name}.py")
-            assert spec is not None
-            assert spec.loader is not None
-            patch.setitem(sys.modules, f"{package}.{name}", importlib.util.module_from_spec(spec))
-            spec.loader.exec_module(sys.modules[f"{package}.{name}"])
-        yield sys.modules[f"{package}.triton_math"]
-        for name in imported():
-            del sys.modules[name]
 
 
 @pytest.fixture(params=["torch", "comfy-kitchen", "triton"])
