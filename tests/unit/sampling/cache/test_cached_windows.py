@@ -22,6 +22,8 @@ from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair
 
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
 LAYERS, STEPS, SWITCH, FRAMES = 4, 8, 4, 7
 LAYERWISE = OffloadPolicy.layerwise(1)
 MOVING = ContextWindows(frames=3, overlap=1)

@@ -254,6 +254,7 @@ def streamed(pair, policy, lane, steps=STEPS):
 
 class TestStreamed:
     @pytest.mark.slow  # whole models
+    @pytest.mark.usefixtures("exact_blocks")
     @pytest.mark.parametrize(
         "policy", [OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2, 1, source="pinned")], ids=str
     )
