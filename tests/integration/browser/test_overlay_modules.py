@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wanstream.schema import Timeline, limit_share
 from wanstream.schema.text_format import format_rate, format_seconds, format_share, format_size
 from wanstream.tools.comfyui import PACK, Server
 from wanstream.tools.frontend import Frontend, opened_frontend
@@ -566,6 +567,23 @@ def test_a_run_that_has_ended_says_how_long_it_took(modules: Modules) -> None:
     assert modules.call("figures", "runText", run) == "4 steps in 6:00 · 90.0 s/step · RAM 7 B"
     run["records"] = steps_of(0.5, 0.5, stall_s=0.1)
     assert modules.call("figures", "runText", run) == "2 steps in 1.00 s · 0.500 s/step · stall 0.200 s · RAM 7 B"
+
+
+def test_the_share_of_the_limit_is_that_of_reports(modules: Modules) -> None:
+    records = [record(0, skipped_lanes=1), record(1, compute_s=2.0), record(2, compute_s=1.0)]
+    limits = {"steps": [record(number, limit_s=limit_s) for number, limit_s in enumerate((0.9, 1.6, 0.5))]}
+    run = {**run_of(3, 0), "ended": True, "records": records, "predicted": limits}
+    measured, simulated = (timeline_of(steps) for steps in (records, limits["steps"]))
+    assert modules.call("figures", "limitShare", run) == limit_share(measured, simulated) == pytest.approx(0.7)
+    assert "· 70.0 % of the device's limit ·" in modules.call("figures", "runText", run)
+    (cell,) = (each for each in modules.call("figures", "figuresOf", run) if each["name"] == "of limit")
+    assert (cell["head"], cell["text"]) == ("of limit", "70.0 %")
+    for predicted in (None, {"steps": [record(number) for number in range(3)]}):
+        assert modules.call("figures", "limitShare", {**run, "predicted": predicted}) is None
+
+
+def timeline_of(records: Sequence[dict[str, Any]]) -> Timeline:
+    return Timeline.from_dict({"kind": "simulated", "steps": [{"sigma": None, **step} for step in records]})
 
 
 def test_the_time_left_follows_the_last_steps_and_the_prediction(modules: Modules) -> None:
