@@ -41,7 +41,7 @@ def comparison(report: Report) -> Table:
     figures = [figure for figure in FIGURES if not many or figure.name in ROW_FIGURES]
     rows = [(figure.name, *_figure_cells(figure, variants, digits)) for figure in figures]
     rows += [
-        ("Compute at the limit of the device", *map(_limit, variants)),
+        ("Share of the device's limit", *map(_limit, variants)),
         ("Predicted total", *map(_predicted, variants)),
         ("Latents", *(_latents(variant, report) for variant in variants)),
         ("Remarks", *map(_remarks, variants)),

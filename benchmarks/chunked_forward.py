@@ -19,7 +19,7 @@ from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wanstream.wan.kernels import choose_math
+from wanstream.wan.kernels.math_choice import choose_math
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 
 WIDTH, FFN, HEADS = 1024, 2816, 8

@@ -8,7 +8,7 @@ from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_n
 from .cpu_share import thread_notes
 from .cuda import NvtxRanges
 from .oom import LateDeviceError, forget, is_broken_device, is_out_of_memory, raise_late
-from .registry import core_count, forked_random_state, gpu_count, register_runtime, runtime_for
+from .registry import core_count, forked_random_state, gpu_count, made_current, register_runtime, runtime_for
 from .runtime import DeviceMemory, DeviceRuntime, Event, NoPageLockError, PageLockError, Stream
 from .shared_pages import PageLock
 
@@ -43,6 +43,7 @@ __all__ = [
     "insufficient_ram",
     "is_broken_device",
     "is_out_of_memory",
+    "made_current",
     "raise_late",
     "register_runtime",
     "resolve_dtype",

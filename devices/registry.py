@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -87,3 +87,11 @@ def runtime_for(device: torch.device) -> DeviceRuntime | None:
     """Return the runtime of a device; None for a CPU and for types without streams."""
     runtime = _FAMILIES.get(device.type)
     return None if runtime is None else runtime(device, _LOCKED_PAGES[device.type])
+
+
+def made_current(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one inside the `with`: Triton launches on no other."""
+    runtime = runtime_for(device)
+    if runtime is None or runtime.current_index() == device.index:
+        return nullcontext()
+    return runtime.on_stream(runtime.current_stream())

@@ -20,14 +20,14 @@ import torch
 from ..bench import processor_name
 from ..devices import auto_dtype, cgroup_limits, dtype_name, runtime_for
 from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
-from ..plan import BlockRates, BlockTimes, Machine
-from ..schema import T2V_A14B, ExpertShape, VideoShape
-from ..wan import MIN_TOKENS, block_pass, measure_block, metered_tokens, probe_block, random_block
+from ..plan import BlockRates, Machine
+from ..schema import T2V_A14B, ExpertShape, VideoShape, cache_folder, write_json
+from ..wan import block_pass, measure_block, probe_block, quick_case, random_block
 from .folders import GGUF_FILES, WEIGHT_FILES
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 1
 USUAL_TOKENS = VideoShape(width=832, height=480, frames=81).tokens
 BUSY_TOKENS = 4096
 """Tokens of the block that computes during the copies of the bus probe: some tens of milliseconds on any GPU."""
@@ -105,7 +105,7 @@ def measure_machine(
     path = profile_path(device, folder)
     identity = _identity(device, expert, models)
     try:
-        _write(path, {"format": FORMAT, "identity": identity, "machine": machine.to_dict(), "notes": notes})
+        write_json(path, {"format": FORMAT, "identity": identity, "machine": machine.to_dict(), "notes": notes})
     except OSError as err:
         logger.warning("cannot write the machine profile %s (%s): the next run measures again", path, err)
         return Profile(machine=machine, notes=tuple(notes), kept_in=None)
@@ -114,7 +114,7 @@ def measure_machine(
 
 def profile_path(device: torch.device, folder: Path | None = None) -> Path:
     """Return the path of the profile for `device`."""
-    return (folder or Path(platformdirs.user_cache_dir("wanstream", appauthor=False))) / f"machine-{device.type}.json"
+    return (folder or cache_folder()) / f"machine-{device.type}.json"
 
 
 def _read(path: Path, required: Mapping[str, Any]) -> Machine | str:
@@ -178,12 +178,18 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         disk = probe_disk(file)
     notes.append(f"disk: {disk.how}")
     compute = probe_block(expert, tokens, device)
-    metered = metered_tokens(expert, compute, device)
-    times = {} if metered is None else measure_block(expert, metered, device, most_s=0.2)
-    rates = {} if metered is None else vars(BlockRates.of(times, expert, metered))
+    small, metered = quick_case(expert, compute, device)
+    times = measure_block(small, metered, device, most_s=0.2)
+    rates = vars(BlockRates.of(times, small, metered))
+    if small != expert:  # its products are further below their limit, but their ratios are similar
+        rates = {"linear_speedups": rates["linear_speedups"]}
     if compute.tokens < tokens:
         notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by operation count")
-    notes += _meter_notes(times, metered, device)
+    of_width = "" if small == expert else f" of width {small.width}"
+    notes += [
+        f"{name or dtype_name(auto_dtype(device))}: {each.words}, {metered} tokens{of_width}"
+        for name, each in times.items()
+    ]
     bus = None if runtime is None else _bus(device, expert)
     if bus is not None:
         notes.append(f"bus: {bus.words()}")
@@ -205,13 +211,6 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         quantise_bytes_per_s=probe_quantise(),
         **rates,
     )
-
-
-def _meter_notes(times: Mapping[str, BlockTimes], tokens: int | None, device: torch.device) -> list[str]:
-    """Return a line on the parts of a visit in each arithmetic."""
-    if tokens is None:
-        return [f"arithmetic: not measured, because a visit of {MIN_TOKENS} tokens takes too long or too much memory"]
-    return [f"{name or dtype_name(auto_dtype(device))}: {each.words}, {tokens} tokens" for name, each in times.items()]
 
 
 def _bus(device: torch.device, expert: ExpertShape) -> BusRates:
@@ -254,17 +253,3 @@ def _largest_weights(models: Path) -> Path | None:
         return models
     files = (path for path in models.rglob("*") if path.suffix.lower() in (*WEIGHT_FILES, *GGUF_FILES))
     return max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size, default=None)
-
-
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON atomically: a reader finds the old file or the complete new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            json.dump(data, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            Path(file.name).unlink()
-            raise
-    os.replace(file.name, path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ..devices import compute_device, dtype_name, runtime_for
+from ..devices import auto_dtype, compute_device, dtype_name, runtime_for
 from ..plan import RAW_SLOTS, Machine, OffloadJob, limit_seconds, predict
 from ..schema import OffloadPolicy, StepRecord, Timeline
 from ..wan import ExpertPair
@@ -138,11 +138,13 @@ def predicted_calls(
     """
     engine = pair.current_engine(policy, compute_device(device))
     programs = None if engine is None else engine.programs(job.visits)
+    # The rates are those of the usual dtype and attention.
+    usual = pair.compute_dtype == auto_dtype(device) and pair.kernels.attention == "default"
     simulated = predict(job, machine, policy, programs=programs, by_step=True).timeline
     found = {step.index: step for step in simulated.steps}
     whole = [found.get(number) or _without_blocks(job, number) for number in range(len(job.experts_of_steps))]
     steps = tuple(
-        replace(step, index=index, sigma=sigma, limit_s=_limit_s(job, machine, index - first_step))
+        replace(step, index=index, sigma=sigma, limit_s=_limit_s(job, machine, index - first_step) if usual else None)
         for index, (step, sigma) in enumerate(zip(whole, sigmas, strict=True), first_step)
     )
     return replace(simulated, steps=steps)

@@ -140,7 +140,8 @@ class StepRecord(_Transfers):
     skipped_visits: int = 0
     """Blocks that all lanes skipped for that reason; they were neither visited nor fetched."""
     limit_s: float | None = None
-    """Time of the products and the attention alone at the measured rates of the machine. None: unknown, or measured."""
+    """Time of the products and the attention alone at the measured rates of the machine. None: in measured steps, or if
+    the rates are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

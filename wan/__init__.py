@@ -26,13 +26,14 @@ from .experts.open import (
 from .experts.pair import ExpertPair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
-from .kernels import ATTENTIONS, INT8_ATTENTION, choose_multiplication, multiplied_formats
+from .kernels.attention import ATTENTIONS, INT8_ATTENTION
+from .kernels.multiplication import choose_multiplication, multiplied_formats
 from .latent_file import LatentFileError, read_latent, write_latent
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .lora.file import lora_version, open_lora
 from .measurement.arithmetic import measured_arithmetic, with_resolved_precision
-from .measurement.meter import METERED_TOKENS, measure_block, metered_tokens
-from .measurement.probe import MIN_TOKENS, block_pass, probe_block, random_block
+from .measurement.meter import METERED_TOKENS, measure_block, quick_case
+from .measurement.probe import BlockVariant, block_pass, probe_block, random_block
 from .text.embedding_cache import EmbeddingCache
 from .text.encoder import encoder_version, open_text_encoder
 from .text.sentence_model import Piece, sentence_model
@@ -66,7 +67,6 @@ __all__ = [
     "INT8_ATTENTION",
     "LATENT_SCALES",
     "METERED_TOKENS",
-    "MIN_TOKENS",
     "OTHER_MODELS_OF_A_CHECKPOINT",
     "PREFIX",
     "RAW",
@@ -79,6 +79,7 @@ __all__ = [
     "WRAPPERS",
     "BlockCache",
     "BlockSettings",
+    "BlockVariant",
     "DecodeNeeds",
     "DecodeOutOfMemoryError",
     "EmbeddingCache",
@@ -129,7 +130,6 @@ __all__ = [
     "marker_settings",
     "measure_block",
     "measured_arithmetic",
-    "metered_tokens",
     "model_version",
     "multiplied_formats",
     "native_transformer_name",
@@ -145,6 +145,7 @@ __all__ = [
     "own_layers",
     "patch_shape",
     "probe_block",
+    "quick_case",
     "random_block",
     "read_latent",
     "retry_with_smaller_tiles",

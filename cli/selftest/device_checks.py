@@ -17,7 +17,7 @@ from ...offload import attach_offload, map_memory, wrong_decodings
 from ...plan import choose_arithmetic
 from ...schema import ExpertShape, OffloadPolicy, VideoShape, format_rate, format_size
 from ...testing import TinyShape
-from ...wan import METERED_TOKENS, block_pass, measure_block, random_block
+from ...wan import METERED_TOKENS, BlockVariant, block_pass, measure_block, random_block
 from .findings import Finding
 
 SIZES = (1, 4097, 64 * 1024**2)
@@ -246,7 +246,7 @@ def _pass_s(subject: Subject, policy: OffloadPolicy, tokens: int) -> float:
     device, clock = subject.device, clock_for(subject.device)
     # In RAM in the dtype of the device, so that they are copied as they are.
     stored_in, dtype = torch.device("cpu"), auto_dtype(device)
-    blocks = [random_block(subject.block, stored_in, dtype=dtype) for _ in range(OVERLAP_BLOCKS)]
+    blocks = [random_block(subject.block, stored_in, BlockVariant(dtype=dtype)) for _ in range(OVERLAP_BLOCKS)]
     passes = [block_pass(block, subject.block, tokens, device) for block in blocks]
     with torch.no_grad(), attach_offload(blocks, policy=policy, device=device) as engine:
         for block in passes:

@@ -10,7 +10,9 @@ steps together. The driver has a recent state of every video (see `WorkerGroup`)
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -50,6 +52,8 @@ logger = logging.getLogger("wanstream.distributed")
 ShouldStop: TypeAlias = "Callable[[], bool]"
 OnStep: TypeAlias = "Callable[[StepProgress], None]"
 
+MEASURE_S = 120.0
+"""Limit for the measurement of a block on all workers."""
 HANDOVER_S = 60.0
 """Shortest interval between two states of a group: what the loss of its leader costs, and the start of another one."""
 HANDOVER_BYTES_PER_S = 10e6
@@ -174,14 +178,17 @@ class Driver:
     def _fast_formats(
         self, experts: ExpertsRef, start_step: int, should_stop: ShouldStop | None
     ) -> list[tuple[CodeFormat, ...]]:
-        """Measure all workers at once. The formats of a lost worker are unknown, so that all workers decode."""
+        """Measure all workers at once. If one of them fails or is too slow, all workers decode."""
         workers = [worker for group in self._groups.values() for worker in group.rendezvous.workers]
         requests = [worker.call("fast_formats", experts, self.ref.paths) for worker in workers]
-        _wait_for(requests, start_step, should_stop)
-        lost = [err for each in requests if isinstance(err := each.exception(), WorkerLostError)]
-        for err in lost:
-            logger.warning("arithmetic auto: %s", err)
-        return [()] if lost else [each.result() for each in requests]
+        _wait_for(requests, start_step, should_stop, MEASURE_S)
+        for worker, request in zip(workers, requests, strict=True):
+            error = request.exception() if request.done() else f"no answer within {MEASURE_S:g} s"
+            if error is not None:
+                # A missing file, say: the run names it.
+                logger.warning("arithmetic auto: decoded, because worker %d cannot measure: %s", worker.rank, error)
+                return [()]
+        return [each.result() for each in requests]
 
     def _connect(self, experts: ExpertsRef, start_step: int, should_stop: ShouldStop | None) -> list[WorkerFacts]:
         """Connect the workers of all groups at once, those that are not joined yet. Returns their facts."""
@@ -219,9 +226,12 @@ class Driver:
             self._running.release()
 
 
-def _wait_for(requests: Sequence[Future[Any]], start_step: int, should_stop: ShouldStop | None) -> None:
-    """Wait for all requests. Raises SamplingCancelled if `should_stop` returns True."""
-    while wait(requests, timeout=POLL_S).not_done:
+def _wait_for(
+    requests: Sequence[Future[Any]], start_step: int, should_stop: ShouldStop | None, limit_s: float = math.inf
+) -> None:
+    """Wait for all requests, for `limit_s` at most. Raises SamplingCancelled if `should_stop` returns True."""
+    until = time.monotonic() + limit_s
+    while wait(requests, timeout=POLL_S).not_done and time.monotonic() < until:
         if should_stop is not None and should_stop():
             raise SamplingCancelled(start_step, 0)
 

@@ -150,7 +150,7 @@ class ComfyHost(HostApi):
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        ref = with_resolved_precision(ref, self.device())
+        ref = with_resolved_precision(ref, self.device(), self._make_room_for_probes)
         try:
             return self._experts.get(ref)
         finally:

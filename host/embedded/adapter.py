@@ -255,7 +255,7 @@ class EmbeddedHost(HostApi):
             raise Cancelled("the run was stopped")
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        return self._experts.get(with_resolved_precision(ref, self.device()))
+        return self._experts.get(with_resolved_precision(ref, self.device(), self.free_experts))
 
     def free_experts(self) -> None:
         self._experts.free()

@@ -11,13 +11,12 @@ import importlib.util
 import logging
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
-from ...devices import is_broken_device, is_out_of_memory, runtime_for
+from ...devices import is_broken_device, is_out_of_memory, made_current
 from .packing import UNIT, Constants, EightBit, Microscaled, Packing, QuantFormat
 from .rotation import rotation_factor, signs
 
@@ -106,7 +105,7 @@ def decode_in_one_pass(
         return False
     if refusal(form, into.dtype, into.device, eager) is not None:
         return False
-    with _current(into.device):
+    with made_current(into.device):
         launch(stored, into, packing, scale, constants)
     return True
 
@@ -144,7 +143,7 @@ def refusal(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: E
     if reason is not None:
         return reason
     try:
-        with _current(device):
+        with made_current(device):
             if isinstance(form.packing, EightBit) and form.packing.group and not _has_tensor_cores():
                 return f"{form.name} needs an NVIDIA GPU of compute capability {FIRST_ARCH / 10} or later"
             reason = _fault(form, dtype, device, eager)
@@ -243,14 +242,6 @@ def _launch_rotated(
 
 def _is_by_row(scale: torch.Tensor | None) -> bool:
     return scale is not None and scale.numel() > 1
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current one: Triton launches on no other."""
-    runtime = runtime_for(device)
-    if runtime is None or runtime.current_index() == device.index:
-        return nullcontext()
-    return runtime.on_stream(runtime.current_stream())
 
 
 def _has_tensor_cores() -> bool:

@@ -11,7 +11,8 @@ from ...offload import BlockPatch, FileSource, OffloadEngine, QuantisedSource, S
 from ...plan import BlockKey
 from ...schema import OffloadPolicy
 from ..checkpoint.open import Expert
-from ..kernels import Kernels, check_usable, choose_math
+from ..kernels.attention import Kernels, check_usable
+from ..kernels.math_choice import choose_math
 from ..lora.apply import LoraFactors, LoraStack, block_patches, resident_patches, stack_identity
 from .models import ExpertModels
 from .storage import Precision, block_source, multiplied_layers
@@ -42,6 +43,9 @@ class ExpertEngine(OffloadEngine):
         shared: bool = False,
         sharded: Sharded | None = None,
     ) -> None:
+        self._width = next(iter(experts.values())).config.width
+        # Before anything is held that only a finished engine frees: it fails where the device is broken.
+        math = choose_math(Kernels().math, torch.device(device), precision.compute_dtype, self._width).math
         source = block_source(experts, precision, direct=direct)
         self.models = ExpertModels(
             experts,
@@ -59,7 +63,7 @@ class ExpertEngine(OffloadEngine):
             self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded
         )
         self.models.start_reading()
-        self._apply_kernels(self._kernels)
+        self.models.settings.set(self._kernels, math, policy.chunk_tokens)
         self._read_for_next_run()
         self._loras: Hashable = NO_LORAS
 
@@ -147,13 +151,9 @@ class ExpertEngine(OffloadEngine):
         if self.running:
             raise RuntimeError("kernels cannot be changed while this engine is running a program; wait for its end")
         check_usable(kernels, self.device, self._compute_dtype)
-        self._apply_kernels(kernels)
-        self._kernels = kernels
-
-    def _apply_kernels(self, kernels: Kernels) -> None:
-        config = next(iter(self._configs.values()))
-        choice = choose_math(kernels.math, self.device, self._compute_dtype, config.width)
+        choice = choose_math(kernels.math, self.device, self._compute_dtype, self._width)
         self.models.settings.set(kernels, choice.math, self.policy.chunk_tokens)
+        self._kernels = kernels
 
     def set_policy(self, policy: OffloadPolicy) -> None:
         """Change the policy as `OffloadEngine.set_policy`, its `chunk_tokens` included."""

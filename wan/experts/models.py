@@ -40,7 +40,7 @@ from ..checkpoint.meta_model import (
     streamed_parameters,
 )
 from ..checkpoint.open import Expert
-from ..kernels import CODE_FORMATS, multiplications, replace_linears
+from ..kernels.multiplication import CODE_FORMATS, multiplications, replace_linears
 from ..lora.apply import PatchedParameters
 from ..transformer.block import BlockSettings
 

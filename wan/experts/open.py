@@ -17,7 +17,8 @@ from ..checkpoint.detect import IMAGE_LAYER, KNOWN_CHANNELS, LATENT_CHANNELS, PA
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
-from ..kernels import CODE_FORMATS, INDUCTOR, Kernels, check_installed
+from ..kernels.attention import INDUCTOR, Kernels, check_installed
+from ..kernels.multiplication import CODE_FORMATS
 from ..lora.file import open_lora
 from .pair import ExpertPair
 from .storage import MULTIPLIED, STORAGES, log_unquantised

@@ -17,7 +17,8 @@ from ...offload import Sharded, decode_work_bytes, patch_work_bytes
 from ...schema import Arithmetic, CodeFormat, OffloadPolicy, StepRange, StepStrengths, Storage
 from ..checkpoint.meta_model import embedder_part, parameter_shapes, streamed_parameters
 from ..checkpoint.open import Expert
-from ..kernels import CODE_FORMATS, Kernels
+from ..kernels.attention import Kernels
+from ..kernels.multiplication import CODE_FORMATS
 from ..lora.apply import LoraFactors, block_factor_bytes, lora_host_bytes
 from ..lora.file import LoraFile
 from ..lora.fit import fit_loras, refuse_beside

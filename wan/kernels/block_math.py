@@ -1,6 +1,7 @@
 """Row-wise functions of a transformer block: diffusers' arithmetic, and torch's fused kernels.
 
-Tokens are [1, S, D] with contiguous rows. Each function rounds its result once to the dtype of the tokens. `choice.py`
+Tokens are [1, S, D] with contiguous rows. Each function rounds to the dtype of the tokens: its result, and some of
+them a norm before the modulation or the rotation. `choice.py`
 chooses a set of functions, all of which are used together.
 """
 
@@ -86,8 +87,10 @@ class BlockMath:
 
     def add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Gate | None, out: torch.Tensor) -> torch.Tensor:
         """Write `tokens + update * gate` to `out`, which may be one of both."""
-        if gate is None or not gate.spans:
-            return self._add(tokens, update, None if gate is None else gate.rows, out)
+        if gate is None:
+            return torch.add(tokens, update, out=out)
+        if not gate.spans:
+            return self._add(tokens, update, gate.rows, out)
         for start, end, row in gate.spans:
             at = slice(start, end)
             self._add(tokens[:, at], update[:, at], gate.rows[row : row + 1], out[:, at])
@@ -145,9 +148,7 @@ class BlockMath:
         scale, shift = norm.scale.view(-1).float(), norm.shift.view(-1).float()
         return written(F.layer_norm(tokens.float(), width, scale, shift, norm.eps).type_as(tokens), out)
 
-    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Out, out: torch.Tensor) -> torch.Tensor:
-        if gate is None:
-            return torch.add(tokens, update, out=out)
+    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(tokens.float() + update.float() * gate)
 
 
@@ -172,9 +173,7 @@ class TorchMath(BlockMath):
         plain = F.layer_norm(tokens, width, eps=norm.eps)
         return torch.addcmul(norm.shift, plain, scale, out=plain if out is None else out)
 
-    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Out, out: torch.Tensor) -> torch.Tensor:
-        if gate is None:
-            return torch.add(tokens, update, out=out)
+    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return torch.addcmul(tokens, update, gate, out=out)
 
 

@@ -41,9 +41,10 @@ def fp8_linear(
 ) -> torch.Tensor:
     """Multiply tokens by an fp8 matrix.
 
-    s = max(|x|) / 448 for each token; q = x / s in fp8; y = (sums of q and the weight in fp32) * weight_scale * s +
-    bias, rounded to the dtype of the tokens. ComfyUI takes 1 for the scale of a token if a file has none, so that small
-    inputs lose their bits and those above 448 are cut off.
+    s = max(|x|) / 448 for each token; q = x / s in fp8; y = (sums of q and the weight) * weight_scale * s + bias,
+    rounded to the dtype of the tokens. The sums are in fp32, but on CUDA with the scales inside in fewer bits. ComfyUI
+    takes 1 for the scale of a token if a file has none, so that small inputs lose their bits and those above 448 are
+    cut off.
 
     Args:
         tokens: [..., columns], of a floating dtype.
@@ -58,11 +59,11 @@ def fp8_linear(
         [..., rows] in the dtype of the tokens.
     """
     by_row = _by_row(weight, weight_scale) if scales_inside else weight_scale.view(1, -1)
-    one = torch.ones((), device=tokens.device)
+    one = None if scales_inside else torch.ones((), device=tokens.device)
 
     def write(part: torch.Tensor, out: torch.Tensor) -> None:
         codes = quantise_tokens_fp8(part)
-        if scales_inside:
+        if one is None:
             _scaled_product(codes, weight, by_row, bias, out=out)
             add_patch(out, part, patch)
         else:

@@ -36,7 +36,8 @@ class Int8Linear(ScaledLinear):
     @property
     def takes_gelu(self) -> bool:
         """`multiply_gelu` can be called: it has no operation for compiled blocks, and a patch needs the values."""
-        return self.kitchen_dtype is not None and self.patch_up is None and not torch.compiler.is_compiling()
+        # In this order: a compiled block would depend on the patch otherwise.
+        return not torch.compiler.is_compiling() and self.kitchen_dtype is not None and self.patch_up is None
 
     def multiply_gelu(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the product with the GELU (tanh) of `tokens`, computed in the pass that quantises them."""

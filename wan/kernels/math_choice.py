@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -13,9 +14,10 @@ import torch
 from torch.nn import functional as F
 
 from ...devices import is_out_of_memory
+from ...offload import one_pass_unavailable
 from ...schema import KernelSet
 from .attention import KernelsError
-from .block_math import EXACT, BlockMath, Gate, Norm, Rms, TorchMath
+from .block_math import EXACT, BlockMath, Codes, Gate, Norm, Rms, TorchMath
 from .choice import Choice, Results, choose, fault_of, first_line, kitchen_refusal
 
 TEST_TOKENS = 5
@@ -50,7 +52,8 @@ def choose_math(name: KernelSet, device: torch.device, dtype: torch.dtype, width
 
     "auto" takes triton on a GPU where its test passes, else torch. comfy-kitchen is only chosen by name: a step of 8
     blocks and 7,800 tokens takes 0.099 s with it, 0.092 s with torch and 0.081 s with triton (H100). The choice is made
-    and logged once per process. Its test compiles what blocks of this width need.
+    and logged once per process. Its test compiles what blocks of this width need, but for
+    the GELU at the width of the feed-forward.
 
     Raises:
         KernelsError: the functions were chosen by name and do not work there.
@@ -87,16 +90,15 @@ def _make(name: str, device: torch.device) -> BlockMath:
 
 
 def _triton_math(device: torch.device) -> BlockMath:
-    if importlib.util.find_spec("triton") is None:
-        raise KernelsError("not installed" if device.type != "cpu" else "its kernels are for GPUs")
-    try:
-        import triton
+    if device.type == "cpu":
+        # The interpreter, for tests.
+        reason = None if os.environ.get("TRITON_INTERPRET") == "1" else "its kernels are for GPUs"
+    else:
+        reason = one_pass_unavailable(device)
+    if reason is not None:
+        raise KernelsError(reason)
+    from .triton_math import TritonMath
 
-        if device.type == "cpu" and not triton.knobs.runtime.interpret:
-            raise KernelsError("its kernels are for GPUs")
-        from .triton_math import TritonMath
-    except (ImportError, OSError, RuntimeError) as err:
-        raise KernelsError(f"cannot be imported ({first_line(err)})") from err
     return TritonMath()
 
 
@@ -161,11 +163,27 @@ def _computed(math: BlockMath, device: torch.device, dtype: torch.dtype, width: 
 
 
 def _quantised(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> Results:
-    tokens = _tokens(0, width).to(device, dtype)
-    for gelu in (False, True):
-        found = math.quantise(tokens, gelu=gelu)
-        values = F.gelu(tokens.float(), approximate="tanh") if gelu else tokens.float()
-        yield "quantised tokens", found.codes.float() * found.scales, values[0].cpu()
+    tokens, update = (_tokens(seed, width).to(device, dtype) for seed in (0, 1))
+    row = 0.1 * _tokens(2, width)[:, :1].to(device)
+    norm, sums = Norm(row, row, 1e-6, True), torch.empty_like(tokens)
+    expected = {
+        "quantised tokens": tokens,
+        "quantised GELU": F.gelu(tokens.float(), approximate="tanh"),
+        "quantised norm": math.normed(tokens, norm),
+        "quantised norm of a sum": math.normed(tokens, norm, update, None, sums),
+        "quantised norm of a gated sum": math.normed(tokens, norm, update, Gate(row), torch.empty_like(tokens)),
+    }
+    found = (
+        math.quantise(tokens),
+        math.quantise(tokens, gelu=True),
+        math.normed(tokens, norm, codes=True),
+        math.normed(tokens, norm, update, None, sums, codes=True),
+        math.normed(tokens, norm, update, Gate(row), sums, codes=True),
+    )
+    for (name, values), codes in zip(expected.items(), found, strict=True):
+        assert isinstance(values, torch.Tensor)
+        assert isinstance(codes, Codes)
+        yield name, codes.codes.float() * codes.scales, values[0].float().cpu()
 
 
 def _tokens(seed: int, width: int) -> torch.Tensor:

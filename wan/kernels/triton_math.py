@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from ...devices import made_current
 from ...offload import FP8
 from .block_math import BlockMath, Codes, Gate, Norm, Out, Rms
 from .triton_rows import rotated_rows, rows
@@ -30,41 +31,30 @@ class TritonMath(BlockMath):
     ) -> torch.Tensor | Codes:
         if norm.spans or (gate is not None and gate.spans):
             return super().normed(tokens, norm, update, gate, state, codes)
-        return _codes(tokens, norm, update, gate, state) if codes else _passed(tokens, norm, update, gate, state)
+        if codes:
+            return _codes(tokens, norm, update, gate, state)
+        return _launch(tokens, norm, update, gate, state, torch.empty_like(tokens))
 
     def rms_norm(self, tokens: torch.Tensor, rms: Rms, out: Out = None) -> torch.Tensor:
-        return _passed(tokens, rms, out=tokens if out is None else out)
+        return _launch(tokens, rms, out=tokens if out is None else out)
 
     def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
         out = tokens if out is None else out
         count, width = tokens.shape[1:]
         assert all(each.is_contiguous() for each in (tokens, rotation, out)), "rows with gaps"
         blocks = _blocks(width)
-        rotated_rows[count,](tokens, rms.weight, rotation, out, width, rms.eps, pairs=rotation.shape[2], **blocks)
+        with made_current(tokens.device):
+            rotated_rows[count,](tokens, rms.weight, rotation, out, width, rms.eps, pairs=rotation.shape[2], **blocks)
         return out
 
     def quantise(self, tokens: torch.Tensor, *, gelu: bool = False) -> Codes:
         return _codes(tokens, gelu=gelu)
 
     def _norm(self, tokens: torch.Tensor, norm: Norm, out: Out) -> torch.Tensor:
-        return _passed(tokens, norm, out=out)
+        return _launch(tokens, norm, out=torch.empty_like(tokens) if out is None else out)
 
-    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: Out, out: torch.Tensor) -> torch.Tensor:
-        _launch(tokens, None, update, None if gate is None else Gate(gate), out)
-        return out
-
-
-def _passed(
-    tokens: torch.Tensor,
-    norm: Norm | Rms,
-    update: torch.Tensor | None = None,
-    gate: Gate | None = None,
-    state: Out = None,
-    out: Out = None,
-) -> torch.Tensor:
-    out = torch.empty_like(tokens) if out is None else out
-    _launch(tokens, norm, update, gate, state, out)
-    return out
+    def _add(self, tokens: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return _launch(tokens, None, update, Gate(gate), out)
 
 
 def _codes(
@@ -84,14 +74,18 @@ def _codes(
 def _launch(
     tokens: torch.Tensor,
     norm: Norm | Rms | None,
-    update: torch.Tensor | None,
-    gate: Gate | None,
-    state: Out,
+    update: torch.Tensor | None = None,
+    gate: Gate | None = None,
+    state: Out = None,
     out: Out = None,
     scales: Out = None,
     gelu: bool = False,
-) -> None:
-    """Write `tokens + update * gate` to `state`, and its norm or GELU, or codes of these, to `out`."""
+) -> torch.Tensor:
+    """Write `tokens + update * gate` to `state`, and its norm or GELU, or codes of these, to `out`.
+
+    Returns:
+        `out`; `state` without one.
+    """
     count, width = tokens.shape[1:]
     assert all(each is None or each.is_contiguous() for each in (tokens, update, state, out)), "rows with gaps"
     weight, bias, eps, modulated = None, None, 0.0, False
@@ -100,8 +94,13 @@ def _launch(
     elif norm is not None:
         weight, eps = norm.weight, norm.eps
     factors = None if gate is None else gate.rows
+    assert all(each is None or each.numel() == width for each in (factors, weight, bias)), "one row for all tokens"
     pointers = tokens, update, factors, state, weight, bias, out, scales
-    rows[count,](*pointers, width, eps, modulated=modulated, gelu=gelu, **_blocks(width))
+    with made_current(tokens.device):
+        rows[count,](*pointers, width, eps, modulated=modulated, gelu=gelu, **_blocks(width))
+    result = state if out is None else out
+    assert result is not None, "no result"
+    return result
 
 
 def _blocks(width: int) -> dict[str, int]:

@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ...devices import AUTO, dtype_name, is_out_of_memory, resolve_dtype, runtime_for
+from ...devices import AUTO, dtype_name, is_broken_device, resolve_dtype, runtime_for
 from ...plan import ArithmeticChoice, BlockTimes, choose_arithmetic
-from ...schema import CodeFormat, ExpertShape, ExpertsRef
+from ...schema import CodeFormat, ExpertShape, ExpertsRef, cache_folder, write_json
 from ..experts.open import arithmetic_of, open_pair, set_loras
-from ..kernels import multiplied_formats
+from ..kernels.choice import first_line
+from ..kernels.multiplication import multiplied_formats
 from ..lora.fit import MultipliedWeightError
-from .meter import METERED_TOKENS, measure_block, metered_tokens
-from .probe import probe_block
+from .meter import METERED_TOKENS, measure_block, quick_case
+from .probe import BlockVariant, probe_block
 
 MOST_S = 0.2
+LORA_RANK = 64
+"""Rank of the factors in a measurement for a model with LoRAs."""
 
 logger = logging.getLogger("wanstream.kernels")
+_lock = threading.Lock()
+_measured: dict[str, MeasuredBlock | str] = {}
+"""Blocks that were measured or, for the rest of the process, why they could not be."""
 
 
-def with_resolved_precision(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
+@dataclass(frozen=True, kw_only=True)
+class MeasuredBlock:
+    """Times of a block by format, "" for the compute dtype, for one lane."""
+
+    tokens: int
+    times: Mapping[str, BlockTimes]
+
+    @property
+    def choice(self) -> ArithmeticChoice:
+        choice = choose_arithmetic(self.times)
+        return replace(choice, words=f"{choice.words}; measured with {self.tokens} tokens")
+
+
+def with_resolved_precision(
+    ref: ExpertsRef, device: torch.device, make_room: Callable[[], object] = lambda: None
+) -> ExpertsRef:
     """Return `ref` as it is computed on `device`, the compute device of this process.
 
     The compute dtype "auto" becomes the `auto_dtype` of the device. The arithmetic "auto" becomes the fastest one, and
     "as stored" becomes "int8", "fp8" or "decoded" where nothing multiplies matrices in the other formats. References
     that mean the same are then equal. Workers resolve "auto" together.
+
+    Args:
+        ref: experts.
+        device: the compute device.
+        make_room: called before a measurement, to free memory of the device.
 
     Raises:
         OSError: as `open_pair` and `set_loras`, with the arithmetic "auto".
@@ -37,36 +66,39 @@ def with_resolved_precision(ref: ExpertsRef, device: torch.device) -> ExpertsRef
     if ref.compute_dtype == AUTO:
         ref = replace(ref, compute_dtype=dtype_name(resolve_dtype(AUTO, device)))
     if ref.arithmetic == AUTO:
-        return replace(ref, arithmetic=arithmetic_of(measured_arithmetic(ref, device).multiplied))
+        return replace(ref, arithmetic=arithmetic_of(measured_arithmetic(ref, device, make_room).multiplied))
     if ref.arithmetic != "as stored":
         return ref
     return replace(ref, arithmetic=arithmetic_of(multiplied_formats(device, getattr(torch, ref.compute_dtype))))
 
 
-def measured_arithmetic(ref: ExpertsRef, device: torch.device) -> ArithmeticChoice:
+def measured_arithmetic(
+    ref: ExpertsRef, device: torch.device, make_room: Callable[[], object] = lambda: None
+) -> ArithmeticChoice:
     """Return the formats of the matrices of `ref` that `device` multiplies faster than it computes in `compute_dtype`.
 
-    The first call for a width, a dtype and a device measures one block, which takes about a second on a GPU. A CPU is
-    not measured: matrices are decoded.
+    One block is measured with the kernels of `ref`, and with LoRA factors if it has LoRAs, which takes about a second
+    on a GPU. The times are stored in the user's cache folder, so that a later process chooses alike. On a CPU and in
+    compiled blocks matrices are decoded.
 
     Raises:
         OSError: as `open_pair` and `set_loras`.
         ValueError: as `open_pair` and `set_loras`.
     """
-    if runtime_for(device) is None:
-        return ArithmeticChoice(multiplied=(), words="8-bit matrices are decoded on a CPU")
+    if runtime_for(device) is None or ref.compile:
+        where = "in compiled blocks, which are not measured" if ref.compile else "on a CPU"
+        return ArithmeticChoice(multiplied=(), words=f"8-bit matrices are decoded {where}")
     with open_pair(replace(ref.opened, arithmetic="as stored")) as pair:
         usable = multiplied_formats(device, pair.compute_dtype)
         formats = tuple(name for name in pair.code_formats if name in usable)
         if not formats:
             return ArithmeticChoice(multiplied=(), words=f"no matrix of these files can be multiplied on {device}")
-        try:
-            times = _block_times(pair.high.config.shape, device, pair.compute_dtype, formats)
-        except (ValueError, RuntimeError) as err:
-            if isinstance(err, RuntimeError) and not is_out_of_memory(err):
-                raise
-            return ArithmeticChoice(multiplied=(), words=f"8-bit matrices are decoded, because {err}")
-        choice = choose_arithmetic(times)
+        shape = pair.high.config.shape
+        variant = BlockVariant(dtype=pair.compute_dtype, kernels=ref.kernels, lora_rank=LORA_RANK if ref.loras else 0)
+        measured = _measure_once(shape, device, variant, formats, make_room)
+        if isinstance(measured, str):
+            return ArithmeticChoice(multiplied=(), words=f"8-bit matrices are decoded, because {measured}")
+        choice = measured.choice
         if not choice.multiplied:
             return choice
         try:
@@ -78,19 +110,65 @@ def measured_arithmetic(ref: ExpertsRef, device: torch.device) -> ArithmeticChoi
     return choice
 
 
-@functools.cache
-def _block_times(
-    shape: ExpertShape, device: torch.device, dtype: torch.dtype, formats: tuple[CodeFormat, ...]
-) -> Mapping[str, BlockTimes]:
-    """Measure once per process.
+def _measure_once(
+    shape: ExpertShape,
+    device: torch.device,
+    variant: BlockVariant,
+    formats: tuple[CodeFormat, ...],
+    make_room: Callable[[], object],
+) -> MeasuredBlock | str:
+    """Return the stored times of a block, or measure it now; return the reason if it cannot be measured."""
+    runtime = runtime_for(device)
+    name = "" if runtime is None else runtime.name()
+    parts = (name, torch.__version__, shape.width, shape.ffn_width, variant, formats)
+    key = ", ".join(map(str, parts))
+    with _lock:
+        if key not in _measured:
+            _measured.update(_stored())
+        if key in _measured:
+            return _measured[key]
+        make_room()
+        try:
+            # Hosts run nodes in inference mode, whose tensors nothing outside of it may write to.
+            with torch.inference_mode(False):
+                rate = probe_block(shape, METERED_TOKENS, device, dtype=variant.dtype, most_s=MOST_S)
+                small, tokens = quick_case(shape, rate, device)
+                times = measure_block(small, tokens, device, formats=formats, variant=variant, most_s=MOST_S)
+        except (ValueError, RuntimeError) as err:
+            if is_broken_device(err):
+                raise
+            _measured[key] = reason = first_line(err)
+            return reason
+        _measured[key] = found = MeasuredBlock(tokens=tokens, times=times)
+        logger.info("arithmetic auto on %s: %s", device, found.choice.words)
+        _store(key, found)
+        return found
 
-    Raises:
-        ValueError: the device is too slow or has too little free memory.
-    """
-    rate = probe_block(shape, METERED_TOKENS, device, dtype=dtype, most_s=MOST_S)
-    tokens = metered_tokens(shape, rate, device)
-    if tokens is None:
-        raise ValueError(f"one block cannot be measured quickly on {device}")
-    times = measure_block(shape, tokens, device, formats=formats, dtype=dtype, most_s=MOST_S)
-    logger.info("arithmetic, measured with %d tokens on %s: %s", tokens, device, choose_arithmetic(times).words)
-    return times
+
+def _file() -> Path:
+    return cache_folder() / "arithmetic.json"
+
+
+def _stored() -> dict[str, MeasuredBlock]:
+    """Return the times that earlier processes measured; none if the file cannot be read."""
+    try:
+        data: dict[str, Any] = json.loads(_file().read_text(encoding="utf-8"))
+        return {
+            key: MeasuredBlock(
+                tokens=int(each["tokens"]), times={name: BlockTimes(**times) for name, times in each["times"].items()}
+            )
+            for key, each in data.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as err:
+        logger.warning("%s cannot be read (%s): blocks are measured again", _file(), err)
+        return {}
+
+
+def _store(key: str, measured: MeasuredBlock) -> None:
+    """Add one measurement to the file."""
+    try:
+        write_json(_file(), {name: asdict(each) for name, each in {**_stored(), key: measured}.items()})
+    except OSError as err:
+        logger.warning("cannot write %s (%s): the next process measures again", _file(), err)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
@@ -13,15 +15,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...devices import Clock, DeviceEvent, auto_dtype, clock_for
+from ...devices import Clock, DeviceEvent, auto_dtype, clock_for, is_broken_device
 from ...offload import FP8, EightBit, decode_tensor
 from ...plan import BlockTimes
 from ...schema import HEAD_DIM, TEXT_TOKENS, CodeFormat, ExpertShape
-from ..kernels import Codes, Fp8Linear, Int8Linear, multiplications, multiplied_formats, replace_linears
-from ..kernels.fp8_linear import quantise_tokens_fp8
+from ..kernels.block_math import Codes
+from ..kernels.choice import first_line
+from ..kernels.fp8_linear import Fp8Linear, quantise_tokens_fp8
+from ..kernels.int8_linear import Int8Linear
+from ..kernels.multiplication import multiplications, multiplied_formats, replace_linears
 from ..kernels.scaled_linear import ScaledLinear
 from ..transformer.block import WanBlock, changed
-from .probe import MIN_TOKENS, ComputeRate, block_pass, fits, median_s, random_block, tile_into
+from .probe import MIN_TOKENS, BlockVariant, ComputeRate, block_pass, fits, median_s, random_block, tile_into
+
+logger = logging.getLogger("wanstream.kernels")
 
 METERED_TOKENS = 7800
 """Tokens of a video of 832 x 480 and 17 frames."""
@@ -48,16 +55,22 @@ PRODUCTS = ("forward", "multiply", "multiply_gelu")
 """Methods of layers."""
 MOST_VISIT_S = 0.05
 """Longest visit of a measurement that a user has to wait for: some fifteen visits are made in each format."""
+NARROWER, SLOW_TOKENS = 4, 64
+"""Ratio of widths, and tokens, of the block that a slow device measures."""
 
 
-def metered_tokens(shape: ExpertShape, rate: ComputeRate, device: torch.device) -> int | None:
-    """Return the tokens of a quick measurement, at most `METERED_TOKENS`; None if the device is too slow for one."""
+def quick_case(shape: ExpertShape, rate: ComputeRate, device: torch.device) -> tuple[ExpertShape, int]:
+    """Return the shape of a block and the tokens of a quick measurement of `shape`, at most `METERED_TOKENS`.
+
+    On a slow device that is a narrower block with few tokens: ratios of times are similar there.
+    """
     tokens = min(METERED_TOKENS, rate.tokens)
     while shape.block_flops(tokens) > MOST_VISIT_S * rate.flops_per_s or not fits(shape, tokens, device):
         tokens //= 2
         if tokens < MIN_TOKENS:
-            return None
-    return tokens if tokens >= MIN_TOKENS else None
+            width = max(HEAD_DIM, shape.width // NARROWER // HEAD_DIM * HEAD_DIM)
+            return replace(shape, width=width, ffn_width=shape.ffn_width // NARROWER), SLOW_TOKENS
+    return shape, tokens
 
 
 @torch.inference_mode()
@@ -67,17 +80,19 @@ def measure_block(
     device: torch.device,
     *,
     formats: Sequence[CodeFormat] | None = None,
-    dtype: torch.dtype | None = None,
+    variant: BlockVariant | None = None,
     most_s: float = 2.0,
 ) -> dict[str, BlockTimes]:
     """Return the times of a block of `shape` by format: "" for the compute dtype, then those that `device` multiplies.
+
+    A format whose kernels fail with so many tokens is left out.
 
     Args:
         shape: shape of the block.
         tokens: tokens of the lane.
         device: device to measure.
         formats: formats to measure; None: all that the device multiplies.
-        dtype: compute dtype; None: `auto_dtype(device)`.
+        variant: of the block; None: the default one.
         most_s: seconds up to which one figure is measured again.
 
     Raises:
@@ -85,16 +100,22 @@ def measure_block(
     """
     if not fits(shape, tokens, device):
         raise ValueError(f"a block of {tokens} tokens does not fit into the free memory of {device}: use fewer tokens")
-    dtype = dtype or auto_dtype(device)
-    block = random_block(shape, device, dtype=dtype)
+    variant = variant or BlockVariant()
+    dtype = variant.dtype or auto_dtype(device)
+    block = random_block(shape, device, variant)
     attention_s = _attention_s(block, shape, tokens, device, most_s)
     times = {"": _times(block, shape, tokens, device, attention_s, most_s=most_s)}
     for name in multiplied_formats(device, dtype) if formats is None else formats:
-        block = random_block(shape, device, dtype=dtype)  # of layers with plain weights, which are replaced
-        layers = _set_codes(block, name, device)
-        multiplications([name], device, dtype).prepare(layers)
-        decode_s = sum(_decode_s(layer, device, dtype, most_s) * n for layer, n in _by_size(layers))
-        times[name] = _times(block, shape, tokens, device, attention_s, most_s=most_s, decode_s=decode_s)
+        block = random_block(shape, device, variant)  # of layers with plain weights, which are replaced
+        layers = _set_codes(block, name, device, variant.lora_rank)
+        try:
+            multiplications([name], device, dtype).prepare(layers)
+            decode_s = sum(_decode_s(layer, device, dtype, most_s) * n for layer, n in _by_size(layers))
+            times[name] = _times(block, shape, tokens, device, attention_s, most_s=most_s, decode_s=decode_s)
+        except RuntimeError as err:
+            if is_broken_device(err):
+                raise
+            logger.warning("a block in %s is not measured on %s: %s", name, device, first_line(err))
     return times
 
 
@@ -110,7 +131,7 @@ def _times(
 ) -> BlockTimes:
     once = block_pass(block, shape, tokens, device)
     visit_s = median_s(once, device, most_s=most_s)
-    parts, calls = _parts(block, once, device)
+    parts, calls = _parts(block, once, device, METERED_PASSES if visit_s < MOST_VISIT_S else 1)
     products_s = 0.0
     sizes: Counter[tuple[int, int, int]] = Counter()
     examples: dict[tuple[int, int, int], nn.Linear] = {}
@@ -169,12 +190,12 @@ class _Meter:
 
 
 def _parts(
-    block: WanBlock, once: Callable[[], None], device: torch.device
+    block: WanBlock, once: Callable[[], None], device: torch.device, passes: int
 ) -> tuple[dict[str, float], list[tuple[nn.Linear, int]]]:
     """Return the seconds of each part of a visit, and the layers of its products with their rows."""
     seen: list[dict[str, float]] = []
     calls: list[tuple[nn.Linear, int]] = []
-    for _ in range(METERED_PASSES):
+    for _ in range(passes):
         meter = _Meter(clock_for(device))
         once()  # keeps the device busy, so that no span waits for a launch
         with _metered(block, meter):
@@ -232,8 +253,9 @@ def _attention_s(block: WanBlock, shape: ExpertShape, tokens: int, device: torch
     return sum(median_s(each, device, most_s=most_s) for each in (alone, beside))
 
 
-def _set_codes(block: WanBlock, name: CodeFormat, device: torch.device) -> list[ScaledLinear]:
+def _set_codes(block: WanBlock, name: CodeFormat, device: torch.device, lora_rank: int) -> list[ScaledLinear]:
     """Replace the layers of `block` by those that multiply random codes."""
+    dtype = block.attn1.norm_q.weight.dtype
     layers = {path: layer for path, layer in block.named_modules() if isinstance(layer, nn.Linear)}
     packings = {
         path: EightBit(dtype=torch.int8, group=0 if layer.in_features % GROUP else GROUP)
@@ -249,6 +271,9 @@ def _set_codes(block: WanBlock, name: CodeFormat, device: torch.device) -> list[
         tile_into(stored.view(-1), codes)
         layer.weight = nn.Parameter(stored.view(torch.int8 if name == "int8" else FP8), requires_grad=False)
         layer.weight_scale = torch.full((layer.out_features, 1), 5e-4, device=device)
+        if lora_rank:
+            layer.patch_up = torch.zeros(layer.out_features, lora_rank, device=device, dtype=dtype)
+            layer.patch_down = torch.zeros(lora_rank, layer.in_features, device=device, dtype=dtype)
     return replaced
 
 

@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
-from ...devices import auto_dtype, clock_for, runtime_for
-from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape
-from ..kernels import choose_math
+from ...devices import auto_dtype, clock_for, free_bytes, runtime_for
+from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape, KernelSet
+from ..kernels.math_choice import choose_math
 from ..transformer.block import BlockSettings, WanBlock
 
 MIN_TOKENS = 256
@@ -36,7 +36,7 @@ def probe_block(
 
     Starts with a few tokens and grows. Each time is the median of three passes; on a slow device, of fewer.
     """
-    block = random_block(shape, device, dtype=dtype)
+    block = random_block(shape, device, BlockVariant(dtype=dtype))
     tried = min(tokens, MIN_TOKENS)
     while True:
         rate = shape.block_flops(tried) / _block_s(block, shape, tried, device, most_s=most_s / 4)
@@ -49,8 +49,20 @@ def probe_block(
         tried = fitting[-1]
 
 
-def random_block(shape: ExpertShape, device: torch.device, *, dtype: torch.dtype | None = None) -> WanBlock:
-    """Return a block with small random weights and fp32 norms, as in diffusers; `dtype` None: `auto_dtype(device)`."""
+@dataclass(frozen=True, kw_only=True)
+class BlockVariant:
+    """Block of a model as a user opened it."""
+
+    dtype: torch.dtype | None = None
+    """Compute dtype; None: `auto_dtype` of the device."""
+    kernels: KernelSet = "auto"
+    lora_rank: int = 0
+    """Rank of the factors that are computed beside matrices in 8 bits; 0: there are none."""
+
+
+def random_block(shape: ExpertShape, device: torch.device, variant: BlockVariant | None = None) -> WanBlock:
+    """Return a block with small random weights and fp32 norms, as in diffusers."""
+    variant = variant or BlockVariant()
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
         from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -58,7 +70,7 @@ def random_block(shape: ExpertShape, device: torch.device, *, dtype: torch.dtype
         block = WanTransformerBlock(
             shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
         )
-    dtype = dtype or auto_dtype(device)
+    dtype = variant.dtype or auto_dtype(device)
     block = block.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     # One short tile of random numbers is repeated: drawing 350 million of them would take longer than the measurement.
     tile = torch.randn(2**16, device=device).mul_(0.02)
@@ -66,7 +78,7 @@ def random_block(shape: ExpertShape, device: torch.device, *, dtype: torch.dtype
         tile_into(parameter.view(-1), tile)
     block.scale_shift_table.data = block.scale_shift_table.data.float()
     block.norm2.float()
-    return WanBlock(block, BlockSettings(math=choose_math("auto", device, dtype, shape.width).math))
+    return WanBlock(block, BlockSettings(math=choose_math(variant.kernels, device, dtype, shape.width).math))
 
 
 def tile_into(flat: torch.Tensor, tile: torch.Tensor) -> None:
@@ -117,7 +129,6 @@ def _sizes(tried: int, wanted: int) -> list[int]:
 
 def fits(shape: ExpertShape, tokens: int, device: torch.device) -> bool:
     """Return True if a lane of `tokens` fits into the free memory of `device`."""
-    runtime = runtime_for(device)
-    if runtime is None:
-        return True  # a measurement that is short enough on a CPU is also small enough
-    return shape.working_bytes(tokens, lanes=1) <= FREE_MEMORY_SHARE * runtime.memory().free
+    free = free_bytes(device)
+    # A measurement that is short enough on a CPU is also small enough.
+    return free is None or shape.working_bytes(tokens, lanes=1) <= FREE_MEMORY_SHARE * free

@@ -21,19 +21,10 @@ import torch
 from torch import nn
 
 from ...schema import SHORT_CHUNK, TEXT_TOKENS
-from ..kernels import (
-    ATTENTIONS,
-    EXACT,
-    INT8_ATTENTION,
-    BlockMath,
-    Codes,
-    Fp8Linear,
-    Int8Linear,
-    Kernels,
-    Norm,
-    Rms,
-    attention_function,
-)
+from ..kernels.attention import ATTENTIONS, INT8_ATTENTION, Kernels, attention_function
+from ..kernels.block_math import EXACT, BlockMath, Codes, Norm, Rms
+from ..kernels.fp8_linear import Fp8Linear
+from ..kernels.int8_linear import Int8Linear
 from .compiled_block import BlockCompiler, get_compiler
 from .nag import PARTS, Nag, Texts, guide
 from .per_frame_timestep import FrameModulation, Modulation, rows_and_spans
@@ -209,12 +200,13 @@ class WanBlock(nn.Module):
         inner = _product(up, tokens)
         del tokens
         if self._take_codes(down):
-            update = down.multiply(math.quantise(inner, gelu=True))
+            tokens = math.quantise(inner, gelu=True)
+            del inner
+            update = down.multiply(tokens)
         elif isinstance(down, Int8Linear) and down.takes_gelu:
             update = down.multiply_gelu(inner)
         else:
             update = down(torch.ops.aten.gelu_(inner, approximate="tanh"))
-        del inner
         math.add(state, update, modulation.gate(5), out=state)
 
     def _attend_texts(self, query: torch.Tensor, text: torch.Tensor | Texts) -> torch.Tensor:

@@ -34,7 +34,6 @@ class BlockCompiler:
         self.name = name
         self.graphs = 0
         """Block graphs that this process has compiled so far."""
-        self._functions: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         compile_graph = torch._dynamo.lookup_backend(self.name)
@@ -60,17 +59,17 @@ class BlockCompiler:
         # Prompts differ in length: without the mark, the second prompt would compile another graph.
         for each in (text,) if isinstance(text, torch.Tensor) else text:
             torch._dynamo.maybe_mark_dynamic(each, TEXT_LENGTH_DIM)
-        compiled = self._compiled(function)
+        compiled = _compiled(self, function)
         if not isinstance(temb, FrameModulation):
             return compiled(block, tokens, text, temb, None, rotation)
         torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS_DIM)
         return compiled(block, tokens, text, temb.rows, temb.row_of_token, rotation)
 
-    def _compiled(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        # A function of the block, not a method of each one: only so do blocks share graphs.
-        if function not in self._functions:
-            self._functions[function] = torch.compile(function, backend=self)
-        return self._functions[function]
+
+@functools.cache
+def _compiled(compiler: BlockCompiler, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # A function of the block, not a method of each one: only so do blocks share graphs.
+    return torch.compile(function, backend=compiler)
 
 
 @functools.cache

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..kernels import Gate, Norm
+from ..kernels.block_math import Gate, Norm, Spans
 
 TokenSelector: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 """Function from all tokens [1, S, D] of a lane to those that this worker computes."""
-
-
-class RowSpan(NamedTuple):
-    """Consecutive tokens that share a modulation row."""
-
-    start: int
-    end: int
-    row: int
-
-
-RowSpans: TypeAlias = "tuple[RowSpan, ...]"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,16 +21,16 @@ class FrameModulation:
 
     rows: torch.Tensor
     """[R, 6, D], one row for each distinct timestep."""
-    spans: RowSpans
+    spans: Spans
     """Cover all tokens of this worker, in order."""
 
     @cached_property
     def row_of_token(self) -> torch.Tensor:
         """Row index of each token, [S] int64, on the device of `rows`."""
-        rows, counts = zip(*((span.row, span.end - span.start) for span in self.spans), strict=True)
+        rows, counts = zip(*((row, end - start) for start, end, row in self.spans), strict=True)
         device = self.rows.device
         # Without `output_size`, repeat_interleave sums the counts on the device and the host waits for the result.
-        tokens = self.spans[-1].end
+        _, tokens, _ = self.spans[-1]
         counts_tensor = torch.tensor(counts, device=device)
         return torch.tensor(rows, device=device).repeat_interleave(counts_tensor, output_size=tokens)
 
@@ -51,15 +40,15 @@ class Modulation(NamedTuple):
 
     values: tuple[torch.Tensor, ...]
     """Six tensors [R, 1, D]; or [1, S, D], one vector for each token."""
-    spans: RowSpans
+    spans: Spans
 
     def part(self, at: slice) -> Modulation:
         """Return the modulation of a chunk of the tokens."""
         if not self.spans or at == slice(None):
             return self
-        pieces = split_by_row(at, self.spans)
+        cut = ((max(start, at.start), min(end, at.stop), row) for start, end, row in self.spans)
         return self._replace(
-            spans=tuple(RowSpan(p.start - at.start, p.stop - at.start, row.start) for p, row in pieces)
+            spans=tuple((start - at.start, end - at.start, row) for start, end, row in cut if start < end)
         )
 
     def norm(self, first: int, eps: float) -> Norm:
@@ -76,7 +65,7 @@ def frame_timesteps(timestep_scale: Sequence[float], timestep: float) -> tuple[f
     return tuple(values)
 
 
-def row_spans(runs: Sequence[tuple[int, int]], select: TokenSelector) -> RowSpans:
+def row_spans(runs: Sequence[tuple[int, int]], select: TokenSelector) -> Spans:
     """Return the spans of the tokens that `select` keeps.
 
     Args:
@@ -87,20 +76,12 @@ def row_spans(runs: Sequence[tuple[int, int]], select: TokenSelector) -> RowSpan
     values, counts = select(rows[None, :, None]).flatten().unique_consecutive(return_counts=True)
     spans, start = [], 0
     for row, count in zip(values.tolist(), counts.tolist(), strict=True):
-        spans.append(RowSpan(start, start + count, row))
+        spans.append((start, start + count, row))
         start += count
     return tuple(spans)
 
 
-def split_by_row(chunk: slice, spans: RowSpans) -> Iterator[tuple[slice, slice]]:
-    """Split `chunk` into slices of tokens that share a row; yield each with its row as a slice."""
-    for span in spans:
-        start, end = max(span.start, chunk.start), min(span.end, chunk.stop)
-        if start < end:
-            yield slice(start, end), slice(span.row, span.row + 1)
-
-
-def rows_and_spans(modulation: torch.Tensor | FrameModulation) -> tuple[torch.Tensor, RowSpans]:
+def rows_and_spans(modulation: torch.Tensor | FrameModulation) -> tuple[torch.Tensor, Spans]:
     """Return rows [R, 6, D] and their spans; those of a tensor [1, 6, D] are empty: one row for all tokens."""
     if isinstance(modulation, FrameModulation):
         return modulation.rows, modulation.spans

@@ -114,7 +114,7 @@ def test_the_limit_of_the_device_is_one_number(
         make_variant("cached", run(1.0, 1.0, skipped_lanes=1), predicted=predicted),
         make_variant("unknown", run(1.0, 1.0)),
     ]
-    found = row(comparison(make_report(*variants)), "Compute at the limit of the device")
+    found = row(comparison(make_report(*variants)), "Share of the device's limit")
     assert found == ("60.0 % (40.0 % to 80.0 %)", "", "")
 
 

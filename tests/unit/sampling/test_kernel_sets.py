@@ -10,7 +10,8 @@ import torch
 
 from wanstream.sampling import denoise
 from wanstream.schema import KernelSet, OffloadPolicy
-from wanstream.wan.kernels import Kernels, math_choice
+from wanstream.wan.kernels import math_choice
+from wanstream.wan.kernels.attention import Kernels
 
 POLICIES = (OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2, 1, source="pinned"), OffloadPolicy.layerwise(3))
 

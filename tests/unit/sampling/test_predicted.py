@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wanstream.devices import auto_dtype
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.sampling.estimate import predicted_calls, predicted_timeline, request_job
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.wan import ExpertPair
+from wanstream.wan.kernels.attention import Kernels
 
 CPU = torch.device("cpu")
 POLICIES = [
@@ -58,7 +60,7 @@ def test_steps_keep_their_numbers_where_a_run_starts_late(open_pair: OpenPair, m
 
 
 def test_the_limit_of_a_step_is_that_of_its_lanes(open_pair: OpenPair, make_request: Request) -> None:
-    pair, request = open_pair(), make_request(guidance=(3.0, 1.0))
+    pair, request = open_pair(dtype=auto_dtype(CPU)), make_request(guidance=(3.0, 1.0))
     rates = {"product_flops_per_s": {"": 1e9}, "attention_flops_per_s": 2e9}
     plain, measured = (
         predicted_timeline(pair, request, POLICIES[0], machine=machine, device=CPU).steps
@@ -70,6 +72,11 @@ def test_the_limit_of_a_step_is_that_of_its_lanes(open_pair: OpenPair, make_requ
     for step in measured:
         lanes = {"high": 2, "low": 1}[step.expert]
         assert step.limit_s == pytest.approx(lanes * pair.block_counts[step.expert] * block_s)
+    rated = replace(CPU_MACHINE, **rates)
+    other = open_pair(dtype=torch.float16)
+    assert predicted_timeline(other, request, POLICIES[0], machine=rated, device=CPU).steps[0].limit_s is None
+    pair.kernels = Kernels(attention="sdpa")
+    assert predicted_timeline(pair, request, POLICIES[0], machine=rated, device=CPU).steps[0].limit_s is None
 
 
 def test_asking_makes_no_engine_and_changes_none(open_pair: OpenPair, make_request: Request) -> None:

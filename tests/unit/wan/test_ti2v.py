@@ -25,10 +25,9 @@ from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import get_compiler
 from wanstream.wan.transformer.per_frame_timestep import (
     FrameModulation,
-    RowSpan,
+    Modulation,
     frame_timesteps,
     row_spans,
-    split_by_row,
 )
 
 SHAPE = {"in_channels": 48, "layers": 3}
@@ -148,7 +147,7 @@ def _inputs(tokens: int, rows: int) -> tuple[Any, ...]:
     angles = _normal(1, tokens, 1, 128, seed=tokens)
     spans, step = [], tokens // rows
     for row in range(rows):
-        spans.append(RowSpan(row * step, tokens if row == rows - 1 else (row + 1) * step, row))
+        spans.append((row * step, tokens if row == rows - 1 else (row + 1) * step, row))
     modulation = FrameModulation(rows=_normal(rows, 6, 128, seed=rows), spans=tuple(spans))
     shapes = (_normal(1, tokens, 128, seed=1), _normal(1, 3, 128, seed=2))
     return (*shapes, modulation, (angles.cos(), angles.sin()))
@@ -190,17 +189,13 @@ def test_graphs_are_one_for_any_number_of_timesteps(block: WanTransformerBlock) 
 
 
 def test_spans_of_all_tokens_and_of_a_part_of_them() -> None:
-    assert row_spans([(0, 4), (1, 4), (1, 4)], lambda tokens: tokens) == (RowSpan(0, 4, 0), RowSpan(4, 12, 1))
+    assert row_spans([(0, 4), (1, 4), (1, 4)], lambda tokens: tokens) == ((0, 4, 0), (4, 12, 1))
     second = row_spans([(0, 4), (1, 4), (1, 4)], lambda tokens: tokens.chunk(4, dim=1)[1])
-    assert second == (RowSpan(0, 1, 0), RowSpan(1, 3, 1)), "a part begins within a frame"
+    assert second == ((0, 1, 0), (1, 3, 1)), "a part begins within a frame"
     last = row_spans([(0, 4), (1, 4), (1, 4)], lambda tokens: tokens.chunk(4, dim=1)[3])
-    assert last == (RowSpan(0, 3, 1),)
+    assert last == ((0, 3, 1),)
     spans = row_spans([(0, 4), (1, 4), (0, 4)], lambda tokens: tokens)
-    assert list(split_by_row(slice(2, 9), spans)) == [
-        (slice(2, 4), slice(0, 1)),
-        (slice(4, 8), slice(1, 2)),
-        (slice(8, 9), slice(0, 1)),
-    ]
+    assert Modulation((), spans).part(slice(2, 9)).spans == ((0, 2, 0), (2, 6, 1), (6, 7, 0))
     modulation = FrameModulation(rows=torch.zeros(2, 6, 1), spans=second)
     assert modulation.row_of_token.tolist() == [0, 1, 1]
 

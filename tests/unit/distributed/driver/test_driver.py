@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.distributed.driver import driver as driver_module
 from wanstream.distributed.driver.driver import Driver, handover_interval_s
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.stage_run import GroupEnd, RestartLimitError
@@ -177,6 +179,27 @@ def test_all_workers_of_a_run_multiply_in_the_same_formats(
         experts = replace(experts_ref(), arithmetic=asked)
         driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts, request_of(2), LAYERWISE)
         assert {task.experts.arithmetic for _, task in pool.sent} == {"decoded" if asked == "decoded" else computed}
+
+
+@pytest.mark.parametrize("trouble", ["dies", "hangs", "fails"])
+def test_a_worker_that_cannot_measure_makes_all_decode(
+    trouble: str, fakes: Any, request_of: Any, experts_ref: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def measured(worker: Any, experts: Any, maps: Any) -> tuple[str, ...]:
+        if worker.rank == 1 and trouble == "dies":
+            worker._die()
+        if worker.rank == 1 and trouble == "hangs":
+            time.sleep(1)
+        if worker.rank == 1 and trouble == "fails":
+            raise OSError("no such file")
+        return ("int8",)
+
+    monkeypatch.setattr(fakes.FakeWorker, "_fast_formats", measured)
+    monkeypatch.setattr(driver_module, "MEASURE_S", 0.2)
+    pool = fakes.FakePool(2)
+    driver_of(pool, Mesh(data=2)).denoise(replace(experts_ref(), arithmetic="auto"), request_of(2), LAYERWISE)
+    assert {task.experts.arithmetic for _, task in pool.sent} == {"decoded"}
+    assert "decoded, because worker 1 cannot measure" in caplog.text
 
 
 def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wanstream.offload.formats import one_pass
 from wanstream.schema import KernelSet
 from wanstream.tests.support.wan_blocks import block_inputs, diffusers_block
 from wanstream.wan.kernels import math_choice as choice
@@ -84,22 +85,24 @@ def test_a_wrong_set_is_not_used_and_the_next_one_is(
 FAULT = choice.math_fault
 
 
-@pytest.mark.parametrize(("name", "package"), [("triton", "triton"), ("comfy-kitchen", "comfy_kitchen")])
+@pytest.mark.parametrize(
+    ("name", "package", "reason"),
+    [("triton", "triton", "Triton is not installed"), ("comfy-kitchen", "comfy_kitchen", "not installed")],
+)
 def test_a_package_that_is_missing_is_refused_with_a_remedy(
-    name: KernelSet, package: str, monkeypatch: pytest.MonkeyPatch
+    name: KernelSet, package: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == package else found(wanted))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(KernelsError, match=f"{name} functions on cuda:0: not installed; install {name}"):
+    one_pass._unusable.cache_clear()
+    with pytest.raises(KernelsError, match=f"{name} functions on cuda:0: {reason}; install {name}"):
         choice.choose_math(name, GPU, torch.bfloat16, WIDTH)
+    one_pass._unusable.cache_clear()
 
 
 def test_a_cpu_takes_torch_and_exact_needs_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("triton") is not None:
-        import triton
-
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert choice.choose_math("auto", CPU, torch.float32, WIDTH).math.name == "torch"
     assert choice.choose_math("exact", GPU, torch.float32, WIDTH).math is EXACT
     with pytest.raises(KernelsError, match="triton functions on cpu: its kernels are for GPUs"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,15 @@ from wanstream.testing.number_formats import MixedLayout
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan import measured_arithmetic, with_resolved_precision
 from wanstream.wan.measurement import arithmetic as module
-from wanstream.wan.measurement import meter
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 INT8_ROWS = MixedLayout(format_of=lambda _: "int8 rows")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_measured", {})
 
 
 @pytest.fixture
@@ -35,8 +41,10 @@ def measures(monkeypatch: pytest.MonkeyPatch, **visits: float) -> None:
         name: BlockTimes(visit_s=visit_s, products_s=0.1, attention_s=0.1, parts={}, decode_s=0.2)
         for name, visit_s in {"": 1.0, **visits}.items()
     }
-    monkeypatch.setattr(module, "runtime_for", lambda device: object())
-    monkeypatch.setattr(module, "_block_times", lambda *_: times)
+    monkeypatch.setattr(module, "runtime_for", lambda device: SimpleNamespace(name=lambda: "a card"))
+    monkeypatch.setattr(module, "probe_block", lambda *_, **__: None)
+    monkeypatch.setattr(module, "quick_case", lambda *_: (None, 7800))
+    monkeypatch.setattr(module, "measure_block", lambda *_, **__: times)
 
 
 @pytest.mark.parametrize(
@@ -80,31 +88,67 @@ def test_a_lora_that_needs_the_values_decodes_them(
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("it is too slow"), torch.OutOfMemoryError("out of memory"), KeyError("x")]
+    "error", [ValueError("it is full"), torch.OutOfMemoryError("out of memory"), RuntimeError("x")]
 )
-def test_what_cannot_be_measured_is_decoded(
+def test_what_cannot_be_measured_is_decoded_until_the_process_ends(
     error: Exception, int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measures(monkeypatch)
+    measures(monkeypatch, int8=0.5)
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(module, "_block_times", fails)
-    if isinstance(error, KeyError):
-        with pytest.raises(KeyError):
-            measured_arithmetic(int8_ref, CPU)
-        return
-    choice = measured_arithmetic(int8_ref, CPU)
-    assert (choice.multiplied, choice.words) == ((), f"8-bit matrices are decoded, because {error}")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "measure_block", fails)
+        choice = measured_arithmetic(int8_ref, CPU)
+    assert choice.words == f"8-bit matrices are decoded, because {type(error).__name__}: {error}"
+    assert measured_arithmetic(int8_ref, CPU) == choice, "the same for each run of this process"
 
 
-def test_a_device_is_measured_once(gpu: Accelerator, int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "METERED_TOKENS", meter.MIN_TOKENS)
-    monkeypatch.setattr(meter, "MOST_VISIT_S", 60.0)  # the checked device is slow
-    module._block_times.cache_clear()
-    first = measured_arithmetic(int8_ref, gpu.device)
-    assert " ms in int8, " in first.words
-    monkeypatch.setattr(module, "measure_block", None)
-    assert measured_arithmetic(int8_ref, gpu.device) == first
-    module._block_times.cache_clear()
+def test_a_broken_device_and_faults_of_our_own_are_raised(
+    int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measures(monkeypatch)
+    monkeypatch.setattr(module, "measure_block", lambda *_, **__: {}["x"])
+    with pytest.raises(KeyError):
+        measured_arithmetic(int8_ref, CPU)
+    monkeypatch.setattr(module, "is_broken_device", lambda error: True)
+    monkeypatch.setattr(module, "probe_block", lambda *_, **__: torch.zeros(2).view(3))
+    with pytest.raises(RuntimeError):
+        measured_arithmetic(int8_ref, CPU)
+
+
+def test_later_processes_choose_alike_and_other_kernels_are_measured(
+    int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rooms: list[None] = []
+
+    def choose(ref: ExpertsRef) -> tuple[str, ...]:
+        return measured_arithmetic(ref, CPU, lambda: rooms.append(None)).multiplied
+
+    measures(monkeypatch, int8=0.5)
+    assert choose(int8_ref) == ("int8",)
+    measures(monkeypatch, int8=2.0)
+    monkeypatch.setattr(module, "_measured", {})
+    assert (choose(int8_ref), len(rooms)) == (("int8",), 1), "stored"
+    assert choose(replace(int8_ref, kernels="torch")) == ()
+    assert choose(replace(int8_ref, compute_dtype="bfloat16")) == ()
+    assert len(rooms) == 3
+    assert "compiled blocks" in measured_arithmetic(replace(int8_ref, compile=True), CPU).words
+    module._file().write_text("{")
+    monkeypatch.setattr(module, "_measured", {})
+    assert choose(int8_ref) == ()
+    assert "arithmetic.json cannot be read" in caplog.text
+    assert '"visit_s": 2.0' in module._file().read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 64])
+def test_a_device_is_measured(
+    rank: int, gpu: Accelerator, int8_ref: ExpertsRef, tmp_path: Path, make_tiny_expert: Any
+) -> None:
+    save_lora(make_lora(make_tiny_expert(seed=0), seed=1), tmp_path / "lora", dtype=FP32)
+    loras = (LoraRef(high_noise=tmp_path / "lora"),) if rank else ()
+    choice = measured_arithmetic(replace(int8_ref, loras=loras), gpu.device)
+    assert " ms in int8, " in choice.words
+    assert choice.words.endswith(" tokens")
+    assert f"lora_rank={rank}" in module._file().read_text()

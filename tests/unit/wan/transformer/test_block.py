@@ -22,7 +22,7 @@ from wanstream.wan.kernels.block_math import BlockMath
 from wanstream.wan.kernels.math_choice import choose_math
 from wanstream.wan.transformer.block import MIN_TOKENS, WanBlock, chunk_slices
 from wanstream.wan.transformer.nag import guide
-from wanstream.wan.transformer.per_frame_timestep import FrameModulation, RowSpan
+from wanstream.wan.transformer.per_frame_timestep import FrameModulation
 
 CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 ERROR = {FP32: 1e-5, BF16: 1e-2}
@@ -80,7 +80,7 @@ def case_of(form: str, dtype: torch.dtype) -> tuple[WanTransformerBlock, tuple[A
     hidden, text, temb, tables = block_inputs(TOKENS, 2, dtype, words=words)
     if form == "rows":
         bounds = [0, *itertools.accumulate((200, 31, 40))]
-        spans = tuple(RowSpan(*ends, row) for ends, row in zip(itertools.pairwise(bounds), (1, 0, 1), strict=True))
+        spans = tuple((*ends, row) for ends, row in zip(itertools.pairwise(bounds), (1, 0, 1), strict=True))
         return block, (hidden, text, FrameModulation(rows=torch.cat([temb, 2 * temb]), spans=spans), tables)
     return block, (hidden, (text, text[:, :5].neg()) if form == "two texts" else text, temb, tables)
 
@@ -178,7 +178,7 @@ def test_products_are_of_a_chunk_and_the_attention_of_all(tokens: int, chunk: in
 def test_no_token_gets_a_copy_of_its_rows(chunk: int | None) -> None:
     """In contrast to diffusers' block, no tensor of six rows for each token is created."""
     hidden, text, temb, tables = block_inputs(4096)
-    spans = (RowSpan(0, 2048, 0), RowSpan(2048, 4096, 1))
+    spans = ((0, 2048, 0), (2048, 4096, 1))
     rows = FrameModulation(rows=torch.cat([temb, temb]), spans=spans)
     with Operations() as operations:
         computed(WanBlock(diffusers_block(), BlockSettings()), hidden, text, rows, tables, chunk_tokens=chunk)
