@@ -14,6 +14,8 @@ from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers
 from wanstream.wan import BlockSettings
 from wanstream.wan.kernels.attention import Kernels
 from wanstream.wan.kernels.block_math import EXACT
+from wanstream.wan.kernels.int8_linear import Int8Linear, int8_linear
+from wanstream.wan.measurement.meter import _set_codes
 from wanstream.wan.transformer.block import WanBlock
 from wanstream.wan.transformer.compiled_block import BlockCompiler, get_compiler
 
@@ -69,6 +71,30 @@ def test_replaced_weights_need_no_new_graph(originals: list[WanTransformerBlock]
     assert compiler.graphs == 1
     assert not torch.equal(before, after)
     assert torch.equal(after, computed(block, *block_inputs(9), compiler=None))
+
+
+def test_loras_of_any_rank_beside_int8_need_no_new_graph(
+    originals: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a patch, comfy-kitchen's kernel cannot activate its tokens: no graph may depend on it."""
+    by_torch = lambda self, tokens: int8_linear(tokens, self.weight, self.weight_scale, self.bias, [], self.patch)  # noqa: E731
+    monkeypatch.setattr(Int8Linear, "compute", by_torch)
+    compiler = Counting()
+    block = WanBlock(originals[0], BlockSettings(compiler=compiler))
+    layers = _set_codes(block, "int8", torch.device("cpu"), 0)
+    given, results = block_inputs(9), []
+    for rank in (0, 4, 8):
+        for layer in layers:
+            assert isinstance(layer, Int8Linear)
+            layer.kitchen_dtype = 2
+            if rank:
+                layer.patch_up, layer.patch_down = (
+                    torch.ones(layer.out_features, rank),
+                    torch.ones(rank, layer.in_features),
+                )
+        results.append(computed(block, *given))
+    assert compiler.graphs == 1
+    assert not torch.equal(results[0], results[1])
 
 
 def test_chunks_go_without_graphs_and_both_come_and_go(
