@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args
 
 from ..devices import AUTO, dtype_name
 from ..host import WEIGHT_DTYPES, ModelStreaming, ShareVisits, current_host, io, search_aliases
-from ..plan import AutoOffload
+from ..plan import ArithmeticChoice, AutoOffload
 from ..schema import LARGEST_STRENGTH, ExpertsRef, KernelSet, LoraRef, Notice, OffloadPolicy, parse_step_strengths
 from ..wan import (
     ARITHMETIC_CHOICES,
@@ -187,9 +187,7 @@ def _arithmetic_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
     if ref.arithmetic == "decoded" or (ref.arithmetic == "auto" and not pair.code_formats):
         return []
     if ref.arithmetic == "auto":
-        exact = replace(ref, compute_dtype=dtype_name(pair.compute_dtype))
-        choice = measured_arithmetic(exact, current_host().device())
-        return [Notice(text=choice.words, level="note", values={"arithmetic": ref.arithmetic})]
+        return [Notice(text=_measured(ref, pair).words, level="note", values={"arithmetic": ref.arithmetic})]
     if not pair.code_formats:
         unchanged = 'arithmetic "as stored" changes nothing, because no int8 or fp8 matrix may be multiplied'
         remedy = 'choose storage "int8 ConvRot", or write files with `wanstream quantise`'
@@ -205,6 +203,11 @@ def _arithmetic_notices(ref: ExpertsRef, pair: ExpertPair) -> list[Notice]:
         )
         for choice in choices
     ]
+
+
+def _measured(ref: ExpertsRef, pair: ExpertPair) -> ArithmeticChoice:
+    """Return the choice for the arithmetic "auto" here."""
+    return measured_arithmetic(replace(ref, compute_dtype=dtype_name(pair.compute_dtype)), current_host().device())
 
 
 class WanStreamOneExpert(FileNode):
@@ -319,6 +322,8 @@ class WanStreamLora(FileNode):
         # Opened here so that a bad file is reported on this node and not on the sampler.
         pair = current_host().experts(ref)
         found = _lora_notices(pair, lora)
+        if ref.arithmetic == "auto" and (choice := _measured(ref, pair)) != _measured(experts, pair):
+            found.append(Notice(text=choice.words, level="note"))
         return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from wanstream.host.embedded.adapter import Folders
-from wanstream.nodes import WARNINGS
-from wanstream.nodes.loaders import WanStreamOneExpert
+from wanstream.nodes import WARNINGS, loaders
+from wanstream.nodes.loaders import WanStreamLora, WanStreamOneExpert
+from wanstream.plan import ArithmeticChoice
 from wanstream.sampling import denoise
 from wanstream.schema import ExpertsRef, OffloadPolicy
-from wanstream.testing.experts import save_expert_file
+from wanstream.testing.experts import make_lora, save_expert_file, save_lora
 from wanstream.testing.model import T2V_FILE
 from wanstream.testing.number_formats import MixedLayout
 from wanstream.tests.support.embedded import embedded_host
@@ -197,3 +198,22 @@ def test_the_loader_warns_of_a_file_without_codes(opened_test_model: None) -> No
     ui = shown(Path(T2V_FILE).name, "as stored")
     assert ui is not None
     assert 'arithmetic "as stored" changes nothing' in ui[WARNINGS][0]
+
+
+def test_the_loader_and_a_lora_show_what_auto_chose(
+    int8_file: str, make_tiny_expert: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ui = shown(int8_file, "auto")
+    assert ui is not None
+    assert (ui["text"], WARNINGS in ui) == (["8-bit matrices are decoded on a CPU"], False)
+    (tmp_path / "loras").mkdir()
+    save_lora(make_lora(make_tiny_expert(seed=0), seed=1), tmp_path / "loras" / "b.safetensors", dtype=FP32)
+    words = ["int8 pays", "int8 does not pay beside a LoRA"]
+    monkeypatch.setattr(
+        loaders,
+        "measured_arithmetic",
+        lambda ref, device: ArithmeticChoice(multiplied=(), words=words[len(ref.loras)]),
+    )
+    loaded = WanStreamOneExpert.execute(file=int8_file, compute_dtype="fp32", arithmetic="auto")
+    added = WanStreamLora.execute(loaded.args[0], "b.safetensors", "none", 1.0, 1.0)
+    assert [loaded.ui["text"], added.ui["text"]] == [words[:1], words[1:]]
