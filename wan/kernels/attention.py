@@ -17,6 +17,7 @@ import torch
 
 from ...devices import runtime_for
 from ...schema import Attention, KernelSet
+from .int8_attention import int8_attention_refusal, int8_dispatch
 
 INDUCTOR = "inductor"
 """torch's own compiler, which writes Triton kernels for a GPU and C++ for a CPU."""
@@ -87,9 +88,6 @@ class Kernels:
 def attention_function(attention: Attention) -> Callable[..., torch.Tensor]:
     """Return the function that computes self-attention, with the arguments of diffusers' dispatcher."""
     if attention == INT8_ATTENTION:
-        # Not at the top: it needs the classes of this module.
-        from .int8_attention import int8_dispatch
-
         return int8_dispatch()
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
@@ -137,11 +135,12 @@ def check_usable(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> 
             f"attention {kernels.attention!r} computes in bf16 and fp16 only, and the blocks compute in "
             f"{str(dtype).removeprefix('torch.')}: choose another compute dtype, or 'sdpa'"
         )
-    if kernels.attention == INT8_ATTENTION:
-        # Not at the top: it needs the classes of this module.
-        from .int8_attention import check_int8_attention
-
-        check_int8_attention(device, dtype)
+    reason = int8_attention_refusal(device, dtype) if kernels.attention == INT8_ATTENTION else None
+    if reason is not None:
+        raise KernelsError(
+            f"attention {INT8_ATTENTION!r} needs comfy-kitchen's kernel, which cannot be used on {device}: {reason}; "
+            "or choose 'sdpa'"
+        )
     if kernels.compiler == INDUCTOR:
         _check_inductor(device)
 

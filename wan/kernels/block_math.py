@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 Spans: TypeAlias = "tuple[tuple[int, int, int], ...]"
@@ -38,13 +39,6 @@ class Norm(NamedTuple):
 
     def of_row(self, row: int) -> Norm:
         return self._replace(scale=self.scale[row : row + 1], shift=self.shift[row : row + 1], spans=())
-
-
-class Rms(NamedTuple):
-    """RMS norm over all heads."""
-
-    weight: torch.Tensor
-    eps: float
 
 
 class Codes(NamedTuple):
@@ -121,11 +115,11 @@ class BlockMath:
         result = self.norm(tokens, norm)
         return self.quantise(result) if codes else result
 
-    def rms_norm(self, tokens: torch.Tensor, rms: Rms, out: Out = None) -> torch.Tensor:
+    def rms_norm(self, tokens: torch.Tensor, rms: nn.RMSNorm, out: Out = None) -> torch.Tensor:
         """Return the RMS norm of `tokens`, which may be overwritten."""
         return written(F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps), out)
 
-    def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
+    def rotate(self, tokens: torch.Tensor, rms: nn.RMSNorm, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
         """Return the rotary embedding of the RMS norm of `tokens`, which may be overwritten."""
         normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
         cosine, sine = rotation.unsqueeze(2).unbind(-1)
@@ -157,7 +151,7 @@ class TorchMath(BlockMath):
 
     name = "torch"
 
-    def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
+    def rotate(self, tokens: torch.Tensor, rms: nn.RMSNorm, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
         normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
         turns = torch.view_as_complex(rotation).unsqueeze(2)
         pairs = torch.view_as_complex(normed.float().unflatten(-1, (-1, turns.shape[-1], 2)))

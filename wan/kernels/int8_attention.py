@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from .attention import INT8_ATTENTION, KernelsError
 from .choice import Results, fault_of, kitchen_refusal
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,20 +54,6 @@ def dispatch_int8(
         query, key, value, forward_op=partial(_forward_op, kernel), backward_op=None, _parallel_config=parallel_config
     )
     return attended
-
-
-def check_int8_attention(device: torch.device, dtype: torch.dtype) -> None:
-    """Check that comfy-kitchen's CUDA kernel computes right results on `device` in `dtype`.
-
-    Raises:
-        KernelsError: it is missing, disabled, too old, not for this device, or wrong.
-    """
-    reason = int8_attention_refusal(device, dtype)
-    if reason is not None:
-        raise KernelsError(
-            f"attention {INT8_ATTENTION!r} needs comfy-kitchen's kernel, which cannot be used on {device}: {reason}; "
-            "or choose 'sdpa'"
-        )
 
 
 @functools.cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from .block_math import Norm, Out, Rms, TorchMath, written
+from .block_math import Norm, Out, TorchMath, written
 
 
 class KitchenMath(TorchMath):
@@ -22,7 +23,7 @@ class KitchenMath(TorchMath):
         matrices: torch.Tensor = torch.stack((cosine, -sine, sine, cosine), dim=-1).unflatten(-1, (2, 2))
         return matrices
 
-    def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
+    def rotate(self, tokens: torch.Tensor, rms: nn.RMSNorm, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
         normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
         heads = normed.unflatten(-1, (-1, 2 * rotation.shape[-3]))
         rotated: torch.Tensor = torch.ops.comfy_kitchen.apply_rope1(heads, rotation).flatten(-2)

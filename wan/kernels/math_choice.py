@@ -11,13 +11,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from ...devices import is_out_of_memory
 from ...offload import one_pass_unavailable
 from ...schema import KernelSet
 from .attention import KernelsError
-from .block_math import EXACT, BlockMath, Codes, Gate, Norm, Rms, TorchMath
+from .block_math import EXACT, BlockMath, Codes, Gate, Norm, TorchMath
 from .choice import Choice, Results, choose, fault_of, first_line, kitchen_refusal
 
 TEST_TOKENS = 5
@@ -145,7 +146,8 @@ def _results(math: BlockMath, device: torch.device, dtype: torch.dtype, width: i
 def _computed(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> dict[str, torch.Tensor]:
     tokens, update = (_tokens(seed, width).to(device, dtype) for seed in (0, 1))
     shift, scale, gate = (0.1 * _tokens(seed, width)[:, :2].transpose(0, 1).to(device) for seed in (2, 3, 4))
-    rms = Rms(scale[0, 0].to(dtype), 1e-6)
+    rms = nn.RMSNorm(width, eps=1e-6, device=device, dtype=dtype).requires_grad_(False)
+    rms.weight.copy_(scale[0, 0])
     angles = _tokens(5, TEST_HEAD).view(1, TEST_TOKENS, 1, TEST_HEAD).to(device)
     rows = Norm(scale, shift, 1e-6, True, spans=((0, 2, 1), (2, TEST_TOKENS, 0)))
     modulated, first = rows.of_row(0), Gate(gate[:1])

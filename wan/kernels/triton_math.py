@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import triton
+from torch import nn
 
 from ...devices import made_current
 from ...offload import FP8
-from .block_math import BlockMath, Codes, Gate, Norm, Out, Rms
+from .block_math import BlockMath, Codes, Gate, Norm, Out
 from .triton_rows import rotated_rows, rows
 
 VALUES_PER_WARP = 1024
@@ -35,10 +36,10 @@ class TritonMath(BlockMath):
             return _codes(tokens, norm, update, gate, state)
         return _launch(tokens, norm, update, gate, state, torch.empty_like(tokens))
 
-    def rms_norm(self, tokens: torch.Tensor, rms: Rms, out: Out = None) -> torch.Tensor:
+    def rms_norm(self, tokens: torch.Tensor, rms: nn.RMSNorm, out: Out = None) -> torch.Tensor:
         return _launch(tokens, rms, out=tokens if out is None else out)
 
-    def rotate(self, tokens: torch.Tensor, rms: Rms, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
+    def rotate(self, tokens: torch.Tensor, rms: nn.RMSNorm, rotation: torch.Tensor, out: Out = None) -> torch.Tensor:
         out = tokens if out is None else out
         count, width = tokens.shape[1:]
         assert all(each.is_contiguous() for each in (tokens, rotation, out)), "rows with gaps"
@@ -73,7 +74,7 @@ def _codes(
 
 def _launch(
     tokens: torch.Tensor,
-    norm: Norm | Rms | None,
+    norm: Norm | nn.RMSNorm | None,
     update: torch.Tensor | None = None,
     gate: Gate | None = None,
     state: Out = None,
@@ -92,6 +93,7 @@ def _launch(
     if isinstance(norm, Norm):
         weight, bias, eps, modulated = norm.scale, norm.shift, norm.eps, norm.modulated
     elif norm is not None:
+        assert norm.eps is not None
         weight, eps = norm.weight, norm.eps
     factors = None if gate is None else gate.rows
     assert all(each is None or each.numel() == width for each in (factors, weight, bias)), "one row for all tokens"

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...schema import SHORT_CHUNK, TEXT_TOKENS
 from ..kernels.attention import ATTENTIONS, INT8_ATTENTION, Kernels, attention_function
-from ..kernels.block_math import EXACT, BlockMath, Codes, Norm, Rms
+from ..kernels.block_math import EXACT, BlockMath, Codes, Norm
 from ..kernels.fp8_linear import Fp8Linear
 from ..kernels.int8_linear import Int8Linear
 from .compiled_block import BlockCompiler, get_compiler
@@ -172,8 +172,8 @@ class WanBlock(nn.Module):
         attn, math = self.attn1, self.settings.used_math
         codes = self._take_codes(attn.to_q, attn.to_k, attn.to_v)
         tokens = math.normed(hidden[:, at], modulation.part(at).norm(0, self.eps), codes=codes)
-        query = math.rotate(_product(attn.to_q, tokens), _rms(attn.norm_q), rotation[:, at], outs[0])
-        key = math.rotate(_product(attn.to_k, tokens), _rms(attn.norm_k), rotation[:, at], outs[1])
+        query = math.rotate(_product(attn.to_q, tokens), attn.norm_q, rotation[:, at], outs[0])
+        key = math.rotate(_product(attn.to_k, tokens), attn.norm_k, rotation[:, at], outs[1])
         value = _product(attn.to_v, tokens)
         return query, key, value if outs[2] is None else outs[2].copy_(value)
 
@@ -187,7 +187,7 @@ class WanBlock(nn.Module):
         gate, codes = modulation.part(at).gate(2), self._take_codes(self.attn2.to_q)
         tokens = math.normed(hidden[:, at], affine, update, gate, state[:, at], codes)
         del update
-        return (math.rms_norm(_product(self.attn2.to_q, tokens), _rms(self.attn2.norm_q), outs[0]),)
+        return (math.rms_norm(_product(self.attn2.to_q, tokens), self.attn2.norm_q, outs[0]),)
 
     def _leave_text(self, state: torch.Tensor, attended: torch.Tensor, modulation: Modulation) -> None:
         """Add attention to the text and the feed-forward of a chunk to `state`."""
@@ -258,7 +258,7 @@ class WanBlock(nn.Module):
         """Return the keys and values of a text."""
         attn = self.attn2
         tokens = self._quantised(text, attn.to_k, attn.to_v)
-        key = self.settings.used_math.rms_norm(_product(attn.to_k, tokens), _rms(attn.norm_k))
+        key = self.settings.used_math.rms_norm(_product(attn.to_k, tokens), attn.norm_k)
         return key, _product(attn.to_v, tokens)
 
     def _projected(self, attn: WanAttention, attended: torch.Tensor) -> torch.Tensor:
@@ -298,11 +298,6 @@ def _product(layer: nn.Module, tokens: torch.Tensor | Codes) -> torch.Tensor:
         return layer.multiply(tokens)
     product: torch.Tensor = layer(tokens)
     return product
-
-
-def _rms(norm: nn.RMSNorm) -> Rms:
-    assert norm.eps is not None
-    return Rms(norm.weight, norm.eps)
 
 
 def _by_chunk(
