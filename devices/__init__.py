@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .available_ram import available_bytes, cgroup_limits, insufficient_ram
+from .cache_files import cache_folder, write_json
 from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
 from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, resolve_dtype
 from .cpu_share import thread_notes
@@ -30,6 +31,7 @@ __all__ = [
     "Stream",
     "auto_dtype",
     "available_bytes",
+    "cache_folder",
     "cgroup_limits",
     "clock_for",
     "common_dtype",
@@ -50,4 +52,5 @@ __all__ = [
     "runtime_for",
     "thread_notes",
     "total_bytes",
+    "write_json",
 ]

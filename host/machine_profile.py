@@ -18,10 +18,10 @@ import psutil
 import torch
 
 from ..bench import processor_name
-from ..devices import auto_dtype, cgroup_limits, dtype_name, runtime_for
+from ..devices import auto_dtype, cache_folder, cgroup_limits, dtype_name, runtime_for, write_json
 from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from ..plan import BlockRates, Machine
-from ..schema import T2V_A14B, ExpertShape, VideoShape, cache_folder, write_json
+from ..schema import T2V_A14B, ExpertShape, VideoShape
 from ..wan import block_pass, measure_block, probe_block, quick_case, random_block
 from .folders import GGUF_FILES, WEIGHT_FILES
 

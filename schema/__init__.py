@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .cache_files import cache_folder, write_json
 from .clusters import BUILTIN_CLUSTERS, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
@@ -142,7 +141,6 @@ __all__ = [
     "Windows",
     "WorkersError",
     "WorkersRef",
-    "cache_folder",
     "check_address",
     "check_count",
     "check_degrees",
@@ -172,5 +170,4 @@ __all__ = [
     "together",
     "windows_fault",
     "windows_name",
-    "write_json",
 ]

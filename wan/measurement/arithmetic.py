@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...devices import AUTO, dtype_name, is_broken_device, resolve_dtype, runtime_for
+from ...devices import AUTO, cache_folder, dtype_name, is_broken_device, resolve_dtype, runtime_for, write_json
 from ...plan import ArithmeticChoice, BlockTimes, choose_arithmetic
-from ...schema import CodeFormat, ExpertShape, ExpertsRef, cache_folder, write_json
+from ...schema import CodeFormat, ExpertShape, ExpertsRef
 from ..experts.open import arithmetic_of, open_pair, set_loras
 from ..kernels.choice import first_line
 from ..kernels.multiplication import multiplied_formats

@@ -205,8 +205,10 @@ class WanBlock(nn.Module):
             update = down.multiply(tokens)
         elif isinstance(down, Int8Linear) and down.takes_gelu:
             update = down.multiply_gelu(inner)
+            del inner
         else:
             update = down(torch.ops.aten.gelu_(inner, approximate="tanh"))
+            del inner
         math.add(state, update, modulation.gate(5), out=state)
 
     def _attend_texts(self, query: torch.Tensor, text: torch.Tensor | Texts) -> torch.Tensor:

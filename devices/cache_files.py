@@ -1,4 +1,4 @@
-"""JSON files in the user's cache folder."""
+"""JSON files with measurements of devices, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 
 def cache_folder() -> Path:
     """Return the user's cache folder of this package, which may not exist yet."""
-    import platformdirs
-
     return Path(platformdirs.user_cache_dir("wanstream", appauthor=False))
 
 
