@@ -161,7 +161,7 @@ class Driver:
     def _in_one_arithmetic(
         self, experts: ExpertsRef, facts: Sequence[WorkerFacts], start_step: int, should_stop: ShouldStop | None
     ) -> ExpertsRef:
-        """Replace the arithmetics "as stored" and "auto" by one that suits all workers.
+        """Replace the arithmetic values "as stored" and "auto" by one that suits all workers.
 
         In different ones their results would differ, and with shards their blocks would have different sizes.
         """
