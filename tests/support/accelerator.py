@@ -58,8 +58,7 @@ HOST_WAITS = {
     "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
     "wan/kernels/choice.py fault_of": "tests of kernels, once per process",
     "wan/kernels/math_choice.py _computed": "tests of kernels, once per process",
-    "wan/kernels/multiplication.py _int8_products": "tests of kernels, once per process",
-    "wan/kernels/multiplication.py products": "tests of kernels, once per process",
+    "wan/kernels/multiplication.py _products": "tests of kernels, once per process",
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }

@@ -13,8 +13,6 @@ from ...offload import quantise_int8, rotated_sums, rotation_factor
 from ...schema import FEWEST_INT8_TOKENS
 from .scaled_linear import NO_PATCH, Patch, ScaledLinear, add_patch, by_pieces, finish_product
 
-GELU = "gelu_tanh"
-
 
 class Int8Linear(ScaledLinear):
     """Linear layer with an int8 weight [rows, columns] and an fp32 `weight_scale` [rows, 1].
@@ -41,17 +39,21 @@ class Int8Linear(ScaledLinear):
 
     def multiply_gelu(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the product with the GELU (tanh) of `tokens`, computed in the pass that quantises them."""
-        assert self.kitchen_dtype is not None, "torch does not activate"
-        matrix = self.weight, self.weight_scale, self.bias
-        return kitchen_linear(tokens, *matrix, self.group, self.kitchen_dtype, GELU)
+        return self._by_kitchen(tokens, "gelu_tanh")
 
     def compute(self, tokens: torch.Tensor) -> torch.Tensor:
-        matrix = self.weight, self.weight_scale, self.bias
         if self.kitchen_dtype is not None:
-            result = kitchen_linear(tokens, *matrix, self.group, self.kitchen_dtype)
-            return add_patch(result, tokens, self.patch)
+            return add_patch(self._by_kitchen(tokens, None), tokens, self.patch)
         assert len(self.rotation) > 0 or not self.group, "the rotation was not set"
-        return int8_linear(tokens, *matrix, self.rotation, self.patch)
+        return int8_linear(tokens, self.weight, self.weight_scale, self.bias, self.rotation, self.patch)
+
+    def _by_kitchen(self, tokens: torch.Tensor, activation: str | None) -> torch.Tensor:
+        """Multiply as `int8_linear` does, by comfy-kitchen, whose last digits differ. The package must be imported."""
+        matrix = self.weight, self.weight_scale, self.bias
+        result: torch.Tensor = torch.ops.comfy_kitchen.int8_linear(
+            tokens, *matrix, self.kitchen_dtype, bool(self.group), self.group or 256, activation
+        )
+        return result
 
 
 def int8_linear(
@@ -86,30 +88,6 @@ def int8_linear(
         out.copy_(finish_product(sums, part, bias, patch))
 
     return by_pieces(tokens, weight, write)
-
-
-def kitchen_linear(
-    tokens: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: int,
-    kitchen_dtype: int,
-    activation: str | None = None,
-) -> torch.Tensor:
-    """Multiply as `int8_linear` does, by the kernels of comfy-kitchen, whose last digits differ.
-
-    comfy-kitchen must be imported, and the CUDA backend of its registry active.
-
-    Args:
-        group: columns that the weight was rotated in; 0: it was not.
-        kitchen_dtype: comfy-kitchen's number of the dtype of the tokens.
-        activation: comfy-kitchen's name of a function of the tokens, computed in the kernel that quantises them.
-    """
-    result: torch.Tensor = torch.ops.comfy_kitchen.int8_linear(
-        tokens, weight, weight_scale, bias, kitchen_dtype, bool(group), group or 256, activation
-    )
-    return result
 
 
 def quantise_tokens(tokens: torch.Tensor, rotation: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -19,19 +18,17 @@ from ...offload import FP8, EightBit, kronecker_factors, quantise_int8, rotated_
 from ...schema import CodeFormat
 from .attention import KernelsError
 from .choice import Choice, Results, choose, fault_of, kitchen_refusal
-from .fp8_linear import Fp8Linear, fp8_linear, quantise_tokens_fp8
-from .int8_linear import GELU, Int8Linear, int8_linear, kitchen_linear
+from .fp8_linear import Fp8Linear, quantise_tokens_fp8
+from .int8_linear import Int8Linear
 from .scaled_linear import ScaledLinear
 
 CODE_FORMATS: Mapping[torch.dtype, CodeFormat] = {torch.int8: "int8", FP8: "fp8"}
 
 KITCHEN, TORCH, SCALES_INSIDE = "comfy-kitchen", "torch", "torch, scales inside"
-TEST_CASES = ((0, False), (256, False), (256, True))
-"""Columns that a test matrix is rotated in, and True for tokens that are activated by the code."""
+TEST_GROUPS = (0, 256)
+"""Columns that a test matrix is rotated in."""
 LARGEST_ERROR: Mapping[CodeFormat, float] = {"int8": 0.03, "fp8": 0.08}
 """Relative error of a test product: quantising its tokens costs 0.011 in int8; in fp8 0.027, and its matrix as much."""
-
-Product: TypeAlias = Callable[..., torch.Tensor]
 
 logger = logging.getLogger("wanstream.kernels")
 
@@ -59,15 +56,8 @@ def choose_multiplication(fmt: CodeFormat, device: torch.device, dtype: torch.dt
     never changed. fp8: torch with the scales inside of its product, then torch. The choice is made and logged once per
     process.
     """
-    tests: dict[str, Callable[[], str | None]] = {
-        KITCHEN: lambda: kitchen_int8_refusal(device) or int8_fault(_multiply_by_kitchen, device, dtype),
-        TORCH: lambda: int8_fault(_multiply_by_torch, device, dtype),
-    }
-    if fmt == "fp8":
-        tests = {
-            SCALES_INSIDE: lambda: fp8_fault(device, dtype, scales_inside=True),
-            TORCH: lambda: fp8_fault(device, dtype, scales_inside=False),
-        }
+    names = (KITCHEN, TORCH) if fmt == "int8" else (SCALES_INSIDE, TORCH)
+    tests = {name: partial(_refusal, fmt, name, device, dtype) for name in names}
     choice = MultiplyChoice(format=fmt, device=device, **vars(choose(tests)))
     logger.info("%s", choice.words)
     return choice
@@ -128,90 +118,70 @@ def multiplications(formats: Iterable[CodeFormat], device: torch.device, dtype: 
     Raises:
         KernelsError: nothing can multiply the matrices of one of the formats on `device`.
     """
-    codes: dict[CodeFormat, str] = {}
+    names = []
     for fmt in formats:
         choice = choose_multiplication(fmt, device, dtype)
         if choice.name is None:
             raise KernelsError(f'{choice.words}: open the model with arithmetic "decoded"')
-        codes[fmt] = choice.name
+        names.append(choice.name)
+    return _code(names, device, dtype)
+
+
+def _code(names: Collection[str], device: torch.device, dtype: torch.dtype) -> Multiplications:
     number = None
-    if codes.get("int8") == KITCHEN:
+    if KITCHEN in names:
         import comfy_kitchen
 
         number = int(comfy_kitchen.DTYPE_TO_CODE[dtype])
-    return Multiplications(device=device, kitchen_dtype=number, scales_inside=codes.get("fp8") == SCALES_INSIDE)
+    return Multiplications(device=device, kitchen_dtype=number, scales_inside=SCALES_INSIDE in names)
 
 
-def kitchen_int8_refusal(device: torch.device) -> str | None:
-    """Return why comfy-kitchen cannot multiply int8 matrices on `device`; None if it can."""
+def _refusal(fmt: CodeFormat, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the code `name` cannot multiply matrices in `fmt`; None if it can."""
+    reason = kitchen_int8_refusal(device, dtype) if name == KITCHEN else None
+    return reason or product_fault(fmt, _code([name], device, dtype), dtype)
+
+
+def kitchen_int8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why comfy-kitchen would not multiply int8 matrices by its CUDA kernels; None if it would."""
     reason = kitchen_refusal(device, "int8_linear")
     if reason is not None:
         return reason
-    arguments = torch.ops.comfy_kitchen.int8_linear.default._schema.arguments
-    known = {argument.name for argument in arguments}
-    return None if {"convrot_groupsize", "input_act"} <= known else "its int8_linear takes no activation: update it"
+    import comfy_kitchen
+
+    known = {argument.name for argument in torch.ops.comfy_kitchen.int8_linear.default._schema.arguments}
+    if not {"convrot_groupsize", "input_act"} <= known:
+        return "its int8_linear takes no activation: update it"
+    tokens, codes = (torch.zeros(64, 512, dtype=each, device=device) for each in (dtype, torch.int8))
+    arguments = {"x": tokens, "weight": codes, "weight_scale": torch.ones(64, 1, device=device), "bias": tokens[:, 0]}
+    found = comfy_kitchen.registry.get_capable_backend("int8_linear", {**arguments, "out_dtype": dtype})
+    return None if found == "cuda" else f"its registry chooses {found}"
 
 
-def int8_fault(multiply: Product, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with products of `multiply` on `device`; None if they are right.
-
-    Args:
-        multiply: function of tokens, codes, scales, bias, rotated columns, and True to activate the tokens.
-    """
-    return fault_of(partial(_int8_products, multiply, device, dtype), LARGEST_ERROR["int8"])
+def product_fault(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with products of layers in `fmt` for tokens of `dtype`; None if they are right."""
+    return fault_of(partial(_products, fmt, code, dtype), LARGEST_ERROR[fmt])
 
 
-def _int8_products(multiply: Product, device: torch.device, dtype: torch.dtype) -> Results:
-    tokens, matrix, bias = _test_product(dtype)
-    for group, gelu in TEST_CASES:
+def _products(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) -> Results:
+    generator = torch.Generator().manual_seed(0)
+    tokens, matrix, bias = (torch.randn(*size, generator=generator) for size in ((48, 512), (256, 512), (256,)))
+    tokens, bias, device = tokens.to(dtype), bias.to(dtype), code.device
+
+    def product(values: torch.Tensor) -> torch.Tensor:
+        return values.double() @ matrix.double().T + bias.double()
+
+    for group in TEST_GROUPS if fmt == "int8" else (0,):
+        plain = nn.Linear(512, 256, device="meta", dtype=dtype)
+        plain.bias = nn.Parameter(bias.to(device), requires_grad=False)
+        layer = Int8Linear(plain, group=group) if fmt == "int8" else Fp8Linear(plain)
         values = matrix.clone()
         if group:
             values = rotated_sums(values, kronecker_factors(group, values.device)) * rotation_factor(group)
-        given = (each.to(device) for each in (tokens, *quantise_int8(values), bias))
-        yield "product", multiply(*given, group, gelu), _expected(tokens, matrix, bias, gelu)
-
-
-def fp8_fault(device: torch.device, dtype: torch.dtype, *, scales_inside: bool) -> str | None:
-    """Return what is wrong with products of `fp8_linear` on `device`; None if they are right."""
-
-    def products() -> Results:
-        tokens, matrix, bias = _test_product(dtype)
-        quantised = quantise_tokens_fp8(matrix)
-        codes, scales = quantised.codes.to(device), quantised.scales.to(device)
-        found = fp8_linear(tokens.to(device), codes, scales, bias.to(device), scales_inside)
-        yield "product", found, _expected(tokens, matrix, bias)
-
-    return fault_of(products, LARGEST_ERROR["fp8"])
-
-
-def _test_product(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens of `dtype`, an fp32 matrix, and a bias of `dtype`."""
-    generator = torch.Generator().manual_seed(0)
-    tokens, matrix, bias = (torch.randn(*size, generator=generator) for size in ((48, 512), (256, 512), (256,)))
-    return tokens.to(dtype), matrix, bias.to(dtype)
-
-
-def _expected(tokens: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor, gelu: bool = False) -> torch.Tensor:
-    values = nn.functional.gelu(tokens.double(), approximate="tanh") if gelu else tokens.double()
-    return values @ matrix.double().T + bias.double()
-
-
-def _multiply_by_torch(
-    tokens: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, group: int, gelu: bool
-) -> torch.Tensor:
-    values = nn.functional.gelu(tokens, approximate="tanh") if gelu else tokens
-    rotation = list(kronecker_factors(group, tokens.device)) if group else []
-    return int8_linear(values, codes, scales, bias, rotation)
-
-
-def _multiply_by_kitchen(
-    tokens: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, group: int, gelu: bool
-) -> torch.Tensor:
-    import comfy_kitchen
-
-    arguments = {"x": tokens, "weight": codes, "weight_scale": scales, "bias": bias, "out_dtype": tokens.dtype}
-    found = comfy_kitchen.registry.get_capable_backend("int8_linear", arguments)
-    if found != "cuda":
-        raise KernelsError(f"its registry chooses {found}")
-    number = comfy_kitchen.DTYPE_TO_CODE[tokens.dtype]
-    return kitchen_linear(tokens, codes, scales, bias, group, number, GELU if gelu else None)
+        codes, scales = quantise_int8(values) if fmt == "int8" else quantise_tokens_fp8(values)[:2]
+        layer.weight, layer.weight_scale = nn.Parameter(codes.to(device), requires_grad=False), scales.to(device)
+        code.prepare([layer])
+        yield "product", layer.compute(tokens.to(device)), product(tokens)
+        if isinstance(layer, Int8Linear) and layer.takes_gelu:
+            activated = nn.functional.gelu(tokens.double(), approximate="tanh")
+            yield "product of the activation", layer.multiply_gelu(tokens.to(device)), product(activated)

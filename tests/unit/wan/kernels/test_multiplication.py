@@ -27,6 +27,8 @@ from wanstream.wan import choose_multiplication, open_experts, with_resolved_pre
 from wanstream.wan.kernels import multiplication as module
 from wanstream.wan.kernels.attention import KernelsError
 from wanstream.wan.kernels.choice import backend_refusal, kitchen_refusal
+from wanstream.wan.kernels.fp8_linear import Fp8Linear
+from wanstream.wan.kernels.int8_linear import Int8Linear
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP32 = torch.float32
@@ -37,14 +39,10 @@ INT8_ROWS = MixedLayout(format_of=lambda _: "int8 rows")
 @pytest.fixture
 def nothing_multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of torch are wrong in this process."""
-
-    def wrong(tokens: torch.Tensor, codes: torch.Tensor, _: object, *rest: Any) -> torch.Tensor:
-        return right(tokens, codes, torch.ones(len(codes), 1), *rest)
-
-    right = module._multiply_by_torch
+    right = Int8Linear.compute
     choose_multiplication.cache_clear()
-    monkeypatch.setattr(module, "_multiply_by_torch", wrong)
-    monkeypatch.setattr(module, "fp8_fault", lambda *_, **__: "fails (no units)")
+    monkeypatch.setattr(Int8Linear, "compute", lambda self, tokens: right(self, tokens) * 2)
+    monkeypatch.setattr(Fp8Linear, "compute", lambda *_: torch.zeros(2).view(3))
     yield
     choose_multiplication.cache_clear()
 
@@ -78,18 +76,23 @@ def test_each_state_of_the_registry_has_a_reason(kitchen: Any, reason: str | Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "backend", "reason"),
     [
-        ("Tensor x, int convrot_groupsize=256", "its int8_linear takes no activation: update it"),
-        ("Tensor x, int convrot_groupsize=256, str? input_act=None", None),
+        ("Tensor x, int convrot_groupsize=256", "cuda", "its int8_linear takes no activation: update it"),
+        ("Tensor x, int convrot_groupsize=256, str? input_act=None", "eager", "its registry chooses eager"),
+        ("Tensor x, int convrot_groupsize=256, str? input_act=None", "cuda", None),
     ],
 )
-def test_an_old_operation_is_refused(arguments: str, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_operation_is_refused(
+    arguments: str, backend: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     schema = torch._C.parse_schema(f"int8_linear({arguments}) -> Tensor")
     operations = SimpleNamespace(int8_linear=SimpleNamespace(default=SimpleNamespace(_schema=schema)))
+    kitchen = SimpleNamespace(registry=SimpleNamespace(get_capable_backend=lambda *_: backend))
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen)
     monkeypatch.setattr(torch.ops, "comfy_kitchen", operations)
     monkeypatch.setattr(module, "kitchen_refusal", lambda device, *capabilities: None)
-    assert module.kitchen_int8_refusal(GPU) == reason
+    assert module.kitchen_int8_refusal(CPU, FP32) == reason
 
 
 @pytest.mark.parametrize(
@@ -117,27 +120,32 @@ def test_a_package_that_cannot_be_imported_is_refused(monkeypatch: pytest.Monkey
     assert kitchen_refusal(GPU, "int8_linear") == reason
 
 
-def test_wrong_products_and_errors_are_found() -> None:
+def test_wrong_products_and_errors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, by_torch = Int8Linear.compute, module.Multiplications(device=CPU)
+
+    def unrotated(layer: Int8Linear, tokens: torch.Tensor) -> torch.Tensor:
+        layer.group, layer.rotation = 0, []
+        return right(layer, tokens)
+
     def raising(*_: object) -> torch.Tensor:
         raise NotImplementedError("no kernel image\nmore")
 
-    def unrotated(*arguments: Any) -> torch.Tensor:
-        return module._multiply_by_torch(*arguments[:4], 0, arguments[5])
-
-    assert module.int8_fault(module._multiply_by_torch, CPU, FP32) is None
-    assert module.int8_fault(raising, CPU, FP32) == "fails (NotImplementedError: no kernel image)"
-    assert str(module.int8_fault(unrotated, CPU, FP32)).startswith("its product is wrong (error 1")
-    for broken in (float("nan"), float("inf")):
-        fault = module.int8_fault(lambda *each, x=broken: module._multiply_by_torch(*each) * x, CPU, FP32)
-        assert str(fault).startswith("its product is wrong (error ")
-
-
-def test_lack_of_memory_is_no_fault_of_the_code() -> None:
     def full(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(torch.OutOfMemoryError):
-        module.int8_fault(full, CPU, FP32)
+    assert module.product_fault("int8", by_torch, FP32) is None
+    assert module.product_fault("fp8", by_torch, FP32) is None
+    for compute, fault in (
+        (raising, "fails (NotImplementedError: no kernel image)"),
+        (unrotated, "its product is wrong (error 1"),
+        (lambda *each: right(*each) * torch.nan, "its product is wrong (error nan"),
+        (lambda *each: right(*each) * torch.inf, "its product is wrong (error "),
+    ):
+        monkeypatch.setattr(Int8Linear, "compute", compute)
+        assert str(module.product_fault("int8", by_torch, FP32)).startswith(fault)
+    monkeypatch.setattr(Int8Linear, "compute", full)
+    with pytest.raises(torch.OutOfMemoryError):  # no fault of the code
+        module.product_fault("int8", by_torch, FP32)
 
 
 @pytest.mark.usefixtures("nothing_multiplies")
