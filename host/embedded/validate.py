@@ -411,8 +411,8 @@ class _Walk:
                 found = missing_fault(socket)
             elif not isinstance(value, list):
                 inputs[name], found = _constant(socket, value, rules)
-                # A number goes on to the node's own check, which may have a better message.
-                refused |= {name} if found and not isinstance(inputs[name], int | float) else set()
+                # A number goes on to the node's own check, which may have a better message; True is not one.
+                refused |= {name} if found and type(inputs[name]) not in (int, float) else set()
             elif len(value) != 2:
                 malformed = "Bad linked input, must be a length-2 list of [node_id, slot_index]"
                 found = fault("bad_linked_input", malformed, name, socket.about(received_value=value))

@@ -98,11 +98,11 @@ def test_a_file_that_is_removed(case: Case) -> None:
 def test_queue_items_leave_no_memory_behind(
     in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Resident bytes of the process from the second item on are flat within 2 %."""
+    """Resident bytes of the process are flat within 2 % once its threads have their heaps, after two items."""
     result = in_comfyui(ITEMS, str(tmp_path_factory.mktemp("items")), 5, seconds=300)
     assert len(set(result["results"])) == 1
     assert result["left"] == [0] * 5
     for state in ("loaded", "evicted"):
-        sizes = result[state][1:]
+        sizes = result[state][2:]
         assert max(sizes) <= 1.02 * min(sizes), result
     assert min(result["loaded"]) > 1.05 * max(result["evicted"]), "the experts show"
