@@ -210,6 +210,13 @@ def _measured(ref: ExpertsRef, pair: ExpertPair) -> ArithmeticChoice:
     return measured_arithmetic(replace(ref, compute_dtype=dtype_name(pair.compute_dtype)), current_host().device())
 
 
+def _changed_arithmetic(ref: ExpertsRef, before: ExpertsRef, pair: ExpertPair) -> list[Notice]:
+    """Return a notice if "auto" chooses otherwise with the last LoRA of `ref`."""
+    if ref.arithmetic != "auto" or (choice := _measured(ref, pair)) == _measured(before, pair):
+        return []
+    return [Notice(text=choice.words, level="note")]
+
+
 class WanStreamOneExpert(FileNode):
     """Reference to a single model, which runs every step and was checked to be complete."""
 
@@ -321,9 +328,7 @@ class WanStreamLora(FileNode):
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on this node and not on the sampler.
         pair = current_host().experts(ref)
-        found = _lora_notices(pair, lora)
-        if ref.arithmetic == "auto" and (choice := _measured(ref, pair)) != _measured(experts, pair):
-            found.append(Notice(text=choice.words, level="note"))
+        found = [*_lora_notices(pair, lora), *_changed_arithmetic(ref, experts, pair)]
         return io.NodeOutput(ref, ui=show_notices(*found, high_noise=high_noise, low_noise=low_noise) or None)
 
 
