@@ -18,7 +18,10 @@ from wanstream.schema import KernelSet
 from wanstream.tests.support.wan_blocks import block_inputs, diffusers_block
 from wanstream.wan.kernels import math_choice as choice
 from wanstream.wan.kernels.attention import KernelsError
-from wanstream.wan.kernels.block_math import EXACT, BlockMath, TorchMath
+from wanstream.wan.kernels.block_math import EXACT, BlockMath, Codes, TorchMath
+from wanstream.wan.kernels.fp8_linear import Fp8Linear
+from wanstream.wan.kernels.multiplication import Multiplications
+from wanstream.wan.measurement.meter import _set_codes
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -140,17 +143,17 @@ class Counted(TorchDispatchMode):
             self.bytes += sum(each.numel() * each.element_size() for each in large)
 
 
-LIMITS = {"exact": (70, 150), "torch": (40, 60), "comfy-kitchen": (40, 60), "triton": (24, 36)}
+LIMITS = {"exact": (70, 150), "torch": (40, 60), "comfy-kitchen": (40, 60), "triton": (24, 36), "triton, fp8": (30, 36)}
 
 
-@pytest.mark.parametrize("name", ["exact", "torch", "comfy-kitchen", "triton"])
+@pytest.mark.parametrize("name", LIMITS)
 def test_operations_and_traffic_of_a_visit(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count a visit in bf16; a launch of a Triton kernel is an operation on the tensors that it gets."""
     tokens, heads, ffn_dim = 192, 2, 691  # feed-forward: 2.7 times the width, as in Wan2.2
     counted = Counted(tokens * WIDTH // 2)
-    if name == "triton":
+    if name.startswith("triton"):
         module = request.getfixturevalue("triton_math")
         made: BlockMath = module.TritonMath()
 
@@ -167,6 +170,15 @@ def test_operations_and_traffic_of_a_visit(
             pytest.importorskip("comfy_kitchen")
         made = choice.choose_math(name, CPU, torch.bfloat16, WIDTH).math  # type: ignore[arg-type]
     block = WanBlock(diffusers_block(heads, ffn_dim, torch.bfloat16), BlockSettings(math=made))
+    if name.endswith("fp8"):
+
+        def multiply(layer: Fp8Linear, tokens: Codes) -> torch.Tensor:
+            counted.operations += 1  # a CPU has no product with the scales inside
+            return torch.empty(1, len(tokens.codes), layer.out_features, dtype=tokens.dtype)
+
+        monkeypatch.setattr(Fp8Linear, "multiply", multiply)
+        replaced = _set_codes(block, "fp8", CPU, 0)
+        Multiplications(device=CPU, scales_inside=True).prepare(replaced)
     hidden, text, modulation, tables = block_inputs(tokens, heads, torch.bfloat16)
     rotation = made.rotation(*tables)
     with torch.inference_mode(), counted:
