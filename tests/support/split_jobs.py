@@ -213,7 +213,7 @@ def job_run_compiled(
 def compute_with(here: SimpleNamespace, experts: ExpertsRef, compiler: str | None) -> None:
     """Open the experts, to be compiled by a backend of torch that writes no kernels."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
-    here.experts.get(experts).kernels = Kernels(compiler=compiler)
+    here.experts.get(experts).kernels = Kernels(math="exact", compiler=compiler)  # what compiled blocks trace
 
 
 def job_run_until(
