@@ -14,10 +14,11 @@ import torch
 
 from ...devices import AUTO, cache_folder, dtype_name, is_broken_device, resolve_dtype, runtime_for, write_json
 from ...plan import ArithmeticChoice, BlockTimes, choose_arithmetic
-from ...schema import CodeFormat, ExpertShape, ExpertsRef
+from ...schema import VERSION, CodeFormat, ExpertShape, ExpertsRef
 from ..experts.open import arithmetic_of, open_pair, set_loras
 from ..kernels.choice import first_line
-from ..kernels.multiplication import multiplied_formats
+from ..kernels.math_choice import choose_math
+from ..kernels.multiplication import choose_multiplication, multiplied_formats
 from ..lora.fit import MultipliedWeightError
 from .meter import METERED_TOKENS, measure_block, quick_case
 from .probe import BlockVariant, probe_block
@@ -117,10 +118,17 @@ def _measure_once(
     formats: tuple[CodeFormat, ...],
     make_room: Callable[[], object],
 ) -> MeasuredBlock | str:
-    """Return the stored times of a block, or measure it now; return the reason if it cannot be measured."""
-    runtime = runtime_for(device)
+    """Return the stored times of a block, or measure it now; return the reason if it cannot be measured.
+
+    Raises:
+        KernelsError: the chosen kernels cannot be used on the device.
+    """
+    runtime, dtype = runtime_for(device), resolve_dtype(variant.dtype or AUTO, device)
     name = "" if runtime is None else runtime.name()
-    parts = (name, torch.__version__, shape.width, shape.ffn_width, variant, formats)
+    # Other kernels, of a package that was installed since, take other times.
+    math = choose_math(variant.kernels, device, dtype, shape.width).math.name
+    codes = [f"{fmt} by {choose_multiplication(fmt, device, dtype).name}" for fmt in formats]
+    parts = (name, f"torch {torch.__version__}", VERSION, shape.width, shape.ffn_width, variant, math, *codes)
     key = ", ".join(map(str, parts))
     with _lock:
         if key not in _measured:

@@ -131,10 +131,12 @@ def test_later_processes_choose_alike_and_other_kernels_are_measured(
     measures(monkeypatch, int8=2.0)
     monkeypatch.setattr(module, "_measured", {})
     assert (choose(int8_ref), len(rooms)) == (("int8",), 1), "stored"
-    assert choose(replace(int8_ref, kernels="torch")) == ()
+    assert choose(replace(int8_ref, kernels="exact")) == ()
     assert choose(replace(int8_ref, compute_dtype="bfloat16")) == ()
     assert len(rooms) == 3
     assert "compiled blocks" in measured_arithmetic(replace(int8_ref, compile=True), CPU).words
+    monkeypatch.setattr(module, "choose_multiplication", lambda *_: SimpleNamespace(name="a package installed since"))
+    assert choose(int8_ref) == ()
     module._file().write_text("{")
     monkeypatch.setattr(module, "_measured", {})
     assert choose(int8_ref) == ()
