@@ -17,6 +17,8 @@ from wanstream.wan.checkpoint.key_names import native_transformer_name
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora
 
+pytestmark = pytest.mark.slow  # merges LoRAs into whole models with diffusers
+
 HIGH, LOW = {"seed": 1}, {"seed": 2}
 STEPS = ["high", "high", "low"]
 TOLERANCE = 1e-6

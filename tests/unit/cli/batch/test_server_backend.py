@@ -530,7 +530,7 @@ def test_a_workflow_may_take_longer_than_a_short_request_and_a_file_while_bytes_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_backend, "STATUS_SECONDS", 1.0)
-    posted, sent = b'{"prompt_id": "x"}', bytes(10)
+    posted, sent = b'{"prompt_id": "x"}', bytes(6)
 
     def answer(slow: socket.socket) -> None:
         for pause_s, content in ((1.5, posted), (0.2, sent)):

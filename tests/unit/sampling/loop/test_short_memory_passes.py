@@ -83,6 +83,7 @@ USES = [{0}, {CALL - 1}, {CALL}, {3 * CALL, 3 * CALL + 1}, {2, 5 * CALL}]
 PREDICTIONS: list[list[str]] = [[H, H, L, L], [H, L], []]
 
 
+@pytest.mark.slow  # whole runs
 @pytest.mark.parametrize(
     ("predicted", "uses", "policy"),
     # Every prediction with every use, and each of both with every policy.
