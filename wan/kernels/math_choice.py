@@ -150,8 +150,10 @@ def _computed(math: BlockMath, device: torch.device, dtype: torch.dtype, width: 
     rms.weight.copy_(scale[0, 0])
     angles = _tokens(5, TEST_HEAD).view(1, TEST_TOKENS, 1, TEST_HEAD).to(device)
     rows = Norm(scale, shift, 1e-6, True, spans=((0, 2, 1), (2, TEST_TOKENS, 0)))
-    modulated, first = rows.of_row(0), Gate(gate[:1])
-    gated, added = torch.empty_like(tokens), torch.empty_like(tokens)
+    modulated = rows.of_row(0)
+    first = Gate(gate[:1])
+    gated = torch.empty_like(tokens)
+    added = torch.empty_like(tokens)
     found = {
         "norm": math.norm(tokens, modulated),
         "norm of several rows": math.norm(tokens, rows),
@@ -167,7 +169,8 @@ def _computed(math: BlockMath, device: torch.device, dtype: torch.dtype, width: 
 def _quantised(math: BlockMath, device: torch.device, dtype: torch.dtype, width: int) -> Results:
     tokens, update = (_tokens(seed, width).to(device, dtype) for seed in (0, 1))
     row = 0.1 * _tokens(2, width)[:, :1].to(device)
-    norm, sums = Norm(row, row, 1e-6, True), torch.empty_like(tokens)
+    norm = Norm(row, row, 1e-6, True)
+    sums = torch.empty_like(tokens)
     expected = {
         "quantised tokens": tokens,
         "quantised GELU": F.gelu(tokens.float(), approximate="tanh"),

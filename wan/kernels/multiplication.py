@@ -24,7 +24,9 @@ from .scaled_linear import ScaledLinear
 
 CODE_FORMATS: Mapping[torch.dtype, CodeFormat] = {torch.int8: "int8", FP8: "fp8"}
 
-KITCHEN, TORCH, SCALES_INSIDE = "comfy-kitchen", "torch", "torch, scales inside"
+KITCHEN = "comfy-kitchen"
+TORCH = "torch"
+SCALES_INSIDE = "torch, scales inside"
 TEST_GROUPS = (0, 256)
 """Columns that a test matrix is rotated in."""
 LARGEST_ERROR: Mapping[CodeFormat, float] = {"int8": 0.03, "fp8": 0.08}
@@ -166,7 +168,9 @@ def product_fault(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) ->
 def _products(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) -> Results:
     generator = torch.Generator().manual_seed(0)
     tokens, matrix, bias = (torch.randn(*size, generator=generator) for size in ((48, 512), (256, 512), (256,)))
-    tokens, bias, device = tokens.to(dtype), bias.to(dtype), code.device
+    tokens = tokens.to(dtype)
+    bias = bias.to(dtype)
+    device = code.device
 
     def product(values: torch.Tensor) -> torch.Tensor:
         return values.double() @ matrix.double().T + bias.double()
@@ -179,7 +183,8 @@ def _products(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) -> Res
         if group:
             values = rotated_sums(values, kronecker_factors(group, values.device)) * rotation_factor(group)
         codes, scales = quantise_int8(values) if fmt == "int8" else quantise_tokens_fp8(values)[:2]
-        layer.weight, layer.weight_scale = nn.Parameter(codes.to(device), requires_grad=False), scales.to(device)
+        layer.weight = nn.Parameter(codes.to(device), requires_grad=False)
+        layer.weight_scale = scales.to(device)
         code.prepare([layer])
         yield "product", layer.compute(tokens.to(device)), product(tokens)
         if isinstance(layer, Int8Linear) and layer.takes_gelu:

@@ -123,7 +123,8 @@ def _measure_once(
     Raises:
         KernelsError: the chosen kernels cannot be used on the device.
     """
-    runtime, dtype = runtime_for(device), resolve_dtype(variant.dtype or AUTO, device)
+    runtime = runtime_for(device)
+    dtype = resolve_dtype(variant.dtype or AUTO, device)
     name = "" if runtime is None else runtime.name()
     # Other kernels, of a package that was installed since, take other times.
     math = choose_math(variant.kernels, device, dtype, shape.width).math.name

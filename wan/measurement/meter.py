@@ -55,8 +55,10 @@ PRODUCTS = ("forward", "multiply", "multiply_gelu")
 """Methods of layers."""
 MOST_VISIT_S = 0.05
 """Longest visit of a measurement that a user has to wait for: some fifteen visits are made in each format."""
-NARROWER, SLOW_TOKENS = 4, 64
-"""Ratio of widths, and tokens, of the block that a slow device measures."""
+NARROWER = 4
+"""Ratio of the width of a block to that of the block that a slow device measures."""
+SLOW_TOKENS = 64
+"""Tokens of that block."""
 
 
 def quick_case(shape: ExpertShape, rate: ComputeRate, device: torch.device) -> tuple[ExpertShape, int]:
