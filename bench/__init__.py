@@ -1,4 +1,4 @@
-"""Benchmark reports: figures, tables, a chart, documents, and the machine they were measured on."""
+"""Benchmark reports: figures, tables, a chart, documents, and a machine description."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from .figures import Spread, memory_bytes
 from .report import Report, Table, Trial, Variant
 from .report_tables import run_table
 from .results import Result, describe_machine, hardware, processor_name, versions
-from .trial_matrix import MAX_PREFETCH, MAX_STEPS, Policy, Setting, TrialMatrix, policy_name
+from .trial_matrix import (
+    MAX_PAUSE_S,
+    MAX_PREFETCH,
+    MAX_RUNS,
+    MAX_STEPS,
+    Policy,
+    Setting,
+    TrialMatrix,
+    TrialTimes,
+    policy_name,
+    run_trials,
+)
 
 __all__ = [
+    "MAX_PAUSE_S",
     "MAX_PREFETCH",
+    "MAX_RUNS",
     "MAX_STEPS",
     "Policy",
     "Report",
@@ -21,6 +34,7 @@ __all__ = [
     "Table",
     "Trial",
     "TrialMatrix",
+    "TrialTimes",
     "Variant",
     "csv_document",
     "describe_machine",
@@ -32,6 +46,7 @@ __all__ = [
     "processor_name",
     "report_chart",
     "run_table",
+    "run_trials",
     "summary",
     "versions",
 ]

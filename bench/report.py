@@ -1,4 +1,4 @@
-"""Report of a benchmark as values: its variants, their runs, and tables that are rendered as text, Markdown or HTML."""
+"""Benchmark report as values: variants, runs, and text, Markdown or HTML tables."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ..schema import PhaseRecord, Timeline
+from ..schema.records import PhaseRecord, Timeline
 
 FIGURE = re.compile(r"-?$|[-+]?\d(?!.*[A-Za-z]{6})")
-"""Right-aligned cell: a figure with its unit, a dash, or nothing. Text with a word of six letters is not a figure."""
+"""Right-aligned cell: a figure with its unit, a dash, or nothing. Text with a six-letter word is
+not a figure."""
+MARKDOWN_RULES = {">": "--:", "<": "---"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells of text under a head. Columns of figures are right-aligned, all others left-aligned."""
+    """Text cells under a head. Columns of figures are right-aligned, all others left-aligned."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -24,50 +26,56 @@ class Table:
     """Index of the highlighted row."""
 
     def without_empty_columns(self) -> Table:
-        """Return the table without the columns that are empty in every row."""
+        """Return the table without columns that are empty in every row."""
         kept = [place for place in range(len(self.head)) if any(row[place] for row in self.rows)]
         head, *rows = (tuple(cells[place] for place in kept) for cells in (self.head, *self.rows))
         return Table(title=self.title, head=head, rows=tuple(rows), marked=self.marked)
 
     def markdown(self) -> str:
-        """Format title and cells as Markdown; the marked row is bold."""
-        rule = ["--:" if right else "---" for right in self._right()]
-        lines = [_markdown_line(self.head), _markdown_line(rule)]
-        for place, row in enumerate(self.rows):
-            lines.append(
-                _markdown_line([f"**{cell}**" if cell else "" for cell in row] if place == self.marked else row)
+        """Format title and cells as Markdown. The marked row is bold."""
+        rule = tuple(MARKDOWN_RULES[side] for side in self._sides())
+        cells = [self.head, rule, *self.rows]
+        if self.marked is not None:
+            cells[2 + self.marked] = tuple(
+                cell and f"**{cell}**" for cell in self.rows[self.marked]
             )
-        heading = [f"## {_plain(self.title)}", ""] if self.title else []
-        return "\n".join([*heading, *lines])
+        lines = [*map(_markdown_line, cells)]
+        if self.title:
+            lines = [f"## {_plain(self.title)}", "", *lines]
+        return "\n".join(lines)
 
     def html(self) -> str:
-        """Format title and cells as HTML elements; the marked row has the class `marked`."""
+        """Format title and cells as HTML elements. The marked row has the class `marked`."""
 
         def row(cells: Sequence[str], tag: str) -> str:
             return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
 
-        marks = (' class="marked"' if place == self.marked else "" for place in range(len(self.rows)))
-        body = "".join(f"<tr{mark}>{row(cells, 'td')}</tr>" for mark, cells in zip(marks, self.rows, strict=True))
+        rows = [f"<tr>{row(cells, 'td')}</tr>" for cells in self.rows]
+        if self.marked is not None:
+            rows[self.marked] = rows[self.marked].replace("<tr>", '<tr class="marked">')
         head = f"<thead><tr>{row(self.head, 'th')}</tr></thead>"
-        return f'<h2>{escape(self.title)}</h2><div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
-
-    def text(self) -> str:
-        """Format the cells in aligned columns for a terminal; an empty head is omitted."""
-        lines = [self.head, *self.rows] if any(self.head) else [*self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        columns = [*zip(widths, self._right(), strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, (width, right) in zip(cells, columns, strict=True)
-            ).rstrip()
-            for cells in lines
+        return (
+            f'<h2>{escape(self.title)}</h2><div class="wide">'
+            f"<table>{head}<tbody>{''.join(rows)}</tbody></table></div>"
         )
 
-    def _right(self) -> list[bool]:
-        """Return for each column if it is right-aligned: it has figures only, and at least one."""
+    def text(self) -> str:
+        """Format the cells in aligned columns for a terminal. An empty head is omitted."""
+        lines = [*self.rows]
+        if any(self.head):
+            lines = [self.head, *lines]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        row = "  ".join(
+            f"{{:{side}{width}}}" for side, width in zip(self._sides(), widths, strict=True)
+        )
+        return "\n".join(row.format(*cells).rstrip() for cells in lines)
+
+    def _sides(self) -> list[str]:
+        """Return each column's side: ">" with figures only and at least one, else "<"."""
         columns = [[row[place] for row in self.rows] for place in range(len(self.head))]
-        return [any(column) and all(FIGURE.match(cell) for cell in column) for column in columns]
+        return [
+            ">" if any(column) and all(map(FIGURE.match, column)) else "<" for column in columns
+        ]
 
 
 def _markdown_line(cells: Sequence[str]) -> str:
@@ -87,23 +95,24 @@ class Trial:
     latents: str
     """SHA-256 of the latents, to compare results bit by bit."""
     warmup: bool = False
-    """True for a trial that is made first and not counted."""
+    """True for an uncounted trial before the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Settings of a run, and the trials that were made with them."""
+    """Settings for a run, and the trials made with them."""
 
     name: str
     settings: Mapping[str, str]
-    """Settings as text, by name, in the order of the tables."""
+    """Settings as text by name, in table order."""
     job: str = ""
-    """Name of the computation: variants with the same job differ only in streaming, so their latents must be equal."""
+    """Computation name. Variants with the same job differ only in streaming, so their latents must
+    be equal."""
     trials: tuple[Trial, ...] = ()
     predicted: Timeline | None = None
-    """Simulated run; None for an unknown machine."""
+    """Simulated run. None for an unknown machine."""
     failed: str = ""
-    """Reason for which the variant could not be run; empty if it could."""
+    """Reason why the variant could not be run. Empty if it could."""
 
     @property
     def measured(self) -> tuple[Timeline, ...]:
@@ -112,19 +121,24 @@ class Variant:
 
     @property
     def latents(self) -> frozenset[str]:
-        """Distinct results of all trials, warm-ups included: one if they are all equal."""
+        """Distinct results of all trials, including warm-ups: one if they are all equal."""
         return frozenset(trial.latents for trial in self.trials)
 
     @property
     def median_run(self) -> Timeline | None:
-        """Measured run with the median wall time, the shorter of two in the middle; None if there is no run."""
+        """Measured run with the median wall time, the shorter of two in the middle.
+
+        None without a run.
+        """
         ordered = sorted(self.measured, key=lambda timeline: timeline.wall_s)
-        return ordered[(len(ordered) - 1) // 2] if ordered else None
+        if not ordered:
+            return None
+        return ordered[(len(ordered) - 1) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Results of a benchmark, finished or in progress."""
+    """Benchmark results, finished or in progress."""
 
     title: str
     variants: tuple[Variant, ...]
@@ -133,13 +147,13 @@ class Report:
     machine: Mapping[str, str]
     """Machine as text by name: device, processor, memory, versions."""
     phases: tuple[PhaseRecord, ...] = ()
-    """Phases of the queue item of the first run; empty if none were recorded."""
+    """Phases of the first run's queue item. Empty if none were recorded."""
     planned: int
-    """Number of requested trials, warm-ups included."""
+    """Number of requested trials, including warm-ups."""
     finished: bool = True
     """False while trials are outstanding, and after a cancelled benchmark."""
 
     @property
     def done(self) -> int:
-        """Number of trials that were made."""
+        """Number of completed trials."""
         return sum(len(variant.trials) for variant in self.variants)

@@ -1,6 +1,6 @@
-"""Result files: figures as JSON with their method, date, machine, library versions and commit.
+"""Result files: figures as JSON with method, date, machine, library versions and commit.
 
-No host or folder is named.
+They name no host or folder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..schema import format_size
+from ..schema.text import format_size
 
-# torch takes seconds to import, and `wanstream plan` writes its tables without it: functions import it.
+# torch takes seconds to import, and `wanstream plan` writes tables without it, so functions import
+# it.
 if TYPE_CHECKING:
     import torch
 
@@ -36,19 +37,22 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
     description = {
         "Device": device_name(device),
-        "Processor": f"{processor_name()}, {os.cpu_count()} cores ({torch.get_num_threads()} for torch)",
+        "Processor": f"{processor_name()}, {os.cpu_count()} cores "
+        f"({torch.get_num_threads()} for torch)",
         "RAM": format_size(psutil.virtual_memory().total),
         "System": f"{platform.system()} {platform.release()}",
         "Versions": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
-    built_for = {name: getattr(torch.version, name.lower(), None) for name in ("CUDA", "HIP", "XPU")}
     if device.type != "cpu":
-        description["Versions"] += "".join(f", {name} {version}" for name, version in built_for.items() if version)
+        for name in ("CUDA", "HIP", "XPU"):
+            built_for = getattr(torch.version, name.lower(), None)
+            if built_for:
+                description["Versions"] += f", {name} {built_for}"
     return description
 
 
 def device_name(device: torch.device) -> str:
-    """Return name and memory of a GPU, like `NVIDIA RTX 4090, 25.3 GB`, or the type of another device, like `CPU`."""
+    """Return a GPU's name and memory, like `NVIDIA RTX 4090, 25.3 GB`, or a type, like `CPU`."""
     from ..devices import runtime_for
 
     runtime = runtime_for(device)
@@ -58,7 +62,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """Return the model name of the processor, or its architecture."""
+    """Return the processor's model name, or its architecture."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -68,7 +72,7 @@ def processor_name() -> str:
 
 
 def hardware(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the machine of a result file: `name` (part of the file name), processor, cores and RAM.
+    """Return the machine for a result file: `name` (part of the file name), processor, cores, RAM.
 
     `device` None is the GPU if there is one, otherwise the CPU.
     """
@@ -83,18 +87,22 @@ def hardware(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def hardware_name(device: torch.device) -> str:
-    """Return a name for files: the GPU's name, with their number if there are several, or the number of CPU cores."""
+    """Return a name for files: the GPU's name, or the CPU core count.
+
+    The name for several GPUs has their number.
+    """
     from ..devices import runtime_for
 
     runtime = runtime_for(device)
     if runtime is None:
         return f"{device.type}-{os.cpu_count()}-cores"
-    name, count = re.sub(r"[^a-z0-9]+", "-", runtime.name().lower()).strip("-"), runtime.count()
+    name = re.sub(r"[^a-z0-9]+", "-", runtime.name().lower()).strip("-")
+    count = runtime.count()
     return name if count == 1 else f"{count}x-{name}"
 
 
 def versions(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
-    """Return the versions of torch, Python and the installed ones of `libraries`, and the commit."""
+    """Return the versions of torch, Python and installed `libraries`, and the commit."""
     import torch
 
     found = {"torch": str(torch.__version__)}
@@ -105,8 +113,9 @@ def versions(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout; an installed package has none."""
-    root, command = Path(__file__).parent.parent, ["git", "rev-parse", "--short", "HEAD"]
+    """Return the checkout's commit. An installed package has none."""
+    root = Path(__file__).parent.parent
+    command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -119,7 +128,7 @@ class Result:
     """One measurement."""
 
     case: str
-    """Name of the measurement, used in file names."""
+    """Measurement name, used in file names."""
     method: str
     figures: Mapping[str, Any]
     hardware: Mapping[str, Any] = field(default_factory=hardware)
@@ -128,25 +137,12 @@ class Result:
 
     @property
     def name(self) -> str:
-        """File name without its suffix: `<case>_<hardware>_<yyyymmdd>`."""
+        """File name without suffix: `<case>_<hardware>_<yyyymmdd>`."""
         return f"{self.case}_{self.hardware['name']}_{self.date.replace('-', '')}"
 
-    @property
-    def source(self) -> str:
-        """Date, machine and versions in one line."""
-        machine = f"{self.hardware['name']}, {self.hardware['ram_gb']:g} GB RAM"
-        software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{self.date}, {machine}; {software}"
-
     def save(self, folder: Path) -> Path:
-        """Write the result into `folder`, which is created if necessary, and return the path of the file."""
+        """Write the result into `folder`, created if necessary, and return the file path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         return path
-
-
-def newest_results(folder: Path) -> dict[str, Result]:
-    """Return the latest result of each case in `folder`, by case."""
-    results = (Result(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json")))
-    return {result.case: result for result in sorted(results, key=lambda result: result.date)}

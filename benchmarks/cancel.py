@@ -2,9 +2,10 @@
 
 python benchmarks/cancel.py [cancels]
 
-Runs on 1, 2 and 4 workers behind Ray on this machine are cancelled at seeded random times, in the middle of some block.
-The time is measured on the driver, from the request until `Driver.denoise` raises Cancelled, which it does when all
-workers have ended their task. After each cancel, a short run must return the same latents as before.
+Runs on 1, 2 and 4 workers behind Ray on this machine are cancelled at seeded random times, in the
+middle of some block. The time is measured on the driver, from the request until `Driver.denoise`
+raises Cancelled, once all workers have ended their task. After each cancel, a short run must return
+the same latents as before.
 """
 
 from __future__ import annotations
@@ -25,21 +26,29 @@ from record import record
 from wanstream.cli.bench.cases import SMALL, bench_request, small_experts
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.nodes.runs.benchmark import tensor_digest, with_steps
-from wanstream.sampling import DenoiseRequest, SamplingCancelled, StepProgress
-from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import SamplingCancelled, StepProgress
+from wanstream.schema import Mesh, OffloadPolicy
+from wanstream.schema.refs import ExpertsRef, WorkersRef
+from wanstream.shapes import VideoShape
+from wanstream.wan.latents import tensor_digest
 
 MESHES = (Mesh(), Mesh(cfg=2), Mesh(ulysses=2), Mesh(cfg=2, ulysses=2))
 VIDEO = VideoShape(width=64, height=64, frames=9)
 POLICY = OffloadPolicy.layerwise(1)
 SHORT, LONG = 2, 1000
-"""Steps of the run after a cancel, and of the cancelled run."""
+"""Steps in the run after a cancel, and in the cancelled run."""
 WITHIN = 2
 """The cancel happens within this number of steps after the first one."""
 
 
-def cancel_once(driver: Driver, experts: ExpertsRef, request: DenoiseRequest, after_s: float) -> dict[str, Any]:
-    """Cancel a run `after_s` seconds after its first step; return the step and block it reached, and the latency."""
+def cancel_once(
+    driver: Driver, experts: ExpertsRef, request: DenoiseRequest, after_s: float
+) -> dict[str, Any]:
+    """Cancel a run `after_s` seconds after the first step.
+
+    Return the last step and block, and the latency.
+    """
     stop, requested_s = threading.Event(), list[float]()
 
     def request_stop() -> None:
@@ -60,17 +69,19 @@ def cancel_once(driver: Driver, experts: ExpertsRef, request: DenoiseRequest, af
     raise AssertionError(f"{LONG} steps were over within {after_s:g} s of the first one")
 
 
-def measure(mesh: Mesh, pool: RayPool, ref: WorkersRef, experts: ExpertsRef, cancels: int) -> dict[str, Any]:
+def measure(
+    mesh: Mesh, pool: RayPool, ref: WorkersRef, experts: ExpertsRef, cancels: int
+) -> dict[str, Any]:
     driver, chance = Driver(pool, ref, mesh), random.Random(0)
     request = bench_request(VIDEO, videos=1, guidance=4.0, in_channels=16)
-    short, long = with_steps(request, SHORT), with_steps(request, LONG)
+    short, long = request.with_steps(SHORT), request.with_steps(LONG)
     driver.denoise(experts, short, POLICY)
-    calm = driver.denoise(experts, with_steps(request, 2 * SHORT), POLICY)
+    calm = driver.denoise(experts, request.with_steps(2 * SHORT), POLICY)
     wanted = tensor_digest(driver.denoise(experts, short, POLICY).latents)
     step_s = statistics.median(step.wall_s for step in calm.timeline.steps[1:])
     found, equal, loaded = [], 0, os.getloadavg()[0]
     for number in range(cancels):
-        # Each run has other noise, so that a result of the run before cannot pass for this one.
+        # Each run has other noise, so that the previous run's result cannot pass for this one's.
         noise = replace(long, noise=long.noise.roll(number + 1, -1))
         found.append(cancel_once(driver, experts, noise, chance.uniform(0, WITHIN * step_s)))
         equal += tensor_digest(driver.denoise(experts, short, POLICY).latents) == wanted
@@ -100,15 +111,19 @@ def main(cancels: int) -> None:
             with RayPool(ref, store_bytes=256 << 20) as pool:
                 for mesh in (mesh for mesh in MESHES if mesh.size == count):
                     figures.append(measure(mesh, pool, ref, experts, cancels))
-                    print(figures[-1]["layout"], figures[-1]["seconds"], file=sys.stderr, flush=True)
+                    print(
+                        figures[-1]["layout"], figures[-1]["seconds"], file=sys.stderr, flush=True
+                    )
     method = (
-        f"{cancels} cancels for each layout, each at a moment drawn uniformly from the {WITHIN} steps after the first "
-        f"one of a run of {LONG}; seconds on the driver from the request to stop until denoise raises Cancelled, when "
-        f"every worker has ended its task; {SMALL.layers} blocks, {SMALL.heads} heads, {VIDEO.width}x{VIDEO.height}, "
-        f"{VIDEO.frames} frames, guidance 4, workers behind Ray on this machine with one thread each. The driver looks "
-        "every 50 ms, workers stop before their next block, so that what is left of a block (block_s: a median step "
-        f"by {SMALL.layers} blocks) is part of the time. After each cancel a run of {SHORT} steps on the same workers "
-        "is compared with the same run before the cancels; the load average before and after says how busy this was"
+        f"{cancels} cancels for each layout, each at a moment drawn uniformly from the {WITHIN} "
+        f"steps after the first one of a run of {LONG}; seconds on the driver from the request to "
+        "stop until denoise raises Cancelled, when every worker has ended its task; "
+        f"{SMALL.layers} blocks, {SMALL.heads} heads, {VIDEO.width}x{VIDEO.height}, {VIDEO.frames} "
+        "frames, guidance 4, workers behind Ray on this machine with one thread each. The driver "
+        "looks every 50 ms, workers stop before their next block, so that what is left of a block "
+        f"(block_s: a median step by {SMALL.layers} blocks) is part of the time. After each cancel "
+        f"a run of {SHORT} steps on the same workers is compared with the same run before the "
+        "cancels; the load average before and after says how busy this was"
     )
     print(record("cancel", method=method, figures={"layouts": figures}).read_text(encoding="utf-8"))
 

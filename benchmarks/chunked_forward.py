@@ -1,8 +1,8 @@
-"""Time and peak activation memory of one Wan block, whole and in chunks, next to diffusers' block, on the CPU.
+"""Time and peak activation memory for one Wan block on the CPU: whole, in chunks, by diffusers.
 
 python benchmarks/chunked_forward.py
 
-All are measured in turn within one process, so that their ratios are valid on a busy machine.
+All are measured in turn within one process, so that ratios are valid on a busy machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wanstream.wan.kernels.math_choice import choose_math
+from wanstream.block_kernels import choose_math
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 
 WIDTH, FFN, HEADS = 1024, 2816, 8
@@ -30,7 +30,7 @@ REPEATS = 5
 
 
 class PeakTensorBytes(TorchDispatchMode):
-    """Peak bytes of the tensors that operations returned and that are alive at the same time."""
+    """Peak bytes of tensors that operations returned and that live at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,10 @@ class PeakTensorBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._sizes:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage()._cdata not in self._sizes
+            ):
                 storage = tensor.untyped_storage()
                 self._sizes[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self._sizes.pop, storage._cdata)
@@ -51,16 +54,20 @@ class PeakTensorBytes(TorchDispatchMode):
 def inputs_of(tokens: int) -> tuple[Any, ...]:
     draw = torch.Generator().manual_seed(tokens)
     angles = torch.rand(1, tokens, 1, 128, generator=draw)
-    hidden, text, modulation = (torch.randn(1, count, WIDTH, generator=draw).bfloat16() for count in (tokens, 512, 6))
+    hidden, text, modulation = (
+        torch.randn(1, count, WIDTH, generator=draw).bfloat16() for count in (tokens, 512, 6)
+    )
     return hidden, text, modulation, (angles.cos(), angles.sin())
 
 
 def measure(original: WanTransformerBlock, tokens: int) -> dict[str, float]:
-    """Return median times, and the ratios of every other call to the whole block of ours before it."""
+    """Return median times, and ratios of every other call to our previous whole block."""
     inputs = inputs_of(tokens)
-    settings = BlockSettings(math=choose_math("auto", torch.device("cpu"), torch.bfloat16, WIDTH).math)
+    settings = BlockSettings(math=choose_math("auto", torch.device("cpu"), torch.bfloat16, WIDTH))
     ours, rotation = WanBlock(original, settings), settings.used_math.rotation(*inputs[3])
-    calls = {size: partial(ours, *inputs[:3], rotation) for size in (None, *CHUNKS)} | {0: partial(original, *inputs)}
+    calls = {size: partial(ours, *inputs[:3], rotation) for size in (None, *CHUNKS)} | {
+        0: partial(original, *inputs)
+    }
     seconds: dict[int | None, list[float]] = {size: [] for size in calls}
     peaks: dict[int | None, int] = {}
     for _ in range(REPEATS):
@@ -83,7 +90,12 @@ def measure(original: WanTransformerBlock, tokens: int) -> dict[str, float]:
 
 def main() -> None:
     torch.manual_seed(0)
-    block = WanTransformerBlock(WIDTH, FFN, HEADS, cross_attn_norm=True).eval().requires_grad_(False).bfloat16()
+    block = (
+        WanTransformerBlock(WIDTH, FFN, HEADS, cross_attn_norm=True)
+        .eval()
+        .requires_grad_(False)
+        .bfloat16()
+    )
     for name in ("norm2", "scale_shift_table"):
         part = getattr(block, name)
         part.data = part.data.float() if isinstance(part, torch.nn.Parameter) else part.float()
@@ -91,9 +103,9 @@ def main() -> None:
         block(*inputs_of(256))
         figures = {f"{tokens}_tokens": measure(block, tokens) for tokens in TOKENS}
     method = (
-        f"one block of width {WIDTH}, {HEADS} heads, feed-forward {FFN}, bf16, text of 512 tokens; diffusers, "
-        f"whole and chunked in turns, {REPEATS} rounds; medians of times and of ratios within a round; peak: bytes of "
-        "tensors made by operations that are alive at once"
+        f"one block of width {WIDTH}, {HEADS} heads, feed-forward {FFN}, bf16, text of 512 tokens; "
+        f"diffusers, whole and chunked in turns, {REPEATS} rounds; medians of times and of ratios "
+        "within a round; peak: bytes of tensors made by operations that are alive at once"
     )
     print(record("chunked-forward", method=method, figures=figures).read_text(encoding="utf-8"))
 

@@ -1,12 +1,15 @@
-"""Rate at which stored weights are decoded on arrival: one 5120 x 13824 matrix of every format to bf16.
+"""Decoding rate for stored weights on arrival: one 5120 x 13824 matrix per format to bf16.
 
-On a GPU, torch's operations and the kernel that decodes in one pass are measured, next to a plain copy in the memory of
-the card, and the time of the thread that issues a call. On a CPU, the CPU time of the one decoding thread is measured,
-so that other processes have less influence, next to the functions of diffusers.
+On a GPU, torch's operations and the one-pass decode kernel are measured, together with a plain copy
+in card memory and the issue time per call. On a CPU, the CPU time of the one decoding thread is
+measured, so that other processes have less influence, together with diffusers' functions.
 
-python benchmarks/decode_on_arrival.py                                 # the GPU, or a CPU without one; 15 s on a GPU
-python benchmarks/decode_on_arrival.py --units 64,128,256 --warps 4,8  # other sizes of a program of the kernels
-python benchmarks/decode_on_arrival.py --device cpu --rows 64          # a check of this program
+The GPU, or a CPU without one, 15 s on a GPU:
+    python benchmarks/decode_on_arrival.py
+Other program sizes for the kernels:
+    python benchmarks/decode_on_arrival.py --units 64,128,256 --warps 4,8
+A check of this program:
+    python benchmarks/decode_on_arrival.py --device cpu --rows 64
 """
 
 from __future__ import annotations
@@ -24,14 +27,22 @@ from record import record
 
 from wanstream.devices import clock_for, gpu_count
 from wanstream.offload.formats import one_pass
-from wanstream.offload.formats.decode import CHUNK_VALUES, decode_tensor
-from wanstream.offload.formats.packing import MXFP8, NVFP4, QUANT_FORMATS, EightBit, Packing, QuantFormat
+from wanstream.offload.formats.chunk_size import CHUNK_VALUES
+from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats.packing import (
+    MXFP8,
+    NVFP4,
+    QUANT_FORMATS,
+    EightBit,
+    Packing,
+    QuantFormat,
+)
 from wanstream.testing.quantised import random_groups
 
 COLUMNS = 13824
 REPEATS = 7
 CALLS = 10
-"""Calls on a GPU in one measurement: a call alone is shorter than the time to issue it."""
+"""Calls in one GPU measurement. A single call is shorter than the time to issue it."""
 
 FIGURES = (
     "torch_ms",
@@ -45,7 +56,7 @@ FIGURES = (
 
 
 class Case(NamedTuple):
-    """A stored matrix on the device."""
+    """Stored matrix on the device."""
 
     stored: torch.Tensor
     packing: Packing | None = None
@@ -53,11 +64,16 @@ class Case(NamedTuple):
 
 
 def cases(rows: int, device: torch.device) -> dict[str, Case]:
-    """Return a matrix of every format."""
+    """Return a matrix per format."""
     shape, weights = (rows, COLUMNS), torch.randn(rows, COLUMNS)
     row_scales = torch.rand(rows, 1) * 0.01
     fp8 = weights.to(torch.float8_e4m3fn)
-    packings = {"mxfp8": MXFP8, "nvfp4": NVFP4, "int8": EightBit(), "int8 blocks": EightBit(block=128)}
+    packings = {
+        "mxfp8": MXFP8,
+        "nvfp4": NVFP4,
+        "int8": EightBit(),
+        "int8 blocks": EightBit(block=128),
+    }
     packings |= {"int8 ConvRot": EightBit(group=256)}
     found = {
         "bf16": Case(weights.bfloat16()),
@@ -72,24 +88,32 @@ def cases(rows: int, device: torch.device) -> dict[str, Case]:
         if isinstance(packing, EightBit):
             packing.split(stored, shape)[1].fill_(0.01)
         found[name] = Case(stored, packing, torch.tensor(0.01) if packing is NVFP4 else None)
-    found |= {name: Case(packs_of(packing, rows), packing) for name, packing in QUANT_FORMATS.items()}
+    found |= {
+        name: Case(packs_of(packing, rows), packing) for name, packing in QUANT_FORMATS.items()
+    }
     return {
-        name: Case(case.stored.to(device), case.packing, None if case.scale is None else case.scale.to(device))
+        name: Case(
+            case.stored.to(device),
+            case.packing,
+            None if case.scale is None else case.scale.to(device),
+        )
         for name, case in found.items()
     }
 
 
 def packs_of(packing: QuantFormat, rows: int) -> torch.Tensor:
-    """Return random packs of the whole matrix."""
+    """Return random packs for the whole matrix."""
     from gguf import GGMLQuantizationType
 
     count = rows * COLUMNS // packing.values
-    packs = random_groups(GGMLQuantizationType[packing.name], count, np.random.default_rng(0), scale=0.01)
+    packs = random_groups(
+        GGMLQuantizationType[packing.name], count, np.random.default_rng(0), scale=0.01
+    )
     return torch.from_numpy(packs)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the time of a call of `work`, and that of issuing it: medians of `REPEATS` after a warm-up."""
+    """Return the median times for calling and issuing `work`, of `REPEATS` after a warm-up."""
     clock, taken, issued = clock_for(device), [], []
     calls = 1 if device.type == "cpu" else CALLS
     for _ in range(REPEATS + 1):
@@ -117,11 +141,19 @@ def measure(name: str, case: Case, into: torch.Tensor) -> dict[str, float]:
         one_pass.FAMILIES = families
 
     took, issued = seconds(by_torch, into.device)
-    figures = {"torch_ms": took * 1e3, "torch_gb_per_s": moved / took, "torch_issue_us": issued * 1e6}
+    figures = {
+        "torch_ms": took * 1e3,
+        "torch_gb_per_s": moved / took,
+        "torch_issue_us": issued * 1e6,
+    }
     form = one_pass.StoredForm(dtype=stored.dtype, packing=packing, scaled=scale is not None)
     if form.has_kernel and one_pass.unavailable(into.device) is None:
         took, issued = seconds(decode, into.device)
-        figures |= {"kernel_ms": took * 1e3, "kernel_gb_per_s": moved / took, "kernel_issue_us": issued * 1e6}
+        figures |= {
+            "kernel_ms": took * 1e3,
+            "kernel_gb_per_s": moved / took,
+            "kernel_issue_us": issued * 1e6,
+        }
     if isinstance(packing, QuantFormat) and into.device.type == "cpu":
         took, _ = seconds(lambda: decode_by_diffusers(stored, packing, into), into.device)
         figures["diffusers_ms"] = took * 1e3
@@ -131,13 +163,15 @@ def measure(name: str, case: Case, into: torch.Tensor) -> dict[str, float]:
 
 
 def decode_by_diffusers(packs: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
-    """Decode with the functions of diffusers, in pieces of the same size."""
+    """Decode with diffusers' functions, in pieces of the same size."""
     from diffusers.quantizers.gguf.utils import dequantize_functions
     from gguf import GGMLQuantizationType
 
     function = dequantize_functions[GGMLQuantizationType[packing.name]]
     count = CHUNK_VALUES // packing.values
-    for part, values in zip(packs.split(count), into.view(-1, packing.values).split(count), strict=True):
+    for part, values in zip(
+        packs.split(count), into.view(-1, packing.values).split(count), strict=True
+    ):
         values.copy_(function(part, packing.values, packing.nbytes, torch.float32))
 
 
@@ -148,9 +182,14 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Rate at which stored weights are decoded.")
     parser.add_argument("--device", default="cuda:0" if gpu_count() else "cpu")
-    parser.add_argument("--rows", type=int, default=5120, help="rows of the matrix; no file is written if not 5120")
     parser.add_argument(
-        "--units", type=numbers, default=[one_pass.UNITS_AT_ONCE], help="units of 16 values of a program"
+        "--rows", type=int, default=5120, help="rows of the matrix; no file is written if not 5120"
+    )
+    parser.add_argument(
+        "--units",
+        type=numbers,
+        default=[one_pass.UNITS_AT_ONCE],
+        help="units of 16 values of a program",
     )
     parser.add_argument("--warps", type=numbers, default=[one_pass.WARPS])
     options = parser.parse_args()
@@ -162,7 +201,10 @@ def main() -> None:
     source = torch.zeros_like(into)
     took, _ = seconds(lambda: into.copy_(source), device)
     copy = round(2 * into.nbytes / took / 1e9, 1)
-    print(f"a copy in the memory of the device: {copy} GB/s; rates are of stored bytes and values, too")
+    print(
+        f"a copy in the memory of the device: {copy} GB/s; rates are of stored bytes and values, "
+        "too"
+    )
     print(f"kernels on {device}: {one_pass.unavailable(device) or 'Triton'}")
     stored, figures = cases(options.rows, device), {}
     for one_pass.UNITS_AT_ONCE in options.units:
@@ -171,13 +213,16 @@ def main() -> None:
             print(f"{title:14}" + "".join(f"{key:>17}" for key in FIGURES))
             figures = {name: measure(name, case, into) for name, case in stored.items()}
     method = (
-        f"decode_tensor of one 5120 x {COLUMNS} matrix that lies in the memory of the device, to bf16, by torch "
-        f"and by the kernels; CPU time of one thread, or CUDA events around {CALLS} calls; medians of {REPEATS} runs "
-        "after one that is not counted; GB are stored bytes and values, each once; issue_us is the CPU time of the "
-        "calling thread; diffusers_ms is the same in pieces of the same size by the functions of diffusers"
+        f"decode_tensor of one 5120 x {COLUMNS} matrix that lies in the memory of the device, to "
+        f"bf16, by torch and by the kernels; CPU time of one thread, or CUDA events around {CALLS} "
+        f"calls; medians of {REPEATS} runs after one that is not counted; GB are stored bytes and "
+        "values, each once; issue_us is the CPU time of the calling thread; diffusers_ms is the "
+        "same in pieces of the same size by the functions of diffusers"
     )
     if options.rows == 5120:
-        print(record("decode-on-arrival", method=method, figures={"copy_gb_per_s": copy, **figures}))
+        print(
+            record("decode-on-arrival", method=method, figures={"copy_gb_per_s": copy, **figures})
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Overhead of the engine per visit: 40 resident blocks that return their input.
+"""Engine overhead per visit: 40 resident blocks that return their input.
 
 python benchmarks/engine_overhead.py [cpu|cuda]
 """
@@ -13,8 +13,7 @@ import torch
 from record import record
 from torch import nn
 
-from wanstream.offload import EngineRun, attach_offload
-from wanstream.plan import step_visits
+from wanstream.offload import StepCalls, StreamSession, attach_offload
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 
@@ -32,25 +31,33 @@ class Identity(nn.Module):
         return hidden
 
 
-def time_passes(run: EngineRun, blocks: nn.ModuleList, recorder: Recorder) -> list[float]:
-    """Return the seconds per visit of every pass."""
-    hidden, seconds = torch.ones(1), []
+def time_passes(session: StreamSession, blocks: nn.ModuleList, recorder: Recorder) -> list[float]:
+    """Return the seconds per visit for every pass."""
+    hidden = torch.ones(1)
+    seconds = []
     for step in range(PASSES + 1):
         with recorder.step(step, "blocks"):
+            session.begin_pass()
             began = time.perf_counter()
             for index, block in enumerate(blocks):
-                with run.visit(step, "blocks", index):
+                with session.visit(index):
                     hidden = block(hidden)
             seconds.append((time.perf_counter() - began) / BLOCKS)
+            session.end_pass()
     return seconds[1:]  # the first pass fetches the blocks
 
 
 def main(device: str) -> None:
     blocks = nn.ModuleList(Identity() for _ in range(BLOCKS)).requires_grad_(False)
-    with attach_offload(blocks, policy=OffloadPolicy.resident(), device=device, follow_forward=False) as handle:
+    with attach_offload(
+        blocks, policy=OffloadPolicy.resident(), device=device, follow_forward=False
+    ) as handle:
         recorder = Recorder(torch.device(device))
-        with handle.run(step_visits(["blocks"] * (PASSES + 1), handle.block_counts), recorder=recorder) as run:
-            seconds = time_passes(run, blocks, recorder)
+        calls = StepCalls(["blocks"] * (PASSES + 1), handle.block_counts)
+        session = StreamSession(calls, lambda: handle, recorder=recorder)
+        session.begin()
+        seconds = time_passes(session, blocks, recorder)
+        session.close()
     micro = [value * 1e6 for value in seconds]
     figures = {
         "microseconds_per_visit": {
@@ -60,9 +67,14 @@ def main(device: str) -> None:
         }
     }
     method = (
-        f"{BLOCKS} blocks that return their input, all resident, recorder on, {PASSES} passes after one that fetches"
+        f"{BLOCKS} blocks that return their input, all resident, recorder on, {PASSES} passes "
+        "after one that fetches"
     )
-    print(record(f"engine-overhead-{device}", method=method, figures=figures).read_text(encoding="utf-8"))
+    print(
+        record(f"engine-overhead-{device}", method=method, figures=figures).read_text(
+            encoding="utf-8"
+        )
+    )
 
 
 if __name__ == "__main__":

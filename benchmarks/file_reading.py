@@ -1,9 +1,10 @@
-"""Rate and CPU cost of reading blocks from a file: direct reads, and reads through the page cache.
+"""Rate and CPU cost for reading blocks from a file: direct reads, and reads by the page cache.
 
-A file of random bytes is read into memory whose pages are already mapped, with the layout of a block: tensors start at
-any byte after a header, and are written to multiples of 256 bytes. Cold: the file was dropped from the page cache.
+A file with random bytes is read into memory with mapped pages, in the layout of a block: tensors
+start at any byte after a header, and are written to multiples of 256 bytes. Cold: the file was
+dropped from the page cache.
 
-python benchmarks/file_reading.py [folder on the disk that is measured]
+python benchmarks/file_reading.py [folder on the disk to measure]
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ SIZES_MB = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class ReadCase:
-    """Reading strategy; `size` is the bytes of a direct read, or of a piece read through the page cache."""
+    """Reading strategy.
+
+    `size` is the size of a direct read, or of a piece read through the page cache, in bytes.
+    """
 
     route: str
     threads: int
@@ -49,13 +53,19 @@ class ReadCase:
 
 
 def cases() -> Iterator[ReadCase]:
-    """Yield thread counts at the default sizes, then sizes at four threads; routes to compare follow each other."""
+    """Yield thread counts at the default sizes, then sizes at four threads.
+
+    Routes to compare follow each other.
+    """
     for threads in THREADS:
         yield ReadCase(route="direct", threads=threads, size=EXTENT_BYTES)
         yield ReadCase(route="cold cache", threads=threads, size=PIECE_BYTES)
         yield ReadCase(route="warm cache", threads=threads, size=PIECE_BYTES)
     for size_mb in SIZES_MB:
-        for route, used, more in (("direct", EXTENT_BYTES, ALIGNMENT), ("cold cache", PIECE_BYTES, 0)):
+        for route, used, more in (
+            ("direct", EXTENT_BYTES, ALIGNMENT),
+            ("cold cache", PIECE_BYTES, 0),
+        ):
             if size_mb * 2**20 + more != used:
                 yield ReadCase(route=route, threads=4, size=size_mb * 2**20 + more)
 
@@ -77,21 +87,25 @@ def drop(path: Path) -> None:
 
 
 def pieces(path: Path, size: int) -> list[ReadPiece]:
-    """Return the tensors of the file, cut as by `read_pieces`."""
+    """Return the file's tensors, cut as in `read_pieces`."""
     found = []
     for tensor in range(DATA_START, FILE_BYTES, TENSOR_BYTES):
         end = min(tensor + TENSOR_BYTES, FILE_BYTES)
         for offset in range(tensor, end, size):
             nbytes = min(size, end - offset)
             target = offset - DATA_START
-            found.append(ReadPiece(path=path, offset=offset, nbytes=nbytes, target=target, names=("w",)))
+            found.append(
+                ReadPiece(path=path, offset=offset, nbytes=nbytes, target=target, names=("w",))
+            )
     return found
 
 
 def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     """Read the whole file once."""
     direct = case.route == "direct"
-    reader = FileReader(readers=case.threads, direct=direct, extent_bytes=case.size if direct else EXTENT_BYTES)
+    reader = FileReader(
+        readers=case.threads, direct=direct, extent_bytes=case.size if direct else EXTENT_BYTES
+    )
     reads = [(piece, memory) for piece in pieces(path, PIECE_BYTES if direct else case.size)]
     # Warm-up: start the threads, allocate their buffers, open the file.
     reader.read(reads if case.route == "warm cache" else reads[:32])
@@ -101,7 +115,10 @@ def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     disk_before, began = psutil.Process().io_counters().read_bytes, time.perf_counter()
     reader.read(reads)
     wall = time.perf_counter() - began
-    after, from_disk = resource.getrusage(resource.RUSAGE_SELF), psutil.Process().io_counters().read_bytes - disk_before
+    after, from_disk = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        psutil.Process().io_counters().read_bytes - disk_before,
+    )
     asked = reader.bytes_read - asked
     reader.close()
     wanted = sum(piece.nbytes for piece, _ in reads)
@@ -123,23 +140,30 @@ def main() -> None:
         load_before = psutil.getloadavg()[0]
         runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases()}
         for number in range(ROUNDS):
-            # Shuffled each time: the case before affects the free memory and the caches of the machine.
+            # Shuffled each time: the previous case affects free memory and the machine's caches.
             for case in random.Random(number).sample(list(cases()), len(runs)):
                 runs[case.name].append(measure(case, path, target.data))
     figures: dict[str, object] = {
         name: {key: round(statistics.median(run[key] for run in of_case), 3) for key in of_case[0]}
-        | {"gb_per_s_range": [round(pick(run["gb_per_s"] for run in of_case), 2) for pick in (min, max)]}
+        | {
+            "gb_per_s_range": [
+                round(pick(run["gb_per_s"] for run in of_case), 2) for pick in (min, max)
+            ]
+        }
         for name, of_case in runs.items()
     }
-    figures["load average before and after"] = [round(load, 1) for load in (load_before, psutil.getloadavg()[0])]
+    figures["load average before and after"] = [
+        round(load, 1) for load in (load_before, psutil.getloadavg()[0])
+    ]
     for name, of_case in figures.items():
         print(name, of_case)
     method = (
         f"FileReader reads {FILE_BYTES / 1e9:g} GB of one file into touched memory, tensors of "
-        f"{TENSOR_BYTES / 1e6:.0f} MB from byte {DATA_START} on; medians of {ROUNDS} rounds through all cases in one "
-        "process, shuffled; cold: dropped by posix_fadvise after fsync, the disk's own caches are not; warm: read once "
-        "before; cpu_s_per_gb: user and system time of the process; asked: bytes asked of the file, from_disk: bytes "
-        "that the system counts as read from storage, both per wanted byte"
+        f"{TENSOR_BYTES / 1e6:.0f} MB from byte {DATA_START} on; medians of {ROUNDS} rounds "
+        "through all cases in one process, shuffled; cold: dropped by posix_fadvise after fsync, "
+        "the disk's own caches are not; warm: read once before; cpu_s_per_gb: user and system time "
+        "of the process; asked: bytes asked of the file, from_disk: bytes that the system counts "
+        "as read from storage, both per wanted byte"
     )
     print(record("file-reading", method=method, figures=figures))
 

@@ -1,4 +1,4 @@
-"""Cost of a rank 64 LoRA, a LoKr, a LoHa and a DoRA when a Wan2.2 A14B block arrives.
+"""Cost for a rank 64 LoRA, a LoKr, a LoHa and a DoRA when a Wan2.2 A14B block arrives.
 
 python benchmarks/lora_on_arrival.py [cpu|cuda]
 """
@@ -17,20 +17,28 @@ from wanstream.devices import DeviceEvent, clock_for, runtime_for
 from wanstream.offload import BlockPatch, Hadamard, Kronecker, Product, Rescaled, WeightPatch
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
-from wanstream.offload.patches import StagedPatches
-from wanstream.plan import BlockKey
+from wanstream.offload.transfers.patches import StagedPatches
+from wanstream.plan.programs import BlockKey
 
 RANK = 64
 FACTOR = 8
 TIMES = 9
 WIDTH, FFN = 5120, 13824
-ATTENTION = {f"{part}.{name}.weight": (WIDTH, WIDTH) for part in ("attn1", "attn2") for name in ("q", "k", "v", "out")}
+ATTENTION = {
+    f"{part}.{name}.weight": (WIDTH, WIDTH)
+    for part in ("attn1", "attn2")
+    for name in ("q", "k", "v", "out")
+}
 MATRICES = {**ATTENTION, "ffn.up.weight": (FFN, WIDTH), "ffn.down.weight": (WIDTH, FFN)}
 KEY = BlockKey("high", 0)
 FORMATS = {
-    "bf16": block_format({name: (shape, torch.bfloat16) for name, shape in MATRICES.items()}, torch.bfloat16),
+    "bf16": block_format(
+        {name: (shape, torch.bfloat16) for name, shape in MATRICES.items()}, torch.bfloat16
+    ),
     "fp8_scaled": block_format(
-        {name: (shape, torch.float8_e4m3fn) for name, shape in MATRICES.items()}, torch.bfloat16, scaled=MATRICES
+        {name: (shape, torch.float8_e4m3fn) for name, shape in MATRICES.items()},
+        torch.bfloat16,
+        scaled=MATRICES,
     ),
 }
 
@@ -45,30 +53,45 @@ def lora(rows: int, columns: int) -> WeightPatch:
 
 def lokr(rows: int, columns: int) -> WeightPatch:
     second = torch.randn(rows // FACTOR, columns // FACTOR) / 100
-    return WeightPatch(kronecker=(Kronecker(first=torch.randn(FACTOR, FACTOR) / 100, second=second),))
+    return WeightPatch(
+        kronecker=(Kronecker(first=torch.randn(FACTOR, FACTOR) / 100, second=second),)
+    )
 
 
 def loha(rows: int, columns: int) -> WeightPatch:
-    return WeightPatch(hadamard=(Hadamard(one=product(rows, columns, 32), other=product(rows, columns, 32)),))
+    return WeightPatch(
+        hadamard=(Hadamard(one=product(rows, columns, 32), other=product(rows, columns, 32)),)
+    )
 
 
 def dora(rows: int, columns: int) -> WeightPatch:
-    return WeightPatch(rescaled=(Rescaled(change=lora(rows, columns), magnitude=torch.ones(rows, 1), strength=1.0),))
+    return WeightPatch(
+        rescaled=(
+            Rescaled(change=lora(rows, columns), magnitude=torch.ones(rows, 1), strength=1.0),
+        )
+    )
 
 
-KINDS: dict[str, Callable[[int, int], WeightPatch]] = {"lora": lora, "lokr": lokr, "loha": loha, "dora": dora}
+KINDS: dict[str, Callable[[int, int], WeightPatch]] = {
+    "lora": lora,
+    "lokr": lokr,
+    "loha": loha,
+    "dora": dora,
+}
 
 
 def stage_patch(fmt: BlockFormat, device: torch.device, kind: str) -> StagedPatches:
-    """Stage a patch for every matrix of the block."""
+    """Stage a patch for every matrix in the block."""
     weights = {name: KINDS[kind](*shape) for name, shape in MATRICES.items()}
     patches = StagedPatches({KEY: fmt}, lock=runtime_for(device))
     patches.replace(patches.prepare({KEY: BlockPatch(identity=RANK, weights=weights)}))
     return patches
 
 
-def time_in_turns(works: dict[str, Callable[[], None]], device: torch.device) -> dict[str, dict[str, float]]:
-    """Return milliseconds of each task after a warm-up: GPU time, or CPU time of one thread."""
+def time_in_turns(
+    works: dict[str, Callable[[], None]], device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Return milliseconds per task after a warm-up: GPU time, or one thread's CPU time."""
     clock = clock_for(device)
     mark: Callable[[], DeviceEvent] = clock.mark if device.type == "cuda" else time.thread_time
     marks: dict[str, list[tuple[DeviceEvent, DeviceEvent]]] = {name: [] for name in works}
@@ -78,15 +101,21 @@ def time_in_turns(works: dict[str, Callable[[], None]], device: torch.device) ->
             work()
             marks[name].append((began, mark()))
     clock.settle()
-    milli = {name: [1e3 * clock.seconds(*pair) for pair in pairs[1:]] for name, pairs in marks.items()}
+    milli = {
+        name: [1e3 * clock.seconds(*pair) for pair in pairs[1:]] for name, pairs in marks.items()
+    }
     return {
-        name: {"median": round(statistics.median(ms), 2), "min": round(min(ms), 2), "max": round(max(ms), 2)}
+        name: {
+            "median": round(statistics.median(ms), 2),
+            "min": round(min(ms), 2),
+            "max": round(max(ms), 2),
+        }
         for name, ms in milli.items()
     }
 
 
 def measure(fmt: BlockFormat, device: torch.device) -> dict[str, dict[str, float]]:
-    """Measure decoding one block whose stored bytes are on the device, and applying its patch."""
+    """Measure decoding one block with stored bytes on the device, and applying its patch."""
     raw = allocate_flat(fmt.stored.nbytes, device)
     for stored in tensor_views(raw, fmt.stored).values():
         stored.copy_((torch.randn(stored.shape, device=device) / 50).to(stored.dtype))
@@ -117,13 +146,18 @@ def main(device: str) -> None:
     with torch.inference_mode():
         figures = {name: measure(fmt, torch.device(device)) for name, fmt in FORMATS.items()}
     method = (
-        f"one block of A14B ({len(MATRICES)} matrices, computed in bf16) whose stored bytes are on the device; its "
-        f"decoding (for bf16 a copy) and the addition to all matrices of a LoRA of rank {RANK}, a LoKr of factor "
-        f"{FACTOR} with whole matrices, a LoHa of rank 32 and a DoRA of rank {RANK} (on cuda with their copy from "
-        f"locked memory), in turns, {TIMES} times after a first one; on cpu the processor time of one thread"
+        f"one block of A14B ({len(MATRICES)} matrices, computed in bf16) whose stored bytes are on "
+        "the device; its decoding (for bf16 a copy) and the addition to all matrices of a LoRA of "
+        f"rank {RANK}, a LoKr of factor {FACTOR} with whole matrices, a LoHa of rank 32 and a DoRA "
+        f"of rank {RANK} (on cuda with their copy from locked memory), in turns, {TIMES} times "
+        "after a first one; on cpu the processor time of one thread"
     )
     figures = {"milliseconds_per_block": figures, "factor_mb": round(_factor_bytes() / 1e6, 1)}
-    print(record(f"lora-on-arrival-{device}", method=method, figures=figures).read_text(encoding="utf-8"))
+    print(
+        record(f"lora-on-arrival-{device}", method=method, figures=figures).read_text(
+            encoding="utf-8"
+        )
+    )
 
 
 def _factor_bytes() -> int:

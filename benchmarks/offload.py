@@ -1,6 +1,7 @@
-"""Compare all offloading strategies on two experts: each run in a separate process with a cold page cache.
+"""Compare all offloading strategies on two experts: separate processes with a cold page cache.
 
-python benchmarks/offload.py prepare WORK   write the files of the case cpu, 23 GB; by default its runs write them
+python benchmarks/offload.py prepare WORK   write the files of the case cpu, 23 GB;
+                                            by default its runs write them
 python benchmarks/offload.py cpu WORK       two experts of 2.8 GB, about 30 minutes
 python benchmarks/offload.py cpu3gb WORK    the same inside 3 GB of RAM, about 15 minutes
 python benchmarks/offload.py quick WORK     a small pair, about a minute, to check the programs

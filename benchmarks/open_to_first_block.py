@@ -1,4 +1,4 @@
-"""Time from `open_experts` to the first block: two experts of 1 GB in bf16 files, page cache dropped.
+"""Time from `open_experts` to the first block: two 1 GB experts in bf16 files, page cache dropped.
 
 python benchmarks/open_to_first_block.py [folder for the files, 2 GB]
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from record import record
 
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import save_expert_file
 from wanstream.testing.weights import TinyShape, make_expert
@@ -33,7 +33,7 @@ class FirstBlockReached(Exception):
 
 
 def write_experts(folder: Path) -> list[Path]:
-    """Write two files of random weights."""
+    """Write two files with random weights."""
     files = [folder / f"{name}_noise.safetensors" for name in ("high", "low")]
     for seed, file in enumerate(files):
         save_expert_file(make_expert(SHAPE, seed=seed), file, dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ def drop_from_page_cache(file: Path) -> None:
 
 
 def measure(high: str, low: str) -> dict[str, float]:
-    """Return the seconds from the call of `open_experts` to the first block, in total and by phase."""
+    """Return the seconds from calling `open_experts` to the first block, in total and by phase."""
     lane = Lane(latents=torch.randn(1, 16, 3, 8, 8), text=torch.randn(1, 512, 4096))
 
     def stop_run(*_: object) -> None:
@@ -60,11 +60,16 @@ def measure(high: str, low: str) -> dict[str, float]:
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
         ready = time.perf_counter()
         try:
-            with torch.inference_mode(), engine.run(step_visits(["high", "low"], engine.block_counts)) as run:
+            with (
+                torch.inference_mode(),
+                engine.run(step_visits(["high", "low"], engine.block_counts)) as run,
+            ):
                 model = engine.models["high"]
                 complete = time.perf_counter()
                 model.blocks[0].register_forward_pre_hook(stop_run)
-                forward_lanes(model, [lane], torch.tensor([999.0]), lambda block: run.visit(0, "high", block))
+                forward_lanes(
+                    model, [lane], torch.tensor([999.0]), lambda block: run.visit(0, "high", block)
+                )
         except FirstBlockReached:
             ended = time.perf_counter()
         from_disk = bytes_from_disk() - disk_before
@@ -80,7 +85,9 @@ def measure(high: str, low: str) -> dict[str, float]:
 
 def bytes_from_disk() -> int:
     """Return the bytes that this process has read from the disk, without the page cache."""
-    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    counters = dict(
+        line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    )
     return int(counters["read_bytes"])
 
 
@@ -101,12 +108,15 @@ def main(folder: Path) -> None:
     figures = {}
     for name, cold in (("cache_dropped", True), ("cache_warm", False)):
         runs = [run_once(files, cold=cold) for _ in range(REPEATS)]
-        figures[name] = {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
+        figures[name] = {
+            key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]
+        }
         figures[name]["total_s_of_each_run"] = [round(run["total_s"], 3) for run in runs]
     method = (
-        f"two bf16 files of {files[0].stat().st_size / 1e9:.2f} GB in ComfyUI's keys, {SHAPE.layers} blocks; from the "
-        "call of open_experts to the call of block 0, imports done before, layerwise(1) on the CPU; a process per run, "
-        f"medians of {REPEATS} runs; the files are dropped from the page cache (posix_fadvise) or read into it before"
+        f"two bf16 files of {files[0].stat().st_size / 1e9:.2f} GB in ComfyUI's keys, "
+        f"{SHAPE.layers} blocks; from the call of open_experts to the call of block 0, imports "
+        f"done before, layerwise(1) on the CPU; a process per run, medians of {REPEATS} runs; the "
+        "files are dropped from the page cache (posix_fadvise) or read into it before"
     )
     print(record("open-to-first-block", method=method, figures=figures).read_text(encoding="utf-8"))
 
@@ -115,5 +125,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure(*sys.argv[2:])))
     else:
-        with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as temporary:
+        with tempfile.TemporaryDirectory(
+            dir=sys.argv[1] if len(sys.argv) > 1 else None
+        ) as temporary:
             main(Path(temporary))

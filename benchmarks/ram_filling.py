@@ -1,11 +1,11 @@
-"""Fill rate of RAM from the page cache while a driver page-locks it, compared with another version.
+"""RAM fill rate from the page cache while a driver page-locks it, compared with another version.
 
 The driver is simulated: it sleeps as long as a lock at 14 GB/s, without the interpreter lock.
 
-Both versions fill the same slots in processes that alternate, each several times. Fills during which others used the
-machine are repeated, so start it when the machine is quiet.
+Both versions fill the same slots in processes that alternate, each several times. Fills are
+repeated if others used the machine meanwhile, so start it when the machine is quiet.
 
-python benchmarks/ram_filling.py [checkout of the version to compare with] [folder for a file of 1.4 GB]
+python benchmarks/ram_filling.py [checkout of the other version] [folder for a 1.4 GB file]
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from offload_case.linux import machine_time, process_usage
 from record import record
 from safetensors.torch import save_file
 
-from wanstream.offload import FileSource, read_header
+from wanstream.offload.formats import read_header
 from wanstream.offload.host_memory.ram_run import RamRun
 from wanstream.offload.host_memory.ram_slots import RamSlots
-from wanstream.plan import BlockKey, compile_program, compile_ram, plan_ram, step_visits
+from wanstream.offload.sources import FileSource
+from wanstream.plan.programs import BlockKey, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.schema import OffloadPolicy, Residency
 
 # Wan2.2 A14B blocks in fp8.
@@ -93,7 +94,9 @@ def write_blocks(path: Path) -> None:
     values = np.random.default_rng(0)
     save_file(
         {
-            f"{block}.{matrix}": torch.frombuffer(bytearray(values.bytes(MATRIX_BYTES)), dtype=torch.uint8)
+            f"{block}.{matrix}": torch.frombuffer(
+                bytearray(values.bytes(MATRIX_BYTES)), dtype=torch.uint8
+            )
             for block in range(BLOCKS)
             for matrix in range(MATRICES)
         },
@@ -115,7 +118,8 @@ def seconds_of(spans: list[tuple[float, float]]) -> float:
 def warm_free_memory(nbytes: int) -> None:
     """Touch and free as much memory as the run will map.
 
-    A virtual machine returns free pages to the host, and faults them in again at 0.4 GB/s in any process.
+    A virtual machine returns free pages to the host, and faults them in again at 0.4 GB/s in any
+    process.
     """
     memory = mmap.mmap(-1, nbytes + 2**22, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -132,13 +136,17 @@ def measure(path: Path) -> Fill:
 def fill_once(path: Path) -> Fill:
     places = read_header(path).tensors
     blocks = {
-        BlockKey("high", block): {str(matrix): places[f"{block}.{matrix}"] for matrix in range(MATRICES)}
+        BlockKey("high", block): {
+            str(matrix): places[f"{block}.{matrix}"] for matrix in range(MATRICES)
+        }
         for block in range(BLOCKS)
     }
     source = TimedSource(FileSource(blocks, computed_dtypes=torch.uint8, direct=False))
     counts = {"high": BLOCKS}
     visits = step_visits(["high"], counts)
-    residents = plan_ram(OffloadPolicy.layerwise(1, source="pinned"), Residency(residents={}), counts)
+    residents = plan_ram(
+        OffloadPolicy.layerwise(1, source="pinned"), Residency(residents={}), counts
+    )
     program = compile_ram(compile_program(visits, Residency(residents={}), 2), residents, staging=2)
     driver = SleepingLock()
     slots = RamSlots({key: each.stored.nbytes for key, each in source.formats.items()}, lock=driver)
@@ -158,14 +166,16 @@ def fill_once(path: Path) -> Fill:
     used = process_usage().since(usage)
     machine_after = machine_time()
     run.join()
-    run.end()
+    slots.end_run()
     nbytes = slots.nbytes
     slots.close()
     source.close()
     read_s = seconds_of(source.spans)
     lock_s = seconds_of(driver.spans)
     cpu_s = used.user_s + used.system_s
-    others_s = machine_after.busy_s + machine_after.stolen_s - machine.busy_s - machine.stolen_s - cpu_s
+    others_s = (
+        machine_after.busy_s + machine_after.stolen_s - machine.busy_s - machine.stolen_s - cpu_s
+    )
     return {
         "gb_per_s": nbytes / wall / 1e9,
         "first_block_s": first_s,
@@ -187,7 +197,9 @@ def run_once(checkout: Path, path: Path) -> Fill:
         (Path(folder) / "wanstream").symlink_to(checkout.resolve())
         environment = {**os.environ, "PYTHONPATH": folder}
         command = [sys.executable, __file__, "--measure", str(path)]
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
     return dict(json.loads(output))
 
 
@@ -196,7 +208,9 @@ def rounded(value: Any) -> Any:
 
 
 def main(before: Path | None, folder: str | None) -> None:
-    versions = {"now": Path(__file__).parent.parent} | ({} if before is None else {"before": before})
+    versions = {"now": Path(__file__).parent.parent} | (
+        {} if before is None else {"before": before}
+    )
     pairs: list[dict[str, Fill]] = []
     tried = 0
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -207,16 +221,26 @@ def main(before: Path | None, folder: str | None) -> None:
             pair = {name: run_once(versions[name], path) for name in order}
             tried += 1
             calm = all(fill["others"] < DISTURBED for fill in pair.values())
-            shown = {name: f"{fill['gb_per_s']:.2f} GB/s, others {fill['others']:.0%}" for name, fill in pair.items()}
+            shown = {
+                name: f"{fill['gb_per_s']:.2f} GB/s, others {fill['others']:.0%}"
+                for name, fill in pair.items()
+            }
             print(shown, "" if calm else "disturbed", flush=True)
             pairs += [pair] * calm
     if len(pairs) < PAIRS:
-        sys.exit(f"{len(pairs)} of {tried} pairs were not disturbed, {PAIRS} are needed: end other programs")
+        sys.exit(
+            f"{len(pairs)} of {tried} pairs were not disturbed, {PAIRS} are needed: end other "
+            "programs"
+        )
     figures: dict[str, Any] = {}
     for name in versions:
-        of_version = sorted((pair[name] for pair in pairs), key=lambda fill: float(fill["gb_per_s"]))
+        of_version = sorted(
+            (pair[name] for pair in pairs), key=lambda fill: float(fill["gb_per_s"])
+        )
         figures[name] = {key: rounded(value) for key, value in of_version[PAIRS // 2].items()}
-        figures[name]["gb_per_s_of_each_pair"] = [round(pair[name]["gb_per_s"], 2) for pair in pairs]
+        figures[name]["gb_per_s_of_each_pair"] = [
+            round(pair[name]["gb_per_s"], 2) for pair in pairs
+        ]
     if before is not None:
         ratios = [pair["now"]["gb_per_s"] / pair["before"]["gb_per_s"] for pair in pairs]
         figures["ratio, median of the pairs"] = round(statistics.median(ratios), 2)
@@ -224,11 +248,12 @@ def main(before: Path | None, folder: str | None) -> None:
     figures["pairs tried"] = tried
     nbytes = MATRICES * MATRIX_BYTES
     method = (
-        f"RamRun fills {BLOCKS} RAM-resident slots of {nbytes / 1e6:.0f} MB from a file in the page cache into memory "
-        "that the host of this virtual machine has backed, and page-locks them with a driver that sleeps at "
-        f"{LOCK_BYTES_PER_S / 1e9:g} GB/s; from the start of the run to the last block taken; the fastest of {FILLS} "
-        f"fills of a process; the versions alternate; {PAIRS} pairs of processes in which others used less than "
-        f"{DISTURBED:.0%} of the processors; figures of the fill of median rate; read_s and lock_s: seconds in which "
+        f"RamRun fills {BLOCKS} RAM-resident slots of {nbytes / 1e6:.0f} MB from a file in the "
+        "page cache into memory that the host of this virtual machine has backed, and page-locks "
+        f"them with a driver that sleeps at {LOCK_BYTES_PER_S / 1e9:g} GB/s; from the start of the "
+        f"run to the last block taken; the fastest of {FILLS} fills of a process; the versions "
+        f"alternate; {PAIRS} pairs of processes in which others used less than {DISTURBED:.0%} of "
+        "the processors; figures of the fill of median rate; read_s and lock_s: seconds in which "
         "at least one read or lock is active; reads and locks: their start and end in seconds"
     )
     print(record("ram-filling", method=method, figures=figures).read_text(encoding="utf-8"))
@@ -238,4 +263,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure(Path(sys.argv[2]))))
     else:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else None, sys.argv[2] if len(sys.argv) > 2 else None)
+        main(
+            Path(sys.argv[1]) if len(sys.argv) > 1 else None,
+            sys.argv[2] if len(sys.argv) > 2 else None,
+        )

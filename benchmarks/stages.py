@@ -1,11 +1,12 @@
-"""Makespan of a pipeline of two workers for several videos: predicted from its step times, and measured.
+"""Makespan of two pipelined workers for several videos: predicted from step times, and measured.
 
 python benchmarks/stages.py [videos]
 
-The workers are processes behind Ray on this machine with one thread and one expert each. A calibration queue measures
-the time of a video in each stage while the other stage computes too. These two times predict the measured queue: the
-first video passes both stages, each later one takes the time of the slower stage. Because the load of the machine may
-change, each measured queue runs between two calibration queues and is predicted from the mean of both.
+The workers are processes behind Ray on this machine with one thread and one expert each. A
+calibration queue measures a video's time in each stage while the other stage computes too. These
+two times predict the measured queue: the first video passes both stages, each later one takes the
+slower stage's time. The machine's load may change, so each measured queue runs between two
+calibration queues and is predicted from the mean of both.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from record import record
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.results import DistributedResult
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.sampling import DenoiseRequest, seeded_noise
-from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import seeded_noise
+from wanstream.schema import Mesh, OffloadPolicy
+from wanstream.schema.records import Timeline
+from wanstream.schema.refs import ExpertsRef, WorkersRef
 from wanstream.testing.experts import save_expert_folder
 from wanstream.testing.weights import TinyShape, make_expert
 
 STEPS, SWITCH = 6, 3
 """Both stages have as many steps."""
 CALIBRATED = 5
-"""Videos of a calibration queue; the first and the last one are excluded, as the other stage is idle then."""
+"""Videos in a calibration queue. The first and the last one are excluded, as the other stage is
+idle then."""
 RUNS = 4
 LATENT = (16, 3, 20, 20)
 SHAPE = TinyShape(heads=4, ffn_dim=2048)
@@ -60,19 +65,23 @@ def queue_of(videos: int) -> DenoiseRequest:
 
 
 def calibrate(driver: Driver, experts: ExpertsRef) -> list[float]:
-    """Return the median seconds of a video in each stage while both stages compute."""
+    """Return a video's median seconds by stage while both stages compute."""
     timelines = driver.denoise(experts, queue_of(CALIBRATED), POLICY).timelines
-    return [statistics.median(seconds_of_videos(each)[1:-1]) for _, each in sorted(timelines.items())]
+    return [
+        statistics.median(seconds_of_videos(each)[1:-1]) for _, each in sorted(timelines.items())
+    ]
 
 
 def seconds_of_videos(timeline: Timeline) -> list[float]:
-    """Return the seconds of each video in the stage of one worker, which computes one after the other."""
+    """Return the seconds by video in the stage of a worker that computes them one by one."""
     seconds = [step.wall_s for step in timeline.steps]
     return [sum(seconds[first : first + SWITCH]) for first in range(0, len(seconds), SWITCH)]
 
 
-def queue_figures(before: list[float], result: DistributedResult, after: list[float]) -> dict[str, Any]:
-    """Return the figures of one measured queue and its prediction."""
+def queue_figures(
+    before: list[float], result: DistributedResult, after: list[float]
+) -> dict[str, Any]:
+    """Return the figures for one measured queue and the prediction."""
     seconds = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
     videos, measured = len(result.latents), result.wall_s
     predicted = sum(seconds) + (videos - 1) * max(seconds)
@@ -108,11 +117,13 @@ def main(videos: int) -> None:
     spread = {"median": round(statistics.median(ratios), 3), "min": min(ratios), "max": max(ratios)}
     figures = {"videos": videos, "measured_to_predicted": spread, "runs": runs}
     method = (
-        f"{videos} videos of {STEPS} steps ({SWITCH} high-noise) over two workers behind Ray, one thread and one "
-        f"expert each, all blocks resident; latents {list(LATENT)}, {SHAPE.heads} heads, {SHAPE.layers} blocks, fp32. "
-        f"{RUNS} times, each between two queues of {CALIBRATED} that give the seconds of a video in each stage (median "
-        "of those in the middle, while both stages compute): both stages once and the slower one for every other video "
-        "predict the makespan, with the mean of both, and the queue is measured from its start to its last step"
+        f"{videos} videos of {STEPS} steps ({SWITCH} high-noise) over two workers behind Ray, one "
+        f"thread and one expert each, all blocks resident; latents {list(LATENT)}, {SHAPE.heads} "
+        f"heads, {SHAPE.layers} blocks, fp32. {RUNS} times, each between two queues of "
+        f"{CALIBRATED} that give the seconds of a video in each stage (median of those in the "
+        "middle, while both stages compute): both stages once and the slower one for every other "
+        "video predict the makespan, with the mean of both, and the queue is measured from its "
+        "start to its last step"
     )
     print(record("stages", method=method, figures=figures).read_text(encoding="utf-8"))
 

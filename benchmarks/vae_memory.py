@@ -1,8 +1,9 @@
-"""RAM that decoding a video takes in addition to the VAE's weights, under a budget.
+"""RAM that decoding a video takes in addition to the VAE weights, under a budget.
 
-Each case decodes into an MP4 in a new process, with the tile size that fits the budget. The peak is VmHWM, reset before
-the decode. All tiles take the same memory, so a decode may be ended early; the result contains the decoded percentage.
-The case `difference` compares the frames from tiles with those from whole frames.
+Each case decodes into an MP4 in a new process, with the tile size that fits the budget. The peak is
+VmHWM, reset before the decode. All tiles take the same memory, so a decode may be ended early. The
+result contains the decoded percentage. The case `difference` compares frames from tiles with whole
+frames.
 
 python benchmarks/vae_memory.py tiny|full|wan22|difference ... [--budget GB] [--seconds N]
 """
@@ -23,10 +24,10 @@ from typing import Any
 import torch
 
 from wanstream.benchmarks.record import record
-from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.nodes.runs.video_file import write_video
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.weights import make_vae, make_wan22_vae
-from wanstream.wan.latent_space import WAN21, WAN22, LatentSpace
+from wanstream.wan.latents.space import WAN21, WAN22, LatentSpace
 from wanstream.wan.vae.memory import HEAP_BYTES, choose_tiling
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import WanVae, open_vae
@@ -37,7 +38,7 @@ FPS, CRF = 16, 18
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCase:
-    """VAE with random weights, and the size of the video that it decodes."""
+    """VAE with random weights, and the size of the video to decode."""
 
     base_dim: int
     width: int
@@ -46,15 +47,24 @@ class DecodeCase:
     space: LatentSpace = WAN21
 
     def latents(self) -> torch.Tensor:
-        size = (self.frames - 1) // 4 + 1, self.height // self.space.pixels, self.width // self.space.pixels
-        return torch.randn(1, self.space.channels, *size, generator=torch.Generator().manual_seed(0))
+        size = (
+            (self.frames - 1) // 4 + 1,
+            self.height // self.space.pixels,
+            self.width // self.space.pixels,
+        )
+        return torch.randn(
+            1, self.space.channels, *size, generator=torch.Generator().manual_seed(0)
+        )
 
     def save(self, path: Path) -> None:
-        """Write the VAE; the decoder of Wan2.2 5B is twice as wide as its encoder."""
+        """Write the VAE. In Wan2.2 5B the decoder is twice as wide as the encoder."""
         if self.space == WAN21:
             save_vae_file(make_vae(seed=0, base_dim=self.base_dim), path)
         else:
-            save_vae_file(make_wan22_vae(seed=0, base_dim=self.base_dim, decoder_base_dim=2 * self.base_dim), path)
+            save_vae_file(
+                make_wan22_vae(seed=0, base_dim=self.base_dim, decoder_base_dim=2 * self.base_dim),
+                path,
+            )
 
 
 CASES = {
@@ -67,11 +77,11 @@ TILES = (256, 512)
 
 
 class TimeIsUpError(Exception):
-    """Raised to end the decode when its time is up."""
+    """Raised to end the decode when time is up."""
 
 
 class FrameCounter:
-    """Counter of decoded latent frames of tiles; ends the decode after `seconds`."""
+    """Counter for decoded latent frames in tiles. Ends the decode after `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._until = time.perf_counter() + seconds
@@ -84,7 +94,7 @@ class FrameCounter:
 
 
 def status(name: str) -> int:
-    """Return a memory line of /proc/self/status, in bytes."""
+    """Return a memory line from /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
     return 1024 * int(kilobytes)
@@ -109,7 +119,13 @@ def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[s
         start, counter = time.perf_counter(), FrameCounter(seconds)
         parts = vae.stream(latents, device="cpu", tiling=tiling, check=counter.check)
         with contextlib.suppress(TimeIsUpError):
-            write_mp4(work / "video.mp4", (frame for part in parts for frame in part), fps=FPS, crf=CRF, metadata={})
+            write_video(
+                work / "video.mp4",
+                (frame for part in parts for frame in part),
+                fps=FPS,
+                crf=CRF,
+                metadata={},
+            )
         tiles = 1 if tiling is None else len(tiling.tiles(needs.height, needs.width))
         return {
             "video_written": (work / "video.mp4").exists(),
@@ -118,7 +134,10 @@ def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[s
             "tile_pixels": None if tiling is None else tiling.pixels,
             "tiles": tiles,
             "computed_for_each_pixel": round(
-                1 if tiling is None else tiling.computed(needs.height, needs.width) / (needs.height * needs.width), 2
+                1
+                if tiling is None
+                else tiling.computed(needs.height, needs.width) / (needs.height * needs.width),
+                2,
             ),
             "reckoned_gb": round(estimated_gb(tiling), 3),
             "whole_frames_would_take_gb": round(estimated_gb(None), 2),
@@ -130,7 +149,7 @@ def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[s
 
 
 def difference(vae: WanVae, latents: torch.Tensor) -> dict[str, Any]:
-    """Return the difference between frames from tiles and whole frames, in 8-bit steps of 255."""
+    """Return the difference between tiled and whole frames, in 8-bit steps of 255."""
     whole = vae.decode(latents, device="cpu")
     figures = {}
     for pixels in TILES:
@@ -156,8 +175,12 @@ def in_child(name: str, budget: int, work: Path, seconds: float) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+", choices=[*CASES, "difference"])
-    parser.add_argument("--budget", type=float, default=1.0, help="GB in addition to the weights (default 1)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="end a decode after this time (default: never)")
+    parser.add_argument(
+        "--budget", type=float, default=1.0, help="GB in addition to the weights (default 1)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="end a decode after this time (default: never)"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     budget = int(args.budget * 1e9)
@@ -174,10 +197,18 @@ def main() -> None:
                 method = "whole frames against tiles that overlap by a quarter"
             else:
                 figures = in_child(name, budget, Path(work), args.seconds)
-                method = f"into an MP4, {THREADS} threads; peak: VmHWM of the decode, less VmRSS with the weights read"
-        size = f"{case.width}x{case.height}x{case.frames}, VAE of base_dim {case.base_dim}, random weights, 1 run"
+                method = (
+                    f"into an MP4, {THREADS} threads; peak: VmHWM of the decode, less VmRSS with "
+                    "the weights read"
+                )
+        size = (
+            f"{case.width}x{case.height}x{case.frames}, VAE of base_dim {case.base_dim}, random "
+            "weights, 1 run"
+        )
         print(
-            record(f"vae-memory-{name}", method=f"{size}; {method}", figures=figures), json.dumps(figures), flush=True
+            record(f"vae-memory-{name}", method=f"{size}; {method}", figures=figures),
+            json.dumps(figures),
+            flush=True,
         )
 
 

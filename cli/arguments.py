@@ -1,4 +1,4 @@
-"""Parsing of command lines, exit codes, Ctrl-C, and arguments of several commands."""
+"""Command line parsing, exit codes, Ctrl-C, and arguments for several commands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..schema import PIXELS_PER_LATENT, VideoShape
-from .json_text import JsonTextError, parse_json
+from ..schema.text import JsonTextError, parse_json
+from ..shapes import PIXELS_PER_LATENT, VideoShape
 
 if TYPE_CHECKING:
     import torch
@@ -23,67 +22,58 @@ DONE = 0
 FAILED = 1
 """A node, a row or a measurement failed."""
 INVALID = 2
-"""The workflow or the arguments are invalid; nothing ran."""
+"""The workflow or the arguments are invalid. Nothing ran."""
 INTERRUPTED = 130
 """Ctrl-C: 128 + SIGINT, as shells count."""
 
 
-def error_text(err: Exception) -> str:
-    """Return the message of an error; of an error of the system, the words and the file without the number."""
-    if not isinstance(err, OSError) or not err.strerror:
-        return str(err)
-    return f"{err.filename}: {err.strerror}" if err.filename else err.strerror
-
-
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that suggests the nearest option or command for a mistyped one, also in subcommands."""
+    """ArgumentParser that suggests the nearest option or command for a mistyped one.
+
+    It does so in subcommands, too.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.color = False  # Python 3.14 colors help by control characters, shown by `plain_output`
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as ArgumentParser, but refuse unknown options here: only the subcommand's parser has its options."""
+        """Parse as ArgumentParser, but refuse unknown options here.
+
+        Only the parser of a subcommand has its options.
+        """
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, self._option_string_actions)}")
+            self.error(
+                "unrecognized arguments: "
+                f"{' '.join(unknown)}{_nearest(unknown, self._option_string_actions)}"
+            )
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message to stderr, and exit with 2."""
-        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+        # argparse passes only the message to this method.
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
             known = [name.strip("' ") for name in choice[2].split(",")]
             message += _nearest([choice[1]], known)
         super().error(message)
 
 
 def _nearest(unknown: Sequence[str], known: Any) -> str:
-    near = [found for name in unknown for found in difflib.get_close_matches(name.split("=")[0], list(known), n=1)]
-    return f"; did you mean {', '.join(near)}?" if near else ""
-
-
-@dataclass
-class StopRequest:
-    """Number of stop requests of the user so far."""
-
-    count: int = 0
-
-    @property
-    def requested(self) -> bool:
-        """True after the first request: start nothing more."""
-        return self.count > 0
-
-    @property
-    def immediate(self) -> bool:
-        """True after the second request: end the running work, too."""
-        return self.count > 1
+    near: list[str] = []
+    for name in unknown:
+        # The name alone, without a value.
+        near += difflib.get_close_matches(name.split("=")[0], list(known), n=1)
+    return f"; did you mean {', '.join(near)}?" * bool(near)
 
 
 @contextmanager
 def handle_sigint(on_request: Callable[[], None], *, requests: int) -> Iterator[None]:
-    """Inside the `with`, call `on_request` for the first Ctrl-C `requests`; the next one ends the process as usual.
+    """Inside the `with`, call `on_request` for the first Ctrl-C `requests`.
 
-    It is called in the signal handler, so it must only set flags.
+    The next one ends the process as usual. `on_request` runs in the signal handler, so it must only
+    set flags.
     """
     left = requests
 
@@ -102,7 +92,7 @@ def handle_sigint(on_request: Callable[[], None], *, requests: int) -> Iterator[
 
 
 class ArgumentError(ValueError):
-    """An invalid command line argument; nothing was run."""
+    """An invalid command line argument. Nothing was run, and the command ends with `INVALID`."""
 
 
 def read_json(path: Path) -> object:
@@ -119,29 +109,33 @@ def check_models(models: Path) -> None:
     """Raise ArgumentError if the folder does not exist."""
     if not models.is_dir():
         raise ArgumentError(
-            f"no folder {models}: give --models DIR, or make small models with `wanstream make-test-model DIR`"
+            f"no folder {models}: give --models DIR, or make small models with `wanstream "
+            "make-test-model DIR`"
         )
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of `--device`; None: a GPU if there is one. Raises ArgumentError."""
-    from ..devices import DeviceError, compute_device  # imports torch, which takes seconds
+    """Return the device for `--device`; None: a GPU if there is one. Raises ArgumentError."""
+    from ..devices import compute_device  # imports torch, which takes seconds
 
     try:
         return compute_device(name)
-    except DeviceError as err:
+    except ValueError as err:
         raise ArgumentError(f"--device {name}: {err}") from err
 
 
 def measured_device(name: str | None, models: Path | None) -> torch.device:
-    """Return the device to measure, by default a GPU if there is one. Raises ArgumentError, also without `models`."""
+    """Return the device to measure, by default a GPU if there is one.
+
+    Raises ArgumentError, also if `models` does not exist.
+    """
     if models is not None and not models.exists():
         raise ArgumentError(f"--models {models}: no such file or folder")
     return device_of(name)
 
 
 def create_output_folder(path: Path) -> Path:
-    """Create the folder of `--out` if necessary, and return it. Raises ArgumentError."""
+    """Create the folder for `--out` if necessary, and return it. Raises ArgumentError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as err:
@@ -150,9 +144,10 @@ def create_output_folder(path: Path) -> Path:
 
 
 def video_shape(text: str, *, per_latent: int = PIXELS_PER_LATENT) -> VideoShape:
-    """Parse `WIDTHxHEIGHTxFRAMES`. Raises ArgumentError, also for sizes that the models do not support.
+    """Parse `WIDTHxHEIGHTxFRAMES`.
 
-    `per_latent` is the number of pixels per latent pixel along each side.
+    Raises ArgumentError, also for sizes that the models do not support. `per_latent` is the number
+    of pixels per latent pixel along each side.
     """
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip().lower())
     if found is None:

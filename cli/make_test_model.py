@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import sys
-
 from ..host.embedded import api_prompt
-from .arguments import DONE, FAILED, INVALID, ArgumentError, read_json
+from .arguments import DONE, FAILED, ArgumentError, read_json
 from .options import ModelOptions
+from .terminal import print_note
 
 
 def make_test_model(options: ModelOptions) -> int:
-    """Write the model, print its summary, and return the exit code."""
-    from ..testing import TinyModelError, model_names, write_tiny_model  # imports torch, which takes seconds
+    """Write the model, print its summary, and return the exit code. Raises ArgumentError."""
+    # Imports torch, which takes seconds.
+    from ..testing import TinyModelError, model_names, write_tiny_model
 
     names: set[str] = set()
     for path in options.workflows:
-        try:
-            content = read_json(path)
-        except ArgumentError as err:
-            print(err, file=sys.stderr)
-            return INVALID
+        content = read_json(path)
         try:
             names |= model_names(api_prompt(content))
         except ValueError as err:
-            print(f"{path}: {err}", file=sys.stderr)
-            return INVALID
+            raise ArgumentError(f"{path}: {err}") from err
     try:
         model = write_tiny_model(
-            options.folder,
-            names=names if options.workflows else None,
-            on_progress=lambda part: print(part, file=sys.stderr),
+            options.folder, names=names if options.workflows else None, on_progress=print_note
         )
     except TinyModelError as err:
-        print(err, file=sys.stderr)
+        print_note(err)
         return FAILED
     print(model.summary())
     return DONE

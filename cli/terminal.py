@@ -1,19 +1,22 @@
-"""Terminal text without the control characters that servers and files may put into names and messages."""
+"""Terminal text without the control characters in names and messages from servers and files."""
 
 from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
-_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 """Control characters except tab and line feed, text direction marks, and halves of characters."""
 
 
 def printable(text: str) -> str:
-    r"""Return the text with each control character as its escape sequence, such as `\x1b`.
+    r"""Return the text with each control character as an escape sequence, such as `\x1b`.
 
     A terminal would execute it: change the title, clear the screen, or write to the clipboard.
     """
@@ -21,7 +24,10 @@ def printable(text: str) -> str:
 
 
 class PlainText:
-    """A stream for printable text only. Progress bars may begin and end a write with a carriage return."""
+    """A stream for printable text only.
+
+    Progress bars may begin and end a write with a carriage return.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,11 +46,22 @@ class PlainText:
         return getattr(self._stream, name)
 
 
+def print_note(text: object) -> None:
+    """Print a line on stderr: notes, progress and errors, apart from a command's result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_bug(err: Exception) -> None:
+    """Print the traceback of an error's cause, unless the cause is a refusal."""
+    if not isinstance(err.__cause__, ValueError | OSError):
+        traceback.print_exception(err.__cause__)
+
+
 @contextmanager
 def plain_output() -> Iterator[None]:
     """Print only printable text inside the `with`, from anywhere in this process."""
     with ExitStack() as opened:
-        # None for a process without the stream, in which `print` does nothing.
+        # None in a process without the stream. `print` does nothing there.
         if sys.stdout is not None:
             opened.enter_context(redirect_stdout(cast("TextIO", PlainText(sys.stdout))))
         if sys.stderr is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from .available_ram import ROOT, group_folders
+from .machine.available_ram import ROOT, group_folders
 from .registry import core_count
 
 logger = logging.getLogger("wanstream.devices")
@@ -20,7 +22,7 @@ _logged = threading.Event()
 
 
 def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
-    """Yield the number of CPUs for every control group with a quota around this process.
+    """Yield the CPU count for every control group with a quota around this process.
 
     Args:
         root: folder with the `proc` and `sys` file systems that describe the control groups.
@@ -39,25 +41,27 @@ def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
 
 
 def cpu_load(root: Path = ROOT) -> float | None:
-    """Return the mean number of processes running or waiting for a CPU in the last minute, or None if unknown.
+    """Return the mean number of processes running or waiting for a CPU in the last minute.
 
-    Linux also counts processes waiting for a disk, and readers would look like other programs. Where the kernel
-    measures waits for CPUs, the load counts only if some process waited for half of the minute.
+    None if unknown. Linux also counts processes waiting for a disk, and readers would look like
+    other programs. Where the kernel measures waits for CPUs, the load counts only if some process
+    waited for half of the minute.
     """
     if not hasattr(os, "getloadavg"):  # Windows
         return None
-    try:
-        some = (root / "proc/pressure/cpu").read_text(encoding="ascii").split()
-    except OSError:  # not Linux, or a kernel without it
-        some = []
-    waited = next((float(each.removeprefix("avg60=")) for each in some if each.startswith("avg60=")), None)
-    return None if waited is not None and waited < 50 else os.getloadavg()[0]
+    with suppress(OSError):  # not Linux, or a kernel without it
+        text = (root / "proc/pressure/cpu").read_text(encoding="ascii")
+        waited = re.search(r"avg60=(\S+)", text)
+        if waited and float(waited[1]) < 50:
+            return None
+    return os.getloadavg()[0]
 
 
 def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | None) -> str:
-    """Return a notice if torch threads wait for each other because they share CPUs, else an empty text.
+    """Return a notice if torch threads wait for each other because they share CPUs, else "".
 
-    They wait by spinning: on two busy cores, two threads took 12 to 24 times as long as one in small products.
+    They wait by spinning: on two busy cores, two threads took 12 to 24 times as long as one in
+    small products.
 
     Args:
         cpus: CPUs for this process.
@@ -66,21 +70,30 @@ def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | Non
     """
     best = max(1, math.floor(cpus)) if threads > max(1, math.ceil(cpus)) else threads
     reason = f"{threads} threads of torch share {cpus:.3g} CPUs"
-    # The load is that of the machine, with the threads of an earlier run in this process: it says nothing about a part.
+    # The load covers the whole machine, including threads from an earlier run in this process. It
+    # says nothing about a part.
     if threads > 1 and load is not None and cpus >= all_cpus and load - threads >= all_cpus:
         best = 1
-        reason = f"{threads} threads of torch share {cpus:.3g} CPUs with other programs (load {load:.1f})"
+        reason += f" with other programs (load {load:.1f})"
     if best == threads:
         return ""
-    return f"{reason}: set OMP_NUM_THREADS={best} before the program starts, else steps may take many times longer"
+    return (
+        f"{reason}: set OMP_NUM_THREADS={best} before the program starts, else steps may take many "
+        "times longer"
+    )
 
 
 def thread_notes(device: torch.device) -> list[str]:
-    """Return the notice from `thread_notice` for a run on this device, and log this process's first one."""
+    """Return the notice from `thread_notice` for a run on this device.
+
+    Logs the first one in this process.
+    """
     if device.type != "cpu":
         return []
     cpus = min([core_count(), *cpu_quotas()])
-    notice = thread_notice(torch.get_num_threads(), cpus, all_cpus=os.cpu_count() or 1, load=cpu_load())
+    notice = thread_notice(
+        torch.get_num_threads(), cpus, all_cpus=os.cpu_count() or 1, load=cpu_load()
+    )
     if not notice:
         return []
     if not _logged.is_set():

@@ -21,15 +21,19 @@ LIBRARY_OOM_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""Parts of RuntimeErrors from allocations outside torch's CUDA allocator: in libraries such as cuBLAS, and in RAM."""
+"""Message parts in RuntimeErrors from allocations outside torch's CUDA allocator: in libraries such
+as cuBLAS, and in RAM."""
 
 
 LATE_MESSAGES = ("CUDA error: ", "HIP error: ")
-"""Prefixes of device RuntimeErrors before torch 2.8, and of library errors."""
+"""Prefixes for device RuntimeErrors before torch 2.8, and for library errors."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return True if `error` means that memory ran out. The device is still usable, and a retry may use less."""
+    """Return True if `error` means out of memory.
+
+    The device is still usable, and a retry may use less.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return True
     # torch.AcceleratorError (torch 2.8 and later) has the device error number.
@@ -39,10 +43,10 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def is_broken_device(error: BaseException | None) -> bool:
-    """Return True if `error` or one of the causes is a device error after which every later call may fail.
+    """Return True if `error` or a cause is a device error that may fail every later call.
 
-    Such an error breaks the CUDA context, which lasts as long as the process. False before torch 2.8, where it is a
-    plain RuntimeError.
+    Such an error breaks the CUDA context for the rest of the process. False before torch 2.8, where
+    it is a plain RuntimeError.
     """
     kind = getattr(torch, "AcceleratorError", ())
     while error is not None:
@@ -58,35 +62,50 @@ class LateDeviceError(RuntimeError):
 
 
 def raise_late(error: BaseException | None, place: str) -> None:
-    """Raise `LateDeviceError` if `error` may belong to earlier device work. Return for all other errors.
+    """Raise `LateDeviceError` if `error` may belong to earlier device work.
 
-    A device works behind the host, so the call that raises is not the one that failed. Running out of memory is found
-    at the call itself.
+    Return for all other errors.
+
+    A device works behind the host, so the failed call is not the one that raises. Running out of
+    memory is found at the call itself.
 
     Args:
         error: an error handled now. None for none.
         place: block and step at which it surfaced.
     """
-    if not isinstance(error, RuntimeError) or isinstance(error, LateDeviceError) or is_out_of_memory(error):
+    if (
+        not isinstance(error, RuntimeError)
+        or isinstance(error, LateDeviceError)
+        or is_out_of_memory(error)
+    ):
         return
-    if not isinstance(error, getattr(torch, "AcceleratorError", ())) and not str(error).startswith(LATE_MESSAGES):
+    if not isinstance(error, getattr(torch, "AcceleratorError", ())) and not str(error).startswith(
+        LATE_MESSAGES
+    ):
         return
     said = str(error).partition("\n")[0].rstrip(".")
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise LateDeviceError(f"{said}, at {place}") from error
-    meaning = "An earlier kernel or copy caused it. After such an error, the device is usable by a new process only."
+    meaning = (
+        "An earlier kernel or copy caused it. After such an error, the device is usable by a new "
+        "process only."
+    )
     if "_STATUS_" in said:  # from cuBLAS, cuDNN and others
-        meaning = "A library reports it: it refuses this call, is short of memory, or an earlier kernel or copy failed."
+        meaning = (
+            "A library reports it: it refuses this call, is short of memory, or an earlier kernel "
+            "or copy failed."
+        )
     raise LateDeviceError(
-        f"{said}, surfaced at {place}: start again with CUDA_LAUNCH_BLOCKING=1 to find its cause\n{meaning}"
+        f"{said}, surfaced at {place}: start again with CUDA_LAUNCH_BLOCKING=1 to find its "
+        f"cause\n{meaning}"
     ) from error
 
 
 def forget(error: BaseException) -> str:
     """Release all tensors kept alive by the tracebacks of `error`, and return the message.
 
-    A traceback keeps every frame between the failure and the handler alive, with all tensors in local variables. A
-    retry with less memory would fail while they exist.
+    A traceback keeps every frame between the failure and the handler alive, with all tensors in
+    local variables. A retry with less memory would fail while they exist.
     """
     message = str(error).split(" Of the allocated memory")[0].strip() or type(error).__name__
     link: BaseException | None = error

@@ -1,28 +1,30 @@
-"""Runtime of Intel GPUs."""
+"""Runtime for Intel GPUs."""
 
 from __future__ import annotations
 
 import torch
 
-from .accelerator import AcceleratorRuntime
-from .runtime import DeviceMemory, NoPageLockError
+from .runtime import DeviceMemory, DeviceRuntime, NoPageLockError
 
 
-class XpuRuntime(AcceleratorRuntime):
-    """See `DeviceRuntime`. Its events have no `blocking`: a host thread that waits may spin on a core."""
+class XpuRuntime(DeviceRuntime):
+    """See `DeviceRuntime`.
+
+    XPU events have no `blocking`: a waiting host thread may spin on a core.
+    """
 
     family = "xpu"
 
     @staticmethod
     def unavailable() -> str:
         if getattr(torch.version, "xpu", None) is None:
-            return f"torch {torch.__version__} is built without XPU: install torch for XPU, or use cpu"
-        return "the driver reports no Intel GPU: update it, check ONEAPI_DEVICE_SELECTOR, or use cpu"
+            return f"torch {torch.__version__} is built without XPU: install torch for XPU"
+        return "the driver reports no Intel GPU: update it, check ONEAPI_DEVICE_SELECTOR"
 
     def memory(self) -> DeviceMemory:
         try:
             return super().memory()
-        except RuntimeError:  # some drivers do not report free memory; then count what this process has reserved
+        except RuntimeError:  # some drivers report no free memory: count what is reserved here
             total = int(torch.xpu.get_device_properties(self.device).total_memory)
             return DeviceMemory(free=total - self.reserved_bytes(), total=total)
 
@@ -35,4 +37,6 @@ class XpuRuntime(AcceleratorRuntime):
     def auto_dtype(self) -> torch.dtype:
         # `torch.xpu.is_bf16_supported` is True for emulation too.
         properties = torch.xpu.get_device_properties(self.device)
-        return torch.bfloat16 if getattr(properties, "has_bfloat16_conversions", False) else torch.float16
+        if getattr(properties, "has_bfloat16_conversions", False):
+            return torch.bfloat16
+        return torch.float16

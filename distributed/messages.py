@@ -1,132 +1,144 @@
-"""Messages between the driver and its workers: plain values that every transport can send."""
+"""Messages between driver and workers: plain values for every transport."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from ..sampling import DenoiseRequest, RunState
-from ..schema import (
-    Cancelled,
-    CodeFormat,
-    ExpertsRef,
-    Mesh,
-    OffloadPolicy,
-    PathMap,
-    StepRecord,
-    Timeline,
-    WeightPlacement,
-)
-from ..wan import BY_FILE_NAME
+from ..sampling.inputs import DenoiseRequest
+from ..sampling.steps import RunState
+from ..schema import VERSION, Cancelled, Mesh, OffloadPolicy
+from ..schema.records import StepRecord, Timeline
+from ..schema.refs import CodeFormat, ExpertsRef, PathMap, WeightPlacement
+from ..wan.vae import BY_FILE_NAME
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousSpec:
-    """Rendezvous of the workers of one group. All of them get the same values except for the rank.
+    """Rendezvous for one worker group. Except for the rank, all workers get the same values.
 
-    Each group has its own rendezvous, so that a group that lost a worker can join again while the others compute.
+    Each group has a separate rendezvous. A group that lost a worker can join again while the others
+    compute.
     """
 
     rank: int
     """Rank in the group, from 0 for the leader; not the rank in the pool."""
     mesh: Mesh
-    """Mesh of these workers alone: its data and stage degrees are 1."""
+    """Mesh of these workers alone, with data and stage degrees of 1."""
     host: str
-    """Address of the leader, which serves the store; all workers of the group must reach it."""
+    """The leader's address. It serves the store, and all workers in the group must reach it."""
     port: int
     generation: int
-    """Number of the rendezvous, from 1; messages of earlier ones are ignored."""
+    """Number of the rendezvous, from 1. Messages from earlier ones are ignored."""
     timeout_s: float
     spans_machines: bool = False
-    """True if the workers of the group lie on several machines."""
+    """True if the group has workers on several machines."""
     weights: WeightPlacement = "full"
-    """With "auto", the workers of each group measure before their first run, and choose together."""
+    """With "auto", the workers in each group measure before their first run, and choose
+    together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTask:
-    """Part of a run, for all workers of one group."""
+    """Part of a run, for all workers in one group."""
 
     run_id: str = ""
-    """Unique for every try of a job."""
+    """Unique for every try."""
     experts: ExpertsRef
-    """Experts with paths of the driver's machine."""
+    """Experts with paths on the driver's machine."""
     request: DenoiseRequest
     policy: OffloadPolicy
     paths: tuple[PathMap, ...] = ()
-    """Maps from these paths to paths of the worker's machine."""
+    """Maps from these paths to paths on the worker's machine."""
     resume: RunState | None = None
     until: int | None = None
     """See `RunSlice`."""
     handover_s: float | None = None
-    """Interval in seconds at which the leader reports its state; None: after the last step only, as always."""
+    """Interval in seconds at which the leader reports the state; None: only after the last step,
+    as always."""
     preview_s: float | None = None
-    """Shortest interval in seconds at which the leader reports its estimate of the latents; None: never."""
+    """Shortest interval in seconds at which the leader reports estimated latents; None: never."""
     generation: int = 0
-    """Rendezvous that the worker must be in; 0: any, or none."""
+    """Required rendezvous of the worker; 0: any, or none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
-    """Report of a worker after a step."""
+    """Report from a worker after a step."""
 
+    run_id: str
+    """See `RunTask`."""
+    place: int
+    """Place of the worker in the group, 0 for the leader."""
     record: StepRecord
     denoised: torch.Tensor | None = None
-    """[B, 16, T, h, w] float32 on the CPU, in reports of the leader in which it is due; see `RunTask.preview_s`."""
+    """[B, 16, T, h, w] float32 on the CPU, from the leader when it is due; see
+    `RunTask.preview_s`."""
     state: RunState | None = None
-    """State after the step, in reports of the leader in which it is due; see `RunTask.handover_s`."""
+    """State after the step, from the leader when it is due; see `RunTask.handover_s`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskResult:
-    """Result of a worker after its task. The transport raises errors instead."""
+    """Result of a worker after a task. The transport raises errors instead."""
 
     timeline: Timeline
     gathered_bytes: int = 0
-    """Bytes received from other workers in this task: velocities, tokens and shards of weights."""
+    """Bytes received from other workers in this task: velocities, tokens and weight shards."""
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions in this process by package. The driver and all workers share them."""
+    return {
+        "WanStream": VERSION,
+        "torch": str(torch.__version__),
+        "diffusers": version("diffusers"),
+        "Python": platform.python_version(),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
-    """Properties of a worker that the driver reads before it sends a task."""
+    """Worker properties, read by the driver before it sends a task."""
 
     pid: int
     node: str
-    """Host name of the machine, for messages; machines that were cloned may share one."""
+    """The machine's host name, for messages. Cloned machines may share one."""
     address: str
     """Address for other workers."""
     device: str
-    """Device of the worker's process: "cuda:0" or "cpu"."""
-    wanstream: str
-    torch: str
-    diffusers: str
-    python: str
+    """The process's device: "cuda:0" or "cpu"."""
+    versions: Mapping[str, str]
+    """See `package_versions`."""
     sizes: Mapping[str, int | None] = field(default_factory=dict)
-    """Bytes of the weights of requested paths (see `weight_bytes`); None for paths that are missing on its machine."""
+    """Weight bytes for requested paths (see `weight_bytes`); None for a missing path."""
     tile_bytes: int = 0
-    """Device memory for a decode: the free memory and the memory that experts release. All workers of a machine share
-    its RAM."""
+    """Device memory for a decode: free memory, and memory that experts release. Workers on a CPU
+    share their machine's RAM."""
     generation: int = 0
-    """Rendezvous of the worker; 0 outside of one."""
+    """The worker's rendezvous; 0 outside a rendezvous."""
     auto_dtype: str = "float32"
     """Dtype on this worker for experts with `compute_dtype` "auto"."""
     multiplied: tuple[CodeFormat, ...] = ()
-    """Formats of codes that this worker can multiply as they are stored."""
+    """Code formats that this worker can multiply as they are stored."""
     machine: str = ""
-    """Identifier of the machine. Workers with the same one share its RAM and page cache."""
+    """Machine identifier. Workers with the same one share RAM and page cache."""
     link_bytes_per_s: int = 0
-    """Speed of the network card of `address`, as reported by the system; 0 if it reports none."""
+    """Network speed for `address` in bytes per second, as reported by the card; 0 if it reports
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeTask:
-    """Videos, or one tile of a video, to be decoded."""
+    """Videos to decode, or one tile from a video."""
 
     run_id: str = ""
-    """Unique for every try of a decode."""
+    """Unique for every try."""
     vae: Path
     """VAE file or folder, as a path on the driver's machine."""
     latents: torch.Tensor
@@ -136,8 +148,8 @@ class DecodeTask:
     latent_scale: str = BY_FILE_NAME
     """One of `LATENT_SCALES`, for a tiny VAE."""
     paths: tuple[PathMap, ...] = ()
-    """Mapping of the path to the worker's machine."""
+    """Maps from the path to the worker's machine."""
 
 
 class DecodeCancelled(Cancelled):
-    """The decode was stopped before a latent frame; the worker can decode again immediately."""
+    """The decode was stopped before a latent frame. The worker can decode again immediately."""

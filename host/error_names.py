@@ -1,4 +1,7 @@
-"""Plain names and texts for errors in ComfyUI, which shows an error class with the module, a pack's disk path."""
+"""Plain names and texts for errors in ComfyUI.
+
+ComfyUI shows an error class with the module, a disk path for a pack.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,26 @@ from .input_values import RefusedValue
 
 NAME = "wanstream"
 PACKAGE = __name__.rsplit(".", 2)[0]
-"""`wanstream`, or the module path of the pack inside ComfyUI."""
+"""`wanstream`, or the pack's module path inside ComfyUI."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function called by ComfyUI, so that our error classes are reported as `wanstream.<class>`.
+    """Wrap a function called by ComfyUI: our errors are reported as `wanstream.<class>`.
 
-    The messages have the folders in the last line.
+    The messages have folders in the last line.
 
-    The errors are still instances of their classes, and are pickled as such: the classes themselves keep the module
-    from which another process imports them.
+    The errors remain instances of their classes and are pickled as such. The classes keep the
+    module from which other processes import them.
     """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # ComfyUI reports a refused constant itself: here it is None, like a linked value.
+        refused = [name for name, value in kwargs.items() if isinstance(value, RefusedValue)]
+        kwargs.update(dict.fromkeys(refused))
         try:
             return function(*args, **kwargs)
         except Exception as err:
@@ -38,28 +44,21 @@ def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
             # Not a bare `raise`: before Python 3.11 it keeps the original class in `sys.exc_info`.
             raise err
 
-    # ComfyUI reads the parameters of `validate_inputs` with `getfullargspec`, which does not follow `wraps`.
+    # ComfyUI reads `validate_inputs` with `getfullargspec`, which does not follow `wraps`.
     call.__signature__ = signature(function)  # type: ignore[attr-defined]
     return call
 
 
 def name_errors_of(node: type[Any]) -> None:
-    """Give plain names to a node class's errors in `execute` and `validate_inputs`, which checks values alone."""
-    # Only methods in this class: ComfyUI calls `validate_inputs` only if a node overrides the base method.
-    for name in vars(node).keys() & {"execute", "validate_inputs"}:
-        function = getattr(node, name).__func__
-        setattr(node, name, classmethod(plainly_named(_of_values(function) if name == "validate_inputs" else function)))
-
-
-def _of_values(check: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a node's own check. If ComfyUI reports a constant itself, it is None there, like a linked value."""
-
-    @wraps(check)
-    def call(*args: P.args, **inputs: P.kwargs) -> R:
-        known = {name: None if isinstance(value, RefusedValue) else value for name, value in inputs.items()}
-        return check(*args, **known)  # type: ignore[arg-type]
-
-    return call
+    """Give plain names to a node class's errors in `execute` and `validate_inputs`."""
+    # Wrap methods where they are defined: ComfyUI calls `validate_inputs` only if a node
+    # overrides the base method. Several nodes inherit from one class. It is wrapped once.
+    bases = (each for each in node.__mro__ if each.__module__.startswith(f"{PACKAGE}."))
+    for owner in {node, *bases}:
+        for name in vars(owner).keys() & {"execute", "validate_inputs"}:
+            function = getattr(owner, name).__func__
+            if not hasattr(function, "__wrapped__"):
+                setattr(owner, name, classmethod(plainly_named(function)))
 
 
 def _twin(cls: Any) -> Any:

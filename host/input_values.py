@@ -1,7 +1,8 @@
 """Workflow constants as input values: one rule for both hosts.
 
-ComfyUI converts with Python's `bool`, `int` and `float`, so that "false" is true, 64.7 is 64 and NaN is within every
-range. Such constants are refused here, because the run would differ from the workflow without a message.
+ComfyUI converts with Python's `bool`, `int` and `float`. "false" is then true, 64.7 is 64, and NaN
+is within every range. Such constants are refused here, because the run would silently differ from
+the workflow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 _MAX_SHOWN = 60
@@ -16,7 +18,7 @@ _MAX_SHOWN = 60
 
 
 class InputValueError(ValueError):
-    """A constant is not a value of the input type. The message contains what to write."""
+    """A constant is not a valid value for the input type. The message says what to write."""
 
 
 class RefusedValue(str):
@@ -39,16 +41,23 @@ def plain_value(io_type: str, value: object) -> object:
 
     Raises InputValueError.
     """
-    convert = _CONVERTERS.get(io_type)
-    return value if convert is None else convert(value)
+    if io_type not in _CONVERTERS:
+        return value
+    return _CONVERTERS[io_type](value)
 
 
 def same_choice(value: object, choices: Sequence[object]) -> object:
-    """Return the choice equal to `value` except for the direction of slashes. `value` itself without one."""
+    """Return the choice equal to `value` except for the direction of slashes.
+
+    Return `value` itself if there is none.
+    """
     if not isinstance(value, str) or value in choices:
         return value
     written = value.replace("\\", "/")
-    return next((each for each in choices if isinstance(each, str) and each.replace("\\", "/") == written), value)
+    return next(
+        (each for each in choices if isinstance(each, str) and each.replace("\\", "/") == written),
+        value,
+    )
 
 
 def shown(value: object) -> str:
@@ -57,39 +66,37 @@ def shown(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return shortened(text, _MAX_SHOWN)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text with at most `most` of its own characters."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _boolean(value: object) -> bool:
     if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
         return bool(value)
-    raise InputValueError(f"{shown(value)} is not true or false: write true or false, without quotes")
+    raise InputValueError(
+        f"{shown(value)} is not true or false: write true or false, without quotes"
+    )
 
 
 def _whole(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    try:
-        if isinstance(value, str):
+    with suppress(ValueError):
+        if isinstance(value, str) or (isinstance(value, float) and value.is_integer()):
             return int(value)
-    except ValueError as err:
-        raise _no_whole(value) from err
-    raise _no_whole(value)
-
-
-def _no_whole(value: object) -> InputValueError:
-    return InputValueError(f"{shown(value)} is not a whole number: write one, such as 4")
+    raise InputValueError(f"{shown(value)} is not a whole number: write one, such as 4")
 
 
 def _number(value: object) -> float:
-    try:
-        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if math.isfinite(number):
-        return number
+    with suppress(ValueError, OverflowError):
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number):
+                return number
     raise InputValueError(f"{shown(value)} is not a finite number: write one, such as 3.5")
 
 

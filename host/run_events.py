@@ -1,4 +1,4 @@
-"""Web page events: begin, progress and end of a run, and node notices. Also their log."""
+"""Web page events: begin, progress and end of a run, and node notices, with their log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from graphlib import CycleError, TopologicalSorter
@@ -19,8 +19,11 @@ import torch
 from ..bench import policy_name
 from ..devices import total_bytes
 from ..plan import AutoOffload
-from ..schema import FRAMES_PER_LATENT, ExpertsRef, OffloadPolicy, StateError, StepRecord, Timeline, WorkersRef
-from ..wan import space_of
+from ..schema import OffloadPolicy, StateError
+from ..schema.records import StepRecord, Timeline
+from ..schema.refs import ExpertsRef, WorkersRef
+from ..shapes import FRAMES_PER_LATENT
+from ..wan.latents import space_of
 from .distilled_models import still_has
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -31,15 +34,15 @@ class RunSettings:
     """Run settings in a few words each, for a run table."""
 
     size: str
-    """Width, height and frames, and the number of videos if it is not 1: `832x480x81, 2 videos`."""
+    """Width, height and frames, and the number of videos if above 1: `832x480x81, 2 videos`."""
     dtype: str
     policy: str
     lora: str
-    """Name and strength of each LoRA. Empty without one."""
+    """Name and strength of each LoRA, or empty."""
     workers: int | None = None
-    """Requested worker count. None: this process computes."""
+    """Requested worker count, or None if this process computes."""
     device_total: int | None = None
-    """Device memory in bytes. None on a CPU, and for workers, which may have different devices."""
+    """Device memory in bytes. None on a CPU, and for workers, as their devices may differ."""
     ram_total: int | None = None
     """Machine RAM in bytes. None for workers."""
 
@@ -53,38 +56,43 @@ def run_settings(
     *,
     workers: WorkersRef | None = None,
 ) -> RunSettings:
-    """Return the settings of a run on latents of `shape` [B, C, T, h, w] that starts with `policy`.
+    """Return the settings of a run on latents [B, C, T, h, w] that starts with `policy`.
 
     `requested` is the user's policy.
     """
-    totals = (None, None) if workers is not None else total_bytes(device)
-    chosen = policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
-    return RunSettings(
+    chosen = policy_words(policy)
+    if isinstance(requested, AutoOffload):
+        chosen = f"auto: {chosen}"
+    settings = RunSettings(
         size=_size(shape),
         dtype=SHORT_DTYPES.get(ref.compute_dtype, ref.compute_dtype),
-        policy=f"auto: {chosen}" if isinstance(requested, AutoOffload) else chosen,
+        policy=chosen,
         lora=", ".join(_lora_names(ref)),
-        workers=None if workers is None else workers.count,
-        device_total=totals[0],
-        ram_total=totals[1],
     )
+    if workers is not None:
+        return replace(settings, workers=workers.count)
+    device_total, ram_total = total_bytes(device)
+    return replace(settings, device_total=device_total, ram_total=ram_total)
+
+
+def policy_words(policy: OffloadPolicy) -> str:
+    """Return a policy's name, and whether blocks are RAM-resident."""
+    return policy_name(policy) + (", RAM" if policy.source == "pinned" else "")
 
 
 def _size(shape: Sequence[int]) -> str:
     videos, channels, frames, height, width = shape
     pixels = space_of(channels).pixels
     size = f"{width * pixels}x{height * pixels}x{(frames - 1) * FRAMES_PER_LATENT + 1}"
-    return size if videos == 1 else f"{size}, {videos} videos"
+    if videos == 1:
+        return size
+    return f"{size}, {videos} videos"
 
 
 def _lora_names(ref: ExpertsRef) -> list[str]:
     """Return file stems with strengths, each once even if both experts use the file."""
-    found: dict[str, None] = {}
-    for lora in ref.loras:
-        for file, strengths in ((lora.high_noise, lora.high), (lora.low_noise, lora.low)):
-            if file is not None:
-                found[f"{file.stem} {strengths}"] = None
-    return list(found)
+    names = (f"{file.stem} {strengths}" for file, strengths in ref.lora_files)
+    return list(dict.fromkeys(names))
 
 
 BEGIN = "wanstream.begin"
@@ -95,8 +103,8 @@ END = "wanstream.end"
 NOTICES_EVENT = "wanstream.notices"
 """All notices on a node, as `Notice` dicts. An empty list removes earlier ones.
 
-With `of_graph`, they were found in the queued graph for a node that is not ours, and are removed if a later graph no
-longer has them. An empty list then leaves the notices of our nodes.
+With `of_graph`, they were found in the queued graph for a node that is not ours. They are removed
+when a later graph no longer has them. An empty list then keeps the notices on our own nodes.
 """
 
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
@@ -109,15 +117,17 @@ class _State(Enum):
 
 
 class RunEvents:
-    """Announces begin, steps and end of one run. A context manager around the whole run, so the end is always sent.
+    """Announces begin, steps and end of one run.
+
+    A context manager around the whole run, so the end is always sent.
 
     Args:
         announce: called with each event name and payload.
-        prompt_id: id of the queue item.
-        node_id: id of the executing node.
-        experts: the expert of each step, in order.
-        shown_at: id of the displaying node. None: the executing node.
-        predicted: the simulated timeline.
+        prompt_id: queue item id.
+        node_id: executing node id.
+        experts: expert for each step, in order.
+        shown_at: id of the displaying node, or None for the executing node.
+        predicted: simulated timeline.
         settings: shown in the table of runs.
         notes: sentences known before the run. Empty ones are left out.
     """
@@ -134,10 +144,17 @@ class RunEvents:
         settings: RunSettings | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self._announce, self._experts, self._predicted = announce, list(experts), predicted
+        self._announce = announce
+        self._experts = list(experts)
+        self._predicted = predicted and predicted.to_dict()
         self._notes = [note for note in notes if note]
-        self._settings = None if settings is None else asdict(settings)
-        self._ids = {"run": uuid.uuid4().hex, "prompt_id": prompt_id, "node": node_id, "shown_at": shown_at or node_id}
+        self._settings = settings and asdict(settings)
+        self._ids = {
+            "run": uuid.uuid4().hex,
+            "prompt_id": prompt_id,
+            "node": node_id,
+            "shown_at": shown_at or node_id,
+        }
         self._timeline: Timeline | None = None
         self._ranks: dict[int, Timeline] = {}
         self._state = _State.NEW
@@ -147,13 +164,15 @@ class RunEvents:
         self._check_state(_State.NEW)
         self._state = _State.RUNNING
         pairs = zip(self._experts, self._experts[1:], strict=False)
-        switch = next((step for step, (before, now) in enumerate(pairs, start=1) if before != now), None)
+        switch = next(
+            (step for step, (before, now) in enumerate(pairs, start=1) if before != now), None
+        )
         self._send(
             BEGIN,
             steps=len(self._experts),
             experts=self._experts,
             switch_step=switch,
-            predicted=_plain(self._predicted),
+            predicted=self._predicted,
             settings=self._settings,
             changes=self._notes,
             at=time.time(),
@@ -161,9 +180,12 @@ class RunEvents:
         return self
 
     def visits(self, done: int, blocks: int) -> tuple[int, float]:
-        """Announce the visits of the running step so far. Return the finished steps and the finished share of this one.
+        """Announce the visits in the running step so far.
 
-        May be called on any thread. A native model call may pass through the `blocks` more than once.
+        Return the number of finished steps and the finished share of this one.
+
+        May be called on any thread. A native model call may pass through the `blocks` more than
+        once.
         """
         step = self._done
         total = blocks * max(1, -(-done // blocks))
@@ -172,49 +194,68 @@ class RunEvents:
         return step, done / total
 
     def step(self, record: StepRecord, changes: Sequence[str] = ()) -> None:
-        """Announce a finished step, and the policy changes so far. Raises StateError outside the `with`."""
+        """Announce a finished step, and the policy changes so far.
+
+        Raises StateError outside the `with`.
+        """
         self._check_state(_State.RUNNING)
         self._done += 1
         total = max(self._done, len(self._experts))
-        self._send(STEP, done=self._done, total=total, record=asdict(record), changes=[*self._notes, *changes])
+        self._send(
+            STEP,
+            done=self._done,
+            total=total,
+            record=record.to_dict(),
+            changes=[*self._notes, *changes],
+        )
 
     def preview(self, done: int, webp: bytes) -> None:
-        """Announce a picture of the first video after `done` steps. Raises StateError outside the `with`."""
+        """Announce a picture of the first video after `done` steps.
+
+        Raises StateError outside the `with`.
+        """
         self._check_state(_State.RUNNING)
         image = f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
         self._send(PREVIEW, done=done, image=image)
 
     def ended(self, timeline: Timeline, *, ranks: Mapping[int, Timeline] | None = None) -> None:
-        """Set the run result, to be announced at the end of the `with`. Raises StateError outside it.
+        """Set the run result, to be announced at the end of the `with`.
+
+        Raises StateError outside the `with`.
 
         Args:
             timeline: the measured run.
-            ranks: timeline of each worker, announced without memory samples.
+            ranks: timeline for each worker, announced without memory samples.
         """
         self._check_state(_State.RUNNING)
         self._ranks = dict(ranks or {})
-        missing = [note for note in self._notes if note not in timeline.changes]
-        self._timeline = replace(timeline, changes=(*missing, *timeline.changes))
+        self._timeline = timeline
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._state = _State.OVER
-        message = None if error is None else str(error) or type(error).__name__
-        ranks = {str(rank): _plain(replace(ran, memory=())) for rank, ran in sorted(self._ranks.items())}
-        timelines = {"timeline": _plain(self._timeline), "predicted": _plain(self._predicted), "ranks": ranks}
-        self._send(END, **timelines, error=message)
+        message = None
+        if error is not None:
+            message = str(error) or type(error).__name__
+        self._send(
+            END,
+            timeline=self._timeline and self._timeline.to_dict(),
+            predicted=self._predicted,
+            ranks={
+                str(rank): replace(ran, memory=()).to_dict()
+                for rank, ran in sorted(self._ranks.items())
+            },
+            error=message,
+        )
 
     def _check_state(self, expected: _State) -> None:
         if self._state is not expected:
             raise StateError(
-                f"the run is {self._state.value}, expected {expected.value}: use RunEvents once, in `with`"
+                f"the run is {self._state.value}, expected {expected.value}: use RunEvents once, "
+                "in `with`"
             )
 
     def _send(self, event: str, **payload: Any) -> None:
         self._announce(event, {**self._ids, **payload})
-
-
-def _plain(timeline: Timeline | None) -> dict[str, Any] | None:
-    return None if timeline is None else timeline.to_dict()
 
 
 KEPT_RUNS = 50
@@ -228,35 +269,52 @@ LONGEST_NAME = 200
 
 
 def short_text(value: object, *path: str | None) -> str | None:
-    """Return the text at `path` in a posted prompt. None if it is missing or, as prompts are untrusted, not a text."""
+    """Return the text at `path` in a posted prompt.
+
+    Return None if it is missing or not a text. Prompts are untrusted.
+    """
     for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value[:LONGEST_NAME] if isinstance(value, str) else None
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    if not isinstance(value, str):
+        return None
+    return value[:LONGEST_NAME]
 
 
 def contents_of(prompt: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each node in a posted prompt, over the class and inputs of the node and all nodes before it.
+    """Return a digest for each node in a posted prompt.
 
-    Ids and titles do not count. ComfyUI computes nodes with equal digests once. Prompt parts other than nodes have no
-    digest, nor has a graph with a cycle.
+    It covers class and inputs, for the node and for all nodes before it.
+
+    Ids and titles do not count. ComfyUI computes nodes with equal digests once. Prompt parts other
+    than nodes have no digest, nor has a graph with a cycle.
     """
     inputs: dict[str, Mapping[str, Any]] = {}
     for key, node in prompt.items():
         if isinstance(node, Mapping) and isinstance(node.get("inputs"), Mapping):
             inputs[key] = node["inputs"]
 
-    sources = {key: [value[0] for value in given.values() if _is_link(value, inputs)] for key, given in inputs.items()}
+    sources = {
+        key: [value[0] for value in given.values() if _is_link(value, inputs)]
+        for key, given in inputs.items()
+    }
     digests: dict[str, str] = {}
 
     def plain(value: Any) -> Any:
         if _is_link(value, inputs):
             return [digests[value[0]], value[1]]
-        # ComfyUI turns the 4 of a posted float into 4.0.
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+        # ComfyUI turns a posted 4 into 4.0 for a FLOAT input.
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        return value
 
     try:
         for key in TopologicalSorter(sources).static_order():
-            content = [prompt[key].get("class_type"), {name: plain(value) for name, value in inputs[key].items()}]
+            content = [
+                prompt[key].get("class_type"),
+                {name: plain(value) for name, value in inputs[key].items()},
+            ]
             text = json.dumps(content, sort_keys=True, default=str)
             digests[key] = hashlib.sha256(text.encode()).hexdigest()
     except CycleError:
@@ -265,14 +323,21 @@ def contents_of(prompt: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_link(value: Any, nodes: Container[str]) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[0] in nodes
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and value[0] in nodes
+    )
 
 
 class RunLog:
-    """The last `KEPT_RUNS` runs and node notices, for pages opened later. Built from events in order.
+    """The last `KEPT_RUNS` runs and node notices, for pages opened later.
 
-    Notices belong to the node content (see `contents_of`): ComfyUI does not run an equal node in another graph again,
-    and no event announces the notices.
+    It is built from events in order.
+
+    Notices belong to the node content (see `contents_of`). ComfyUI does not run an equal node in
+    another graph again, so no event announces the notices.
 
     Thread-safe.
     """
@@ -284,13 +349,21 @@ class RunLog:
         self._contents: dict[tuple[str | None, str | None], str] = {}
 
     def record(self, event: str, payload: Mapping[str, Any]) -> bool:
-        """Apply an event. Return False for an empty list of notices that removes none, which need not be sent.
+        """Apply an event.
 
-        Other events, and events of evicted runs, are ignored.
+        Return False for an empty list of notices that removes nothing. It need not be sent.
+
+        Other events, and events for evicted runs, are ignored.
         """
         with self._lock:
             if event == BEGIN:
-                self._runs[payload["run"]] = {**payload, "records": [], "ended": False, "timeline": None, "error": None}
+                self._runs[payload["run"]] = {
+                    **payload,
+                    "records": [],
+                    "ended": False,
+                    "timeline": None,
+                    "error": None,
+                }
                 for oldest in list(self._runs)[:-KEPT_RUNS]:
                     del self._runs[oldest]
             elif event == NOTICES_EVENT:
@@ -303,16 +376,20 @@ class RunLog:
         return True
 
     def _record_notices(self, payload: Mapping[str, Any]) -> None:
-        """Replace the notices of a node. The last `KEPT_NOTICES` nodes are kept, also without notices."""
+        """Replace a node's notices.
+
+        The last `KEPT_NOTICES` nodes are kept, even without notices.
+        """
         node = payload["workflow"], payload["node"]
         content = payload.get("content") or str(node)
         _keep(self._notices, content, payload)
         _keep(self._contents, node, content)
 
     def queued(self, prompt: Mapping[str, Any], workflow: str | None) -> list[dict[str, Any]]:
-        """Give the nodes of a queued graph the notices of equal nodes, and return the event payloads.
+        """Give each node in a queued graph the notices of an equal node. Return the event payloads.
 
-        Notices of an earlier graph that this one no longer has are removed: the node may run without WanStream now.
+        Notices from an earlier graph are removed if this one no longer has them: the node may run
+        without WanStream now.
         """
         changed = []
         contents = contents_of(prompt)
@@ -322,31 +399,38 @@ class RunLog:
                 if self._contents.get(place) == content:
                     continue
                 found = self._notices.get(content)
-                shown = self._of_graph(place) if found is None else None
-                if shown and not still_has(prompt, node, [notice["text"] for notice in shown["notices"]]):
+                if found is None:
+                    shown = self._of_graph(place)
+                    if shown is None or still_has(
+                        prompt, node, [notice["text"] for notice in shown["notices"]]
+                    ):
+                        continue
                     found = {**shown, "notices": [], "content": content}
-                if found is not None:
-                    changed.append({**found, "workflow": workflow, "node": node})
-                    self._record_notices(changed[-1])
+                changed.append({**found, "workflow": workflow, "node": node})
+                self._record_notices(changed[-1])
         return changed
 
     def _of_graph(self, place: tuple[str | None, str | None]) -> Mapping[str, Any] | None:
-        """Return the payload with the notices that a node has from its graph, or None."""
-        shown = self._notices.get(self._contents.get(place, ""))
-        return shown if shown is not None and shown.get("of_graph") and shown["notices"] else None
+        """Return the payload with the notices a node has from its graph, or None."""
+        shown = self._notices.get(self._contents.get(place, ""), {})
+        if shown.get("of_graph") and shown["notices"]:
+            return shown
+        return None
 
     def snapshot(self) -> dict[str, list[dict[str, Any]]]:
         """Return `runs` and `notices`, oldest first, as copies that later events do not change."""
         with self._lock:
             now = time.time()
-            runs = [{**run, "records": list(run["records"]), "age_s": now - run["at"]} for run in self._runs.values()]
-            return {"runs": runs, "notices": list(self._shown_notices())}
-
-    def _shown_notices(self) -> Iterator[dict[str, Any]]:
-        for (workflow, node), content in self._contents.items():
-            payload = self._notices.get(content)
-            if payload is not None and payload["notices"]:
-                yield {**payload, "workflow": workflow, "node": node}
+            runs = [
+                {**run, "records": list(run["records"]), "age_s": now - run["at"]}
+                for run in self._runs.values()
+            ]
+            notices = []
+            for (workflow, node), content in self._contents.items():
+                payload = self._notices.get(content)
+                if payload is not None and payload["notices"]:
+                    notices.append({**payload, "workflow": workflow, "node": node})
+            return {"runs": runs, "notices": notices}
 
 
 def _keep(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:

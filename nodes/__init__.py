@@ -1,4 +1,4 @@
-"""ComfyUI nodes: they translate between the host and the packages above, and contain no algorithm."""
+"""ComfyUI nodes: they translate between the host and the packages above, without algorithms."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from .context_windows import WanStreamContextWindows
 from .decode import WanStreamDecodeVideo, WanStreamPreview, WanStreamSaveVideo, WanStreamVAEDecode
 from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
-from .inputs import WARNINGS
 from .latents import WanStreamEmptyLatent, WanStreamImageToVideo
-from .loaders import (
-    WanStreamExperts,
-    WanStreamLoadDiffusionModel,
-    WanStreamLora,
-    WanStreamOneExpert,
-    WanStreamStreamModel,
+from .loaders import WanStreamExperts, WanStreamLora, WanStreamOneExpert
+from .native.checkpoints import WanStreamLoadCheckpoint
+from .native.clip import (
+    WanStreamDualCLIP,
+    WanStreamLoadCLIP,
+    WanStreamQuadrupleCLIP,
+    WanStreamStreamCLIP,
+    WanStreamTripleCLIP,
 )
+from .native.experts import WanStreamJoinExperts, WanStreamSplitExperts
+from .native.models import WanStreamLoadDiffusionModel, WanStreamStreamModel
 from .offload import WanStreamAutoOffload, WanStreamBlockSwap, WanStreamLayerwise
+from .runs.notices import WARNINGS
 from .sampler import TIMELINE, WanStreamSampler
 from .text import WanStreamTextEncode
 from .variants.bernini import WanStreamBernini
@@ -39,7 +43,15 @@ class WanStreamExtension(ComfyExtension):
             WanStreamOneExpert,
             WanStreamLora,
             WanStreamLoadDiffusionModel,
+            WanStreamLoadCheckpoint,
             WanStreamStreamModel,
+            WanStreamJoinExperts,
+            WanStreamSplitExperts,
+            WanStreamLoadCLIP,
+            WanStreamDualCLIP,
+            WanStreamTripleCLIP,
+            WanStreamQuadrupleCLIP,
+            WanStreamStreamCLIP,
             WanStreamLayerwise,
             WanStreamBlockSwap,
             WanStreamAutoOffload,

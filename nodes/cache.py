@@ -1,17 +1,16 @@
-"""Nodes for step caches: their settings, and the calibration run of MagCache."""
+"""Nodes for step caches: settings, and the calibration run for MagCache."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..host import io, search_aliases
-from ..plan import SkipRule
-from ..sampling import PRESETS, CacheSettings, EasyCache, FirstBlockCache, MagCache
-from ..schema import Notice
+from ..host import current_host, io, search_aliases
+from ..plan.programs import SkipRule
+from ..sampling.cache import PRESETS, CacheSettings, EasyCache, FirstBlockCache, MagCache
+from ..schema.records import Notice
 from . import sockets
 from .decode import check_name
-from .inputs import show_notices
+from .inputs import limits, prefix_input
 from .runs.calibration import calibrate_run, read_table, write_table
+from .runs.notices import show_notices
 from .runs.run_experts import SamplerRun
 
 FIRST_BLOCK, MAGNITUDES, EASY = "first_block_cache", "magcache", "easycache"
@@ -22,59 +21,57 @@ CACHE_INPUTS: tuple[io.Input, ...] = (
         "kind",
         options=[FIRST_BLOCK, MAGNITUDES, EASY],
         default=FIRST_BLOCK,
-        tooltip="first_block_cache: every step computes its first block, which is resident on the device (0.70 GB "
-        "in bf16), and decides by its change; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in "
-        "bf16, 0.67 GB at 832x480x81). magcache: a calibration decides before the run; a skipped step moves "
-        "no bytes, and each prompt keeps one hidden state. easycache: the change of the input predicts that of the "
-        "output, without a calibration; a skipped step moves no bytes, and only latents are kept.",
+        tooltip="first_block_cache: every step computes its first block, which is resident on the "
+        "device (0.70 GB in bf16), and decides by its change; each prompt keeps two hidden "
+        "states (1.5 GB at 1280x720x81 in bf16, 0.67 GB at 832x480x81). magcache: a calibration "
+        "decides before the run; a skipped step moves no bytes, and each prompt keeps one "
+        "hidden state. easycache: the change of the input predicts that of the output, without "
+        "a calibration; a skipped step moves no bytes, and only latents are kept.",
     ),
     io.Combo.Input(
         "preset",
         options=[*PRESETS, OWN_THRESHOLD],
         default="usual",
-        tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. "
-        "Others report for 30 steps of Wan2.1 I2V 14B: 0.1 is good, 0.15 distorts the last frames and 0.2 the "
-        "whole video. Higher saves more steps.",
+        tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), "
+        "0.15 or 0.2. Others report for 30 steps of Wan2.1 I2V 14B: 0.1 is good, 0.15 distorts "
+        "the last frames and 0.2 the whole video. Higher saves more steps.",
     ),
     io.Float.Input(
         "threshold",
         default=0.05,
-        min=0.0,
-        max=2.0,
-        step=0.01,
-        tooltip="For own threshold, magcache and easycache. Steps with a smaller change are skipped; 0 skips none, and "
-        "the result is bit-equal. Higher saves more time and costs quality.",
+        **limits(0.0, 2.0, step=0.01),
+        tooltip="For own threshold, magcache and easycache. Steps with a smaller change are "
+        "skipped; 0 skips none, and the result is bit-equal. Higher saves more time and costs "
+        "quality.",
     ),
     io.String.Input(
         "calibration",
         default="",
         optional=True,
-        tooltip="For magcache: the file of Wan Cache Calibration, by its name below the output folder. Making one "
-        "costs a run.",
+        tooltip="For magcache: the file of Wan Cache Calibration, by its name below the output "
+        "folder. Making one costs a run.",
     ),
     io.Int.Input(
         "max_consecutive_skips",
         default=2,
-        min=0,
-        max=100,
+        **limits(0, 100),
         optional=True,
-        tooltip="For magcache: largest number of consecutive steps to skip. More saves time and costs quality.",
+        tooltip="For magcache: largest number of consecutive steps to skip. More saves time and "
+        "costs quality.",
     ),
     io.Float.Input(
         "retention",
         default=0.2,
-        min=0.0,
-        max=1.0,
-        step=0.01,
+        **limits(0.0, 1.0, step=0.01),
         optional=True,
-        tooltip="For magcache and easycache: share of each expert's steps, from its first one, that are never skipped. "
-        "Less saves time, but early steps decide on the whole video.",
+        tooltip="For magcache and easycache: share of each expert's steps, from its first one, "
+        "that are never skipped. Less saves time, but early steps decide on the whole video.",
     ),
 )
 
 
 class WanStreamCache(io.ComfyNode):
-    """Settings of a step cache: the largest change between two steps at which one reuses the other's result."""
+    """Settings for a step cache: the largest change at which a step reuses an earlier result."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -82,28 +79,39 @@ class WanStreamCache(io.ComfyNode):
             node_id="WanStreamCache",
             display_name="Wan Cache",
             category="WanStream/sampling",
-            **search_aliases("teacache", "magcache", "easycache", "first block cache", "skip steps"),
-            description="Skips steps that are similar to the one before: their blocks are neither computed nor "
-            "fetched, and the earlier change is added again. A higher threshold costs quality, first in motion "
-            "and in the last frames: check the result.",
+            **search_aliases("teacache, magcache, easycache, first block cache, skip steps"),
+            description="Skips steps that are similar to the one before: their blocks are neither "
+            "computed nor fetched, and the earlier change is added again. A higher threshold "
+            "costs quality, first in motion and in the last frames: check the result.",
             inputs=[*CACHE_INPUTS],
             outputs=[sockets.Cache.Output(display_name="cache")],
         )
 
     @classmethod
-    def execute(cls, kind: str, preset: str, threshold: float, calibration: str = "", **skipping: Any) -> io.NodeOutput:
+    def execute(
+        cls,
+        kind: str,
+        preset: str,
+        threshold: float,
+        calibration: str = "",
+        max_consecutive_skips: int = 2,
+        retention: float = 0.2,
+    ) -> io.NodeOutput:
         settings: CacheSettings = FirstBlockCache(threshold=PRESETS.get(preset, threshold))
         if kind == MAGNITUDES:
-            rule = SkipRule(threshold=threshold, **skipping)
-            settings = MagCache(table=read_table(calibration), rule=rule)
+            rule = SkipRule(
+                threshold=threshold,
+                max_consecutive_skips=max_consecutive_skips,
+                retention=retention,
+            )
+            settings = MagCache(table=read_table(current_host().files, calibration), rule=rule)
         elif kind == EASY:
-            retention = skipping.get("retention", EasyCache.retention)
             settings = EasyCache(threshold=threshold, retention=retention)
         return io.NodeOutput(settings)
 
 
 class WanStreamCacheCalibration(io.ComfyNode):
-    """Calibration run for MagCache: measures the size of the blocks' residual in every step and writes a table."""
+    """Calibration run for MagCache: measures the block residual in every step, writes a table."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -111,35 +119,34 @@ class WanStreamCacheCalibration(io.ComfyNode):
             node_id="WanStreamCacheCalibration",
             display_name="Wan Cache Calibration",
             category="WanStream/benchmark",
-            **search_aliases("magcache", "calibrate"),
-            description="Measures the data that Wan Cache needs for magcache. Repeats the sampler's run without a "
-            "cache, in this process, and writes a small file. It is valid for every prompt and seed with the same "
-            "experts, steps, schedule and flow_shift.",
+            **search_aliases("magcache, calibrate"),
+            description="Measures the data that Wan Cache needs for magcache. Repeats the "
+            "sampler's run without a cache, in this process, and writes a small file. It is "
+            "valid for every prompt and seed with the same experts, steps, schedule and "
+            "flow_shift.",
             inputs=[
                 sockets.Run.Input(
                     "run",
-                    tooltip="From Wan Sampler, with all steps. The calibration costs one more run, and one hidden "
-                    "state for each lane (0.77 GB at 1280x720x81 in bf16).",
+                    tooltip="From Wan Sampler, with all steps. The calibration costs one more run, "
+                    "and one hidden state for each lane (0.77 GB at 1280x720x81 in bf16).",
                 ),
-                io.String.Input(
-                    "filename_prefix",
-                    default="calibration/WanStream",
-                    tooltip="Name below the output folder; a counter is appended. A few KB.",
-                ),
+                prefix_input("calibration/WanStream", "A few KB."),
             ],
             outputs=[io.String.Output(display_name="calibration")],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
+            # Two equal calibrations must both run.
             not_idempotent=True,
         )
 
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None) -> bool:
-        check_name(filename_prefix)
+        check_name(current_host().files, filename_prefix)
         return True
 
     @classmethod
     def execute(cls, run: SamplerRun, filename_prefix: str) -> io.NodeOutput:
-        table = calibrate_run(run, node_id=cls.hidden.unique_id)
-        name = write_table(table, filename_prefix)
-        return io.NodeOutput(name, ui=show_notices(Notice.of(f"{name}: {table.source}")))
+        host = current_host()
+        table = calibrate_run(host, run, node_id=cls.hidden.unique_id)
+        name = write_table(host.files, table, filename_prefix)
+        return io.NodeOutput(name, ui=show_notices(host, Notice.of(f"{name}: {table.source}")))

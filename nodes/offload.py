@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ..host import io, search_aliases
 from ..plan import AutoOffload, Budgets
 from ..schema import OffloadPolicy, SourceKind
 from . import sockets
+from .inputs import limits
 
 ALL_BLOCKS = 80
-"""Blocks of both experts of A14B."""
+"""Number of blocks in both A14B experts together."""
 
 MOST_BLOCKS = 200
 """More blocks than any native model has."""
@@ -22,50 +22,53 @@ STREAM_INPUTS: tuple[io.Input, ...] = (
     io.Int.Input(
         "prefetch_blocks",
         default=1,
-        min=0,
-        max=8,
-        tooltip="Blocks fetched ahead of the computing one. Each costs one more buffer (0.70 GB in bf16). 1 hides the "
-        "copies if a block computes longer than its copy takes, more helps with a busy disk, 0 waits for every "
-        "block.",
+        **limits(0, 8),
+        tooltip="Blocks fetched ahead of the computing one. Each costs one more buffer (0.70 GB in "
+        "bf16). 1 hides the copies if a block computes longer than its copy takes, more helps "
+        "with a busy disk, 0 waits for every block.",
     ),
     io.Combo.Input(
         "weights_source",
         options=list(_SOURCES),
         default="disk",
-        tooltip="disk: blocks are read from disk in every step; costs no RAM and needs an SSD (2.5 GB/s at 832x480x81 "
-        "on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per expert in bf16, 14 GB in fp8.",
+        tooltip="disk: blocks are read from disk in every step; costs no RAM and needs an SSD (2.5 "
+        "GB/s at 832x480x81 on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per "
+        "expert in bf16, 14 GB in fp8.",
     ),
     io.Int.Input(
         "ram_blocks",
         default=ALL_BLOCKS,
-        min=0,
-        max=ALL_BLOCKS,
+        **limits(0, ALL_BLOCKS),
         optional=True,
-        tooltip="With weights_source RAM: blocks of both experts (of 80) that are kept there. Each costs 0.70 GB of "
-        "RAM in bf16, 0.35 GB in fp8; the others are read from disk in every step of their expert. Wan Auto "
-        "Offload takes a budget in GB instead.",
+        tooltip="With weights_source RAM: blocks of both experts (of 80) that are kept there. Each "
+        "costs 0.70 GB of RAM in bf16, 0.35 GB in fp8; the others are read from disk in every "
+        "step of their expert. Wan Auto Offload takes a budget in GB instead.",
     ),
     io.Int.Input(
         "chunk_tokens",
         default=0,
-        min=0,
-        max=1_000_000,
-        step=1024,
+        **limits(0, 1_000_000, step=1024),
         optional=True,
-        tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 4.6 GB at 1280x720x81 (75600 tokens), "
-        "and costs a little time in every block. Last digits may differ.",
+        tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 4.6 GB at "
+        "1280x720x81 (75600 tokens), and costs a little time in every block. Last digits may "
+        "differ.",
     ),
 )
-"""Inputs of both nodes with a fixed policy."""
+"""Inputs on both nodes with a fixed policy."""
 
 
 def _policy(
-    policy: OffloadPolicy, weights_source: str, ram_blocks: int = ALL_BLOCKS, chunk_tokens: int = 0
+    policy: OffloadPolicy, weights_source: str, ram_blocks: int, chunk_tokens: int
 ) -> io.NodeOutput:
-    """Return `policy` with the inputs that both nodes share; `ram_blocks` counts only if the source is RAM."""
+    """Return `policy` with the inputs shared by both nodes.
+
+    `ram_blocks` counts only if the source is RAM.
+    """
     source = _SOURCES[weights_source]
     limit = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
-    return io.NodeOutput(replace(policy, source=source, ram_blocks=limit, chunk_tokens=chunk_tokens or None))
+    return io.NodeOutput(
+        replace(policy, source=source, ram_blocks=limit, chunk_tokens=chunk_tokens or None)
+    )
 
 
 class WanStreamLayerwise(io.ComfyNode):
@@ -77,20 +80,28 @@ class WanStreamLayerwise(io.ComfyNode):
             node_id="WanStreamLayerwise",
             display_name="Wan Layerwise Prefetch",
             category="WanStream/offload",
-            **search_aliases("low vram", "vram", "offload", "layerwise", "stream weights"),
-            description="Smallest device memory: every block is fetched in every step, ahead of its use, and none "
-            "stays.",
+            **search_aliases("low vram, vram, offload, layerwise, stream weights"),
+            description="Smallest device memory: every block is fetched in every step, ahead of "
+            "its use, and none stays.",
             inputs=[*STREAM_INPUTS],
             outputs=[sockets.Policy.Output(display_name="policy")],
         )
 
     @classmethod
-    def execute(cls, prefetch_blocks: int, **streaming: Any) -> io.NodeOutput:
-        return _policy(OffloadPolicy.layerwise(prefetch_blocks), **streaming)
+    def execute(
+        cls,
+        prefetch_blocks: int,
+        weights_source: str,
+        ram_blocks: int = ALL_BLOCKS,
+        chunk_tokens: int = 0,
+    ) -> io.NodeOutput:
+        return _policy(
+            OffloadPolicy.layerwise(prefetch_blocks), weights_source, ram_blocks, chunk_tokens
+        )
 
 
 class WanStreamBlockSwap(io.ComfyNode):
-    """Policy that streams some blocks of each expert and keeps the others resident while that expert runs."""
+    """Policy that streams some blocks in each expert and keeps the rest resident while it runs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -98,18 +109,18 @@ class WanStreamBlockSwap(io.ComfyNode):
             node_id="WanStreamBlockSwap",
             display_name="Wan Block Swap",
             category="WanStream/offload",
-            **search_aliases("blockswap", "blocks to swap", "low vram", "vram", "offload"),
-            description="Spends device memory to save bus time: only blocks_to_swap blocks of an expert are fetched "
-            "per step.",
+            **search_aliases("blockswap, blocks to swap, low vram, vram, offload"),
+            description="Spends device memory to save bus time: only blocks_to_swap blocks of an "
+            "expert are fetched per step.",
             inputs=[
                 io.Int.Input(
                     "blocks_to_swap",
                     default=20,
-                    min=0,
-                    max=MOST_BLOCKS,
-                    tooltip="Blocks of each expert (of 40) that are fetched in every step. Each block fewer costs "
-                    "0.70 GB of device memory in bf16 and saves its copy per step. 40 keeps none, 0 keeps a whole "
-                    "expert: 28 GB. Native models have other numbers of blocks: Flux 57, Qwen-Image 60.",
+                    **limits(0, MOST_BLOCKS),
+                    tooltip="Blocks of each expert (of 40) that are fetched in every step. Each "
+                    "block fewer costs 0.70 GB of device memory in bf16 and saves its copy per "
+                    "step. 40 keeps none, 0 keeps a whole expert: 28 GB. Native models have "
+                    "other numbers of blocks: Flux 57, Qwen-Image 60.",
                 ),
                 *STREAM_INPUTS,
             ],
@@ -117,15 +128,23 @@ class WanStreamBlockSwap(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, blocks_to_swap: int, prefetch_blocks: int, **streaming: Any) -> io.NodeOutput:
-        return _policy(OffloadPolicy.block_swap(blocks_to_swap, prefetch_blocks), **streaming)
+    def execute(
+        cls,
+        blocks_to_swap: int,
+        prefetch_blocks: int,
+        weights_source: str,
+        ram_blocks: int = ALL_BLOCKS,
+        chunk_tokens: int = 0,
+    ) -> io.NodeOutput:
+        policy = OffloadPolicy.block_swap(blocks_to_swap, prefetch_blocks)
+        return _policy(policy, weights_source, ram_blocks, chunk_tokens)
 
 
 GB = 1e9
 
 
 class WanStreamAutoOffload(io.ComfyNode):
-    """Policy that is predicted to be the fastest within two memory budgets."""
+    """Policy predicted to be the fastest within two memory budgets."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -133,30 +152,27 @@ class WanStreamAutoOffload(io.ComfyNode):
             node_id="WanStreamAutoOffload",
             display_name="Wan Auto Offload",
             category="WanStream/offload",
-            **search_aliases("low vram", "vram", "automatic", "offload", "out of memory", "oom", "cpu"),
-            description="Simulates the run on this machine with every policy that fits, chooses the fastest, and "
-            "corrects the choice once after the first step. The first run ever measures the machine, which takes "
-            "some seconds.",
+            **search_aliases("low vram, vram, automatic, offload, out of memory, oom, cpu"),
+            description="Simulates the run on this machine with every policy that fits, chooses "
+            "the fastest, and corrects the choice once after the first step. The first run "
+            "ever measures the machine, which takes some seconds.",
             inputs=[
                 io.Float.Input(
                     "vram_budget_gb",
                     default=0.0,
-                    min=0.0,
-                    max=1000.0,
-                    step=0.5,
-                    tooltip="Device memory in GB for weights and activations together. 0: the free memory, less the "
-                    "reserve of the host. Less memory means more copies per step, which cost time only if the bus "
-                    "or the disk is slower than the computing.",
+                    **limits(0.0, 1000.0, step=0.5),
+                    tooltip="Device memory in GB for weights and activations together. 0: the free "
+                    "memory, less the reserve of the host. Less memory means more copies per "
+                    "step, which cost time only if the bus or the disk is slower than the "
+                    "computing.",
                 ),
                 io.Float.Input(
                     "ram_budget_gb",
                     default=0.0,
-                    min=0.0,
-                    max=1000.0,
-                    step=0.5,
-                    tooltip="RAM in GB for blocks that are not read from disk in every step. 0: up to half of all "
-                    "RAM, if it is free. The other blocks are read from the file in every step, which costs disk "
-                    "time.",
+                    **limits(0.0, 1000.0, step=0.5),
+                    tooltip="RAM in GB for blocks that are not read from disk in every step. 0: up "
+                    "to half of all RAM, if it is free. The other blocks are read from the "
+                    "file in every step, which costs disk time.",
                 ),
             ],
             outputs=[sockets.Policy.Output(display_name="policy")],
@@ -169,5 +185,5 @@ class WanStreamAutoOffload(io.ComfyNode):
 
 
 def _bytes(gigabytes: float) -> int | None:
-    """Return a budget in bytes; None for 0, with which the planner uses the free memory."""
+    """Return a budget in bytes, or None for 0: the planner then uses the free memory."""
     return int(gigabytes * GB) if gigabytes else None

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from ..host import io, search_aliases
-from ..plan import TRAIN_TIMESTEPS, AutoOffload
-from ..sampling import (
-    SCHEDULES,
-    SOLVERS,
-    DenoiseRequest,
-    Guidance,
-    NativeInputs,
-    RequestError,
-    check_step_plan,
-    check_steps,
-    native_inputs,
-    native_latent,
-)
-from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
+from ..host import Host, current_host, io, search_aliases
+from ..plan import AutoOffload
+from ..plan.programs import TRAIN_TIMESTEPS
+from ..sampling.cache import CacheSettings
+from ..sampling.inputs import DenoiseRequest, RequestOptions, native_inputs, native_latent
+from ..sampling.steps import SCHEDULES, SOLVERS, Guidance, RequestError, StepSettings
+from ..schema import OffloadPolicy
+from ..schema.refs import ExpertsRef, WorkersRef
+from ..shapes import ContextWindows
 from ..wan import GuidedStep, guidance_mismatches
-from . import sockets
-from .inputs import (
-    BOUNDARY_INPUT,
-    CACHE_INPUT,
-    EXPERTS_INPUT,
-    GUIDANCE_INPUT,
-    POLICY_INPUT,
-    POSITIVE_INPUT,
-    PREVIEW_INPUT,
-    SHIFT_INPUT,
-    WINDOWS_INPUT,
-    WORKERS_INPUT,
-    show_notices,
-)
+from . import inputs, sockets
+from .runs.notices import show_notices
 from .runs.preview import PreviewSettings
-from .runs.run_experts import SamplerRun, run_experts
+from .runs.run_experts import SamplerInputs, SamplerRun, run_experts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # `typing` has it from Python 3.11 on
 
 FROM_BOUNDARY = -1
 """Value of `switch_step` with which `boundary_ratio` decides."""
@@ -51,8 +37,7 @@ NO_END_STEP = 10000
 SEED_INPUT = io.Int.Input(
     "seed",
     default=0,
-    min=0,
-    max=2**64 - 1,
+    **inputs.limits(0, 2**64 - 1),
     control_after_generate=True,
     tooltip="Draws the same noise as ComfyUI's own samplers. A new seed reloads nothing.",
 )
@@ -61,205 +46,246 @@ SETTING_INPUTS: tuple[io.Input, ...] = (
     io.Int.Input(
         "steps",
         default=40,
-        min=1,
-        max=1000,
-        tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. Wan2.2 was "
-        "tuned for 40, 20 are usually enough, 4 need a distilled LoRA.",
+        **inputs.limits(1, 1000),
+        tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. "
+        "Wan2.2 was tuned for 40, 20 are usually enough, 4 need a distilled LoRA.",
     ),
     io.Combo.Input(
         "solver",
         options=list(SOLVERS),
         default="unipc",
-        tooltip="Rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
-        "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. Their own time is "
-        "negligible.",
+        tooltip="Rule of a step. unipc and dpm++: second order, need fewer steps. euler: first "
+        "order, for distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled "
+        "that way. Their own time is negligible.",
     ),
     io.Combo.Input(
         "schedule",
         options=list(SCHEDULES),
         default="wan",
-        tooltip="Noise levels of the steps. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
+        **inputs.advanced(),
+        tooltip="Noise levels of the steps. wan: as in Wan2.2 and diffusers. simple: as in "
+        "ComfyUI.",
     ),
-    SHIFT_INPUT,
-    BOUNDARY_INPUT,
+    inputs.SHIFT_INPUT,
+    inputs.BOUNDARY_INPUT,
     io.Int.Input(
         "switch_step",
         default=FROM_BOUNDARY,
-        min=FROM_BOUNDARY,
-        max=1000,
+        **inputs.limits(FROM_BOUNDARY, 1000),
+        **inputs.advanced(),
         tooltip="First step of the low-noise expert, counted from 0. -1: boundary_ratio decides.",
     ),
     io.Float.Input(
         "guidance_high",
         default=4.0,
-        min=1.0,
-        max=MAX_GUIDANCE,
-        step=0.1,
-        tooltip="Strength of the prompt in the high-noise expert. Any value but 1 also computes the negative and "
-        "doubles the compute of its steps; the bytes that are moved stay the same. A single model uses it in "
-        "every step.",
+        **inputs.limits(1.0, MAX_GUIDANCE, step=0.1),
+        tooltip="Strength of the prompt in the high-noise expert. Any value but 1 also computes "
+        "the negative and doubles the compute of its steps; the bytes that are moved stay the "
+        "same. A single model uses it in every step.",
     ),
     io.Float.Input(
         "guidance_low",
         default=3.0,
-        min=1.0,
-        max=MAX_GUIDANCE,
-        step=0.1,
-        tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by a single model.",
+        **inputs.limits(1.0, MAX_GUIDANCE, step=0.1),
+        tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by "
+        "a single model.",
     ),
     # The inputs for a part of the schedule have the same meaning as those of KSampler (Advanced).
     io.Int.Input(
         "start_step",
         default=0,
-        min=0,
-        max=999,
-        tooltip="Steps to skip at the start, which saves their time. The connected latent is mixed with noise of "
-        "the level of that step; see add_noise.",
+        **inputs.limits(0, 999),
+        **inputs.advanced(),
+        tooltip="Steps to skip at the start, which saves their time. The connected latent is mixed "
+        "with noise of the level of that step; see add_noise.",
     ),
     io.Int.Input(
         "end_step",
         default=NO_END_STEP,
-        min=1,
-        max=NO_END_STEP,
+        **inputs.limits(1, NO_END_STEP),
         optional=True,
-        tooltip="The run ends before this step; past the last step: it takes all steps. A following sampler "
-        "continues with this number as its start_step.",
+        **inputs.advanced(),
+        tooltip="The run ends before this step; past the last step: it takes all steps. A "
+        "following sampler continues with this number as its start_step.",
     ),
     io.Boolean.Input(
         "add_noise",
         default=True,
         optional=True,
-        tooltip="Off: the latent already contains noise, from a sampler with leftover_noise on. Both samplers "
-        "need the same steps, schedule and flow_shift.",
+        **inputs.advanced(),
+        tooltip="Off: the latent already contains noise, from a sampler with leftover_noise on. "
+        "Both samplers need the same steps, schedule and flow_shift.",
     ),
     io.Boolean.Input(
         "leftover_noise",
         default=False,
         optional=True,
-        tooltip="On: a run that ends before the last step keeps its noise, for another sampler with add_noise "
-        "off. Off: its last step removes all noise at once.",
+        **inputs.advanced(),
+        tooltip="On: a run that ends before the last step keeps its noise, for another sampler "
+        "with add_noise off. Off: its last step removes all noise at once.",
     ),
-    POLICY_INPUT,
+    inputs.POLICY_INPUT,
     io.Sigmas.Input(
         "sigmas",
         optional=True,
-        tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. If "
-        "they end above 0, that noise is left over.",
+        tooltip="Noise levels from another node, used as they are instead of steps, schedule and "
+        "flow_shift. If they end above 0, that noise is left over.",
     ),
-    WORKERS_INPUT,
-    CACHE_INPUT,
-    GUIDANCE_INPUT,
-    WINDOWS_INPUT,
-    PREVIEW_INPUT,
+    inputs.WORKERS_INPUT,
+    inputs.CACHE_INPUT,
+    inputs.GUIDANCE_INPUT,
+    inputs.WINDOWS_INPUT,
+    inputs.PREVIEW_INPUT,
 )
-"""Inputs of a run except for its experts and for the texts, latent and seed of each video, in the order that saved
-workflows depend on."""
+"""Inputs of a run except for its experts and for the texts, latent and seed of each video, in the
+order that saved workflows depend on."""
 
 NOT_CONNECTED = object()
 """Default for sigmas that are not linked; a linked input is None until the run."""
 
 
-def check_widgets(steps: object, start_step: object, switch_step: object, end_step: object) -> None:
-    """Raise RequestError for steps that cannot be run, in `validate_inputs`: before the text encoder runs.
+class SamplerWidgets(TypedDict, total=False):
+    """Widgets of `SETTING_INPUTS`; those that older workflows lack may be missing."""
 
-    `steps` is None if sigmas are connected, which define the number of steps.
+    steps: int
+    solver: str
+    schedule: str
+    flow_shift: float
+    boundary_ratio: float
+    switch_step: int
+    guidance_high: float
+    guidance_low: float
+    start_step: int
+    end_step: int
+    add_noise: bool
+    leftover_noise: bool
+
+
+class SamplerValues(SamplerWidgets, total=False):
+    """Values of `SETTING_INPUTS`; those of links that are not connected are missing."""
+
+    policy: OffloadPolicy | AutoOffload
+    sigmas: torch.Tensor
+    workers: WorkersRef
+    cache: CacheSettings
+    guidance: Guidance
+    windows: ContextWindows
+    preview: PreviewSettings
+
+
+def for_experts(
+    experts: ExpertsRef, boundary_ratio: float, high: float, low: float
+) -> tuple[float, float, float]:
+    """Return the boundary ratio and both guidances.
+
+    A single model runs every step with that of the high expert.
     """
-    # ComfyUI does not check the range of inputs that are checked here. A linked value is None until the run, and the
-    # host itself refuses text for a number.
-    count = steps if isinstance(steps, int) else TRAIN_TIMESTEPS
-    start = start_step if isinstance(start_step, int) else 0
-    switch = switch_step if isinstance(switch_step, int) else FROM_BOUNDARY
-    end = end_step if isinstance(end_step, int) else NO_END_STEP
-    check_steps(count)
-    check_step_plan(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
+    return (0.0, high, high) if experts.single else (boundary_ratio, high, low)
 
 
-def settings_for(experts: ExpertsRef, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a sampler or guider, adapted to these experts.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplerSettings:
+    """Settings of a sampler node, adapted to its experts."""
 
-    A single model runs every step with `guidance_high`; `boundary_ratio` and `guidance_low` are not used.
+    steps: StepSettings
+    guidance: Guidance
+    options: RequestOptions
+    add_noise: bool
 
-    Raises:
-        RequestError: `switch_step` is set for a single model.
-    """
-    if not experts.single:
-        return dict(settings)
-    switch = settings.get("switch_step", FROM_BOUNDARY)
-    if switch != FROM_BOUNDARY:
-        raise RequestError(f"switch_step is {switch}, but a single model runs every step: set it to {FROM_BOUNDARY}")
-    return {**settings, "boundary_ratio": 0.0, "guidance_low": settings["guidance_high"]}
+    @classmethod
+    def of(cls, experts: ExpertsRef, values: SamplerValues) -> SamplerSettings:
+        """Return the settings of these values.
 
+        Raises:
+            RequestError: a value is out of range, or `switch_step` is set for a single model.
+        """
+        sigmas = values.get("sigmas")
+        switch = values["switch_step"]
+        if experts.single and switch != FROM_BOUNDARY:
+            raise RequestError(
+                f"switch_step is {switch}, but a single model runs every step: set it to "
+                f"{FROM_BOUNDARY}"
+            )
+        boundary, high, low = for_experts(
+            experts, values["boundary_ratio"], values["guidance_high"], values["guidance_low"]
+        )
+        steps = StepSettings(
+            steps=values["steps"] if sigmas is None else None,
+            solver=values["solver"],
+            schedule=values["schedule"],
+            sigmas=sigmas,
+            flow_shift=values["flow_shift"],
+            boundary_ratio=boundary,
+            switch_step=None if switch == FROM_BOUNDARY else switch,
+            start_step=values["start_step"],
+            end_step=values.get("end_step"),
+            leftover_noise=values.get("leftover_noise", False),
+        )
+        return cls(
+            steps=steps,
+            guidance=replace(values.get("guidance") or Guidance(), scales=(high, low)),
+            options=RequestOptions(cache=values.get("cache"), windows=values.get("windows")),
+            add_noise=values.get("add_noise", True),
+        )
 
-def request_of(
-    positive: Sequence[Any],
-    negative: Sequence[Any],
-    latent: Mapping[str, Any],
-    guidance: Guidance | None = None,
-    **settings: Any,
-) -> DenoiseRequest:
-    """Return the request for native CONDITIONING and LATENT values and the widgets of a sampler.
+    def request(
+        self, positive: Sequence[Any], negative: Sequence[Any], latent: Mapping[str, Any], seed: int
+    ) -> DenoiseRequest:
+        """Return the request for native CONDITIONING and LATENT values.
 
-    Raises:
-        RequestError: the experts cannot use an input, or settings do not fit together.
-    """
-    guidance = guidance or Guidance()
-    scales = guidance.steps or (settings["guidance_high"], settings["guidance_low"])
-    # A negative that no step reads is not checked: its keys must not refuse the run.
-    needs_negative = guidance.nag is not None or any(scale != 1 for scale in scales)
-    inputs = native_inputs(positive, negative if needs_negative else None, latent)
-    return _request(
-        inputs, guidance_steps=guidance.steps, nag=guidance.nag, context_guidance=guidance.context, **settings
-    )
-
-
-def _request(
-    inputs: NativeInputs,
-    *,
-    seed: int,
-    steps: int,
-    switch_step: int,
-    guidance_high: float,
-    guidance_low: float,
-    add_noise: bool = True,
-    sigmas: torch.Tensor | None = None,
-    **settings: Any,
-) -> DenoiseRequest:
-    """Return the request; `settings` are passed on under their names."""
-    return DenoiseRequest(
-        inputs.noise(seed if add_noise else None),
-        inputs.positive,
-        negative=inputs.negative,
-        image_condition=inputs.image_condition,
-        image_embedding=inputs.image_embedding,
-        latent=inputs.latent,
-        latent_sigma=inputs.latent_sigma,
-        mask=inputs.mask,
-        tokens=inputs.tokens,
-        negative_tokens=inputs.negative_tokens,
-        add_noise=add_noise,
-        steps=steps if sigmas is None else None,
-        sigmas=sigmas,
-        switch_step=None if switch_step == FROM_BOUNDARY else switch_step,
-        guidance=(guidance_high, guidance_low),
-        **settings,
-    )
+        Raises:
+            RequestError: the experts cannot use an input, or settings do not fit together.
+        """
+        # A negative that no step reads is not checked: its keys must not refuse the run.
+        read = negative if self.guidance.needs_negative else None
+        native = native_inputs(positive, read, latent, seed if self.add_noise else None)
+        return DenoiseRequest.of(native, self.steps, self.guidance, self.options)
 
 
-def show_guidance_notices(experts: ExpertsRef, request: DenoiseRequest, settings: Mapping[str, Any]) -> dict[str, Any]:
+def show_guidance_notices(
+    host: Host,
+    experts: ExpertsRef,
+    steps: Sequence[GuidedStep],
+    guidance: Guidance,
+    high: float,
+    low: float,
+) -> dict[str, Any]:
     """Show notices on a guidance that does not fit the experts or the LoRAs. See `show_notices`.
 
-    `settings` are the sampler widgets.
+    The inputs `high` and `low` matter unless `guidance` has its own scale for each step.
     """
+    notices = guidance_mismatches(experts, steps)
+    if guidance.steps is not None:
+        return show_notices(host, *notices)
+    return show_notices(host, *notices, guidance_high=high, guidance_low=low)
+
+
+def show_sampler_notices(
+    host: Host, experts: ExpertsRef, request: DenoiseRequest, values: SamplerValues
+) -> dict[str, Any]:
+    """Show the notices of a sampler node before its run. See `show_guidance_notices`."""
     plan = request.step_plan
     steps = [GuidedStep(step, plan.experts[step], plan.guidance[step]) for step in plan.steps]
-    by_steps = settings.get("guidance") is not None and settings["guidance"].steps is not None
-    values = {} if by_steps else {name: settings[name] for name in ("guidance_high", "guidance_low")}
-    return show_notices(*guidance_mismatches(experts, steps), **values)
+    high = values["guidance_high"]
+    low = values["guidance_low"]
+    return show_guidance_notices(host, experts, steps, request.guidance_settings, high, low)
 
 
-def run_ui(run: SamplerRun, shown: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the UI output of a sampler: what `show_notices` returned, and the run."""
-    return {**shown, TIMELINE: [run.timeline.to_dict()], "text": [*shown.get("text", ()), *run.timeline.changes]}
+def sampler_inputs(
+    experts: ExpertsRef, request: DenoiseRequest, values: SamplerValues
+) -> SamplerInputs:
+    return SamplerInputs(
+        experts=experts,
+        request=request,
+        requested=values.get("policy") or OffloadPolicy.layerwise(),
+        workers=values.get("workers"),
+    )
+
+
+def sampler_output(run: SamplerRun, shown: dict[str, Any]) -> dict[str, Any]:
+    """Return the UI output of a sampler node: its notices, the timeline and the changes."""
+    text = [*shown.get("text", ()), *run.timeline.changes]
+    return {**shown, TIMELINE: [run.timeline.to_dict()], "text": text}
 
 
 TIMELINE = "wanstream_timeline"
@@ -267,11 +293,14 @@ TIMELINE = "wanstream_timeline"
 
 
 def check_scales(**scales: object) -> None:
-    """Raise RequestError for an invalid guidance, in `validate_inputs`. A linked one is None until the run."""
-    # Not left to ComfyUI, which names the limit alone: 0 means no guidance in other samplers, and needs the remedy.
-    for name, scale in scales.items():
-        if isinstance(scale, int | float) and not 1.0 <= scale <= MAX_GUIDANCE:
-            raise RequestError(f"{name} is {scale:g}: give 1 for no guidance, or up to {MAX_GUIDANCE:g}")
+    """Raise RequestError for an invalid guidance, in `validate_inputs`."""
+    # Not left to ComfyUI, which names the limit alone: 0 means no guidance in other samplers, and
+    # needs the remedy.
+    for name, scale in inputs.known(int | float, **scales).items():
+        if not 1.0 <= scale <= MAX_GUIDANCE:
+            raise RequestError(
+                f"{name} is {scale:g}: give 1 for no guidance, or up to {MAX_GUIDANCE:g}"
+            )
 
 
 class WanStreamSampler(io.ComfyNode):
@@ -283,22 +312,26 @@ class WanStreamSampler(io.ComfyNode):
             node_id="WanStreamSampler",
             display_name="Wan Sampler (streamed)",
             category="WanStream/sampling",
-            **search_aliases("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
-            description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "
-            "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
+            **search_aliases("ksampler, moe, high noise, low noise, t2v, i2v"),
+            description="Denoises with both experts in one run. The defaults are those of Wan2.2 "
+            "text-to-video; for image-to-video use flow_shift 5, boundary_ratio 0.9 and "
+            "guidance 3.5.",
             inputs=[
-                EXPERTS_INPUT,
-                POSITIVE_INPUT,
-                io.Conditioning.Input("negative", tooltip="Like positive. Costs nothing if a guidance is 1."),
+                inputs.EXPERTS_INPUT,
+                inputs.POSITIVE_INPUT,
+                inputs.NEGATIVE_INPUT,
                 io.Latent.Input(
                     "latent",
-                    tooltip="An empty latent, or one to continue from (see start_step). Where its noise mask is 0, it "
-                    "is kept.",
+                    tooltip="An empty latent, or one to continue from (see start_step). Where its "
+                    "noise mask is 0, it is kept.",
                 ),
                 SEED_INPUT,
                 *SETTING_INPUTS,
             ],
-            outputs=[io.Latent.Output(display_name="latent"), sockets.Run.Output(display_name="run")],
+            outputs=[
+                io.Latent.Output(display_name="latent"),
+                sockets.Run.Output(display_name="run"),
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -313,7 +346,13 @@ class WanStreamSampler(io.ComfyNode):
         guidance_low: float | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool:
-        check_widgets(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step)
+        # ComfyUI does not check the range of inputs that are checked here.
+        given = inputs.known(int, start_step=start_step, switch_step=switch_step, end_step=end_step)
+        if given.get("switch_step") == FROM_BOUNDARY:
+            del given["switch_step"]
+        if sigmas is NOT_CONNECTED:  # connected ones define the number of steps
+            given |= inputs.known(int, steps=steps)
+        StepSettings(**{"steps": TRAIN_TIMESTEPS, "end_step": NO_END_STEP, **given})
         check_scales(guidance_high=guidance_high, guidance_low=guidance_low)
         return True
 
@@ -324,14 +363,19 @@ class WanStreamSampler(io.ComfyNode):
         positive: Sequence[Any],
         negative: Sequence[Any],
         latent: Mapping[str, Any],
-        policy: OffloadPolicy | AutoOffload | None = None,
-        workers: WorkersRef | None = None,
-        preview: PreviewSettings | None = None,
-        **settings: Any,
+        *,
+        seed: int,
+        **values: Unpack[SamplerValues],
     ) -> io.NodeOutput:
-        request = request_of(positive, negative, latent, **settings_for(experts, settings))
-        shown = show_guidance_notices(experts, request, settings)
-        policy = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, request, policy, node_id=cls.hidden.unique_id, workers=workers, preview=preview)
+        host = current_host()
+        settings = SamplerSettings.of(experts, values)
+        request = settings.request(positive, negative, latent, seed)
+        shown = show_sampler_notices(host, experts, request, values)
+        run = run_experts(
+            host,
+            sampler_inputs(experts, request, values),
+            node_id=cls.hidden.unique_id,
+            preview=values.get("preview"),
+        )
         denoised = native_latent(run.result.latents, latent, sigma=run.result.sigma)
-        return io.NodeOutput(denoised, run, ui=run_ui(run, shown))
+        return io.NodeOutput(denoised, run, ui=sampler_output(run, shown))

@@ -1,35 +1,38 @@
-"""Socket types of the pack; all of them carry values, which are comparable and cheap to keep in ComfyUI's caches."""
+"""Socket types in this pack.
+
+All carry values. They are comparable and cheap to keep in ComfyUI's caches.
+"""
 
 from __future__ import annotations
 
 from ..host import io
 
 Experts = io.Custom("WANSTREAM_EXPERTS")
-"""An `ExpertsRef`: the paths and the dtype of a pair of experts, or of a single model."""
+"""An `ExpertsRef`: paths and dtype for a pair of experts, or for a single model."""
 
 Policy = io.Custom("WANSTREAM_POLICY")
-"""An `OffloadPolicy`, or an `AutoOffload`, with which the planner chooses one."""
+"""An `OffloadPolicy`, or an `AutoOffload` from which the planner chooses one."""
 
 Run = io.Custom("WANSTREAM_RUN")
-"""A `SamplerRun`: request, settings and timeline of a finished run, enough to run it again."""
+"""A `SamplerRun`: request, settings and timeline from a finished run, enough to run it again."""
 
 Lanes = io.Custom("WANSTREAM_LANES")
-"""A tuple of `VideoLane`: the videos of one run, in order."""
+"""A tuple of `VideoLane`: the videos in one run, in order."""
 
 LaneLatents = io.Custom("WANSTREAM_LANE_LATENTS")
-"""A tuple of LATENTs, one for each lane of a run."""
+"""A tuple of LATENTs, one for each lane in a run."""
 
 Workers = io.Custom("WANSTREAM_WORKERS")
-"""A `WorkersRef`: the workers of a run and their layout."""
+"""A `WorkersRef`: the workers for a run, and their layout."""
 
 Guidance = io.Custom("WANSTREAM_GUIDANCE")
-"""A `Guidance`: a scale per step, and the NAG settings of steps without guidance."""
+"""A `Guidance`: a scale per step, and NAG settings for steps without guidance."""
 
 Windows = io.Custom("WANSTREAM_WINDOWS")
-"""`ContextWindows`: length, overlap and blending of the windows of a long video."""
+"""`ContextWindows`: length, overlap and blending for windows over a long video."""
 
 Cache = io.Custom("WANSTREAM_CACHE")
-"""`CacheSettings`: the rule by which steps reuse the result of an earlier step."""
+"""`CacheSettings`: the rule by which steps reuse an earlier step's result."""
 
 Preview = io.Custom("WANSTREAM_PREVIEW")
-"""`PreviewSettings`: the tiny VAE and the number of frames of moving previews."""
+"""`PreviewSettings`: the tiny VAE and the number of frames for moving previews."""

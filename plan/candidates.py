@@ -1,34 +1,32 @@
-"""Candidate policies of the planner, their memory needs, and a lower bound of their run time."""
+"""Candidate policies for the planner, with memory needs and a lower bound on run time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..schema import OffloadPolicy, plan_residency
-from .machine import Machine
+from ..schema import OffloadPolicy
+from .costs import RunCosts
 from .memory import MemoryBudget, MemoryNeeds, memory_needs
-from .offload_job import OffloadJob
-from .predict import hardware_of
-from .ram_program import plan_ram
+from .programs.ram_program import plan_ram
 
+# Not 0: without prefetch nothing overlaps.
 DEPTHS = (1, 2, 3)
-CHUNKS = (None, 32768, 16384, 8192, 4096, 2048)
-"""Values of `chunk_tokens` in descending order: each takes less memory and more time than the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Policy and its memory needs."""
+    """Policy and memory needs."""
 
     policy: OffloadPolicy
     needs: MemoryNeeds
     shortage: str | None
-    """Reason for which the policy does not fit into memory; None if it fits."""
+    """Shortage in words. None if the policy fits into memory."""
 
 
 def device_policies(blocks: int) -> Iterator[OffloadPolicy]:
-    """Yield every number of residents with every prefetch depth, one resident expert, and both experts resident."""
+    """Yield every resident count at every prefetch depth, then one resident expert, then both."""
     for depth in DEPTHS:
         yield OffloadPolicy.layerwise(depth)
     for residents in range(1, blocks):
@@ -38,24 +36,98 @@ def device_policies(blocks: int) -> Iterator[OffloadPolicy]:
     yield OffloadPolicy.resident()
 
 
-def fitting_policies(job: OffloadJob, machine: Machine, budget: MemoryBudget) -> tuple[list[Fit], list[Fit]]:
-    """Return the candidates that fit into `budget`, and the usual ones that do not.
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Policies for a run, by memory need.
 
-    Each device policy is tried without RAM-resident blocks, with as many as fit, and with all blocks in RAM.
+    Args:
+        costs: run costs when this many tokens are computed at once. None: all tokens.
+        chunks: candidates for that token count, in descending order.
+        budget: memory for the run.
     """
-    fits: list[Fit] = []
-    misfits: list[Fit] = []
-    for on_device in device_policies(job.expert.blocks):
-        found, refused = _fit_tokens_and_ram(job, machine, on_device, budget)
-        fits += found
-        misfits += [misfit for misfit in refused if is_usual(misfit.policy, job)]
-    return fits, misfits
+
+    costs: Callable[[int | None], RunCosts]
+    chunks: Sequence[int] = ()
+    budget: MemoryBudget
+
+    def fitting(self) -> tuple[list[Fit], list[Fit]]:
+        """Return candidates within the budget, and usual policies that exceed it.
+
+        Each device policy is tried with no RAM-resident blocks, with as many as fit, and with all
+        blocks in RAM.
+        """
+        blocks = self.costs(None).blocks.blocks
+        fits: list[Fit] = []
+        misfits: list[Fit] = []
+        for on_device in device_policies(blocks):
+            found, refused = self._with_chunks(on_device)
+            fits += found
+            misfits += [misfit for misfit in refused if is_usual(misfit.policy, blocks)]
+        return fits, misfits
+
+    def needs(self, policy: OffloadPolicy) -> MemoryNeeds:
+        """Return what `policy` needs in memory."""
+        costs = self.costs(policy.chunk_tokens)
+        return memory_needs(
+            costs.blocks, policy, has_bus=costs.has_bus, working_bytes=costs.working_bytes
+        )
+
+    def _with_chunks(self, on_device: OffloadPolicy) -> tuple[list[Fit], list[Fit]]:
+        """Return variants that fit, with the most tokens at once, and misfits."""
+        found: list[Fit] = []
+        refused: list[Fit] = []
+        for chunk in (None, *self.chunks):
+            from_file = self._fit(replace(on_device, chunk_tokens=chunk))
+            if from_file.shortage is not None:
+                refused = [from_file]
+                continue
+            found.append(from_file)
+            found += self._with_some_in_ram(from_file)
+            all_in_ram = self._fit(replace(from_file.policy, source="pinned"))
+            if all_in_ram.shortage is None:
+                return [*found, all_in_ram], []
+            refused = [all_in_ram]
+            # Fewer tokens at once are slower. They help only where device and RAM share memory, by
+            # making space for slots.
+            if not self.budget.shared:
+                break
+        return found, refused
+
+    def _with_some_in_ram(self, from_file: Fit) -> Iterator[Fit]:
+        """Yield the policy with as many RAM-resident blocks as fit, but not all."""
+        blocks = self.costs(None).blocks
+        # Stored bytes: a slot holds a block in the stored form, not decoded.
+        sizes = [size.stored for size in blocks.each]
+        every = len(blocks.stacks) * blocks.blocks
+        staging = sum(from_file.needs.ram_slots)
+        room = self.budget.free_ram(from_file.needs)
+
+        def lacks_room(ram_blocks: int) -> bool:
+            return self._fit(with_ram_blocks(from_file.policy, ram_blocks)).shortage is not None
+
+        # Lower bound: every block as large as the largest. Upper bound: every block as small as the
+        # smallest, and no staging slots.
+        least = int(min(every, 1 + room // max(sizes)))
+        most = int(min(every, 1 + (room + staging) // min(sizes)))
+        ram_blocks = bisect_left(range(every), True, lo=least, hi=most, key=lacks_room) - 1
+        if ram_blocks > 0:
+            yield self._fit(with_ram_blocks(from_file.policy, ram_blocks))
+
+    def _fit(self, policy: OffloadPolicy) -> Fit:
+        needs = self.needs(policy)
+        return Fit(policy=policy, needs=needs, shortage=self.budget.shortage(needs))
 
 
-def is_usual(policy: OffloadPolicy, job: OffloadJob) -> bool:
-    """Return True for a typical policy: at most one block ahead, and a multiple of a quarter of the blocks swapped."""
-    quarter = max(1, job.expert.blocks // 4)
-    return policy.prefetch_blocks <= 1 and (policy.kind != "block_swap" or policy.blocks_to_swap % quarter == 0)
+def is_usual(policy: OffloadPolicy, blocks: int) -> bool:
+    """Return True for a typical policy.
+
+    A typical policy fetches at most one block ahead and swaps a multiple of a quarter of the
+    blocks.
+    """
+    quarter = max(1, blocks // 4)
+    return policy.prefetch_blocks <= 1 and (
+        policy.kind != "block_swap" or policy.blocks_to_swap % quarter == 0
+    )
 
 
 def with_ram_blocks(policy: OffloadPolicy, ram_blocks: int) -> OffloadPolicy:
@@ -63,76 +135,57 @@ def with_ram_blocks(policy: OffloadPolicy, ram_blocks: int) -> OffloadPolicy:
     return replace(policy, source="pinned", ram_blocks=ram_blocks)
 
 
-def _fit_tokens_and_ram(
-    job: OffloadJob, machine: Machine, on_device: OffloadPolicy, budget: MemoryBudget
-) -> tuple[list[Fit], list[Fit]]:
-    """Return the variants of `on_device` that fit, with the most tokens at once, and those that do not fit."""
-    found: list[Fit] = []
-    refused: list[Fit] = []
-    for chunk in CHUNKS:
-        if chunk is not None and chunk >= job.tokens:
-            continue
-        without_ram = _fit(job, machine, replace(on_device, chunk_tokens=chunk), budget)
-        if without_ram.shortage is not None:
-            refused = [without_ram]
-            continue
-        found.append(without_ram)
-        needs = without_ram.needs
-        ram_blocks = min(budget.slots(needs) - needs.ram_slots, sum(job.block_counts.values()) - 1)
-        if ram_blocks > 0:
-            policy = with_ram_blocks(without_ram.policy, ram_blocks)
-            found.append(Fit(policy=policy, needs=memory_needs(job, machine, policy), shortage=None))
-        all_in_ram = _fit(job, machine, replace(without_ram.policy, source="pinned"), budget)
-        if all_in_ram.shortage is None:
-            return [*found, all_in_ram], []
-        refused = [all_in_ram]
-        # Fewer tokens at once are slower. They help only if device and RAM share memory, by making space for RAM slots.
-        if not budget.shared:
-            break
-    return found, refused
+def lower_bound_s(costs: RunCosts, policy: OffloadPolicy) -> float:
+    """Return a lower bound on the run time under `policy`, in seconds.
 
-
-def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, budget: MemoryBudget) -> Fit:
-    needs = memory_needs(job, machine, policy)
-    return Fit(policy=policy, needs=needs, shortage=budget.shortage(needs))
-
-
-def lower_bound_s(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> float:
-    """Return a lower bound of the seconds that the run of `policy` takes.
-
-    At the end of each step all bytes needed so far have passed disk and bus, and the later steps are still to be
-    computed.
+    When a step ends, all bytes needed so far have passed the disk and the bus, and later steps are
+    still to be computed.
     """
-    residency, _ = plan_residency(policy, job.block_counts)
-    in_ram_residency = plan_ram(policy, residency, job.block_counts).residency
-    hardware = hardware_of(job, machine, policy.chunk_tokens)
-    read_s, copy_s = hardware.read_s, 0.0 if hardware.decode_computes else hardware.copy_s
-    late_decode_s = 0.0 if hardware.decode_computes else hardware.decode_s
-    # A CPU that does not decode reads files directly into buffers: one transfer, which disk and bus count both.
-    # Otherwise a block leaves the disk first and the bus last.
-    direct_reads = machine.computes_on == "cpu" and not job.decodes
-    if direct_reads:
-        # Keeps the bound monotonic: more RAM-resident blocks never raise it, even if RAM is slower than the disk.
-        copy_s = min(copy_s, read_s)
-    first_hop_s, last_hop_s = (0.0, 0.0) if direct_reads else (read_s, copy_s)
+    hardware = costs.hardware
+    blocks = range(costs.blocks.blocks)
+    residency, _ = costs.blocks.plan_buffers(policy)
+    in_ram_residency = plan_ram(policy, residency, costs.blocks.counts).residency
+    transfers = hardware.fetch_costs(len(blocks))
+    read_s = [each.read_s for each in transfers]
+    copy_s = [0.0] * len(blocks)
+    late_decode_s = 0.0
+    if not hardware.decode_computes:
+        copy_s = [each.copy_s for each in transfers]
+        late_decode_s = min(each.decode_s for each in transfers)
+    # A CPU without decoding reads files directly into buffers. This is one transfer, and both disk
+    # and bus count it. Otherwise a block leaves the disk first and the bus last.
+    first_hop_s = min(read_s)
+    last_hop_s = min(copy_s)
+    from_file_s = copy_s
+    if costs.blocks.reads_directly(has_bus=costs.has_bus):
+        # The bound must be monotonic: more RAM-resident blocks never raise it, even with RAM slower
+        # than the disk.
+        copy_s = [min(pair) for pair in zip(copy_s, read_s, strict=True)]
+        first_hop_s = last_hop_s = 0.0
+        from_file_s = read_s
+    shares = hardware.visit_shares or (1.0,) * len(blocks)
     disk_s = bus_s = computed_s = 0.0
-    late_s = read_s + last_hop_s + late_decode_s  # the most by which the device has to be late so far
+    # Lower bound on the device's delay so far.
+    late_s = min(read_s) + last_hop_s + late_decode_s
     stage, seen = "", set[str]()
-    for expert in job.experts_of_steps:
-        residents, in_ram = (each.residents.get(expert, frozenset()) for each in (residency, in_ram_residency))
-        first = expert != stage and not (residency.permanent and expert in seen)
-        fetches = job.expert.blocks if first else job.expert.blocks - len(residents)
-        ram_fetches = len(in_ram if first else in_ram - residents)
-        file_fetches, ram_fills = fetches - ram_fetches, 0 if expert in seen else len(in_ram)
-        disk_s += (file_fetches + ram_fills) * read_s
-        bus_s += ram_fetches * copy_s + file_fetches * (read_s if direct_reads else copy_s)
-        computed_s += job.expert.blocks * hardware.visit_s[expert]
+    for expert in (step.expert for step in costs.steps):
+        residents = residency.residents.get(expert, frozenset())
+        in_ram = in_ram_residency.residents.get(expert, frozenset())
+        if expert != stage and not (residency.permanent and expert in seen):
+            residents = frozenset()
+        fetched = [block for block in blocks if block not in residents]
+        from_file = [block for block in fetched if block not in in_ram]
+        filled = in_ram if expert not in seen else ()
+        disk_s += sum(read_s[block] for block in (*from_file, *filled))
+        bus_s += sum((copy_s if block in in_ram else from_file_s)[block] for block in fetched)
+        computed_s += sum(shares) * hardware.visit_s[expert]
         if hardware.decode_computes:
-            computed_s += fetches * hardware.decode_s
-        if fetches:
-            # The bus starts after the first block has left the disk, and the last block still has to pass the bus.
+            computed_s += sum(transfers[block].decode_s for block in fetched)
+        if fetched:
+            # The bus starts once the first block has left the disk. The last block still has to
+            # pass it.
             arrival_s = max(disk_s + last_hop_s, bus_s + first_hop_s) + late_decode_s
-            late_s = max(late_s, arrival_s + hardware.visit_s[expert] - computed_s)
+            late_s = max(late_s, arrival_s + min(shares) * hardware.visit_s[expert] - computed_s)
         stage = expert
         seen.add(expert)
     return late_s + computed_s

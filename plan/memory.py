@@ -1,63 +1,64 @@
-"""Memory needs of a run under a policy, term by term, and the budget that they must fit into."""
+"""Memory needs under a policy, term by term, and the budget they must fit into."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from ..schema import KernelNeeds, OffloadPolicy, format_need, plan_residency
+from ..schema import OffloadPolicy
+from ..schema.text import format_count, format_need
+from .costs import BlockCosts, Budgets
 from .machine import Machine
-from .offload_job import Budgets, OffloadJob
-from .ram_program import RamResidency, plan_ram
-
-STAGING_SLOTS = 2
-"""RAM slots for blocks that pass from the file to the bus: two keep a disk busy, and a third gains nothing."""
-RAW_SLOTS = 2
-"""Device slots for stored blocks that a GPU decodes: one is copied into while the other is decoded."""
+from .programs.ram_program import STAGING_SLOTS, plan_ram
+from .programs.simulator import RAW_SLOTS
 
 VRAM_SHARE, VRAM_RESERVE = 0.95, 600_000_000
-"""Default budget on a GPU: a share of its memory, less the bytes that driver and screen use."""
+"""Default GPU budget: a share of its memory, minus what driver and screen use in bytes."""
 RAM_SHARE = 0.5
-"""Default budget in RAM as a share of all RAM: Windows page-locks at most half of it."""
+"""Default RAM budget as a share of all RAM. Windows page-locks at most half of it."""
+AVAILABLE_SHARE = 0.9
+"""Share of free RAM that a run may use. The rest is for growth in other processes during the
+run."""
 
 
 class DoesNotFitError(ValueError):
-    """Run for which memory is too small under every policy."""
+    """Run that exceeds memory under every policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
-    """Memory needs of one policy in bytes. On a CPU the device bytes are RAM too."""
+    """Memory needed under one policy, in bytes. On a CPU the device bytes are RAM too."""
 
-    buffers: int
-    buffer_bytes: int
-    """Bytes of one buffer."""
-    resident_bytes: int
-    """Bytes on the device that do not stream."""
+    blocks: BlockCosts
+    buffers: tuple[int, ...]
+    """Buffer sizes."""
     raw_bytes: int
-    """Bytes of the slots for stored blocks that a GPU decodes."""
+    """Size of the slots for stored blocks, where a GPU decodes them."""
     working_bytes: int
-    """Bytes of the activations of a step."""
-    ram_slots: int
-    slot_bytes: int
-    """Bytes of one RAM slot."""
-    host_resident_bytes: int
-    """Bytes in RAM in addition to the slots."""
+    """Activation bytes in a step."""
+    ram_slots: tuple[int, ...]
+    """RAM slot sizes."""
 
     @property
     def device_bytes(self) -> int:
-        """Sum of all device memory."""
-        return self.buffers * self.buffer_bytes + self.resident_bytes + self.raw_bytes + self.working_bytes
+        """All device memory."""
+        buffers = sum(self.buffers)
+        return buffers + self.blocks.outside_bytes + self.raw_bytes + self.working_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Sum of all RAM, without `device_bytes`."""
-        return self.ram_slots * self.slot_bytes + self.host_resident_bytes
+        """All RAM except `device_bytes`."""
+        return sum(self.ram_slots) + self.blocks.host_outside_bytes
 
     def describe_device(self) -> str:
-        """Format the device memory as `2 buffers of 0.70 GB + 0.03 GB resident + 4.20 GB to compute in`."""
-        terms = [f"{self.buffers} buffer{'s' * (self.buffers != 1)} of {format_need(self.buffer_bytes)}"]
-        terms.append(f"{format_need(self.resident_bytes)} resident")
+        """Format the device memory terms.
+
+        For example, `2 buffers of 0.70 GB + 0.03 GB resident + 4.20 GB to compute in`.
+        """
+        terms = [
+            _describe(self.buffers, "buffer"),
+            f"{format_need(self.blocks.outside_bytes)} resident",
+        ]
         if self.raw_bytes:
             terms.append(f"{format_need(self.raw_bytes)} for decoding")
         terms.append(f"{format_need(self.working_bytes)} to compute in")
@@ -65,88 +66,97 @@ class MemoryNeeds:
 
     def describe_host(self) -> str:
         """Format the RAM as `12 slots of 0.70 GB + 0.10 GB resident`."""
-        slots = f"{self.ram_slots} slot{'s' * (self.ram_slots != 1)} of {format_need(self.slot_bytes)}"
-        return slots + (f" + {format_need(self.host_resident_bytes)} resident" if self.host_resident_bytes else "")
+        slots = _describe(self.ram_slots, "slot")
+        if not self.blocks.host_outside_bytes:
+            return slots
+        return f"{slots} + {format_need(self.blocks.host_outside_bytes)} resident"
+
+
+def _describe(places: tuple[int, ...], word: str) -> str:
+    """Format places as `2 buffers of 0.70 GB`, or with their sum if sizes differ."""
+    if len(set(places)) > 1:
+        return f"{format_count(len(places), word)} ({format_need(sum(places))})"
+    return f"{format_count(len(places), word)} of {format_need(max(places, default=0))}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """Bytes that a run may take: `Budgets` with the defaults of a machine filled in. Either may be infinite."""
+    """Bytes available to a run: `Budgets` with a machine's defaults filled in.
+
+    Either may be infinite.
+    """
 
     device: float
     host: float
     shared: bool
-    """True if the device computes in RAM: then `host` limits the sum of both."""
+    """True if the device computes in RAM. Then `host` limits the sum of both."""
 
     def shortage(self, needs: MemoryNeeds) -> str | None:
-        """Return the reason, with numbers, for which `needs` do not fit; None if they fit."""
+        """Return why `needs` do not fit, with numbers. None if they fit."""
         if needs.device_bytes > self.device:
             return (
-                f"needs {needs.describe_device()} = {format_need(needs.device_bytes)}; {format_need(self.device)} given"
+                f"needs {needs.describe_device()} = {format_need(needs.device_bytes)}; "
+                f"{format_need(self.device)} given"
             )
-        taken = needs.host_bytes + (needs.device_bytes if self.shared else 0)
+        taken = needs.host_bytes + self.shared * needs.device_bytes
         if taken <= self.host:
             return None
         words = [needs.describe_device()] if self.shared else []
         if needs.ram_slots or not self.shared:
             words.append(needs.describe_host())
-        return f"needs {' and '.join(words)} = {format_need(taken)} of RAM; {format_need(self.host)} given"
+        return (
+            f"needs {' and '.join(words)} = {format_need(taken)} of RAM; {format_need(self.host)} "
+            "given"
+        )
 
-    def slots(self, needs: MemoryNeeds) -> int:
-        """Return the number of RAM slots that fit in addition to everything else of `needs`."""
-        taken = needs.host_resident_bytes + (needs.device_bytes if self.shared else 0)
-        return max(0, int((self.host - taken) // needs.slot_bytes))
+    def free_ram(self, needs: MemoryNeeds) -> float:
+        """Return the bytes left free in RAM by fitting `needs`, possibly infinite."""
+        return self.host - needs.host_bytes - self.shared * needs.device_bytes
 
 
 def memory_budget(machine: Machine, budgets: Budgets) -> MemoryBudget:
-    """Return `budgets` with a default share of `machine` for each one that is None."""
-    on_cpu = machine.computes_on == "cpu"
-    host = RAM_SHARE * machine.ram_bytes if budgets.ram_bytes is None else budgets.ram_bytes
-    device: float
+    """Return `budgets`, with a default share of `machine` in place of each None."""
+    host = RAM_SHARE * machine.ram_bytes
+    if budgets.ram_bytes is not None:
+        host = budgets.ram_bytes
+    device = math.inf
     if budgets.vram_bytes is not None:
         device = budgets.vram_bytes
-    elif on_cpu:
-        device = math.inf
-    else:
+    elif machine.has_bus:
         device = max(0.0, VRAM_SHARE * machine.vram_bytes - VRAM_RESERVE)
-    return MemoryBudget(device=device, host=host, shared=on_cpu)
+    return MemoryBudget(device=device, host=host, shared=not machine.has_bus)
 
 
-def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> MemoryNeeds:
-    """Return the memory needs of `job` on `machine` under `policy`.
+def memory_needs(
+    blocks: BlockCosts, policy: OffloadPolicy, *, has_bus: bool, working_bytes: int = 0
+) -> MemoryNeeds:
+    """Return the memory `policy` needs on a device with dedicated memory (`has_bus`) or on a CPU.
 
-    Raises ValueError if the policy swaps more blocks than an expert has.
+    Raises ValueError if the policy swaps more blocks than a stack has.
     """
-    residency, buffers = plan_residency(policy, job.block_counts)
-    ram_residency = plan_ram(policy, residency, job.block_counts)
-    on_gpu = machine.computes_on == "cuda"
+    residency, sizes = blocks.plan_buffers(policy)
+    ram = plan_ram(policy, residency, blocks.counts)
+    kept = ram.residency.residents
+    each = list(enumerate(size.stored for size in blocks.each))
+    slots = [nbytes for stack in blocks.stacks for at, nbytes in each if at in kept[stack]]
+    staged = (nbytes for stack in blocks.stacks for at, nbytes in each if at not in kept[stack])
+    staging = staging_slots(blocks, ram.slots, has_bus=has_bus)
+    slots += [max(staged, default=0)] * staging
     return MemoryNeeds(
-        buffers=buffers,
-        buffer_bytes=job.computed_bytes + job.patch_bytes,
-        resident_bytes=job.resident_bytes,
-        raw_bytes=RAW_SLOTS * job.stored_bytes if on_gpu and job.decodes else 0,
-        working_bytes=working_bytes(job, policy.chunk_tokens),
-        ram_slots=ram_residency.slots + staging_slots(job, machine, ram_residency),
-        slot_bytes=job.stored_bytes,
-        host_resident_bytes=job.host_resident_bytes,
+        blocks=blocks,
+        buffers=tuple(nbytes + blocks.patch_bytes for nbytes in sizes.capacities),
+        # A CPU decodes out of the RAM slot.
+        raw_bytes=RAW_SLOTS * blocks.decoded_bytes * has_bus,
+        working_bytes=working_bytes,
+        ram_slots=tuple(slots),
     )
 
 
-def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
-    """Return the activation bytes of a step of the expert with the most tokens."""
-    lane_tokens = max(map(job.lane_tokens, job.lanes), key=sum)
-    return job.expert.lanes_bytes(
-        [tokens * job.ring * job.ulysses for tokens in lane_tokens],
-        value_bytes=job.value_bytes,
-        chunk_tokens=chunk_tokens,
-        ring=job.ring,
-        ulysses=job.ulysses,
-        cached_states=job.cached_states,
-        kernels=KernelNeeds(attention_bytes=job.attention_bytes, linear_format=job.linear_format),
-    )
+def staging_slots(blocks: BlockCosts, ram_blocks: int, *, has_bus: bool) -> int:
+    """Return the number of staging slots.
 
-
-def staging_slots(job: OffloadJob, machine: Machine, ram_residency: RamResidency) -> int:
-    """Return the number of staging slots: 0 if all blocks are RAM-resident, or if a CPU reads directly into buffers."""
-    direct_reads = machine.computes_on == "cpu" and not job.decodes
-    return 0 if direct_reads or ram_residency.slots == sum(job.block_counts.values()) else STAGING_SLOTS
+    It is 0 if all blocks are RAM-resident, or if a CPU reads directly into buffers.
+    """
+    if blocks.reads_directly(has_bus=has_bus) or ram_blocks == len(blocks.stacks) * blocks.blocks:
+        return 0
+    return STAGING_SLOTS

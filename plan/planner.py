@@ -1,202 +1,160 @@
-"""Planner: chooses the offload policy of a run by compiling and simulating the candidates that fit into memory.
+"""Planner: picks an offload policy by compiling and simulating the candidates that fit.
 
-The alternatives to a run, for comparison, change the result or the number of videos: weights stored in fp8, or stored
-and multiplied in int8, and several videos in one pass. `plan_offload` never chooses them.
+Run costs come from the model's shape (`plan_offload`) or from its first call (`plan_passes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cache, partial
 
-from ..schema import OffloadPolicy, plan_residency
-from .candidates import Fit, fitting_policies, is_usual, lower_bound_s, with_ram_blocks
+from ..schema import OffloadPolicy
+from ..schema.records import StepRecord
+from .candidates import Candidates, Fit, is_usual, lower_bound_s, with_ram_blocks
+from .costs import BlockCosts, Budgets, RunModel, measured_costs
+from .describe import plan_reason
 from .machine import Machine
-from .memory import DoesNotFitError, memory_budget, memory_needs
-from .offload_job import Budgets, OffloadJob
-from .predict import Prediction, compile_programs, predict, visit_seconds
-from .transfer_program import TransferProgram
+from .memory import DoesNotFitError, MemoryBudget, memory_budget, memory_needs
+from .predict import Prediction, compile_programs, predict
+from .programs.transfer_program import TransferProgram
 
+WORTH = 0.05
+"""Share of the time another policy must save to replace the present one.
 
-def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
-    """Explain the choice: `32 of 40 blocks stream: 13.1 GB/s needed, the bus delivers 24.6; ...; multiplied in bf16`.
-
-    The last part is that of `describe_precision`.
-    """
-    parts = [_streaming(job, machine, chosen.policy), _reading(machine, chosen)]
-    if chosen.policy.chunk_tokens is not None:
-        parts.append(f"{chosen.policy.chunk_tokens} of {job.tokens} tokens at once, to fit into memory")
-    wall_s = chosen.timeline.wall_s
-    parts.append(f"{100 * chosen.timeline.stall_s / wall_s:.1f} % stall predicted")
-    if len(set(job.experts_of_steps)) > 1:
-        parts.append(f"switch +{chosen.switch_s:.1f} s")
-    parts.append(describe_precision(job, machine))
-    return "; ".join(parts)
-
-
-def describe_precision(job: OffloadJob, machine: Machine) -> str:
-    """Describe the assumed arithmetic: `multiplied in int8 at 3.0 x the rate of bf16, linear layers only`."""
-    usual = _short(job.compute_dtype)
-    if not job.linear_format:
-        return f"multiplied in {usual}"
-    if job.linear_format not in machine.linear_speedups:
-        return f"multiplied in {job.linear_format} at the rate of {usual}, because its own is not known"
-    speedup = machine.linear_speedup(job.linear_format)
-    return f"multiplied in {job.linear_format} at {speedup:.1f} x the rate of {usual}, linear layers only"
-
-
-def _short(dtype: str) -> str:
-    """Shorten torch's name of a dtype: bfloat16 becomes bf16, and float32 fp32."""
-    return dtype.replace("bfloat", "bf").replace("float", "fp")
-
-
-def describe_policy(policy: OffloadPolicy, blocks: int) -> str:
-    """Describe a policy on the device: `30 of 40 stream, 2 ahead`."""
-    if policy.kind == "resident":
-        return "both experts resident"
-    streamed = blocks if policy.kind == "layerwise" else policy.blocks_to_swap
-    return f"{streamed} of {blocks} stream, {policy.prefetch_blocks} ahead" if streamed else "one expert resident"
-
-
-def describe_ram(policy: OffloadPolicy) -> str:
-    """Describe the source of streamed blocks: `file`, `12 in RAM` or `all in RAM`."""
-    if policy.source == "file":
-        return "file"
-    if policy.ram_blocks is None:
-        return "all in RAM"
-    return f"{policy.ram_blocks} in RAM"
-
-
-def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:
-    if policy.kind == "resident":
-        return "both experts are resident on the device"
-    residency, _ = plan_residency(policy, job.block_counts)
-    blocks = job.expert.blocks
-    needed, rate = 0.0, machine.h2d_bytes_per_s
-    for expert in set(job.experts_of_steps):
-        streamed = blocks - len(residency.residents[expert])
-        needed = max(
-            needed, streamed * job.stored_bytes / (blocks * visit_seconds(job, machine, expert, policy.chunk_tokens))
-        )
-    if not needed:
-        return f"all {blocks} blocks of the running expert are resident on the device"
-    text = f"{streamed} of {blocks} blocks stream"
-    return text if rate is None else f"{text}: {needed / 1e9:.1f} GB/s needed, the bus delivers {rate / 1e9:.1f}"
-
-
-def _reading(machine: Machine, chosen: Prediction) -> str:
-    """Compare the disk rate that steady steps need with that of the machine."""
-    steady = [step for before, step in pairwise(chosen.timeline.steps) if before.expert == step.expert]
-    # A GPU decodes in parallel with compute; on a CPU decoding adds time in which the disk can read.
-    decodes_between = machine.computes_on == "cpu"
-    needed = max((s.read_bytes / (s.compute_s + (s.decode_s if decodes_between else 0)) for s in steady), default=0.0)
-    if not needed:
-        return "each block is read from its file once"
-    return f"{needed / 1e9:.1f} GB/s needed from files, the disk delivers {machine.disk_bytes_per_s / 1e9:.1f}"
+Predictions are not more accurate than this, and a new policy fetches blocks again.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """Policy that fits into memory, with its predicted time and memory."""
+class Candidate(Prediction):
+    """Prediction for a fitting policy, with the bytes it takes."""
 
-    policy: OffloadPolicy
-    total_s: float
-    """Seconds of the run, rounded to the millisecond."""
-    stall_s: float
-    switch_s: float
-    """Extra stall of the steps after a change of expert, compared with steady steps, in seconds."""
     device_bytes: int
     host_bytes: int
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """Sort key, the best first: time, then device memory, then RAM."""
+        """Sort key, best first: time, then device memory, then RAM."""
         return (self.total_s, self.device_bytes, self.host_bytes)
+
+    @property
+    def last_step_s(self) -> float:
+        """Duration of the last step in seconds."""
+        return self.timeline.steps[-1].wall_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadPlan(Prediction):
-    """Prediction of the chosen policy, and the candidates that it was chosen from."""
+class OffloadPlan(Candidate):
+    """Chosen policy with the candidates considered."""
 
-    device_bytes: int
-    host_bytes: int
     candidates: tuple[Candidate, ...]
-    """Every simulated policy, the best first. Policies whose lower bound is worse than the best are not simulated."""
+    """Simulated policies, best first. A policy whose lower bound is worse than the best is not
+    simulated."""
     misfits: tuple[Fit, ...]
     """Usual policies that do not fit into memory."""
     reason: str
-    """Explanation of the choice, with numbers."""
+    """Explanation with numbers."""
 
 
-def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPlan:
-    """Return the policy with the shortest predicted time of `job` on `machine` within `budgets`.
+def plan_offload(run: RunModel, machine: Machine, budgets: Budgets) -> OffloadPlan:
+    """Return the policy with the shortest predicted time for `run` on `machine` within `budgets`.
 
-    Candidates are those of `fitting_policies`, and the best of them with fewer RAM-resident blocks. Others with fewer
-    would multiply the simulations; they may be faster by some thousandths. Of policies that are equal to the
-    millisecond it is the one with the least device memory, then with the least RAM.
-    Raises DoesNotFitError if no policy fits into memory.
+    Candidates are the fitting ones from `Candidates`, and the best one again with fewer
+    RAM-resident blocks. Others with fewer would multiply the simulations, and may be faster by some
+    thousandths. Policies equal to the millisecond are ranked by device memory, then by RAM. Raises
+    DoesNotFitError if no policy fits into memory.
     """
-    fitting, misfits = fitting_policies(job, machine, memory_budget(machine, budgets))
+    costs = cache(partial(run.costs, machine))
+    budget = memory_budget(machine, budgets)
+    search = _Search(Candidates(costs=costs, chunks=run.chunks, budget=budget))
+    fitting, misfits = search.space.fitting()
     if not fitting:
-        raise DoesNotFitError(_nothing_fits(misfits, machine, budgets))
-    search = _Search(job, machine)
-    for fit in fitting:
-        if is_usual(fit.policy, job):
-            search.simulate(fit.policy)
-    # Best-first search: once a lower bound is not better than the best candidate, no later policy can be.
-    for bound, fit in sorted(((search.lower_bound(fit), fit) for fit in fitting), key=lambda pair: pair[0]):
-        if bound >= search.best.rank:
-            break
-        search.simulate(fit.policy)
+        least = min(misfits, key=lambda fit: (fit.needs.device_bytes, fit.needs.host_bytes))
+        remedy = "make" if budgets == Budgets() else "give more, or make"
+        raise DoesNotFitError(
+            f"{machine.name}: {least.shortage}; {remedy} the video smaller or shorter"
+        )
+    search.find_shortest(fitting)
     search.reduce_ram_blocks()
     candidates = tuple(sorted(search.candidates.values(), key=lambda candidate: candidate.rank))
-    chosen = search.predictions[candidates[0].policy]
+    chosen = candidates[0]
     return OffloadPlan(
         policy=chosen.policy,
         timeline=chosen.timeline,
-        device_bytes=candidates[0].device_bytes,
-        host_bytes=candidates[0].host_bytes,
+        device_bytes=chosen.device_bytes,
+        host_bytes=chosen.host_bytes,
         candidates=candidates,
         misfits=tuple(misfits),
-        reason=plan_reason(job, machine, chosen),
+        reason=plan_reason(search.space.costs(chosen.policy.chunk_tokens), machine, chosen),
     )
 
 
 class _Search:
-    """Candidates that were simulated so far."""
+    """Candidates simulated so far."""
 
-    def __init__(self, job: OffloadJob, machine: Machine) -> None:
-        self._job = job
-        self._machine = machine
+    def __init__(self, space: Candidates) -> None:
+        self.space = space
         self.candidates: dict[OffloadPolicy, Candidate] = {}
-        self.predictions: dict[OffloadPolicy, Prediction] = {}
         self._programs: dict[OffloadPolicy, TransferProgram] = {}
+        self._blocks = space.costs(None).blocks
 
     @property
     def best(self) -> Candidate:
-        """Best candidate so far; there must be at least one."""
+        """Best candidate so far. There must be at least one."""
         return min(self.candidates.values(), key=lambda candidate: candidate.rank)
 
-    def lower_bound(self, fit: Fit) -> tuple[float, int, int]:
-        """Return a lower bound of the policy's rank."""
-        # Rounded like totals, after subtracting a tolerance: summing in another order must not exclude a policy.
-        bound_s = round(lower_bound_s(self._job, self._machine, fit.policy) - 1e-6, 3)
+    def find_shortest(self, fitting: list[Fit]) -> None:
+        """Simulate usual policies, then others by lower bound until none can be the best."""
+        for fit in fitting:
+            if is_usual(fit.policy, self._blocks.blocks):
+                self.simulate(fit.policy)
+        for bound, fit in sorted(
+            ((self._lower_bound(fit), fit) for fit in fitting), key=lambda pair: pair[0]
+        ):
+            if bound >= self.best.rank:
+                break
+            self.simulate(fit.policy)
+
+    def _lower_bound(self, fit: Fit) -> tuple[float, int, int]:
+        """Return a lower bound on the policy's rank."""
+        # Rounded like totals, after subtracting a tolerance. Another summation order must not
+        # exclude a policy.
+        bound_s = round(
+            lower_bound_s(self.space.costs(fit.policy.chunk_tokens), fit.policy) - 1e-6, 3
+        )
         return (bound_s, fit.needs.device_bytes, fit.needs.host_bytes)
 
+    def smallest_of_fastest(self, tolerance: float) -> Candidate | None:
+        """Return the candidate with the least memory among the shortest last steps.
+
+        None without candidates.
+        """
+        shortest_s = min((each.last_step_s for each in self.candidates.values()), default=0.0)
+        fast_enough = (1 + tolerance) * shortest_s
+        near = [each for each in self.candidates.values() if each.last_step_s <= fast_enough]
+        return min(
+            near,
+            key=lambda each: (each.device_bytes, each.host_bytes, each.last_step_s),
+            default=None,
+        )
+
     def reduce_ram_blocks(self) -> None:
-        """Search for the fewest RAM-resident blocks with which the best policy is equally fast."""
+        """Search for the fewest RAM-resident blocks at which the best policy is equally fast."""
         best = self.best
         if best.policy.source == "file":
             return
-        # The most blocks that fit need not be the fastest: one fewer may spread the reads better over a pass.
+        # The most blocks that fit need not be the fastest. One fewer may spread the reads better
+        # over a pass.
         while (ram_blocks := best.policy.ram_blocks or 0) > 1:
             fewer = self.simulate(with_ram_blocks(best.policy, ram_blocks - 1))
             if fewer.total_s >= best.total_s:
                 break
             best = fewer
-        distinct = sum(self._job.block_counts.values())
-        enough = distinct if best.policy.ram_blocks is None else best.policy.ram_blocks
+        enough = len(self._blocks.stacks) * self._blocks.blocks
+        if best.policy.ram_blocks is not None:
+            enough = best.policy.ram_blocks
         too_few = 0
         while enough - too_few > 1:
             ram_blocks = (enough + too_few) // 2
@@ -206,108 +164,101 @@ class _Search:
                 too_few = ram_blocks
 
     def simulate(self, policy: OffloadPolicy) -> Candidate:
-        """Return the candidate of this policy, and add it if it is new."""
+        """Return the candidate for this policy, and add it if it is new."""
         if policy not in self.candidates:
-            # The device program does not depend on RAM or chunks: compile it once for all policies that share it.
+            costs = self.space.costs(policy.chunk_tokens)
+            # The device program does not depend on RAM or chunks, so it is compiled once and
+            # shared.
             on_device = replace(policy, source="file", ram_blocks=None, chunk_tokens=None)
-            programs = compile_programs(self._job, self._machine, policy, device=self._programs.get(on_device))
+            programs = compile_programs(costs, policy, device=self._programs.get(on_device))
             self._programs[on_device] = programs.device
-            prediction = predict(self._job, self._machine, policy, programs=programs)
-            needs = memory_needs(self._job, self._machine, policy)
-            self.predictions[policy] = prediction
+            needs = self.space.needs(policy)
             self.candidates[policy] = Candidate(
                 policy=policy,
-                total_s=prediction.total_s,
-                stall_s=prediction.timeline.stall_s,
-                switch_s=prediction.switch_s,
+                timeline=predict(costs, policy, programs=programs).timeline,
                 device_bytes=needs.device_bytes,
                 host_bytes=needs.host_bytes,
             )
         return self.candidates[policy]
 
 
-def _nothing_fits(misfits: list[Fit], machine: Machine, budgets: Budgets) -> str:
-    """Format the error for a run that does not fit: the shortage of the smallest policy, and a remedy."""
-    least = min(misfits, key=lambda misfit: (misfit.needs.device_bytes, misfit.needs.host_bytes))
-    has_budget = budgets.vram_bytes is not None or budgets.ram_bytes is not None
-    remedy = "give more, or make" if has_budget else "make"
-    return f"{machine.name}: {least.shortage}; {remedy} the video smaller or shorter"
-
-
-VIDEOS_AT_ONCE = (2, 4)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Plan of one alternative, or the reason for which it does not fit."""
+class PassPlan(Candidate):
+    """Predicted passes over the blocks under the chosen policy."""
 
-    words: str
-    """Description of the alternative."""
-    videos: int
-    """Number of videos of the run."""
-    plan: OffloadPlan | None
-    """None if the alternative does not fit into memory."""
-    why_not: str = ""
-    """Error message if the alternative does not fit."""
+    passes: int
+    """Passes per model call, one for each condition computed by itself."""
 
     @property
-    def video_s(self) -> float:
-        """Seconds per video; infinite if the alternative does not fit."""
-        return float("inf") if self.plan is None else self.plan.total_s / self.videos
+    def call_s(self) -> float:
+        """Seconds per model call after the first ones."""
+        return self.passes * self.last_step_s
 
 
-def plan_alternatives(job: OffloadJob, machine: Machine, budgets: Budgets) -> tuple[Alternative, ...]:
-    """Plan `job` and its alternatives with `plan_offload`; return them sorted by seconds per video.
+def plan_passes(
+    blocks: BlockCosts,
+    measured: StepRecord,
+    *,
+    passes: int,
+    present: OffloadPolicy,
+    budgets: Budgets,
+    has_bus: bool,
+    keep_present: bool = True,
+) -> PassPlan | None:
+    """Return the policy predicted to be the fastest.
 
-    The order of equal ones is kept, and `job` itself is the first.
+    The present one stays unless another saves at least `WORTH`.
+
+    Policies within a hundredth count as equal. Among them the least device memory wins, then the
+    least RAM. None if the call moved nothing, or without `keep_present` if no policy fits.
+
+    Args:
+        blocks: the model's blocks.
+        measured: record of a model call.
+        passes: passes over the blocks per call from now on.
+        present: policy during the call.
+        budgets: limits for weights on the device and in RAM. On a CPU the RAM limit covers both.
+            None: no limit.
+        has_bus: True for a device with dedicated memory. False for a CPU.
+        keep_present: True if the present policy may stay without fitting, because it is loaded.
     """
-    choices = []
-    for words, videos, other in _variants(job):
-        try:
-            choices.append(Alternative(words=words, videos=videos, plan=plan_offload(other, machine, budgets)))
-        except DoesNotFitError as err:
-            choices.append(Alternative(words=words, videos=videos, plan=None, why_not=str(err)))
-    return tuple(sorted(choices, key=lambda choice: round(choice.video_s, 3)))
+    costs = measured_costs(blocks, measured, passes, has_bus=has_bus)
+    if costs is None:
+        return None
+    in_use = memory_needs(blocks, present, has_bus=has_bus)
+    budget = MemoryBudget(
+        device=math.inf if budgets.vram_bytes is None else budgets.vram_bytes,
+        # The present policy's slots exist already.
+        host=math.inf if budgets.ram_bytes is None else max(budgets.ram_bytes, in_use.host_bytes),
+        shared=not has_bus,
+    )
+    search = _Search(Candidates(costs=lambda _: costs, budget=budget))
+    for policy in _most_in_ram(search.space.fitting()[0]):
+        # Without a copy, the rate from RAM is unknown.
+        if policy.source == "file" or measured.transfers.copied_bytes:
+            search.simulate(policy)
+    best = search.smallest_of_fastest(tolerance=0.01)
+    # After `best`, because the present policy need not fit into the budget.
+    now = search.simulate(present)
+    stays = keep_present or in_use.device_bytes <= budget.device
+    if stays and (best is None or best.last_step_s >= (1 - WORTH) * now.last_step_s):
+        best = now
+    if best is None:
+        return None
+    return PassPlan(
+        policy=best.policy,
+        timeline=best.timeline,
+        passes=passes,
+        device_bytes=best.device_bytes,
+        host_bytes=best.host_bytes,
+    )
 
 
-def in_fp8(job: OffloadJob) -> OffloadJob:
-    """Return `job` with weights that are quantised to fp8 after reading: 1 byte per weight in RAM and on the bus.
-
-    The row scales, less than a thousandth of it, are not counted.
-    """
-    return replace(job, stored_bytes=job.stored_bytes // job.value_bytes, quantised_to="fp8")
-
-
-def in_int8(job: OffloadJob) -> OffloadJob:
-    """Return `job` with weights that are quantised to int8 ConvRot after reading, and multiplied as they are.
-
-    RAM, bus and buffers have 1 byte per weight, and a scale for each row.
-    """
-    nbytes = job.expert.int8_bytes()
-    int8 = replace(job, stored_bytes=nbytes, computed_bytes=nbytes, linear_format="int8")
-    return replace(int8, quantised_to="int8 ConvRot")
-
-
-def in_compute_dtype(job: OffloadJob) -> OffloadJob:
-    """Return `job` with weights that are decoded on arrival, and multiplied in its compute dtype."""
-    computed = job.expert.streamed_bytes(bytes_per_weight=job.value_bytes)
-    return replace(job, computed_bytes=computed, linear_format="", patch_bytes=0)
-
-
-def videos_at_once(job: OffloadJob, videos: int) -> OffloadJob:
-    """Return `job` with the lanes of that many videos in one pass over the weights."""
-    return replace(job, lanes={expert: videos * lanes for expert, lanes in job.lanes.items()})
-
-
-def _variants(job: OffloadJob) -> Iterator[tuple[str, int, OffloadJob]]:
-    """Yield (description, videos, job) of each alternative."""
-    kinds = [("as requested", job)]
-    if job.linear_format:
-        kinds.append((f"decoded, multiplied in {_short(job.compute_dtype)}", in_compute_dtype(job)))
-    elif not job.decodes:
-        kinds.append(('storage "fp8"', in_fp8(job)))
-        kinds.append(('storage "int8 ConvRot", multiplied in int8', in_int8(job)))
-    for words, kind in kinds:
-        yield words, 1, kind
-        for videos in VIDEOS_AT_ONCE:
-            yield f"{words}, {videos} videos in one pass", videos, videos_at_once(kind, videos)
+def _most_in_ram(fits: list[Fit]) -> Iterable[OffloadPolicy]:
+    """Return each device policy with no RAM-resident blocks, and with the most."""
+    # Fits with more RAM-resident blocks come later and replace earlier ones.
+    found = {
+        (replace(fit.policy, source="file", ram_blocks=None), fit.policy.source): fit.policy
+        for fit in fits
+    }
+    return found.values()

@@ -1,43 +1,47 @@
-"""Correction of a machine's rates by the measured first step of a plan."""
+"""Machine rates corrected by a plan's measured first step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from ..schema import StepRecord
+from ..schema import OffloadPolicy
+from ..schema.records import StepRecord
+from .costs import RunModel
 from .machine import Machine
-from .offload_job import OffloadJob
 from .planner import OffloadPlan
-from .predict import equivalent_flops, predict, read_seconds, visit_seconds
+from .predict import predict
 
 STALL_TOLERANCE = 0.02
-"""Difference between measured and simulated stall, as a share of the step, up to which a rate is kept."""
+"""Difference between measured and simulated stall at which a rate is kept, as a share of the
+step."""
 SEARCH_TOLERANCE = 0.001
-"""Difference that may remain after the search for a new rate, as a share of the step."""
+"""Difference left after the search for a new rate, as a share of the step."""
 LARGEST_CHANGE = 64.0
 """Largest factor by which a rate is changed."""
 CORRECTED = ", corrected by a first step"
+# Each step halves log2(LARGEST_CHANGE) = 6. After 24 steps the factor is exact to 3e-7.
 BISECTIONS = 24
 
 
-def calibrate_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine:
-    """Return `machine` with its rates corrected by the first step of `plan`.
+def calibrate_machine(
+    machine: Machine, run: RunModel, plan: OffloadPlan, measured: StepRecord
+) -> Machine:
+    """Return `machine` with rates corrected by the first step of `plan`.
 
-    Its compute time gives `flops_per_s`. If its stall differs from the simulated one, the slower route to the device,
-    disk or bus, gets the rate for which the simulation agrees, and then the other one. A step without stall gives a
-    lower bound of these rates only.
+    The step's compute time gives the compute rate. If measured and simulated stall differ, the
+    slower route to the device (disk or bus) gets the rate at which the simulation agrees, and then
+    the other route. A step without stall gives only a lower bound on these rates.
 
     Args:
-        machine: the machine that the plan was made for.
-        job: the run that was planned.
-        plan: the plan of `job` on `machine`.
-        measured: record of step 0 of `job`, from an engine that started with empty buffers and RAM.
+        machine: machine used for the plan.
+        run: the planned run.
+        plan: plan for `run` on `machine`.
+        measured: record of step 0, from an engine started with empty buffers and RAM.
 
     Raises:
         ValueError: if `measured` is another step, or has no compute time.
     """
-    job = _of_first_step(job)
     first = plan.timeline.steps[0]
     if (measured.index, measured.expert) != (first.index, first.expert):
         raise ValueError(
@@ -45,86 +49,58 @@ def calibrate_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, meas
             f"the plan begins with step {first.index} of {first.expert}"
         )
     if not measured.compute_s > 0:
-        raise ValueError(f"the measured step computed for {measured.compute_s} s: nothing can be learned from it")
-    found = _with_speedup(machine, job, plan, measured)
-    if found is None:
-        found = replace(machine, flops_per_s=_flops_per_s(machine, job, plan, measured))
-    for field in _transfer_rates(found, job, measured):
-        found = _with_rate(found, field, _rate(found, field, job, plan, measured))
+        raise ValueError(
+            f"the measured step computed for {measured.compute_s} s: nothing can be learned from it"
+        )
+    run = run.of_steps(range(1))
+    chunk = plan.policy.chunk_tokens
+    blocks = run.costs(machine).blocks
+    found = run.calibrated(machine, measured.compute_s / blocks.blocks, chunk)
+    routes = ["disk_bytes_per_s", "h2d_bytes_per_s" if machine.has_bus else "copy_bytes_per_s"]
+    disk_s = measured.transfers.read_bytes / blocks.file_bytes * blocks.read_seconds(found)
+    if disk_s < measured.bytes_moved / found.load_bytes_per_s:
+        routes.reverse()
+    for route in routes:
+        found = found.with_figures(**{route: _rate(found, route, run, plan.policy, measured)})
     return replace(found, origin=machine.origin.removesuffix(CORRECTED) + CORRECTED)
 
 
-def _with_speedup(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine | None:
-    """Return `machine` with the speed-up of linear layers that explains the step's compute time.
+def _rate(
+    machine: Machine, field: str, run: RunModel, policy: OffloadPolicy, measured: StepRecord
+) -> float:
+    """Return the rate at which simulated and measured stall are equal.
 
-    None if the speed-up of the job's format is known, or if none explains the time: then the rate of a block has to.
+    If several rates do this, return the nearest to that of `machine`.
     """
-    if not job.linear_format or job.linear_format in machine.linear_speedups:
-        return None
-    # Without a speed-up, equivalent flops are all flops: in the measured time, this many pass at the known rate.
-    lane_tokens = job.lane_tokens(measured.expert)
-    whole, linear = equivalent_flops(job, machine, lane_tokens), sum(map(job.expert.linear_flops, lane_tokens))
-    passed = whole * machine.flops_per_s / _flops_per_s(machine, job, plan, measured)
-    left = passed - (whole - linear)
-    if left <= 0:
-        return None
-    return replace(machine, linear_speedups={**machine.linear_speedups, job.linear_format: linear / left})
-
-
-def _flops_per_s(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> float:
-    """Return the rate that explains the step's compute time, without the time that chunks add."""
-    chunk, blocks = plan.policy.chunk_tokens, job.expert.blocks
-    added_s = visit_seconds(job, machine, measured.expert, chunk) - visit_seconds(job, machine, measured.expert, None)
-    visit_s = measured.compute_s / blocks
-    flops = equivalent_flops(job, machine, job.lane_tokens(measured.expert))
-    # The chunk cost is an estimate: never let it explain more than half of the measured time.
-    return flops / max(visit_s - added_s, visit_s / 2)
-
-
-def _of_first_step(job: OffloadJob) -> OffloadJob:
-    """Return the job of the first step alone, with its own number of lanes."""
-    lanes, sides, expert = dict(job.lanes), dict(job.sides), job.experts_of_steps[0]
-    if job.lanes_of_steps:
-        lanes[expert] = job.lanes_of_steps[0]
-    if job.sides_of_steps:
-        sides[expert] = job.sides_of_steps[0]
-    return replace(job.of_steps(range(1)), lanes=lanes, sides=sides, lanes_of_steps=(), sides_of_steps=())
-
-
-def _transfer_rates(machine: Machine, job: OffloadJob, measured: StepRecord) -> list[str]:
-    """Return the field names of the disk and the bus rate, the one that takes longer in this step first."""
-    bus = "copy_bytes_per_s" if machine.computes_on == "cpu" else "h2d_bytes_per_s"
-    disk_s = measured.read_bytes / job.file_bytes * read_seconds(job, machine)
-    fields = ["disk_bytes_per_s", bus]
-    return fields if disk_s >= measured.bytes_moved / getattr(machine, bus) else fields[::-1]
-
-
-def _rate(machine: Machine, field: str, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> float:
-    """Return the rate nearest to that of `machine` for which the simulated stall equals the measured one."""
-    rate: float = getattr(machine, field)
+    rate: float = machine.to_dict()[field]
 
     def stall_s(factor: float) -> float:
-        tried = _with_rate(machine, field, rate * factor)
-        return predict(job, tried, plan.policy).timeline.steps[0].stall_s
+        tried = machine.with_figures(**{field: rate * factor})
+        costs = run.costs(tried, policy.chunk_tokens).by_step
+        return predict(costs, policy).timeline.steps[0].stall_s
 
     present_s = stall_s(1.0)
     if abs(present_s - measured.stall_s) <= STALL_TOLERANCE * measured.wall_s:
         return rate
     too_slow = present_s > measured.stall_s
-    far = LARGEST_CHANGE if too_slow else 1 / LARGEST_CHANGE
-    # If another resource limits the step, no rate reproduces the stall: then find the rate beyond which it is constant.
+    far = LARGEST_CHANGE
+    if not too_slow:
+        far = 1 / LARGEST_CHANGE
+    # If another resource limits the step, no rate reproduces the stall. Then find the rate where it
+    # becomes constant.
     reachable_s = stall_s(far)
     near_s = SEARCH_TOLERANCE * measured.wall_s
-    wanted_s = max(measured.stall_s, reachable_s) + near_s if too_slow else min(measured.stall_s, reachable_s) - near_s
+    wanted_s = min(measured.stall_s, reachable_s) - near_s
+    if too_slow:
+        wanted_s = max(measured.stall_s, reachable_s) + near_s
     if (present_s > wanted_s) != too_slow:
         return rate
     near = 1.0
     for _ in range(BISECTIONS):
-        # The geometric mean, because rates span orders of magnitude.
+        # Rates span orders of magnitude, hence the geometric mean.
         middle = math.sqrt(near * far)
-        near, far = (middle, far) if (stall_s(middle) > wanted_s) == too_slow else (near, middle)
+        if (stall_s(middle) > wanted_s) == too_slow:
+            near = middle
+        else:
+            far = middle
     return rate * far
-
-
-def _with_rate(machine: Machine, field: str, rate: float) -> Machine:
-    return Machine.from_dict({**machine.to_dict(), field: rate})

@@ -1,10 +1,10 @@
-"""Errors that several packages raise."""
+"""Errors raised by several packages."""
 
 from __future__ import annotations
 
 
 class StateError(RuntimeError):
-    """A call in the wrong order; the message names the object, its state and the call."""
+    """Call in the wrong order. The message names the object, its state and the call."""
 
 
 class Cancelled(Exception):

@@ -1,4 +1,4 @@
-"""Mesh of workers along data, stage, cfg, ring and ulysses."""
+"""Worker mesh along data, stage, cfg, ring and ulysses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import astuple, dataclass, fields
 
 
 class MeshError(ValueError):
-    """Layout of workers that is invalid, or not suitable for the run; the message says why and names a valid one."""
+    """Worker layout that is invalid, or not suitable for the run.
+
+    The message says why and names a valid one.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Number of workers along each axis. The last axis changes fastest from rank to rank.
+    """Worker count along each axis. The last axis changes fastest from rank to rank.
 
     Raises MeshError for a degree below 1, and for a cfg degree other than 1 or 2.
     """
@@ -26,60 +29,72 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis, degree in self.degrees:
+            # bool is a subclass of int, so True would pass as 1.
             if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
                 raise MeshError(f"{axis} is {degree!r}: give a whole number of 1 or more")
         if self.cfg > 2:
             raise MeshError(
-                f"cfg is {self.cfg}: it divides the lanes of a step into two halves at most, so give 1 or 2"
+                f"cfg is {self.cfg}: it divides the lanes of a step into two halves at most, so "
+                "give 1 or 2"
             )
 
     @property
     def degrees(self) -> tuple[tuple[str, int], ...]:
-        """Pairs (axis, degree) from the outermost axis to the innermost."""
+        """Pairs (axis, degree), outermost axis first."""
         return tuple((field.name, getattr(self, field.name)) for field in fields(self))
 
     @property
     def size(self) -> int:
-        """Number of workers."""
+        """Worker count."""
         return math.prod(astuple(self))
 
     @property
     def cell_size(self) -> int:
-        """Number of workers that compute one step together: a worker group."""
+        """Worker group size: the workers that compute one step together."""
         return self.cfg * self.ring * self.ulysses
 
     def worker_group(self, data: int, stage: int) -> range:
-        """Return the ranks of a worker group; the first one is its leader."""
+        """Return the ranks in a worker group. The first one is the leader."""
         first = (data * self.stage + stage) * self.cell_size
         return range(first, first + self.cell_size)
 
     def worker_groups(self) -> Iterator[tuple[int, int]]:
-        """Yield (data, stage) of every worker group, in order of rank."""
+        """Yield (data, stage) for every worker group, in rank order."""
         return ((data, stage) for data in range(self.data) for stage in range(self.stage))
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along that axis only, `rank` included, in order."""
+        """Return the ranks along one axis through `rank`, in order, including `rank`."""
         assert 0 <= rank < self.size, f"rank {rank} of {self.size}"
         place = [name for name, _ in self.degrees].index(axis)
-        degree, distance = getattr(self, axis), math.prod(astuple(self)[place + 1 :])
+        degree = getattr(self, axis)
+        distance = math.prod(astuple(self)[place + 1 :])
         first = rank - rank // distance % degree * distance
         return tuple(range(first, first + degree * distance, distance))
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees if degree > 1) or "one worker"
+        return (
+            " x ".join(f"{axis} {degree}" for axis, degree in self.degrees if degree > 1)
+            or "one worker"
+        )
 
 
 def lanes_of_rank(count: int, cfg_rank: int, cfg: int = 2) -> slice:
-    """Return the lanes of a cfg rank: the first half or the last; with an odd count both compute the middle one.
+    """Return the lanes for a cfg rank: the first half or the last.
 
-    Computing the middle lane twice costs no time, because the ranks wait for each other anyway, and every rank then
-    contributes the same number of velocities.
+    With an odd count both ranks compute the middle lane. This costs no time, because the ranks wait
+    for each other anyway, and every rank then contributes the same number of velocities.
     """
+    # Rounded up, so both halves of an odd count include the middle lane.
     half = -(-count // cfg)
-    return slice(0, half) if cfg_rank == 0 else slice(count - half, count)
+    if cfg_rank == 0:
+        return slice(0, half)
+    return slice(count - half, count)
 
 
 def largest_share(lane_tokens: Sequence[int], cfg: int) -> tuple[int, ...]:
-    """Return the tokens of the lanes of the cfg rank that computes the most of them; `lane_tokens` has all lanes."""
+    """Return the lane tokens for the cfg rank with the most tokens.
+
+    `lane_tokens` has all lanes.
+    """
     shares = [tuple(lane_tokens[lanes_of_rank(len(lane_tokens), rank, cfg)]) for rank in range(cfg)]
     return max(shares, key=sum)

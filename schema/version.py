@@ -1,4 +1,4 @@
-"""Version of WanStream, for reports; equal to `wanstream.__version__`."""
+"""WanStream version for reports. Equal to `wanstream.__version__`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thread that samples memory at intervals, to record peaks between the events of a run too."""
+"""Thread that samples memory at intervals, to record peaks between a run's events too."""
 
 from __future__ import annotations
 
@@ -6,48 +6,43 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
 
 import torch
 
 from ..devices import MemoryMeter
-from ..schema import MemorySample, largest_known
-
-INTERVAL_S = 0.5
-MAX_SAMPLES = 600
+from ..schema.records import MemorySample, largest_known
 
 
 class MemorySampler:
-    """Samples memory during its `with` block, which it has only once, including both ends.
+    """Samples memory during a single `with` block, including both ends.
 
-    When there are more than `max_samples`, neighbours are merged into one sample with the larger values of both and
-    the time of the first, and the interval doubles. Peaks are preserved.
+    With more than `max_samples`, neighbours are merged into one sample with the larger values and
+    the first one's time, and the interval doubles. Peaks are preserved.
 
     Args:
-        device: device whose memory is sampled, in addition to the RAM of this process.
-        run_start: start of the run, a value of `time.perf_counter()`.
-        interval_s: seconds between two samples.
-        max_samples: maximum number of samples that are kept.
-        on_tick: called every `interval_s`, also where samples have become rarer.
+        device: device to sample, in addition to this process's RAM.
+        run_start: start of the run, a `time.perf_counter()` value.
+        on_tick: called every `interval_s`, also once samples have become rarer.
     """
 
+    interval_s = 0.5
+    """Seconds between two samples."""
+    max_samples = 600
+    """Maximum number of samples kept."""
+
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        run_start: float,
-        interval_s: float = INTERVAL_S,
-        max_samples: int = MAX_SAMPLES,
-        on_tick: Callable[[], None] | None = None,
+        self, device: torch.device, *, run_start: float, on_tick: Callable[[], None] | None = None
     ) -> None:
         self._meter = MemoryMeter(device)
-        self._run_start, self._interval_s, self._max_samples = run_start, interval_s, max_samples
+        self._run_start = run_start
         self._on_tick = on_tick
         self._ticks_per_sample = 1
         self._samples: list[MemorySample] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample_until_stop, name="wanstream-memory", daemon=True)
+        self._thread = threading.Thread(
+            target=self._sample_until_stop, name="wanstream-memory", daemon=True
+        )
 
     def samples(self) -> tuple[MemorySample, ...]:
         """Return the samples so far (any thread)."""
@@ -61,7 +56,7 @@ class MemorySampler:
                 self._sample()
             if self._on_tick is not None:
                 self._on_tick()
-            if self._stop.wait(self._interval_s):
+            if self._stop.wait(self.interval_s):
                 break
             ticks += 1
         self._sample()  # one last sample after the end of the block
@@ -75,7 +70,7 @@ class MemorySampler:
         )
         with self._lock:
             self._samples.append(sample)
-            if len(self._samples) > self._max_samples:
+            if len(self._samples) > self.max_samples:
                 self._samples = downsample(self._samples)
                 self._ticks_per_sample *= 2
 
@@ -89,9 +84,9 @@ class MemorySampler:
 
 
 def downsample(samples: list[MemorySample]) -> list[MemorySample]:
-    """Return half as many samples, each with the larger values of two neighbours and the time of the first."""
-    pairs = zip_longest(samples[::2], samples[1::2])
-    return [first if second is None else _merge(first, second) for first, second in pairs]
+    """Return half as many samples: the larger values in each pair, at the first one's time."""
+    merged = list(map(_merge, samples[::2], samples[1::2]))
+    return merged + samples[2 * len(merged) :]
 
 
 def _merge(first: MemorySample, second: MemorySample) -> MemorySample:

@@ -1,16 +1,11 @@
-"""Timelines of a run on several workers: moved in time, put one after the other, and merged into one."""
+"""Timelines from several workers: moved in time, concatenated, and merged into one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from ..schema import StepRecord, Timeline, largest_known, together
-
-SUMMED_TIMES = ("wall_s", "compute_s", "stall_s", "decode_s", "stall_on_read_s", "copy_s", "read_s")
-SUMMED_BYTES = ("bytes_moved", "read_bytes", "copied_bytes")
-PEAKS = ("device_bytes", "rss_bytes", "reserved_bytes", "device_used_bytes", "dynamic_bytes", "pinned_bytes")
+from ..schema.records import StepMemory, StepRecord, Timeline, Transfers, together
 
 
 def shift_timeline(timeline: Timeline, by_s: float) -> Timeline:
@@ -26,7 +21,7 @@ def shift_timeline(timeline: Timeline, by_s: float) -> Timeline:
 
 
 def concatenate_timelines(timelines: Sequence[Timeline]) -> Timeline:
-    """Return one timeline of several tasks, given in the order of their starts, all with times of the run."""
+    """Return one timeline for several tasks in order of start, with times relative to the run."""
     assert timelines, "a worker without tasks has no timeline"
     first_blocks = [each.first_block_s for each in timelines if each.first_block_s is not None]
     return Timeline(
@@ -34,7 +29,7 @@ def concatenate_timelines(timelines: Sequence[Timeline]) -> Timeline:
         steps=tuple(step for each in timelines for step in each.steps),
         non_block_bytes=sum(each.non_block_bytes for each in timelines),
         first_block_s=min(first_blocks, default=None),
-        # Every task of a worker repeats the reason for the placement of weights.
+        # Every task on a worker repeats the reason for the weight placement.
         changes=tuple(dict.fromkeys(change for each in timelines for change in each.changes)),
         phases=tuple(phase for each in timelines for phase in each.phases),
         memory=tuple(sample for each in timelines for sample in each.memory),
@@ -44,15 +39,17 @@ def concatenate_timelines(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def merge_timelines(parts: Sequence[tuple[int, Timeline]], changes: Sequence[str] = ()) -> Timeline:
-    """Return one timeline with one record per step over all videos, to be compared with a batch on one worker.
+    """Return one timeline with one record per step over all videos.
 
-    Times of one data coordinate are added, because it computes its videos in turn; of several data coordinates, the
-    slowest one counts. Bytes are added over all. Steps of several stages overlap, so that the sum of their times may
-    exceed the duration of the run.
+    It can be compared with a batch on one worker. Times within one data coordinate are added,
+    because it computes its videos in turn. Among data coordinates the slowest one counts. Bytes are
+    added over all. Steps in several stages overlap, so their times may add up to more than the
+    run's duration.
 
     Args:
-        parts: (data coordinate, timeline) of every task of the leaders of groups, with each step of each video once.
-        changes: appended to the changes of the timeline.
+        parts: (data coordinate, timeline) for every task of a group leader, with each step of each
+            video once.
+        changes: appended to the timeline's changes.
     """
     whole = concatenate_timelines([timeline for _, timeline in parts])
     rows: dict[int, list[tuple[int, StepRecord]]] = {}
@@ -65,13 +62,15 @@ def merge_timelines(parts: Sequence[tuple[int, Timeline]], changes: Sequence[str
 
 def shift_step(step: StepRecord, by_s: float) -> StepRecord:
     """Return the same step, `by_s` seconds later."""
-    return step if step.start_s is None else replace(step, start_s=step.start_s + by_s)
+    if step.start_s is None:
+        return step
+    return replace(step, start_s=step.start_s + by_s)
 
 
 def _merge_step(records: Sequence[tuple[int, StepRecord]]) -> StepRecord:
-    """Merge the records of one step, given as (data coordinate, record of a leader).
+    """Merge the records for one step, given as (data coordinate, leader's record).
 
-    A peak is the largest measured value; None if no record has it.
+    A peak is the largest measured value. None if no record has it.
     """
     steps = [step for _, step in records]
     if len(steps) == 1:
@@ -82,7 +81,20 @@ def _merge_step(records: Sequence[tuple[int, StepRecord]]) -> StepRecord:
     slowest = max(by_row.values(), key=lambda row: sum(step.wall_s for step in row))
 
     starts = [step.start_s for step in steps if step.start_s is not None]
-    merged: dict[str, Any] = {name: sum(getattr(step, name) for step in slowest) for name in SUMMED_TIMES}
-    merged |= {name: sum(getattr(step, name) for step in steps) for name in SUMMED_BYTES}
-    merged |= {name: largest_known(getattr(step, name) for step in steps) for name in PEAKS}
-    return replace(steps[0], **merged, start_s=min(starts, default=None))
+    # Times from the slowest row, bytes from all rows.
+    transfers = Transfers.total(step.transfers for step in slowest)
+    all_transfers = Transfers.total(step.transfers for step in steps)
+    return replace(
+        steps[0],
+        wall_s=sum(step.wall_s for step in slowest),
+        compute_s=sum(step.compute_s for step in slowest),
+        decode_s=sum(step.decode_s for step in slowest),
+        transfers=replace(
+            transfers,
+            bytes_moved=all_transfers.bytes_moved,
+            copied_bytes=all_transfers.copied_bytes,
+            read_bytes=all_transfers.read_bytes,
+        ),
+        memory=StepMemory.peak(step.memory for step in steps),
+        start_s=min(starts, default=None),
+    )

@@ -1,4 +1,4 @@
-"""Phases of a queue item, collected from all nodes that it runs."""
+"""Phases of a queue item, collected from all nodes it runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from functools import lru_cache
 import torch
 
 from ..devices import MemoryMeter, clock_for
-from ..schema import PHASES, PhaseRecord
+from ..schema.records import PHASES, PhaseRecord
 
+# Bounds what a long session keeps.
 MAX_QUEUE_ITEMS = 16
 
 
 class QueueItemPhases:
-    """Phases of one queue item. All methods may be called from any thread."""
+    """Phases of one queue item. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -27,17 +28,20 @@ class QueueItemPhases:
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """Record the `with` body as one phase, including the work that it issues to `device`; skip it if it raises.
+        """Record the `with` body as one phase, including the work it issues to `device`.
+
+        Skip it if it raises.
 
         Args:
             name: one of `PHASES`.
-            device: device that is synchronised, and whose memory is recorded.
+            device: device to synchronise, and to record memory from.
         """
         assert name in PHASES, f"{name!r} is not a phase"
         memory = MemoryMeter(device)
         memory.reset_peaks()
         start = time.perf_counter()
         yield
+        # Work may still run on the device, and the phase ends with it.
         clock_for(device).settle()
         record = PhaseRecord(
             name=name,
@@ -51,15 +55,16 @@ class QueueItemPhases:
             self._phases.append(record)
 
     def add(self, phases: Iterable[PhaseRecord], *, run_start: float) -> None:
-        """Add the phases of a run that started when `time.perf_counter()` was `run_start`."""
+        """Add a run's phases. `run_start` is a `time.perf_counter()` value."""
         shift = run_start - self._start
         with self._lock:
             self._phases += [replace(phase, start_s=phase.start_s + shift) for phase in phases]
 
     def phases(self, *, since: float | None = None) -> tuple[PhaseRecord, ...]:
-        """Return the phases recorded so far, in the order of their start.
+        """Return the phases recorded so far, by start.
 
-        `start_s` counts from `since`, a value of `time.perf_counter()`, or from the creation of this object.
+        `start_s` counts from `since`, a `time.perf_counter()` value, or from this object's
+        creation.
         """
         shift = 0.0 if since is None else self._start - since
         with self._lock:
@@ -68,14 +73,17 @@ class QueueItemPhases:
 
 
 class PhaseRegistry:
-    """Phases of the most recently used queue items, by their id."""
+    """Phases for the most recently used queue items, by item id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._items = lru_cache(MAX_QUEUE_ITEMS)(lambda run_id: QueueItemPhases())
 
     def of(self, run_id: str) -> QueueItemPhases:
-        """Return the phases of a queue item, created on first use; the least recently used items are dropped."""
-        # Two threads that ask a cache for a new key at the same time may get two objects.
+        """Return a queue item's phases, created on first use.
+
+        The least recently used items are dropped.
+        """
+        # Without the lock, two threads asking for a new key at the same time may get two objects.
         with self._lock:
             return self._items(run_id)

@@ -12,22 +12,39 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 import torch
 
-from ..devices import DeviceEvent, MemoryMeter, NvtxRanges, clock_for
-from ..schema import MemorySample, PhaseRecord, RateRange, StepRecord, Timeline, largest_known, run_phases, together
+from ..devices import MemoryMeter, NvtxRanges, clock_for
+from ..schema.records import (
+    MemorySample,
+    PhaseRecord,
+    RateRange,
+    StepMemory,
+    StepRecord,
+    Timeline,
+    largest_known,
+    run_phases,
+    together,
+)
 from .memory_sampler import MemorySampler
 from .phases import QueueItemPhases
-from .step_events import BlockArrival, StepEvents
+from .step_events import BlockArrival, StepEvents, VisitEvents
 from .trace import MAX_SPANS, TraceSpan, chrome_trace, ranged, write_trace
 
 TRACE = "WANSTREAM_TRACE"
-"""Environment variable: folder in which every run writes a trace for ui.perfetto.dev or chrome://tracing."""
+"""Environment variable: folder in which every run writes a trace for ui.perfetto.dev or
+chrome://tracing."""
 
 NVTX = "WANSTREAM_NVTX"
-"""Environment variable: 1 makes steps, visits, fetches and reads NVTX ranges for NVIDIA's profilers."""
+"""Environment variable: 1 makes steps, visits, fetches and reads NVTX ranges for NVIDIA's
+profilers."""
+
+
+def _no_figure() -> None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,11 +56,13 @@ class TelemetryOptions:
     nvtx: bool = False
     """Emit NVTX ranges."""
     ledger: QueueItemPhases | None = None
-    """Queue item phases: the run's phases are added, earlier ones appear in the run's timeline."""
-    dynamic_bytes: Callable[[], int | None] = lambda: None
+    """Queue item phases. The run's phases are added, and earlier ones appear in the run's
+    timeline."""
+    dynamic_bytes: Callable[[], int | None] = _no_figure
     """Returns the device bytes now used by the host's dynamic VRAM. None without dynamic VRAM."""
     on_visits: Callable[[str, int], None] | None = None
-    """Called with each memory sample, on its thread: the running step's expert, and the visits so far."""
+    """Called with each memory sample, on its thread: the running step's expert, and the visits so
+    far."""
 
     @classmethod
     def from_environment(cls) -> TelemetryOptions:
@@ -71,8 +90,9 @@ logger = logging.getLogger("wanstream.metrics")
 class Recorder:
     """Records one run, step by step.
 
-    The engine reports visits and arrived blocks. The sampling loop opens and closes steps. All events are read when a
-    step closes, after one synchronisation, so that measuring does not change the measured times.
+    The engine reports visits and arrived blocks. The sampling loop opens and closes steps. All
+    events are read when a step closes, after one synchronisation, so measuring does not change the
+    measured times.
 
     Args:
         device: compute device.
@@ -98,16 +118,19 @@ class Recorder:
         tick = None if on_visits is None else partial(self._report_visits, on_visits)
         self._sampler = MemorySampler(device, run_start=self._start, on_tick=tick)
         self._phases_before: tuple[PhaseRecord, ...] = ()
-        self._pinned_bytes: Callable[[], int] | None = None
+        self._pinned_bytes: Callable[[], int | None] = _no_figure
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the `with` body as the run. Sample memory. At the end, even after an error, add phases and a trace.
+        """Record the `with` body as the run.
+
+        Sample memory. At the end, even after an error, add phases and a trace.
 
         Raises:
             OSError: the trace folder cannot be created.
         """
-        queue_item, folder = self._observe.ledger, self._observe.trace
+        queue_item = self._observe.ledger
+        folder = self._observe.trace
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         if queue_item is not None:
@@ -131,13 +154,12 @@ class Recorder:
         with ranged(self.ranges, f"step {index} ({expert})"):
             yield
             end = self.clock.mark()
-            # The only synchronisation in a step. Events must not be read before the device has passed them.
+            # The only synchronisation in a step. Events must not be read before the device has
+            # passed them.
             self.clock.settle()
         self._expert = None  # until the next step, before the visits begin
         now = time.perf_counter()
-        computed_from = events.computed_from(end, now)
-        self._computed_from.append(None if computed_from is None else computed_from - self._start)
-        copies, reads = events.copies(), events.reads()
+        self._computed_from.append(events.computed_from(end, now, self._start))
         self._steps.append(
             StepRecord(
                 index=index,
@@ -145,59 +167,60 @@ class Recorder:
                 sigma=sigma,
                 wall_s=now - start,
                 compute_s=events.compute_s(),
-                stall_s=events.stall_s(),
-                bytes_moved=events.bytes_moved(),
-                device_bytes=self._memory.device_bytes(),
-                rss_bytes=self._memory.rss_bytes(),
+                transfers=events.transfers(end, now),
+                memory=self._step_memory(),
                 decode_s=events.decode_s(),
-                read_bytes=sum(read.nbytes for read in reads),
                 start_s=start - self._start,
-                stall_on_read_s=events.stall_on_read_s(end, now),
-                copy_s=sum(seconds for _, seconds in copies),
-                copied_bytes=sum(nbytes for nbytes, _ in copies),
-                read_s=events.read_s(),
-                reserved_bytes=self._memory.reserved_bytes(),
-                device_used_bytes=self._memory.used_bytes(),
-                dynamic_bytes=self._observe.dynamic_bytes(),
-                pinned_bytes=None if self._pinned_bytes is None else self._pinned_bytes(),
                 skipped_lanes=events.skipped_lanes,
                 skipped_visits=events.skipped_visits,
             )
         )
-        self._copy_rates = together([*self._copy_rates, *(RateRange.of_fetch(*copy) for copy in copies)])
-        read_rates = (RateRange.of_fetch(*share) for share in events.read_shares())
-        self._read_rates = together([*self._read_rates, *read_rates])
+        copies = starmap(RateRange.of_fetch, events.copies)
+        self._copy_rates = together([*self._copy_rates, *copies])
+        reads = starmap(RateRange.of_fetch, events.read_shares)
+        self._read_rates = together([*self._read_rates, *reads])
         if self._observe.trace is not None and len(self._spans) < MAX_SPANS:
             self._spans += events.spans(expert, end, now, self._start)
             self._traced_steps = len(self._steps)
 
+    def _step_memory(self) -> StepMemory:
+        return StepMemory(
+            device_bytes=self._memory.device_bytes(),
+            reserved_bytes=self._memory.reserved_bytes(),
+            device_used_bytes=self._memory.used_bytes(),
+            dynamic_bytes=self._observe.dynamic_bytes(),
+            rss_bytes=self._memory.rss_bytes(),
+            pinned_bytes=self._pinned_bytes(),
+        )
+
     def begin_run(self, pinned_bytes: Callable[[], int]) -> None:
-        """Start an engine run. `pinned_bytes` returns the page-locked bytes and is called when a step closes."""
+        """Start an engine run.
+
+        `pinned_bytes` returns the page-locked bytes and is called when a step closes.
+        """
         self._pinned_bytes = pinned_bytes
 
     def end_run(self) -> None:
         """End the engine run. This recorder must not keep the engine alive."""
-        self._pinned_bytes = None
+        self._pinned_bytes = _no_figure
 
     def record_arrival(self, arrival: BlockArrival) -> None:
         """Record the events of a fetch."""
         self._events.arrivals.append(arrival)
 
-    def visit(
-        self, block: int, requested: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent, done: DeviceEvent
-    ) -> None:
-        """Record one visit of `block`. See `VisitEvents`."""
-        self._events.visits.append((block, requested, arrived, ready, done))
+    def visit(self, events: VisitEvents) -> None:
+        """Record the events of one visit."""
+        self._events.visits.append(events)
 
     def _report_visits(self, on_visits: Callable[[str, int], None]) -> None:
-        # once, because a step may end on the other thread
         expert = self._expert  # once, because a step may end on the other thread
         if expert is not None:
             on_visits(expert, len(self._events.visits))
 
     def cached(self, *, lanes: int, visits: int) -> None:
-        """Record that a cache replaced the computation of `lanes` lanes, and so skipped `visits` visits in the step."""
-        self._events.skipped_lanes, self._events.skipped_visits = lanes, visits
+        """Record that a cache replaced `lanes` lanes, and skipped `visits` visits in the step."""
+        self._events.skipped_lanes = lanes
+        self._events.skipped_visits = visits
 
     @property
     def last(self) -> StepRecord:
@@ -206,12 +229,11 @@ class Recorder:
 
     def timeline(self) -> Timeline:
         """Return the timeline so far."""
-        first_blocks = [computed_from for computed_from in self._computed_from if computed_from is not None]
         return Timeline(
             steps=tuple(self._steps),
             kind="measured",
             non_block_bytes=self.non_block_bytes,
-            first_block_s=first_blocks[0] if first_blocks else None,
+            first_block_s=next((each for each in self._computed_from if each is not None), None),
             phases=(*self._phases_before, *self._run_phases()),
             memory=self._sampler.samples(),
             copy_rates=self._copy_rates,
@@ -227,13 +249,24 @@ class Recorder:
 
     def _run_phases(self) -> tuple[PhaseRecord, ...]:
         samples = self._sampler.samples()
-        return tuple(_with_sampled_peak(phase, samples) for phase in run_phases(self._steps, self._computed_from))
+        return tuple(
+            _with_sampled_peak(phase, samples)
+            for phase in run_phases(self._steps, self._computed_from)
+        )
 
 
 def _phases_since_last_run(phases: Sequence[PhaseRecord]) -> tuple[PhaseRecord, ...]:
-    """Return the preparatory phases after the queue item's last run. Earlier ones belong to earlier runs."""
-    of_runs = [index for index, phase in enumerate(phases) if phase.name in RUN_PHASES]
-    return tuple(phase for phase in phases[of_runs[-1] + 1 if of_runs else 0 :] if phase.name in PHASES_BEFORE_RUN)
+    """Return the preparatory phases after the queue item's last run.
+
+    Earlier ones belong to earlier runs.
+    """
+    found: list[PhaseRecord] = []
+    for phase in phases:
+        if phase.name in RUN_PHASES:
+            found.clear()
+        elif phase.name in PHASES_BEFORE_RUN:
+            found.append(phase)
+    return tuple(found)
 
 
 def _with_sampled_peak(phase: PhaseRecord, samples: tuple[MemorySample, ...]) -> PhaseRecord:

@@ -1,32 +1,36 @@
-"""Events of one step, reads included, and the figures computed from them after the step."""
+"""Events of one step, including reads, and the figures computed from them after the step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from ..devices import Clock, DeviceEvent
+from ..schema.records import Transfers
 from .trace import TraceSpan
 
 
 class ReadSpan(NamedTuple):
-    """One read of one block. Times are values of `time.perf_counter()`."""
+    """One read for one block. Times are `time.perf_counter()` values."""
 
     start: float
     end: float
     nbytes: int
-    """Bytes that were requested from the file."""
+    """Bytes requested from the file."""
     straight: bool
     """True for a read directly into a buffer, False for a read into a RAM slot."""
     locked: tuple[float, float] | None = None
-    """Start and end of page-locking the slot, with the wait for other locks. None if it was locked already."""
+    """Start and end of page-locking the slot, including the wait for other locks. None if it was
+    locked already."""
 
 
 VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
-"""One visit: the block, and the events requested, arrived, ready (decoded) and done (after the last lane).
+"""Block and events of one visit.
 
-Arrived and ready are the same event if the compute thread does not decode. A plain tuple for speed: there is one for
-every visit.
+The events are requested, arrived, ready (decoded) and done (after the last lane). Arrived and ready
+are the same event if the compute thread does not decode. There is one for every visit, hence a
+plain tuple for speed.
 """
 
 
@@ -35,21 +39,24 @@ class BlockArrival(NamedTuple):
 
     block: int
     nbytes: int
-    """Bytes of the fetch."""
+    """Bytes fetched."""
     requested: DeviceEvent
     """The visit started to wait for the block."""
     arrived: DeviceEvent
     """The block was in its buffer."""
     read: ReadSpan | None
-    """The file read for this fetch; None if the block was in RAM already."""
+    """File read for this fetch. None if the block was in RAM already."""
     copied: tuple[DeviceEvent, DeviceEvent] | None
-    """Start and end of the copy out of RAM; None without a copy."""
+    """Start and end of the copy out of RAM. None without a copy."""
     decoded: tuple[DeviceEvent, DeviceEvent] | None
-    """Start and end of decoding and patching, on any stream; None if there was none."""
+    """Start and end of decoding and patching, on any stream. None without decoding."""
 
 
 class StepEvents:
-    """Collected events of one step; the methods compute its figures once the device has passed all of them."""
+    """Events collected in one step.
+
+    The methods compute figures once the device has passed all events.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.visits: list[VisitEvents] = []
@@ -60,63 +67,76 @@ class StepEvents:
     def compute_s(self) -> float:
         return sum(self._seconds(ready, done) for _, _, _, ready, done in self.visits)
 
-    def stall_s(self) -> float:
-        return sum(self._seconds(requested, arrived) for _, requested, arrived, _, _ in self.visits)
-
     def decode_s(self) -> float:
-        return sum(self._seconds(*arrival.decoded) for arrival in self.arrivals if arrival.decoded is not None)
+        spans = [arrival.decoded for arrival in self.arrivals if arrival.decoded is not None]
+        return sum(self._seconds(*span) for span in spans)
 
+    @cached_property
     def copies(self) -> list[tuple[int, float]]:
-        """Return bytes and seconds of each copy out of RAM."""
+        """Bytes and seconds for each copy out of RAM."""
         return [
-            (arrival.nbytes, self._seconds(*arrival.copied)) for arrival in self.arrivals if arrival.copied is not None
+            (arrival.nbytes, self._seconds(*arrival.copied))
+            for arrival in self.arrivals
+            if arrival.copied is not None
         ]
 
-    def bytes_moved(self) -> int:
-        return sum(arrival.nbytes for arrival in self.arrivals)
-
-    def reads(self) -> list[ReadSpan]:
-        return [arrival.read for arrival in self.arrivals if arrival.read is not None]
-
+    @cached_property
     def read_shares(self) -> list[tuple[int, float]]:
-        """Return bytes and seconds of each read, without seconds of overlap with an earlier one.
+        """Bytes and seconds for each read, without the seconds that overlap an earlier read.
 
-        Several blocks are read at once, by threads that begin the next one when the first has no work left for them.
+        Several blocks are read at once, by threads that begin the next one when the first has no
+        work left for them.
         """
+        reads = [arrival.read for arrival in self.arrivals if arrival.read is not None]
         shares: list[tuple[int, float]] = []
         covered_until = 0.0
-        for read in sorted(self.reads(), key=lambda read: read.start):
+        for read in sorted(reads, key=lambda read: read.start):
             shares.append((read.nbytes, max(0.0, read.end - max(covered_until, read.start))))
             covered_until = max(covered_until, read.end)
         return shares
 
-    def read_s(self) -> float:
-        """Return the seconds during which at least one read was active."""
-        return sum(seconds for _, seconds in self.read_shares())
+    def transfers(self, end: DeviceEvent, now: float) -> Transfers:
+        """Return the sums over the step.
 
-    def stall_on_read_s(self, end: DeviceEvent, now: float) -> float:
-        """Return the part of the stall during which a block was still being read from its file.
-
-        `end` is the last event of the step and `now` its time on the host: a device event has no host time, so all
-        others are converted by their distance to `end`.
+        `end` is the step's last event and `now` its host time. A device event has no host time, so
+        all others are converted by their distance to `end`.
         """
-        total = 0.0
+        stall_on_read_s = 0.0
         for arrival in self.arrivals:
             if arrival.read is not None:
                 late_s = arrival.read.end - self._at(arrival.requested, end, now)
-                total += min(max(late_s, 0.0), self._seconds(arrival.requested, arrival.arrived))
-        return total
+                waited_s = self._seconds(arrival.requested, arrival.arrived)
+                stall_on_read_s += min(max(late_s, 0.0), waited_s)
+        return Transfers(
+            stall_s=sum(self._seconds(asked, arrived) for _, asked, arrived, _, _ in self.visits),
+            bytes_moved=sum(arrival.nbytes for arrival in self.arrivals),
+            stall_on_read_s=stall_on_read_s,
+            copied_bytes=sum(nbytes for nbytes, _ in self.copies),
+            copy_s=sum(seconds for _, seconds in self.copies),
+            read_bytes=sum(nbytes for nbytes, _ in self.read_shares),
+            read_s=sum(seconds for _, seconds in self.read_shares),
+        )
 
-    def computed_from(self, end: DeviceEvent, now: float) -> float | None:
-        """Return the `time.perf_counter()` value at which the first block started to compute; None without visits."""
-        return self._at(self.visits[0][3], end, now) if self.visits else None
+    def computed_from(self, end: DeviceEvent, now: float, run_start: float) -> float | None:
+        """Return the start of the first block's compute in seconds since `run_start`.
 
-    def spans(self, expert: str, end: DeviceEvent, now: float, run_start: float) -> Iterator[TraceSpan]:
-        """Yield all events as spans of a trace, in seconds since `run_start`."""
+        None without visits.
+        """
+        if self.visits:
+            return self._at(self.visits[0][3], end, now) - run_start
+        return None
 
-        def span(row: str, block: int, first: DeviceEvent, last: DeviceEvent, **args: int) -> TraceSpan:
+    def spans(
+        self, expert: str, end: DeviceEvent, now: float, run_start: float
+    ) -> Iterator[TraceSpan]:
+        """Yield all events as trace spans, in seconds since `run_start`."""
+
+        def span(
+            row: str, block: int, first: DeviceEvent, last: DeviceEvent, **args: int
+        ) -> TraceSpan:
             start_s = self._at(first, end, now) - run_start
-            return TraceSpan(row, f"{expert} {block}", start_s, start_s + self._seconds(first, last), args)
+            end_s = start_s + self._seconds(first, last)
+            return TraceSpan(row, f"{expert} {block}", start_s, end_s, args)
 
         for block, requested, arrived, ready, done in self.visits:
             yield span("wait", block, requested, arrived)

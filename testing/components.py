@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, __version__
@@ -15,25 +14,24 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from ..wan import WAN21, WAN22, family_of
-from .number_formats import MixedLayout
-from .quantised import Fp8Layout, save_single_file
+from ..wan.latents import WAN21, WAN22
+from ..wan.vae import family_of
+from .quantised import QuantiseLayers, save_single_file
 from .tokenizer import save_tokenizer, sentencepiece_model
-
-
-def save_vae_folder(vae: AutoencoderKLWan, folder: Path) -> None:
-    """Write the `vae` folder of a diffusers pipeline, in fp32."""
-    vae.save_pretrained(folder)
 
 
 def save_vae_file(vae: AutoencoderKLWan, path: Path) -> None:
     """Write the VAE as ComfyUI's single file, in fp32."""
     family = family_of(WAN22 if vae.config.is_residual else WAN21)
-    save_single_file({family.native_name(name): tensor for name, tensor in vae.state_dict().items()}, path)
+    save_single_file(
+        {family.native_name(name): tensor for name, tensor in vae.state_dict().items()}, path
+    )
 
 
-def save_text_encoder_folders(encoder: UMT5EncoderModel, pipeline: Path, *, dtype: torch.dtype) -> None:
-    """Write `text_encoder`, in `dtype`, and `tokenizer` of a diffusers pipeline folder."""
+def save_text_encoder_folders(
+    encoder: UMT5EncoderModel, pipeline: Path, *, dtype: torch.dtype
+) -> None:
+    """Write `text_encoder`, in `dtype`, and `tokenizer` for a diffusers pipeline folder."""
     folder = pipeline / "text_encoder"
     folder.mkdir(parents=True)
     config = {**encoder.config.to_diff_dict(), "architectures": ["UMT5EncoderModel"]}
@@ -43,22 +41,37 @@ def save_text_encoder_folders(encoder: UMT5EncoderModel, pipeline: Path, *, dtyp
 
 
 def save_text_encoder_file(
-    encoder: UMT5EncoderModel, path: Path, *, dtype: torch.dtype, fp8: Fp8Layout | MixedLayout | None = None
+    encoder: UMT5EncoderModel,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    quantised: QuantiseLayers | None = None,
 ) -> None:
-    """Write ComfyUI's single file, which includes the tokenizer; `fp8` quantises the matrices of the blocks."""
+    """Write ComfyUI's single file, which includes the tokenizer.
+
+    `quantised` writes the block matrices.
+    """
     blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
     linears = {name: module for name, module in blocks if isinstance(module, nn.Linear)}
     tokenizer = torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
-    save_single_file({**_parameters(encoder, dtype), "spiece_model": tokenizer}, path, layers=linears, fp8=fp8)
+    save_single_file(
+        {**_parameters(encoder, dtype), "spiece_model": tokenizer},
+        path,
+        layers=linears,
+        quantised=quantised,
+    )
 
 
 def _parameters(encoder: UMT5EncoderModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the parameters in `dtype`; `named_parameters` has the shared token table once, as the files do."""
+    """Return the parameters in `dtype`.
+
+    `named_parameters` has the shared token table once, as the files do.
+    """
     return {name: parameter.to(dtype) for name, parameter in encoder.named_parameters()}
 
 
 SHARED = ("vae", "text_encoder", "tokenizer")
-"""Components that all pipelines of Wan2.1 and Wan2.2 A14B share."""
+"""Components shared by all Wan2.1 and Wan2.2 A14B pipelines."""
 
 COMPONENTS = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
@@ -70,33 +83,28 @@ COMPONENTS = {
 
 
 def write_settings(
-    pipeline: Path,
-    *,
-    flow_shift: float,
-    kind: str = "WanPipeline",
-    boundary_ratio: float | None = None,
-    more: Mapping[str, tuple[str | None, str | None]] = MappingProxyType({}),
-    expand_timesteps: bool = False,
+    pipeline: Path, *, flow_shift: float, boundary_ratio: float | None = None, **index: object
 ) -> None:
     """Write the scheduler and `model_index.json`.
 
     Args:
-        kind: class of the pipeline.
-        boundary_ratio: boundary of a pipeline with two experts; None: single expert.
-        more: components in addition to `COMPONENTS`.
-        expand_timesteps: use one timestep per token, as TI2V-5B does.
+        boundary_ratio: boundary for a pipeline with two experts. None: single expert.
+        index: other index entries, including components in addition to `COMPONENTS`.
     """
     UniPCMultistepScheduler(
-        num_train_timesteps=1000, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+        num_train_timesteps=1000,
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=flow_shift,
     ).save_pretrained(pipeline / "scheduler")
     index = {
-        "_class_name": kind,
+        "_class_name": "WanPipeline",
         "_diffusers_version": __version__,
         "boundary_ratio": boundary_ratio,
-        "expand_timesteps": expand_timesteps,
+        "expand_timesteps": False,
         "transformer_2": (None, None) if boundary_ratio is None else COMPONENTS["transformer"],
         **COMPONENTS,
-        **more,
+        **index,
     }
     (pipeline / "model_index.json").write_text(
         json.dumps(dict(sorted(index.items())), indent=2) + "\n", encoding="utf-8"
@@ -104,7 +112,10 @@ def write_settings(
 
 
 def link_components(source: Path, target: Path, components: Iterable[str]) -> None:
-    """Hard-link components of the pipeline `source` into `target`; copy them if the file system has no hard links."""
+    """Hard-link components from the pipeline `source` into `target`.
+
+    Copy them if the file system has no hard links.
+    """
     for component in components:
         (target / component).mkdir(parents=True)
         for file in sorted((source / component).iterdir()):

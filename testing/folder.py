@@ -1,7 +1,7 @@
-"""Folder of a test model. Files that do not belong to the test model are never changed or deleted.
+"""Test model folder. Files that do not belong to the test model are never changed or deleted.
 
-A record in the folder lists the test model's files and their sizes. New files are first written to a subfolder and
-replace the old ones at the end, so the folder contains all files that were to be written, or none.
+A record in the folder lists the test model's files with their sizes. New files are first written to
+a subfolder and replace the old ones at the end, so the folder contains all requested files or none.
 """
 
 from __future__ import annotations
@@ -12,48 +12,65 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..schema.text import format_size
+
 RECORD = "sample_model.json"
 PARTIAL = ".partial"
 
 
 class TinyModelError(OSError):
-    """A test model cannot be written; the message contains the path and the reason."""
+    """A test model cannot be written. The message has the path and the reason."""
 
 
 class ModelFolder:
-    """Folder of a test model that is written from `recipe`."""
+    """Folder for a test model written from `recipe`."""
 
     def __init__(self, folder: Path, *, recipe: Mapping[str, int]) -> None:
         self.folder = folder
         self._recipe = dict(recipe)
 
     def is_complete(self, names: Collection[str]) -> bool:
-        """Return True if the folder contains a test model of this recipe with these files and folders, unchanged."""
+        """Return True if the folder contains an unchanged test model from this recipe.
+
+        The model has the files and folders `names`.
+        """
         record = self._read_record()
-        if record is None or record["recipe"] != self._recipe or self._changed(record):
+        if record is None or record["recipe"] != self._recipe or any(self._changed(record)):
             return False
         return self.names().issuperset(names)
 
     def names(self) -> set[str]:
-        """Return the names of the test model's files and of the folders that contain them."""
-        return {part for path in self.files() for part in path.parts}
+        """Return the names of the test model's files and of their folders."""
+        return {part for path in self.files for part in path.parts}
 
+    @property
     def files(self) -> dict[Path, int]:
-        """Return the test model's files, relative to the folder, and their sizes in bytes."""
+        """Sizes of the test model's files in bytes, by path relative to the folder."""
         record = self._read_record() or {"files": {}}
         return {Path(name): nbytes for name, nbytes in record["files"].items()}
 
+    @property
     def nbytes(self) -> int:
-        """Return the bytes of these files on disk; hard links to one file count once."""
-        stats = [(self.folder / path).stat() for path in self.files()]
+        """Size of these files on disk, in bytes. Hard links to one file count once."""
+        stats = [(self.folder / path).stat() for path in self.files]
         return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+
+    def summary(self) -> str:
+        """Return a line per weights file, and one for the total."""
+        weights = {
+            path: nbytes for path, nbytes in self.files.items() if path.suffix == ".safetensors"
+        }
+        lines = [f"{format_size(nbytes):>8}  {path}" for path, nbytes in weights.items()]
+        return "\n".join([*lines, f"{format_size(self.nbytes):>8}  on disk, in {self.folder}"])
 
     @contextmanager
     def replacing(self) -> Iterator[Path]:
-        """Yield an empty folder to write to; on a successful exit its files replace the old test model.
+        """Yield an empty folder to write to.
+
+        On a successful exit, files in it replace the old test model.
 
         Raises:
-            TinyModelError: the folder contains files that are not a test model's; they are not changed.
+            TinyModelError: the folder contains files outside the test model. They are not changed.
         """
         self._refuse_other_files()
         partial = self.folder / PARTIAL
@@ -62,7 +79,9 @@ class ModelFolder:
         try:
             partial.mkdir(parents=True)
             yield partial
-            self._remove_old()
+            # Only now, when the new files are complete.
+            for path in (*self.files, Path(RECORD)):
+                (self.folder / path).unlink(missing_ok=True)
             self._move_in(partial)
         finally:
             if partial.exists():
@@ -73,20 +92,18 @@ class ModelFolder:
             raise TinyModelError(f"{self.folder} is a file: name a folder")
         record = self._read_record()
         if record is None:
-            others = [path.name for path in _entries(self.folder) if path.name != PARTIAL]
+            others = [path.name for path in sorted(self.folder.glob("*")) if path.name != PARTIAL]
             if others:
                 raise TinyModelError(
-                    f"{self.folder} contains {others[0]} and is not a test model: name a new or an empty folder"
+                    f"{self.folder} contains {others[0]} and is not a test model: name a new or an "
+                    "empty folder"
                 )
             return
         for name in self._changed(record):
             if (self.folder / name).exists():
-                raise TinyModelError(f"{self.folder / name} is no longer the test model's: move it elsewhere")
-
-    def _remove_old(self) -> None:
-        for path in self.files():
-            (self.folder / path).unlink(missing_ok=True)
-        (self.folder / RECORD).unlink(missing_ok=True)
+                raise TinyModelError(
+                    f"{self.folder / name} is no longer the test model's: move it elsewhere"
+                )
 
     def _move_in(self, partial: Path) -> None:
         files = {}
@@ -94,7 +111,9 @@ class ModelFolder:
             path = file.relative_to(partial)
             target = self.folder / path
             if target.exists():
-                raise TinyModelError(f"{target} is not the test model's and in its way: move it elsewhere")
+                raise TinyModelError(
+                    f"{target} is not the test model's and in its way: move it elsewhere"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             file.rename(target)
             files[path.as_posix()] = target.stat().st_size
@@ -111,14 +130,9 @@ class ModelFolder:
             raise TinyModelError(f"{path} is damaged: remove the folder, or name another") from err
         return record
 
-    def _changed(self, record: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """Return the files that are missing or have another size."""
-        return [name for name, nbytes in record["files"].items() if _size(self.folder / name) != nbytes]
-
-
-def _entries(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    def _changed(self, record: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+        """Yield missing files and files with another size."""
+        for name, nbytes in record["files"].items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != nbytes:
+                yield name

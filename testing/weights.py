@@ -1,13 +1,12 @@
 """Tiny models with seeded random weights: a Wan expert, the VAE, the UMT5 encoder.
 
-Weights are drawn from a separate generator in the order of the parameters' names, so a seed and a shape determine them.
-The scales keep activations finite and of order 1 at any depth, and every input (latents, timestep, text) visibly
-changes the result.
+Weights are drawn from a separate generator in parameter name order, so seed and shape determine
+them. The scales keep activations finite and of order 1 at any depth, and every input (latents,
+timestep, text) visibly changes the result.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +17,15 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from ..wan import WAN21, WAN22, LatentSpace, NoInitialValues, TinyDecoder, TinyVaeConfig, family_of
+from ..shapes import HEAD_DIM
+from ..wan.checkpoint import NoInitialValues
+from ..wan.latents import WAN21, WAN22, LatentSpace
+from ..wan.vae import TinyDecoder, family_of
 
 TEXT_DIM = 4096
-HEAD_DIM = 128
 TINY_WIDTH: dict[str, Any] = {"heads": 2, "ffn_dim": 256}
-"""Width of all experts of the test model; two heads are the minimum for Ulysses with two workers."""
+"""Width of all experts in the test model. Two heads are the minimum for Ulysses with two
+workers."""
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -33,11 +35,12 @@ class TinyShape:
     """Shape of a tiny expert.
 
     Args:
-        in_channels: 16 for text to video, 36 for image to video, 52 or 48 for Fun Control, 48, 100 or 148 for 5B.
-        out_channels: 16 or 48; 0: 48 for the input channels 48, 100 and 148 (5B), else 16. Fun Control of Wan2.1, with
-            48 input channels, needs 16.
-        image_dim: width of image embeddings for the image branch of Wan2.1 I2V; 0: no image branch.
-        reference: add the `ref_conv` of Fun Control.
+        in_channels: 16 for text to video, 36 for image to video, 52 or 48 for Fun Control, 48, 100
+            or 148 for 5B.
+        out_channels: 16 or 48. 0: 48 for the input channels 48, 100 and 148 (5B), else 16. Wan2.1
+            Fun Control, with 48 input channels, needs 16.
+        image_dim: width of image embeddings for Wan2.1 I2V's image branch. 0: no image branch.
+        reference: add Fun Control's `ref_conv`.
     """
 
     layers: int = 4
@@ -51,15 +54,15 @@ class TinyShape:
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the latents."""
-        return self.out_channels or (WAN22.channels if self.in_channels in {48, 100, 148} else WAN21.channels)
+        """Latent channels."""
+        return self.out_channels or (
+            WAN22.channels if self.in_channels in {48, 100, 148} else WAN21.channels
+        )
 
 
 def expert_config(shape: TinyShape) -> dict[str, int]:
-    """Return the arguments of the diffusers model."""
-    image = {"image_dim": shape.image_dim, "added_kv_proj_dim": shape.heads * HEAD_DIM} if shape.image_dim else {}
-    return {
-        **image,
+    """Return the arguments for the diffusers model."""
+    config = {
         "num_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "attention_head_dim": HEAD_DIM,
@@ -68,6 +71,9 @@ def expert_config(shape: TinyShape) -> dict[str, int]:
         "ffn_dim": shape.ffn_dim,
         "text_dim": shape.text_dim,
     }
+    if shape.image_dim:
+        config |= {"image_dim": shape.image_dim, "added_kv_proj_dim": shape.heads * HEAD_DIM}
+    return config
 
 
 def make_expert(shape: TinyShape, *, seed: int) -> WanTransformer3DModel:
@@ -78,34 +84,45 @@ def make_expert(shape: TinyShape, *, seed: int) -> WanTransformer3DModel:
 def _expert(shape: TinyShape) -> WanTransformer3DModel:
     model = WanTransformer3DModel(**expert_config(shape))
     if shape.reference:
-        model.ref_conv = nn.Conv2d(shape.latent_channels, shape.heads * HEAD_DIM, kernel_size=2, stride=2)
+        model.ref_conv = nn.Conv2d(
+            shape.latent_channels, shape.heads * HEAD_DIM, kernel_size=2, stride=2
+        )
     return model
 
 
 def make_vae(*, seed: int, base_dim: int = 8) -> AutoencoderKLWan:
-    """Return a random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
+    """Return a random fp32 Wan2.1 VAE: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
     return randomised(lambda: AutoencoderKLWan(base_dim=base_dim), seed)
 
 
 def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -> AutoencoderKLWan:
-    """Return a random VAE of Wan2.2 5B in fp32: 48 latent channels, 16 x 16 pixels and 4 frames per latent."""
+    """Return a random Wan2.2 5B VAE in fp32.
+
+    It has 48 latent channels, and 16 x 16 pixels and 4 frames per latent.
+    """
     widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
     spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}
-    return randomised(lambda: AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread}), seed)
+    return randomised(
+        lambda: AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread}), seed
+    )
 
 
 TINY_VAE_WIDTHS = (256, 128, 64, 64)
-"""Widths of the published tiny VAEs; the layers of the encoder have the last one."""
+"""Widths of the published tiny VAEs. The encoder layers have the last one."""
 
 
 def make_tiny_vae(
     space: LatentSpace, *, seed: int, widths: tuple[int, ...] = (16, 12, 8, 8)
 ) -> dict[str, torch.Tensor]:
-    """Return random fp32 tensors of a tiny VAE, decoder and encoder, under the names of the published files."""
-    decoder = randomised(lambda: TinyDecoder(TinyVaeConfig(space=space, widths=widths)), seed)
-    shapes = _tiny_encoder_shapes(space.channels, decoder.state_dict()["decoder.22.bias"].numel(), widths[-1])
+    """Return random fp32 tensors for a tiny VAE, decoder and encoder, with the published names."""
+    decoder = randomised(lambda: TinyDecoder(space, widths), seed)
+    shapes = _tiny_encoder_shapes(
+        space.channels, decoder.state_dict()["decoder.22.bias"].numel(), widths[-1]
+    )
     generator = torch.Generator().manual_seed(seed)
-    encoder = {name: random_values(name, torch.Size(shape), generator) for name, shape in shapes.items()}
+    encoder = {
+        name: random_values(name, torch.Size(shape), generator) for name, shape in shapes.items()
+    }
     found = {**encoder, **decoder.state_dict()}
     found["decoder.22.bias"] += 0.5  # most values are within 0..1
     return found
@@ -126,7 +143,7 @@ def _tiny_encoder_shapes(channels: int, colours: int, width: int) -> dict[str, t
 
 
 def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:
-    """Return a random UMT5 encoder in fp32 with the width of the real one (4096) and small other sizes."""
+    """Return a random fp32 UMT5 encoder with the width of the real one (4096), otherwise small."""
     config = UMT5Config(
         vocab_size=vocabulary,
         d_model=TEXT_DIM,
@@ -140,19 +157,12 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
     return randomised(lambda: UMT5EncoderModel(config), seed)
 
 
-def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
-    """Return a copy with every parameter in `dtype`; diffusers' `.to()` would warn about modules kept in fp32."""
-    model = copy.deepcopy(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
 def randomised(build: Callable[[], ModelT], seed: int) -> ModelT:
     """Build a model with parameters drawn from that seed, in eval mode and without gradients."""
     with torch.random.fork_rng(devices=[]), NoInitialValues():
         model = build()
     generator = torch.Generator().manual_seed(seed)
+    # In name order, so that values do not depend on the order of registration.
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(random_values(name, parameter.shape, generator))
     return model.eval().requires_grad_(False)
@@ -164,7 +174,8 @@ def random_values(name: str, shape: torch.Size, generator: torch.Generator) -> t
     if name.endswith("bias"):
         return 0.1 * noise
     if name.endswith("attn2.norm_q.weight"):
-        # Attention must be sharp enough for a few words to matter among hundreds of rows of padding.
+        # Attention must be sharp enough for a few words to matter among hundreds of rows of
+        # padding.
         return 2.0 + 0.1 * noise
     if "norm" in name or name.endswith("gamma"):
         return 1.0 + 0.1 * noise

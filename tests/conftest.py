@@ -1,4 +1,7 @@
-"""Tiny random models for every room: four blocks, two heads, real text width; each file is written once per session."""
+"""Tiny random models for every room: four blocks, two heads, real text width.
+
+Each file is written once per session.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,19 @@ import torch
 from diffusers import WanTransformer3DModel
 from hypothesis import settings
 
-from wanstream.testing.components import save_text_encoder_folders, save_vae_file, save_vae_folder
-from wanstream.testing.experts import dequantised, save_expert_file, save_expert_folder
+from wanstream.testing.components import save_text_encoder_folders, save_vae_file
+from wanstream.testing.experts import save_expert_file, save_expert_folder
+from wanstream.testing.folder import ModelFolder
 from wanstream.testing.model import write_tiny_model
-from wanstream.testing.quantised import FP8_LAYOUTS
 from wanstream.testing.tokenizer import VOCABULARY
-from wanstream.testing.weights import TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+from wanstream.testing.weights import (
+    TinyShape,
+    make_expert,
+    make_text_encoder,
+    make_vae,
+    make_wan22_vae,
+)
+from wanstream.tests.support.quantised_files import FP8_LAYOUTS, dequantised, save_shards
 
 # A time limit per example would fail on a busy machine.
 settings.register_profile("no deadline", deadline=None)
@@ -44,15 +54,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if marks & INTEGRATION_MARKS or INTEGRATION_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+        if marks & INTEGRATION_MARKS or INTEGRATION_FIXTURES.intersection(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("integration")
-    config.stash[SEEN] = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
+    config.stash[SEEN] = {
+        item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items
+    }
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage less often, and exempt the imported packages and tests, about two million objects.
+    """Collect garbage less often, and exempt the imported packages and tests.
 
-    Traversing them takes a third of a second in every collection, explicit or automatic.
+    These are about two million objects. Traversing them takes a third of a second in every
+    collection, explicit or automatic.
     """
     gc.collect()
     gc.freeze()
@@ -86,11 +101,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def make_tiny_expert() -> Callable[..., WanTransformer3DModel]:
     """`make_tiny_expert(seed=0, **shape)`: a fresh fp32 expert, the caller's to change.
 
-    `dequantised_from=dtype` gives instead the fp32 model that an fp8 file with its other tensors in `dtype` stands for.
-    Shape: `layers=4, heads=2, in_channels=16 | 36, ffn_dim=512, text_dim=4096`.
+    `dequantised_from=dtype` gives instead the fp32 model that an fp8 file with its other tensors in
+    `dtype` stands for. Shape: `layers=4, heads=2, in_channels=16 | 36, ffn_dim=512, text_dim=4096`.
     """
 
-    def make(*, seed: int = 0, dequantised_from: torch.dtype | None = None, **shape: int) -> WanTransformer3DModel:
+    def make(
+        *, seed: int = 0, dequantised_from: torch.dtype | None = None, **shape: int
+    ) -> WanTransformer3DModel:
         model = make_expert(TinyShape(**shape), seed=seed)
         return model if dequantised_from is None else dequantised(model, dtype=dequantised_from)
 
@@ -99,15 +116,22 @@ def make_tiny_expert() -> Callable[..., WanTransformer3DModel]:
 
 @pytest.fixture(scope="session")
 def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_expert_folder(seed=0, dtype=torch.float32, shards=1, **shape)`: a diffusers transformer folder.
+    """Make a diffusers transformer folder of a tiny expert.
 
-    Read only: the folder is shared by the whole session.
+    Call `tiny_expert_folder(seed=0, dtype=torch.float32, shards=1, **shape)`. Read only: the folder
+    is shared by the whole session.
     """
 
     @functools.cache
-    def folder(*, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **shape: int) -> Path:
+    def folder(
+        *, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **shape: int
+    ) -> Path:
         path = tmp_path_factory.mktemp("expert")
-        save_expert_folder(make_expert(TinyShape(**shape), seed=seed), path, dtype=dtype, shards=shards)
+        model = make_expert(TinyShape(**shape), seed=seed)
+        if shards > 1:
+            save_shards(model, path, dtype=dtype, shards=shards)
+        else:
+            save_expert_folder(model, path, dtype=dtype)
         return path
 
     return folder
@@ -115,19 +139,31 @@ def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 @pytest.fixture(scope="session")
 def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_expert_file(seed=0, dtype=torch.float32, prefix="", fp8=None, **shape)`: ComfyUI's single file.
+    """Make ComfyUI's single file of a tiny expert.
 
-    `fp8` is one of the names that the fixture `fp8_layout` runs through; `dtype` is then that of all other tensors.
-    Read only: the file is shared by the whole session.
+    Call `tiny_expert_file(seed=0, dtype=torch.float32, prefix="", fp8=None, **shape)`. `fp8` is one
+    of the names that the fixture `fp8_layout` runs through; `dtype` is then that of all other
+    tensors. Read only: the file is shared by the whole session.
     """
 
     @functools.cache
     def file(
-        *, seed: int = 0, dtype: torch.dtype = torch.float32, prefix: str = "", fp8: str | None = None, **shape: int
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        prefix: str = "",
+        fp8: str | None = None,
+        **shape: int,
     ) -> Path:
         path = tmp_path_factory.mktemp("expert") / "expert.safetensors"
         layout = None if fp8 is None else FP8_LAYOUTS[fp8]
-        save_expert_file(make_expert(TinyShape(**shape), seed=seed), path, dtype=dtype, prefix=prefix, fp8=layout)
+        save_expert_file(
+            make_expert(TinyShape(**shape), seed=seed),
+            path,
+            dtype=dtype,
+            prefix=prefix,
+            quantised=layout,
+        )
         return path
 
     return file
@@ -141,16 +177,18 @@ def fp8_layout(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_pipeline(dtype=torch.float32)`: the VAE (fp32), text encoder and tokenizer of a diffusers pipeline folder.
+    """Make a diffusers pipeline folder with the VAE (fp32), text encoder and tokenizer.
 
-    Read only: the folder is shared by the whole session.
+    Call `tiny_pipeline(dtype=torch.float32)`. Read only: the folder is shared by the whole session.
     """
 
     @functools.cache
     def folder(*, dtype: torch.dtype = torch.float32) -> Path:
         path = tmp_path_factory.mktemp("pipeline")
-        save_vae_folder(make_vae(seed=0), path / "vae")
-        save_text_encoder_folders(make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), path, dtype=dtype)
+        make_vae(seed=0).save_pretrained(path / "vae")
+        save_text_encoder_folders(
+            make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), path, dtype=dtype
+        )
         return path
 
     return folder
@@ -158,9 +196,12 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
 
 @pytest.fixture(scope="session")
 def wan22_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny VAE of Wan2.2 5B: `vae`, as diffusers has it, and `wan2.2_vae.safetensors`. Read only."""
+    """A folder with the tiny VAE of Wan2.2 5B. Read only.
+
+    It contains `vae`, as diffusers has it, and `wan2.2_vae.safetensors`.
+    """
     path, vae = tmp_path_factory.mktemp("wan22"), make_wan22_vae(seed=0)
-    save_vae_folder(vae, path / "vae")
+    vae.save_pretrained(path / "vae")
     save_vae_file(vae, path / "wan2.2_vae.safetensors")
     return path
 
@@ -169,3 +210,9 @@ def wan22_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sample_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A models folder as `wanstream make-test-model` writes it, four blocks deep. Read only."""
     return write_tiny_model(tmp_path_factory.mktemp("models"), layers=4).folder
+
+
+@pytest.fixture(scope="session")
+def full_sample_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """The whole model of `wanstream make-test-model`, as deep as the real one. Read only."""
+    return write_tiny_model(tmp_path_factory.mktemp("models"))

@@ -10,7 +10,9 @@ import pytest
 
 from wanstream.nodes import WanStreamExtension
 
-PAGE = (Path(__file__).parent.parent / "docs" / "coming-from-wanvideowrapper.md").read_text(encoding="ascii")
+PAGE = (Path(__file__).parent.parent / "docs" / "coming-from-wanvideowrapper.md").read_text(
+    encoding="ascii"
+)
 NODES = [node.define_schema() for node in asyncio.run(WanStreamExtension().get_node_list())]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]

@@ -18,8 +18,8 @@ LOAD = """
 import importlib.util, json, logging, sys
 folder = sys.argv[1]
 name = folder.replace(".", "_x_")
-before = {"path": list(sys.path), "modules": set(sys.modules), "handlers": list(logging.getLogger().handlers),
-          "level": logging.getLogger().level}
+before = {"path": list(sys.path), "modules": set(sys.modules),
+          "handlers": list(logging.getLogger().handlers), "level": logging.getLogger().level}
 spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py")
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
@@ -27,14 +27,17 @@ spec.loader.exec_module(module)
 print(json.dumps({
     "path": sys.path == before["path"],
     "new": sorted(set(sys.modules) - before["modules"] - {name}),
-    "logging": logging.getLogger().handlers == before["handlers"] and logging.getLogger().level == before["level"],
+    "logging": logging.getLogger().handlers == before["handlers"]
+    and logging.getLogger().level == before["level"],
     "web": module.WEB_DIRECTORY,
 }))
 """
 
 
 def _run(code: str, *args: str) -> dict[str, object]:
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, timeout=120
+    )
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -68,11 +71,14 @@ try:
     found["WanStreamExperts"].execute(high_noise="x", low_noise="x", compute_dtype="fp32")
 except Exception as err:
     called = f"{type(err).__module__}.{type(err).__qualname__}"
-print(json.dumps({"ids": ids, "called": called, "path": sys.path == path, "modules": sorted(sys.modules)}))
+modules = sorted(sys.modules)
+print(json.dumps({"ids": ids, "called": called, "path": sys.path == path, "modules": modules}))
 """
 
 
-def test_entry_point_lists_nodes_under_any_folder_name_and_imports_no_model_library(tmp_path: Path) -> None:
+def test_entry_point_lists_nodes_under_any_folder_name_and_imports_no_model_library(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "pack with.dots-and spaces"
     folder.symlink_to(ROOT, target_is_directory=True)
     found = _run(ENTRY, str(folder))
@@ -85,5 +91,8 @@ def test_entry_point_lists_nodes_under_any_folder_name_and_imports_no_model_libr
     modules = found["modules"]
     assert isinstance(modules, list)
     assert "wanstream" not in modules, "the pack imported itself under a second name"
-    # They take several times as long to import as all the rest, and nothing needs them before a model is opened.
-    assert not {"diffusers", "transformers", "peft", "accelerate", "ray", "ftfy"}.intersection(modules)
+    # They take several times as long to import as all the rest, and nothing needs them before a
+    # model is opened.
+    assert not {"diffusers", "transformers", "peft", "accelerate", "ray", "ftfy"}.intersection(
+        modules
+    )

@@ -1,4 +1,4 @@
-"""The statements of `docs/migrate.md` about our nodes hold: names, settings, sums and switch steps."""
+"""Statements of the migration pages about our nodes hold: names, settings, sums, switch steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from wanstream.nodes import WanStreamExtension
-from wanstream.plan.visits import split_at_boundary
-from wanstream.sampling.schedules import simple_schedule
-from wanstream.schema.shapes import T2V_A14B
+from wanstream.plan.programs.visits import split_at_boundary
+from wanstream.sampling.steps.schedules import simple_schedule
+from wanstream.shapes.expert import T2V_A14B
 
-PAGE = (Path(__file__).parent.parent / "docs" / "migrate.md").read_text(encoding="ascii")
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = "".join(
+    (DOCS / name).read_text(encoding="ascii") for name in ("migrate.md", "migrate-packs.md")
+)
 NODES = [node.define_schema() for node in asyncio.run(WanStreamExtension().get_node_list())]
 
 
@@ -21,7 +24,11 @@ def rows(title: str) -> list[list[str]]:
     """The cells of all table rows of a section, heads and rules left out."""
     found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, title
-    lines = [line for line in found[1].splitlines() if line.startswith("|") and not line.startswith("|---")]
+    lines = [
+        line
+        for line in found[1].splitlines()
+        if line.startswith("|") and not line.startswith("|---")
+    ]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -34,7 +41,9 @@ def test_every_setting_that_a_table_maps_to_is_an_input_of_ours() -> None:
     inputs = {socket.id for socket in sockets}
     options = {str(option) for socket in sockets for option in socket.as_dict().get("options", ())}
     titles = re.findall(r"^## (From .*)$", PAGE, re.MULTILINE)
-    named = {word for title in titles for row in rows(title) for word in re.findall(r"`(\w+)`", row[1])}
+    named = {
+        word for title in titles for row in rows(title) for word in re.findall(r"`(\w+)`", row[1])
+    }
     assert named <= inputs | options | {"guider"}
     assert len(named) > 20
 
@@ -48,7 +57,9 @@ def switch(steps: int, shift: float, boundary: float) -> int:
     ("steps", "shift", "boundary", "after"),
     [(20, 8, 0.875, 11), (20, 5, 0.9, 8), (20, 8, 0.9, 10), (4, 5, 0.875, 2), (4, 5, 0.9, 2)],
 )
-def test_the_switch_of_the_templates_graphs(steps: int, shift: float, boundary: float, after: int) -> None:
+def test_the_switch_of_the_templates_graphs(
+    steps: int, shift: float, boundary: float, after: int
+) -> None:
     assert switch(steps, shift, boundary) == after
 
 

@@ -1,8 +1,9 @@
-"""The examples of the README run unchanged on a small model."""
+"""README and docs name what is there, and their examples and figures are true."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,32 +11,112 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.cli.options import MachineOptions, PlanOptions
+from wanstream.cli.plan import run_shape
 from wanstream.nodes import WanStreamExtension
+from wanstream.plan import Budgets, OffloadPlan, expected_machine, plan_offload
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 
 
-def test_the_python_example_makes_frames(sample_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def test_the_python_example_makes_frames(
+    sample_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     small = {'"cuda"': '"cpu"', "(1, 16, 21, 60, 104)": "(1, 16, 3, 6, 8)", "steps=20": "steps=3"}
     for written, smaller in small.items():
         assert code.count(written) == 1
         code = code.replace(written, smaller)
     monkeypatch.chdir(sample_models / "diffusers")
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own example
+    exec(compile(code, "cli.md", "exec"), names)  # noqa: S102 - our own example
     assert names["frames"].shape == (1, 9, 48, 64, 3)
     assert torch.isfinite(names["frames"]).all()
     assert [step.expert for step in names["result"].timeline.steps] == ["high", "high", "low"]
 
 
+def test_it_is_short_and_needs_no_glossary() -> None:
+    assert len(README.splitlines()) <= 80
+    assert re.findall(r"\b(?:lanes?|layerwise|visits?)\b", README, re.IGNORECASE) == []
+
+
+def test_measured_cards_have_the_figures_of_the_result() -> None:
+    result = ROOT / "benchmarks" / "results" / "kernels-gpu_nvidia-h100-80gb-hbm3_20261127.json"
+    runs = json.loads(result.read_text(encoding="utf-8"))["figures"]["runs"]
+    rows = re.findall(
+        r"^\| H100 \| (\d+) frames, .*? \| (.+) \| measured \|$", README, re.MULTILINE
+    )
+    assert dict(rows) == {
+        name.removeprefix("480p"): f"{run['device_peak_gb']:.1f} | {run['rss_gb']:.0f} | "
+        f"{run['median_step_s']:.2f}"
+        for name, run in ((name, each["streamed"]) for name, each in runs.items())
+    }
+    long = runs["480p81"]
+    assert f"**{long['streamed']['device_peak_gb']:.1f} GB on" in README
+    assert f"instead of {long['resident']['device_peak_gb']:.1f}**" in README
+    assert f"**{long['streamed']['to_resident']:.3f} times**" in README
+
+
+def simulated(gpu: str, size: str) -> OffloadPlan:
+    """Return the plan behind a simulated row."""
+    options = PlanOptions(machine=MachineOptions(gpu=gpu), size=size, steps=4, cfg="none")
+    machine = expected_machine(gpu, ram_bytes=32 * 2**30, disk_bytes_per_s=3.5e9)
+    return plan_offload(run_shape(options), machine, Budgets())
+
+
+def test_simulated_cards_have_the_figures_of_the_planner() -> None:
+    section = PERFORMANCE.partition("## Other cards (simulated)")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w+ \d.*?) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    sizes = {"832x480x81": "4.8", "1280x720x81": "9.2"}
+    for card, *step_s in rows:
+        for (size, vram_gb), step in zip(sizes.items(), step_s, strict=True):
+            plan = simulated(card, size)
+            assert f"{plan.total_s / 4:.1f}" == step, card
+            assert f"{plan.device_bytes / 1e9:.1f}" == vram_gb, card
+            assert f"{plan.host_bytes / 1e9:.1f}" == "1.4", card
+    cards = {card: step for card, step, _ in rows}
+    shown = re.findall(
+        r"^\| (.*) \| .* \| 4\.8 \| 1\.4 \| ([\d.]+) \| simulated \|$", README, re.MULTILINE
+    )
+    assert len(shown) == README.count("| simulated |")
+    assert {card: cards[card] for card, _ in shown} == dict(shown)
+    h100 = simulated("H100", "832x480x81")
+    computing = f"{(h100.total_s - sum(step.stall_s for step in h100.timeline.steps)) / 4:.1f} s"
+    assert f"{computing} of computing in a step" in section
+    assert f"{computing} of computing in a step" in README
+
+
+def test_graphs_have_the_seconds_of_the_result() -> None:
+    (result,) = (ROOT / "benchmarks" / "results").glob("native-graph_*.json")
+    figures = json.loads(result.read_text(encoding="utf-8"))["figures"]
+    page = (ROOT / "docs" / "native-compared.md").read_text(encoding="utf-8")
+    for run in (case.removesuffix(", whole") for case in figures if case.endswith("whole")):
+        both = [figures[f"{run}, {how}"] for how in ("whole", "streamed")]
+        cells = [f"{each[name]:.2f}" for each in both for name in ("total_s", "outside_s")]
+        name = run.replace("wan", "Wan").replace("z_image", "Z-Image")
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
 def test_every_node_and_every_workflow_is_in_its_table() -> None:
-    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("nodes", "workflows")]
-    rows = [[line.split("|")[1] for line in page.splitlines() if line.startswith("| ")] for page in pages]
+    pages = [
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("nodes", "workflows")
+    ]
+    rows = [
+        [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+        for page in pages
+    ]
     nodes = {name.strip() for cell in rows[0][1:] for name in cell.split(",")}
-    assert nodes == {node.define_schema().display_name for node in asyncio.run(WanStreamExtension().get_node_list())}
-    workflows = {name for cell in rows[1] for name in re.findall(r"\(\.\./workflows/(\w+)\.json\)", cell)}
+    assert nodes == {
+        node.define_schema().display_name
+        for node in asyncio.run(WanStreamExtension().get_node_list())
+    }
+    workflows = {
+        name for cell in rows[1] for name in re.findall(r"\(\.\./workflows/(\w+)\.json\)", cell)
+    }
     assert workflows == {path.stem for path in (ROOT / "workflows").glob("*.json")}
 
 
@@ -55,4 +136,6 @@ def test_every_file_a_page_links_to_is_there(page: Path) -> None:
         assert target.exists(), name
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
+            assert anchor in {
+                re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+            }, anchor

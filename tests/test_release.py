@@ -1,16 +1,22 @@
-"""The metadata that the registry requires is complete, and the release checklist names only existing files."""
+"""Complete metadata for the registry, and existing files in the release checklist."""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
-from pathlib import Path
+import textwrap
+from pathlib import Path, PurePath
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from wanstream.schema.version import VERSION
+from wanstream.tests.support.archive import archived_files
+from wanstream.tools.code_counts import SourceTree
+from wanstream.tools.registry import PICTURES, ReleaseError, faults, main, release_notes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,6 +26,12 @@ else:
 ROOT = Path(__file__).parent.parent
 CHECKLIST = (ROOT / "docs" / "releasing.md").read_text(encoding="ascii")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+RELEASED = re.sub(r"(?s)(## \[Unreleased\]\n).*?(?=\n## |$)", r"\1", CHANGELOG, count=1)
+"""The changelog without what came after the last release."""
+REVIEWED = {
+    *("subprocess", "socket", "ctypes", "sqlite3", "os.environ", "os.system", "os.popen"),
+    *("multiprocessing", "aiohttp", "httpx", "requests", "urllib.request", "http.client"),
+}
 SYSTEMS = {"OS Independent", "Microsoft :: Windows", "POSIX :: Linux", "MacOS"}
 
 
@@ -36,7 +48,12 @@ def test_the_registry_has_a_name_a_version_and_a_publisher(project: dict[str, An
     assert found["description"].endswith(".")
     assert comfy["PublisherId"]
     assert comfy["DisplayName"] == "WanStream"
-    assert {"Icon", "requires-comfyui"} <= comfy.keys()
+    assert "native model" in found["description"]
+    assert {"Icon", "Banner", "requires-comfyui"} <= comfy.keys()
+    frontend = [name for name in found["dependencies"] if name.startswith("comfyui-frontend-")]
+    assert re.fullmatch(r"comfyui-frontend-package>=\d+\.\d+\.\d+", *frontend)
+    needs = (ROOT / "requirements.txt").read_text(encoding="ascii").splitlines()
+    assert [*needs[1:], *frontend] == found["dependencies"]
 
 
 def test_it_knows_where_the_nodes_run(project: dict[str, Any]) -> None:
@@ -50,26 +67,69 @@ def test_the_readme_names_the_comfyui_that_is_asked_for(project: dict[str, Any])
     assert f"ComfyUI {least} or later" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_icon_is_one_that_the_registry_takes() -> None:
-    picture = ElementTree.parse(ROOT / "docs" / "images" / "icon.svg").getroot()
+@pytest.mark.parametrize(("name", "sides"), [("Icon", (400, 400)), ("Banner", (1680, 720))])
+def test_the_pictures_are_ones_that_the_registry_takes(name: str, sides: tuple[int, int]) -> None:
+    picture = ElementTree.parse(ROOT / PICTURES[name]).getroot()
     assert picture.tag.endswith("svg")
-    assert picture.get("width") == picture.get("height") == "400"
-    assert "docs/images/icon.svg" in CHECKLIST
+    assert (int(picture.attrib["width"]), int(picture.attrib["height"])) == sides
 
 
-def test_the_archive_leaves_out_only_what_is_there_and_nothing_that_runs(project: dict[str, Any]) -> None:
-    lines = (ROOT / ".comfyignore").read_text(encoding="ascii").splitlines()
-    left_out = {line.rstrip("/") for line in lines if line and not line.startswith("#")}
-    assert all((ROOT / name).is_dir() for name in left_out)
-    rooms = {name.partition(".")[2] for name in project["tool"]["setuptools"]["packages"]}
-    assert not left_out & {*rooms, "web", "workflows", "locales"}
+def test_the_archive_has_what_runs_in_comfyui_and_nothing_else() -> None:
+    archive = archived_files()
+    source = SourceTree(ROOT)
+    imported = source.edges(through_init=False)
+    reached: set[str] = set()
+    # `__init__.py` imports the first two, and Ray the last one by name.
+    waiting = ["host", "nodes", "distributed.ray.worker"]
+    while waiting:
+        module = waiting.pop()
+        if module and module not in reached:
+            reached.add(module)
+            waiting += [*imported[module], module.rpartition(".")[0]]
+    runs = {source.modules[module].relative_to(ROOT).as_posix() for module in reached}
+    assert {name for name in archive if name.endswith(".py")} == {"__init__.py", *runs}
+    other = {name for name in archive if not name.endswith(".py")}
+    served = {name for name in other if re.match(r"web/|workflows/\w+\.|locales/\w+/", name)}
+    assert served >= {"web/wanstream.js", "workflows/t2v.json", "locales/zh/nodeDefs.json"}
+    assert {PurePath(name).suffix for name in served} == {
+        *(".js", ".mjs", ".css", ".md", ".json", ".jpg")
+    }
+    assert other - served == {"LICENSE", "README.md", "pyproject.toml", "requirements.txt"}
+
+
+def used_modules(path: Path) -> set[str]:
+    """Return the modules that a reviewer of the Registry asks about and this file uses."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return found & REVIEWED
+
+
+def test_security_names_each_use_of_processes_sockets_and_native_calls() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    named = {
+        file: {*re.findall("`(.+?)`", uses)}
+        for file, uses in re.findall(r"^\| `(\w[\w/]+\.py)` \| (.+?) \| .+ \|$", text, re.MULTILINE)
+    }
+    files = {path.relative_to(ROOT).as_posix(): path for path in SourceTree(ROOT).files}
+    assert named == {name: used for name, path in files.items() if (used := used_modules(path))}
+    outside = text.partition("not in the archive:")[2]
+    archive = archived_files()
+    assert {name for name in named if f"`{name}`" in outside} == {*named} - archive
 
 
 def test_every_package_is_installed(project: dict[str, Any]) -> None:
     listed = project["tool"]["setuptools"]["packages"]
     tops = {name.split(".")[1] for name in listed if "." in name}
     folders = {path.parent.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*.py")}
-    assert sorted(listed) == sorted(["wanstream", *(".".join(("wanstream", *folder.parts)) for folder in folders)])
+    assert sorted(listed) == sorted(
+        ["wanstream", *(".".join(("wanstream", *folder.parts)) for folder in folders)]
+    )
 
 
 def test_the_changelog_has_what_is_to_come_and_every_release_once() -> None:
@@ -84,7 +144,9 @@ def test_the_changelog_has_what_is_to_come_and_every_release_once() -> None:
 def test_the_checklist_names_only_what_exists(project: dict[str, Any]) -> None:
     """A word in code with a slash or a known ending is a file or a folder of the checkout."""
     named = set(re.findall(r"`([\w./-]+)`", CHECKLIST))
-    files = {name for name in named if "/" in name or name.endswith((".md", ".toml", ".py"))} - {"custom_nodes/"}
+    files = {name for name in named if "/" in name or name.endswith((".md", ".toml", ".py"))} - {
+        "custom_nodes/"
+    }
     assert {"pyproject.toml", "schema/version.py", ".ci/run", "scripts/demo"} <= files
     for name in files:
         assert (ROOT / name).exists(), name
@@ -93,3 +155,80 @@ def test_the_checklist_names_only_what_exists(project: dict[str, Any]) -> None:
     for key in ("PublisherId", "Icon", "requires-comfyui"):
         assert f"`{key}`" in CHECKLIST
         assert key in project["tool"]["comfy"]
+
+
+def released(checkout: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of pyproject.toml with the lines that the checklist has for it."""
+    lines = textwrap.dedent(re.findall(r" *```toml\n(.*?)```", CHECKLIST, re.DOTALL)[0])
+    filled = tomllib.loads(lines.replace("OWNER/NAME", "someone/pack"))
+    comfy = {**checkout["tool"]["comfy"], **filled["tool"]["comfy"]}
+    return {"project": {**checkout["project"], **filled["project"]}, "tool": {"comfy": comfy}}
+
+
+def test_a_release_with_the_lines_of_the_checklist_is_complete(project: dict[str, Any]) -> None:
+    home = "https://github.com/someone/pack"
+    given = {"tag": f"v{VERSION}", "repository": home}
+    assert not [*faults(released(project), RELEASED, **given)]
+    lines = [line for line in release_notes(RELEASED, VERSION).splitlines() if line]
+    assert len(lines) <= 10
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "fault"),
+    [
+        ("Repository", "", "Repository is"),
+        ("Repository", "https://github.com/OWNER", "Repository is"),
+        ("Issues", "https://example.org/issues", "Issues"),
+        ("Documentation", "", "Documentation"),
+        ("Icon", "", "Icon"),
+        ("Banner", "https://example.org/docs/images/other.svg", "Banner"),
+        ("tag", "v9.9.9", "the tag is"),
+        ("repository", "https://github.com/fork/pack", "publishes, but"),
+    ],
+)
+def test_an_incomplete_release_is_refused(
+    project: dict[str, Any], place: str, value: str, fault: str
+) -> None:
+    content = released(project)
+    given: dict[str, str | None] = {"tag": None, "repository": None}
+    for table in (content["project"]["urls"], content["tool"]["comfy"], given):
+        if place in table:
+            table[place] = value
+    assert fault in " ".join(faults(content, RELEASED, **given))
+
+
+@pytest.mark.parametrize(
+    "changelog",
+    [
+        "",
+        "## [Unreleased]\n\nnotes\n",
+        "## [Unreleased]\n\n## [1.0.0]\n\nnotes\n",
+        "## [Unreleased]\n\n- a line\n\n## [1.0.0] - 2026-01-01\n\nnotes\n",
+        "## [Unreleased]\n\n## [1.0.0] - 2026-01-01\n\n### Added\n",
+        "## [Unreleased]\n\n## [2.0.0] - 2026-01-01\n\nnotes\n## [1.0.0] - 2026-01-01\n\nnotes\n",
+    ],
+)
+def test_a_changelog_without_notes_of_this_version_is_refused(changelog: str) -> None:
+    with pytest.raises(ReleaseError):
+        release_notes(changelog, "1.0.0")
+
+
+def test_a_release_without_addresses_is_refused(project: dict[str, Any]) -> None:
+    """Invented addresses would be worse than none."""
+    complete = "urls" in project["project"]
+    assert complete == all(project["tool"]["comfy"][name] for name in PICTURES)
+    assert complete != any(faults(project, RELEASED, tag=None, repository=None))
+    assert main(["--tag", "v9.9.9"]) == 1
+
+
+def test_workflows_run_files_that_exist() -> None:
+    """Every command of a workflow names files of this checkout, and every local action is here."""
+    named = set()
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text(encoding="ascii"))["jobs"].values()
+        steps = [step for job in jobs for step in job.get("steps", [])]
+        named |= {job["uses"] for job in jobs if "uses" in job}
+        for step in steps:
+            named |= {*re.findall(r"(?:\.ci|scripts|tests|tools)/[\w./]+", step.get("run", ""))}
+    assert {"./.github/workflows/ci.yml", "tools/registry.py", ".ci/run"} <= named
+    assert not [name for name in named if not (ROOT / name).is_file()]

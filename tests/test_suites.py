@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -13,13 +15,19 @@ from _pytest.mark.expression import Expression
 
 from wanstream.tests.support.accelerator import REAL_ONLY
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "test"
+TESTS = Path(__file__).parent
+SCRIPT = TESTS.parent / "scripts" / "test"
+IMPORT = re.compile(r"^ *from (wanstream[\w.]*) import (\w[\w, ]*)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def suites() -> dict[str, Expression]:
     """The `-m` expression of every suite."""
-    found = re.findall(r'^(\w+)\) .*?pytest -m "([^"]+)"', SCRIPT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r'^(\w+)\) .*?pytest -m "([^"]+)"',
+        SCRIPT.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
     return {name: Expression.compile(expression) for name, expression in found}
 
 
@@ -50,8 +58,14 @@ def test_the_suite_follows_from_files_and_not_from_values_of_options(
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
     script = shutil.copy(SCRIPT, tmp_path / "scripts" / "test")
-    done = subprocess.run(["bash", str(script), *arguments], capture_output=True, text=True, check=True, cwd=tmp_path)
-    marks = {"unit": "-m not slow and not integration and not checked", "slow": "-m slow", "all": ""}
+    done = subprocess.run(
+        ["bash", str(script), *arguments], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    marks = {
+        "unit": "-m not slow and not integration and not checked",
+        "slow": "-m slow",
+        "all": "",
+    }
     words = done.stdout.splitlines()[-1]
     assert words.startswith(f"-m pytest {marks[suite]}")
     if suite == "all":
@@ -68,7 +82,9 @@ def test_every_test_is_in_exactly_one_suite(
     assert collected
     for test, marks in collected.items():
         chosen = [
-            name for name, suite in suites.items() if suite.evaluate(lambda mark, marks=marks, **_: mark in marks)
+            name
+            for name, suite in suites.items()
+            if suite.evaluate(lambda mark, marks=marks, **_: mark in marks)
         ]
         assert len(chosen) == 1, f"{test} is in {chosen}"
 
@@ -81,3 +97,20 @@ def test_every_file_for_gpus_alone_has_a_reason() -> None:
         if "mark.gpu" in (text := path.read_text(encoding="utf-8")) and "mark.checked" not in text
     }
     assert marked - {"tests/test_suites.py"} == set(REAL_ONLY)
+
+
+def test_programs_in_strings_import_what_exists() -> None:
+    """Other processes run them in slow tests only, so that a renamed module would stay unseen."""
+    missing = set()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            for module, names in IMPORT.findall(node.value):
+                if module.startswith("wanstream.host.comfy"):  # imports ComfyUI
+                    continue
+                found = importlib.import_module(module)
+                for name in re.findall(r"\w+", re.sub(r" as \w+", "", names)):
+                    if not hasattr(found, name):
+                        missing.add(f"{path.relative_to(TESTS)}: {module}.{name}")
+    assert not missing

@@ -1,4 +1,6 @@
-"""Shipped workflows without a ComfyUI: canvas file, API twin and thumbnail agree, and the nodes accept every input.
+"""Shipped workflows without a ComfyUI.
+
+Canvas file, API twin and thumbnail agree, and the nodes accept every input.
 
 `tests/integration/browser` checks them in the frontend, and `tests/integration/comfy` in a server.
 """
@@ -19,7 +21,7 @@ import torch
 from PIL import Image, ImageChops, ImageStat
 
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes.runs import write_mp4
+from wanstream.nodes.runs import write_video
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tools.arrange import MODEL_FILES, NOTE_TYPE, TITLE, models_of
 from wanstream.tools.graphs import by_name, names_of
@@ -27,28 +29,58 @@ from wanstream.tools.thumbnails import thumbnail
 
 WORKFLOWS = Path(__file__).parent.parent / "workflows"
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
-NODES = {node.define_schema().node_id: node for node in asyncio.run(WanStreamExtension().get_node_list())}
+NODES = {
+    node.define_schema().node_id: node for node in asyncio.run(WanStreamExtension().get_node_list())
+}
 EXPERTS = ("WanStreamExperts", "WanStreamOneExpert")
 MODELS = ("WanStreamLoadDiffusionModel", "WanStreamStreamModel")
 WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
 
 # Of ComfyUI's own nodes, those that workflows use.
 CORE = {
-    *("CLIPLoader", "CLIPTextEncode", "CreateVideo", "EmptyHunyuanLatentVideo", "KSamplerSelect", "LoadImage"),
+    *(
+        "CLIPLoader",
+        "CLIPTextEncode",
+        "CreateVideo",
+        "EmptyHunyuanLatentVideo",
+        "KSamplerSelect",
+        "LoadImage",
+    ),
     *("RandomNoise", "SamplerCustomAdvanced", "SaveVideo", "VAEDecode", "VAELoader"),
-    *("KSampler", "KSamplerAdvanced", "LoraLoaderModelOnly", "ModelSamplingSD3", "ModelSamplingAuraFlow", "SaveImage"),
+    *(
+        "KSampler",
+        "KSamplerAdvanced",
+        "LoraLoaderModelOnly",
+        "ModelSamplingSD3",
+        "ModelSamplingAuraFlow",
+        "SaveImage",
+    ),
     *("CLIPVisionEncode", "CLIPVisionLoader", "GetVideoComponents", "LoadVideo", "TrimVideoLatent"),
     *("WanAnimateToVideo", "WanVaceToVideo"),
     *("ConditioningZeroOut", "DualCLIPLoader", "EmptySD3LatentImage", "FluxGuidance"),
-    *("CFGGuider", "CheckpointLoaderSimple", "VAEDecodeTiled", "EmptyLTXVLatentVideo", "LTXAVTextEncoderLoader"),
-    *("LTXVAudioVAEDecode", "LTXVAudioVAELoader", "LTXVConcatAVLatent", "LTXVConditioning", "LTXVEmptyLatentAudio"),
+    *(
+        "CFGGuider",
+        "CheckpointLoaderSimple",
+        "VAEDecodeTiled",
+        "EmptyLTXVLatentVideo",
+        "LTXAVTextEncoderLoader",
+    ),
+    *(
+        "LTXVAudioVAEDecode",
+        "LTXVAudioVAELoader",
+        "LTXVConcatAVLatent",
+        "LTXVConditioning",
+        "LTXVEmptyLatentAudio",
+    ),
     *("LTXVScheduler", "LTXVSeparateAVLatent"),
 }
 
 EMBEDDED = {"LoadImage", "LoadVideo", "GetVideoComponents"}
 """Nodes of ComfyUI in the embedded host."""
 
-VARIANTS = {f"{name}{over}" for name in ("fun_control", "fun_inp", "bernini") for over in ("", "_workers")}
+VARIANTS = {
+    f"{name}{over}" for name in ("fun_control", "fun_inp", "bernini") for over in ("", "_workers")
+}
 
 Prompt = dict[str, dict[str, Any]]
 
@@ -79,7 +111,10 @@ def test_every_workflow_comes_in_three_files() -> None:
 
 
 def test_comfyui_takes_templates_from_this_folder_alone() -> None:
-    """ComfyUI accepts five names of such folders, and serves the files of the first one that it finds in a pack."""
+    """ComfyUI accepts five names of such folders.
+
+    It serves the files of the first one that it finds in a pack.
+    """
     known = ("example_workflows", "example", "examples", "workflow", "workflows")
     assert [name for name in known if (WORKFLOWS.parent / name).exists()] == ["workflows"]
 
@@ -87,7 +122,10 @@ def test_comfyui_takes_templates_from_this_folder_alone() -> None:
 def canvas_names(canvas: Mapping[str, Any]) -> dict[int, str]:
     """The name of each node of a canvas by its id, as `names_of` gives it."""
     counts = Counter(node["type"] for node in canvas["nodes"])
-    return {node["id"]: node["type"] if counts[node["type"]] == 1 else node["title"] for node in canvas["nodes"]}
+    return {
+        node["id"]: node["type"] if counts[node["type"]] == 1 else node["title"]
+        for node in canvas["nodes"]
+    }
 
 
 @EACH
@@ -101,7 +139,9 @@ def test_the_thumbnail_is_small_and_wide(name: str) -> None:
 @EACH
 def test_nodes_are_ours_or_comfyuis(name: str) -> None:
     assert classes(prompt_of(name)) <= {*NODES, *CORE}
-    assert {node["type"] for node in canvas_of(name)["nodes"]} == classes(prompt_of(name)) | {NOTE_TYPE}
+    assert {node["type"] for node in canvas_of(name)["nodes"]} == classes(prompt_of(name)) | {
+        NOTE_TYPE
+    }
 
 
 @EACH
@@ -109,8 +149,14 @@ def test_an_api_file_names_every_input_of_our_nodes_and_no_other(name: str) -> N
     """The frontend saves every widget, so a complete API file can be compared with its export."""
     for node in prompt_of(name).values():
         if node["class_type"] in NODES:
-            inputs = {socket.id: socket for socket in NODES[node["class_type"]].define_schema().inputs}
-            required = {id for id, socket in inputs.items() if socket.io_type in WIDGETS or not socket.optional}
+            inputs = {
+                socket.id: socket for socket in NODES[node["class_type"]].define_schema().inputs
+            }
+            required = {
+                id
+                for id, socket in inputs.items()
+                if socket.io_type in WIDGETS or not socket.optional
+            }
             assert required <= node["inputs"].keys() <= inputs.keys()
 
 
@@ -128,9 +174,16 @@ def test_values_are_within_the_limits_of_the_schema(name: str) -> None:
 
 
 @EACH
-def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(name: str, sample_models: Path) -> None:
+def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(
+    name: str, sample_models: Path
+) -> None:
     prompt, canvas = prompt_of(name), canvas_of(name)
-    named = {value for node in prompt.values() for value in node["inputs"].values() if str(value).endswith("tensors")}
+    named = {
+        value
+        for node in prompt.values()
+        for value in node["inputs"].values()
+        if str(value).endswith("tensors")
+    }
     assert named <= MODEL_FILES.keys()
     for file in (MODEL_FILES[value] for value in named):
         # The test model has no native models: only their names exist in the servers of the tests.
@@ -147,7 +200,10 @@ def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(name: str, s
 
 @EACH
 def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
-    """A custom title hides the name that documents use, in every language; only nodes of the same class need one."""
+    """A custom title hides the name that documents use, in every language.
+
+    Only nodes of the same class need one.
+    """
     prompt, canvas = prompt_of(name), canvas_of(name)
     counts = Counter(node["class_type"] for node in prompt.values())
     for node in prompt.values():
@@ -155,7 +211,9 @@ def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
         if kind in NODES and counts[kind] == 1:
             assert title == NODES[kind].define_schema().display_name
     for node in canvas["nodes"]:
-        assert ("title" in node) == (node["type"] == NOTE_TYPE or counts[node["type"]] > 1), node["type"]
+        assert ("title" in node) == (node["type"] == NOTE_TYPE or counts[node["type"]] > 1), node[
+            "type"
+        ]
 
 
 @EACH
@@ -194,7 +252,12 @@ def test_every_link_of_the_canvas_has_two_ends_that_know_it(name: str) -> None:
         assert link in nodes[source]["outputs"][output]["links"]
         assert nodes[source]["outputs"][output]["type"] == kind
         assert nodes[target]["inputs"][socket]["link"] == link
-    linked = [socket["link"] for node in nodes.values() for socket in node["inputs"] if socket.get("link") is not None]
+    linked = [
+        socket["link"]
+        for node in nodes.values()
+        for socket in node["inputs"]
+        if socket.get("link") is not None
+    ]
     assert sorted(linked) == sorted(ids)
 
 
@@ -210,10 +273,16 @@ def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
             continue
         class_type, inputs = inputs_by_name.pop(names[node["id"]])
         assert node["type"] == class_type
-        links = {socket["name"]: origin[socket["link"]] for socket in node["inputs"] if socket.get("link") is not None}
+        links = {
+            socket["name"]: origin[socket["link"]]
+            for socket in node["inputs"]
+            if socket.get("link") is not None
+        }
         assert links == {key: value for key, value in inputs.items() if isinstance(value, tuple)}
         if class_type in NODES:
-            assert dict(_widgets(node)) == {key: value for key, value in inputs.items() if not isinstance(value, tuple)}
+            assert dict(_widgets(node)) == {
+                key: value for key, value in inputs.items() if not isinstance(value, tuple)
+            }
     assert not inputs_by_name
 
 
@@ -233,7 +302,9 @@ def test_no_two_nodes_overlap(name: str) -> None:
     canvas = canvas_of(name)
     names = canvas_names(canvas)
     boxes = {names[node["id"]]: (*node["pos"], *node["size"]) for node in canvas["nodes"]}
-    for (one, (x, y, width, height)), (other, (right, low, wide, high)) in combinations(boxes.items(), 2):
+    for (one, (x, y, width, height)), (other, (right, low, wide, high)) in combinations(
+        boxes.items(), 2
+    ):
         beside = x + width <= right or right + wide <= x
         above = y + height <= low - TITLE or low + high <= y - TITLE
         assert beside or above, f"{one} and {other}"
@@ -259,24 +330,33 @@ def _small(name: str) -> Prompt:
 def shared_workers() -> Iterator[None]:
     """Workflows with equal workers share their processes, as in ComfyUI, until the last test."""
     yield
-    embedded_host.worker_registry.close()
+    embedded_host.memory.worker_registry.close()
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.integration] if "WanStreamWorkers" in classes(prompt_of(name)) else [])
+        pytest.param(
+            name,
+            marks=[pytest.mark.integration]
+            if "WanStreamWorkers" in classes(prompt_of(name))
+            else [],
+        )
         for name in OURS
     ],
 )
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_workers")
-def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: Path, tmp_path: Path) -> None:
+def test_a_workflow_of_our_nodes_runs_without_comfyui(
+    name: str, sample_models: Path, tmp_path: Path
+) -> None:
     if "WanStreamWorkers" in classes(prompt_of(name)) and find_spec("ray") is None:
-        pytest.skip(f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.52"')
+        pytest.skip(
+            f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.52"'
+        )
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "example.png")
     frames = torch.rand(5, 48, 64, 3, generator=torch.Generator().manual_seed(1))
-    write_mp4(tmp_path / "example.mp4", frames, fps=16, crf=20, metadata={})
+    write_video(tmp_path / "example.mp4", frames, fps=16, crf=20, metadata={})
     places = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path}
     try:
         history = run_workflow(_small(name), nodes=[*NODES.values()], keep=["sampler"], **places)
@@ -285,7 +365,9 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
     assert not history.node_errors
     latent, _ = history.results["sampler"]
     frames = 3 if "WanStreamContinueVideo" in classes(prompt_of(name)) else 2
-    assert latent["samples"].shape == ((1, 48, 2, 2, 2) if name.startswith("wan22_5b") else (1, 16, frames, 4, 4))
+    assert latent["samples"].shape == (
+        (1, 48, 2, 2, 2) if name.startswith("wan22_5b") else (1, 16, frames, 4, 4)
+    )
     assert torch.isfinite(latent["samples"]).all()
     assert latent["samples"].std() > 0.1
     (saved,) = (file for shown in history.outputs.values() for file in shown.get("images", ()))
@@ -293,15 +375,32 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
 
 
 def test_native_models_have_a_workflow_of_each_kind_and_one_loader_for_each_sampler() -> None:
-    assert {*NATIVE} == {f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")}
+    assert {*NATIVE} == {
+        f"native_{name}"
+        for name in ("wan22", "joined", "vace", "animate", "flux", "qwen_image", "ltx2")
+    }
     for name in NATIVE:
         kinds = Counter(node["class_type"] for node in prompt_of(name).values())
-        samplers = sum(kinds[kind] for kind in ("KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced"))
-        assert sum(kinds[kind] for kind in MODELS) == samplers == (2 if name == "native_wan22" else 1)
+        samplers = sum(
+            kinds[kind] for kind in ("KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced")
+        )
+        assert samplers == (2 if name == "native_wan22" else 1)
+        loaders = sum(kinds[kind] for kind in MODELS)
+        assert loaders == samplers + kinds["WanStreamJoinExperts"]
         assert "UNETLoader" not in kinds
 
 
 def test_most_workflows_run_without_comfyui() -> None:
-    ours = {"t2v", "i2v", "flf2v", "draft", "t2v_lightning", "i2v_lightning", "three_stages", "benchmark", "workers"}
+    ours = {
+        "t2v",
+        "i2v",
+        "flf2v",
+        "draft",
+        "t2v_lightning",
+        "i2v_lightning",
+        "three_stages",
+        "benchmark",
+        "workers",
+    }
     ours |= {"long_video", "continue_video"}
     assert ours | VARIANTS | {"wan21_t2v", "wan21_i2v", "wan22_5b_t2v", "wan22_5b_i2v"} == {*OURS}

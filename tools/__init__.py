@@ -1,1 +1,1 @@
-"""Development tools: a real ComfyUI server, its frontend in a browser, builders of workflows and locales."""
+"""Development tools: real ComfyUI server, frontend in a browser, workflow and locale builders."""

@@ -1,6 +1,7 @@
-"""Layout of the shipped workflows on the canvas.
+"""Layout for the shipped workflows on the canvas.
 
-The nodes of a group are placed below each other; a node with a source in the same group is placed to its right.
+Nodes in a group are placed below each other. A node with a source in the same group is placed to
+the right of it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from .model_files import MODEL_FILES, ModelFile
 GAP = 50.0
 PADDING = 20.0
 BADGE = 32.0
-"""Space above each node for its badge, which does not shrink when the canvas is zoomed out."""
+"""Space above each node for a badge, which does not shrink when the canvas is zoomed out."""
 TITLE = 30.0
-"""Height of a node's title bar, which is above its position."""
+"""Height of a node's title bar, above the node position."""
 GROUP_TITLE = 36.0
 
 
 class Size(NamedTuple):
-    """Width and height of a node without its title bar, in pixels of the canvas."""
+    """Width and height of a node without title bar, in canvas pixels."""
 
     width: float
     height: float
@@ -40,7 +41,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Titled frame; `ranks` are the ids of its nodes, in sub-columns from left to right."""
+    """Titled frame. `ranks` are node ids, in sub-columns from left to right."""
 
     title: str
     ranks: Sequence[Sequence[str]]
@@ -48,14 +49,14 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Positions of all nodes (below their title bars), and the frames of the groups by title."""
+    """Positions for all nodes (below their title bars), and group frames by title."""
 
     nodes: Mapping[str, tuple[float, float]]
     frames: Mapping[str, Box]
 
 
 def place(columns: Sequence[Sequence[Group]], sizes: Mapping[str, Size]) -> Layout:
-    """Put the groups of each column below each other, equally wide, and the columns side by side, from (0, 0)."""
+    """Stack the groups in each column, equally wide, and put columns side by side from (0, 0)."""
     nodes: dict[str, tuple[float, float]] = {}
     frames: dict[str, Box] = {}
     left = 0.0
@@ -73,7 +74,9 @@ def place(columns: Sequence[Sequence[Group]], sizes: Mapping[str, Size]) -> Layo
             right = max(right, beside - GAP + PADDING)
             frames[group.title] = Box(left, top, 0, bottom + PADDING - top)
             top = bottom + PADDING + GAP
-        frames |= {group.title: frames[group.title]._replace(width=right - left) for group in column}
+        frames |= {
+            group.title: frames[group.title]._replace(width=right - left) for group in column
+        }
         left = right + GAP
     return Layout(nodes=nodes, frames=frames)
 
@@ -86,7 +89,7 @@ NOTE = "Read me"
 
 
 class Place(NamedTuple):
-    """Place of the nodes of a group: its column, the minimum width of its nodes, and their minimum height by class."""
+    """Place for a group's nodes: column, minimum width, and minimum height by class."""
 
     column: int
     width: float
@@ -98,13 +101,31 @@ GROUPS = {
     "Models": Place(
         0,
         470,
-        dict.fromkeys(["WanStreamExperts", "WanStreamOneExpert", "WanStreamLora", "CLIPLoader", "VAELoader"], 0)
+        dict.fromkeys(
+            ["WanStreamExperts", "WanStreamOneExpert", "WanStreamLora", "CLIPLoader", "VAELoader"],
+            0,
+        )
         | {"WanStreamLayerwise": 0, "WanStreamBlockSwap": 0, "WanStreamLoadDiffusionModel": 0}
-        | {"CheckpointLoaderSimple": 0, "WanStreamStreamModel": 0, "LoraLoaderModelOnly": 0, "DualCLIPLoader": 0}
+        | {
+            "CheckpointLoaderSimple": 0,
+            "WanStreamStreamModel": 0,
+            "WanStreamJoinExperts": 0,
+            "WanStreamLoadCheckpoint": 0,
+            "WanStreamLoadCLIP": 0,
+            "LoraLoaderModelOnly": 0,
+            "DualCLIPLoader": 0,
+        }
         | {"CLIPVisionLoader": 0, "LTXAVTextEncoderLoader": 0, "LTXVAudioVAELoader": 0},
     ),
     "Prompts": Place(
-        1, 400, {"WanStreamTextEncode": 260, "CLIPTextEncode": 130, "FluxGuidance": 0, "ConditioningZeroOut": 0}
+        1,
+        400,
+        {
+            "WanStreamTextEncode": 260,
+            "CLIPTextEncode": 130,
+            "FluxGuidance": 0,
+            "ConditioningZeroOut": 0,
+        },
     ),
     "Size": Place(
         1,
@@ -117,14 +138,28 @@ GROUPS = {
         2,
         320,
         {"WanStreamFunControl": 0, "WanStreamBernini": 0}
-        | {"WanStreamImageToVideo": 0, "CLIPVisionEncode": 0, "WanVaceToVideo": 0, "WanAnimateToVideo": 0}
+        | {
+            "WanStreamImageToVideo": 0,
+            "CLIPVisionEncode": 0,
+            "WanVaceToVideo": 0,
+            "WanAnimateToVideo": 0,
+        }
         | {"LTXVConditioning": 0},
     ),
     "Workers": Place(2, 320, {"WanStreamWorkers": 0}),
     "Sampling": Place(
         3,
         320,
-        dict.fromkeys(["RandomNoise", "KSamplerSelect", "WanStreamSigmas", "WanStreamGuider", "WanStreamGuidance"], 0)
+        dict.fromkeys(
+            [
+                "RandomNoise",
+                "KSamplerSelect",
+                "WanStreamSigmas",
+                "WanStreamGuider",
+                "WanStreamGuidance",
+            ],
+            0,
+        )
         | {
             "WanStreamPreview": 0,
             "SamplerCustomAdvanced": 0,
@@ -132,20 +167,42 @@ GROUPS = {
             "ModelSamplingSD3": 0,
             "ModelSamplingAuraFlow": 0,
         }
-        | {"KSampler": 0, "KSamplerAdvanced": 0, "LTXVScheduler": 0, "CFGGuider": 0, "WanStreamContinueVideo": 0},
+        | {
+            "KSampler": 0,
+            "KSamplerAdvanced": 0,
+            "LTXVScheduler": 0,
+            "CFGGuider": 0,
+            "WanStreamContinueVideo": 0,
+        },
     ),
     "Video": Place(
         4,
         320,
-        {"WanStreamVAEDecode": 0, "VAEDecode": 0, "CreateVideo": 0, "WanStreamSaveVideo": 260, "SaveVideo": 260}
-        | {"TrimVideoLatent": 0, "LTXVSeparateAVLatent": 0, "VAEDecodeTiled": 0, "LTXVAudioVAEDecode": 0}
-        | {"SaveImage": 320, "WanStreamJoinClips": 0, "WanStreamSaveLatent": 0, "WanStreamDecodeVideo": 260},
+        {
+            "WanStreamVAEDecode": 0,
+            "VAEDecode": 0,
+            "CreateVideo": 0,
+            "WanStreamSaveVideo": 260,
+            "SaveVideo": 260,
+        }
+        | {
+            "TrimVideoLatent": 0,
+            "LTXVSeparateAVLatent": 0,
+            "VAEDecodeTiled": 0,
+            "LTXVAudioVAEDecode": 0,
+        }
+        | {
+            "SaveImage": 320,
+            "WanStreamJoinClips": 0,
+            "WanStreamSaveLatent": 0,
+            "WanStreamDecodeVideo": 260,
+        },
     ),
     "Measuring": Place(4, 520, {"WanStreamBenchmark": 640}),
 }
-"""Every group that a shipped workflow may have, by title."""
+"""Every possible group in a shipped workflow, by title."""
 GROUP_OF = {class_type: title for title, place in GROUPS.items() for class_type in place.heights}
-"""Group of each class; one that is missing here is a KeyError of the builder."""
+"""Group by class. A class missing here is a KeyError in the builder."""
 
 CHAINS = {
     *(
@@ -163,18 +220,29 @@ CHAINS = {
         "TrimVideoLatent",
         "SaveImage",
     ),
-    *("VAEDecode", "VAEDecodeTiled", "LTXVAudioVAEDecode", "CreateVideo", "WanStreamSaveVideo", "SaveVideo"),
+    *(
+        "VAEDecode",
+        "VAEDecodeTiled",
+        "LTXVAudioVAEDecode",
+        "CreateVideo",
+        "WanStreamSaveVideo",
+        "SaveVideo",
+    ),
 }
-"""Classes that are placed below their source, instead of to its right, within a group."""
+"""Classes placed below their source, instead of to the right, within a group."""
 
 
 def columns(prompt: Prompt) -> list[list[Group]]:
-    """Return the groups of a graph by column from left to right, with nodes in the order of the file."""
+    """Return a graph's groups by column, left to right, with nodes in file order."""
     groups: dict[str, list[list[str]]] = {}
     ranks: dict[str, int] = {}
     for node_id, node in prompt.items():
         title = GROUP_OF[node["class_type"]]
-        sources = [source for source in links_of(node).values() if GROUP_OF[prompt[source]["class_type"]] == title]
+        sources = [
+            source
+            for source in links_of(node).values()
+            if GROUP_OF[prompt[source]["class_type"]] == title
+        ]
         below = node["class_type"] in CHAINS
         ranks[node_id] = rank = max((ranks[source] + (not below) for source in sources), default=0)
         of_group = groups.setdefault(title, [])
@@ -187,19 +255,19 @@ def columns(prompt: Prompt) -> list[list[Group]]:
 
 
 def least_size(class_type: str) -> Size:
-    """Return the minimum size of a node of that class."""
+    """Return the minimum size for a node with this class."""
     place = GROUPS[GROUP_OF[class_type]]
     return Size(place.width, place.heights[class_type])
 
 
 def models_of(node: Mapping[str, Any]) -> list[ModelFile]:
-    """Return the model files that a node's widgets name."""
+    """Return the model files named by a node's widgets."""
     values = [value for value in node["inputs"].values() if isinstance(value, str)]
     return [MODEL_FILES[value] for value in values if value in MODEL_FILES]
 
 
 def note(stem: str, prompt: Prompt) -> str:
-    """Return the text of a workflow's note: its file in `notes/`, then the links of its model files."""
+    """Return a workflow's note: the text in `notes/`, then links to model files."""
     text = (NOTES / f"{stem}.md").read_text(encoding="utf-8").rstrip()
     return "\n".join([text, "", "### Files, below ComfyUI/models/", "", *_file_lines(prompt), ""])
 

@@ -1,9 +1,10 @@
 """Build the canvas workflows and their thumbnails from the API files, with ComfyUI's frontend.
 
-Each `workflows/api/<name>.json` is loaded in the frontend of a real server, laid out, completed with its note and the
-links of its model files, and saved by the frontend as `workflows/<name>.json`. The layout uses the height that nodes
-have after a run, with chart, preview and result, in the renderer that draws them higher. `thumbnails.py` draws
-`workflows/<name>.jpg`. Run `scripts/workflows` after any change of a node's inputs or of an API file.
+Each `workflows/api/<name>.json` is loaded in a real server's frontend, laid out, completed with a
+note and model file links, and saved by the frontend as `workflows/<name>.json`. The layout uses
+node heights after a run, with chart, preview and result, in the renderer that draws them higher.
+`thumbnails.py` draws `workflows/<name>.jpg`. Run `scripts/workflows` after any change to a node's
+inputs or to an API file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from typing import Any
 
 from .arrange import NOTE, NOTE_TYPE, Box, Layout, Size, columns, least_size, models_of, note, place
 from .comfyui import ROOT, NoComfyUIError, find_comfyui, populate, running_server
-from .frontend import CLASSIC, EMPTY, NODES_2, Frontend, NoBrowserError, opened_frontend, running_browser
+from .frontend import (
+    CLASSIC,
+    EMPTY,
+    NODES_2,
+    Frontend,
+    NoBrowserError,
+    opened_frontend,
+    running_browser,
+)
 from .graphs import numbered
 from .shown_run import populate_results, show_run
 from .thumbnails import thumbnail
@@ -50,14 +59,17 @@ PUT = """([sizes, positions]) => {
         node.pos = positions[node.id]
     }
 }"""
-# Nodes 2.0 draws higher rows, and sets the height of a node in the graph only after drawing it.
+# Nodes 2.0 draws higher rows, and sets a node's height in the graph only after drawing it.
 HEIGHTS = """() => Object.fromEntries(
     window.app.rootGraph.nodes.map(node => [String(node.id), node.size[1]])
 )"""
-DRAWN = "() => window.app.rootGraph.nodes.every(node => document.querySelector(`[data-node-id='${node.id}']`))"
+DRAWN = (
+    "() => window.app.rootGraph.nodes.every(node => "
+    "document.querySelector(`[data-node-id='${node.id}']`))"
+)
 DRAWN_MS = 2000
 
-# "fixed": with a seed that changes after a run, the next video would not be that of the file.
+# "fixed": with a seed that changes after a run, the next video would differ from the file's.
 DRESS = """([id, models, frames]) => {
     const graph = window.app.rootGraph
     graph.id = id
@@ -98,19 +110,28 @@ def main(names: Sequence[str]) -> int:
 
 
 def build(files: Sequence[Path], base: Path) -> None:
-    """Build each of these API files, with a server whose base directory is `base`."""
+    """Build each of these API files, with a server in the base directory `base`."""
     populate(base)
     populate_results(base)
     width, height = VIEW
     heights: dict[Path, list[float]] = {}
     with running_browser() as browser, running_server(find_comfyui(), base) as server:
         for settings in (NODES_2, CLASSIC):
-            with opened_frontend(browser, server, width=width, height=height, settings=settings) as frontend:
+            with opened_frontend(
+                browser, server, width=width, height=height, settings=settings
+            ) as frontend:
                 for number, file in enumerate(files):
-                    # Ids differ between files, because a node is never lower than an earlier one with the same id.
-                    found = _heights_after_a_run(frontend, _prompt(file, first=1 + number * ID_STRIDE), settings)
-                    heights[file] = [max(pair) for pair in zip(found, heights.get(file, found), strict=True)]
-        with opened_frontend(browser, server, width=width, height=height, settings=CLASSIC) as frontend:
+                    # Ids differ between files, because a node is never lower than an earlier one
+                    # with the same id.
+                    found = _heights_after_a_run(
+                        frontend, _prompt(file, first=1 + number * ID_STRIDE), settings
+                    )
+                    heights[file] = [
+                        max(pair) for pair in zip(found, heights.get(file, found), strict=True)
+                    ]
+        with opened_frontend(
+            browser, server, width=width, height=height, settings=CLASSIC
+        ) as frontend:
             for file in files:
                 _build_one(frontend, file, heights[file])
                 print(f"workflows/{file.stem}.json")
@@ -120,8 +141,10 @@ def _prompt(file: Path, *, first: int = 1) -> dict[str, Any]:
     return numbered(json.loads(file.read_text(encoding="utf-8")), first=first)
 
 
-def _heights_after_a_run(frontend: Frontend, prompt: dict[str, Any], settings: Mapping[str, object]) -> list[float]:
-    """Return the height of each node after a run in the renderer of `frontend`, in the order of the file."""
+def _heights_after_a_run(
+    frontend: Frontend, prompt: dict[str, Any], settings: Mapping[str, object]
+) -> list[float]:
+    """Return each node's height after a run in the renderer of `frontend`, in file order."""
     frontend.load_prompt(prompt)
     sizes = _sizes(frontend, prompt)
     layout = place(columns(prompt), sizes)
@@ -136,7 +159,10 @@ def _heights_after_a_run(frontend: Frontend, prompt: dict[str, Any], settings: M
 
 
 def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None:
-    """Build one workflow; the layout reserves `heights` (in the order of the file), but nodes keep their own height."""
+    """Build one workflow.
+
+    The layout reserves `heights` (in file order), but nodes keep their own height.
+    """
     prompt = _prompt(file)
     frontend.load_workflow(EMPTY)
     frontend.load_prompt(prompt)
@@ -144,10 +170,15 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
     nodes = {**prompt, note_id: {"class_type": NOTE_TYPE, "inputs": {}}}
     sizes = _sizes(frontend, nodes)
     needed = dict(zip(prompt, map(ceil, heights), strict=True))
-    reserved = {node: size._replace(height=max(size.height, needed.get(node, 0))) for node, size in sizes.items()}
+    reserved = {
+        node: size._replace(height=max(size.height, needed.get(node, 0)))
+        for node, size in sizes.items()
+    }
     layout = place(columns(nodes), reserved)
     frames = {title: frame for title, frame in layout.frames.items() if title != NOTE}
-    models = {node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()}
+    models = {
+        node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()
+    }
     linked = {node_id: found for node_id, found in models.items() if found}
     name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"wanstream/{file.stem}"))
     frontend.page.evaluate(PUT, [sizes, layout.nodes])
@@ -160,17 +191,20 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
 
 
 def _sizes(frontend: Frontend, nodes: dict[str, Any]) -> dict[str, Size]:
-    """Return the size of each node: the larger one of its needs and its minimum size."""
+    """Return each node's size: the larger of required and minimum size."""
     needed: dict[str, list[float]] = frontend.page.evaluate(SIZES)
     return {
-        node_id: Size(*map(max, needed[node_id], least_size(node["class_type"]))) for node_id, node in nodes.items()
+        node_id: Size(*map(max, needed[node_id], least_size(node["class_type"])))
+        for node_id, node in nodes.items()
     }
 
 
 def _view(layout: Layout, screen: tuple[int, int]) -> tuple[float, float, float]:
-    """Return scale and offset with which the whole layout fills a screen."""
+    """Return scale and offset for the whole layout to fill a screen."""
     frames = layout.frames.values()
-    whole = Box(0, 0, max(box.x + box.width for box in frames), max(box.y + box.height for box in frames))
+    whole = Box(
+        0, 0, max(box.x + box.width for box in frames), max(box.y + box.height for box in frames)
+    )
     width, height = screen
     scale = min((width - 2 * MARGIN) / whole.width, (height - 2 * MARGIN) / whole.height)
     return scale, (width / scale - whole.width) / 2, (height / scale - whole.height) / 2

@@ -1,6 +1,7 @@
-"""ComfyUI's frontend in a headless Chromium: loads and saves graphs, and returns its error messages.
+"""ComfyUI's frontend in headless Chromium: loads and saves graphs, returns error messages.
 
-The system's Chromium is used, or the one named by `CHROMIUM`; playwright only drives it. Both are optional.
+The system's Chromium is used, or the one named by `CHROMIUM`. playwright only drives it. Both are
+optional.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,30 +31,48 @@ FLAGS = (
 CLASSIC: Mapping[str, object] = {"Comfy.VueNodes.Enabled": False}
 """Setting for ComfyUI's classic canvas."""
 NODES_2: Mapping[str, object] = {"Comfy.VueNodes.Enabled": True}
-"""Setting for "Nodes 2.0", whose nodes are DOM elements."""
+"""Setting for "Nodes 2.0", with nodes as DOM elements."""
 
 # Without the first one, a first start opens the template browser over the canvas.
-SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.ColorPalette": "dark", **CLASSIC}
+SETTINGS = {
+    "Comfy.TutorialCompleted": True,
+    "Comfy.ColorPalette": "dark",
+    "Comfy.Locale": "en",
+    **CLASSIC,
+}
 
 GRAPH = "(window.app.rootGraph ?? window.app.graph)"
-"""The graph in JavaScript; the frontend of ComfyUI 0.3.64 has only the second name."""
+"""Graph in JavaScript. The frontend in ComfyUI 0.3.64 has only the second name."""
 
-# The app has created its canvas and loaded its default graph, which would replace a graph loaded earlier.
+# The app has created its canvas and loaded the default graph. Before that, the default graph would
+# replace a loaded one.
 READY = f"() => window.app?.vueAppReady && {GRAPH}?.nodes?.length > 0"
 
-# The default graph names a missing model, and that error would remain on later nodes with the same ids.
+# The default graph names a missing model, and that error would remain on later nodes with the same
+# ids.
 EMPTY = {"last_node_id": 0, "last_link_id": 0, "nodes": [], "links": [], "version": 0.4}
 
 EXPORT = "async () => JSON.stringify(await window.app.graphToPrompt())"
 
-# Dialogs, toasts and the summary of errors, as shown to a user.
+# Dialogs, toasts and the error summary, as shown to a user.
 COMPLAINTS = """() => [...document.querySelectorAll(
     '[role=dialog], .p-dialog, .p-toast-message, [data-testid=error-overlay]'
 )].map(element => element.innerText.trim()).filter(text => text)"""
 
 
+# Closes dialogs, messages, panels and all graphs but the open one.
+CLEAR = """async () => {
+    const { workflow, toast, bottomPanel } = window.app.extensionManager
+    window.app.ui.dialog.close?.()
+    toast.removeAll?.()
+    if (bottomPanel?.activePanel) bottomPanel.activePanel = null
+    for (const opened of [...workflow.openWorkflows])
+        if (opened !== workflow.activeWorkflow) await workflow.closeWorkflow(opened)
+}"""
+
+
 class NoBrowserError(OSError):
-    """No Chromium, or no playwright to drive it; the message says what to install."""
+    """No Chromium, or no playwright to drive it. The message says what to install."""
 
 
 class Exported(NamedTuple):
@@ -85,9 +104,15 @@ class Frontend:
         found = json.loads(self.page.evaluate(EXPORT))
         return Exported(found["workflow"], found["output"])
 
+    def clear(self) -> None:
+        """Leave an empty graph alone, without dialogs and messages."""
+        self.page.unroute_all()
+        self.load_workflow(EMPTY)
+        self.page.evaluate(CLEAR)
+
     def complaints(self) -> list[str]:
         """Return the texts of all dialogs, messages and errors on the page."""
-        # They are drawn some frames after the graph was loaded.
+        # They are drawn some frames after the graph is loaded.
         self.page.wait_for_timeout(500)
         found: list[str] = self.page.evaluate(COMPLAINTS)
         return found
@@ -97,19 +122,30 @@ class Frontend:
 
 
 def find_chromium() -> Path:
-    """Return the Chromium of this machine. Raises NoBrowserError, also if playwright is not installed."""
+    """Return this machine's Chromium.
+
+    Raises NoBrowserError, also without playwright.
+    """
     named = os.environ.get("CHROMIUM")
-    found = named if named and Path(named).is_file() else next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    found = (
+        named
+        if named and Path(named).is_file()
+        else next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    )
     if found is None:
-        raise NoBrowserError("NO CHROMIUM: install it (on Debian: the package chromium) or name one in CHROMIUM")
+        raise NoBrowserError(
+            "NO CHROMIUM: install it (on Debian: the package chromium) or name one in CHROMIUM"
+        )
     if find_spec("playwright") is None:
-        raise NoBrowserError("NO PLAYWRIGHT: install it into this Python with `python -m pip install -e .[browser]`")
+        raise NoBrowserError(
+            "NO PLAYWRIGHT: install it into this Python with `python -m pip install -e .[browser]`"
+        )
     return Path(found)
 
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Run the Chromium of this machine, headless. Raises NoBrowserError."""
+    """Run this machine's Chromium, headless. Raises NoBrowserError."""
     chromium = find_chromium()
     from playwright.sync_api import sync_playwright
 
@@ -130,10 +166,10 @@ def opened_frontend(
     height: int = 900,
     settings: Mapping[str, object] = {},
 ) -> Iterator[Frontend]:
-    """Open the frontend of `server` in a new profile, `width` x `height` pixels, with an empty graph.
+    """Open the frontend of `server` in a new profile, `width` x `height` pixels, without nodes.
 
-    `settings` are ComfyUI's, by their ids; all others are those of a first start. A new profile has no state of earlier
-    pages, in particular no pictures of nodes with the same ids.
+    `settings` are ComfyUI's, by id. All others are as in a first start. A new profile has no state
+    from earlier pages, in particular no pictures for nodes with the same ids.
     """
     status, _ = server.post("/settings", {**SETTINGS, **settings})
     assert status == 200
@@ -144,3 +180,37 @@ def opened_frontend(
         frontend = Frontend(page)
         frontend.load_workflow(EMPTY)
         yield frontend
+
+
+class SharedFrontends(AbstractContextManager["SharedFrontends"]):
+    """Pages of one server that are opened once, because ComfyUI's page takes seconds to start.
+
+    Two stay open, for tests that change between both renderers.
+    """
+
+    def __init__(self, browser: Browser, server: Server) -> None:
+        self._browser = browser
+        self._server = server
+        self._opened: dict[tuple[object, ...], tuple[Frontend, ExitStack]] = {}
+
+    def get(self, *, height: int = 900, settings: Mapping[str, object] = {}) -> Frontend:
+        """Return the page of this height and these settings, without nodes, opened if need be."""
+        key = height, *sorted({**SETTINGS, **settings}.items())
+        if key in self._opened:
+            found = self._opened[key] = self._opened.pop(key)
+            # A page that a test loads again reads those of the page that was opened last.
+            self._server.post("/settings", {**SETTINGS, **settings})
+            found[0].clear()
+            return found[0]
+        if len(self._opened) == 2:
+            self._opened.pop(next(iter(self._opened)))[1].close()
+        closing = ExitStack()
+        frontend = closing.enter_context(
+            opened_frontend(self._browser, self._server, height=height, settings=settings)
+        )
+        self._opened[key] = frontend, closing
+        return frontend
+
+    def __exit__(self, *error: object) -> None:
+        while self._opened:
+            self._opened.popitem()[1][1].close()

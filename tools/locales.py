@@ -1,11 +1,13 @@
-"""Locales of the nodes: English generated from the schemas, and a check of the Chinese translation.
+"""Node locales: English generated from the schemas, and a check of the Chinese translation.
 
-`locales/en/nodeDefs.json` is written by `scripts/locales`; all other files in `locales/` are written by hand: the
-Chinese texts, and the names of settings and commands of the page. `locales/zh/made_from.json` stores a fingerprint of
-each translated English text, so that a changed tooltip is detected; ComfyUI reads neither it nor the glossary.
+`scripts/locales` writes `locales/en/nodeDefs.json`. All other files in `locales/` are written by
+hand: the Chinese texts, and the page's setting and command names. `locales/zh/made_from.json`
+stores a fingerprint for each translated English text, to detect changed tooltips.
+ComfyUI reads neither it nor the glossary.
 
-In `web/docs/<node>/zh.md`, the title and the list of inputs come from the Chinese locale and the schema, and the
-example from the English page, so that they are always up to date. The rest is translated by hand.
+In `web/docs/<node>/zh.md`, title and input list come from the Chinese locale and the schema, and
+the example from the English page, so that they are always up to date. The rest is translated by
+hand.
 """
 
 from __future__ import annotations
@@ -29,16 +31,18 @@ LANGUAGE = "zh"
 LARGEST = 2**64 - 1
 
 FILES = ("nodeDefs", "settings", "commands", "main")
-"""Files of a locale that ComfyUI reads."""
+"""Locale files that ComfyUI reads."""
 
 Texts = dict[str, str]
-"""Texts by their key in a locale, such as `nodeDefs.WanStreamSampler.inputs.steps.tooltip`."""
+"""Texts by key in a locale, such as `nodeDefs.WanStreamSampler.inputs.steps.tooltip`."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the English locale and print the Chinese texts to be checked; return 1 if there are any.
+    """Write the English locale and print the Chinese texts to check.
 
-    With `--translated` all Chinese texts are recorded as up to date.
+    Return 1 if there are any.
+
+    `--translated` records all Chinese texts as up to date.
     """
     if {*arguments} - {"--translated"}:
         print("scripts/locales [--translated]", file=sys.stderr)
@@ -53,10 +57,12 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if outdated else 0
 
 
-def refresh(locales: Path, names: Mapping[str, Any], *, translated: bool, docs: Path | None = None) -> list[str]:
-    """Write the English locale and return the Chinese texts to be checked, including help pages below `docs`.
+def refresh(
+    locales: Path, names: Mapping[str, Any], *, translated: bool, docs: Path | None = None
+) -> list[str]:
+    """Write the English locale. Return Chinese texts to check, also in help pages below `docs`.
 
-    `translated` records that the existing Chinese texts are translations of the current English ones.
+    `translated` records that the existing Chinese texts translate the current English ones.
     """
     write(locales / "en" / "nodeDefs.json", names)
     english, chinese = texts(read_locale(locales / "en")), texts(read_locale(locales / "zh"))
@@ -65,14 +71,18 @@ def refresh(locales: Path, names: Mapping[str, Any], *, translated: bool, docs: 
         chinese |= page_texts(docs, names, LANGUAGE)
     made_from = locales / "zh" / "made_from.json"
     if translated:
-        write(made_from, {key: digits for key, digits in fingerprints(english).items() if key in chinese})
+        write(
+            made_from,
+            {key: digits for key, digits in fingerprints(english).items() if key in chinese},
+        )
     return untranslated(english, chinese, read(made_from))
 
 
 def english_names(nodes: Sequence[type[io.ComfyNode]]) -> dict[str, Any]:
-    """Return the content of `nodeDefs.json`: names and tooltips of every node, input and output from the schemas.
+    """Return `nodeDefs.json` from the schemas: names and tooltips for nodes, inputs and outputs.
 
-    An input without a name has its id, as in ComfyUI's own locale. ComfyUI cannot translate categories and choices.
+    An input without a name has the id, as in ComfyUI's own locale. ComfyUI cannot translate
+    categories and choices.
     """
     locale: dict[str, Any] = {}
     for node in nodes:
@@ -81,34 +91,41 @@ def english_names(nodes: Sequence[type[io.ComfyNode]]) -> dict[str, Any]:
             "display_name": schema.display_name,
             "description": schema.description,
             "inputs": {socket.id: _names(socket, socket.id) for socket in schema.inputs},
-            "outputs": {str(index): _names(socket, socket.io_type) for index, socket in enumerate(schema.outputs)},
+            "outputs": {
+                str(index): _names(socket, socket.io_type)
+                for index, socket in enumerate(schema.outputs)
+            },
         }
     return locale
 
 
 def texts(locale: Mapping[str, Any], before: str = "") -> Texts:
-    """Return all texts of a locale by key."""
+    """Return all locale texts by key."""
     found: Texts = {}
     for name, value in locale.items():
-        found |= {before + name: value} if isinstance(value, str) else texts(value, f"{before}{name}.")
+        found |= (
+            {before + name: value} if isinstance(value, str) else texts(value, f"{before}{name}.")
+        )
     return found
 
 
 def page_texts(docs: Path, names: Iterable[str], language: str) -> Texts:
-    """Return the hand-written text of the help page of each node that has a page."""
+    """Return the hand-written help page text by node, for nodes with a page."""
     pages = {f"docs.{name}": translated_by_hand(docs, name, language) for name in names}
     return {key: page for key, page in pages.items() if page}
 
 
 def fingerprints(english: Texts) -> Texts:
-    """Return a fingerprint of eight hexadecimal digits of each text."""
+    """Return a fingerprint with eight hexadecimal digits for each text."""
     return {key: hashlib.sha256(text.encode()).hexdigest()[:8] for key, text in english.items()}
 
 
 def untranslated(english: Texts, chinese: Texts, made_from: Texts) -> list[str]:
-    """List texts that the Chinese locale lacks, has in excess, or translated from an older English text."""
+    """List texts missing or superfluous in the Chinese locale, or translated from older English."""
     now = fingerprints(english)
-    lacks = [f"lacks {key}: {_shortened(text)}" for key, text in english.items() if key not in chinese]
+    lacks = [
+        f"lacks {key}: {_shortened(text)}" for key, text in english.items() if key not in chinese
+    ]
     beyond = [f"unused {key}" for key in chinese if key not in english]
     stale = [key for key in english if key in chinese and made_from.get(key) != now[key]]
     changed = [f"changed {key}: {_shortened(english[key])}" for key in stale]
@@ -116,12 +133,12 @@ def untranslated(english: Texts, chinese: Texts, made_from: Texts) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """Return the first line: a whole tooltip, or the title of a help page."""
+    """Return the first line: a whole tooltip, or a help page's title."""
     return text.partition("\n")[0]
 
 
 def read_locale(folder: Path) -> dict[str, Any]:
-    """Return all files of a language that ComfyUI reads, by name."""
+    """Return all locale files in a language, by name."""
     return {name: read(folder / f"{name}.json") for name in FILES}
 
 
@@ -141,12 +158,15 @@ def _names(socket: io.Input | io.Output, name: str) -> dict[str, str]:
 
 
 def page_file(docs: Path, node_id: str, language: str) -> Path:
-    """Return the path of a node's help page; ComfyUI uses the English one for languages without a page."""
+    """Return the path of a node's help page.
+
+    ComfyUI uses the English one for languages without a page.
+    """
     return docs / f"{node_id}.md" if language == "en" else docs / node_id / f"{language}.md"
 
 
 def refresh_page(docs: Path, schema: io.Schema, texts: Mapping[str, Any]) -> None:
-    """Write the generated parts of the Chinese page; `texts` is the node's entry in the locale."""
+    """Write the generated parts of the Chinese page. `texts` is the node's locale entry."""
     file = page_file(docs, schema.node_id, LANGUAGE)
     english = page_file(docs, schema.node_id, "en").read_text(encoding="utf-8")
     page = file.read_text(encoding="utf-8")
@@ -157,16 +177,20 @@ def refresh_page(docs: Path, schema: io.Schema, texts: Mapping[str, Any]) -> Non
 
 
 def input_lines(schema: io.Schema, texts: Mapping[str, Any]) -> list[str]:
-    """Return a line for each input: its id, displayed name, default, limits and tooltip."""
+    """Return a line per input: id, displayed name, default, limits and tooltip."""
     return [
-        f"- `{socket.id}` {texts['inputs'][socket.id]['name']}（{_default(socket)}{_limits(socket)}）："
+        f"- `{socket.id}` "
+        f"{texts['inputs'][socket.id]['name']}（{_default(socket)}{_limits(socket)}）："
         f"{texts['inputs'][socket.id]['tooltip']}"
         for socket in schema.inputs
     ]
 
 
 def translated_by_hand(docs: Path, node_id: str, language: str) -> str:
-    """Return the page of a node without the parts written by `refresh_page`; empty if there is no page."""
+    """Return a node's page without the parts written by `refresh_page`.
+
+    Empty without a page.
+    """
     file = page_file(docs, node_id, language)
     page = file.read_text(encoding="utf-8") if file.exists() else ""
     for title in ("Inputs", "Example", INPUTS, EXAMPLE):
@@ -175,7 +199,10 @@ def translated_by_hand(docs: Path, node_id: str, language: str) -> str:
 
 
 def section(page: str, title: str) -> str:
-    """Return the lines under `## title`, up to the next heading. Raises ValueError if there is no such section."""
+    """Return the lines under `## title`, up to the next heading.
+
+    Raises ValueError without such a section.
+    """
     found = re.search(_pattern(title), page, re.MULTILINE | re.DOTALL)
     if not found:
         raise ValueError(f"the page has no section {title}")
@@ -185,7 +212,13 @@ def section(page: str, title: str) -> str:
 def with_section(page: str, title: str, text: str) -> str:
     """Return the page with this text under `## title`."""
     section(page, title)
-    return re.sub(_pattern(title), lambda _: f"## {title}\n\n{text}\n", page, count=1, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        _pattern(title),
+        lambda _: f"## {title}\n\n{text}\n",
+        page,
+        count=1,
+        flags=re.MULTILINE | re.DOTALL,
+    )
 
 
 def _pattern(title: str) -> str:
@@ -207,7 +240,8 @@ def _limits(socket: io.Input) -> str:
         most = "2^64-1" if options["max"] == LARGEST else options["max"]
         return f"；`{options['min']}..{most}`"
     if "default" in options and options.get("options"):
-        # Names of model files differ between machines, so only the fixed choices of such a list are shown.
+        # Model file names differ between machines, so only the fixed choices in such a list are
+        # shown.
         fixed = [option for option in options["options"] if "/" not in option and "." not in option]
         return "；" + "、".join(f"`{option}`" for option in fixed)
     return ""

@@ -1,11 +1,13 @@
-"""Download addresses and folders of the model files that the shipped workflows name."""
+"""Download addresses and folders for the model files in shipped workflows."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 REPACKAGED = "https://huggingface.co/Comfy-Org/Wan_2.2_ComfyUI_Repackaged/resolve/main/split_files"
-REPACKAGED_21 = "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged/resolve/main/split_files"
+REPACKAGED_21 = (
+    "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged/resolve/main/split_files"
+)
 BERNINI = "https://huggingface.co/Comfy-Org/Bernini-R/resolve/main"
 QWEN_IMAGE = "https://huggingface.co/Comfy-Org/Qwen-Image_ComfyUI/resolve/main/split_files"
 LUMINA = "https://huggingface.co/Comfy-Org/Lumina_Image_2.0_Repackaged/resolve/main/split_files"
@@ -18,7 +20,7 @@ KIJAI = "https://huggingface.co/Kijai/WanVideo_comfy/resolve/main"
 
 
 class ModelFile(NamedTuple):
-    """Model file: its name, its folder below ComfyUI's `models/`, and the address in ComfyUI's templates."""
+    """Model file: name, folder below ComfyUI's `models/`, and address in ComfyUI's templates."""
 
     name: str
     directory: str
@@ -30,22 +32,32 @@ def _file(repository: str, directory: str, name: str) -> ModelFile:
 
 
 def _flat_file(repository: str, directory: str, name: str, folder: str = "") -> ModelFile:
-    """Return a file of a repository whose folders are not those of ComfyUI."""
+    """Return a file from a repository with other folders than ComfyUI's."""
     return ModelFile(name, directory, f"{repository}/{folder}{name}")
 
 
 _ALL = (
     *(
-        _file(REPACKAGED, "diffusion_models", f"wan2.2_{family}_{expert}_noise_14B_fp8_scaled.safetensors")
+        _file(
+            REPACKAGED,
+            "diffusion_models",
+            f"wan2.2_{family}_{expert}_noise_14B_fp8_scaled.safetensors",
+        )
         for family in ("t2v", "i2v", "fun_control", "fun_inpaint")
         for expert in ("high", "low")
     ),
     *(
-        _file(BERNINI, "diffusion_models", f"wan2.2_bernini_r_{expert}_noise_fp8_scaled.safetensors")
+        _file(
+            BERNINI, "diffusion_models", f"wan2.2_bernini_r_{expert}_noise_fp8_scaled.safetensors"
+        )
         for expert in ("high", "low")
     ),
     *(
-        _file(REPACKAGED, "loras", f"wan2.2_{family}_lightx2v_4steps_lora_{version}_{expert}_noise.safetensors")
+        _file(
+            REPACKAGED,
+            "loras",
+            f"wan2.2_{family}_lightx2v_4steps_lora_{version}_{expert}_noise.safetensors",
+        )
         for family, version in (("t2v", "v1.1"), ("i2v", "v1"))
         for expert in ("high", "low")
     ),
@@ -69,7 +81,12 @@ _ALL = (
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_vace_14B_fp16.safetensors"),
     _flat_file(KIJAI, "loras", "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"),
     _file(REPACKAGED, "diffusion_models", "wan2.2_animate_14B_bf16.safetensors"),
-    _flat_file(KIJAI, "loras", "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", "Lightx2v/"),
+    _flat_file(
+        KIJAI,
+        "loras",
+        "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors",
+        "Lightx2v/",
+    ),
     _flat_file(KIJAI, "loras", "WanAnimate_relight_lora_fp16.safetensors", "LoRAs/Wan22_relight/"),
     _flat_file(FLUX, "diffusion_models", "flux1-dev.safetensors"),
     _flat_file(FLUX_TEXT, "text_encoders", "clip_l.safetensors"),
@@ -83,4 +100,4 @@ _ALL = (
 )
 
 MODEL_FILES = {file.name: file for file in _ALL}
-"""Every model file that a shipped workflow names."""
+"""Model files in shipped workflows, by name."""

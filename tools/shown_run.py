@@ -1,6 +1,7 @@
-"""Simulated run in the frontend: events, notices, previews and results, processed like those of a real run.
+"""Simulated run in the frontend: events, notices, previews and results, processed as in a real run.
 
-The builder reserves space for node outputs with it, and tests check that no widget is covered after a run.
+The builder reserves space for node outputs with it, and tests check that no widget is covered after
+a run.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from PIL import Image
 
 from ..host import NOTICES_EVENT, RunEvents
-from ..nodes.runs import PREVIEW_PIXELS, write_mp4
-from ..schema import Notice, StepRecord, Timeline
+from ..nodes.runs import PREVIEW_PIXELS, write_video
+from ..schema.records import Notice, StepRecord, Timeline
 from .frontend import Frontend
 
 STEPS = 20
@@ -24,21 +25,33 @@ VIDEO = "shown.mp4"
 VIDEO_SIZE = (832, 480)
 
 OVERLAYS = {"WanStreamSampler", "WanStreamLaneSampler", "WanStreamGuider", "WanStreamBenchmark"}
-STREAMED = {"WanStreamLoadDiffusionModel", "WanStreamStreamModel"}
-"""Loaders of models with a run display at ComfyUI's own samplers."""
+STREAMED = {"WanStreamLoadDiffusionModel", "WanStreamStreamModel", "WanStreamJoinExperts"}
+"""Loaders for models with a run display at ComfyUI's own samplers."""
 CORE_SAMPLERS = {"KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced"}
 NOTICED = {
-    *("WanStreamExperts", "WanStreamOneExpert", "WanStreamLora", "WanStreamSampler", "WanStreamLaneSampler"),
-    *("WanStreamGuider", "WanStreamVAEDecode", "WanStreamDecodeVideo", "WanStreamSaveLatent", "WanStreamLoadLatent"),
+    *(
+        "WanStreamExperts",
+        "WanStreamOneExpert",
+        "WanStreamLora",
+        "WanStreamSampler",
+        "WanStreamLaneSampler",
+    ),
+    *(
+        "WanStreamGuider",
+        "WanStreamVAEDecode",
+        "WanStreamDecodeVideo",
+        "WanStreamSaveLatent",
+        "WanStreamLoadLatent",
+    ),
 }
-"""Nodes that show notices."""
+"""Nodes with notices."""
 PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", *CORE_SAMPLERS}
 MOVING = "WanStreamPreview"
 """With this node, previews come with the run events."""
 VIDEOS = {"WanStreamSaveVideo", "WanStreamDecodeVideo", "SaveVideo"}
 IMAGES = {"WanStreamBenchmark"}
 
-# Dispatches events as ComfyUI's websocket client does. A preview is a picture of this size.
+# Dispatches events as ComfyUI's websocket client does. A preview is a picture with this size.
 DISPATCH = """async ([events, previews, [width, height]]) => {
     const { api } = window.comfyAPI.api
     for (const [event, payload] of events) api.dispatchCustomEvent(event, payload)
@@ -58,14 +71,16 @@ SHOWN_MS = 1500
 
 
 def charted_classes(classes: Collection[str]) -> set[str]:
-    """Return the classes in a graph with a chart on their nodes."""
+    """Return a graph's classes with a chart on their nodes."""
     return set(classes) & (OVERLAYS | (CORE_SAMPLERS if STREAMED & set(classes) else set()))
 
 
 def populate_results(base: Path) -> None:
     """Write a video into a base directory's output folder, for nodes to show."""
     width, height = VIDEO_SIZE
-    write_mp4(base / "output" / VIDEO, [torch.zeros(height, width, 3)], fps=16, crf=30, metadata={})
+    write_video(
+        base / "output" / VIDEO, [torch.zeros(height, width, 3)], fps=16, crf=30, metadata={}
+    )
 
 
 def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
@@ -73,17 +88,25 @@ def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
     moving = MOVING in classes.values()
     charted = charted_classes(list(classes.values()))
     samplers = [node_id for node_id, kind in classes.items() if kind in charted]
-    noticed = [node_id for node_id, kind in classes.items() if kind in NOTICED or node_id in samplers]
+    noticed = [
+        node_id for node_id, kind in classes.items() if kind in NOTICED or node_id in samplers
+    ]
     events = [event for node_id in samplers for event in _run_events(node_id, moving=moving)]
     events += [_notices(node_id) for node_id in noticed]
     for node_id, kind in classes.items():
         if kind in VIDEOS:
             events.append(_executed(node_id, {"images": [_file(VIDEO)], "animated": [True]}))
         elif kind in IMAGES:
-            events.append(_executed(node_id, {"images": [_file("example.png", "input")], "text": ["a report"]}))
+            events.append(
+                _executed(
+                    node_id, {"images": [_file("example.png", "input")], "text": ["a report"]}
+                )
+            )
     previews = [node_id for node_id, kind in classes.items() if kind in PREVIEWS and not moving]
     frontend.page.evaluate(DISPATCH, [events, previews, list(VIDEO_SIZE)])
-    frontend.page.wait_for_timeout(SHOWN_MS)  # pictures load asynchronously and then resize their nodes
+    frontend.page.wait_for_timeout(
+        SHOWN_MS
+    )  # pictures load asynchronously and then resize their nodes
 
 
 def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -91,7 +114,7 @@ def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]
     found: list[tuple[str, dict[str, Any]]] = []
     experts = ["high"] * (STEPS // 2) + ["low"] * (STEPS // 2)
     steps = tuple(
-        StepRecord(
+        StepRecord.of(
             index=index,
             expert=expert,
             sigma=None,
@@ -105,7 +128,14 @@ def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]
     )
 
     def announce(event: str, payload: Mapping[str, Any]) -> None:
-        found.append((event, {**payload, "workflow": None, "title": None} if event.endswith("begin") else {**payload}))
+        found.append(
+            (
+                event,
+                {**payload, "workflow": None, "title": None}
+                if event.endswith("begin")
+                else {**payload},
+            )
+        )
 
     with RunEvents(announce, prompt_id="shown", node_id=node_id, experts=experts) as run:
         for step in steps:
@@ -118,8 +148,16 @@ def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]
 
 def _notices(node_id: str) -> tuple[str, dict[str, Any]]:
     """Return a notices event for this node, with enough text to fill the closed strip."""
-    notices = [asdict(Notice(text="a warning " * 40, level="warning")), asdict(Notice(text="a note"))]
-    return NOTICES_EVENT, {"node": node_id, "workflow": None, "prompt_id": "shown", "notices": notices}
+    notices = [
+        asdict(Notice(text="a warning " * 40, level="warning")),
+        asdict(Notice(text="a note")),
+    ]
+    return NOTICES_EVENT, {
+        "node": node_id,
+        "workflow": None,
+        "prompt_id": "shown",
+        "notices": notices,
+    }
 
 
 def _picture() -> bytes:
@@ -131,7 +169,12 @@ def _picture() -> bytes:
 
 
 def _executed(node_id: str, output: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    return "executed", {"node": node_id, "display_node": node_id, "output": output, "prompt_id": "shown"}
+    return "executed", {
+        "node": node_id,
+        "display_node": node_id,
+        "output": output,
+        "prompt_id": "shown",
+    }
 
 
 def _file(name: str, folder: str = "output") -> dict[str, str]:

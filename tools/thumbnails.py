@@ -1,6 +1,7 @@
-"""Thumbnails for the template browser: input of a workflow on the left, model in the middle, output on the right.
+"""Thumbnails for the template browser: workflow input left, model middle, output right.
 
-They consist of a few symbols (text, picture, film, chart, GPU, graph), so that templates differ at a glance.
+They consist of a few symbols (text, picture, film, chart, GPU, graph), so that templates differ at
+a glance.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIZE = (800, 450)
 SCALE = 2
-"""Factor by which thumbnails are drawn larger and then reduced, for smooth edges."""
+"""Factor for drawing thumbnails larger and then reducing them, for smooth edges."""
 
 PAPER, INK, FAINT = (23, 25, 33), (226, 230, 240), (92, 100, 120)
 HIGH, LOW, GREEN = (217, 115, 26), (47, 134, 214), (96, 190, 132)
@@ -32,7 +33,7 @@ class Scene:
 
     inputs: tuple[Input, ...]
     label: str
-    """The model."""
+    """Model name."""
     mark: str = ""
     """One or two words that distinguish the workflow from others."""
     output: Output = "film"
@@ -54,30 +55,45 @@ SCENES = {
     "draft": Scene(inputs=("text",), label="Wan2.2 A14B", mark="draft"),
     "guider": Scene(inputs=("text",), label="Wan2.2 A14B", mark="any sampler", curve=True),
     "native_mixed": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="ComfyUI's nodes"),
+    "native_joined": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="one KSampler"),
     "native_wan22": Scene(inputs=("graph",), label="Wan2.2 A14B", mark="two KSamplers"),
-    "native_vace": Scene(inputs=("text", "first"), label="Wan2.1 VACE", mark="native nodes", experts=1),
-    "native_animate": Scene(inputs=("first", "last"), label="Wan2.2 Animate", mark="native nodes", experts=1),
-    "native_flux": Scene(inputs=("text",), label="Flux dev", mark="native nodes", experts=1, output="picture"),
-    "native_qwen_image": Scene(inputs=("text",), label="Qwen-Image", mark="native nodes", experts=1, output="picture"),
+    "native_vace": Scene(
+        inputs=("text", "first"), label="Wan2.1 VACE", mark="native nodes", experts=1
+    ),
+    "native_animate": Scene(
+        inputs=("first", "last"), label="Wan2.2 Animate", mark="native nodes", experts=1
+    ),
+    "native_flux": Scene(
+        inputs=("text",), label="Flux dev", mark="native nodes", experts=1, output="picture"
+    ),
+    "native_qwen_image": Scene(
+        inputs=("text",), label="Qwen-Image", mark="native nodes", experts=1, output="picture"
+    ),
     "native_ltx2": Scene(inputs=("text",), label="LTX-2", mark="video and sound", experts=1),
     "workers": Scene(inputs=("text",), label="Wan2.2 A14B", mark="2 GPUs", gpus=2),
     "fun_control": Scene(inputs=("text", "last"), label="Fun Control 2.2", mark="control video"),
-    "fun_control_workers": Scene(inputs=("text", "last"), label="Fun Control 2.2", mark="control, 2 GPUs", gpus=2),
+    "fun_control_workers": Scene(
+        inputs=("text", "last"), label="Fun Control 2.2", mark="control, 2 GPUs", gpus=2
+    ),
     "fun_inp": Scene(inputs=("first", "last"), label="Fun InP 2.2", mark="first + last"),
-    "fun_inp_workers": Scene(inputs=("first", "last"), label="Fun InP 2.2", mark="first + last", gpus=2),
+    "fun_inp_workers": Scene(
+        inputs=("first", "last"), label="Fun InP 2.2", mark="first + last", gpus=2
+    ),
     "bernini": Scene(inputs=("text", "last"), label="Bernini-R", mark="edit a video"),
-    "bernini_workers": Scene(inputs=("text", "last"), label="Bernini-R", mark="edit, 2 GPUs", gpus=2),
+    "bernini_workers": Scene(
+        inputs=("text", "last"), label="Bernini-R", mark="edit, 2 GPUs", gpus=2
+    ),
     "benchmark": Scene(inputs=("text",), label="Wan2.2 A14B", mark="benchmark", output="chart"),
     "wan21_t2v": Scene(inputs=("text",), label="Wan2.1 1.3B", experts=1),
     "wan21_i2v": Scene(inputs=("text", "first"), label="Wan2.1 14B", experts=1),
     "wan22_5b_t2v": Scene(inputs=("text",), label="Wan2.2 5B", experts=1),
     "wan22_5b_i2v": Scene(inputs=("text", "first"), label="Wan2.2 5B", experts=1),
 }
-"""One for each workflow; one that is missing here is a KeyError of the builder."""
+"""Scene by workflow. A workflow missing here is a KeyError in the builder."""
 
 
 def thumbnail(stem: str) -> Image.Image:
-    """Draw the thumbnail of the workflow of that name."""
+    """Draw the thumbnail for the workflow with this name."""
     scene = SCENES[stem]
     picture = Image.new("RGB", (SIZE[0] * SCALE, SIZE[1] * SCALE), PAPER)
     pen = _Pen(picture)
@@ -101,7 +117,7 @@ def thumbnail(stem: str) -> Image.Image:
 
 
 class _Pen:
-    """Drawing in pixels of the thumbnail, scaled by `SCALE`."""
+    """Drawing in thumbnail pixels, scaled by `SCALE`."""
 
     def __init__(self, picture: Image.Image) -> None:
         self.picture = picture
@@ -115,13 +131,19 @@ class _Pen:
         outline: tuple[int, ...] | None = None,
         round_by: float = 10,
     ) -> None:
-        self.draw.rounded_rectangle([at * SCALE for at in box], round_by * SCALE, fill, outline, 3 * SCALE)
+        self.draw.rounded_rectangle(
+            [at * SCALE for at in box], round_by * SCALE, fill, outline, 3 * SCALE
+        )
 
-    def line(self, points: list[tuple[float, float]], colour: tuple[int, ...], width: float = 4) -> None:
+    def line(
+        self, points: list[tuple[float, float]], colour: tuple[int, ...], width: float = 4
+    ) -> None:
         scaled = [(x * SCALE, y * SCALE) for x, y in points]
         self.draw.line(scaled, colour, round(width * SCALE), joint="curve")
 
-    def words(self, middle: tuple[float, float], text: str, size: int, colour: tuple[int, ...]) -> None:
+    def words(
+        self, middle: tuple[float, float], text: str, size: int, colour: tuple[int, ...]
+    ) -> None:
         font = ImageFont.load_default(size * SCALE)
         self.draw.text((middle[0] * SCALE, middle[1] * SCALE), text, colour, font, anchor="mm")
 
@@ -150,9 +172,19 @@ def _graph(pen: _Pen, box: tuple[int, int, int, int]) -> None:
     left, top, right, bottom = box
     ends = [(left + 55, top + 35), (left + 55, bottom - 35)]
     for x, y in ends:
-        pen.line([(x, y), (x + 20, y), (right - 65, (top + bottom) / 2), (right - 50, (top + bottom) / 2)], GREEN)
+        pen.line(
+            [
+                (x, y),
+                (x + 20, y),
+                (right - 65, (top + bottom) / 2),
+                (right - 50, (top + bottom) / 2),
+            ],
+            GREEN,
+        )
     for end, middle in [*ends, (right, (top + bottom) // 2)]:
-        pen.box((end - 55, middle - 25, end, middle + 25), fill=(44, 48, 60), outline=FAINT, round_by=6)
+        pen.box(
+            (end - 55, middle - 25, end, middle + 25), fill=(44, 48, 60), outline=FAINT, round_by=6
+        )
 
 
 def _arrow(pen: _Pen, left: float, right: float) -> None:
@@ -162,13 +194,21 @@ def _arrow(pen: _Pen, left: float, right: float) -> None:
 
 
 def _model(pen: _Pen, scene: Scene) -> None:
-    """Draw the blocks of the experts by colour, half of them filled; GPUs, or a curve, above them."""
+    """Draw the experts' blocks by colour, half of them filled.
+
+    GPUs, or a curve, above them.
+    """
     for row in range(4):
         for column in range(4):
             x, y = 275 + column * 33, 160 + row * 33
             colour = HIGH if scene.experts == 2 and row < 2 else LOW
             streamed = column < 2
-            pen.box((x, y, x + 26, y + 26), fill=colour if streamed else None, outline=colour, round_by=4)
+            pen.box(
+                (x, y, x + 26, y + 26),
+                fill=colour if streamed else None,
+                outline=colour,
+                round_by=4,
+            )
     for gpu in range(scene.gpus):
         left = 275 + gpu * 70
         pen.box((left, 95, left + 56, 140), fill=(44, 48, 60), outline=GREEN, round_by=5)
@@ -176,14 +216,16 @@ def _model(pen: _Pen, scene: Scene) -> None:
             x = left + 10 + pin * 12
             pen.line([(x, 140), (x, 150)], GREEN, 4)
     if scene.curve:
-        points = [(275 + step * 9.0, 100 + 40 * sin(pi * step / 28) ** 2 + step) for step in range(15)]
+        points = [
+            (275 + step * 9.0, 100 + 40 * sin(pi * step / 28) ** 2 + step) for step in range(15)
+        ]
         pen.line(points, GREEN, 5)
         for at, level in points[::3]:
             pen.box((at - 5, level - 5, at + 5, level + 5), fill=INK, round_by=5)
 
 
 def _film(pen: _Pen, box: tuple[int, int, int, int]) -> None:
-    """Draw the frames of a video of a sunset."""
+    """Draw video frames with a sunset."""
     left, top, right, bottom = box
     pen.box(box, fill=(44, 48, 60), round_by=6)
     width = (right - left - 40) // 3
@@ -197,13 +239,17 @@ def _film(pen: _Pen, box: tuple[int, int, int, int]) -> None:
 
 
 def _chart(pen: _Pen, box: tuple[int, int, int, int]) -> None:
-    """Draw bars of the steps of both experts, the switch between them, and a line of memory."""
+    """Draw bars for both experts' steps, the switch between them, and a memory line."""
     left, top, right, bottom = box
     heights = (0.9, 0.62, 0.6, 0.61, 0.59, 0.6, 0.45, 0.44, 0.46, 0.45)
     width = (right - left) / len(heights)
     for number, height in enumerate(heights):
         x = left + number * width
-        pen.box((x + 3, bottom - height * 170, x + width - 3, bottom), fill=HIGH if number < 5 else LOW, round_by=3)
+        pen.box(
+            (x + 3, bottom - height * 170, x + width - 3, bottom),
+            fill=HIGH if number < 5 else LOW,
+            round_by=3,
+        )
     middle = left + 5 * width
     for y in range(top, bottom, 16):
         pen.line([(middle, y), (middle, y + 9)], INK, 3)
@@ -211,13 +257,18 @@ def _chart(pen: _Pen, box: tuple[int, int, int, int]) -> None:
 
 
 def landscape(width: int, height: int, *, day: float = 0.5) -> Image.Image:
-    """Draw a sunset over the sea; `day` from 0 to 1 moves the sun down and to the right."""
+    """Draw a sunset over the sea. `day` from 0 to 1 moves the sun down and to the right."""
     picture = Image.new("RGB", (width, height))
     draw = ImageDraw.Draw(picture)
     horizon = height * 3 // 5
     for y in range(height):
-        part = (y / horizon if y < horizon else (height - y) / (height - horizon) * 0.7) * (1.1 - 0.6 * day)
-        draw.line([(0, y), (width, y)], fill=(int(40 + 200 * part), int(60 + 90 * part), int(120 - 30 * part)))
+        part = (y / horizon if y < horizon else (height - y) / (height - horizon) * 0.7) * (
+            1.1 - 0.6 * day
+        )
+        draw.line(
+            [(0, y), (width, y)],
+            fill=(int(40 + 200 * part), int(60 + 90 * part), int(120 - 30 * part)),
+        )
     sea = picture.crop((0, horizon, width, height))
     radius = height // 8
     middle_x, middle_y = width * (0.25 + 0.5 * day), horizon * (0.3 + 0.7 * day)

@@ -6,10 +6,12 @@ import { api } from "../../scripts/api.js"
 const MODULES = [
   "badges.mjs",
   "chart.mjs",
+  "chip.mjs",
   "dom.mjs",
   "figures.mjs",
   "graph_ids.mjs",
   "i18n.mjs",
+  "loader_exchange.mjs",
   "notices.mjs",
   "page.mjs",
   "run_widget.mjs",

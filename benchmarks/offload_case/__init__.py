@@ -1,1 +1,1 @@
-"""Comparison of offloading strategies: the same two experts, inputs and loop, with WanStream and with its peers."""
+"""Comparison of offloading strategies, WanStream and peers: same two experts, inputs and loop."""

@@ -1,4 +1,4 @@
-"""One run in a process of its own: set up one variant, denoise, write the report."""
+"""One run in a separate process: set up one variant, denoise, write the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from .task import DTYPE, RunReport, Task
 
 
 def run(task: Task) -> None:
-    """Run the task and write its report, measure the machine, or write the files of a peer; see `Task.wanted`."""
+    """Run the task and write its report, measure the machine, or write a peer's files.
+
+    See `Task.wanted`.
+    """
     if task.wanted == "machine":
         measure(task)
         return
@@ -39,7 +42,7 @@ def run(task: Task) -> None:
 
 
 def _ready_device(task: Task) -> torch.device:
-    """Return the device, initialised and under its memory limit, so that no run pays for its start."""
+    """Return the device, initialised and limited in memory, so that no run pays for the start."""
     device = compute_device(task.device)
     if device.type == "cuda":
         torch.zeros(1, device=device)
@@ -64,7 +67,7 @@ def _run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -
         device_weight_bytes, host_weight_bytes = engine.loaded_bytes, engine.host_bytes
     total_s, used = time.perf_counter() - start, process_usage().since(before)
     steps = result.timeline.steps
-    peaks = [step.device_bytes for step in steps if step.device_bytes is not None]
+    peaks = [step.memory.device_bytes for step in steps if step.memory.device_bytes is not None]
     return RunReport(
         import_rss_bytes=import_rss,
         load_s=load_s,
@@ -80,7 +83,9 @@ def _run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -
         device_weight_bytes=device_weight_bytes,
         host_weight_bytes=host_weight_bytes,
         timeline=result.timeline.to_dict(),
-        predicted=None if task.machine is None else predicted_timeline(task, Path(task.machine)).to_dict(),
+        predicted=None
+        if task.machine is None
+        else predicted_timeline(task, Path(task.machine)).to_dict(),
     )
 
 
@@ -101,12 +106,16 @@ def _run_peer(task: Task, folders: dict[str, Path], device: torch.device) -> Run
         user_s=used.user_s,
         system_s=used.system_s,
         checksum=_save(result.latents, task.latents),
-        device_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        device_peak_bytes=torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else None,
     )
 
 
 def _setting(task: Task, folders: dict[str, Path], device: torch.device) -> PeerSetting:
-    return PeerSetting(folders=folders, variant_folder=task.variant_folder, dtype=DTYPE, device=device)
+    return PeerSetting(
+        folders=folders, variant_folder=task.variant_folder, dtype=DTYPE, device=device
+    )
 
 
 def _save(latents: torch.Tensor, file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The command line of the case."""
+"""Command line of the case."""
 
 from __future__ import annotations
 
@@ -28,14 +28,24 @@ def _parser() -> argparse.ArgumentParser:
         case.add_argument("work", type=Path, help="folder for the weights, 23 GB, written once")
         case.add_argument("--only", nargs="*", metavar="VARIANT", help="only these variants")
         case.add_argument("--repetitions", type=int, default=1 if name == "quick" else 3)
-        case.add_argument("--shape", choices=SHAPE_NAMES, default="quick" if name == "quick" else "cpu")
+        case.add_argument(
+            "--shape", choices=SHAPE_NAMES, default="quick" if name == "quick" else "cpu"
+        )
         case.add_argument("--limit-gib", type=float, default=3.0 if name == "cpu3gb" else None)
-        case.add_argument("--retries", type=int, default=2, help="how often a disturbed run is repeated")
-        case.add_argument("--minutes", type=float, default=None, help="begin no run after this time")
+        case.add_argument(
+            "--retries", type=int, default=2, help="how often a disturbed run is repeated"
+        )
+        case.add_argument(
+            "--minutes", type=float, default=None, help="begin no run after this time"
+        )
         case.add_argument("--threads", type=int, default=2)
-        case.add_argument("--fresh", action="store_true", help="begin a new session instead of resuming")
+        case.add_argument(
+            "--fresh", action="store_true", help="begin a new session instead of resuming"
+        )
         case.add_argument("--results", type=Path, default=RESULTS)
-        case.add_argument("--no-result", action="store_true", help="write nothing into benchmarks/results")
+        case.add_argument(
+            "--no-result", action="store_true", help="write nothing into benchmarks/results"
+        )
     gpu = commands.add_parser("gpu", help="A14B block shapes on a GPU, part by part")
     gpu.add_argument("work", type=Path)
     gpu.add_argument("part", help="one of the parts that offload_case/gpu_case.py lists, or merge")
@@ -49,10 +59,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     """See benchmarks/offload.py."""
     chosen = _parser().parse_args(arguments)
-    # Raise SystemExit on SIGTERM, so that the session ends its child process and removes the control group.
+    # Raise SystemExit on SIGTERM, so that the session ends the child process and removes the
+    # control group.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if chosen.command == "run":
-        # Imported here, so that the imports of the session do not count towards the memory of a run.
+        # Imported here, so that session imports do not count as run memory.
         from .child import run
         from .task import Task
 

@@ -1,4 +1,4 @@
-"""Case `cpu`: its files, the order of its runs, and its result."""
+"""Case `cpu`: files, order of runs, and result."""
 
 from __future__ import annotations
 
@@ -12,15 +12,28 @@ from .linux import NoMemoryLimitError, limited_group
 from .session import DISTURBED, Planned, Session, Settings
 from .shapes import SHAPES
 from .summary import summarise
-from .variants import CPU_OFFLOAD, DISK_PEERS, HEAP_PEERS, KEPT_RESIDENT, RESIDENT, SWAP, wanstream_variants
+from .variants import (
+    CPU_OFFLOAD,
+    DISK_PEERS,
+    HEAP_PEERS,
+    KEPT_RESIDENT,
+    RESIDENT,
+    SWAP,
+    wanstream_variants,
+)
 
 MAIN = ("resident", "resident-kept", "layerwise", "half")
 LIMITED_MAIN = ("layerwise",)
 
 
 def prepare(work: Path, shape: str) -> None:
-    """Write all files of the case, about 23 GB for the shape `cpu`: the experts, and the files that peers write."""
-    session = Session(work / "sessions" / "prepare.jsonl", Settings(shape=shape, work=work.resolve()))
+    """Write all files in the case: experts, and peers' own files.
+
+    They take about 23 GB for the shape `cpu`.
+    """
+    session = Session(
+        work / "sessions" / "prepare.jsonl", Settings(shape=shape, work=work.resolve())
+    )
     session.write_experts()
     for peer in DISK_PEERS:
         session.prepare(peer.name)
@@ -36,7 +49,7 @@ def run_case(chosen: argparse.Namespace) -> None:
     file = chosen.work / "sessions" / f"{case}.jsonl"
     if chosen.fresh:
         file.unlink(missing_ok=True)
-        # Includes the measurements of the machine, which may have been busy at that time.
+        # Includes the machine measurements, as the machine may have been busy then.
         shutil.rmtree(file.with_suffix(""), ignore_errors=True)
     settings = Settings(
         shape=shape,
@@ -57,37 +70,52 @@ def run_case(chosen: argparse.Namespace) -> None:
     for name, row in figures["variants"].items():
         print(name, row)
     if not chosen.no_result and shape == "cpu":
-        print(record(f"offload-{case}", method=method(settings), figures=figures, folder=chosen.results))
+        print(
+            record(
+                f"offload-{case}", method=method(settings), figures=figures, folder=chosen.results
+            )
+        )
 
 
 def planned_rounds(
     *, blocks: int, repetitions: int, limited: bool, only: list[str] | None = None
 ) -> list[list[Planned]]:
-    """Return the rounds of runs: each contains the main variants, and a share of the other ones.
+    """Return the rounds. Each contains the main variants, and a share of the other ones.
 
-    With a limit, each round also contains the resident model without it, as the reference of the ratios.
+    With a limit, each round also contains the resident model without it, as reference for ratios.
+    ratios.
     """
     ours = wanstream_variants(blocks)
     peers = [*DISK_PEERS, *(HEAP_PEERS if limited else []), CPU_OFFLOAD, SWAP]
     every = [RESIDENT, KEPT_RESIDENT, *ours, *peers]
     main = LIMITED_MAIN if limited else MAIN
     names = [variant.name for variant in every if only is None or variant.name in only]
-    others = [name for name in names if name not in main and not (limited and name in UNLIMITED_ONLY)]
+    others = [
+        name for name in names if name not in main and not (limited and name in UNLIMITED_ONLY)
+    ]
     rounds = []
     for repetition in range(repetitions):
-        free = [Planned(variant="resident", repetition=repetition)] if limited and "resident" in names else []
-        again = [Planned(variant=name, repetition=repetition, limited=limited) for name in main if name in names]
+        free = (
+            [Planned(variant="resident", repetition=repetition)]
+            if limited and "resident" in names
+            else []
+        )
+        again = [
+            Planned(variant=name, repetition=repetition, limited=limited)
+            for name in main
+            if name in names
+        ]
         once = [Planned(variant=name, limited=limited) for name in others[repetition::repetitions]]
         rounds.append([*free, *again, *once])
     return rounds
 
 
 UNLIMITED_ONLY = ("resident-kept", "pinned", "wanstream-resident")
-"""Variants that keep all weights in RAM by design, so a run inside a limit would measure nothing."""
+"""Variants that keep all weights in RAM by design. A run inside a limit would measure nothing."""
 
 
 def result_figures(session: Session, settings: Settings) -> dict[str, Any]:
-    """Return the rows of all variants and the size of the case."""
+    """Return the rows for all variants and the case size."""
     shape, runs = SHAPES[settings.shape], session.runs()
     return {
         "tokens": shape.tokens,
@@ -102,24 +130,29 @@ def result_figures(session: Session, settings: Settings) -> dict[str, Any]:
 
 
 def method(settings: Settings) -> str:
-    """Describe the method of the measurement, as it is stored in the result."""
+    """Describe the measurement method, as stored in the result."""
     shape = SHAPES[settings.shape]
     limit = (
         ""
         if settings.limit_bytes is None
-        else f" Runs marked (limited) had {settings.limit_bytes / 2**30:g} GiB of anonymous memory and page cache "
-        "together (memory control group); the resident model ran beside them without a limit."
+        else (
+            f" Runs marked (limited) had {settings.limit_bytes / 2**30:g} GiB of anonymous memory "
+            "and page cache together (memory control group); the resident model ran beside them "
+            "without a limit."
+        )
     )
     return (
-        f"two experts of {shape.expert.layers} blocks, {shape.expert.heads} heads x 128, feed-forward "
-        f"{shape.expert.ffn_dim}, random bf16 weights in {shape.shards} files each; {shape.tokens} tokens, "
-        f"{shape.text_tokens} text tokens, {shape.steps} Euler steps with guidance (two lanes), switch after step "
-        f"{shape.switch_step}; {settings.threads} threads, inference mode; every run in a process of its own, its "
-        "files dropped from the page cache before (checked with mincore); times start after the imports; peak_rss is "
-        "VmHWM, peak_anonymous was sampled every 50 ms from outside, read is what the disk gave (/proc/self/io), moved "
-        f"is what the engine counted; medians of the runs that were not disturbed (less than {DISTURBED:.0%} of the "
-        "machine's processor time went to other processes or to other machines), made in turns; ratios are to the "
-        f"resident model (disable_mmap=True) of the same session.{limit}"
+        f"two experts of {shape.expert.layers} blocks, {shape.expert.heads} heads x 128, "
+        f"feed-forward {shape.expert.ffn_dim}, random bf16 weights in {shape.shards} files each; "
+        f"{shape.tokens} tokens, {shape.text_tokens} text tokens, {shape.steps} Euler steps with "
+        f"guidance (two lanes), switch after step {shape.switch_step}; {settings.threads} threads, "
+        "inference mode; every run in a process of its own, its files dropped from the page cache "
+        "before (checked with mincore); times start after the imports; peak_rss is VmHWM, "
+        "peak_anonymous was sampled every 50 ms from outside, read is what the disk gave "
+        "(/proc/self/io), moved is what the engine counted; medians of the runs that were not "
+        f"disturbed (less than {DISTURBED:.0%} of the machine's processor time went to other "
+        "processes or to other machines), made in turns; ratios are to the resident model "
+        f"(disable_mmap=True) of the same session.{limit}"
     )
 
 

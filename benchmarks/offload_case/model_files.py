@@ -1,4 +1,4 @@
-"""Files of the experts: random weights in sharded diffusers folders, written once, tensor by tensor."""
+"""Expert files: random weights in sharded diffusers folders, written once, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,25 @@ NAME = "diffusion_pytorch_model"
 
 
 def expert_folders(work: Path, shape: CaseShape, *, device: str = "cpu") -> dict[str, Path]:
-    """Return the folder of each expert; write missing ones as `shape.shards` bf16 files, one shard in RAM at a time."""
-    names = dict.fromkeys(EXPERTS, EXPERTS[0]) if shape.one_set else dict(zip(EXPERTS, EXPERTS, strict=True))
+    """Return the folder by expert.
+
+    Write missing ones as `shape.shards` bf16 files, one shard in RAM at a time.
+    """
+    names = (
+        dict.fromkeys(EXPERTS, EXPERTS[0])
+        if shape.one_set
+        else dict(zip(EXPERTS, EXPERTS, strict=True))
+    )
     folders = {expert: work / "experts" / shape.key / name for expert, name in names.items()}
     for seed, folder in enumerate(dict.fromkeys(folders.values())):
         if not (folder / COMPLETE).exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _write(shape.expert, folder, shards=shape.shards, generator=torch.Generator(device).manual_seed(seed))
+            _write(
+                shape.expert,
+                folder,
+                shards=shape.shards,
+                generator=torch.Generator(device).manual_seed(seed),
+            )
     return folders
 
 
@@ -43,7 +55,9 @@ def _write(expert: TinyShape, folder: Path, *, shards: int, generator: torch.Gen
     places: dict[str, str] = {}
     for number, names in enumerate(_shares(tensors, shards), start=1):
         file = f"{NAME}-{number:05d}-of-{shards:05d}.safetensors"
-        values = {name: random_values(name, tensors[name], generator).bfloat16().cpu() for name in names}
+        values = {
+            name: random_values(name, tensors[name], generator).bfloat16().cpu() for name in names
+        }
         save_file(values, folder / file, {"format": "pt"})
         places |= dict.fromkeys(names, file)
     size = 2 * sum(shape.numel() for shape in tensors.values())
@@ -54,7 +68,7 @@ def _write(expert: TinyShape, folder: Path, *, shards: int, generator: torch.Gen
 
 
 def _shares(tensors: dict[str, torch.Size], shards: int) -> Iterator[list[str]]:
-    """Split the names, in their order, into exactly `shards` parts of about equal size."""
+    """Split the names, in order, into exactly `shards` parts with about equal size."""
     total = sum(shape.numel() for shape in tensors.values())
     parts: list[list[str]] = [[] for _ in range(shards)]
     before = 0

@@ -1,7 +1,8 @@
-"""Peers: diffusers and accelerate, set up as their documentation says, and the denoising loop that they run in.
+"""Peers: diffusers and accelerate, set up as documented, and their denoising loop.
 
-Files that a peer writes are stored in one folder per expert. diffusers' group offloading names them by module only and
-does not overwrite them, so in a shared folder the second expert would silently run with the weights of the first.
+Each peer writes files to one folder per expert. diffusers' group offloading names files by module
+only and does not overwrite them, so in a shared folder the second expert would silently run with
+the first expert's weights.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from diffusers import WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
 
 from wanstream.devices import clock_for
-from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.solvers import Solver
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps.solvers import Solver
 
 from .variants import CaseVariant
 
 ModelOf = Callable[[str], WanTransformer3DModel]
-"""Maps "high" or "low" to the model of that expert, ready to be called; called once per step."""
+"""Function from "high" or "low" to that expert's model, ready to be called. Used once per step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,11 +39,16 @@ class PlainResult:
 def denoise_plain(
     model_of: ModelOf, request: DenoiseRequest, *, dtype: torch.dtype, device: torch.device
 ) -> PlainResult:
-    """Denoise with two forward passes per step; bit-equal to `wanstream.sampling.denoise` on exact weights."""
+    """Denoise with two forward passes per step.
+
+    Bit-equal to `wanstream.sampling.denoise` on exact weights.
+    """
     step_plan = request.step_plan
     solver = Solver(request.solver, step_plan.schedule)
     clock = clock_for(device)
-    texts = [text.to(device, dtype) for text in (request.positive, request.negative) if text is not None]
+    texts = [
+        text.to(device, dtype) for text in (request.positive, request.negative) if text is not None
+    ]
     latents, step_s = request.noise.to(device), []
     with torch.inference_mode():
         for step, expert in enumerate(step_plan.experts):
@@ -51,10 +57,15 @@ def denoise_plain(
             timestep = torch.tensor([step_plan.schedule.timesteps[step]], device=device)
             hidden = latents.to(dtype)
             positive, negative = (
-                model(hidden_states=hidden, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0].float()
+                model(
+                    hidden_states=hidden,
+                    timestep=timestep,
+                    encoder_hidden_states=text,
+                    return_dict=False,
+                )[0].float()
                 for text in texts
             )
-            velocity = negative + request.guidance_of(expert) * (positive - negative)
+            velocity = negative + step_plan.guidance[step] * (positive - negative)
             latents = solver.step(velocity, latents)
             clock.settle()
             step_s.append(time.perf_counter() - start)
@@ -63,18 +74,18 @@ def denoise_plain(
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSetting:
-    """Folders, dtype and device of one peer."""
+    """Folders, dtype and device for one peer."""
 
     folders: dict[str, Path]
-    """Folder of each expert's files."""
+    """Folder with weight files, by expert."""
     variant_folder: Path
-    """Folder for the files that the peer writes."""
+    """Folder for files written by the peer."""
     dtype: torch.dtype
     device: torch.device
 
 
 def set_up(variant: CaseVariant, setting: PeerSetting) -> ModelOf:
-    """Load the experts as `variant` does, and return the function that maps an expert's name to its model."""
+    """Load the experts as `variant` does, and return a function from expert name to model."""
     if variant.kind == "swap":
         return _Swapped(setting).expert
     set_up_one = _SETUPS[variant.kind]
@@ -83,7 +94,10 @@ def set_up(variant: CaseVariant, setting: PeerSetting) -> ModelOf:
 
 
 def _load(setting: PeerSetting, expert: str, *, mapped: bool) -> WanTransformer3DModel:
-    """Load on the CPU; `mapped`, from_pretrained's default, reads a page from the file on its first access."""
+    """Load on the CPU.
+
+    `mapped`, from_pretrained's default, reads a page from the file on first access.
+    """
     model = WanTransformer3DModel.from_pretrained(
         setting.folders[expert], torch_dtype=setting.dtype, disable_mmap=not mapped
     )
@@ -102,7 +116,8 @@ def _grouped(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTran
     model = _cast(variant, _load(setting, expert, mapped=variant.to_disk))
     streams = variant.stream and setting.device.type == "cuda"
     if torch.accelerator.current_accelerator() is None:
-        # diffusers 0.39 requires an accelerator even for offloading on the CPU, and uses it for streams only.
+        # diffusers 0.39 requires an accelerator even for offloading on the CPU, and uses it only
+        # for streams.
         torch.accelerator.current_accelerator = lambda: torch.device("cpu")
     apply_group_offloading(
         model,
@@ -164,7 +179,9 @@ class _Swapped:
 
 def _cast(variant: CaseVariant, model: WanTransformer3DModel) -> WanTransformer3DModel:
     if variant.layerwise_fp8:
-        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        model.enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16
+        )
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 
 from wanstream.devices import compute_device
 from wanstream.host.machine_profile import measure_machine
-from wanstream.plan import Machine, OffloadJob, compile_program, compile_ram, plan_ram, step_visits
+from wanstream.plan import BlockCosts, Machine
 from wanstream.plan.predict import predict
-from wanstream.plan.simulator import Hardware, simulate
-from wanstream.schema import OffloadPolicy, Timeline, plan_residency
+from wanstream.plan.programs import compile_program, compile_ram, plan_ram, step_visits
+from wanstream.plan.programs.simulator import Hardware, simulate
+from wanstream.schema import OffloadPolicy, plan_residency
+from wanstream.schema.records import Timeline
+from wanstream.shapes import RunShape, StepShape
 
 from .model_files import EXPERTS
 from .shapes import CaseShape
@@ -24,7 +28,7 @@ LANES = 2
 
 
 def measure(task: Task) -> None:
-    """Measure this machine for the blocks and tokens of the task's shape, and write it to `task.report`."""
+    """Measure this machine for the task's blocks and tokens, and write `task.report`."""
     torch.set_num_threads(task.threads)
     report = Path(task.report)
     profile = measure_machine(
@@ -38,43 +42,61 @@ def measure(task: Task) -> None:
 
 
 def predicted_timeline(task: Task, machine: Path) -> Timeline:
-    """Compile and simulate the run of the task as WanStream's planner does."""
+    """Compile and simulate the task's run as WanStream's planner does."""
     variant = task.case_variant
     assert variant.policy is not None
     figures = Machine.from_dict(json.loads(machine.read_text(encoding="utf-8")))
-    return predict(_job(task.case, variant.storage), figures, variant.policy).timeline
+    costs = _run_shape(task.case, variant.storage).costs(figures, variant.policy.chunk_tokens)
+    return predict(costs, variant.policy).timeline
 
 
-def _job(case: CaseShape, storage: str) -> OffloadJob:
+def _run_shape(case: CaseShape, storage: str) -> RunShape:
     block_bytes = case.widths.streamed_bytes()
-    return OffloadJob(
-        expert=case.widths,
-        tokens=case.tokens,
-        lanes=dict.fromkeys(EXPERTS, LANES),
-        experts_of_steps=case.request().step_plan.experts,
-        stored_bytes=case.widths.streamed_bytes(bytes_per_weight=1) if storage == "fp8" else block_bytes,
+    blocks = BlockCosts(
+        stacks=EXPERTS,
+        blocks=case.widths.blocks,
+        stored_bytes=block_bytes,
         file_bytes=block_bytes,
         computed_bytes=block_bytes,
-        resident_bytes=0,
+    )
+    if storage == "fp8":
+        stored = case.widths.streamed_bytes(bytes_per_weight=1)
+        blocks = replace(blocks, stored_bytes=stored, decoded_bytes=stored)
+    return RunShape(
+        expert=case.widths,
+        blocks=blocks,
+        steps=tuple(StepShape(expert=expert) for expert in case.request().step_plan.experts),
+        video_tokens=case.tokens,
+        sides=dict.fromkeys(EXPERTS, LANES),
     )
 
 
 def longer_run(measured: dict[str, Any], *, blocks: int, longer: int) -> dict[str, Any]:
-    """Simulate a layerwise run with `longer` blocks from the measured timeline of one with `blocks`.
+    """Simulate a layerwise run with `longer` blocks from a measured timeline with `blocks`.
 
-    A block takes as long to compute and to copy as in the measured run; the time outside the blocks is unchanged.
+    Compute and copy times per block are as in the measured run. The time outside the blocks is
+    unchanged.
     """
     timeline = Timeline.from_dict(measured)
     experts = [step.expert for step in timeline.steps]
     compute_s = {
-        expert: statistics.median(step.compute_s for step in timeline.steps if step.expert == expert) / blocks
+        expert: statistics.median(
+            step.compute_s for step in timeline.steps if step.expert == expert
+        )
+        / blocks
         for expert in set(experts)
     }
-    outside_s = statistics.median(step.wall_s - step.compute_s - step.stall_s for step in timeline.steps)
+    outside_s = statistics.median(
+        step.wall_s - step.compute_s - step.stall_s for step in timeline.steps
+    )
     block_bytes = max(step.bytes_moved for step in timeline.steps) // blocks
-    # Only a run that stalled measures the bus. Otherwise one block per visit is a lower bound of its rate.
+    # Only a run that stalled measures the bus. Otherwise one block per visit is a lower bound for
+    # the rate.
     stalled = [step for step in timeline.steps[1:] if step.stall_s > 0.05 * step.wall_s]
-    rate = min((step.bytes_moved / step.wall_s for step in stalled), default=block_bytes / min(compute_s.values()))
+    rate = min(
+        (step.bytes_moved / step.wall_s for step in stalled),
+        default=block_bytes / min(compute_s.values()),
+    )
     counts = dict.fromkeys(compute_s, longer)
     policy = OffloadPolicy.layerwise(source="pinned")
     residency, buffers = plan_residency(policy, counts)

@@ -1,4 +1,4 @@
-"""Session of runs: each in a process of its own with a cold page cache, appended to a file when it ends."""
+"""Session: a series of runs, each in a process with a cold page cache, appended to a file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from .watch import Watched, watch
 
 PROGRAM = Path(__file__).parent.parent / "offload.py"
 DISTURBED = 0.04
-"""Fraction of the machine's processor time used by other processes above which a run counts as disturbed."""
+"""Share of the machine's processor time. Above this share in other processes, a run counts as
+disturbed."""
 RUN_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A run of the session's plan."""
+    """A run in the session plan."""
 
     variant: str
     repetition: int = 0
@@ -42,7 +43,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of all runs of a session."""
+    """Settings for all runs in a session."""
 
     shape: str
     work: Path
@@ -57,7 +58,7 @@ class Settings:
 
 
 class Session:
-    """Sequence of runs, with one line of JSON per run in `file`."""
+    """Series of runs, with one JSON line per run in `file`."""
 
     def __init__(self, file: Path, settings: Settings) -> None:
         self.file = file
@@ -66,19 +67,23 @@ class Session:
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def write_experts(self) -> None:
-        """Write the experts' files unless they exist, before anything is timed."""
-        expert_folders(self._settings.work, SHAPES[self._settings.shape], device=self._settings.device)
+        """Write the expert files unless they exist, before anything is timed."""
+        expert_folders(
+            self._settings.work, SHAPES[self._settings.shape], device=self._settings.device
+        )
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return all runs so far, including those of an earlier call."""
+        """Return all runs so far, including runs from an earlier call."""
         if not self.file.exists():
             return []
         return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
 
-    def make(self, rounds: Sequence[Sequence[Planned]], *, retries: int, minutes: float | None = None) -> None:
-        """Make the missing runs; after each round repeat disturbed ones, at most `retries` times.
+    def make(
+        self, rounds: Sequence[Sequence[Planned]], *, retries: int, minutes: float | None = None
+    ) -> None:
+        """Make the missing runs. After each round, repeat disturbed ones, at most `retries` times.
 
-        With `minutes`, no run begins after that time; a later call resumes the session.
+        With `minutes`, no run begins after this time. A later call resumes the session.
         """
         until = None if minutes is None else time.monotonic() + 60 * minutes
         for number, planned in enumerate(rounds):
@@ -92,16 +97,19 @@ class Session:
                     self._make_one(run, attempt)
 
     def missing(self, planned: Iterable[Planned], attempt: int) -> list[Planned]:
-        """Return the runs without a result, or with only disturbed results of earlier attempts than this one."""
+        """Return runs without a result, or with only disturbed results of earlier attempts."""
         runs = [run for run in self.runs() if run["report"] is not None or run_out_of_memory(run)]
         return [
             plan
             for plan in planned
-            if not any(is_of(run, plan) and (not run["disturbed"] or run["attempt"] >= attempt) for run in runs)
+            if not any(
+                is_of(run, plan) and (not run["disturbed"] or run["attempt"] >= attempt)
+                for run in runs
+            )
         ]
 
     def _measure_machine(self, number: int) -> None:
-        """Measure this machine before a round; a resumed round reuses its first measurement."""
+        """Measure this machine before a round. A resumed round reuses its first measurement."""
         file = self._folder / f"machine-{number}.json"
         if not file.exists():
             drop(weight_files(self._settings.work))
@@ -127,7 +135,11 @@ class Session:
         limit = self._settings.limit_bytes if planned.limited else None
         with nullcontext() if limit is None else limited_group(limit) as group:
             watched = self._watch(task, group)
-            usage = None if group is None else {"limit": limit, "peak": group.peak_bytes, "kills": group.kills}
+            usage = (
+                None
+                if group is None
+                else {"limit": limit, "peak": group.peak_bytes, "kills": group.kills}
+            )
         report = Path(task.report)
         disturbed = watched.disturbance > DISTURBED
         line = {
@@ -144,7 +156,9 @@ class Session:
             "watched": asdict(watched),
             "disturbed": disturbed,
             "latents": str(task.latents),
-            "report": json.loads(report.read_text(encoding="utf-8")) if watched.exit_code == 0 else None,
+            "report": json.loads(report.read_text(encoding="utf-8"))
+            if watched.exit_code == 0
+            else None,
         }
         line["reason"] = None if line["report"] is not None else failure_reason(line)
         with self.file.open("a", encoding="utf-8") as lines:
@@ -153,7 +167,11 @@ class Session:
 
     def _watch(self, task: Task, group: LimitedGroup | None) -> Watched:
         command = [sys.executable, str(PROGRAM), "run", task.to_json()]
-        environment = {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1", **task.case_variant.environment}
+        environment = {
+            "OMP_NUM_THREADS": str(task.threads),
+            "HF_HUB_OFFLINE": "1",
+            **task.case_variant.environment,
+        }
         return watch(
             command if group is None else group.command(command),
             log=Path(task.report).with_suffix(".log"),
@@ -162,7 +180,10 @@ class Session:
         )
 
     def _task(self, planned: Planned, attempt: int) -> Task:
-        name = f"{planned.variant}{'-limited' if planned.limited else ''}-{planned.repetition}-{attempt}"
+        name = (
+            f"{planned.variant}{'-limited' if planned.limited else ''}"
+            f"-{planned.repetition}-{attempt}"
+        )
         settings = self._settings
         return Task(
             variant=planned.variant,
@@ -177,13 +198,13 @@ class Session:
 
     @property
     def _folder(self) -> Path:
-        """Folder of the session's reports, latents and logs."""
+        """Folder for the session's reports, latents and logs."""
         folder = self.file.with_suffix("")
         folder.mkdir(exist_ok=True)
         return folder
 
     def prepare(self, variant: str) -> None:
-        """Write the files that a variant needs before its first run, once per variant."""
+        """Write the files needed before a variant's first run, once per variant."""
         task = self._task(Planned(variant=variant), 0)
         complete = task.variant_folder / COMPLETE
         if not task.case_variant.prepares or complete.exists():
@@ -195,12 +216,15 @@ class Session:
 
 
 def is_of(run: dict[str, Any], planned: Planned) -> bool:
-    """Return True if a line of the session is that run."""
+    """Return True if a session line is this run."""
     return all(run[name] == value for name, value in asdict(planned).items())
 
 
 def run_out_of_memory(run: dict[str, Any]) -> bool:
-    """Return True if the memory limit was too small for a run; that is a result, so it is not repeated."""
+    """Return True if the memory limit was too small for a run.
+
+    This is a result, so it is not repeated.
+    """
     usage = run["group_bytes"]
     return run["report"] is None and usage is not None and usage["kills"] > 0
 
@@ -208,7 +232,9 @@ def run_out_of_memory(run: dict[str, Any]) -> bool:
 def describe(line: dict[str, Any]) -> str:
     """Format one run as a line of text."""
     watched, report = line["watched"], line["report"]
-    noise = f", others {watched['others_s'] + watched['stolen_s']:.1f} s" + (" DISTURBED" if line["disturbed"] else "")
+    noise = f", others {watched['others_s'] + watched['stolen_s']:.1f} s" + (
+        " DISTURBED" if line["disturbed"] else ""
+    )
     if report is None:
         return f"failed after {watched['wall_s']:.1f} s ({line['reason']}){noise}"
     steps = " / ".join(f"{seconds:.2f}" for seconds in report["step_s"])

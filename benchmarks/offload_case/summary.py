@@ -1,4 +1,4 @@
-"""Summary of a session: one row per variant, with medians and ratios to the resident model."""
+"""Session summary: one row per variant, with medians and ratios to the resident model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ Row = dict[str, Any]
 GB = 1e9
 
 
-def summarise(runs: Sequence[Run], *, resident: str = "resident", switch_step: int = 2) -> dict[str, Row]:
-    """Return one row per variant, limited ones as "<variant> (limited)"; ratios need runs of the resident model."""
+def summarise(
+    runs: Sequence[Run], *, resident: str = "resident", switch_step: int = 2
+) -> dict[str, Row]:
+    """Return one row per variant, limited ones as "<variant> (limited)".
+
+    Ratios need runs of the resident model.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run["variant"] + (" (limited)" if run["limited"] else ""), []).append(run)
@@ -46,11 +51,17 @@ def _row(runs: list[Run], base: list[Run], switch_step: int) -> Row:
         "total_s": _median(counted, "total_s"),
         "import_rss_gb": _gb(_median(counted, "import_rss_bytes")),
         "peak_rss_gb": _gb(_median(counted, "peak_rss_bytes")),
-        "rss_above_imports_gb": _gb(_median(counted, "peak_rss_bytes") - _median(counted, "import_rss_bytes")),
-        "peak_anonymous_gb": _gb(statistics.median(run["watched"]["anonymous_peak_bytes"] for run in counted)),
+        "rss_above_imports_gb": _gb(
+            _median(counted, "peak_rss_bytes") - _median(counted, "import_rss_bytes")
+        ),
+        "peak_anonymous_gb": _gb(
+            statistics.median(run["watched"]["anonymous_peak_bytes"] for run in counted)
+        ),
         "read_gb": _gb(_median(counted, "read_bytes")),
         "cpu_s": round(_median(counted, "user_s") + _median(counted, "system_s"), 1),
-        "others_s": round(max(run["watched"]["others_s"] + run["watched"]["stolen_s"] for run in counted), 1),
+        "others_s": round(
+            max(run["watched"]["others_s"] + run["watched"]["stolen_s"] for run in counted), 1
+        ),
         "total_s_of_each_run": [round(run["report"]["total_s"], 2) for run in counted],
         **_streamed(counted),
         **_on_device(counted),
@@ -59,7 +70,7 @@ def _row(runs: list[Run], base: list[Run], switch_step: int) -> Row:
 
 
 def _streamed(runs: list[Run]) -> Row:
-    """Return the columns that only WanStream reports: bytes moved, stall and prediction."""
+    """Return the columns that only WanStream reports: moved bytes, stall and prediction."""
     reports = [run["report"] for run in runs if run["report"]["timeline"] is not None]
     if not reports:
         return {}
@@ -69,14 +80,21 @@ def _streamed(runs: list[Run]) -> Row:
         "step_moved_gb": [_gb(moved) for moved in reports[0]["step_bytes"]],
         "stall_s": [
             round(statistics.median(steps), 3)
-            for steps in zip(*([step["stall_s"] for step in line["steps"]] for line in timelines), strict=True)
+            for steps in zip(
+                *([step["stall_s"] for step in line["steps"]] for line in timelines), strict=True
+            )
         ],
     }
     predicted = [report for report in reports if report["predicted"] is not None]
     if predicted:
-        simulated = [[step["wall_s"] for step in report["predicted"]["steps"]] for report in predicted]
+        simulated = [
+            [step["wall_s"] for step in report["predicted"]["steps"]] for report in predicted
+        ]
         ratios = [
-            [expected_s / actual_s for expected_s, actual_s in zip(steps, report["step_s"], strict=True)]
+            [
+                expected_s / actual_s
+                for expected_s, actual_s in zip(steps, report["step_s"], strict=True)
+            ]
             for steps, report in zip(simulated, predicted, strict=True)
         ]
         row["predicted_step_s"] = _medians(simulated)
@@ -85,12 +103,12 @@ def _streamed(runs: list[Run]) -> Row:
 
 
 def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each step."""
+    """Return the median by step."""
     return [round(statistics.median(steps), 3) for steps in zip(*runs, strict=True)]
 
 
 def _on_device(runs: list[Run]) -> Row:
-    """Return the memory of weights on device and host, where all runs report it."""
+    """Return weight memory on device and host, where all runs report it."""
     names = {"device_peak_bytes": "device_peak_gb", "device_weight_bytes": "device_weights_gb"}
     names |= {"host_weight_bytes": "host_weights_gb"}
     reports = [run["report"] for run in runs]
@@ -102,7 +120,7 @@ def _on_device(runs: list[Run]) -> Row:
 
 
 def _against(runs: list[Run], base: list[Run], step_s: list[float]) -> Row:
-    """Return the ratios to the resident model of the same session, and the distance of the latents."""
+    """Return ratios to the resident model in the same session, and the latent distance."""
     calm = [run for run in base if not run["disturbed"]] or base
     base_steps = _median_steps(calm)
     reference = base[0]["report"]
@@ -111,7 +129,9 @@ def _against(runs: list[Run], base: list[Run], step_s: list[float]) -> Row:
         "steps_to_resident": round(sum(step_s) / sum(base_steps), 3),
         "total_to_resident": round(_median(runs, "total_s") / _median(calm, "total_s"), 3),
         "equal_to_resident": same,
-        "relative_l2": 0.0 if same else max(_distance(run["latents"], base[0]["latents"]) for run in runs),
+        "relative_l2": 0.0
+        if same
+        else max(_distance(run["latents"], base[0]["latents"]) for run in runs),
     }
 
 
@@ -125,7 +145,10 @@ def _finished(runs: Sequence[Run]) -> list[Run]:
 
 
 def _median_steps(runs: Sequence[Run]) -> list[float]:
-    return [statistics.median(steps) for steps in zip(*(run["report"]["step_s"] for run in runs), strict=True)]
+    return [
+        statistics.median(steps)
+        for steps in zip(*(run["report"]["step_s"] for run in runs), strict=True)
+    ]
 
 
 def _median(runs: Sequence[Run], name: str) -> float:

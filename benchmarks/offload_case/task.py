@@ -1,4 +1,4 @@
-"""Input and report of one run in a process of its own."""
+"""Input and report for one run in a separate process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One variant on one shape; travels to the process as JSON."""
+    """One variant on one shape, sent to the process as JSON."""
 
     variant: str
     shape: str
     work: str
-    """Folder of the weights and of the files that peers write."""
+    """Folder for the weights and for files written by peers."""
     report: str
-    """Path of the report; the latents are written next to it."""
+    """Report path. The latents are written next to it."""
     device: str = "cpu"
     threads: int = 2
     machine: str | None = None
-    """Path of the measured machine, from which WanStream predicts the run."""
+    """Path of the measured machine, for WanStream's prediction."""
     vram_gb: float | None = None
     wanted: Literal["run", "files", "machine"] = "run"
-    """A whole run; or only the files that a peer writes before its first run; or the measurements of this machine."""
+    """A whole run, or only a peer's files before its first run, or the measurements of this
+    machine."""
 
     @property
     def case(self) -> CaseShape:
@@ -43,12 +44,12 @@ class Task:
 
     @property
     def experts_folder(self) -> Path:
-        """Folder of the experts of this shape."""
+        """Folder with the experts for this shape."""
         return Path(self.work) / "experts" / self.case.key
 
     @property
     def variant_folder(self) -> Path:
-        """Folder for the files that the variant writes, for the experts of this shape."""
+        """Folder for files written by the variant, for the experts with this shape."""
         return Path(self.work) / "own" / self.case.key / self.variant.removesuffix("-heap")
 
     @property
@@ -65,17 +66,20 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Measurements of one run; times and bytes from the disk are counted from the end of the imports."""
+    """Measurements for one run.
+
+    Times and disk bytes are counted from the end of the imports.
+    """
 
     import_rss_bytes: int
-    """RSS of the process before it loads weights."""
+    """RSS before the process loads weights."""
     load_s: float
     """Time until the first step can begin: models built, weights loaded and hooks attached."""
     step_s: list[float]
     total_s: float
     """Load, steps and the time between them."""
     peak_rss_bytes: int
-    """Peak measured by the kernel (VmHWM), mapped files included."""
+    """Kernel-measured peak (VmHWM), including mapped files."""
     read_bytes: int
     """Bytes from the disk."""
     user_s: float
@@ -83,7 +87,7 @@ class RunReport:
     checksum: str
     """SHA-256 of the latents."""
     step_bytes: list[int] | None = None
-    """Bytes of weights copied in each step; None if the variant does not report them."""
+    """Weight bytes copied by step. None if the variant does not report them."""
     device_peak_bytes: int | None = None
     device_weight_bytes: int | None = None
     host_weight_bytes: int | None = None

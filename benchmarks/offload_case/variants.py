@@ -1,4 +1,4 @@
-"""Variants of the case: every measured strategy for offloading two experts, by name."""
+"""Case variants: every measured strategy for offloading two experts, by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from wanstream.offload.host_memory.pages import MMAP_BYTES, TRIM_BYTES
+from wanstream.offload.core.pages import MMAP_BYTES, TRIM_BYTES
 from wanstream.schema import OffloadPolicy
 
 Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
@@ -14,28 +14,30 @@ Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
 CHUNK_TOKENS = 8192
 
 HEAP_ON_DEMAND = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Without this, glibc allocates diffusers' placeholders on the heap, where activations touch all of their pages."""
+"""Without this, glibc allocates diffusers' placeholders on the heap, where activations touch all
+their pages."""
 
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES), "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES)}
-"""malloc settings of WanStream, applied to a peer so that their gain does not count as a gain of streaming."""
+"""WanStream's malloc settings, applied to a peer so that their gain does not count as a streaming
+gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseVariant:
-    """One offloading strategy and its settings."""
+    """One offloading strategy with settings."""
 
     name: str
     title: str
     kind: Kind
     policy: OffloadPolicy | None = None
-    """Policy of WanStream; None for peers."""
+    """WanStream's policy. None for peers."""
     direct: bool | None = None
-    """True for WanStream to read past the page cache; None for its default."""
+    """True for WanStream to read past the page cache. None for the default."""
     storage: Literal["as stored", "fp8"] = "as stored"
     level: Literal["block_level", "leaf_level"] = "block_level"
-    """Level of diffusers' group offloading."""
+    """Level for diffusers' group offloading."""
     to_disk: bool = False
-    """True for a peer that stores the weights in files that it writes itself; False: in RAM."""
+    """True for a peer that stores weights in files written by itself. False: in RAM."""
     stream: bool = False
     record_stream: bool = False
     layerwise_fp8: bool = False
@@ -48,8 +50,12 @@ class CaseVariant:
         return self.to_disk
 
 
-def _streamed(name: str, title: str, policy: OffloadPolicy, *, direct: bool | None = True) -> CaseVariant:
-    return CaseVariant(name=name, title=f"WanStream, {title}", kind="wanstream", policy=policy, direct=direct)
+def _streamed(
+    name: str, title: str, policy: OffloadPolicy, *, direct: bool | None = True
+) -> CaseVariant:
+    return CaseVariant(
+        name=name, title=f"WanStream, {title}", kind="wanstream", policy=policy, direct=direct
+    )
 
 
 def half_swapped(blocks: int) -> OffloadPolicy:
@@ -58,10 +64,15 @@ def half_swapped(blocks: int) -> OffloadPolicy:
 
 
 def wanstream_variants(blocks: int) -> list[CaseVariant]:
-    """Return the variants of WanStream for experts with that many blocks."""
+    """Return WanStream's variants for experts with this many blocks."""
     return [
         _streamed("layerwise", "layerwise from the file", OffloadPolicy.layerwise()),
-        _streamed("layerwise-buffered", "layerwise through the page cache", OffloadPolicy.layerwise(), direct=False),
+        _streamed(
+            "layerwise-buffered",
+            "layerwise through the page cache",
+            OffloadPolicy.layerwise(),
+            direct=False,
+        ),
         _streamed("half", "half of the blocks resident", half_swapped(blocks)),
         _streamed("pinned", "layerwise from RAM", OffloadPolicy.layerwise(source="pinned")),
         _streamed("wanstream-resident", "resident", OffloadPolicy.resident()),
@@ -69,7 +80,7 @@ def wanstream_variants(blocks: int) -> list[CaseVariant]:
 
 
 def chunked_variant() -> CaseVariant:
-    """Return the variant of WanStream with the smallest memory for large videos."""
+    """Return WanStream's variant with the smallest memory for large videos."""
     policy = replace(OffloadPolicy.layerwise(source="pinned"), chunk_tokens=CHUNK_TOKENS)
     return CaseVariant(
         name="chunked",
@@ -80,7 +91,7 @@ def chunked_variant() -> CaseVariant:
 
 
 def fp8_variants() -> list[CaseVariant]:
-    """Return the variants with fp8 weights, whose latents differ from those in bf16."""
+    """Return the variants with fp8 weights. Their latents differ from bf16 latents."""
     ours = CaseVariant(
         name="layerwise-fp8",
         title="WanStream, layerwise from RAM, quantised to fp8 per row",
@@ -107,7 +118,10 @@ def fp8_variants() -> list[CaseVariant]:
 
 RESIDENT = CaseVariant(name="resident", title="resident (disable_mmap=True)", kind="resident")
 KEPT_RESIDENT = replace(
-    RESIDENT, name="resident-kept", title="resident, same malloc settings as WanStream", environment=KEPT_MEMORY
+    RESIDENT,
+    name="resident-kept",
+    title="resident, same malloc settings as WanStream",
+    environment=KEPT_MEMORY,
 )
 SWAP = CaseVariant(name="swap", title="whole experts, one at a time", kind="swap")
 CPU_OFFLOAD = CaseVariant(name="cpu-offload", title="accelerate cpu_offload", kind="accelerate")
@@ -115,7 +129,10 @@ CPU_OFFLOAD = CaseVariant(name="cpu-offload", title="accelerate cpu_offload", ki
 DISK_PEERS = [
     CaseVariant(name="mmap", title="memory-mapped (from_pretrained as it is)", kind="mmap"),
     CaseVariant(
-        name="group-block-disk", title="diffusers group offload, block level, disk", kind="group", to_disk=True
+        name="group-block-disk",
+        title="diffusers group offload, block level, disk",
+        kind="group",
+        to_disk=True,
     ),
     CaseVariant(
         name="group-leaf-disk",
@@ -124,11 +141,18 @@ DISK_PEERS = [
         level="leaf_level",
         to_disk=True,
     ),
-    CaseVariant(name="disk-offload", title="accelerate disk_offload", kind="accelerate", to_disk=True),
+    CaseVariant(
+        name="disk-offload", title="accelerate disk_offload", kind="accelerate", to_disk=True
+    ),
 ]
 
 HEAP_PEERS = [
-    replace(peer, name=f"{peer.name}-heap", title=f"{peer.title}, MALLOC_MMAP_THRESHOLD_", environment=HEAP_ON_DEMAND)
+    replace(
+        peer,
+        name=f"{peer.name}-heap",
+        title=f"{peer.title}, MALLOC_MMAP_THRESHOLD_",
+        environment=HEAP_ON_DEMAND,
+    )
     for peer in DISK_PEERS
     if peer.kind == "group"
 ]
@@ -138,7 +162,8 @@ DEVICE_PEERS = [
     *(
         CaseVariant(
             name=f"group-{level.removesuffix('_level')}{'-record' if record else ''}",
-            title=f"diffusers group offload, {level.replace('_', ' ')}, stream{', record_stream' if record else ''}",
+            title=f"diffusers group offload, {level.replace('_', ' ')}, "
+            f"stream{', record_stream' if record else ''}",
             kind="group",
             level=level,
             stream=True,
@@ -151,7 +176,7 @@ DEVICE_PEERS = [
 
 
 def all_variants(blocks: int) -> dict[str, CaseVariant]:
-    """Return every variant by name, for experts with that many blocks."""
+    """Return every variant by name, for experts with this many blocks."""
     variants = [
         RESIDENT,
         KEPT_RESIDENT,

@@ -1,4 +1,4 @@
-"""Run a process and sample its memory and the load of the machine from outside."""
+"""Run a process and sample its memory and the machine's load from outside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .linux import machine_time, memory_bytes
 
 SAMPLE_S = 0.05
 LOG_END = 2000
-"""Characters of output that are kept from a process that failed."""
+"""Characters of output to keep from a failed process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,30 +22,34 @@ class Watched:
     """Measurements of one process, taken from outside."""
 
     exit_code: int
-    """Exit code; a negative one is the number of the signal that ended the process."""
+    """Exit code. A negative one is the number of the ending signal."""
     wall_s: float
-    """Wall time, including the start of the interpreter and the imports."""
+    """Wall time, including interpreter start and imports."""
     anonymous_peak_bytes: int
-    """Peak of anonymous memory, sampled every `SAMPLE_S`; shorter peaks may be missed."""
+    """Peak anonymous memory, sampled every `SAMPLE_S`. Shorter peaks may be missed."""
     others_s: float
-    """Processor time of all other processes during the run."""
+    """Processor time used by all other processes during the run."""
     stolen_s: float
-    """Processor time that the hypervisor gave to other machines during the run."""
+    """Processor time given by the hypervisor to other machines during the run."""
     output_end: str
-    """End of the output of a process that failed, else empty."""
+    """End of a failed process's output, else empty."""
 
     @property
     def disturbance(self) -> float:
-        """Fraction of the machine's processor time that was used elsewhere, from 0 to 1."""
+        """Fraction of the machine's processor time used elsewhere, from 0 to 1."""
         return (self.others_s + self.stolen_s) / (self.wall_s * (os.cpu_count() or 1))
 
 
-def watch(command: list[str], *, log: Path, environment: Mapping[str, str], timeout_s: float) -> Watched:
-    """Run `command` until it ends; it is killed after `timeout_s`."""
+def watch(
+    command: list[str], *, log: Path, environment: Mapping[str, str], timeout_s: float
+) -> Watched:
+    """Run `command` until it ends, or kill it after `timeout_s`."""
     machine_before, own_before, start = machine_time(), _own_cpu_s(), time.perf_counter()
     anonymous = 0
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
         try:
             while process.poll() is None and time.perf_counter() - start < timeout_s:
                 anonymous = max(anonymous, memory_bytes("RssAnon", process.pid))
@@ -62,11 +66,17 @@ def watch(command: list[str], *, log: Path, environment: Mapping[str, str], time
         anonymous_peak_bytes=anonymous,
         others_s=max(0.0, busy_s - (_own_cpu_s() - own_before)),
         stolen_s=machine_after.stolen_s - machine_before.stolen_s,
-        output_end="" if process.returncode == 0 else log.read_text(encoding="utf-8", errors="replace")[-LOG_END:],
+        output_end=""
+        if process.returncode == 0
+        else log.read_text(encoding="utf-8", errors="replace")[-LOG_END:],
     )
 
 
 def _own_cpu_s() -> float:
-    """Return the processor time of this process and of its finished children, in seconds."""
-    usages = [resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)]
+    """Return processor time for this process and its finished children, in seconds."""
+    # Both: a finished child's time moves from its process to RUSAGE_CHILDREN.
+    usages = [
+        resource.getrusage(resource.RUSAGE_SELF),
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    ]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

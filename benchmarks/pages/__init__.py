@@ -1,1 +1,1 @@
-"""Pages of docs/ whose tables are written from the results."""
+"""Pages in docs/ with tables written from the results."""

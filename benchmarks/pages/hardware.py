@@ -1,49 +1,63 @@
-"""Write the table of docs/hardware.md from the files of `wanstream selftest` in benchmarks/results.
+"""Write the table in docs/hardware.md from `wanstream selftest` files in benchmarks/results.
 
 python benchmarks/pages/hardware.py
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 
 from wanstream.bench import Result, Table
-from wanstream.benchmarks.record import RESULTS
+from wanstream.benchmarks.record import RESULTS, saved_results
 from wanstream.plan.machine import GPUS
-from wanstream.schema import format_rate
+from wanstream.schema.text import format_rate
 
 PAGE = RESULTS.parent.parent / "docs" / "hardware.md"
 PLACE = re.compile(r"(<!-- selftests -->\n).*?(<!-- end -->)", re.DOTALL)
 EXPECTED = (*GPUS, "AMD GPU (ROCm)", "Intel GPU (XPU)", "Apple GPU (MPS)")
-"""Cards that have a row, with or without a file."""
+"""Cards with a row, with or without a file."""
 HEAD = (
-    *("card", "checks", "versions", "RAM to device", "file to RAM", "block", "share of limit", "streamed / longer"),
+    *(
+        "card",
+        "checks",
+        "versions",
+        "RAM to device",
+        "file to RAM",
+        "block",
+        "share of limit",
+        "streamed / longer",
+    ),
     "file",
 )
 
 
 def page(text: str, results: Sequence[Result]) -> str:
-    """Return `text` with the table of `results`, and an empty row for each expected card without one."""
+    """Return `text` with the table for `results`, and an empty row per other expected card."""
     measured = [_row(result) for result in sorted(results, key=lambda each: each.name)]
     names = [f"-{_plain(row[0])}-" for row in measured]
     missing = [card for card in EXPECTED if not any(f"-{_plain(card)}-" in name for name in names)]
     rows = (*measured, *((card, *("" for _ in HEAD[1:])) for card in missing))
-    return PLACE.sub(lambda found: f"{found[1]}\n{Table(head=HEAD, rows=rows).markdown()}\n\n{found[2]}", text)
+    return PLACE.sub(
+        lambda found: f"{found[1]}\n{Table(head=HEAD, rows=rows).markdown()}\n\n{found[2]}", text
+    )
 
 
 def selftests() -> list[Result]:
-    """Return all results of `wanstream selftest`."""
-    return [Result(**json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob("selftest_*.json")]
+    """Return all `wanstream selftest` results."""
+    return saved_results(names="selftest_*")
 
 
 def _row(result: Result) -> tuple[str, ...]:
     figures = result.figures
     described, machine, checks = figures["described"], figures.get("machine", {}), figures["checks"]
-    outcomes = Counter(check["outcome"] for check in checks.values() if check["outcome"] != "not needed")
-    h2d, disk, flops = (machine.get(name) for name in ("h2d_bytes_per_s", "disk_bytes_per_s", "flops_per_s"))
+    outcomes = Counter(
+        check["outcome"] for check in checks.values() if check["outcome"] != "not needed"
+    )
+    h2d, disk, flops = (
+        machine.get(name) for name in ("h2d_bytes_per_s", "disk_bytes_per_s", "flops_per_s")
+    )
     ratio = checks["overlap"]["figures"].get("ratio")
     arithmetic = checks.get("arithmetic", {}).get("figures", {}).get("arithmetic", {})
     shares = ", ".join(f"{name} {times['limit_share']:.0%}" for name, times in arithmetic.items())

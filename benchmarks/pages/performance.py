@@ -1,4 +1,6 @@
-"""Write the tables of docs/performance.md from the newest result of each case; the text around them is not changed.
+"""Write the tables in the performance pages of docs/ from the newest result by case.
+
+The text around them is not changed.
 
 python benchmarks/pages/performance.py
 """
@@ -11,13 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wanstream.bench import Result, Table
-from wanstream.bench.results import newest_results
 from wanstream.benchmarks.offload_case.variants import all_variants
-from wanstream.benchmarks.record import RESULTS
+from wanstream.benchmarks.record import RESULTS, newest_results
 
-PAGE = RESULTS.parent.parent / "docs" / "performance.md"
+PAGES = tuple(sorted((RESULTS.parent.parent / "docs").glob("performance*.md")))
 PLACE = re.compile(r"(<!-- (\S+): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""Generated section of the page, with its case and kind of content."""
+"""Generated section of a page, with case and content kind."""
 NOTHING = "-"
 LIMITED = " (limited)"
 
@@ -30,29 +31,46 @@ def page(text: str, results: Mapping[str, Result]) -> str:
 
     def filled(found: re.Match[str]) -> str:
         start, case, kind, end = found.groups()
-        lines = CONTENTS[kind](results[case]) if case in results else [f"No result of the case `{case}` yet."]
+        lines = (
+            CONTENTS[kind](results[case])
+            if case in results
+            else [f"No result of the case `{case}` yet."]
+        )
         return "\n".join([start, *(f"{line}\n" for line in lines), end])
 
     return PLACE.sub(filled, text)
 
 
+def provenance(result: Result) -> str:
+    """Return a result's date, machine and versions in one line."""
+    machine = f"{result.hardware['name']}, {result.hardware['ram_gb']:g} GB RAM"
+    software = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return f"{result.date}, {machine}; {software}"
+
+
 def figures(name: str, digits: int = 1, unit: str = "") -> Callable[[Row], str]:
-    """Return a formatter of the figure or figures with that name; a dash if missing."""
+    """Return a formatter for the figure or figures with this name. A dash if missing."""
 
     def words(row: Row) -> str:
         value = row.get(name)
         values = value if isinstance(value, list) else [value]
-        return NOTHING if value is None else " / ".join(f"{each:.{digits}f}{unit}" for each in values)
+        return (
+            NOTHING if value is None else " / ".join(f"{each:.{digits}f}{unit}" for each in values)
+        )
 
     return words
 
 
 def steps(digits: int) -> Callable[[Row], str]:
-    """Return a formatter of the step seconds, or of the reason why a run failed."""
+    """Return a formatter for the step seconds, or for the reason why a run failed."""
 
     def words(row: Row) -> str:
         ended = "why" in row and "step_s" not in row
-        return f"{row['why']} after {row['ended_after_s']:.0f} s" if ended else figures("step_s", digits)(row)
+        return (
+            f"{row['why']} after {row['ended_after_s']:.0f} s"
+            if ended
+            else figures("step_s", digits)(row)
+        )
 
     return words
 
@@ -100,7 +118,10 @@ GPU: Sequence[Column] = (
 SIMULATED: Sequence[Column] = (
     ("steps s", figures("step_s", 2)),
     ("of it waiting s", figures("stall_s", 2)),
-    ("bus GB/s", lambda row: f"{'' if row['bus_was_the_limit'] else 'at least '}{row['bus_gb_per_s']:g}"),
+    (
+        "bus GB/s",
+        lambda row: f"{'' if row['bus_was_the_limit'] else 'at least '}{row['bus_gb_per_s']:g}",
+    ),
 )
 
 
@@ -111,15 +132,17 @@ def table(rows: Sequence[tuple[str, Row]], columns: Sequence[Column]) -> str:
 
 
 def titled(rows: Mapping[str, Row], blocks: int) -> list[tuple[str, Row]]:
-    """Return each row with the title of its variant, WanStream's first, in the order of `all_variants`.
+    """Return each row with its variant's title, WanStream's first, in `all_variants` order.
 
-    Rows of variants that no longer exist are dropped.
+    Rows for variants that no longer exist are dropped.
     """
     found = []
     for variant in all_variants(blocks).values():
         for name in sorted(name for name in rows if name.removesuffix(LIMITED) == variant.name):
             disturbed = "" if rows[name].get("calm", True) else " (disturbed)"
-            found.append((f"{variant.title}{name.removeprefix(variant.name)}{disturbed}", rows[name]))
+            found.append(
+                (f"{variant.title}{name.removeprefix(variant.name)}{disturbed}", rows[name])
+            )
     return sorted(found, key=lambda line: not line[0].startswith("WanStream"))
 
 
@@ -130,13 +153,15 @@ def runs(result: Result) -> Iterator[str]:
 
 def source(result: Result) -> Iterator[str]:
     yield f"Method: {result.method}"
-    yield f"`benchmarks/results/{result.name}.json`: {result.source}."
+    yield f"`benchmarks/results/{result.name}.json`: {provenance(result)}."
 
 
 def moved(result: Result) -> Iterator[str]:
-    """Yield the bytes of a step with two forward passes, in GB and relative to the streamed weights."""
+    """Yield GB per step with two forward passes, and the ratio to the streamed weights."""
     whole, streamed = result.figures["expert_gb"], result.figures["streamed_gb"]
-    kinds = {variant.title: variant.kind for variant in all_variants(result.figures["blocks"]).values()}
+    kinds = {
+        variant.title: variant.kind for variant in all_variants(result.figures["blocks"]).values()
+    }
     lines = []
     for title, row in titled(result.figures["variants"], result.figures["blocks"]):
         if LIMITED in title or "step_s" not in row:
@@ -155,7 +180,9 @@ def moved(result: Result) -> Iterator[str]:
         else:
             known, words, against = "the system decides", NOTHING, NOTHING
         lines.append((title, words, against, known))
-    yield Table(head=("", "GB per step", "of the streamed weights", "known"), rows=tuple(lines)).markdown()
+    yield Table(
+        head=("", "GB per step", "of the streamed weights", "known"), rows=tuple(lines)
+    ).markdown()
 
 
 def predicted(result: Result) -> Iterator[str]:
@@ -166,7 +193,11 @@ def predicted(result: Result) -> Iterator[str]:
 def parts(result: Result) -> Iterator[str]:
     """Yield the parts of the GPU case: measured with few blocks, simulated for all."""
     for name, part in result.figures["parts"].items():
-        cap = "" if part["vram_gb"] is None else f", {part['vram_gb']} GB of VRAM for all but the resident model"
+        cap = (
+            ""
+            if part["vram_gb"] is None
+            else f", {part['vram_gb']} GB of VRAM for all but the resident model"
+        )
         yield f"### {name}: {part['tokens']} tokens, 2 x {part['blocks']} blocks{cap} (measured)"
         yield table(titled(part["variants"], part["blocks"]), GPU)
         if part["simulated_40_blocks"]:
@@ -184,5 +215,7 @@ CONTENTS: Mapping[str, Callable[[Result], Iterator[str]]] = {
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), newest_results(RESULTS)), encoding="utf-8")
-    print(PAGE)
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(page(text, newest_results(RESULTS)), encoding="utf-8")
+        print(path)

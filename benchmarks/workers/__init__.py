@@ -1,1 +1,1 @@
-"""Several GPUs: batches on servers and actors, and the traffic of workers."""
+"""Several GPUs: batches on servers and actors, and worker traffic."""

@@ -1,9 +1,10 @@
-"""Bytes that workers send to the driver, and the driver to workers: before and after states stayed at the workers.
+"""Bytes between workers and driver, before and after states stayed at the workers.
 
 python benchmarks/workers/driver_bytes.py
 
-Counts pickled reports and tasks of a run of the small test experts: with the state and the preview in every report, as
-they were sent before, and with the present intervals. Estimates the same for 1280x720x81, where nothing is computed.
+Counts pickled reports and tasks in a run of the small test experts: with state and preview in every
+report, as in an earlier version, and with the present intervals. Estimates the same for
+1280x720x81, where nothing is computed.
 """
 
 from __future__ import annotations
@@ -21,43 +22,50 @@ from wanstream.cli.bench.cases import bench_request, small_experts
 from wanstream.distributed.driver.driver import handover_interval_s
 from wanstream.distributed.messages import RunTask, StepReport
 from wanstream.distributed.worker.worker import Worker
-from wanstream.nodes.runs.benchmark import with_steps
 from wanstream.nodes.runs.run_experts import LATENT_PREVIEW_S
 from wanstream.sampling.saved_states import STATE_TENSORS
-from wanstream.schema import OffloadPolicy, VideoShape
+from wanstream.schema import OffloadPolicy
+from wanstream.shapes import VideoShape
 
 SMALL = VideoShape(width=64, height=64, frames=9)
 STEPS = 8
 H100_STEP_S = 33.0
-"""Step of 1280x720x81 with guidance on an H100, as simulated in docs/scaling.md."""
+"""Seconds per 1280x720x81 step with guidance on an H100, as simulated in docs/scaling.md."""
 RECORD_BYTES = 1000
-"""Upper bound of a pickled record of a step; `count` measures it."""
+"""Upper bound for a pickled step record, measured by `count`."""
 LATENT_BYTES = 4 * 16 * 21 * 90 * 160
-"""A latent of 1280x720x81 in fp32."""
+"""Bytes of a 1280x720x81 latent in fp32."""
 TEXT_BYTES = 4 * 512 * 4096
-"""A text embedding in fp32."""
+"""Bytes of a text embedding in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverBytes:
-    """Bytes that the driver receives per step of all groups, and sends per run to one machine."""
+    """Bytes that the driver receives per step from all groups, and sends per run to one machine."""
 
     received_per_step: float
     received_per_s: float
     sent_per_run: int
 
 
-def estimate(*, groups: int, step_s: float, preview: bool, ranks: int = 2, jobs: int = 1) -> dict[str, DriverBytes]:
-    """Return the bytes before and after, for runs of one video of 1280x720x81 in each group.
+def estimate(
+    *, groups: int, step_s: float, preview: bool, ranks: int = 2, jobs: int = 1
+) -> dict[str, DriverBytes]:
+    """Return the bytes before and after, for runs with one 1280x720x81 video per group.
 
     Args:
         preview: the host shows previews.
-        ranks: workers of a group.
-        jobs: tasks of each worker in the run: stages, and restarts.
+        ranks: workers per group.
+        jobs: tasks per worker in the run: stages, and restarts.
     """
-    state, request = STATE_TENSORS * LATENT_BYTES, LATENT_BYTES + 2 * TEXT_BYTES
-    steps = math.ceil(handover_interval_s(state, groups) / step_s)  # a state is handed over at the end of a step
-    shown = LATENT_BYTES * min(1.0, step_s / LATENT_PREVIEW_S) if preview else 0.0  # of the first video
+    state = STATE_TENSORS * LATENT_BYTES
+    request = LATENT_BYTES + 2 * TEXT_BYTES
+    steps = math.ceil(
+        handover_interval_s(state, groups) / step_s
+    )  # a state is handed over at the end of a step
+    shown = (
+        LATENT_BYTES * min(1.0, step_s / LATENT_PREVIEW_S) if preview else 0.0
+    )  # of the first video
     before = groups * (state + LATENT_BYTES + RECORD_BYTES)
     after = groups * (state / steps + RECORD_BYTES) + shown
     return {
@@ -67,13 +75,17 @@ def estimate(*, groups: int, step_s: float, preview: bool, ranks: int = 2, jobs:
 
 
 def _bytes(received: float, step_s: float, sent: int) -> DriverBytes:
-    return DriverBytes(received_per_step=received, received_per_s=received / step_s, sent_per_run=sent)
+    return DriverBytes(
+        received_per_step=received, received_per_s=received / step_s, sent_per_run=sent
+    )
 
 
 def count(folder: Path) -> dict[str, Any]:
-    """Return the bytes of the pickled reports of the leader in each step of the small experts."""
-    request = with_steps(bench_request(SMALL, videos=1, guidance=4.0, in_channels=16), STEPS)
-    task = RunTask(experts=small_experts(folder), request=request, policy=OffloadPolicy.layerwise(1))
+    """Return the leader's pickled report bytes for each step of the small experts."""
+    request = bench_request(SMALL, videos=1, guidance=4.0, in_channels=16).with_steps(STEPS)
+    task = RunTask(
+        experts=small_experts(folder), request=request, policy=OffloadPolicy.layerwise(1)
+    )
     interval_s = handover_interval_s(STATE_TENSORS * request.noise.nbytes, 1)
     found: dict[str, Any] = {"latent": request.noise.nbytes, "request": len(pickle.dumps(request))}
     with closing(Worker("cpu", threads=1)) as worker:
@@ -88,7 +100,10 @@ def count(folder: Path) -> dict[str, Any]:
                 sizes.append(len(pickle.dumps(report)))
 
             worker.run(replace(task, handover_s=handover_s, preview_s=preview_s), on_report)
-            found[name] = {"bytes_of_each_step": sizes, "bytes_per_step": round(sum(sizes) / len(sizes))}
+            found[name] = {
+                "bytes_of_each_step": sizes,
+                "bytes_per_step": round(sum(sizes) / len(sizes)),
+            }
     found["ratio"] = round(found["before"]["bytes_per_step"] / found["after"]["bytes_per_step"], 1)
     return found
 
@@ -101,15 +116,21 @@ def main() -> None:
         for preview in (False, True):
             found = estimate(groups=groups, step_s=H100_STEP_S, preview=preview)
             ratio = found["before"].received_per_step / found["after"].received_per_step
-            each = {name: {key: round(value) for key, value in asdict(sums).items()} for name, sums in found.items()}
-            estimated.append({"groups": groups, "preview": preview, **each, "ratio": round(ratio, 1)})
+            each = {
+                name: {key: round(value) for key, value in asdict(sums).items()}
+                for name, sums in found.items()
+            }
+            estimated.append(
+                {"groups": groups, "preview": preview, **each, "ratio": round(ratio, 1)}
+            )
     method = (
-        f"counted: pickled reports of the leader in a run of {STEPS} steps of small experts, {SMALL.width}x"
-        f"{SMALL.height}, {SMALL.frames} frames, in this process; before: state and preview in every report. The last "
-        "report has the state in any case. estimated_720p: bytes that the driver receives per step of all groups and "
-        "per second, and sends per run, for one video of 1280x720x81 in each group of two workers, "
-        f"{H100_STEP_S:g} s a step (simulated for an H100), a state of the solver UniPC, two texts of 512 tokens; "
-        "nothing was computed for it"
+        f"counted: pickled reports of the leader in a run of {STEPS} steps of small experts, "
+        f"{SMALL.width}x{SMALL.height}, {SMALL.frames} frames, in this process; before: state and "
+        "preview in every report. The last report has the state in any case. estimated_720p: bytes "
+        "that the driver receives per step of all groups and per second, and sends per run, for "
+        f"one video of 1280x720x81 in each group of two workers, {H100_STEP_S:g} s a step "
+        "(simulated for an H100), a state of the solver UniPC, two texts of 512 tokens; nothing "
+        "was computed for it"
     )
     figures = {"counted": counted, "estimated_720p": estimated}
     print(record("driver-bytes", method=method, figures=figures).read_text(encoding="utf-8"))

@@ -1,10 +1,12 @@
-"""Rows per minute of `wanstream batch` on several servers, a lost and a slow server, and the cost of queue and journal.
+"""Rows per minute in `wanstream batch` on several servers.
+
+Also measures a lost and a slow server, and the cost of queue and journal.
 
 python benchmarks/workers/fleet.py [real simulated faults costs]
 
-`real` needs a ComfyUI (see tools/comfyui.py) and runs one and two servers on this machine. In `simulated` and `faults`
-servers that speak as ComfyUI does wait instead of computing; the client, HTTP, files and processes are real. In `costs`
-backends in memory take no time.
+`real` needs a ComfyUI (see tools/comfyui.py) and runs one and two servers on this machine. In
+`simulated` and `faults`, servers with ComfyUI's protocol wait instead of computing. Client, HTTP,
+files and processes are real. In `costs`, backends in memory take no time.
 """
 
 from __future__ import annotations
@@ -25,18 +27,28 @@ from typing import Any
 
 import torch
 
+from wanstream.batch.backend import (
+    BatchBackend,
+    Ended,
+    MadeFile,
+    Outcome,
+)
+from wanstream.batch.journal.entry import KeptFile, State
+from wanstream.batch.journal.journal import Journal
+from wanstream.batch.output_store import OutputStore
+from wanstream.batch.progress import BatchBar
+from wanstream.batch.resume import resume
+from wanstream.batch.rows.rows import BatchJob, Row, workflow_digest
+from wanstream.batch.running.fleet import run_all
+from wanstream.batch.running.job_queue import (
+    JobQueue,
+)
+from wanstream.batch.running.runner import (
+    Runner,
+)
+from wanstream.batch.running.stop_request import StopRequest
 from wanstream.benchmarks.record import record
 from wanstream.cli import main as command_line
-from wanstream.cli.arguments import StopRequest
-from wanstream.cli.batch.backend import BatchBackend, Ended, MadeFile, Outcome
-from wanstream.cli.batch.fleet import run_all
-from wanstream.cli.batch.job_queue import JobQueue
-from wanstream.cli.batch.journal import Journal, KeptFile, State
-from wanstream.cli.batch.output_store import OutputStore
-from wanstream.cli.batch.progress import BatchBar
-from wanstream.cli.batch.resume import resume
-from wanstream.cli.batch.rows import BatchJob, Row, workflow_digest
-from wanstream.cli.batch.runner import Runner
 from wanstream.testing import write_tiny_model
 from wanstream.tests.faults import comfy_like
 from wanstream.tests.faults.campaign import small_workflow
@@ -44,21 +56,41 @@ from wanstream.tests.faults.comfy_like import forked_server
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tools.comfyui import PACK, ROOT, find_comfyui, free_port, running_server
 
-REAL_ROWS, REAL_STEPS, REPEATS = 12, 12, 3
-WAIT_S, ROWS_PER_SERVER = 5.0, 4
+REAL_ROWS = 12
+REAL_STEPS = 12
+REPEATS = 3
+WAIT_S = 5.0
+ROWS_PER_SERVER = 4
 SIMULATED = (4, 8, 16, 32, 64)
-FAULT_SERVERS, FAULT_ROWS, FAULT_WAIT_S, SLOWER = 4, 48, 2.0, 4
-COST_ROWS, COST_RUNNERS, JOURNAL_ROWS, JOURNAL_SAMPLE = 400, (1, 4, 16, 64), (100, 1000, 10_000), 100
+FAULT_SERVERS = 4
+FAULT_ROWS = 48
+FAULT_WAIT_S = 2.0
+SLOWER = 4
+COST_ROWS = 400
+COST_RUNNERS = (1, 4, 16, 64)
+JOURNAL_ROWS = (100, 1000, 10_000)
+JOURNAL_SAMPLE = 100
 
 
-def run_batch(folder: Path, urls: Sequence[str], workflow: Mapping[str, Any], seeds: Sequence[int]) -> float:
-    """Run a batch of these servers in this process; return its seconds, from the command line to the summary."""
+def run_batch(
+    folder: Path, urls: Sequence[str], workflow: Mapping[str, Any], seeds: Sequence[int]
+) -> float:
+    """Run a batch on these servers in this process.
+
+    Return the seconds from the command line to the summary.
+    """
     folder.mkdir()
     rows = "\n".join(json.dumps({"sampler.seed": seed}) for seed in seeds)
     (folder / "jobs.jsonl").write_text(rows, encoding="utf-8")
     (folder / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
     servers = [word for url in urls for word in ("--server", url)]
-    files = [str(folder / "jobs.jsonl"), "--workflow", str(folder / "workflow.json"), "--out", str(folder / "out")]
+    files = [
+        str(folder / "jobs.jsonl"),
+        "--workflow",
+        str(folder / "workflow.json"),
+        "--out",
+        str(folder / "out"),
+    ]
     began = time.perf_counter()
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as told:
         code = command_line(["batch", *files, *servers])
@@ -69,9 +101,11 @@ def run_batch(folder: Path, urls: Sequence[str], workflow: Mapping[str, Any], se
 
 
 def shares(folder: Path) -> list[int]:
-    """Return the numbers of rows of the servers of a finished batch, in descending order."""
+    """Return row counts by server for a finished batch, in descending order."""
     with Journal(folder / "out" / "journal.sqlite", workflow=_workflow_of(folder)) as journal:
-        backends = [entry.backend for entry in journal.entries.values() if entry.state is State.done]
+        backends = [
+            entry.backend for entry in journal.entries.values() if entry.state is State.done
+        ]
     return sorted((backends.count(backend) for backend in {*backends}), reverse=True)
 
 
@@ -97,28 +131,38 @@ def real(folder: Path) -> dict[str, Any]:
         run_batch(folder / "warm", urls, workflow, range(4))
         for repeat in range(REPEATS):
             for count in (1, 2):
-                # Other seeds each time: a server returns cached results for an equal workflow.
+                # Other seeds each time, because a server returns cached results for an equal
+                # workflow.
                 first = 100 * (2 * repeat + count)
-                run = run_batch(folder / f"run{first}", urls[:count], workflow, range(first, first + REAL_ROWS))
+                run = run_batch(
+                    folder / f"run{first}", urls[:count], workflow, range(first, first + REAL_ROWS)
+                )
                 seconds[count].append(round(run, 2))
-    per_minute = {count: 60 * REAL_ROWS / statistics.median(runs) for count, runs in seconds.items()}
+    per_minute = {
+        count: 60 * REAL_ROWS / statistics.median(runs) for count, runs in seconds.items()
+    }
     return {
         "rows": REAL_ROWS,
         "seconds": {f"{count} servers": runs for count, runs in seconds.items()},
-        "rows_per_minute": {f"{count} servers": round(rate, 1) for count, rate in per_minute.items()},
+        "rows_per_minute": {
+            f"{count} servers": round(rate, 1) for count, rate in per_minute.items()
+        },
         "two_servers_to_one": round(per_minute[2] / per_minute[1], 2),
     }
 
 
 @contextmanager
-def waiting_servers(folder: Path, waits: Sequence[float], models: Path) -> Iterator[tuple[list[str], list[int]]]:
-    """Run a server for each of these seconds per row; yield their addresses and process ids."""
+def waiting_servers(
+    folder: Path, waits: Sequence[float], models: Path
+) -> Iterator[tuple[list[str], list[int]]]:
+    """Run a server for each of these seconds per row. Yield addresses and process ids."""
     folder.mkdir()
     urls: list[str] = []
     pids: list[int] = []
     try:
         for number, seconds in enumerate(waits):
-            port, output = free_port(), folder / f"served{number}"
+            port = free_port()
+            output = folder / f"served{number}"
             output.mkdir()
             pids.append(forked_server(port, output, models, seconds=seconds))
             urls.append(f"http://127.0.0.1:{port}")
@@ -130,7 +174,7 @@ def waiting_servers(folder: Path, waits: Sequence[float], models: Path) -> Itera
 
 
 def models_of(folder: Path) -> Path:
-    """Return a folder of empty models, and let the servers describe their nodes at once."""
+    """Return a folder with empty models, and let the servers describe their nodes at once."""
     models = named_models(folder / "named", small_workflow())
     info = comfy_like.object_info(models)
     comfy_like.object_info = lambda models: info
@@ -138,7 +182,8 @@ def models_of(folder: Path) -> Path:
 
 
 def simulated(folder: Path) -> list[dict[str, Any]]:
-    models, figures = models_of(folder), []
+    models = models_of(folder)
+    figures = []
     for count in SIMULATED:
         rows = count * ROWS_PER_SERVER
         with waiting_servers(folder / f"servers{count}", [WAIT_S] * count, models) as (urls, _):
@@ -161,14 +206,18 @@ def simulated(folder: Path) -> list[dict[str, Any]]:
 
 
 def faults(folder: Path) -> dict[str, Any]:
-    """Run a calm batch, one that loses a server after a third of the rows, and one with a slow server."""
+    """Run batches: calm, with a server lost after a third of the rows, and with a slow server."""
     models = models_of(folder)
     waits = [FAULT_WAIT_S] * FAULT_SERVERS
 
-    def measure(name: str, waits: Sequence[float], disturb: Callable[[Path, list[int]], None] | None = None) -> float:
+    def measure(
+        name: str, waits: Sequence[float], disturb: Callable[[Path, list[int]], None] | None = None
+    ) -> float:
         with waiting_servers(folder / f"servers-{name}", waits, models) as (urls, pids):
             out = folder / name / "out"
-            thread = threading.Thread(target=disturb, args=[out, pids], daemon=True) if disturb else None
+            thread = (
+                threading.Thread(target=disturb, args=[out, pids], daemon=True) if disturb else None
+            )
             if thread:
                 thread.start()
             return run_batch(folder / name, urls, small_workflow(), range(FAULT_ROWS))
@@ -181,7 +230,8 @@ def faults(folder: Path) -> dict[str, Any]:
     calm = measure("calm", waits)
     lost = measure("lost", waits, kill_one)
     slow = measure("slow", [FAULT_WAIT_S * SLOWER, *waits[1:]])
-    # With one server of four lost after a third of the rows, the others need 2/3 * 4/3 of the calm time for the rest.
+    # With one of four servers lost after a third of the rows, the others need 2/3 * 4/3 of the calm
+    # time for the rest.
     ideal_lost = FAULT_ROWS * FAULT_WAIT_S * (1 / 3 / FAULT_SERVERS + 2 / 3 / (FAULT_SERVERS - 1))
     ideal_slow = FAULT_ROWS * FAULT_WAIT_S / (FAULT_SERVERS - 1 + 1 / SLOWER)
     return {
@@ -199,7 +249,7 @@ def faults(folder: Path) -> dict[str, Any]:
 
 
 class Instant(BatchBackend):
-    """Backend that has finished each workflow at once."""
+    """Backend that finishes each workflow at once."""
 
     window = 2
     sockets: Mapping[str, Any] = {}
@@ -234,14 +284,16 @@ def plan(rows: Sequence[Row]) -> list[BatchJob]:
 
 
 def rows_of(count: int) -> list[Row]:
-    return [Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)]
+    return [
+        Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)
+    ]
 
 
 def journal_cost(folder: Path, count: int) -> float:
-    """Return the seconds of the three entries of a row, in a journal of `count` rows."""
+    """Return the seconds for a row's three entries, in a journal with `count` rows."""
     folder.mkdir()
     with Journal(folder / "journal.sqlite", workflow="w") as journal:
-        journal.enter(rows_of(count), gone=lambda entry: False)
+        journal.enter(rows_of(count), compared=list)
         began = time.perf_counter()
         for number in range(1, JOURNAL_SAMPLE + 1):
             journal.post({f"hash {number}": None}, f"id-{number}", "http://0")
@@ -251,8 +303,9 @@ def journal_cost(folder: Path, count: int) -> float:
 
 
 def runner_cost(folder: Path, runners: int) -> float:
-    """Return the seconds per row of everything but the backends: queue, journal, checks and renames of files."""
-    store, rows = OutputStore(folder), rows_of(COST_ROWS)
+    """Return seconds per row outside the backends: queue, journal, checks, file renames."""
+    store = OutputStore(folder)
+    rows = rows_of(COST_ROWS)
     with (
         redirect_stderr(StringIO()),
         BatchBar(rows=COST_ROWS, ended=0, backends=runners) as bar,
@@ -260,9 +313,14 @@ def runner_cost(folder: Path, runners: int) -> float:
     ):
         resume(journal, store, rows)
         backends = [Instant(number) for number in range(runners)]
-        queue = JobQueue(journal=journal, planner=plan, reporter=bar, stop=StopRequest(), backends=backends)
+        queue = JobQueue(
+            journal=journal, planner=plan, reporter=bar, stop=StopRequest(), backends=backends
+        )
         queue.enter(rows)
-        each = [Runner(backend=backend, queue=queue, store=store, sleep=time.sleep) for backend in backends]
+        each = [
+            Runner(backend=backend, queue=queue, store=store, sleep=time.sleep)
+            for backend in backends
+        ]
         began = time.perf_counter()
         run_all(each, queue, lambda: time.sleep(0.01))
         seconds = time.perf_counter() - began
@@ -273,7 +331,8 @@ def runner_cost(folder: Path, runners: int) -> float:
 def costs(folder: Path) -> dict[str, Any]:
     return {
         "journal_ms_per_row": {
-            f"{count} rows": round(1000 * journal_cost(folder / f"journal{count}", count), 2) for count in JOURNAL_ROWS
+            f"{count} rows": round(1000 * journal_cost(folder / f"journal{count}", count), 2)
+            for count in JOURNAL_ROWS
         },
         "client_ms_per_row": {
             f"{count} backends": round(1000 * runner_cost(folder / f"runners{count}", count), 2)
@@ -282,18 +341,25 @@ def costs(folder: Path) -> dict[str, Any]:
     }
 
 
-PARTS: dict[str, Callable[[Path], Any]] = {"costs": costs, "simulated": simulated, "faults": faults, "real": real}
+PARTS: dict[str, Callable[[Path], Any]] = {
+    "costs": costs,
+    "simulated": simulated,
+    "faults": faults,
+    "real": real,
+}
 
 METHOD = (
-    f"real, measured: {REAL_ROWS} rows of {REAL_STEPS} steps on the small test model, on one and on two ComfyUI "
-    f"servers on this machine by turns, {REPEATS} times each, the median, from the command line to its summary, after "
-    f"a warm-up. simulated: {ROWS_PER_SERVER} rows for each server, on servers in processes of their own that wait "
-    f"{WAIT_S:g} s instead of computing and write a video of three frames; the client, HTTP on loopback and files are "
-    f"real; ideal is {ROWS_PER_SERVER} times the wait. faults, simulated in the same way: {FAULT_ROWS} rows of "
-    f"{FAULT_WAIT_S:g} s on {FAULT_SERVERS} servers; one is killed after a third of the rows and does not return, or "
-    f"takes {SLOWER} times as long. costs, measured: the journal's three entries of a row, for {JOURNAL_SAMPLE} rows; "
-    f"and {COST_ROWS} rows on backends that end each row at once, with queue, journal, and checks, syncs and renames "
-    "of one small file. The load average at the start and at the end shows how busy the machine was"
+    f"real, measured: {REAL_ROWS} rows of {REAL_STEPS} steps on the small test model, on one and "
+    f"on two ComfyUI servers on this machine by turns, {REPEATS} times each, the median, from the "
+    f"command line to its summary, after a warm-up. simulated: {ROWS_PER_SERVER} rows for each "
+    f"server, on servers in processes of their own that wait {WAIT_S:g} s instead of computing and "
+    "write a video of three frames; the client, HTTP on loopback and files are real; ideal is "
+    f"{ROWS_PER_SERVER} times the wait. faults, simulated in the same way: {FAULT_ROWS} rows of "
+    f"{FAULT_WAIT_S:g} s on {FAULT_SERVERS} servers; one is killed after a third of the rows and "
+    f"does not return, or takes {SLOWER} times as long. costs, measured: the journal's three "
+    f"entries of a row, for {JOURNAL_SAMPLE} rows; and {COST_ROWS} rows on backends that end each "
+    "row at once, with queue, journal, and checks, syncs and renames of one small file. The load "
+    "average at the start and at the end shows how busy the machine was"
 )
 
 

@@ -1,10 +1,12 @@
-"""Votes and exchanges of two workers between two machines with a delay: votes before every block, and once per step.
+"""Votes and exchanges between two workers on two machines with a delay between them.
 
-python benchmarks/workers/worker_network.py [delay in ms]     (as root: it makes network namespaces)
+The votes are before every block, and once per step.
 
-Each worker is a process in a network namespace of its own. The namespaces are connected by two TUN devices, between
-which this process moves the packets, each half of the delay later. "before" is the vote before every block, "after" the
-vote before every step, which a group on several machines takes.
+python benchmarks/workers/worker_network.py [delay in ms]     (as root, for network namespaces)
+
+Each worker is a process in a separate network namespace. Two TUN devices connect the namespaces.
+This process moves packets between them, half of the delay later each way. "before" is the vote
+before every block, "after" the vote before every step, as in a group on several machines.
 """
 
 from __future__ import annotations
@@ -37,34 +39,43 @@ from wanstream.benchmarks.record import record
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
-from wanstream.nodes.runs.benchmark import tensor_digest
-from wanstream.sampling import DenoiseRequest, RunSlice, denoise, seeded_noise
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import RunSlice, seeded_noise
 from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.testing.experts import save_expert_folder
 from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.wan import open_experts
+from wanstream.wan.latents import tensor_digest
 
 ADDRESSES = ("198.18.7.1", "198.18.7.2")
-"""In a network that is set aside for measuring other networks."""
+"""Addresses in a network reserved for benchmarks."""
 PORT = 29500
 SHAPE = TinyShape(heads=2, layers=40)
 STEPS = 20
 LATENTS = {"divides": (16, 3, 8, 10), "does not divide": (16, 3, 6, 10)}
-"""60 and 45 tokens."""
-CASES = ((Mesh(cfg=2), "divides", STEPS), (Mesh(ulysses=2), "divides", 2), (Mesh(ulysses=2), "does not divide", 2))
-"""Layout, tokens and steps. Runs with Ulysses take fewer steps, as each has hundreds of exchanges."""
+"""Latent shapes with 60 and 45 tokens."""
+CASES = (
+    (Mesh(cfg=2), "divides", STEPS),
+    (Mesh(ulysses=2), "divides", 2),
+    (Mesh(ulysses=2), "does not divide", 2),
+)
+"""Layout, tokens and steps. Runs with Ulysses take fewer steps, as each has hundreds of
+exchanges."""
 PINGS = 20
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TUN = 0x0001
+IFF_NO_PI = 0x1000
 CLONE_NEWNET = 0x40000000
 MOST_BYTES = 65536
 
 
 class DelayedLink:
-    """Two network namespaces that are connected with a delay in each direction. Use with `with`."""
+    """Two network namespaces connected with a delay in each direction. Use it in a `with`."""
 
     def __init__(self) -> None:
         self.delay_s = 0.0
-        """One-way delay of packets that arrive from now on."""
+        """One-way delay for packets that arrive from now on."""
         self.names = [f"wanstream-{os.getpid()}-{side}" for side in "ab"]
         self._undo = ExitStack()
         self._ending = threading.Event()
@@ -72,7 +83,9 @@ class DelayedLink:
     def __enter__(self) -> DelayedLink:
         with ExitStack() as undo:
             devices = []
-            for name, address, other in zip(self.names, ADDRESSES, reversed(ADDRESSES), strict=True):
+            for name, address, other in zip(
+                self.names, ADDRESSES, reversed(ADDRESSES), strict=True
+            ):
                 ip("netns", "add", name)
                 undo.callback(ip, "netns", "del", name)
                 devices.append(open_tun(name))
@@ -92,13 +105,15 @@ class DelayedLink:
 
     def _move(self, devices: list[int]) -> None:
         waiting: list[tuple[float, int, int, bytes]] = []
-        numbers = itertools.count()  # packets of one moment keep their order
+        numbers = itertools.count()  # packets from the same moment keep their order
         while not self._ending.is_set():
             left_s = min(0.1, waiting[0][0] - time.monotonic()) if waiting else 0.1
             for device in select.select(devices, [], [], max(0.0, left_s))[0]:
                 packet = os.read(device, MOST_BYTES)
                 other = devices[1 - devices.index(device)]
-                heapq.heappush(waiting, (time.monotonic() + self.delay_s, next(numbers), other, packet))
+                heapq.heappush(
+                    waiting, (time.monotonic() + self.delay_s, next(numbers), other, packet)
+                )
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, device, packet = heapq.heappop(waiting)
                 os.write(device, packet)
@@ -109,12 +124,12 @@ def ip(*words: str) -> None:
 
 
 def open_tun(network: str) -> int:
-    """Return the descriptor of a new TUN device `tun0` in a network namespace."""
+    """Return the descriptor for a new TUN device `tun0` in a network namespace."""
     found: list[int] = []
 
     def make() -> None:
         namespace = os.open(f"/run/netns/{network}", os.O_RDONLY)
-        # Of this thread only, which ends here; Python has it from 3.12 on.
+        # For this thread only, which ends here. Python has it from 3.12 on.
         if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns failed: run this as root")
         os.close(namespace)
@@ -129,11 +144,12 @@ def open_tun(network: str) -> int:
 
 
 class Exchanges(TorchDispatchMode):
-    """Number of exchanges of tensors between workers, and the seconds in which this worker waited for them."""
+    """Number of tensor exchanges between workers, and this worker's waiting time in seconds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.seconds = 0, 0.0
+        self.count = 0
+        self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -152,8 +168,13 @@ class Exchanges(TorchDispatchMode):
 
 @contextmanager
 def counted(groups: ProcessGroups, exchanges: Exchanges, votes: list[float]) -> Iterator[None]:
-    """Record the seconds of every vote, and add gathers and waits for functional collectives to `exchanges`."""
-    decide, gather, wait = groups.any_wants, torch.distributed.all_gather, functional.wait_tensor
+    """Record the seconds for every vote.
+
+    Adds gathers, and waits for functional collectives, to `exchanges`.
+    """
+    decide = groups.any_wants
+    gather = torch.distributed.all_gather
+    wait = functional.wait_tensor
 
     def vote(wants: bool) -> bool:
         began = time.perf_counter()
@@ -165,13 +186,16 @@ def counted(groups: ProcessGroups, exchanges: Exchanges, votes: list[float]) -> 
         exchanges.count += 1
         return exchanges.timed(gather, *args, **given)
 
-    groups.any_wants, torch.distributed.all_gather = vote, all_gather
+    groups.any_wants = vote
+    torch.distributed.all_gather = all_gather
     functional.wait_tensor = partial(exchanges.timed, wait)
     try:
         with exchanges:
             yield
     finally:
-        groups.any_wants, torch.distributed.all_gather, functional.wait_tensor = decide, gather, wait
+        groups.any_wants = decide
+        torch.distributed.all_gather = gather
+        functional.wait_tensor = wait
 
 
 def request_of(latents: str, steps: int) -> DenoiseRequest:
@@ -189,7 +213,7 @@ def request_of(latents: str, steps: int) -> DenoiseRequest:
 
 
 def serve(rank: int, folder: str) -> None:
-    """Worker: compute each run that is read from stdin, and write its figures to stdout."""
+    """Worker: compute each run from stdin, and write figures to stdout."""
     torch.set_num_threads(1)
     with open_experts(Path(folder, "high"), Path(folder, "low")) as pair:
         for line in sys.stdin:
@@ -204,15 +228,23 @@ def serve(rank: int, folder: str) -> None:
                 timeout_s=120.0,
                 spans_machines=given["spans_machines"],
             )
-            groups, votes, exchanges = ProcessGroups(spec, torch.device("cpu")), list[float](), Exchanges()
+            groups = ProcessGroups(spec, torch.device("cpu"))
+            votes = list[float]()
+            exchanges = Exchanges()
             groups.join()
             try:
                 pings = [timed_vote(groups) for _ in range(PINGS)]
-                request, part = request_of(given["latents"], given["steps"]), RunSlice(split=group_forward(groups))
+                request = request_of(given["latents"], given["steps"])
+                part = RunSlice(split=group_forward(groups))
                 began = time.perf_counter()
                 with counted(groups, exchanges, votes):
                     made = denoise(
-                        pair, request, part, policy=OffloadPolicy.resident(), device="cpu", should_stop=lambda: False
+                        pair,
+                        request,
+                        part,
+                        policy=OffloadPolicy.resident(),
+                        device="cpu",
+                        should_stop=lambda: False,
                     )
                 wall_s = time.perf_counter() - began
             finally:
@@ -243,7 +275,17 @@ class Workers:
         self._generations = itertools.count(1)
         self._processes = [
             subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, __file__, "worker", str(rank), folder],
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    sys.executable,
+                    __file__,
+                    "worker",
+                    str(rank),
+                    folder,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -252,8 +294,13 @@ class Workers:
         ]
 
     def run(self, mesh: Mesh, latents: str, steps: int, *, spans_machines: bool) -> dict[str, Any]:
-        """Return the figures of the first worker; both must have the same latents."""
-        asked = {"mesh": dict(mesh.degrees), "latents": latents, "steps": steps, "spans_machines": spans_machines}
+        """Return the first worker's figures. Both workers must have the same latents."""
+        asked = {
+            "mesh": dict(mesh.degrees),
+            "latents": latents,
+            "steps": steps,
+            "spans_machines": spans_machines,
+        }
         asked["generation"] = next(self._generations)
         for process in self._processes:
             assert process.stdin is not None
@@ -282,7 +329,12 @@ def figures_of(workers: Workers, link: DelayedLink, delay_ms: float) -> list[dic
     found = []
     for mesh, latents, steps in CASES:
         workers.run(mesh, latents, 2, spans_machines=True)  # opens the experts
-        row: dict[str, Any] = {"layout": str(mesh), "tokens": latents, "steps": steps, "blocks": SHAPE.layers}
+        row: dict[str, Any] = {
+            "layout": str(mesh),
+            "tokens": latents,
+            "steps": steps,
+            "blocks": SHAPE.layers,
+        }
         digests = set()
         for name in ("without delay", "before", "after"):
             link.delay_s = 0.0 if name == "without delay" else delay_ms / 2e3
@@ -291,7 +343,8 @@ def figures_of(workers: Workers, link: DelayedLink, delay_ms: float) -> list[dic
             digests.add(answer.pop("digest"))
             row[name] = {key: round(value, 3) for key, value in answer.items()}
         row["equal_latents"] = len(digests) == 1
-        before, after = row["before"], row["after"]
+        before = row["before"]
+        after = row["after"]
         row["ratio_of_votes"] = round(before["votes_s"] / after["votes_s"], 1)
         row["ratio_of_wall"] = round(before["wall_s"] / after["wall_s"], 2)
         found.append(row)
@@ -302,20 +355,24 @@ def figures_of(workers: Workers, link: DelayedLink, delay_ms: float) -> list[dic
 def main(delay_ms: float) -> None:
     with tempfile.TemporaryDirectory() as folder, DelayedLink() as link:
         for seed, name in enumerate(("high", "low"), 1):
-            save_expert_folder(make_expert(SHAPE, seed=seed), Path(folder, name), dtype=torch.float32)
+            save_expert_folder(
+                make_expert(SHAPE, seed=seed), Path(folder, name), dtype=torch.float32
+            )
         workers = Workers(link, folder)
         try:
-            rows, load = figures_of(workers, link, delay_ms), os.getloadavg()[0]
+            rows = figures_of(workers, link, delay_ms)
+            load = os.getloadavg()[0]
         finally:
             workers.close()
     method = (
-        f"two workers in two network namespaces, connected by TUN devices between which a process moves each packet "
-        f"{delay_ms / 2:g} ms later, so that a round trip takes {delay_ms:g} ms; a random model of {SHAPE.layers} "
-        f"blocks per expert and {SHAPE.heads} heads, guidance 4 and 3, Gloo, one thread each. before: a vote on a stop "
-        "before every block; after: before every step. Counts and seconds of one run per row on the first worker: "
-        "votes, and exchanges of tensors and of sizes of token shares, each with the wait for the other worker; wall_s "
-        f"is the whole run. median_vote_ms: {PINGS} votes before the run. tokens: whether they divide by the workers; "
-        "if not, Ulysses exchanges the sizes of the shares too"
+        "two workers in two network namespaces, connected by TUN devices between which a process "
+        f"moves each packet {delay_ms / 2:g} ms later, so that a round trip takes {delay_ms:g} ms; "
+        f"a random model of {SHAPE.layers} blocks per expert and {SHAPE.heads} heads, guidance 4 "
+        "and 3, Gloo, one thread each. before: a vote on a stop before every block; after: before "
+        "every step. Counts and seconds of one run per row on the first worker: votes, and "
+        "exchanges of tensors and of sizes of token shares, each with the wait for the other "
+        f"worker; wall_s is the whole run. median_vote_ms: {PINGS} votes before the run. tokens: "
+        "whether they divide by the workers; if not, Ulysses exchanges the sizes of the shares too"
     )
     figures = {"delay_ms": delay_ms, "load_average": round(load, 1), "runs": rows}
     print(record("worker-network", method=method, figures=figures).read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""`wanstream batch`: many videos from one workflow, resumable, in this process or on ComfyUI servers."""
+"""`wanstream batch`, and the backends that compute with this package: embedded host, Ray actors."""

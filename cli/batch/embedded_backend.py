@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ...devices import is_broken_device
-from ...host.embedded import (
-    CORE_NODES,
-    EmbeddedHost,
-    Folders,
-    NodeFailedError,
-    Prompt,
-    Workflow,
-    load_workflow,
-    nodes_by_id,
-    sockets_of,
-    tidy_workflow,
-)
-from ...schema import Cancelled
-from ..arguments import check_models, device_of
-from ..inputs import Sockets
-from ..options import BatchOptions
-from .backend import (
+from ...batch import (
     BatchBackend,
     BrokenDeviceError,
     Ended,
@@ -37,59 +18,67 @@ from .backend import (
     Outcome,
     RefusedError,
     Unknown,
-    check_classes,
+    is_full_disk,
     output_files,
     own_nodes,
+    release_folder,
 )
-from .folder.own_files import remove_tree
-from .journal import is_full_disk
-from .output_store import unfinished_latents
-
-
-def embedded_workflow(workflow: Prompt) -> Prompt:
-    """Return a workflow without what only ComfyUI's frontend needs, and print a note for each such part."""
-    tidied = tidy_workflow(workflow, {**own_nodes(), **nodes_by_id(CORE_NODES)})
-    for note in tidied.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return tidied.prompt
-
-
-def embedded_sockets(workflow: Prompt) -> Sockets:
-    """Return the inputs of all nodes of the embedded host. Raises ArgumentError for foreign nodes in the workflow."""
-    classes = {**own_nodes(), **nodes_by_id(CORE_NODES)}
-    hint = "only the nodes of this pack run without ComfyUI: start a server, and give its address with --server"
-    check_classes(workflow, classes, hint)
-    return {name: sockets_of(node.INPUT_TYPES()) for name, node in classes.items()}
+from ...devices import is_broken_device
+from ...host.embedded import (
+    EmbeddedHost,
+    Folders,
+    NodeFailedError,
+    Prompt,
+    Sockets,
+    Workflow,
+    load_workflow,
+)
+from ...schema import Cancelled
+from ..arguments import check_models, device_of
+from ..options import LocalOptions
+from ..terminal import print_bug
 
 
 class EmbeddedBackend(BatchBackend):
-    """Backend in this process. `outcome` blocks, so that no workflow is running when the batch calls `interrupt`.
+    """Backend in this process. `outcome` blocks.
 
-    The experts are kept open between rows and closed at the end of the `with`."""
+    So no workflow is running when the batch calls `interrupt`. The experts stay open between rows,
+    until the end of the `with`.
+    """
 
     name = "this process"
     window = 1
 
     def __init__(
-        self, workflow: Prompt, options: BatchOptions, host: EmbeddedHost | None = None, finished: Path | None = None
+        self,
+        options: LocalOptions,
+        host: EmbeddedHost,
+        sockets: Sockets,
+        *,
+        output: Path,
+        strict: bool,
     ) -> None:
-        """Create a backend on `host`, by default a new one; `finished`: see `Folders`, by default the output folder.
+        """Create a backend on `host`, with the `sockets` of the nodes.
 
-        Raises ValueError for foreign nodes in the workflow, or without models.
+        `output` is the folder for finished files, see `Folders`. Raises ArgumentError without
+        models or the device.
         """
         check_models(options.models)
         self._device = device_of(options.device)
-        self.sockets = embedded_sockets(workflow)
-        self._options, self._folder = options, options.output
-        self._finished = finished or options.output
+        self.sockets = sockets
+        self._options = options
+        self._strict = strict
+        self._folder = output
+        self._finished = output
         self._on_progress: OnProgress | None = None
-        self._host = host or EmbeddedHost()
+        self._host = host
         self._posted: dict[str, Workflow] = {}
 
     @contextmanager
     def opened(self, folder: Path, on_progress: OnProgress) -> Iterator[None]:
-        """Inside the `with` workflows save their files below `folder`, until they are fetched."""
-        self._folder, self._on_progress = folder, on_progress
+        """Inside the `with`, workflows save files below `folder`, until they are fetched."""
+        self._folder = folder
+        self._on_progress = on_progress
         try:
             yield
         finally:
@@ -105,7 +94,8 @@ class EmbeddedBackend(BatchBackend):
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         workflow = self._load(prompt, self._folder / prompt_id)
-        if faults := workflow.verdict.lines():
+        faults = workflow.verdict.lines()
+        if faults:
             raise RefusedError("; ".join(faults))
         self._posted[prompt_id] = workflow
 
@@ -117,27 +107,28 @@ class EmbeddedBackend(BatchBackend):
         except NodeFailedError as err:
             if is_full_disk(err):
                 raise OSError(str(err)) from err  # ends the batch
-            if not isinstance(err.__cause__, ValueError | OSError):  # not a refusal but a bug, ours or a library's
-                traceback.print_exception(err.__cause__)
+            print_bug(err)
             if is_broken_device(err):
-                raise BrokenDeviceError(f"{err}\nrun the same command again, with a new process, to resume") from err
+                raise BrokenDeviceError(
+                    f"{err}\nrun the same command again, with a new process, to resume"
+                ) from err
             return JobFailed(reason=str(err))
         except Cancelled:
+            # A stop request: the row waits for the next command.
             return Unknown()
         made = output_files(history.outputs)
-        return Ended(files=tuple(replace(file, subfolder=str(Path(prompt_id, file.subfolder))) for file in made))
+        files = (replace(file, subfolder=str(Path(prompt_id, file.subfolder))) for file in made)
+        return Ended(files=tuple(files))
 
     def fetch(self, file: MadeFile, part: Path) -> None:
+        # A rename: both are below the output folder.
         (self._folder / file.subfolder / file.filename).replace(part)
 
     def withdraw(self, prompt_id: str) -> None:
         self._posted.pop(prompt_id, None)
 
     def release(self, prompt_id: str) -> None:
-        folder = self._folder / prompt_id
-        # A latent is kept, because its video does not exist yet.
-        if folder.is_dir() and not unfinished_latents(folder):
-            remove_tree(folder)
+        release_folder(self._folder / prompt_id)
 
     def halt(self) -> None:
         self._host.stop()
@@ -153,8 +144,9 @@ class EmbeddedBackend(BatchBackend):
                 output=output,
                 input=self._options.input,
                 finished=self._finished,
-                states=self._folder.parent / "states",  # not below `output`, which is another one after a restart
+                # Not below `output`, because it changes with a restart.
+                states=self._folder.parent / "states",
             ),
             device=self._device,
-            strict=self._options.strict,
+            strict=self._strict,
         )

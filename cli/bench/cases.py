@@ -1,4 +1,4 @@
-"""Cases of a benchmark over workers, with their experts and inputs, and their runs."""
+"""Benchmark cases over workers, with their experts and inputs, and their runs."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from pathlib import Path
 
 import torch
 
-from ...bench import Setting, Trial, Variant, policy_name
-from ...distributed import Driver, Pool, WorkerLostError
-from ...host import StartPool, start_pool
-from ...nodes.runs import TrialTimes, tensor_digest, with_steps
-from ...plan import OffloadJob, check_layout, part_sizes
-from ...sampling import DenoiseRequest, seeded_noise
-from ...schema import (
-    ExpertsRef,
-    Mesh,
-    MeshError,
-    OffloadPolicy,
-    Timeline,
-    VideoShape,
-    WorkersRef,
-    plan_residency,
-)
+from ...bench import Setting, Trial, TrialTimes, Variant, policy_name, run_trials
+from ...distributed import Driver, Pool, WorkerLostError, check_layout, part_sizes
+from ...host.workers import StartPool, start_pool
+from ...sampling.inputs import DenoiseRequest
+from ...sampling.steps import seeded_noise
+from ...schema import Mesh, MeshError, OffloadPolicy, plan_residency
+from ...schema.records import Timeline
+from ...schema.refs import ExpertsRef, WorkersRef
+from ...schema.text import format_count
+from ...shapes import TEXT_TOKENS, RunShape, VideoShape
 from ...testing import TEXT_DIM, TinyShape, make_expert, save_expert_folder
+from ...wan.latents import tensor_digest
 
 SMALL = TinyShape(layers=8, heads=4, ffn_dim=2048)
-TEXT_TOKENS = 512
 SEED = 42
 
 
 def small_experts(folder: Path) -> ExpertsRef:
-    """Write two random experts of `SMALL` in bf16, 0.08 GB each, and return their reference."""
+    """Write two random bf16 experts in shape `SMALL`, 0.08 GB each, and return their reference."""
     for name, seed in (("high", 1), ("low", 2)):
         save_expert_folder(make_expert(SMALL, seed=seed), folder / name, dtype=torch.bfloat16)
     return ExpertsRef(high_noise=folder / "high", low_noise=folder / "low")
 
 
-def bench_request(video: VideoShape, *, videos: int, guidance: float, in_channels: int) -> DenoiseRequest:
-    """Return a UniPC request with the default boundary, and random noise and texts, which cost as much as real ones."""
+def bench_request(
+    video: VideoShape, *, videos: int, guidance: float, in_channels: int
+) -> DenoiseRequest:
+    """Return a UniPC request with the default boundary, and random noise and texts.
+
+    Random values cost as much as real ones.
+    """
     shape = (videos, 16, *video.latent)
     generator = torch.Generator().manual_seed(SEED)
-    positive, negative = (torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=generator) for _ in range(2))
+    positive, negative = (
+        torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=generator) for _ in range(2)
+    )
     condition = None
     if in_channels > 16:
         condition = torch.randn(1, in_channels - 16, *shape[2:], generator=generator)
@@ -62,7 +63,7 @@ def bench_request(video: VideoShape, *, videos: int, guidance: float, in_channel
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRun(Trial):
-    """A run on workers; its timeline has one record per step, over all videos."""
+    """A run on workers. The timeline has one record per step, over all videos."""
 
     wall_s: float
     """Seconds from the request to the latents."""
@@ -72,7 +73,7 @@ class BenchRun(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase(Variant):
-    """One configuration and its runs, the first one on workers with closed experts.
+    """One configuration and the runs, the first one on workers with closed experts.
 
     Cases with the same number of steps are one job with equal latents.
     """
@@ -81,16 +82,29 @@ class BenchCase(Variant):
     policy: OffloadPolicy
     steps: int
     start_s: float = 0.0
-    """Seconds from the start of the workers until all of them were ready."""
+    """Seconds from the workers' start until all were ready."""
     trials: tuple[BenchRun, ...] = ()
 
     @classmethod
     def of(cls, mesh: Mesh, policy: OffloadPolicy, steps: int) -> BenchCase:
         """Return the case without runs."""
-        layout = f" ({mesh})" if mesh.size > 1 else ""
-        name = f"{steps} steps, {mesh.size} worker{'s' * (mesh.size != 1)}{layout}, {policy_name(policy)}"
-        words = {"Steps": str(steps), "Workers": str(mesh.size), "Layout": str(mesh), "Policy": policy_name(policy)}
-        return cls(name=name, settings=words, job=f"{steps} steps", mesh=mesh, policy=policy, steps=steps)
+        workers = format_count(mesh.size, "worker")
+        if mesh.size > 1:
+            workers += f" ({mesh})"
+        words = {
+            "Steps": str(steps),
+            "Workers": str(mesh.size),
+            "Layout": str(mesh),
+            "Policy": policy_name(policy),
+        }
+        return cls(
+            name=f"{steps} steps, {workers}, {policy_name(policy)}",
+            settings=words,
+            job=f"{steps} steps",
+            mesh=mesh,
+            policy=policy,
+            steps=steps,
+        )
 
     @property
     def counted(self) -> tuple[BenchRun, ...]:
@@ -99,23 +113,30 @@ class BenchCase(Variant):
 
 
 def bench_cases(
-    counts: Sequence[int], layouts: Sequence[Mesh], settings: Sequence[Setting], job: OffloadJob, videos: int
+    counts: Sequence[int],
+    layouts: Sequence[Mesh],
+    settings: Sequence[Setting],
+    run: RunShape,
+    videos: int,
 ) -> list[BenchCase]:
-    """Return every setting on every layout with one of these numbers of workers; `failed` is set for refused ones.
+    """Return every setting on every layout with one of these numbers of workers.
 
-    `job` is that of all `videos` together; its steps are replaced by those of each case. If `layouts` is empty, the
-    defaults are layouts that split the lanes and tokens of a video and, for several videos, also those that distribute
-    the videos. One worker always has the trivial layout.
+    `failed` is set for refused ones. `run` covers all `videos` together. Each case replaces the
+    steps. If `layouts` is empty, the defaults are layouts that split a video's lanes and tokens
+    and, for several videos, also those that distribute the videos. One worker always has the
+    trivial layout.
     """
     cases = dict[str, BenchCase]()
     for count in counts:
         chosen = [mesh for mesh in layouts if mesh.size == count]
-        for mesh in chosen if layouts and count > 1 else _default_layouts(count, job, videos):
+        if not layouts or count == 1:
+            chosen = [*_default_layouts(count, run, videos)]
+        for mesh in chosen:
             for setting in settings:
-                assert isinstance(setting.policy, OffloadPolicy), "an automatic policy differs between layouts"
+                assert isinstance(setting.policy, OffloadPolicy)  # auto differs between layouts
                 assert setting.steps is not None
                 case = BenchCase.of(mesh, setting.policy, setting.steps)
-                cases[case.name] = replace(case, failed=_refusal(case, job, videos))
+                cases[case.name] = replace(case, failed=_refusal(case, run, videos))
     return [*cases.values()]
 
 
@@ -124,36 +145,36 @@ def parse_mesh(words: str) -> Mesh:
     degrees: dict[str, int] = {}
     for part in words.split(" x "):
         axis, _, degree = part.strip().partition(" ")
-        if axis not in dict(Mesh().degrees) or not degree.isascii() or not degree.isdecimal() or axis in degrees:
-            raise MeshError(f"{words!r} is not a layout: write axes and degrees like `data 2 x cfg 2`, each axis once")
+        is_number = degree.isascii() and degree.isdecimal()
+        if axis not in dict(Mesh().degrees) or not is_number or axis in degrees:
+            raise MeshError(
+                f"{words!r} is not a layout: write axes and degrees like `data 2 x cfg 2`, each "
+                "axis once"
+            )
         degrees[axis] = int(degree)
     return Mesh(**degrees)
 
 
-def default_counts(most: int) -> tuple[int, ...]:
-    """Return the powers of two up to `most`."""
-    return tuple(2**power for power in range(most.bit_length()))
-
-
-def _refusal(case: BenchCase, job: OffloadJob, videos: int) -> str:
-    """Return the reason for which the case cannot run; empty if it can."""
-    group = max(part_sizes(videos, case.mesh))
-    lanes = {expert: group * lanes // videos for expert, lanes in job.lanes.items()}
+def _refusal(case: BenchCase, run: RunShape, videos: int) -> str:
+    """Return why a case cannot run; empty if it can."""
+    # The largest part, because `run` covers all videos.
+    group = replace(run, samples=max(part_sizes(videos, case.mesh)) * run.samples // videos)
     try:
-        # Only the number of steps counts here, and it may exceed that of the job.
-        first_steps = job.of_steps([0] * case.steps)
-        check_layout(case.mesh, replace(first_steps, lanes=lanes, lanes_of_steps=()), videos)
-        plan_residency(case.policy, {"high": job.expert.blocks, "low": job.expert.blocks})
+        # Only the number of steps counts here, and it may exceed the run's own.
+        check_layout(case.mesh, group.of_steps([0] * case.steps), videos)
+        plan_residency(case.policy, dict.fromkeys(("high", "low"), run.blocks.blocks))
     except ValueError as err:
         return str(err)
     return ""
 
 
-def _default_layouts(count: int, job: OffloadJob, videos: int) -> Iterator[Mesh]:
+def _default_layouts(count: int, run: RunShape, videos: int) -> Iterator[Mesh]:
     if count == 1:
         yield Mesh()
         return
-    sides = 2 if max(job.lanes.values()) > videos and count % 2 == 0 else 1
+    sides = 1
+    if max(run.lanes.values()) > videos and count % 2 == 0:
+        sides = 2
     yield Mesh(cfg=sides, ulysses=count // sides)
     if videos > 1:
         yield Mesh(data=count)
@@ -166,25 +187,28 @@ CLOSE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Settings that all cases share."""
+    """Settings shared by all cases."""
 
     experts: ExpertsRef
     request: DenoiseRequest
     times: TrialTimes
     workers: WorkersRef
-    """Number and layout are replaced by those of each case."""
+    """Each case replaces number and layout."""
     device: torch.device
 
 
 def run_cases(
-    bench: Bench, cases: Sequence[BenchCase], log: Callable[[str], None], start: StartPool = start_pool
+    bench: Bench,
+    cases: Sequence[BenchCase],
+    log: Callable[[str], None],
+    start: StartPool = start_pool,
 ) -> Iterator[BenchCase]:
-    """Run all cases, in their order; consecutive cases with the same number of workers share them.
+    """Run all cases in order. Consecutive cases with the same number of workers share them.
 
-    An error of a case is in its `failed` and does not end the others. Raises the errors of starting workers.
+    A case's error is in `failed` and does not end the others. Raises errors from starting workers.
     """
     for count, group in groupby(cases, key=lambda case: case.mesh.size):
-        log(f"starting {count} worker{'s' * (count != 1)}")
+        log(f"starting {format_count(count, 'worker')}")
         started = time.monotonic()
         with closing(start(replace(bench.workers, count=count), bench.device)) as pool:
             start_s = time.monotonic() - started
@@ -194,27 +218,29 @@ def run_cases(
 
 def _run_case(bench: Bench, case: BenchCase, pool: Pool, log: Callable[[str], None]) -> BenchCase:
     ref = replace(bench.workers, count=case.mesh.size, mesh=case.mesh)
-    driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
+    driver = Driver(pool, ref, case.mesh)
+    request = bench.request.with_steps(case.steps)
+    # Closed, so that the first run measures loading.
     for request_to_close in [worker.call("close") for worker in pool.workers]:
         with suppress(WorkerLostError):  # lost in the previous case; the driver replaces it
             request_to_close.result(CLOSE_TIMEOUT_S)
-    runs = list[BenchRun]()
-    for number in range(bench.times.runs):
+
+    def with_run(case: BenchCase, number: int) -> BenchCase:
         log(f"{case.name}: run {number + 1} of {bench.times.runs}")
         time.sleep(bench.times.cooldown_s)
         started = time.monotonic()
-        try:
-            ran = driver.denoise(bench.experts, request, case.policy)
-        except (ValueError, RuntimeError, OSError) as err:
-            return replace(case, trials=tuple(runs), failed=str(err).splitlines()[0])
-        runs.append(
-            BenchRun(
-                wall_s=time.monotonic() - started,
-                timeline=ran.timeline,
-                ranks=ran.timelines,
-                latents=tensor_digest(ran.latents),
-                gathered_bytes=ran.gathered_bytes,
-                warmup=number < bench.times.warmup,
-            )
+        ran = driver.denoise(bench.experts, request, case.policy)
+        run = BenchRun(
+            wall_s=time.monotonic() - started,
+            timeline=ran.timeline,
+            ranks=ran.timelines,
+            latents=tensor_digest(ran.latents),
+            gathered_bytes=ran.gathered_bytes,
+            warmup=number < bench.times.warmup,
         )
-    return replace(case, trials=tuple(runs))
+        return replace(case, trials=(*case.trials, run))
+
+    failures = (ValueError, RuntimeError, OSError)
+    # The last one has all runs.
+    *_, case = run_trials(case, bench.times, with_run, failures=failures)
+    return replace(case, failed=case.failed.partition("\n")[0])

@@ -1,9 +1,9 @@
-"""Report of `wanstream bench`: the figures of each case, compared with one worker, as JSON and Markdown."""
+"""Report for `wanstream bench`: each case against one worker, as JSON and Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,28 +22,41 @@ from ...bench import (
     summary,
     versions,
 )
-from ...schema import Timeline, format_seconds, format_size
+from ...schema.records import MemorySample, StepMemory, Timeline
+from ...schema.text import format_seconds, format_size
 from .cases import BenchCase
 
 Figures = dict[str, Any]
 
 CASE = "workers"
 TIMES = (
-    *("configuration", "start of workers s", "loading s", "generation", "total s", "speedup", "scaling efficiency"),
-    *("latents of one worker", "weights moved", "worker to worker"),
+    "configuration",
+    "start of workers s",
+    "loading s",
+    "generation",
+    "total s",
+    "speedup",
+    "scaling efficiency",
+    "latents of one worker",
+    "weights moved",
+    "worker to worker",
 )
 MEMORY = ("configuration", "worker", "steps", "peak memory", "average memory")
 
 
-def save(cases: Sequence[BenchCase], *, method: str, device: torch.device, folder: Path) -> tuple[Path, Path]:
-    """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; return both paths."""
+def save(
+    cases: Sequence[BenchCase], *, method: str, device: torch.device, folder: Path
+) -> tuple[Path, Path]:
+    """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`, and return both paths."""
     machine = describe_machine(device)
     result = Result(
         case=CASE,
         method=method,
         figures={
             "cases": figures(cases),
-            "not_measured": [{"case": case.name, "because": case.failed} for case in cases if case.failed],
+            "not_measured": [
+                {"case": case.name, "because": case.failed} for case in cases if case.failed
+            ],
         },
         hardware={**hardware(device), **machine},
         versions=versions(),
@@ -54,12 +67,14 @@ def save(cases: Sequence[BenchCase], *, method: str, device: torch.device, folde
 
 
 def page(result: Result, cases: Sequence[BenchCase], machine: Mapping[str, str]) -> str:
-    """Return all figures as tables in Markdown."""
-    counted, found = [case for case in cases if case.counted], result.figures["cases"]
+    """Return all figures as Markdown tables."""
+    counted = [case for case in cases if case.counted]
+    found = result.figures["cases"]
+    times = tuple(map(_times, counted, found))
     without = tuple(tuple(each.values()) for each in result.figures["not_measured"])
     tables = [
-        Table(title="Loading and generation", head=TIMES, rows=tuple(map(_times, counted, found))),
-        Table(title="Workers, their steps and their memory", head=MEMORY, rows=tuple(_workers(found))),
+        Table(title="Loading and generation", head=TIMES, rows=times),
+        Table(title="Workers, their steps and their memory", head=MEMORY, rows=_workers(found)),
     ]
     if without:
         tables.append(Table(title="Not measured", head=("configuration", "reason"), rows=without))
@@ -74,10 +89,10 @@ def page(result: Result, cases: Sequence[BenchCase], machine: Mapping[str, str])
 
 
 def figures(cases: Sequence[BenchCase]) -> list[Figures]:
-    """Return the JSON of every case with counted runs, in their order; times in seconds.
+    """Return the JSON for every case with counted runs, in their order; times in seconds.
 
-    `speedup`, `efficiency` and `same_latents` are relative to one worker with the same steps and policy, None if that
-    case is missing.
+    `speedup`, `efficiency` and `same_latents` are relative to one worker with the same steps and
+    policy, None if this case is missing.
     """
     counted = [case for case in cases if case.counted]
     alone = {(case.steps, case.policy): case for case in counted if case.mesh.size == 1}
@@ -85,10 +100,20 @@ def figures(cases: Sequence[BenchCase]) -> list[Figures]:
 
 
 def _figures(case: BenchCase, alone: BenchCase | None) -> Figures:
-    counted, first, wall = case.counted, case.trials[0], _wall(case)
+    counted = case.counted
+    first = case.trials[0]
+    wall = _wall(case)
+    # With an even number of runs, the faster one of the two in the middle.
     median = sorted(counted, key=lambda run: run.wall_s)[(len(counted) - 1) // 2]
-    speedup = None if alone is None else _wall(alone).median / wall.median
-    ranks = sorted({rank for run in counted for rank in run.ranks})
+    ranks = sorted(set().union(*(run.ranks for run in counted)))
+    compared: Figures = {"same_latents": None, "speedup": None, "efficiency": None}
+    if alone is not None:
+        speedup = _wall(alone).median / wall.median
+        compared = {
+            "same_latents": case.latents == {alone.trials[0].latents},
+            "speedup": speedup,
+            "efficiency": speedup / case.mesh.size,
+        }
     return {
         "name": case.name,
         "workers": case.mesh.size,
@@ -102,14 +127,16 @@ def _figures(case: BenchCase, alone: BenchCase | None) -> Figures:
         "total_s": case.start_s + first.wall_s,
         "step_s": [step.wall_s for step in median.timeline.steps],
         "experts": [step.expert for step in median.timeline.steps],
-        # A rank may be missing in a run: among the worker groups of one stage, a faster one may take all videos.
-        "memory": {rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks]) for rank in ranks},
+        # A rank may be missing in a run: a faster worker group in the same stage may take all
+        # videos.
+        "memory": {
+            rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks])
+            for rank in ranks
+        },
         "moved_bytes": sum(each.bytes_moved for each in median.ranks.values()),
         "gathered_bytes": median.gathered_bytes,
         "latents": median.latents,
-        "same_latents": None if alone is None else case.latents == {alone.trials[0].latents},
-        "speedup": speedup,
-        "efficiency": None if speedup is None else speedup / case.mesh.size,
+        **compared,
     }
 
 
@@ -121,10 +148,10 @@ def _wall(case: BenchCase) -> Spread:
 
 
 def _memory(timelines: Sequence[Timeline]) -> Figures:
-    """Return the bytes of one worker in the counted runs, and the steps that it computed."""
-    steps = [step for each in timelines for step in each.steps]
-    sampled = [nbytes for each in timelines for sample in each.memory if (nbytes := memory_bytes(sample)) is not None]
-    held = [nbytes for step in steps if (nbytes := memory_bytes(step)) is not None]
+    """Return one worker's bytes in the counted runs, and the steps."""
+    steps = [*chain.from_iterable(each.steps for each in timelines)]
+    sampled = _known_bytes(chain.from_iterable(each.memory for each in timelines))
+    held = _known_bytes(step.memory for step in steps)
     return {
         "peak": max([*sampled, *held], default=0),
         "average": round(mean(sampled or held or [0])),
@@ -132,30 +159,43 @@ def _memory(timelines: Sequence[Timeline]) -> Figures:
     }
 
 
+def _known_bytes(records: Iterable[StepMemory | MemorySample]) -> list[int]:
+    return [nbytes for nbytes in map(memory_bytes, records) if nbytes is not None]
+
+
 def _times(measured: BenchCase, case: Figures) -> tuple[str, ...]:
     return (
         case["name"],
         format_seconds(case["start_s"]),
-        "-" if case["load_s"] is None else format_seconds(case["load_s"]),
+        _known(case["load_s"], format_seconds),
         _wall(measured).text("s"),
         format_seconds(case["total_s"]),
-        "-" if case["speedup"] is None else f"{case['speedup']:.2f}x",
-        "-" if case["efficiency"] is None else f"{100 * case['efficiency']:.0f} %",
+        _known(case["speedup"], "{:.2f}x".format),
+        _known(case["efficiency"], lambda share: f"{100 * share:.0f} %"),
         {None: "-", True: "equal", False: "other"}[case["same_latents"]],
         format_size(case["moved_bytes"]),
         format_size(case["gathered_bytes"]),
     )
 
 
-def _workers(found: Sequence[Figures]) -> Iterator[tuple[str, ...]]:
+def _known(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
+
+
+def _workers(found: Sequence[Figures]) -> tuple[tuple[str, ...], ...]:
+    rows = []
     for case in found:
         for rank, memory in case["memory"].items():
-            steps = _ranges(memory["steps"])
-            yield case["name"], str(rank), steps, format_size(memory["peak"]), format_size(memory["average"])
+            sizes = format_size(memory["peak"]), format_size(memory["average"])
+            rows.append((case["name"], str(rank), _ranges(memory["steps"]), *sizes))
+    return tuple(rows)
 
 
 def _ranges(steps: Sequence[int]) -> str:
     """Return 0-based steps as 1-based ranges, like `1-4, 7`."""
-    groups = [[*group] for _, group in groupby(enumerate(sorted(steps)), key=lambda pair: pair[1] - pair[0])]
-    ends = [(group[0][1] + 1, group[-1][1] + 1) for group in groups]
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+    ranges = []
+    # Consecutive steps have one difference to their position.
+    for _, group in groupby(enumerate(sorted(steps), 1), key=lambda pair: pair[1] - pair[0]):
+        numbers = [step + 1 for _, step in group]
+        ranges.append("-".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))))
+    return ", ".join(ranges)

@@ -1,4 +1,4 @@
-"""Checks of a device without a model: copies, the order of streams, page locks, decoding, rates, overlap."""
+"""Device checks without a model: copies, stream order, page locks, decoding, rates, overlap."""
 
 from __future__ import annotations
 
@@ -11,84 +11,99 @@ from pathlib import Path
 
 import torch
 
-from ...devices import DeviceRuntime, PageLockError, auto_dtype, available_bytes, clock_for, dtype_name, runtime_for
+from ...devices import DeviceRuntime, PageLockError, auto_dtype, clock_for, dtype_name, runtime_for
+from ...devices.machine import available_bytes
 from ...host import measure_machine
-from ...offload import attach_offload, map_memory, wrong_decodings
-from ...plan import choose_arithmetic
-from ...schema import ExpertShape, OffloadPolicy, VideoShape, format_rate, format_size
+from ...offload import attach_offload, map_memory
+from ...offload.probes import wrong_decodings
+from ...schema import OffloadPolicy
+from ...schema.text import format_rate, format_size
+from ...shapes import ExpertShape, VideoShape, choose_arithmetic
 from ...testing import TinyShape
-from ...wan import METERED_TOKENS, BlockVariant, block_pass, measure_block, random_block
+from ...wan.measurement import METERED_TOKENS, BlockVariant, block_pass, measure_block, random_block
 from .findings import Finding
 
 SIZES = (1, 4097, 64 * 1024**2)
-"""Bytes of the checked copies."""
+"""Sizes of the checked copies, in bytes."""
 ROUNDS = 20
 """Times that two streams hand the same memory to each other."""
 LOCK_BYTES, LOCK_PIECE = 4 * 1024**3, 256 * 1024**2
-"""RAM that is page-locked to find a limit, and the bytes of each call."""
-OVERLAP_BLOCKS, OVERLAP_PASSES = 4, 3
+"""RAM to page-lock in search of a limit, and the bytes per call."""
+OVERLAP_BLOCKS = 4
+OVERLAP_PASSES = 3
 MOST_OVERLAP = 1.25
-"""Streaming may take this many times as long as the longer of copying and computing; a perfect overlap is 1."""
+"""Streaming may take this many times as long as the longer of copying and computing. A perfect
+overlap is 1."""
 VIDEO = VideoShape(width=832, height=480, frames=81)
-IN_RAM = Finding(outcome="not needed", words="this device computes in RAM, without streams")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Device under test, and the sizes of its test."""
+    """Device under test, and the sizes in the test."""
 
     device: torch.device
     models: Path | None
-    """Folder of weights on the disk to measure."""
+    """Folder with weights on the disk to measure."""
     tiny: TinyShape
-    """Shape of the experts of whole runs."""
+    """Expert shape in whole runs."""
     block: ExpertShape
-    """Shape of the blocks that are timed."""
+    """Shape of timed blocks."""
     tokens: int = 4096
-    """Tokens of the blocks that are timed next to copies."""
+    """Tokens in blocks timed next to copies."""
     video: VideoShape = VIDEO
-    """Size of the video whose block is timed alone."""
+    """Video size for the block timed alone."""
     metered_tokens: int = METERED_TOKENS
-    """Tokens of the block that is timed in each arithmetic."""
+    """Tokens in the block timed in each arithmetic."""
     lock_bytes: int = LOCK_BYTES
 
     @cached_property
-    def runtime(self) -> DeviceRuntime | None:
-        """Runtime of the device; None on a CPU."""
-        return runtime_for(self.device)
+    def runtime(self) -> DeviceRuntime:
+        """Runtime of the device. Devices without streams have none."""
+        runtime = runtime_for(self.device)
+        assert runtime is not None, f"{self.device} has no streams"
+        return runtime
 
 
 def check_copies(subject: Subject) -> Finding:
-    """Copy random bytes to the device, on it, and back on a stream of their own, and compare them."""
+    """Copy random bytes to the device, on it, and back on a separate stream, and compare them."""
     runtime = subject.runtime
-    if runtime is None:
-        return IN_RAM
-    stream, wrong = runtime.stream(), list[str]()
+    stream = runtime.stream()
+    wrong = list[str]()
     for nbytes in SIZES:
-        expected = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+        expected = torch.randint(
+            0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes)
+        )
         for locked in (True, False):
-            host, back = map_memory(nbytes), map_memory(nbytes)
+            host = map_memory(nbytes)
+            back = map_memory(nbytes)
             host.copy_(expected)
-            first, second = (torch.zeros(nbytes, dtype=torch.uint8, device=subject.device) for _ in range(2))
+            first, second = (
+                torch.zeros(nbytes, dtype=torch.uint8, device=subject.device) for _ in range(2)
+            )
+            # The zeros may still be written on the current stream.
             stream.wait_stream(runtime.current_stream())
-            with page_locked(runtime, host, back) if locked else ExitStack(), runtime.on_stream(stream):
+            with (
+                page_locked(runtime, host, back) if locked else ExitStack(),
+                runtime.on_stream(stream),
+            ):
                 first.copy_(host, non_blocking=True)
                 second.copy_(first, non_blocking=True)
                 back.copy_(second, non_blocking=True)
                 clock_for(subject.device).settle()
             if not torch.equal(back, expected):
-                wrong.append(f"{format_size(nbytes)} of {'page-locked' if locked else 'pageable'} RAM")
+                wrong.append(
+                    f"{format_size(nbytes)} of {'page-locked' if locked else 'pageable'} RAM"
+                )
     if wrong:
-        return Finding(outcome="failed", words=f"other bytes came back: {', '.join(wrong)}")
-    return Finding(outcome="passed", words=f"up to {format_size(max(SIZES))} there and back, equal bit for bit")
+        return Finding.failed(f"other bytes came back: {', '.join(wrong)}")
+    return Finding.passed(f"up to {format_size(max(SIZES))} there and back, equal bit for bit")
 
 
 def check_streams(subject: Subject) -> Finding:
-    """Hand memory from stream to stream by events, while both have work, and compare every value."""
+    """Hand memory from stream to stream by events while both have work, and compare all values."""
     runtime = subject.runtime
-    if runtime is None:
-        return IN_RAM
-    compute, copies = runtime.current_stream(), runtime.stream()
+    compute = runtime.current_stream()
+    copies = runtime.stream()
     busy = torch.ones(1024, 1024, device=subject.device)
     values = torch.zeros(2**20, device=subject.device)
     host = torch.zeros(ROUNDS, values.numel())
@@ -98,7 +113,8 @@ def check_streams(subject: Subject) -> Finding:
             for _ in range(4):
                 torch.mm(busy, busy)  # the copy must wait for this work, too
             values.fill_(number)
-            filled, read = runtime.event(), runtime.event()
+            filled = runtime.event()
+            read = runtime.event()
             filled.record(compute)
             copies.wait_event(filled)
             with runtime.on_stream(copies):
@@ -109,19 +125,21 @@ def check_streams(subject: Subject) -> Finding:
     expected = torch.arange(ROUNDS, dtype=torch.float32)[:, None].expand_as(host)
     wrong = int((host != expected).any(1).sum())
     if wrong:
-        return Finding(outcome="failed", words=f"{wrong} of {ROUNDS} copies did not wait for the work before them")
-    return Finding(outcome="passed", words=f"{ROUNDS} copies between kernels, each in its order")
+        return Finding.failed(f"{wrong} of {ROUNDS} copies did not wait for the work before them")
+    return Finding.passed(f"{ROUNDS} copies between kernels, each in its order")
 
 
 def check_page_locks(subject: Subject) -> Finding:
     """Page-lock RAM in pieces until the driver refuses, or enough is locked."""
     runtime = subject.runtime
-    if runtime is None:
-        return IN_RAM
+    # A quarter at most, because locked pages cannot be swapped.
     wanted = min(subject.lock_bytes, available_bytes() // 4)
-    locked, refused, seconds = 0, "", 0.0
+    locked = 0
+    refused = ""
+    seconds = 0.0
     with ExitStack() as held:
         while locked < wanted and not refused:
+            # Zeroed first: a lock on pages without memory would time the page faults too.
             piece = map_memory(min(LOCK_PIECE, subject.lock_bytes)).zero_()
             start = time.perf_counter()
             try:
@@ -138,91 +156,87 @@ def check_page_locks(subject: Subject) -> Finding:
             outcome="limited",
             words=f"{format_size(locked)} locked, then refused: {refused}",
             remedy=(
-                "weights beyond that are copied from ordinary RAM, slower and with the host waiting: raise the limit "
-                "(Linux: ulimit -l; WSL2: memory in .wslconfig; Windows locks at most about half of the RAM), or run "
-                "under Linux"
+                "weights beyond that are copied from ordinary RAM, slower and with the host "
+                "waiting: raise the limit (Linux: ulimit -l; WSL2: memory in .wslconfig; Windows "
+                "locks at most about half of the RAM), or run under Linux"
             ),
             figures=figures,
         )
     words = f"{format_size(locked)} locked in {seconds:.2f} s, no limit met"
-    return Finding(outcome="passed", words=words, figures=figures)
+    return Finding.passed(words, **figures)
 
 
 def check_decoding(subject: Subject) -> Finding:
     """Decode every stored format on the device and on the CPU, and compare the bits."""
-    if subject.runtime is None:
-        return IN_RAM
     computed = auto_dtype(subject.device)
     wrong = wrong_decodings(subject.device, computed)
     if wrong:
-        return Finding(
-            outcome="failed", words=f"other values than on a CPU, in {dtype_name(computed)}: {', '.join(wrong)}"
+        return Finding.failed(
+            f"other values than on a CPU, in {dtype_name(computed)}: {', '.join(wrong)}"
         )
-    return Finding(
-        outcome="passed",
-        words=f"all formats to {dtype_name(computed)}, equal to a CPU bit for bit",
-    )
+    return Finding.passed(f"all formats to {dtype_name(computed)}, equal to a CPU bit for bit")
 
 
 def check_rates(subject: Subject) -> Finding:
-    """Measure the machine as `wanstream probe` does, and store its profile for the planner."""
-    profile = measure_machine(subject.device, expert=subject.block, tokens=subject.video.tokens, models=subject.models)
+    """Measure the machine as `wanstream probe` does, and store the profile for the planner."""
+    profile = measure_machine(
+        subject.device, expert=subject.block, tokens=subject.video.tokens, models=subject.models
+    )
     machine = profile.machine
-    rates = {
-        "RAM to device": machine.h2d_bytes_per_s,
-        "file to RAM": machine.disk_bytes_per_s,
-        "decoding": machine.decode_bytes_per_s,
-    }
-    words = [f"{name} {format_rate(rate)}" for name, rate in rates.items() if rate is not None]
-    words.append(f"a block {machine.flops_per_s / 1e12:.2f} TFLOP/s")
-    figures = {"machine": machine.to_dict(), "notes": profile.notes}
-    return Finding(outcome="passed", words=", ".join(words), figures=figures)
+    words = [
+        f"file to RAM {format_rate(machine.disk_bytes_per_s)}",
+        f"decoding {format_rate(machine.decode_bytes_per_s)}",
+        f"a block {machine.flops_per_s / 1e12:.2f} TFLOP/s",
+    ]
+    if machine.bus is not None:
+        words.insert(0, f"RAM to device {format_rate(machine.bus.h2d_bytes_per_s)}")
+    return Finding.passed(", ".join(words), machine=machine.to_dict(), notes=profile.notes)
 
 
 def check_arithmetic(subject: Subject) -> Finding:
-    """Time a block in each arithmetic and in parts, next to products and attention alone; on a GPU only."""
-    if subject.runtime is None:
-        return Finding(outcome="not needed", words="a CPU decodes 8-bit matrices")
+    """Time a block in each arithmetic and in parts, next to products and attention alone."""
     times = measure_block(subject.block, subject.metered_tokens, subject.device, most_s=0.5)
     dtype = dtype_name(auto_dtype(subject.device))
     words = [f"{name or dtype}: {each.words}" for name, each in times.items()]
     choice = choose_arithmetic(times)
-    figures = {
-        "tokens": subject.metered_tokens,
-        "arithmetic": {name or dtype: each.to_dict() for name, each in times.items()},
-        "multiplied": choice.multiplied,
-    }
-    return Finding(outcome="passed", words="; ".join([*words, choice.words]), figures=figures)
+    return Finding.passed(
+        "; ".join([*words, choice.words]),
+        tokens=subject.metered_tokens,
+        arithmetic={name or dtype: each.to_dict() for name, each in times.items()},
+        multiplied=choice.multiplied,
+    )
 
 
 def check_overlap(subject: Subject) -> Finding:
     """Time blocks that only copy, that only compute, and that do both at once."""
-    if subject.runtime is None:
-        return IN_RAM
-    needed = 3 * OVERLAP_BLOCKS * subject.block.streamed_bytes(bytes_per_weight=auto_dtype(subject.device).itemsize)
+    value_bytes = auto_dtype(subject.device).itemsize
+    needed = 3 * OVERLAP_BLOCKS * subject.block.streamed_bytes(bytes_per_weight=value_bytes)
     if needed > available_bytes():
         return Finding(
             outcome="not run",
-            words=f"needs {format_size(needed)} of RAM, {format_size(available_bytes())} are available",
+            words=f"needs {format_size(needed)} of RAM, {format_size(available_bytes())} are "
+            "available",
             remedy="close other programs",
         )
     computing = _pass_s(subject, OffloadPolicy.resident(), subject.tokens)
+    # One token, so that only the copies take time.
     copying = _pass_s(subject, OffloadPolicy.layerwise(1), 1)
     both = _pass_s(subject, OffloadPolicy.layerwise(1), subject.tokens)
     ratio = both / max(computing, copying)
     figures = {"copy_s": copying, "compute_s": computing, "streamed_s": both, "ratio": ratio}
     words = (
-        f"a block copies in {1e3 * copying:.1f} ms, computes {subject.tokens} tokens in {1e3 * computing:.1f} ms, and "
-        f"takes {1e3 * both:.1f} ms streamed: {ratio:.2f} times the longer one"
+        f"a block copies in {1e3 * copying:.1f} ms, computes {subject.tokens} tokens in "
+        f"{1e3 * computing:.1f} ms, and takes {1e3 * both:.1f} ms streamed: {ratio:.2f} times the "
+        "longer one"
     )
     if ratio <= MOST_OVERLAP:
-        return Finding(outcome="passed", words=words, figures=figures)
+        return Finding.passed(words, **figures)
     return Finding(
         outcome="limited",
         words=words,
         remedy=(
-            "copies and kernels hinder each other: see the page locks, close other programs that use the GPU, and "
-            "under Windows switch on hardware-accelerated GPU scheduling"
+            "copies and kernels hinder each other: see the page locks, close other programs that "
+            "use the GPU, and under Windows switch on hardware-accelerated GPU scheduling"
         ),
         figures=figures,
     )
@@ -242,11 +256,16 @@ def page_locked(runtime: DeviceRuntime, *memories: torch.Tensor) -> Iterator[Non
 
 
 def _pass_s(subject: Subject, policy: OffloadPolicy, tokens: int) -> float:
-    """Return the seconds per block of passes through a few random blocks, after one to warm up."""
-    device, clock = subject.device, clock_for(subject.device)
-    # In RAM in the dtype of the device, so that they are copied as they are.
-    stored_in, dtype = torch.device("cpu"), auto_dtype(device)
-    blocks = [random_block(subject.block, stored_in, BlockVariant(dtype=dtype)) for _ in range(OVERLAP_BLOCKS)]
+    """Return the seconds per block in passes through a few random blocks, after one to warm up."""
+    device = subject.device
+    clock = clock_for(subject.device)
+    # In RAM in the device's dtype, so that they are copied as they are.
+    stored_in = torch.device("cpu")
+    dtype = auto_dtype(device)
+    blocks = [
+        random_block(subject.block, stored_in, BlockVariant(dtype=dtype))
+        for _ in range(OVERLAP_BLOCKS)
+    ]
     passes = [block_pass(block, subject.block, tokens, device) for block in blocks]
     with torch.no_grad(), attach_offload(blocks, policy=policy, device=device) as engine:
         for block in passes:

@@ -1,4 +1,7 @@
-"""Checks of whole runs with small random experts: every policy and format, short memory, memory that is given back."""
+"""Checks by whole runs with small random experts.
+
+They cover every policy and format, short memory, and released memory.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,17 @@ from pathlib import Path
 
 import torch
 
+from ...block_kernels import choose_multiplication
 from ...devices import auto_dtype, clock_for
-from ...sampling import DenoiseRequest, denoise, seeded_noise
-from ...schema import ExpertsRef, LoraRef, OffloadPolicy, VideoShape, format_size
+from ...sampling import denoise
+from ...sampling.inputs import DenoiseRequest
+from ...sampling.steps import seeded_noise
+from ...schema import OffloadPolicy
+from ...schema.refs import ExpertsRef, LoraRef
+from ...schema.text import format_size
+from ...shapes import VideoShape
 from ...testing import (
     TEXT_DIM,
-    Fp8Layout,
-    MixedLayout,
     TinyShape,
     make_expert,
     make_lora,
@@ -24,27 +31,31 @@ from ...testing import (
     save_expert_file,
     save_expert_gguf,
     save_lora,
+    scaled_fp8,
 )
-from ...wan import ExpertsRegistry, choose_multiplication
-from .device_checks import IN_RAM, Subject
+from ...wan import ExpertsRegistry
+from ...wan.checkpoint import open_expert, write_int8
+from .device_checks import Subject
 from .findings import Finding
 
 VIDEO = VideoShape(width=128, height=128, frames=9)
 STEPS = 4
 MOST_DIFFERENCE = 0.2
-"""Relative difference from fp32 on a CPU: bf16 makes some percent, wrong weights make 1 and more."""
+"""Relative difference from fp32 on a CPU: bf16 makes some percent, wrong weights make 1 and
+more."""
 IN_INT8 = "int8 ConvRot in int8, with a LoRA"
-RESIDENT, SMALLEST = OffloadPolicy.resident(), OffloadPolicy.layerwise(1)
+RESIDENT = OffloadPolicy.resident()
+SMALLEST = OffloadPolicy.layerwise(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Random experts in every format, and the request of all runs."""
+    """Random experts in every format, and the request for all runs."""
 
     subject: Subject
     request: DenoiseRequest
     formats: Mapping[str, ExpertsRef]
-    """Experts by the name of their format, the plain one first."""
+    """Experts by format name, the plain one first."""
     registry: ExpertsRegistry
 
     @property
@@ -52,8 +63,10 @@ class Runs:
         return next(iter(self.formats.values()))
 
     def latents(self, ref: ExpertsRef, policy: OffloadPolicy) -> torch.Tensor:
-        """Return the latents of a run on the device."""
-        return denoise(self.registry.get(ref), self.request, policy=policy, device=self.subject.device).latents
+        """Return the latents from a run on the device."""
+        return denoise(
+            self.registry.get(ref), self.request, policy=policy, device=self.subject.device
+        ).latents
 
 
 @contextmanager
@@ -72,28 +85,42 @@ def prepared_runs(subject: Subject, folder: Path) -> Iterator[Runs]:
 
 
 def check_policies(runs: Runs, name: str) -> Finding:
-    """Run the experts of one format under several policies, and compare the latents with those of resident blocks."""
-    ref, policies = runs.formats[name], _policies(runs.subject.tiny.layers)
+    """Run one format under several policies, and compare the latents with resident blocks."""
+    ref = runs.formats[name]
+    policies = _policies(runs.subject.tiny.layers)
     resident = runs.latents(ref, RESIDENT)
-    different = [words for words, policy in policies.items() if not torch.equal(runs.latents(ref, policy), resident)]
+    different = [
+        words
+        for words, policy in policies.items()
+        if not torch.equal(runs.latents(ref, policy), resident)
+    ]
     if different:
-        return Finding(outcome="failed", words=f"other latents than resident blocks: {', '.join(different)}")
-    return Finding(outcome="passed", words=f"{len(policies)} policies, equal to resident blocks bit for bit")
+        return Finding.failed(f"other latents than resident blocks: {', '.join(different)}")
+    return Finding.passed(f"{len(policies)} policies, equal to resident blocks bit for bit")
 
 
 def check_result(runs: Runs) -> Finding:
-    """Compare the latents in bf16 and in int8 with those of decoded weights in fp32 on a CPU."""
-    differences = {"in bf16": _difference(runs, runs.plain), "in int8": _difference(runs, runs.formats[IN_INT8])}
-    words = " and ".join(f"{100 * difference:.1f} % {name}" for name, difference in differences.items())
+    """Compare latents in bf16 and in int8 with decoded weights in fp32 on a CPU."""
+    differences = {
+        "in bf16": _difference(runs, runs.plain),
+        "in int8": _difference(runs, runs.formats[IN_INT8]),
+    }
+    words = " and ".join(
+        f"{100 * difference:.1f} % {name}" for name, difference in differences.items()
+    )
     return Finding(
         outcome="passed" if max(differences.values()) <= MOST_DIFFERENCE else "failed",
         words=f"{words} from fp32 on a CPU, up to {100 * MOST_DIFFERENCE:.0f} % is rounding",
-        figures={"relative_difference": differences["in bf16"], "relative_difference_int8": differences["in int8"]},
+        figures={
+            "relative_difference": differences["in bf16"],
+            "relative_difference_int8": differences["in int8"],
+        },
     )
 
 
 def _difference(runs: Runs, ref: ExpertsRef) -> float:
-    found, exact = runs.latents(ref, RESIDENT).cpu(), ExpertsRegistry()
+    found = runs.latents(ref, RESIDENT).cpu()
+    exact = ExpertsRegistry()
     try:
         pair = exact.get(replace(ref, compute_dtype="float32", arithmetic="decoded"))
         expected = denoise(pair, runs.request, policy=SMALLEST, device="cpu").latents
@@ -105,11 +132,11 @@ def _difference(runs: Runs, ref: ExpertsRef) -> float:
 def check_short_memory(runs: Runs) -> Finding:
     """Start resident blocks in memory that only streamed ones fit into, and compare the latents."""
     runtime = runs.subject.runtime
-    if runtime is None:
-        return IN_RAM
     expected = runs.latents(runs.plain, RESIDENT)
     least, most = (_peak_bytes(runs, policy) for policy in (SMALLEST, RESIDENT))
+    # Before the limit, so that the next run allocates everything below it.
     runs.registry.free()
+    # Between both peaks: streamed blocks fit, resident ones do not.
     runtime.limit_memory((least + most) // 2)
     try:
         pair = runs.registry.get(runs.plain)
@@ -119,18 +146,23 @@ def check_short_memory(runs: Runs) -> Finding:
         runtime.limit_memory(None)
     figures = {"limit_bytes": (least + most) // 2, "changes": result.timeline.changes}
     if not result.timeline.changes:
-        return Finding(outcome="not run", words="torch does not limit the memory of this device", figures=figures)
+        return Finding(
+            outcome="not run",
+            words="torch does not limit the memory of this device",
+            figures=figures,
+        )
     if not torch.equal(result.latents, expected):
-        return Finding(outcome="failed", words="other latents after running out of memory", figures=figures)
-    words = f"{len(result.timeline.changes)} times out of memory below {format_size(most)}, the same latents"
-    return Finding(outcome="passed", words=words, figures=figures)
+        return Finding.failed("other latents after running out of memory", **figures)
+    words = (
+        f"{len(result.timeline.changes)} times out of memory below {format_size(most)}, the same "
+        "latents"
+    )
+    return Finding.passed(words, **figures)
 
 
 def check_given_back(runs: Runs) -> Finding:
-    """Release the memory of a finished run, as ComfyUI requests it, and count it as ComfyUI does."""
+    """Release a finished run's memory as ComfyUI requests it, and count it as ComfyUI does."""
     runtime = runs.subject.runtime
-    if runtime is None:
-        return IN_RAM
     runs.latents(runs.plain, RESIDENT)  # libraries allocate work memory once and keep it
     runs.registry.free()
     clock_for(runs.subject.device).settle()
@@ -144,16 +176,18 @@ def check_given_back(runs: Runs) -> Finding:
     kept = runtime.active_bytes() - before
     figures = {"released_bytes": released, "freed_bytes": freed, "kept_bytes": kept}
     if kept > 0 or freed < released or not released:
-        words = f"{format_size(released)} released, {format_size(freed)} freed, {format_size(kept)} kept after closing"
-        return Finding(outcome="failed", words=words, figures=figures)
+        words = (
+            f"{format_size(released)} released, {format_size(freed)} freed, {format_size(kept)} "
+            "kept after closing"
+        )
+        return Finding.failed(words, **figures)
     words = f"{format_size(freed)} freed at once, nothing kept after closing"
-    return Finding(outcome="passed", words=words, figures=figures)
+    return Finding.passed(words, **figures)
 
 
 def _peak_bytes(runs: Runs, policy: OffloadPolicy) -> int:
-    """Return the bytes that torch allocates at most in a run under `policy`."""
+    """Return torch's peak allocation in a run under `policy`, in bytes."""
     runtime = runs.subject.runtime
-    assert runtime is not None
     runs.registry.free()
     runtime.limit_memory(None)  # returns cached memory, too
     runtime.reset_peaks()
@@ -174,17 +208,23 @@ def _policies(blocks: int) -> dict[str, OffloadPolicy]:
 def _write_experts(shape: TinyShape, folder: Path, device: torch.device) -> dict[str, ExpertsRef]:
     models = {"high": make_expert(shape, seed=1), "low": make_expert(shape, seed=2)}
     for name, model in models.items():
-        save_expert_file(model, folder / f"{name}.safetensors", dtype=torch.bfloat16)
-        save_expert_file(model, folder / f"{name}_fp8.safetensors", dtype=torch.bfloat16, fp8=Fp8Layout())
-        layout = MixedLayout(format_of=lambda _: "int8 ConvRot")
-        save_expert_file(model, folder / f"{name}_int8.safetensors", dtype=torch.bfloat16, fp8=layout)
-        save_lora(make_lora(model, seed=3), folder / f"{name}_lora.safetensors", dtype=torch.bfloat16)
+        plain_file = folder / f"{name}.safetensors"
+        save_expert_file(model, plain_file, dtype=torch.bfloat16)
+        save_expert_file(
+            model, folder / f"{name}_fp8.safetensors", dtype=torch.bfloat16, quantised=scaled_fp8
+        )
+        write_int8(open_expert(plain_file), folder / f"{name}_int8.safetensors")
+        save_lora(
+            make_lora(model, seed=3), folder / f"{name}_lora.safetensors", dtype=torch.bfloat16
+        )
 
     def ref(ending: str) -> ExpertsRef:
         return ExpertsRef(high_noise=folder / f"high{ending}", low_noise=folder / f"low{ending}")
 
     plain = ref(".safetensors")
-    lora = LoraRef(high_noise=folder / "high_lora.safetensors", low_noise=folder / "low_lora.safetensors")
+    lora = LoraRef(
+        high_noise=folder / "high_lora.safetensors", low_noise=folder / "low_lora.safetensors"
+    )
     formats = {
         "bf16": plain,
         "bf16 with a LoRA": replace(plain, loras=(lora,)),
@@ -195,10 +235,13 @@ def _write_experts(shape: TinyShape, folder: Path, device: torch.device) -> dict
         IN_INT8: replace(ref("_int8.safetensors"), arithmetic="int8", loras=(lora,)),
         "int8 ConvRot in RAM, in int8": replace(plain, storage="int8 ConvRot", arithmetic="int8"),
     }
-    # GPUs before the RTX 40 series have no fp8 units; their loader says so.
+    # GPUs before the RTX 40 series have no fp8 units. Their loader refuses these experts.
     if choose_multiplication("fp8", device, auto_dtype(device)).name is not None:
-        formats["fp8 file in fp8, with a LoRA"] = replace(formats["fp8 with a LoRA"], arithmetic="fp8")
-    if importlib.util.find_spec("gguf") is not None:  # writes the file; reading one needs no package
+        formats["fp8 file in fp8, with a LoRA"] = replace(
+            formats["fp8 with a LoRA"], arithmetic="fp8"
+        )
+    # Writes the file. Reading one needs no package.
+    if importlib.util.find_spec("gguf") is not None:
         for name, model in models.items():
             save_expert_gguf(model, folder / f"{name}.gguf", types=q4_k_m)
         formats["GGUF Q4_K_M"] = ref(".gguf")

@@ -1,4 +1,4 @@
-"""Rendezvous of the workers of a group, on the driver's side: replace lost workers, then join all of them."""
+"""A group's rendezvous on the driver's side: replace lost workers, then join all."""
 
 from __future__ import annotations
 
@@ -12,47 +12,56 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from typing import Any
 
-from ...schema import Mesh, WorkersRef
+from ...schema import Mesh
+from ...schema.refs import WorkersRef
 from ..messages import RendezvousSpec, WorkerFacts
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError, replace_lost
 from ..worker.rendezvous import PeerLostError, WorkerTimeoutError
 
 ANSWER_S = 60.0
-"""Time limit for short calls to a worker, in seconds; a worker that exceeds it is killed."""
+"""Time limit for short calls to a worker, in seconds. The driver kills a worker that exceeds it."""
 PORT_TRIES = 4
-"""Number of ports to try: a port that was free a moment ago may be in use now."""
+"""Ports to try. Another program may have taken a port after it was found free."""
 GENERATIONS = itertools.count(1)
-"""Numbers of rendezvous, unique in this process, because several drivers may use the same workers in turn."""
+"""Rendezvous numbers, unique in this process, because several drivers may use the same workers
+in turn."""
 
 
 logger = logging.getLogger("wanstream.distributed")
 
 
 def format_machines(ranks: Sequence[int], workers: Sequence[WorkerFacts]) -> str:
-    """Format the machines of workers: "0 1 on node-a (10.0.0.1), 2 on node-b (10.0.0.2)"."""
+    """Format workers by machine: "0 1 on node-a (10.0.0.1), 2 on node-b (10.0.0.2)"."""
     places: dict[tuple[str, str], list[str]] = {}
     for rank, facts in zip(ranks, workers, strict=True):
         places.setdefault((facts.node, facts.address), []).append(str(rank))
-    return ", ".join(f"{' '.join(each)} on {node} ({address})" for (node, address), each in places.items())
+    return ", ".join(
+        f"{' '.join(each)} on {node} ({address})" for (node, address), each in places.items()
+    )
 
 
 class Rendezvous:
-    """Rendezvous of the workers of one group. `connect`, `repair` and `disable` may be called from any thread.
+    """Rendezvous for one worker group.
+
+    `connect`, `repair` and `disable` may be called from any thread.
 
     Args:
-        ranks: ranks of the workers in `pool`, the leader's first.
-        layout: mesh of these workers alone; its data and stage degrees are 1.
+        ranks: worker ranks in `pool`, leader first.
+        layout: mesh of these workers alone, with data and stage degrees of 1.
     """
 
     def __init__(self, pool: Pool, ref: WorkersRef, ranks: Sequence[int], layout: Mesh) -> None:
-        self.ranks, self.timeout_s = tuple(ranks), ref.timeout_s
+        self.ranks = tuple(ranks)
+        self.timeout_s = ref.timeout_s
         self.generation = 0
         """Number of the last rendezvous."""
         self.is_joined = False
         """True if the workers can compute another task without a new rendezvous."""
         self.facts: tuple[WorkerFacts, ...] = ()
-        """Facts of the workers at the last rendezvous, the leader's first."""
-        self._pool, self._ref, self._layout = pool, ref, layout
+        """Worker facts at the last rendezvous, leader first."""
+        self._pool = pool
+        self._ref = ref
+        self._layout = layout
         self._leaving: Sequence[Future[None]] = ()
         self._lock = threading.Lock()
         self._is_disabled = False
@@ -63,11 +72,13 @@ class Rendezvous:
 
     @property
     def spans_machines(self) -> bool:
-        """True if the workers lie on several machines."""
+        """True if the group has workers on several machines."""
         return len({each.machine for each in self.facts}) > 1
 
     def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
-        """Replace lost workers and join all of them. Blocks. Returns their facts, with the sizes of `paths`.
+        """Replace lost workers, then join all.
+
+        Blocks. Returns worker facts, with the sizes of `paths`.
 
         Raises:
             WorkerLostError: a worker was lost during the rendezvous.
@@ -76,27 +87,35 @@ class Rendezvous:
         with self._lock:
             self.is_joined = self.is_joined and self._are_joined()
         self.repair()
+        # Read again, because `_join` has requested them without paths, or not at all.
         self.facts = self._all_facts(paths)
         return self.facts
 
     def repair(self) -> None:
-        """Replace lost workers and join all of them, unless they are joined. Raises as `connect`."""
+        """Replace lost workers, then join all, unless they are joined.
+
+        Raises as `connect`.
+        """
         with self._lock:
             if self.is_joined or self._is_disabled:
                 return
-            # A worker that leaves late would leave the new rendezvous.
+            # A late `leave` would end the new rendezvous.
             wait(self._leaving, timeout=ANSWER_S)
             self._leaving = ()
             self._join()
             self.is_joined = True
 
     def leave(self) -> None:
-        """Make all workers leave, so that none of them waits for a peer. Does not block; leaving twice is allowed."""
+        """Make all workers leave, so that none waits for a peer.
+
+        Does not block. A second call does nothing.
+        """
+        # Without the lock: a repair holds it, and this must not block.
         self.is_joined = False
         self._leaving = self._leaving or [worker.call("leave") for worker in self.workers]
 
     def disable(self) -> None:
-        """Make all later repairs do nothing. Blocks until a repair in progress has ended."""
+        """Turn all later repairs into no-ops. Blocks until a repair in progress has ended."""
         with self._lock:
             self._is_disabled = True
 
@@ -104,7 +123,9 @@ class Rendezvous:
         replace_lost(self._pool, self._lost_ranks())
         self.facts = self._all_facts()
         if self.spans_machines:
-            logger.warning("workers that share a video are apart: %s", format_machines(self.ranks, self.facts))
+            logger.warning(
+                "workers that share a video are apart: %s", format_machines(self.ranks, self.facts)
+            )
         workers = self.workers
         for tries_left in reversed(range(PORT_TRIES)):
             spec = RendezvousSpec(
@@ -121,18 +142,25 @@ class Rendezvous:
             if error is None:
                 self.generation = spec.generation
                 return
+            # Only a taken port is worth another try.
             if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and tries_left):
                 raise error
 
     def _are_joined(self) -> bool:
-        """Return True if all workers are in this group's last rendezvous; another driver may have joined them since."""
+        """Return True if all workers are in this group's last rendezvous.
+
+        Another driver may have joined them since.
+        """
         try:
             return all(each.generation == self.generation for each in self._all_facts())
         except WorkerLostError:
             return False
 
     def _lost_ranks(self) -> list[int]:
-        """Return the ranks of the workers that are lost; those that do not answer are ended, and lost too."""
+        """Return the ranks of lost workers.
+
+        Ends workers without an answer, and counts them as lost.
+        """
         lost = []
         for worker, answer in self._request_facts():
             try:
@@ -145,13 +173,18 @@ class Rendezvous:
         return tuple(self._result(*request) for request in self._request_facts(paths))
 
     def _request_facts(self, paths: Sequence[str] = ()) -> list[tuple[WorkerHandle, Future[Any]]]:
-        """Request the facts of all workers, and wait for them until one time limit."""
-        requests = [(worker, worker.call("facts", paths, self._ref.paths)) for worker in self.workers]
+        """Request facts from all workers, and wait until one time limit for all."""
+        requests = [
+            (worker, worker.call("facts", paths, self._ref.paths)) for worker in self.workers
+        ]
         wait([answer for _, answer in requests], timeout=ANSWER_S)
         return requests
 
     def _result(self, worker: WorkerHandle, answer: Future[Any], timeout_s: float = 0.0) -> Any:
-        """Return the result of a short call. A worker that does not answer is killed: raises WorkerLostError."""
+        """Return the result of a short call.
+
+        Without an answer, kills the worker and raises WorkerLostError.
+        """
         try:
             return answer.result(timeout_s)
         except FutureTimeoutError as err:
@@ -159,17 +192,24 @@ class Rendezvous:
                 raise
             worker.kill()
             raise WorkerLostError(
-                f"worker {worker.rank} did not answer within {ANSWER_S:g} s and was ended\n{worker.log_tail()}",
+                f"worker {worker.rank} did not answer within {ANSWER_S:g} s and was "
+                f"ended\n{worker.log_tail()}",
                 worker.rank,
             ) from err
 
     def _try_join(self, workers: Sequence[WorkerHandle], spec: RendezvousSpec) -> Exception | None:
-        """Join all workers. Returns None, or the error that explains the failure, after the last worker gave up."""
-        joining = [worker.call("join", replace(spec, rank=place)) for place, worker in enumerate(workers)]
+        """Join all workers.
+
+        Returns None, or why the join failed, after the last worker has given up.
+        """
+        joining = [
+            worker.call("join", replace(spec, rank=place)) for place, worker in enumerate(workers)
+        ]
+        # Longer than the workers' own timeout, so that they report it first.
         wait(joining, timeout=self.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         if all(each.done() and each.exception() is None for each in joining):
             return None
-        # Peers of a failed worker would wait for it until their timeout.
+        # Otherwise peers would wait for a failed worker until their timeout.
         leaving = [worker.call("leave") for worker in workers]
         wait([*joining, *leaving], timeout=ANSWER_S)
         for worker, each in zip(workers, joining, strict=True):
@@ -178,9 +218,14 @@ class Rendezvous:
         return self._first_cause([each.exception() if each.done() else None for each in joining])
 
     def _first_cause(self, errors: Sequence[BaseException | None]) -> Exception:
-        """Return the error that caused the others: a worker whose peer failed raises PeerLostError or a timeout."""
+        """Return the error that caused the others.
+
+        A worker whose peer failed raises PeerLostError or a timeout.
+        """
         for error in errors:
-            if isinstance(error, Exception) and not isinstance(error, PeerLostError | WorkerTimeoutError):
+            if isinstance(error, Exception) and not isinstance(
+                error, PeerLostError | WorkerTimeoutError
+            ):
                 return error
         place = next((place for place, error in enumerate(errors) if error is not None), 0)
         message = f"worker {self.ranks[place]} could not join its group: {errors[place]}"

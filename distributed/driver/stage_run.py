@@ -1,185 +1,253 @@
-"""Scheduling loop: assigns jobs to groups, polls them, and reports their steps. Independent of the model.
+"""Scheduling loop for a run: assigns jobs to groups, and passes messages from workers to the jobs.
 
-The state of an item is passed from one stage to the next; several items are computed at once.
+All messages go through one inbox. The run's thread reads it, and drops messages for ended jobs, for
+example from an abandoned worker.
 """
 
 from __future__ import annotations
 
+import queue
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
-from ...plan import Assignment, GroupId, JobSchedule
-from ...sampling import SamplingCancelled
-
-S = TypeVar("S")
-
-POLL_S = 0.05
-"""Interval at which `should_stop` is called and groups are polled while no event arrives."""
+from ...sampling.steps import SamplingCancelled
+from ..messages import StepReport
+from ..plan.jobs import Assignment, GroupId, JobSchedule
+from ..transport.pool import WorkerLostError
+from ..transport.threads import POLL_S, run_in_thread
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepTaken(Generic[S]):
-    """A group finished a step of its job, handed over the state of the item, or both."""
+class CallEnd:
+    """Message: a job's call has ended."""
 
-    next_step: int
-    """First step that was not taken."""
-    state: S | None
-    """State before that step; None while the group keeps it."""
-    report: Any = None
-    """Report of the step; None if the state alone was handed over."""
+    run_id: str
+    place: int = 0
+    """Place of the worker in the group."""
+    future: Future[Any]
+
+
+Inbox: TypeAlias = "queue.SimpleQueue[StepReport | CallEnd]"
+
+
+def report_end(call: Future[Any], inbox: Inbox, run_id: str, place: int = 0) -> None:
+    """Put a call's end into the inbox, at once if it has ended."""
+    call.add_done_callback(
+        lambda ended: inbox.put(CallEnd(run_id=run_id, place=place, future=ended))
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GroupEnd:
-    """End of a job or of a repair. Without an error, the job is complete, or the group is usable again."""
+class JobEnd:
+    """End of a job or repair.
+
+    Without an error, the job is complete, or the group is usable again.
+    """
 
     error: BaseException | None = None
     can_resume: bool = False
-    """After the error, the job can resume from its last state, here after a repair or in another group."""
+    """After the error, the job can resume from the last state, here after a repair or in another
+    group."""
     counts_as_failure: bool = False
-    """The error is a loss, of which a run survives a limited number."""
+    """The error is a loss. A run survives a limited number of them."""
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> JobEnd:
+        """Return the end of a call to one worker. A job can resume after a lost worker only."""
+        is_loss = isinstance(error, WorkerLostError)
+        return cls(error=error, can_resume=is_loss, counts_as_failure=is_loss)
 
 
-GroupEvent: TypeAlias = "StepTaken[S] | GroupEnd"
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JobEvent:
+    """Progress of a job, its end, or both."""
+
+    report: Any = None
+    """Argument of `on_report`; None for a repair, and for an end without news."""
+    next_step: int | None = None
+    """First step after a new state; None without a new state."""
+    end: JobEnd | None = None
 
 
-class StageGroup(Protocol[S]):
-    """Computes one job at a time, elsewhere. Every job and every repair ends with one GroupEnd.
+class Job(Protocol):
+    """Job or repair that a group computes elsewhere. It ends with one JobEnd. No method blocks."""
 
-    No method blocks. `wake` is set, from any thread, when `poll` has new events to return.
-    """
+    @property
+    def run_id(self) -> str:
+        """Message id, unique for every try."""
 
-    def start(self, assignment: Assignment, state: S | None, wake: threading.Event) -> None:
-        """Start a job. A state of None stands for an item that no step was taken of."""
+    def receive(self, message: StepReport | CallEnd) -> JobEvent | None:
+        """Take a message and return the event, if any."""
 
-    def poll(self) -> list[GroupEvent[S]]:
-        """Return the events since the last call; called every `POLL_S`, so that time limits can be checked here too."""
+    def check_time(self) -> JobEvent | None:
+        """Enforce the time limits; called at least every `POLL_S` while no message waits."""
 
     def stop(self) -> None:
-        """End the current job soon, if there is one."""
+        """End the job soon."""
 
-    def repair(self, wake: threading.Event) -> None:
-        """Start to make the group usable again after a GroupEnd that can be resumed."""
+
+class StageGroup(Protocol):
+    """Workers for one job at a time. No method blocks."""
+
+    def start(self, assignment: Assignment, inbox: Inbox) -> Job:
+        """Start a job from the last state of the item."""
+
+    def repair(self, inbox: Inbox) -> Job:
+        """Start to make the group usable again, after an error with `can_resume`."""
+
+
+class Repair:
+    """Group repair by a call on a separate thread; implements `Job`."""
+
+    def __init__(self, inbox: Inbox, function: Callable[..., object], *args: object) -> None:
+        self.run_id = uuid.uuid4().hex
+        self.future: Future[object] = run_in_thread("wanstream-repair", function, *args)
+        report_end(self.future, inbox, self.run_id)
+
+    def receive(self, message: StepReport | CallEnd) -> JobEvent:
+        """See `Job.receive`."""
+        return JobEvent(end=JobEnd.of(self.future.exception()))
+
+    def check_time(self) -> None:
+        """See `Job.check_time`. The call enforces time limits itself."""
+
+    def stop(self) -> None:
+        """See `Job.stop`. The next run waits for a repair."""
 
 
 class RestartLimitError(OSError):
-    """More workers of a group were lost than may be replaced. The message has the last loss."""
+    """A group lost more workers than may be replaced. The message has the last loss."""
 
     @classmethod
     def after(cls, error: BaseException, max_restarts: int) -> RestartLimitError:
-        """Return the error for a loss that exceeds `max_restarts`."""
-        return cls(f"{error}\ngiving up after {max_restarts} worker restarts of one group within an hour")
+        """Return the error for a loss beyond `max_restarts`."""
+        return cls(
+            f"{error}\ngiving up after {max_restarts} worker restarts of one group within an hour"
+        )
 
 
-class StageRun(Generic[S]):
+class StageRun:
     """One run of items through stages. Used once, on one thread.
 
     Args:
-        steps: steps of each item, by stage.
-        groups: one group for each place of the grid of data and stages.
-        states: initial state of each item.
-        max_restarts: how many losses of a group are repaired within an hour.
+        steps: each item's steps, by stage.
+        groups: one group for each place in the grid of data and stages.
+        max_restarts: repairs per group within an hour.
         ahead: see `JobSchedule`.
     """
 
     def __init__(
         self,
         steps: Sequence[Sequence[range]],
-        groups: Mapping[GroupId, StageGroup[S]],
-        states: Sequence[S | None],
+        groups: Mapping[GroupId, StageGroup],
         *,
         max_restarts: int = 0,
         ahead: int = sys.maxsize,
     ) -> None:
         self.schedule = JobSchedule(steps, tuple(groups), max_restarts=max_restarts, ahead=ahead)
-        self._groups, self._states = groups, list(states)
-        self._wake = threading.Event()
-        self._polled: deque[tuple[GroupId, GroupEvent[S]]] = deque()
+        self._groups = groups
+        self._jobs: dict[GroupId, Job] = {}
+        """Jobs and repairs in progress."""
+        self._inbox: Inbox = queue.SimpleQueue()
 
     def run(
         self,
-        on_step: Callable[[int, StepTaken[S]], None] | None = None,
-        should_stop: Callable[[], bool | None] | None = None,
-    ) -> list[S | None]:
-        """Run to the end, and return the last state of every item. After an error, no group has a job any more.
+        on_report: Callable[[int, Any], None],
+        should_stop: Callable[[], bool | None] = lambda: False,
+    ) -> None:
+        """Run to the end. After an error, no group has a job any more.
 
         Args:
-            on_step: called on this thread with an item and its event. Its errors end the run.
-            should_stop: called often on this thread. Its errors end the run too.
+            on_report: called on this thread with an item and a report from its job. An error ends
+                the run.
+            should_stop: called often on this thread. An error ends the run too.
 
         Raises:
             SamplingCancelled: `should_stop` returned True.
-            RestartLimitError: more than `max_restarts` losses of a group; the message has the last one.
+            RestartLimitError: a group had more losses than `max_restarts`; the message has the last
+                one.
         """
-        for group in self._groups.values():
-            group.poll()  # an earlier run may have ended before it took all events
         try:
-            while not (stopped := should_stop is not None and should_stop()) and self.schedule.is_running:
+            while not (stopped := should_stop()) and self.schedule.is_running:
                 while (assignment := self.schedule.next()) is not None:
-                    self._groups[assignment.group].start(assignment, self._states[assignment.item], self._wake)
+                    group = assignment.group
+                    self._jobs[group] = self._groups[group].start(assignment, self._inbox)
                     self.schedule.start(assignment)
-                if (polled := self._next_event()) is None:
-                    continue
-                place, event = polled
-                self._apply(place, event)
-                if isinstance(event, GroupEnd):
-                    if event.error is not None:
-                        self._repair_after(place, event.error, can_resume=event.can_resume)
-                elif on_step is not None:
-                    on_step(self.schedule.busy[place], event)
+                for group, event in self._events():
+                    # Read before `_apply`: a group whose job ends leaves `busy`.
+                    item = self.schedule.busy.get(group)
+                    self._apply(group, event)
+                    if event.report is not None:
+                        assert item is not None, "a repair reports nothing"
+                        on_report(item, event.report)
+                    if event.end is not None and event.end.error is not None:
+                        self._repair_after(group, event.end.error, can_resume=event.end.can_resume)
         finally:
+            # Also after an error: no group may compute for a run that is over.
             cancelled = self._stop()
         if stopped:
             raise cancelled
-        return self._states
 
-    def _next_event(self) -> tuple[GroupId, GroupEvent[S]] | None:
-        """Return the next event and its group; None if there is none within `POLL_S`."""
-        if not self._polled:
-            self._wake.wait(POLL_S)
-            # Clear before polling: an event that arrives in between is polled now, and wakes the next call for nothing.
-            self._wake.clear()
-            for place, group in self._groups.items():
-                self._polled.extend((place, event) for event in group.poll())
-        return self._polled.popleft() if self._polled else None
+    def _events(self) -> Iterator[tuple[GroupId, JobEvent]]:
+        """Yield the next message's event, and events from time limits, with their groups.
 
-    def _apply(self, group: GroupId, event: GroupEvent[S]) -> None:
-        if isinstance(event, StepTaken):
-            if event.state is not None:
-                self.schedule.step(group, event.next_step)
-                self._states[self.schedule.busy[group]] = event.state
-        elif event.error is None:
+        Waits for `POLL_S` at most.
+        """
+        with suppress(queue.Empty):
+            message = self._inbox.get(timeout=POLL_S)
+            # A copy: the caller removes and adds jobs between two events.
+            for group, job in tuple(self._jobs.items()):
+                if job.run_id == message.run_id and (event := job.receive(message)) is not None:
+                    yield group, event
+        # Only when no message waits: messages may be signs of life.
+        if self._inbox.empty():
+            for group, job in tuple(self._jobs.items()):
+                if (event := job.check_time()) is not None:
+                    yield group, event
+
+    def _apply(self, group: GroupId, event: JobEvent) -> None:
+        if event.next_step is not None:
+            self.schedule.step(group, event.next_step)
+        if event.end is None:
+            return
+        del self._jobs[group]
+        if event.end.error is None:
             self.schedule.finish(group)
         else:
-            self.schedule.interrupt(group, counts_as_failure=event.counts_as_failure, now_s=time.monotonic())
+            self.schedule.interrupt(
+                group, counts_as_failure=event.end.counts_as_failure, now_s=time.monotonic()
+            )
 
     def _repair_after(self, group: GroupId, error: BaseException, *, can_resume: bool) -> None:
         """Start a repair while the other groups compute. Raises the error if no repair can help."""
         if not can_resume:
             raise error
+        # Too many losses, and not the end of the run.
         if not self.schedule.is_running and not self.schedule.is_done:
             raise RestartLimitError.after(error, self.schedule.max_restarts)
-        # Not awaited if the run ends first: the next run waits for it.
-        self._groups[group].repair(self._wake)
+        # Not awaited if the run ends first. The next run waits for it.
+        self._jobs[group] = self._groups[group].repair(self._inbox)
 
     def _stop(self) -> SamplingCancelled:
-        """End all jobs, and wait until none is computed any more.
+        """End all jobs, and wait until no group computes one.
 
-        Returns the step and block at which a job was stopped; between two jobs, the first block of the next step.
+        Returns the step and block at which a job was stopped. Between two jobs, this is the next
+        step's first block.
         """
         cancelled = None
-        for group in self.schedule.busy:
-            self._groups[group].stop()
+        for job in self._jobs.values():
+            job.stop()
         while self.schedule.busy:
-            if (polled := self._next_event()) is None:
-                continue
-            group, event = polled
-            self._apply(group, event)
-            if cancelled is None and isinstance(event, GroupEnd) and isinstance(event.error, SamplingCancelled):
-                cancelled = event.error
-        return cancelled or SamplingCancelled(min(item.next_step for item in self.schedule.items), 0)
+            for group, event in self._events():
+                self._apply(group, event)
+                error = event.end and event.end.error
+                if isinstance(error, SamplingCancelled):
+                    cancelled = cancelled or error
+        first = min(item.next_step for item in self.schedule.items)
+        return cancelled or SamplingCancelled(first, 0)

@@ -1,7 +1,8 @@
-"""Connection of this process to Ray, and the process that ends our Ray when this one is gone.
+"""Connection from this process to Ray, and a reaper for our Ray when this process is gone.
 
-The kernel ends the processes that Ray started from here, and these end their workers. But two agents of Ray would run
-for another minute, trying to report the loss to a server that is gone too; Ray 2.60 has no setting for that time.
+The kernel ends the processes started by Ray from here, and these end their workers. But two of
+Ray's agents would run for another minute and try to report the loss to a server that is gone too.
+Ray 2.60 has no setting for this time.
 """
 
 from __future__ import annotations
@@ -20,28 +21,22 @@ from typing import Any
 import psutil
 
 from ...devices import core_count, gpu_count
-from ...schema import LOCAL, WorkersRef, host_and_port, is_loopback
+from ...schema import LOOPBACK, is_loopback
+from ...schema.refs import LOCAL, WorkersRef
+from ..clusters import host_and_port
 from ..transport.threads import WorkThread
-from ..worker.worker import LOOPBACK
-from .environment import (
-    PREFIX,
-    LateRayletError,
-    RaySetupError,
-    import_ray,
-    local_ray_environment,
-    on_loopback,
-    quiet_logging,
-    reset_token_cache,
-    temporary_environment,
-    token_of_cluster,
-)
+from . import environment
 
 CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 40.0
-NEEDS_TOKEN = "a cluster that requires a token needs the path of a file with it as token_file in the list of clusters"
+NEEDS_TOKEN = (
+    "a cluster that requires a token needs the path of a file with it as token_file in the list of "
+    "clusters"
+)
 
 SAFE_PATH = "import sys; sys.path = [folder for folder in sys.path if folder]"
-"""Start of a script: leaves out the current folder, in which other users may write, as PYTHONSAFEPATH does."""
+"""Start of a script: leaves out the current folder, as PYTHONSAFEPATH does, because other users
+may write there."""
 JOIN = f"""{SAFE_PATH}
 import ray
 try:
@@ -53,44 +48,55 @@ ray.shutdown()
 
 
 def check_cluster(address: str, host: str, port: int, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Raise RaySetupError unless a Ray of this version runs at `address` and accepts this process."""
+    """Raise RaySetupError unless Ray in this version runs at `address` and accepts this process."""
+    # First without Ray: a missing server is found in seconds.
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as err:
-        raise RaySetupError(
-            f"no Ray cluster answers at {address} ({err}): start one there (ray start --head), or set the address "
-            "that it printed"
+        raise environment.RaySetupError(
+            f"no Ray cluster answers at {address} ({err}): start one there (ray start --head), or "
+            "set the address that it printed"
         ) from err
     try:
+        # In another process, because `ray.init` cannot be stopped after a timeout.
         joined = subprocess.run(
-            [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=timeout_s, check=False
+            [sys.executable, "-c", JOIN, address],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired as err:
-        raise RaySetupError(
-            f"the server at {address} did not accept this process within {timeout_s:g} s: set the address of a Ray "
-            f"cluster; {NEEDS_TOKEN}"
+        raise environment.RaySetupError(
+            f"the server at {address} did not accept this process within {timeout_s:g} s: set the "
+            f"address of a Ray cluster; {NEEDS_TOKEN}"
         ) from err
     if joined.returncode != 0:
         lines = joined.stderr.strip().splitlines() or ["no message"]
-        raise RaySetupError(
-            f"the Ray cluster at {address} does not accept this process: {NEEDS_TOKEN}. Ray says: {lines[-1].strip()}"
+        raise environment.RaySetupError(
+            f"the Ray cluster at {address} does not accept this process: {NEEDS_TOKEN}. Ray says: "
+            f"{lines[-1].strip()}"
         )
 
 
 RECONNECT = "gcs_rpc_server_reconnect_timeout_s"
-"""Ray's setting for the time in seconds that a process survives without the server."""
+"""Ray's setting for the seconds without a server before a process ends."""
 RECONNECT_S = 10**8
-"""In practice forever: otherwise Ray would end ComfyUI's process some time after the server is gone."""
+"""In practice forever: otherwise Ray would end ComfyUI's process some time after the server is
+gone."""
 LISTENING_TIMEOUT_S = 2.0
 
 
 def gcs_address(ray: Any) -> str:
-    """Return host:port of the server that this process is connected to; empty if it is not connected."""
+    """Return host:port of this process's server.
+
+    Empty without a connection.
+    """
     return str(ray.get_runtime_context().gcs_address) if ray.is_initialized() else ""
 
 
 def is_listening(host: str, port: int) -> bool:
-    """Return True if a process listens at that port."""
+    """Return True if a process listens at this port."""
     with suppress(OSError), socket.create_connection((host, port), timeout=LISTENING_TIMEOUT_S):
         return True
     return False
@@ -115,7 +121,10 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 class RayReaper:
-    """Reaper of a Ray that this process has started with its files in `folder`; it removes the folder at the end."""
+    """Reaper for a Ray started by this process with files in `folder`.
+
+    Removes the folder at the end.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -130,13 +139,22 @@ class RayReaper:
         )
 
     def track(self) -> None:
-        """Send the ids of the processes that this Ray has now to the reaper; sending one twice is allowed."""
+        """Send the ids of Ray's present processes to the reaper.
+
+        Sending one twice is allowed.
+        """
         pipe = self._process.stdin
         assert pipe is not None
+        # Only children with the folder in their command: ComfyUI and other packs have processes
+        # too.
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
-                if child.pid != self._process.pid and any(str(self._folder) in word for word in child.cmdline()):
-                    pipe.writelines(f"{each.pid}\n" for each in (child, *child.children(recursive=True)))
+                if child.pid != self._process.pid and any(
+                    str(self._folder) in word for word in child.cmdline()
+                ):
+                    pipe.writelines(
+                        f"{each.pid}\n" for each in (child, *child.children(recursive=True))
+                    )
         pipe.flush()
 
     def close(self) -> None:
@@ -145,74 +163,91 @@ class RayReaper:
 
 
 CPU_SLOT = 0.5
-"""CPU resource of one worker on a machine without GPUs; Ray uses it for bookkeeping only."""
+"""CPU resource for one worker on a machine without GPUs. Ray uses it for bookkeeping only."""
 LOCAL_CPUS = 16
-"""CPU resource of this machine in a Ray that is started here; on a machine with more cores, their number."""
+"""CPU resource of a local Ray, unless the machine has more cores."""
 OBJECT_STORE_BYTES = 1 << 30
-"""Size of the object store: 77 MB for a state of 1280x720x81, 36 MB for its request. Ray spills more to disk."""
+"""Object store size: 77 MB for a state at 1280x720x81, 36 MB for a request. Ray spills more to
+disk."""
 FOLDER_PREFIX = "wanstream-ray-"
 
 
 class RayConnection:
-    """Connection of this process to Ray, of which a process can have only one. Thread-safe."""
+    """Connection from this process to Ray. A process can have only one. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self.address = self._server = ""
-        """Address of the present, or last, Ray as in `WorkersRef`, and host:port of its server."""
+        """Address of the present, or last, Ray as in `WorkersRef`, and host:port of the server."""
         self._undo = ExitStack()
         self._reaper: RayReaper | None = None
 
     def acquire(self, ref: WorkersRef, *, store_bytes: int = OBJECT_STORE_BYTES) -> Any:
-        """Connect as set in `ref`, and return the module `ray`. Each call needs a call of `release`.
+        """Connect as set in `ref`, and return the module `ray`.
+
+        Each call needs a call to `release`.
 
         Raises:
             RayMissingError: Ray is not installed.
-            RaySetupError: the cluster does not respond, or this process is connected to another Ray.
+            RaySetupError: the cluster does not respond, or this process is connected to another
+                Ray.
         """
         with self._lock:
-            ray = import_ray()
+            ray = environment.import_ray()
             if self._users == 0:
                 with ExitStack() as undo:
                     self._connect(ray, ref, store_bytes, undo)
-                    self.address, self._server = ref.address, gcs_address(ray)
+                    self.address = ref.address
+                    self._server = gcs_address(ray)
                     self._undo = undo.pop_all()
+                # For a process that ends without `release`.
                 atexit.register(self._undo.close)
             elif self.address != ref.address:
-                raise RaySetupError(
-                    f"this process has workers at {self.address}: close those before starting others at {ref.address}"
+                raise environment.RaySetupError(
+                    f"this process has workers at {self.address}: close those before starting "
+                    f"others at {ref.address}"
                 )
             self._users += 1
             return ray
 
     def is_alive(self) -> bool:
-        """Return True if this process is connected to the same Ray, whose server and raylet of this machine run.
+        """Return True if this process is connected to the same Ray, and it runs here.
 
-        The server can outlive the raylet of this machine, and without the raylet no worker starts here.
+        Ray's server and this machine's raylet must both run. The server can outlive the raylet, and
+        without the raylet no worker starts here.
         """
-        ray = import_ray()
+        ray = environment.import_ray()
         if gcs_address(ray) != self._server or not is_listening(*host_and_port(self._server)):
             return False
         node_id = ray.get_runtime_context().get_node_id()
         with suppress(ray.exceptions.RayError):  # the server ended after the check above
             raylets = [node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]]
-            # Connected to as well, because the server takes some seconds to miss one that was killed.
-            return any(is_listening(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in raylets)
+            # Connect to it as well, because the server takes some seconds to miss a killed raylet.
+            return any(
+                is_listening(node["NodeManagerAddress"], node["NodeManagerPort"])
+                for node in raylets
+            )
         return False
 
     def has_ended(self) -> bool:
-        """Return True if this Ray has ended; always False if its server, on another machine, may only be cut off."""
+        """Return True if this Ray has ended.
+
+        Always False for a server on another machine, because the network may only be down.
+        """
         return is_loopback(host_and_port(self._server)[0]) and not self.is_alive()
 
     def track_processes(self) -> None:
-        """Record the processes that Ray has started, so that the reaper ends them after this one is gone."""
+        """Record Ray's processes, for the reaper to end after this one is gone."""
         with self._lock:
             if self._reaper is not None:
                 self._reaper.track()
 
     def release(self) -> None:
-        """Release one `acquire`; the last one closes the connection, and ends a Ray that was started here."""
+        """Release one `acquire`.
+
+        The last one closes the connection, and ends a local Ray.
+        """
         with self._lock:
             assert self._users > 0, "released more often than acquired"
             self._users -= 1
@@ -222,19 +257,23 @@ class RayConnection:
                 self._undo.close()
 
     def _connect(self, ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
-        """Connect, unless this process is connected to the same Ray already; register the cleanup in `undo`."""
+        """Connect, unless this process is already connected to the same Ray.
+
+        Registers the cleanup in `undo`.
+        """
         if ray.is_initialized():
             if (connected := gcs_address(ray)) != ref.address:
-                raise RaySetupError(
-                    f"this process is connected to the Ray at {connected} already, by another node pack or script, "
-                    f"and can have only one connection: add {connected} to the list of clusters to use it, or close it "
-                    "first"
+                raise environment.RaySetupError(
+                    f"this process is connected to the Ray at {connected} already, by another node "
+                    f"pack or script, and can have only one connection: add {connected} to the "
+                    "list of clusters to use it, or close it first"
                 )
             return
-        # Ray's processes ask the kernel to end them with their parent *thread*, so it must live as long as they do.
+        # Ray's processes make the kernel end them with their parent *thread*, so it must live as
+        # long as they do.
         thread = WorkThread("wanstream ray")
         undo.callback(thread.close)
-        undo.callback(reset_token_cache)
+        undo.callback(environment.reset_token_cache)
         start = _start_local if ref.address == LOCAL else _join_cluster
         starting = thread.submit(start, ray, ref, store_bytes, undo)
         try:
@@ -247,8 +286,11 @@ CONNECTION = RayConnection()
 
 
 def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayReaper:
-    """Start a Ray on this machine, and try again once if its raylet was late; register the cleanup in `undo`."""
-    with suppress(LateRayletError), ExitStack() as first:
+    """Start a Ray on this machine, and try again once if the raylet was late.
+
+    Registers the cleanup in `undo`.
+    """
+    with suppress(environment.LateRayletError), ExitStack() as first:
         reaper = _init_local(ray, store_bytes, first)
         undo.push(first.pop_all())
         return reaper
@@ -258,32 +300,38 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
 def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
     try:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        # Registered before `shutdown`, so that it runs after it and ends the processes that `shutdown` has not.
+        # Registered before `shutdown`, so it runs later and ends the processes left by `shutdown`.
         reaper = RayReaper(folder)
         undo.callback(reaper.close)
         undo.callback(ray.shutdown)
-        with local_ray_environment(), ExitStack() as started:
-            started.callback(reaper.track)  # also after an error: `ray.init` does not end the processes it has started
+        with environment.local_ray_environment(), ExitStack() as started:
+            # Also after an error: `ray.init` does not end the processes it has started.
+            started.callback(reaper.track)
             ray.init(
                 address="local",
                 num_cpus=max(LOCAL_CPUS, core_count()),
                 num_gpus=gpu_count(),
                 object_store_memory=store_bytes,
+                # Without the dashboard and logs: fewer processes, and no output of workers in
+                # ComfyUI's console.
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address=LOOPBACK,
-                # Ray makes its folder accessible to all users; the parent, made by mkdtemp, is not. The name is short
-                # because socket paths have at most 107 bytes.
+                # All users can access Ray's folder. The parent, made by mkdtemp, is private. The
+                # name is short because socket paths have at most 107 bytes.
                 _temp_dir=str(folder / "r"),
+                # No idle workers in advance: every actor gets a process when it starts.
                 _system_config={"prestart_worker_first_driver": False, RECONNECT: RECONNECT_S},
             )
     except Exception as err:
+        # Ray raises a bare Exception if the raylet is late.
         is_final = isinstance(err, ray.exceptions.RayError | RuntimeError | OSError | ValueError)
         reason = str(err).rstrip(".")
-        raise (RaySetupError if is_final else LateRayletError)(
-            f"Ray {ray.__version__} does not start on this machine: {reason}. Check that disk, RAM and shared memory "
-            "have free space, and that the folder for temporary files (TMPDIR) exists, has a short name and is writable"
+        raise (environment.RaySetupError if is_final else environment.LateRayletError)(
+            f"Ray {ray.__version__} does not start on this machine: {reason}. Check that disk, RAM "
+            "and shared memory have free space, and that the folder for temporary files (TMPDIR) "
+            "exists, has a short name and is writable"
         ) from err
     return reaper
 
@@ -291,13 +339,15 @@ def _init_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayReaper:
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
     host, port = host_and_port(ref.address)
     with (
-        on_loopback() if is_loopback(host) else quiet_logging(),
-        temporary_environment({f"{PREFIX}{RECONNECT}": str(RECONNECT_S)}),
-        token_of_cluster(ref.token_file),
+        environment.on_loopback() if is_loopback(host) else environment.quiet_logging(),
+        environment.temporary_environment({f"{environment.PREFIX}{RECONNECT}": str(RECONNECT_S)}),
+        environment.token_of_cluster(ref.token_file),
     ):
         check_cluster(ref.address, host, port)
         undo.callback(ray.shutdown)
         try:
             ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
         except Exception as err:
-            raise RaySetupError(f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}") from err
+            raise environment.RaySetupError(
+                f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}"
+            ) from err

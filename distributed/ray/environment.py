@@ -1,4 +1,4 @@
-"""Import of Ray with a temporary environment, its tokens, and its errors.
+"""Ray's import with a temporary environment, tokens, and errors.
 
 ValueError
   RaySetupError      workers cannot be started as configured; the message says what to change
@@ -6,8 +6,9 @@ ValueError
     LostAtStartError a worker, or its machine, was lost before it was ready
     LateRayletError  a Ray on this machine did not start within Ray's own timeout
 
-Ray reads its settings from the environment when it is imported and when it starts processes, which inherit them. They
-are set only for that time, so that other packs in the user's process are not affected.
+Ray reads settings from the environment, when it is imported and when it starts processes. The
+processes inherit them. They are set only for this time, so other packs in the user's process are
+not affected.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 
 class RaySetupError(ValueError):
-    """Workers cannot be started as configured; the message says why, and what to change."""
+    """Workers cannot be started as configured. The message has the reason and the remedy."""
 
 
 class RayMissingError(RaySetupError):
@@ -34,42 +35,50 @@ class RayMissingError(RaySetupError):
 
     def __init__(self) -> None:
         super().__init__(
-            'several workers need Ray, which is not installed: pip install "ray>=2.52" (or "wanstream[distributed]") '
-            f"for the Python at {sys.executable}, or set the cluster of the workers to in-process for one worker "
-            "without it"
+            "several workers need Ray, which is not installed: "
+            'pip install "ray>=2.52" (or "wanstream[distributed]") '
+            f"for the Python at {sys.executable}, or set the cluster of the workers to in-process "
+            "for one worker without it"
         )
 
 
 class LostAtStartError(RaySetupError):
-    """A worker, or its machine, was lost before it was ready; the message contains the known cause."""
+    """A worker or a machine was lost before it was ready.
+
+    The message contains the known cause.
+    """
 
 
 class LateRayletError(RaySetupError):
-    """A Ray on this machine did not start within Ray's own timeout; another try may succeed."""
+    """A Ray on this machine did not start within Ray's own timeout. Another try may succeed."""
 
 
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's switch for clusters; when it is off, every port of Ray listens on loopback, on Linux too."""
-PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
-MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""Ray's variables for its token; without them it uses the file `~/.ray/auth_token`."""
+"""Ray's switch for clusters. When it is off, all Ray ports listen on loopback, on Linux too."""
+PREFIX = "RAY_"
+DEBUGGER = "PYTHONBREAKPOINT"
+MODE = "RAY_AUTH_MODE"
+TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
+"""Ray's variables for the token. Without them Ray uses the file `~/.ray/auth_token`."""
 
 QUIET = {"RAY_DEDUP_LOGS_SKIP_REGEX": r"\A(Raylet is terminated|The node with node)"}
-"""Variable that Ray reads when it is imported; one that the user has set is kept. The messages are those after the end
-of a raylet, with the end of its log, which Ray prints although `log_to_driver` is off."""
+"""Variable that Ray reads when it is imported. A user's value is kept. The messages come after a
+raylet has ended, with the end of the log. Ray prints them although `log_to_driver` is off."""
 
 PROCESS_TOKEN = secrets.token_hex(32)
-"""Random token of this process."""
+"""Random token for this process."""
 
 _ENVIRONMENT = threading.RLock()
-"""Lock of the process-wide environment: two threads would restore each other's values."""
+"""Lock on the process-wide environment: two threads would restore each other's values."""
 
 
 def import_ray() -> Any:
     """Import and return the module `ray`. Raises RayMissingError if it is not installed."""
     values = QUIET | _ray_variables() | {"RAY_USAGE_STATS_ENABLED": "0"}
     try:
-        # Only the first import reads the environment; later ones need neither the variables nor the lock.
+        # Only the first import reads the environment. Later ones need neither the variables nor the
+        # lock.
         with nullcontext() if "ray" in sys.modules else temporary_environment(values):
             return importlib.import_module("ray")
     except ModuleNotFoundError as err:
@@ -80,19 +89,24 @@ def import_ray() -> Any:
 
 @contextmanager
 def local_ray_environment() -> Iterator[None]:
-    """Make a Ray that is started inside listen on loopback only, send no usage statistics, and require a new token.
+    """Make a Ray started inside listen on loopback only and require a new token.
 
-    A token or token mode in the user's environment is meant for a cluster, so both are replaced.
+    It sends no usage statistics. A token or token mode in the user's environment is meant for a
+    cluster, so both are replaced.
     """
     values = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    with temporary_environment({**values, MODE: "token", TOKEN: PROCESS_TOKEN, TOKEN_FILE: None}), on_loopback():
+    with (
+        temporary_environment({**values, MODE: "token", TOKEN: PROCESS_TOKEN, TOKEN_FILE: None}),
+        on_loopback(),
+    ):
+        # Inside the environment, because the new token is read from it.
         reset_token_cache()
         yield
 
 
 @contextmanager
 def token_of_cluster(token_file: str) -> Iterator[None]:
-    """Make Ray and its processes send the token in that file; with an empty path they send none.
+    """Make Ray and all its processes send the token in this file, or none for an empty path.
 
     Raises:
         RaySetupError: the file cannot be read, is empty, or can be read by other users.
@@ -107,28 +121,36 @@ def token_of_cluster(token_file: str) -> Iterator[None]:
 
 
 def check_token_file(token_file: str) -> None:
-    """Raise RaySetupError for a token file that is missing or empty, or that other users can read or change."""
+    """Raise RaySetupError for a missing or empty token file, or one open to other users.
+
+    Open means readable or writable.
+    """
     file = Path(token_file).expanduser()
     try:
         about = file.stat()
         empty = not file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as err:
         raise RaySetupError(
-            f"the token file {file} cannot be read ({err}): correct token_file in the list of clusters, or make "
-            "the file (ray get-auth-token --generate)"
+            f"the token file {file} cannot be read ({err}): correct token_file in the list of "
+            "clusters, or make the file (ray get-auth-token --generate)"
         ) from err
     if empty:
-        raise RaySetupError(f"the token file {file} is empty: copy the token of the cluster into it")
-    # Windows has no such bits; profile folders are private to their user there.
+        raise RaySetupError(
+            f"the token file {file} is empty: copy the token of the cluster into it"
+        )
+    # Windows has no such bits. Profile folders are private to their user there.
     if os.name == "posix" and (stat.S_IMODE(about.st_mode) & 0o077 or about.st_uid != os.getuid()):
         raise RaySetupError(
-            f"the token file {file} has the mode {stat.S_IMODE(about.st_mode):o} and belongs to user {about.st_uid}: "
-            f"it must be your own and readable by you alone (chmod 600 {file})"
+            f"the token file {file} has the mode {stat.S_IMODE(about.st_mode):o} and belongs to "
+            f"user {about.st_uid}: it must be your own and readable by you alone (chmod 600 {file})"
         )
 
 
 def reset_token_cache() -> None:
-    """Make Ray read its token again; it caches the first one, and would send it to another cluster too."""
+    """Make Ray read the token again.
+
+    It caches the first one, and would send it to another cluster too.
+    """
     if (raylet := sys.modules.get("ray._raylet")) is not None:
         raylet.AuthenticationTokenLoader.instance().reset_cache()
         raylet.Config.initialize("")  # reads the token mode again
@@ -136,7 +158,7 @@ def reset_token_cache() -> None:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Make Ray use 127.0.0.1 as given, instead of replacing it by this machine's external address."""
+    """Make Ray use 127.0.0.1 as given, and not replace it by this machine's external address."""
     with temporary_environment({ONE_MACHINE: "0"}), quiet_logging(), ExitStack() as undo:
         constants: Any = sys.modules.get("ray._private.ray_constants")
         if constants is not None:  # a Ray that is already imported has read the variable before
@@ -149,8 +171,8 @@ def on_loopback() -> Iterator[None]:
 def temporary_environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set these environment variables (None: unset), and restore the environment on exit.
 
-    Variables that Ray adds are removed too; they would make later connections of this process use tokens. Other threads
-    wait for the lock.
+    Also removes variables added by Ray, because later connections from this process would use
+    tokens. Other threads wait for the lock.
     """
     with _ENVIRONMENT:
         before = _ray_variables()
@@ -167,12 +189,16 @@ def temporary_environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def _ray_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX) or name == DEBUGGER}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PREFIX) or name == DEBUGGER
+    }
 
 
 @contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Suppress Ray's warnings about threads and tokens, which are not for the user of ComfyUI."""
+    """Suppress Ray's warnings about threads and tokens. They are not for ComfyUI users."""
     logger = logging.getLogger("ray")
     level = logger.level
     logger.setLevel(logging.ERROR)

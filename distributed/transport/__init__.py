@@ -1,1 +1,1 @@
-"""Transports between driver and workers, path maps and version checks."""
+"""Transports between driver and workers."""

@@ -1,4 +1,4 @@
-"""Interfaces of worker pools and handles, for every transport: this process, or Ray."""
+"""Interfaces for worker pools and handles, for every transport: this process, or Ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
-from ...sampling import DenoiseRequest
+from ...sampling.inputs import DenoiseRequest
 from ..messages import RunTask, StepReport, TaskResult
 from .threads import run_in_thread
 
@@ -15,7 +15,10 @@ OnReport: TypeAlias = "Callable[[StepReport], None]"
 
 
 class WorkerLostError(RuntimeError):
-    """The process of a worker ended. The message has the worker, the cause if it is known, and the end of its log."""
+    """A worker's process ended.
+
+    The message has the worker, the cause if known, and the end of the log.
+    """
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, rank)
@@ -33,24 +36,28 @@ class WorkerHandle(Protocol):
         """Rank in the pool."""
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call a short method of the `Worker` while it computes. The future raises its error, or WorkerLostError."""
+        """Call a short method of the `Worker` while it computes.
+
+        The future raises the method's error, or WorkerLostError.
+        """
 
     def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
-        """Compute a task; one at a time. `on_report` is called after every step, on a thread of the pool.
+        """Compute a task; one at a time.
 
-        It should not block: the same thread receives the next report. The future raises the worker's error
+        `on_report` is called after every step, on a thread in the pool. It should not block,
+        because the same thread receives the next report. The future raises the worker's error
         (SamplingCancelled, SmallerPolicyError, ...), or WorkerLostError.
         """
 
     def log_tail(self) -> str:
-        """Return the last lines of the worker's output; empty if it was not saved."""
+        """Return the last lines from the worker's output; empty if it was not saved."""
 
     def kill(self) -> None:
         """End the process now. Later calls do nothing."""
 
 
 class Pool(Protocol):
-    """Workers of one driver."""
+    """Workers for one driver."""
 
     @property
     def workers(self) -> Sequence[WorkerHandle]:
@@ -58,25 +65,25 @@ class Pool(Protocol):
 
     @property
     def usable(self) -> bool:
-        """True if lost workers can be replaced; if not, the caller needs another pool."""
+        """True if lost workers can be replaced. Otherwise the caller needs another pool."""
 
     def share(self, requests: Sequence[DenoiseRequest]) -> AbstractContextManager[object]:
-        """Send these requests to each machine at most once in the context, however many tasks have them."""
+        """Send requests to each machine at most once in the context, for any number of tasks."""
 
     def replace(self, rank: int) -> WorkerHandle:
-        """Start a new worker in place of one that was lost or killed. Blocks until it answers.
+        """Replace a lost or killed worker by a new one. Blocks until the new one answers.
 
-        Threads may replace several ranks at the same time, each of which starts immediately.
+        Threads may replace several ranks at the same time. Each starts immediately.
         """
 
     def close(self) -> None:
-        """End all workers and everything that was started for them. Later calls do nothing."""
+        """End all workers and everything started for them. Later calls do nothing."""
 
 
 def replace_lost(pool: Pool, ranks: Sequence[int]) -> None:
-    """Replace the workers of these ranks side by side, in the time of one start.
+    """Replace the workers with these ranks side by side, in the time for one start.
 
-    Raises the error of the first rank that could not be replaced, after all of them have ended.
+    After all replacements have ended, raises the error for the first rank that failed.
     """
     replacing = [run_in_thread(f"wanstream-replace-{rank}", pool.replace, rank) for rank in ranks]
     wait(replacing)

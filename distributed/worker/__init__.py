@@ -1,1 +1,1 @@
-"""Worker side of a distributed run: process groups, rendezvous, split lanes and context parallelism."""
+"""Worker side of a distributed run: groups, rendezvous, split lanes and context parallelism."""

@@ -1,4 +1,7 @@
-"""Worker: keeps experts open and computes its part of runs. Independent of the transport of its messages."""
+"""Worker: keeps experts open and computes parts of runs.
+
+Independent of the message transport.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +13,54 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import torch
 
-from ...devices import auto_dtype, available_bytes, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
+from ...block_kernels import multiplied_formats
+from ...devices import auto_dtype, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
+from ...devices.machine import available_bytes
 from ...plan import VRAM_RESERVE
-from ...sampling import RunSlice, RunState, StepProgress, denoise
-from ...schema import VERSION, CodeFormat, ExpertsRef, Mesh, PathMap
-from ...wan import (
-    ExpertsRegistry,
-    WanVae,
-    measured_arithmetic,
-    multiplied_formats,
-    open_pair,
-    open_vae,
+from ...sampling import denoise_steps
+from ...sampling.steps import RunSlice, RunState, StepProgress
+from ...schema import LOOPBACK, Mesh
+from ...schema.refs import CodeFormat, ExpertsRef, PathMap
+from ...wan import ExpertsRegistry, open_pair
+from ...wan.measurement import measured_arithmetic
+from ...wan.vae import WanVae, open_vae
+from ..messages import (
+    DecodeCancelled,
+    DecodeTask,
+    RendezvousSpec,
+    RunTask,
+    StepReport,
+    TaskResult,
+    WorkerFacts,
+    package_versions,
 )
-from ..messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
-from ..transport.path_map import resolve_experts, resolve_path, weight_bytes
+from ..path_map import resolve_experts, resolve_path, weight_bytes
 from .groups import ProcessGroups
 from .parallel_forward import group_forward
 from .rendezvous import PeerLostError
 from .weights import GroupWeights
 
-LOOPBACK = "127.0.0.1"
-NO_RENDEZVOUS = RendezvousSpec(rank=0, mesh=Mesh(), host=LOOPBACK, port=0, generation=0, timeout_s=0.0)
+NO_RENDEZVOUS = RendezvousSpec(
+    rank=0, mesh=Mesh(), host=LOOPBACK, port=0, generation=0, timeout_s=0.0
+)
 MAX_STOPS = 64
-"""Number of recent stop requests to keep: one may arrive before its run. Run ids are unique, so old ones can expire."""
+"""Number of recent stop requests to keep: one may arrive before the run. Run ids are unique, so
+old ones can expire."""
 
 
 def import_models() -> None:
-    """Import the packages of a first run when the worker starts.
+    """Import the packages for a first run when the worker starts.
 
-    They take several seconds, which other workers that wait within a run would count as a hang.
+    Imports take several seconds. During a run, waiting workers would count them as a hang.
     """
     import diffusers.loaders.single_file_utils  # noqa: F401
     from diffusers import (  # noqa: F401
@@ -58,18 +72,27 @@ def import_models() -> None:
 
 
 def link_speed(address: str) -> int:
-    """Return the speed of the network card with that address in bytes per second; 0 if the system reports none."""
-    cards, addresses = psutil.net_if_stats(), psutil.net_if_addrs().items()
-    names = [name for name, every in addresses if name in cards and address in {each.address for each in every}]
-    return int(cards[names[0]].speed) * 125_000 if names else 0
+    """Return the speed of the network card with this address in bytes per second.
+
+    0 if the system reports none.
+    """
+    cards = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in cards and address in {each.address for each in addresses}:
+            # psutil reports Mb/s.
+            return int(cards[name].speed) * 125_000
+    return 0
 
 
 RAM_SHARE = 0.5
-"""Fraction of the available RAM for decoders on a CPU; the rest is for the frames of the driver."""
+"""Fraction of the available RAM for decoders on a CPU. The rest is for the driver's frames."""
 
 
 def decode_budget(device: torch.device, releasable_bytes: int) -> int:
-    """Return the bytes of `device` that a decode may use; `releasable_bytes` are freed for it if it runs out."""
+    """Return the memory on `device` for a decode, in bytes.
+
+    `releasable_bytes` are freed if it runs out.
+    """
     free = free_bytes(device)
     if free is None:
         return int(RAM_SHARE * available_bytes())
@@ -77,7 +100,10 @@ def decode_budget(device: torch.device, releasable_bytes: int) -> int:
 
 
 class TileDecoder:
-    """Decoder of one tile at a time on one device. Thread-safe; concurrent calls wait for each other."""
+    """Decoder for one tile at a time on one device.
+
+    Thread-safe; concurrent calls wait for each other.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -100,30 +126,32 @@ class TileDecoder:
         wanted = (resolve_path(task.vae, task.paths), task.dtype, task.latent_scale)
         with self._lock:
             if self._open is None or self._open[0] != wanted:
+                # Before the new VAE is opened, so that memory never holds two.
                 self.free()
                 self._open = (wanted, open_vae(*wanted))
             return self._open[1].decode_tile(task.latents, device=self._device, check=check)
 
     def free(self) -> None:
-        """Release the weights. Freeing twice is allowed; the next decode reads them again."""
+        """Release the weights. Freeing twice is allowed. The next decode reads them again."""
         with self._lock:
-            opened, self._open = self._open, None
+            opened = self._open
+            self._open = None
             if opened is not None:
                 opened[1].close()
 
 
 class Worker:
-    """Worker in a process of its own, or in the driver's process if it is the only one.
+    """Worker in a separate process, or in the driver's process if it is the only one.
 
-    `run` computes one task at a time; other threads may call the other methods during a run. A worker remains usable
-    after a task that failed or was stopped.
+    `run` computes one task at a time. Other threads may call the other methods during a run. After
+    a failed or stopped task a worker remains usable.
 
     Args:
         device: "cuda:0" or "cpu", as seen by this process.
         address: address at which other workers reach this one.
-        machine: identifier of its machine; None: the host name.
-        threads: CPU threads to compute with; None: torch's setting is not changed.
-        experts: registry of open experts; None: a new one.
+        machine: machine identifier; None: the host name.
+        threads: CPU threads for compute; None: torch's setting is not changed.
+        experts: registry for open experts; None: a new one.
 
     Raises:
         DeviceError: the device does not exist.
@@ -151,25 +179,25 @@ class Worker:
         self._stopped: deque[str] = deque(maxlen=MAX_STOPS)
         self._blocks_begun = 0
         self._last_state: tuple[str, RunState] | None = None
-        """Id of the current or last run and its last state, which the driver may lack."""
+        """Id and last state of the current or last run. The driver may lack the state."""
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
-        """Return facts about this worker, and the sizes of `paths`, mapped by `maps`, on its machine.
+        """Return facts about this worker, and the local sizes of `paths`, mapped by `maps`.
 
         Raises:
             OSError: a path exists and cannot be read.
         """
-        mapped = {path: resolve_path(Path(path), maps) for path in paths}
+        sizes = {}
+        for path in paths:
+            local = resolve_path(Path(path), maps)
+            sizes[path] = weight_bytes(local) if local.exists() else None
         return WorkerFacts(
             pid=os.getpid(),
             node=platform.node(),
             address=self._address,
             device=str(self._device),
-            wanstream=VERSION,
-            torch=torch.__version__,
-            diffusers=version("diffusers"),
-            python=platform.python_version(),
-            sizes={path: weight_bytes(local) if local.exists() else None for path, local in mapped.items()},
+            versions=package_versions(),
+            sizes=sizes,
             tile_bytes=decode_budget(self._device, self._experts.loaded_bytes),
             generation=self._groups.rendezvous.generation,
             auto_dtype=dtype_name(auto_dtype(self._device)),
@@ -179,14 +207,17 @@ class Worker:
         )
 
     def fast_formats(self, experts: ExpertsRef, maps: Sequence[PathMap]) -> tuple[CodeFormat, ...]:
-        """Return the formats of the matrices of `experts` that are faster here if they are multiplied as stored.
+        """Return the matrix formats in `experts` that are faster here if multiplied as stored.
 
         Raises as `measured_arithmetic`.
         """
         return measured_arithmetic(resolve_experts(experts, maps), self._device).multiplied
 
     def free_port(self) -> int:
-        """Return a TCP port of this machine that was free when it was checked; another process may take it."""
+        """Return a TCP port on this machine that was free when it was checked.
+
+        Another process may take it.
+        """
         with socket.socket() as probe:
             probe.bind((self._address, 0))
             return int(probe.getsockname()[1])
@@ -197,30 +228,48 @@ class Worker:
         Raises as `ProcessGroups.join`.
         """
         self.leave()
-        # Tracebacks of the last rendezvous keep its groups, and so its sockets, in reference cycles.
+        # Tracebacks from the last rendezvous keep the groups, and so the sockets, in reference
+        # cycles.
         gc.collect()
         # Assigned before it has joined, so that `leave` on another thread can end the wait.
         groups = ProcessGroups(rendezvous, self._device)
-        self._groups, self._weights = groups, GroupWeights(groups)
+        self._groups = groups
+        self._weights = GroupWeights(groups)
         groups.join()
 
     def leave(self) -> None:
-        """Leave the rendezvous (any thread). A collective that waits in it raises PeerLostError."""
+        """Leave the rendezvous (any thread). A collective that waits there raises PeerLostError."""
         groups = self._groups
+        # Before the groups end: the next task must not find them.
         self._groups, self._weights = self._alone()
         groups.leave()
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         """Compute `task`, and call `on_report` after every step, on the calling thread.
 
-        The leader keeps its last state for `last_state` until its next run.
+        Raises as `stream`.
+        """
+        messages = self.stream(task)
+        with closing(messages):
+            for message in messages:
+                if isinstance(message, TaskResult):
+                    return message
+                on_report(message)
+        raise AssertionError("a task without a result")
 
-        Raises as `denoise` and as opening the experts does, and:
-            Cancelled: any worker of the group was stopped.
+    def stream(self, task: RunTask) -> Generator[StepReport | TaskResult, None, None]:
+        """Compute `task` on the message thread: a report after every step, then the result.
+
+        The leader keeps the last state for `last_state` until the next run.
+
+        Raises as `denoise` and as opening the experts, and:
+            Cancelled: any worker in the group was stopped.
             WorkerTimeoutError: another worker did not respond in time.
             PeerLostError: another worker is gone, or this one has left the rendezvous.
         """
-        groups, weights, is_stopped = self._groups, self._weights, partial(self._is_stopped, task.run_id)
+        # Read once: `leave` on another thread replaces both.
+        groups = self._groups
+        weights = self._weights
         self._last_state = None
         is_free = self._running.acquire(blocking=False)
         assert is_free, f"run {task.run_id} was assigned to a worker that computes another run"
@@ -230,30 +279,45 @@ class Worker:
             sharded, reason = weights.for_run(pair, task.request, task.policy)
             pair.shard(sharded)
             gathered_before = groups.gathered_bytes
-            ended = denoise(
+            report = self._reporter(task, groups.rank)
+            taken = denoise_steps(
                 pair,
                 task.request,
                 RunSlice(split=group_forward(groups), resume=task.resume, until=task.until),
                 policy=task.policy,
                 device=self._device,
-                on_step=self._reporter(task, on_report, is_leader=groups.rank == 0),
-                should_stop=is_stopped,
-            ).with_note(reason)
+                should_stop=partial(self._is_stopped, task.run_id),
+            )
+            # Ends the run at once, also if this generator is closed before its end.
+            with closing(taken):
+                for step in taken:
+                    if isinstance(step, StepProgress):
+                        yield report(step)
+                    else:
+                        ended = step.with_notes(reason)
             self._last_state = None  # the driver has it
         finally:
             self._running.release()
-        return TaskResult(timeline=ended.timeline, gathered_bytes=groups.gathered_bytes - gathered_before)
+        # After the release: the driver may send the next task as soon as it has the result.
+        yield TaskResult(
+            timeline=ended.timeline, gathered_bytes=groups.gathered_bytes - gathered_before
+        )
 
     def last_state(self, run_id: str) -> RunState | None:
-        """Return the state after the last step of a run that did not end well; None if there is none of that id."""
+        """Return the state after the last step of a run that did not finish.
+
+        None if no such run has this id.
+        """
         kept = self._last_state
-        return kept[1] if kept is not None and kept[0] == run_id else None
+        if kept is None or kept[0] != run_id:
+            return None
+        return kept[1]
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
         """Decode a tile as `TileDecoder.decode` does.
 
-        If the device runs out of memory, the experts release theirs, this worker leaves its rendezvous, and the tile is
-        decoded again.
+        If the device runs out of memory, the experts release theirs, this worker leaves the
+        rendezvous, and the tile is decoded again.
 
         Raises:
             DecodeCancelled: the decode was stopped.
@@ -262,11 +326,14 @@ class Worker:
         try:
             return self._tiles.decode(task, is_stopped)
         except RuntimeError as err:
+            # A run on another thread needs the experts, so they are not released for a tile.
             if self._running.locked() or not is_out_of_memory(err):
                 raise
+            # The error's traceback holds tensors from the failed try.
             forget(err)
         self._experts.free()
-        # The other workers of the group rely on the blocks in its buffers, so the group must join a new rendezvous.
+        # Other workers in the group rely on the blocks in this one's buffers, so the group must
+        # join a new rendezvous.
         self.leave()
         return self._tiles.decode(task, is_stopped)
 
@@ -275,69 +342,86 @@ class Worker:
         self._tiles.free()
 
     def stop(self, run_id: str) -> None:
-        """Stop the run or decode with that id, also if it has not begun yet.
+        """Stop the run or decode with this id, also if it has not begun yet.
 
-        It stops before its next block or frame; a run on several machines before its next step.
+        It stops before the next block or frame, and a run on several machines before the next step.
         """
         self._stopped.append(run_id)
 
     def blocks_begun(self) -> int:
-        """Return the number of blocks and latent frames of tiles that this worker has begun since its start."""
+        """Return how many blocks and latent frames the worker has begun so far."""
         return self._blocks_begun
 
     def close(self) -> None:
-        """Leave the rendezvous, close experts and VAE. Closing twice is allowed; a closed worker can be used again."""
+        """Leave the rendezvous, close experts and VAE. Closing twice is allowed.
+
+        A closed worker can be used again.
+        """
         self.leave()
         self._last_state = None
         self._experts.free()
         self._tiles.free()
 
-    def _reporter(
-        self, task: RunTask, on_report: Callable[[StepReport], None], *, is_leader: bool
-    ) -> Callable[[StepProgress], None]:
-        """Return the callback of a run: it reports every record, and of the leader the tensors that are due."""
-        if not is_leader:
-            return lambda step: on_report(StepReport(record=step.record))
-        end = task.request.step_plan.steps.stop if task.until is None else task.until
-        state_due, preview_due = _every(task.handover_s), _every(task.preview_s, first=True)
+    def _reporter(self, task: RunTask, place: int) -> Callable[[StepProgress], StepReport]:
+        """Return the function that makes the report of a step.
 
-        def report(step: StepProgress) -> None:
+        The leader's reports have the tensors that are due.
+        """
+        if place != 0:
+            return lambda step: StepReport(run_id=task.run_id, place=place, record=step.record)
+        end = task.request.step_plan.steps.stop if task.until is None else task.until
+        state_due = _every(task.handover_s)
+        preview_due = _every(task.preview_s, first=True)
+
+        def report(step: StepProgress) -> StepReport:
             state = step.state()
             self._last_state = task.run_id, state
-            is_due = state_due() or state.next_step == end
-            shown = step.denoised if preview_due() else None
-            denoised = None if shown is None else shown.to("cpu", copy=True)
-            on_report(StepReport(record=step.record, denoised=denoised, state=state if is_due else None))
+            due = StepReport(run_id=task.run_id, place=0, record=step.record)
+            # The state after the last step is the result.
+            if state_due() or state.next_step == end:
+                due = replace(due, state=state)
+            if preview_due() and step.denoised is not None:
+                due = replace(due, denoised=step.denoised.to("cpu", copy=True))
+            return due
 
         return report
 
     def _alone(self) -> tuple[ProcessGroups, GroupWeights]:
-        """Return groups and weights of a worker outside of a rendezvous: those of a group of one."""
+        """Return groups and weights for a worker outside a rendezvous, as for a group of one."""
         groups = ProcessGroups(NO_RENDEZVOUS, self._device)
         return groups, GroupWeights(groups)
 
     def _is_stopped(self, run_id: str) -> bool:
-        """Return True after `stop`; called before every block of a run, and before every frame of a tile."""
+        """Return True after `stop`.
+
+        Called before every block in a run, and before every frame in a tile.
+        """
         self._blocks_begun += 1
         return run_id in self._stopped
 
 
 def _every(seconds: float | None, *, first: bool = False) -> Callable[[], bool]:
-    """Return a check that is True every `seconds` (None: never), and in its first call if `first`."""
+    """Return a check that is True every `seconds` (None: never), and at first if `first`."""
     last_s = -math.inf if first else time.monotonic()
 
     def is_due() -> bool:
         nonlocal last_s
-        is_over = seconds is not None and time.monotonic() - last_s >= seconds
-        last_s = time.monotonic() if is_over else last_s
-        return is_over
+        if seconds is None or time.monotonic() - last_s < seconds:
+            return False
+        last_s = time.monotonic()
+        return True
 
     return is_due
 
 
 def _check_rendezvous(task: RunTask, groups: ProcessGroups) -> None:
-    """Raise PeerLostError for a task of a rendezvous that this worker has left, as it would compute alone."""
+    """Raise PeerLostError for a task from a rendezvous that this worker has left.
+
+    The worker would compute it alone.
+    """
     current = groups.rendezvous.generation
     if task.generation not in (0, current):
         where = f"rendezvous {current}" if current else "none"
-        raise PeerLostError(f"run {task.run_id} is for rendezvous {task.generation}, but this worker is in {where}")
+        raise PeerLostError(
+            f"run {task.run_id} is for rendezvous {task.generation}, but this worker is in {where}"
+        )

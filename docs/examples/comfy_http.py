@@ -1,4 +1,6 @@
-"""Calls of ComfyUI's HTTP API for a job, with Python's standard library only. Copy and change it as needed.
+"""Calls of ComfyUI's HTTP API for a job, with Python's standard library only.
+
+Copy and change it as needed.
 
 The environment variable `COMFYUI_URL` sets the server; default: http://127.0.0.1:8188.
 """
@@ -36,21 +38,32 @@ def read_workflow(file: str) -> Prompt:
 
 
 def call(route: str, body: object = None) -> Any:
-    """Send a GET request, or a POST request if `body` is given; return the JSON response, or None if it is empty."""
+    """Send a GET request, or a POST request if `body` is given.
+
+    Return the JSON response, or None if it is empty.
+    """
     data = None if body is None else json.dumps(body).encode()
-    return json.loads(_send(urllib.request.Request(URL + route, data, {"Content-Type": "application/json"})) or "null")
+    return json.loads(
+        _send(urllib.request.Request(URL + route, data, {"Content-Type": "application/json"}))
+        or "null"
+    )
 
 
 def queue(prompt: Prompt, *, client_id: str = "") -> str:
-    """Queue a workflow and return the id of the job. Raises PromptRefusedError if any part of it is invalid.
+    """Queue a workflow and return the id of the job.
 
-    Events of the job go to the websocket of `client_id`. Without one, the id of the job is used: ComfyUI needs an id to
-    list cached files in the history.
+    Raises PromptRefusedError if any part of it is invalid.
+
+    Events of the job go to the websocket of `client_id`. Without one, the id of the job is used:
+    ComfyUI needs an id to list cached files in the history.
     """
     # With our own id, /history can be polled for the job even if the response to this call is lost.
     prompt_id = str(uuid.uuid4())
     try:
-        answer = call("/prompt", {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id or prompt_id})
+        answer = call(
+            "/prompt",
+            {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id or prompt_id},
+        )
     except urllib.error.HTTPError as err:
         if err.code != 400:
             raise
@@ -63,14 +76,20 @@ def queue(prompt: Prompt, *, client_id: str = "") -> str:
 
 
 def wait(prompt_id: str) -> dict[str, Any]:
-    """Wait for a job and return its history entry. Raises FailedError if the job failed or is unknown."""
+    """Wait for a job and return its history entry.
+
+    Raises FailedError if the job failed or is unknown.
+    """
     while True:
         # /queue comes first: a job that ends between the two calls is then found in the history.
         queued = any(prompt_id == item[1] for items in call("/queue").values() for item in items)
         if entry := call(f"/history/{prompt_id}").get(prompt_id):
             break
         if not queued:
-            raise FailedError(f"the server does not know job {prompt_id}: was it cancelled, or the server restarted?")
+            raise FailedError(
+                f"the server does not know job {prompt_id}: was it cancelled, or the server "
+                "restarted?"
+            )
         time.sleep(0.5)
     if entry["status"]["status_str"] != "success":
         raise FailedError(_reason(entry["status"]["messages"]))
@@ -79,7 +98,10 @@ def wait(prompt_id: str) -> dict[str, Any]:
 
 
 def download(entry: dict[str, Any], folder: Path) -> list[Path]:
-    """Download the files that a job wrote to the server's output folder; return their paths in `folder`."""
+    """Download the files that a job wrote to the server's output folder.
+
+    Return their paths in `folder`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     return [_fetch(file, folder) for file in _files(entry)]
 
@@ -87,10 +109,14 @@ def download(entry: dict[str, Any], folder: Path) -> list[Path]:
 def upload(image: Path) -> str:
     """Put an image into the server's input folder and return the name for LoadImage.
 
-    The server overwrites no file: a different image of that name gets a number, an identical one is reused.
+    The server overwrites no file: a different image of that name gets a number, an identical one is
+    reused.
     """
     boundary = uuid.uuid4().hex
-    head = f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{image.name}"\r\n\r\n'
+    head = (
+        f'--{boundary}\r\nContent-Disposition: form-data; name="image"; '
+        f'filename="{image.name}"\r\n\r\n'
+    )
     body = head.encode() + image.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
     kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
     answer = json.loads(_send(urllib.request.Request(f"{URL}/upload/image", body, kind)))
@@ -127,7 +153,10 @@ def _reason(messages: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def _files(entry: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield the files of all output nodes. Each kind of node has its own key for them, next to other output."""
+    """Yield the files of all output nodes.
+
+    Each kind of node has its own key for them, next to other output.
+    """
     for shown in entry["outputs"].values():
         for values in shown.values():
             for value in values:
@@ -138,5 +167,7 @@ def _files(entry: dict[str, Any]) -> Iterator[dict[str, str]]:
 def _fetch(file: dict[str, str], folder: Path) -> Path:
     path = folder / Path(file["filename"]).name
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_bytes(_send(urllib.request.Request(f"{URL}/view?{urllib.parse.urlencode(file)}")))
+    unfinished.write_bytes(
+        _send(urllib.request.Request(f"{URL}/view?{urllib.parse.urlencode(file)}"))
+    )
     return unfinished.replace(path)

@@ -1,4 +1,6 @@
-"""Make many videos: queue all jobs, then download each video when its job ends. A failed job does not stop the others.
+"""Make many videos: queue all jobs, then download each video when its job ends.
+
+A failed job does not stop the others.
 
 python many_jobs.py workflows/api/t2v.json videos "a red fox in snow" "a kite over dunes"
 """

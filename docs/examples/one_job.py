@@ -1,4 +1,4 @@
-"""Make one video: queue a workflow, wait for it, download the file, and print the time of each step.
+"""Make one video: queue a workflow, wait, download the file, and print the time of each step.
 
 python one_job.py workflows/api/t2v.json videos
 """
@@ -24,7 +24,8 @@ def main(workflow: str, folder: str) -> None:
     for timeline in entry["outputs"].get("sampler", {}).get("wanstream_timeline", []):
         for step in timeline["steps"]:
             print(
-                f"step {step['index']} ({step['expert']}): {step['wall_s']:.2f} s, {step['stall_s']:.2f} s of it stall"
+                f"step {step['index']} ({step['expert']}): {step['wall_s']:.2f} s, "
+                f"{step['stall_s']:.2f} s of it stall"
             )
 
 

@@ -1,4 +1,6 @@
-"""Make one video and print its progress from the websocket: the running node, its progress, and the time of each step.
+"""Make one video and print its progress from the websocket.
+
+The progress is the running node, how far it is, and the time of each step.
 
 python progress.py workflows/api/t2v.json
 
@@ -22,7 +24,8 @@ ENDS = {"execution_success", "execution_error", "execution_interrupted"}
 async def main(workflow: str) -> str:
     """Run a workflow and return the type of its last event."""
     prompt, client_id = read_workflow(workflow), str(uuid.uuid4())
-    # Connect before the job is queued, so that no event is missed. Events can exceed aiohttp's default size limit.
+    # Connect before the job is queued, so that no event is missed. Events can exceed aiohttp's
+    # default size limit.
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(f"{URL}/ws", params={"clientId": client_id}, max_msg_size=0) as socket,

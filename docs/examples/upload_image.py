@@ -1,4 +1,4 @@
-"""Make a video from your own image: upload the image, set its name in the workflow, and run the workflow.
+"""Make a video from your own image: upload it, set its name in the workflow, and run the workflow.
 
 python upload_image.py workflows/api/i2v.json portrait.png videos
 """

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-from .adapter import EmbeddedHost, Folders, NodeProgress
-from .graph import MOST_NESTED, Link, Prompt, api_prompt, as_link, nested_deeper, nodes_by_id
-from .io import ComfyNode
-from .near_names import names_listed, nearest
-from .run import CORE_NODES, History, NodeFailedError, Workflow, load_workflow
-from .validate import (
-    NESTED,
-    NodeRules,
-    Socket,
-    Verdict,
-    converted,
-    sockets_of,
-    tidy_workflow,
-    validate_nodes,
+from .adapter import EmbeddedHost
+from .events import NodeProgress
+from .files import Folders
+from .object_info import described_sockets, faults_elsewhere, refusal_text
+from .run import History, NodeFailedError, Workflow, embedded_nodes, load_workflow
+from .workflow.graph import Prompt, api_prompt, as_link, nodes_by_id
+from .workflow.inputs import (
+    InputError,
+    Sockets,
+    apply_overrides,
+    class_sockets,
+    names_an_input,
+    with_inputs,
 )
+from .workflow.io import ComfyNode
+from .workflow.validate import Verdict, converted, tidy_workflow
 
 __all__ = [
-    "CORE_NODES",
-    "MOST_NESTED",
-    "NESTED",
     "ComfyNode",
     "EmbeddedHost",
     "Folders",
     "History",
-    "Link",
+    "InputError",
     "NodeFailedError",
     "NodeProgress",
-    "NodeRules",
     "Prompt",
-    "Socket",
+    "Sockets",
     "Verdict",
     "Workflow",
     "api_prompt",
+    "apply_overrides",
     "as_link",
+    "class_sockets",
     "converted",
+    "described_sockets",
+    "embedded_nodes",
+    "faults_elsewhere",
     "load_workflow",
-    "names_listed",
-    "nearest",
-    "nested_deeper",
+    "names_an_input",
     "nodes_by_id",
-    "sockets_of",
+    "refusal_text",
     "tidy_workflow",
-    "validate_nodes",
+    "with_inputs",
 ]

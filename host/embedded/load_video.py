@@ -13,62 +13,54 @@ import av
 import numpy as np
 import torch
 
-from ...devices import insufficient_ram
-from ...sampling import InsufficientMemoryError
-from ...schema import FP32_BYTES, format_need
-from ..api import current_host
-from ..folders import OutsideFolderError
-from . import io
-from .adapter import EmbeddedHost
+from ...sampling.steps import check_ram
+from ...shapes import FP32_BYTES
+from ..events import Events
+from .input_node import EmbeddedNode, InputFileNode
+from .workflow import io
 
 logger = logging.getLogger(__name__)
 
-_VIDEOS = (".avi", ".mkv", ".mov", ".mp4", ".webm")
-
 
 class VideoInputError(ValueError):
-    """The file has no frames that can be decoded, or frames of several sizes."""
+    """The file has no decodable frames, or frames with several sizes."""
 
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A VIDEO: a file of the input folder, which is decoded when its frames are needed."""
+    """A VIDEO: a file in the input folder, decoded when frames are needed."""
 
     path: Path
 
 
-class LoadVideo(io.ComfyNode):
-    """Choose a video of the input folder."""
+class LoadVideo(InputFileNode):
+    """Choose a video from the input folder."""
+
+    KIND = "video"
+    ENDINGS = (".avi", ".mkv", ".mov", ".mp4", ".webm")
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        videos = [name for name in _host().input_names() if name.lower().endswith(_VIDEOS)]
         return io.Schema(
             node_id="LoadVideo",
             display_name="Load Video",
             category="image/video",
-            inputs=[io.Combo.Input("file", options=videos, upload=io.UploadType.video)],
+            inputs=[io.Combo.Input("file", options=cls.input_names(), upload=io.UploadType.video)],
             outputs=[io.Video.Output()],
         )
 
     @classmethod
     def validate_inputs(cls, file: str) -> bool | str:
-        host = _host()
-        try:
-            if host.input_path(file).is_file():
-                return True
-        except OutsideFolderError as err:
-            return f"Invalid video file: {err}"
-        return f"Invalid video file: {host.missing_file(file, _VIDEOS)}"
+        return cls.check(file)
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
         """Return a VIDEO."""
-        return io.NodeOutput(VideoFile(_host().input_path(file)))
+        return io.NodeOutput(VideoFile(cls.files().input_path(file)))
 
 
-class GetVideoComponents(io.ComfyNode):
-    """Decode the frames of a video, without its sound."""
+class GetVideoComponents(EmbeddedNode):
+    """Decode the frames and the sound in a video."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -86,38 +78,66 @@ class GetVideoComponents(io.ComfyNode):
 
     @classmethod
     def execute(cls, video: VideoFile) -> io.NodeOutput:
-        """Return IMAGE [frames, H, W, 3] float32 in 0..1, None for the sound, and the frames per second.
+        """Return IMAGE [frames, H, W, 3] float32 in 0..1, AUDIO or None, and frames per second.
 
         Raises:
-            VideoInputError: the file cannot be decoded, has no frames, or changes their size.
+            VideoInputError: the file cannot be decoded, has no frames, or the frame size changes.
             InsufficientMemoryError: the frames do not fit into RAM.
             Exception: the host's interrupt.
         """
-        shape, rate = _measured(video.path)
-        _check_ram(shape, video.path.name)
+        events = cls.events()
+        shape, rate = _measured(video.path, events)
+        frames, height, width, _ = shape
+        check_ram(
+            prod(shape) * FP32_BYTES,
+            subject=f"the {frames} frames of {video.path.name} ({width}x{height}) take",
+            remedy="cut or scale down the video",
+        )
         images = torch.empty(shape)
         with _opened(video.path) as (container, stream):
-            frames = (frame for frame in _decoded(container, stream) if frame is not None)
-            for image, frame in zip(images, frames, strict=True):
+            decoded = (frame for frame in _decoded(container, stream, events) if frame is not None)
+            for image, frame in zip(images, decoded, strict=True):
                 image.copy_(torch.from_numpy(_upright(frame))).div_(255.0)
-        return io.NodeOutput(images, None, rate)
+        return io.NodeOutput(images, _sound(video.path), rate)
+
+
+def _sound(path: Path) -> dict[str, object] | None:
+    """Return AUDIO with the first sound stream in a file, mono or stereo, or None without one."""
+    with av.open(str(path)) as container:
+        if not container.streams.audio:
+            return None
+        stream = container.streams.audio[0]
+        layout = "mono" if stream.channels == 1 else "stereo"
+        resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
+        frames = [
+            torch.from_numpy(part.to_ndarray())
+            for frame in (*container.decode(stream), None)
+            for part in resampler.resample(frame)
+        ]
+        return {"waveform": torch.cat(frames, dim=1)[None], "sample_rate": stream.rate}
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
-    """Open the first video stream of a file; raises VideoInputError for what FFmpeg cannot decode."""
+    """Open the first video stream in a file.
+
+    Raises VideoInputError for files FFmpeg cannot decode.
+    """
     try:
         with av.open(str(path)) as container:
             yield container, container.streams.video[0]
     except (av.FFmpegError, IndexError) as err:
-        raise VideoInputError(f"{path.name} cannot be decoded ({err}): choose a video file") from err
+        raise VideoInputError(
+            f"{path.name} cannot be decoded ({err}): choose a video file"
+        ) from err
 
 
-def _decoded(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame | None]:
-    """Yield the frames in order, and None for each packet that is damaged, whose frames are missing."""
-    host = current_host()
+def _decoded(
+    container: av.container.InputContainer, stream: av.VideoStream, events: Events
+) -> Iterator[av.VideoFrame | None]:
+    """Yield the frames in order, and None for each damaged packet instead of frames."""
     for packet in container.demux(stream):
-        host.raise_if_stopped()
+        events.raise_if_stopped()
         try:
             frames = packet.decode()
         except av.error.InvalidDataError:
@@ -126,62 +146,58 @@ def _decoded(container: av.container.InputContainer, stream: av.VideoStream) -> 
             yield from frames
 
 
-def _measured(path: Path) -> tuple[tuple[int, int, int, int], float]:
-    """Return the shape [frames, H, W, 3] of a video and its frames per second."""
-    # The frames are decoded once more for this: containers may have no count of them, or a wrong one, and keeping them
-    # would take a fourth more RAM.
+def _measured(path: Path, events: Events) -> tuple[tuple[int, int, int, int], float]:
+    """Return a video's shape [frames, H, W, 3] and frames per second."""
+    # This decodes all frames once more. Containers may lack a frame count or have a wrong one,
+    # and keeping the frames would take a quarter more RAM.
     with _opened(path) as (container, stream):
-        found = [None if frame is None else _upright_size(frame) for frame in _decoded(container, stream)]
-        rate = stream.average_rate
+        frames = _decoded(container, stream, events)
+        found = [frame and _upright_size(frame) for frame in frames]
+        rate = stream.average_rate or 1.0
     sizes = [size for size in found if size is not None]
     if not sizes:
-        raise VideoInputError(f"{path.name} has no frames that can be decoded: choose another video file")
+        raise VideoInputError(
+            f"{path.name} has no frames that can be decoded: choose another video file"
+        )
     _check_sizes(sizes, path.name)
-    if damaged := found.count(None):
-        logger.warning("%s: %d damaged packets skipped, %d frames decoded", path.name, damaged, len(sizes))
-    return (len(sizes), *sizes[0], 3), float(rate) if rate else 1.0
+    damaged = found.count(None)
+    if damaged:
+        logger.warning(
+            "%s: %d damaged packets skipped, %d frames decoded", path.name, damaged, len(sizes)
+        )
+    return (len(sizes), *sizes[0], 3), float(rate)
 
 
 def _check_sizes(sizes: Sequence[tuple[int, int]], name: str) -> None:
-    """Raise VideoInputError for frames of several sizes (height, width), which do not fit into one tensor."""
+    """Raise VideoInputError for frames with several sizes: one tensor cannot hold them.
+
+    Sizes are (height, width).
+    """
     height, width = sizes[0]
     for index, other in enumerate(sizes):
         if other != sizes[0]:
             raise VideoInputError(
-                f"{name} changes its size from {width}x{height} to {other[1]}x{other[0]} at frame {index}: "
-                "convert it to one size"
+                f"{name} changes its size from {width}x{height} to {other[1]}x{other[0]} at frame "
+                f"{index}: convert it to one size"
             )
 
 
 def _quarter_turns(frame: av.VideoFrame) -> int:
-    """Return the anticlockwise quarter turns to upright; as in ComfyUI, angles in between are rounded down."""
+    """Return the anticlockwise quarter turns to upright.
+
+    As in ComfyUI, angles in between are rounded down.
+    """
     return int(frame.rotation // 90)
 
 
 def _upright_size(frame: av.VideoFrame) -> tuple[int, int]:
-    """Return (height, width) of a frame turned upright."""
-    return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
+    """Return (height, width) after turning a frame upright."""
+    if _quarter_turns(frame) % 2:
+        return frame.width, frame.height
+    return frame.height, frame.width
 
 
 def _upright(frame: av.VideoFrame) -> np.ndarray:
     """Return a frame turned upright, uint8 [H, W, 3]."""
-    # A view with negative strides has no tensor.
+    # torch cannot wrap an array view with negative strides.
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=_quarter_turns(frame)))
-
-
-def _check_ram(shape: tuple[int, int, int, int], name: str) -> None:
-    """Raise InsufficientMemoryError for frames whose allocation would make the system kill the process."""
-    needed = prod(shape) * FP32_BYTES
-    lacking = insufficient_ram(needed)
-    if lacking is not None:
-        frames, height, width, _ = shape
-        raise InsufficientMemoryError(
-            f"the {frames} frames of {name} ({width}x{height}) take {format_need(needed)} of RAM, and "
-            f"{format_need(lacking)} are free (swap included): cut or scale down the video"
-        )
-
-
-def _host() -> EmbeddedHost:
-    host = current_host()
-    assert isinstance(host, EmbeddedHost), f"the embedded LoadVideo is running in {host.name()}"
-    return host

@@ -1,1 +1,1 @@
-"""Nodes for videos of several clips: continue a clip by its latent, save and load latents, join decoded clips."""
+"""Nodes for videos with several clips: continue by latent, save and load latents, join clips."""

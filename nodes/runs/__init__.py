@@ -1,15 +1,8 @@
-"""Runs behind the nodes: sampling, decoding, benchmarks, and the files they write."""
+"""Runs behind the nodes: sampling, decoding, benchmarks, and their files."""
 
 from __future__ import annotations
 
-from .benchmark import TrialTimes, tensor_digest, with_steps
 from .preview import PREVIEW_PIXELS
-from .video_file import write_mp4
+from .video_file import write_video
 
-__all__ = [
-    "PREVIEW_PIXELS",
-    "TrialTimes",
-    "tensor_digest",
-    "with_steps",
-    "write_mp4",
-]
+__all__ = ["PREVIEW_PIXELS", "write_video"]

@@ -1,10 +1,11 @@
-"""Moving previews of a run: its first frames as they are estimated now, decoded by a tiny VAE between two steps.
+"""Moving previews during a run: the current estimate's first frames, decoded by a tiny VAE.
 
-It ends before the next step begins. In a run of this process, it takes the memory in which blocks compute, which is
-free between two steps; in a run of workers, it takes memory in this process that local workers do not plan for.
+A preview is decoded between two steps. In this process it uses the memory in which blocks compute,
+because that is free between steps. With workers it uses memory in this process, and local workers
+do not plan for it.
 
-Previews together take at most `MAX_SHARE` of the run, apart from the first one: it shows few frames, and their time
-gives the pause before a preview of all.
+All previews together take at most `MAX_SHARE` of the run, except the first. The first one shows few
+frames, and their time determines the pause before a full preview.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ import torch
 from PIL import Image, features
 
 from ...devices import auto_dtype, forget, is_out_of_memory
-from ...schema import FRAMES_PER_LATENT, Cancelled
-from ...wan import BY_FILE_NAME, WAN22, WanVae, denormalise, open_tiny_vae
+from ...host import Events
+from ...shapes import FRAMES_PER_LATENT
+from ...wan.latents import WAN22, denormalise
+from ...wan.vae import BY_FILE_NAME, WanVae, open_tiny_vae
 
 MAX_SHARE = 0.05
-"""Largest share of a run's time in previews after the first one."""
+"""Largest share of a run's time for previews after the first one."""
 FIRST_LATENTS = 2
-"""Latent frames of the first preview; the second one takes the time of all that follow."""
+"""Latent frames in the first preview. The second frame takes as long as each later one."""
 PREVIEW_PIXELS = 384
-"""Longest side of a preview."""
+"""Longest side of a preview, in pixels."""
 QUALITY = 75
-"""Of WebP, which shows a video of 33 frames in 20 to 100 kB."""
+"""WebP quality. 33 frames take 20 to 100 kB."""
 MAX_BYTES = 1_000_000
-"""Most bytes of a preview, which goes to everybody who is connected; a longer one has fewer frames."""
+"""Size limit in bytes, because everybody who is connected gets the preview. A longer one has fewer
+frames."""
 FPS, FPS_5B = 16, 24
 
 logger = logging.getLogger("wanstream.nodes")
@@ -41,14 +45,15 @@ logger = logging.getLogger("wanstream.nodes")
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewSettings:
-    """Settings of moving previews; raises the error of `check_frames`."""
+    """Settings for moving previews. Raises the error of `check_frames`."""
 
     vae: Path
-    """File of a tiny VAE."""
+    """Tiny VAE file."""
     latent_scale: str = BY_FILE_NAME
     """One of `LATENT_SCALES`."""
     frames: int = 33
-    """Most frames of a preview: 4n + 1, from the start of the video. The first preview has 5 at most."""
+    """Most frames in a preview: 4n + 1, from the start of the video. The first preview has at most
+    5."""
     every_s: float = 5.0
     """Fewest seconds between two previews."""
 
@@ -56,7 +61,7 @@ class PreviewSettings:
         check_frames(self.frames)
 
     def open(self, device: torch.device) -> WanVae:
-        """Open the VAE in the default dtype of the device.
+        """Open the VAE in the device's default dtype.
 
         Raises:
             RuntimeError: Pillow cannot write WebP.
@@ -64,8 +69,9 @@ class PreviewSettings:
         """
         if not features.check("webp"):
             raise RuntimeError(
-                "previews are WebP pictures, and the Pillow of this Python was built without WebP: install another one "
-                "(`python -m pip install --force-reinstall --only-binary :all: pillow`), or remove Wan Moving Preview"
+                "previews are WebP pictures, and the Pillow of this Python was built without WebP: "
+                "install another one (`python -m pip install --force-reinstall --only-binary :all: "
+                "pillow`), or remove Wan Moving Preview"
             )
         return open_tiny_vae(self.vae, auto_dtype(device), self.latent_scale)
 
@@ -74,25 +80,28 @@ def check_frames(frames: int) -> None:
     """Raise ValueError unless `frames` is 4n + 1."""
     if frames < 1 or frames % FRAMES_PER_LATENT != 1:
         nearest = max(0, round((frames - 1) / FRAMES_PER_LATENT)) * FRAMES_PER_LATENT + 1
-        raise ValueError(f"frames is {frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: use {nearest}")
+        raise ValueError(
+            f"frames is {frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: use "
+            f"{nearest}"
+        )
 
 
 def is_due(waited_s: float, cost_s: float, every_s: float) -> bool:
-    """Return whether a preview of about `cost_s` may begin `waited_s` after the end of the last one."""
+    """Return True if a preview of about `cost_s` may begin `waited_s` after the last one's end."""
+    # Previews take MAX_SHARE if the pause is (1 / MAX_SHARE - 1) times as long as a preview.
     return waited_s >= max(every_s, cost_s * (1 / MAX_SHARE - 1))
 
 
 class MovingPreviews(AbstractContextManager["MovingPreviews"]):
-    """Previews of one run, for one page or more; the first comes `every_s` after the start.
+    """Previews for one run. The first one comes `every_s` after the start.
 
     Args:
-        is_watched: returns True while anybody is connected to the host; nothing is decoded for nobody.
-        check: called before every latent frame; may raise the host's interrupt to end the run.
-        is_stop: returns True for that interrupt.
-        clock: seconds.
+        events: host events. Nothing is decoded while nobody is connected. The host's interrupt ends
+            the run before a latent frame.
+        clock: returns seconds.
 
     Raises:
-        VaeInputError: the VAE is not that of `latents`.
+        VaeInputError: the VAE does not fit `latents`.
         Exception: the errors of `PreviewSettings.open`.
     """
 
@@ -101,62 +110,70 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         settings: PreviewSettings,
         latents: torch.Tensor,
         device: torch.device,
+        events: Events,
         *,
-        is_watched: Callable[[], bool],
-        check: Callable[[], None] = lambda: None,
-        is_stop: Callable[[BaseException], bool] = lambda error: isinstance(error, Cancelled),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._settings, self._device, self._is_watched, self._clock = settings, device, is_watched, clock
-        self._check, self._is_stop = check, is_stop
+        self._settings = settings
+        self._device = device
+        self._events = events
+        self._clock = clock
         self._vae = settings.open(device)
         self._vae.check_latents(latents)
         self._ended_at = clock()
         self._latents = min(latents.shape[2], (settings.frames - 1) // FRAMES_PER_LATENT + 1)
         self._cost_s = 0.0
-        """Expected time of the next preview."""
+        """Expected time for the next preview."""
         self._failed = False
         self.count = 0
         """Number of previews."""
         self.spent_s = 0.0
-        """Seconds in all of them."""
+        """Seconds spent in all previews."""
 
     def update(self, denoised: torch.Tensor) -> bytes | None:
-        """Return an animated WebP of normalised latents [B, C, T, h, w], of the first video; None if none is due.
+        """Return an animated WebP for normalised latents [B, C, T, h, w], showing the first video.
 
-        A preview that fails ends the previews, with a message in the log, and not the run.
+        Return None if no preview is due.
+
+        A failing preview ends the previews with a message in the log. The run continues.
 
         Raises:
             BaseException: the host's interrupt.
         """
         began_at = self._clock()
         due = is_due(began_at - self._ended_at, self._cost_s, self._settings.every_s)
-        if self._failed or not due or not self._is_watched():
+        if self._failed or not due or not self._events.has_viewers():
             return None
+        latents = self._latents if self.count else FIRST_LATENTS
         try:
-            image, per_latent_s = self._image(denoised, self._latents if self.count else FIRST_LATENTS)
+            image, per_latent_s = self._image(denoised, latents)
         except Exception as err:  # of any kind, because no preview is worth a run of hours
-            if self._is_stop(err):
+            if self._events.is_stop(err):
                 raise
             self._end(err)
             return None
         self._ended_at = self._clock()
         cost_s = self._ended_at - began_at
+        # The first preview has few frames, and the next one may have all.
         self._cost_s = max(cost_s, self._latents * per_latent_s)
-        self.count, self.spent_s = self.count + 1, self.spent_s + cost_s
+        self.count += 1
+        self.spent_s += cost_s
         return image
 
     def _end(self, err: Exception) -> None:
         self._failed = True
         self._vae.close()
-        # These are of the machine; any other error may be a mistake in this code and needs its traceback.
-        known = isinstance(err, (MemoryError, OSError)) or (isinstance(err, RuntimeError) and is_out_of_memory(err))
+        # Known errors come from the machine. Any other one may be a mistake in this code and needs
+        # a traceback.
+        known = isinstance(err, (MemoryError, OSError)) or (
+            isinstance(err, RuntimeError) and is_out_of_memory(err)
+        )
         report = logger.warning if known else logger.exception
         report("no more previews in this run, which goes on: %s: %s", type(err).__name__, err)
         forget(err)
 
     def _image(self, denoised: torch.Tensor, latents: int) -> tuple[bytes, float]:
-        """Return the preview of up to `latents` latent frames, and the time of each one after the first.
+        """Return a preview with up to `latents` latent frames, and the time per later frame.
 
         The first latent frame may also load the weights.
         """
@@ -164,11 +181,11 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         raw = denormalise(denoised[:1, :, :latents].to(self._device, torch.float32))
         pictures: list[Image.Image] = []
         first_at = self._clock()
-        for part in self._vae.stream(raw, device=self._device, check=self._check):
+        for part in self._vae.stream(raw, device=self._device, check=self._events.raise_if_stopped):
             first_at = first_at if pictures else self._clock()
             pictures += [_small(Image.fromarray(frame.numpy())) for frame in part]
         image, shown = _limited(pictures, FPS_5B if self._vae.space == WAN22 else FPS)
-        if shown < len(pictures):  # later previews do not decode what is too much
+        if shown < len(pictures):  # later previews do not decode frames beyond the limit
             self._latents = (shown - 1) // FRAMES_PER_LATENT + 1
         return image, (self._clock() - first_at) / max(1, latents - 1)
 
@@ -176,7 +193,10 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         self._vae.close()
         if self.count:
             logger.info(
-                "%d moving previews took %.2f s, %.3f s each", self.count, self.spent_s, self.spent_s / self.count
+                "%d moving previews took %.2f s, %.3f s each",
+                self.count,
+                self.spent_s,
+                self.spent_s / self.count,
             )
 
 
@@ -186,7 +206,9 @@ def _small(picture: Image.Image) -> Image.Image:
 
 
 def _limited(pictures: list[Image.Image], fps: int) -> tuple[bytes, int]:
-    """Return an animation of at most `MAX_BYTES` and its number of pictures: all, or the first 4n + 1 that fit.
+    """Return an animation with at most `MAX_BYTES`, and its number of pictures.
+
+    It has all pictures, or the first 4n + 1 that fit.
 
     A single picture has at most `PREVIEW_PIXELS` squared pixels and always fits.
     """

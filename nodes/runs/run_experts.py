@@ -6,29 +6,23 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ...devices import thread_notes
-from ...distributed import DistributedResult
-from ...host import ProgressBar, RunEvents, SharedRun, current_host, run_settings, wire_notes
-from ...plan import AutoOffload, OffloadJob, part_sizes
-from ...sampling import (
-    DenoiseRequest,
-    DenoiseResult,
-    SamplingCancelled,
-    StepProgress,
-    check_room,
-    denoise,
-    extra_tokens_of,
-    policy_with_cache,
-    predicted_timeline,
-    request_job,
-    working_bytes,
-)
-from ...schema import ExpertsRef, OffloadPolicy, Timeline, WorkersRef
-from ...wan import ExpertPair, with_resolved_precision
+from ...distributed import DistributedResult, part_sizes
+from ...host import Host, RunEvents, run_settings, telemetry_options
+from ...host.workers import SharedRun, wire_notes
+from ...plan import AutoOffload
+from ...sampling import check_room, denoise, predicted_timeline, request_bytes, request_run_shape
+from ...sampling.inputs import DenoiseRequest
+from ...sampling.steps import DenoiseResult, SamplingCancelled, StepProgress
+from ...schema import OffloadPolicy
+from ...schema.records import Timeline
+from ...schema.refs import ExpertsRef, WorkersRef
+from ...wan import ExpertPair
+from ...wan.measurement import with_resolved_precision
 from .preview import MovingPreviews, PreviewSettings
 
 OnStep: TypeAlias = Callable[[StepProgress], None]
@@ -36,12 +30,35 @@ OnVisits: TypeAlias = Callable[[str, int], None]
 """See `TelemetryOptions.on_visits`."""
 
 LATENT_PREVIEW_S = 1.0
-"""Shortest interval between two latents that workers send for the preview of a progress bar."""
+"""Shortest interval between latents that workers send for a progress bar's preview."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplerInputs:
+    """Inputs to a sampling run."""
+
+    experts: ExpertsRef
+    request: DenoiseRequest
+    requested: OffloadPolicy | AutoOffload
+    """Policy from the input."""
+    workers: WorkersRef | None = None
+    """Workers for the run, or None for this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Settings for a measured run. It takes all steps, without a progress bar and previews."""
+
+    on_step: OnStep
+    """Callback after every step."""
+    traces: Path | None = None
+    """Folder for a trace of the run. None writes one only if the environment requests it. Workers
+    write none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRun:
-    """Run with its policy and device chosen; `compute` executes it and reports every step."""
+    """Run with a chosen policy and device. `compute` executes it and reports every step."""
 
     policy: OffloadPolicy
     device: torch.device
@@ -50,139 +67,122 @@ class PreparedRun:
     notes: tuple[str, ...] = ()
     """Sentences on the chosen policy and layout. May be empty."""
     parts: int = 1
-    """Number of parts of the batch; each step is reported once per part."""
+    """Number of batch parts. Each step is reported once per part."""
 
 
 def prepare_here(
-    pair: ExpertPair,
-    job: OffloadJob,
-    ref: ExpertsRef,
-    request: DenoiseRequest,
-    requested: OffloadPolicy | AutoOffload,
-    *,
-    traces: Path | None,
+    host: Host, pair: ExpertPair, inputs: SamplerInputs, measured: Measurement | None
 ) -> PreparedRun:
-    """Prepare a run on the host's device; the host's Cancel ends it before the next block."""
-    choice = current_host().choose_policy(ref, requested, job)
-    choice = replace(choice, policy=policy_with_cache(choice.policy, request.cache))
-    needed = working_bytes(
-        pair,
-        request.computed_shape,
-        sides=extra_tokens_of(pair, request),
-        chunk_tokens=choice.policy.chunk_tokens,
-        cache=request.cache,
-    )
-    # ComfyUI unloads other models here, and may lower the policy to the memory that it gets. So the room is checked and
-    # the run predicted afterwards, with the policy that will run.
-    pair, policy, device = current_host().load_experts(ref, choice.policy, working_bytes=needed)
+    """Prepare a run on the host's device. The host's Cancel ends it before the next block."""
+    ref = inputs.experts
+    request = inputs.request
+    shape = request_run_shape(pair, request, host.memory.device())
+    choice = host.memory.choose_policy(pair, ref, inputs.requested, shape)
+    choice = replace(choice, policy=request.options.policy(choice.policy))
+    needed = request_bytes(pair, request, chunk_tokens=choice.policy.chunk_tokens)
+    # ComfyUI unloads other models here, and may lower the policy to the available memory. So
+    # check the room and predict the run afterwards, with the policy that will run.
+    pair, policy, device = host.models.load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
-    machine = current_host().known_machine(ref, job.expert)
-    predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
+    machine = host.memory.planner.known_machine(device, shape.expert, ref.high_noise)
+    predicted = None
+    if machine is not None:
+        predicted = predicted_timeline(pair, request, policy, machine=machine, device=device)
+
+    notes = (choice.reason, *thread_notes(device))
 
     def compute(on_step: OnStep, on_visits: OnVisits) -> DenoiseResult:
-        options = replace(current_host().telemetry_options(), on_visits=on_visits)
+        options = replace(telemetry_options(host), on_visits=on_visits)
+        if measured is not None and measured.traces is not None:
+            options = replace(options, trace=measured.traces)
         result = denoise(
             pair,
             request,
             policy=policy,
             device=device,
             on_step=on_step,
-            should_stop=current_host().should_stop,
+            should_stop=host.events.should_stop,
             revise=choice.revise_under(policy),
-            observe=options if traces is None else replace(options, trace=traces),
+            observe=options,
         )
-        return result.with_note(choice.reason)
+        return result.with_notes(*notes)
 
-    notes = (choice.reason, *thread_notes(device))
-    return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted, notes=notes)
+    return PreparedRun(
+        policy=policy, device=device, compute=compute, predicted=predicted, notes=notes
+    )
 
 
 def prepare_shared(
+    host: Host,
+    pair: ExpertPair,
+    inputs: SamplerInputs,
     workers: WorkersRef,
-    job: OffloadJob,
-    ref: ExpertsRef,
-    request: DenoiseRequest,
-    requested: OffloadPolicy | AutoOffload,
     preview: PreviewSettings | None,
-    *,
-    is_measured: bool,
+    measured: Measurement | None,
 ) -> PreparedRun:
-    """Prepare a run on `workers` and start them if necessary; the host's Cancel ends it before the next block.
+    """Prepare a run on `workers`, starting them if necessary.
+
+    The host's Cancel ends it before the next block.
 
     Args:
-        preview: Settings of moving previews. Without them, workers send latents if progress bars show them.
-        is_measured: True to take all steps and show no previews, False to continue from states of an interrupted run.
+        preview: settings for moving previews. Without them, workers send latents if progress bars
+            show them.
+        measured: None for a run that may continue from an interrupted one's states.
 
-    Raises MeshError if the layout does not suit the run, and any error of starting the workers.
+    Raises MeshError if the layout does not suit the run, and any error from starting the workers.
     """
-    run = SharedRun(workers=workers, job=job, videos=request.batch, requested=requested)
-    host = current_host()
-    plan = host.plan_workers(run, ref)
-    driver = host.workers(workers, plan.mesh)
-    states = None if is_measured else host.state_folder()
-    preview_s = _latent_interval(preview, is_measured=is_measured)
+    request = inputs.request
+    shape = request_run_shape(pair, request, host.memory.device())
+    run = SharedRun(workers=workers, shape=shape, videos=request.batch, requested=inputs.requested)
+    plan = host.memory.plan_workers(run, inputs.experts)
+    driver = host.memory.workers(workers, plan.mesh)
+    states = None if measured else host.files.folders().run_states
+    preview_s = _latent_interval(host, preview, measured)
 
     def compute(on_step: OnStep, _: OnVisits) -> DenoiseResult:
-        interrupts: list[Exception] = []
-
-        def report(step: StepProgress) -> None:
-            # ComfyUI's bar and previews raise its interrupt, which to the driver would be an error that keeps states.
-            try:
-                on_step(step)
-            except Exception as err:
-                if not host.is_stop(err):
-                    raise
-                interrupts.append(err)
-
-        try:
-            shared = driver.denoise(
-                ref,
-                request,
-                plan.policy,
-                on_step=report,
-                should_stop=lambda: bool(interrupts) or host.should_stop(),
-                preview_s=preview_s,
-                states=states,
-            )
-        except SamplingCancelled:
-            if interrupts:
-                raise interrupts[0] from None
-            raise
+        shared = driver.denoise(
+            inputs.experts,
+            request,
+            plan.policy,
+            on_step=on_step,
+            should_stop=host.events.should_stop,
+            preview_s=preview_s,
+            states=states,
+            is_cancel=host.events.is_stop,  # ComfyUI's bar and previews raise the interrupt
+        )
         result: DenoiseResult = replace(shared, latents=shared.latents.to(request.noise.device))
-        # Reversed, because `with_note` puts a note in front of the others.
-        for reason in reversed((*plan.reasons, *wire_notes(run, driver))):
-            result = result.with_note(reason)
-        return result
+        return result.with_notes(*plan.reasons, *wire_notes(run, driver))
 
     parts = len(part_sizes(request.batch, plan.mesh))
-    return PreparedRun(policy=plan.policy, device=host.device(), compute=compute, parts=parts, notes=plan.reasons)
+    device = host.memory.device()
+    return PreparedRun(
+        policy=plan.policy, device=device, compute=compute, parts=parts, notes=plan.reasons
+    )
 
 
-def _latent_interval(preview: PreviewSettings | None, *, is_measured: bool) -> float | None:
+def _latent_interval(
+    host: Host, preview: PreviewSettings | None, measured: Measurement | None
+) -> float | None:
     """Return the seconds between latents sent by workers, or None if nothing shows them."""
     if preview is not None:
-        return preview.every_s / 2  # half of it, because steps do not end when a preview is due
-    return None if is_measured or not current_host().shows_latents() else LATENT_PREVIEW_S
+        return preview.every_s / 2  # half, because steps do not end when a preview is due
+    if measured or not host.settings().shows_latents:
+        return None
+    return LATENT_PREVIEW_S
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SamplerRun:
-    """Finished run of a sampler: its result, and all values that are needed to run it again."""
+class SamplerRun(SamplerInputs):
+    """Finished sampler run: the result, and all values needed to run it again."""
 
-    experts: ExpertsRef
-    request: DenoiseRequest
-    requested: OffloadPolicy | AutoOffload
-    """Policy of the input."""
     policy: OffloadPolicy
     """Policy with which the run started."""
     device: torch.device
     result: DenoiseResult
     node_id: str | None
-    """Id of the sampler node."""
+    """Sampler node id."""
     block_counts: Mapping[str, int]
-    """Number of blocks of each expert."""
-    workers: WorkersRef | None = None
-    """Workers of the run; None for this process."""
+    """Number of blocks per expert."""
 
     @property
     def timeline(self) -> Timeline:
@@ -190,104 +190,102 @@ class SamplerRun:
 
 
 def run_experts(
-    ref: ExpertsRef,
-    request: DenoiseRequest,
-    requested: OffloadPolicy | AutoOffload,
+    host: Host,
+    inputs: SamplerInputs,
     *,
     node_id: str | None,
-    workers: WorkersRef | None = None,
-    on_step: OnStep | None = None,
-    traces: Path | None = None,
+    measured: Measurement | None = None,
     preview: PreviewSettings | None = None,
 ) -> SamplerRun:
-    """Run the request on the host's device, or on `workers`; the host's Cancel ends it before the next block.
+    """Run the inputs on the host's device, or on workers.
+
+    The host's Cancel ends it before the next block.
 
     Args:
-        on_step: Callback after every step; None for a progress bar on the node.
-        traces: Folder for a trace of the run; None writes one only if the environment says so. Workers write none.
-        preview: Settings of moving previews, which replace those of the host; None for none.
+        measured: None for a run with a progress bar on the node.
+        preview: settings for moving previews, which replace the host's own. None for none.
     """
-    previews = _previews(preview, request) if preview else None
-    if workers is None:
-        ref = with_resolved_precision(ref, current_host().device())  # before the settings: reports show the dtype
-    pair = current_host().experts(ref)
-    job = request_job(pair, request, current_host().device())
-    if workers is None:
-        prepared = prepare_here(pair, job, ref, request, requested, traces=traces)
-    else:
-        prepared = prepare_shared(workers, job, ref, request, requested, preview, is_measured=on_step is not None)
-    experts = [request.step_plan.experts[step] for step in request.step_plan.steps]
-    ids = {"prompt_id": current_host().run_id(), "node_id": node_id}
-    settings = run_settings(ref, requested, prepared.policy, request.noise.shape, prepared.device, workers=workers)
-    events = _events_of(prepared, experts=experts, settings=settings, **ids)
-    bar = None if on_step else current_host().progress(len(experts) * prepared.parts, node_id, unit="step")
-    step_plan = request.step_plan
-    counts = pair.block_counts
-    reports = _Reports(
-        events=events, bar=bar, on_step=on_step, previews=previews, block_counts=counts, start_step=step_plan.start_step
-    )
+    request = inputs.request
+    previews = None
+    # Before the experts are opened, so that a wrong VAE is refused at once.
+    if preview is not None:
+        previews = MovingPreviews(preview, request.noise, host.memory.device(), host.events)
+    inputs, pair, prepared = _prepared(host, inputs, preview, measured)
+    plan = request.step_plan
+    events = _events_of(host, inputs, prepared, node_id)
+    total = len(plan.steps) * prepared.parts
+    bar = None if measured else host.events.progress(total, node_id, unit="step")
+
+    def on_visits(expert: str, done: int) -> None:
+        step, share = events.visits(done, pair.block_counts[expert])
+        if bar is not None:
+            bar.advance(step + share)
+
+    def on_step(step: StepProgress) -> None:
+        events.step(step.record, step.changes)
+        if bar is not None:
+            bar.update(step.done, denoised=step.denoised if previews is None else None)
+        if measured is not None:
+            measured.on_step(step)
+        # A moving preview shows the first video, which is in part 0.
+        if previews is not None and step.denoised is not None and step.part == 0:
+            image = previews.update(step.denoised)
+            if image is not None:
+                events.preview(step.index - plan.start_step + 1, image)
+
     try:
         with nullcontext() if bar is None else closing(bar), events, previews or nullcontext():
-            result = replace(prepared.compute(reports.step, reports.visits), predicted=prepared.predicted)
-            events.ended(result.timeline, ranks=result.timelines if isinstance(result, DistributedResult) else None)
+            result = prepared.compute(on_step, on_visits)
+            result = replace(result, predicted=prepared.predicted)
+            ranks = result.timelines if isinstance(result, DistributedResult) else None
+            events.ended(result.timeline, ranks=ranks)
     except SamplingCancelled:
-        # The host's own interrupt: ComfyUI would report any other exception as an error of the node.
-        current_host().raise_if_stopped()
+        # Raise the host's own interrupt: ComfyUI would report any other exception as a node error.
+        host.events.raise_if_stopped()
         raise
     return SamplerRun(
-        experts=ref,
-        request=request,
-        requested=requested,
+        **vars(inputs),
         policy=prepared.policy,
         device=prepared.device,
         result=result,
         node_id=node_id,
         block_counts=pair.block_counts,
-        workers=workers,
     )
 
 
-def _events_of(prepared: PreparedRun, **run: Any) -> RunEvents:
-    return RunEvents(current_host().announce, predicted=prepared.predicted, notes=prepared.notes, **run)
+def _prepared(
+    host: Host, inputs: SamplerInputs, preview: PreviewSettings | None, measured: Measurement | None
+) -> tuple[SamplerInputs, ExpertPair, PreparedRun]:
+    """Return the inputs, with dtypes resolved here, the open experts and the prepared run."""
+    workers = inputs.workers
+    if workers is not None:
+        pair = host.models.experts(inputs.experts)
+        return inputs, pair, prepare_shared(host, pair, inputs, workers, preview, measured)
+    # Before the settings, because reports show the dtype.
+    experts = with_resolved_precision(inputs.experts, host.memory.device())
+    inputs = replace(inputs, experts=experts)
+    pair = host.models.experts(experts)
+    return inputs, pair, prepare_here(host, pair, inputs, measured)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Reports:
-    """Run callbacks: page events, and the progress bar or a measured run's callback."""
-
-    events: RunEvents
-    bar: ProgressBar | None
-    on_step: OnStep | None
-    previews: MovingPreviews | None
-    block_counts: Mapping[str, int]
-    start_step: int
-
-    def visits(self, expert: str, done: int) -> None:
-        step, share = self.events.visits(done, self.block_counts[expert])
-        if self.bar is not None:
-            self.bar.advance(step + share)
-
-    def step(self, step: StepProgress) -> None:
-        self.events.step(step.record, step.changes)
-        if self.bar is not None:
-            self.bar.update(step.done, denoised=step.denoised if self.previews is None else None)
-        if self.on_step is not None:
-            self.on_step(step)
-        # A moving preview shows the first video, which part 0 has.
-        if self.previews is not None and step.denoised is not None and step.part == 0:
-            image = self.previews.update(step.denoised)
-            if image is not None:
-                self.events.preview(step.index - self.start_step + 1, image)
-
-
-def _previews(settings: PreviewSettings, request: DenoiseRequest) -> MovingPreviews:
-    """Return the previews of a run; raises the errors of `MovingPreviews`."""
-    host = current_host()
-    return MovingPreviews(
-        settings,
-        request.noise,
-        host.device(),
-        is_watched=host.has_viewers,
-        check=host.raise_if_stopped,
-        is_stop=host.is_stop,
+def _events_of(
+    host: Host, inputs: SamplerInputs, prepared: PreparedRun, node_id: str | None
+) -> RunEvents:
+    plan = inputs.request.step_plan
+    settings = run_settings(
+        inputs.experts,
+        inputs.requested,
+        prepared.policy,
+        inputs.request.noise.shape,
+        prepared.device,
+        workers=inputs.workers,
+    )
+    return RunEvents(
+        host.events.announce,
+        prompt_id=host.events.executing().prompt_id,
+        node_id=node_id,
+        experts=[plan.experts[step] for step in plan.steps],
+        predicted=prepared.predicted,
+        settings=settings,
+        notes=prepared.notes,
     )

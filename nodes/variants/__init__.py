@@ -1,1 +1,1 @@
-"""Nodes for the inputs of models made from Wan's blocks: Fun Control and Bernini."""
+"""Nodes with inputs for models built from Wan's blocks: Fun Control and Bernini."""

@@ -1,1 +1,1 @@
-"""Offload engine: runs, buffers, and the binding of weights to modules."""
+"""Offload engine: runs, buffers, and weights bound to modules."""

@@ -1,6 +1,6 @@
-"""Pool of the attached blocks: their buffers on the device, RAM slots, patches and transfer backend.
+"""Pool for attached blocks: device buffers, RAM slots, patches and transfer backend.
 
-A run reserves the pool with `claim`. All changes of memory, patches, policy and group happen between runs.
+A run reserves the pool with `claim`. Memory, patches, policy and group change only between runs.
 """
 
 from __future__ import annotations
@@ -8,45 +8,58 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from ...devices import runtime_for
-from ...plan import BlockKey, RamResidency, RunPrograms, TransferProgram, eviction_order, plan_ram
-from ...schema import OffloadPolicy, Residency, plan_residency
+from ...plan.programs import (
+    BlockKey,
+    BufferSizes,
+    RamResidency,
+    RunPrograms,
+    TransferProgram,
+    eviction_order,
+    plan_buffers,
+    plan_ram,
+)
+from ...schema import OffloadPolicy, Residency
+from ..core.buffers import BlockBuffer, BufferState, contents
 from ..formats.layout import allocate_flat
 from ..host_memory.shared_segment import SharedSegment
-from ..patches import BlockPatch, StagedPatches
-from ..sharding.group import Gathering, Sharded
+from ..sharding.group import Sharded
 from ..sources.base import BlockSource
 from ..transfers.base import TransferBackend
+from ..transfers.patches import BlockPatch, StagedPatches
 from .binding import BlockBinding, JoinPieces, ResidentTensors
-from .buffers import BlockBuffer, BufferState
 from .route import Route
 
 Stacks: TypeAlias = Mapping[str, Sequence[nn.Module]]
-"""Blocks in their order, by the name of their stack."""
+"""Blocks in order, by stack name."""
 
 BUSY = "this engine is already running a program; wait for that run to end"
 
 
 class BlockPool:
-    """Memory of the blocks of one or more stacks, which are streamed from one source to one device.
+    """Memory for the blocks of one or more stacks, streamed from one source to one device.
 
     Args:
-        stacks: blocks by the name of their stack; they are not changed if the constructor raises.
+        stacks: blocks by stack name. They are not changed if the constructor raises.
         policy: resident blocks, prefetch depth, and RAM-resident blocks.
-        device: `cpu` or `cuda`.
-        source: source of the stored bytes of every block; `detach` closes it.
-        shared: RAM that the ranks of one machine share.
-        sharded: ranks that keep one shard of every block each; the source must then be a `RangeSource`.
-        join: makes the parameters that the source stores in pieces.
+        device: compute device.
+        source: every block's stored bytes. `detach` closes it.
+        shared: RAM shared by the ranks on one machine.
+        sharded: ranks that keep one shard of every block each. The source must then be a
+            `RangeSource`.
+        join: makes parameters stored in pieces.
 
     Raises:
-        ValueError: the policy does not fit the number of blocks, or the source does not fit a block.
+        ValueError: policy and block count do not match, or the source does not match a block.
         SourceError: there is not enough RAM for the RAM-resident blocks.
     """
 
@@ -63,31 +76,33 @@ class BlockPool:
     ) -> None:
         self.device = device
         self.block_counts = {name: len(stack) for name, stack in stacks.items()}
-        self._source, self._sharded = source, sharded
+        self._source = source
+        self._sharded = sharded
         self.formats = source.formats
-        self._residency, self._ram_residency, buffers = self._plan_residency(policy)
         lock = runtime_for(device)  # a GPU copies from page-locked memory without blocking the host
-        self._patches = StagedPatches(self.formats, lock=lock)
-        self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
-        self._patches.tail = self._route.buffer_bytes
-        self.ram = self._route.ram_slots(lock, shared)
-        self.ram.check_available(self._ram_residency, self.staging)
-        self.ram.resize(self._ram_residency, self.staging)
-        self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
+        self.patches = StagedPatches(self.formats, lock=lock)
+        self.route = Route(source, self.patches, device=device, sharded=sharded)
+        self._residency, self._ram_residency, self._sizes = self._plan(policy)
+        self.ram = self.route.ram_slots(lock, shared)
+        self.ram.check_available(self._ram_residency, self.route.staging)
+        self.ram.resize(self._ram_residency, self.route.staging)
+        self.buffers = tuple(
+            BlockBuffer(index, capacity=capacity)
+            for index, capacity in enumerate(self._sizes.capacities)
+        )
         self._start_backend()
         self._running = threading.Lock()
         self._awaits_run = False  # all buffers were allocated for a run not yet begun
-        self._bindings = {
-            key: BlockBinding(key, block, self.formats[key].computed, join)
-            for name, stack in stacks.items()
-            for key, block in ((BlockKey(name, index), block) for index, block in enumerate(stack))
-        }
-        self._resident_tensors = [
-            ResidentTensors(block, device, self.formats[BlockKey(name, index)].computed)
-            for name, stack in stacks.items()
-            for index, block in enumerate(stack)
-        ]
-        # Nothing below can fail. Blocks are changed only from here on, so that an error above leaves them untouched.
+        self.bindings: dict[BlockKey, BlockBinding] = {}
+        self._resident_tensors: list[ResidentTensors] = []
+        for name, stack in stacks.items():
+            for index, block in enumerate(stack):
+                key = BlockKey(name, index)
+                layout = self.formats[key].computed
+                self.bindings[key] = BlockBinding(key, block, layout, join)
+                self._resident_tensors.append(ResidentTensors(block, device, layout))
+        # Nothing below can fail. Blocks are changed only from here on, so an error above leaves
+        # them untouched.
         self.unbind_all()
         for tensors in self._resident_tensors:
             tensors.put()
@@ -95,216 +110,228 @@ class BlockPool:
         self._process = os.getpid()
 
     @property
-    def staging(self) -> int:
-        """Number of staging slots in RAM; 0 if blocks can be read directly into a buffer."""
-        return self._route.staging
-
-    @property
-    def block_source(self) -> BlockSource:
-        """Source of the bytes that this rank stores: whole blocks, or its shards of them."""
-        return self._route.block_source
-
-    @property
-    def gathering(self) -> Gathering | None:
-        """The group of ranks that keep a shard of every block each; None if blocks are not sharded."""
-        return self._route.gathering
-
-    @property
     def loaded_bytes(self) -> int:
-        """Current bytes of device memory."""
-        return sum(buffer.nbytes for buffer in self.buffers) + self.backend.device_bytes + self.ram.device_bytes
+        """Device memory now, in bytes."""
+        buffers = sum(buffer.nbytes for buffer in self.buffers)
+        return buffers + self.backend.device_bytes + self.ram.device_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Current bytes of page-locked host memory."""
-        return self.ram.locked_bytes + self._patches.locked_bytes
+        """Page-locked host memory now, in bytes."""
+        return self.ram.locked_bytes + self.patches.locked.nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Current bytes of host memory of slots and patches, page-locked or not."""
-        return self.ram.nbytes + self._patches.host_bytes
-
-    @property
-    def _buffer_bytes(self) -> int:
-        return self._patches.tail + self._patches.tail_bytes
+        """Host memory in slots and patches now, in bytes, page-locked or not."""
+        return self.ram.nbytes + self.patches.host_bytes
 
     @property
     def running(self) -> bool:
-        """True during a run; memory cannot be released then."""
+        """True during a run. Memory cannot be released then."""
         return self._running.locked()
 
     def contents(self) -> dict[int, BlockKey]:
-        """Return the blocks that are still in buffers from the last run, by buffer; a new program may keep them."""
-        return {b.index: b.key for b in self.buffers if b.state is BufferState.DONE and b.key is not None}
+        """See `buffers.contents`."""
+        return contents(self.buffers)
 
     def check_size(self, programs: RunPrograms) -> None:
-        """Raise ValueError for programs that need more buffers or slots than there are now."""
-        for needed, existing, word in (
-            (programs.device.buffers, len(self.buffers), "buffers"),
-            (programs.ram.program.buffers, len(self.ram), "RAM slots"),
-        ):
+        """Raise ValueError for programs that need more buffers or slots than exist now."""
+        sizes = {
+            "buffers": (programs.device.buffers, len(self.buffers)),
+            "RAM slots": (programs.ram.program.buffers, len(self.ram)),
+        }
+        for word, (needed, existing) in sizes.items():
             if needed > existing:
-                raise ValueError(f"the program needs {needed} {word}, the engine has {existing}: compile it again")
-
-    def fetch_bytes(self, key: BlockKey) -> int:
-        """Return the bytes of one fetch of a block: its stored bytes, or this rank's shard, plus its patch."""
-        return self._route.sizes[key.stored] + self._patches.nbytes(key)
+                has = f"the program needs {needed} {word}, the engine has {existing}"
+                raise ValueError(f"{has}: compile it again")
+        if [self._sizes, self.ram.sizes] != [programs.device.sizes, programs.ram.program.sizes]:
+            raise ValueError("the program is for buffers of other sizes: compile it again")
 
     def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
-        """Replace the patches (LoRA) that are added to blocks on arrival; blocks that are not named have none.
+        """Replace the patches (LoRA) to add to blocks on arrival.
 
-        The factors are copied to host memory. The next run fetches a block that is in a buffer again if the identity
-        of its patch has changed; all other blocks are kept.
+        Blocks without an entry have none.
+
+        The factors are copied to host memory. If a block's patch has another identity, the next run
+        fetches the block again, and reads it again if the RAM slot has the former patch. All other
+        blocks are kept.
 
         Raises:
-            RuntimeError: a run is active, or the blocks were detached; nothing was changed.
-            ValueError: a patch does not fit its block; the patches are unchanged.
-            OSError: there is not enough memory; the patches are unchanged.
+            RuntimeError: a run is active, or the blocks were detached. Nothing was changed.
+            ValueError: patch and block do not match. The patches are unchanged.
+            OSError: there is not enough memory. The patches are unchanged.
         """
         self._check_attached()
-        self.claim()
-        try:
-            prepared = self._patches.prepare(patches)
-            changed = self._patches.changed(prepared)
-            if changed:
-                self.backend.settle()
-                for index, key in self.contents().items():
-                    if key in changed:
-                        self.buffers[index].invalidate()
-                self._patches.replace(prepared)
-                for buffer in self.buffers:
-                    for key in changed:
-                        buffer.views.pop(key, None)
-                    if 0 < buffer.nbytes < self._buffer_bytes:
-                        _free_buffer(buffer)
-        finally:
-            self.release()
+        with self._claimed():
+            prepared = self.patches.prepare(patches)
+            changed = self.patches.changed(prepared)
+            if not changed:
+                return
+            self.backend.settle()
+            for index, key in self.contents().items():
+                if key in changed:
+                    self.buffers[index].invalidate()
+            self.ram.drop_patched(prepared.values())
+            self.patches.replace(prepared)
+            for buffer in self.buffers:
+                for key in changed:
+                    buffer.views.pop(key, None)
+                if 0 < buffer.nbytes < buffer.capacity + self.patches.tail_bytes:
+                    _free_buffer(buffer)
 
     def release_memory(self, nbytes: int) -> int:
-        """Free whole buffers, the least useful first, until `nbytes` or all memory is free; return the bytes freed.
+        """Free whole buffers, the least useful first, until `nbytes` or all memory is free.
 
-        All other device memory is freed last. The next run allocates and fetches the missing parts.
+        Return the bytes freed.
+
+        All other device memory is freed last. The next run allocates and fetches missing parts.
 
         Raises:
-            RuntimeError: a run is active; nothing was changed.
+            RuntimeError: a run is active. Nothing was changed.
         """
-        self.claim()
-        try:
+        with self._claimed():
             self.backend.settle()
             self._awaits_run = False
             freed = 0
             for index in eviction_order(range(len(self.buffers)), self.contents(), self._residency):
-                if freed >= nbytes:
-                    return freed
-                freed += _free_buffer(self.buffers[index])
-            return freed if freed >= nbytes else freed + self.backend.release_memory()
-        finally:
-            self.release()
+                if freed < nbytes:
+                    freed += _free_buffer(self.buffers[index])
+            if freed < nbytes:
+                freed += self.backend.release_memory()
+            return freed
 
     def release_idle_buffers(self) -> int:
-        """Free the buffers without a resident block, and return their bytes.
+        """Free the buffers without a resident block, and return the freed bytes.
 
-        The next run allocates them again: in the same memory, if another engine has used it. Does nothing between
-        `allocate_buffers` and the next run, and on a CPU, where the system would have to fault in the same pages
-        again.
+        The next run allocates them again: in the same memory, if another engine has used it. Does
+        nothing between `allocate_buffers` and the next run, and on a CPU, where the system would
+        have to fault in the same pages again.
 
         Raises:
-            RuntimeError: a run is active; nothing was changed.
+            RuntimeError: a run is active. Nothing was changed.
         """
         if self._awaits_run or runtime_for(self.device) is None:
             return 0
-        contents = self.contents()
-        idle = (b for b in self.buffers if b.index not in contents or not self._residency.keeps(*contents[b.index]))
+        kept = {index for index, key in self.contents().items() if self._residency.keeps(*key)}
+        idle = (buffer for buffer in self.buffers if buffer.index not in kept)
         return self.release_memory(sum(buffer.nbytes for buffer in idle))
 
-    def set_policy(self, policy: OffloadPolicy) -> None:
-        """Change the policy between runs; blocks that are resident under both policies are not read again.
+    def release_passing_blocks(self) -> None:
+        """Free the memory of all non-resident blocks, on the device and in RAM.
 
-        The memory of new buffers is allocated when a run first fetches into them. The policy is unchanged after errors.
+        The next run allocates it again.
+
+        Raises:
+            RuntimeError: a run is active. Nothing was changed.
+        """
+        kept = {index for index, key in self.contents().items() if self._residency.keeps(*key)}
+        with self._claimed():
+            self.backend.settle()
+            self._awaits_run = False
+            for buffer in self.buffers:
+                if buffer.index not in kept:
+                    _free_buffer(buffer)
+            self.ram.resize(self._ram_residency, 0)
+            self.ram.resize(self._ram_residency, self.route.staging)
+
+    def set_policy(self, policy: OffloadPolicy) -> None:
+        """Change the policy between runs.
+
+        Blocks resident under both policies are not read again.
+
+        New buffers get memory when a run first fetches into them. After an error the policy is
+        unchanged.
 
         Raises:
             RuntimeError: a run is active, or the blocks were detached.
-            ValueError: the policy does not fit the number of blocks.
+            ValueError: policy and block count do not match.
             SourceError: there is not enough RAM for the RAM-resident blocks.
         """
         self._check_attached()
-        residency, ram_residency, buffers = self._plan_residency(policy)
-        self._resize(buffers, residency, ram_residency)
-        self._residency, self._ram_residency = residency, ram_residency
-
-    def _resize(self, buffers: int, residency: Residency, ram_residency: RamResidency) -> None:
-        self.claim()
-        try:
+        residency, ram_residency, sizes = self._plan(policy)
+        with self._claimed():
             order = eviction_order(range(len(self.buffers)), self.contents(), residency)
-            evicted = order[: max(0, len(order) - buffers)]
-            # Without streams the buffers that are about to be freed are RAM too.
-            freed = sum(self.buffers[index].nbytes for index in evicted) if runtime_for(self.device) is None else 0
-            # Before anything is freed, so that a refusal leaves the former policy usable.
-            self.ram.check_available(ram_residency, self.staging, freed=freed)
+            missing = Counter(sizes.capacities)
+            kept: list[BlockBuffer] = []
+            # From the most useful on: buffers in excess of the new capacities are the least useful.
+            for buffer in (self.buffers[index] for index in reversed(order)):
+                if missing[buffer.capacity]:
+                    missing[buffer.capacity] -= 1
+                    kept.append(buffer)
+            evicted = [buffer for buffer in self.buffers if buffer not in kept]
+            # Without streams, the buffers freed below are RAM too.
+            freed = 0
+            if runtime_for(self.device) is None:
+                freed = sum(buffer.nbytes for buffer in evicted)
+            # Before anything is freed: a refusal then leaves the former policy usable.
+            self.ram.check_available(ram_residency, self.route.staging, freed=freed)
             self.backend.settle()
-            for index in evicted:
-                _free_buffer(self.buffers[index])
-            kept = [buffer for buffer in self.buffers if buffer.index not in evicted]
-            self.buffers = (*kept, *(BlockBuffer(index) for index in range(len(kept), buffers)))
-            for index, buffer in enumerate(self.buffers):
+            for buffer in evicted:
+                _free_buffer(buffer)
+            kept.sort(key=lambda buffer: buffer.index)
+            kept += (BlockBuffer(0, capacity=capacity) for capacity in missing.elements())
+            for index, buffer in enumerate(kept):
                 buffer.index = index
-            self.ram.resize(ram_residency, self.staging)
-        finally:
-            self.release()
+            self.buffers = tuple(kept)
+            self.ram.resize(ram_residency, self.route.staging)
+            self._residency = residency
+            self._ram_residency = ram_residency
+            self._sizes = replace(sizes, capacities=tuple(buffer.capacity for buffer in kept))
 
     def restore_buffers(self, program: TransferProgram) -> None:
-        """Allocate the buffers that `program` fetches into and that have no memory (compute thread, in a run)."""
-        # `allocate_flat` leaves inference mode: a sampler starts runs inside it, but buffers outlive the run, and
-        # inference tensors cannot be written outside that mode.
+        """Allocate the missing buffers for fetches in `program` (compute thread, in a run)."""
         self._awaits_run = False
-        for index in sorted({fetch.buffer for fetch in program.fetches}):
-            if self.buffers[index].state is BufferState.ABSENT:
-                self.buffers[index].restore(allocate_flat(self._buffer_bytes, self.device))
+        self._allocate(sorted({fetch.buffer for fetch in program.fetches}))
+
+    def _allocate(self, indexes: Iterable[int]) -> None:
+        # `allocate_flat` leaves inference mode: a sampler starts runs inside it, but buffers
+        # outlive the run, and inference tensors cannot be written outside that mode.
+        for buffer in (self.buffers[index] for index in indexes):
+            if buffer.state is BufferState.ABSENT:
+                nbytes = buffer.capacity + self.patches.tail_bytes
+                buffer.restore(allocate_flat(nbytes, self.device))
 
     def allocate_buffers(self) -> None:
-        """Allocate all buffers now, for callers that count their memory before a run.
+        """Allocate all buffers now, for callers that count memory before a run.
 
         Raises:
-            RuntimeError: a run is active, and nothing was changed; or the device is out of memory.
+            RuntimeError: a run is active, and nothing was changed, or the device is out of memory.
         """
         self._check_attached()
-        self.claim()
-        try:
-            for buffer in self.buffers:
-                if buffer.state is BufferState.ABSENT:
-                    buffer.restore(allocate_flat(self._buffer_bytes, self.device))
-            # Earlier work on this stream may still use the memory, and the next run may be on another stream.
+        with self._claimed():
+            self._allocate(range(len(self.buffers)))
+            # Earlier work on this stream may still use the memory, and the next run may be on
+            # another stream.
             self.backend.begin_run()
             self._awaits_run = True
-        finally:
-            self.release()
 
     def meet(self, sharded: Sharded) -> None:
-        """Gather with the ranks of another rendezvous, in which this rank has the same shards; they are not read again.
+        """Gather with the ranks in another rendezvous, where this rank has the same shards.
 
-        The buffers are emptied: all ranks must start with the same contents, and a new rank has none.
+        The shards are not read again.
+
+        The buffers are emptied: all ranks must start with the same contents, and a new rank has
+        none.
 
         Raises:
-            RuntimeError: a run is active; nothing was changed.
+            RuntimeError: a run is active. Nothing was changed.
         """
         assert self._sharded is not None, "the blocks of this engine are not sharded"
         assert self._sharded.resembles(sharded), "different shards need another engine"
         self._check_attached()
-        self.claim()
-        try:
+        with self._claimed():
             self.backend.close()
             self.drop_buffers()
             self._dropped.detach()
-            self._route.meet(sharded)
+            self.route.meet(sharded)
             self._start_backend()
             self._sharded = sharded
-        finally:
-            self.release()
 
     def _start_backend(self) -> None:
-        self.backend = self._route.transfer_backend()
-        # If this pool is deleted without `detach`, the device may still use its memory. The finaliser keeps the RAM
-        # slots and, in the backend, the patches: they are unlocked after it.
+        self.backend = self.route.transfer_backend()
+        # If this pool is deleted without `detach`, the device may still use its memory. The
+        # finaliser keeps the RAM slots and, in the backend, the patches: both are unlocked after
+        # it.
         self._dropped = weakref.finalize(self, _settle, self.backend, self.ram)
         self._dropped.atexit = False  # the driver may be unloaded by then
 
@@ -317,25 +344,23 @@ class BlockPool:
         """Restore every block, and release buffers, RAM and files. Detaching twice is allowed.
 
         Raises:
-            RuntimeError: a run is active, which is not affected; or the device has failed, and the blocks are detached.
+            RuntimeError: a run is active, and continues, or the device has failed, and the blocks
+                are detached.
         """
         if not self._attached:
             return
-        self.claim()
         failed: RuntimeError | None = None
-        try:
+        with self._claimed():
             try:
                 self.backend.close()
             except RuntimeError as err:  # the device has failed, and copies nothing any more
                 failed = err
             self.ram.close()
-            self._patches.replace({})
+            self.patches.replace({})
             self.drop_buffers()
             self.buffers = ()
-        finally:
-            self.release()
         self._attached = False
-        for binding in self._bindings.values():
+        for binding in self.bindings.values():
             binding.restore()
         for tensors in self._resident_tensors:
             tensors.restore()
@@ -344,36 +369,37 @@ class BlockPool:
             raise failed
 
     def claim(self) -> None:
-        """Reserve the engine until `release`; raise RuntimeError if it is reserved already."""
+        """Reserve the engine until `release`. Raise RuntimeError if it is reserved already."""
         if not self._running.acquire(blocking=False):
             raise RuntimeError(BUSY)
 
     def release(self) -> None:
-        """End the reservation of `claim`."""
+        """End the reservation made by `claim`."""
         self._running.release()
 
-    def bind(self, key: BlockKey, buffer: BlockBuffer) -> None:
-        """Point the modules of a block to its weights in `buffer`, at the start of a visit."""
-        self._bindings[key.stored].bind(buffer, self._patches.get(key))
-
-    def unbind(self, key: BlockKey) -> None:
-        """Remove the weights of a block from its modules, because another block gets its buffer."""
-        self._bindings[key.stored].unbind()
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        self.claim()
+        try:
+            yield
+        finally:
+            self.release()
 
     def unbind_all(self) -> None:
-        """Remove the weights of all blocks from their modules, after the last visit."""
-        for binding in self._bindings.values():
+        """Remove all blocks' weights from their modules, after the last visit."""
+        for binding in self.bindings.values():
             binding.unbind()
 
-    def _plan_residency(self, policy: OffloadPolicy) -> tuple[Residency, RamResidency, int]:
-        sizes = {
-            name: [self.formats[BlockKey(name, index)].computed.nbytes for index in range(count)]
+    def _plan(self, policy: OffloadPolicy) -> tuple[Residency, RamResidency, BufferSizes]:
+        computed = {
+            name: [self.route.computed_sizes[BlockKey(name, index)] for index in range(count)]
             for name, count in self.block_counts.items()
         }
-        residency, buffers = plan_residency(policy, self.block_counts, sizes)
-        if self._sharded is not None and self._sharded.on_device:  # every shard is resident, whatever the policy says
+        residency, sizes = plan_buffers(policy, computed)
+        if self._sharded is not None and self._sharded.on_device:
+            # Every shard is resident, whatever the policy says.
             policy = OffloadPolicy.layerwise(source="pinned")
-        return residency, plan_ram(policy, residency, self.block_counts), buffers
+        return residency, plan_ram(policy, residency, self.block_counts), sizes
 
     def _check_attached(self) -> None:
         if not self._attached:
@@ -381,8 +407,8 @@ class BlockPool:
         if os.getpid() != self._process:
             # Memory of slots and patches is zero there (`map_memory`), and sources have no threads.
             raise RuntimeError(
-                f"the blocks were attached in process {self._process}, of which this is a fork: start this one with "
-                'multiprocessing\'s "spawn", and attach them here'
+                f"the blocks were attached in process {self._process}, of which this is a fork: "
+                'start this one with multiprocessing\'s "spawn", and attach them here'
             )
 
 
@@ -391,7 +417,7 @@ def _settle(backend: TransferBackend, _kept: object) -> None:
 
 
 def _free_buffer(buffer: BlockBuffer) -> int:
-    """Release the memory of one buffer between runs and return its bytes."""
+    """Release one buffer's memory between runs and return the freed bytes."""
     if buffer.state is BufferState.ABSENT:
         return 0
     if buffer.state is BufferState.DONE:

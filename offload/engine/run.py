@@ -1,38 +1,40 @@
 """Execution of a device program and the RAM program below it.
 
-The compute thread calls `begin` and `end` for the visits in the order of the program. The fetch thread issues the
-fetches in bus order. The read thread (`ram_run.py`) reads their blocks into RAM before.
+The compute thread calls `begin` and `end` for visits in program order. The fetch thread issues the
+fetches in bus order. Read threads (`ram_run.py`) read the blocks into RAM before that.
 """
 
 from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from ...devices import Clock, DeviceEvent, LateDeviceError, NvtxRanges, clock_for, raise_late
-from ...plan import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
+from ...plan.programs import IMMEDIATE, KEPT, Fetch, RunPrograms, Visit
 from ...schema import StateError
 from ...telemetry import BlockArrival, Recorder, ranged
+from ..core.buffers import BlockBuffer
+from ..core.threads import RunStopped, RunThread, ThreadSync
 from ..host_memory.ram_run import RamRun
 from ..sharding.group import GATHERS_AHEAD, StoppedTogether
 from ..transfers.base import BlockCopy, PendingBlock
 from .block_pool import BlockPool
-from .buffers import BlockBuffer
-from .threads import RunStopped, RunThread, ThreadSync
 
 PACE = 2
-"""Visits that the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks."""
+"""Visits that the host may be ahead of the device: enough to hide launches, few enough to cancel
+within two blocks."""
 
 
 class EngineRun:
-    """One execution of a device program and the RAM program below it; enter it with `with`.
+    """One execution of a device program and the RAM program below it. Enter it with `with`.
 
     Attributes:
         programs: both programs.
         program: the device program.
-        fetched: fetches that were issued so far. A completed run has issued those of the program, in their order.
+        fetched: fetches issued so far. A completed run has issued all fetches in program order.
     """
 
     def __init__(self, pool: BlockPool, programs: RunPrograms, recorder: Recorder | None) -> None:
@@ -40,26 +42,38 @@ class EngineRun:
         self.program = programs.device
         self.fetched: list[Fetch] = []
         self._pool = pool
-        self._ranges: NvtxRanges | None = None if recorder is None else recorder.ranges
+        self._ranges: NvtxRanges | None = None
+        self._clock: Clock = clock_for(pool.device)
+        if recorder is not None:
+            self._ranges = recorder.ranges
+            self._clock = recorder.clock
         self._range: int | None = None  # profiler range of the current visit
-        self._ram = RamRun(pool.ram, programs.ram, pool.block_source, recorder, device=pool.device)
+        self._ram = RamRun(
+            pool.ram, programs.ram, pool.route.block_source, self._ranges, device=pool.device
+        )
         self._recorder = recorder
-        self._clock: Clock = recorder.clock if recorder is not None else clock_for(pool.device)
         self._sync = ThreadSync()
-        self._thread = RunThread("wanstream-fetch", device=pool.device, failed=self._sync.end_issuing)
+        self._thread = RunThread(
+            "wanstream-fetch", device=pool.device, failed=self._sync.end_issuing
+        )
         self._pending_blocks: list[PendingBlock | None] = [None] * len(self.program.fetches)
+        self._factor_bytes = [0] * len(self.program.fetches)
         self._recent_ends: deque[DeviceEvent] = deque(maxlen=PACE)
         """Ends of the last `PACE` visits."""
         self._visits_to_record = frozenset(fetch.start_after for fetch in self.program.fetches)
         self._visit_ends: dict[int, DeviceEvent] = {}
-        """Ends of visits that a later fetch waits for; exactly one fetch, because it frees one buffer."""
+        """Ends of visits that a later fetch waits for. It is exactly one fetch, because a visit
+        frees one buffer."""
         self._next = 0
+        self._open: tuple[BlockBuffer, DeviceEvent, DeviceEvent, DeviceEvent] | None = None
+        """The open visit's buffer and events: the block was requested, has arrived, and is
+        decoded."""
         self._running = False
         self._stops_early = False
 
     @property
     def reads(self) -> list[Fetch]:
-        """Fetches of the RAM program that were read so far."""
+        """RAM program fetches read so far."""
         return self._ram.reads
 
     def __enter__(self) -> EngineRun:
@@ -67,6 +81,7 @@ class EngineRun:
         try:
             self._start()
         except BaseException as err:
+            # Python calls no `__exit__` after an error in `__enter__`.
             self.__exit__(type(err), err, err.__traceback__)
             raise
         return self
@@ -75,17 +90,19 @@ class EngineRun:
         try:
             self._finish(in_sync=error is None or isinstance(error, StoppedTogether))
         except RuntimeError as err:
-            if isinstance(error, LateDeviceError):  # every call fails after it: the first one names the place
-                return
+            if isinstance(error, LateDeviceError):
+                return  # every call fails after it: the first one names the place
             raise_late(err, self._place())
             raise
         raise_late(error, self._place())
         completed = error is None and self._next == len(self.program.visits)
-        assert not completed or tuple(self.fetched) == self.program.fetches, "the fetches differ from the program"
+        assert not completed or tuple(self.fetched) == self.program.fetches, (
+            "the fetches differ from the program"
+        )
         assert not completed or self._ram.is_whole, "the reads differ from the program"
 
     def _place(self) -> str:
-        """Return the place of an error outside visits."""
+        """Return the place of an error, outside a visit or in one."""
         if not self._next:
             return "the start of a run"
         return f"the end of {place_of(self.program.visits[self._next - 1])}"
@@ -93,8 +110,8 @@ class EngineRun:
     def _start(self) -> None:
         pool = self._pool
         pool.check_size(self.programs)
-        if pool.gathering is not None:
-            pool.gathering.begin(self.program)
+        if pool.route.gathering is not None:
+            pool.route.gathering.begin(self.program)
         pool.restore_buffers(self.program)
         for buffer in pool.buffers:
             key = self.program.initial.get(buffer.index)
@@ -103,10 +120,11 @@ class EngineRun:
         pool.backend.begin_run()
         if self._recorder is not None:
             self._recorder.begin_run(lambda: pool.pinned_bytes)
-        # The first fetches wait for this event: work issued before this run may still read the buffers.
+        # The first fetches wait for this event, because work issued before this run may still read
+        # the buffers.
         self._origin = self._clock.mark()
         self._running = True
-        # A daemon thread that still copies while the interpreter shuts down could crash the process.
+        # A daemon thread that copies while the interpreter shuts down could crash the process.
         atexit.register(self._end_threads)
         self._ram.start()
         if self.program.fetches:
@@ -119,12 +137,14 @@ class EngineRun:
                 self._end_threads(in_sync=in_sync)
                 if in_sync and self._stops_early:
                     self._settle_issued()
-            finally:  # even if interrupted again: later copies must not overwrite buffers that visits still read
+            finally:
+                # Even if interrupted again: later copies must not overwrite buffers that visits
+                # still read.
                 self._pool.backend.end_run()
         finally:
             for buffer in self._pool.buffers:
                 buffer.end_run()
-            self._ram.end()
+            self._pool.ram.end_run()
             if self._recorder is not None:
                 self._recorder.end_run()
             self._close_range()
@@ -133,12 +153,13 @@ class EngineRun:
             self._pool.release()
 
     def _end_threads(self, *, in_sync: bool = False) -> None:
-        """End both threads, and wait for them even after a second interrupt: until then they may write into buffers.
+        """End both threads, and wait for them even after a second interrupt.
 
-        If ranks gather and stop `in_sync`, the fetch thread first issues all gathers that the visits so far allow, so
-        that all ranks have issued the same ones.
+        Until they end, they may write into buffers. If ranks gather and stop `in_sync`, the fetch
+        thread first issues all gathers that the visits so far allow, so all ranks have issued the
+        same ones.
         """
-        gathering = self._pool.gathering
+        gathering = self._pool.route.gathering
         keeps = in_sync and self._stops_early
         try:
             try:
@@ -148,7 +169,8 @@ class EngineRun:
                     in_sync = self._thread.error is None
                 if gathering is not None:
                     gathering.end(in_sync=in_sync)
-            finally:  # even if the group cannot be ended: the caller releases what these threads use
+            finally:
+                # Even if the group cannot be ended: the caller releases what these threads use.
                 self._sync.stop()
                 self._ram.stop(whole_blocks=keeps)
                 self._thread.join()
@@ -159,10 +181,11 @@ class EngineRun:
             raise
 
     def leave(self) -> None:
-        """Keep blocks that are issued or being read for the next program. The caller ends the run next.
+        """Keep issued blocks and blocks being read for the next program.
 
-        It skips the remaining visits. Reads in progress end with their block, because the next program would read it
-        again from the start. An error or a cancel cuts them short. The bytes of these blocks count for the open step.
+        The caller ends the run next, and the remaining visits are skipped. Reads in progress finish
+        their block, because the next program would read it again from the start. An error or a
+        cancel cuts them short. These blocks' bytes count for the open step.
         """
         assert self._running, "leave() must be called before the run has ended"
         self._stops_early = True
@@ -173,97 +196,141 @@ class EngineRun:
             if pending is None:
                 continue
             fetch = self.program.fetches[number]
-            requested = self._clock.mark()
-            pending.wait()
-            arrived = ready = self._clock.mark()
-            if pending.decode is not None:
-                pending.decode()
-                ready = self._clock.mark()
-            self._record_arrival(number, pending, (requested, arrived, ready))
+            self._finish_block(number, pending, self._clock.mark())
             buffer = self._pool.buffers[fetch.buffer]
             buffer.acquire(fetch.block)
             buffer.release(last=True)
 
-    def _record_arrival(
-        self, number: int, pending: PendingBlock, events: tuple[DeviceEvent, DeviceEvent, DeviceEvent]
-    ) -> None:
-        if self._recorder is None:
-            return
-        requested, arrived, ready = events
-        key = self.program.fetches[number].block
-        decoded = (arrived, ready) if pending.decode is not None else pending.decoded
-        nbytes, read = self._pool.fetch_bytes(key), self._ram.read_for(number)
-        self._recorder.record_arrival(
-            BlockArrival(key.block, nbytes, requested, arrived, read, pending.copied, decoded)
-        )
+    def _finish_block(
+        self, number: int, pending: PendingBlock, requested: DeviceEvent
+    ) -> tuple[DeviceEvent, DeviceEvent]:
+        """Finish an issued block on the compute thread, and record the arrival.
 
+        Return the events for arrival and the end of decoding.
+        """
+        pending.wait()
+        arrived = ready = self._clock.mark()
+        decoded = pending.decoded
+        if pending.decode is not None:
+            pending.decode()
+            ready = self._clock.mark()
+            decoded = (arrived, ready)
+        if self._recorder is not None:
+            key = self.program.fetches[number].block
+            nbytes = self._pool.route.sizes[key.stored] + self._factor_bytes[number]
+            read = self._ram.read_for(number)
+            self._recorder.record_arrival(
+                BlockArrival(key.block, nbytes, requested, arrived, read, pending.copied, decoded)
+            )
+        return arrived, ready
+
+    @contextmanager
     def visit(
-        self, step: int, expert: str, block: int, patch: int = 0, *, poll: Callable[[], object] | None = None
-    ) -> VisitContext:
-        """Return the context of the next visit of the program; inside it, the block's weights are on the device.
+        self,
+        step: int,
+        expert: str,
+        block: int,
+        patch: int = 0,
+        *,
+        poll: Callable[[Visit], object] | None = None,
+    ) -> Iterator[None]:
+        """Make the program's next visit in the `with`, for callers that name the visits.
+
+        Inside it, the block's weights are on the device.
 
         Args:
             step, expert, block, patch: see `Visit`.
-            poll: called while the visit waits until its block is read. It ends the wait by raising.
+            poll: called with the visit while it waits for the block's read. It ends the wait by
+                raising.
 
         Raises:
             StateError: on entering, if another visit is due or the run is not active.
         """
-        return VisitContext(self, Visit(step, expert, block, patch), poll)
+        self.begin(Visit(step, expert, block, patch), poll)
+        try:
+            yield
+        except GeneratorExit:  # dropped without an exit: the run may have gone on
+            raise
+        except BaseException as err:
+            self.end(err)
+            raise
+        self.end()
 
-    def begin(
-        self, visit: Visit, poll: Callable[[], object] | None = None
-    ) -> tuple[BlockBuffer, DeviceEvent, DeviceEvent, DeviceEvent]:
-        """Wait for the block of `visit` and bind it.
-
-        Returns its buffer and three events: the block was requested, has arrived, and is decoded.
-        """
-        number, program = self._next, self.program
-        if not self._running:
-            raise StateError(f"{visit} is outside its run, which is not active: enter the run with `with` first")
-        if number >= len(program.visits) or program.visits[number] != visit:
-            due = program.visits[number] if number < len(program.visits) else "the end of the program"
-            raise StateError(f"visit {number} of the program is {due}, not {visit}")
-        if number >= PACE:
-            self._clock.wait_for(self._recent_ends[0])
-        if self._ranges is not None:
-            self._range = self._ranges.start(f"{visit.expert} {visit.block}")
-        fetch, key = program.visit_fetch[number], visit.key
-        requested = self._clock.mark()
-        # First the host waits until the copy is *issued*: an event that was not recorded yet would let the compute
-        # stream pass. Then `wait` makes the compute stream wait for the copy. The host never waits for the bytes, so
-        # it can launch the kernels of this block while the copy is still running.
-        pending = self._wait_issued(fetch, poll)
-        if pending is not None:
-            pending.wait()
-        arrived = ready = self._clock.mark()
-        if pending is not None and pending.decode is not None:
-            pending.decode()
-            ready = self._clock.mark()
-        if pending is not None:
-            self._record_arrival(fetch, pending, (requested, arrived, ready))
-        buffer = self._pool.buffers[program.visit_buffer[number]]
-        buffer.acquire(key)
-        self._pool.bind(key, buffer)
-        return buffer, requested, arrived, ready
-
-    def end(self, buffer: BlockBuffer, requested: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent) -> None:
-        """Record that the visit was issued to the device; unbind the block after the last visit of its lifetime."""
-        done = self._clock.mark()
+    def begin(self, visit: Visit, poll: Callable[[Visit], object] | None = None) -> None:
+        """Wait for the block of `visit` and bind it. `visit` documents the arguments and errors."""
         number = self._next
-        self._recent_ends.append(done)
-        if number in self._visits_to_record:
-            self._visit_ends[number] = done  # before `note_released`, which lets the fetch thread read it
-        last, visit = number in self.program.last_use, self.program.visits[number]
-        buffer.release(last=last)
-        self._next += 1
-        self._sync.note_released(number)
-        if self._recorder is not None:
-            self._recorder.visit(visit.block, requested, arrived, ready, done)
-        if self._range is not None:
-            self._close_range()
-        if last:
-            self._pool.unbind(visit.key)
+        program = self.program
+        if not self._running:
+            raise StateError(
+                f"{visit} is outside its run, which is not active: enter the run with `with` first"
+            )
+        due = program.visits[number] if number < len(program.visits) else "the end of the program"
+        if due != visit:
+            raise StateError(f"visit {number} of the program is {due}, not {visit}")
+        fetch = program.visit_fetch[number]
+        key = visit.key
+        try:
+            if number >= PACE:
+                self._clock.wait_for(self._recent_ends[0])
+            if self._ranges is not None:
+                self._range = self._ranges.start(f"{visit.expert} {visit.block}")
+            requested = self._clock.mark()
+            # First the host waits until the copy is *issued*: an event that was not recorded yet
+            # would let the compute stream pass. Then `wait` makes the compute stream wait for the
+            # copy. The host never waits for the bytes, so it can launch this block's kernels while
+            # the copy is still running.
+            pending = self._wait_issued(fetch, None if poll is None else partial(poll, visit))
+            if pending is None:
+                arrived = ready = self._clock.mark()
+            else:
+                arrived, ready = self._finish_block(fetch, pending, requested)
+            buffer = self._pool.buffers[program.visit_buffer[number]]
+            buffer.acquire(key)
+            self._pool.bindings[key.stored].bind(buffer, self._pool.patches.get(key))
+        except RuntimeError as err:
+            raise_late(err, place_of(visit))
+            raise
+        self._open = (buffer, requested, arrived, ready)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Record the visit as issued to the device.
+
+        Unbind the block after the last visit in the lifetime.
+
+        After an `error` in the visit only name its place: the run ends next, and the buffer's
+        `end_run` closes it.
+        """
+        visit = self.program.visits[self._next]
+        # The events are freed here, not with an object held by the caller. Python frees that one
+        # while the exception is set, and freeing a CUDA event then ended the process (torch 2.11,
+        # H100: 13 out of 13 crashes).
+        begun = self._open
+        self._open = None
+        if error is not None:
+            raise_late(error, place_of(visit))
+            return
+        assert begun is not None, "no visit has begun"
+        buffer, requested, arrived, ready = begun
+        number = self._next
+        last = number in self.program.last_use
+        try:
+            done = self._clock.mark()
+            self._recent_ends.append(done)
+            if number in self._visits_to_record:
+                # Before `note_released`, which lets the fetch thread read it.
+                self._visit_ends[number] = done
+            buffer.release(last=last)
+            self._next += 1
+            self._sync.note_released(number)
+            if self._recorder is not None:
+                self._recorder.visit((visit.block, requested, arrived, ready, done))
+            if self._range is not None:
+                self._close_range()
+            if last:
+                self._pool.bindings[visit.key.stored].unbind()  # another block gets the buffer
+        except RuntimeError as err:
+            raise_late(err, place_of(visit))
+            raise
 
     def _close_range(self) -> None:
         if self._range is not None:
@@ -272,7 +339,10 @@ class EngineRun:
             self._range = None
 
     def _wait_issued(self, fetch: int, poll: Callable[[], object] | None) -> PendingBlock | None:
-        """Wait until a fetch was issued; return its pending work, or None if an earlier visit has finished it."""
+        """Wait until a fetch was issued.
+
+        Return the pending work, or None if an earlier visit has finished it.
+        """
         if fetch == KEPT:
             return None
         try:
@@ -283,8 +353,9 @@ class EngineRun:
         pending, self._pending_blocks[fetch] = self._pending_blocks[fetch], None
         return pending
 
-    # The fetch thread reads bytes and issues copies only. Arithmetic is left to streams of the device or to the compute
-    # thread: torch arithmetic here would start a second thread pool next to the one that computes.
+    # The fetch thread reads bytes and issues copies only. Device streams or the compute thread do
+    # the arithmetic: torch arithmetic here would start a second thread pool next to the one that
+    # computes.
 
     def _fetch_all(self) -> None:
         for number, fetch in enumerate(self.program.fetches):
@@ -292,16 +363,20 @@ class EngineRun:
                 try:
                     self._fetch(number, fetch)
                 except RuntimeError as err:
-                    raise_late(err, f"the fetch of {place_of(self.program.visits[fetch.needed_by])}")
+                    raise_late(
+                        err, f"the fetch of {place_of(self.program.visits[fetch.needed_by])}"
+                    )
                     raise
 
     def _fetch(self, number: int, fetch: Fetch) -> None:
         slot = self._ram.take(number)
-        if self._pool.gathering is not None and number >= GATHERS_AHEAD:
+        if self._pool.route.gathering is not None and number >= GATHERS_AHEAD:
             self._sync.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
         # The end of visit `start_after` must be recorded before a stream can wait for it.
         self._sync.await_released(fetch.start_after)
-        after = self._origin if fetch.start_after == IMMEDIATE else self._visit_ends.pop(fetch.start_after)
+        after = self._origin
+        if fetch.start_after != IMMEDIATE:
+            after = self._visit_ends.pop(fetch.start_after)
         buffer = self._pool.buffers[fetch.buffer]
         buffer.begin_fill(fetch.block)
         if slot is None:
@@ -311,45 +386,24 @@ class EngineRun:
         else:
             assert slot.key is not None, f"slot {slot.index} was taken, but it is empty"
             key, stored = slot.key._replace(patch=fetch.block.patch), slot.memory
-        copy = BlockCopy(key, stored, buffer.memory, after, partial(self._ram.leave, number))
+        patch = self._pool.patches.get(key)
+        slot_patch = None
+        if slot is not None and slot.patch.patch is not None:
+            assert slot.patch.patch is patch, f"slot {slot.index} has another patch of {key}"
+            patch = None
+        if patch is not None:
+            self._factor_bytes[number] = patch.layout.nbytes
+            if slot is not None and patch.is_computed and self._pool.ram.keeps_patch(slot):
+                slot_patch = slot.patch
+        copy = BlockCopy(
+            key, stored, buffer.memory, after, partial(self._ram.leave, number), patch, slot_patch
+        )
         self._pending_blocks[number] = self._pool.backend.copy_in(copy)
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
         self._sync.note_issued(number)
 
 
-class VisitContext:
-    """Context of one visit. A class rather than a generator, because it is entered once per block and step."""
-
-    __slots__ = ("_begun", "_poll", "_run", "_visit")
-
-    def __init__(self, run: EngineRun, visit: Visit, poll: Callable[[], object] | None) -> None:
-        self._run = run
-        self._visit = visit
-        self._poll = poll
-
-    def __enter__(self) -> None:
-        try:
-            self._begun = self._run.begin(self._visit, self._poll)
-        except RuntimeError as err:
-            raise_late(err, place_of(self._visit))
-            raise
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        begun = self._begun
-        # The events are freed here, not with this object: Python frees it while the exception is set, and freeing a
-        # CUDA event then ended the process (torch 2.11, H100: 13 of 13 crashes).
-        del self._begun
-        if error is not None:  # the run ends next, and `end_run` of the buffer closes the visit
-            raise_late(error, place_of(self._visit))
-            return
-        try:
-            self._run.end(*begun)
-        except RuntimeError as err:
-            raise_late(err, place_of(self._visit))
-            raise
-
-
 def place_of(visit: Visit) -> str:
-    """Return the words for a visit in an error."""
+    """Return a visit in words for an error."""
     return f"block {visit.block} of {visit.expert!r}, step {visit.step}"

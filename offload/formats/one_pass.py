@@ -1,7 +1,8 @@
-"""Decoding in one pass: the choice of a Triton kernel, its test on a device, and its launch.
+"""Decoding in one pass: which Triton kernel to use, its test on a device, and its launch.
 
-A kernel reads stored bytes once and writes the compute dtype once, in one launch and without work memory. It is used on
-a device if it decodes random bytes there to the bits of the eager decoder.
+A kernel reads stored bytes once and writes the compute dtype once, in one launch and without work
+memory. It is used on a device if random bytes decode there to the same bits as in the eager
+decoder.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import ModuleType
 
 import torch
 
-from ...devices import is_broken_device, is_out_of_memory, made_current
+from ...devices import dtype_name, is_broken_device, is_out_of_memory, made_current
 from .packing import UNIT, Constants, EightBit, Microscaled, Packing, QuantFormat
 from .rotation import rotation_factor, signs
 
@@ -26,28 +27,31 @@ FAMILIES = ("cuda", "xpu")
 """Device types with Triton. ROCm devices are "cuda", too."""
 
 UNITS_AT_ONCE = 256
-"""Units of one program of a kernel."""
+"""Units per kernel program."""
 
 WARPS = 4
 
 ALIGNMENT = 16
-"""Alignment of stored bytes and values. Any other would need a second compilation, with narrower loads and stores."""
+"""Alignment of stored bytes and values. Any other would need a second compilation, with narrower
+loads and stores."""
 
 CODES = {torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 
 ROTATED_GROUPS = (64, 256)
-"""Columns of rotated groups with a kernel."""
+"""Group sizes, in columns, for which a rotation kernel exists."""
 
 FIRST_ARCH = 80
-"""Compute capability, without the point, from which on Triton multiplies in tensor cores."""
+"""Lowest compute capability at which Triton multiplies in tensor cores, without the point."""
 
-Eager = Callable[[torch.Tensor, torch.Tensor, "Packing | None", "torch.Tensor | None", Constants], None]
-"""Decodes stored bytes into values, given their packing and scale, by torch's operations."""
+Eager = Callable[
+    [torch.Tensor, torch.Tensor, "Packing | None", "torch.Tensor | None", Constants], None
+]
+"""Decodes stored bytes into values with torch's operations, given their packing and scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredForm:
-    """Stored form of a tensor of any shape."""
+    """Stored form of a tensor in any shape."""
 
     dtype: torch.dtype
     packing: Packing | None = None
@@ -56,9 +60,7 @@ class StoredForm:
 
     @property
     def name(self) -> str:
-        if self.packing is not None:
-            return self.packing.name
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype) if self.packing is None else self.packing.name
 
     @property
     def has_kernel(self) -> bool:
@@ -72,11 +74,11 @@ class StoredForm:
         return self.packing is not None or self.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def units_per_scale(self, shape: tuple[int, ...], *, by_row: bool) -> int | None:
-        """Return how many neighbouring units of a tensor have one scale; None if a unit has two.
+        """Return how many neighbouring units share one scale. None if a unit has two.
 
         Args:
             shape: shape of the values.
-            by_row: the factor outside the stored bytes has a number for each row.
+            by_row: the factor outside the stored bytes has a number per row.
         """
         values = math.prod(shape)
         if isinstance(self.packing, EightBit) and self.packing.by_row:
@@ -95,11 +97,13 @@ def decode_in_one_pass(
     *,
     eager: Eager,
 ) -> bool:
-    """Decode a tensor as `eager` does, if a kernel can; return whether it did."""
+    """Decode a tensor as `eager` does, if a kernel can. Return True if it did."""
     if into.device.type not in FAMILIES or stored.device != into.device:
         return False
     form = StoredForm(dtype=stored.dtype, packing=packing, scaled=scale is not None)
-    if not form.has_kernel or form.units_per_scale(tuple(into.shape), by_row=_is_by_row(scale)) is None:
+    if not form.has_kernel:
+        return False
+    if form.units_per_scale(tuple(into.shape), by_row=_is_by_row(scale)) is None:
         return False
     if not into.numel() or stored.data_ptr() % ALIGNMENT or into.data_ptr() % ALIGNMENT:
         return False
@@ -111,8 +115,10 @@ def decode_in_one_pass(
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Return why Triton's kernels cannot decode on `device`; None if they can."""
-    return _unusable() if device.type in FAMILIES else f"Triton has no kernels for {device.type}"
+    """Return why Triton's kernels cannot decode on `device`. None if they can."""
+    if device.type in FAMILIES:
+        return _unusable()
+    return f"Triton has no kernels for {device.type}"
 
 
 @functools.cache
@@ -132,9 +138,10 @@ def _unusable() -> str | None:
 
 @functools.cache
 def refusal(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: Eager) -> str | None:
-    """Return why the kernel of `form` is not used on `device`, and log it; None if it has the bits of `eager`.
+    """Return why the kernel for `form` is not used on `device`, and log it.
 
-    The first call compiles the kernel, which takes up to a second.
+    None if it gives the same bits as `eager`. The first call compiles the kernel, which takes up to
+    a second.
 
     Raises:
         RuntimeError: the device is broken or out of memory.
@@ -142,34 +149,47 @@ def refusal(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: E
     reason = unavailable(device)
     if reason is not None:
         return reason
+    is_rotated = isinstance(form.packing, EightBit) and form.packing.group
     try:
         with made_current(device):
-            if isinstance(form.packing, EightBit) and form.packing.group and not _has_tensor_cores():
-                return f"{form.name} needs an NVIDIA GPU of compute capability {FIRST_ARCH / 10} or later"
+            if is_rotated and not _has_tensor_cores():
+                needed = f"an NVIDIA GPU of compute capability {FIRST_ARCH / 10} or later"
+                return f"{form.name} needs {needed}"
             reason = _fault(form, dtype, device, eager)
     except Exception as err:
         if isinstance(err, RuntimeError) and (is_out_of_memory(err) or is_broken_device(err)):
             raise
         reason = f"it fails with {_line(err)}"
     if reason is not None:
-        logger.warning("%s is decoded on %s by torch's operations, not in one pass: %s", form.name, device, reason)
+        text = "%s is decoded on %s by torch's operations, not in one pass: %s"
+        logger.warning(text, form.name, device, reason)
     return reason
 
 
 def _fault(form: StoredForm, dtype: torch.dtype, device: torch.device, eager: Eager) -> str | None:
-    """Return what is wrong with the kernel of `form` on random bytes, most codes of NaN and infinity among them."""
+    """Return what is wrong with the kernel for `form` on random bytes.
+
+    Most codes for NaN and infinity are among the bytes.
+    """
     stored, shape, scale = sample(form)
-    stored, scale = stored.to(device), None if scale is None else scale.to(device)
+    stored = stored.to(device)
+    scale = None if scale is None else scale.to(device)
     expected, found = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     eager(stored, expected, form.packing, scale, {})
     launch(stored, found, form.packing, scale, {})
     wrong = int((~same_bits(found, expected)).sum())
-    return f"{wrong:,} of {found.numel():,} values of the test differ" if wrong else None
+    if wrong:
+        return f"{wrong:,} of {found.numel():,} values of the test differ"
+    return None
 
 
 def sample(form: StoredForm) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor | None]:
-    """Return random stored bytes, the shape of the values, and the scale; odd numbers of rows, tiles begun."""
-    random, packing = torch.Generator().manual_seed(0), form.packing
+    """Return random stored bytes, the shape of the values, and the scale.
+
+    Row counts are odd, and tiles end early.
+    """
+    random = torch.Generator().manual_seed(0)
+    packing = form.packing
     if isinstance(packing, QuantFormat):
         shape = 67, packing.values
     elif isinstance(packing, Microscaled):
@@ -186,7 +206,7 @@ def sample(form: StoredForm) -> tuple[torch.Tensor, tuple[int, ...], torch.Tenso
 
 
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors have the same bits. NaN has many, which count as the same."""
+    """Return where two tensors have the same bits. All bit patterns of NaN count as the same."""
     bits = {2: torch.int16, 4: torch.int32}[found.dtype.itemsize]
     return (found.view(bits) == expected.view(bits)) | (found.isnan() & expected.isnan())
 
@@ -198,8 +218,10 @@ def launch(
     scale: torch.Tensor | None,
     constants: Constants,
 ) -> None:
-    """Launch the kernel of a form that has one, on the current stream of the current device."""
-    kernels, units, shape = _kernels(), into.numel() // UNIT, tuple(into.shape)
+    """Launch a form's kernel on the current stream and device."""
+    kernels = _kernels()
+    units = into.numel() // UNIT
+    shape = tuple(into.shape)
     # Contraction would round a product and a difference once, where the eager decoders round twice.
     options: dict[str, object] = {"BY_BITS": kernels.INTERPRETED, "enable_fp_fusion": False}
     if isinstance(packing, EightBit) and packing.group:
@@ -208,7 +230,8 @@ def launch(
     grid = (-(-units // UNITS_AT_ONCE),)
     options |= {"UNITS": UNITS_AT_ONCE, "num_warps": WARPS}
     if isinstance(packing, QuantFormat):
-        options |= {"FORMAT": packing.name, "NBYTES": packing.nbytes, "UNITS_PER_GROUP": packing.values // UNIT}
+        options |= {"FORMAT": packing.name, "NBYTES": packing.nbytes}
+        options["UNITS_PER_GROUP"] = packing.values // UNIT
         kernels.groups_kernel[grid](stored, into, units, **options)
     elif isinstance(packing, Microscaled):
         options |= {"FOUR_BITS": packing.bits == 4, "HIGH_FIRST": packing.high_first}
@@ -219,13 +242,20 @@ def launch(
         per_scale = form.units_per_scale(shape, by_row=_is_by_row(scale))
         codes, scale = (stored, scale) if packing is None else packing.split(stored, shape)
         options |= {"CODES": CODES[codes.dtype], "SCALED": scale is not None}
-        kernels.codes_kernel[grid](codes.view(torch.uint8), scale, into, units, per_scale, **options)
+        kernels.codes_kernel[grid](
+            codes.view(torch.uint8), scale, into, units, per_scale, **options
+        )
 
 
 def _launch_rotated(
-    stored: torch.Tensor, into: torch.Tensor, packing: EightBit, constants: Constants, options: dict[str, object]
+    stored: torch.Tensor,
+    into: torch.Tensor,
+    packing: EightBit,
+    constants: Constants,
+    options: dict[str, object],
 ) -> None:
-    size, shape = packing.group, tuple(into.shape)
+    size = packing.group
+    shape = tuple(into.shape)
     key = packing, torch.float16
     if key not in constants:
         # Pageable memory on purpose, as in `kronecker_factors`.
@@ -233,10 +263,12 @@ def _launch_rotated(
     codes, scales = packing.split(stored, shape)
     groups = into.numel() // size
     per_scale = shape[1] // size if packing.by_row else groups
-    at_once, columns = 128, min(128, size)
-    options |= {"GROUP": size, "FACTOR": rotation_factor(size), "GROUPS": at_once, "COLUMNS": columns}
+    at_once = 128
+    columns = min(128, size)
+    options |= {"GROUP": size, "FACTOR": rotation_factor(size), "GROUPS": at_once}
+    options |= {"COLUMNS": columns, "DEPTH": 64, "num_warps": 8}
     _kernels().rotated_kernel[-(-groups // at_once) * (size // columns),](
-        codes.view(torch.uint8), scales, *constants[key], into, groups, per_scale, DEPTH=64, num_warps=8, **options
+        codes.view(torch.uint8), scales, *constants[key], into, groups, per_scale, **options
     )
 
 
@@ -245,7 +277,7 @@ def _is_by_row(scale: torch.Tensor | None) -> bool:
 
 
 def _has_tensor_cores() -> bool:
-    """Return True if Triton multiplies in the tensor cores of the current device."""
+    """Return True if Triton multiplies in tensor cores on the current device."""
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
@@ -259,6 +291,8 @@ def _kernels() -> ModuleType:
 
 
 def _line(error: BaseException) -> str:
-    """Return the kind and the last line of an error; a compiler puts the source before it."""
+    """Return an error's kind and last line. A compiler puts the source before it."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+    if lines:
+        return f"{type(error).__name__}: {lines[-1]}"
+    return type(error).__name__

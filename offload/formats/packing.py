@@ -11,16 +11,18 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class QuantFormat:
-    """GGUF quantisation format: a group of `values` neighbouring values is stored in `nbytes` bytes."""
+    """GGUF quantisation format: a group with `values` neighbouring values takes `nbytes` bytes."""
 
     name: str
     values: int
     nbytes: int
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a tensor with this shape, a whole number of groups."""
+        """Return the stored bytes for a tensor with this shape, a whole number of groups."""
         groups, rest = divmod(math.prod(shape), self.values)
-        assert not rest, f"{list(shape)} is not a whole number of {self.name} groups of {self.values} values"
+        assert not rest, (
+            f"{list(shape)} is not a whole number of {self.name} groups of {self.values} values"
+        )
         return groups * self.nbytes
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -40,16 +42,17 @@ QUANT_FORMATS = {
 UNIT = 16
 """Neighbouring values with one scale in every packing."""
 
-TILE_ROWS, TILE_COLUMNS = 128, 4
+TILE_ROWS = 128
+TILE_COLUMNS = 4
 """Tile size for the scales of `Microscaled`, as cuBLAS reads them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microscaled:
-    """Matrix of 8- or 4-bit floats with one scale byte for each `values` neighbouring values in a row.
+    """Matrix of 8- or 4-bit floats, with one scale byte for `values` neighbouring values in a row.
 
-    The codes come first, row by row. The scales follow in tiles of `TILE_ROWS` rows and `TILE_COLUMNS` scales, padded
-    to whole tiles.
+    The codes come first, row by row. The scales follow in tiles with `TILE_ROWS` rows and
+    `TILE_COLUMNS` scales, padded to whole tiles.
     """
 
     name: str
@@ -63,12 +66,15 @@ class Microscaled:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return scale rows and columns, with padding."""
-        rows, columns = shape
-        return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // self.values // TILE_COLUMNS) * TILE_COLUMNS
+        rows = -(-shape[0] // TILE_ROWS)
+        columns = -(-shape[1] // self.values // TILE_COLUMNS)
+        return rows * TILE_ROWS, columns * TILE_COLUMNS
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a matrix. Columns must be a multiple of `values`."""
-        assert shape[-1] % self.values == 0, f"{list(shape)} is not a whole number of {self.name} groups per row"
+        """Return a matrix's stored bytes. Columns must be a multiple of `values`."""
+        assert shape[-1] % self.values == 0, (
+            f"{list(shape)} is not a whole number of {self.name} groups per row"
+        )
         return self.code_bytes(shape) + math.prod(self.scale_shape(shape))
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -81,10 +87,10 @@ NVFP4 = Microscaled(name="nvfp4", values=16, bits=4)
 
 @dataclass(frozen=True, kw_only=True)
 class EightBit:
-    """Matrix of one-byte codes, row by row, with the scales behind them: value = code x scale.
+    """Matrix of one-byte codes, row by row, followed by the scales: value = code x scale.
 
-    If `group` is not 0, the codes are of the rotated matrix: each group of `group` columns was multiplied by the matrix
-    of `rotation` (ConvRot).
+    If `group` is not 0, the codes are for the rotated matrix: each group of `group` columns was
+    multiplied by the `rotation` matrix (ConvRot).
     """
 
     dtype: torch.dtype = torch.int8
@@ -109,28 +115,41 @@ class EightBit:
         return shape[0] if self.by_row else 1, shape[1] // self.block if self.block else 1
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the stored bytes of a matrix. The codes must fill whole scales, groups and blocks."""
-        assert math.prod(shape) % self.scale_dtype.itemsize == 0, f"{list(shape)} codes do not end at a scale"
+        """Return a matrix's stored bytes.
+
+        The codes must fill whole scales, groups and blocks.
+        """
+        assert math.prod(shape) % self.scale_dtype.itemsize == 0, (
+            f"{list(shape)} codes do not end at a scale"
+        )
         for columns in (self.group, self.block):
-            assert not columns or shape[-1] % columns == 0, f"{list(shape)} is not a whole number of {self.name}"
+            assert not columns or shape[-1] % columns == 0, (
+                f"{list(shape)} is not a whole number of {self.name}"
+            )
         return math.prod(shape) + math.prod(self.scale_shape(shape)) * self.scale_dtype.itemsize
 
     def view_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.bytes_of(shape),)
 
-    def split(self, stored: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(
+        self, stored: torch.Tensor, shape: tuple[int, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of a stored matrix: codes in `shape`, and scales in `scale_shape`."""
         count = math.prod(shape)
         codes = stored[:count].view(self.dtype).view(shape)
-        return codes, stored[count : self.bytes_of(shape)].view(self.scale_dtype).view(self.scale_shape(shape))
+        scales = stored[count : self.bytes_of(shape)].view(self.scale_dtype)
+        return codes, scales.view(self.scale_shape(shape))
 
 
 Packing: TypeAlias = QuantFormat | Microscaled | EightBit
 
 Constants: TypeAlias = dict[tuple[Packing, torch.dtype], tuple[torch.Tensor, ...]]
-"""Tables and matrices on a device by packing and dtype. A caller that keeps them saves copies for each block."""
+"""Tables and matrices on a device by packing and dtype. A caller that keeps them saves copies per
+block."""
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | None) -> int:
-    """Return the stored bytes of a tensor in `shape`."""
-    return math.prod(shape) * dtype.itemsize if packing is None else packing.bytes_of(shape)
+    """Return the stored bytes for a tensor in `shape`."""
+    if packing is None:
+        return math.prod(shape) * dtype.itemsize
+    return packing.bytes_of(shape)

@@ -1,4 +1,7 @@
-"""Quantisation of rows to fp8 or int8 with one fp32 scale each; int8 with or without a rotation (ConvRot)."""
+"""Row quantisation to fp8 or int8 with one fp32 scale each.
+
+Int8 with or without a rotation (ConvRot).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from .rotation import kronecker_factors, rotated_sums, rotation_factor
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 
-# A smaller scale would be subnormal, or 0 for a row of zeros, and the quotients would be infinite or NaN.
+# A smaller scale would be subnormal, or 0 for a row of zeros, and the quotients would be infinite
+# or NaN.
 SMALLEST_FP8_SCALE = torch.finfo(torch.float32).tiny
 
-# Integers of the same width, and the mask that clears the sign bit. As integers, the remaining bits order values by
-# magnitude, with infinity and NaN last. This takes a quarter of the time of `abs` and `amax` on floats.
+# Integers in the same width, and the mask that clears the sign bit. As integers, the remaining bits
+# order values by magnitude, with infinity and NaN last. This takes a quarter of the time of `abs`
+# and `amax` on floats.
 _BITS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
     torch.float16: (torch.int16, 0x7FFF),
@@ -21,8 +26,9 @@ _BITS = {
 }
 QUANTISABLE_DTYPES = tuple(_BITS)
 
-# Values in the work tensor at once, 2 MB in fp32. Per core, 64 Ki take 20 % and 16 Ki 150 % more time because of the
-# fixed cost of each torch call; 4 Mi take 15 % more because they do not fit into the cache.
+# Values in the work tensor at once, 2 MB in fp32. Per core, 64 Ki take 20 % and 16 Ki 150 % more
+# time because of the fixed cost per torch call. 4 Mi take 15 % more because they do not fit into
+# the cache.
 WORK_VALUES = 512 * 1024
 
 
@@ -38,21 +44,24 @@ class NotFiniteError(ValueError):
 
 
 def work_memory(columns: int) -> torch.Tensor:
-    """Return a 1-D fp32 work tensor for quantising matrices of up to `columns` columns."""
+    """Return a 1-D fp32 work tensor for quantising matrices with up to `columns` columns."""
     return torch.empty(max(WORK_VALUES, columns), dtype=torch.float32)
 
 
-def quantise_rows(values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -> None:
-    """Quantise exactly as `(values.float() / scales).to(FP8)`, with the scales of `row_scales`.
+def quantise_rows(
+    values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor, work: torch.Tensor
+) -> None:
+    """Quantise exactly as `(values.float() / scales).to(FP8)`, with scales from `row_scales`.
 
     Args:
-        values: [rows, columns], contiguous, of one of `QUANTISABLE_DTYPES`.
-        into: tensor of the same shape in `FP8`.
-        scales: fp32 [rows, 1]; overwritten. The model computes with `into.float() * scales`.
-        work: a tensor of `work_memory`; overwritten.
+        values: [rows, columns], contiguous, in one of `QUANTISABLE_DTYPES`.
+        into: `FP8` tensor in the same shape.
+        scales: fp32 [rows, 1], overwritten. The model computes with `into.float() * scales`.
+        work: tensor from `work_memory`, overwritten.
 
     Raises:
-        NotFiniteError: a row contains NaN or infinity; the contents of `into` and `scales` are then undefined.
+        NotFiniteError: a row contains NaN or infinity. The contents of `into` and `scales` are then
+            undefined.
     """
     row_scales(values, scales, work)
     rows, columns = values.shape
@@ -65,9 +74,9 @@ def quantise_rows(values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor
 
 
 def row_scales(values: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -> None:
-    """Write the largest magnitude of each row / `LARGEST_FP8`, at least `SMALLEST_FP8_SCALE`.
+    """Write each row's largest magnitude / `LARGEST_FP8`, at least `SMALLEST_FP8_SCALE`.
 
-    The arguments are those of `quantise_rows`.
+    The arguments are as in `quantise_rows`.
 
     Raises:
         NotFiniteError: a row contains NaN or infinity.
@@ -100,20 +109,22 @@ def check_finite(scales: torch.Tensor) -> None:
 
 LARGEST_INT8 = 127
 SMALLEST_INT8_SCALE = 1e-30
-"""Scale of a row of zeros."""
+"""Scale for a row of zeros."""
 
 
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, int8 [rows, columns], and scales, fp32 [rows, 1], of fp32 values, which are overwritten.
+    """Return int8 codes [rows, columns] and fp32 scales [rows, 1] for fp32 values.
 
-    scale = max(|row|) / 127, at least `SMALLEST_INT8_SCALE`; code = value / scale, rounded to even.
+    The values are overwritten.
+    scale = max(|row|) / 127, at least `SMALLEST_INT8_SCALE`. code = value / scale, rounded to even.
     """
     scales = (values.abs().amax(1, keepdim=True) / LARGEST_INT8).clamp_(min=SMALLEST_INT8_SCALE)
-    return values.div_(scales).round_().clamp_(-LARGEST_INT8 - 1, LARGEST_INT8).to(torch.int8), scales
+    codes = values.div_(scales).round_().clamp_(-LARGEST_INT8 - 1, LARGEST_INT8)
+    return codes.to(torch.int8), scales
 
 
 def quantise_rotated(values: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales, as `quantise_int8`, of fp32 values whose groups of columns are rotated first.
+    """Rotate fp32 values in column groups, and return codes and scales as `quantise_int8`.
 
     Raises:
         NotFiniteError: a row contains NaN or infinity.

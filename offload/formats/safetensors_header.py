@@ -1,6 +1,7 @@
-"""Headers of safetensors files: dtype, shape and byte offset of each tensor, without reading any data.
+"""Safetensors file headers: dtype, shape and byte offset per tensor, without the data.
 
-The safetensors library validates the file. It does not expose the byte offsets, so this module parses them.
+The safetensors library validates the file. It does not expose the byte offsets, so this module
+parses them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,18 +35,35 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
-# A file starts with the length of its header, little-endian.
+# A file starts with the header length, little-endian.
 LENGTH_BYTES = 8
 
-# First bytes of files that `torch.save` writes: a zip archive, or a bare pickle (protocol 2 to 5) in older versions.
+# First bytes in files written by `torch.save`: a zip archive, or a bare pickle (protocol 2 to 5) in
+# older versions.
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 GGUF_START = b"GGUF"
 
-# First bytes of files that failed downloads leave in place of a model.
-LFS_START = b"version https://git-lfs"
-PAGE_STARTS = (b"<!doctype", b"<html", b"<?xml")
-ANSWER_STARTS = (b'{"', b"[{")
+PICKLE_REMEDIES = {
+    "GGUF": "model in GGUF or safetensors",
+    "safetensors": "safetensors version of the model",
+}
+
+FAILED_DOWNLOADS = {
+    (b"version https://git-lfs",): (
+        "a git-lfs pointer, a text file of about 130 bytes: download the file itself in the "
+        "browser, or run git lfs pull in its repository"
+    ),
+    (b"<!doctype", b"<html", b"<?xml"): (
+        "a web page; the download probably needs a login or an accepted licence: open the link in "
+        "a browser, log in, and download it again"
+    ),
+    (b'{"', b"[{"): (
+        "a server's message (JSON): read it in an editor, and download the model again"
+    ),
+}
+"""Remains of failed downloads in place of a model, by first bytes in lower case."""
+
 START_BYTES = 40
 
 # The library's own limit. A longer header is refused before it is read.
@@ -53,11 +71,11 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 _MOST_VALUES = 2**56
-"""More values than any file has, but few enough that their bytes can be counted in 64 bits."""
+"""More values than any file has, but few enough to count their bytes in 64 bits."""
 
 
 class CheckpointFileError(ValueError):
-    """A file that cannot be used as a checkpoint; the message names the file and the reason."""
+    """File that cannot be used as a checkpoint. The message names the file and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(path, reason)
@@ -73,13 +91,18 @@ class FileVersion(NamedTuple):
     nbytes: int
     modified_ns: int
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileVersion:
+        """Return the version of a file with this status."""
+        return cls(status.st_size, status.st_mtime_ns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileTensor:
     """One tensor in a file: `nbytes` bytes from byte `offset` on, row by row, little-endian.
 
-    `shape` is the shape of the values; `dtype` is that of their stored numbers, or uint8 for bytes of a packing. The
-    offset is valid for this `version` of the file; None means any version.
+    `shape` is the values' shape. `dtype` is the stored numbers' dtype, or uint8 for packed bytes.
+    The offset is valid for this file `version`. None means any version.
     """
 
     path: Path
@@ -90,13 +113,13 @@ class FileTensor:
     version: FileVersion | None = None
     packing: Packing | None = None
     behind: FileTensor | None = None
-    """Bytes that follow in memory: the scales of a microscaled matrix."""
+    """Bytes that follow in memory: a microscaled matrix's scales."""
     times: FileTensor | None = None
-    """Second factor of a scale that is a product."""
+    """Second factor if the scale is a product."""
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in memory, with those of `behind`."""
+        """Bytes in memory, including `behind`."""
         return self.nbytes + (0 if self.behind is None else self.behind.nbytes)
 
     def rows(self, start: int, stop: int) -> FileTensor:
@@ -113,7 +136,7 @@ class FileTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FileHeader:
-    """Header of one file: its tensors by name, ordered by offset, and its free-form metadata."""
+    """One file's header: tensors by name, ordered by offset, and free-form metadata."""
 
     path: Path
     tensors: Mapping[str, FileTensor]
@@ -121,16 +144,16 @@ class FileHeader:
 
 
 def read_header(path: Path | str) -> FileHeader:
-    """Read the header of a safetensors file; a large file takes no longer than a small one.
+    """Read a safetensors file's header. A large file takes no longer than a small one.
 
     Raises:
-        CheckpointFileError: the file is missing, unreadable, a pickle (refused, never read), truncated, not a
-            safetensors file, or has a tensor whose dtype is not in `DTYPES`.
+        CheckpointFileError: the file is missing, unreadable, a pickle (refused, never read),
+            truncated, not a safetensors file, or has a tensor whose dtype is not in `DTYPES`.
     """
     path = Path(path)
     try:
         header, version = _read_start(path)
-        # Opening makes the library validate the file; nothing is read from it here.
+        # Opening makes the library validate the file. Nothing is read from it here.
         with safe_open(path, framework="np"):
             pass
     except OSError as err:
@@ -142,64 +165,59 @@ def read_header(path: Path | str) -> FileHeader:
     in_file_order = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
     data_start = LENGTH_BYTES + len(header)
     tensors = {
-        name: replace(_file_tensor(path, name, entry, data_start), version=version) for name, entry in in_file_order
+        name: replace(_file_tensor(path, name, entry, data_start), version=version)
+        for name, entry in in_file_order
     }
     return FileHeader(path=path, tensors=tensors, metadata=metadata)
 
 
-def file_version(status: os.stat_result) -> FileVersion:
-    """Return the version of the file with this status."""
-    return FileVersion(nbytes=status.st_size, modified_ns=status.st_mtime_ns)
-
-
 def _read_start(path: Path) -> tuple[bytes, FileVersion]:
-    """Return the JSON header and the version of the file."""
+    """Return the JSON header and the file version."""
     with path.open("rb") as file:
-        version = file_version(os.fstat(file.fileno()))
+        version = FileVersion.of(os.fstat(file.fileno()))
         start = file.read(START_BYTES)
         length = int.from_bytes(start[:LENGTH_BYTES], "little")
         if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{" or length > MAX_HEADER_BYTES:
-            raise CheckpointFileError(path, _describe_other_format(start, version.nbytes))
+            raise CheckpointFileError(path, other_format("safetensors", start, version.nbytes))
         file.seek(LENGTH_BYTES)
         header = file.read(length)
     if len(header) < length:
         needed = LENGTH_BYTES + length
         raise CheckpointFileError(
-            path, f"is truncated: has {version.nbytes} bytes, its header alone needs {needed}; download it again"
+            path,
+            f"is truncated: has {version.nbytes} bytes, its header alone needs {needed}; download "
+            "it again",
         )
     return header, version
 
 
-def _describe_other_format(start: bytes, file_bytes: int) -> str:
-    if start.startswith(GGUF_START):
+def other_format(wanted: Literal["GGUF", "safetensors"], start: bytes, file_bytes: int) -> str:
+    """Return why a file that begins with `start` is not in the format `wanted`."""
+    text = start.lstrip().lower()
+    if start.startswith(GGUF_START) and wanted != "GGUF":
         return "is not a safetensors file but GGUF: let its name end in .gguf"
     if start.startswith(PICKLE_STARTS):
-        return "is a PyTorch pickle, which may run code when it is read: use the safetensors version of the model"
-    return failed_download(start) or f"is not a safetensors file: has {file_bytes} bytes and starts with {start[:9]!r}"
-
-
-def failed_download(start: bytes) -> str:
-    """Return a reason if `start` is that of a file that a failed download leaves in place of a model; else ""."""
-    if start.startswith(LFS_START):
         return (
-            "is not the model but a git-lfs pointer, a text file of about 130 bytes: download the file itself in the "
-            "browser, or run git lfs pull in its repository"
+            "is a PyTorch pickle, which may run code when it is read: use the "
+            f"{PICKLE_REMEDIES[wanted]}"
         )
-    if start.lstrip().lower().startswith(PAGE_STARTS):
-        return (
-            "is not the model but a web page; the download probably needs a login or an accepted licence: open the "
-            "link in a browser, log in, and download it again"
-        )
-    if start.lstrip().startswith(ANSWER_STARTS):
-        return "is not the model but a server's message (JSON): read it in an editor, and download the model again"
-    return "" if start else "is empty: download it again"
+    if start[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and wanted != "safetensors":
+        return "is not a GGUF file but safetensors: let its name end in .safetensors"
+    for starts, kind in FAILED_DOWNLOADS.items():
+        if text.startswith(starts):
+            return f"is not the model but {kind}"
+    if not start:
+        return "is empty: download it again"
+    return f"is not a {wanted} file: has {file_bytes} bytes and starts with {start[:9]!r}"
 
 
 def _describe_damage(header: bytes, file_bytes: int, finding: str) -> str:
-    """Turn the library's error into a helpful reason: most often the download is incomplete."""
+    """Turn the library's error into a helpful reason. Most often the download is incomplete."""
     try:
         entries = json.loads(header)
-        data_bytes = max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
+        data_bytes = max(
+            entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"
+        )
         expected = LENGTH_BYTES + len(header) + int(data_bytes)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return f"is not a safetensors file ({finding})"
@@ -216,9 +234,11 @@ def _file_tensor(path: Path, name: str, entry: Mapping[str, Any], data_start: in
         )
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    # The library checks the product, which is 0 for an empty tensor of any other sides.
+    # The library checks the product, which is 0 for an empty tensor, whatever the other sides.
     if 0 in shape and math.prod(side for side in shape if side) > _MOST_VALUES:
         raise CheckpointFileError(
             path, f"{name} has the shape {list(shape)}, too large for a tensor; download it again"
         )
-    return FileTensor(path=path, offset=data_start + begin, nbytes=end - begin, dtype=dtype, shape=shape)
+    return FileTensor(
+        path=path, offset=data_start + begin, nbytes=end - begin, dtype=dtype, shape=shape
+    )

@@ -1,8 +1,9 @@
-"""Triton kernels of decoding; imported only where Triton is.
+"""Triton decode kernels. Imported only where Triton is installed.
 
-A unit is 16 neighbouring values with one scale. A kernel reads stored bytes once and writes values of the compute
-dtype once. All arithmetic is in fp32, in the order of the eager decoders and rounded once at the end, so that both have
-the same bits. Kernels must be launched without contraction of multiplications and additions.
+A unit is 16 neighbouring values with one scale. A kernel reads stored bytes once and writes compute
+dtype values once. All arithmetic is in fp32, in the eager decoders' order and rounded once at the
+end, so both have the same bits. Kernels must be launched without contraction of multiplications and
+additions.
 """
 
 import triton
@@ -30,7 +31,7 @@ def codes_kernel(
     UNITS: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Decode one-byte codes, with one scale for each run of `units_per_scale` units."""
+    """Decode one-byte codes, with one scale per run of `units_per_scale` units."""
     first, unit, valid = _units(units, UNITS)
     value = tl.arange(0, _UNIT)[None, :]
     codes = tl.load(stored + first * _UNIT + unit * _UNIT + value, mask=valid, other=0)
@@ -56,7 +57,10 @@ def rotated_kernel(
     DEPTH: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Turn back groups of `GROUP` int8 codes by the matrix `signs`, with one scale for each `groups_per_scale`."""
+    """Rotate groups of `GROUP` int8 codes back with the matrix `signs`.
+
+    Each `groups_per_scale` groups have one scale.
+    """
     parts: tl.constexpr = GROUP // COLUMNS
     first = (tl.program_id(0) // parts).to(tl.int64) * GROUPS
     column = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -65,12 +69,17 @@ def rotated_kernel(
     sums = tl.full((GROUPS, COLUMNS), 0.0, tl.float32)  # of integers below 2**18: exact
     for start in tl.static_range(0, GROUP, DEPTH):
         depth = start + tl.arange(0, DEPTH)
-        codes = tl.load(stored + first * GROUP + group * GROUP + depth[None, :], mask=valid, other=0)
+        codes = tl.load(
+            stored + first * GROUP + group * GROUP + depth[None, :], mask=valid, other=0
+        )
         turned = tl.load(signs + depth[:, None] * GROUP + column)
-        # Any device multiplies fp16, not so int8.
+        # Every device multiplies fp16, but not every one multiplies int8.
         sums = tl.dot(codes.to(tl.int8, bitcast=True).to(tl.float16), turned, acc=sums)
     row = first + tl.arange(0, GROUPS)
-    scale = tl.load(scales + row // groups_per_scale, mask=row < groups, other=0.0).to(tl.float32) * FACTOR
+    scale = (
+        tl.load(scales + row // groups_per_scale, mask=row < groups, other=0.0).to(tl.float32)
+        * FACTOR
+    )
     values = _rounded(sums * scale[:, None], into, BY_BITS)
     tl.store(into + first * GROUP + group * GROUP + column, values, mask=valid)
 
@@ -88,7 +97,7 @@ def microscaled_kernel(
     UNITS: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Decode mxfp8 or nvfp4: codes row by row, then scales in tiles of 128 rows and 4 columns."""
+    """Decode mxfp8 or nvfp4: codes row by row, then scales in tiles with 128 rows and 4 columns."""
     first, unit, valid = _units(units, UNITS)
     row = ((first + unit) // units_per_row).to(tl.int32)
     column = ((first + unit) % units_per_row).to(tl.int32)
@@ -104,7 +113,9 @@ def microscaled_kernel(
     if FOUR_BITS:
         scale = _number(scale_codes, "float8_e4m3fn") * tl.load(overall)
         pair = tl.arange(0, _UNIT // 2)[None, :]
-        pairs = tl.load(stored + first * (_UNIT // 2) + unit * (_UNIT // 2) + pair, mask=valid, other=0).to(tl.int32)
+        pairs = tl.load(
+            stored + first * (_UNIT // 2) + unit * (_UNIT // 2) + pair, mask=valid, other=0
+        ).to(tl.int32)
         high = _e2m1(pairs >> 4) * scale
         low = _e2m1(pairs & 15) * scale
         both = tl.join(high, low) if HIGH_FIRST else tl.join(low, high)
@@ -127,11 +138,12 @@ def groups_kernel(
     UNITS: tl.constexpr,
     BY_BITS: tl.constexpr,
 ):
-    """Decode groups of GGUF. `gguf_dequant` has the layouts."""
+    """Decode GGUF groups. `gguf_dequant` has the layouts."""
     first, unit, valid = _units(units, UNITS)
     value = tl.arange(0, _UNIT)[None, :]
     start = stored + first // UNITS_PER_GROUP * NBYTES
-    group, part = unit // UNITS_PER_GROUP, unit % UNITS_PER_GROUP
+    group = unit // UNITS_PER_GROUP
+    part = unit % UNITS_PER_GROUP
     start = start + group * NBYTES
     if UNITS_PER_GROUP == 2:
         values = _of_32(start, part, value, valid, FORMAT)
@@ -142,7 +154,7 @@ def groups_kernel(
 
 @triton.jit
 def _units(units, UNITS: tl.constexpr):
-    """Return the first unit of this program, the numbers of its units from there, and whether they exist."""
+    """Return this program's first unit, its unit numbers from there, and which units exist."""
     first = tl.program_id(0).to(tl.int64) * UNITS
     unit = tl.arange(0, UNITS)[:, None]
     return first, unit, first + unit < units
@@ -156,7 +168,10 @@ def _store(into, first, unit, value, valid, values, BY_BITS: tl.constexpr):
 
 @triton.jit
 def _rounded(values, into, BY_BITS: tl.constexpr):
-    """Round fp32 values to the dtype of `into`. With `BY_BITS`, round bf16 as integers: the interpreter cuts it."""
+    """Round fp32 values to the dtype of `into`.
+
+    With `BY_BITS`, round bf16 as integers, because the interpreter truncates it.
+    """
     if BY_BITS and into.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -169,7 +184,10 @@ def _rounded(values, into, BY_BITS: tl.constexpr):
 
 @triton.jit
 def _number(codes, CODES: tl.constexpr):
-    """Return the fp32 numbers of bytes. fp8 passes through the bits of fp16, so that any device can do it."""
+    """Return bytes as fp32 numbers.
+
+    fp8 passes through fp16 bits, which any device can do.
+    """
     if CODES == "int8":
         return codes.to(tl.int8, bitcast=True).to(tl.float32)
     bits = codes.to(tl.int16)
@@ -182,14 +200,14 @@ def _number(codes, CODES: tl.constexpr):
 
 @triton.jit
 def _e2m1(codes):
-    """Return the fp32 numbers of 4-bit floats in int32."""
+    """Return 4-bit floats in int32 as fp32 numbers."""
     half = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
     return half.to(tl.float32) * 16384.0
 
 
 @triton.jit
 def _of_32(start, part, value, valid, FORMAT: tl.constexpr):
-    """Return the values [units, 16] of groups of two units."""
+    """Return the values [units, 16] in groups of two units."""
     if FORMAT == "Q8_0":
         codes = _byte(start + 2 + part * 16 + value, valid).to(tl.int8)
     elif FORMAT == "Q4_0":
@@ -211,12 +229,16 @@ def _of_32(start, part, value, valid, FORMAT: tl.constexpr):
 
 @triton.jit
 def _of_256(start, part, value, valid, FORMAT: tl.constexpr):
-    """Return the values [units, 16] of groups of sixteen units."""
+    """Return the values [units, 16] in groups of sixteen units."""
     within = part % 2 * 16 + value  # in rows of 32 values
     if FORMAT == "Q6_K":
         low = _nibble(start + part // 8 * 64 + part % 4 * 16 + value, part % 8 // 4, valid)
-        codes = low + _quarter(start + 128 + part // 8 * 32 + within, part % 8 // 2, valid) * 16 - 32
-        scale = _byte(start + 192 + part, valid).to(tl.int8).to(tl.float32) * _half(start, 208, valid)
+        codes = (
+            low + _quarter(start + 128 + part // 8 * 32 + within, part % 8 // 2, valid) * 16 - 32
+        )
+        scale = _byte(start + 192 + part, valid).to(tl.int8).to(tl.float32) * _half(
+            start, 208, valid
+        )
     elif FORMAT == "Q2_K":
         codes = _quarter(start + 16 + part // 8 * 32 + within, part % 8 // 2, valid)
         both = _byte(start + part, valid)
@@ -226,7 +248,8 @@ def _of_256(start, part, value, valid, FORMAT: tl.constexpr):
         third = (_byte(start + within, valid) >> part // 2) & 1
         codes = _quarter(start + 32 + part // 8 * 32 + within, part % 8 // 2, valid) + third * 4 - 4
         number = (
-            _nibble(start + 96 + part % 8, part // 8, valid) + _quarter(start + 104 + part % 4, part // 4, valid) * 16
+            _nibble(start + 96 + part % 8, part // 8, valid)
+            + _quarter(start + 104 + part % 4, part // 4, valid) * 16
         )
         scale = (number - 32).to(tl.float32) * _half(start, 108, valid)
     elif FORMAT == "IQ4_XS":
@@ -261,38 +284,46 @@ def _byte(place, valid):
 
 @triton.jit
 def _nibble(place, half, valid):
-    """Return the low (`half` 0) or high bits (1) of bytes."""
+    """Return each byte's low (`half` 0) or high bits (1)."""
     return (_byte(place, valid) >> half * 4) & 15
 
 
 @triton.jit
 def _quarter(place, quarter, valid):
-    """Return one of the four 2-bit numbers of bytes, 0 for the lowest."""
+    """Return one of four 2-bit numbers per byte, 0 for the lowest."""
     return (_byte(place, valid) >> quarter * 2) & 3
 
 
 @triton.jit
 def _fifth(place, part, value, valid):
-    """Return 16 x the fifth bit of each value, of four bytes of bits."""
-    bits = tl.load((place + part * 2).to(tl.pointer_type(tl.uint16)), mask=valid, other=0).to(tl.int32)
+    """Return 16 x each value's fifth bit, from four bytes of bits."""
+    bits = tl.load((place + part * 2).to(tl.pointer_type(tl.uint16)), mask=valid, other=0).to(
+        tl.int32
+    )
     return ((bits >> value) & 1) * 16
 
 
 @triton.jit
 def _half(start, OFFSET: tl.constexpr, valid):
-    """Return the fp16 number at a byte of every group, as fp32."""
-    return tl.load((start + OFFSET).to(tl.pointer_type(tl.float16)), mask=valid, other=0.0).to(tl.float32)
+    """Return the fp16 number at one byte offset in every group, as fp32."""
+    return tl.load((start + OFFSET).to(tl.pointer_type(tl.float16)), mask=valid, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def _six_bits(first, last, subgroup):
-    """Return a 6-bit number: of the first four in one byte, of the last four with upper bits in the same byte."""
+    """Return a 6-bit number.
+
+    The first four numbers are in one byte each. The upper bits for the last four are in the same
+    bytes.
+    """
     return tl.where(subgroup < 4, first & 63, last + (first >> 6) * 16)
 
 
 @triton.jit
 def _level(codes):
-    """Return the levels of 4-bit codes, from eight bytes in each of two integers."""
+    """Return the levels for 4-bit codes, from eight bytes in each of two integers."""
     levels = tl.where(codes < 8, _LOW_LEVELS, _HIGH_LEVELS)
     return (levels >> ((codes & 7) * 8).to(tl.int64)).to(tl.int8)
 

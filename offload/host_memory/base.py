@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...plan import BlockKey
-from .pages import LockedBlocks, PageLock
+from ...plan.programs import BlockKey
+from ..core.pages import LockedBlocks, PageLock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Reservation:
     """Slot memory while a block is read. All tensors are 1-D uint8 with the stored block bytes."""
 
     memory: torch.Tensor
-    """Slot memory, from which fetches copy."""
+    """Slot memory. Fetches copy from here."""
     view: torch.Tensor
     """Host memory to read the block into: `memory` itself, except for slots on a GPU."""
     needs_fill: bool
@@ -27,25 +27,24 @@ class Reservation:
 class SlotMemory:
     """Memory for slots. A slot is any hashable value. It has no memory until it is reserved.
 
-    Several threads reserve and lock slots in RAM, each another slot. One thread reserves device slots. No thread and no
-    device may use a slot while it is reserved, dropped or closed.
+    Several threads reserve and lock slots in RAM, each another slot. One thread reserves device
+    slots. No thread and no device may use a slot while it is reserved, dropped or closed.
 
     Args:
-        lock: driver that page-locks memory, so that devices copy from it asynchronously. None for ordinary memory.
+        lock: driver that page-locks memory, so devices copy from it asynchronously. None for
+            ordinary memory.
+
+    Attributes:
+        locked: page-locked slot memory.
     """
 
     def __init__(self, lock: PageLock | None) -> None:
-        self._locked = LockedBlocks(lock) if lock is not None else None
+        self.locked = LockedBlocks(lock)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM in use, including memory shared with other ranks."""
+        """RAM in use in bytes, including memory shared with other ranks."""
         raise NotImplementedError
-
-    @property
-    def locked_bytes(self) -> int:
-        """Page-locked RAM in bytes."""
-        return 0 if self._locked is None else self._locked.nbytes
 
     @property
     def device_bytes(self) -> int:
@@ -56,9 +55,9 @@ class SlotMemory:
         """Refuse slots that would not fit into RAM, before the first one is reserved.
 
         Args:
-            blocks: number of blocks, for the error message.
-            nbytes: bytes of all slots together, including slots in use.
-            available: bytes of RAM that can still be allocated.
+            blocks: block count, for the error message.
+            nbytes: bytes in all slots together, including slots in use.
+            available: RAM that can still be allocated, in bytes.
 
         Raises:
             InsufficientRamError: not enough RAM is available. The message has both figures.
@@ -69,18 +68,20 @@ class SlotMemory:
     ) -> AbstractContextManager[Reservation]:
         """Reserve `nbytes` of memory for block `key`. The old slot contents are lost.
 
-        If the reservation `needs_fill`, fill its `view` inside the `with` block. Leaving the block without an error
-        makes the bytes valid, also for other ranks. After an error the slot contents are undefined, and it can be
-        reserved again.
+        If the reservation `needs_fill`, fill its `view` inside the `with` block. Leaving the block
+        without an error makes the bytes valid, also for other ranks. After an error the slot
+        contents are undefined, and it can be reserved again.
 
         Args:
             slot: the slot.
             key: block to be read into it.
             nbytes: stored block bytes.
-            capacity: bytes to allocate if more than `nbytes`, for larger blocks that follow in the same slot.
+            capacity: bytes to allocate if more than `nbytes`, for larger blocks that follow in the
+                same slot.
 
         Raises:
-            SourceError: the memory cannot be shared, or there is not enough RAM (`InsufficientRamError`).
+            SourceError: the memory cannot be shared, or there is not enough RAM
+                (`InsufficientRamError`).
             torch.OutOfMemoryError: the device has not enough memory.
         """
         raise NotImplementedError
@@ -99,7 +100,10 @@ class SlotMemory:
         raise NotImplementedError
 
     def release_shared(self) -> None:
-        """Leave memory shared with other ranks, if no slot uses it. The next `reserve` joins again."""
+        """Leave memory shared with other ranks, if no slot uses it.
+
+        The next `reserve` joins again.
+        """
 
     def close(self) -> None:
         """Free every slot. Slots can be reserved again. Memory shared with other ranks stays."""

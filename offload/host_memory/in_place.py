@@ -1,7 +1,8 @@
 """Blocks with weights already in RAM: page-locked in place, and copied to the device from there.
 
-Only pages that a weight has to itself are locked. The first and last page may contain other tensors, and a driver
-refuses to copy partly locked memory: copies of such tensors would fail with "invalid argument".
+Only pages that a weight has to itself are locked. The first and last page may contain other
+tensors, and a driver refuses to copy partly locked memory: copies of such tensors would fail with
+"invalid argument".
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,42 +18,46 @@ import psutil
 import torch
 
 from ...devices import DeviceRuntime
-from ...plan import BlockKey
-from ..formats.layout import host_bytes
+from ...plan.programs import BlockKey
+from ..core.pages import LockedBlocks, ScatteredBlock, copy_to_device, host_bytes, map_memory
 from ..sources.module import TensorSource
-from .pages import LockedBlocks, ScatteredBlock, copy_to_device, map_memory
 
 MAPS = Path("/proc/self/maps")
-"""Memory mappings of this process, one a line. Linux only."""
+"""This process's memory mappings, one per line. Linux only."""
 
 IN_RAM = ("/dev/zero", "/dev/nvidia")
 """Name prefixes of anonymous mappings for which Linux lists a file."""
 SHARED_IN_RAM = ("/dev/shm/", "/memfd:", "/SYSV")
-"""The same, if several processes share the mapping. In a private one, page-locking would copy every page."""
+"""The same, if several processes share the mapping. In a private one, page-locking would copy every
+page."""
 
 
 class InPlaceBlocks:
-    """Blocks that a device copies from the source tensors, without a slot.
+    """Blocks copied to a device from the source tensors, without a slot.
 
-    The first use of a block page-locks the block memory, within the limits of `LockedBlocks`, and copies the bytes
-    outside whole pages into a page-locked place. Copying a block that could not be locked blocks the host. Left out are
-    blocks with a matrix that is not contiguous RAM or is stored in another dtype, and blocks mapped from a file:
-    page-locking would read the whole file, and copy every page of a private mapping.
+    A block's first use page-locks the block memory, within the limits of `LockedBlocks`, and copies
+    the bytes outside whole pages into a page-locked place. Copying a block that could not be locked
+    blocks the host. Left out are blocks with a matrix that is not contiguous RAM or is stored in
+    another dtype, and blocks mapped from a file: page-locking would read the whole file, and copy
+    every page of a private mapping.
 
     Args:
         source: tensor source. The tensors must not be changed or closed before `close`.
         runtime: device runtime, which page-locks the tensors.
+
+    Attributes:
+        locked: page-locked memory of blocks.
     """
 
     def __init__(self, source: TensorSource, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        self._locked = LockedBlocks(runtime.shared_pages)
+        self.locked = LockedBlocks(runtime.shared_pages)
         self._files = list(file_mappings())
         self._blocks: dict[BlockKey, ScatteredBlock] = {}
         for key, fmt in source.formats.items():
             weights = [(place, source.weights(key)[place.name]) for place in fmt.stored.tensors]
-            if all(weight.dtype == place.dtype and self._is_usable(weight) for place, weight in weights):
-                parts = ((place.offset, _bytes_of(weight)) for place, weight in weights if weight.numel())
+            if all(self._is_usable(weight, place.dtype) for place, weight in weights):
+                parts = [(at.offset, _bytes_of(weight)) for at, weight in weights if weight.numel()]
                 self._blocks[key] = ScatteredBlock(parts=tuple(parts))
         self._taken: set[BlockKey] = set()
         self._taking = threading.Lock()
@@ -60,10 +65,8 @@ class InPlaceBlocks:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._blocks
 
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes page-locked now."""
-        return self._locked.nbytes
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self._blocks)
 
     def take(self, key: BlockKey) -> ScatteredBlock:
         """Return the block memory. The first call page-locks it (read thread)."""
@@ -75,7 +78,7 @@ class InPlaceBlocks:
 
     def close(self) -> None:
         """Unlock and release all memory. No copy from it may be in progress."""
-        self._locked.release()
+        self.locked.release()
         self._blocks.clear()
 
     def _lock(self, block: ScatteredBlock) -> ScatteredBlock:
@@ -88,8 +91,9 @@ class InPlaceBlocks:
             whole = whole_pages(memory)
             if whole:
                 inside = memory[whole.start : whole.stop]
-                self._locked.add(inside)
-                # A copy must not start in the pages of one driver call and end in the pages of another.
+                self.locked.add(inside)
+                # A copy must not start in the pages of one driver call and end in the pages of
+                # another.
                 parts += _at(offset + whole.start, self._runtime.shared_pages.split(inside))
             edges += _at(offset, [memory[: whole.start]])
             edges += _at(offset + whole.stop, [memory[whole.stop :]])
@@ -104,23 +108,27 @@ class InPlaceBlocks:
         copies = place.split(sizes)
         for (_, edge), copy in zip(edges, copies, strict=True):
             np.copyto(host_bytes(copy), host_bytes(edge))  # torch would start a second thread pool
-        self._locked.add(place)
+        self.locked.add(place)
         return [(offset, copy) for (offset, _), copy in zip(edges, copies, strict=True)]
 
     def _is_locked_by_owner(self, memory: torch.Tensor) -> bool:
-        """Return True if the owner has page-locked the memory: it then stays locked as long as it exists."""
+        """Return True if the owner page-locked the memory: it stays locked while it exists."""
         ends = memory[:1], memory[-1:]
-        return all(map(self._runtime.is_locked, ends)) and not self._runtime.shared_pages.has(memory)
+        is_locked = all(map(self._runtime.is_locked, ends))
+        return is_locked and not self._runtime.shared_pages.has(memory)
 
-    def _is_usable(self, weight: torch.Tensor) -> bool:
-        if weight.device.type != "cpu" or not weight.is_contiguous():
+    def _is_usable(self, weight: torch.Tensor, stored: torch.dtype) -> bool:
+        if weight.dtype != stored or weight.device.type != "cpu" or not weight.is_contiguous():
             return False
         start = weight.data_ptr()
-        return not any(start < file.stop and file.start < start + weight.nbytes for file in self._files)
+        stop = start + weight.nbytes
+        return not any(start < file.stop and file.start < stop for file in self._files)
 
 
 class LockedTensors:
-    """Tensors in RAM, page-locked in place for one copy, and unlocked at the latest when this object is deleted.
+    """Tensors in RAM, page-locked in place for one copy.
+
+    They are unlocked at the latest when this object is deleted.
 
     Args:
         tensors: contiguous tensors, kept until they are unlocked.
@@ -129,7 +137,8 @@ class LockedTensors:
 
     def __init__(self, tensors: Iterable[torch.Tensor], runtime: DeviceRuntime) -> None:
         self._runtime = runtime
-        # No warning: the larger blocks of the same model warn at the first refusal. These tensors come in every run.
+        # No warning: the larger blocks of the same model warn at the first refusal. These tensors
+        # come in every run.
         self._locked = LockedBlocks(runtime.shared_pages, level=logging.INFO)
         for memory in map(_bytes_of, tensors):
             if whole := whole_pages(memory):
@@ -143,7 +152,8 @@ class LockedTensors:
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a device copy of a tensor, made on the current stream.
 
-        The host does not wait for the device: the driver takes the bytes outside whole pages, up to two pages, at once.
+        The host does not wait for the device: the driver takes the bytes outside whole pages, up to
+        two pages, at once.
         """
         copied = torch.empty_like(tensor, device=self._runtime.device)
         parts = _at(0, self._runtime.shared_pages.split(_bytes_of(tensor)))
@@ -162,7 +172,8 @@ def file_mappings() -> Iterable[range]:
         OSError: the system does not report them.
     """
     if not MAPS.exists():
-        for mapping in psutil.Process().memory_maps(grouped=False):  # Windows: only mappings with a file
+        # Windows lists only mappings with a file.
+        for mapping in psutil.Process().memory_maps(grouped=False):
             start = int(mapping.addr, 16)
             yield range(start, start + mapping.rss)
         return
@@ -182,7 +193,10 @@ def whole_pages(memory: torch.Tensor) -> range:
 
 
 def _at(offset: int, parts: Iterable[torch.Tensor]) -> Iterable[tuple[int, torch.Tensor]]:
-    """Yield consecutive parts from `offset` on, each with the offset of the first byte. Skips empty parts."""
+    """Yield consecutive parts from `offset` on, each with the offset of the first byte.
+
+    Skips empty parts.
+    """
     for part in parts:
         if part.numel():
             yield offset, part

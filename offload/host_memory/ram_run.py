@@ -1,7 +1,8 @@
 """RAM program execution: read threads fill RAM slots, and the fetch thread copies from them.
 
-Several blocks are in flight: while one is page-locked, the next ones are read. They share the source threads, which
-work off one block after the other, so that the first block in the program also arrives first.
+Several blocks are in flight: while one is page-locked, the next ones are read. They share the
+source threads, which work off one block after the other, so the first block in the program also
+arrives first.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from collections.abc import Callable
 
 import torch
 
-from ...plan import DIRECT, IMMEDIATE, KEPT, BlockKey, Fetch, RamProgram
-from ...telemetry import ReadSpan, Recorder
-from ..engine.threads import RunStopped, RunThread, ThreadSync
+from ...devices import NvtxRanges
+from ...plan.programs import DIRECT, IMMEDIATE, KEPT, BlockKey, Fetch, RamProgram
+from ...telemetry import ReadSpan
+from ..core.threads import RunStopped, RunThread, ThreadSync
 from ..sources.base import BlockSource, reads_until, timed_read
 from .ram_slots import RamSlot, RamSlots
 
 
 class RamRun:
-    """Starts the reads of a RAM program in order. The fetch thread takes and releases slots.
+    """Starts the reads in a RAM program in order. The fetch thread takes and releases slots.
 
     Args:
         slots: slots to read into.
         ram: program to execute.
         source: source for the stored bytes.
-        recorder: run recorder, for which the reads are measured.
-        device: device that blocks are copied to.
+        ranges: profiler ranges, one per read. None for none.
+        device: target device for the copies.
     """
 
     def __init__(
@@ -34,14 +36,14 @@ class RamRun:
         slots: RamSlots,
         ram: RamProgram,
         source: BlockSource,
-        recorder: Recorder | None,
+        ranges: NvtxRanges | None,
         *,
         device: torch.device,
     ) -> None:
         self._slots = slots
         self._ram = ram
         self._source = source
-        self._ranges = None if recorder is None else recorder.ranges
+        self._ranges = ranges
         self._spans: dict[int, ReadSpan] = {}  # by the first RAM program visit that needs the read
         self._straight: dict[int, ReadSpan] = {}  # by device program fetch
         self._sync = ThreadSync()
@@ -52,14 +54,14 @@ class RamRun:
             for number in range(count)
         ]
         self._lock = threading.Lock()
-        self._next = 0  # number of the next read to start
+        self._numbers = iter(range(len(ram.program.fetches)))  # of the reads to start
         self._read: set[int] = set()
         self._errors: dict[int, BaseException] = {}
         self._last_taken: dict[int, int] = {}  # slot -> visit
 
     @property
     def reads(self) -> list[Fetch]:
-        """Finished fetches of the RAM program, in order."""
+        """Finished RAM program fetches, in order."""
         with self._lock:
             return [self._ram.program.fetches[number] for number in sorted(self._read)]
 
@@ -69,16 +71,17 @@ class RamRun:
         return len(self._read) == len(self._ram.program.fetches)
 
     def start(self) -> None:
-        """Keep the blocks that the program expects in the slots, and start the read threads."""
+        """Keep expected blocks in their slots, and start the read threads."""
         for index, key in self._ram.program.initial.items():
             self._slots[index].keep(key)
         for thread in self._threads:
             thread.start(self._read_on)
 
     def stop(self, *, whole_blocks: bool = False) -> None:
-        """Wake all waiting threads, which raise `RunStopped`, and end reads after the piece in progress.
+        """Wake all waiting threads to raise `RunStopped`, and end reads after the present piece.
 
-        With `whole_blocks`, reads in progress end after their block, which the next run finds in its slot.
+        With `whole_blocks`, reads in progress finish their block, and the next run finds it in the
+        slot.
         """
         self._cuts_reads = self._cuts_reads or not whole_blocks
         self._sync.stop()
@@ -88,20 +91,19 @@ class RamRun:
         for thread in self._threads:
             thread.join()
 
-    def end(self) -> None:
-        """End the run of all slots. No thread may use one any more."""
-        self._slots.end_run()
-
     def read_for(self, fetch: int) -> ReadSpan | None:
         """Return the read for this device program fetch, and forget it.
 
-        The fetch must have been issued. Returns None if the block was in RAM already, or if another rank has read it.
+        The fetch must have been issued. Returns None if the block was in RAM already, or if another
+        rank has read it.
         """
         visit = self._ram.visit_of_fetch[fetch]
-        return self._straight.pop(fetch, None) if visit == DIRECT else self._spans.pop(visit, None)
+        if visit == DIRECT:
+            return self._straight.pop(fetch, None)
+        return self._spans.pop(visit, None)
 
     def read_straight(self, fetch: int, key: BlockKey, into: torch.Tensor) -> None:
-        """Read the block of a fetch without a slot into its buffer (fetch thread).
+        """Read a fetch's block into its buffer, without a slot (fetch thread).
 
         Raises:
             RunStopped: the run has ended.
@@ -111,7 +113,9 @@ class RamRun:
             self._straight[fetch] = timed_read(self._source, key, into, self._ranges, straight=True)
 
     def take(self, fetch: int) -> RamSlot | None:
-        """Wait until a fetch's block was read, and return the slot. None for a read into the buffer.
+        """Wait until a fetch's block was read, and return the slot.
+
+        None for a read into the buffer.
 
         Raises:
             RunStopped: the run has ended.
@@ -122,7 +126,8 @@ class RamRun:
             return None
         program = self._ram.program
         slot = self._slots[program.visit_buffer[visit]]
-        # A CPU decodes from the slot when the visit computes, so the last fetch may not have left the slot yet.
+        # A CPU decodes from the slot when the visit computes, so the last fetch may not have left
+        # the slot yet.
         self._sync.await_released(self._last_taken.get(slot.index, IMMEDIATE))
         self._await_read(program.visit_fetch[visit])
         slot.acquire(program.visits[visit].key)
@@ -137,7 +142,8 @@ class RamRun:
         """
         visit = self._ram.visit_of_fetch[fetch]
         slot = self._slots[self._ram.program.visit_buffer[visit]]
-        # A read thread waits for the copy before it reads into the slot again. This thread need not.
+        # A read thread waits for the copy before it reads into the slot again. This thread need
+        # not.
         slot.drained = drained
         slot.release(last=visit in self._ram.program.last_use)
         self._sync.note_released(visit)
@@ -149,6 +155,7 @@ class RamRun:
             self._sync.await_issued(read)
         except RunStopped:
             if read in self._errors:
+                # `from None`, because RunStopped only ended the wait.
                 raise self._errors[read] from None
             for thread in self._threads:
                 if thread.error is not None:
@@ -162,7 +169,9 @@ class RamRun:
             try:
                 self._sync.await_released(fetch.start_after)
                 with reads_until(lambda: self._cuts_reads):
-                    span = self._slots.read(self._slots[fetch.buffer], fetch.block, self._source, self._ranges)
+                    span = self._slots.read(
+                        self._slots[fetch.buffer], fetch.block, self._source, self._ranges
+                    )
             except RunStopped:
                 raise
             except BaseException as err:  # noqa: BLE001 - raised to the thread that waits for this block
@@ -178,8 +187,6 @@ class RamRun:
 
     def _take_number(self) -> int | None:
         with self._lock:
-            number = self._next
-            if self._errors or number == len(self._ram.program.fetches):
+            if self._errors:
                 return None
-            self._next += 1
-            return number
+            return next(self._numbers, None)

@@ -1,4 +1,4 @@
-"""Shared memory segments: the ranks of one machine keep one copy of a block in RAM, guarded by file locks."""
+"""Shared memory segments: one copy of a block for all ranks on a machine, guarded by file locks."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from pathlib import Path
 
 import torch
 
-from ...plan import BlockKey
-from ..formats.layout import host_bytes
+from ...plan.programs import BlockKey
+from ..core.pages import host_bytes, in_pages
 from ..sources.base import SourceError
 from .base import Reservation
-from .pages import in_pages
 
 if sys.platform != "win32":
     import fcntl
 
 
 class FileLock:
-    """An open file and its lock. Two locks of one path exclude each other, even in one process.
+    """Open file with a lock. Two locks on one path exclude each other, even in one process.
 
     Args:
         path: lock file, readable by this user only.
-        create: create the file if it is missing; otherwise raise.
+        create: create the file if it is missing. Otherwise raise.
 
     Raises:
-        OSError: the file cannot be opened, belongs to another user, or the system has no such locks.
+        OSError: the file cannot be opened, belongs to another user, or the system has no such
+            locks.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         if sys.platform == "win32":
             raise OSError("this system has no flock()")
         self._path = path
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        if create:
+            flags |= os.O_CREAT
         self.descriptor = os.open(path, flags, 0o600)
         status = os.fstat(self.descriptor)
         if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
@@ -51,17 +53,20 @@ class FileLock:
             raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
 
     def share(self) -> None:
-        """Wait for a shared lock; an exclusive lock becomes a shared one."""
-        self._lock(shared=True, wait=True)
+        """Wait for a shared lock. An exclusive lock becomes a shared one."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH)
 
     def exclude(self) -> None:
         """Wait for an exclusive lock."""
-        self._lock(shared=False, wait=True)
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
 
     def try_exclude(self) -> bool:
-        """Try to get an exclusive lock. If another lock is held on the file, return False and hold none."""
+        """Try to get an exclusive lock.
+
+        If another lock is held on the file, return False and hold none.
+        """
         try:
-            self._lock(shared=False, wait=False)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -78,11 +83,6 @@ class FileLock:
         """Release the lock and close the file."""
         os.close(self.descriptor)
 
-    def _lock(self, *, shared: bool, wait: bool) -> None:
-        if sys.platform != "win32":
-            kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            fcntl.flock(self.descriptor, kind if wait else kind | fcntl.LOCK_NB)
-
 
 SHM = Path("/dev/shm")
 PREFIX = "wanstream"
@@ -90,22 +90,26 @@ MEMORY = "memory"
 
 
 class SharedSegment:
-    """Memory for blocks, shared by name between the processes of one user. Pages that are never touched use no RAM.
+    """Memory for blocks, shared by name between one user's processes.
 
-    A segment is a folder with one memory file and one lock file per block. Every process that uses it holds a shared
-    lock on the memory file, and the last one to leave removes the folder.
+    Untouched pages use no RAM.
+
+    A segment is a folder with one memory file and one lock file per block. Every process that uses
+    it holds a shared lock on the memory file, and the last one to leave removes the folder.
 
     Args:
-        identity: digest of the stored tensors (`FileSource.identity`). Segments of another identity, or of other
-            `sizes`, have other names.
-        sizes: bytes of every block that may be stored.
-        folder: parent folder of the segment; default `/dev/shm`, or the temporary folder.
+        identity: digest of the stored tensors (`FileSource.identity`). Segments with another
+            identity, or other `sizes`, have other names.
+        sizes: bytes per block that may be stored.
+        folder: parent folder for the segment. By default `/dev/shm`, or the temporary folder.
 
     Raises:
         SourceError: the system has no such locks (Windows), or the folder cannot be used.
     """
 
-    def __init__(self, identity: str, sizes: Mapping[BlockKey, int], *, folder: Path | None = None) -> None:
+    def __init__(
+        self, identity: str, sizes: Mapping[BlockKey, int], *, folder: Path | None = None
+    ) -> None:
         self._places: dict[BlockKey, range] = {}
         end = in_pages(len(sizes))  # one byte per block comes first: 1 if it is filled
         for key, nbytes in sizes.items():
@@ -128,25 +132,30 @@ class SharedSegment:
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the blocks that any rank has filled so far."""
+        """Bytes in blocks filled by any rank so far."""
         if self._closed:
             return 0
         self._open()
         marks = host_bytes(self._memory)[: len(self._places)]
-        return sum(len(place) for place, mark in zip(self._places.values(), marks, strict=True) if mark)
+        return sum(
+            len(place) for place, mark in zip(self._places.values(), marks, strict=True) if mark
+        )
 
     @contextmanager
     def reserve(self, key: BlockKey) -> Iterator[Reservation]:
-        """Reserve the place of a block; wait while another rank fills it.
+        """Reserve a block's place. Wait while another rank fills it.
 
-        If the reservation `needs_fill`, fill its `view` inside the `with` block: leaving it without an error makes the
-        block valid for all ranks, and read-only. After an error the next caller fills it.
+        If the reservation `needs_fill`, fill its `view` inside the `with` block. Leaving it without
+        an error makes the block valid for all ranks, and read-only. After an error the next caller
+        fills it.
 
         Raises:
             SourceError: the segment is full, was closed, or cannot be used.
         """
         if self._closed:
-            raise SourceError(f"{self.path}: block {key.block} of {key.expert!r}: the segment was closed")
+            raise SourceError(
+                f"{self.path}: block {key.block} of {key.expert!r}: the segment was closed"
+            )
         self._open()
         place = self._places[key]
         memory = self._memory[place.start : place.stop]
@@ -154,8 +163,9 @@ class SharedSegment:
             yield Reservation(memory=memory, view=memory, needs_fill=False)
             return
         filled = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
-        # Lock before checking the flag, even if it may be set: only the lock orders the bytes of the block, written by
-        # another process, before the flag. A rank that is killed while it fills releases its lock with the flag unset.
+        # Lock before checking the flag, even if it may be set: only the lock orders the block's
+        # bytes, written by another process, before the flag. A rank killed while it fills releases
+        # its lock with the flag unset.
         with closing(self._lock_of(key)) as lock:
             lock.exclude()
             needs_fill = not filled[0]
@@ -166,14 +176,18 @@ class SharedSegment:
         self._filled_here.add(key)
 
     def release(self) -> None:
-        """Leave the segment until the next `reserve`; the last process to leave removes it."""
+        """Leave the segment until the next `reserve`. The last process to leave removes it."""
         assert self._finalizer is not None, "the constructor opens the segment"
         self._finalizer()
+        # A copy, because an empty view would keep the mapping alive.
         self._memory = self._memory[:0].clone()
         self._filled_here.clear()
 
     def close(self) -> None:
-        """Leave the segment for good; the last process to leave removes it. Reserved blocks remain readable."""
+        """Leave the segment for good. The last process to leave removes it.
+
+        Reserved blocks remain readable.
+        """
         self.release()
         self._closed = True
 
@@ -184,8 +198,7 @@ class SharedSegment:
                 return
             try:
                 sweep(self.path.parent, keep=self.path)
-                lock = _join(self.path, self._nbytes)
-                mapping = _map(self.path, lock, self._nbytes)
+                lock, mapping = _join(self.path, self._nbytes)
             except OSError as err:
                 raise SourceError(
                     f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {UNSHARED}"
@@ -206,7 +219,8 @@ class SharedSegment:
             ) from err
 
     def _allocate(self, key: BlockKey) -> None:
-        # Without space in the file system, a write to an unallocated page would kill the process (SIGBUS).
+        # Without space in the file system, a write to an unallocated page would kill the process
+        # (SIGBUS).
         nbytes = len(self._places[key])
         if hasattr(os, "posix_fallocate"):
             try:
@@ -214,20 +228,23 @@ class SharedSegment:
             except OSError as err:
                 disk = shutil.disk_usage(self.path.parent)
                 raise SourceError(
-                    f"{self.path}: {nbytes / 1e9:.2f} GB for block {key.block} of {key.expert!r} were "
-                    f"refused ({err.strerror}): {self.filled_bytes / 1e9:.1f} GB are filled, {disk.free / 1e9:.1f} of "
-                    f"{disk.total / 1e9:.1f} GB are free there; a container gets more by --shm-size, or {UNSHARED}"
+                    f"{self.path}: {nbytes / 1e9:.2f} GB for block {key.block} of {key.expert!r} "
+                    f"were refused ({err.strerror}): {self.filled_bytes / 1e9:.1f} GB are filled, "
+                    f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.1f} GB are free there; a "
+                    f"container gets more by --shm-size, or {UNSHARED}"
                 ) from None  # with its cause it would pass for a full disk of the outputs
 
 
 UNSHARED = "without a shared segment every rank keeps its own blocks"
 
 
-def _join(place: Path, nbytes: int) -> FileLock:
-    """Open or create the memory file of a segment, and return with a shared lock on it."""
-    # The last process to leave may remove the folder at any point before the lock is held; then try again.
+def _join(place: Path, nbytes: int) -> tuple[FileLock, mmap.mmap]:
+    """Open or create a segment's memory file, with a shared lock on it, and map it."""
+    # Until the lock is held, the last process to leave may remove the folder at any point. Then try
+    # again.
     while True:
-        # Not `exist_ok`: it raises if the folder is removed between its two checks. A missing parent raises here.
+        # Not `exist_ok`: it raises if the folder is removed between its two checks. A missing
+        # parent raises here.
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
         try:
@@ -236,12 +253,13 @@ def _join(place: Path, nbytes: int) -> FileLock:
         except FileNotFoundError:
             continue
         try:
-            if lock.try_exclude():  # the first process: contents that killed ones left behind are not valid
+            if lock.try_exclude():
+                # The first process: contents left by killed ones are not valid.
                 os.ftruncate(lock.descriptor, 0)
                 os.ftruncate(lock.descriptor, nbytes)
             lock.share()
             if lock.exists() and os.fstat(lock.descriptor).st_size == nbytes:
-                return lock
+                return lock, mmap.mmap(lock.descriptor, nbytes)
         except OSError:
             _leave(place, lock, os.getpid())
             raise
@@ -251,41 +269,33 @@ def _join(place: Path, nbytes: int) -> FileLock:
 def _check_owner(place: Path) -> None:
     """Raise OSError unless `place` is a folder that only this user can write to.
 
-    The name of a segment can be predicted, so another user could create it first and supply other weights.
+    Segment names can be predicted, so another user could create one first and supply other weights.
     """
     status = place.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.ENOTDIR, "it is not a folder; remove it")
-    # Permission bits only: a folder inherits the setgid bit of its parent.
+    # Permission bits only, because a folder inherits the setgid bit from its parent.
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o777 != 0o700):
         raise OSError(
             errno.EPERM,
-            f"it belongs to user {status.st_uid} and has the mode {stat.S_IMODE(status.st_mode):o}, not to user "
-            f"{os.getuid()} with 700; remove it",
+            f"it belongs to user {status.st_uid} and has the mode "
+            f"{stat.S_IMODE(status.st_mode):o}, not to user {os.getuid()} with 700; remove it",
         )
 
 
-def _map(place: Path, lock: FileLock, nbytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(lock.descriptor, nbytes)
-    except OSError:
-        _leave(place, lock, os.getpid())
-        raise
-
-
 def _leave(place: Path, lock: FileLock, user: int) -> None:
-    if os.getpid() == user:  # a forked child shares the lock of its parent and must not release it
+    if os.getpid() == user:  # a forked child shares its parent's lock and must not release it
         if lock.try_exclude():
             shutil.rmtree(place, ignore_errors=True)
         lock.close()
 
 
 def sweep(folder: Path | None = None, *, keep: Path | None = None) -> None:
-    """Remove unused segments of this user, left behind by ranks that were killed.
+    """Remove this user's unused segments, left behind by killed ranks.
 
     Args:
-        folder: parent folder of the segments; default as for `SharedSegment`.
-        keep: segment not to remove.
+        folder: parent folder for segments. Default as for `SharedSegment`.
+        keep: segment to keep.
     """
     folder = folder or _default_folder()
     for place in folder.glob(f"{_prefix()}*"):

@@ -1,1 +1,1 @@
-"""Sharded weights: each rank keeps a part of every block; a gather restores the block."""
+"""Sharded weights: each rank keeps a part of every block, and a gather restores the block."""

@@ -1,4 +1,4 @@
-"""Gather interface of ranks that keep one shard of every block each."""
+"""Gather interface for ranks that keep one shard of every block each."""
 
 from __future__ import annotations
 
@@ -10,94 +10,104 @@ from typing import Protocol
 
 import torch
 
-from ...plan import BlockKey, TransferProgram
+from ...plan.programs import BlockKey, TransferProgram
 from ..formats.layout import ALIGNMENT
 
 
 class GatherBrokenError(ConnectionError):
-    """The ranks are out of sync or one of them is lost; they must join a new rendezvous before the next run."""
+    """The ranks are out of sync or one of them is lost.
+
+    They must join a new rendezvous before the next run.
+    """
 
 
 class ProgramMismatchError(ValueError):
-    """The ranks are about to run different programs; the message names the ranks that differ."""
+    """The ranks are about to run different programs. The message names the ranks that differ."""
 
 
 class StoppedTogether(Exception):
-    """Base of exceptions that end a run on all ranks of a group before the same visit.
+    """Base class for exceptions that end a run on all ranks in a group before the same visit.
 
-    The ranks then have issued the same gathers and can start another run; after any other error they cannot.
+    The ranks have then issued the same gathers and can start another run. After any other error
+    they cannot.
     """
 
 
 class Gather(Protocol):
-    """Collectives of one group, from the view of one rank."""
+    """Collectives in one group, as seen by one rank."""
 
     @property
     def rank(self) -> int:
-        """Rank of this process, from 0."""
+        """Rank number in this process, from 0."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
     def compare(self, said: bytes) -> tuple[bytes, ...]:
-        """Exchange messages of at most 64 bytes and return those of all ranks, by rank (compute thread, before a run).
+        """Exchange messages of at most 64 bytes and return them by rank.
+
+        Called on the compute thread before a run.
 
         Raises:
             GatherBrokenError: a rank is lost, or has not answered in time.
         """
-        ...
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `into`, 1-D uint8, with the `own` of every rank, by rank (fetch thread).
+        """Fill `into`, 1-D uint8, with `own` from every rank, by rank (fetch thread).
 
-        `own` is 1-D uint8 of `into.numel() / size` bytes on the same device. On a CPU, `into` is filled on return; on
-        a GPU the gather is ordered by the current stream, and the host does not wait.
+        `own` is 1-D uint8 with `into.numel() / size` bytes on the same device. On a CPU, `into` is
+        filled on return. On a GPU the current stream orders the gather, and the host does not wait.
 
         Raises:
             GatherBrokenError: a rank is lost or did not join in time, or `abort` was called.
         """
-        ...
 
     def abort(self) -> None:
         """Make pending and later gathers raise (any thread)."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sharded:
-    """Blocks of which each rank of `gather` keeps one shard."""
+    """Blocks sharded over the ranks in `gather`, one shard each."""
 
     gather: Gather
     on_device: bool = False
-    """Keep shards in device memory after their first read; otherwise in RAM or in files, according to the policy."""
+    """Keep shards in device memory after the first read. Otherwise in RAM or in files, according to
+    the policy."""
 
     def resembles(self, other: Sharded) -> bool:
         """Return True if this rank has the same shards in both."""
-        mine, theirs = self.gather, other.gather
+        mine = self.gather
+        theirs = other.gather
         return (mine.rank, mine.size, self.on_device) == (theirs.rank, theirs.size, other.on_device)
 
 
 def shard_bytes(nbytes: int, size: int) -> int:
-    """Bytes of one of `size` equal shards of a block with `nbytes` stored bytes: a multiple of `ALIGNMENT`."""
+    """Return the bytes in one of `size` equal shards: a multiple of `ALIGNMENT`."""
     return -(-nbytes // (size * ALIGNMENT)) * ALIGNMENT
 
 
 def shard_range(nbytes: int, rank: int, size: int) -> range:
-    """Return the range of stored bytes in the shard of `rank`; the last shards may be shorter, or empty, and padded."""
+    """Return the range of stored bytes in one rank's shard.
+
+    The last shards may be shorter, or empty, and padded.
+    """
     shard = shard_bytes(nbytes, size)
     return range(min(nbytes, rank * shard), min(nbytes, (rank + 1) * shard))
 
 
 GATHERS_AHEAD = 3
-"""Most gathers ahead of the visits: a gather is issued once the visit that needed the third gather before it has ended.
+"""Most gathers ahead of the visits.
 
-Ranks that stop before the same visit then have few gathers left to issue before all have issued the same ones, even if
-every block has a buffer."""
+A gather is issued once the visit has ended that needed the third gather before it. Ranks that stop
+before the same visit then have few gathers left to issue before all have issued the same ones, even
+if every block has a buffer.
+"""
 
 
 class GatheringState(Enum):
-    """States of a group: IDLE between runs, RUNNING in a run, BROKEN once the ranks are out of sync."""
+    """Group states: IDLE between runs, RUNNING in one, BROKEN once ranks are out of sync."""
 
     IDLE = "idle"
     RUNNING = "running"
@@ -105,17 +115,25 @@ class GatheringState(Enum):
 
 
 class Gathering:
-    """Group of one engine and its state.
+    """Group for one engine, and its state.
 
     Args:
         sharded: the ranks.
-        nbytes: stored bytes of every block.
+        nbytes: stored bytes per block.
     """
 
     def __init__(self, sharded: Sharded, nbytes: Mapping[BlockKey, int]) -> None:
         self.sharded = sharded
         self.state = GatheringState.IDLE
         self._nbytes = nbytes
+
+    def shard_bytes(self, key: BlockKey) -> int:
+        """Return the bytes in one shard of a block, equal on all ranks."""
+        return shard_bytes(self._nbytes[key], self.sharded.gather.size)
+
+    def gathered_bytes(self, key: BlockKey) -> int:
+        """Return the bytes in all shards of a block, including padding."""
+        return self.shard_bytes(key) * self.sharded.gather.size
 
     def begin(self, program: TransferProgram) -> None:
         """Start a run of `program` on all ranks.
@@ -125,15 +143,22 @@ class Gathering:
             ProgramMismatchError: another rank is about to run another program.
         """
         if self.state is GatheringState.BROKEN:
-            raise GatherBrokenError("weight gathering is out of sync after an aborted run: restart the worker group")
-        assert self.state is GatheringState.IDLE, f"a run started while the group was {self.state.value}"
+            raise GatherBrokenError(
+                "weight gathering is out of sync after an aborted run: restart the worker group"
+            )
+        assert self.state is GatheringState.IDLE, (
+            f"a run started while the group was {self.state.value}"
+        )
         gather = self.sharded.gather
-        # Compared before the first gather: ranks with different programs would gather wrong weights, or deadlock.
+        # Compared before the first gather, because ranks with different programs would gather wrong
+        # weights, or deadlock.
         digests = gather.compare(self._digest(program))
-        if others := [rank for rank, digest in enumerate(digests) if digest != digests[gather.rank]]:
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[gather.rank]]
+        if others:
             raise ProgramMismatchError(
-                f"rank {gather.rank} of {gather.size} is about to stream other blocks than {_ranks(others)}: give all "
-                "workers of a group the same experts, request and policy, and restart the group after an error"
+                f"rank {gather.rank} of {gather.size} is about to stream other blocks than "
+                f"{_ranks(others)}: give all workers of a group the same experts, request and "
+                "policy, and restart the group after an error"
             )
         self.state = GatheringState.RUNNING
 
@@ -143,7 +168,10 @@ class Gathering:
         self.sharded.gather.all_gather(into, own)
 
     def end(self, *, in_sync: bool) -> None:
-        """End the run; unless all ranks have issued the same gathers (`in_sync`), abort pending gathers."""
+        """End the run.
+
+        Unless all ranks have issued the same gathers (`in_sync`), abort pending gathers.
+        """
         if self.state is not GatheringState.RUNNING:
             return
         if in_sync:

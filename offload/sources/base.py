@@ -1,4 +1,4 @@
-"""Interface of block sources, their reading threads, and measured reads from them."""
+"""Block source interface, reading threads, and measured reads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 
 from ...devices import NvtxRanges
-from ...plan import BlockKey
+from ...plan.programs import BlockKey
 from ...telemetry import ReadSpan, ranged
-from ..engine.threads import RunStopped
+from ..core.threads import RunStopped
 from ..formats.layout import BlockFormat
 
 
@@ -29,68 +29,67 @@ class InsufficientRamError(SourceError):
 
 
 class BlockSource(Protocol):
-    """Source of blocks as flat bytes in their stored dtype: a checkpoint, or the weights of modules.
+    """Source of blocks as flat bytes in their stored dtype: a checkpoint or module weights.
 
-    Methods may be called from any thread, and several threads read blocks at once. After an error the source remains
+    Any thread may call, and several threads read blocks at once. After an error the source remains
     usable, and the next call tries again.
 
     Attributes:
-        formats: stored and computed layout of every block that can be read, in the order of the model.
+        formats: stored and computed layout for every readable block, in model order.
     """
 
     formats: Mapping[BlockKey, BlockFormat]
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
-        """Return the fp32 CPU scales by parameter name, each 0-d or [rows, 1]; empty if there are none.
+        """Return the fp32 CPU scales by parameter name, each 0-d or [rows, 1].
 
-        The first call reads them; later calls return the same tensors.
+        Empty if there are none.
+
+        The first call reads them. Later calls return the same tensors.
         """
-        ...
 
     def file_bytes(self, key: BlockKey) -> int:
-        """Return the bytes that one `read_block` reads from files."""
-        ...
+        """Return the bytes read from files by one `read_block`."""
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        """Read a block into `into`, 1-D uint8 CPU memory of `stored.nbytes` bytes.
+        """Read a block into `into`, 1-D uint8 CPU memory with `stored.nbytes` bytes.
 
         Raises:
-            SourceError: the bytes could not be read; the contents of `into` are then undefined.
+            SourceError: the bytes could not be read. The contents of `into` are then undefined.
             RunStopped: as for SourceError, inside `reads_until`.
         """
-        ...
 
     def close(self) -> None:
         """Release files, threads and memory. Closing twice is allowed."""
-        ...
 
 
 class RangeSource(BlockSource, Protocol):
-    """Source that can read a part of a block."""
+    """Source that can also read a part of a block."""
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         self.read_range(key, range(self.formats[key].stored.nbytes), into)
 
     def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
-        """Return the approximate bytes that `read_range` reads from files."""
-        ...
+        """Return the approximate bytes read from files by `read_range`."""
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
-        """Read the bytes `wanted` of the stored block into `into`, 1-D uint8 CPU memory of at least that size.
+        """Read the bytes `wanted` in the stored block into `into`.
+
+        `into` is 1-D uint8 CPU memory, at least as large.
 
         Raises:
-            SourceError: the bytes could not be read; the contents of `into` are then undefined.
+            SourceError: the bytes could not be read. The contents of `into` are then undefined.
         """
-        ...
 
 
 _is_stopped: ContextVar[Callable[[], bool]] = ContextVar("is_stopped", default=bool)
-"""Returns True when this thread should stop reading. A context variable, because sources read from each other."""
+"""Returns True when this thread should stop reading. A context variable, because sources read from
+each other."""
 
 
 @contextmanager
 def reads_until(is_stopped: Callable[[], bool]) -> Iterator[None]:
-    """Let this thread's reads raise RunStopped between two block pieces when `is_stopped` returns True.
+    """Let this thread's reads raise RunStopped between block pieces once `is_stopped` returns True.
 
     A Wan2.2 A14B block takes seconds from a slow disk, and a cancelled run waits for the reads.
     """
@@ -108,11 +107,13 @@ def check_not_stopped() -> None:
 
 
 class ReadThreads:
-    """Threads of a source, which share the reads of one block; the first read starts them, `close` ends them.
+    """A source's threads, which share the reads for one block.
+
+    The first read starts them, `close` ends them.
 
     Args:
         count: number of threads.
-        start: starts a pool of that many threads.
+        start: starts a pool with that many threads.
 
     Raises:
         ValueError: `count` is less than 1.
@@ -128,11 +129,14 @@ class ReadThreads:
         self._closed = False
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run all tasks and wait for them; after an error, raise it and leave out the tasks that were not started.
+        """Run all tasks and wait for them.
+
+        After an error, raise it and leave out the tasks not yet started.
 
         Raises:
             SourceError: the threads were closed, or a task has raised it.
-            RunStopped: no task has failed, but some were left out because this thread should stop reading.
+            RunStopped: no task has failed, but some were left out because this thread should stop
+                reading.
         """
         queue = deque(tasks)
         with self._lock:
@@ -140,8 +144,11 @@ class ReadThreads:
                 raise SourceError("the source was closed; open it again to read from it")
             pool = self._pool = self._pool or self._start(self.count)
         is_stopped = _is_stopped.get()
-        futures = [pool.submit(_work_off, queue, is_stopped) for _ in range(min(self.count, len(queue)))]
-        # Wait for all before raising: no thread may write into the memory after this method has returned.
+        futures = [
+            pool.submit(_work_off, queue, is_stopped) for _ in range(min(self.count, len(queue)))
+        ]
+        # Wait for all before raising: no thread may write into the memory after this method has
+        # returned.
         wait(futures)
         for future in futures:
             future.result()
@@ -152,7 +159,8 @@ class ReadThreads:
         """Wait for reads in progress, then stop the threads. Closing twice is allowed."""
         with self._lock:
             self._closed = True
-            pool, self._pool = self._pool, None
+            pool = self._pool
+            self._pool = None
         if pool is not None:
             pool.shutdown()
 
@@ -171,15 +179,20 @@ def _work_off(queue: deque[Callable[[], None]], is_stopped: Callable[[], bool]) 
 
 
 def timed_read(
-    source: BlockSource, key: BlockKey, into: torch.Tensor, ranges: NvtxRanges | None, *, straight: bool = False
+    source: BlockSource,
+    key: BlockKey,
+    into: torch.Tensor,
+    ranges: NvtxRanges | None,
+    *,
+    straight: bool = False,
 ) -> ReadSpan:
     """Read a block as `BlockSource.read_block` does, and return the measured read.
 
     Args:
         source: source to read from.
         key: the block.
-        into: memory of the block.
-        ranges: profiler ranges, one of which gets the name of the block; None for none.
+        into: memory for the block.
+        ranges: profiler ranges. One gets the block's name. None for none.
         straight: the block is read into a buffer, not into RAM.
     """
     start = time.perf_counter()

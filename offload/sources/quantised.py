@@ -1,4 +1,4 @@
-"""Block source that quantises blocks to fp8 or int8 ConvRot, with one scale per row, while it reads them."""
+"""Block source that quantises blocks to fp8 or int8 ConvRot while reading, with a scale per row."""
 
 from __future__ import annotations
 
@@ -12,67 +12,63 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...plan import BlockKey
-from ...schema import Storage
-from ..engine.threads import torch_thread_pool
+from ...plan.programs import BlockKey
+from ...schema.refs import Storage
+from ..core.pages import host_bytes
+from ..core.threads import torch_thread_pool
+from ..formats import layout, quantise
 from ..formats.decode import FP8_DTYPES, decode_tensor
-from ..formats.layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, block_format, host_bytes, tensor_views
 from ..formats.packing import EightBit
-from ..formats.quantise import (
-    FP8,
-    QUANTISABLE_DTYPES,
-    WORK_VALUES,
-    NotFiniteError,
-    quantise_rotated,
-    quantise_rows,
-    work_memory,
-)
 from ..formats.rotation import rotation_group
 from .base import ReadThreads, SourceError
 from .file import FileSource
 from .read_plan import ALIGNMENT, EXTENT_BYTES
 
-# Stored bytes that a thread reads and quantises at once: enough for a disk to be fast, and few enough that they are in
-# the CPU cache when they are quantised. Two extents of a direct read cover them, wherever they start.
-PIECE_BYTES = 2 * EXTENT_BYTES - ALIGNMENT
+# Stored bytes that a thread reads and quantises at once: enough for a fast disk read, and few
+# enough to be in the CPU cache when they are quantised. Two direct read extents cover them,
+# wherever they start.
+QUANTISED_BYTES = 2 * EXTENT_BYTES - ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPiece:
-    """Consecutive rows of the view of one stored tensor, to be quantised or copied as they are."""
+    """Consecutive rows in one stored tensor's view, to be quantised or copied as they are."""
 
-    tensor: FlatTensor
+    tensor: layout.FlatTensor
     rows: range
     packing: EightBit | None
-    """Form to quantise to; None: the rows are copied."""
+    """Form to quantise to. None: the rows are copied."""
 
     @property
     def bytes_of_tensor(self) -> slice:
-        """Range of the rows in the tensor's stored bytes."""
+        """Range of these rows in the tensor's stored bytes."""
         row_bytes = self.tensor.nbytes // self.tensor.view_shape[0]
         return slice(self.rows.start * row_bytes, self.rows.stop * row_bytes)
 
 
-def quantised_packings(stored: BlockFormat, storage: Storage) -> dict[str, EightBit]:
-    """Return the packings that quantisation gives to matrices, by name; those that it leaves out are not changed.
+def quantised_packings(stored: layout.BlockFormat, storage: Storage) -> dict[str, EightBit]:
+    """Return the packings for quantised matrices, by name.
 
-    fp8 leaves out fp8 and packed matrices; int8 ConvRot leaves out packed ones, and those whose columns 4 does not
-    divide.
+    Matrices without an entry do not change. fp8 leaves out fp8 and packed matrices. int8 ConvRot
+    leaves out packed matrices, and matrices with a column count that 4 does not divide.
     """
     packings: dict[str, EightBit] = {}
     for tensor in stored.stored.tensors:
         if tensor.packing is not None or math.prod(tensor.shape) % 4:
             continue
-        if storage == "fp8" and tensor.dtype in QUANTISABLE_DTYPES and tensor.name not in stored.scaled:
-            packings[tensor.name] = EightBit(dtype=FP8)
-        elif storage == "int8 ConvRot" and tensor.dtype in (*QUANTISABLE_DTYPES, *FP8_DTYPES):
-            group = rotation_group(tensor.shape[-1])
-            packings |= {tensor.name: EightBit(group=group)} if group else {}
+        plain = tensor.dtype in quantise.QUANTISABLE_DTYPES
+        group = rotation_group(tensor.shape[-1])
+        if storage == "fp8" and plain and tensor.name not in stored.scaled:
+            packings[tensor.name] = EightBit(dtype=quantise.FP8)
+        elif storage == "int8 ConvRot" and group and (plain or tensor.dtype in FP8_DTYPES):
+            packings[tensor.name] = EightBit(group=group)
     return packings
 
 
-def quantised_format(stored: BlockFormat, storage: Storage, multiplied: Collection[torch.dtype] = ()) -> BlockFormat:
-    """Return the format of a block after quantisation; `stored` itself if nothing is quantised.
+def quantised_format(
+    stored: layout.BlockFormat, storage: Storage, multiplied: Collection[torch.dtype] = ()
+) -> layout.BlockFormat:
+    """Return a block's format after quantisation, or `stored` itself if nothing is quantised.
 
     Args:
         stored: format of the block in its file.
@@ -83,23 +79,27 @@ def quantised_format(stored: BlockFormat, storage: Storage, multiplied: Collecti
     if not changed:
         return stored
     tensors = stored.stored.tensors
-    return block_format(
-        {t.name: (t.shape, torch.uint8 if t.name in changed else t.dtype) for t in tensors},
+    dtypes = {t.name: t.dtype for t in tensors} | dict.fromkeys(changed, torch.uint8)
+    return layout.block_format(
+        {t.name: (t.shape, dtypes[t.name]) for t in tensors},
         {tensor.name: stored.patch_dtype(tensor) for tensor in stored.computed.tensors},
         scaled=stored.scaled - changed.keys(),
         packings={t.name: t.packing for t in tensors if t.packing is not None} | changed,
         multiplied=multiplied,
-        decoded={tensor.name for tensor in stored.computed.tensors if tensor.packing is None} - changed.keys(),
+        decoded={tensor.name for tensor in stored.computed.tensors if tensor.packing is None}
+        - changed.keys(),
     )
 
 
-def pieces_within(pieces: Iterable[RowPiece], kept: FlatLayout, wanted: range) -> Iterator[RowPiece]:
-    """Yield the rows of `pieces` of which a code, a scale or another byte lies in `wanted`.
+def pieces_within(
+    pieces: Iterable[RowPiece], kept: layout.FlatLayout, wanted: range
+) -> Iterator[RowPiece]:
+    """Yield the rows in `pieces` with a code, a scale or another byte in `wanted`.
 
     Args:
-        pieces: rows of the stored block.
-        kept: layout of the block after quantisation, to which `wanted` refers.
-        wanted: bytes of that layout.
+        pieces: rows in the stored block.
+        kept: block layout after quantisation, to which `wanted` refers.
+        wanted: bytes in that layout.
     """
     places = {tensor.name: tensor for tensor in kept.tensors}
     for piece in pieces:
@@ -109,8 +109,8 @@ def pieces_within(pieces: Iterable[RowPiece], kept: FlatLayout, wanted: range) -
                 yield replace(piece, rows=part)
 
 
-def _rows_within(place: FlatTensor, piece: RowPiece, wanted: range) -> tuple[range, ...]:
-    """Return the rows of a tensor that `wanted` needs: one range, or two if its scales are of other rows."""
+def _rows_within(place: layout.FlatTensor, piece: RowPiece, wanted: range) -> tuple[range, ...]:
+    """Return the rows for `wanted`: one range, or two if its scales belong to other rows."""
     if piece.packing is None:
         return (_overlap(place.offset, place.nbytes // place.view_shape[0], wanted),)
     rows, columns = place.shape
@@ -123,43 +123,49 @@ def _rows_within(place: FlatTensor, piece: RowPiece, wanted: range) -> tuple[ran
 
 
 def _overlap(offset: int, row_bytes: int, wanted: range) -> range:
-    """Return the rows, of `row_bytes` from `offset` on, that `wanted` has a byte of; not limited to their number."""
+    """Return the rows, with `row_bytes` from `offset` on, that overlap `wanted`.
+
+    The range may exceed the existing rows.
+    """
     return range((wanted.start - offset) // row_bytes, -((offset - wanted.stop) // row_bytes))
 
 
-def row_pieces(
-    stored: BlockFormat, packings: Mapping[str, EightBit], *, piece_bytes: int = PIECE_BYTES
-) -> Iterator[RowPiece]:
-    """Cut a block into pieces of whole rows, of at most `piece_bytes` unless a single row is larger."""
+def row_pieces(stored: layout.BlockFormat, packings: Mapping[str, EightBit]) -> Iterator[RowPiece]:
+    """Cut a block into pieces of whole rows.
+
+    They have up to `QUANTISED_BYTES` unless a single row is larger.
+    """
     for tensor in stored.stored.tensors:
         count = tensor.view_shape[0]
-        at_once = max(1, piece_bytes * count // tensor.nbytes)
+        at_once = max(1, QUANTISED_BYTES * count // tensor.nbytes)
         for start in range(0, count, at_once):
             rows = range(start, min(count, start + at_once))
             yield RowPiece(tensor=tensor, rows=rows, packing=packings.get(tensor.name))
 
 
-# One thread quantises 2.2 GB of bf16 per second to fp8 (2 cores), and few disks are faster than four threads.
+# One thread quantises 2.2 GB of bf16 per second to fp8 (2 cores), and few disks are faster than
+# four threads.
 MAX_THREADS = 4
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class QuantisedSource:
-    """Source of the blocks of another source in fp8 (e4m3fn) or int8 ConvRot, with one fp32 scale per row behind them.
+    """Blocks from another source in fp8 (e4m3fn) or int8 ConvRot.
 
-    Halves the bytes of a bf16 or fp16 block in RAM and on the bus, and quarters those of an fp32 block. Other matrices
-    are not changed (`quantised_packings`). Several threads read and quantise a few rows at a time, with 6 MB of memory
-    each (12 MB for int8), so that no block is ever in RAM in the precision of its file. The result depends on the file
-    alone: it is the same for every read, on every rank. A rank that keeps the end of a matrix keeps all of its scales,
-    and reads the whole matrix for them: 5 % more of an A14B block in all for two ranks, and 36 % for eight.
+    One fp32 scale per row is behind the codes. This halves a bf16 or fp16 block in RAM and on the
+    bus, and quarters an fp32 block. Other matrices do not change (`quantised_packings`). Several
+    threads read and quantise a few rows at a time, with 6 MB of memory each (12 MB for int8), so no
+    block is ever in RAM in the file's precision. The result depends on the file alone: it is the
+    same for every read, on every rank. A rank that keeps the end of a matrix keeps all its scales,
+    and reads the whole matrix for them. For an A14B block this is 5 % more in all with two ranks,
+    and 36 % with eight.
 
     Args:
-        inner: source to read from; `close` closes it too.
+        inner: source to read from. `close` closes it too.
         storage: "fp8" or "int8 ConvRot".
-        multiplied: dtypes of codes that are multiplied as they are stored.
-        threads: threads that read and quantise; default one per core, at most 4.
-        piece_bytes: stored bytes that a thread reads at once.
+        multiplied: dtypes of codes that are multiplied as stored.
+        threads: threads that read and quantise. By default one per core, at most 4.
 
     Raises:
         ValueError: `threads` is less than 1.
@@ -172,17 +178,19 @@ class QuantisedSource:
         *,
         multiplied: Collection[torch.dtype] = (),
         threads: int | None = None,
-        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         count = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
-        # torch computes with one thread in each: its own pool of threads would compete with the compute thread.
+        # torch computes with one thread in each. Its own thread pool would compete with the compute
+        # thread.
         self._threads = ReadThreads(count, partial(torch_thread_pool, name="wanstream-quantise"))
         self._inner = inner
         self._storage = storage
-        self._piece_bytes = piece_bytes
-        self._packings = {key: quantised_packings(stored, storage) for key, stored in inner.formats.items()}
-        self.formats: Mapping[BlockKey, BlockFormat] = {
-            key: quantised_format(stored, storage, multiplied) for key, stored in inner.formats.items()
+        self._packings = {
+            key: quantised_packings(stored, storage) for key, stored in inner.formats.items()
+        }
+        self.formats: Mapping[BlockKey, layout.BlockFormat] = {
+            key: quantised_format(stored, storage, multiplied)
+            for key, stored in inner.formats.items()
         }
         self._memory = threading.local()
 
@@ -192,8 +200,9 @@ class QuantisedSource:
         return f"{self._inner.identity} in {self._storage}, a scale for each row"
 
     def scales(self, key: BlockKey) -> Tensors:
-        """Return the scales of matrices that have theirs apart, and are not quantised."""
-        scales, kept = self._inner.scales(key), self.formats[key].scaled
+        """Return the scales of matrices with separate scales that are not quantised."""
+        scales = self._inner.scales(key)
+        kept = self.formats[key].scaled
         return {name: scale for name, scale in scales.items() if name in kept}
 
     def file_bytes(self, key: BlockKey) -> int:
@@ -207,10 +216,13 @@ class QuantisedSource:
         return sum(part.stop - part.start for part in (piece.bytes_of_tensor for piece in pieces))
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
-        """See `RangeSource.read_range`. Reads whole rows, and all those whose scales lie in `wanted`."""
-        layout = self.formats[key].stored
-        whole = allocate_flat(layout.nbytes, "cpu")  # pages that are never touched use no RAM
-        self._read(key, whole, pieces_within(self._pieces(key), layout, wanted))
+        """See `RangeSource.read_range`.
+
+        Reads whole rows, including all rows with scales in `wanted`.
+        """
+        kept = self.formats[key].stored
+        whole = layout.allocate_flat(kept.nbytes, "cpu")  # pages that are never touched use no RAM
+        self._read(key, whole, pieces_within(self._pieces(key), kept, wanted))
         np.copyto(host_bytes(into[: len(wanted)]), host_bytes(whole[wanted.start : wanted.stop]))
 
     def close(self) -> None:
@@ -219,69 +231,88 @@ class QuantisedSource:
         self._inner.close()
 
     def _pieces(self, key: BlockKey) -> Iterator[RowPiece]:
-        return row_pieces(self._inner.formats[key], self._packings[key], piece_bytes=self._piece_bytes)
+        return row_pieces(self._inner.formats[key], self._packings[key])
 
     def _read(self, key: BlockKey, into: torch.Tensor, pieces: Iterable[RowPiece]) -> None:
-        views = tensor_views(into, self.formats[key].stored)
-        # Read here, and not by the threads that share the result.
+        views = layout.tensor_views(into, self.formats[key].stored)
+        # Read here, because the threads below share the result.
         scales = self._inner.scales(key)
         self._threads.run(
-            partial(self._copy, key, piece, views[piece.tensor.name])
-            if piece.packing is None
-            else partial(self._quantise, key, piece, piece.packing, views[piece.tensor.name], scales)
+            partial(self._read_piece, key, piece, views[piece.tensor.name], scales)
             for piece in pieces
         )
 
-    def _copy(self, key: BlockKey, piece: RowPiece, into: torch.Tensor) -> None:
-        flat, part = into.view(-1).view(torch.uint8), piece.bytes_of_tensor
+    def _read_piece(
+        self, key: BlockKey, piece: RowPiece, into: torch.Tensor, scales: Tensors
+    ) -> None:
+        if piece.packing is not None:
+            self._quantise(key, piece, piece.packing, into, scales)
+            return
+        flat = into.view(-1).view(torch.uint8)
+        part = piece.bytes_of_tensor
         wanted = range(piece.tensor.offset + part.start, piece.tensor.offset + part.stop)
         self._inner.read_range(key, wanted, flat[part])
 
-    def _quantise(self, key: BlockKey, piece: RowPiece, packing: EightBit, into: torch.Tensor, scales: Tensors) -> None:
-        name, part = piece.tensor.name, slice(piece.rows.start, piece.rows.stop)
+    def _quantise(
+        self, key: BlockKey, piece: RowPiece, packing: EightBit, into: torch.Tensor, scales: Tensors
+    ) -> None:
+        name = piece.tensor.name
+        part = slice(piece.rows.start, piece.rows.stop)
         stored, work = self._thread_memory(piece, work=not packing.group)
         self._inner.read_rows(key, name, piece.rows, stored)
         values = stored.view(piece.tensor.dtype).view(len(piece.rows), -1)
         codes, row_scales = (each[part] for each in packing.split(into, piece.tensor.shape))
         try:
             if packing.group:
-                scale = scales.get(name)
-                scale = scale[part] if scale is not None and scale.dim() else scale
+                scale = _scale_of_rows(scales.get(name), part)
                 _quantise_rotated(values, scale, packing.group, codes, row_scales)
             else:
-                quantise_rows(values, codes, row_scales, work)
-        except NotFiniteError as err:
+                quantise.quantise_rows(values, codes, row_scales, work)
+        except quantise.NotFiniteError as err:
             raise SourceError(
-                f"{self._inner.path(key, name)}: {name} of block {key.block} holds NaN or an infinity in row "
-                f'{part.start + err.row}, so it cannot be quantised: load it with storage "as stored", or another file'
+                f"{self._inner.path(key, name)}: {name} of block {key.block} holds NaN or an "
+                f"infinity in row {part.start + err.row}, so it cannot be quantised: load it with "
+                'storage "as stored", or another file'
             ) from err
 
     def _thread_memory(self, piece: RowPiece, *, work: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this thread's memory for the stored bytes of `piece` and for work, reused by all pieces."""
+        """Return this thread's reused memory for the stored bytes of `piece` and for work."""
         part = piece.bytes_of_tensor
-        nbytes, columns = part.stop - part.start, piece.tensor.shape[1] if work else 0
+        nbytes = part.stop - part.start
+        columns = piece.tensor.shape[1] if work else 0
         memory: tuple[torch.Tensor, torch.Tensor] | None = getattr(self._memory, "reused", None)
         if memory is None or memory[0].numel() < nbytes or memory[1].numel() < columns:
-            fp32 = work_memory(columns) if work else torch.empty(0)
-            memory = self._memory.reused = (allocate_flat(max(nbytes, self._piece_bytes), "cpu"), fp32)
+            fp32 = quantise.work_memory(columns) if work else torch.empty(0)
+            stored = layout.allocate_flat(max(nbytes, QUANTISED_BYTES), "cpu")
+            memory = self._memory.reused = (stored, fp32)
         return memory[0][:nbytes], memory[1]
 
 
+def _scale_of_rows(scale: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    if scale is None or not scale.dim():
+        return scale
+    return scale[rows]
+
+
 def _quantise_rotated(
-    stored: torch.Tensor, scale: torch.Tensor | None, group: int, codes: torch.Tensor, scales: torch.Tensor
+    stored: torch.Tensor,
+    scale: torch.Tensor | None,
+    group: int,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
 ) -> None:
-    """Quantise rows to int8 ConvRot, a few at a time so that they stay in the CPU cache.
+    """Quantise rows to int8 ConvRot, a few at a time so they stay in the CPU cache.
 
     Raises:
         NotFiniteError: a row contains NaN or infinity.
     """
     rows, columns = stored.shape
-    at_once = max(1, WORK_VALUES // columns)
+    at_once = max(1, quantise.WORK_VALUES // columns)
     for start in range(0, rows, at_once):
         part = slice(start, min(rows, start + at_once))
         values = torch.empty(part.stop - start, columns, dtype=torch.float32)
-        decode_tensor(stored[part], values, scale=scale[part] if scale is not None and scale.dim() else scale)
+        decode_tensor(stored[part], values, scale=_scale_of_rows(scale, part))
         try:
-            codes[part], scales[part] = quantise_rotated(values, group)
-        except NotFiniteError as err:
-            raise NotFiniteError(start + err.row) from err
+            codes[part], scales[part] = quantise.quantise_rotated(values, group)
+        except quantise.NotFiniteError as err:
+            raise quantise.NotFiniteError(start + err.row) from err

@@ -1,1 +1,1 @@
-"""Transfer backends: copies from RAM into buffers, one backend per kind of device."""
+"""Transfer backends: copies from RAM into buffers, one backend per device kind."""

@@ -1,4 +1,4 @@
-"""First-block cache: lanes skip all blocks but the first where the first block's residual has hardly changed."""
+"""First-block cache: lanes skip all further blocks if the first residual hardly changed."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from typing import NamedTuple
 
 import torch
 
-from ...schema import OUTPUT_TOKENS
+from ...shapes import OUTPUT_TOKENS
 from ...wan import SkipDecision
-from ..loop.parallel import ParallelForward
-from .base import CachedPass, LaneName, StepCache, count_texts
+from ..steps.parallel import ParallelForward
+from .base import CachedPass, LaneName, PassStart, Stage, StepCache, count_texts
 
 
 class _LaneState(NamedTuple):
-    """Residuals of a lane in its last fully computed step: [1, S, dim] for this worker's tokens."""
+    """A lane's residuals in its last fully computed step: [1, S, dim] for this worker's tokens."""
 
     step: int
     first: torch.Tensor
-    """Residual of the first block."""
+    """First block's residual."""
     rest: torch.Tensor
-    """Residual of all other blocks."""
+    """Residual over all other blocks."""
 
 
 class FirstBlockSteps(StepCache):
-    """First-block cache of a run.
+    """First-block cache for a run.
 
-    Lanes are found by their names; a context window without residuals from an earlier step is computed.
+    Lanes are looked up by name. A context window without residuals from an earlier step is
+    computed.
     """
 
     def __init__(self, threshold: float, split: ParallelForward) -> None:
         self.threshold, self.split = threshold, split
         self.kept: dict[LaneName, _LaneState] = {}
-        self._texts: tuple[str, int] | None = None
+        self._texts: tuple[Stage, int] | None = None
 
-    def begin(
-        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
-    ) -> FirstBlockPass:
+    def begin(self, start: PassStart) -> FirstBlockPass:
         """See `StepCache.begin`."""
-        texts = expert, count_texts(lanes)
+        texts = start.stage, count_texts(start.lanes)
         if self._texts != texts:
             self.kept.clear()
             self._texts = texts
-        # Residuals of this step or a later one are those of a failed attempt: without them, a repeated step decides as
-        # the first attempt did.
-        for name in [name for name, kept in self.kept.items() if kept.step >= step or name not in own]:
-            del self.kept[name]
-        return FirstBlockPass(self, step, own)
+        # Residuals from this step or a later one belong to a failed attempt. Without them, a
+        # repeated step decides as the first attempt did.
+        for name, kept in tuple(self.kept.items()):
+            if kept.step >= start.step or name not in start.own:
+                del self.kept[name]
+        return FirstBlockPass(self, start.step, start.own)
 
 
 class FirstBlockPass(CachedPass):
-    """Forward pass of one step; see `BlockCache`."""
+    """Forward pass in one step. See `BlockCache`."""
 
     def __init__(self, cache: FirstBlockSteps, step: int, names: Sequence[LaneName]) -> None:
         self._step, self._names = step, names
@@ -65,8 +65,10 @@ class FirstBlockPass(CachedPass):
         added = hidden - self._split.local_tokens(tokens)
         self._added[lane], self._after_first[lane] = added, hidden
         kept = self._kept.get(self._names[lane])
-        # The sums stay on the device: reading them for each lane would stall between lanes; `choose` reads them all.
+        # The sums stay on the device: reading them here would stall between lanes. `choose` reads
+        # them all.
         if kept is None:
+            # An infinite distance, so that the lane is computed.
             self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
         else:
             now, before = added[:, video], kept.first[:, video]
@@ -75,7 +77,7 @@ class FirstBlockPass(CachedPass):
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""
         sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
-        # Every worker decides by the same sums, so that all of them skip, or visit, the same blocks.
+        # Every worker decides by the same sums, so all of them skip or visit the same blocks.
         own, every = self._split.all_reduce_sums(sums)
         going = [lane for lane, each in enumerate(own.tolist()) if not self._is_similar(each)]
         visits = not all(self._is_similar(each) for each in every.tolist())
@@ -97,13 +99,13 @@ class FirstBlockPass(CachedPass):
         self._kept[self._names[lane]] = _LaneState(self._step, self._added.pop(lane), rest)
 
     def _is_similar(self, sums: Sequence[float]) -> bool:
-        """Return True if the other blocks may be skipped; False if a sum is NaN."""
+        """Return True if the other blocks may be skipped. False if a sum is NaN."""
         distance, size = sums
         return distance < self._threshold * size
 
 
 def _abs_distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return the L1 distance of two tensors, in pieces: a whole difference is as large as a hidden state."""
+    """Return the L1 distance in pieces, because a difference is as large as a hidden state."""
     pairs = zip(first.split(OUTPUT_TOKENS, dim=1), second.split(OUTPUT_TOKENS, dim=1), strict=True)
     return torch.stack([_abs_sum(a - b) for a, b in pairs]).sum()
 

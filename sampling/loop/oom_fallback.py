@@ -1,4 +1,4 @@
-"""Offload policy of a run: smaller policies after out-of-memory errors, and one revision after the first step."""
+"""Offload policy of a run, reduced after out-of-memory errors and revised after the first step."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from typing import TypeAlias
 
 import torch
 
-from ...devices import free_bytes, insufficient_ram, is_out_of_memory
+from ...devices import free_bytes, is_out_of_memory
+from ...devices.machine import insufficient_ram
 from ...plan import bytes_to_free, describe_policy, next_smaller_policy
-from ...schema import FP32_BYTES, OffloadPolicy, StepRecord
+from ...schema import OffloadPolicy
+from ...schema.records import StepRecord
+from ...shapes import FP32_BYTES, chunks_below
 from ...wan import ExpertEngine, ExpertPair
 from ..cache.settings import CacheSettings, policy_with_cache
-from ..errors import InsufficientMemoryError, SmallerPolicyError
-from ..memory import bytes_text, lane_tokens, smallest_policy, tokens_of, working_bytes
+from ..steps.errors import InsufficientMemoryError, SmallerPolicyError
+from ..steps.parallel import LOCAL_FORWARD, ParallelForward
 from .interruptible import LONG_VISIT_FLOPS
-from .parallel import LOCAL_FORWARD, ParallelForward
+from .memory import bytes_text, lane_tokens, smallest_policy, tokens_of, working_bytes
 
 Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
-"""Maps the record of the first step to another policy for the rest of the run, or None."""
+"""Function from the first step's record to another policy for the rest of the run, or None."""
 
 LATENT_COPIES = 8
-"""Copies of the latents in fp32: noise, state, estimate, velocities of both sides, and the solver's history."""
+"""fp32 copies of the latents: noise, state, estimate, velocities on both sides, and the solver's
+history."""
 
 logger = logging.getLogger("wanstream.sampling")
 
 
 class RunPolicy:
-    """Offload policy of one run, and its changes.
+    """Offload policy of one run, with its changes.
 
     Args:
-        shape: shape of the latents [B, 16, T, h, w].
+        shape: latent shape [B, 16, T, h, w].
         sides: see `working_bytes`.
-        split: parallel forward; a worker of a group does not repeat a step on its own.
-        cache: settings of the step cache, whose tensors take device memory too.
-        revise: called once with the record of the first step, unless memory was short in it.
+        split: parallel forward. A worker in a group does not repeat a step alone.
+        cache: step cache settings. The cache's tensors take device memory too.
+        revise: called once with the first step's record, unless memory was short in it.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class RunPolicy:
         self._cache, self._revise = cache, revise
         self.policy = policy_with_cache(policy, cache)
         self.changes: list[str] = []
-        """Changes of the policy so far, as text for `Timeline.changes`."""
+        """Policy changes so far, as text for `Timeline.changes`."""
         self.pair, self.device = pair, device
         self._shape, self._sides, self.split = shape, sides, split
         self._tokens = tokens_of(shape) + max(sides)
@@ -63,37 +67,40 @@ class RunPolicy:
 
     def engine(self) -> ExpertEngine:
         """Return the pair's engine for the present policy. No run may be in progress."""
-        # Inference mode is thread-local: the engine's fetch thread could not write buffers that were allocated in it.
+        # Inference mode is thread-local: the engine's fetch thread could not write buffers
+        # allocated in it.
         with torch.inference_mode(False):
             return self.pair.engine(self.policy, self.device)
 
     @cached_property
     def stops_inside(self) -> bool:
-        """True if a stop is polled within blocks too: on a CPU whose blocks take long."""
-        # Not on a GPU, where the host only launches a block; not with a compiler, which makes one function of it; not
-        # in a group, whose workers must all stop at the same block.
-        if self.device.type != "cpu" or not self.split.alone or self.pair.kernels.compiler is not None:
+        """True if a stop is polled within blocks too: on a CPU, if blocks take long."""
+        # Not on a GPU, where the host only launches a block. Not with a compiler, which makes one
+        # function of it. Not in a group, whose workers must all stop at the same block.
+        if self.device.type != "cpu" or not self.split.alone or self.pair.kernels.compiler:
             return False
-        expert = self.pair.high.config.shape
-        return sum(map(expert.block_flops, lane_tokens(self._shape, self._sides))) >= LONG_VISIT_FLOPS
+        flops = self.pair.high.config.shape.block_flops
+        return sum(map(flops, lane_tokens(self._shape, self._sides))) >= LONG_VISIT_FLOPS
 
     def refuse_without_ram(self, *, available: int | None = None) -> None:
         """Refuse a run on a CPU that is estimated to need more RAM than there is.
 
         Args:
-            available: bytes of RAM and swap; None: those available now.
+            available: bytes of RAM and swap. None: the bytes available now.
 
         Raises:
-            InsufficientMemoryError: it does not fit; the message has the estimate and a remedy.
+            InsufficientMemoryError: it does not fit. The message has the estimate and a remedy.
         """
-        # A GPU raises an error, after which a smaller policy is tried. On a CPU the system would end the process.
+        # A GPU raises an error, and a smaller policy is tried then. On a CPU the system would end
+        # the process.
         if self.device.type != "cpu":
             return
-        # Making the engine first frees the RAM that the former run keeps under another policy.
+        # Creating the engine first frees RAM that the previous run keeps under another policy.
         if self.pair.host_bytes:
             try:
                 self.engine()
-            except RuntimeError as err:  # the first step makes it again, and falls back to a smaller policy
+            except RuntimeError as err:
+                # The first step creates it again, and falls back to a smaller policy.
                 if not is_out_of_memory(err):
                     raise
         weights, working = self._ram_needs(self.policy)
@@ -102,63 +109,84 @@ class RunPolicy:
             return
         smallest = smallest_policy(self.pair, self.policy, self._tokens, self.device)
         fits = insufficient_ram(sum(self._ram_needs(smallest)), available=lacking) is None
-        remedy = (
-            "Choose Wan Auto Offload, which computes fewer tokens at once (a smaller policy, with chunk_tokens, in "
-            "Python)"
-            if fits
-            else "Make the video smaller or shorter, or use context windows"
-        )
+        remedy = "Make the video smaller or shorter, or use context windows"
+        if fits:
+            remedy = (
+                "Choose Wan Auto Offload, which computes fewer tokens at once (a smaller policy, "
+                "with chunk_tokens, in Python)"
+            )
         raise InsufficientMemoryError(
-            f"a step needs about {bytes_text(working)} of RAM in addition to {bytes_text(weights)} for weights, and "
-            f"{bytes_text(lacking)} are free (swap included): the system would end this process. {remedy}, or close "
-            "other programs"
+            f"a step needs about {bytes_text(working)} of RAM in addition to {bytes_text(weights)} "
+            f"for weights, and {bytes_text(lacking)} are free (swap included): the system would "
+            f"end this process. {remedy}, or close other programs"
         )
 
     def _ram_needs(self, policy: OffloadPolicy) -> tuple[int, int]:
-        """Return the bytes of the weights that are not loaded yet, and the working bytes."""
+        """Return the bytes of weights still to load, and the working bytes."""
+        weights = max(0, self._bytes(policy) - self.pair.loaded_bytes)
         latents = LATENT_COPIES * prod(self._shape) * FP32_BYTES
-        return max(0, self._bytes(policy) - self.pair.loaded_bytes), self._working_bytes(policy) + latents
+        return weights, self._working_bytes(policy) + latents
 
-    def revise(self, record: StepRecord) -> bool:
-        """Replace the policy by the one that `revise` returns for this record; returns True if it is another one."""
-        # After an out-of-memory error the record is not that of the predicted policy, so nothing can be learnt from it.
+    def revised(self, record: StepRecord) -> OffloadPolicy | None:
+        """Return another policy for the calls after `record`, or None for the present one."""
+        # After an out-of-memory error the record belongs to another policy than the predicted one,
+        # so nothing can be learnt from it.
         if self._revise is None or self.changes:
-            return False
+            return None
         revised = self._revise(record)
-        policy = self.policy if revised is None else policy_with_cache(revised, self._cache)
+        if revised is None:
+            return None
+        policy = policy_with_cache(revised, self._cache)
         if policy == self.policy:
-            return False
-        text = f"after the first step: {self._describe(policy)} instead of {self._describe(self.policy)}"
+            return None
+        return policy
+
+    def use(self, policy: OffloadPolicy) -> None:
+        """Continue under a policy from `revised`."""
+        text = (
+            f"after the first step: {self._describe(policy)} instead of "
+            f"{self._describe(self.policy)}"
+        )
         logger.info("%s", text)
         self.changes.append(text)
         self.policy = policy
         self._tried = [policy]
-        return True
 
     def make_smaller(self, where: str, message: str) -> None:
         """Replace the policy by a smaller one after an out-of-memory error in `where`.
 
-        Call it after the memory of the failed step was freed, as the size of the next policy depends on the free bytes.
+        Call it once the memory of the failed step is freed, because the size of the next policy
+        depends on the free bytes.
 
         Raises:
             InsufficientMemoryError: no policy is smaller.
-            SmallerPolicyError: the run is computed by a group, all of which must change to the policy in the error.
+            SmallerPolicyError: a group computes the run. All workers must change to the
+                policy in the error.
         """
-        free, working, share = free_bytes(self.device), self._working_bytes(self.policy), self.split.share
-        block = self._bytes(OffloadPolicy.layerwise(1)) - self._bytes(OffloadPolicy.layerwise(0))
+        free = free_bytes(self.device)
+        working = self._working_bytes(self.policy)
+        share = self.split.share
+        block = self.pair.block_bytes.computed + self.pair.patch_bytes
         smaller = next_smaller_policy(
             self.policy,
             self.pair.block_counts,
-            missing=bytes_to_free(len(self._tried) - 1, block=block, working_bytes=working, free_bytes=free),
-            tokens=self._tokens // (share.ring * share.ulysses),
+            missing=bytes_to_free(
+                len(self._tried) - 1, block=block, working_bytes=working, free_bytes=free
+            ),
+            chunks=chunks_below(self._tokens // (share.ring * share.ulysses)),
             device_bytes=self._bytes,
         )
         if smaller is None:
             raise InsufficientMemoryError(self._no_room_message(where, message, working, free))
-        text = f"out of memory in {where}: {self._describe(smaller)} instead of {self._describe(self.policy)}"
+        text = (
+            f"out of memory in {where}: {self._describe(smaller)} instead of "
+            f"{self._describe(self.policy)}"
+        )
         if not self.split.alone:
             raise SmallerPolicyError(f"{text} ({message})", smaller)
-        same = "" if smaller.chunk_tokens != self.policy.chunk_tokens else ", and the result is the same"
+        same = ""
+        if smaller.chunk_tokens == self.policy.chunk_tokens:
+            same = ", and the result is the same"
         logger.warning("%s; this part is computed again%s (%s)", text, same, message)
         self.changes.append(text)
         self.policy = smaller
@@ -180,13 +208,17 @@ class RunPolicy:
     def _describe(self, policy: OffloadPolicy) -> str:
         chunk = "" if policy.chunk_tokens is None else f", {policy.chunk_tokens} tokens at once"
         blocks = min(self.pair.block_counts.values())
-        return f"{bytes_text(self._bytes(policy))} of weights ({describe_policy(policy, blocks)}{chunk})"
+        return (
+            f"{bytes_text(self._bytes(policy))} of weights "
+            f"({describe_policy(policy, blocks)}{chunk})"
+        )
 
     def _no_room_message(self, where: str, message: str, working: int, free: int | None) -> str:
         freed = "" if free is None else f", {bytes_text(free)} are free in addition to the weights"
         tried = "; ".join(self._describe(policy) for policy in self._tried)
         return (
-            f"out of memory in {where}, and no smaller policy is left: the step needs about {bytes_text(working)} of "
-            f"working memory{freed}. Tried: {tried}. Make the video smaller or shorter, use fewer lanes (batch size 1, "
-            f"guidance 1), or close other programs that use the device ({message})"
+            f"out of memory in {where}, and no smaller policy is left: the step needs about "
+            f"{bytes_text(working)} of working memory{freed}. Tried: {tried}. Make the video "
+            "smaller or shorter, use fewer lanes (batch size 1, guidance 1), or close other "
+            f"programs that use the device ({message})"
         )

@@ -1,4 +1,4 @@
-"""`python -m wanstream.tests.faults`: the campaign of faults, and a table of the costs of every kind."""
+"""`python -m wanstream.tests.faults`: the campaign of faults, and a table of costs by kind."""
 
 from __future__ import annotations
 
@@ -19,17 +19,26 @@ _COSTS = ("lost", "doubled", "broken", "leaked")
 
 def run() -> int:
     parser = argparse.ArgumentParser(prog="python -m wanstream.tests.faults", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="the same seed is the same campaign (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the same seed is the same campaign (default: 0)"
+    )
     parser.add_argument("--kind", default="", help="only kinds with this text in their names")
     parser.add_argument("--first", type=int, help="of each kind only so many cases")
-    parser.add_argument("--from", dest="begin", default="", help="only this kind and those after it")
+    parser.add_argument(
+        "--from", dest="begin", default="", help="only this kind and those after it"
+    )
     args = parser.parse_args()
     names = [kind.name for kind in KINDS]
     begin = names.index(args.begin) if args.begin else 0
     kinds = [kind for kind in KINDS[begin:] if args.kind.lower() in kind.name.lower()]
     begun, totals = time.monotonic(), Counter[str]()
-    with tempfile.TemporaryDirectory() as folder, closing(Campaign(Path(folder), seed=args.seed)) as campaign:
-        print("| fault | n | lost | doubled | broken | leaked | exit codes of all clients | seconds |")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Campaign(Path(folder), seed=args.seed)) as campaign,
+    ):
+        print(
+            "| fault | n | lost | doubled | broken | leaked | exit codes of all clients | seconds |"
+        )
         print("|---|--:|--:|--:|--:|--:|---|--:|")
         for kind in kinds:
             start, found = time.monotonic(), []
@@ -45,7 +54,11 @@ def run() -> int:
             codes = Counter(code for each in found for code in each.codes)
             listed = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
             numbers = " | ".join(str(costs[cost]) for cost in _COSTS)
-            print(f"| {kind.name} | {len(found)} | {numbers} | {listed} | {time.monotonic() - start:.0f} |", flush=True)
+            print(
+                f"| {kind.name} | {len(found)} | {numbers} | {listed} | "
+                f"{time.monotonic() - start:.0f} |",
+                flush=True,
+            )
             totals.update({"n": len(found), **costs})
     numbers = " | ".join(str(totals[cost]) for cost in ("n", *_COSTS))
     print(f"| sum, seed {args.seed} | {numbers} | | {time.monotonic() - begun:.0f} |")

@@ -1,4 +1,7 @@
-"""Fault campaign: faults in a seeded order, each on a separate stage, compared with the files of an undisturbed run."""
+"""Fault campaign: faults in a seeded order, each on a separate stage.
+
+Their files are compared with the files of an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,21 @@ from typing import Any
 
 import torch
 
-from wanstream.cli.batch.output_store import check_media
+from wanstream.batch.output_store import check_media
 from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.points import Points
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
-from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, NoComfyUIError, find_comfyui, free_port, running_server
+from wanstream.tools.comfyui import (
+    PACK,
+    ROOT,
+    ComfyUI,
+    NoComfyUIError,
+    find_comfyui,
+    free_port,
+    running_server,
+)
 
 T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 ROWS: tuple[dict[str, Any], ...] = (
@@ -31,7 +42,11 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"sampler.seed": 3},
     {"sampler.seed": 4},
 )
-SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
+SMALL = {
+    "latent": {"width": 32, "height": 32, "frames": 5},
+    "sampler": {"steps": 2},
+    "save": {"crf": 30},
+}
 REAL_ROWS = 3
 _REAL = ("real", "run", "comfyui")
 """Worlds in which videos are computed."""
@@ -46,12 +61,13 @@ class Case:
 
 
 def small_workflow() -> dict[str, Any]:
-    """T2V, 32x32x5 in two steps, computed in fp32: half precision takes a hundred times as long on some CPUs."""
+    """T2V, 32x32x5 in two steps, in fp32: half precision takes 100 times as long on some CPUs."""
     workflow: dict[str, Any] = json.loads(T2V.read_text(encoding="utf-8"))
     for node_id, inputs in SMALL.items():
         workflow[node_id]["inputs"] |= inputs
     workflow["experts"]["inputs"]["compute_dtype"] = "fp32"
-    # Validation makes a float of it, which only hosts do; files of all worlds shall have the same prompt in them.
+    # Validation makes a float of it, which only hosts do; files of all worlds shall have the same
+    # prompt in them.
     workflow["frames"]["inputs"]["memory_gb"] = 0.0
     return workflow
 
@@ -76,7 +92,9 @@ class RealServer:
         self._opened.close()
 
     def start(self) -> None:
-        running = self._opened.enter_context(running_server(self._comfyui, self._base, port=self._port))
+        running = self._opened.enter_context(
+            running_server(self._comfyui, self._base, port=self._port)
+        )
         self._process_id = running.process_id
 
     def close(self) -> None:
@@ -87,7 +105,9 @@ class Campaign:
     """Makes stages below a folder; everything that is the same for all of them is made once."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        torch.set_num_threads(1)  # A child of a process with a pool of threads would wait for threads that it lacks.
+        torch.set_num_threads(
+            1
+        )  # A child of a process with a pool of threads would wait for threads that it lacks.
         self.folder, self.seed = folder, seed
         self.workflow = small_workflow()
         self._made = 0
@@ -104,7 +124,10 @@ class Campaign:
         return chosen[:count]
 
     def run(self, case: Case) -> Findings:
-        """Inject one fault and classify the remaining files; raise `SkippedError` if this machine cannot inject it."""
+        """Inject one fault and classify the remaining files.
+
+        Raise `SkippedError` if this machine cannot inject it.
+        """
         chance = random.Random(f"{self.seed}/{case.kind.name}/{case.number}")
         kind, real = case.kind, case.kind.world in _REAL
         with ExitStack() as opened:
@@ -165,7 +188,10 @@ class Campaign:
 
     @cached_property
     def other_models(self) -> Path:
-        """A copy of the test model in which each expert has the other one's weights: as valid, with other results."""
+        """A copy of the test model in which each expert has the weights of the other one.
+
+        It is as valid as the original, with other results.
+        """
         folder = self.folder / "other"
         shutil.copytree(self.models, folder)
         first, second = sorted((folder / "diffusion_models").glob("*t2v*fp8*"))
@@ -179,7 +205,9 @@ class Campaign:
         """The crash points of an undisturbed client."""
         with computing_replaced(), self._on_stage(KINDS[0]) as stage:
             points, counted = Points(), stage.folder / "points"
-            stage.wait(stage.start(points.install, after=lambda: counted.write_text(str(points.count))))
+            stage.wait(
+                stage.start(points.install, after=lambda: counted.write_text(str(points.count)))
+            )
             return int(counted.read_text())
 
     @cached_property
@@ -190,9 +218,14 @@ class Campaign:
     @cached_property
     def half_done(self) -> Path:
         """The output folder of a batch without its last row."""
-        with computing_replaced(), self._on_stage(next(kind for kind in KINDS if kind.world == "replaced")) as stage:
+        with (
+            computing_replaced(),
+            self._on_stage(next(kind for kind in KINDS if kind.world == "replaced")) as stage,
+        ):
             jobs = stage.folder / "jobs.jsonl"
-            jobs.write_text("\n".join(jobs.read_text(encoding="utf-8").splitlines()[:-1]), encoding="utf-8")
+            jobs.write_text(
+                "\n".join(jobs.read_text(encoding="utf-8").splitlines()[:-1]), encoding="utf-8"
+            )
             assert stage.run() == 0, stage.stderr()
             return Path(shutil.copytree(stage.out, self.folder / "half_done"))
 
@@ -202,7 +235,7 @@ class Campaign:
 
     @cached_property
     def _swapped_files(self) -> dict[str, list[bytes]]:
-        """Expected files, extended by the results of runs in which one expert file has other weights."""
+        """Expected files, and the results of runs in which one expert file has other weights."""
         found = {name: list(contents) for name, contents in self._real_files.items()}
         others = self.other_models  # before a file is renamed: it is made from the folder
         for file in sorted((self.models / "diffusion_models").glob("*t2v*fp8*")):
@@ -236,7 +269,9 @@ class Campaign:
         models = models or (self.models if real else self.named_models)
         self._made += 1
         rows = [*self._rows(kind.world), *kind.rows]
-        more = {"lanes": ["--share-weights", "3"], "server": ["--timeout", "60"]}.get(kind.world, [])
+        more = {"lanes": ["--share-weights", "3"], "server": ["--timeout", "60"]}.get(
+            kind.world, []
+        )
         where = ["--models", str(models)]
         if kind.world == "comfyui":
             where = ["--server", self.comfyui.url, "--timeout", "300"]
@@ -244,7 +279,13 @@ class Campaign:
             where = []  # It is added when the server is there.
         stage = Stage(self.folder / f"stage{self._made}", self.workflow, rows, [*where, *more])
         if kind.world == "run":
-            stage.command = ["run", str(stage.folder / "workflow.json"), "--out", str(stage.out), *where]
+            stage.command = [
+                "run",
+                str(stage.folder / "workflow.json"),
+                "--out",
+                str(stage.out),
+                *where,
+            ]
         stage.done_code = kind.done_code
         try:
             yield stage

@@ -1,7 +1,7 @@
 """Kinds of faults, and the number of cases of each kind in the whole campaign.
 
-Every case is a function that injects the fault on a stage with a separate random number generator. The campaign then
-runs the same command until it succeeds, and checks the folder.
+Every case is a function that injects the fault on a stage with a separate random number generator.
+The campaign then runs the same command until it succeeds, and checks the folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Restartable(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Inputs of a case: number of crash points of a client, number of the case, and folders of models."""
+    """Inputs of a case: number of a client's crash points, number of the case, model folders."""
 
     points: int
     number: int
@@ -56,7 +56,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Kind of fault. `world` selects the target of the batch: replaced, real, run, lanes or server."""
+    """Kind of fault.
+
+    `world` selects the target of the batch: replaced, real, run, lanes or server.
+    """
 
     name: str
     harm: Harm
@@ -118,7 +121,9 @@ def _zero_a_page(chance: random.Random) -> Callable[[Path], object]:
     def zero(path: Path) -> None:
         content = bytearray(path.read_bytes())
         page = chance.randrange(max(len(content) // 4096, 1))
-        content[page * 4096 : page * 4096 + 4096] = bytes(len(content[page * 4096 : page * 4096 + 4096]))
+        content[page * 4096 : page * 4096 + 4096] = bytes(
+            len(content[page * 4096 : page * 4096 + 4096])
+        )
         path.write_bytes(content)
 
     return zero
@@ -158,7 +163,9 @@ def _region_damaged(*, copy: bool) -> Harm:
         else:
             length = chance.choice([1, 4, 16, 100, 1000, 5000])
             start = chance.randrange(len(content))
-        values = chance.choice([bytes(length), b"\xff" * length, chance.randbytes(length), chance.randbytes(length)])
+        values = chance.choice(
+            [bytes(length), b"\xff" * length, chance.randbytes(length), chance.randbytes(length)]
+        )
         content[start : start + length] = values[: len(content) - start]
         journal.write_bytes(content)
         if not copy:
@@ -197,15 +204,65 @@ def _mounted(stage: Stage, chance: random.Random, place: Place) -> None:
 
 def _refused(stage: Stage, path: Path) -> None:
     made = {each.name for each in stage.out.glob("*.mp4")}
-    if stage.run() != 2 or path.name not in stage.stderr() or {each.name for each in stage.out.glob("*.mp4")} != made:
-        stage.findings.broken.append(f"{path} was not refused before a row was computed: {stage.stderr()[-500:]}")
+    if (
+        stage.run() != 2
+        or path.name not in stage.stderr()
+        or {each.name for each in stage.out.glob("*.mp4")} != made
+    ):
+        stage.findings.broken.append(
+            f"{path} was not refused before a row was computed: {stage.stderr()[-500:]}"
+        )
 
 
 NAMES = (
-    *("journal", "JOURNAL.sqlite", "journal.sqlite-journal", "Journal.sqlite-wal", "journal.sqlite-shm"),
-    *("journal.sqlite.lock", "journal.sqlite.before", "journal.sqlite.copy", "journal.sqlite.x", "con", "AUX", "nul.x"),
-    *("com1", "COM\u00b9", "lpt\u00b3.mp4", "aux .x", "a:b", "x.", "x ", " x", ".", "..", ".wanstream", "a/b", "a\\b"),
-    *("x~1", "e\u0301", "x\0y", "x\ny", "\u202ex", "~", "", "-x", "x" * 101, "../x", "/x", "lock:", "*", "?", "SHOT"),
+    *(
+        "journal",
+        "JOURNAL.sqlite",
+        "journal.sqlite-journal",
+        "Journal.sqlite-wal",
+        "journal.sqlite-shm",
+    ),
+    *(
+        "journal.sqlite.lock",
+        "journal.sqlite.before",
+        "journal.sqlite.copy",
+        "journal.sqlite.x",
+        "con",
+        "AUX",
+        "nul.x",
+    ),
+    *(
+        "com1",
+        "COM\u00b9",
+        "lpt\u00b3.mp4",
+        "aux .x",
+        "a:b",
+        "x.",
+        "x ",
+        " x",
+        ".",
+        "..",
+        ".wanstream",
+        "a/b",
+        "a\\b",
+    ),
+    *(
+        "x~1",
+        "e\u0301",
+        "x\0y",
+        "x\ny",
+        "\u202ex",
+        "~",
+        "",
+        "-x",
+        "x" * 101,
+        "../x",
+        "/x",
+        "lock:",
+        "*",
+        "?",
+        "SHOT",
+    ),
 )
 """Names forbidden for rows on every system. The last one is another row's, in other letters."""
 
@@ -223,7 +280,9 @@ def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
     pid = stage.start(lambda: _slowly(0.2))
     while not (stage.out / "journal.sqlite").exists():
         time.sleep(0.002)
-    with closing(sqlite3.connect(stage.out / "journal.sqlite", isolation_level=None, timeout=10)) as other:
+    with closing(
+        sqlite3.connect(stage.out / "journal.sqlite", isolation_level=None, timeout=10)
+    ) as other:
         other.execute("BEGIN EXCLUSIVE")
         time.sleep((1.0, 7.0)[place.number % 2])
     stage.wait(pid)
@@ -276,7 +335,10 @@ def _small_disk(stage: Stage, chance: random.Random, place: Place) -> None:
     stage.out.mkdir()
     size = chance.choice([24, 32, 44, 60]) * 1024
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", stage.out], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", stage.out],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         raise SkippedError(f"a small tmpfs cannot be mounted: {mounted.stderr.strip()}")
@@ -321,7 +383,7 @@ def _signalled(*numbers: int, pause: float = 0.3) -> Harm:
 
 
 def _checkpoint(stage: Stage, chance: random.Random, place: Place) -> None:
-    """One of both experts is cut, zeroed, removed or swapped while it is in use, and is there again afterwards."""
+    """One of both experts is cut, zeroed, removed or swapped while in use, and restored later."""
     file = sorted((place.models / "diffusion_models").glob("*t2v*fp8*"))[chance.randrange(2)]
     kept = file.with_name(f"{file.name}.kept")
     pid = stage.start()
@@ -370,14 +432,18 @@ def _on_server(harm: Callable[[Stage, random.Random, int, Path, Path], None]) ->
     return on_server
 
 
-def _client_killed(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
+def _client_killed(
+    stage: Stage, chance: random.Random, port: int, output: Path, models: Path
+) -> None:
     with running_server(port, output, models, seconds=chance.choice([0.0, 0.05])):
         stage.run(Points(chance.randrange(150), kill, after=chance.random() < 0.5).install)
         # The server is still there: nothing that it has made is lost.
         stage.finish()
 
 
-def _server_killed(times: int, client_too: bool) -> Callable[[Stage, random.Random, int, Path, Path], None]:
+def _server_killed(
+    times: int, client_too: bool
+) -> Callable[[Stage, random.Random, int, Path, Path], None]:
     def harm(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
         server = forked_server(port, output, models, seconds=0.1)
         pid = stage.start()
@@ -435,62 +501,146 @@ def _kill(server: int) -> None:
     os.waitpid(server, 0)
 
 
-_BAD = ('{"latent.width": 70, "sampler.seed": 90}', "no json", '{"sampler.sed": 1}', '{"name": "../x"}', "[" * 9000)
+_BAD = (
+    '{"latent.width": 70, "sampler.seed": 90}',
+    "no json",
+    '{"sampler.sed": 1}',
+    '{"name": "../x"}',
+    "[" * 9000,
+)
 
 KINDS: tuple[Kind, ...] = (
     Kind(name="SIGKILL before each disk or journal call", harm=_at_a_point(kill), cases=None),
-    Kind(name="SIGKILL after every second call", harm=_at_a_point(kill, every=2, after=True), cases=60),
+    Kind(
+        name="SIGKILL after every second call",
+        harm=_at_a_point(kill, every=2, after=True),
+        cases=60,
+    ),
     Kind(name="full disk at every second call", harm=_at_a_point(full_disk, every=2), cases=60),
-    Kind(name="Ctrl-C twice at every third call", harm=_at_a_point(interrupt_twice, every=3), cases=40),
+    Kind(
+        name="Ctrl-C twice at every third call",
+        harm=_at_a_point(interrupt_twice, every=3),
+        cases=40,
+    ),
     Kind(name="SIGKILL twice, the second time in the recovery", harm=_killed_twice, cases=20),
     Kind(name="output folder removed", harm=_folder_removed("out"), cases=8),
     Kind(name=".wanstream removed", harm=_folder_removed(".wanstream"), cases=8),
     Kind(name="journal damaged, its copy too at times", harm=_journal_damaged, cases=28),
     Kind(name="journal crafted", harm=_journal_crafted, cases=12),
-    Kind(name="journal region overwritten, with its copy", harm=_region_damaged(copy=True), cases=120),
-    Kind(name="journal region overwritten, without a copy", harm=_region_damaged(copy=False), cases=120),
-    Kind(name="foreign thing in the working folder or next to the journal", harm=_foreign, cases=len(FOREIGN)),
+    Kind(
+        name="journal region overwritten, with its copy", harm=_region_damaged(copy=True), cases=120
+    ),
+    Kind(
+        name="journal region overwritten, without a copy",
+        harm=_region_damaged(copy=False),
+        cases=120,
+    ),
+    Kind(
+        name="foreign thing in the working folder or next to the journal",
+        harm=_foreign,
+        cases=len(FOREIGN),
+    ),
     Kind(name="folder of somebody else mounted in the working folder", harm=_mounted, cases=3),
     Kind(name="name that no row may have", harm=_named, cases=len(NAMES), done_code=1),
     Kind(name="journal locked by another program", harm=_journal_locked, cases=2),
     Kind(name="two or three clients on one folder", harm=_two_clients, cases=4),
     Kind(
         name="file size limit (RLIMIT_FSIZE)",
-        harm=_limited(resource.RLIMIT_FSIZE, lambda chance, number: 1 if number == 0 else chance.randrange(1, 40_000)),
+        harm=_limited(
+            resource.RLIMIT_FSIZE,
+            lambda chance, number: 1 if number == 0 else chance.randrange(1, 40_000),
+        ),
         cases=12,
     ),
-    Kind(name="memory limit (RLIMIT_AS)", harm=_limited(resource.RLIMIT_AS, _address_space), cases=6),
+    Kind(
+        name="memory limit (RLIMIT_AS)", harm=_limited(resource.RLIMIT_AS, _address_space), cases=6
+    ),
     Kind(name="small disk, then a larger one", harm=_small_disk, cases=4),
     Kind(name="rows that are invalid, and SIGKILL", harm=_nothing, cases=6, done_code=1, rows=_BAD),
     Kind(name="lanes, SIGKILL at a random call", harm=_killed_twice, cases=20, world="lanes"),
-    Kind(name="lanes, journal damaged, its copy too at times", harm=_journal_damaged, cases=14, world="lanes"),
+    Kind(
+        name="lanes, journal damaged, its copy too at times",
+        harm=_journal_damaged,
+        cases=14,
+        world="lanes",
+    ),
     Kind(name="all real: SIGKILL", harm=_signalled(signal.SIGKILL), cases=8, world="real"),
     Kind(name="all real: SIGTERM", harm=_signalled(signal.SIGTERM), cases=2, world="real"),
     Kind(name="all real: Ctrl-C once", harm=_signalled(signal.SIGINT), cases=2, world="real"),
-    Kind(name="all real: Ctrl-C twice", harm=_signalled(signal.SIGINT, signal.SIGINT), cases=3, world="real"),
+    Kind(
+        name="all real: Ctrl-C twice",
+        harm=_signalled(signal.SIGINT, signal.SIGINT),
+        cases=3,
+        world="real",
+    ),
     Kind(
         name="all real: Ctrl-C three times",
         harm=_signalled(signal.SIGINT, signal.SIGINT, signal.SIGINT),
         cases=2,
         world="real",
     ),
-    Kind(name="all real: checkpoint cut, zeroed, removed, swapped", harm=_checkpoint, cases=8, world="real"),
+    Kind(
+        name="all real: checkpoint cut, zeroed, removed, swapped",
+        harm=_checkpoint,
+        cases=8,
+        world="real",
+    ),
     Kind(name="run: SIGKILL", harm=_signalled(signal.SIGKILL), cases=4, world="run"),
     Kind(name="run: SIGTERM", harm=_signalled(signal.SIGTERM), cases=1, world="run"),
-    Kind(name="run: Ctrl-C once, twice", harm=_signalled(signal.SIGINT, signal.SIGINT), cases=3, world="run"),
+    Kind(
+        name="run: Ctrl-C once, twice",
+        harm=_signalled(signal.SIGINT, signal.SIGINT),
+        cases=3,
+        world="run",
+    ),
     Kind(name="run: file size limit", harm=_run_limited, cases=3, world="run"),
-    Kind(name="server: client SIGKILL at a call", harm=_on_server(_client_killed), cases=16, world="server"),
-    Kind(name="server: SIGKILL and restart", harm=_on_server(_server_killed(1, False)), cases=12, world="server"),
-    Kind(name="server: both SIGKILL", harm=_on_server(_server_killed(1, True)), cases=8, world="server"),
-    Kind(name="server: restarted three times", harm=_on_server(_server_killed(3, False)), cases=6, world="server"),
-    Kind(name="server: Ctrl-C once", harm=_on_server(_client_signalled(signal.SIGINT)), cases=8, world="server"),
+    Kind(
+        name="server: client SIGKILL at a call",
+        harm=_on_server(_client_killed),
+        cases=16,
+        world="server",
+    ),
+    Kind(
+        name="server: SIGKILL and restart",
+        harm=_on_server(_server_killed(1, False)),
+        cases=12,
+        world="server",
+    ),
+    Kind(
+        name="server: both SIGKILL",
+        harm=_on_server(_server_killed(1, True)),
+        cases=8,
+        world="server",
+    ),
+    Kind(
+        name="server: restarted three times",
+        harm=_on_server(_server_killed(3, False)),
+        cases=6,
+        world="server",
+    ),
+    Kind(
+        name="server: Ctrl-C once",
+        harm=_on_server(_client_signalled(signal.SIGINT)),
+        cases=8,
+        world="server",
+    ),
     Kind(
         name="server: Ctrl-C twice",
         harm=_on_server(_client_signalled(signal.SIGINT, signal.SIGINT)),
         cases=8,
         world="server",
     ),
-    Kind(name="server: SIGTERM", harm=_on_server(_client_signalled(signal.SIGTERM)), cases=4, world="server"),
+    Kind(
+        name="server: SIGTERM",
+        harm=_on_server(_client_signalled(signal.SIGTERM)),
+        cases=4,
+        world="server",
+    ),
     Kind(name="real ComfyUI: SIGKILL and restart", harm=_comfyui_killed, cases=20, world="comfyui"),
-    Kind(name="server: drops, 500, 502, half answers", harm=_on_server(_in_trouble), cases=24, world="server"),
+    Kind(
+        name="server: drops, 500, 502, half answers",
+        harm=_on_server(_in_trouble),
+        cases=24,
+        world="server",
+    ),
 )

@@ -1,6 +1,7 @@
-"""A small server that speaks as much of ComfyUI's HTTP as a batch needs, computes nothing, and can be in trouble.
+"""A small server that speaks as much of ComfyUI's HTTP as a batch needs.
 
-As ComfyUI, it keeps its queue and its history in memory: a restart loses both, and files in its output folder stay.
+It computes nothing, and can be in trouble. As ComfyUI, it keeps its queue and its history in
+memory: a restart loses both, and files in its output folder stay.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from wanstream.host.api import SAVING_NODE
-from wanstream.host.embedded.adapter import Folders
-from wanstream.host.embedded.graph import nodes_by_id
+from wanstream.host.embedded.files import Folders
+from wanstream.host.embedded.workflow.graph import nodes_by_id
+from wanstream.host.files import SAVING_NODE
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.nodes.runs.video_file import write_video
 from wanstream.schema import VERSION
 from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
 from wanstream.tests.support.embedded import embedded_host
 
 COMMANDS = ("drop", "late drop", "500", "502", "cut")
-"""Troubles: closed before or after the request was followed, errors after it was followed, half of an answer."""
+"""Troubles: closed before or after the request was followed, errors after it was followed, half of
+an answer."""
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,9 @@ class State:
     models: Path
     seconds: float = 0.0
     comfyui: str = "0.18.1"
-    about: dict[str, str] = field(default_factory=lambda: {"version": VERSION, "instance": str(uuid.uuid4())})
+    about: dict[str, str] = field(
+        default_factory=lambda: {"version": VERSION, "instance": str(uuid.uuid4())}
+    )
     pending: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     running: str | None = None
     stopped: set[str] = field(default_factory=set)
@@ -78,14 +82,26 @@ class State:
         for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
             time.sleep(self.seconds)
             if prompt_id in self.stopped:
-                return {"status": {"status_str": "error", "messages": [["execution_interrupted", {}]]}}
+                return {
+                    "status": {"status_str": "error", "messages": [["execution_interrupted", {}]]}
+                }
             number = len([*self.output.glob("*.mp4")]) + 1
             name = f"video_{number:05}_.mp4"
             frames = frames_of(seed_behind(prompt, node_id))
-            write_mp4(self.output / name, frames, fps=16, crf=30, metadata={"prompt": prompt, SAVING_NODE: node_id})
+            write_video(
+                self.output / name,
+                frames,
+                fps=16,
+                crf=30,
+                metadata={"prompt": prompt, SAVING_NODE: node_id},
+            )
             outputs[node_id] = {"images": [{"filename": name, "subfolder": "", "type": "output"}]}
         status = {"status_str": "success", "messages": []}
-        return {"prompt": [0, prompt_id, prompt, {}, [*outputs]], "outputs": outputs, "status": status}
+        return {
+            "prompt": [0, prompt_id, prompt, {}, [*outputs]],
+            "outputs": outputs,
+            "status": status,
+        }
 
     def answer(self, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         """The status, and JSON or bytes."""
@@ -104,10 +120,15 @@ class State:
                 return 200, {"prompt_id": body["prompt_id"], "number": 1, "node_errors": {}}
             if route.startswith("/history/"):
                 prompt_id = route.rpartition("/")[2]
-                return 200, {prompt_id: self.history[prompt_id]} if prompt_id in self.history else {}
+                return 200, {
+                    prompt_id: self.history[prompt_id]
+                } if prompt_id in self.history else {}
             if route == "/queue" and body is None:
                 running = [[0, self.running]] if self.running else []
-                return 200, {"queue_running": running, "queue_pending": [[0, queued] for queued, _ in self.pending]}
+                return 200, {
+                    "queue_running": running,
+                    "queue_pending": [[0, queued] for queued, _ in self.pending],
+                }
             if route == "/queue":
                 self.pending = [item for item in self.pending if item[0] not in body["delete"]]
             if route == "/interrupt" and body["prompt_id"] == self.running:
@@ -152,7 +173,9 @@ def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
                 kind = ""  # A command that finds no server at its start runs nothing: exit code 2.
             if kind == "drop":
                 return
-            status, answer = state.answer(parts.path, dict(urllib.parse.parse_qsl(parts.query)), body)
+            status, answer = state.answer(
+                parts.path, dict(urllib.parse.parse_qsl(parts.query)), body
+            )
             if kind == "late drop":
                 return
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()

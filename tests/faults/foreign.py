@@ -31,7 +31,13 @@ class Outside:
     def __post_init__(self) -> None:
         (self.folder / "parts").mkdir(parents=True)
         (self.folder / "made" / "id").mkdir(parents=True)
-        for name in ("victim.mp4", "lock", "parts/00004.mp4", "made/id/x.mp4.part", "made/id/x.mp4"):
+        for name in (
+            "victim.mp4",
+            "lock",
+            "parts/00004.mp4",
+            "made/id/x.mp4.part",
+            "made/id/x.mp4",
+        ):
             (self.folder / name).write_bytes(b"of somebody else")
         self.victim.write_bytes(b"\0" * 9000)  # SQLite takes such a file for an empty journal
         self.before = self.contents()
@@ -49,7 +55,11 @@ class Outside:
     @property
     def touched(self) -> list[str]:
         after = self.contents()
-        return sorted(path for path in self.before.keys() | after.keys() if self.before.get(path) != after.get(path))
+        return sorted(
+            path
+            for path in self.before.keys() | after.keys()
+            if self.before.get(path) != after.get(path)
+        )
 
 
 def link(path: Path, outside: Outside) -> None:
@@ -57,7 +67,9 @@ def link(path: Path, outside: Outside) -> None:
 
 
 def link_to_folder(path: Path, outside: Outside) -> None:
-    path.symlink_to(outside.folder / path.name if (outside.folder / path.name).is_dir() else outside.folder)
+    path.symlink_to(
+        outside.folder / path.name if (outside.folder / path.name).is_dir() else outside.folder
+    )
 
 
 def dangling(path: Path, outside: Outside) -> None:
@@ -97,11 +109,16 @@ def of_another_user(path: Path, outside: Outside) -> None:
 
 
 def names_the_victim(path: Path, outside: Outside) -> None:
-    """A rollback journal with another file's name at the end. SQLite removes this file afterwards."""
+    """A rollback journal with another file's name at the end.
+
+    SQLite removes this file afterwards.
+    """
     of = path.with_name(path.name.removesuffix("-journal"))
     pages = (of.stat().st_size if of.is_file() else 0) // PAGE
     name = str(outside.victim).encode()
-    outside.victim.write_bytes(b"of somebody else")  # SQLite reads it as a list of journals still needed
+    outside.victim.write_bytes(
+        b"of somebody else"
+    )  # SQLite reads it as a list of journals still needed
     head = MAGIC + struct.pack(">IIIII", 0, 0, pages, 512, PAGE)
     path.write_bytes(head.ljust(512, b"\0") + struct.pack(">I", (1 << 30) // PAGE + 1) + name)
     with path.open("ab") as file:
@@ -109,7 +126,12 @@ def names_the_victim(path: Path, outside: Outside) -> None:
 
 
 LINKS: tuple[Make, ...] = (link, dangling, hard_link, pipe, socket_file, folder_with_a_file)
-JOURNALS = ("journal.sqlite", "journal.sqlite.lock", "journal.sqlite.copy", "journal.sqlite.recovered")
+JOURNALS = (
+    "journal.sqlite",
+    "journal.sqlite.lock",
+    "journal.sqlite.copy",
+    "journal.sqlite.recovered",
+)
 PLACES: tuple[tuple[str, tuple[Make, ...]], ...] = (
     (".wanstream", (link_to_folder, dangling, regular, pipe)),
     (".wanstream/parts", (link_to_folder, dangling, regular, pipe)),
@@ -132,7 +154,9 @@ PLACES: tuple[tuple[str, tuple[Make, ...]], ...] = (
     ("journal.sqlite.before", LINKS),
     ("00004.mp4", (link, dangling, pipe, folder_with_a_file, regular)),
 )
-FOREIGN: tuple[tuple[str, Make], ...] = tuple((place, make) for place, makes in PLACES for make in makes)
+FOREIGN: tuple[tuple[str, Make], ...] = tuple(
+    (place, make) for place, makes in PLACES for make in makes
+)
 """Each foreign thing: path below the output folder, and kind."""
 
 
@@ -159,10 +183,15 @@ def foreign_thing(out: Path, number: int, outside: Outside) -> Iterator[Path]:
 
 @contextmanager
 def mounted(out: Path, chance: random.Random, outside: Outside) -> Iterator[Path]:
-    """Mount somebody else's folder in the working folder. Raises OSError where this is not allowed."""
+    """Mount somebody else's folder in the working folder.
+
+    Raises OSError where this is not allowed.
+    """
     path = out / ".wanstream" / chance.choice(["parts", "made", "made/some-id"])
     path.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "--bind", outside.folder / "parts", path], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "--bind", outside.folder / "parts", path], capture_output=True, check=False
+    )
     if done.returncode:
         raise OSError(done.stderr.decode())
     try:

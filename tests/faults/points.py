@@ -1,4 +1,4 @@
-"""Crash points: counted calls of this process that touch the disk or a journal, and an action at one of them."""
+"""Crash points of this process: counted disk or journal calls, and an action at one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 Action = Callable[[str], None]
-"""Fault at the point. It receives the name of the call, and its exceptions propagate from the call."""
+"""Fault at the point. It receives the name of the call, and its exceptions propagate from the
+call."""
 
 _OF_OS = ("fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")
 _OF_SHUTIL = ("rmtree", "copyfile")
@@ -49,7 +50,9 @@ shutil_rmtree = shutil.rmtree
 class Points:
     """Counts the calls from `install` on, and acts before or after number `at`."""
 
-    def __init__(self, at: int | None = None, action: Action = kill, *, after: bool = False) -> None:
+    def __init__(
+        self, at: int | None = None, action: Action = kill, *, after: bool = False
+    ) -> None:
         self._at, self._action, self._after = at, action, after
         self._numbers = itertools.count()
         self.count = 0
@@ -58,7 +61,9 @@ class Points:
         """Replace the calls of this process; it is a child that ends soon."""
         for module, names in ((os, _OF_OS), (shutil, _OF_SHUTIL)):
             for name in names:
-                setattr(module, name, self._wrapped(f"{module.__name__}.{name}", getattr(module, name)))
+                setattr(
+                    module, name, self._wrapped(f"{module.__name__}.{name}", getattr(module, name))
+                )
         points, connect = self, sqlite3.connect
 
         class Connection(sqlite3.Connection):

@@ -1,4 +1,4 @@
-"""Workflows without their computing: every save node writes a short video whose frames depend on its seed."""
+"""Workflows without computing: save nodes write short videos whose frames depend on the seeds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from unittest import mock
 
 import torch
 
-from wanstream.host.api import SAVING_NODE
-from wanstream.host.embedded.adapter import NodeProgress
-from wanstream.host.embedded.graph import as_link
+from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import History, Workflow
-from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.host.embedded.workflow.graph import as_link
+from wanstream.host.files import SAVING_NODE
+from wanstream.nodes.runs.video_file import write_video
 from wanstream.testing.model import write_tiny_model
-from wanstream.wan.latent_file import read_latent, write_latent
+from wanstream.wan.latents.file import read_latent, write_latent
 
 SAVE, KEEP, CONTINUE = "WanStreamSaveVideo", "WanStreamSaveLatent", "WanStreamContinueVideo"
 FRAMES, SIZE = 3, 16
 
 
 def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
-    """The seed of the sampler that a node's result comes from; of a lane latent that of its lane."""
+    """The seed of the sampler that a node's result comes from.
+
+    Of a lane latent that of its lane.
+    """
     lane = None
     while True:
         node = prompt[node_id]
@@ -46,9 +49,16 @@ def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
 
 
 def continued_seed(prompt: Mapping[str, Any], node_id: str, output: Path) -> int:
-    """The seed behind a node or, of a workflow that continues a latent in `output`, one that depends on both."""
+    """The seed behind a node.
+
+    If the workflow continues a latent in `output`, the seed depends on the latent as well.
+    """
     seed = seed_behind(prompt, node_id)
-    files = {node["inputs"]["previous_file"] for node in prompt.values() if node["class_type"] == CONTINUE} - {"none"}
+    files = {
+        node["inputs"]["previous_file"]
+        for node in prompt.values()
+        if node["class_type"] == CONTINUE
+    } - {"none"}
     for file in files:
         seed = zlib.crc32(read_latent(output / file).samples.numpy().tobytes(), seed)
     return seed
@@ -67,7 +77,9 @@ def _kept_latents(prompt: Mapping[str, Any], output: Path) -> dict[str, dict[str
         path.parent.mkdir(parents=True, exist_ok=True)
         seed = continued_seed(prompt, node_id, output)
         write_latent(path, latent_of(seed), metadata={"prompt": prompt, SAVING_NODE: node_id})
-        shown[node_id] = {"latents": [{"filename": path.name, "subfolder": "latents", "type": "output"}]}
+        shown[node_id] = {
+            "latents": [{"filename": path.name, "subfolder": "latents", "type": "output"}]
+        }
     return shown
 
 
@@ -78,11 +90,11 @@ def frames_of(seed: int) -> torch.Tensor:
 
 
 def run_replaced(workflow: Workflow, *, on_progress: Any = None, **_: Any) -> History:
-    """Replace `Workflow.run`: the latent is on the disk while the video is made, as with the real nodes."""
+    """Replace `Workflow.run`: the latent is on disk while the video is made, as with real nodes."""
     prompt, output = workflow.verdict.prompt, workflow.folders.output
     shown = _kept_latents(prompt, output)
     for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
-        workflow.host.raise_if_stopped()
+        workflow.host.events.raise_if_stopped()
         if on_progress is not None:
             on_progress(NodeProgress(node_id=node_id, class_type=SAVE, done=0, total=1))
         seed = continued_seed(prompt, node_id, output)
@@ -91,11 +103,17 @@ def run_replaced(workflow: Workflow, *, on_progress: Any = None, **_: Any) -> Hi
         name = f"{node_id}_00001_"
         latent = folder / f"{name}.latent"
         write_latent(latent, torch.full((1,), float(seed)))
-        write_mp4(
-            folder / f"{name}.mp4", frames_of(seed), fps=16, crf=30, metadata={"prompt": prompt, SAVING_NODE: node_id}
+        write_video(
+            folder / f"{name}.mp4",
+            frames_of(seed),
+            fps=16,
+            crf=30,
+            metadata={"prompt": prompt, SAVING_NODE: node_id},
         )
         latent.unlink()
-        shown[node_id] = {"images": [{"filename": f"{name}.mp4", "subfolder": "video", "type": "output"}]}
+        shown[node_id] = {
+            "images": [{"filename": f"{name}.mp4", "subfolder": "video", "type": "output"}]
+        }
     return History(outputs=shown, results={}, node_errors={})
 
 
@@ -107,7 +125,10 @@ def computing_replaced() -> Iterator[None]:
 
 
 def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
-    """Create a models folder with small files under the names in a workflow. Only headers are read."""
+    """Create a models folder with small files under the names in a workflow.
+
+    Only headers are read.
+    """
     kinds = {
         "WanStreamExperts": "diffusion_models",
         "WanStreamTextEncode": "text_encoders",
@@ -116,7 +137,9 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
         "WanStreamVAEDecode": "vae",
     }
     for node in workflow.values():
-        for name in (value for value in node["inputs"].values() if str(value).endswith(".safetensors")):
+        for name in (
+            value for value in node["inputs"].values() if str(value).endswith(".safetensors")
+        ):
             path = folder / kinds[node["class_type"]] / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_small_file(kinds[node["class_type"]], name))
@@ -127,4 +150,6 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
 def _small_file(kind: str, name: str) -> bytes:
     """Return the content of a test model file."""
     with tempfile.TemporaryDirectory() as folder:
-        return (write_tiny_model(Path(folder) / "models", layers=1, names={name}).folder / kind / name).read_bytes()
+        return (
+            write_tiny_model(Path(folder) / "models", layers=1, names={name}).folder / kind / name
+        ).read_bytes()

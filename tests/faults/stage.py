@@ -1,4 +1,4 @@
-"""Stage of one fault: a folder, clients in separate processes, and the classification of the files they leave."""
+"""Stage of one fault: a folder, clients in separate processes, and classes of the files left."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class Findings:
 class Stage:
     """A folder with rows and a workflow, and the clients that ran in it."""
 
-    def __init__(self, folder: Path, workflow: Mapping[str, Any], rows: Sequence[object], more: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, workflow: Mapping[str, Any], rows: Sequence[object], more: Sequence[str]
+    ) -> None:
         self.folder, self.out, self.log = folder, folder / "out", folder / "log"
         self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
@@ -94,7 +96,9 @@ class Stage:
         self.findings = Findings()
         self._clients: list[int] = []
 
-    def start(self, prepare: Callable[[], object] | None = None, after: Callable[[], object] | None = None) -> int:
+    def start(
+        self, prepare: Callable[[], object] | None = None, after: Callable[[], object] | None = None
+    ) -> int:
         """Start a client; `prepare` runs in it before the command, `after` when that has ended."""
 
         def work() -> int:
@@ -149,10 +153,19 @@ class Stage:
         """Output of all clients."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
-    def judge(self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False) -> Findings:
-        """Compare the folder with the files of an undisturbed run; each may have one of several contents."""
+    def judge(
+        self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False
+    ) -> Findings:
+        """Compare the folder with the files of an undisturbed run.
+
+        Each may have one of several contents.
+        """
         findings = self.findings
-        made = {path.name: path.read_bytes() for path in self.out.glob("*.mp4")} if self.out.is_dir() else {}
+        made = (
+            {path.name: path.read_bytes() for path in self.out.glob("*.mp4")}
+            if self.out.is_dir()
+            else {}
+        )
         findings.lost += sorted(expected.keys() - made.keys())
         findings.doubled += sorted(made.keys() - expected.keys())
         same = _frames if frames_alone else bytes
@@ -165,12 +178,17 @@ class Stage:
         return findings
 
     def judge_run(self, expected: bytes) -> Findings:
-        """Judge the folder of `wanstream run`, which numbers its files: all whole and equal, and at least one."""
+        """Judge the folder of `wanstream run`: at least one file, all whole and equal.
+
+        The command numbers its files.
+        """
         made = sorted(self.out.rglob("*.mp4"))
         self.findings.lost += [] if made else ["no video"]
         self.findings.broken += [path.name for path in made if path.read_bytes() != expected]
         if self.findings.codes.count(TRACEBACK) or "Traceback" in self.stderr():
-            self.findings.broken.append("a traceback: " + self.stderr().partition("Traceback")[2][:3000])
+            self.findings.broken.append(
+                "a traceback: " + self.stderr().partition("Traceback")[2][:3000]
+            )
         self.findings.leaked += self._processes()
         return self.findings
 
@@ -188,7 +206,11 @@ class Stage:
         announced = self.stderr()
         for path in sorted((*self.out.rglob("*"), *self.temporary.rglob("*"))):
             name = str(path.relative_to(self.out)) if path.is_relative_to(self.out) else str(path)
-            kept = name in _ALLOWED or name.startswith("journal.sqlite.damaged") or str(path) in announced
+            kept = (
+                name in _ALLOWED
+                or name.startswith("journal.sqlite.damaged")
+                or str(path) in announced
+            )
             if path.is_file() and path.suffix != ".mp4" and not kept:
                 leaked.append(name)
         return leaked

@@ -1,4 +1,7 @@
-"""Ten rows that continue each other, with clients killed at seeded points: every row is there, once and unchanged."""
+"""Ten rows that continue each other, with clients killed at seeded points.
+
+Every row is there, once and unchanged.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,20 @@ import pytest
 import torch
 from PIL import Image
 
+from wanstream.batch.output_store import check_media
 from wanstream.cli.arguments import DONE
-from wanstream.cli.batch.output_store import check_media
 from wanstream.tests.faults.points import Points, kill
 from wanstream.tests.faults.replaced import computing_replaced, latent_of, named_models
 from wanstream.tests.faults.stage import Stage
-from wanstream.wan.latent_file import read_latent
+from wanstream.wan.latents.file import read_latent
 
 SEED, COUNT, ROWS = 19, 20, 10
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
-    # Python warns about a fork in a process with threads; a client does not use the threads of the test run.
+    # Python warns about a fork in a process with threads; a client does not use the threads of the
+    # test run.
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 
@@ -45,13 +49,17 @@ def rows() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def make_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStage]:
-    torch.set_num_threads(1)  # A child of a process with a pool of threads would wait for threads that it lacks.
+    torch.set_num_threads(
+        1
+    )  # A child of a process with a pool of threads would wait for threads that it lacks.
     folder = tmp_path_factory.mktemp("continued")
     workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     models = named_models(folder / "named", workflow)
     Image.new("RGB", (32, 32)).save(folder / "example.png")
     with computing_replaced():
-        yield lambda name: Stage(folder / name, workflow, rows(), ["--models", str(models), "--input", str(folder)])
+        yield lambda name: Stage(
+            folder / name, workflow, rows(), ["--models", str(models), "--input", str(folder)]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +67,35 @@ def undisturbed(make_stage: MakeStage) -> tuple[Mapping[str, bytes], int]:
     """The contents of all files of an undisturbed run, and the number of its points."""
     stage, points = make_stage("undisturbed"), Points()
     counted = stage.folder / "points"
-    code = stage.wait(stage.start(points.install, after=lambda: counted.write_text(str(points.count))))
+    code = stage.wait(
+        stage.start(points.install, after=lambda: counted.write_text(str(points.count)))
+    )
     assert code == DONE, stage.stderr()
     return contents(stage.out), int(counted.read_text())
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Whole files: a video as its bytes, a latent as its values, because the order of its metadata is not fixed."""
+    """Whole files: a video as its bytes, a latent as its values.
+
+    The order of the metadata of a latent is not fixed.
+    """
     found = {}
     for path in sorted((*folder.glob("*.mp4"), *folder.glob("*.latent"))):
         check_media(path)
         video = path.suffix == ".mp4"
-        found[path.name] = path.read_bytes() if video else read_latent(path).samples.numpy().tobytes()
+        found[path.name] = (
+            path.read_bytes() if video else read_latent(path).samples.numpy().tobytes()
+        )
     return found
 
 
-def test_every_row_follows_from_the_row_before(undisturbed: tuple[Mapping[str, bytes], int]) -> None:
+def test_every_row_follows_from_the_row_before(
+    undisturbed: tuple[Mapping[str, bytes], int],
+) -> None:
     made, _ = undisturbed
-    assert made.keys() == {f"r{number}~{file}" for number in range(ROWS) for file in ("1.latent", "2.mp4")}
+    assert made.keys() == {
+        f"r{number}~{file}" for number in range(ROWS) for file in ("1.latent", "2.mp4")
+    }
     seeds = [0]
     for number in range(1, ROWS):
         before = seeds[4] if number == ROWS - 1 else seeds[-1]
@@ -88,7 +107,9 @@ def test_every_row_follows_from_the_row_before(undisturbed: tuple[Mapping[str, b
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("index", range(COUNT))
-def test_a_kill_costs_no_row(make_stage: MakeStage, undisturbed: tuple[Mapping[str, bytes], int], index: int) -> None:
+def test_a_kill_costs_no_row(
+    make_stage: MakeStage, undisturbed: tuple[Mapping[str, bytes], int], index: int
+) -> None:
     expected, points = undisturbed
     chance = random.Random(f"{SEED}/{index}")
     stage = make_stage(f"killed{index}")
@@ -102,6 +123,10 @@ def test_a_kill_costs_no_row(make_stage: MakeStage, undisturbed: tuple[Mapping[s
     assert -9 in stage.findings.codes
     assert contents(stage.out) == expected
     assert "Traceback" not in stage.stderr()
-    left = [path for path in (stage.out / ".wanstream").rglob("*") if path.is_file() and path.name != "lock"]
+    left = [
+        path
+        for path in (stage.out / ".wanstream").rglob("*")
+        if path.is_file() and path.name != "lock"
+    ]
     assert not left, "nothing is left behind"
     stage.clear()

@@ -1,4 +1,7 @@
-"""Twenty faults of the campaign, of twenty kinds; `python -m wanstream.tests.faults` runs all of them."""
+"""Twenty faults of the campaign, of twenty kinds.
+
+`python -m wanstream.tests.faults` runs all of them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ SEED, COUNT = 14, 20
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked, and limits are those of Linux"),
-    # Python warns about a fork in a process with threads; a client does not use the threads of the test run.
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="clients are forked, and limits are those of Linux"
+    ),
+    # Python warns about a fork in a process with threads; a client does not use the threads of the
+    # test run.
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 

@@ -1,4 +1,7 @@
-"""A hundred rows on four servers, with servers and the client killed at fifty seeded points: each is there, once."""
+"""A hundred rows on four servers, with servers and the client killed at fifty seeded points.
+
+Each row is there, once.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.batch.running import runner
+from wanstream.batch.servers import server_backend
 from wanstream.cli.arguments import DONE
-from wanstream.cli.batch import runner, server_backend
 from wanstream.tests.faults import comfy_like
 from wanstream.tests.faults.campaign import small_workflow
 from wanstream.tests.faults.comfy_like import forked_server
@@ -29,7 +33,8 @@ PATIENCE_SECONDS = 60.0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
-    # Python warns about a fork in a process with threads; a client does not use the threads of the test run.
+    # Python warns about a fork in a process with threads; a client does not use the threads of the
+    # test run.
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 
@@ -80,7 +85,9 @@ def undisturbed(
 
 @pytest.mark.timeout(600)
 def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)  # A child of a process with a pool of threads would wait for threads that it lacks.
+    torch.set_num_threads(
+        1
+    )  # A child of a process with a pool of threads would wait for threads that it lacks.
     chance, workflow = random.Random(SEED), small_workflow()
     models = named_models(tmp_path / "models", workflow)
     rows = [{"sampler.seed": 1000 + number} for number in range(ROWS)]
@@ -104,7 +111,8 @@ def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 time.sleep(0.005)
             time.sleep(chance.uniform(0.0, 0.1))
             alive = [machine for machine in machines if machine.alive]
-            # A command that finds no server at its start runs nothing, so one server is always there.
+            # A command that finds no server at its start runs nothing, so one server is always
+            # there.
             if chance.random() < 0.6 and len(alive) > 1:
                 chance.choice(alive).kill(chance.choice([0.0, 0.3, 2.0]))
                 killed["server"] += 1

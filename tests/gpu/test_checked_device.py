@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wanstream.devices import DeviceRuntime
-from wanstream.offload.host_memory import pages
+from wanstream.offload.core import pages
 from wanstream.offload.transfers.cuda import CudaStreams
 from wanstream.tests.support.accelerator import Accelerator, checked_accelerator
 from wanstream.tests.support.checked_device import HostWait, Issued, StreamWait, TraceEntry, races
@@ -46,7 +46,13 @@ def test_torch_finds_the_waits_that_are_missing(kind: str) -> None:
     working = {entry.stream for entry in trace if isinstance(entry, Issued) and entry.accesses}
     assert len(working) == (2 if kind == "raw" else 3)
     for stream in working:
-        assert races([entry for entry in trace if not (isinstance(entry, StreamWait) and entry.stream is stream)])
+        assert races(
+            [
+                entry
+                for entry in trace
+                if not (isinstance(entry, StreamWait) and entry.stream is stream)
+            ]
+        )
 
 
 def unmapped_while_locked(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
@@ -99,7 +105,9 @@ PLANTS: dict[Callable[[Accelerator, pytest.MonkeyPatch], None], str] = {
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_an_end_under_use_is_reported(plant: Callable[[Accelerator, pytest.MonkeyPatch], None]) -> None:
+def test_an_end_under_use_is_reported(
+    plant: Callable[[Accelerator, pytest.MonkeyPatch], None],
+) -> None:
     with (
         pytest.raises(AssertionError, match=PLANTS[plant]),
         pytest.MonkeyPatch.context() as patch,

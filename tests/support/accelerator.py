@@ -26,29 +26,29 @@ HOST_WAITS = {
     "devices/clock.py wait_for": "the host is at most `PACE` visits ahead",
     "offload/engine/binding.py _copy": "attaching and detaching",
     "offload/formats/layout.py copy_together": _LOOKED_UP,
-    "offload/host_memory/pages.py copy_to_device": "from memory whose page lock was refused",
+    "offload/core/pages.py copy_to_device": "from memory whose page lock was refused",
+    "offload/host_memory/device_slots.py reserve": "the read thread waits until it was gathered",
     "offload/host_memory/ram_slots.py read": "the read thread waits until a slot was copied",
-    "offload/sharding/device_slots.py reserve": "the read thread waits until a slot was gathered",
     "offload/transfers/cuda.py settle": "between runs",
-    "offload/weight_patch.py _add_rows": _LOOKED_UP,
-    "offload/weight_patch.py write_sum": _LOOKED_UP,
-    "offload/probe.py decoded": _HELPER,
-    "offload/probe.py typical_s": _HELPER,
+    "offload/transfers/weight_patch.py _add_rows": _LOOKED_UP,
+    "offload/transfers/weight_patch.py write_sum": _LOOKED_UP,
+    "offload/probes/machine.py decoded": _HELPER,
+    "offload/probes/machine.py typical_s": _HELPER,
     "cli/selftest/device_checks.py check_copies": _HELPER,
     "sampling/cache/easycache.py _changes": "the decision depends on values",
     "sampling/cache/first_block.py choose": "the decision depends on values",
-    "sampling/context_windows.py _merged": _STEP_ENDS,
-    "sampling/context_windows.py cut": _STEP_ENDS,
-    "sampling/denoise.py denoise": _ONCE,
-    "sampling/inputs/extra_tokens.py _mapped": _ONCE,
+    "sampling/steps/context_windows.py _merged": _STEP_ENDS,
+    "sampling/steps/context_windows.py cut": _STEP_ENDS,
+    "sampling/denoise.py denoise_steps": _ONCE,
+    "sampling/inputs/extra_tokens.py mapped": _ONCE,
     "sampling/loop/denoiser.py __init__": _ONCE,
     "sampling/loop/denoiser.py _accept": "once per step: NaN ends a run",
     "sampling/loop/lanes.py samples": _ONCE,
-    "sampling/solvers.py step": "diffusers' solvers move their noise levels once per step",
-    "wan/experts/embedders.py _digest": "once per text",
-    "wan/experts/embedders.py _text_row": "once, with all texts of a run",
-    "wan/experts/embedders.py _time_row": "once, with all timesteps of a run",
-    "wan/experts/embedders.py rows": "timesteps that a caller keeps on the device",
+    "sampling/steps/solvers.py step": "diffusers' solvers move their noise levels once per step",
+    "wan/transformer/embedders.py _digest": "once per text",
+    "wan/transformer/embedders.py _text_row": "once, with all texts of a run",
+    "wan/transformer/embedders.py _time_row": "once, with all timesteps of a run",
+    "wan/transformer/embedders.py rows": "timesteps that a caller keeps on the device",
     "wan/experts/models.py __getitem__": _LOOKED_UP,
     "wan/experts/models.py _load": _LOOKED_UP,
     "wan/image_encoder.py encode": _ONCE,
@@ -56,9 +56,9 @@ HOST_WAITS = {
     "wan/text/encoder.py encode": _ONCE,
     "wan/transformer/token_parts.py _axis_tables": "once per model and size of a part",
     "wan/transformer/forward.py forward_lanes": "timesteps that a caller keeps on the device",
-    "wan/kernels/choice.py fault_of": "tests of kernels, once per process",
-    "wan/kernels/math_choice.py _computed": "tests of kernels, once per process",
-    "wan/kernels/multiplication.py _products": "tests of kernels, once per process",
+    "block_kernels/choice.py fault_of": "tests of kernels, once per process",
+    "block_kernels/math_choice.py _computed": "tests of kernels, once per process",
+    "block_kernels/multiplication.py _products": "tests of kernels, once per process",
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }
@@ -68,10 +68,13 @@ REAL_ONLY = {
     "tests/gpu/distributed/test_driver_gpu.py": "workers in processes of their own, over NCCL",
     "tests/gpu/distributed/test_splits_cuda.py": "NCCL",
     "tests/gpu/sampling/test_kernels_gpu.py": "torch.compile and kernels of attention packages",
-    "tests/integration/comfy/test_memory_gpu.py": "a ComfyUI server on CUDA; test_devices.py has its memory manager",
+    "tests/integration/comfy/test_memory_gpu.py": (
+        "a ComfyUI server on CUDA; test_devices.py has its memory manager"
+    ),
     "tests/integration/ray/test_ray_pool.py": "Ray assigns GPUs",
 }
-"""Files with tests that run on a GPU only, and the reason; other such tests call `Accelerator.need_kernels`."""
+"""Files with tests that run on a GPU only, and the reason; other such tests call
+`Accelerator.need_kernels`."""
 
 HAS_REAL = gpu_count() > 0
 
@@ -85,7 +88,8 @@ CAPACITY = 2**30
 """Bytes of a checked device."""
 
 DTYPE = torch.bfloat16 if HAS_REAL else torch.float32
-"""Compute dtype: products of bf16 take 50 times as long as those of fp32 on a CPU without AVX-512."""
+"""Compute dtype: products of bf16 take 50 times as long as those of fp32 on a CPU without
+AVX-512."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +119,7 @@ class Accelerator:
             self.machine.current_stream(self.machine.current_device).delay()
 
     def need_kernels(self, reason: str) -> None:
-        """Skip a test on the checked device that proves something only with the kernels of a real one."""
+        """Skip, on the checked device, a test that proves something only with real kernels."""
         if self.machine is not None:
             pytest.skip(f"needs real kernels: {reason}")
 
@@ -157,7 +161,9 @@ def checked_accelerator(seed: int) -> Iterator[Accelerator]:
         machine.set_device(0)
         yield _accelerator(torch.device("checked", 0), machine)
     unlisted = machine.host_waits - HOST_WAITS.keys()
-    assert not unlisted, f"a thread waits for the device in {', '.join(sorted(unlisted))}: remove it, or list it"
+    assert not unlisted, (
+        f"a thread waits for the device in {', '.join(sorted(unlisted))}: remove it, or list it"
+    )
 
 
 @pytest.fixture(

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from wanstream.bench import Report, Trial, Variant
-from wanstream.schema import StepRecord, Timeline
+from wanstream.schema.records import STEP_FIGURES, StepRecord, Timeline
 
-OF_STEP = {field.name for field in fields(StepRecord)}
+OF_STEP = {*STEP_FIGURES}
 
 
-def _step(index: int, expert: str, wall_s: float, *, stall_s: float = 0.0, **values: Any) -> StepRecord:
-    given = {"sigma": 1 - index / 100, "compute_s": wall_s - stall_s, "bytes_moved": 28 * 10**9, **values}
-    return StepRecord(index=index, expert=expert, wall_s=wall_s, stall_s=stall_s, **given)
+def _step(
+    index: int, expert: str, wall_s: float, *, stall_s: float = 0.0, **values: Any
+) -> StepRecord:
+    given = {
+        "sigma": 1 - index / 100,
+        "compute_s": wall_s - stall_s,
+        "bytes_moved": 28 * 10**9,
+        **values,
+    }
+    return StepRecord.of(index=index, expert=expert, wall_s=wall_s, stall_s=stall_s, **given)
 
 
 @pytest.fixture(scope="session")
 def make_timeline() -> Callable[..., Timeline]:
     """`make_timeline(*walls, switch=3, first=0, **values)`: a measured run with these wall times.
 
-    From step number `switch` on the low-noise expert runs; `values` are those of every step, or of the run.
+    From step number `switch` on the low-noise expert runs; `values` are those of every step, or of
+    the run.
     """
 
     def make(*walls: float, switch: int = 3, first: int = 0, **values: Any) -> Timeline:
@@ -40,11 +47,18 @@ def make_timeline() -> Callable[..., Timeline]:
 
 @pytest.fixture(scope="session")
 def make_variant() -> Callable[..., Variant]:
-    """`make_variant(name, *runs, latents="ab...", job="one", **values)`: a variant with these measured runs."""
+    """`make_variant(name, *runs, latents="ab...", job="one", **values)`: a variant.
 
-    def make(name: str, *runs: Timeline, latents: str = "ab" * 32, job: str = "one", **values: Any) -> Variant:
+    `runs` are its measured runs.
+    """
+
+    def make(
+        name: str, *runs: Timeline, latents: str = "ab" * 32, job: str = "one", **values: Any
+    ) -> Variant:
         trials = tuple(Trial(timeline=run, latents=latents) for run in runs)
-        return Variant(**{"name": name, "settings": {"Policy": name}, "job": job, "trials": trials, **values})
+        return Variant(
+            **{"name": name, "settings": {"Policy": name}, "job": job, "trials": trials, **values}
+        )
 
     return make
 
@@ -54,7 +68,12 @@ def make_report() -> Callable[..., Report]:
     """`make_report(*variants, **values)`: a finished report of these variants."""
 
     def make(*variants: Variant, **values: Any) -> Report:
-        given = {"title": "A benchmark", "method": {"Runs": "3"}, "machine": {"Device": "CPU"}, "planned": 0}
+        given = {
+            "title": "A benchmark",
+            "method": {"Runs": "3"},
+            "machine": {"Device": "CPU"},
+            "planned": 0,
+        }
         return Report(variants=variants, **{**given, **values})
 
     return make

@@ -1,23 +1,26 @@
-"""Bernini-R in float64: one forward pass of a Wan2.1 text-to-video transformer with context latents.
+"""Bernini-R in float64: one forward pass of a Wan2.1 text-to-video model with context latents.
 
-It was written from a description of the model, apart from the implementation that it checks, and imports nothing of it.
-No original implementation was at hand, so an agreement shows that two readings of the description are the same.
+It was written from a description of the model, apart from the implementation that it checks, and
+imports nothing of it. No original implementation was at hand, so an agreement shows that two
+readings of the description are the same.
 
-The description: the tokens of every context latent, embedded by the same convolution, follow those of the video. Each
-context starts at position (0, 0, 0). Each token of source s is turned further, in all pairs j of a head of d elements,
-by s * 10000^(-2j / d). Every token attends to all tokens, and has the modulation of the step's timestep. The head
-computes the tokens of the video alone.
+The description: the tokens of every context latent, embedded by the same convolution, follow those
+of the video. Each context starts at position (0, 0, 0). Each token of source s is turned further,
+in all pairs j of a head of d elements, by s * 10000^(-2j / d). Every token attends to all tokens,
+and has the modulation of the step's timestep. The head computes the tokens of the video alone.
 
 The description leaves these points open. They are decided here as follows:
 
-* The latent is in the model's normalised space. Contexts are raw and are always normalised, also where they are zero.
+* The latent is in the model's normalised space. Contexts are raw and are always normalised, also
+  where they are zero.
 * The video has source id 0, and contexts have 1, 2, ... in the order of the list.
-* Pair j counts through the whole head: first the pairs of the time axis, then those of height and width.
-* A context belongs to each sample of the batch. Its size is independent of the video's, but must divide into patches;
-  the reference neither pads nor crops.
+* Pair j counts through the whole head: first the pairs of the time axis, then those of height and
+  width.
+* A context belongs to each sample of the batch. Its size is independent of the video's, but must
+  divide into patches; the reference neither pads nor crops.
 * Text is used as given: it is not padded, and no row is masked.
-* The sinusoid of the timestep is exact. Implementations in fp32 are up to 4e-5 away from it near timestep 1000, so
-  `sinusoid` accepts theirs.
+* The sinusoid of the timestep is exact. Implementations in fp32 are up to 4e-5 away from it near
+  timestep 1000, so `sinusoid` accepts theirs.
 """
 
 from __future__ import annotations
@@ -62,11 +65,13 @@ def bernini_forward(
     """Return the velocity for a latent, in float64 and normalised space, [B, 16, T, h, w].
 
     Args:
-        tensors: Weights by their native names (`blocks.0.self_attn.q.weight`), in any floating-point type.
+        tensors: Weights by their native names (`blocks.0.self_attn.q.weight`), in any
+            floating-point type.
         latent: Noisy video in normalised space, [B, 16, T, h, w] with even h and w.
         timestep: 1000 * sigma: one value, or [B].
         text: Text embeddings, [B, L, width of `text_embedding.0`].
-        contexts: Raw latents [1, 16, T_i, h_i, w_i] or [B, 16, T_i, h_i, w_i] with even h_i and w_i.
+        contexts: Raw latents [1, 16, T_i, h_i, w_i] or [B, 16, T_i, h_i, w_i] with even h_i and
+            w_i.
         source_ids: Source id of every context; 1, 2, ... by default.
         heads: Number of attention heads; by default, heads have 128 elements.
         sinusoid: Sinusoidal embedding of the timestep in place of the exact one, [B, 256].
@@ -75,7 +80,10 @@ def bernini_forward(
     batch, dim = len(latent), weights["head.modulation"].shape[-1]
     heads = heads or dim // HEAD_DIM
     source_ids = range(1, len(contexts) + 1) if source_ids is None else source_ids
-    streams = [latent.double(), *(normalised(context).expand(batch, -1, -1, -1, -1) for context in contexts)]
+    streams = [
+        latent.double(),
+        *(normalised(context).expand(batch, -1, -1, -1, -1) for context in contexts),
+    ]
     tokens = torch.cat([_patches(weights, stream) for stream in streams], dim=1)
     angles = torch.cat(
         [
@@ -87,19 +95,28 @@ def bernini_forward(
         sinusoid = timestep_sinusoid(torch.as_tensor(timestep).double().expand(batch))
     hidden = functional.silu(_linear(weights, "time_embedding.0", sinusoid.double()))
     time_rows = _linear(weights, "time_embedding.2", hidden)
-    six_rows = _linear(weights, "time_projection.1", functional.silu(time_rows)).unflatten(1, (6, dim))
+    six_rows = _linear(weights, "time_projection.1", functional.silu(time_rows)).unflatten(
+        1, (6, dim)
+    )
     rows = _linear(weights, "text_embedding.0", text.double())
     rows = _linear(weights, "text_embedding.2", functional.gelu(rows, approximate="tanh"))
     for index in range(_blocks(weights)):
         tokens = _block(weights, f"blocks.{index}", tokens, rows, six_rows, angles, heads)
     video = tokens[:, : math.prod(patch_grid(latent))]
     shift, scale = (weights["head.modulation"] + time_rows.unsqueeze(1)).split(1, dim=1)
-    return _unpatched(_linear(weights, "head.head", _layer_norm(video) * (1 + scale) + shift), patch_grid(latent))
+    return _unpatched(
+        _linear(weights, "head.head", _layer_norm(video) * (1 + scale) + shift), patch_grid(latent)
+    )
 
 
 def normalised(raw: torch.Tensor) -> torch.Tensor:
-    """Return a raw latent of the VAE of Wan2.1 in float64 with mean 0 and standard deviation 1 per channel."""
-    mean, std = (torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1, 1) for each in (MEAN, STD))
+    """Return a raw latent of the VAE of Wan2.1 in float64, normalised per channel.
+
+    The mean is 0 and the standard deviation 1.
+    """
+    mean, std = (
+        torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1, 1) for each in (MEAN, STD)
+    )
     return (raw.double() - mean) / std
 
 
@@ -107,7 +124,9 @@ def patch_grid(latent: torch.Tensor) -> tuple[int, int, int]:
     """Return the numbers of patches of a latent along time, height and width."""
     sizes = latent.shape[2:]
     if any(size % step for size, step in zip(sizes, PATCH, strict=True)):
-        raise ValueError(f"a latent of {tuple(sizes)} does not divide into patches of {PATCH}: give even sides")
+        raise ValueError(
+            f"a latent of {tuple(sizes)} does not divide into patches of {PATCH}: give even sides"
+        )
     time, height, width = (size // step for size, step in zip(sizes, PATCH, strict=True))
     return time, height, width
 
@@ -115,16 +134,19 @@ def patch_grid(latent: torch.Tensor) -> tuple[int, int, int]:
 def position_angles(grid: tuple[int, int, int], head_dim: int) -> torch.Tensor:
     """Return the angle of every token and pair of elements, in radians, [tokens, head_dim / 2].
 
-    Tokens are in the order time, height, width. The pairs of an axis follow each other, in the same order.
+    Tokens are in the order time, height, width. The pairs of an axis follow each other, in the same
+    order.
     """
     side = 2 * (head_dim // 6)
     sizes = (head_dim - 2 * side, side, side)
     positions = torch.cartesian_prod(*(torch.arange(count, dtype=torch.float64) for count in grid))
-    return torch.cat([positions[:, i, None] * _frequencies(size) for i, size in enumerate(sizes)], dim=1)
+    return torch.cat(
+        [positions[:, i, None] * _frequencies(size) for i, size in enumerate(sizes)], dim=1
+    )
 
 
 def source_angles(head_dim: int) -> torch.Tensor:
-    """Return the angle that source id 1 adds to every pair of elements, in radians, [head_dim / 2]."""
+    """Return the angle that source id 1 adds to each element pair, in radians, [head_dim / 2]."""
     return _frequencies(head_dim)
 
 
@@ -175,7 +197,8 @@ def _unpatched(rows: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
     """Return the latent of the head's rows; a row holds a patch, its channels last."""
     _, patch_rows, columns = PATCH
     parts = rows.unflatten(2, (patch_rows, columns, -1)).unflatten(1, grid)
-    # [B, time, height, width, rows, columns, channels] to [B, channels, time, height, rows, width, columns].
+    # [B, time, height, width, rows, columns, channels] to [B, channels, time, height, rows, width,
+    # columns].
     return parts.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
 
 
@@ -188,7 +211,9 @@ def _block(
     angles: torch.Tensor,
     heads: int,
 ) -> torch.Tensor:
-    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (weights[f"{name}.modulation"] + six_rows).split(1, dim=1)
+    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (
+        weights[f"{name}.modulation"] + six_rows
+    ).split(1, dim=1)
     given = _layer_norm(x) * (1 + scale) + shift
     x = x + gate * _attention(weights, f"{name}.self_attn", given, given, heads, angles)
     given = _layer_norm(x) * weights[f"{name}.norm3.weight"] + weights[f"{name}.norm3.bias"]
@@ -206,11 +231,16 @@ def _attention(
     heads: int,
     angles: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of x to `source`; queries and keys are normalised over all heads, then turned by angles."""
+    """Return the attention of x to `source`.
+
+    Queries and keys are normalised over all heads, then turned by angles.
+    """
     query = _rms_norm(weights, f"{name}.norm_q", _linear(weights, f"{name}.q", x))
     key = _rms_norm(weights, f"{name}.norm_k", _linear(weights, f"{name}.k", source))
     value = _linear(weights, f"{name}.v", source)
-    query, key, value = (each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (query, key, value))
+    query, key, value = (
+        each.unflatten(2, (heads, -1)).transpose(1, 2) for each in (query, key, value)
+    )
     if angles is not None:
         query, key = _rotated(query, angles), _rotated(key, angles)
     likeness = (query @ key.mT / math.sqrt(query.shape[-1])).softmax(dim=-1)

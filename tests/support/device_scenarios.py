@@ -1,7 +1,9 @@
-"""Scenarios of the engine on a device with streams, each as small as it can be; every visit checks the bits it finds.
+"""Scenarios of the engine on a device with streams, each as small as it can be.
 
-`SCENARIOS` has them by name. They run unchanged on the checked device and on a real one, and the test of removed waits
-runs them with one wait, event or unlock missing.
+Every visit checks the bits it finds.
+
+`SCENARIOS` has them by name. They run unchanged on the checked device and on a real one, and the
+test of removed waits runs them with one wait, event or unlock missing.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +26,7 @@ from torch import nn
 from wanstream.devices import Event, clock_for
 from wanstream.offload import (
     BlockPatch,
+    ComputedPatch,
     GatherBrokenError,
     LockedTensors,
     OffloadEngine,
@@ -31,12 +35,13 @@ from wanstream.offload import (
     attach_offload,
     map_memory,
 )
+from wanstream.offload.core.pages import host_bytes
 from wanstream.offload.engine.run import PACE, EngineRun
-from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, host_bytes, tensor_views
+from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
 from wanstream.offload.sharding.group import Sharded
 from wanstream.offload.sources.base import RangeSource
 from wanstream.offload.sources.module import TensorSource
-from wanstream.plan import BlockKey, step_visits
+from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 
@@ -70,7 +75,9 @@ class StoppedEarly(StoppedTogether):
 
 
 class MemorySource(RangeSource):
-    """Blocks of one random matrix each, as fp32 or as fp8 with a scale. Reads take up to `longest_s`.
+    """Blocks of one random matrix each, as fp32 or as fp8 with a scale.
+
+    Reads take up to `longest_s`.
 
     Args:
         fp8: blocks are fp8.
@@ -80,13 +87,20 @@ class MemorySource(RangeSource):
 
     def __init__(self, *, fp8: bool, growing: bool, longest_s: float) -> None:
         random = torch.Generator().manual_seed(0)
-        stored, computed = (torch.float8_e4m3fn, torch.bfloat16) if fp8 else (torch.float32, torch.float32)
+        stored, computed = (
+            (torch.float8_e4m3fn, torch.bfloat16) if fp8 else (torch.float32, torch.float32)
+        )
         shapes = {key: (WIDTH * (1 + growing * key.block), WIDTH) for key in KEYS}
         self.formats: Mapping[BlockKey, BlockFormat] = {
-            key: block_format({"weight": (shape, stored)}, computed, ["weight"] * fp8) for key, shape in shapes.items()
+            key: block_format({"weight": (shape, stored)}, computed, ["weight"] * fp8)
+            for key, shape in shapes.items()
         }
-        self._scales = {key: {"weight": torch.rand((), generator=random) + 0.5} if fp8 else {} for key in KEYS}
-        self._blocks = {key: allocate_flat(fmt.stored.nbytes, "cpu") for key, fmt in self.formats.items()}
+        self._scales = {
+            key: {"weight": torch.rand((), generator=random) + 0.5} if fp8 else {} for key in KEYS
+        }
+        self._blocks = {
+            key: allocate_flat(fmt.stored.nbytes, "cpu") for key, fmt in self.formats.items()
+        }
         self._sleeps = [longest_s * sleep for sleep in torch.rand(97, generator=random).tolist()]
         for key, block in self._blocks.items():
             matrix = tensor_views(block, self.formats[key].stored)["weight"]
@@ -104,14 +118,19 @@ class MemorySource(RangeSource):
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
         self._sleeps.append(self._sleeps.pop(0))
         time.sleep(self._sleeps[0])
-        np.copyto(host_bytes(into[: len(wanted)]), host_bytes(self._blocks[key])[wanted.start : wanted.stop])
+        np.copyto(
+            host_bytes(into[: len(wanted)]),
+            host_bytes(self._blocks[key])[wanted.start : wanted.stop],
+        )
 
     def close(self) -> None:
         """Keep the blocks: they are needed for comparison."""
 
     def in_place(self) -> TensorSource:
         """Return a source with the same blocks, to copy them in place."""
-        return TensorSource({key: tensor_views(self._blocks[key], fmt.stored) for key, fmt in self.formats.items()})
+        return TensorSource(
+            {key: tensor_views(self._blocks[key], fmt.stored) for key, fmt in self.formats.items()}
+        )
 
     def decoded(self, key: BlockKey) -> torch.Tensor:
         fmt = self.formats[key]
@@ -129,6 +148,7 @@ class Case:
         policy: policy to start with.
         fp8: blocks must be decoded on arrival.
         patched: every second block has a patch.
+        computed: the patches are functions, whose results stay in the RAM slots.
         growing: each block is larger than the one before.
         sharded: the group of ranks, if this engine is one of several.
         longest_s: time of a read, at most.
@@ -142,6 +162,7 @@ class Case:
         *,
         fp8: bool = False,
         patched: bool = False,
+        computed: bool = False,
         growing: bool = False,
         sharded: Sharded | None = None,
         longest_s: float = 0.0,
@@ -156,6 +177,8 @@ class Case:
         self.ends: list[Event] = []
         """End of every run on its stream."""
         self.strength = 0
+        self.computed = computed
+        self.computations: list[str] = []
         self.engine: OffloadEngine = attach_offload(
             {"high": self.blocks},
             policy=policy,
@@ -173,6 +196,10 @@ class Case:
         patches = {}
         for key in KEYS[::2] if strength else ():
             weight = self._patch(key, strength)
+            if self.computed:
+                # Without the case, which has the engine: a dropped engine must be freed at once.
+                compute = partial(add_product, self.computations)
+                weight = ComputedPatch(parts=weight.parts, compute=compute)
             patches[key] = BlockPatch(identity=strength, weights={"weight": weight})
         self.engine.set_patches(patches)
         self.strength = strength
@@ -193,11 +220,13 @@ class Case:
 
         Args:
             passes: passes through the blocks.
-            delay: every visit of a multiple of this number keeps the device busy before it reads its block.
+            delay: every visit of a multiple of this number keeps the device busy before it reads
+                its block.
             pause_s: time that the host computes between two visits.
             stop_at: visit before the end of which `error` is raised.
             issued: fetches that are issued by then.
-            leave: end the run before the visit `stop_at`, without an error, and keep the blocks that are under way.
+            leave: end the run before the visit `stop_at`, without an error, and keep the blocks
+                that are under way.
             error: raised at `stop_at`.
             recorder: recorder of the run.
         """
@@ -241,7 +270,9 @@ class Case:
         for end in self.ends:
             end.synchronize()
         for number, (key, strength, weight) in enumerate(self.seen):
-            assert torch.equal(weight.cpu(), self._expected(key, strength)), f"visit {number} saw other bits of {key}"
+            assert torch.equal(weight.cpu(), self._expected(key, strength)), (
+                f"visit {number} saw other bits of {key}"
+            )
         self.seen.clear()
 
     def detach(self) -> None:
@@ -257,9 +288,12 @@ class Case:
         gc.collect()
         self.check()
 
-    def _patch(self, key: BlockKey, strength: int) -> WeightPatch:
+    def _patch(self, key: BlockKey, strength: int) -> WeightPatch | ComputedPatch:
         random = torch.Generator().manual_seed(key.block)
-        up, down = torch.randn(WIDTH, RANK, generator=random), torch.randn(RANK, WIDTH, generator=random)
+        up, down = (
+            torch.randn(WIDTH, RANK, generator=random),
+            torch.randn(RANK, WIDTH, generator=random),
+        )
         return WeightPatch(up=strength * up, down=down)
 
     def _expected(self, key: BlockKey, strength: int) -> torch.Tensor:
@@ -267,9 +301,19 @@ class Case:
         if strength == 0 or key not in KEYS[::2]:
             return matrix
         matrix, patch = matrix.to(self.gpu.device), self._patch(key, strength)
+        assert isinstance(patch, WeightPatch)
         assert patch.up is not None
         assert patch.down is not None
         return torch.addmm(matrix, patch.up.to(matrix), patch.down.to(matrix)).cpu()
+
+
+def add_product(
+    calls: list[str], matrix: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    calls.extend(matrix)
+    whole = matrix[""]
+    whole.addmm_(parts["up"].to(whole), parts["down"].to(whole))
+    return {}
 
 
 def await_fetches(run: EngineRun, count: int) -> None:
@@ -280,13 +324,17 @@ def await_fetches(run: EngineRun, count: int) -> None:
         time.sleep(1e-4)
 
 
-def scenario(function: Callable[..., None], name: str | None = None, **how: Any) -> Callable[..., None]:
+def scenario(
+    function: Callable[..., None], name: str | None = None, **how: Any
+) -> Callable[..., None]:
     """Add a function to the scenarios; `how` are its arguments after the device."""
     SCENARIOS[name or function.__name__] = lambda gpu: function(gpu, **how)
     return function
 
 
-def scenarios(**variants: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def scenarios(
+    **variants: Mapping[str, Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a function once for each set of arguments."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -353,7 +401,7 @@ def recorded(gpu: Accelerator, **how: Any) -> None:
     case, recorder = Case(gpu, **how), Recorder(gpu.device)
     case.run(recorder=recorder)
     for step in recorder.timeline().steps:
-        assert step.copy_s > 0
+        assert step.transfers.copy_s > 0
         assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance of two clocks
     case.detach()
 
@@ -387,7 +435,11 @@ def pace(gpu: Accelerator) -> None:
 
 
 @scenarios(
-    **{f"{kind}_{at}": {**how, "at": at} for kind, how in {**KINDS, "in_place": IN_PLACE}.items() for at in (0, 2, 5)}
+    **{
+        f"{kind}_{at}": {**how, "at": at}
+        for kind, how in {**KINDS, "in_place": IN_PLACE}.items()
+        for at in (0, 2, 5)
+    }
 )
 def cut_short(gpu: Accelerator, at: int, **how: Any) -> None:
     """A run with copies under way ends with an error; the next one is on another stream."""
@@ -400,7 +452,10 @@ def cut_short(gpu: Accelerator, at: int, **how: Any) -> None:
 
 @scenario
 def patched_cut_short(gpu: Accelerator) -> None:
-    """Blocks that no visit has waited for are still being patched when the next run fetches into their buffers."""
+    """The next run fetches into buffers of blocks that are still being patched.
+
+    No visit has waited for these blocks.
+    """
     case = Case(gpu, RESIDENT, patched=True)
     case.stop(0, issued=COUNT)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
@@ -452,7 +507,7 @@ def policy_changes(gpu: Accelerator, **how: Any) -> None:
 
 @scenarios(**KINDS)
 def policy_apart(gpu: Accelerator, **how: Any) -> None:
-    """The policy changes while another stream computes than the one that its blocks were allocated on."""
+    """The policy changes while a stream computes on which its blocks were not allocated."""
     case = Case(gpu, BLOCK_SWAP, **how)
     case.engine.allocate_buffers()
     for policy in (OffloadPolicy.layerwise(0), PINNED):
@@ -460,6 +515,40 @@ def policy_apart(gpu: Accelerator, **how: Any) -> None:
             case.run(1, delay=1)
         case.engine.set_policy(policy)
         ruin(gpu, COUNT)
+    case.detach()
+
+
+@scenarios(
+    raw={"passes": 3, "computations": 2},
+    in_place={"passes": 2, "computations": 4, "in_place": True},
+    partly={"policy": replace(PINNED, ram_blocks=3), "passes": 2, "computations": 3},
+    deep={"policy": replace(DEEP, source="pinned"), "passes": 3, "computations": 2},
+    from_disk={"first": LAYERWISE, "passes": 3, "computations": 4},
+)
+def computed_patches(
+    gpu: Accelerator,
+    passes: int,
+    computations: int,
+    policy: OffloadPolicy = PINNED,
+    first: OffloadPolicy | None = None,
+    **how: Any,
+) -> None:
+    """A block that stays in RAM is patched once, and read again for another patch.
+
+    With the policy `first`, a pass comes before that leaves blocks in staging slots.
+    """
+    case = Case(gpu, first or policy, patched=True, computed=True, **how)
+    if first is not None:
+        case.run(1)
+        case.engine.set_policy(policy)
+    case.run(passes)
+    assert len(case.computations) == computations
+    case.stop(COUNT + 1)
+    case.patch(2)
+    case.stop(1)
+    case.run(passes)
+    case.patch(0)
+    case.run(passes)
     case.detach()
 
 
@@ -479,7 +568,9 @@ def patches_change(gpu: Accelerator) -> None:
 def ruin(gpu: Accelerator, count: int) -> None:
     """Write into all free memory of the size of a block, as another user of the device would."""
     for nbytes in (4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH, WIDTH * WIDTH):
-        ruins = [torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device) for _ in range(count)]
+        ruins = [
+            torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device) for _ in range(count)
+        ]
         del ruins
 
 
@@ -494,7 +585,25 @@ def memory_released(gpu: Accelerator, **how: Any) -> None:
         loaded, allocated = case.engine.loaded_bytes, gpu.runtime.active_bytes()
         released = case.engine.release_memory(nbytes)
         assert loaded - case.engine.loaded_bytes == released
-        assert allocated - gpu.runtime.active_bytes() >= released, "the allocator does not have all of it yet"
+        assert allocated - gpu.runtime.active_bytes() >= released, (
+            "the allocator does not have all of it yet"
+        )
+        ruin(gpu, COUNT)
+    case.run()
+    case.detach()
+
+
+@scenarios(**KINDS)
+def passing_blocks_released(gpu: Accelerator, **how: Any) -> None:
+    """Blocks that are not resident are released while another stream computes."""
+    case = Case(gpu, BLOCK_SWAP, **how)
+    case.engine.allocate_buffers()
+    for _ in range(2):
+        with gpu.runtime.on_stream(gpu.runtime.stream()):
+            case.run(1, delay=1)
+        loaded = case.engine.loaded_bytes
+        case.engine.release_passing_blocks()
+        assert case.engine.loaded_bytes < loaded
         ruin(gpu, COUNT)
     case.run()
     case.detach()
@@ -502,7 +611,7 @@ def memory_released(gpu: Accelerator, **how: Any) -> None:
 
 @scenarios(**KINDS)
 def buffers_elsewhere(gpu: Accelerator, **how: Any) -> None:
-    """Buffers are allocated where earlier work still uses their memory, and the run is on another stream."""
+    """Buffers take memory that earlier work still uses, and the run is on another stream."""
     gpu.delay()
     ruin(gpu, COUNT)
     case = Case(gpu, DEEP, **how)
@@ -515,11 +624,18 @@ def buffers_elsewhere(gpu: Accelerator, **how: Any) -> None:
 
 
 @scenarios(
-    **{f"{kind}{end}": {**how, "cycle": bool(end)} for kind, how in KINDS.items() for end in ("", "_in_a_cycle")},
+    **{
+        f"{kind}{end}": {**how, "cycle": bool(end)}
+        for kind, how in KINDS.items()
+        for end in ("", "_in_a_cycle")
+    },
     in_place={**IN_PLACE, "cycle": False},
 )
 def dropped(gpu: Accelerator, cycle: bool, **how: Any) -> None:
-    """An engine is deleted without `detach` while copies are under way; its memory is used again at once."""
+    """An engine is deleted without `detach` while copies are under way.
+
+    Its memory is used again at once.
+    """
     case = Case(gpu, DEEP, **how)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
         case.stop(1, passes=1, issued=COUNT)
@@ -530,10 +646,18 @@ def dropped(gpu: Accelerator, cycle: bool, **how: Any) -> None:
 
 
 class Ranks:
-    """Two engines that keep one shard of every block each; their runs are threads of this process."""
+    """Two engines that keep one shard of every block each.
+
+    Their runs are threads of this process.
+    """
 
     def __init__(
-        self, gpu: Accelerator, policy: OffloadPolicy = LAYERWISE, *, on_device: bool = False, **how: Any
+        self,
+        gpu: Accelerator,
+        policy: OffloadPolicy = LAYERWISE,
+        *,
+        on_device: bool = False,
+        **how: Any,
     ) -> None:
         self.gpu, self.on_device = gpu, on_device
         self.cases = [Case(gpu, policy, sharded=each, **how) for each in self._new_group()]
@@ -560,7 +684,8 @@ class Ranks:
                 errors[rank] = err.with_traceback(None)
 
         threads = [
-            threading.Thread(target=work, args=(rank,), name=f"wanstream-rank-{rank}", daemon=True) for rank in range(2)
+            threading.Thread(target=work, args=(rank,), name=f"wanstream-rank-{rank}", daemon=True)
+            for rank in range(2)
         ]
         for thread in threads:
             thread.start()
@@ -596,7 +721,9 @@ PLACES: Mapping[str, Mapping[str, Any]] = {
 """Kinds of blocks, and shards in RAM or on the device."""
 
 
-@scenarios(**PLACES, deep={"policy": DEEP}, deep_patched_fp8={"policy": DEEP, "patched": True, "fp8": True})
+@scenarios(
+    **PLACES, deep={"policy": DEEP}, deep_patched_fp8={"policy": DEEP, "patched": True, "fp8": True}
+)
 def gathered(gpu: Accelerator, **how: Any) -> None:
     """Two runs of two ranks, the second while the first one still computes."""
     ranks = Ranks(gpu, **how)
@@ -611,13 +738,18 @@ def gathered_growing(gpu: Accelerator) -> None:
     ranks = Ranks(gpu, on_device=True, growing=True)
     ranks.run(1)
     for case in ranks.cases:
-        assert case.engine.ram.locked_bytes <= case.engine.ram.nbytes, "memory that was replaced is still locked"
+        assert case.engine.ram.locked_bytes <= case.engine.ram.nbytes, (
+            "memory that was replaced is still locked"
+        )
     ranks.detach()
 
 
 @scenarios(**PLACES)
 def gathered_apart(gpu: Accelerator, **how: Any) -> None:
-    """Every run of every rank computes on a stream of its own; the second one keeps blocks of the first."""
+    """Every run of every rank computes on a stream of its own.
+
+    The second one keeps blocks of the first.
+    """
     ranks = Ranks(gpu, RESIDENT, **how)
     ranks.run(1, apart=True)
     ranks.run(1, apart=True)
@@ -665,7 +797,10 @@ def gathered_policy_changes(gpu: Accelerator) -> None:
 
 @scenarios(**PLACES)
 def gathered_dropped(gpu: Accelerator, **how: Any) -> None:
-    """Engines are deleted without `detach` while gathers are under way; their memory is used again at once."""
+    """Engines are deleted without `detach` while gathers are under way.
+
+    Their memory is used again at once.
+    """
     ranks = Ranks(gpu, DEEP, **how)
     ranks.stop(1, pause_s=0.002)
     for case in ranks.cases:
@@ -681,5 +816,5 @@ def gathered_recorded(gpu: Accelerator) -> None:
     errors = ranks.try_run(hows=[{"recorder": recorder} for recorder in recorders])
     assert errors == [None, None], errors
     for recorder in recorders:
-        assert all(step.copy_s > 0 for step in recorder.timeline().steps)
+        assert all(step.transfers.copy_s > 0 for step in recorder.timeline().steps)
     ranks.detach()

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import DecodeTask, RunTask
-from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.processes import Processes
 from wanstream.tests.support.split_jobs import SplitProcesses
 from wanstream.wan.experts.open import ExpertsRegistry
@@ -36,14 +38,16 @@ def experts_ref(tiny_expert_folder: Folder) -> Callable[..., ExpertsRef]:
 
     def make(*, high: int = 1, low: int = 2) -> ExpertsRef:
         folders = (tiny_expert_folder(seed=seed) for seed in (high, low))
-        return ExpertsRef(high_noise=next(folders), low_noise=next(folders), compute_dtype="float32")
+        return ExpertsRef(
+            high_noise=next(folders), low_noise=next(folders), compute_dtype="float32"
+        )
 
     return make
 
 
 @pytest.fixture(scope="session")
 def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
-    """`make_task(seed=10, experts=..., request={}, **changes)`: 4 small steps, 2 of them high-noise."""
+    """`make_task(seed=10, experts=..., request={}, **changes)`: 4 small steps, 2 at high noise."""
     numbers = itertools.count()
 
     def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
@@ -69,12 +73,14 @@ def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
 
 @pytest.fixture(scope="session")
 def alone() -> Callable[[RunTask], torch.Tensor]:
-    """`alone(task)`: the latents [1, 16, 2, 4, 6] float32 that this process makes of a task without any worker."""
+    """`alone(task)`: latents [1, 16, 2, 4, 6] float32 that this process makes without workers."""
 
     def run(task: RunTask) -> torch.Tensor:
         registry = ExpertsRegistry()
         try:
-            return denoise(registry.get(task.experts), task.request, policy=task.policy, device="cpu").latents
+            return denoise(
+                registry.get(task.experts), task.request, policy=task.policy, device="cpu"
+            ).latents
         finally:
             registry.free()
 
@@ -108,7 +114,9 @@ def tile_pools() -> Iterator[Callable[..., Any]]:
     """`tile_pools(count, before=...)` makes a `ThreadPool` of `tile_pool.py`."""
     made: list[Any] = []
 
-    def make(count: int, before: Callable[[Any, DecodeTask], None] = lambda worker, task: None) -> Any:
+    def make(
+        count: int, before: Callable[[Any, DecodeTask], None] = lambda worker, task: None
+    ) -> Any:
         made.append(_neighbour("tile_pool").ThreadPool(count, before))
         return made[-1]
 
@@ -130,7 +138,10 @@ def namespaces() -> ModuleType:
 
 
 def _neighbour(name: str) -> ModuleType:
-    """Import a helper file next to this one; pytest's importlib mode does not add its folder to `sys.path`."""
+    """Import a helper file next to this one.
+
+    Pytest's importlib mode does not add its folder to `sys.path`.
+    """
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Runs of workflows in one embedded host, which keeps experts open from test to test until a test frees them."""
+"""Runs of workflows in one embedded host, which keeps experts open until a test frees them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from wanstream.host.embedded.adapter import EmbeddedHost, Folders
-from wanstream.host.embedded.graph import Prompt
-from wanstream.host.embedded.io import ComfyNode
+from wanstream.host.embedded.adapter import EmbeddedHost
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import History, Workflow, load_workflow
-from wanstream.host.embedded.validate import Verdict
+from wanstream.host.embedded.workflow.graph import Prompt
+from wanstream.host.embedded.workflow.io import ComfyNode
+from wanstream.host.embedded.workflow.validate import Verdict
 
 embedded_host = EmbeddedHost()
 
@@ -29,24 +31,31 @@ def load(
     strict: bool = False,
 ) -> Workflow:
     folders = Folders(models=models, output=output, input=input_dir)
-    return load_workflow(prompt, host=embedded_host, nodes=nodes, folders=folders, device=device, strict=strict)
+    return load_workflow(
+        prompt, host=embedded_host, nodes=nodes, folders=folders, device=device, strict=strict
+    )
 
 
-def validate_workflow(prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], **folders: Path) -> Verdict:
+def validate_workflow(
+    prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], **folders: Path
+) -> Verdict:
     return load(prompt, nodes=nodes, **folders).verdict
 
 
-RUN_OPTIONS = ("on_progress", "on_event", "extra_pnginfo", "keep")
+RUN_OPTIONS = ("on_progress", "keep")
 
 
 def run_workflow(prompt: Prompt | None, *, only: Sequence[str] = (), **options: Any) -> History:
     """Load and run; `options` are those of `load` and of `Workflow.run`.
 
-    `only` are the nodes to keep: the rest of the valid workflow, such as a decode behind them, does not run.
+    `on_event` gets the events that nodes announce. `only` are the nodes to keep: the rest of the
+    valid workflow, such as a decode behind them, does not run.
     """
+    on_event = options.pop("on_event", embedded_host.events.announce)
     run = {name: options.pop(name) for name in RUN_OPTIONS if name in options}
     workflow = load(prompt, **options)
     if only and workflow.verdict.error is None:
         workflow = replace(workflow, verdict=replace(workflow.verdict, outputs=tuple(only)))
         run["keep"] = only
-    return workflow.run(**run)
+    with patch.object(embedded_host.events, "announce", on_event):
+        return workflow.run(**run)

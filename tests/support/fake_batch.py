@@ -1,4 +1,4 @@
-"""Batches without computing: servers in memory, a client that can be killed and started again, and seeded mishaps."""
+"""Batches without computing: servers in memory, a client to kill and restart, seeded mishaps."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wanstream.cli.arguments import StopRequest
-from wanstream.cli.batch.backend import (
+from wanstream.batch.backend import (
     Ended,
     Interrupted,
     JobFailed,
     MadeFile,
-    NoSuchFileError,
     Outcome,
-    RefusedError,
     UnderWay,
     Unknown,
+)
+from wanstream.batch.errors import (
+    NoSuchFileError,
+    RefusedError,
     UnreachableError,
 )
-from wanstream.cli.batch.fleet import run_all
-from wanstream.cli.batch.job_queue import JobQueue
-from wanstream.cli.batch.journal import Journal, State
-from wanstream.cli.batch.output_store import OutputStore
-from wanstream.cli.batch.resume import resume
-from wanstream.cli.batch.rows import BatchJob, Row
-from wanstream.cli.batch.runner import Runner
+from wanstream.batch.journal.entry import State
+from wanstream.batch.journal.journal import Journal
+from wanstream.batch.opening import Tally
+from wanstream.batch.output_store import OutputStore
+from wanstream.batch.resume import resume
+from wanstream.batch.rows.rows import BatchJob, Row
+from wanstream.batch.running.fleet import run_all
+from wanstream.batch.running.job_queue import JobQueue
+from wanstream.batch.running.runner import (
+    Runner,
+)
+from wanstream.batch.running.stop_request import StopRequest
 
 ROWS = 12
 SPEED = 1000.0
-"""Seconds that a runner sleeps in a second of a test with several servers; with one server it sleeps no time."""
+"""Seconds that a runner sleeps in a second of a test with several servers; with one server it
+sleeps no time."""
 
 Planner = Callable[[Sequence[Row]], list[BatchJob]]
 
@@ -43,7 +50,9 @@ class Killed(BaseException):
 
 
 def rows_of(count: int) -> list[Row]:
-    return [Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)]
+    return [
+        Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)
+    ]
 
 
 def plan_of(size: int) -> Planner:
@@ -54,7 +63,9 @@ def plan_of(size: int) -> Planner:
         for start in range(0, len(rows), size):
             share = tuple(rows[start : start + size])
             prompt: dict[str, Any] = {str(row.position): {"class_type": "Save"} for row in share}
-            saves = {row.hash: frozenset([str(row.position)]) if size > 1 else None for row in share}
+            saves = {
+                row.hash: frozenset([str(row.position)]) if size > 1 else None for row in share
+            }
             jobs.append(BatchJob(prompt=prompt, rows=share, saves=saves))
         return jobs
 
@@ -62,10 +73,12 @@ def plan_of(size: int) -> Planner:
 
 
 class Server:
-    """A server with a queue, a history and an output folder in memory; a restart loses the first two.
+    """A server with a queue, a history and an output folder in memory.
 
-    Each poll advances the first job in its queue by one step. `called` is called before each call, and every call fails
-    while the server is `gone`.
+    A restart loses the first two.
+
+    Each poll advances the first job in its queue by one step. `called` is called before each call,
+    and every call fails while the server is `gone`.
     """
 
     window = 2
@@ -211,7 +224,9 @@ class Mishaps:
 class Bench:
     """A client that can be started again and again on one folder."""
 
-    def __init__(self, folder: Path, *servers: Any, rows: int | Sequence[Row] = ROWS, size: int = 1) -> None:
+    def __init__(
+        self, folder: Path, *servers: Any, rows: int | Sequence[Row] = ROWS, size: int = 1
+    ) -> None:
         self.folder, self.servers = folder, [*servers]
         self.rows = rows_of(rows) if isinstance(rows, int) else rows
         self.planner: Planner = plan_of(size)
@@ -234,7 +249,8 @@ class Bench:
                 reporter=self.reporter,  # type: ignore[arg-type]
                 stop=self.stop,
                 backends=self.servers,
-                max_failures=self.max_failures,
+                tally=Tally(max_failures=self.max_failures),
+                silent=self.unreachable,
             )
             queue.enter(self.rows)
             runners = [
@@ -243,7 +259,6 @@ class Bench:
                     queue=queue,
                     store=store,
                     sleep=self._sleep,
-                    reachable=server.name not in self.unreachable,
                     **self.limits,
                 )
                 for server in self.servers
@@ -269,13 +284,25 @@ class Bench:
         return [made for server in self.servers for made in server.made]
 
     def check(self, done: Iterable[int]) -> None:
-        """These rows have one file each, the right one; there is nothing else; the journal says the same."""
+        """These rows have one file each, the right one.
+
+        There is nothing else, and the journal says the same.
+        """
         files = {path.name: path.read_text() for path in self.folder.glob("*.txt")}
         assert files == {f"{number:05}.txt": f"row {number}" for number in done}
         with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
-            kept = [file for entry in journal.entries.values() for file in entry.files if entry.state is State.done]
-        assert {file.name: file.size for file in kept} == {name: len(text) for name, text in files.items()}
-        assert all(file.sha256 == hashlib.sha256(files[file.name].encode()).hexdigest() for file in kept)
+            kept = [
+                file
+                for entry in journal.entries.values()
+                for file in entry.files
+                if entry.state is State.done
+            ]
+        assert {file.name: file.size for file in kept} == {
+            name: len(text) for name, text in files.items()
+        }
+        assert all(
+            file.sha256 == hashlib.sha256(files[file.name].encode()).hexdigest() for file in kept
+        )
         assert list((self.folder / ".wanstream" / "parts").iterdir()) == []
 
     def _sleep(self, seconds: float) -> None:

@@ -1,7 +1,8 @@
 """Pool of workers on threads that compute next to nothing, and fail on request.
 
-They keep the guarantees of real workers: one task at a time, a vote of the whole group before every step, no messages
-of a process that is gone. A step is `latents * 0.75 + step`, so that the result shows the steps and their order.
+They keep the guarantees of real workers: one task at a time, a vote of the whole group before every
+step, no messages of a process that is gone. A step is `latents * 0.75 + step`, so that the result
+shows the steps and their order.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from typing import Any, Literal
 
 import torch
 
-from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
+from wanstream.distributed.messages import (
+    RendezvousSpec,
+    RunTask,
+    StepReport,
+    TaskResult,
+    WorkerFacts,
+)
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.sampling import SOLVERS, DenoiseRequest, RunState, SamplingCancelled
-from wanstream.schema import CodeFormat, ExpertsRef, PathMap, StepRecord, Timeline
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import SOLVERS, RunState, SamplingCancelled
+from wanstream.schema.records import StepRecord, Timeline
+from wanstream.schema.refs import CodeFormat, ExpertsRef, PathMap
 
 Failing = Literal["dies", "hangs", "dies after all reports"] | Exception
 
@@ -185,7 +194,9 @@ class FakeWorker:
         assert self._rendezvous is not None, "a task without a rendezvous"
         rendezvous, votes = self._rendezvous
         step_plan, began, taken = task.request.step_plan, time.perf_counter(), list[StepRecord]()
-        state = task.resume or RunState(next_step=step_plan.start_step, latents=task.request.noise, history={})
+        state = task.resume or RunState(
+            next_step=step_plan.start_step, latents=task.request.noise, history={}
+        )
         assert task.until is not None
         leads = rendezvous.rank == 0
         for step in range(state.next_step, task.until):
@@ -196,8 +207,10 @@ class FakeWorker:
             time.sleep(self._pool.step_s)
             expert = step_plan.experts[step]
             history: dict[str, Any] = dict.fromkeys(SOLVERS[task.request.solver].history, step)
-            state = RunState(next_step=step + 1, latents=state.latents * 0.75 + step, history=history)
-            record = StepRecord(
+            state = RunState(
+                next_step=step + 1, latents=state.latents * 0.75 + step, history=history
+            )
+            record = StepRecord.of(
                 index=step,
                 expert=expert,
                 sigma=step_plan.schedule.sigmas[step],
@@ -215,7 +228,16 @@ class FakeWorker:
             # With an interval of 0 after every step; with another one, at the end.
             is_due = leads and (task.handover_s == 0 or state.next_step == task.until)
             denoised = state.latents if leads and task.preview_s == 0 else None
-            on_report(StepReport(record=record, denoised=denoised, state=state if is_due else None))
+            handed_over = state if is_due else None
+            on_report(
+                StepReport(
+                    run_id=task.run_id,
+                    place=rendezvous.rank,
+                    record=record,
+                    denoised=denoised,
+                    state=handed_over,
+                )
+            )
         self._fail(task.until, after_reports=True)
         return TaskResult(
             timeline=Timeline(steps=tuple(taken), kind="measured"),
@@ -224,8 +246,16 @@ class FakeWorker:
 
     def _fail(self, step: int, *, after_reports: bool = False) -> None:
         with self._pool.lock:
-            here = [fault for fault in self._pool.faults if (fault.rank, fault.step) == (self._rank, step)]
-            due = [fault for fault in here if after_reports == (fault.failure == "dies after all reports")][:1]
+            here = [
+                fault
+                for fault in self._pool.faults
+                if (fault.rank, fault.step) == (self._rank, step)
+            ]
+            due = [
+                fault
+                for fault in here
+                if after_reports == (fault.failure == "dies after all reports")
+            ][:1]
             for fault in due:
                 if not fault.always:
                     self._pool.faults.remove(fault)
@@ -270,15 +300,16 @@ class FakePool:
             node="",
             address="127.0.0.1",
             device="cpu",
-            wanstream="0",
-            torch="0",
-            diffusers="0",
-            python="0",
+            versions={},
         )
     )
 
     def __post_init__(self) -> None:
-        self.lock, self.ports, self._pids = threading.Lock(), itertools.count(5000), itertools.count(100)
+        self.lock, self.ports, self._pids = (
+            threading.Lock(),
+            itertools.count(5000),
+            itertools.count(100),
+        )
         self.workers = [FakeWorker(self, rank, next(self._pids)) for rank in range(self.count)]
 
     @contextmanager

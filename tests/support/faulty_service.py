@@ -1,4 +1,7 @@
-"""Service of a Ray actor that computes nothing, and whose device or disk fails if the input folder says so."""
+"""Service of a Ray actor that computes nothing.
+
+The device or the disk of one process fails for each file in the input folder.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import torch
 
-from wanstream.cli.batch.actors.row_service import RowService
+from wanstream.cli.batch.row_service import RowService
 from wanstream.host.embedded.run import History, NodeFailedError, Workflow
 from wanstream.tests.faults.replaced import run_replaced
 
@@ -27,13 +30,16 @@ class FaultyRowService(RowService):
         Workflow.run = lambda workflow, **given: self._run_row(workflow, **given)  # type: ignore[method-assign]
 
     def _run_row(self, workflow: Workflow, **given: Any) -> History:
-        for name in (DEVICE, DISK):
+        for name in (DEVICE, DISK) if self._fault is None else ():
             try:
                 (workflow.folders.input / name).unlink()
             except FileNotFoundError:
                 continue
             device = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-            self._fault = device if name == DEVICE else OSError(errno.ENOSPC, "No space left on device")
+            self._fault = (
+                device if name == DEVICE else OSError(errno.ENOSPC, "No space left on device")
+            )
+            break
         if self._fault is not None:
             raise NodeFailedError("save", "WanStreamSaveVideo", self._fault) from self._fault
         return run_replaced(workflow, **given)

@@ -1,4 +1,4 @@
-"""Graphs around one of our nodes: any latent, video and conditioning before it, and an output behind it."""
+"""Graphs around one of our nodes: any latent, video and conditioning before, an output behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ class Given(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        outputs = [io.Latent.Output(), io.Image.Output(), io.Conditioning.Output(), io.Custom("*").Output()]
+        outputs = [
+            io.Latent.Output(),
+            io.Image.Output(),
+            io.Conditioning.Output(),
+            io.Custom("*").Output(),
+        ]
         return io.Schema(node_id="Given", inputs=[io.Int.Input("frames")], outputs=outputs)
 
     @classmethod
@@ -35,7 +40,9 @@ class Shown(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(node_id="Shown", inputs=[io.Custom("*").Input("value")], outputs=[], is_output_node=True)
+        return io.Schema(
+            node_id="Shown", inputs=[io.Custom("*").Input("value")], outputs=[], is_output_node=True
+        )
 
     @classmethod
     def execute(cls, value: object) -> io.NodeOutput:

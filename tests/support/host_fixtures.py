@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wanstream.host import current_host, io
-from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import History
 from wanstream.host.folders import OutsideFolderError
 from wanstream.tests.support.embedded import embedded_host, run_workflow
@@ -24,7 +24,10 @@ class Number(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="Number",
-            inputs=[io.Int.Input("value", min=0, max=100), io.Boolean.Input("negate", optional=True)],
+            inputs=[
+                io.Int.Input("value", min=0, max=100),
+                io.Boolean.Input("negate", optional=True),
+            ],
             outputs=[io.Int.Output(), io.String.Output()],
         )
 
@@ -35,7 +38,7 @@ class Number(io.ComfyNode):
 
 
 class Add(io.ComfyNode):
-    """A sum; async, and with an input of every other kind."""
+    """A sum, with an input of every other kind."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -52,7 +55,7 @@ class Add(io.ComfyNode):
         )
 
     @classmethod
-    async def execute(cls, a: int, b: int, **optional: Any) -> io.NodeOutput:
+    def execute(cls, a: int, b: int, **optional: Any) -> io.NodeOutput:
         return io.NodeOutput(a + b)
 
 
@@ -71,19 +74,29 @@ class Show(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, prefix: str | None = None) -> bool | str:
         try:
-            current_host().check_output(prefix or "a")
+            current_host().files.check_output(prefix or "a")
         except OutsideFolderError as err:
             return str(err)
         return True
 
     @classmethod
     def execute(cls, number: int, prefix: str = "") -> io.NodeOutput:
-        bar = current_host().progress(2, cls.hidden.unique_id)
+        bar = current_host().events.progress(2, cls.hidden.unique_id)
         bar.update(1)
-        current_host().raise_if_stopped()
+        current_host().events.raise_if_stopped()
         bar.update(2)
-        shown = {"number": number, "inference": torch.is_inference_mode_enabled(), "id": cls.hidden.unique_id}
-        return io.NodeOutput(ui={"shown": (shown,), "prompt": [cls.hidden.prompt], "info": [cls.hidden.extra_pnginfo]})
+        shown = {
+            "number": number,
+            "inference": torch.is_inference_mode_enabled(),
+            "id": cls.hidden.unique_id,
+        }
+        return io.NodeOutput(
+            ui={
+                "shown": (shown,),
+                "prompt": [cls.hidden.prompt],
+                "info": [cls.hidden.extra_pnginfo],
+            }
+        )
 
 
 class Fail(io.ComfyNode):
@@ -107,13 +120,20 @@ def nodes() -> SimpleNamespace:
 
 @pytest.fixture
 def run(nodes: SimpleNamespace, tmp_path: Path) -> Callable[..., History]:
-    """`run(prompt, **options)` runs a workflow of these nodes in the folders models, output and input of `tmp_path`."""
+    """`run(prompt, **options)` runs a workflow of these nodes.
+
+    The folders are models, output and input of `tmp_path`.
+    """
     for folder in ("models", "output", "input"):
         (tmp_path / folder).mkdir()
 
     def run(prompt: dict[str, Any], **options: Any) -> History:
         given = {"nodes": nodes.all, **options}
-        places = {"models": tmp_path / "models", "output": tmp_path / "output", "input_dir": tmp_path / "input"}
+        places = {
+            "models": tmp_path / "models",
+            "output": tmp_path / "output",
+            "input_dir": tmp_path / "input",
+        }
         return run_workflow(prompt, **places, **given)
 
     return run
@@ -121,11 +141,14 @@ def run(nodes: SimpleNamespace, tmp_path: Path) -> Callable[..., History]:
 
 @pytest.fixture
 def opened_test_model(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """Open the embedded host with the test model on the CPU, and free its experts and workers in the end."""
+    """Open the embedded host with the test model on the CPU.
+
+    Free its experts and workers in the end.
+    """
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
-        embedded_host.worker_registry.close()
+        embedded_host.memory.worker_registry.close()
         embedded_host.free_experts()
 
 

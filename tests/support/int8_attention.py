@@ -18,15 +18,24 @@ ACTIVE = {"available": True, "disabled": False, "unavailable_reason": None, "cap
 def quantised_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention [B, H, S, D] with the roundings that comfy-kitchen describes for its `int8_attention`, in fp32.
+    """Attention [B, H, S, D] in fp32, rounded as comfy-kitchen describes for `int8_attention`.
 
-    Rotated q and k in signed 8 bits with a scale per rows, v with a scale per column, softmax in unsigned 8 bits.
+    Rotated q and k in signed 8 bits with a scale per rows, v with a scale per column, softmax in
+    unsigned 8 bits.
     """
     rotation = _hadamard(query.shape[-1])
-    rotated = _by_rows(query.float() @ rotation, QUERY_ROWS), _by_rows(key.float() @ rotation, KEY_ROWS)
+    rotated = (
+        _by_rows(query.float() @ rotation, QUERY_ROWS),
+        _by_rows(key.float() @ rotation, KEY_ROWS),
+    )
     scores = rotated[0] @ rotated[1].mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    attended = (weights * 255).round() / 255 @ _rounded(value.float(), (-2,)) / weights.sum(-1, keepdim=True)
+    attended = (
+        (weights * 255).round()
+        / 255
+        @ _rounded(value.float(), (-2,))
+        / weights.sum(-1, keepdim=True)
+    )
     return attended.to(query.dtype)
 
 
@@ -34,8 +43,13 @@ def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
     return functional.scaled_dot_product_attention(query, key, value)
 
 
-def kitchen(attention: Any = quantised_attention, *, capable: bool = True, **registry: object) -> ModuleType:
-    """A module whose CUDA backend is active unless `registry` says otherwise, and whose kernel is `attention`."""
+def kitchen(
+    attention: Any = quantised_attention, *, capable: bool = True, **registry: object
+) -> ModuleType:
+    """A module with the kernel `attention`.
+
+    The CUDA backend is active unless `registry` says otherwise.
+    """
     module: Any = ModuleType("comfy_kitchen")
     module.__spec__ = ModuleSpec("comfy_kitchen", None)
     module.list_backends = lambda: {"cuda": {**ACTIVE, **registry}}

@@ -1,4 +1,4 @@
-"""Job for `processes.py`: a driver with workers of its own, which may be killed in the middle of a run."""
+"""Job for `processes.py`: a driver with its own workers, possibly killed in the middle of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from wanstream.distributed.driver import driver as driver_module
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.sampling import StepProgress
-from wanstream.schema import Mesh, WorkersRef
+from wanstream.sampling.steps import StepProgress
+from wanstream.schema import Mesh
+from wanstream.schema.refs import WorkersRef
 
 Driven = tuple[torch.Tensor, tuple[str, ...], list[int]]
 """Latents, changes, and `done` of every reported step, of a run that was not interrupted."""
@@ -46,7 +47,9 @@ def drive(
             os.kill(os.getpid(), signal.SIGKILL)
 
     with _pool(here, ref, options["over"]) as pool:
-        ran = Driver(pool, ref, mesh).denoise(task.experts, task.request, task.policy, on_step=on_step, states=states)
+        ran = Driver(pool, ref, mesh).denoise(
+            task.experts, task.request, task.policy, on_step=on_step, states=states
+        )
     return ran.latents, ran.timeline.changes, done
 
 
@@ -56,5 +59,7 @@ def _pool(here: SimpleNamespace, ref: WorkersRef, over: str) -> AbstractContextM
     folder = Path(__file__).parent
     # Processes of its own, which end with this one.
     processes = here.load(str(folder / "processes.py")).Processes()
-    pool: AbstractContextManager[Any] = here.load(str(folder / "process_pool.py")).ProcessPool(processes, ref.count)
+    pool: AbstractContextManager[Any] = here.load(str(folder / "process_pool.py")).ProcessPool(
+        processes, ref.count
+    )
     return pool

@@ -1,4 +1,7 @@
-"""Actor whose service is in this process, on threads; it can be killed, and is restarted as Ray would."""
+"""Actor whose service is in this process, on threads.
+
+It can be killed, and is restarted as Ray would.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wanstream.cli.batch.actors.ray_backend import RayBackend, stop_all
-from wanstream.cli.batch.actors.row_service import RowService
+from wanstream.cli.batch.ray_backend import RayBackend, stop_all
+from wanstream.cli.batch.row_service import RowService
 from wanstream.cli.options import BatchOptions
 from wanstream.distributed import WorkerLostError
 
@@ -43,7 +46,9 @@ def rows_ended() -> Iterator[None]:
 
 
 class LocalActor:
-    """See `Actor`. A killed one does not answer `down` calls; then it has a new service without workflows.
+    """See `Actor`.
+
+    A killed one does not answer `down` calls; then it has a new service without workflows.
 
     Like a `RayWorkerHandle` it does not call the new service before `restarted`.
     """
@@ -90,7 +95,10 @@ class LocalActor:
         return not self.without_ray
 
     def _lost(self, *, started: bool = True) -> Future[Any] | None:
-        """Return the answer of a process that is gone, or None; with `started` one that was restarted answers, too."""
+        """Return the answer of a process that is gone, or None.
+
+        With `started` one that was restarted answers, too.
+        """
         if not self._killed or (started and not self._left):
             return None
         self._left = max(0, self._left - 1)
@@ -108,12 +116,21 @@ def _answer(call: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def row_service(options: BatchOptions, workflow: Any, output: Path) -> Callable[[], RowService]:
-    """Return the constructor of a service whose hosts save in `output`, if its machine has that folder."""
-    settings = {"strict": False, "models": str(options.models), "input": str(options.input)}
-    return lambda: RowService("cpu", 1, workflow=workflow, **settings, marked=str(output / MARK))
+def row_service(options: BatchOptions, output: Path) -> Callable[[], RowService]:
+    """Return the constructor of a service.
+
+    Its hosts save in `output` if its machine has that folder.
+    """
+    settings = {
+        "strict": False,
+        "models": str(options.local.models),
+        "input": str(options.local.input),
+    }
+    return lambda: RowService("cpu", 1, **settings, marked=str(output / MARK))
 
 
 def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:
     """Return the backend of an actor."""
-    return RayBackend(actor, options, {}, MARK, check_machine=lambda _: None, stop=lambda: stop_all([actor]))
+    return RayBackend(
+        actor, options, {}, MARK, check_machine=lambda _: None, stop=lambda: stop_all([actor])
+    )

@@ -1,12 +1,14 @@
-"""Machines for tests, simulated on this one: each has its own network, address, name, processes, /tmp and /dev/shm.
+"""Machines for tests, simulated on this one.
+
+Each has its own network, address, name, processes, /tmp and /dev/shm.
 
     with Machines(folder, ["/srv", "/media", "/media"]) as machines:
         machines[0].start(["ray", "start", "--head", ...])
         machines[2].end()
 
-They are Linux namespaces, which only root can create. The machines are connected to a bridge in one more network and
-are not visible outside. A machine ends when its first process ends, and that process ends with this one. Only names
-remain then, which `close` removes.
+They are Linux namespaces, which only root can create. The machines are connected to a bridge in one
+more network and are not visible outside. A machine ends when its first process ends, and that
+process ends with this one. Only names remain then, which `close` removes.
 """
 
 from __future__ import annotations
@@ -83,10 +85,23 @@ class Machine:
             raise OSError(f"{name} does not start; the reason is in its output")
         (self._inside,) = psutil.Process(self._first.pid).children()
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], **given: Any) -> subprocess.Popen[str]:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], **given: Any
+    ) -> subprocess.Popen[str]:
         """Start a program there; it has this environment and no other."""
-        enter = ["nsenter", "--target", str(self._inside.pid), "--net", "--mount", "--uts", "--ipc", "--pid"]
-        return subprocess.Popen([*enter, *command], env=dict(environment), text=True, cwd="/", **given)
+        enter = [
+            "nsenter",
+            "--target",
+            str(self._inside.pid),
+            "--net",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+        ]
+        return subprocess.Popen(
+            [*enter, *command], env=dict(environment), text=True, cwd="/", **given
+        )
 
     def write(self, path: str, text: str) -> None:
         """Write a file that only its owner can read to the /tmp of the machine."""
@@ -123,7 +138,20 @@ class Machines(Sequence[Machine]):
             for number, place in enumerate(models):
                 name, address = f"machine-{number}", f"{ADDRESSES}.{number + 1}"
                 network = self._network(str(number), undo)
-                _ip("link", "add", "eth0", "netns", network, "type", "veth", "peer", "name", name, "netns", bridge)
+                _ip(
+                    "link",
+                    "add",
+                    "eth0",
+                    "netns",
+                    network,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    name,
+                    "netns",
+                    bridge,
+                )
                 _ip("-n", bridge, "link", "set", name, "up", "master", "switch")
                 _ip("-n", network, "addr", "add", f"{address}/24", "dev", "eth0")
                 for device in ("lo", "eth0"):
@@ -151,7 +179,12 @@ class Machines(Sequence[Machine]):
     def __enter__(self) -> Machines:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
 

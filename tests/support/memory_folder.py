@@ -1,7 +1,7 @@
 """Folder in memory for tests of batches, which sync a journal and files to disk at every row.
 
-These tests end clients and servers, but never the machine, so that a sync changes nothing that they can see. On a slow
-disk they waited for syncs for five sixths of their time.
+These tests end clients and servers, but never the machine, so that a sync changes nothing that they
+can see. On a slow disk they waited for syncs for five sixths of their time.
 """
 
 from __future__ import annotations
@@ -28,4 +28,6 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 def names_in_shared_memory() -> set[str]:
     """Return what programs have there, without folders of tests that run at the same time."""
-    return {path.name for path in SHARED_MEMORY.iterdir() if not path.name.startswith((PREFIX, "sem."))}
+    return {
+        path.name for path in SHARED_MEMORY.iterdir() if not path.name.startswith((PREFIX, "sem."))
+    }

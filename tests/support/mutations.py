@@ -1,7 +1,8 @@
 """Removal of single waits, event records and unlocks from the product, without changing its files.
 
-Each function that contains one is compiled with a switch in front of it. Inside `Mutations.installed`, the product runs
-with these functions, and `removed` selects the call that is left out.
+Each function that contains one is compiled with a switch in front of it. Inside
+`Mutations.installed`, the product runs with these functions, and `removed` selects the calls that
+are left out.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ import pytest
 
 MODULES = (
     "devices.clock",
-    "devices.shared_pages",
+    "devices.machine.shared_pages",
+    "offload.core.pages",
     "offload.engine.block_pool",
     "offload.engine.run",
+    "offload.host_memory.device_slots",
     "offload.host_memory.in_place",
-    "offload.host_memory.pages",
     "offload.host_memory.ram_run",
     "offload.host_memory.ram_slots",
-    "offload.patches",
-    "offload.sharding.cuda",
-    "offload.sharding.device_slots",
     "offload.transfers.base",
     "offload.transfers.cuda",
+    "offload.transfers.patches",
 )
 
 CALLS = {
@@ -67,8 +67,8 @@ KEPT = {
     "', '.join",
     "torch.get_device_module(self._family).synchronize",
 }
-"""Calls that only have the name of a wait, waits for RAM, and that of devices without streams, which
-`test_synchronous.py` covers."""
+"""Calls that only have the name of a wait, waits for RAM, and that of devices without streams,
+which `test_synchronous.py` covers."""
 LOOPS = {"after", "self._streams"}
 """Loops over streams or events: each of their rounds is removed alone, and all of them together."""
 
@@ -83,14 +83,21 @@ class Mutation(NamedTuple):
     """One call that can be removed."""
 
     site: str
-    """Qualified name of the function and text of the call; a number distinguishes equal calls of a function."""
+    """Qualified name of the function and text of the call; a number distinguishes equal calls of a
+    function."""
     owner: str = ""
     """Class of the object, if it is a subclass of the one that has the method."""
     round: int | None = None
     """Round of the loop; `EVERY_ROUND` for all of them; None outside loops."""
 
     def __str__(self) -> str:
-        rounds = "" if self.round is None else "every round" if self.round == EVERY_ROUND else f"round {self.round}"
+        rounds = (
+            ""
+            if self.round is None
+            else "every round"
+            if self.round == EVERY_ROUND
+            else f"round {self.round}"
+        )
         more = ", ".join(part for part in (self.owner, rounds) if part)
         return f"{self.site} [{more}]" if more else self.site
 
@@ -129,7 +136,9 @@ class _Switches(ast.NodeTransformer):
         self._rounds -= 1
         enumerated = ast.Call(func=ast.Name("enumerate", ast.Load()), args=[node.iter], keywords=[])
         target = ast.Tuple([ast.Name(ROUND, ast.Store()), node.target], ast.Store())
-        return ast.copy_location(ast.For(target=target, iter=enumerated, body=node.body, orelse=node.orelse), node)
+        return ast.copy_location(
+            ast.For(target=target, iter=enumerated, body=node.body, orelse=node.orelse), node
+        )
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called, text = ast.unparse(node.func), ast.unparse(node)
@@ -137,14 +146,18 @@ class _Switches(ast.NodeTransformer):
             node.func.value = self.visit(node.func.value)
         node.args = [self.visit(argument) for argument in node.args]
         node.keywords = [self.visit(argument) for argument in node.keywords]
-        removable = called in CALLS_ON or (called.rpartition(".")[2] in CALLS and called not in KEPT)
+        removable = called in CALLS_ON or (
+            called.rpartition(".")[2] in CALLS and called not in KEPT
+        )
         return self._switched(node, ast.Constant(None), text) if removable and self._path else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr != "synchronize":
             return self.generic_visit(node)
         # Not called here, but passed on to be called later.
-        return self._switched(node, ast.Lambda(_NO_ARGUMENTS, ast.Constant(None)), ast.unparse(node))
+        return self._switched(
+            node, ast.Lambda(_NO_ARGUMENTS, ast.Constant(None)), ast.unparse(node)
+        )
 
     def _switched(self, node: ast.expr, replaced: ast.expr, text: str) -> ast.IfExp:
         site = f"{'.'.join(self._path)}: {text}"
@@ -174,14 +187,15 @@ class Mutations:
 
     Attributes:
         sites: calls, without the classes and rounds in which they are made.
-        removed: the call that is left out inside `installed`; None for none.
+        removed: the calls that are left out inside `installed`.
         reached: calls that were made or left out inside `installed`.
-        cancelled: make all threads raise at their next such call, to end those of a test that hangs.
+        cancelled: make all threads raise at their next such call, to end those of a test that
+            hangs.
     """
 
     def __init__(self) -> None:
         self.sites: list[str] = []
-        self.removed: Mutation | None = None
+        self.removed: set[Mutation] = set()
         self.reached: set[Mutation] = set()
         self.cancelled = False
         self._changes: list[_Change] = []
@@ -204,13 +218,15 @@ class Mutations:
         mutation = Mutation(site, "" if owner is None or cls == method_of else cls, of_loop)
         found = {mutation} if of_loop is None else {mutation, mutation._replace(round=EVERY_ROUND)}
         self.reached |= found
-        return self.removed in found
+        return not self.removed.isdisjoint(found)
 
     def _add_module(self, module: ModuleType) -> None:
         file = inspect.getsourcefile(module)
         assert file is not None
         switches = _Switches()
-        tree = ast.fix_missing_locations(switches.visit(ast.parse(Path(file).read_text(encoding="utf-8"))))
+        tree = ast.fix_missing_locations(
+            switches.visit(ast.parse(Path(file).read_text(encoding="utf-8")))
+        )
         code = compile(tree, file, "exec", dont_inherit=True)
         self.sites += switches.sites
         for path in sorted(set(switches.sites.values())):
@@ -228,5 +244,7 @@ def _function(module: ModuleType, path: tuple[str, ...]) -> FunctionType:
 
 def _code(code: CodeType, path: tuple[str, ...]) -> CodeType:
     for name in path:
-        [code] = [each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == name]
+        [code] = [
+            each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == name
+        ]
     return code

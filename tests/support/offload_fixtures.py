@@ -16,11 +16,11 @@ from torch import nn
 from wanstream.devices import DeviceRuntime, Event, PageLockError, runtime_for
 from wanstream.offload.sharding.group import GatherBrokenError, Sharded
 from wanstream.offload.sources.base import BlockSource, SourceError
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 
 class Block(nn.Module):
-    """A residual block with the kinds of tensors a Wan block has: matrices, biases, a norm, a table."""
+    """A residual block with the kinds of tensors of a Wan block: matrices, biases, norm, table."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,7 +83,9 @@ class LimitedPageLock:
 
 @pytest.fixture
 def make_stack() -> Callable[..., nn.ModuleList]:
-    def make(count: int, *, seed: int = 0, width: int = 32, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+    def make(
+        count: int, *, seed: int = 0, width: int = 32, dtype: torch.dtype = torch.float32
+    ) -> nn.ModuleList:
         return copy.deepcopy(_random_stack(count, seed, width, dtype))
 
     return make
@@ -117,7 +119,10 @@ def limited_page_lock() -> Callable[..., LimitedPageLock]:
 
 
 class ThreadGroup:
-    """Gathers of ranks that are threads of this process; `gathers[rank]` counts the calls of each."""
+    """Gathers of ranks that are threads of this process.
+
+    `gathers[rank]` counts the calls of each.
+    """
 
     def __init__(self, size: int, *, wait_s: float = 30.0) -> None:
         self.size = size
@@ -129,7 +134,10 @@ class ThreadGroup:
         self.meeting, self.gathering = (threading.Barrier(size, timeout=wait_s) for _ in range(2))
 
     def ranks(self, *, on_device: bool = False) -> list[Sharded]:
-        return [Sharded(gather=ThreadGather(self, rank), on_device=on_device) for rank in range(self.size)]
+        return [
+            Sharded(gather=ThreadGather(self, rank), on_device=on_device)
+            for rank in range(self.size)
+        ]
 
 
 class ThreadGather:
@@ -165,7 +173,10 @@ class ThreadGather:
         self.group.gathering.abort()
 
     def _order(self, runtime: DeviceRuntime, events: list[Event | None]) -> None:
-        """Order the current streams of all ranks behind each other; the host does not wait for the device."""
+        """Order the current streams of all ranks behind each other.
+
+        The host does not wait for the device.
+        """
         stream, event = runtime.current_stream(), runtime.event()
         event.record(stream)
         events[self.rank] = event

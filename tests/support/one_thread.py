@@ -10,7 +10,10 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread here as in the workers of these tests: sums in another number of threads end in other bits."""
+    """Use one thread here as in the workers of these tests.
+
+    Sums in another number of threads end in other bits.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

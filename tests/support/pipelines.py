@@ -8,18 +8,25 @@ from typing import Any
 import torch
 from diffusers import UniPCMultistepScheduler
 
-from wanstream.sampling import DenoiseRequest
+from wanstream.sampling.inputs import DenoiseRequest
 
 
 def make_pipeline(kind: Callable[..., Any], *, flow_shift: float, **components: Any) -> Any:
-    """Return a pipeline of class `kind` with UniPC and these components, without text encoder and progress bar."""
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift)
+    """Return a pipeline of class `kind` with UniPC and these components.
+
+    It has no text encoder and no progress bar.
+    """
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
+    )
     pipeline = kind(tokenizer=None, text_encoder=None, scheduler=scheduler, **components)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def pipeline_arguments(request: DenoiseRequest, *, height: int, width: int, frames: int, steps: int) -> dict[str, Any]:
+def pipeline_arguments(
+    request: DenoiseRequest, *, height: int, width: int, frames: int, steps: int
+) -> dict[str, Any]:
     """Return the arguments with which a pipeline computes the latents of `request`."""
     return {
         "height": height,

@@ -1,19 +1,22 @@
-"""Runs to compile, and a machine that replays programs with random times for every copy and visit."""
+"""Runs to compile, and a machine that replays programs with random times for copies and visits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from wanstream.plan import (
+from wanstream.plan import BlockCosts, memory_needs, predict
+from wanstream.plan import Machine as RatedMachine
+from wanstream.plan.memory import MemoryNeeds
+from wanstream.plan.predict import Prediction
+from wanstream.plan.programs import (
     IMMEDIATE,
     BlockKey,
-    OffloadJob,
     RamProgram,
     RamResidency,
     TransferProgram,
@@ -21,16 +24,19 @@ from wanstream.plan import (
     compile_ram,
     step_visits,
 )
-from wanstream.plan import Machine as RatedMachine
-from wanstream.plan.transfer_program import list_lifetimes, max_overlap
-from wanstream.schema import ExpertShape, Residency, spread_evenly
+from wanstream.plan.programs.transfer_program import list_lifetimes, max_overlap
+from wanstream.schema import OffloadPolicy, Residency, spread_evenly
+from wanstream.shapes import ExpertShape, KernelNeeds, RunShape, StepShape
 
 EXPERTS = ("high", "low")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Arguments of `compile_program`. `contents` is arbitrary, with doubled, foreign and out-of-range entries."""
+    """Arguments of `compile_program`.
+
+    `contents` is arbitrary, with doubled, foreign and out-of-range entries.
+    """
 
     visits: tuple[Visit, ...]
     residency: Residency
@@ -44,31 +50,42 @@ def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
 
 
 def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
-    """Return the contents of the buffers after the last fetch was issued: `contents` for the next program."""
-    return {**program.untouched, **program.initial, **{fetch.buffer: fetch.block for fetch in program.fetches}}
+    """Return the contents of the buffers after the last fetch: `contents` for the next program."""
+    return {
+        **program.untouched,
+        **program.initial,
+        **{fetch.buffer: fetch.block for fetch in program.fetches},
+    }
 
 
 def kept_in_ram(program: TransferProgram) -> RamProgram:
-    """Return a RAM program that reads nothing: each block of `program` is in a slot from an earlier run."""
+    """Return a RAM program that reads nothing: all blocks are in slots from an earlier run."""
     blocks = sorted({fetch.block.stored for fetch in program.fetches})
     residents = {
         expert: frozenset(key.block for key in blocks if key.expert == expert)
         for expert in {key.expert for key in blocks}
     }
-    residency = RamResidency(residency=Residency(residents=residents, permanent=True), slots=len(blocks))
+    residency = RamResidency(
+        residency=Residency(residents=residents, permanent=True), slots=len(blocks)
+    )
     return compile_ram(program, residency, staging=0, contents=dict(enumerate(blocks)))
 
 
 @st.composite
 def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
-    """One expert or two, any switch points and changes of patches; some visits skipped unless `whole_steps`."""
+    """One expert or two, any switch points and changes of patches.
+
+    Some visits skipped unless `whole_steps`.
+    """
     block_counts = {expert: draw(st.integers(1, 10)) for expert in EXPERTS}
     residents = {}
     for expert, blocks in block_counts.items():
         even = st.integers(0, blocks).map(lambda count, blocks=blocks: spread_evenly(count, blocks))
         residents[expert] = draw(even | st.frozensets(st.integers(0, blocks - 1)))
     patch = st.just(0) | st.integers(0, 2)
-    stages = draw(st.lists(st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4), patch), max_size=4))
+    stages = draw(
+        st.lists(st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4), patch), max_size=4)
+    )
     visits = step_visits(
         [expert for expert, steps, _ in stages for _ in range(steps)],
         block_counts,
@@ -87,10 +104,10 @@ def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
 
 
 class Machine:
-    """A bus and a device that go through programs one after the other, every copy and visit at a random speed.
+    """A bus and a device that run programs in turn, every copy and visit at a random speed.
 
-    Asserts the invariants at any speed: a visit finds its block, complete; no buffer is written while it is read.
-    Shares nothing with the compiler or with `check_program`.
+    Asserts the invariants at any speed: a visit finds its block, complete; no buffer is written
+    while it is read. Shares nothing with the compiler or with `check_program`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -104,7 +121,10 @@ class Machine:
         self._holds.update({buffer: (block, 0.0) for buffer, block in contents.items()})
 
     def run(self, program: TransferProgram, visits: int | None = None) -> dict[int, BlockKey]:
-        """Run the first `visits` visits (default: all) and return the contents that the issued fetches leave."""
+        """Run the first `visits` visits (default: all) and return the contents of the buffers.
+
+        They are as the issued fetches leave them.
+        """
         visits = len(program.visits) if visits is None else visits
         done = {IMMEDIATE: self._computed_until}
         waiting = list(program.fetches)
@@ -112,7 +132,9 @@ class Machine:
             while waiting and waiting[0].start_after < visit:
                 fetch = waiting.pop(0)
                 begin = max(self._copied_until, done[fetch.start_after])
-                assert begin >= self._read_until.get(fetch.buffer, 0.0), "a buffer was overwritten while it was read"
+                assert begin >= self._read_until.get(fetch.buffer, 0.0), (
+                    "a buffer was overwritten while it was read"
+                )
                 self._copied_until = begin + self._duration()
                 self._holds[fetch.buffer] = (fetch.block, self._copied_until)
             if visit < visits:
@@ -133,12 +155,9 @@ class Machine:
 CPU_MACHINE = RatedMachine(
     name="a CPU",
     origin="a test",
-    computes_on="cpu",
     vram_bytes=0,
     ram_bytes=2**40,
-    h2d_bytes_per_s=None,
-    h2d_pageable_bytes_per_s=None,
-    d2h_bytes_per_s=None,
+    bus=None,
     disk_bytes_per_s=1e9,
     flops_per_s=1e12,
     decode_bytes_per_s=2e9,
@@ -168,35 +187,88 @@ SMALL = ExpertShape(width=256, ffn_width=512, blocks=8)
 TOKENS = 1000
 
 
-@pytest.fixture(scope="session")
-def make_job() -> Callable[..., OffloadJob]:
-    """`make_job(high=4, low=4, **changes)`: steps of two experts of 8 blocks in bf16, one lane each."""
+def block_costs(expert: ExpertShape = SMALL, **changes: Any) -> BlockCosts:
+    """Return the costs of bf16 blocks of two experts.
 
-    def make(high: int = 4, low: int = 4, **changes: Any) -> OffloadJob:
-        block = SMALL.streamed_bytes()
-        values: dict[str, Any] = {
-            "expert": SMALL,
-            "tokens": TOKENS,
-            "lanes": {"high": 1, "low": 1},
-            "experts_of_steps": ("high",) * high + ("low",) * low,
-            "stored_bytes": block,
-            "file_bytes": block,
-            "computed_bytes": block,
-            "resident_bytes": 1000,
-        }
-        return OffloadJob(**{**values, **changes})
+    Blocks are decoded on arrival if their stored size differs.
+    """
+    block = expert.streamed_bytes()
+    sizes = {"file_bytes": block, "stored_bytes": block, "computed_bytes": block, **changes}
+    if sizes["stored_bytes"] != sizes["computed_bytes"]:
+        sizes.setdefault("decoded_bytes", sizes["stored_bytes"])
+    return BlockCosts(
+        **{"stacks": EXPERTS, "blocks": expert.blocks, "outside_bytes": 1000, **sizes}
+    )
 
-    return make
+
+def run_shape(
+    high: int = 4,
+    low: int = 4,
+    *,
+    tokens: int = TOKENS,
+    expert: ExpertShape = SMALL,
+    linear_format: str = "",
+    **changes: Any,
+) -> RunShape:
+    """Return the shape of steps of two experts in bf16, one lane each.
+
+    `tokens` are those of the longest lane.
+    """
+    names = {each.name for each in fields(BlockCosts)}
+    blocks = block_costs(expert, **{name: changes.pop(name) for name in names & set(changes)})
+    values: dict[str, Any] = {
+        "expert": expert,
+        "steps": [
+            StepShape(expert=name)
+            for name, steps in (("high", high), ("low", low))
+            for _ in range(steps)
+        ],
+        "video_tokens": tokens - max(changes.get("extra_tokens", ()), default=0),
+        "sides": {"high": 1, "low": 1},
+        "kernels": KernelNeeds(linear_format=linear_format),
+        **changes,
+    }
+    blocks = replace(blocks, stacks=tuple(values["sides"]))
+    return RunShape(**{**values, "steps": tuple(values["steps"]), "blocks": blocks})
+
+
+def in_stored_form(run: RunShape, **changes: Any) -> RunShape:
+    """Return `run` with blocks of other sizes."""
+    return replace(run, blocks=replace(run.blocks, **changes))
+
+
+def predicted(
+    run: RunShape, machine: RatedMachine, policy: OffloadPolicy, *, by_step: bool = False
+) -> Prediction:
+    """Return the simulated run."""
+    costs = run.costs(machine, policy.chunk_tokens)
+    return predict(costs.by_step if by_step else costs, policy)
+
+
+def needs_of(run: RunShape, machine: RatedMachine, policy: OffloadPolicy) -> MemoryNeeds:
+    """Return the memory needs of the run."""
+    working_bytes = run.working_bytes(policy.chunk_tokens)
+    return memory_needs(run.blocks, policy, has_bus=machine.has_bus, working_bytes=working_bytes)
+
+
+def visit_seconds(
+    run: RunShape, machine: RatedMachine, expert: str, chunk_tokens: int | None = None
+) -> float:
+    """Return the seconds of a visit with all lanes of an expert."""
+    return run.costs(machine, chunk_tokens).hardware.visit_s[expert]
 
 
 @pytest.fixture(scope="session")
 def rate_machine() -> Callable[..., RatedMachine]:
-    """`rate_machine(read=0.5, copy=0.1, visit=1.0, **changes)`: a GPU with more memory than `make_job()` takes.
+    """`rate_machine(read=0.5, copy=0.1, visit=1.0, **changes)`: a GPU with spare memory.
 
-    `read`, `copy` and `visit` are the seconds of one block of it on the disk, on the bus, and in one lane.
+    The GPU has more memory than `make_job()` takes. `read`, `copy` and `visit` are the seconds of
+    one block of that job on the disk, on the bus, and in one lane.
     """
 
-    def make(read: float = 0.5, copy: float = 0.1, visit: float = 1.0, **changes: Any) -> RatedMachine:
+    def make(
+        read: float = 0.5, copy: float = 0.1, visit: float = 1.0, **changes: Any
+    ) -> RatedMachine:
         block = SMALL.streamed_bytes()
         figures: dict[str, Any] = {
             "name": "test",
@@ -213,7 +285,7 @@ def rate_machine() -> Callable[..., RatedMachine]:
             "copy_bytes_per_s": block / 0.05,
             "quantise_bytes_per_s": block / 0.2,
         }
-        return RatedMachine(**{**figures, **changes})
+        return RatedMachine.from_dict({**figures, **changes})
 
     return make
 
@@ -223,7 +295,6 @@ def rate_cpu(rate_machine: Callable[..., RatedMachine]) -> Callable[..., RatedMa
     """The same without a GPU and its bus."""
 
     def make(**changes: Any) -> RatedMachine:
-        bus = dict.fromkeys(("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s"))
-        return rate_machine(**{"computes_on": "cpu", "vram_bytes": 0, **bus, **changes})
+        return rate_machine(**{"computes_on": "cpu", "vram_bytes": 0, **changes})
 
     return make

@@ -1,4 +1,4 @@
-"""Pool of real workers in the processes of `processes.py`, without Ray: calls are sent over a socket."""
+"""Pool of real workers in the processes of `processes.py`, without Ray, called over a socket."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import WorkThread, run_in_thread
 from wanstream.distributed.worker.worker import Worker
-from wanstream.sampling import DenoiseRequest
-from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import ExpertsRegistry, open_pair
@@ -57,9 +58,17 @@ class ShortPair:
 
 
 def serve(
-    here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: int | None, machine: str | None
+    here: SimpleNamespace,
+    address: str,
+    key: bytes,
+    rank: int,
+    short_at: int | None,
+    machine: str | None,
 ) -> None:
-    """Serve the calls of a worker, on one thread each and one for its runs, until the driver hangs up."""
+    """Serve the calls of a worker until the driver hangs up.
+
+    All runs share one thread. Every other call has its own.
+    """
 
     def opened(ref: ExpertsRef) -> Any:
         pair = open_pair(ref)
@@ -75,7 +84,11 @@ def serve(
 
         def answer(number: int, done: Future[Any]) -> None:
             error = done.exception()
-            send(number, "value" if error is None else "error", done.result() if error is None else error)
+            send(
+                number,
+                "value" if error is None else "error",
+                done.result() if error is None else error,
+            )
 
         send(rank, "here", None)
         while True:
@@ -132,7 +145,9 @@ class ProcessWorker:
         self._connection.close()
         return not self._lost_one
 
-    def _send(self, method: str, args: Sequence[Any], on_report: Callable[[StepReport], None] | None) -> Future[Any]:
+    def _send(
+        self, method: str, args: Sequence[Any], on_report: Callable[[StepReport], None] | None
+    ) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -182,7 +197,8 @@ class ProcessPool:
 
     Args:
         first: the process that rank 0 has.
-        short_at: by rank: at which use of a block memory is short, in the first process that has this rank.
+        short_at: by rank: at which use of a block memory is short, in the first process that has
+            this rank.
         machines: by rank: identifier of its machine; that of this one for the others.
     """
 
@@ -196,7 +212,11 @@ class ProcessPool:
         machines: Mapping[int, str] | None = None,
     ) -> None:
         self._machines = machines or {}
-        self._processes, self._first, self._key = processes.at_least(first + count), first, os.urandom(16)
+        self._processes, self._first, self._key = (
+            processes.at_least(first + count),
+            first,
+            os.urandom(16),
+        )
         self._answers: dict[int, Any] = {}
         self._replacing = threading.Lock()
         self._listener = Listener(family="AF_UNIX", authkey=self._key)

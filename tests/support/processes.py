@@ -1,11 +1,14 @@
-"""Real processes for tests, forked from one that has imported torch: each keeps the state of a job for the next job.
+"""Real processes for tests, forked from one that has imported what workers import.
+
+Each keeps the state of a job for the next job.
 
     answers = processes.all(job, *args, count=4)
     answer = processes[1].start(job, *args)
 
-A job is a plain function at the top of a test file, called as `job(here, *args)` in the process: `here` is a namespace
-that outlives it, `here.number` is the index of the process, and `here.load` imports a file. Arguments, answers and
-errors are sent through pipes. A process ends when its parent does.
+A job is a plain function at the top of a test file, called as `job(here, *args)` in the process:
+`here` is a namespace that outlives it, `here.number` is the index of the process, and `here.load`
+imports a file. Arguments, answers and errors are sent through pipes. A process ends when its parent
+does.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ class ProcessGoneError(RuntimeError):
 
 
 class Source:
-    """The process that the others are forked from. It computes nothing, so that it has no threads."""
+    """The process that the others are forked from.
+
+    It computes nothing, so that it has no threads.
+    """
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -81,7 +87,7 @@ class Answer:
         self._process = process
 
     def result(self, timeout: float = WAIT_S) -> Any:
-        """Return the result of the job, or raise its exception with the text of the traceback as the cause."""
+        """Return the result of the job, or raise its exception, caused by the traceback's text."""
         return self._process.receive(timeout)
 
 
@@ -93,6 +99,7 @@ class Process:
         self.pid, self._connection = source.fork(number)
         # Ids are given again when a process is gone, and the system reaps these.
         self._handle = os.pidfd_open(self.pid)
+        self.hangs = False
 
     def start(self, job: StageJob, *args: Any) -> Answer:
         """Let it do a job, and return at once."""
@@ -103,6 +110,7 @@ class Process:
 
     def receive(self, timeout: float) -> Any:
         if not self._connection.poll(timeout):
+            self.hangs = True
             raise TimeoutError(f"process {self.number} was not done after {timeout:g} s")
         try:
             value, error, trace = _receive(self._connection)
@@ -132,10 +140,13 @@ class Processes(Sequence[Process]):
         self._every: list[Process] = []
 
     def at_least(self, count: int) -> Processes:
-        """Have so many or more."""
+        """Have so many or more, of which none hangs in a job of another test."""
         self._source = self._source or Source()
         while len(self._every) < count:
             self._every.append(Process(self._source, len(self._every)))
+        for process in self._every:
+            if process.hangs:
+                self.replace(process.number)
         return self
 
     def all(self, job: StageJob, *args: Any, count: int, timeout: float = WAIT_S) -> list[Any]:
@@ -170,8 +181,9 @@ def _fork_when_asked(handle: int) -> None:
     """Fork one child per request until the socket closes; the system reaps the children."""
     import torch
 
-    import wanstream.sampling  # noqa: F401
+    from wanstream.distributed.worker.worker import import_models
 
+    import_models()
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connection = socket.socket(fileno=handle)
@@ -215,7 +227,7 @@ def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
 
 
 def _send(connection: Connection, value: Any) -> None:
-    """Send by value: `Connection.send` would share the memory of tensors through open files instead."""
+    """Send by value: `Connection.send` would share the memory of tensors through open files."""
     connection.send_bytes(pickle.dumps(value))
 
 

@@ -1,11 +1,15 @@
-"""Comparison of fp32 runs that add the same numbers in another order, as a run that is split between workers does."""
+"""Comparison of fp32 runs that add the same numbers in another order.
+
+A run that is split between workers does so.
+"""
 
 from __future__ import annotations
 
 import torch
 
 ROUNDING = 1e-5
-"""Upper limit of `difference`. It depends on the kernels of the processor: up to 1.3e-6 was measured."""
+"""Upper limit of `difference`. It depends on the kernels of the processor: up to 1.3e-6 was
+measured."""
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -10,20 +10,18 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.offload import EngineRun
-from wanstream.plan import Visit
-from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.schedules import step_seeds
-from wanstream.sampling.solvers import Solver
+from wanstream.block_kernels import EXACT
+from wanstream.offload.engine.run import EngineRun
+from wanstream.plan.programs import Visit
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps.schedules import step_seeds
+from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy, StepRange
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts import engine
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts, open_single_model
-from wanstream.wan.kernels.block_math import EXACT
-from wanstream.wan.kernels.choice import Choice
-from wanstream.wan.kernels.math_choice import MathChoice
 
 SHAPE = (1, 16, 2, 4, 6)
 HIGH, LOW = 1, 2
@@ -36,9 +34,17 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def changed_request(request: DenoiseRequest, **changes: Any) -> DenoiseRequest:
+    """Return a request with other values under these keywords of its constructor."""
+    return DenoiseRequest(**{**request.keywords(), **changes})
+
+
 @pytest.fixture
 def make_request() -> Callable[..., DenoiseRequest]:
-    """A small request of 5 steps, 2 of them high-noise; each of the `batch` samples has different texts."""
+    """A small request of 5 steps, 2 of them high-noise.
+
+    Each of the `batch` samples has different texts.
+    """
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         given = {
@@ -57,10 +63,15 @@ def make_request() -> Callable[..., DenoiseRequest]:
 
 @pytest.fixture
 def open_pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
-    """`open_pair(high=1, low=2, dtype=float32, **shape)`: a pair with those seeds, closed after the test."""
+    """`open_pair(high=1, low=2, dtype=float32, **shape)`: a pair with those seeds.
+
+    The pair is closed after the test.
+    """
     opened: list[ExpertPair] = []
 
-    def make(*, high: int = HIGH, low: int = LOW, dtype: torch.dtype = torch.float32, **shape: int) -> ExpertPair:
+    def make(
+        *, high: int = HIGH, low: int = LOW, dtype: torch.dtype = torch.float32, **shape: int
+    ) -> ExpertPair:
         folders = [tiny_expert_folder(seed=seed, dtype=dtype, **shape) for seed in (high, low)]
         opened.append(open_experts(*folders, compute_dtype=dtype))
         return opened[-1]
@@ -76,7 +87,9 @@ def open_one(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., 
     opened: list[ExpertPair] = []
 
     def make(*, seed: int = HIGH, **shape: int) -> ExpertPair:
-        opened.append(open_single_model(tiny_expert_folder(seed=seed, **shape), compute_dtype=torch.float32))
+        opened.append(
+            open_single_model(tiny_expert_folder(seed=seed, **shape), compute_dtype=torch.float32)
+        )
         return opened[-1]
 
     yield make
@@ -126,10 +139,16 @@ def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
 
 
 def plain_velocity(
-    model: WanTransformer3DModel, request: DenoiseRequest, latents: torch.Tensor, timestep: float, text: torch.Tensor
+    model: WanTransformer3DModel,
+    request: DenoiseRequest,
+    latents: torch.Tensor,
+    timestep: float,
+    text: torch.Tensor,
 ) -> torch.Tensor:
-    if request.image_condition is not None:
-        latents = torch.cat([latents, request.image_condition.expand(request.batch, -1, -1, -1, -1)], dim=1)
+    if request.inputs.image_condition is not None:
+        latents = torch.cat(
+            [latents, request.inputs.image_condition.expand(request.batch, -1, -1, -1, -1)], dim=1
+        )
     texts = text.expand(request.batch, -1, -1)
     time = torch.tensor([timestep])
     forwards = [
@@ -140,15 +159,18 @@ def plain_velocity(
 
 
 class WatchedPair:
-    """Wrapper of a pair that collects the runs of its engine, so that a test can read their fetches."""
+    """Wrapper of a pair that collects the runs of its engine, for tests that read their fetches."""
 
     def __init__(self, pair: ExpertPair) -> None:
         self.pair, self.runs = pair, list[EngineRun]()
-        self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
-        self.latent_channels, self.reads_reference = pair.latent_channels, pair.reads_reference
+        self.compute_dtype, self.reads_reference = pair.compute_dtype, pair.reads_reference
         self.high, self.is_single = pair.high, pair.is_single
         self.kernels, self.multiplied = pair.kernels, pair.multiplied
-        self.block_counts, self.device_bytes, self.loaded_bytes = pair.block_counts, pair.device_bytes, 0
+        self.block_counts, self.device_bytes, self.loaded_bytes = (
+            pair.block_counts,
+            pair.device_bytes,
+            0,
+        )
         self.host_bytes, self.patch_at = 0, pair.patch_at
 
     @property
@@ -169,15 +191,6 @@ class WatchedEngine:
     def __init__(self, engine: ExpertEngine, runs: list[EngineRun]) -> None:
         self._engine, self._runs = engine, runs
         self.models, self.block_counts = engine.models, engine.block_counts
-        self.expect, self.select_patch = engine.expect, engine.select_patch
-
-    @property
-    def graphs(self) -> int:
-        return self._engine.graphs
-
-    @property
-    def non_block_bytes(self) -> int:
-        return self._engine.non_block_bytes
 
     def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
         self._runs.append(self._engine.run(visits, recorder=recorder))
@@ -192,4 +205,4 @@ def watched(open_pair: Callable[..., ExpertPair]) -> WatchedPair:
 @pytest.fixture
 def exact_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute blocks in the order and dtypes of diffusers, to the bits of its models."""
-    monkeypatch.setattr(engine, "choose_math", lambda *_: MathChoice(EXACT, Choice(name="exact", refusals={})))
+    monkeypatch.setattr(engine, "choose_math", lambda *_: EXACT)

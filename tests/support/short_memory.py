@@ -11,7 +11,10 @@ from wanstream.wan import ExpertPair
 
 
 class ShortOnce:
-    """Wrapper of a pair that raises an out-of-memory error at one use of a block, or after the blocks."""
+    """Wrapper of a pair that runs out of memory once.
+
+    The out-of-memory error is raised at one use of a block, or after the blocks.
+    """
 
     def __init__(self, pair: ExpertPair, use: int, *, behind: bool = False) -> None:
         self._pair, self._left, self._behind = pair, use, behind

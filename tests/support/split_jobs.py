@@ -1,4 +1,7 @@
-"""Processes that share runs in the tests of splits, and their jobs: join a rendezvous, compute a share, leave."""
+"""Processes that share runs in the tests of splits, and their jobs.
+
+A job joins a rendezvous, computes a share and leaves.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,26 @@ import torch
 from diffusers.models import attention_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wanstream import schema
+from wanstream.block_kernels import Kernels
+from wanstream.block_kernels.block_math import TorchMath
 from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
-from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise
-from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import RunSlice, SamplingCancelled
+from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
-from wanstream.testing.weights import TinyShape, in_dtype, make_expert
+from wanstream.schema.refs import ExpertsRef
+from wanstream.shapes import ExpertShape
+from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.tests.support.int8_attention import exact_attention, kitchen
 from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.quantised_files import in_dtype
 from wanstream.tests.support.wan_blocks import with_our_blocks
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts import engine
 from wanstream.wan.experts.open import ExpertsRegistry
-from wanstream.wan.kernels.attention import Kernels
-from wanstream.wan.kernels.block_math import TorchMath
 from wanstream.wan.transformer.compiled_block import get_compiler
 
 LOOPBACK = "127.0.0.1"
@@ -49,7 +56,11 @@ def free_port() -> int:
 
 
 def rendezvous(
-    mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = None, spans_machines: bool = False
+    mesh: Mesh,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    port: int | None = None,
+    spans_machines: bool = False,
 ) -> list[RendezvousSpec]:
     """One for each rank."""
     port, generation = port or free_port(), next(generations)
@@ -93,16 +104,24 @@ class SplitProcesses:
         """Return the results of this job of every rank."""
         return self.processes.all(job, *args, count=self.count)
 
-    def run(self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy) -> list[dict[str, Any]]:
+    def run(
+        self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
+    ) -> list[dict[str, Any]]:
         """Return the results of `job_run` of every rank."""
         return self.all(job_run, experts, request, policy, self.device)
 
     def alone(
-        self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str | None = None
+        self,
+        experts: ExpertsRef,
+        request: DenoiseRequest,
+        policy: OffloadPolicy,
+        device: str | None = None,
     ) -> torch.Tensor:
         """Return the latents of the same run in the first process alone."""
         latents: torch.Tensor = (
-            self.processes[0].start(job_run_alone, experts, request, policy, device or self.device).result()
+            self.processes[0]
+            .start(job_run_alone, experts, request, policy, device or self.device)
+            .result()
         )
         return latents
 
@@ -126,7 +145,9 @@ class SplitProcesses:
 
 
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec], device: str) -> int:
-    here.groups = join_groups(every[here.number], f"cuda:{here.number}" if device == "cuda" else device)
+    here.groups = join_groups(
+        every[here.number], f"cuda:{here.number}" if device == "cuda" else device
+    )
     return os.getpid()
 
 
@@ -144,7 +165,7 @@ def job_leave(here: SimpleNamespace) -> None:
 
 
 class Crossed(TorchDispatchMode):
-    """Dispatch mode that adds up the bytes that this process receives from others in collectives."""
+    """Dispatch mode that adds up the bytes that collectives bring here from other processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,24 +194,46 @@ def compute(
     device: str = "cpu",
     **options: Any,
 ) -> torch.Tensor:
-    """Return the latents of a run on "cpu" or on the "cuda" device of this process, which keeps its experts open."""
+    """Return the latents of a run on "cpu" or on the "cuda" device of this process.
+
+    The process keeps its experts open.
+    """
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     place = f"cuda:{here.number}" if device == "cuda" else device
-    return denoise(here.experts.get(experts), request, part, policy=policy, device=place, **options).latents
+    return denoise(
+        here.experts.get(experts), request, part, policy=policy, device=place, **options
+    ).latents
 
 
 def job_run(
-    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str = "cpu"
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    device: str = "cpu",
 ) -> dict[str, Any]:
-    """Return the share of this process, and the bytes from other processes as counted by the groups and by torch."""
+    """Return the share of this process, and the bytes from other processes.
+
+    The bytes are counted by the groups and by torch.
+    """
     before = here.groups.gathered_bytes
     with Crossed() as crossed:
-        latents = compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)), device)
-    return {"latents": latents, "gathered": here.groups.gathered_bytes - before, "crossed": crossed.nbytes}
+        latents = compute(
+            here, experts, request, policy, RunSlice(split=group_forward(here.groups)), device
+        )
+    return {
+        "latents": latents,
+        "gathered": here.groups.gathered_bytes - before,
+        "crossed": crossed.nbytes,
+    }
 
 
 def job_run_alone(
-    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str = "cpu"
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    device: str = "cpu",
 ) -> torch.Tensor:
     return compute(here, experts, request, policy, RunSlice(), device)
 
@@ -198,13 +241,21 @@ def job_run_alone(
 def job_run_compiled(
     here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
 ) -> list[dict[str, Any]]:
-    """Shares of this process: blocks as they are, compiled, compiled again; and how often its compiler was at work."""
+    """Shares of this process: blocks as they are, compiled, compiled again.
+
+    And how often its compiler was at work.
+    """
     shares = []
     for compiler in (None, "eager", "eager"):
         compute_with(here, experts, compiler)
         before, graphs = here.groups.gathered_bytes, get_compiler("eager").graphs
-        latents = compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)))
-        gathered, compiled = here.groups.gathered_bytes - before, get_compiler("eager").graphs - graphs
+        latents = compute(
+            here, experts, request, policy, RunSlice(split=group_forward(here.groups))
+        )
+        gathered, compiled = (
+            here.groups.gathered_bytes - before,
+            get_compiler("eager").graphs - graphs,
+        )
         shares.append({"latents": latents, "gathered": gathered, "graphs": compiled})
     compute_with(here, experts, None)
     return shares
@@ -213,7 +264,9 @@ def job_run_compiled(
 def compute_with(here: SimpleNamespace, experts: ExpertsRef, compiler: str | None) -> None:
     """Open the experts, to be compiled by a backend of torch that writes no kernels."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
-    here.experts.get(experts).kernels = Kernels(math="exact", compiler=compiler)  # what compiled blocks trace
+    here.experts.get(experts).kernels = Kernels(
+        math="exact", compiler=compiler
+    )  # what compiled blocks trace
 
 
 def job_run_until(
@@ -224,7 +277,10 @@ def job_run_until(
     wishes: dict[int, int],
     sent: int | None,
 ) -> tuple[int, int]:
-    """Stop, or send the signal `sent` to itself, from the number of polls on that `wishes` has for this process."""
+    """Stop, or send the signal `sent` to itself, from a number of polls on.
+
+    `wishes` gives the number for this process.
+    """
     visits = itertools.count()
 
     def wish() -> bool:
@@ -242,9 +298,16 @@ def job_run_until(
 
 
 def job_run_and_leave(
-    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, visits: int
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    visits: int,
 ) -> tuple[str, int]:
-    """Leave the rendezvous at a poll, as the driver makes it; return the error of the run and the number of polls."""
+    """Leave the rendezvous at a poll, as the driver makes it.
+
+    Return the error of the run and the number of polls.
+    """
     polls = 0
 
     def poll() -> bool:
@@ -255,7 +318,14 @@ def job_run_and_leave(
         return False
 
     try:
-        compute(here, experts, request, policy, RunSlice(split=group_forward(here.groups)), should_stop=poll)
+        compute(
+            here,
+            experts,
+            request,
+            policy,
+            RunSlice(split=group_forward(here.groups)),
+            should_stop=poll,
+        )
     except ConnectionError as lost:
         return type(lost).__name__, polls
     raise AssertionError("the run did not end")
@@ -264,7 +334,7 @@ def job_run_and_leave(
 def job_count_votes(
     here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
 ) -> tuple[torch.Tensor, int, int]:
-    """Return the share of this process, its polls, and the decisions that the group took in between."""
+    """Return the share of this process, its polls, and the group's decisions in between."""
     polls, votes, decide = 0, 0, here.groups.any_wants
 
     def poll() -> bool:
@@ -288,35 +358,40 @@ def job_count_votes(
 def job_hold(
     here: SimpleNamespace, counting: str, dtype: torch.dtype, lanes: int, chunk_tokens: int | None
 ) -> tuple[int, int]:
-    """The most bytes that a forward pass holds at once here, by the `Alive` of that file; and the estimate of it."""
+    """The most bytes that a forward pass holds at once here, by the `Alive` of that file.
+
+    And the estimate of it.
+    """
     latent, text, width, ffn_dim = (5, 40, 56), 16, 512, 1382
     model = in_dtype(make_expert(TinyShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
     model = with_our_blocks(model, math=TorchMath(), chunk_tokens=chunk_tokens)
-    inputs = [Lane(latents=torch.zeros(1, 16, *latent), text=torch.zeros(1, text, 4096, dtype=dtype))] * lanes
+    inputs = [
+        Lane(latents=torch.zeros(1, 16, *latent), text=torch.zeros(1, text, 4096, dtype=dtype))
+    ] * lanes
     besides = [*model.parameters(), *model.buffers(), inputs[0].text]
-    models = SimpleNamespace(models=SimpleNamespace(bare={"high": model}), gate=None)
     with (
-        group_forward(here.groups).attached(models),
+        group_forward(here.groups).attached([model]),
         torch.no_grad(),
         here.load(counting).Alive(besides) as alive,
     ):
         forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
     mesh = here.groups.mesh
-    shape = schema.ExpertShape(width=width, ffn_width=ffn_dim)
+    shape = ExpertShape(width=width, ffn_width=ffn_dim)
     estimate = shape.working_bytes(
-        5 * 20 * 28,
-        lanes=lanes,
+        [5 * 20 * 28] * lanes,
         value_bytes=dtype.itemsize,
         chunk_tokens=chunk_tokens,
-        ring=mesh.ring,
-        ulysses=mesh.ulysses,
+        workers=mesh,
     )
     # The estimate counts texts of 512 tokens, and those of the other expert too.
     return alive.peak, estimate - (2 * lanes + 2) * 512 * width * dtype.itemsize
 
 
 def job_use_attention_with_lse(here: SimpleNamespace) -> None:
-    """Attention on a CPU that a ring can put together: diffusers' own gives no log-sum-exp there."""
+    """Attention on a CPU that a ring can put together.
+
+    The attention of diffusers gives no log-sum-exp there.
+    """
     registry = attention_dispatch._AttentionBackendRegistry
     name = attention_dispatch.AttentionBackendName._NATIVE_FLASH
     registry.register(name, constraints=[], supports_context_parallel=True)(attention_with_lse)
@@ -324,7 +399,9 @@ def job_use_attention_with_lse(here: SimpleNamespace) -> None:
 
 
 def job_use_own_attention(here: SimpleNamespace) -> None:
-    attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
+    attention_dispatch._AttentionBackendRegistry.set_active_backend(
+        attention_dispatch.AttentionBackendName.NATIVE
+    )
 
 
 def job_offer_int8_attention(here: SimpleNamespace, offered: bool) -> None:
@@ -372,7 +449,9 @@ def attention_with_lse(
     )
 
 
-def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the log-sum-exp [B, S, heads] of its scores."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) / query.shape[-1] ** 0.5
     lse = scores.logsumexp(-1)
@@ -383,11 +462,11 @@ def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 def job_attach_and_detach(
     here: SimpleNamespace, experts: ExpertsRef, policy: OffloadPolicy
 ) -> tuple[list[str], list[str]]:
-    """Return the attributes of the models that differ during context parallelism, and afterwards."""
+    """Return the attributes of the models that differ in context parallelism, and afterwards."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     engine = here.experts.get(experts).engine(policy, torch.device("cpu"))
     before = everything_of(engine)
-    with group_forward(here.groups).attached(engine):
+    with group_forward(here.groups).attached(engine.models.bare.values()):
         inside = everything_of(engine)
     after = everything_of(engine)
     return differing(before, inside), differing(before, after)
@@ -395,8 +474,13 @@ def job_attach_and_detach(
 
 def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
     """Return the instance attributes of every module, and the settings of the blocks."""
-    modules = {f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()}
-    return {name: shallow(vars(each)) for name, each in {**modules, "settings": engine.models.settings}.items()}
+    modules = {
+        f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()
+    }
+    return {
+        name: shallow(vars(each))
+        for name, each in {**modules, "settings": engine.models.settings}.items()
+    }
 
 
 def shallow(own: dict[str, Any]) -> dict[str, Any]:

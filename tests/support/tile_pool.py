@@ -1,4 +1,7 @@
-"""Workers on threads of this process that decode tiles; each may be delayed or fail before a tile."""
+"""Workers on threads of this process that decode tiles.
+
+Each may be delayed or fail before a tile.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from wanstream.distributed.messages import DecodeTask, RunTask, TaskResult, WorkerFacts
 from wanstream.distributed.transport.pool import OnReport
 from wanstream.distributed.worker.worker import TileDecoder, Worker
-from wanstream.schema import PathMap
+from wanstream.schema.refs import PathMap
 
 FACTS = Worker("cpu")
 Before = Callable[["ThreadWorker", DecodeTask], None]
@@ -54,7 +57,9 @@ class ThreadWorker:
 
     def _facts(self, paths: Sequence[str], maps: Sequence[PathMap]) -> WorkerFacts:
         facts = FACTS.facts(paths, maps)
-        return replace(facts, node=f"node-{self.rank}", sizes={**facts.sizes, **dict.fromkeys(self.missing)})
+        return replace(
+            facts, node=f"node-{self.rank}", sizes={**facts.sizes, **dict.fromkeys(self.missing)}
+        )
 
     def _decode(self, task: DecodeTask) -> torch.Tensor:
         self._before(self, task)

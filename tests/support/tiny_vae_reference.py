@@ -1,4 +1,7 @@
-"""Definition of a tiny VAE's decoder in float64: whole videos, layer by layer, in the order of the published files."""
+"""Definition of a tiny VAE's decoder in float64.
+
+It decodes whole videos, layer by layer, in the order of the published files.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from torch.nn.functional import conv2d
 
 
 def reference_frames(tensors: Mapping[str, torch.Tensor], latents: torch.Tensor) -> torch.Tensor:
-    """Decode latents [C, T, h, w], in the scale that the tensors were trained on, to [4T - 3, H, W, 3] in 0..1.
+    """Decode latents [C, T, h, w] to frames [4T - 3, H, W, 3] in 0..1.
 
-    Layers are numbered as in the files: 1 first convolution, 3 to 5 memory blocks, 6 doubling, 7 growth in time,
-    8 convolution, and so on to 22; 0, 2 and 21 have no tensors.
+    The latents are in the scale that the tensors were trained on.
+
+    Layers are numbered as in the files: 1 first convolution, 3 to 5 memory blocks, 6 doubling, 7
+    growth in time, 8 convolution, and so on to 22; 0, 2 and 21 have no tensors.
     """
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = latents.double().permute(1, 0, 2, 3)
@@ -38,16 +43,28 @@ def reference_frames(tensors: Mapping[str, torch.Tensor], latents: torch.Tensor)
 
 
 def _memory_block(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    y = torch.stack([torch.cat([x[at], x[at - 1] if at else torch.zeros_like(x[at])]) for at in range(len(x))])
+    y = torch.stack(
+        [torch.cat([x[at], x[at - 1] if at else torch.zeros_like(x[at])]) for at in range(len(x))]
+    )
     for layer in (0, 2, 4):
-        y = conv2d(y, weights[f"{name}.conv.{layer}.weight"], weights[f"{name}.conv.{layer}.bias"], padding=1)
+        y = conv2d(
+            y,
+            weights[f"{name}.conv.{layer}.weight"],
+            weights[f"{name}.conv.{layer}.bias"],
+            padding=1,
+        )
         if layer < 4:
             y = y.clamp(min=0)
     return (y + x).clamp(min=0)
 
 
 def _grow(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return each frame's new frames, in order: the first frame has the first `width` outputs of the 1x1 matrix."""
+    """Return each frame's new frames, in order.
+
+    The first frame has the first `width` outputs of the 1x1 matrix.
+    """
     width = x.shape[1]
     matrices = weight[:, :, 0, 0].split(width)
-    return torch.stack([torch.einsum("oc,chw->ohw", matrix, frame) for frame in x for matrix in matrices])
+    return torch.stack(
+        [torch.einsum("oc,chw->ohw", matrix, frame) for frame in x for matrix in matrices]
+    )

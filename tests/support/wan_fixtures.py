@@ -14,8 +14,9 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
+from wanstream import block_kernels
 from wanstream.testing.experts import make_lora
-from wanstream.wan import ExpertEngine, Lane, kernels
+from wanstream.wan import ExpertEngine, Lane
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 
 Tensors = dict[str, torch.Tensor]
@@ -35,7 +36,11 @@ class Style:
     dot: str = "."
 
     def layer(self, name: str) -> str:
-        spelt = native_transformer_name(f"{name}.weight").removesuffix(".weight") if self.native else name
+        spelt = (
+            native_transformer_name(f"{name}.weight").removesuffix(".weight")
+            if self.native
+            else name
+        )
         return self.prefix + spelt.replace(".", self.dot)
 
 
@@ -61,14 +66,19 @@ STYLES = {
     "OneTrainer": Style(prefix="lora_transformer_", native=False, dot="_"),
     "lycoris": Style(prefix="lycoris_", native=False, dot="_"),
     "old diffusers": Style(prefix="", down=".lora.down.weight", up=".lora.up.weight", native=False),
-    "older diffusers": Style(prefix="", down="_lora.down.weight", up="_lora.up.weight", native=False),
+    "older diffusers": Style(
+        prefix="", down="_lora.down.weight", up="_lora.up.weight", native=False
+    ),
     "linear layer": Style(down=".lora_linear_layer.down.weight", up=".lora_linear_layer.up.weight"),
     "bare factors": Style(down=".lora_A", up=".lora_B"),
 }
 
 
 def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
-    """Return a lightning LoRA with the keys of another style; alpha / rank is a power of two, so values are exact."""
+    """Return a lightning LoRA with the keys of another style.
+
+    Alpha / rank is a power of two, so values are exact.
+    """
     names = {Style().layer(name): name for name in _layers(lora)}
     tensors: Tensors = {}
     for key, tensor in lora.items():
@@ -88,7 +98,11 @@ def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
 def _layers(lora: Tensors) -> list[str]:
     blocks = sorted({key.split(".")[2] for key in lora})
     attention = [f"attn{n}.{p}" for n in (1, 2) for p in ("to_q", "to_k", "to_v", "to_out.0")]
-    return [f"blocks.{block}.{layer}" for block in blocks for layer in (*attention, "ffn.net.0.proj", "ffn.net.2")]
+    return [
+        f"blocks.{block}.{layer}"
+        for block in blocks
+        for layer in (*attention, "ffn.net.0.proj", "ffn.net.2")
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -96,13 +110,16 @@ def lane() -> Lane:
     """A T2V lane of 2 x 2 x 3 patches and 5 tokens."""
     generator = torch.Generator().manual_seed(0)
     return Lane(
-        latents=torch.randn(1, 16, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
+        latents=torch.randn(1, 16, 2, 4, 6, generator=generator),
+        text=torch.randn(1, 5, 4096, generator=generator),
     )
 
 
 @pytest.fixture
 def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply bf16 without oneDNN, whose kernels depend on the number of rows, most of all on a processor with AMX.
+    """Multiply bf16 without oneDNN, whose kernels depend on the number of rows.
+
+    They do so most of all on a processor with AMX.
 
     With them the last bits of a chunk differ from those of all tokens at once.
     """
@@ -117,13 +134,22 @@ def style(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def lightning(make_tiny_expert: Callable[..., WanTransformer3DModel]) -> Callable[..., Tensors]:
-    """`lightning(seed=0, **shape)`: the tensors of a lightning LoRA for a tiny expert, fp32, rank 4, alpha 2."""
-    return lambda *, seed=0, **shape: make_lora(make_tiny_expert(**shape), seed=seed, rank=RANK, alpha=ALPHA)
+    """`lightning(seed=0, **shape)`: the tensors of a lightning LoRA for a tiny expert.
+
+    They are in fp32, with rank 4 and alpha 2.
+    """
+    return lambda *, seed=0, **shape: make_lora(
+        make_tiny_expert(**shape), seed=seed, rank=RANK, alpha=ALPHA
+    )
 
 
 @pytest.fixture
 def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[..., Path]:
-    """`lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)`: the path of a new LoRA file."""
+    """Return a function that writes a LoRA file and returns the path.
+
+    `lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)` is the
+    call.
+    """
     count = iter(range(1000))
 
     def write(
@@ -135,9 +161,15 @@ def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[...
         metadata: Mapping[str, str] | None = None,
     ) -> Path:
         path = tmp_path / f"lora_{next(count)}.safetensors"
-        tensors = spelt(lightning(seed=seed), STYLES[style], biases=biases) if tensors is None else tensors
+        tensors = (
+            spelt(lightning(seed=seed), STYLES[style], biases=biases)
+            if tensors is None
+            else tensors
+        )
         save_file(
-            {key: tensor.contiguous() for key, tensor in tensors.items()}, path, dict(metadata or {"format": "pt"})
+            {key: tensor.contiguous() for key, tensor in tensors.items()},
+            path,
+            dict(metadata or {"format": "pt"}),
         )
         return path
 
@@ -145,7 +177,10 @@ def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[...
 
 
 def wait_for_embedders(engine: ExpertEngine) -> int:
-    """Wait for the submitted reads and return the bytes of RAM of embedder weights that are read and not used yet."""
+    """Wait for the submitted reads and return the RAM bytes of embedder weights.
+
+    The weights are read and not used yet.
+    """
     models = engine.models
     models._reader.submit(int).result()
     reads = [read for (_, part), read in models._reads.items() if part is not None]
@@ -156,7 +191,7 @@ def wait_for_embedders(engine: ExpertEngine) -> int:
 def triton_math() -> Iterator[ModuleType]:
     """The module of Triton's set, with kernels for its interpreter."""
     pytest.importorskip("triton")
-    folder, package = Path(kernels.__file__).parent, "wanstream.wan.kernels"
+    folder, package = Path(block_kernels.__file__).parent, "wanstream.block_kernels"
     own = ("triton_rows", "triton_math")
 
     def imported() -> list[str]:
@@ -166,10 +201,14 @@ def triton_math() -> Iterator[ModuleType]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in imported():  # functions of Triton's language are made for the interpreter when they are imported
+        for name in (
+            imported()
+        ):  # functions of Triton's language are made for the interpreter when they are imported
             patch.delitem(sys.modules, name)
         for name in own:
-            spec = importlib.util.spec_from_file_location(f"{package}.{name}", folder / f"{name}.py")
+            spec = importlib.util.spec_from_file_location(
+                f"{package}.{name}", folder / f"{name}.py"
+            )
             assert spec is not None
             assert spec.loader is not None
             patch.setitem(sys.modules, f"{package}.{name}", importlib.util.module_from_spec(spec))

@@ -1,24 +1,23 @@
 """Checkpoint files and the tensors in their headers.
 
-A checkpoint is one safetensors or GGUF file, or a diffusers transformer folder with one file or with shards and an
-index. Only headers are read.
+A checkpoint is one safetensors or GGUF file, or a diffusers transformer folder with one file or
+with shards and an index. Only headers are read.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ...offload import (
+from ...offload.formats import (
     CheckpointFileError,
     FileHeader,
     FileTensor,
     FileVersion,
-    file_version,
     read_gguf_header,
     read_header,
 )
@@ -43,35 +42,45 @@ class CheckpointError(CheckpointFileError):
 
 
 def model_version(*paths: Path) -> ModelVersion:
-    """Return the version of models: single files, or folders with files and with folders of files."""
-    found = [file for path in paths for file in ([path] if path.is_file() else sorted(_files_below(path)))]
-    return tuple((str(file), file_version(file.stat())) for file in found)
+    """Return a version for models: files, folders with files, or folders with folders of files."""
+    found: list[Path] = []
+    for path in paths:
+        below = (each for pattern in ("*", "*/*") for each in path.glob(pattern) if each.is_file())
+        found += [path] if path.is_file() else sorted(below)
+    return tuple((str(file), FileVersion.of(file.stat())) for file in found)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    return (file for pattern in ("*", "*/*") for file in folder.glob(pattern) if file.is_file())
+def are_current(opened: Iterable[tuple[Path, FileVersion | None]]) -> bool:
+    """Return True if these files still have these versions."""
+    return all(
+        path.is_file() and FileVersion.of(path.stat()) == version for path, version in opened
+    )
 
 
 def read_checkpoint(path: Path, *, weights: str = WEIGHTS) -> FileHeader:
-    """Read the headers of the file `path`, or, in a folder, of the file `weights`, the only variant, or indexed shards.
+    """Read the headers of the file `path`, or those of the weights in a folder.
 
-    Shards are returned as one header for the folder.
+    A folder has the file `weights`, only one variant, or indexed shards. Shards are returned as one
+    folder header.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
+        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor
+            GGUF.
         CheckpointError: the folder has no weights, or its index does not match its shards.
     """
-    if not path.is_dir():
-        return _read_file(path)
-    found = _weights_of(path, weights)
-    return _read_shards(path, found) if found.endswith(".json") else _read_file(path / found)
+    if path.is_dir():
+        found = _weights_of(path, weights)
+        if found.endswith(".json"):
+            return _read_shards(path, found)
+        path = path / found
+    return (read_gguf_header if is_gguf(path) else read_header)(path)
 
 
 def _weights_of(folder: Path, weights: str) -> str:
-    """Return the name of the index or of the only weights file in a folder.
+    """Return the name of a folder's index or only weights file.
 
-    Without an expected name, it is the only variant: diffusers puts the variant's name before the last suffix
-    (`diffusion_pytorch_model.fp16.safetensors`, `...safetensors.index.fp16.json`).
+    Without an expected name, it is the only variant. diffusers puts the variant's name before the
+    last suffix (`diffusion_pytorch_model.fp16.safetensors`, `...safetensors.index.fp16.json`).
     """
     index = f"{weights}.index.json"
     for name in (index, weights):
@@ -81,31 +90,42 @@ def _weights_of(folder: Path, weights: str) -> str:
     indexes = [name for name in names if name.endswith(".json") and ".safetensors.index" in name]
     files = [name for name in names if name.endswith(SUFFIX) and _SHARD.search(name) is None]
     found = indexes or files
+    shards = [name for name in names if name.endswith(SUFFIX)]
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if (folder / "transformer").is_dir():
-        raise CheckpointError(
-            folder, "is a pipeline folder: give it alone, or give its transformer and transformer_2 folders"
-        )
+        reason = "is a pipeline folder: give it alone, or give its transformer and transformer_2 "
+        raise CheckpointError(folder, f"{reason}folders")
     if len(found) == 1:
         return found[0]
     if found:
-        raise CheckpointError(folder, f"holds {' and '.join(found)}: rename the one to use to {weights}")
-    if any(name.endswith(SUFFIX) for name in names):
-        shards = [name for name in names if name.endswith(SUFFIX)]
-        raise CheckpointError(
-            folder, f"holds {shards[0]}, one of {len(shards)} shards, and their index {index} is missing: download it"
+        reason = f"holds {' and '.join(found)}: rename the one to use to {weights}"
+    elif shards:
+        reason = (
+            f"holds {shards[0]}, one of {len(shards)} shards, and their index {index} is missing: "
+            "download it"
         )
-    raise CheckpointError(folder, _missing_weights_message(folder, f"neither {weights} nor {index}"))
+    elif pickles:
+        found_first = f"holds pickles ({pickles[0]})"
+        reason = f"{found_first}, which are never read: convert them to safetensors"
+    else:
+        reason = f"holds neither {weights} nor {index}"
+    raise CheckpointError(folder, reason)
 
 
-def json_object(path: Path, text: str | bytes, found: str = "", *, remedy: str = "") -> dict[str, Any]:
-    """Return the JSON object `text` in the file `path`. In messages, `found` precedes and `remedy` follows the fault.
+def json_object(
+    path: Path, text: str | bytes, found: str = "", *, remedy: str = ""
+) -> dict[str, Any]:
+    """Return the JSON object `text` in the file `path`.
+
+    In messages, `found` precedes and `remedy` follows the fault.
 
     Raises:
         CheckpointError: the text is not JSON, or not an object.
     """
     try:
         parsed = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as err:  # TypeError: a header may hold other values than texts
+    # TypeError: a header may hold values other than text.
+    except (TypeError, ValueError, RecursionError) as err:
         raise CheckpointError(path, f"{found}is not JSON: {err}{remedy}") from err
     if not isinstance(parsed, dict):
         raise CheckpointError(path, f"{found}is not a JSON object{remedy}")
@@ -117,16 +137,14 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == GGUF
 
 
-def _read_file(path: Path) -> FileHeader:
-    return read_gguf_header(path) if is_gguf(path) else read_header(path)
-
-
 def _read_shards(folder: Path, index_name: str) -> FileHeader:
     index = _read_index(folder / index_name)
     headers: list[FileHeader] = []
     for shard in sorted(set(index.values())):
         if not (folder / shard).is_file():
-            raise CheckpointError(folder / shard, f"this shard is missing, but {index_name} names it")
+            raise CheckpointError(
+                folder / shard, f"this shard is missing, but {index_name} names it"
+            )
         headers.append(read_header(folder / shard))
     places = _as_in_shards(index, [key for header in headers for key in header.tensors])
     tensors: dict[str, FileTensor] = {}
@@ -135,11 +153,15 @@ def _read_shards(folder: Path, index_name: str) -> FileHeader:
         metadata |= header.metadata
         for key, tensor in header.tensors.items():
             if places.get(key) != header.path.name:
-                raise CheckpointError(header.path, f"holds {key}, which {index_name} places in {places.get(key)}")
+                raise CheckpointError(
+                    header.path, f"holds {key}, which {index_name} places in {places.get(key)}"
+                )
             tensors[key] = tensor
     lost = sorted(places.keys() - tensors.keys())
     if lost:
-        raise CheckpointError(folder / places[lost[0]], f"does not hold {lost[0]}, which {index_name} places there")
+        raise CheckpointError(
+            folder / places[lost[0]], f"does not hold {lost[0]}, which {index_name} places there"
+        )
     return FileHeader(path=folder, tensors=tensors, metadata=metadata)
 
 
@@ -151,12 +173,14 @@ def _read_index(path: Path) -> dict[str, str]:
     for shard in shards.values():
         # An index must not name files outside the folder.
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(path, f"names the shard {shard!r}; a shard is a file in the same folder")
+            raise CheckpointError(
+                path, f"names the shard {shard!r}; a shard is a file in the same folder"
+            )
     return shards
 
 
 def _as_in_shards(index: Mapping[str, str], keys: Collection[str]) -> Mapping[str, str]:
-    """Return the index with the shard keys, if a prefix is the difference: a tool has changed one of both."""
+    """Return the index with shard keys if only a prefix differs: a tool changed one, not both."""
     key = next((key for key in keys if key not in index), None)
     if key is None:
         return index
@@ -170,13 +194,6 @@ def _as_in_shards(index: Mapping[str, str], keys: Collection[str]) -> Mapping[st
 
 
 def _shared_parts(first: str, second: str) -> int:
-    """Return the number of equal last parts in two keys."""
+    """Return the number of equal parts at the end of two keys."""
     pairs = zip(reversed(first.split(".")), reversed(second.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _missing_weights_message(folder: Path, missing: str) -> str:
-    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-    if pickles:
-        return f"holds pickles ({pickles[0]}), which are never read: convert them to safetensors"
-    return f"holds {missing}"

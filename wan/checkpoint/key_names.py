@@ -1,4 +1,4 @@
-"""Conversion between checkpoint keys and parameter names of diffusers' WanTransformer3DModel."""
+"""Conversion between checkpoint keys and parameter names in diffusers' WanTransformer3DModel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NATIVE_MARK = "time_embedding."
 
 
 def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
-    """Return the parameter name of every key: native (ComfyUI, original) keys are renamed, diffusers' are unchanged.
+    """Return every key's parameter name: native (ComfyUI, original) renamed, diffusers' unchanged.
 
     Raises:
-        CheckpointError: the keys are neither native nor diffusers', or two of them name the same parameter.
+        CheckpointError: the keys are neither native nor diffusers', or two name the same parameter.
     """
     keys = list(keys)
     if any(key.startswith(DIFFUSERS_MARK) for key in keys):
@@ -24,12 +24,17 @@ def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
     if not any(key.startswith(NATIVE_MARK) for key in keys):
         if any(map(_BLOCK_NAME.match, keys)):
             lacking = f"the blocks of a model and no {NATIVE_MARK} or {DIFFUSERS_MARK}"
-            raise CheckpointError(path, f"is a part of a Wan transformer: it holds {lacking}: use the whole file")
-        found = f"{len(keys)} tensors, {keys[0]} first" if keys else "no tensors"
+            raise CheckpointError(
+                path, f"is a part of a Wan transformer: it holds {lacking}: use the whole file"
+            )
+        found = "no tensors"
+        if keys:
+            found = f"{len(keys)} tensors, {keys[0]} first"
         raise CheckpointError(path, f"is not a Wan transformer: it holds {found}")
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-    # The converter moves values between keys without reading them, so that the keys themselves can be the values.
+    # The converter moves values between keys without reading them, so the keys themselves can be
+    # the values.
     renamed = convert_wan_transformer_to_diffusers({key: key for key in keys})
     names = {key: name for name, key in renamed.items()}
     for key in keys:
@@ -39,15 +44,18 @@ def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
 
 
 def both_names(name: str) -> str:
-    """Return the diffusers name of a parameter with its native name, for messages."""
+    """Return a parameter's diffusers name with its native name, for messages."""
     native = native_transformer_name(name)
-    return name if native == name else f"{name} (natively {native})"
+    if native == name:
+        return name
+    return f"{name} (natively {native})"
 
 
-# Native names of modules and bare parameters by their diffusers names: outside the blocks (OUTER), in a block (BLOCK).
+# Native names of modules and bare parameters by diffusers name: outside the blocks (OUTER), in a
+# block (BLOCK).
 OUTER = {
     "patch_embedding": "patch_embedding",
-    # Of Fun Control; diffusers' model has no such layer.
+    # Fun Control only. diffusers' model has no such layer.
     "ref_conv": "ref_conv",
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
@@ -62,7 +70,8 @@ OUTER = {
     "proj_out": "head.head",
 }
 
-_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
+_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+_ATTENTION |= {name: name for name in ("norm_q", "norm_k")}
 
 BLOCK = {
     **{f"attn1.{name}": f"self_attn.{native}" for name, native in _ATTENTION.items()},
@@ -82,15 +91,22 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def native_transformer_name(name: str) -> str:
-    """Return the native name of a parameter of a `WanTransformer3DModel` of Wan2.1 or Wan2.2.
+    """Return the native name of a Wan2.1 or Wan2.2 `WanTransformer3DModel` parameter.
 
     Raises:
-        ValueError: the model has no parameter of this name.
+        ValueError: the model has no parameter with this name.
     """
-    in_block = _BLOCK_NAME.fullmatch(name)
-    prefix, table, local = (f"blocks.{in_block[1]}.", BLOCK, in_block[2]) if in_block else ("", OUTER, name)
+    prefix = ""
+    table = OUTER
+    local = name
+    if in_block := _BLOCK_NAME.fullmatch(name):
+        prefix = f"blocks.{in_block[1]}."
+        table = BLOCK
+        local = in_block[2]
     # A bare parameter has no leaf.
-    module, dot, leaf = local.rpartition(".") if local.endswith((".weight", ".bias")) else (local, "", "")
+    module, _, leaf = local.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        module = local
     if module not in table:
         raise ValueError(f"{name!r} is not a parameter of a Wan2.1 or Wan2.2 A14B transformer")
-    return f"{prefix}{table[module]}{dot}{leaf}"
+    return f"{prefix}{table[module]}{local.removeprefix(module)}"

@@ -1,4 +1,4 @@
-"""Quantised layer markers: a JSON text in a tensor next to the layer, or in the header for all layers."""
+"""Markers of quantised layers: JSON in a tensor next to the layer, or in the header for all."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ def marker_settings(path: Path, key: str, text: bytes) -> dict[str, Any]:
         CheckpointError: the bytes are something else. The message has the marker name.
     """
     bare = text.rstrip(b"\0").decode(errors="replace").strip()
+    # Digits and `null` are JSON values, not format names.
     if _NAME.fullmatch(bare) and not bare.isdigit() and bare != "null":
         return {"format": bare}
     try:
         named = json.loads(bare)
     except (ValueError, RecursionError):
         named = None
-    return {"format": named} if isinstance(named, str) else json_object(path, bare, f"{key} ", remedy=REMEDY)
+    if isinstance(named, str):
+        return {"format": named}
+    return json_object(path, bare, f"{key} ", remedy=REMEDY)
 
 
 def header_settings(path: Path, text: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of each layer in the header's `_quantization_metadata`, under the names there.
+    """Return layer settings from `_quantization_metadata` in the header, by the names there.
 
     Raises:
-        CheckpointError: the text has no layers, or the settings of one are neither an object nor a format name.
+        CheckpointError: the text has no layers, or some layer settings are neither an object nor a
+            format name.
     """
     layers = json_object(path, text, f"{METADATA_MARKER} ", remedy=REMEDY).get("layers")
     if not isinstance(layers, dict):
@@ -48,14 +52,18 @@ def header_settings(path: Path, text: str) -> dict[str, dict[str, Any]]:
         if not isinstance(settings, dict | str):
             found = f"{METADATA_MARKER} has {settings!r} for the layer {name}"
             raise CheckpointError(path, f"{found}, not an object or the name of a format{REMEDY}")
-    return {name: {"format": each} if isinstance(each, str) else each for name, each in layers.items()}
+    return {
+        name: {"format": each} if isinstance(each, str) else each for name, each in layers.items()
+    }
 
 
 REMEDY = ": download the file again, or use another one"
 
 
 def own_layers(names: Collection[str], keys: Container[str]) -> dict[str, str]:
-    """Return the header name of each layer with a weight in `keys`. Other names belong to other models.
+    """Return the header name of each layer with a weight in `keys`.
+
+    Other names belong to other models.
 
     The header names may have another prefix than the file keys.
     """

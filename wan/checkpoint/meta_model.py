@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...offload import streamed_names
-from ...schema import HEAD_DIM
-from ..transformer.block import BlockSettings, replace_blocks
-from ..transformer.token_parts import AxisTables
+from ...offload.formats import FileTensor, decode_tensor, streamed_names
+from ...shapes import HEAD_DIM
 from .detect import Shape, WanConfig
 
 if TYPE_CHECKING:
@@ -33,9 +30,10 @@ PARTS: tuple[EmbedderPart, ...] = ("time", "text")
 
 
 class NoInitialValues(TorchFunctionMode):
-    """Function mode that skips `torch.nn.init`, for modules that are built on meta.
+    """Function mode that skips `torch.nn.init`, for modules built on meta.
 
-    Initial values have no effect on meta, but their computation takes three quarters of the build time.
+    Initial values have no effect on meta, but computing them takes three quarters of the build
+    time.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,30 +43,39 @@ class NoInitialValues(TorchFunctionMode):
         return func(*args, **given)
 
 
-def build_model(config: WanConfig, compute_dtype: torch.dtype, settings: BlockSettings) -> WanTransformer3DModel:
-    """Return the model in eval mode with all parameters on meta, a `CachedEmbedder`, and blocks with these settings.
+def model_on_meta(config: WanConfig) -> WanTransformer3DModel:
+    """Return diffusers' model with all parameters on meta."""
+    from diffusers import WanTransformer3DModel
 
-    The position tables (RoPE) are real tensors because no file contains them.
-    """
-    from ..experts.embedders import CachedEmbedder
-
-    model = _on_meta(config)
     with torch.device("meta"), NoInitialValues():
-        model.condition_embedder = CachedEmbedder(config, compute_dtype)
-    replace_blocks(model, settings)
-    # A copy for each model, because `.to(device)` moves the buffers of a module in place.
-    model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
-    model.axis_tables = AxisTables()
-    return model.eval().requires_grad_(False)
+        model = WanTransformer3DModel(**config.model_arguments())
+        if config.reference_channels is not None:
+            patch = config.patch_size[1:]
+            model.ref_conv = nn.Conv2d(
+                config.reference_channels, config.width, kernel_size=patch, stride=patch
+            )
+        return model
+
+
+@functools.cache
+def position_tables(patch_size: tuple[int, int, int], positions: int) -> WanRotaryPosEmbed:
+    """Return the RoPE tables for every position, cached because both experts have the same ones."""
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+    return WanRotaryPosEmbed(HEAD_DIM, patch_size, positions)
 
 
 @functools.cache
 def parameter_shapes(config: WanConfig) -> Mapping[str, Shape]:
-    """Return the name and shape of every parameter of the model that `config` describes."""
+    """Return the name and shape of every parameter in a `config` model."""
     # Build one block and repeat its shapes, because all blocks are equal.
-    one_block = _on_meta(replace(config, num_layers=1))
+    one_block = model_on_meta(replace(config, num_layers=1))
     shapes = {name: tuple(parameter.shape) for name, parameter in one_block.named_parameters()}
-    block = {name.removeprefix(FIRST_BLOCK): shapes.pop(name) for name in list(shapes) if name.startswith(FIRST_BLOCK)}
+    block = {
+        name.removeprefix(FIRST_BLOCK): shapes.pop(name)
+        for name in list(shapes)
+        if name.startswith(FIRST_BLOCK)
+    }
     for index in range(config.num_layers):
         shapes |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
     return MappingProxyType(shapes)
@@ -76,32 +83,41 @@ def parameter_shapes(config: WanConfig) -> Mapping[str, Shape]:
 
 @functools.cache
 def block_streams(config: WanConfig) -> tuple[str, ...]:
-    """Return the names, within a block, of the parameters that stream."""
-    return streamed_names(_on_meta(replace(config, num_layers=1)).blocks[0])
+    """Return the names of streamed parameters within a block."""
+    return streamed_names(model_on_meta(replace(config, num_layers=1)).blocks[0])
 
 
 @functools.cache
 def streamed_parameters(config: WanConfig) -> frozenset[str]:
-    """Return the full names of all parameters that stream."""
-    return frozenset(f"blocks.{index}.{name}" for index in range(config.num_layers) for name in block_streams(config))
+    """Return the full names of all streamed parameters."""
+    return frozenset(
+        f"blocks.{index}.{name}"
+        for index in range(config.num_layers)
+        for name in block_streams(config)
+    )
 
 
 @functools.cache
 def table_bytes(config: WanConfig) -> int:
-    """Return the bytes of the position tables of one model."""
-    positions = _on_meta(replace(config, num_layers=1)).config.rope_max_seq_len
-    return sum(table.nbytes for table in _position_tables(config.patch_size, positions).buffers())
+    """Return the size of one model's position tables, in bytes."""
+    positions = model_on_meta(replace(config, num_layers=1)).config.rope_max_seq_len
+    return sum(table.nbytes for table in position_tables(config.patch_size, positions).buffers())
 
 
 def embedder_part(parameter: str) -> EmbedderPart | None:
-    """Return the embedder part of a model parameter; None for other parameters, those of the image branch included."""
+    """Return the embedder part of a model parameter.
+
+    None for other parameters, including the image branch.
+    """
     if not parameter.startswith(EMBEDDER) or parameter.startswith(f"{EMBEDDER}image_embedder."):
         return None
-    return "text" if parameter.startswith(f"{EMBEDDER}text_embedder.") else "time"
+    if parameter.startswith(f"{EMBEDDER}text_embedder."):
+        return "text"
+    return "time"
 
 
 def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a parameter: fp32 if diffusers always keeps it in fp32, else `compute_dtype`."""
+    """Return a parameter's dtype: fp32 if diffusers always keeps it so, else `compute_dtype`."""
     from diffusers import WanTransformer3DModel
 
     in_fp32 = set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules)
@@ -110,37 +126,37 @@ def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
 
 def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Replace parameters by these tensors, by full name."""
-    # A new parameter is registered because assigning to `.data` of a meta parameter raises an error.
+    # Register a new parameter because assigning to `.data` of a meta parameter raises an error.
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        model.get_submodule(module).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+        model.get_submodule(module).register_parameter(
+            leaf, nn.Parameter(tensor, requires_grad=False)
+        )
+
+
+def decoded(
+    tensor: FileTensor, stored: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a tensor's values in `dtype`, on the device of `stored`.
+
+    Returns `stored` itself if it needs no decoding.
+    """
+    if tensor.packing is None and scale is None:
+        return stored.to(dtype)
+    values = torch.empty(tensor.shape, dtype=dtype, device=stored.device)
+    decode_tensor(stored, values, packing=tensor.packing, scale=scale)
+    return values
 
 
 @contextmanager
 def called_before(modules: Iterable[nn.Module], check: Callable[[], None]) -> Iterator[None]:
-    """Call `check` before each forward pass of these modules inside the `with`; it may raise to end the computation."""
+    """Call `check` before each forward pass of these modules inside the `with`.
+
+    An exception from it ends the computation.
+    """
     hooks = [module.register_forward_pre_hook(lambda *_: check()) for module in modules]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _on_meta(config: WanConfig) -> WanTransformer3DModel:
-    from diffusers import WanTransformer3DModel
-
-    with torch.device("meta"), NoInitialValues():
-        model = WanTransformer3DModel(**config.model_arguments())
-        if config.reference_channels is not None:
-            patch = config.patch_size[1:]
-            model.ref_conv = nn.Conv2d(config.reference_channels, config.width, kernel_size=patch, stride=patch)
-        return model
-
-
-@functools.cache
-def _position_tables(patch_size: tuple[int, int, int], positions: int) -> WanRotaryPosEmbed:
-    """Return the RoPE tables of every position; cached because both experts have the same ones."""
-    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-
-    return WanRotaryPosEmbed(HEAD_DIM, patch_size, positions)

@@ -1,4 +1,4 @@
-"""Writing of an expert with its block matrices in int8 ConvRot, as ComfyUI's single file."""
+"""Writer for an expert with block matrices in int8 ConvRot, as ComfyUI's single file."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-from ...offload import (
-    EightBit,
-    FileTensor,
-    NotFiniteError,
-    decode_tensor,
-    host_bytes,
-    quantise_rotated,
-    read_scales,
-    read_tensors,
-)
+from ...offload import host_bytes
+from ...offload.formats import EightBit, FileTensor, NotFiniteError, decode_tensor, quantise_rotated
+from ...offload.sources import read_scales, read_tensors
 from .files import CheckpointError
 from .key_names import native_transformer_name
 from .meta_model import streamed_parameters
@@ -29,7 +20,7 @@ from .open import Expert
 
 GROUP = 256
 ROW_BYTES = 2**26
-"""fp32 bytes that are rotated at once."""
+"""fp32 bytes to rotate at once."""
 
 NAMES = {
     torch.float32: "F32",
@@ -40,47 +31,41 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """One tensor of the new file."""
+def write_int8(
+    expert: Expert, path: Path, *, on_matrix: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """Write an expert to `path`: block matrices in int8 ConvRot with row scales, the rest as it is.
 
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def write_int8(expert: Expert, path: Path, *, on_matrix: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Write an expert to `path`: matrices of blocks in int8 ConvRot with a scale for each row, the rest as it is.
-
-    Matrices that are quantised in the expert's file are decoded first, and other tensors of that kind become bf16.
-    `path` is replaced when the whole file is written. One matrix is in RAM at a time: 0.9 GB for Wan2.2 A14B.
+    Matrices that are already quantised are decoded first. Other quantised tensors become bf16.
+    `path` is replaced once the whole file is written. RAM holds one matrix at a time: 0.9 GB for
+    Wan2.2 A14B.
 
     Args:
-        on_matrix: called with the number of matrices that are written, and that of all.
+        on_matrix: called with the numbers of written matrices and of all matrices.
 
     Raises:
-        CheckpointError: the matrices are in int8 already, or have columns that 256 does not divide; the disk is full.
+        CheckpointError: the matrices are in int8 already, their column count is not a multiple of
+            256, or the disk is full.
         OSError: a file cannot be read or written.
     """
     matrices = streamed_parameters(expert.config)
     for name in sorted(matrices):
         tensor = expert.weights[name]
         if isinstance(tensor.packing, EightBit) and tensor.packing.dtype == torch.int8:
-            raise CheckpointError(expert.path, f"{name} is in int8 already: another rounding would only lose precision")
+            reason = f"{name} is in int8 already: another rounding would only lose precision"
+            raise CheckpointError(expert.path, reason)
         if tensor.shape[1] % GROUP:
-            raise CheckpointError(
-                expert.path, f"{name} has {tensor.shape[1]} columns, which is no multiple of {GROUP}: leave it as it is"
-            )
-    entries = [entry for name in expert.weights for entry in _entries(name, expert.weights[name], name in matrices)]
-    free, needed = shutil.disk_usage(path.parent).free, sum(entry.nbytes for entry in entries)
+            reason = f"{name} has {tensor.shape[1]} columns, which is no multiple of {GROUP}"
+            raise CheckpointError(expert.path, f"{reason}: leave it as it is")
+    entries: dict[str, torch.Tensor] = {}
+    with torch.device("meta"):
+        for name, tensor in expert.weights.items():
+            entries |= _entries(name, tensor, name in matrices)
+    free = shutil.disk_usage(path.parent).free
+    needed = sum(entry.nbytes for entry in entries.values())
     if free < needed:
-        raise CheckpointError(
-            path, f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: choose another folder (--out)"
-        )
+        reason = f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there"
+        raise CheckpointError(path, f"{reason}: choose another folder (--out)")
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -88,7 +73,7 @@ def write_int8(expert: Expert, path: Path, *, on_matrix: Callable[[int, int], No
             done = 0
             for name, tensor in expert.weights.items():
                 for written in _tensors(expert, name, tensor, name in matrices):
-                    _write(file, written)
+                    file.write(host_bytes(written.contiguous()).data)
                 if name in matrices:
                     done += 1
                     on_matrix(done, len(matrices))
@@ -97,25 +82,33 @@ def write_int8(expert: Expert, path: Path, *, on_matrix: Callable[[int, int], No
         part.unlink(missing_ok=True)
 
 
-def _entries(name: str, tensor: FileTensor, quantised: bool) -> Iterator[_Entry]:
+def _entries(name: str, tensor: FileTensor, quantised: bool) -> dict[str, torch.Tensor]:
+    """Return a parameter's tensors in the new file by key, without values."""
     key = native_transformer_name(name)
     if not quantised:
-        yield _Entry(key=key, dtype=_kept_dtype(tensor), shape=tensor.shape)
-        return
+        is_kept = tensor.packing is None and tensor.dtype in NAMES
+        dtype = tensor.dtype if is_kept else torch.bfloat16
+        return {key: torch.empty(tensor.shape, dtype=dtype)}
     layer = key.removesuffix(".weight")
-    yield _Entry(key=key, dtype=torch.int8, shape=tensor.shape)
-    yield _Entry(key=f"{layer}.weight_scale", dtype=torch.float32, shape=(tensor.shape[0], 1))
-    yield _Entry(key=f"{layer}.comfy_quant", dtype=torch.uint8, shape=tuple(_marker().shape))
+    return {
+        key: torch.empty(tensor.shape, dtype=torch.int8),
+        f"{layer}.weight_scale": torch.empty(tensor.shape[0], 1),
+        f"{layer}.comfy_quant": _marker(),
+    }
 
 
-def _tensors(expert: Expert, name: str, tensor: FileTensor, quantised: bool) -> Iterator[torch.Tensor]:
-    """Yield the values of the entries of a parameter; the codes of a matrix in pieces of rows."""
-    stored, scales = read_tensors({name: tensor})[name], read_scales(_only(expert.scales, name))
+def _tensors(
+    expert: Expert, name: str, tensor: FileTensor, quantised: bool
+) -> Iterator[torch.Tensor]:
+    """Yield the values of a parameter's entries. The codes of a matrix come in pieces of rows."""
+    stored = read_tensors({name: tensor})[name]
+    scales = read_scales({key: scale for key, scale in expert.scales.items() if key == name})
     if not quantised and tensor.packing is None and name not in scales and tensor.dtype in NAMES:
         yield stored
         return
     values = torch.empty(tensor.shape, dtype=torch.float32 if quantised else torch.bfloat16)
     decode_tensor(stored, values, packing=tensor.packing, scale=scales.get(name))
+    # Not held while a matrix is quantised: RAM would hold it twice.
     del stored
     if not quantised:
         yield values
@@ -125,19 +118,13 @@ def _tensors(expert: Expert, name: str, tensor: FileTensor, quantised: bool) -> 
         try:
             codes, scale = quantise_rotated(rows, GROUP)
         except NotFiniteError as err:
-            raise CheckpointError(expert.path, f"{name} holds NaN or an infinity, so it cannot be quantised") from err
+            raise CheckpointError(
+                expert.path, f"{name} holds NaN or an infinity, so it cannot be quantised"
+            ) from err
         found.append(scale)
         yield codes
     yield torch.cat(found)
     yield _marker()
-
-
-def _only(scales: Mapping[str, FileTensor], name: str) -> dict[str, FileTensor]:
-    return {name: scales[name]} if name in scales else {}
-
-
-def _kept_dtype(tensor: FileTensor) -> torch.dtype:
-    return tensor.dtype if tensor.packing is None and tensor.dtype in NAMES else torch.bfloat16
 
 
 def _marker() -> torch.Tensor:
@@ -145,17 +132,18 @@ def _marker() -> torch.Tensor:
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
-def _header(entries: list[_Entry]) -> bytes:
-    """Return the header of a safetensors file, padded with spaces so that the data start at a multiple of 8."""
+def _header(entries: Mapping[str, torch.Tensor]) -> bytes:
+    """Return a safetensors header, padded with spaces so that data start at a multiple of 8."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for entry in entries:
-        start, end = end, end + entry.nbytes
-        described[entry.key] = {"dtype": NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+    for key, entry in entries.items():
+        start = end
+        end = end + entry.nbytes
+        described[key] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write(file: BinaryIO, tensor: torch.Tensor) -> None:
-    file.write(host_bytes(tensor.contiguous()).data)

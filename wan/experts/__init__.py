@@ -1,1 +1,1 @@
-"""Expert pairs and single models: opening, offload engine, embedders, registry."""
+"""Expert pairs and single models: opening, offload engine, registry, mismatches."""

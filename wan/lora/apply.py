@@ -1,26 +1,20 @@
-"""LoRA factors in host RAM and their patches for streamed and resident parameters."""
+"""LoRA stacks for an expert, LoRA factors in host RAM, and patches for parameters."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from ...offload import (
-    BlockPatch,
-    Hadamard,
-    Kronecker,
-    Product,
-    Rescaled,
-    WeightPatch,
-    read_tensors,
-    write_sum,
-)
-from ...plan import BlockKey
+from ...offload import BlockPatch, Hadamard, Kronecker, Product, Rescaled, WeightPatch, write_sum
+from ...offload.sources import read_tensors
+from ...plan.programs import BlockKey
+from ...schema import StepStrengths
 from ..checkpoint.detect import WanConfig
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.meta_model import block_streams, streamed_parameters
@@ -56,19 +50,22 @@ class LoraFactors:
     def keep_only(self, loras: Iterable[LoraFile]) -> None:
         """Release the tensors of all other files."""
         wanted = {lora.identity for lora in loras}
-        self._tensors = {identity: tensors for identity, tensors in self._tensors.items() if identity in wanted}
+        self._tensors = {
+            identity: tensors for identity, tensors in self._tensors.items() if identity in wanted
+        }
 
 
 def lora_host_bytes(stacks: Sequence[LoraStack], dtype: torch.dtype) -> int:
-    """Return the host memory for an expert's LoRAs: each file as stored, and each stack folded for the engine."""
-    files = {lora.identity: lora for stack in stacks for lora, _ in stack}.values()
+    """Return the host memory for an expert's LoRAs: stored files, stacks folded for the engine."""
+    loras = [lora for stack in stacks for lora, _ in stack]
+    files = {lora.identity: lora for lora in loras}.values()
     stored = sum(tensor.nbytes for lora in files for tensor in lora.tensors.values())
-    folded = sum(math.prod(tensor.shape) for stack in stacks for lora, _ in stack for tensor in lora.tensors.values())
+    folded = sum(math.prod(each.shape) for lora in loras for each in lora.tensors.values())
     return stored + folded * dtype.itemsize
 
 
 def block_factor_bytes(config: WanConfig, stack: LoraStack, dtype: torch.dtype) -> int:
-    """Return the folded factor bytes of the block with the most."""
+    """Return the size of the largest folded block factors, in bytes."""
 
     def values(block: int) -> int:
         names = {f"blocks.{block}.{name}" for name in block_streams(config)}
@@ -84,40 +81,34 @@ def block_factor_bytes(config: WanConfig, stack: LoraStack, dtype: torch.dtype) 
 
 
 def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> WeightPatch:
-    """Combine the changes of all LoRAs in `stack` to `parameter`. There must be at least one.
+    """Combine the changes by all LoRAs in `stack` to `parameter`. There must be at least one.
 
-    Low-rank products are concatenated along their rank, with strength and scale folded into `up`. Differences are
-    summed. `up` [rows, rank] and `full` (parameter shape) are fp32. `down` [rank, columns] is as stored, or fp32 if
-    there are several. Every DoRA starts from the unchanged parameter, so the LoRA order does not matter.
+    Low-rank products are concatenated along their rank, with strength and scale folded into `up`.
+    Differences are summed. `up` [rows, rank] and `full` (parameter shape) are fp32. `down` [rank,
+    columns] is as stored, or fp32 if there are several. Every DoRA starts from the unchanged
+    parameter, so the LoRA order does not matter.
     """
-    added: list[_Scaled] = []
+    added: list[tuple[Change, Tensors, float]] = []
     rescaled: list[Rescaled] = []
     for lora, strength in stack:
         for change in lora.changes.get(parameter, ()):
             tensors = factors.load(lora)
             if change.magnitude is None:
-                added.append(_Scaled(change, tensors, change.scale * strength))
+                added.append((change, tensors, change.scale * strength))
                 continue
             magnitude = tensors[change.magnitude].float()
             _, columns = change.shape(lora.tensors)
-            shape = (1, -1) if is_by_column(tuple(magnitude.shape), columns) else (-1, 1)
-            alone = _summed([_Scaled(change, tensors, change.scale)])
-            rescaled.append(Rescaled(change=alone, magnitude=magnitude.reshape(shape), strength=strength))
+            magnitude = magnitude.reshape(-1, 1)
+            if is_by_column(lora.tensors[change.magnitude].shape, columns):
+                magnitude = magnitude.T
+            alone = _summed([(change, tensors, change.scale)])
+            rescaled.append(Rescaled(change=alone, magnitude=magnitude, strength=strength))
     return replace(_summed(added), rescaled=tuple(rescaled))
 
 
-class _Scaled(NamedTuple):
-    """Change with tensors and factor."""
-
-    change: Change
-    tensors: Tensors
-    factor: float
-
-
-def _summed(changes: Sequence[_Scaled]) -> WeightPatch:
-    """Return the sum of changes, without their magnitudes."""
-    ups: list[torch.Tensor] = []
-    downs: list[torch.Tensor] = []
+def _summed(changes: Sequence[tuple[Change, Tensors, float]]) -> WeightPatch:
+    """Return a sum of changes with their factors, without magnitudes."""
+    products: list[Product] = []
     full: torch.Tensor | None = None
     kronecker: list[Kronecker] = []
     hadamard: list[Hadamard] = []
@@ -126,17 +117,15 @@ def _summed(changes: Sequence[_Scaled]) -> WeightPatch:
             kronecker.append(_kronecker(change, tensors, factor))
         elif change.kind == "hadamard":
             one, other = (_product(keys, tensors) for keys in (change.first, change.second))
-            hadamard.append(Hadamard(one=Product(up=_scaled(one.up, factor), down=one.down), other=other))
+            hadamard.append(Hadamard(one=_times(one, factor), other=other))
         elif len(change.first) > 1:
-            product = _product(change.first, tensors)
-            ups.append(_scaled(product.up, factor))
-            downs.append(product.down)
+            products.append(_times(_product(change.first, tensors), factor))
         else:
             scaled = _scaled(tensors[change.first[0]], factor)
             full = scaled if full is None else full.add_(scaled)
     return WeightPatch(
-        up=_concatenated(ups, dim=1),
-        down=_concatenated(downs, dim=0),
+        up=_concatenated([each.up for each in products], dim=1),
+        down=_concatenated([each.down for each in products], dim=0),
         full=full,
         kronecker=tuple(kronecker),
         hadamard=tuple(hadamard),
@@ -144,13 +133,16 @@ def _summed(changes: Sequence[_Scaled]) -> WeightPatch:
 
 
 def _kronecker(change: Change, tensors: Tensors, factor: float) -> Kronecker:
-    # Most trainers' files have few values in the first matrix. The second stays factors if the file has them.
-    first, second = (_product(keys, tensors) if len(keys) > 1 else None for keys in (change.first, change.second))
-    whole = tensors[change.first[0]] if first is None else first.up.float() @ first.down.float()
-    return Kronecker(
-        first=_scaled(whole, factor).flatten(1),
-        second=tensors[change.second[0]].flatten(1) if second is None else second,
-    )
+    # Most trainers' files have few values in the first matrix. The second stays factors if the file
+    # has them.
+    first = tensors[change.first[0]]
+    if len(change.first) > 1:
+        product = _product(change.first, tensors)
+        first = product.up.float() @ product.down.float()
+    second: torch.Tensor | Product = tensors[change.second[0]].flatten(1)
+    if len(change.second) > 1:
+        second = _product(change.second, tensors)
+    return Kronecker(first=_scaled(first, factor).flatten(1), second=second)
 
 
 def _product(keys: Factors, tensors: Tensors) -> Product:
@@ -162,48 +154,96 @@ def _product(keys: Factors, tensors: Tensors) -> Product:
     return Product(up=up.T, down=torch.einsum("ij...,jc->ic...", core, down.float()).flatten(1))
 
 
+def _times(product: Product, factor: float) -> Product:
+    return replace(product, up=_scaled(product.up, factor))
+
+
 def _scaled(stored: torch.Tensor, factor: float) -> torch.Tensor:
-    return stored.to(torch.float32, copy=True).mul_(factor)  # `stored` is in the cache and must not change
+    # A copy: `stored` is in the cache and must not change.
+    return stored.to(torch.float32, copy=True).mul_(factor)
 
 
 def _concatenated(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor | None:
     """Concatenate the parts in fp32. A single part is returned as it is."""
     if len(parts) < 2:
-        return parts[0] if parts else None
+        return next(iter(parts), None)
     return torch.cat([part.float() for part in parts], dim=dim)
 
 
 def _check_finite(lora: LoraFile, key: str, tensor: torch.Tensor) -> None:
-    # The extremes are NaN if any value is, and take a tenth of the time of `isfinite`. torch has no aminmax for fp8.
+    # The extremes are NaN if any value is, and take a tenth of the time of `isfinite`. torch has no
+    # aminmax for fp8.
     extremes = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
     if all(math.isfinite(extreme) for extreme in extremes):
         return
     wrong = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
     raise CheckpointError(
         lora.path,
-        f"{key} {list(tensor.shape)} holds {wrong} of {tensor.numel()} numbers that are not finite: the file is "
-        "damaged or its training failed",
+        f"{key} {list(tensor.shape)} holds {wrong} of {tensor.numel()} numbers that are not "
+        "finite: the file is damaged or its training failed",
     )
 
 
 def stack_identity(stack: LoraStack) -> Hashable:
-    """Return a hashable, equal for stacks with the same files in the same order with the same strengths."""
+    """Return a hashable, equal for stacks with the same files and strengths in the same order."""
     return tuple((lora.identity, strength) for lora, strength in stack)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoraStages:
+    """Distinct LoRA stacks for an expert, and the stack for each step.
+
+    LoRAs with strength 0 are left out.
+    """
+
+    stacks: tuple[LoraStack, ...]
+    starts: tuple[int, ...]
+    """First step in each stretch with the same stack, ascending from 0."""
+    numbers: tuple[int, ...]
+    """For each of `starts`: index in `stacks`."""
+
+    def number_at(self, step: int) -> int:
+        """Return the index in `stacks` for a step in the whole schedule."""
+        return self.numbers[bisect_right(self.starts, step) - 1]
+
+
+def lora_stages(loras: Sequence[tuple[LoraFile, StepStrengths]]) -> LoraStages:
+    """Return the stacks for these LoRAs.
+
+    One, possibly empty, if no strength differs between steps.
+    """
+    starts = sorted({0}.union(*(strengths.starts for _, strengths in loras)))
+    stacks: list[LoraStack] = []
+    number_of: dict[Hashable, int] = {}
+    numbers: list[int] = []
+    for step in starts:
+        stack = [(lora, strengths.at(step)) for lora, strengths in loras if strengths.at(step) != 0]
+        identity = stack_identity(stack)
+        if identity not in number_of:
+            number_of[identity] = len(stacks)
+            stacks.append(stack)
+        numbers.append(number_of[identity])
+    return LoraStages(stacks=tuple(stacks), starts=tuple(starts), numbers=tuple(numbers))
 
 
 def block_patches(
     expert: str, config: WanConfig, stack: LoraStack, factors: LoraFactors, *, number: int = 0
 ) -> dict[BlockKey, BlockPatch]:
-    """Return the patches, with this `BlockKey.patch`, for blocks with a streamed weight changed by `stack`.
+    """Return patches with this `BlockKey.patch` for blocks with streamed weights in `stack`.
 
-    A block's factors are folded when the patch is read, so that only one block at a time has both forms in RAM.
+    A block's factors are folded when the patch is read, so that only one block at a time has both
+    forms in RAM.
     """
     patches = {}
     for block in range(config.num_layers):
-        names = {name: f"blocks.{block}.{name}" for name in block_streams(config)}
-        changed = {name: full for name, full in names.items() if any(full in lora.changes for lora, _ in stack)}
-        if changed:
-            involved = [each for each in stack if not each[0].changes.keys().isdisjoint(changed.values())]
+        names = {f"blocks.{block}.{name}": name for name in block_streams(config)}
+        involved = [each for each in stack if names.keys() & each[0].changes]
+        if involved:
+            changed = {
+                name: full
+                for full, name in names.items()
+                if any(full in lora.changes for lora, _ in involved)
+            }
             patches[BlockKey(expert, block, number)] = BlockPatch(
                 identity=stack_identity(involved), weights=LazyPatches(changed, involved, factors)
             )
@@ -211,16 +251,28 @@ def block_patches(
 
 
 def resident_patches(config: WanConfig, stack: LoraStack, factors: LoraFactors) -> LazyPatches:
-    """Return the patches for an expert's parameters that are not streamed, by full name."""
-    names = {name: name for lora, _ in stack for name in lora.changes if name not in streamed_parameters(config)}
+    """Return the patches for an expert's unstreamed parameters, by full name."""
+    names = {
+        name: name
+        for lora, _ in stack
+        for name in lora.changes
+        if name not in streamed_parameters(config)
+    }
     return LazyPatches(names, stack, factors)
 
 
 class LazyPatches(Mapping[str, WeightPatch]):
-    """Mapping of patches, folded at each look-up. `parameters` maps the keys to full parameter names."""
+    """Patches by name, folded at each look-up.
 
-    def __init__(self, parameters: Mapping[str, str], stack: LoraStack, factors: LoraFactors) -> None:
-        self._parameters, self._stack, self._factors = parameters, stack, factors
+    `parameters` maps the keys to full parameter names.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, str], stack: LoraStack, factors: LoraFactors
+    ) -> None:
+        self._parameters = parameters
+        self._stack = stack
+        self._factors = factors
 
     def __getitem__(self, name: str) -> WeightPatch:
         return combine_patches(self._parameters[name], self._stack, self._factors)
@@ -233,9 +285,9 @@ class LazyPatches(Mapping[str, WeightPatch]):
 
 
 class PatchedParameters:
-    """Patches for a model's parameters that are not streamed.
+    """Patches for a model's unstreamed parameters.
 
-    Unpatched copies of changed parameters are kept in host RAM, so that changing LoRAs reads nothing.
+    Host RAM keeps unpatched copies of changed parameters, so changing LoRAs reads nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -244,7 +296,8 @@ class PatchedParameters:
 
     def set(self, patches: Mapping[str, WeightPatch]) -> None:
         """Apply these patches and undo all others."""
-        # The parameters outlive the run that first needs them, and an inference tensor could not be changed later.
+        # The parameters outlive the run that first needs them, and an inference tensor could not be
+        # changed later.
         with torch.inference_mode(False), torch.no_grad():
             for name in [name for name in self._pristine if name not in patches]:
                 self._model.get_parameter(name).copy_(self._pristine[name])
@@ -252,5 +305,6 @@ class PatchedParameters:
             for name, patch in patches.items():
                 parameter = self._model.get_parameter(name)
                 if name not in self._pristine:
+                    # A copy on a CPU too, because the parameter changes in place below.
                     self._pristine[name] = parameter.detach().to("cpu", copy=True)
                 write_sum(self._pristine[name], patch, parameter)

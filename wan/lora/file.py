@@ -1,22 +1,22 @@
 """Opening of LoRA files: changed parameters, factors and scales, without loading them.
 
-Changes are listed under the parameter names in diffusers' WanTransformer3DModel, independent of the spelling in the
-file.
+Changes are listed under the parameter names in diffusers' WanTransformer3DModel, independent of the
+spelling in the file.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from ...offload import FileHeader, FileTensor, FileVersion, file_version, read_header, read_tensors
-from ..checkpoint.files import CheckpointError, ModelVersion, model_version
-from .changes import Change, Roles, changes_of
+from ...offload.formats import FileHeader, FileTensor, FileVersion, read_header
+from ...offload.sources import read_tensors
+from ..checkpoint.files import CheckpointError, ModelVersion, are_current, model_version
+from .changes import Change, changes_of
 from .keys import Role, key_meaning, layer_of, other_algorithm, other_model, unknown_prefix
 from .settings import CONFIG_FILE, adapter_settings
 
@@ -24,9 +24,7 @@ logger = logging.getLogger("wanstream.lora")
 
 MAX_SHOWN_KEYS = 3  # in a message
 KEPT = 8
-"""Opened LoRAs that are kept: a graph is checked before it runs, and opens the same ones then."""
-
-_IN_BLOCK = re.compile(r"blocks\.")
+"""Number of opened LoRAs to keep. A graph is checked before it runs, and then opens the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class LoraFile:
     warnings: tuple[str, ...] = ()
     """Sentences about unused layers."""
     notes: tuple[str, ...] = ()
-    """Sentences about what is not used, as intended."""
+    """Sentences about parts left out on purpose."""
     settings: tuple[Path, FileVersion] | None = None
     """File next to this one with the settings in use."""
 
@@ -56,19 +54,21 @@ class LoraFile:
     def is_current(self) -> bool:
         """Return True if the file and the settings file have not changed since opening."""
         files = [(self.path, tensor.version) for tensor in self.tensors.values()][:1]
-        files += [] if self.settings is None else [self.settings]
-        return all(path.is_file() and file_version(path.stat()) == version for path, version in files)
+        return are_current([*files, *filter(None, [self.settings])])
 
 
 def open_lora(path: Path | str) -> LoraFile:
-    """Open a LoRA for one expert. Reads the header and the alphas, a few bytes per layer, until a file changes.
+    """Open a LoRA for one expert.
 
-    Layers that match no expert parameter (such as text encoder layers) are logged and listed in `warnings`.
+    Reads the header and the alphas, a few bytes per layer, until a file changes.
+
+    Layers that match no expert parameter (such as text encoder layers) are logged and listed in
+    `warnings`.
 
     Raises:
         CheckpointFileError: the file is missing, truncated, a pickle, or not a safetensors file.
-        CheckpointError: no key matches, nothing here computes its algorithm (OFT, GLoRA ...), or its tensors do not
-            belong together. The message has the key.
+        CheckpointError: no key matches, no code here computes the algorithm (OFT, GLoRA ...), or
+            the tensors do not belong together. The message has the key.
     """
     return _opened(Path(path), lora_version(Path(path)))
 
@@ -76,7 +76,7 @@ def open_lora(path: Path | str) -> LoraFile:
 def lora_version(path: Path) -> ModelVersion:
     """Return the files on which `open_lora` depends, with their versions."""
     config = path.with_name(CONFIG_FILE)
-    # Settings next to the file depend on the other files of the folder.
+    # Settings next to the file depend on the other files in the folder.
     others = sorted(path.parent.glob("*.safetensors")) if config.is_file() else ()
     return model_version(path, config, *others)
 
@@ -89,17 +89,26 @@ def _opened(path: Path, version: ModelVersion) -> LoraFile:
     parts = _parts(header)
     alphas = _alphas(header, (roles["alpha"] for roles in parts.values() if "alpha" in roles))
     changes = changes_of(path, header.tensors, parts, alphas, settings)
-    meant = _used_keys(parts, changes)
-    unmatched = [key for key in header.tensors if key not in meant]
-    if not changes or (not any(map(_IN_BLOCK.match, changes)) and other_model(unmatched) is not None):
-        raise CheckpointError(path, _no_match_message(header.tensors))
     used = {key for each in changes.values() for change in each for key in change.keys}
+    meant = used | {parts[name]["alpha"] for name in changes if "alpha" in parts[name]}
+    unmatched = [key for key in header.tensors if key not in meant]
+    in_blocks = any(name.startswith("blocks.") for name in changes)
+    if not changes or (not in_blocks and other_model(unmatched) is not None):
+        raise CheckpointError(path, _no_match_message(header.tensors))
     tensors = {key: tensor for key, tensor in header.tensors.items() if key in used}
     for key, tensor in tensors.items():
         if not tensor.dtype.is_floating_point:
-            raise CheckpointError(path, f"{key} is {tensor.dtype}; the factors of a LoRA are floating-point numbers")
+            raise CheckpointError(
+                path, f"{key} is {tensor.dtype}; the factors of a LoRA are floating-point numbers"
+            )
     return noted(
-        LoraFile(path=path, tensors=tensors, changes=changes, unmatched=tuple(unmatched), settings=settings.source),
+        LoraFile(
+            path=path,
+            tensors=tensors,
+            changes=changes,
+            unmatched=tuple(unmatched),
+            settings=settings.source,
+        ),
         warnings=_unused_layers(header, meant),
         notes=settings.notes,
     )
@@ -114,13 +123,8 @@ def noted(lora: LoraFile, *, warnings: Iterable[str] = (), notes: Iterable[str] 
     return replace(lora, warnings=(*lora.warnings, *warnings), notes=(*lora.notes, *notes))
 
 
-def _used_keys(parts: Mapping[str, Roles], changes: Mapping[str, Sequence[Change]]) -> set[str]:
-    factors = {key for each in changes.values() for change in each for key in change.keys}
-    return factors | {roles["alpha"] for name, roles in parts.items() if "alpha" in roles and name in changes}
-
-
 def _unused_layers(header: FileHeader, meant: Set[str]) -> list[str]:
-    """Return a warning with the unused layers, if there are any. `meant` has the used keys.
+    """Return a warning with the unused layers, if any. `meant` has the used keys.
 
     Keys with one number (an alpha, a counter) or none are not counted.
     """
@@ -130,17 +134,21 @@ def _unused_layers(header: FileHeader, meant: Set[str]) -> list[str]:
     unused = {key if layer in used else layer: key for key, layer in named.items()}
     if not unused:
         return []
-    prefixes = [prefix for prefix in map(unknown_prefix, unused.values()) if prefix]
     model = other_model(unmatched)
-    reasons = [f" (probably of {model})"] if model else [f" (unknown prefix {prefix!r})" for prefix in prefixes] or [""]
+    prefix = next(filter(None, map(unknown_prefix, unused.values())), None)
+    reason = ""
+    if model:
+        reason = f" (probably of {model})"
+    elif prefix:
+        reason = f" (unknown prefix {prefix!r})"
     return [
-        f"{header.path.name} is used in part: {len(unused)} of {len(unused) + len(used)} layers do not belong to a Wan "
-        f"expert{reasons[0]} and are left out: {_first_keys(unused)}"
+        f"{header.path.name} is used in part: {len(unused)} of {len(unused) + len(used)} layers do "
+        f"not belong to a Wan expert{reason} and are left out: {_first_keys(unused)}"
     ]
 
 
 def _parts(header: FileHeader) -> dict[str, dict[Role, str]]:
-    """Return the keys of each parameter by role."""
+    """Return the keys by parameter and role."""
     parts: dict[str, dict[Role, str]] = {}
     for key in header.tensors:
         meaning = key_meaning(key)
@@ -148,9 +156,8 @@ def _parts(header: FileHeader) -> dict[str, dict[Role, str]]:
             continue
         first = parts.setdefault(meaning.parameter, {}).setdefault(meaning.role, key)
         if first != key:
-            raise CheckpointError(
-                header.path, f"{first} and {key} mean the same: give one file for each expert, with one spelling"
-            )
+            reason = f"{first} and {key} mean the same: give one file for each expert"
+            raise CheckpointError(header.path, f"{reason}, with one spelling")
     return parts
 
 
@@ -158,11 +165,15 @@ def _alphas(header: FileHeader, keys: Iterable[str]) -> dict[str, float]:
     stored = {key: header.tensors[key] for key in keys}
     for key, tensor in stored.items():
         if math.prod(tensor.shape) != 1:
-            raise CheckpointError(header.path, f"{key} is {list(tensor.shape)}; an alpha is one number")
+            raise CheckpointError(
+                header.path, f"{key} is {list(tensor.shape)}; an alpha is one number"
+            )
     alphas = {key: float(tensor) for key, tensor in read_tensors(stored).items()}
     for key, alpha in alphas.items():
         if not math.isfinite(alpha):
-            raise CheckpointError(header.path, f"{key} is {alpha}: the file is damaged or its training failed")
+            raise CheckpointError(
+                header.path, f"{key} is {alpha}: the file is damaged or its training failed"
+            )
     return alphas
 
 
@@ -170,7 +181,9 @@ def _refuse_other_algorithms(path: Path, keys: Iterable[str]) -> None:
     for key in keys:
         algorithm = other_algorithm(key)
         if algorithm is not None:
-            raise CheckpointError(path, f"is {algorithm} ({key}): LoRA, LoKr, LoHa, DoRA and differences can be added")
+            raise CheckpointError(
+                path, f"is {algorithm} ({key}): LoRA, LoKr, LoHa, DoRA and differences can be added"
+            )
 
 
 def _no_match_message(keys: Iterable[str]) -> str:
@@ -178,12 +191,12 @@ def _no_match_message(keys: Iterable[str]) -> str:
     if not keys:
         return "holds no tensors"
     model = other_model(keys)
-    prefixed = [key for key in keys if unknown_prefix(key) is not None]
+    prefixed = {key: prefix for key in keys if (prefix := unknown_prefix(key)) is not None}
     if model is not None:
         guess = f"it was probably made for {model}"
     elif prefixed:
-        prefix = unknown_prefix(prefixed[0])
-        layer = layer_of(prefixed[0]).partition(prefix or "")[2]
+        key, prefix = next(iter(prefixed.items()))
+        layer = layer_of(key).partition(prefix)[2]
         guess = f"unknown prefix {prefix!r} before {layer}: rename its keys without it"
     elif any(key_meaning(f"{key}.diff") for key in keys):
         guess = "it holds whole weights: choose it as an expert"

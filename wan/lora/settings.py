@@ -1,7 +1,7 @@
 """PEFT and kohya settings for the scale of LoRA layers without alpha tensors.
 
-They are in the file header or, as PEFT saves them, in `adapter_config.json` next to the file. The layer scale is alpha
-/ rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
+They are in the file header or, as PEFT saves them, in `adapter_config.json` next to the file. The
+layer scale is alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...offload import FileVersion, file_version
+from ...offload.formats import FileVersion
 from ..checkpoint.files import CheckpointError, json_object
 from ..checkpoint.key_names import native_transformer_name
 from .keys import module_name
@@ -29,7 +29,8 @@ CONFIG_BYTES = 1024**2
 PEFT_FILE = re.compile(r"adapter_model\b.*")
 LARGEST = sys.float_info.max
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of initial values that PEFT takes out of the model weights. PEFT's conversion removes the name."""
+"""Prefixes of initial values that PEFT takes out of the model weights. PEFT's conversion removes
+the name."""
 
 # Expressions with a known time limit: groups do not repeat, and a name has some 50 characters.
 EXPRESSION = re.compile(r"(?:[\w.|^$]|\\[.d]|\[[\w-]+\]|\((?!\?)|\)(?![*+?{])|[*+?](?![*+?]))+")
@@ -37,7 +38,8 @@ LONG_REPETITION = re.compile(r"(?<!\\d)[*+]")
 CHOICE = re.compile(r"[?|]|(?<=\\d)[*+]")
 LONGEST_EXPRESSION = 200
 MOST_TRIES = 50_000
-"""Upper limit for the ways to match a name, over all expressions of a setting. Takes some seconds for a whole model."""
+"""Upper limit for the ways to match a name, over all expressions in a setting. A whole model takes
+some seconds at this limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class AdapterSettings:
     """Default alpha."""
     alphas: Mapping[str, float] = field(default_factory=dict)
     """Alphas by layer: the end of a name, or an expression."""
-    rank: int | None = None
+    rank: float | None = None
     """Default rank, for layers without a rank in the tensors."""
     ranks: Mapping[str, float] = field(default_factory=dict)
     """Ranks by layer: the end of a name, or an expression."""
@@ -71,14 +73,17 @@ class AdapterSettings:
         if alpha is None:
             alpha = _by_name(self.alphas, module, self.alpha)
         if rank is None:
-            default = _by_name(self.ranks, module, self.rank)
-            rank = None if default is None else int(default)
+            rank = int(_by_name(self.ranks, module, self.rank) or 0)
         if alpha is None or not rank:
             return 1.0
-        return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
+        if self.rank_stabilised:
+            return alpha / math.sqrt(rank)
+        return alpha / rank
 
 
-def adapter_settings(path: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> AdapterSettings:
+def adapter_settings(
+    path: Path, metadata: Mapping[str, str], keys: Iterable[str]
+) -> AdapterSettings:
     """Read the settings for a LoRA file. Without settings, the tensors determine every scale.
 
     The header counts before the file next to it.
@@ -98,13 +103,17 @@ def adapter_settings(path: Path, metadata: Mapping[str, str], keys: Iterable[str
 
 
 def _of_kohya(path: Path, text: str, keys: Iterable[str]) -> AdapterSettings:
-    """Return the settings in kohya's header, which has words in place of a number where alphas differ."""
+    """Return the settings in kohya's header, with words for a number where alphas differ."""
     alpha = _parsed(text)
     if not isinstance(alpha, float):
         return AdapterSettings()
-    # musubi-tuner's converter folds the alphas into `lora_A` and `lora_B`, and keeps the old header.
+    # musubi-tuner's converter folds the alphas into `lora_A` and `lora_B`, and keeps the old
+    # header.
     if any(".lora_A" in key for key in keys):
-        note = f"{path.name}: {KOHYA_ALPHA} {alpha:g} in its header is not used, since converters fold it into lora_A"
+        note = (
+            f"{path.name}: {KOHYA_ALPHA} {alpha:g} in its header is not used, since converters "
+            "fold it into lora_A"
+        )
         return AdapterSettings(notes=(note,))
     return AdapterSettings(alpha=_number(path, KOHYA_ALPHA, alpha))
 
@@ -115,29 +124,44 @@ def _next_to(path: Path, keys: Iterable[str]) -> AdapterSettings:
     if not config.is_file() or any(key.endswith(".alpha") for key in keys):
         return AdapterSettings()
     if PEFT_FILE.fullmatch(path.stem) is None and len(list(path.parent.glob("*.safetensors"))) > 1:
-        note = f"{path.name}: {CONFIG_FILE} next to it is not used: the folder has other LoRAs, and it may be theirs"
+        note = (
+            f"{path.name}: {CONFIG_FILE} next to it is not used: the folder has other LoRAs, and "
+            "it may be theirs"
+        )
         return AdapterSettings(notes=(note,))
     status = config.stat()
     if status.st_size > CONFIG_BYTES:
-        raise CheckpointError(config, f"has {status.st_size} bytes; PEFT writes at most {CONFIG_BYTES}")
+        raise CheckpointError(
+            config, f"has {status.st_size} bytes; PEFT writes at most {CONFIG_BYTES}"
+        )
     settings = _of_peft(config, CONFIG_FILE, json_object(config, config.read_bytes()))
-    return AdapterSettings(**{**vars(settings), "source": (config, file_version(status))})
+    return replace(settings, source=(config, FileVersion.of(status)))
 
 
 def _of_peft(path: Path, where: str, found: Mapping[str, Any]) -> AdapterSettings:
     # Each name has the prefix "transformer." or "text_encoder." if the whole pipeline was saved.
-    named = {name.rpartition(".")[2]: value for name, value in found.items() if not name.startswith("text_encoder")}
+    named = {
+        name.rpartition(".")[2]: value
+        for name, value in found.items()
+        if not name.startswith("text_encoder")
+    }
     initial = named.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower().startswith(CHANGE_THE_MODEL):
-        reason = f"{where}: init_lora_weights is {initial!r}, which changes the model that the LoRA is added to"
-        raise CheckpointError(path, f"{reason}: convert it with PEFT (path_initial_model_for_weight_conversion)")
+        raise CheckpointError(
+            path,
+            f"{where}: init_lora_weights is {initial!r}, which changes the model that the LoRA is "
+            "added to: convert it with PEFT (path_initial_model_for_weight_conversion)",
+        )
     alpha_name = ALPHA_FIELD if ALPHA_FIELD in named else "alpha"  # LoRA, else LoKr or LoHa
-    alpha = named.get(alpha_name)
-    rank = named.get("r")
+    defaults = {
+        name: _number(path, f"{where}: {name}", named[name], least=least)
+        for name, least in ((alpha_name, -LARGEST), ("r", 1))
+        if named.get(name) is not None
+    }
     return AdapterSettings(
-        alpha=None if alpha is None else _number(path, f"{where}: {alpha_name}", alpha),
+        alpha=defaults.get(alpha_name),
         alphas=_pattern(path, where, "alpha_pattern", named),
-        rank=None if rank is None else int(_number(path, f"{where}: r", rank, least=1)),
+        rank=defaults.get("r"),
         ranks=_pattern(path, where, "rank_pattern", named, least=1),
         rank_stabilised=_flag(path, f"{where}: use_rslora", named.get("use_rslora")),
         needs_magnitudes=_flag(path, f"{where}: use_dora", named.get("use_dora")),
@@ -152,12 +176,16 @@ def _pattern(
     if not isinstance(given, dict):
         raise CheckpointError(path, f"{where}: {name} is {given!r}; numbers by layer are expected")
     numbers = {
-        _name_end(path, where, name, pattern): _number(path, f"{where}: {name}: {pattern}", value, least=least)
+        _name_end(path, where, name, pattern): _number(
+            path, f"{where}: {name}: {pattern}", value, least=least
+        )
         for pattern, value in given.items()
     }
     tries = sum(_tries(end) for end in numbers if _NAME.fullmatch(end) is None)
     if tries > MOST_TRIES:
-        raise CheckpointError(path, f"{where}: {name} has expressions with {tries} ways to match; {ONLY_SIMPLE}")
+        raise CheckpointError(
+            path, f"{where}: {name} has expressions with {tries} ways to match; {ONLY_SIMPLE}"
+        )
     return numbers
 
 
@@ -168,7 +196,8 @@ ONLY_SIMPLE = "only names of layers and simple expressions are read, without gro
 def _name_end(path: Path, where: str, name: str, pattern: str) -> str:
     """Return the name ending for a PEFT pattern, or the pattern itself if it is an expression.
 
-    PEFT takes any regular expression. Some would keep this process busy for ever, so only simple ones are read.
+    PEFT takes any regular expression. Some would keep this process busy for ever, so only simple
+    ones are read.
     """
     end = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
     if _NAME.fullmatch(end) is not None:
@@ -184,12 +213,14 @@ def _name_end(path: Path, where: str, name: str, pattern: str) -> str:
 
 
 def _tries(expression: str) -> int:
-    tries: int = 50 ** len(LONG_REPETITION.findall(expression)) * 2 ** len(CHOICE.findall(expression))
+    tries: int = 50 ** len(LONG_REPETITION.findall(expression)) * 2 ** len(
+        CHOICE.findall(expression)
+    )
     return tries
 
 
 def _by_name(values: Mapping[str, float], module: str, default: float | None) -> float | None:
-    """Return the value of the first pattern for an end of the module name, in either spelling."""
+    """Return the first value with a pattern for the end of the module name, in either spelling."""
     if not values:
         return default
     spellings = (module, native_transformer_name(module))
@@ -220,7 +251,11 @@ def _flag(path: Path, name: str, value: object) -> bool:
 
 def _number(path: Path, name: str, value: object, *, least: float = -LARGEST) -> float:
     # Compare instead of converting: `float` raises an error for integers beyond the float range.
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= LARGEST:
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and least <= value <= LARGEST
+    ):
         return float(value)
     wanted = "a number" if least == -LARGEST else f"a number from {least} on"
     raise CheckpointError(path, f"{name} is {value!r}; {wanted} is expected")

@@ -1,4 +1,4 @@
-"""Times of a block in each arithmetic on a device, and of the parts of its visits."""
+"""Block times on a device for each arithmetic, and for the parts of a visit."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from ...block_kernels import (
+    Codes,
+    Fp8Linear,
+    Int8Linear,
+    ScaledLinear,
+    first_line,
+    multiplications,
+    multiplied_formats,
+    quantise_tokens_fp8,
+    replace_linears,
+)
 from ...devices import Clock, DeviceEvent, auto_dtype, clock_for, is_broken_device
-from ...offload import FP8, EightBit, decode_tensor
-from ...plan import BlockTimes
-from ...schema import HEAD_DIM, TEXT_TOKENS, CodeFormat, ExpertShape
-from ..kernels.block_math import Codes
-from ..kernels.choice import first_line
-from ..kernels.fp8_linear import Fp8Linear, quantise_tokens_fp8
-from ..kernels.int8_linear import Int8Linear
-from ..kernels.multiplication import multiplications, multiplied_formats, replace_linears
-from ..kernels.scaled_linear import ScaledLinear
+from ...offload.formats import FP8, EightBit, decode_tensor
+from ...schema.refs import CodeFormat
+from ...shapes import HEAD_DIM, TEXT_TOKENS, BlockTimes, ExpertShape
 from ..transformer.block import WanBlock, changed
-from .probe import MIN_TOKENS, BlockVariant, ComputeRate, block_pass, fits, median_s, random_block, tile_into
+from . import probe
 
 logger = logging.getLogger("wanstream.kernels")
 
+LayerT = TypeVar("LayerT", bound=nn.Linear)
+
 METERED_TOKENS = 7800
-"""Tokens of a video of 832 x 480 and 17 frames."""
-LINEAR, ATTENTION, ACTIVATION, QUANTISING, OTHER = (
-    "products",
-    "attention",
-    "activation",
-    "quantising",
-    "other",
-)
+"""Tokens in a video with 832 x 480 pixels and 17 frames."""
+LINEAR = "products"
+ATTENTION = "attention"
+ACTIVATION = "activation"
+QUANTISING = "quantising"
+OTHER = "other"
 PARTS = {
     "norm": "norms",
     "rms_norm": "norms",
@@ -47,29 +52,33 @@ PARTS = {
     "rotate": "rotary embedding",
     "quantise": QUANTISING,
 }
-"""Parts of a visit by the functions of `BlockMath`."""
+"""Visit parts by `BlockMath` function."""
 GROUP = 256
-"""Columns that int8 matrices are rotated in, as in ConvRot files."""
+"""Columns per rotation in int8 matrices, as in ConvRot files."""
 METERED_PASSES = 3
 PRODUCTS = ("forward", "multiply", "multiply_gelu")
-"""Methods of layers."""
+"""Layer methods."""
 MOST_VISIT_S = 0.05
-"""Longest visit of a measurement that a user has to wait for: some fifteen visits are made in each format."""
+"""Longest visit in a measurement that a user waits for. Each format takes some fifteen visits."""
 NARROWER = 4
-"""Ratio of the width of a block to that of the block that a slow device measures."""
+"""Width of the full block divided by that of the block for slow devices."""
 SLOW_TOKENS = 64
-"""Tokens of that block."""
+"""Tokens for that block."""
 
 
-def quick_case(shape: ExpertShape, rate: ComputeRate, device: torch.device) -> tuple[ExpertShape, int]:
-    """Return the shape of a block and the tokens of a quick measurement of `shape`, at most `METERED_TOKENS`.
+def quick_case(
+    shape: ExpertShape, rate: probe.ComputeRate, device: torch.device
+) -> tuple[ExpertShape, int]:
+    """Return block shape and tokens, at most `METERED_TOKENS`, for a quick measurement of `shape`.
 
-    On a slow device that is a narrower block with few tokens: ratios of times are similar there.
+    On a slow device this is a narrower block with few tokens. Its time ratios are similar.
     """
     tokens = min(METERED_TOKENS, rate.tokens)
-    while shape.block_flops(tokens) > MOST_VISIT_S * rate.flops_per_s or not fits(shape, tokens, device):
+    while shape.block_flops(tokens) > MOST_VISIT_S * rate.flops_per_s or not probe.fits(
+        shape, tokens, device
+    ):
         tokens //= 2
-        if tokens < MIN_TOKENS:
+        if tokens < probe.MIN_TOKENS:
             width = max(HEAD_DIM, shape.width // NARROWER // HEAD_DIM * HEAD_DIM)
             return replace(shape, width=width, ffn_width=shape.ffn_width // NARROWER), SLOW_TOKENS
     return shape, tokens
@@ -82,38 +91,45 @@ def measure_block(
     device: torch.device,
     *,
     formats: Sequence[CodeFormat] | None = None,
-    variant: BlockVariant | None = None,
+    variant: probe.BlockVariant = probe.USUAL_BLOCK,
     most_s: float = 2.0,
 ) -> dict[str, BlockTimes]:
-    """Return the times of a block of `shape` by format: "" for the compute dtype, then those that `device` multiplies.
+    """Return `shape` block times by format: "" (compute dtype), and all formats for `device`.
 
-    A format whose kernels fail with so many tokens is left out.
+    A format is left out if its kernels fail with so many tokens.
 
     Args:
-        shape: shape of the block.
-        tokens: tokens of the lane.
+        shape: block shape.
+        tokens: tokens in the lane.
         device: device to measure.
-        formats: formats to measure; None: all that the device multiplies.
-        variant: of the block; None: the default one.
+        formats: formats to measure. None: all that the device multiplies.
+        variant: block variant.
         most_s: seconds up to which one figure is measured again.
 
     Raises:
-        ValueError: the tokens do not fit into the free memory.
+        ValueError: the tokens do not fit into free memory.
     """
-    if not fits(shape, tokens, device):
-        raise ValueError(f"a block of {tokens} tokens does not fit into the free memory of {device}: use fewer tokens")
-    variant = variant or BlockVariant()
+    if not probe.fits(shape, tokens, device):
+        raise ValueError(
+            f"a block of {tokens} tokens does not fit into the free memory of {device}: use fewer "
+            "tokens"
+        )
     dtype = variant.dtype or auto_dtype(device)
-    block = random_block(shape, device, variant)
-    attention_s = _attention_s(block, shape, tokens, device, most_s)
-    times = {"": _times(block, shape, tokens, device, attention_s, most_s=most_s)}
-    for name in multiplied_formats(device, dtype) if formats is None else formats:
-        block = random_block(shape, device, variant)  # of layers with plain weights, which are replaced
-        layers = _set_codes(block, name, device, variant.lora_rank)
+    case = _Case(shape=shape, tokens=tokens, device=device, dtype=dtype, most_s=most_s)
+    block = probe.random_block(shape, device, variant)
+    attention_s = _attention_s(block, case)
+    times = {"": _times(block, case, attention_s)}
+    if formats is None:
+        formats = multiplied_formats(device, dtype)
+    for name in formats:
+        # A new block, because its plain weights are replaced.
+        block = probe.random_block(shape, device, variant)
+        layers = _set_codes(block, name, variant.lora_rank)
         try:
             multiplications([name], device, dtype).prepare(layers)
-            decode_s = sum(_decode_s(layer, device, dtype, most_s) * n for layer, n in _by_size(layers))
-            times[name] = _times(block, shape, tokens, device, attention_s, most_s=most_s, decode_s=decode_s)
+            sizes = _by_size([(layer, 0) for layer in layers])
+            decode_s = sum(_decode_s(layer, case) * count for layer, _, count in sizes)
+            times[name] = _times(block, case, attention_s, decode_s=decode_s)
         except RuntimeError as err:
             if is_broken_device(err):
                 raise
@@ -121,40 +137,51 @@ def measure_block(
     return times
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """Block to measure."""
+
+    shape: ExpertShape
+    tokens: int
+    device: torch.device
+    dtype: torch.dtype
+    most_s: float
+
+    def seconds(self, function: Callable[[], object]) -> float:
+        return probe.median_s(function, self.device, most_s=self.most_s)
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, device=self.device, dtype=self.dtype)
+
+
 def _times(
-    block: WanBlock,
-    shape: ExpertShape,
-    tokens: int,
-    device: torch.device,
-    attention_s: float,
-    *,
-    most_s: float,
-    decode_s: float = 0.0,
+    block: WanBlock, case: _Case, attention_s: float, *, decode_s: float = 0.0
 ) -> BlockTimes:
-    once = block_pass(block, shape, tokens, device)
-    visit_s = median_s(once, device, most_s=most_s)
-    parts, calls = _parts(block, once, device, METERED_PASSES if visit_s < MOST_VISIT_S else 1)
-    products_s = 0.0
-    sizes: Counter[tuple[int, int, int]] = Counter()
-    examples: dict[tuple[int, int, int], nn.Linear] = {}
-    for layer, rows in calls:
-        size = layer.in_features, layer.out_features, rows
-        sizes[size] += 1
-        examples[size] = layer
-    for size, count in sizes.items():
-        product = _product_alone(examples[size], size[2], device, block.attn1.norm_q.weight.dtype)
-        products_s += count * median_s(product, device, most_s=most_s)
-    # A limit is not above what a visit reaches.
+    once = probe.block_pass(block, case.shape, case.tokens, case.device)
+    visit_s = case.seconds(once)
+    passes = METERED_PASSES if visit_s < MOST_VISIT_S else 1
+    parts, calls = _parts(block, once, case.device, passes)
+    products_s = sum(
+        count * case.seconds(_product_alone(layer, rows, case))
+        for layer, rows, count in _by_size(calls)
+    )
+    # A limit may not be above the time measured in a visit.
     products_s = min(products_s, parts[LINEAR])
     attention_s = min(attention_s, parts[ATTENTION])
     if isinstance(calls[0][0], ScaledLinear):
         parts[QUANTISING] = parts.get(QUANTISING, 0.0) + parts[LINEAR] - products_s
         parts[LINEAR] = products_s
     if not _fuses_activation(block):
-        inner = torch.randn(tokens, shape.ffn_width, device=device, dtype=block.attn1.norm_q.weight.dtype)
-        parts[ACTIVATION] = median_s(partial(torch.ops.aten.gelu_, inner, approximate="tanh"), device, most_s=most_s)
+        inner = case.random(case.tokens, case.shape.ffn_width)
+        parts[ACTIVATION] = case.seconds(partial(torch.ops.aten.gelu_, inner, approximate="tanh"))
     parts[OTHER] = max(0.0, visit_s - sum(parts.values()))
-    return BlockTimes(visit_s=visit_s, products_s=products_s, attention_s=attention_s, parts=parts, decode_s=decode_s)
+    return BlockTimes(
+        visit_s=visit_s,
+        products_s=products_s,
+        attention_s=attention_s,
+        parts=parts,
+        decode_s=decode_s,
+    )
 
 
 def _fuses_activation(block: WanBlock) -> bool:
@@ -165,18 +192,21 @@ def _fuses_activation(block: WanBlock) -> bool:
 
 
 class _Meter:
-    """Marks of a clock before and after functions, by part."""
+    """Clock marks before and after functions, by part."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.spans: list[tuple[str, DeviceEvent, DeviceEvent]] = []
         self.calls: list[tuple[nn.Linear, int]] = []
 
-    def around(self, part: str, function: Callable[..., Any], layer: nn.Linear | None = None) -> Callable[..., Any]:
+    def around(
+        self, part: str, function: Callable[..., Any], layer: nn.Linear | None = None
+    ) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             if layer is not None:
                 given = args[0]
-                self.calls.append((layer, len(given.codes) if isinstance(given, Codes) else given.shape[1]))
+                rows = len(given.codes) if isinstance(given, Codes) else given.shape[1]
+                self.calls.append((layer, rows))
             start = self.clock.mark()
             result = function(*args, **options)
             self.spans.append((part, start, self.clock.mark()))
@@ -194,7 +224,7 @@ class _Meter:
 def _parts(
     block: WanBlock, once: Callable[[], None], device: torch.device, passes: int
 ) -> tuple[dict[str, float], list[tuple[nn.Linear, int]]]:
-    """Return the seconds of each part of a visit, and the layers of its products with their rows."""
+    """Return the seconds of each part of a visit, and the layers of products with their rows."""
     seen: list[dict[str, float]] = []
     calls: list[tuple[nn.Linear, int]] = []
     for _ in range(passes):
@@ -210,7 +240,8 @@ def _parts(
 
 @contextmanager
 def _metered(block: WanBlock, meter: _Meter) -> Iterator[None]:
-    settings, math = block.settings, block.settings.used_math
+    settings = block.settings
+    math = block.settings.used_math
     functions = {name: meter.around(part, getattr(math, name)) for name, part in PARTS.items()}
     counted = SimpleNamespace(name=math.name, quantises=math.quantises, **functions)
     linears = [layer for layer in block.modules() if isinstance(layer, nn.Linear)]
@@ -218,7 +249,10 @@ def _metered(block: WanBlock, meter: _Meter) -> Iterator[None]:
         for name in PRODUCTS:
             if hasattr(layer, name):
                 object.__setattr__(layer, name, meter.around(LINEAR, getattr(layer, name), layer))
-    attention = {name: meter.around(ATTENTION, getattr(settings, name)) for name in ("dispatch", "dispatch_self")}
+    attention = {
+        name: meter.around(ATTENTION, getattr(settings, name))
+        for name in ("dispatch", "dispatch_self")
+    }
     try:
         with changed(settings, math=cast(Any, counted), **attention):
             yield
@@ -228,70 +262,76 @@ def _metered(block: WanBlock, meter: _Meter) -> Iterator[None]:
                 vars(layer).pop(name, None)
 
 
-def _product_alone(layer: nn.Linear, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Return a function that multiplies tokens that are quantised already."""
-    tokens = torch.randn(rows, layer.in_features, device=device, dtype=dtype)
+def _product_alone(layer: nn.Linear, rows: int, case: _Case) -> Callable[[], object]:
+    """Return a function that multiplies already quantised tokens."""
+    tokens = case.random(rows, layer.in_features)
     if isinstance(layer, Fp8Linear):
         codes = quantise_tokens_fp8(tokens)
         if layer.takes_codes:
             return partial(layer.multiply, codes)
-        one = torch.ones((), device=device)
-        return partial(torch._scaled_mm, codes.codes, layer.weight.t(), one, one, out_dtype=torch.float32)
+        one = torch.ones((), device=case.device)
+        return partial(
+            torch._scaled_mm, codes.codes, layer.weight.t(), one, one, out_dtype=torch.float32
+        )
     if isinstance(layer, Int8Linear):
         whole = tokens.mul_(40).clamp_(-127, 127).to(torch.int8)
         return partial(torch._int_mm, whole, layer.weight.t())
     return partial(layer, tokens.unsqueeze(0))
 
 
-def _attention_s(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device, most_s: float) -> float:
-    heads = shape.width // HEAD_DIM
-    query, key, value = (
-        torch.randn(1, tokens, heads, HEAD_DIM, device=device, dtype=block.attn1.norm_q.weight.dtype) for _ in range(3)
+def _attention_s(block: WanBlock, case: _Case) -> float:
+    heads = case.shape.width // HEAD_DIM
+    query, key, value = (case.random(1, case.tokens, heads, HEAD_DIM) for _ in range(3))
+    settings = block.settings
+    options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
+    alone = partial(
+        settings.dispatch_self, query, key, value, backend=settings.self_backend, **options
     )
-    settings, options = block.settings, {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
-    alone = partial(settings.dispatch_self, query, key, value, backend=settings.self_backend, **options)
     text = (each[:, :TEXT_TOKENS].contiguous() for each in (key, value))
     beside = partial(settings.dispatch, query, *text, backend=settings.backend, **options)
-    return sum(median_s(each, device, most_s=most_s) for each in (alone, beside))
+    return case.seconds(alone) + case.seconds(beside)
 
 
-def _set_codes(block: WanBlock, name: CodeFormat, device: torch.device, lora_rank: int) -> list[ScaledLinear]:
-    """Replace the layers of `block` by those that multiply random codes."""
-    dtype = block.attn1.norm_q.weight.dtype
-    layers = {path: layer for path, layer in block.named_modules() if isinstance(layer, nn.Linear)}
-    packings = {
-        path: EightBit(dtype=torch.int8, group=0 if layer.in_features % GROUP else GROUP)
-        if name == "int8"
-        else EightBit(dtype=FP8)
-        for path, layer in layers.items()
-    }
-    replaced = replace_linears({"0": block}, {"0": packings})
-    tile = torch.randn(2**16, device=device).mul_(40).clamp_(-127, 127)
-    codes = tile.to(torch.int8 if name == "int8" else FP8).view(torch.uint8)
-    for layer in replaced:
-        stored = torch.empty(layer.out_features, layer.in_features, dtype=torch.uint8, device=device)
-        tile_into(stored.view(-1), codes)
-        layer.weight = nn.Parameter(stored.view(torch.int8 if name == "int8" else FP8), requires_grad=False)
-        layer.weight_scale = torch.full((layer.out_features, 1), 5e-4, device=device)
+def _set_codes(block: WanBlock, name: CodeFormat, lora_rank: int) -> list[ScaledLinear]:
+    """Replace the layers in `block` by ones that multiply random codes."""
+    dtype = {"int8": torch.int8, "fp8": FP8}[name]
+    packings = {}
+    for path, layer in block.named_modules():
+        if isinstance(layer, nn.Linear):
+            rotated = name == "int8" and layer.in_features % GROUP == 0
+            packings[path] = EightBit(dtype=dtype, group=GROUP if rotated else 0)
+    replaced = replace_linears(block, packings)
+    like = block.attn1.norm_q.weight
+    tile = torch.randn(2**16, device=like.device).mul_(40).clamp_(-127, 127)
+    codes = tile.to(dtype).view(torch.uint8)
+    zeros = partial(torch.zeros, device=like.device, dtype=like.dtype)
+    for scaled in replaced:
+        rows = scaled.out_features
+        stored = torch.empty(rows, scaled.in_features, dtype=torch.uint8, device=like.device)
+        probe.tile_into(stored.view(-1), codes)
+        scaled.weight = nn.Parameter(stored.view(dtype), requires_grad=False)
+        scaled.weight_scale = torch.full((rows, 1), 5e-4, device=like.device)
         if lora_rank:
-            layer.patch_up = torch.zeros(layer.out_features, lora_rank, device=device, dtype=dtype)
-            layer.patch_down = torch.zeros(lora_rank, layer.in_features, device=device, dtype=dtype)
+            scaled.patch_up = zeros(rows, lora_rank)
+            scaled.patch_down = zeros(lora_rank, scaled.in_features)
     return replaced
 
 
-def _by_size(layers: Sequence[ScaledLinear]) -> Iterator[tuple[ScaledLinear, int]]:
-    """Yield one layer of each size, and their number."""
-    sizes = Counter((layer.out_features, layer.in_features) for layer in layers)
-    for size, count in sizes.items():
-        yield next(layer for layer in layers if (layer.out_features, layer.in_features) == size), count
+def _by_size(calls: Sequence[tuple[LayerT, int]]) -> Iterator[tuple[LayerT, int, int]]:
+    """Yield one layer of each size with its rows and count."""
+    sizes = [(layer.out_features, layer.in_features, rows) for layer, rows in calls]
+    examples = dict(zip(sizes, calls, strict=True))
+    for size, count in Counter(sizes).items():
+        yield (*examples[size], count)
 
 
-def _decode_s(layer: ScaledLinear, device: torch.device, dtype: torch.dtype, most_s: float) -> float:
-    into = torch.empty(layer.out_features, layer.in_features, device=device, dtype=dtype)
-    if isinstance(layer, Int8Linear):
-        bytes_of = (layer.weight.view(torch.uint8).view(-1), layer.weight_scale.view(torch.uint8).view(-1))
-        packing = EightBit(dtype=torch.int8, group=layer.group)
-        decode = partial(decode_tensor, torch.cat(bytes_of), into, packing=packing, constants={})
-    else:
-        decode = partial(decode_tensor, layer.weight.data, into, scale=layer.weight_scale)
-    return median_s(decode, device, most_s=most_s)
+def _decode_s(layer: ScaledLinear, case: _Case) -> float:
+    into = torch.empty_like(layer.weight, device=case.device, dtype=case.dtype)
+    if not isinstance(layer, Int8Linear):
+        return case.seconds(
+            partial(decode_tensor, layer.weight.data, into, scale=layer.weight_scale)
+        )
+    both = (layer.weight, layer.weight_scale)
+    stored = torch.cat([each.view(torch.uint8).view(-1) for each in both])
+    packing = EightBit(dtype=torch.int8, group=layer.group)
+    return case.seconds(partial(decode_tensor, stored, into, packing=packing, constants={}))

@@ -1,4 +1,4 @@
-"""Compute benchmark of a Wan block with random weights."""
+"""Compute benchmark for a Wan block with random weights."""
 
 from __future__ import annotations
 
@@ -8,77 +8,105 @@ from statistics import median
 
 import torch
 
+from ...block_kernels import choose_math
 from ...devices import auto_dtype, clock_for, free_bytes, runtime_for
-from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape, KernelSet
-from ..kernels.math_choice import choose_math
+from ...schema.refs import KernelSet
+from ...shapes import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape
 from ..transformer.block import BlockSettings, WanBlock
 
 MIN_TOKENS = 256
-"""Tokens of the first measurement."""
+"""Tokens in the first measurement."""
 FREE_MEMORY_SHARE = 0.8
-"""Share of the free device memory that a measurement may use."""
+"""Share of free device memory that a measurement may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeRate:
-    """Floating point operations per second of one block, as `ExpertShape.block_flops` counts them."""
+    """Floating-point operations per second in a block, as counted by `ExpertShape.block_flops`."""
 
     flops_per_s: float
     tokens: int
-    """Tokens of the measurement; fewer than requested if those would have taken too much time or memory."""
+    """Measured tokens, fewer than requested if the full number would take too much time or
+    memory."""
 
 
 @torch.inference_mode()
 def probe_block(
-    shape: ExpertShape, tokens: int, device: torch.device, *, dtype: torch.dtype | None = None, most_s: float = 2.0
+    shape: ExpertShape,
+    tokens: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    most_s: float = 2.0,
 ) -> ComputeRate:
-    """Measure a block of `shape` on `device` with `tokens` tokens, or with as many as take about `most_s` seconds.
+    """Measure a `shape` block on `device` with `tokens` tokens, or as many as fill about `most_s`.
 
-    Starts with a few tokens and grows. Each time is the median of three passes; on a slow device, of fewer.
+    Starts with a few tokens and grows. Each time is the median of three passes, or of fewer on a
+    slow device.
     """
     block = random_block(shape, device, BlockVariant(dtype=dtype))
     tried = min(tokens, MIN_TOKENS)
     while True:
-        rate = shape.block_flops(tried) / _block_s(block, shape, tried, device, most_s=most_s / 4)
-        # Three passes and one to warm up. The next size is at most 16 times as large, because the rate at a few tokens
-        # does not predict the rate at many.
-        affordable = [count for count in _sizes(tried, tokens) if 4 * shape.block_flops(count) / rate <= most_s]
-        fitting = [count for count in affordable if fits(shape, count, device)]
-        if not fitting:
+        # Not kept: its inputs would take memory that `fits` counts as free.
+        seconds = median_s(block_pass(block, shape, tried, device), device, most_s=most_s / 4)
+        rate = shape.block_flops(tried) / seconds
+        # Three passes and one to warm up. The next size is at most 16 times as large, because the
+        # rate at a few tokens does not predict the rate at many.
+        sizes = {min(tokens, tried * factor) for factor in (2, 4, 8, 16)}
+        larger = (
+            count
+            for count in sorted(sizes, reverse=True)
+            if count > tried
+            and 4 * shape.block_flops(count) / rate <= most_s
+            and fits(shape, count, device)
+        )
+        following = next(larger, None)
+        if following is None:
             return ComputeRate(flops_per_s=rate, tokens=tried)
-        tried = fitting[-1]
+        tried = following
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockVariant:
-    """Block of a model as a user opened it."""
+    """Block as opened by a user."""
 
     dtype: torch.dtype | None = None
-    """Compute dtype; None: `auto_dtype` of the device."""
+    """Compute dtype. None: the device's `auto_dtype`."""
     kernels: KernelSet = "auto"
     lora_rank: int = 0
-    """Rank of the factors that are computed beside matrices in 8 bits; 0: there are none."""
+    """Rank of factors computed next to 8-bit matrices. 0: no factors."""
 
 
-def random_block(shape: ExpertShape, device: torch.device, variant: BlockVariant | None = None) -> WanBlock:
+USUAL_BLOCK = BlockVariant()
+
+
+def random_block(
+    shape: ExpertShape, device: torch.device, variant: BlockVariant = USUAL_BLOCK
+) -> WanBlock:
     """Return a block with small random weights and fp32 norms, as in diffusers."""
-    variant = variant or BlockVariant()
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
         from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
         block = WanTransformerBlock(
-            shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
+            shape.width,
+            shape.ffn_width,
+            shape.width // HEAD_DIM,
+            cross_attn_norm=True,
+            added_kv_proj_dim=added,
         )
     dtype = variant.dtype or auto_dtype(device)
     block = block.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    # One short tile of random numbers is repeated: drawing 350 million of them would take longer than the measurement.
+    # A short random tile is repeated. Drawing 350 million numbers would take longer than the
+    # measurement.
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():
         tile_into(parameter.view(-1), tile)
     block.scale_shift_table.data = block.scale_shift_table.data.float()
     block.norm2.float()
-    return WanBlock(block, BlockSettings(math=choose_math(variant.kernels, device, dtype, shape.width).math))
+    return WanBlock(
+        block, BlockSettings(math=choose_math(variant.kernels, device, dtype, shape.width))
+    )
 
 
 def tile_into(flat: torch.Tensor, tile: torch.Tensor) -> None:
@@ -88,11 +116,15 @@ def tile_into(flat: torch.Tensor, tile: torch.Tensor) -> None:
     flat[whole:].copy_(tile[: flat.numel() - whole])
 
 
-def block_pass(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that passes one lane of `tokens` random tokens in the dtype of `block` through it."""
+def block_pass(
+    block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device
+) -> Callable[[], None]:
+    """Return a function that passes one lane of `tokens` random tokens in its dtype to `block`."""
     dtype = block.attn1.norm_q.weight.dtype
     rows = (tokens, TEXT_TOKENS + (0 if shape.image_width is None else IMAGE_TOKENS), 6)
-    hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=dtype) for n in rows)
+    hidden, text, modulation = (
+        torch.randn(1, n, shape.width, device=device, dtype=dtype) for n in rows
+    )
     tables = (torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
     rotation = block.settings.used_math.rotation(*tables)
 
@@ -102,16 +134,12 @@ def block_pass(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.d
     return once
 
 
-def _block_s(block: WanBlock, shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float) -> float:
-    return median_s(block_pass(block, shape, tokens, device), device, most_s=most_s)
-
-
 def median_s(once: Callable[[], object], device: torch.device, *, most_s: float) -> float:
-    """Return the median seconds of three calls after one to warm up; on a slow device, of fewer."""
+    """Return the median seconds of three calls (slow ones: fewer) after a warm-up call."""
     clock = clock_for(device)
     times: list[float] = []
-    # The first pass warms up. It counts only if it is the only one: on a CPU, it then took so long that start-up is
-    # negligible. On a device it may have compiled kernels for seconds.
+    # The first pass warms up. It counts only if it is the only one: on a CPU, it then took so long
+    # that start-up is negligible. On a device it may have compiled kernels for seconds.
     may_be_only = runtime_for(device) is None
     while len(times) < 4 and not (len(times) > 1 - may_be_only and times[-1] > most_s):
         start = clock.mark()
@@ -122,13 +150,8 @@ def median_s(once: Callable[[], object], device: torch.device, *, most_s: float)
     return median(times[1:] or times)
 
 
-def _sizes(tried: int, wanted: int) -> list[int]:
-    """Return token counts above `tried`, up to 16 times as many and at most `wanted`."""
-    return sorted({min(wanted, tried * factor) for factor in (2, 4, 8, 16)} - {tried} - set(range(tried)))
-
-
 def fits(shape: ExpertShape, tokens: int, device: torch.device) -> bool:
     """Return True if a lane of `tokens` fits into the free memory of `device`."""
     free = free_bytes(device)
     # A measurement that is short enough on a CPU is also small enough.
-    return free is None or shape.working_bytes(tokens, lanes=1) <= FREE_MEMORY_SHARE * free
+    return free is None or shape.working_bytes([tokens]) <= FREE_MEMORY_SHARE * free

@@ -8,26 +8,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ...offload import read_gguf_fields
+from ...offload.formats import read_gguf_fields
 from ..checkpoint.files import CheckpointError, ModelVersion, model_version
 
 UNIGRAM = 1
 BYTE = 6
 """Piece kind for spelling unknown characters as bytes."""
 
-MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES = (
-    f"tokenizer.ggml.{name}"
-    for name in (
-        "model",
-        "tokens",
-        "scores",
-        "token_type",
-        "precompiled_charsmap",
-        "add_space_prefix",
-        "remove_extra_whitespaces",
-    )
-)
-"""GGUF fields."""
+FIELDS = "tokenizer.ggml."
+"""Prefix of GGUF fields."""
+LISTS = (f"{FIELDS}tokens", f"{FIELDS}scores", f"{FIELDS}token_type")
+MODEL = f"{FIELDS}model"
+CHARACTERS = f"{FIELDS}precompiled_charsmap"
+SPACE_FIRST = f"{FIELDS}add_space_prefix"
+COLLAPSE_SPACES = f"{FIELDS}remove_extra_whitespaces"
 
 
 class Piece(NamedTuple):
@@ -36,11 +30,16 @@ class Piece(NamedTuple):
     text: str
     score: float
     kind: int
-    """Normal 1, unknown 2, control 3, user-defined 4, unused 5, byte 6: the same numbers in GGUF."""
+    """Normal 1, unknown 2, control 3, user-defined 4, unused 5, byte 6: the same numbers in
+    GGUF."""
 
 
 def sentence_model(
-    pieces: Iterable[Piece], *, characters: bytes = b"", space_first: bool = True, collapse_spaces: bool = True
+    pieces: Iterable[Piece],
+    *,
+    characters: bytes = b"",
+    space_first: bool = True,
+    collapse_spaces: bool = True,
 ) -> bytes:
     """Return a unigram model.
 
@@ -53,7 +52,9 @@ def sentence_model(
     pieces = list(pieces)
     spells_bytes = any(each.kind == BYTE for each in pieces)
     trainer = _whole(3, UNIGRAM) + _whole(4, len(pieces)) + _whole(35, spells_bytes)
-    normalizer = _text(2, characters) + _whole(3, space_first) + _whole(4, collapse_spaces) + _whole(5, True)
+    normalizer = (
+        _text(2, characters) + _whole(3, space_first) + _whole(4, collapse_spaces) + _whole(5, True)
+    )
     return b"".join(map(_token, pieces)) + _text(2, trainer) + _text(3, normalizer)
 
 
@@ -69,25 +70,33 @@ def gguf_sentence_model(path: Path) -> bytes | None:
 @lru_cache(2)
 def _converted(path: Path, version: ModelVersion) -> bytes | None:
     # Kept, 6 MB each: a graph is checked before it runs, and the conversion takes seconds.
-    fields = read_gguf_fields(path, (MODEL, TOKENS, SCORES, KINDS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES))
+    fields = read_gguf_fields(path, (MODEL, *LISTS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES))
     if fields.get(MODEL) != "t5":
         return None
-    lists = [fields.get(name) for name in (TOKENS, SCORES, KINDS)]
+    lists = [fields.get(name) for name in LISTS]
     characters = fields.get(CHARACTERS, ())
-    lengths = {len(each) if isinstance(each, tuple) else -1 for each in lists}
-    if len(lengths) > 1 or -1 in lengths or not isinstance(characters, tuple):
-        found = ", ".join(f"{len(each)}" if isinstance(each, tuple) else "none" for each in lists)
-        raise CheckpointError(path, f"has a tokenizer with lists of {found} values: download the file again")
+    lengths = [f"{len(each)}" if isinstance(each, tuple) else "none" for each in lists]
+    if len({*lengths}) > 1 or "none" in lengths or not isinstance(characters, tuple):
+        found = ", ".join(lengths)
+        raise CheckpointError(
+            path, f"has a tokenizer with lists of {found} values: download the file again"
+        )
     try:
-        pieces = [Piece(str(text), float(score), int(kind)) for text, score, kind in zip(*lists, strict=True)]
+        pieces = [
+            Piece(str(text), float(score), int(kind))
+            for text, score, kind in zip(*lists, strict=True)
+        ]
         return sentence_model(
             pieces,
+            # The list may hold signed bytes.
             characters=bytes(int(byte) & 0xFF for byte in characters),
             space_first=bool(fields.get(SPACE_FIRST, True)),
             collapse_spaces=bool(fields.get(COLLAPSE_SPACES, True)),
         )
     except (ValueError, OverflowError) as err:
-        raise CheckpointError(path, f"has a damaged tokenizer ({err}): download the file again") from err
+        raise CheckpointError(
+            path, f"has a damaged tokenizer ({err}): download the file again"
+        ) from err
 
 
 # The three kinds of protocol buffer fields in a sentencepiece model.
@@ -105,9 +114,10 @@ _SCORE = struct.Struct("<BfB")
 
 
 def _token(piece: Piece) -> bytes:
-    # A quarter of a million of them: the numbers of the fields are constants here.
+    # A model has a quarter of a million tokens, so the field numbers are constants here.
     text = piece.text.encode()
-    content = b"\x0a" + _varint(len(text)) + text + _SCORE.pack(0x15, piece.score, 0x18) + _varint(piece.kind)
+    numbers = _SCORE.pack(0x15, piece.score, 0x18) + _varint(piece.kind)
+    content = b"\x0a" + _varint(len(text)) + text + numbers
     return b"\x0a" + _varint(len(content)) + content
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from sentencepiece import SentencePieceProcessor
 
-from ...offload import CheckpointFileError, FileTensor, read_header, read_tensors
+from ...offload.formats import CheckpointFileError, FileTensor, read_header
+from ...offload.sources import read_tensors
 from ..checkpoint.files import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Tokenizer(Protocol):
 
 
 class FolderTokenizer:
-    """Tokenizer in the `tokenizer` folder of a diffusers pipeline."""
+    """Tokenizer in a diffusers pipeline's `tokenizer` folder."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -62,7 +63,7 @@ class FolderTokenizer:
 
 
 def clean_prompt(prompt: str) -> str:
-    """Repair broken encodings, undo HTML escapes (twice: "&amp;quot;" is common) and collapse white space."""
+    """Repair encodings, undo HTML escapes (twice: "&amp;quot;" is common), collapse white space."""
     import ftfy
 
     unescaped = html.unescape(html.unescape(ftfy.fix_text(prompt)))
@@ -73,23 +74,29 @@ def open_tokenizer(folder: Path) -> FolderTokenizer:
     """Open the tokenizer in `folder`. Python code in the folder never runs.
 
     Raises:
-        CheckpointError: the folder is missing, the files are not a tokenizer, or they need their own code.
+        CheckpointError: the folder is missing, the files are not a tokenizer, or they need their
+            own code.
     """
     if not folder.is_dir():
-        raise CheckpointError(folder, "the tokenizer is missing: it belongs next to the text encoder")
+        raise CheckpointError(
+            folder, "the tokenizer is missing: it belongs next to the text encoder"
+        )
     from transformers import AutoTokenizer
 
     try:
-        # Without a decision, transformers asks on stdin whether it may run the code in an `auto_map`.
-        return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+        # Without a decision, transformers asks on stdin whether it may run the code in an
+        # `auto_map`.
+        return FolderTokenizer(
+            AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:
+        reason = f"is not a tokenizer: {err}"
         if "trust_remote_code" in str(err):
-            raise CheckpointError(
-                folder,
-                "needs Python code of its own (auto_map), which is never run: download the tokenizer folder of a Wan "
-                "pipeline again",
-            ) from err
-        raise CheckpointError(folder, f"is not a tokenizer: {err}") from err
+            reason = (
+                "needs Python code of its own (auto_map), which is never run: download the "
+                "tokenizer folder of a Wan pipeline again"
+            )
+        raise CheckpointError(folder, reason) from err
 
 
 SENTENCE_MODEL = "spiece_model"
@@ -104,11 +111,12 @@ class SentenceTokenizer:
 
     def __init__(self, processor: SentencePieceProcessor) -> None:
         self.processor = processor
-        self._pad, self._end = processor.pad_id(), processor.eos_id()
+        self._pad = processor.pad_id()
+        self._end = processor.eos_id()
         special = (self._pad, self._end, processor.unk_id(), processor.bos_id())
         self._special = {processor.id_to_piece(token): token for token in special if token >= 0}
-        # As in transformers, a special token spelled out in a prompt ("</s>") becomes this token. sentencepiece alone
-        # would treat it as ordinary characters.
+        # As in transformers, a special token spelled out in a prompt ("</s>") becomes this token.
+        # sentencepiece alone would treat it as ordinary characters.
         self._spelled_out = re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
@@ -122,11 +130,16 @@ class SentenceTokenizer:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = []
         for part in self._spelled_out.split(text):
-            ids += [self._special[part]] if part in self._special else self.processor.encode(part)
+            if part in self._special:
+                ids.append(self._special[part])
+            else:
+                ids += self.processor.encode(part)
         return ids
 
 
-def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, rows: int) -> SentenceTokenizer:
+def open_sentence_tokenizer(
+    path: Path, tensors: Mapping[str, FileTensor], *, rows: int
+) -> SentenceTokenizer:
     """Open the tokenizer `SENTENCE_MODEL` in the file `path` with a token table of `rows` rows.
 
     Raises:
@@ -134,34 +147,37 @@ def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, ro
     """
     stored = tensors[SENTENCE_MODEL]
     if stored.dtype not in (torch.uint8, torch.int8) or not 0 < stored.nbytes <= MAX_MODEL_BYTES:
-        raise CheckpointError(
-            path, f"{SENTENCE_MODEL} is {stored.dtype} {list(stored.shape)}; a tokenizer is a few megabytes of uint8"
-        )
+        reason = f"{SENTENCE_MODEL} is {stored.dtype} {list(stored.shape)}"
+        raise CheckpointError(path, f"{reason}; a tokenizer is a few megabytes of uint8")
     data = read_tensors({SENTENCE_MODEL: stored})[SENTENCE_MODEL].numpy().tobytes()
-    return SentenceTokenizer(sentence_processor(path, data, rows=rows))
+    return sentence_tokenizer(path, data, rows=rows)
 
 
-def sentence_processor(path: Path, data: bytes, *, rows: int) -> SentencePieceProcessor:
-    """Return the sentencepiece model in these bytes from the file `path`.
+def sentence_tokenizer(path: Path, data: bytes, *, rows: int) -> SentenceTokenizer:
+    """Return the tokenizer for the sentencepiece model in these bytes from the file `path`.
 
     Raises:
-        CheckpointError: as `open_sentence_tokenizer`.
+        CheckpointError: as in `open_sentence_tokenizer`.
     """
     try:
         processor = SentencePieceProcessor(model_proto=data)
     except (RuntimeError, ValueError) as err:
-        raise CheckpointError(path, f"{SENTENCE_MODEL} is not a tokenizer ({err}); download the file again") from err
-    if min(processor.pad_id(), processor.eos_id()) < 0:
-        raise CheckpointError(path, f"{SENTENCE_MODEL} has no padding or no end token: it is not UMT5's")
-    if processor.get_piece_size() > rows:
         raise CheckpointError(
-            path, f"{SENTENCE_MODEL} has {processor.get_piece_size()} tokens, but the token table has {rows} rows"
+            path, f"{SENTENCE_MODEL} is not a tokenizer ({err}); download the file again"
+        ) from err
+    if min(processor.pad_id(), processor.eos_id()) < 0:
+        raise CheckpointError(
+            path, f"{SENTENCE_MODEL} has no padding or no end token: it is not UMT5's"
         )
-    return processor
+    if processor.get_piece_size() > rows:
+        reason = f"{SENTENCE_MODEL} has {processor.get_piece_size()} tokens"
+        raise CheckpointError(path, f"{reason}, but the token table has {rows} rows")
+    return SentenceTokenizer(processor)
 
 
 MORE_ROWS = 512
-"""Upper limit for token table rows behind the sentencepiece model: UMT5 has 256,000 pieces and 256,384 rows."""
+"""Upper limit for token table rows behind the sentencepiece model: UMT5 has 256,000 pieces and
+256,384 rows."""
 END_PIECE = "</s>"
 """End piece in UMT5. Gemma's tokenizer has as many pieces, but another end piece."""
 FOLDERS_BESIDE = (".", "tokenizer", "google/umt5-xxl", "umt5-xxl")
@@ -170,42 +186,47 @@ TENSOR_FILES = (".safetensors", ".sft")
 SENTENCE_FILES = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 
 
-class BorrowedTokenizer(NamedTuple):
-    """Tokenizer from another file."""
+class FoundTokenizer(NamedTuple):
+    """Tokenizer for a single file."""
 
     tokenizer: SentenceTokenizer
-    note: str
+    notes: tuple[str, ...] = ()
+    """A sentence about its origin if it comes from another file."""
 
 
-def tokenizer_beside(path: Path, *, rows: int) -> BorrowedTokenizer:
-    """Open a tokenizer next to the file `path`, from another text encoder or from a tokenizer's own files.
+def tokenizer_beside(path: Path, *, rows: int) -> FoundTokenizer:
+    """Open a tokenizer next to the file `path`, from another text encoder or from tokenizer files.
 
-    The number of tokens must suit a table with `rows` rows: other models have other tokenizers.
+    The token count must suit a table with `rows` rows, because other models have other tokenizers.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no tokenizer is found.
     """
     for file in files_beside(path):
         try:
             if file.suffix == ".model":
-                processor = sentence_processor(file, file.read_bytes(), rows=rows)
+                tokenizer = sentence_tokenizer(file, file.read_bytes(), rows=rows)
             else:
-                tensors = {key.rpartition(".")[2]: tensor for key, tensor in read_header(file).tensors.items()}
+                header = read_header(file)
+                tensors = {key.rpartition(".")[2]: each for key, each in header.tensors.items()}
                 if SENTENCE_MODEL not in tensors:
                     continue
-                processor = open_sentence_tokenizer(file, tensors, rows=rows).processor
+                tokenizer = open_sentence_tokenizer(file, tensors, rows=rows)
         except (CheckpointFileError, OSError) as err:
             # An unused file must not end the run. The log shows why it was passed over.
             logger.info("no tokenizer for %s from %s", path.name, err)
             continue
-        if processor.id_to_piece(processor.eos_id()) == END_PIECE and processor.get_piece_size() > rows - MORE_ROWS:
+        processor = tokenizer.processor
+        ends_alike = processor.id_to_piece(processor.eos_id()) == END_PIECE
+        if ends_alike and processor.get_piece_size() > rows - MORE_ROWS:
             note = f"{path.name} has no tokenizer: that of {file.relative_to(path.parent)} is used"
             logger.info("%s", note)
-            return BorrowedTokenizer(SentenceTokenizer(processor), note)
+            return FoundTokenizer(tokenizer, (note,))
     raise CheckpointError(
         path,
-        f"has no tokenizer ({SENTENCE_MODEL}), nor has a file next to it: put umt5_xxl_fp16.safetensors, "
-        "umt5_xxl_fp8_e4m3fn_scaled.safetensors or the spiece.model of UMT5-XXL into its folder, or use one of the two",
+        f"has no tokenizer ({SENTENCE_MODEL}), nor has a file next to it: put "
+        "umt5_xxl_fp16.safetensors, umt5_xxl_fp8_e4m3fn_scaled.safetensors or the spiece.model of "
+        "UMT5-XXL into its folder, or use one of the two",
     )
 
 
@@ -213,4 +234,8 @@ def files_beside(path: Path) -> Iterator[Path]:
     """Yield the files next to the text encoder `path` that may hold a tokenizer."""
     for folder in (path.parent / name for name in FOLDERS_BESIDE):
         yield from (folder / name for name in SENTENCE_FILES if (folder / name).is_file())
-    yield from (file for file in sorted(path.parent.iterdir()) if file.suffix in TENSOR_FILES and file != path)
+    yield from (
+        file
+        for file in sorted(path.parent.iterdir())
+        if file.suffix in TENSOR_FILES and file != path
+    )

@@ -1,1 +1,1 @@
-"""Forward pass of a Wan transformer, block by block."""
+"""Wan transformer forward pass, block by block."""

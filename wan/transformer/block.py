@@ -1,11 +1,12 @@
-"""Block of a Wan transformer over the functions of `kernels/`, with the parameters and names of diffusers' block.
+"""Wan transformer block over `block_kernels/`, with the parameters and names of diffusers' block.
 
-A block is three token-wise stages around two attentions. One forward serves every run: all tokens at once or in
-chunks, one timestep or several, one text or two (NAG), alone or sharing attention with other workers, compiled or not.
-In chunks, intermediate values outside attention exist for one chunk only: the peak memory is that of attention.
+A block is three token-wise stages around two attentions. One forward serves every run: all tokens
+at once or in chunks, one timestep or several, one text or two (NAG), alone or sharing attention
+with other workers, compiled or not. In chunks, intermediate values outside attention exist for one
+chunk only, so attention sets the peak memory.
 
-The arithmetic of chunks is that of the whole block. Last bits differ where a library selects its kernel by the number
-of rows, as oneDNN does for bf16 on processors with AMX.
+Chunks have the same arithmetic as the whole block. Last bits differ where a library selects a
+kernel by row count, as oneDNN does for bf16 on processors with AMX.
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from ...schema import SHORT_CHUNK, TEXT_TOKENS
-from ..kernels.attention import ATTENTIONS, INT8_ATTENTION, Kernels, attention_function
-from ..kernels.block_math import EXACT, BlockMath, Codes, Norm
-from ..kernels.fp8_linear import Fp8Linear
-from ..kernels.int8_linear import Int8Linear
+from ...block_kernels import (
+    ALL,
+    ATTENTIONS,
+    EXACT,
+    INT8_ATTENTION,
+    BlockMath,
+    Codes,
+    Fp8Linear,
+    Int8Linear,
+    Kernels,
+    Norm,
+    attention_function,
+    chunk_slices,
+)
+from ...shapes import TEXT_TOKENS
 from .compiled_block import BlockCompiler, get_compiler
 from .nag import PARTS, Nag, Texts, guide
 from .per_frame_timestep import FrameModulation, Modulation, rows_and_spans
@@ -33,11 +44,8 @@ if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
     from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 
-MIN_TOKENS = SHORT_CHUNK + 1
-"""Minimum size of a last chunk. MKL multiplies 1, 2 or 3 fp32 rows with another kernel, and the last bits differ."""
-ALL = slice(None)
 Outs: TypeAlias = "tuple[torch.Tensor | None, ...]"
-"""Tensors to write the results of a chunk to. None: new ones are returned."""
+"""Output tensors for a chunk's results. None: new ones are returned."""
 
 Dispatch: TypeAlias = "Callable[..., torch.Tensor]"
 
@@ -46,44 +54,53 @@ logger = logging.getLogger("wanstream.kernels")
 
 @dataclass(kw_only=True)
 class BlockSettings:
-    """Settings that the blocks of both experts share; a change applies to the next visit."""
+    """Settings shared by the blocks of both experts. A change applies to the next visit."""
 
     math: BlockMath = EXACT
     chunk_tokens: int | None = None
-    """Tokens that are computed at once outside attention; None: all."""
+    """Tokens computed at once outside attention. None: all."""
     compiler: BlockCompiler | None = None
     dispatch: Dispatch = field(default_factory=partial(attention_function, "default"))
-    """Attention, as diffusers' dispatcher."""
+    """Attention function with the interface of diffusers' dispatcher."""
     dispatch_self: Dispatch = field(default_factory=partial(attention_function, "default"))
-    """Self-attention, where an approximation counts most. Attention to a text costs little."""
+    """Self-attention function, where an approximation saves most. Text attention costs little."""
     backend: str | None = None
-    """Argument `backend` of `dispatch`. None: that of the process."""
+    """`backend` argument of `dispatch`. None: the process's default."""
     self_backend: str | None = None
-    """Argument `backend` of `dispatch_self`."""
+    """`backend` argument of `dispatch_self`."""
     parallel: Any = None
     """diffusers' `ParallelConfig`, if workers share self-attention."""
     exchanging: Callable[[torch.Tensor], None] | None = None
-    """Called with the queries of each self-attention that workers share."""
+    """Called with the queries before each self-attention shared by workers."""
     nag: Nag | None = None
-    """Guidance of lanes with two texts."""
+    """Guidance for lanes with two texts."""
 
     @property
     def compiles(self) -> bool:
-        """Blocks are compiled; chunks of tokens are not."""
+        """True if blocks are compiled. Token chunks are not."""
         return self.compiler is not None and self.chunk_tokens is None
 
     @property
     def used_math(self) -> BlockMath:
-        """The functions of a visit. A compiler fuses plain operations itself, and cannot look into kernels."""
+        """Functions for a visit.
+
+        A compiler fuses plain operations itself, and cannot optimise kernels.
+        """
         return EXACT if self.compiles else self.math
 
     @property
     def graphs(self) -> int:
-        """Block graphs that this process has compiled so far; a step that compiles one gives no usable timing."""
+        """Number of block graphs compiled by this process so far.
+
+        A step that compiles one gives no usable timing.
+        """
         return 0 if self.compiler is None else self.compiler.graphs
 
     def set(self, kernels: Kernels, math: BlockMath, chunk_tokens: int | None) -> None:
-        """Compute with `kernels` and `math`, and outside attention with `chunk_tokens` tokens at once (None: all)."""
+        """Compute with `kernels` and `math`, and outside attention in chunks of `chunk_tokens`.
+
+        None means all tokens at once.
+        """
         self.math = math
         self.chunk_tokens = chunk_tokens
         self.compiler = None if kernels.compiler is None else get_compiler(kernels.compiler)
@@ -91,13 +108,17 @@ class BlockSettings:
         self.backend = ATTENTIONS[kernels.attention].backend
         self.self_backend = INT8_ATTENTION if kernels.attention == INT8_ATTENTION else self.backend
         if self.compiler is not None and chunk_tokens is not None:
-            # The graph of all chunks of 2048 tokens needs 59 MB, that of the whole block 42 MB, chunks alone 34 MB.
-            logger.warning("blocks compute %d tokens at once to save memory: they are not compiled", chunk_tokens)
+            # A graph over all chunks of 2048 tokens needs 59 MB, a graph of the whole block 42 MB,
+            # and chunks alone 34 MB.
+            logger.warning(
+                "blocks compute %d tokens at once to save memory: they are not compiled",
+                chunk_tokens,
+            )
 
 
 @contextmanager
 def changed(settings: BlockSettings, **values: Any) -> Iterator[None]:
-    """Use other values of these settings until the end of the context."""
+    """Use other values for these settings until the end of the context."""
     before = {name: getattr(settings, name) for name in values}
     vars(settings).update(values)
     try:
@@ -111,7 +132,7 @@ class WanBlock(nn.Module):
 
     Args:
         original: diffusers' block.
-        settings: shared by all blocks of a pair.
+        settings: shared by all blocks in a pair.
     """
 
     def __init__(self, original: WanTransformerBlock, settings: BlockSettings) -> None:
@@ -134,29 +155,39 @@ class WanBlock(nn.Module):
         """Return the tokens after this block, in a new tensor.
 
         Args:
-            hidden_states: tokens [1, S, D]; never written to, because hooks and step caches may still read them.
-            encoder_hidden_states: embedded text [1, L, D]; with an image branch, the rows of the image come first.
-            temb: modulation [1, 6, D], or rows of consecutive tokens.
-            rotary_emb: as of `BlockMath.rotation`.
+            hidden_states: tokens [1, S, D]. Never written to, because hooks and step caches may
+                still read them.
+            encoder_hidden_states: embedded text [1, L, D]. With an image branch, the image rows
+                come first.
+            temb: modulation [1, 6, D], or rows for consecutive tokens.
+            rotary_emb: as returned by `BlockMath.rotation`.
         """
         # The first block's tokens may be a transposed view.
         tokens = hidden_states.contiguous()
         if self.settings.compiler is not None and self.settings.compiles:
-            return self.settings.compiler.run(_traced, self, tokens, encoder_hidden_states, temb, rotary_emb)
+            return self.settings.compiler.run(
+                _traced, self, tokens, encoder_hidden_states, temb, rotary_emb
+            )
         rows, spans = rows_and_spans(temb)
+        # The sum is in fp32, as in diffusers.
         values = (self.scale_shift_table + rows.float()).unsqueeze(2).unbind(1)
         return self.compute(tokens, encoder_hidden_states, Modulation(values, spans), rotary_emb)
 
     def compute(
-        self, hidden: torch.Tensor, text: torch.Tensor | Texts, modulation: Modulation, rotation: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        text: torch.Tensor | Texts,
+        modulation: Modulation,
+        rotation: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the block without a compiler; see `forward`."""
+        """Compute the block without a compiler. See `forward`."""
         chunks = chunk_slices(hidden.shape[1], self.settings.chunk_tokens)
         qkv = _by_chunk(chunks, hidden, 3, partial(self._self_qkv, hidden, modulation, rotation))
         if self.settings.exchanging is not None:
             self.settings.exchanging(qkv[0])
         settings = self.settings
         state = self._attend(settings.dispatch_self, settings.self_backend, settings.parallel, *qkv)
+        # `del`, here and below: the next stage then takes this memory.
         del qkv
         [query] = _by_chunk(chunks, hidden, 1, partial(self._enter_text, hidden, state, modulation))
         attended = self._attend_texts(query, text)
@@ -166,10 +197,16 @@ class WanBlock(nn.Module):
         return state
 
     def _self_qkv(
-        self, hidden: torch.Tensor, modulation: Modulation, rotation: torch.Tensor, at: slice, outs: Outs
+        self,
+        hidden: torch.Tensor,
+        modulation: Modulation,
+        rotation: torch.Tensor,
+        at: slice,
+        outs: Outs,
     ) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values of a chunk of the input."""
-        attn, math = self.attn1, self.settings.used_math
+        """Return a chunk's queries, keys and values."""
+        attn = self.attn1
+        math = self.settings.used_math
         codes = self._take_codes(attn.to_q, attn.to_k, attn.to_v)
         tokens = math.normed(hidden[:, at], modulation.part(at).norm(0, self.eps), codes=codes)
         query = math.rotate(_product(attn.to_q, tokens), attn.norm_q, rotation[:, at], outs[0])
@@ -178,23 +215,33 @@ class WanBlock(nn.Module):
         return query, key, value if outs[2] is None else outs[2].copy_(value)
 
     def _enter_text(
-        self, hidden: torch.Tensor, state: torch.Tensor, modulation: Modulation, at: slice, outs: Outs
+        self,
+        hidden: torch.Tensor,
+        state: torch.Tensor,
+        modulation: Modulation,
+        at: slice,
+        outs: Outs,
     ) -> tuple[torch.Tensor, ...]:
-        """Turn attended tokens `state` of a chunk into the residual sum, and return its queries to the text."""
+        """Turn a chunk's attended tokens `state` into the residual sum. Return text queries."""
         math = self.settings.used_math
         affine = Norm(self.norm2.weight, self.norm2.bias, self.norm2.eps, False)
         update = self._projected(self.attn1, state[:, at])
-        gate, codes = modulation.part(at).gate(2), self._take_codes(self.attn2.to_q)
+        gate = modulation.part(at).gate(2)
+        codes = self._take_codes(self.attn2.to_q)
         tokens = math.normed(hidden[:, at], affine, update, gate, state[:, at], codes)
         del update
         return (math.rms_norm(_product(self.attn2.to_q, tokens), self.attn2.norm_q, outs[0]),)
 
-    def _leave_text(self, state: torch.Tensor, attended: torch.Tensor, modulation: Modulation) -> None:
-        """Add attention to the text and the feed-forward of a chunk to `state`."""
+    def _leave_text(
+        self, state: torch.Tensor, attended: torch.Tensor, modulation: Modulation
+    ) -> None:
+        """Add a chunk's text attention and feed-forward to `state`."""
         math = self.settings.used_math
         update = self._projected(self.attn2, attended)
-        up, down = self.ffn.net[0].proj, self.ffn.net[2]
-        norm, codes = modulation.norm(3, self.eps), self._take_codes(up)
+        up = self.ffn.net[0].proj
+        down = self.ffn.net[2]
+        norm = modulation.norm(3, self.eps)
+        codes = self._take_codes(up)
         tokens = math.normed(state, norm, update, None, state, codes)
         del update
         inner = _product(up, tokens)
@@ -207,14 +254,20 @@ class WanBlock(nn.Module):
             update = down.multiply_gelu(inner)
             del inner
         else:
+            # In place, because `F.gelu` would allocate the largest tensor of a block again.
             update = down(torch.ops.aten.gelu_(inner, approximate="tanh"))
             del inner
         math.add(state, update, modulation.gate(5), out=state)
 
     def _attend_texts(self, query: torch.Tensor, text: torch.Tensor | Texts) -> torch.Tensor:
-        """Attend to a text, to two texts with guidance, and to the rows of an image before the text."""
+        """Attend to a text, to two texts with guidance, and to an image's rows before the text."""
         texts = (text,) if isinstance(text, torch.Tensor) else text
-        image, positive = self._split_image(texts[0])
+        image = None
+        positive = texts[0]
+        if self.attn2.add_k_proj is not None:
+            # An image branch (Wan2.1 I2V). As in diffusers, the last 512 rows are the text.
+            image = positive[:, :-TEXT_TOKENS]
+            positive = positive[:, -TEXT_TOKENS:]
         # Each worker has the whole text.
         attend = partial(self._attend, self.settings.dispatch, self.settings.backend, None)
         attended = attend(query, *self._text_kv(positive))
@@ -226,7 +279,9 @@ class WanBlock(nn.Module):
                 attended[:, at] = guide(attended[:, at], against, self.settings.nag)
         if image is not None:
             attn = self.attn2
-            attended += attend(query, attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))
+            attended += attend(
+                query, attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
+            )
         return attended
 
     def _attend(
@@ -250,29 +305,25 @@ class WanBlock(nn.Module):
         )
         return attended.flatten(2, 3).to(query.dtype)
 
-    def _split_image(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Split the rows of a block with an image branch (Wan2.1 I2V); as in diffusers, the last 512 are the text."""
-        if self.attn2.add_k_proj is None:
-            return None, rows
-        return rows[:, :-TEXT_TOKENS], rows[:, -TEXT_TOKENS:]
-
     def _text_kv(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a text."""
+        """Return a text's keys and values."""
         attn = self.attn2
         tokens = self._quantised(text, attn.to_k, attn.to_v)
         key = self.settings.used_math.rms_norm(_product(attn.to_k, tokens), attn.norm_k)
         return key, _product(attn.to_v, tokens)
 
     def _projected(self, attn: WanAttention, attended: torch.Tensor) -> torch.Tensor:
-        """Return the output projection of an attention."""
+        """Return an attention's output projection."""
         return _product(attn.to_out[0], self._quantised(attended, attn.to_out[0]))
 
     def _quantised(self, tokens: torch.Tensor, *layers: nn.Module) -> torch.Tensor | Codes:
         """Return `tokens`, or their codes if all of these layers multiply codes."""
-        return self.settings.used_math.quantise(tokens) if self._take_codes(*layers) else tokens
+        if self._take_codes(*layers):
+            return self.settings.used_math.quantise(tokens)
+        return tokens
 
     def _take_codes(self, *layers: nn.Module) -> bool:
-        """Return True if all of these layers multiply codes: their tokens are then quantised once, in one pass."""
+        """Return True if all layers multiply codes, so that one pass quantises their tokens."""
         each = (isinstance(layer, Fp8Linear) and layer.takes_codes for layer in layers)
         return self.settings.used_math.quantises and all(each)
 
@@ -285,12 +336,16 @@ def _traced(
     row_of_token: torch.Tensor | None,
     rotation: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute with rows [R, 6, D] and the row of each token [S]; None: all tokens have the first.
+    """Compute with rows [R, 6, D] and the row of each token [S]. None: all tokens have the first.
 
-    A compiler fuses the lookup into its use, whereas eager code would copy six rows for each token.
+    A compiler fuses the lookup into its use. Eager code would copy six rows for each token.
     """
     table = block.scale_shift_table + rows.float()
-    values = table.unsqueeze(2).unbind(1) if row_of_token is None else table[row_of_token].unsqueeze(0).unbind(2)
+    values = (
+        table.unsqueeze(2).unbind(1)
+        if row_of_token is None
+        else table[row_of_token].unsqueeze(0).unbind(2)
+    )
     return block.compute(tokens, text, Modulation(values, ()), rotation)
 
 
@@ -303,9 +358,12 @@ def _product(layer: nn.Module, tokens: torch.Tensor | Codes) -> torch.Tensor:
 
 
 def _by_chunk(
-    chunks: Sequence[slice], like: torch.Tensor, count: int, compute: Callable[[slice, Outs], tuple[torch.Tensor, ...]]
+    chunks: Sequence[slice],
+    like: torch.Tensor,
+    count: int,
+    compute: Callable[[slice, Outs], tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, ...]:
-    """Return `count` tensors like `like`, of which `compute` returns, or writes, those of a chunk."""
+    """Return `count` tensors like `like`, with chunk results that `compute` returns or writes."""
     if len(chunks) == 1:
         return compute(ALL, (None,) * count)
     filled = tuple(torch.empty_like(like) for _ in range(count))
@@ -314,24 +372,12 @@ def _by_chunk(
     return filled
 
 
-def chunk_slices(tokens: int, chunk_tokens: int | None) -> list[slice]:
-    """Return slices of `chunk_tokens` tokens along dim 1; a remainder below `MIN_TOKENS` joins the chunk before it."""
-    if chunk_tokens is None:
-        return [ALL]
-    slices, start = [], 0
-    while start < tokens:
-        end = start + chunk_tokens if tokens - start >= chunk_tokens + MIN_TOKENS else tokens
-        slices.append(slice(start, end))
-        start = end
-    return slices
-
-
 def replace_blocks(model: WanTransformer3DModel, settings: BlockSettings) -> None:
-    """Replace the blocks of a model of diffusers by ours, with the same parameters."""
+    """Replace the blocks in a diffusers model by ours, with the same parameters."""
     model.blocks = nn.ModuleList(WanBlock(block, settings) for block in model.blocks)
 
 
 def settings_of(model: WanTransformer3DModel) -> BlockSettings:
-    """Return the settings of the blocks of a model."""
+    """Return a model's block settings."""
     settings: BlockSettings = model.blocks[0].settings
     return settings

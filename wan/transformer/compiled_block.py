@@ -1,8 +1,8 @@
-"""Compiled forwards of Wan blocks; one graph serves the blocks of both experts.
+"""Compiled Wan block forwards. One graph serves the blocks of both experts.
 
-The compiled function takes the block as an argument, so its weights are inputs of the graph: another block, expert,
-buffer, LoRA or run needs no new graph. A new graph is compiled for another dtype, attention kernel or number of tokens,
-and for per-frame timesteps. The graph for the second number of tokens serves any number.
+The compiled function takes the block as an argument, so the weights are graph inputs. Another
+block, expert, buffer, LoRA or run needs no new graph. Another dtype, attention kernel or token
+count, and per-frame timesteps, need one. The graph for the second token count serves any count.
 """
 
 from __future__ import annotations
@@ -20,27 +20,34 @@ from .nag import Texts
 from .per_frame_timestep import FrameModulation
 
 ROWS_DIM = 0
-"""Dimension of the modulation rows [R, 6, D] that varies: one row for each distinct timestep of the frames."""
+"""Variable dimension of the modulation rows [R, 6, D]: one row per distinct frame timestep."""
 TEXT_LENGTH_DIM = 1
-"""Dimension of the text [1, L, D] that varies with the prompt."""
+"""Variable dimension of the text [1, L, D], with the prompt length."""
 
 logger = logging.getLogger("wanstream.kernels")
 
 
 class BlockCompiler:
-    """Backend of `torch.compile` that counts its graphs; get it from `get_compiler`."""
+    """`torch.compile` backend that counts graphs. Get it from `get_compiler`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.graphs = 0
-        """Block graphs that this process has compiled so far."""
+        """Number of block graphs compiled by this process so far."""
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+    ) -> Callable[..., Any]:
         compile_graph = torch._dynamo.lookup_backend(self.name)
         start = time.perf_counter()
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
         self.graphs += 1
-        logger.info("%s compiled the blocks in %.1f s (graph %d)", self.name, time.perf_counter() - start, self.graphs)
+        logger.info(
+            "%s compiled the blocks in %.1f s (graph %d)",
+            self.name,
+            time.perf_counter() - start,
+            self.graphs,
+        )
         return compiled
 
     def run(
@@ -52,7 +59,9 @@ class BlockCompiler:
         temb: torch.Tensor | FrameModulation,
         rotation: torch.Tensor,
     ) -> torch.Tensor:
-        """Return `function(block, tokens, text, rows, row_of_token, rotation)`, compiled; tokens must be contiguous.
+        """Return `function(block, tokens, text, rows, row_of_token, rotation)`, compiled.
+
+        Tokens must be contiguous.
 
         `temb` is split into its rows [R, 6, D] and the row of each token [S], None for one row.
         """
@@ -67,12 +76,14 @@ class BlockCompiler:
 
 
 @functools.cache
-def _compiled(compiler: BlockCompiler, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    # A function of the block, not a method of each one: only so do blocks share graphs.
+def _compiled(
+    compiler: BlockCompiler, function: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    # A function with the block as an argument: with a method per block, blocks share no graphs.
     return torch.compile(function, backend=compiler)
 
 
 @functools.cache
 def get_compiler(name: str) -> BlockCompiler:
-    """Return the compiler of that name: one per process, because torch caches graphs by the identity of the backend."""
+    """Return the process's compiler with this name. torch caches graphs by backend identity."""
     return BlockCompiler(name)

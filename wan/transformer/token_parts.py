@@ -1,7 +1,8 @@
-"""Parts of a lane's tokens next to its video, and the rotary tables of all parts.
+"""Token parts next to a lane's video, and rotary tables for all parts.
 
-The tokens of a lane are [front, video, behind]. Every part has its own positions; all of them pass through the same
-blocks, and only those of the video become the velocity. Angles are computed in fp64 per axis, as in diffusers.
+A lane's tokens are [front, video, behind]. Every part has separate positions. All pass through the
+same blocks, and only the video tokens become the velocity. Angles are computed in fp64 per axis, as
+in diffusers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn import functional as F
 
-from ...schema import HEAD_DIM, patch_grid
+from ...shapes import HEAD_DIM, patch_grid
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -26,18 +27,18 @@ THETA = 10000.0
 
 Grid: TypeAlias = "tuple[int, int, int]"
 Rotary: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
-"""Cosines and sines, [1, S, 1, 128] float32 each, as of diffusers' `WanRotaryPosEmbed`."""
+"""Cosines and sines, [1, S, 1, 128] float32 each, as in diffusers' `WanRotaryPosEmbed`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """Rotary positions of a part: patch i along an axis has the position `start + i`."""
+    """Rotary positions in a part: patch i along an axis has the position `start + i`."""
 
     start: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Along time, height and width."""
     source: int = 0
-    """Number of the source: a constant rotation of all tokens by `source` positions of a 1-D table over the whole head,
-    added to that of the axes (Bernini). 0: none."""
+    """Source number: a constant rotation of all tokens by `source` positions in a 1-D table over
+    the whole head, added to the axes' rotation (Bernini). 0: none."""
 
 
 FROM_ORIGIN = Positions()
@@ -45,13 +46,15 @@ FROM_ORIGIN = Positions()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenPart:
-    """Tokens of a lane next to its video."""
+    """Tokens next to a lane's video."""
 
     latents: torch.Tensor
-    """[1, C, t, h, w] in the model's latent space; C as the model's input, or that of its `ref_conv`."""
+    """[1, C, t, h, w] in the model's latent space. C fits the model's input, or the input of
+    `ref_conv`."""
     positions: Positions = FROM_ORIGIN
     through_ref_conv: bool = False
-    """Embed the only frame by the model's `ref_conv` (Fun Control) in place of the patch embedding."""
+    """Embed the only frame with the model's `ref_conv` (Fun Control) instead of the patch
+    embedding."""
 
     def grid(self, patch_size: Sequence[int]) -> Grid:
         """Return the patches along time, height and width."""
@@ -69,9 +72,10 @@ class TokenPart:
 
 
 def padded(latents: torch.Tensor, patch_size: Sequence[int]) -> torch.Tensor:
-    """Return latents [1, C, T, h, w] with whole patches: an odd side is extended by its first row or column.
+    """Return latents [1, C, T, h, w] with whole patches: odd sides repeat the first row or column.
 
-    ComfyUI pads so too (`pad_to_patch_size`). Latents with whole patches are returned as they are.
+    ComfyUI also pads like this (`pad_to_patch_size`). Latents with whole patches are returned
+    unchanged.
     """
     sizes = latents.shape[2:]
     missing = [-size % patch for size, patch in zip(sizes, patch_size, strict=True)]
@@ -82,14 +86,14 @@ def padded(latents: torch.Tensor, patch_size: Sequence[int]) -> torch.Tensor:
 
 
 Placed: TypeAlias = "tuple[Grid, Positions]"
-"""Grid of a part and its positions."""
+"""Grid and positions of a part."""
 
 
 class AxisTables:
-    """Rotary tables of single axes on the device of a model, kept for as long as the model.
+    """Rotary tables for single axes on a model's device, kept as long as the model.
 
-    A copy from pageable memory makes the host wait for the device, so there is one for each size, not one for each
-    step. A table of 80 positions has 40 kB.
+    A copy from pageable memory makes the host wait for the device, so there is one copy per size,
+    not one per step. A table with 80 positions has 40 kB.
     """
 
     def __init__(self) -> None:
@@ -100,18 +104,26 @@ KEPT_TABLES = 96
 
 
 def layout_tables(model: WanTransformer3DModel, parts: Sequence[Placed]) -> Rotary:
-    """Return the rotary tables of all tokens of these parts, in their order, on the device of the model's tables."""
+    """Return the rotary tables for all tokens in these parts, in order, on the model's device."""
     rope: WanRotaryPosEmbed = model.rope
-    # Models that this package opens have one; others compute their tables again.
+    # Models opened by this package have one. Others compute their tables again.
     of_axis = getattr(model, "axis_tables", AxisTables()).of_axis
-    cosines, sines = zip(*(_part_tables(rope, grid, positions, of_axis) for grid, positions in parts), strict=True)
+    cosines, sines = zip(
+        *(_part_tables(rope, grid, positions, of_axis) for grid, positions in parts), strict=True
+    )
     return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
 
-def _part_tables(rope: WanRotaryPosEmbed, grid: Grid, positions: Positions, of_axis: Callable[..., Rotary]) -> Rotary:
-    cosines, sines = [], []
-    first, device = 0, rope.freqs_cos.device
-    for axis, (count, width) in enumerate(zip(grid, (rope.t_dim, rope.h_dim, rope.w_dim), strict=True)):
+def _part_tables(
+    rope: WanRotaryPosEmbed, grid: Grid, positions: Positions, of_axis: Callable[..., Rotary]
+) -> Rotary:
+    cosines = []
+    sines = []
+    first = 0
+    device = rope.freqs_cos.device
+    for axis, (count, width) in enumerate(
+        zip(grid, (rope.t_dim, rope.h_dim, rope.w_dim), strict=True)
+    ):
         cosine, sine = of_axis(count, positions.start[axis], positions.source, first, width, device)
         shape = [1, 1, 1, width]
         shape[axis] = count
@@ -119,17 +131,25 @@ def _part_tables(rope: WanRotaryPosEmbed, grid: Grid, positions: Positions, of_a
         sines.append(sine.view(shape).expand(*grid, width))
         first += width // 2
     tokens = math.prod(grid)
-    return torch.cat(cosines, dim=-1).reshape(1, tokens, 1, -1), torch.cat(sines, dim=-1).reshape(1, tokens, 1, -1)
+    return torch.cat(cosines, dim=-1).reshape(1, tokens, 1, -1), torch.cat(sines, dim=-1).reshape(
+        1, tokens, 1, -1
+    )
 
 
-def _axis_tables(count: int, start: float, source: int, first: int, width: int, device: torch.device) -> Rotary:
-    """Return cosines and sines [count, width] of one axis, whose pairs are `first` and the following ones of a head."""
-    # The tables outlive the run that first needs them, and a later run may be outside inference mode.
+def _axis_tables(
+    count: int, start: float, source: int, first: int, width: int, device: torch.device
+) -> Rotary:
+    """Return cosines and sines [count, width] for one axis, for a head's pairs from `first` on."""
+    # The tables outlive the run that first needs them, and a later run may be outside inference
+    # mode.
     with torch.inference_mode(False), torch.no_grad():
         pairs = torch.arange(0, width, 2, dtype=torch.float64)
         frequencies = 1.0 / (THETA ** (pairs / width))
         angles = torch.outer(start + torch.arange(count, dtype=torch.float64), frequencies)
         if source:
             angles += source / (THETA ** ((2 * first + pairs) / HEAD_DIM))
-        tables = [table.repeat_interleave(2, dim=1).float().to(device) for table in (angles.cos(), angles.sin())]
+        tables = [
+            table.repeat_interleave(2, dim=1).float().to(device)
+            for table in (angles.cos(), angles.sin())
+        ]
     return tables[0], tables[1]

@@ -1,6 +1,6 @@
-"""Tiles of a decode: their layout, the frames decoded from them, and blending where they overlap.
+"""Decode tiles: layout, decoded frames, and blending where tiles overlap.
 
-In shapes, P is the number of pixels for each latent pixel, along either side.
+In shapes, P is the number of pixels per latent pixel, along either side.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT, StateError
-from ..latent_space import space_of
+from ...schema import StateError
+from ...shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..latents.space import space_of
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
 
 MIN_TILE_LATENT = 8
-"""Smallest side of a tile, in latent pixels; a smaller tile would be mostly seams."""
+"""Smallest tile side, in latent pixels. A smaller tile would be mostly seams."""
 OVERLAP = 4
-"""Divisor of a tile's side that gives its overlap: a quarter."""
+"""Divisor from a tile's side to its overlap: a quarter."""
 
 
 class TilingError(ValueError):
-    """Invalid sizes of tiles; the message says which are valid."""
+    """Invalid tile sizes. The message has valid ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One tile of a latent; rows and columns are counted in tiles, the ranges in latent pixels."""
+    """One latent tile. Rows and columns are counted in tiles, ranges in latent pixels."""
 
     row: int
     column: int
@@ -40,7 +41,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Square tiles of `pixels`, one every `stride` pixels of the decoded frame.
+    """Square tiles with `pixels` per side, one every `stride` pixels in the decoded frame.
 
     Raises:
         TilingError: a size is not a multiple of a latent pixel, or tiles leave gaps.
@@ -49,45 +50,57 @@ class Tiling:
     pixels: int
     stride: int
     per_latent: int = PIXELS_PER_LATENT
-    """Pixels for each latent pixel, along either side."""
+    """Pixels per latent pixel, along either side."""
 
     def __post_init__(self) -> None:
         for name, size in (("tiles", self.pixels), ("the stride", self.stride)):
             if size % self.per_latent or size < self.per_latent:
                 raise TilingError(f"{name} of {size} pixels: give a multiple of {self.per_latent}")
         if self.stride > self.pixels:
-            raise TilingError(f"tiles of {self.pixels} pixels, one every {self.stride}: give a stride up to that size")
+            raise TilingError(
+                f"tiles of {self.pixels} pixels, one every {self.stride}: give a stride up to that "
+                "size"
+            )
 
     @classmethod
     def of(cls, pixels: int, per_latent: int = PIXELS_PER_LATENT) -> Tiling:
-        """Return tiles of `pixels` that overlap by a quarter.
+        """Return tiles with `pixels` per side that overlap by a quarter.
 
         Raises:
             TilingError: a tile is smaller than 8 latent pixels.
         """
         if pixels < MIN_TILE_LATENT * per_latent:
-            raise TilingError(f"tiles of {pixels} pixels: give {MIN_TILE_LATENT * per_latent} or more, 0 for none")
+            raise TilingError(
+                f"tiles of {pixels} pixels: give {MIN_TILE_LATENT * per_latent} or more, 0 for none"
+            )
         overlap = pixels // OVERLAP // per_latent * per_latent
         return cls(pixels=pixels, stride=pixels - overlap, per_latent=per_latent)
 
     @property
     def patch(self) -> int:
-        """Side of the VAE's output patches in pixels; the pixels of a patch are blended with the same weight.
+        """Side of the VAE's output patches in pixels.
 
-        Each VAE has 8 patches for a latent pixel, along either side: of 1 pixel, or in Wan2.2 5B of 2.
+        All pixels in a patch are blended with the same weight.
+
+        Each VAE has 8 patches per latent pixel, along either side: patches of 1 pixel, or 2 in
+        Wan2.2 5B.
         """
         return self.per_latent // PIXELS_PER_LATENT
 
     @property
     def blended(self) -> int:
-        """Pixels of a tile that are blended with the tile before it, along either side."""
+        """Pixels blended with the previous tile, along either side."""
         return self.pixels - self.stride
 
     def tiles(self, height: int, width: int) -> tuple[Tile, ...]:
-        """Return the tiles of a latent of that size, row by row; one tile if it is not larger than a tile."""
+        """Return the tiles for a latent with this size, row by row.
+
+        One tile if the latent is not larger than a tile.
+        """
         if not self.cuts(height, width):
             return (Tile(row=0, column=0, rows=range(height), columns=range(width)),)
-        size, stride = self.pixels // self.per_latent, self.stride // self.per_latent
+        size = self.pixels // self.per_latent
+        stride = self.stride // self.per_latent
         return tuple(
             Tile(
                 row=row,
@@ -100,30 +113,41 @@ class Tiling:
         )
 
     def cuts(self, height: int, width: int) -> bool:
-        """Return whether a latent of that size has more than one tile."""
+        """Return True if a latent with this size has more than one tile."""
         return max(height, width) > self.pixels // self.per_latent
 
     def computed(self, height: int, width: int) -> int:
-        """Return the latent pixels of all tiles together; overlaps count as often as they are decoded."""
+        """Return the number of latent pixels in all tiles.
+
+        Overlaps count as often as they are decoded.
+        """
         return sum(len(tile.rows) * len(tile.columns) for tile in self.tiles(height, width))
 
 
-def decoded_frames(vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool = False) -> Iterator[torch.Tensor]:
-    """Decode raw latents [1, C, T, h, w]; yield frames [3, 1, Ph, Pw], then T - 1 times [3, 4, Ph, Pw].
+def decoded_frames(
+    vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool = False
+) -> Iterator[torch.Tensor]:
+    """Decode raw latents [1, C, T, h, w].
 
-    Frames are in the VAE's dtype on the device of `latents`, in about -1..1, not clamped. The decoder is causal, so a
-    frame is final when it is yielded.
+    Yield frames [3, 1, Ph, Pw], then T - 1 times [3, 4, Ph, Pw].
+
+    Frames are in the VAE's dtype on the device of `latents`, in about -1..1, not clamped. The
+    decoder is causal, so a frame is final when it is yielded.
 
     Args:
-        vae: with its weights on the device of `latents`.
-        latents: raw, in the VAE's dtype.
-        whole: True for frames that are bit-equal to `AutoencoderKLWan.decode` without tiles, False for those of its
-            tiles: diffusers calls the first convolution once for all latent frames, but in tiles for each of them.
+        vae: VAE with weights on the device of `latents`.
+        latents: raw latents in the VAE's dtype.
+        whole: True for frames bit-equal to `AutoencoderKLWan.decode` without tiles, False for
+            frames bit-equal to its tiles. diffusers calls the first convolution once for all latent
+            frames, but in tiles once for each.
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
-    cache: list[object] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+    cache: list[object] = [None] * sum(
+        isinstance(module, WanCausalConv3d) for module in vae.decoder.modules()
+    )
     for at, states in enumerate(_states(vae, latents, whole)):
+        # Not around the loop: the caller would be in `no_grad` between frames too.
         with torch.no_grad():
             frames = vae.decoder(states, feat_cache=cache, feat_idx=[0], first_chunk=at == 0)
         if vae.config.patch_size is not None:
@@ -132,7 +156,7 @@ def decoded_frames(vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool 
 
 
 def _states(vae: AutoencoderKLWan, latents: torch.Tensor, whole: bool) -> Iterator[torch.Tensor]:
-    # A separate convolution call for each latent frame rounds differently from one call for all of them.
+    # One convolution call per latent frame rounds differently from one call for all.
     for part in latents.split(latents.shape[2] if whole else 1, dim=2):
         with torch.no_grad():
             states = vae.post_quant_conv(part)
@@ -142,12 +166,12 @@ def _states(vae: AutoencoderKLWan, latents: torch.Tensor, whole: bool) -> Iterat
 def gather_tile(
     parts: Iterable[torch.Tensor], latents: torch.Tensor, check: Callable[[], None] = lambda: None
 ) -> torch.Tensor:
-    """Decode one tile of latents [1, C, T, h, w] to [3, 4(T - 1) + 1, Ph, Pw] fp32 on the CPU, not clamped.
+    """Decode a latent tile [1, C, T, h, w] to unclamped [3, 4(T - 1) + 1, Ph, Pw] fp32 on the CPU.
 
     Args:
-        parts: decoded on demand, see `decoded_frames`.
+        parts: frames decoded on demand, see `decoded_frames`.
         latents: the tile, for its size.
-        check: called before every latent frame; may raise to end the decode.
+        check: called before every latent frame. May raise to end the decode.
     """
     whole = torch.empty(3, *_decoded_size(latents))
     done = 0
@@ -160,13 +184,14 @@ def gather_tile(
 
 
 def crop(latents: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return the part of [1, C, T, h, w] that a tile covers, as a view."""
-    rows, columns = tile.rows, tile.columns
+    """Return a tile's part of [1, C, T, h, w], as a view."""
+    rows = tile.rows
+    columns = tile.columns
     return latents[:, :, :, rows.start : rows.stop, columns.start : columns.stop]
 
 
 def empty_frames(latents: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Allocate the frames of raw latents [B, C, T, h, w]: [B, 4(T - 1) + 1, Ph, Pw, 3] on the CPU."""
+    """Allocate frames for raw latents [B, C, T, h, w]: [B, 4(T - 1) + 1, Ph, Pw, 3] on the CPU."""
     return torch.empty(latents.shape[0], *_decoded_size(latents), 3, dtype=dtype)
 
 
@@ -178,61 +203,58 @@ def _decoded_size(latents: torch.Tensor) -> tuple[int, int, int]:
 
 
 RIGHT = -1
-"""Key of the right edge of the last tile; lower edges have their column as key."""
+"""Key of the last tile's right edge. Lower edges have their column as key."""
 
 
 def as_pixels(decoded: torch.Tensor) -> torch.Tensor:
-    """Convert the decoder's output [3, F, H, W] in about -1..1 to [F, H, W, 3] in 0..1, in place."""
+    """Convert decoder output [3, F, H, W] in about -1..1 to [F, H, W, 3] in 0..1, in place."""
     return decoded.movedim(0, -1).clamp_(-1, 1).add_(1).div_(2)
 
 
 def convert_pixels(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert pixels in 0..1 to `dtype`: fp32 for images, uint8 for video files; overwrites `pixels`."""
-    return pixels.mul_(255).round_().to(dtype) if dtype == torch.uint8 else pixels.to(dtype)
+    """Convert pixels in 0..1 to `dtype`: fp32 for images, uint8 for video files.
+
+    Overwrites `pixels`.
+    """
+    if dtype == torch.uint8:
+        return pixels.mul_(255).round_().to(dtype)
+    return pixels.to(dtype)
 
 
 class TileBlender:
     """Blends tiles, added in any order, into the frames `into`.
 
-    `into` is [F, H, W, 3] on the CPU: fp32 in 0..1, or uint8 in 0..255. In addition to it, RAM holds the edges of tiles
-    whose neighbours are not decoded yet, and tiles that were added before their turn.
+    `into` is [F, H, W, 3] on the CPU: fp32 in 0..1, or uint8 in 0..255. In addition to it, RAM
+    holds tile edges until the neighbours are decoded, and tiles that were added before their turn.
     """
 
     def __init__(self, tiling: Tiling, *, into: torch.Tensor) -> None:
         height, width = (size // tiling.per_latent for size in into.shape[1:3])
-        self._tiling, self._frames = tiling, into
+        self._tiling = tiling
+        self._frames = into
         self._tiles = tiling.tiles(height, width)
         self._blended = tiling.blended if tiling.cuts(height, width) else 0
         self._pending: dict[tuple[int, int], torch.Tensor] = {}
-        # Edges of placed tiles that later tiles are blended with, by edge and first frame, fp32 [3, n, h, w]: RIGHT, or
-        # the column of a lower edge. The edges of a tile replace the ones that it has read.
+        # Edges of placed tiles to blend later tiles with, by edge and first frame, fp32 [3, n, h,
+        # w]: RIGHT, or the column of a lower edge. A tile's edges replace the ones that it has
+        # read.
         self._edges: dict[tuple[int, int], torch.Tensor] = {}
         self._placed_tiles = 0
         self._placed_frames = 0  # of the next tile
 
-    @property
-    def frames(self) -> torch.Tensor:
-        """All frames.
-
-        Raises:
-            StateError: tiles are missing.
-        """
-        if self._placed_tiles < len(self._tiles):
-            raise StateError(f"{len(self._tiles) - self._placed_tiles} of {len(self._tiles)} tiles are missing")
-        return self._frames
-
     def put(self, tile: Tile, decoded: torch.Tensor) -> None:
-        """Add a tile as returned by `decode_tile`; its memory is overwritten.
+        """Add a tile as returned by `decode_tile`. Overwrites its memory.
 
         Raises:
             StateError: the tile was added before.
         """
-        index, key = self._tiles.index(tile), (tile.row, tile.column)
+        index = self._tiles.index(tile)
+        key = (tile.row, tile.column)
         begun = index == self._placed_tiles and self._placed_frames > 0
         if index < self._placed_tiles or begun or key in self._pending:
             raise StateError(f"the tile in row {tile.row}, column {tile.column} was added before")
         self._pending[key] = decoded
-        # Blend in one fixed order, not in the order of arrival: the last bits depend on it.
+        # Blend in one fixed order, not in arrival order: the last bits depend on it.
         while self._placed_tiles < len(self._tiles):
             due = self._tiles[self._placed_tiles]
             pending = self._pending.pop((due.row, due.column), None)
@@ -241,15 +263,18 @@ class TileBlender:
             self._place(due, pending)
 
     def add_frames(self, tile: Tile, decoded: torch.Tensor) -> None:
-        """Add the next frames of a tile, [3, n, h, w] on the CPU; their memory is overwritten.
+        """Add a tile's next frames, [3, n, h, w] on the CPU. Overwrites their memory.
 
-        Tiles are added row by row, with all frames of one before the next, each in the same portions.
+        Tiles are added row by row, with all frames of one before the next, each in the same
+        portions.
 
         Raises:
             StateError: another tile is next, or the tile has more frames than the video.
         """
         if self._placed_tiles == len(self._tiles) or self._tiles[self._placed_tiles] != tile:
-            raise StateError(f"the tile in row {tile.row}, column {tile.column} is not the next one")
+            raise StateError(
+                f"the tile in row {tile.row}, column {tile.column} is not the next one"
+            )
         frames = self._placed_frames + decoded.shape[1]
         if frames > len(self._frames):
             raise StateError(f"the tile has {frames} frames or more, the video {len(self._frames)}")
@@ -257,16 +282,20 @@ class TileBlender:
 
     def _place(self, tile: Tile, decoded: torch.Tensor) -> None:
         frames = slice(self._placed_frames, self._placed_frames + decoded.shape[1])
-        # First with the tile above, then with the tile to the left, and edges are stored after blending: this is
-        # diffusers' order, which the last bits depend on.
-        if tile.row > 0:
-            _blend(self._edges[tile.column, frames.start], decoded, self._blended, self._tiling.patch, dim=2)
-        if tile.column > 0:
-            _blend(self._edges[RIGHT, frames.start], decoded, self._blended, self._tiling.patch, dim=3)
+        # First with the tile above, then with the tile to the left, and edges are stored after
+        # blending. This is diffusers' order, and the last bits depend on it.
+        edges = ((tile.row, tile.column, 2), (tile.column, RIGHT, 3))
+        for index, edge, dim in edges:
+            if index > 0:
+                before = self._edges[edge, frames.start]
+                _blend(before, decoded, self._blended, self._tiling.patch, dim=dim)
         if len(self._tiles) > 1:
-            self._keep_edge(tile.column, frames.start, _last_lines(decoded, self._blended, dim=2))
-            self._keep_edge(RIGHT, frames.start, _last_lines(decoded, self._blended, dim=3))
-        top, left = (self._tiling.per_latent * start for start in (tile.rows.start, tile.columns.start))
+            for _, edge, dim in edges:
+                lines = min(self._blended, decoded.shape[dim])
+                last = decoded.narrow(dim, decoded.shape[dim] - lines, lines)
+                self._keep_edge(edge, frames.start, last)
+        top = self._tiling.per_latent * tile.rows.start
+        left = self._tiling.per_latent * tile.columns.start
         target = self._frames[frames, top:, left:]
         if len(self._tiles) > 1:
             target = target[:, : self._tiling.stride, : self._tiling.stride]
@@ -274,25 +303,24 @@ class TileBlender:
         target.copy_(convert_pixels(pixels, target.dtype))
         self._placed_frames = frames.stop
         if self._placed_frames == len(self._frames):
-            self._placed_tiles, self._placed_frames = self._placed_tiles + 1, 0
+            self._placed_tiles += 1
+            self._placed_frames = 0
 
     def _keep_edge(self, edge: int, first_frame: int, lines: torch.Tensor) -> None:
         before = self._edges.get((edge, first_frame))
-        # The edge before was read already: its memory is reused. A copy otherwise, because `lines` is a view.
+        # The previous edge was already read, so its memory is reused. Otherwise a copy, because
+        # `lines` is a view.
         if before is not None and before.shape == lines.shape:
             before.copy_(lines)
         else:
             self._edges[edge, first_frame] = lines.clone()
 
 
-def _last_lines(decoded: torch.Tensor, extent: int, *, dim: int) -> torch.Tensor:
-    """Return the last `extent` lines, or all if there are fewer."""
-    size = decoded.shape[dim]
-    return decoded.narrow(dim, size - min(extent, size), min(extent, size))
-
-
 def _blend(before: torch.Tensor, after: torch.Tensor, extent: int, patch: int, *, dim: int) -> None:
-    """Fade from the last `extent` lines of `before` to the first of `after`, in place, in steps of `patch` lines."""
+    """Fade from the last `extent` lines of `before` to the first of `after`, in place.
+
+    A step has `patch` lines.
+    """
     assert before.shape[1] == after.shape[1], "every tile is added in the same portions of frames"
     steps = min(before.shape[dim], after.shape[dim], extent) // patch
     start = before.shape[dim] - steps * patch

@@ -1,18 +1,19 @@
-"""Tiny VAEs of Wan (TAEHV's layout): decoders of 2-D convolutions, for drafts and previews.
+"""Tiny Wan VAEs (TAEHV's layout): decoders with 2-D convolutions, for drafts and previews.
 
-Three memory blocks in each of three stages mix a frame with their own input of the frame before, and nothing else
-links frames in time, so a video is decoded frame by frame without tiles. The files `taew2_1`, `taew2_2`, `lighttaew2_1`
-and `lighttaew2_2` have one layout; the names of their tensors are the indices of layers. Their encoder is not read.
+Three memory blocks in each of three stages mix a frame with the same block's input for the previous
+frame. Nothing else links frames in time, so a video is decoded frame by frame without tiles. The
+files `taew2_1`, `taew2_2`, `lighttaew2_1` and `lighttaew2_2` have one layout, with layer indices as
+tensor names. Their encoder is not read.
 
-Only the training differs, and no tensor shows it: `taew*` decode normalised latents (README of madebyollin/taehv),
-`lighttae*` raw ones (LightX2V denormalises latents for them).
+Only training differs, and no tensor shows it: `taew*` decode normalised latents (README of
+madebyollin/taehv), `lighttae*` raw ones (LightX2V denormalises latents for them).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -21,56 +22,54 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...offload import FileTensor
-from ...schema import FRAMES_PER_LATENT
-from ..checkpoint.components import (
-    CONVERTED_DTYPES,
-    STORED_DTYPES,
-    ComponentFile,
-    build_on_meta,
-    match_weights,
-    precision_warnings,
-)
+from ...offload.formats import FileTensor
+from ...shapes import FRAMES_PER_LATENT
+from ..checkpoint.components import ComponentFile, build_on_meta, convolution_width, match_weights
 from ..checkpoint.files import CheckpointError
-from ..latent_space import SPACES, WAN21, WAN22, LatentSpace, normalise
+from ..latents.space import SPACES, WAN21, WAN22, LatentSpace, normalise
 from .memory import TensorMemoryTracker
 from .tiles import MIN_TILE_LATENT
 
-BY_FILE_NAME, RAW, NORMALISED = "by file name", "raw", "normalised"
+BY_FILE_NAME = "by file name"
+RAW = "raw"
+NORMALISED = "normalised"
 LATENT_SCALES = (BY_FILE_NAME, RAW, NORMALISED)
-"""Choices for the latents that a tiny VAE was trained on."""
+"""Choices for a tiny VAE's training latents."""
 
 SCALE_OF_NAMES = (("lighttae", RAW), ("taew", NORMALISED))
-"""Scale of the latents by a part of the file's name; the first that matches decides."""
+"""Latent scale by a part of the file name. The first match decides."""
 
-FILES = {WAN21: ("lighttaew2_1.safetensors", "taew2_1.safetensors")}
-FILES |= {WAN22: ("lighttaew2_2.safetensors", "taew2_2.safetensors")}
+FILES = {
+    WAN21: ("lighttaew2_1.safetensors", "taew2_1.safetensors"),
+    WAN22: ("lighttaew2_2.safetensors", "taew2_2.safetensors"),
+}
 
 MARK = "decoder.7.conv.weight"
 MARKS = ("decoder.1.weight", MARK, "decoder.22.bias")
-"""Tensors that together only files of this layout have."""
+"""Tensors found together only in files with this layout."""
 
 MEMORY_BLOCKS = 3
-"""Memory blocks of a stage."""
+"""Memory blocks per stage."""
 LATENT_LIMIT = 3.0
-"""Latents are limited to about this value, smoothly."""
+"""Latents are limited smoothly to about this value."""
 PATCH_OF = {WAN21: 1, WAN22: 2}
-"""Side of the patches that the last layer returns, in pixels."""
+"""Side of the last layer's output patches, in pixels."""
 
 
 class _Stage(NamedTuple):
-    """Indices of a stage's layers; it doubles height and width."""
+    """Layer indices of a stage. A stage doubles height and width."""
 
     memory: int
-    """The first memory block."""
+    """First memory block."""
     grow: int
-    """The 1x1 convolution that makes `frames` frames out of one."""
+    """1x1 convolution that makes `frames` frames out of one."""
     narrow: int
-    """The convolution to the width of the next stage."""
+    """Convolution to the next stage's width."""
     frames: int
 
 
-FIRST, LAST = 1, 22
+FIRST = 1
+LAST = 22
 STAGES = (
     _Stage(memory=3, grow=7, narrow=8, frames=1),
     _Stage(memory=9, grow=13, narrow=14, frames=2),
@@ -79,11 +78,14 @@ STAGES = (
 
 
 class TinyVaeError(ValueError):
-    """Scale of the latents that does not follow from the name of a tiny VAE's file; the message has the choices."""
+    """Latent scale that does not follow from a tiny VAE's file name.
+
+    The message has the choices.
+    """
 
 
 def latent_scale(path: Path, setting: str = BY_FILE_NAME) -> str:
-    """Return `RAW` or `NORMALISED`: the setting itself, or what the file's name says.
+    """Return `RAW` or `NORMALISED`: the setting itself, or the scale in the file name.
 
     Raises:
         TinyVaeError: the name contains neither `lighttae` nor `taew`.
@@ -95,22 +97,13 @@ def latent_scale(path: Path, setting: str = BY_FILE_NAME) -> str:
             return scale
     known = ", ".join(f"{scale} for {part}*" for part, scale in SCALE_OF_NAMES)
     raise TinyVaeError(
-        f"the name of {path} does not show which latents it was trained on ({known}): set latent_scale to {RAW} or "
-        f"{NORMALISED}"
+        f"the name of {path} does not show which latents it was trained on ({known}): set "
+        f"latent_scale to {RAW} or {NORMALISED}"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TinyVaeConfig:
-    """Sizes of a decoder."""
-
-    space: LatentSpace
-    widths: tuple[int, ...]
-    """Channels of the three stages and of the last layer's input; 256, 128, 64, 64 in the published files."""
-
-
 class _MemoryBlock(nn.Module):
-    """Residual block over a frame and its own input of the frame before."""
+    """Residual block over a frame and the block's input for the previous frame."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -123,7 +116,7 @@ class _MemoryBlock(nn.Module):
 
 
 class _Grow(nn.Module):
-    """1x1 convolution that returns `frames` frames for each."""
+    """1x1 convolution that returns `frames` frames per frame."""
 
     def __init__(self, width: int, frames: int) -> None:
         super().__init__()
@@ -139,23 +132,29 @@ def _convolution(inputs: int, outputs: int, *, bias: bool = True) -> nn.Conv2d:
 
 
 class TinyDecoder(nn.Module):
-    """Decoder with the parameter names of the files."""
+    """Decoder with the parameter names in the files.
 
-    def __init__(self, config: TinyVaeConfig) -> None:
+    Args:
+        space: latent space.
+        widths: channels of the three stages and of the last layer's input. 256, 128, 64, 64 in
+            the published files.
+    """
+
+    def __init__(self, space: LatentSpace, widths: Sequence[int]) -> None:
         super().__init__()
-        self.patch = PATCH_OF[config.space]
-        layers: dict[int, nn.Module] = {FIRST: _convolution(config.space.channels, config.widths[0])}
-        for stage, (width, after) in zip(STAGES, pairwise(config.widths), strict=True):
+        self.patch = PATCH_OF[space]
+        layers: dict[int, nn.Module] = {FIRST: _convolution(space.channels, widths[0])}
+        for stage, (width, after) in zip(STAGES, pairwise(widths), strict=True):
             layers |= {stage.memory + index: _MemoryBlock(width) for index in range(MEMORY_BLOCKS)}
             layers[stage.grow] = _Grow(width, stage.frames)
             layers[stage.narrow] = _convolution(width, after, bias=False)
-        layers[LAST] = _convolution(config.widths[-1], 3 * self.patch**2)
+        layers[LAST] = _convolution(widths[-1], 3 * self.patch**2)
         self.decoder = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
 
     def forward(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the 4T - 3 frames of latents [T, C, h, w], each [1, 3, Ph, Pw] in 0..1.
+        """Yield the 4T - 3 frames for latents [T, C, h, w], each [1, 3, Ph, Pw] in 0..1.
 
-        The three frames before the first one are not computed to their end.
+        The three frames before the first one are not computed to the end.
         """
         frames: Iterable[torch.Tensor] = (self._first(part) for part in latents.split(1))
         for stage in STAGES[:-1]:
@@ -169,20 +168,28 @@ class TinyDecoder(nn.Module):
         states: torch.Tensor = self.decoder[str(FIRST)](limited)
         return states.relu_()
 
-    def _through(self, stage: _Stage, frames: Iterable[torch.Tensor], *, dropped: int = 0) -> Iterator[torch.Tensor]:
-        """Yield the frames of a stage without the first `dropped` ones. Nothing is computed before it is requested."""
+    def _through(
+        self, stage: _Stage, frames: Iterable[torch.Tensor], *, dropped: int = 0
+    ) -> Iterator[torch.Tensor]:
+        """Yield a stage's frames without the first `dropped` ones.
+
+        Nothing is computed before it is requested.
+        """
         past: list[torch.Tensor | None] = [None] * MEMORY_BLOCKS
         for states in frames:
             for index in range(MEMORY_BLOCKS):
                 before = past[index]
                 past[index] = states
-                before = torch.zeros_like(states) if before is None else before
+                if before is None:
+                    before = torch.zeros_like(states)
                 states = self.decoder[str(stage.memory + index)](states, before)
-            # In the files' own order the frame is doubled first. A 1x1 convolution of the small frame gives the same
-            # values with a fourth of the work and memory.
+            # The files' own order doubles the frame first. A 1x1 convolution on the small frame
+            # gives the same values with a fourth of the work and memory.
             grown = self.decoder[str(stage.grow)](states).split(1)
             for frame in grown[dropped:]:
-                yield self.decoder[str(stage.narrow)](F.interpolate(frame, scale_factor=2, mode="nearest"))
+                yield self.decoder[str(stage.narrow)](
+                    F.interpolate(frame, scale_factor=2, mode="nearest")
+                )
             dropped = max(0, dropped - len(grown))
 
 
@@ -191,50 +198,52 @@ class TinyVaeWeights:
     """Sizes and weight locations of an opened tiny VAE."""
 
     path: Path
-    config: TinyVaeConfig
-    weights: Mapping[str, FileTensor]
-    """Location of each parameter of the decoder."""
+    space: LatentSpace
+    widths: tuple[int, ...]
+    """Widths as in `TinyDecoder`."""
+    file: ComponentFile
+    """Weights and scales by decoder parameter."""
     scale: str
     """`RAW` or `NORMALISED`."""
-    scales: Mapping[str, FileTensor] = field(default_factory=dict)
-    """Scale location of each scaled parameter."""
-    notes: tuple[str, ...] = ()
-    """Sentences about unused file tensors."""
-    warnings: tuple[str, ...] = ()
-    """Sentences about a loss of precision."""
 
     encodes = False
+    lacking = "is a tiny VAE"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-
-    @property
-    def space(self) -> LatentSpace:
-        return self.config.space
 
     def build(self) -> TinyDecoder:
         """Return the decoder on `meta`, without its weights."""
-        return build_on_meta(self.path, lambda: TinyDecoder(self.config))
+        return build_on_meta(self.path, lambda: TinyDecoder(self.space, self.widths))
 
     def decode_pixel_bytes(self, latent_frames: int, dtype: torch.dtype) -> int:
-        """Return the bytes for each latent pixel; the length of the video does not matter."""
-        return _count_bytes(self.config.space.channels, self.config.widths, dtype)
+        """Return the bytes per latent pixel. Video length does not matter."""
+        return _count_bytes(self.space, self.widths, dtype)
 
     def decoder_input(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return raw latents [B, C, T, h, w] in the scale that the decoder was trained on."""
-        return normalise(latents) if self.scale == NORMALISED else latents
+        """Return raw latents [B, C, T, h, w] in the decoder's training scale."""
+        if self.scale == NORMALISED:
+            return normalise(latents)
+        return latents
 
-    def decoded_frames(self, vae: nn.Module, latents: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
-        """Return the iterator of `tiny_frames`; full frames (`whole`) are computed like tiles, frame by frame."""
+    def decoded_frames(
+        self, vae: nn.Module, latents: torch.Tensor, *, whole: bool
+    ) -> Iterator[torch.Tensor]:
+        """Return the iterator of `tiny_frames`.
+
+        Full frames (`whole`) are computed like tiles, frame by frame.
+        """
         return tiny_frames(vae, latents)
 
     def remedy(self, space: LatentSpace) -> str:
-        """Return the names of the files for latents of that space."""
+        """Return the file names for latents in this space."""
         return " or ".join(FILES[space])
 
 
 def tiny_frames(decoder: nn.Module, latents: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Decode latents [1, C, T, h, w]; yield frames [3, 1, Ph, Pw], then T - 1 times [3, 4, Ph, Pw], in -1..1, fp32.
+    """Decode latents [1, C, T, h, w].
 
-    `latents` are in the scale and dtype of the decoder, and on its device.
+    Yield frames [3, 1, Ph, Pw], then T - 1 times [3, 4, Ph, Pw], in -1..1, fp32.
+
+    `latents` have the decoder's scale, dtype and device.
     """
     frames = decoder(latents[0].movedim(1, 0))
     for at in range(latents.shape[2]):
@@ -243,12 +252,12 @@ def tiny_frames(decoder: nn.Module, latents: torch.Tensor) -> Iterator[torch.Ten
 
 
 @functools.cache
-def _count_bytes(channels: int, widths: tuple[int, ...], dtype: torch.dtype) -> int:
-    space = next(space for space in SPACES if space.channels == channels)
+def _count_bytes(space: LatentSpace, widths: tuple[int, ...], dtype: torch.dtype) -> int:
     with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
-        decoder = TinyDecoder(TinyVaeConfig(space=space, widths=widths)).to(dtype)
-        # The third latent frame is the second with all memories; from there on, every frame takes the same memory.
-        latents = torch.empty(1, channels, 3, MIN_TILE_LATENT, MIN_TILE_LATENT, dtype=dtype)
+        decoder = TinyDecoder(space, widths).to(dtype)
+        # The second latent frame is the first with all memories. From the third on, every frame
+        # takes the same memory.
+        latents = torch.empty(1, space.channels, 3, MIN_TILE_LATENT, MIN_TILE_LATENT, dtype=dtype)
         tracker = TensorMemoryTracker()
         with tracker:
             for frames in tiny_frames(decoder, latents):
@@ -257,54 +266,47 @@ def _count_bytes(channels: int, widths: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def is_tiny_vae(tensors: Mapping[str, FileTensor]) -> bool:
-    """Return True for the tensors of a tiny VAE for videos, of Wan or of another model."""
+    """Return True for the tensors of a tiny video VAE, for Wan or another model."""
     return all(mark in tensors for mark in MARKS)
 
 
-def open_tiny_vae_file(path: Path, file: ComponentFile, setting: str = BY_FILE_NAME) -> TinyVaeWeights:
-    """Open the file of a tiny VAE.
+def open_tiny_vae_file(
+    path: Path, file: ComponentFile, setting: str = BY_FILE_NAME
+) -> TinyVaeWeights:
+    """Open a tiny VAE file.
 
     Args:
         file: all file tensors.
         setting: one of `LATENT_SCALES`.
 
     Raises:
-        CheckpointError: the file is damaged, or not a tiny VAE of Wan.
+        CheckpointError: the file is damaged, or not a tiny Wan VAE.
         TinyVaeError: see `latent_scale`.
     """
     stored = file.weights
-    remedy = "use " + ", or ".join(f"{' or '.join(files)} ({space.models})" for space, files in FILES.items())
+    remedy = "use " + ", or ".join(
+        f"{' or '.join(files)} ({space.models})" for space, files in FILES.items()
+    )
     if not is_tiny_vae(stored):
         first = next((f"{key} {list(tensor.shape)}" for key, tensor in stored.items()), "none")
-        raise CheckpointError(
-            path, f"is not a tiny VAE of Wan: it has {len(stored)} tensors (first: {first}); {remedy}"
-        )
-    channels = _width(path, stored, FIRST, 1)
+        found = f"it has {len(stored)} tensors (first: {first})"
+        raise CheckpointError(path, f"is not a tiny VAE of Wan: {found}; {remedy}")
+    channels = convolution_width(path, stored, f"decoder.{FIRST}.weight", 1, kernel=2)
     space = next((space for space in SPACES if space.channels == channels), None)
     if space is None:
-        raise CheckpointError(path, f"is a tiny VAE for {channels} latent channels, not of Wan; {remedy}")
-    widths = [_width(path, stored, FIRST, 0), *(_width(path, stored, stage.narrow, 0) for stage in STAGES)]
-    config = TinyVaeConfig(space=space, widths=tuple(widths))
-    decoder = build_on_meta(path, lambda: TinyDecoder(config))
+        raise CheckpointError(
+            path, f"is a tiny VAE for {channels} latent channels, not of Wan; {remedy}"
+        )
+    layers = (f"decoder.{at}.weight" for at in (FIRST, *(stage.narrow for stage in STAGES)))
+    widths = tuple(convolution_width(path, stored, key, 0, kernel=2) for key in layers)
+    decoder = build_on_meta(path, lambda: TinyDecoder(space, widths))
     tensors = {key: tensor for key, tensor in stored.items() if key.startswith("decoder.")}
-    dtypes = (*STORED_DTYPES, *CONVERTED_DTYPES)
-    weights = match_weights(path, tensors, decoder, dtypes=dtypes, described_by="the rest of the file")
-    return TinyVaeWeights(
-        path=path,
-        config=config,
-        weights=weights,
-        scale=latent_scale(path, setting),
-        scales={name: scale for name, scale in file.scales.items() if name in weights},
-        notes=file.notes,
-        warnings=precision_warnings(file.path, weights.values(), f"use {' or '.join(FILES[space])} in fp16"),
+    matched = match_weights(
+        path,
+        replace(file, weights=tensors),
+        decoder,
+        remedy=f"use {' or '.join(FILES[space])} in fp16",
+        described_by="the rest of the file",
     )
-
-
-def _width(path: Path, tensors: Mapping[str, FileTensor], layer: int, dimension: int) -> int:
-    key = f"decoder.{layer}.weight"
-    if key not in tensors:
-        raise CheckpointError(path, f"{key} is missing")
-    shape = tensors[key].shape
-    if len(shape) != 4 or 0 in shape:
-        raise CheckpointError(path, f"{key} is {list(shape)}; [out, in, 3, 3] is expected")
-    return shape[dimension]
+    scale = latent_scale(path, setting)
+    return TinyVaeWeights(path=path, space=space, widths=widths, file=matched, scale=scale)

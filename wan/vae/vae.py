@@ -1,4 +1,4 @@
-"""Wan VAE: encoding and decoding in full frames or tiles, with smaller tiles after an out-of-memory error."""
+"""Wan VAE: encoding and decoding, full frames or tiles, and smaller tiles if memory runs out."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ...devices import dtype_name, forget, is_out_of_memory
-from ...schema import FP32_BYTES, FRAMES_PER_LATENT
-from ..checkpoint.components import ComponentFile, component_file, component_folder, read_component
+from ...shapes import FP32_BYTES, FRAMES_PER_LATENT
+from ..checkpoint.components import ComponentFile, component_file, component_folder
 from ..checkpoint.files import read_checkpoint
 from ..checkpoint.meta_model import called_before, set_parameters
-from ..latent_space import SPACES, LatentSpace, space_of
+from ..latents.space import SPACES, space_of
 from .memory import DecodeNeeds, VaeMemoryError, encode_pixel_bytes, smaller_tiling
 from .tiles import TileBlender, Tiling, as_pixels, convert_pixels, crop, empty_frames, gather_tile
 from .tiny import BY_FILE_NAME, TinyVaeWeights, is_tiny_vae, open_tiny_vae_file
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 VAE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""VAE compute dtypes, by their names in nodes and messages. Only a tiny VAE takes fp16."""
+"""VAE compute dtypes by name in nodes and messages. Only a tiny VAE takes fp16."""
 
 
 Check = Callable[[], None]
@@ -35,11 +35,16 @@ Check = Callable[[], None]
 
 
 class VaeInputError(ValueError):
-    """The VAE does not accept the shape of images or latents. The message has this shape and a valid one."""
+    """The VAE does not accept the shape of images or latents.
+
+    The message has this shape and a valid one.
+    """
 
 
-def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME) -> WanVae:
-    """Open the VAE in a diffusers pipeline folder, a `vae` folder, a single file, or a tiny VAE file.
+def open_vae(
+    path: Path | str, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME
+) -> WanVae:
+    """Open the VAE in a diffusers pipeline, a `vae` folder, a single file, or a tiny VAE file.
 
     Reads only headers and the config. The VAE computes in `dtype`.
 
@@ -47,8 +52,8 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale:
         latent_scale: one of `LATENT_SCALES`, for a tiny VAE.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file. The config or the
-            tensors do not belong to a Wan VAE.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file. The
+            config or the tensors do not belong to a Wan VAE.
         TinyVaeError: neither the name of a tiny VAE nor `latent_scale` shows the scale.
         VaeInputError: the VAE does not compute in `dtype`.
     """
@@ -61,12 +66,14 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32, latent_scale:
     return WanVae(open_vae_folder(component_folder(path, "vae")), dtype)
 
 
-def open_tiny_vae(path: Path, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME) -> WanVae:
+def open_tiny_vae(
+    path: Path, dtype: torch.dtype = torch.float32, latent_scale: str = BY_FILE_NAME
+) -> WanVae:
     """Open a tiny VAE file. See `open_vae`.
 
     Raises:
         CheckpointFileError: the file is missing, truncated, a pickle, or not a tiny Wan VAE.
-        Exception: the other errors of `open_vae`.
+        Exception: other errors from `open_vae`.
     """
     return WanVae(open_tiny_vae_file(path, _vae_file(path), latent_scale), dtype)
 
@@ -78,7 +85,8 @@ def _vae_file(path: Path) -> ComponentFile:
 class WanVae(AbstractContextManager["WanVae"]):
     """Opened VAE that computes in `dtype`. The first use loads the weights, `close()` frees them.
 
-    In shapes, C is the number of latent channels and P the number of pixels for each latent pixel, along either side.
+    In shapes, C is the latent channel count and P the pixel count per latent pixel, along either
+    side.
 
     Raises:
         VaeInputError: the VAE does not compute in `dtype`.
@@ -89,26 +97,18 @@ class WanVae(AbstractContextManager["WanVae"]):
             names = {each: name for name, each in VAE_DTYPES.items()}
             allowed = " or ".join(names[each] for each in opened.dtypes)
             raise VaeInputError(
-                f"{opened.path} in {names.get(dtype, dtype_name(dtype))}: its activations may exceed the largest "
-                f"number of that dtype; set compute_dtype to {allowed} (only tiny VAEs compute in fp16)"
+                f"{opened.path} in {names.get(dtype, dtype_name(dtype))}: its activations may "
+                f"exceed the largest number of that dtype; set compute_dtype to {allowed} (only "
+                "tiny VAEs compute in fp16)"
             )
-        self._opened, self._dtype = opened, dtype
-        self._loaded: Any = None
-
-    @property
-    def space(self) -> LatentSpace:
-        """The VAE's latent space."""
-        return self._opened.space
-
-    @property
-    def notes(self) -> tuple[str, ...]:
+        self._opened = opened
+        self.space = opened.space
+        self.notes = opened.file.notes
         """Sentences about unused file tensors."""
-        return self._opened.notes
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
+        self.warnings = opened.file.warnings
         """Sentences about a loss of precision in the file."""
-        return self._opened.warnings
+        self._dtype = dtype
+        self._loaded: Any = None
 
     def check_encodes(self) -> None:
         """Check that the VAE encodes.
@@ -116,12 +116,11 @@ class WanVae(AbstractContextManager["WanVae"]):
         Raises:
             VaeInputError: it is a tiny VAE, or the file has a decoder only.
         """
-        if self._opened.encodes:
-            return
-        kind = "is a tiny VAE" if isinstance(self._opened, TinyVaeWeights) else "has no encoder"
-        raise VaeInputError(
-            f"{self._opened.path} {kind}, so it only decodes: take {family_of(self.space).file} to encode"
-        )
+        if not self._opened.encodes:
+            raise VaeInputError(
+                f"{self._opened.path} {self._opened.lacking}, so it only decodes: take "
+                f"{family_of(self.space).file} to encode"
+            )
 
     def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
         """Return the memory requirements for encoding frames [F, H, W, 3], all on the device.
@@ -138,7 +137,9 @@ class WanVae(AbstractContextManager["WanVae"]):
             height=height // self.space.pixels,
             width=width // self.space.pixels,
             frames=frames,
-            pixel_bytes=encode_pixel_bytes(config, (frames - 1) // FRAMES_PER_LATENT + 1, self._dtype),
+            pixel_bytes=encode_pixel_bytes(
+                config, (frames - 1) // FRAMES_PER_LATENT + 1, self._dtype
+            ),
             value_bytes=copies * FP32_BYTES,
             keeps_frames=True,
             per_latent=self.space.pixels,
@@ -155,11 +156,11 @@ class WanVae(AbstractContextManager["WanVae"]):
     ) -> torch.Tensor:
         """Encode frames [F, H, W, 3] in 0..1, where F = 4n + 1, and H and W are multiples of P.
 
-        `check` is called before every encoder block, for each latent frame in every tile, and may raise to end the
-        encoding.
+        `check` is called before every encoder block, for each latent frame in every tile, and may
+        raise to end the encoding.
 
-        Returns the mode of the raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU. diffusers blends
-        the tiles.
+        Returns the mode of the raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU.
+        diffusers blends the tiles.
 
         Raises:
             VaeInputError: the video has another shape, or the VAE only decodes.
@@ -169,16 +170,24 @@ class WanVae(AbstractContextManager["WanVae"]):
         vae = self._load(torch.device(device))
         pixels = video.to(device, self._dtype).movedim(-1, 0)[None] * 2 - 1
         height, width = (size // self.space.pixels for size in video.shape[1:3])
-        cut = tiling if tiling is not None and tiling.cuts(height, width) else None
-        # diffusers calls the encoder once for each latent frame in a tile, which takes a CPU ten seconds at 480x272.
-        with torch.no_grad(), _tiled(vae, cut), called_before([vae.encoder, *vae.encoder.down_blocks], check):
+        if tiling is not None and not tiling.cuts(height, width):
+            tiling = None
+        # diffusers calls the encoder once per latent frame in a tile, which takes a CPU ten seconds
+        # at 480x272.
+        with (
+            torch.no_grad(),
+            _tiled(vae, tiling),
+            called_before([vae.encoder, *vae.encoder.down_blocks], check),
+        ):
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
         return raw.cpu().float()
 
     @property
     def weight_bytes(self) -> int:
         """Device memory for all weights."""
-        return self._dtype.itemsize * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
+        return self._dtype.itemsize * sum(
+            prod(tensor.shape) for tensor in self._opened.file.weights.values()
+        )
 
     def check_latents(self, latents: torch.Tensor) -> None:
         """Check that the VAE can decode latents [B, C, T, h, w].
@@ -187,16 +196,18 @@ class WanVae(AbstractContextManager["WanVae"]):
             VaeInputError: the latents have another shape, or belong to another VAE.
         """
         check_latents(latents)
-        found, expected = space_of(latents.shape[1]), self.space
+        found = space_of(latents.shape[1])
+        expected = self.space
         if found != expected:
             file = self._opened.remedy(found)
             raise VaeInputError(
-                f"the latents are {list(latents.shape)}, of {found.models}, and {self._opened.path} is the VAE of "
-                f"{expected.models}, for {expected.channels} channels: take {file} for these latents"
+                f"the latents are {list(latents.shape)}, of {found.models}, and "
+                f"{self._opened.path} is the VAE of {expected.models}, for {expected.channels} "
+                f"channels: take {file} for these latents"
             )
 
     def decode_needs(self, latents: torch.Tensor, *, to_file: bool = False) -> DecodeNeeds:
-        """Return the memory requirements for `decode`, or for `stream` (`to_file`), with latents [B, C, T, h, w].
+        """Return memory needs of `decode`, or `stream` (`to_file`), for latents [B, C, T, h, w].
 
         Raises:
             VaeInputError: the latents have another shape, or belong to another VAE.
@@ -207,7 +218,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         return DecodeNeeds(
             height=height,
             width=width,
-            # `decode` keeps the frames of all videos, `stream` only one video at a time.
+            # `decode` keeps the frames for all videos, `stream` only for one video at a time.
             frames=frames if to_file else batch * frames,
             pixel_bytes=self._opened.decode_pixel_bytes(count, self._dtype),
             value_bytes=1 if to_file else FP32_BYTES,
@@ -251,8 +262,8 @@ class WanVae(AbstractContextManager["WanVae"]):
     ) -> Iterator[torch.Tensor]:
         """Yield the frames of `decode` as [n, P * h, P * w, 3] uint8 on the CPU, for a video file.
 
-        The videos in a batch follow one another. Full frames are yielded with each latent frame and are not kept. With
-        tiles, all frames of a video are yielded together.
+        The videos in a batch follow one another. Full frames are yielded with each latent frame and
+        are not kept. With tiles, all frames of a video are yielded together.
 
         Raises:
             VaeInputError: the latents have another shape, or belong to another VAE.
@@ -269,17 +280,20 @@ class WanVae(AbstractContextManager["WanVae"]):
         into: torch.Tensor | None,
         check: Check,
     ) -> Iterator[torch.Tensor]:
-        """Yield the frames of one video that are not in `into` yet: fp32, or uint8 if `into` is None."""
+        """Yield one video's frames not yet in `into`: fp32, or uint8 if `into` is None."""
         assert tiling is None or tiling.per_latent == self.space.pixels, "tiles of another VAE"
-        vae, moved = self._load(device), self._opened.decoder_input(latents).to(device, self._dtype)
+        vae = self._load(device)
+        moved = self._opened.decoder_input(latents).to(device, self._dtype)
+        dtype = torch.uint8 if into is None else torch.float32
         if tiling is None or not tiling.cuts(*latents.shape[3:]):
             check()
             for part in self._opened.decoded_frames(vae, moved, whole=True):
-                yield convert_pixels(as_pixels(part.float()), torch.uint8 if into is None else torch.float32).cpu()
+                yield convert_pixels(as_pixels(part.float()), dtype).cpu()
                 check()
             return
-        frames = empty_frames(latents, torch.uint8)[0] if into is None else into
-        # Tile frames are blended as soon as they are decoded. In addition to them, RAM holds only tile edges.
+        frames = empty_frames(latents, dtype)[0] if into is None else into
+        # Tile frames are blended as soon as they are decoded. In addition to them, RAM holds only
+        # tile edges.
         blender = TileBlender(tiling, into=frames)
         for tile in tiling.tiles(*latents.shape[3:]):
             check()
@@ -291,7 +305,7 @@ class WanVae(AbstractContextManager["WanVae"]):
             yield frames
 
     def decode_tile(
-        self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
+        self, latents: torch.Tensor, *, device: torch.device | str, check: Check = lambda: None
     ) -> torch.Tensor:
         """Decode one tile [1, C, T, h, w] for a `TileBlender`. See `tiles.gather_tile`.
 
@@ -299,7 +313,8 @@ class WanVae(AbstractContextManager["WanVae"]):
             VaeInputError: the latents have another shape, or belong to another VAE.
         """
         self.check_latents(latents)
-        vae, moved = self._load(torch.device(device)), self._opened.decoder_input(latents).to(device, self._dtype)
+        vae = self._load(torch.device(device))
+        moved = self._opened.decoder_input(latents).to(device, self._dtype)
         return gather_tile(self._opened.decoded_frames(vae, moved, whole=False), moved, check)
 
     def close(self) -> None:
@@ -309,7 +324,8 @@ class WanVae(AbstractContextManager["WanVae"]):
     def _load(self, device: torch.device) -> Any:
         if self._loaded is None:
             vae = self._opened.build()
-            set_parameters(vae, read_component(self._opened.weights, self._opened.scales, self._dtype))
+            file = self._opened.file
+            set_parameters(vae, file.read(file.weights, lambda _: self._dtype))
             self._loaded = vae
         return self._loaded.to(device)
 
@@ -319,7 +335,8 @@ class WanVae(AbstractContextManager["WanVae"]):
         return self._opened.config
 
     def _check_video(self, video: torch.Tensor) -> None:
-        shape, pixels = list(video.shape), self.space.pixels
+        shape = list(video.shape)
+        pixels = self.space.pixels
         if video.ndim != 4 or shape[-1] != 3 or 0 in shape:
             raise VaeInputError(f"the video is {shape}: give frames [F, H, W, 3]")
         if (shape[0] - 1) % FRAMES_PER_LATENT:
@@ -337,7 +354,8 @@ def _tiled(vae: AutoencoderKLWan, tiling: Tiling | None) -> Iterator[None]:
     if tiling is None:
         yield
         return
-    size, stride = tiling.pixels // tiling.patch, tiling.stride // tiling.patch
+    size = tiling.pixels // tiling.patch
+    stride = tiling.stride // tiling.patch
     vae.enable_tiling(size, size, stride, stride)
     try:
         yield
@@ -354,7 +372,8 @@ def check_latents(latents: torch.Tensor) -> None:
     channels = [space.channels for space in SPACES]
     if latents.ndim != 5 or latents.shape[1] not in channels or 0 in latents.shape:
         raise VaeInputError(
-            f"the latents are {list(latents.shape)}: give [B, {' or '.join(map(str, channels))}, T, h, w]"
+            f"the latents are {list(latents.shape)}: give [B, {' or '.join(map(str, channels))}, "
+            "T, h, w]"
         )
 
 
@@ -378,7 +397,7 @@ def retry_with_smaller_tiles(
 
     Args:
         decode: called with a tiling, or with None for full frames.
-        needs: of the decode, for smaller tile sizes.
+        needs: memory needs of the decode, for smaller tile sizes.
         first: tiling for the first attempt. Each further attempt halves the tile area.
         on_change: called with a message before each further attempt.
 
@@ -392,18 +411,23 @@ def retry_with_smaller_tiles(
         except RuntimeError as err:
             if not is_out_of_memory(err):
                 raise
-            # The traceback references the tensors of the failed attempt: keep only its text, and retry outside this
-            # `except` block, which keeps the exception alive.
+            # The traceback references tensors from the failed attempt. Keep only its text, and
+            # retry outside this `except` block, which keeps the exception alive.
             error = forget(err)
         smaller = smaller_tiling(needs, tiling)
         if smaller is None:
             raise DecodeOutOfMemoryError(
                 f"no memory for {needs.task} {describe_tiling(tiling)}, the smallest size: {error}"
             )
-        on_change(f"no memory for {needs.task} {describe_tiling(tiling)}: retrying with {describe_tiling(smaller)}")
+        on_change(
+            f"no memory for {needs.task} {describe_tiling(tiling)}: retrying with "
+            f"{describe_tiling(smaller)}"
+        )
         tiling = smaller
 
 
 def describe_tiling(tiling: Tiling | None) -> str:
     """Return "tiles of 256 pixels" or "whole frames", for messages."""
-    return "whole frames" if tiling is None else f"tiles of {tiling.pixels} pixels"
+    if tiling is None:
+        return "whole frames"
+    return f"tiles of {tiling.pixels} pixels"

@@ -1,39 +1,27 @@
-"""Wan VAE weights: files, and parameter names in each of the two formats.
+"""Wan VAE weights: files, and parameter names in two formats.
 
 Only names differ: shapes are the same in both, and nothing is transposed.
 
-A diffusers `vae` folder has a config. A single file (ComfyUI's `wan_2.1_vae.safetensors`, `wan2.2_vae.safetensors`) has
-native or diffusers names, and sizes follow from shapes. In both, parameters get the names in diffusers'
-AutoencoderKLWan.
+A diffusers `vae` folder has a config. A single file (ComfyUI's `wan_2.1_vae.safetensors`,
+`wan2.2_vae.safetensors`) has native or diffusers names, and sizes follow from shapes. In both,
+parameters get the names in diffusers' AutoencoderKLWan.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...offload import FileTensor
-from ..checkpoint.components import (
-    CONFIG,
-    CONVERTED_DTYPES,
-    STORED_DTYPES,
-    ComponentFile,
-    build_on_meta,
-    component_file,
-    match_weights,
-    precision_warnings,
-    read_config,
-    require_config,
-    require_sizes,
-)
+from ...offload.formats import FileTensor
+from ..checkpoint import components
 from ..checkpoint.files import CheckpointError, read_checkpoint
-from ..latent_space import SPACES, WAN21, WAN22, LatentSpace
+from ..latents.space import SPACES, WAN21, WAN22, LatentSpace
 from .memory import decode_pixel_bytes
 from .tiles import decoded_frames
 
@@ -52,13 +40,16 @@ _PLACES = {
     r"(encoder|decoder)\.mid_block\.attentions\.0": r"\1.middle.1",
     r"(encoder|decoder)\.mid_block\.resnets\.1": r"\1.middle.2",
 }
-# The native Wan2.1 decoder is one flat list: three residual blocks and a resampler for each diffusers up block.
+# The native Wan2.1 decoder is one flat list: three residual blocks and a resampler for each
+# diffusers up block.
 _WAN21_PLACES = {
     r"encoder\.down_blocks\.(\d+)": r"encoder.downsamples.\1",
     **{
         rf"decoder\.up_blocks\.{block}\.{item}": f"decoder.upsamples.{4 * block + index}"
         for block in range(4)
-        for index, item in enumerate((r"resnets\.0", r"resnets\.1", r"resnets\.2", r"upsamplers\.0"))
+        for index, item in enumerate(
+            (r"resnets\.0", r"resnets\.1", r"resnets\.2", r"upsamplers\.0")
+        )
     },
 }
 # In the Wan2.2 VAE a block's resampler is the last item in the block's list.
@@ -91,6 +82,11 @@ class VaeFamily:
     """Native module places in the blocks, by pattern."""
     file: str
     """Name of ComfyUI's single file."""
+
+    @property
+    def remedy(self) -> str:
+        """Advice to use the usual file."""
+        return f"use {self.file} in fp32 or bf16"
 
     def native_name(self, name: str) -> str:
         """Return the parameter name in ComfyUI's single file.
@@ -145,7 +141,7 @@ FAMILIES = (
 NATIVE_MARK = "decoder.middle.0.residual.0.gamma"
 DIFFUSERS_MARK = "decoder.mid_block.resnets.0.norm1.gamma"
 MARKS = (NATIVE_MARK, DIFFUSERS_MARK)
-"""Native and diffusers name of a tensor found in every Wan VAE."""
+"""Native and diffusers name of a tensor in every Wan VAE."""
 ROOTS = ("encoder", "decoder", "conv1", "conv2", "quant_conv", "post_quant_conv")
 ENCODER_ROOTS = ("encoder.", "conv1.", "quant_conv.")
 """Name prefixes of tensors for encoding only."""
@@ -176,15 +172,10 @@ class VaeWeights:
     family: VaeFamily
     config: Mapping[str, Any]
     """Config for diffusers' AutoencoderKLWan."""
-    weights: Mapping[str, FileTensor]
-    """Location of each parameter."""
-    scales: Mapping[str, FileTensor] = field(default_factory=dict)
-    """Location of each scaled parameter's scale."""
-    notes: tuple[str, ...] = ()
-    """Sentences about unused file tensors."""
-    warnings: tuple[str, ...] = ()
-    """Sentences about a loss of precision."""
+    file: components.ComponentFile
+    """Weights and scales by parameter."""
 
+    lacking = "has no encoder"
     dtypes = (torch.float32, torch.bfloat16)
     """Compute dtypes. Not fp16: activations may exceed the largest fp16 number."""
 
@@ -195,12 +186,14 @@ class VaeWeights:
     @property
     def encodes(self) -> bool:
         """False for a file with a decoder only."""
-        return FIRST_CONVOLUTION in self.weights
+        return FIRST_CONVOLUTION in self.file.weights
 
     def build(self) -> AutoencoderKLWan:
-        """Return the VAE on `meta`, without weights, and without an encoder if the file has none."""
+        """Return the VAE on `meta` without weights, and without an encoder if the file has none."""
         vae = _build(self.path, self.config)
-        return vae if self.encodes else _without_encoder(vae)
+        if self.encodes:
+            return vae
+        return _without_encoder(vae)
 
     def decode_pixel_bytes(self, latent_frames: int, dtype: torch.dtype) -> int:
         """Return the bytes per latent pixel decoded at once. See `memory.decode_pixel_bytes`."""
@@ -210,8 +203,10 @@ class VaeWeights:
         """Return raw latents as they are."""
         return latents
 
-    def decoded_frames(self, vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
-        """Return the iterator of `tiles.decoded_frames`."""
+    def decoded_frames(
+        self, vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool
+    ) -> Iterator[torch.Tensor]:
+        """Return the iterator from `tiles.decoded_frames`."""
         return decoded_frames(vae, latents, whole=whole)
 
     def remedy(self, space: LatentSpace) -> str:
@@ -225,17 +220,17 @@ def open_vae_folder(folder: Path) -> VaeWeights:
     Raises:
         CheckpointFileError: a file is missing, damaged, or for another model.
     """
-    config = read_config(folder)
+    config = components.read_config(folder)
     family = family_of(WAN22 if config.get("z_dim") == WAN22.channels else WAN21)
-    require_config(folder, config, family.config, f"the VAE of {' or of '.join(space.models for space in SPACES)}")
-    require_sizes(folder, config, family.widths)
-    stored = component_file(read_checkpoint(folder), marks=MARKS, roots=ROOTS)
-    path = folder / CONFIG
-    weights = match_weights(folder, stored.weights, _build(path, config), dtypes=(*STORED_DTYPES, *CONVERTED_DTYPES))
-    return _opened(path, family, config, weights, stored.scales, stored)
+    model = f"the VAE of {' or of '.join(space.models for space in SPACES)}"
+    components.require_config(folder, config, family.config, family.widths, model)
+    stored = components.component_file(read_checkpoint(folder), marks=MARKS, roots=ROOTS)
+    path = folder / components.CONFIG
+    file = components.match_weights(folder, stored, _build(path, config), remedy=family.remedy)
+    return VaeWeights(path=path, family=family, config=config, file=file)
 
 
-def open_vae_file(path: Path, stored: ComponentFile) -> VaeWeights:
+def open_vae_file(path: Path, stored: components.ComponentFile) -> VaeWeights:
     """Open a single file with these tensors.
 
     Raises:
@@ -246,10 +241,17 @@ def open_vae_file(path: Path, stored: ComponentFile) -> VaeWeights:
     key_of = family.native_name if NATIVE_MARK in tensors else str
     decodes_only = not any(key.startswith("encoder.") for key in tensors)
     if decodes_only:
-        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(ENCODER_ROOTS)}
+        tensors = {
+            key: tensor for key, tensor in tensors.items() if not key.startswith(ENCODER_ROOTS)
+        }
     _refuse_other_heads(path, tensors, key_of(LAST_CONVOLUTION), family)
-    places = {**dict.fromkeys(family.widths, (LAST_CONVOLUTION, 1)), **({} if decodes_only else family.widths)}
-    widths = {name: _width(path, tensors, key_of(parameter), at) for name, (parameter, at) in places.items()}
+    places = family.widths
+    if decodes_only:
+        places = dict.fromkeys(places, (LAST_CONVOLUTION, 1))
+    widths = {
+        name: components.convolution_width(path, tensors, key_of(parameter), at, kernel=3)
+        for name, (parameter, at) in places.items()
+    }
     config = {**family.config, **widths}
     vae = _build(path, config)
     if decodes_only:
@@ -260,36 +262,22 @@ def open_vae_file(path: Path, stored: ComponentFile) -> VaeWeights:
         if names.get(key, key) in renamed:
             raise CheckpointError(path, f"{key} means the same parameter as another key")
         renamed[names.get(key, key)] = tensor
-    weights = match_weights(
+    scales = {names[key]: scale for key, scale in stored.scales.items() if key in names}
+    file = components.match_weights(
         path,
-        renamed,
+        replace(stored, weights=renamed, scales=scales),
         vae,
-        dtypes=(*STORED_DTYPES, *CONVERTED_DTYPES),
+        remedy=family.remedy,
         described_by="the rest of the file",
         key_of=key_of,
     )
-    scales = {names[key]: scale for key, scale in stored.scales.items() if key in names}
-    return _opened(path, family, config, weights, scales, stored)
-
-
-def _opened(
-    path: Path,
-    family: VaeFamily,
-    config: Mapping[str, Any],
-    weights: Mapping[str, FileTensor],
-    scales: Mapping[str, FileTensor],
-    stored: ComponentFile,
-) -> VaeWeights:
-    warnings = precision_warnings(stored.path, weights.values(), f"use {family.file} in fp32 or bf16")
-    return VaeWeights(
-        path=path, family=family, config=config, weights=weights, scales=scales, notes=stored.notes, warnings=warnings
-    )
+    return VaeWeights(path=path, family=family, config=config, file=file)
 
 
 def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
     from diffusers import AutoencoderKLWan
 
-    return build_on_meta(path, lambda: AutoencoderKLWan.from_config(config))
+    return components.build_on_meta(path, lambda: AutoencoderKLWan.from_config(config))
 
 
 def _without_encoder(vae: AutoencoderKLWan) -> AutoencoderKLWan:
@@ -303,34 +291,33 @@ def _family_in(path: Path, tensors: Mapping[str, FileTensor]) -> VaeFamily:
         if key.startswith(WAN22_MARKS):
             return family_of(WAN22)
         if key.startswith(IMAGE_VAE_MARKS):
-            raise CheckpointError(path, f"is the VAE of an image model ({key} {list(tensor.shape)}); {REMEDY}")
+            raise CheckpointError(
+                path, f"is the VAE of an image model ({key} {list(tensor.shape)}); {REMEDY}"
+            )
     if not any(mark in tensors for mark in MARKS):
         first = next((f"{key} {list(tensor.shape)}" for key, tensor in tensors.items()), "none")
-        raise CheckpointError(path, f"is not a VAE of Wan: it has {len(tensors)} tensors (first: {first}); {REMEDY}")
+        raise CheckpointError(
+            path, f"is not a VAE of Wan: it has {len(tensors)} tensors (first: {first}); {REMEDY}"
+        )
     return family_of(WAN21)
 
 
-def _refuse_other_heads(path: Path, tensors: Mapping[str, FileTensor], key: str, family: VaeFamily) -> None:
-    """Refuse a decoder with several pixels for each pixel of the published VAE, as in VAEs that enlarge videos."""
+def _refuse_other_heads(
+    path: Path, tensors: Mapping[str, FileTensor], key: str, family: VaeFamily
+) -> None:
+    """Refuse a decoder with more output pixels than the published VAE, as in enlarging VAEs."""
     head = tensors.get(key)
     usual = int(family.config.get("out_channels", RGB))
     if head is None or not head.shape or head.shape[0] == usual:
         return
     times = isqrt(head.shape[0] // usual)
     if times > 1 and head.shape[0] == usual * times**2:
-        size = "doubles the size of the video" if times == 2 else f"enlarges the video {times} times"
-        raise CheckpointError(
-            path,
-            f"is a VAE that {size}, which is not supported ({key} has {head.shape[0]} channels): use {family.file}",
-        )
-    raise CheckpointError(path, f"{key} has {head.shape[0]} channels; {usual} are expected: use {family.file}")
-
-
-def _width(path: Path, tensors: Mapping[str, FileTensor], key: str, dimension: int) -> int:
-    convolution = tensors.get(key)
-    if convolution is None:
-        raise CheckpointError(path, f"{key} is missing")
-    shape = convolution.shape
-    if len(shape) != 5 or 0 in shape:
-        raise CheckpointError(path, f"{key} is {list(shape)}; [out, in, 3, 3, 3] is expected")
-    return shape[dimension]
+        size = f"enlarges the video {times} times"
+        if times == 2:
+            size = "doubles the size of the video"
+        reason = f"is a VAE that {size}, which is not supported"
+        found = f"{key} has {head.shape[0]} channels"
+        raise CheckpointError(path, f"{reason} ({found}): use {family.file}")
+    raise CheckpointError(
+        path, f"{key} has {head.shape[0]} channels; {usual} are expected: use {family.file}"
+    )

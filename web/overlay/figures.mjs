@@ -95,7 +95,7 @@ export function limitShare(run) {
   return known.length ? limit / sum(known, "compute_s") : null
 }
 
-const ADDED = ["wall_s", "compute_s", "stall_s", "bytes_moved", "read_bytes", "copy_s", "read_s"]
+const ADDED = ["wall_s", "compute_s", "stall_s", "bytes_moved", "read_bytes", "copy_s", "read_s", "stall_on_read_s"]
 
 /** Sums, peaks and rates of some steps, by the names of `Timeline`. */
 export function totals(records) {
@@ -220,12 +220,47 @@ export function runParts(run, now) {
   return parts.filter(Boolean)
 }
 
+/** A running run in four short texts or fewer, with their names. */
+export function chipParts(run, now) {
+  const perStep = secondsPerStep(run)
+  const left = secondsLeft(run, now - run.stepAt)
+  const parts = {
+    policy: run.settings?.policy,
+    memory: mostOfAll(run),
+    pace: perStep === null ? headText(run, "") : perStepText(perStep),
+    left: left === null ? "" : translate("left", clockText(left))
+  }
+  return Object.entries(parts).flatMap(([name, text]) => (text ? [{ name, text }] : []))
+}
+
 /** What a run has done so far: in its first step, the blocks. */
 function headText(run, length) {
   const records = recordsOf(run)
   if (run.ended && !run.error && records.length) return translate("endedIn", records.length, length)
   return !run.ended && !records.length && run.visits ? translate("block", run.visits.done, run.visits.total) : stateText(run)
 }
+
+const LEAST_WAIT = 0.05
+
+/**
+ * A sentence on what limits a run, and the remedy with its most possible gain; empty before the second step.
+ *
+ * The first step reads the weights for the first time, and does not count.
+ */
+export function verdictText(run) {
+  const { wall_s: wall, stall_s: stall, stall_on_read_s: reading } = totals(recordsOf(run).slice(1))
+  if (!wall) return ""
+  const waiting = stall / wall
+  if (waiting < LEAST_WAIT) return translate("verdictCompute", shareText(waiting))
+  const isDisk = reading > stall / 2
+  const share = isDisk ? reading / wall : waiting
+  const gain = 1 / (1 - Math.min(share, 0.99))
+  return translate(isDisk ? "verdictDisk" : "verdictBus", `${(100 * share).toFixed(0)} %`, gain.toFixed(1))
+}
+
+/** Phases of the queue item of a run; see `itemPhases`. */
+export const phasesText = ({ total, before, steps, after }) =>
+  translate("queueToFile", lengthText(total), secondsText(before), secondsText(steps), secondsText(after))
 
 /** The run in one line; see `runParts`. */
 export const runText = (run, now) => runParts(run, now).join(" · ")

@@ -5,12 +5,14 @@
  */
 
 import { Badges } from "./badges.mjs"
+import { Chip } from "./chip.mjs"
 import { mostMemory } from "./figures.mjs"
 import { executionIds, figuresAt } from "./graph_ids.mjs"
+import { counterpart, exchanged, menuItems } from "./loader_exchange.mjs"
 import { NoticeStrips, applies } from "./notices.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
-import { EVENTS, Store, isOf, lastItem, lastRun, leavesGap, recordsAt } from "./store.mjs"
+import { EVENTS, Store, isOf, itemPhases, lastItem, lastRun, leavesGap, recordsAt, runningRun } from "./store.mjs"
 import { translate, setLanguage } from "./i18n.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
@@ -30,6 +32,7 @@ export function start(app, api) {
   const badges = new Badges(page)
   const strips = new NoticeStrips(page)
   const table = new RunsTable(page)
+  const chip = new Chip(page)
   const refresh = () => {
     const other = setLanguage(app.extensionManager?.setting?.get("Comfy.Locale"))
     if (other) table.relabel()
@@ -38,6 +41,7 @@ export function start(app, api) {
     strips.refresh(store.state)
     badges.refresh()
     table.refresh(store.state)
+    chip.refresh(runningRun(store.state, page.workflow()))
   }
   const showBadges = (on) => app.canvas && badges.show(on) // without a canvas, `setup` does it
 
@@ -52,9 +56,11 @@ export function start(app, api) {
       followCanvas(app, () => badges.follow(), refresh)
       store.subscribe(refresh)
       showBadges(app.extensionManager?.setting?.get(BADGES_SETTING) ?? true)
-      setInterval(() => tick(store.state, widgets, badges, strips), TICK_MS)
+      setInterval(() => tick(store.state, widgets, badges, strips, chip), TICK_MS)
       catchUp(api, store) // the page need not wait for it
     },
+    commands: [exchangeCommand(app, page)],
+    getNodeMenuItems: (node) => menuItems(node, (nodes) => exchangeAll(app, page, nodes)),
     nodeCreated(node) {
       if (SHOWN_ON.includes(node.comfyClass)) attach(new RunWidget(node, page), widgets)
     },
@@ -67,7 +73,8 @@ export function start(app, api) {
 }
 
 /** Update what changes without events: times of a run, and widgets whose values notices are about. */
-function tick(state, widgets, badges, strips) {
+function tick(state, widgets, badges, strips, chip) {
+  if (chip.run) chip.refresh(chip.run)
   if (state.items.at(-1)?.running) badges.refresh()
   for (const widget of widgets.values()) widget.tick()
   if (state.notices.length) strips.refresh(state)
@@ -132,11 +139,24 @@ function pageOf(app, store) {
       const isShown = ([node, ids]) => !SHOWN_ON.includes(node.comfyClass) && runs.some((run) => ids.includes(run.shown_at))
       return [...executionIds(root())].filter(isShown).map(([node]) => node)
     },
+    /** Element of ComfyUI's top bar for the buttons of others. */
+    bar: () => app.menu?.settingsGroup?.element,
+    /** Node of the open graph at which a run is shown. */
+    nodeOf(run) {
+      const isShown = ([, ids]) => ids.includes(`${run.shown_at}`)
+      return isOf(run, root().id) ? [...executionIds(root())].find(isShown)?.[0] : undefined
+    },
+    jumpTo(node) {
+      if (app.canvas.graph !== node.graph) app.canvas.setGraph(node.graph)
+      app.canvas.centerOnNode(node)
+      app.canvas.selectNode(node)
+    },
     runOf(node) {
       const last = (shown) => lastRun(store.state, root().id, idsOf(shown))
       const runs = [node, measuredBy(node)].filter(Boolean).map(last).filter(Boolean)
       return runs.sort((one, other) => other.at - one.at)[0] ?? null
     },
+    phasesOf: (run) => itemPhases(store.state, run.prompt_id),
     figuresOf(node) {
       const item = lastItem(store.state, root().id)
       const figures = item && figuresAt(item, idsOf(node), node.type, clock())
@@ -147,7 +167,9 @@ function pageOf(app, store) {
     shrink,
     /** Redraw after a value of a node was changed here, and let ComfyUI notice the change. */
     changed() {
-      app.extensionManager?.workflow?.activeWorkflow?.changeTracker?.checkState?.()
+      const tracker = trackerOf(app)
+      if (tracker?.captureCanvasState) tracker.captureCanvasState()
+      else tracker?.checkState?.() // before 1.44 of the frontend
       app.canvas?.setDirty(true, true)
       store.take("redraw")
     },
@@ -156,6 +178,33 @@ function pageOf(app, store) {
     save
   }
 }
+
+/** ComfyUI's undo for the open graph. */
+const trackerOf = (app) => app.extensionManager?.workflow?.activeWorkflow?.changeTracker
+
+/** Exchange loaders as one change for undo, and select the new ones if the old were. */
+function exchangeAll(app, page, nodes) {
+  const tracker = trackerOf(app)
+  tracker?.beforeChange()
+  try {
+    for (const node of nodes) {
+      const wasSelected = node.id in app.canvas.selected_nodes
+      const made = exchanged(node)
+      if (wasSelected) app.canvas.selectNode(made, true)
+    }
+  } finally {
+    tracker?.afterChange()
+  }
+  page.changed()
+}
+
+const exchangeCommand = (app, page) => ({
+  id: "WanStream.ExchangeLoaders",
+  label: "Stream the selected loaders, or stop streaming them",
+  function() {
+    exchangeAll(app, page, Object.values(app.canvas.selected_nodes).filter(counterpart))
+  }
+})
 
 /**
  * Width of ComfyUI's own badges at the right end of a node on the classic canvas.

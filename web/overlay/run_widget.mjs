@@ -8,7 +8,7 @@
 
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
 import { element, h } from "./dom.mjs"
-import { recordsOf, runParts, shareOfStep, sizeText, stepText } from "./figures.mjs"
+import { phasesText, recordsOf, runParts, shareOfStep, sizeText, stepText, verdictText } from "./figures.mjs"
 import { translate } from "./i18n.mjs"
 
 const CLOSED_HEIGHT = 26
@@ -33,7 +33,7 @@ let made = 0
 
 export class RunWidget {
   /**
-   * `page` provides `runOf(node)`, `knowsRuns()`, `now()`, `zoom()`, `resize(node, shrink)`, `shrink(node, height)` and
+   * `page` provides `runOf(node)`, `phasesOf(run)`, `knowsRuns()`, `now()`, `zoom()`, `resize(node, shrink)`, `shrink(node, height)` and
    * `forward(element)`.
    */
   constructor(node, page) {
@@ -97,9 +97,10 @@ export class RunWidget {
       blur: () => this.choose(null)
     }
     this.plot = element(h("div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }))
+    this.verdict = element(h("div", { class: "wanstream-verdict" }))
     this.numbers = element(h("div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }))
     this.root = element(h("div", { class: "wanstream-run" }))
-    this.root.append(this.button, this.preview, this.plot, this.numbers)
+    this.root.append(this.button, this.preview, this.plot, this.verdict, this.numbers)
   }
 
   toggle() {
@@ -115,9 +116,9 @@ export class RunWidget {
     const drawn = !all && run === this.run && isFar(zoom) === isFar(this.zoom) && this.root.dataset.open !== undefined
     this.zoom = zoom
     if (!drawn) this.show(run)
-    else if (run && !run.ended) {
-      this.updateLine()
-      this.updateNumbers()
+    else if (run) {
+      if (!run.ended) this.updateLine()
+      this.updateNumbers() // with the end of the queue item too
     }
     if (!run && this.page.knowsRuns()) this.returnRoom()
   }
@@ -217,6 +218,8 @@ export class RunWidget {
 
   updateNumbers() {
     if (!this.open) return
+    const verdict = verdictText(this.run)
+    if (this.verdict.textContent !== verdict) this.verdict.textContent = this.verdict.title = verdict
     const record = this.chosen === null ? null : recordsOf(this.run)[this.chosen]
     const text = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
     this.numbers.dataset.chosen = Boolean(record)
@@ -228,7 +231,9 @@ export class RunWidget {
     const used = recordsOf(this.run).at(-1)?.device_used_bytes
     const total = this.run.settings?.device_total
     if (!ended && used && total) return translate("memoryNow", sizeText(used), sizeText(total))
-    return translate(predicted ? "pointPredicted" : "point")
+    const hint = translate(predicted ? "pointPredicted" : "point")
+    const phases = ended && this.page.phasesOf(this.run)
+    return phases ? [phasesText(phases), hint].join(SEPARATOR) : hint
   }
 
   choose(step) {

@@ -83,9 +83,12 @@ const end = (state, payload) =>
  * A queue item, timed from its first event to its last. ComfyUI sends these events to the page that queued the item: a
  * page that was loaded later has no `execution_start` of it, and shows no figures of its nodes.
  */
-const start = (state, { prompt_id }) => ({
+const start = (state, { prompt_id }, now) => ({
   ...state,
-  items: [...state.items, { prompt_id, workflow: null, classes: null, cached: [], times: {}, running: true }].slice(-KEPT_RUNS)
+  items: [
+    ...state.items,
+    { prompt_id, workflow: null, classes: null, cached: [], times: {}, running: true, since: now, endedAt: null }
+  ].slice(-KEPT_RUNS)
 })
 
 const changeItem = (state, id, changed) => ({
@@ -110,7 +113,7 @@ function progress(state, { prompt_id, nodes }, now) {
 }
 
 const finish = (state, { prompt_id }, now) =>
-  changeItem(progress(state, { prompt_id, nodes: {} }, now), prompt_id, () => ({ running: false }))
+  changeItem(progress(state, { prompt_id, nodes: {} }, now), prompt_id, () => ({ running: false, endedAt: now }))
 
 /**
  * Merge the server's list of all runs, which wins if it has more steps of a run than this page.
@@ -194,9 +197,29 @@ export function lastRun(state, workflow, nodeIds) {
   return shown.at(-1) ?? null
 }
 
+/** The run that is running now, of the open graph if there is one; null while nothing runs. */
+export function runningRun(state, workflow) {
+  const running = state.runs.filter((run) => !run.ended)
+  return running.findLast((run) => isOf(run, workflow)) ?? running.at(-1) ?? null
+}
+
 /** The last queue item that is known to be of this graph, or null. */
 export const lastItem = (state, workflow) =>
   state.items.filter((item) => item.classes && isOf(item, workflow)).at(-1) ?? null
+
+/**
+ * Seconds of a queue item before its first step, in the steps of its runs, between and after them; null for one that
+ * has not ended, and for one whose start or steps this page has not seen.
+ */
+export function itemPhases(state, promptId) {
+  const item = state.items.find((known) => known.prompt_id === promptId)
+  const runs = state.runs.filter((run) => run.prompt_id === promptId)
+  if (!item?.endedAt || !runs.length || runs.some((run) => run.since < item.since || !run.ended)) return null
+  const before = runs[0].since - item.since
+  const steps = runs.reduce((total, run) => total + run.stepAt - run.since, 0)
+  const total = item.endedAt - item.since
+  return { total, before, steps, after: total - before - steps }
+}
 
 /** Steps of a queue item from one of these nodes, or from inside it. */
 export const recordsAt = (state, promptId, nodeIds) =>

@@ -1,4 +1,4 @@
-"""`wanstream selftest` on a device: it passes there, and on the checked device it finds planted faults."""
+"""`wanstream selftest` passes on a device, and on the checked device it finds planted faults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from wanstream.cli.selftest.device_checks import Subject
 from wanstream.cli.selftest.findings import Finding, verdict
 from wanstream.cli.selftest.run_checks import prepared_runs
 from wanstream.host import machine_profile
-from wanstream.offload import probe
-from wanstream.schema import T2V_A14B, ExpertsRef, VideoShape
+from wanstream.offload.probes import machine as probe
+from wanstream.schema.refs import ExpertsRef
+from wanstream.shapes import T2V_A14B, VideoShape
 from wanstream.testing import TinyShape
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
 from wanstream.tests.support.checked_device import machine as checked
@@ -27,7 +28,9 @@ from wanstream.tests.support.checked_device import tensors
 from wanstream.tests.support.mutations import Mutation, Mutations
 from wanstream.wan.experts.models import ExpertModels
 
-WAIT_OF_VISIT = Mutation("CudaStreams._wait_for: self._runtime.current_stream().wait_event(event)", "CudaBackend")
+WAIT_OF_VISIT = Mutation(
+    "CudaStreams._wait_for: self._runtime.current_stream().wait_event(event)", "CudaBackend"
+)
 FORMATS = ("bf16", "fp8 with a LoRA", "GGUF Q4_K_M", run_checks.IN_INT8)
 """Formats on the checked device; the others are those of other tests."""
 
@@ -40,7 +43,7 @@ def subject(gpu: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device_checks, "SIZES", (1, 4097))
     monkeypatch.setattr(run_checks, "STEPS", 2)
     for module, name, small in (
-        (probe, "PIECE_BYTES", 2**20),
+        (probe, "PROBED_BYTES", 2**20),
         (probe, "SIDE", 256),
         (machine_profile, "BUSY_TOKENS", 64),
     ):
@@ -65,7 +68,8 @@ def subject(gpu: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_check_passes(subject: Subject) -> None:
     findings = run_all(subject)
-    assert verdict(findings).works, findings
+    works, _ = verdict(findings)
+    assert works, findings
     assert not {name for name, finding in findings.items() if finding.outcome == "not needed"}
 
 
@@ -101,7 +105,9 @@ def test_copies_that_lose_a_byte(checked_subject: Subject, monkeypatch: pytest.M
     assert "4.10 KB of page-locked RAM" in finding.words
 
 
-def test_streams_that_do_not_wait(checked_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_do_not_wait(
+    checked_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checked.Stream, "wait_event", lambda stream, event: None)
     finding = found(device_checks.check_streams, checked_subject)
     assert finding.outcome == "failed"
@@ -117,7 +123,9 @@ def test_page_locks_that_are_refused(gpu: Accelerator, checked_subject: Subject)
     assert "wslconfig" in finding.remedy
 
 
-def test_a_decoding_kernel_that_rounds_otherwise(checked_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoding_kernel_that_rounds_otherwise(
+    checked_subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode = probe.decode_tensor
 
     def rounds(stored: torch.Tensor, into: torch.Tensor, **settings: Any) -> None:
@@ -132,12 +140,14 @@ def test_a_decoding_kernel_that_rounds_otherwise(checked_subject: Subject, monke
     assert finding.words.endswith(": Q6_K")
 
 
-def test_a_visit_that_does_not_wait_for_its_copy(gpu: Accelerator, checked_subject: Subject, tmp_path: Path) -> None:
+def test_a_visit_that_does_not_wait_for_its_copy(
+    gpu: Accelerator, checked_subject: Subject, tmp_path: Path
+) -> None:
     assert gpu.machine is not None
     gpu.machine.eagerness = 0.0  # without the wait, the copy has not even begun
     mutations = Mutations()
     with mutations.installed(), runs_found(checked_subject, tmp_path) as check:
-        mutations.removed = WAIT_OF_VISIT
+        mutations.removed = {WAIT_OF_VISIT}
         finding = check(run_checks.check_policies, "bf16")
     assert WAIT_OF_VISIT in mutations.reached
     assert finding.outcome == "failed", "by other latents, or by times that cannot be read yet"
@@ -148,7 +158,9 @@ def test_a_shortage_that_is_not_recognised(
 ) -> None:
     allocate = checked.Device.allocate
 
-    def fails_in_other_words(device: checked.Device, nbytes: int, stream: checked.Stream) -> checked.Block:
+    def fails_in_other_words(
+        device: checked.Device, nbytes: int, stream: checked.Stream
+    ) -> checked.Block:
         try:
             return allocate(device, nbytes, stream)
         except torch.OutOfMemoryError as err:

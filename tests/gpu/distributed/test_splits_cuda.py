@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from wanstream.distributed.worker.rendezvous import PeerLostError
-from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
+from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.processes import Processes
 from wanstream.tests.support.rounding import difference
 from wanstream.tests.support.split_jobs import SplitProcesses, job_leave_while_it_waits
@@ -26,7 +27,10 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 
 @pytest.fixture
 def split(processes: Processes) -> Iterator[SplitProcesses]:
-    """Processes that join as the ranks of a mesh, each on its own GPU; they leave after the test."""
+    """Processes that join as the ranks of a mesh, each on its own GPU.
+
+    They leave after the test.
+    """
     made = SplitProcesses(processes, "cuda")
     yield made
     made.leave()
@@ -37,7 +41,9 @@ def wide(tiny_expert_folder: Callable[..., Path]) -> Callable[[str], ExpertsRef]
     """`wide(dtype)`: experts with four heads."""
 
     def make(dtype: str) -> ExpertsRef:
-        folders = (tiny_expert_folder(seed=seed, dtype=getattr(torch, dtype), heads=4) for seed in (1, 2))
+        folders = (
+            tiny_expert_folder(seed=seed, dtype=getattr(torch, dtype), heads=4) for seed in (1, 2)
+        )
         return ExpertsRef(high_noise=next(folders), low_noise=next(folders), compute_dtype=dtype)
 
     return make
@@ -49,7 +55,9 @@ def request_of_48_tokens(make_task: Callable[..., Any]) -> Any:
     return make_task(request={"noise": noise}).request
 
 
-def test_cfg_sides_give_what_one_worker_gives(split: SplitProcesses, wide: Any, request_of_48_tokens: Any) -> None:
+def test_cfg_sides_give_what_one_worker_gives(
+    split: SplitProcesses, wide: Any, request_of_48_tokens: Any
+) -> None:
     split.join(Mesh(cfg=2))
     given = wide("bfloat16"), request_of_48_tokens, LAYERWISE
     alone = split.alone(*given)

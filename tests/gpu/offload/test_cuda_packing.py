@@ -7,18 +7,20 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from wanstream.block_kernels import Kernels
 from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.packing import QUANT_FORMATS
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import q4_k_m, random_groups, save_expert_gguf
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.kernels.attention import Kernels
 
 
 def groups_of(name: str, count: int) -> torch.Tensor:
-    return torch.from_numpy(random_groups(GGMLQuantizationType[name], count, np.random.default_rng(0), scale=0.01))
+    return torch.from_numpy(
+        random_groups(GGMLQuantizationType[name], count, np.random.default_rng(0), scale=0.01)
+    )
 
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -61,5 +63,7 @@ def test_a_streamed_gguf_expert_equals_the_plain_model(gpu, make_tiny_expert, tm
         engine = pair.engine(OffloadPolicy.layerwise(1, source=source), gpu.device)
         for _ in range(2):
             with engine.run(step_visits(["low"], engine.block_counts)) as run:
-                [velocity] = forward_lanes(engine.models["low"], [lane], timestep, lambda i: run.visit(0, "low", i))
+                [velocity] = forward_lanes(
+                    engine.models["low"], [lane], timestep, lambda i: run.visit(0, "low", i)
+                )
             assert torch.equal(velocity, expected)

@@ -1,4 +1,4 @@
-"""Waits of the host: every function of the product that waits for a device is listed, and others are reported."""
+"""Waits of the host: every product function that waits for a device is listed, others reported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ def waits(gpu: Accelerator) -> None:
 def test_a_wait_that_is_not_listed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with checked_accelerator(0) as gpu:
         waits(gpu)
-    listed = {name: reason for name, reason in HOST_WAITS.items() if name != "devices/clock.py settle"}
+    listed = {
+        name: reason for name, reason in HOST_WAITS.items() if name != "devices/clock.py settle"
+    }
     monkeypatch.setattr(accelerator, "HOST_WAITS", listed)
-    with pytest.raises(AssertionError, match=r"waits for the device in devices/clock\.py settle: remove it"):
+    with pytest.raises(
+        AssertionError, match=r"waits for the device in devices/clock\.py settle: remove it"
+    ):
         with checked_accelerator(0) as gpu:
             waits(gpu)
 

@@ -1,4 +1,4 @@
-"""Modules in RAM on a device with streams: page-locked and copied where they are, and unlocked again."""
+"""Modules in RAM on a device with streams: page-locked, copied in place, and unlocked again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from wanstream.offload import LockedTensors, OffloadEngine, attach_offload, map_memory
-from wanstream.offload.engine.engine import ONLY_STACK
+from wanstream.offload.engine.attach import ONLY_STACK
 from wanstream.offload.host_memory.in_place import whole_pages
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
 
 WIDTH, BLOCKS = 37, 4
 LAYERWISE = OffloadPolicy.layerwise(1)
-POLICIES = [OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), OffloadPolicy.layerwise(1, source="pinned")]
+POLICIES = [
+    OffloadPolicy.layerwise(3),
+    OffloadPolicy.block_swap(2, 1),
+    OffloadPolicy.layerwise(1, source="pinned"),
+]
 
 
 def as_they_are(stack: nn.ModuleList, folder: Path) -> None:
@@ -37,10 +41,14 @@ def tied(stack: nn.ModuleList, folder: Path) -> None:
 def views(stack: nn.ModuleList, folder: Path) -> None:
     """All matrices in one storage, from an odd address on, two of them on the same bytes."""
     matrices = [linear for block in stack for linear in (block.up, block.down)]
-    storage = torch.empty(1 + sum(4 * linear.weight.numel() for linear in matrices), dtype=torch.uint8)
+    storage = torch.empty(
+        1 + sum(4 * linear.weight.numel() for linear in matrices), dtype=torch.uint8
+    )
     at = 4 - storage.data_ptr() % 4
     for linear in matrices[:-1]:
-        part = storage[at : at + 4 * linear.weight.numel()].view(torch.float32).view_as(linear.weight)
+        part = (
+            storage[at : at + 4 * linear.weight.numel()].view(torch.float32).view_as(linear.weight)
+        )
         linear.weight = nn.Parameter(part.copy_(linear.weight), requires_grad=False)
         at += 4 * part.numel()
     first, last = matrices[1], matrices[-1]
@@ -53,12 +61,21 @@ def transposed(stack: nn.ModuleList, folder: Path) -> None:
 
 
 def mapped(stack: nn.ModuleList, folder: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in stack.state_dict().items()}, folder / "stack.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stack.state_dict().items()},
+        folder / "stack.safetensors",
+    )
     stack.load_state_dict(load_file(folder / "stack.safetensors"), assign=True)
     stack.requires_grad_(False)
 
 
-KINDS = {"heap": as_they_are, "tied": tied, "views": views, "transposed": transposed, "mapped": mapped}
+KINDS = {
+    "heap": as_they_are,
+    "tied": tied,
+    "views": views,
+    "transposed": transposed,
+    "mapped": mapped,
+}
 IN_SLOTS = {"transposed", "mapped"}
 """Kinds that are read into page-locked slots."""
 
@@ -71,9 +88,17 @@ def inside(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    gpu: Accelerator, stack: nn.ModuleList, engine: OffloadEngine, hidden: torch.Tensor, *, stop_at: int | None = None
+    gpu: Accelerator,
+    stack: nn.ModuleList,
+    engine: OffloadEngine,
+    hidden: torch.Tensor,
+    *,
+    stop_at: int | None = None,
 ) -> torch.Tensor:
-    with torch.inference_mode(), engine.run(step_visits([ONLY_STACK] * 2, engine.block_counts)) as active:
+    with (
+        torch.inference_mode(),
+        engine.run(step_visits([ONLY_STACK] * 2, engine.block_counts)) as active,
+    ):
         for number, visit in enumerate(active.program.visits):
             with active.visit(*visit):
                 gpu.delay(int(number % 3 == 0))
@@ -86,7 +111,11 @@ def run(
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_copy_is_from_locked_memory_which_is_unlocked_on_detach(
-    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], tmp_path: Path, kind: str, policy: OffloadPolicy
+    gpu: Accelerator,
+    make_stack: Callable[..., nn.ModuleList],
+    tmp_path: Path,
+    kind: str,
+    policy: OffloadPolicy,
 ) -> None:
     stack = make_stack(BLOCKS, width=WIDTH)
     KINDS[kind](stack, tmp_path)
@@ -96,7 +125,9 @@ def test_every_copy_is_from_locked_memory_which_is_unlocked_on_detach(
         for block in [*stack, *stack]:
             on_cpu = block(on_cpu)
     weights = [linear.weight for block in stack for linear in (block.up, block.down)]
-    with attach_offload(list(stack), policy=policy, device=gpu.device, follow_forward=False) as engine:
+    with attach_offload(
+        list(stack), policy=policy, device=gpu.device, follow_forward=False
+    ) as engine:
         if gpu.machine is not None:
             gpu.machine.pageable_copies.clear()  # the small tensors that stay
         for _ in range(2):
@@ -113,7 +144,10 @@ def test_every_copy_is_from_locked_memory_which_is_unlocked_on_detach(
 
 @pytest.mark.parametrize("left", ["detached", "device failed", "dropped", "not attached"])
 def test_memory_is_unlocked_after_an_error(
-    gpu: Accelerator, make_stack: Callable[..., nn.ModuleList], monkeypatch: pytest.MonkeyPatch, left: str
+    gpu: Accelerator,
+    make_stack: Callable[..., nn.ModuleList],
+    monkeypatch: pytest.MonkeyPatch,
+    left: str,
 ) -> None:
     machine = gpu.need_fake("it counts locks")
     stack = make_stack(BLOCKS, width=WIDTH)
@@ -158,8 +192,12 @@ def test_beyond_the_limit_blocks_are_copied_unlocked_with_one_warning(
     expected = hidden
     for block in [*stack, *stack]:
         expected = block(expected)
-    with attach_offload(list(stack), policy=LAYERWISE, device=gpu.device, follow_forward=False) as engine:
-        assert torch.allclose(run(gpu, stack, engine, hidden.to(gpu.device)).cpu(), expected, atol=1e-4)
+    with attach_offload(
+        list(stack), policy=LAYERWISE, device=gpu.device, follow_forward=False
+    ) as engine:
+        assert torch.allclose(
+            run(gpu, stack, engine, hidden.to(gpu.device)).cpu(), expected, atol=1e-4
+        )
         assert 0 < engine.pinned_bytes <= machine.refuse_locks_beyond
     assert [record.message.count("were refused") for record in caplog.records] == [1]
 
@@ -197,7 +235,12 @@ def test_two_engines_share_the_pages_of_tied_weights(
 @pytest.mark.parametrize("ends", ["released", "deleted"])
 def test_tensors_that_are_copied_once_are_locked_until_then(gpu: Accelerator, ends: str) -> None:
     torch.ones(1, device=gpu.device)
-    tensors = [torch.randn(300, 7), torch.zeros(0), torch.arange(11, dtype=torch.uint8), torch.randn(5000).half()]
+    tensors = [
+        torch.randn(300, 7),
+        torch.zeros(0),
+        torch.arange(11, dtype=torch.uint8),
+        torch.randn(5000).half(),
+    ]
     locked = LockedTensors(tensors, gpu.runtime)
     places = [inside(tensor) for tensor in tensors if len(inside(tensor))]
     assert len(places) == 2
@@ -228,7 +271,9 @@ def test_tensors_in_the_same_pages_can_be_copied_meanwhile(
         at += nbytes + 5000
     with ExitStack() as locks:
         if kind == "blocks":
-            engine = attach_offload(list(stack), policy=POLICIES[0], device=gpu.device, follow_forward=False)
+            engine = attach_offload(
+                list(stack), policy=POLICIES[0], device=gpu.device, follow_forward=False
+            )
             run(gpu, stack, locks.enter_context(engine), torch.randn(3, WIDTH, device=gpu.device))
         else:
             locks.callback(LockedTensors(weights, gpu.runtime).release)

@@ -9,13 +9,17 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.offload.formats import decode
-from wanstream.offload.formats.decode import CHUNK_VALUES, FP8_DTYPES, decode_tensor, decode_work_bytes
+from wanstream.offload.formats import chunk_size
+from wanstream.offload.formats.decode import (
+    FP8_DTYPES,
+    decode_tensor,
+    decode_work_bytes,
+)
 from wanstream.offload.formats.packing import MXFP8, NVFP4, QUANT_FORMATS, EightBit, Packing
-from wanstream.plan import step_visits
-from wanstream.schema import OffloadPolicy, Storage
+from wanstream.plan.programs import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import Storage
 from wanstream.testing import (
-    Fp8Layout,
     TinyShape,
     make_expert,
     make_lora,
@@ -24,9 +28,10 @@ from wanstream.testing import (
     save_expert_gguf,
     save_lora,
 )
-from wanstream.testing.number_formats import ENCODERS, MixedLayout
-from wanstream.testing.quantised import TypeOf, matrices
+from wanstream.testing.quantised import TypeOf
 from wanstream.tests.support.accelerator import Accelerator
+from wanstream.tests.support.number_formats import ENCODERS, MixedLayout
+from wanstream.tests.support.quantised_files import Fp8Layout, matrices
 from wanstream.wan import open_experts
 from wanstream.wan.lora.file import open_lora
 
@@ -42,9 +47,14 @@ def test_fp8_takes_two_launches_and_no_memory(
     scale = torch.rand((64, 1) if by_row else (), generator=random) * 0.01
     into = torch.empty(stored.shape, dtype=computed, device=gpu.device)
     on_device = stored.to(gpu.device), scale.to(gpu.device)
-    decode_tensor(on_device[0], into, scale=on_device[1])  # kernels are compiled and tested on their first use
+    decode_tensor(
+        on_device[0], into, scale=on_device[1]
+    )  # kernels are compiled and tested on their first use
     gpu.runtime.reset_peaks()
-    before, launched = gpu.runtime.allocated_bytes(), 0 if gpu.machine is None else gpu.machine.launches
+    before, launched = (
+        gpu.runtime.allocated_bytes(),
+        0 if gpu.machine is None else gpu.machine.launches,
+    )
     decode_tensor(on_device[0], into, scale=on_device[1])
     assert gpu.runtime.allocated_bytes(peak=True) == before
     if gpu.machine is not None:
@@ -61,7 +71,7 @@ def test_a_scaled_vector_is_decoded(gpu: Accelerator) -> None:
 
 
 def test_a_long_matrix_takes_no_more(gpu: Accelerator) -> None:
-    rows = CHUNK_VALUES // 1024 + 5
+    rows = chunk_size.CHUNK_VALUES // 1024 + 5
     stored = torch.zeros(rows, 1024, dtype=torch.float8_e4m3fn, device=gpu.device)
     into = torch.empty(stored.shape, dtype=torch.bfloat16, device=gpu.device)
     launched = 0 if gpu.machine is None else gpu.machine.launches
@@ -84,7 +94,8 @@ PIECE = {
     "Q6_K": 11,
     "IQ4_XS": 16,
 }
-"""Launches for one piece of a quantised tensor; the table in docs/performance.md is made of these."""
+"""Launches for one piece of a quantised tensor; the table in docs/number-formats.md is made of
+these."""
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
@@ -97,7 +108,9 @@ def test_a_quantised_piece(gpu: Accelerator, name: str) -> None:
     before, launched = gpu.runtime.allocated_bytes(), machine.launches
     decode_tensor(groups, into, packing=packing)
     assert machine.launches - launched == PIECE[name]
-    assert gpu.runtime.allocated_bytes(peak=True) - before <= decode_work_bytes(into.numel(), gpu.device)
+    assert gpu.runtime.allocated_bytes(peak=True) - before <= decode_work_bytes(
+        into.numel(), gpu.device
+    )
 
 
 MATRIX = {"int8": 1, "int8 rows": 1, "int8 ConvRot": 5, "mxfp8": 5, "nvfp4": 6}
@@ -106,9 +119,15 @@ MATRIX = {"int8": 1, "int8 rows": 1, "int8 ConvRot": 5, "mxfp8": 5, "nvfp4": 6}
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MATRIX)
-def test_a_marked_matrix_has_the_values_of_its_definition(gpu: Accelerator, name: str, computed: torch.dtype) -> None:
+def test_a_marked_matrix_has_the_values_of_its_definition(
+    gpu: Accelerator, name: str, computed: torch.dtype
+) -> None:
     encoded = ENCODERS[name](torch.randn(64, 512, generator=torch.Generator().manual_seed(1)))
-    int8 = {"int8": EightBit(by_row=False), "int8 rows": EightBit(), "int8 ConvRot": EightBit(group=256)}
+    int8 = {
+        "int8": EightBit(by_row=False),
+        "int8 rows": EightBit(),
+        "int8 ConvRot": EightBit(group=256),
+    }
     packing: Packing = {**int8, "mxfp8": MXFP8, "nvfp4": NVFP4}[name]
     stored, scale = encoded.in_memory
     on_device = stored.to(gpu.device), None if scale is None else scale.to(gpu.device)
@@ -120,14 +139,16 @@ def test_a_marked_matrix_has_the_values_of_its_definition(gpu: Accelerator, name
     assert torch.equal(into.cpu(), encoded.values.to(computed))
 
 
-def test_pieces_grow_with_the_memory_of_the_device(gpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_grow_with_the_memory_of_the_device(
+    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = gpu.need_fake("it counts launches")
     packing = QUANT_FORMATS["Q8_0"]
     groups = torch.zeros(2**20 // packing.values, packing.nbytes, dtype=torch.uint8).to(gpu.device)
     into = torch.empty(2**20, dtype=torch.bfloat16, device=gpu.device)
-    for vram, pieces in ((0, 8), (2**19 * decode.VRAM_PER_VALUE, 2), (2**40, 1)):
-        monkeypatch.setattr(decode, "CHUNK_VALUES", 2**17)
-        monkeypatch.setattr(decode, "_vram_bytes", lambda device, vram=vram: vram)
+    for vram, pieces in ((0, 8), (2**19 * chunk_size.VRAM_PER_VALUE, 2), (2**40, 1)):
+        monkeypatch.setattr(chunk_size, "CHUNK_VALUES", 2**17)
+        monkeypatch.setattr(chunk_size, "_vram_bytes", lambda device, vram=vram: vram)
         launched = machine.launches
         decode_tensor(groups, into, packing=packing)
         assert machine.launches - launched == pieces * PIECE["Q8_0"]
@@ -138,12 +159,12 @@ def _plain(model: WanTransformer3DModel, path: Path) -> None:
 
 
 def _fp8(model: WanTransformer3DModel, path: Path) -> None:
-    save_expert_file(model, path, dtype=torch.bfloat16, fp8=Fp8Layout())
+    save_expert_file(model, path, dtype=torch.bfloat16, quantised=Fp8Layout())
 
 
 def _marked(name: str) -> Callable[[WanTransformer3DModel, Path], object]:
     layout = MixedLayout(format_of=lambda _: name)
-    return lambda model, path: save_expert_file(model, path, dtype=torch.bfloat16, fp8=layout)
+    return lambda model, path: save_expert_file(model, path, dtype=torch.bfloat16, quantised=layout)
 
 
 def _gguf(types: TypeOf) -> Callable[[WanTransformer3DModel, Path], object]:
@@ -174,7 +195,10 @@ def test_a_visit(
     launches: int,
     lora: bool,
 ) -> None:
-    """One copy, one more for the factors of a LoRA and a launch for each matrix; no wait of the compute thread."""
+    """One copy, one more for the factors of a LoRA and a launch for each matrix.
+
+    No wait of the compute thread.
+    """
     machine = gpu.need_fake("it counts launches")
     model = make_expert(TinyShape(layers=4, ffn_dim=256), seed=1)
     write(model, tmp_path / "expert")

@@ -1,6 +1,6 @@
-"""Every wait, event record and unlock of the device code is needed: without it, a scenario fails on the checked device.
+"""Every wait, event record and unlock of the device code is needed.
 
-The others are in `REDUNDANT` with the reason.
+Without it, a scenario fails on the checked device. The others are in `REDUNDANT` with the reason.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from itertools import groupby
 
 import pytest
 
-from wanstream.offload.engine.threads import ThreadSync
+from wanstream.offload.core.threads import ThreadSync
 from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.device_scenarios import ENGINES, SCENARIOS
 from wanstream.tests.support.mutations import Mutation, Mutations
@@ -34,28 +35,35 @@ THREADS = "wanstream-"
 # Rounds 0, 1 and 2 are those of the streams of copies, of decodings and of gathers.
 REDUNDANT = {
     "CudaStreams.begin_run: current.wait_stream(stream) [CudaBackend, round 0]": (
-        "at the end of a run the stream of decodings waits for the visits, and so for the copies that they waited for; "
-        "a copy that no visit has waited for is on the same stream as the next copy into that memory, or before it"
+        "at the end of a run the stream of decodings waits for the visits, and so for the copies "
+        "that they waited for; a copy that no visit has waited for is on the same stream as the "
+        "next copy into that memory, or before it"
     ),
     "CudaStreams.begin_run: current.wait_stream(stream) [GatherCudaBackend, round 0]": "as above",
     "CudaStreams.begin_run: current.wait_stream(stream) [GatherCudaBackend, round 2]": "as above",
     "CudaStreams.begin_run: stream.wait_stream(current) [CudaBackend, round 1]": (
         "each decoding waits for the copy before it, and the stream of copies has waited"
     ),
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round 0]": (
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round "
+    "0]": (
         "one stream that waits is enough, because the next run and `settle` wait for all of them"
     ),
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round 1]": "as above",
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, round 0]": "as above",
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, round 1]": "as above",
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, round 2]": "as above",
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round "
+    "1]": "as above",
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, "
+    "round 0]": "as above",
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, "
+    "round 1]": "as above",
+    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, "
+    "round 2]": "as above",
     "CudaStreams.settle: stream.synchronize() [GatherCudaBackend, round 0]": (
         "the stream of gathers waits for every copy of a shard"
     ),
-    "EngineRun._fetch: self._sync.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)": (
-        "not an order of accesses: it bounds the gathers that the ranks still issue when they stop together"
+    "EngineRun._fetch: self._sync.await_released(self.program.fetches[number - "
+    "GATHERS_AHEAD].needed_by)": (
+        "not an order of accesses: it bounds the gathers that the ranks still issue when they stop "
+        "together"
     ),
-    "EngineRun._settle_issued: pending.wait()": "the next run waits for all copies before its first visit",
     "GatherCudaBackend.copy_in: gathered.synchronize": (
         "a shard on the device is read once, so no later read waits for its slot"
     ),
@@ -90,17 +98,33 @@ class Subject:
         """Scenarios that found a problem, the latest one last."""
 
     def problem_without(self, mutation: Mutation) -> str | None:
-        """Return the problem that the first scenario to find one has without a call; None if none does."""
-        self.mutations.removed = mutation
-        # Neighbouring calls are often found missing by the same scenario. Calls that only a few scenarios make have
-        # one of their own.
+        """Return the problem that the first scenario to find one has without a call.
+
+        None if none does.
+        """
+        self.mutations.removed = {mutation}
+        # Neighbouring calls are often found missing by the same scenario. Calls that only a few
+        # scenarios make have one of their own.
         first = [TRIED_FIRST.get(mutation.site, ""), *reversed(self._last)]
-        names = sorted(self.scenarios[mutation], key=lambda name: first.index(name) if name in first else len(first))
-        for seed in SEEDS if str(mutation) not in REDUNDANT else SEEDS[:1]:
+        names = sorted(
+            self.scenarios[mutation],
+            key=lambda name: first.index(name) if name in first else len(first),
+        )
+        for seed in SEEDS:
             for name in names:
                 problem = self._problem(name, seed)
                 if problem is not None:
                     self._last = [*(other for other in self._last if other != name), name]
+                    return f"{name}: {problem}"
+        return None
+
+    def problem_without_all(self, removed: set[Mutation]) -> str | None:
+        """Return the first problem of any scenario that makes one of these calls; None if none."""
+        self.mutations.removed = removed
+        for name in SCENARIOS:
+            if any(name in self.scenarios[mutation] for mutation in removed):
+                problem = self._problem(name, SEEDS[0])
+                if problem is not None:
                     return f"{name}: {problem}"
         return None
 
@@ -120,9 +144,13 @@ class Subject:
                 thread = threading.Thread(target=work, name=f"{THREADS}scenario", daemon=True)
                 thread.start()
                 thread.join(LONGEST_S)
-                # Here, while its device exists: work and finalisers of a thread that goes on would meet the next one.
+                # Here, while its device exists: work and finalisers of a thread that goes on would
+                # meet the next one.
                 if left := _threads_left():
-                    found.insert(0, "hangs" if thread.is_alive() else f"{', '.join(left)} outlive the scenario")
+                    found.insert(
+                        0,
+                        "hangs" if thread.is_alive() else f"{', '.join(left)} outlive the scenario",
+                    )
                     self._end_threads()
         except AssertionError as err:
             found.append(str(err))
@@ -160,11 +188,26 @@ def subject() -> Iterator[Subject]:
 def test_no_call_can_be_removed(subject: Subject, site: str) -> None:
     calls = sorted(call for call in subject.scenarios if call.site == site)
     assert calls, "no scenario makes this call"
-    problems = {str(call): subject.problem_without(call) for call in calls}
-    missed = [call for call, problem in problems.items() if problem is None and call not in REDUNDANT]
+    missed = [
+        str(call)
+        for call in calls
+        if str(call) not in REDUNDANT and subject.problem_without(call) is None
+    ]
     assert not missed, "no scenario fails without them"
-    needed = [f"{call}: {problem}" for call, problem in problems.items() if problem is not None and call in REDUNDANT]
-    assert not needed, "REDUNDANT has calls without which a scenario fails"
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_calls_that_are_listed_are_redundant(subject: Subject, part: int) -> None:
+    """Many at once: what works without all of them works without each.
+
+    Of the rounds of a loop one may be needed, so they are in different parts.
+    """
+    listed = sorted(call for call in subject.scenarios if str(call) in REDUNDANT)
+    rounds = groupby(listed, key=lambda call: (call.site, call.owner))
+    removed = {call for _, calls in rounds for call in [*calls][part : part + 1]}
+    assert removed
+    problem = subject.problem_without_all(removed)
+    assert problem is None, f"REDUNDANT has calls without which a scenario fails: {problem}"
 
 
 def test_the_list_names_calls_that_exist(subject: Subject) -> None:

@@ -1,4 +1,4 @@
-"""Decoding in one pass on a card: the bits of torch's operations in every form, in one launch and without memory."""
+"""Decoding in one pass on a card: torch's bits in every form, in one launch and without memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_a_tensor_takes_one_launch(device: torch.device) -> None:
     for form in FORMS:
         stored, shape, scale = sample(form)
         into = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        calls.append((stored.to(device), into, form.packing, None if scale is None else scale.to(device)))
+        calls.append(
+            (stored.to(device), into, form.packing, None if scale is None else scale.to(device))
+        )
 
     def decode() -> None:
         for stored, into, packing, scale in calls:
@@ -66,7 +68,10 @@ def test_a_tensor_takes_one_launch(device: torch.device) -> None:
         decode()
         torch.cuda.synchronize()
     names = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
-    kernels = {name: sum(name in each for each in names) for name in ("groups_k", "microscaled_k", "rotated_k")}
+    kernels = {
+        name: sum(name in each for each in names)
+        for name in ("groups_k", "microscaled_k", "rotated_k")
+    }
     assert kernels == {"groups_k": len(QUANT_FORMATS), "microscaled_k": 3, "rotated_k": 4}
     assert len([name for name in names if "Sync" not in name]) == len(FORMS), names
 

@@ -30,7 +30,15 @@ from wanstream.tests.support.device_scenarios import (
 
 pytestmark = pytest.mark.checked
 
-POLICIES = (LAYERWISE, OffloadPolicy.layerwise(0), DEEP, BLOCK_SWAP, RESIDENT, PINNED, PARTLY_PINNED)
+POLICIES = (
+    LAYERWISE,
+    OffloadPolicy.layerwise(0),
+    DEEP,
+    BLOCK_SWAP,
+    RESIDENT,
+    PINNED,
+    PARTLY_PINNED,
+)
 PARTS = 4
 
 
@@ -74,7 +82,7 @@ def test_random_courses(part: int) -> None:
 @pytest.mark.parametrize("policy", [DEEP, PARTLY_PINNED], ids=["from the file", "from RAM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_allocation_may_fail(kind: str, policy: OffloadPolicy) -> None:
-    """In any thread: an error that is recognised, nothing left of the run, and the engine runs again."""
+    """In any thread: a recognised error, nothing left of the run, and the engine runs again."""
     failed, number = 0, 0
     while failed == number:
         number += 1
@@ -113,7 +121,10 @@ def test_every_allocation_of_two_ranks_may_fail(place: str) -> None:
             if any(errors):
                 failed += 1
                 assert any(isinstance(error, torch.OutOfMemoryError) for error in errors)
-                assert all(isinstance(error, torch.OutOfMemoryError | GatherBrokenError | None) for error in errors)
+                assert all(
+                    isinstance(error, torch.OutOfMemoryError | GatherBrokenError | None)
+                    for error in errors
+                )
                 ranks.meet()
             gpu.machine.devices[0].fail_at = None
             ranks.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.offload.host_memory import pages
+from wanstream.offload.core import pages
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.device_scenarios import (
@@ -28,7 +28,9 @@ def test_every_visit_finds_its_block(gpu: Accelerator, name: str, order: int) ->
     SCENARIOS[name](gpu)
 
 
-@pytest.mark.parametrize("case", [{}, {"fp8": True}, {"patched": True}], ids=["raw", "fp8", "patched"])
+@pytest.mark.parametrize(
+    "case", [{}, {"fp8": True}, {"patched": True}], ids=["raw", "fp8", "patched"]
+)
 def test_blocks_locked_in_pieces_are_copied_without_a_wait(
     gpu: Accelerator, monkeypatch: pytest.MonkeyPatch, case: dict[str, bool]
 ) -> None:
@@ -37,7 +39,7 @@ def test_blocks_locked_in_pieces_are_copied_without_a_wait(
     pinned = Case(gpu, PINNED, **case)
     pinned.run()
     pinned.detach()
-    assert "offload/host_memory/pages.py copy_to_device" not in machine.host_waits
+    assert "offload/core/pages.py copy_to_device" not in machine.host_waits
 
 
 def test_engines_after_each_other_use_the_same_streams(gpu: Accelerator) -> None:

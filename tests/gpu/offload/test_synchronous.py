@@ -1,7 +1,7 @@
 """Device without streams: the checked device without a runtime, as torch serves Apple GPUs.
 
-Its work still runs late, until the host waits. Use by a second thread is reported, and so is a copy that
-does not block.
+Its work still runs late, until the host waits. Use by a second thread is reported, and so is a copy
+that does not block.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import av
@@ -19,13 +20,27 @@ from torch import nn
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE
-from wanstream.devices import auto_dtype, clock_for, compute_device, compute_dtype, free_bytes, runtime_for
-from wanstream.offload import BlockPatch, WeightPatch, attach_offload
-from wanstream.plan import step_visits
-from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.devices import (
+    auto_dtype,
+    clock_for,
+    compute_device,
+    compute_dtype,
+    free_bytes,
+    runtime_for,
+)
+from wanstream.offload import BlockPatch, ComputedPatch, WeightPatch, attach_offload
+from wanstream.plan.programs import step_visits
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.checked_device import Machine, checked_machine
-from wanstream.tests.support.device_scenarios import COUNT, KEYS, WIDTH, MemorySource
+from wanstream.tests.support.device_scenarios import (
+    COUNT,
+    KEYS,
+    WIDTH,
+    MemorySource,
+    add_product,
+)
 from wanstream.wan.experts.open import open_experts
 
 pytestmark = pytest.mark.checked
@@ -52,15 +67,25 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 
 def weights_of_visits(
-    device: torch.device, policy: OffloadPolicy, *, fp8: bool = False, patched: bool = False, stop_at: int | None = None
+    device: torch.device,
+    policy: OffloadPolicy,
+    *,
+    fp8: bool = False,
+    patched: bool = False,
+    computed: bool = False,
+    stop_at: int | None = None,
 ) -> list[torch.Tensor]:
-    """Stream blocks twice, the first time up to the visit `stop_at`, and return the weights that the visits find."""
+    """Stream blocks twice, first up to visit `stop_at`, and return the weights that visits find."""
     source = MemorySource(fp8=fp8, growing=True, longest_s=0.001)
     rows = [source.formats[key].computed.tensors[0].shape[0] for key in KEYS]
     blocks = [nn.Linear(WIDTH, count, bias=False, device="meta") for count in rows]
-    engine = attach_offload({"high": blocks}, policy=policy, device=device, source=source, follow_forward=False)
+    engine = attach_offload(
+        {"high": blocks}, policy=policy, device=device, source=source, follow_forward=False
+    )
     if patched:
         patch = WeightPatch(down=torch.full((2, WIDTH), 0.5), up=torch.ones(rows[0], 2))
+        if computed:
+            patch = ComputedPatch(parts=patch.parts, compute=partial(add_product, []))
         engine.set_patches({KEYS[0]: BlockPatch(identity=1, weights={"weight": patch})})
     seen: list[torch.Tensor] = []
     visits = step_visits(["high"] * 2, engine.block_counts)
@@ -81,15 +106,16 @@ def weights_of_visits(
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("patch", ["plain", "patched", "computed"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["raw", "fp8"])
 @pytest.mark.parametrize("stop_at", [None, 2])
 def test_visits_find_the_bits_of_the_cpu(
-    machine: Machine, policy: OffloadPolicy, fp8: bool, patched: bool, stop_at: int | None
+    machine: Machine, policy: OffloadPolicy, fp8: bool, patch: str, stop_at: int | None
 ) -> None:
-    expected = weights_of_visits(CPU, policy, fp8=fp8, patched=patched, stop_at=stop_at)
+    how = {"fp8": fp8, "patched": patch != "plain", "computed": patch == "computed"}
+    expected = weights_of_visits(CPU, policy, **how, stop_at=stop_at)
     assert machine.devices[0].allocations == 0
-    found = weights_of_visits(stand_in(), policy, fp8=fp8, patched=patched, stop_at=stop_at)
+    found = weights_of_visits(stand_in(), policy, **how, stop_at=stop_at)
     assert len(found) == 4 * COUNT if stop_at is None else 2 * COUNT + stop_at + 1
     assert all(map(torch.equal, found, expected))
     assert machine.copies >= COUNT
@@ -132,7 +158,9 @@ def test_it_counts_as_a_device_whose_memory_is_ram(machine: Machine) -> None:
     assert runtime_for(stand_in()) is None
     assert free_bytes(stand_in()) is None
     assert auto_dtype(stand_in()) == torch.float16
-    with pytest.raises(ValueError, match="checked:1 does not exist, torch finds 1: use a device up to checked:0"):
+    with pytest.raises(
+        ValueError, match="checked:1 does not exist, torch finds 1: use a device up to checked:0"
+    ):
         compute_device("checked:1")
 
 
@@ -156,7 +184,13 @@ def test_a_workflow_gives_the_video_of_the_cpu(
     monkeypatch.setattr(compute_dtype, "DTYPE_WITHOUT_STREAMS", auto_dtype("cpu"))
     workflow = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"
     # The other kernels round elsewhere on a CPU than on a device.
-    small = ("latent.width=32", "latent.height=32", "latent.frames=5", "sampler.steps=3", "experts.kernels=exact")
+    small = (
+        "latent.width=32",
+        "latent.height=32",
+        "latent.frames=5",
+        "sampler.steps=3",
+        "experts.kernels=exact",
+    )
     changes = [part for change in small for part in ("--set", change)]
     videos = []
     for device in ("cpu", "checked"):

@@ -1,6 +1,7 @@
-"""Whole runs on the checked device: every pair of options in some run, each in five orders, equal to a CPU to the bit.
+"""Whole runs on the checked device, equal to a CPU to the bit.
 
-The slow test makes a random sample of all combinations.
+Every pair of options is in some run, each run in five orders. The slow test makes a random sample
+of all combinations.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.block_kernels import multiplication
 from wanstream.offload.formats.rotation import signs
-from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling import denoise
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
-from wanstream.sampling.solvers import SOLVERS
-from wanstream.schema import ContextWindows, OffloadPolicy, StepRange, StepStrengths
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps.solvers import SOLVERS
+from wanstream.schema import OffloadPolicy, StepRange, StepStrengths
+from wanstream.shapes import ContextWindows
 from wanstream.testing import (
-    Fp8Layout,
     TinyShape,
     make_expert,
     make_lora,
@@ -30,11 +33,12 @@ from wanstream.testing import (
     save_expert_gguf,
     save_lora,
 )
-from wanstream.testing.number_formats import MixedLayout, mixture
 from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.checked_device import TraceEntry, races
+from wanstream.tests.support.number_formats import MixedLayout, mixture
+from wanstream.tests.support.quantised_files import Fp8Layout
+from wanstream.tests.support.sampling_fixtures import changed_request
 from wanstream.wan import Nag, open_experts
-from wanstream.wan.kernels import multiplication
 from wanstream.wan.lora.file import open_lora
 
 pytestmark = pytest.mark.checked
@@ -114,10 +118,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place, seed in (("high", 1), ("low", 2)):
         model = make_expert(TinyShape(layers=LAYERS, ffn_dim=256), seed=seed)
         save_expert_file(model, folder / f"{place} raw", dtype=torch.float32)
-        save_expert_file(model, folder / f"{place} fp8", dtype=torch.float32, fp8=Fp8Layout())
-        save_expert_file(model, folder / f"{place} mixed", dtype=torch.float32, fp8=MixedLayout(format_of=mixture))
+        save_expert_file(model, folder / f"{place} fp8", dtype=torch.float32, quantised=Fp8Layout())
+        save_expert_file(
+            model,
+            folder / f"{place} mixed",
+            dtype=torch.float32,
+            quantised=MixedLayout(format_of=mixture),
+        )
         layout = MixedLayout(format_of=lambda _: "int8 ConvRot")
-        save_expert_file(model, folder / f"{place} int8", dtype=torch.float32, fp8=layout)
+        save_expert_file(model, folder / f"{place} int8", dtype=torch.float32, quantised=layout)
         save_expert_gguf(model, folder / f"{place} GGUF.gguf", types=q4_k_m)
         save_lora(make_lora(model, seed=seed + 2), folder / f"{place} LoRA", dtype=torch.float32)
     return folder
@@ -126,16 +135,27 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device) -> torch.Tensor:
     """Return the latents of one run."""
     value = {name: OPTIONS[name][chosen] for name, chosen in run.items()}
-    endings = {"fp8 in RAM": "raw", "int8 in RAM": "raw", "GGUF": "GGUF.gguf", "mixed in int8": "mixed"}
+    endings = {
+        "fp8 in RAM": "raw",
+        "int8 in RAM": "raw",
+        "GGUF": "GGUF.gguf",
+        "mixed in int8": "mixed",
+    }
     ending = {**endings, "fp8 in fp8": "fp8"}.get(run["weights"], run["weights"])
-    request = replace(
-        request, solver=value["solver"], cache=value["cache"], windows=value["windows"], **value["guidance"]
+    request = changed_request(
+        request,
+        solver=value["solver"],
+        cache=value["cache"],
+        windows=value["windows"],
+        **value["guidance"],
     )
     paths = (files / f"{place} {ending}" for place in ("high", "low"))
     with open_experts(*paths, compute_dtype=torch.float32, **value["weights"]) as pair:
         if value["LoRA"] is not None:
             high, low = value["LoRA"]
-            pair.set_loras([(open_lora(files / "high LoRA"), high)], [(open_lora(files / "low LoRA"), low)])
+            pair.set_loras(
+                [(open_lora(files / "high LoRA"), high)], [(open_lora(files / "low LoRA"), low)]
+            )
         return denoise(pair, request, policy=value["policy"], device=device).latents
 
 

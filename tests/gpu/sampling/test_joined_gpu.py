@@ -1,4 +1,4 @@
-"""Lanes on a GPU: bit-equal to single runs, one stream of weights, and no more memory than estimated."""
+"""Lanes on a GPU: bits of single runs, one stream of weights, and memory within the estimate."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from wanstream.devices import free_bytes
-from wanstream.sampling import (
-    DenoiseRequest,
-    InsufficientMemoryError,
-    check_room,
-    denoise,
-    merge_requests,
-    working_bytes,
-)
+from wanstream.sampling import check_room, denoise, working_bytes
+from wanstream.sampling.inputs import DenoiseRequest, merge_requests
+from wanstream.sampling.steps import InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import DTYPE, HAS_REAL, Accelerator
 from wanstream.wan import ExpertPair
@@ -65,9 +60,13 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
     ]
 
 
-def test_lanes_take_the_estimated_memory(gpu: Accelerator, pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
+def test_lanes_take_the_estimated_memory(
+    gpu: Accelerator, pair: ExpertPair, lanes: list[DenoiseRequest]
+) -> None:
     request = merge_requests(lanes)
-    denoise(pair, request, policy=LAYERWISE, device=gpu.device)  # libraries have allocated their workspaces now
+    denoise(
+        pair, request, policy=LAYERWISE, device=gpu.device
+    )  # libraries have allocated their workspaces now
     before = gpu.runtime.allocated_bytes()
     gpu.runtime.reset_peaks()
     denoise(pair, request, policy=LAYERWISE, device=gpu.device)
@@ -83,7 +82,9 @@ def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(
     check_room(pair, request, LAYERWISE, gpu.device)
     free = free_bytes(gpu.device)
     assert free is not None
-    needed = working_bytes(pair, request.noise.shape, sides=(0, 0)) + pair.device_bytes(LAYERWISE, device=gpu.device)
+    needed = working_bytes(pair, request.noise.shape, sides=(0, 0)) + pair.device_bytes(
+        LAYERWISE, device=gpu.device
+    )
     others = torch.empty(free - needed // 4, dtype=torch.uint8, device=gpu.device)
     with pytest.raises(InsufficientMemoryError, match="4 videos at once need"):
         check_room(pair, request, LAYERWISE, gpu.device)

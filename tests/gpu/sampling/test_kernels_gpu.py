@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise
-from wanstream.schema import Attention, OffloadPolicy
+from wanstream.block_kernels import ATTENTIONS, INDUCTOR, Kernels, check_usable
+from wanstream.block_kernels.attention import KernelsError
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import DenoiseResult
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import Attention
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.kernels.attention import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_usable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +26,10 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 LATENT = (1, 16, 5, 32, 48)
-POLICIES = {"layerwise": OffloadPolicy.layerwise(1), "resident": OffloadPolicy.resident(source="pinned")}
+POLICIES = {
+    "layerwise": OffloadPolicy.layerwise(1),
+    "resident": OffloadPolicy.resident(source="pinned"),
+}
 CLOSE = 2e-2
 """Largest relative difference in bf16, 8-bit attention (sage) included."""
 
@@ -49,7 +56,9 @@ def difference(one: DenoiseResult, other: DenoiseResult) -> float:
 
 
 @pytest.mark.slow
-def test_one_graph_serves_both_experts_and_every_policy(pair: ExpertPair, request_of: DenoiseRequest) -> None:
+def test_one_graph_serves_both_experts_and_every_policy(
+    pair: ExpertPair, request_of: DenoiseRequest
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     _, plain = run(pair, request_of), run(pair, request_of)

@@ -1,4 +1,7 @@
-"""Whole runs on the checked device in which one allocation fails: the same latents, at once or in the next run."""
+"""Whole runs on the checked device in which one allocation fails.
+
+The latents are the same, at once or in the next run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.testing import make_lora, q4_k_m, save_expert_file, save_expert_gguf, save_lora
 from wanstream.tests.support.accelerator import checked_accelerator
@@ -43,7 +47,9 @@ def test_any_allocation_may_fail(
     def opened() -> ExpertPair:
         pair = open_experts(path, path, compute_dtype=torch.float32)
         if kind != "raw":
-            pair.set_loras([(open_lora(tmp_path / "lora"), 1.0)], [(open_lora(tmp_path / "lora"), 0.5)])
+            pair.set_loras(
+                [(open_lora(tmp_path / "lora"), 1.0)], [(open_lora(tmp_path / "lora"), 0.5)]
+            )
         return pair
 
     with checked_accelerator(0) as gpu, opened() as pair:
@@ -64,4 +70,6 @@ def test_any_allocation_may_fail(
                 retried += 1
             assert torch.equal(result.latents, expected), f"allocation {number}"
             del result
-    assert retried > TRIED // 2 or policy.kind == "layerwise", "nearly all allocations are those of a step"
+    assert retried > TRIED // 2 or policy.kind == "layerwise", (
+        "nearly all allocations are those of a step"
+    )

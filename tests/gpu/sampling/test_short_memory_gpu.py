@@ -1,4 +1,7 @@
-"""A GPU that runs out of memory, as torch may use a part of it only, and steps repeated under smaller policies."""
+"""A GPU that runs out of memory, and steps repeated under smaller policies.
+
+Torch may use only a part of the memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ import pytest
 import torch
 
 from wanstream.devices import free_bytes
-from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, denoise
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import DTYPE, HAS_REAL, Accelerator
 from wanstream.wan import ExpertPair
@@ -29,7 +34,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 @pytest.fixture
 def limit(gpu: Accelerator) -> Iterator[Callable[[int], None]]:
-    """`limit(nbytes)`: let torch allocate at most that much of the device until the end of the test."""
+    """`limit(nbytes)`: let torch allocate at most that much of the device during the test."""
 
     yield gpu.runtime.limit_memory
     gpu.runtime.limit_memory(None)
@@ -39,14 +44,20 @@ def limit(gpu: Accelerator) -> Iterator[Callable[[int], None]]:
 def wide(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
     """Latents of 7680 tokens: a step needs many times the memory of a block."""
     draw = torch.Generator().manual_seed(10)
-    return make_request(noise=torch.randn(*((1, 16, 5, 64, 96) if HAS_REAL else (1, 16, 3, 16, 24)), generator=draw))
+    return make_request(
+        noise=torch.randn(*((1, 16, 5, 64, 96) if HAS_REAL else (1, 16, 3, 16, 24)), generator=draw)
+    )
 
 
-def _run(gpu: Accelerator, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = RESIDENT) -> Any:
+def _run(
+    gpu: Accelerator, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = RESIDENT
+) -> Any:
     return denoise(pair, request, policy=policy, device=gpu.device)
 
 
-def _peak(gpu: Accelerator, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
+def _peak(
+    gpu: Accelerator, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy
+) -> int:
     """Bytes that torch allocates on the device for a run under `policy`."""
     pair.close()
     gpu.empty_cache()
@@ -68,7 +79,9 @@ def test_a_run_that_does_not_fit_as_asked_ends_with_the_same_bits(
     disturbed = _run(gpu, pair, wide)
     assert torch.equal(disturbed.latents, whole)
     assert disturbed.timeline.changes
-    assert all(change.startswith("out of memory in step 0 ") for change in disturbed.timeline.changes)
+    assert all(
+        change.startswith("out of memory in step 0 ") for change in disturbed.timeline.changes
+    )
     assert len(disturbed.timeline.changes) <= 5, "16 buffers are not given up one by one"
     assert pair.loaded_bytes < pair.device_bytes(RESIDENT, device=gpu.device)
 

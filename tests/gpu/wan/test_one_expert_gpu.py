@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.tests.support.accelerator import Accelerator
@@ -25,10 +25,14 @@ def _normal(gpu: Accelerator, *shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [None, 256])
-def test_an_image_branch_streams(gpu: Accelerator, chunk: int | None, tiny_expert_folder: Callable[..., Path]) -> None:
+def test_an_image_branch_streams(
+    gpu: Accelerator, chunk: int | None, tiny_expert_folder: Callable[..., Path]
+) -> None:
     folder = tiny_expert_folder(**IMAGE)
     model = (
-        WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.bfloat16).requires_grad_(False).to(gpu.device)
+        WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+        .requires_grad_(False)
+        .to(gpu.device)
     )
     lane = Lane(
         latents=_normal(gpu, 1, 36, 3, 16, 24, seed=1),
@@ -37,14 +41,21 @@ def test_an_image_branch_streams(gpu: Accelerator, chunk: int | None, tiny_exper
     )
     assert lane.image is not None
     given = [tensor.bfloat16() for tensor in (lane.latents, lane.text, lane.image)]
-    policy = OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, chunk_tokens=chunk)
+    policy = OffloadPolicy(
+        kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, chunk_tokens=chunk
+    )
     with torch.inference_mode(), open_single_model(folder) as pair:
         latents, text, image = given
-        expected = model(latents, torch.tensor([937.5]).to(gpu.device), text, image, return_dict=False)[0]
+        expected = model(
+            latents, torch.tensor([937.5]).to(gpu.device), text, image, return_dict=False
+        )[0]
         engine = pair.engine(policy, gpu.device)
         with engine.run(step_visits(["high"], engine.block_counts)) as run:
             found = forward_lanes(
-                engine.models["high"], [lane], torch.tensor([937.5]), lambda block: run.visit(0, "high", block)
+                engine.models["high"],
+                [lane],
+                torch.tensor([937.5]),
+                lambda block: run.visit(0, "high", block),
             )[0]
         assert (found - expected).float().norm() / expected.float().norm() < 1e-2
 
@@ -67,8 +78,14 @@ def test_clip_sees_the_same(gpu: Accelerator, tmp_path: Path) -> None:
     encoder = make_image_encoder(seed=1, image_size=28)
     save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
     images = torch.rand(1, 40, 56, 3, generator=torch.Generator().manual_seed(0))
-    seen = open_image_encoder(tmp_path / "clip.safetensors").encode(images, device=gpu.device).penultimate_hidden_states
+    seen = (
+        open_image_encoder(tmp_path / "clip.safetensors")
+        .encode(images, device=gpu.device)
+        .penultimate_hidden_states
+    )
     with torch.no_grad():
-        expected = encoder(pixel_values=clip_pixels(images, 28), output_hidden_states=True).hidden_states[-2]
+        expected = encoder(
+            pixel_values=clip_pixels(images, 28), output_hidden_states=True
+        ).hidden_states[-2]
     assert seen.device.type == "cpu"
     assert (seen - expected).norm() / expected.norm() < 1e-2

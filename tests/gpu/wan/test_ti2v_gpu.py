@@ -9,18 +9,20 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.plan import step_visits
+from wanstream.block_kernels import INDUCTOR, Kernels
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_single_model
-from wanstream.wan.kernels.attention import INDUCTOR, Kernels
 
 FREEDOM = (0.0, 1.0, 1.0, 0.5)
 TIME = 900.0
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), Kernels(compiler=INDUCTOR)], ids=["plain", "compiled"])
+@pytest.mark.parametrize(
+    "kernels", [Kernels(), Kernels(compiler=INDUCTOR)], ids=["plain", "compiled"]
+)
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_streamed_forward_is_the_models_own(
     gpu: Accelerator, kernels: Kernels, chunk: int | None, tiny_expert_folder: Callable[..., Path]
@@ -37,7 +39,10 @@ def test_streamed_forward_is_the_models_own(
         expected = model(latents, times, text, return_dict=False)[0]
         pair.kernels = kernels
         engine = pair.engine(
-            OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, chunk_tokens=chunk), gpu.device
+            OffloadPolicy(
+                kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, chunk_tokens=chunk
+            ),
+            gpu.device,
         )
         with engine.run(step_visits(["high"], engine.block_counts)) as run:
             (found,) = forward_lanes(

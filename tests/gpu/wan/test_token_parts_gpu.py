@@ -1,4 +1,7 @@
-"""Lanes with tokens next to their video on a GPU: runs of Bernini and Fun Control, streamed, against a CPU."""
+"""Lanes with tokens next to their video on a GPU.
+
+Runs of Bernini and Fun Control are streamed and compared with a CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, ExtraTokens, denoise
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan.experts.open import open_experts
@@ -20,16 +24,23 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 BERNINI: dict[str, Any] = {
-    "tokens": ExtraTokens(context=(_normal(1, 16, 2, 8, 8, seed=1), _normal(1, 16, 1, 4, 12, seed=2)))
+    "tokens": ExtraTokens(
+        context=(_normal(1, 16, 2, 8, 8, seed=1), _normal(1, 16, 1, 4, 12, seed=2))
+    )
 }
 CONTROL: dict[str, Any] = {
     "image_condition": _normal(1, 36, 2, 8, 8, seed=3),
     "tokens": ExtraTokens(reference=_normal(1, 16, 1, 8, 8, seed=4)),
 }
-VARIANTS = {"Bernini": ({}, BERNINI), "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL)}
+VARIANTS = {
+    "Bernini": ({}, BERNINI),
+    "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL),
+}
 
 
-@pytest.mark.parametrize("policy", [OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)], ids=["layerwise", "swap"])
+@pytest.mark.parametrize(
+    "policy", [OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)], ids=["layerwise", "swap"]
+)
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_a_streamed_run_is_that_of_the_cpu(
     gpu: Accelerator,
@@ -50,7 +61,9 @@ def test_a_streamed_run_is_that_of_the_cpu(
     folders = [tiny_expert_folder(seed=seed, **shape) for seed in (1, 2)]
     with open_experts(*folders, compute_dtype=torch.float32) as pair:
         expected = denoise(pair, request, policy=OffloadPolicy.resident(), device="cpu").latents
-        resident = denoise(pair, request, policy=OffloadPolicy.resident(), device=gpu.device).latents
+        resident = denoise(
+            pair, request, policy=OffloadPolicy.resident(), device=gpu.device
+        ).latents
         streamed = denoise(pair, request, policy=policy, device=gpu.device).latents
     assert torch.equal(streamed, resident)
     assert (streamed - expected).norm() / expected.norm() < 1e-3

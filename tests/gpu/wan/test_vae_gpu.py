@@ -1,4 +1,4 @@
-"""VAE on a GPU: decodes stay within the estimate, and a real out-of-memory error leads to smaller tiles."""
+"""VAE on a GPU: decodes stay within the estimate, and a real out-of-memory error shrinks tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from wanstream.testing.weights import make_tiny_vae
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
-from wanstream.wan import WAN21
+from wanstream.wan.latents import WAN21
 from wanstream.wan.vae.memory import choose_tiling
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import WanVae, open_vae, retry_with_smaller_tiles
@@ -63,12 +63,17 @@ def test_a_shortage_leads_to_smaller_tiles(gpu: Accelerator, vae: WanVae) -> Non
     gpu.runtime.limit_memory(gpu.runtime.reserved_bytes() + needs.device_bytes(None) // 3)
     try:
         frames = retry_with_smaller_tiles(
-            lambda tiling: vae.decode(latents, device=gpu.device, tiling=tiling), needs, None, changes.append
+            lambda tiling: vae.decode(latents, device=gpu.device, tiling=tiling),
+            needs,
+            None,
+            changes.append,
         )
     finally:
         gpu.runtime.limit_memory(None)
     assert changes
     pixels = int(changes[-1].split()[-2])
     assert torch.allclose(
-        frames, vae.decode(latents, device=gpu.device, tiling=Tiling.of(pixels, needs.per_latent)), atol=1e-4
+        frames,
+        vae.decode(latents, device=gpu.device, tiling=Tiling.of(pixels, needs.per_latent)),
+        atol=1e-4,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, populate, running_server
-from wanstream.tools.frontend import Frontend, NoBrowserError, opened_frontend, running_browser
+from wanstream.tools.frontend import Frontend, NoBrowserError, SharedFrontends, running_browser
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -40,8 +40,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             yield server
 
 
+@pytest.fixture(scope="package")
+def frontends(browser: Browser, server: Server) -> Iterator[SharedFrontends]:
+    with SharedFrontends(browser, server) as frontends:
+        yield frontends
+
+
 @pytest.fixture
-def frontend(browser: Browser, server: Server) -> Iterator[Frontend]:
-    """The frontend as a user finds it at the first start, with an empty graph."""
-    with opened_frontend(browser, server) as frontend:
-        yield frontend
+def frontend(frontends: SharedFrontends) -> Frontend:
+    """The frontend with the settings of a first start, and an empty graph."""
+    return frontends.get()

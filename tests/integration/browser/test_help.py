@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from wanstream.tools.comfyui import Server, find_comfyui
-from wanstream.tools.frontend import GRAPH, opened_frontend
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+from wanstream.tools.comfyui import find_comfyui
+from wanstream.tools.frontend import GRAPH, SharedFrontends
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -32,22 +28,24 @@ TOO_WIDE = """head => {
     const title = [...document.querySelectorAll('h2')].find(found => found.textContent === head)
     const page = title.parentElement, right = page.getBoundingClientRect().right
     return [...page.querySelectorAll('table, li, p')]
-        .filter(part => part.getBoundingClientRect().right > right + 1).map(part => part.textContent.slice(0, 60))
+        .filter(part => part.getBoundingClientRect().right > right + 1)
+        .map(part => part.textContent.slice(0, 60))
 }"""
 
 
 @pytest.mark.parametrize("language", HEADS)
 def test_the_page_of_the_sampler_is_shown_in_its_language_and_fits_the_panel(
-    browser: Browser, server: Server, language: str
+    frontends: SharedFrontends, language: str
 ) -> None:
     if find_comfyui().version() < (0, 4):
         pytest.skip("the panel of this ComfyUI is opened in another way")
-    try:
-        with opened_frontend(browser, server, settings={"Comfy.Locale": language}) as frontend:
-            frontend.load_workflow(json.loads((ROOT / "workflows" / "t2v.json").read_text(encoding="utf-8")))
-            frontend.page.evaluate(SELECT, "WanStreamSampler")
-            frontend.page.locator('[data-testid="info-button"]').click()
-            frontend.page.locator("h2", has_text=HEADS[language]).wait_for()
-            assert frontend.page.evaluate(TOO_WIDE, HEADS[language]) == []
-    finally:
-        server.post("/settings", {"Comfy.Locale": "en"})
+    frontend = frontends.get(settings={"Comfy.Locale": language})
+    frontend.load_workflow(
+        json.loads((ROOT / "workflows" / "t2v.json").read_text(encoding="utf-8"))
+    )
+    frontend.page.evaluate(SELECT, "WanStreamSampler")
+    frontend.page.locator('[data-testid="info-button"]').click()
+    frontend.page.locator("h2", has_text=HEADS[language]).wait_for()
+    assert frontend.page.evaluate(TOO_WIDE, HEADS[language]) == []
+    # It stays open otherwise, also in another graph.
+    frontend.page.locator('[data-testid="info-button"]').click()

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from wanstream.tools.comfyui import Server
-from wanstream.tools.frontend import GRAPH, Frontend, opened_frontend
+from wanstream.tools.frontend import GRAPH, Frontend, SharedFrontends
 from wanstream.tools.graphs import by_name, numbered
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 ROOT = Path(__file__).parents[3]
 
-# By node type: its title in the menus, the labels of its widgets, of its sockets and of its outputs.
+# By node type: its title in the menus, the labels of its widgets, of its sockets and of its
+# outputs.
 SAID = f"""() => Object.fromEntries({GRAPH}.nodes.map(node => [node.type, {{
     title: node.constructor.title,
     widgets: Object.fromEntries(
@@ -33,17 +29,14 @@ SAID = f"""() => Object.fromEntries({GRAPH}.nodes.map(node => [node.type, {{
 
 
 @pytest.fixture
-def chinese(browser: Browser, server: Server) -> Iterator[Frontend]:
-    server.post("/settings", {"Comfy.Locale": "zh"})
-    try:
-        with opened_frontend(browser, server) as frontend:
-            yield frontend
-    finally:
-        server.post("/settings", {"Comfy.Locale": "en"})
+def chinese(frontends: SharedFrontends) -> Frontend:
+    return frontends.get(settings={"Comfy.Locale": "zh"})
 
 
 def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> None:
-    locale: dict[str, Any] = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+    locale: dict[str, Any] = json.loads(
+        (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
+    )
     prompt = json.loads((ROOT / "workflows" / "api" / "i2v.json").read_text(encoding="utf-8"))
     chinese.load_prompt(numbered(prompt))
     labels = {kind: node for kind, node in chinese.page.evaluate(SAID).items() if kind in locale}
@@ -59,10 +52,15 @@ def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> No
 
 
 def test_a_tooltip_comes_through_whole(chinese: Frontend) -> None:
-    """Its text is a pattern to the frontend: a sign that it takes for a command would be missing or break it."""
-    locale: dict[str, Any] = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+    """Its text is a pattern to the frontend: a sign taken for a command is missing or breaks it."""
+    locale: dict[str, Any] = json.loads(
+        (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
+    )
     i18n = "document.querySelector('#vue-app').__vue_app__.config.globalProperties.$t"
-    for kind, node in locale.items():
-        for name, socket in node["inputs"].items():
-            shown = chinese.page.evaluate(f"key => {i18n}(key)", f"nodeDefs.{kind}.inputs.{name}.tooltip")
-            assert shown == socket["tooltip"], f"{kind}.{name}"
+    expected = {
+        f"nodeDefs.{kind}.inputs.{name}.tooltip": socket["tooltip"]
+        for kind, node in locale.items()
+        for name, socket in node["inputs"].items()
+    }
+    shown = chinese.page.evaluate(f"keys => keys.map(key => {i18n}(key))", [*expected])
+    assert dict(zip(expected, shown, strict=True)) == expected

@@ -1,6 +1,7 @@
-"""ComfyUI's own samplers with a streamed native model, in its page: the overlay appears at the sampler.
+"""ComfyUI's own samplers with a streamed native model, in its page: the overlay is at the sampler.
 
-`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it none are kept.
+`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it
+none are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from PIL import Image
 
 from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, populate, running_server
-from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, opened_frontend
+from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, SharedFrontends
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -112,9 +113,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     base = tmp_path_factory.mktemp("native")
     populate(base)
     for name in ("native_families.py", "native_nodes.py", "clip_node.py"):
-        (base / "custom_nodes" / name).write_text((COMFY_TESTS / name).read_text(encoding="utf-8"), encoding="utf-8")
+        (base / "custom_nodes" / name).write_text(
+            (COMFY_TESTS / name).read_text(encoding="utf-8"), encoding="utf-8"
+        )
     with running_server(comfyui, base) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def frontends(browser: Browser, server: Server) -> Iterator[SharedFrontends]:
+    with SharedFrontends(browser, server) as frontends:
+        yield frontends
 
 
 @pytest.mark.parametrize(
@@ -126,37 +135,48 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ],
 )
 def test_the_overlay_appears_at_a_sampler_of_comfyui(
-    browser: Browser, server: Server, sampler: str, graph: Any, renderer: Any
+    frontends: SharedFrontends, sampler: str, graph: Any, renderer: Any
 ) -> None:
-    with opened_frontend(browser, server, settings=renderer) as frontend:
-        page = frontend.page
-        loaded = graph("tiny_wan_t2v.safetensors", "wan_t2v", next(SEEDS))
-        page.evaluate("graph => window.app.loadApiJson(graph, 'native.json')", loaded)
-        page.wait_for_timeout(500)
-        assert page.evaluate(SHOWN, sampler) is None, "a sampler without a streamed run has no overlay"
-        page.evaluate("() => window.app.queuePrompt(0)")
-        page.wait_for_function(ENDED, arg=sampler, timeout=120_000)
-        page.wait_for_timeout(700)
-        shown = page.evaluate(SHOWN, sampler)
-        assert shown["bars"] == STEPS
-        assert shown["width"] > 100
-        widgets = f"type => {GRAPH}.nodes.find(node => node.type === type).serialize().widgets_values?.length ?? 0"
-        assert page.evaluate(widgets, sampler) == (7 if sampler == "KSampler" else 0), "the overlay is not saved"
-        keep_picture(page, f"native_{sampler.lower()}", renderer, width=800, height=640)
+    frontend = frontends.get(settings=renderer)
+    page = frontend.page
+    loaded = graph("tiny_wan_t2v.safetensors", "wan_t2v", next(SEEDS))
+    page.evaluate("graph => window.app.loadApiJson(graph, 'native.json')", loaded)
+    page.wait_for_timeout(500)
+    assert page.evaluate(SHOWN, sampler) is None, "a sampler without a streamed run has no overlay"
+    page.evaluate("() => window.app.queuePrompt(0)")
+    page.wait_for_function(ENDED, arg=sampler, timeout=120_000)
+    page.wait_for_timeout(700)
+    shown = page.evaluate(SHOWN, sampler)
+    assert shown["bars"] == STEPS
+    assert shown["width"] > 100
+    widgets = (
+        f"type => {GRAPH}.nodes.find(node => node.type === "
+        "type).serialize().widgets_values?.length ?? 0"
+    )
+    assert page.evaluate(widgets, sampler) == (7 if sampler == "KSampler" else 0), (
+        "the overlay is not saved"
+    )
+    keep_picture(page, f"native_{sampler.lower()}", renderer, width=800, height=640)
 
 
 EXCHANGED = {"UNETLoader": "WanStreamLoadDiffusionModel", "CLIPLoader": "TestClip"}
-"""Our loader for ComfyUI's; the sample text encoder needs a loader of its own, with the same inputs."""
+"""Our loader for ComfyUI's; the sample text encoder needs a loader of its own, with the same
+inputs."""
 SIZE = [64, 48, 9, 1]
 
 
 def template(server: Server) -> dict[str, Any]:
-    """Return ComfyUI's own Wan2.2 T2V template with two experts and LoRAs: loaders exchanged, small, 4 steps.
+    """Return ComfyUI's own Wan2.2 T2V template with two experts and LoRAs.
 
-    Newer templates have everything in a subgraph, with a switch for 4 steps and the duration in seconds.
+    Its loaders are exchanged, and it is small and has 4 steps. Newer templates have everything in a
+    subgraph, with a switch for 4 steps and the duration in seconds.
     """
     workflow: dict[str, Any] = server.get("/templates/video_wan2_2_14B_t2v.json")
-    inner = [node for graph in workflow.get("definitions", {}).get("subgraphs", ()) for node in graph["nodes"]]
+    inner = [
+        node
+        for graph in workflow.get("definitions", {}).get("subgraphs", ())
+        for node in graph["nodes"]
+    ]
     for node in [*workflow["nodes"], *inner]:
         if node["type"] == "PrimitiveBoolean":
             node["widgets_values"] = [True]
@@ -174,9 +194,11 @@ def template(server: Server) -> dict[str, Any]:
 
 
 NODES = f"{GRAPH}.nodes.flatMap(node => node.subgraph?.nodes ?? [node])"
-ACTIVE = f"""() => {NODES}.filter(node => node.type === 'KSamplerAdvanced' && node.mode === 0).map(node => {{
+ACTIVE = f"""() => {NODES}.filter(node => node.type === 'KSamplerAdvanced' && node.mode === 0)
+.map(node => {{
     const root = node.widgets.find(widget => widget.name === 'wanstream_run')?.element
-    return root ? {{ ...root.dataset, bars: root.querySelectorAll('.wanstream-bar[data-wall]').length }} : null
+    if (!root) return null
+    return {{ ...root.dataset, bars: root.querySelectorAll('.wanstream-bar[data-wall]').length }}
 }})"""
 FROM_LOADERS_TO_SAMPLERS = f"""() => {{
     const shown = ['WanStreamLoadDiffusionModel', 'LoraLoaderModelOnly', 'KSamplerAdvanced']
@@ -198,16 +220,18 @@ BOTH_ENDED = f"() => ({ACTIVE})().filter(shown => shown?.ended === 'true').lengt
 
 
 @pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
-def test_a_template_of_comfyui_runs_with_the_loaders_exchanged(browser: Browser, server: Server, renderer: Any) -> None:
-    with opened_frontend(browser, server, settings=renderer) as frontend:
-        page = frontend.page
-        frontend.load_workflow(template(server))
-        page.wait_for_timeout(500)
-        page.evaluate(INTO_THE_SUBGRAPH)
-        page.wait_for_timeout(500)
-        page.evaluate("() => window.app.queuePrompt(0)")
-        page.wait_for_function(BOTH_ENDED, timeout=240_000)
-        page.wait_for_timeout(700)
-        assert [shown["bars"] for shown in page.evaluate(ACTIVE)] == [2, 2]
-        page.evaluate(FROM_LOADERS_TO_SAMPLERS)
-        keep_picture(page, "native_template", renderer, width=1210, height=620)
+def test_a_template_of_comfyui_runs_with_the_loaders_exchanged(
+    frontends: SharedFrontends, server: Server, renderer: Any
+) -> None:
+    frontend = frontends.get(settings=renderer)
+    page = frontend.page
+    frontend.load_workflow(template(server))
+    page.wait_for_timeout(500)
+    page.evaluate(INTO_THE_SUBGRAPH)
+    page.wait_for_timeout(500)
+    page.evaluate("() => window.app.queuePrompt(0)")
+    page.wait_for_function(BOTH_ENDED, timeout=240_000)
+    page.wait_for_timeout(700)
+    assert [shown["bars"] for shown in page.evaluate(ACTIVE)] == [2, 2]
+    page.evaluate(FROM_LOADERS_TO_SAMPLERS)
+    keep_picture(page, "native_template", renderer, width=1210, height=620)

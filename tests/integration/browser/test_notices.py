@@ -39,8 +39,10 @@ VALUES = f"title => {{ {FIND}; return find(title).widgets.map(widget => widget.v
 
 # Widget elements that lie over each other, or reach out of their node.
 COVERED = f"""title => {{ {FIND}
-    const {{ ds, canvas }} = window.app.canvas, place = canvas.getBoundingClientRect(), node = find(title)
-    const elements = node.widgets.map(widget => widget.element).filter(element => element?.isConnected)
+    const {{ ds, canvas }} = window.app.canvas
+    const place = canvas.getBoundingClientRect(), node = find(title)
+    const elements = node.widgets.map(widget => widget.element)
+        .filter(element => element?.isConnected)
     const boxes = elements.map(element => element.getBoundingClientRect())
     const bottom = place.top + (node.pos[1] + node.size[1] + ds.offset[1]) * ds.scale
     const over = boxes.flatMap((one, at) => boxes.slice(at + 1).filter(other =>
@@ -71,7 +73,9 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     assert page.page.evaluate(STRIP, LOADER)["texts"] == strip["texts"], "after the run"
     page.picture(f"overlay_notice_{renderer}")
     page.page.evaluate(
-        f"title => {{ {FIND}; find(title).widgets.at(-1).element.querySelector('button').click() }}", LOADER
+        f"title => {{ {FIND}; find(title).widgets.at(-1).element.querySelector('button').click() "
+        f"}}",
+        LOADER,
     )
     page.page.wait_for_timeout(500)
     opened = page.page.evaluate(STRIP, LOADER)
@@ -81,7 +85,9 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     page.page.reload()
     page.page.wait_for_function(READY, timeout=WAIT_MS)
     page.load(steps=2, workflow_id=workflow_id)
-    page.set(LOADER, high_noise=HIGH, low_noise=LOW)  # 0.18.1 opens a graph with a known id in its last state
+    page.set(
+        LOADER, high_noise=HIGH, low_noise=LOW
+    )  # 0.18.1 opens a graph with a known id in its last state
     page.look_at(LOADER)
     page.page.wait_for_timeout(1000)
     assert page.page.evaluate(STRIP, LOADER) is None, "the files are in their places"
@@ -90,7 +96,11 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     page.page.locator(".wanstream-notices .wanstream-button").click()
     page.page.wait_for_function(GONE, arg=LOADER, timeout=WAIT_MS)
     assert page.page.evaluate(VALUES, LOADER)[:2] == [HIGH, LOW]
-    assert next(iter(page.frontend.export().prompt.values()))["inputs"].keys().isdisjoint({"wanstream_notices"})
+    assert (
+        next(iter(page.frontend.export().prompt.values()))["inputs"]
+        .keys()
+        .isdisjoint({"wanstream_notices"})
+    )
 
 
 def test_what_makes_the_video_wrong_is_a_message_too(page: Page) -> None:
@@ -120,7 +130,10 @@ def test_guidance_with_a_lora_for_few_steps_is_noticed_on_the_sampler(page: Page
         """() => {
             window.messages = []
             const { toast } = window.app.extensionManager, { add } = toast
-            toast.add = (message) => { window.messages.push(message.detail); return add.call(toast, message) }
+            toast.add = (message) => {
+                window.messages.push(message.detail)
+                return add.call(toast, message)
+            }
         }"""
     )
     page.run()
@@ -142,17 +155,28 @@ def test_the_first_step_tells_its_blocks_and_its_time(page: Page) -> None:
         """() => {
             window.shares = []
             window.app.api.addEventListener('progress_state', ({ detail }) => {
-                for (const node of Object.values(detail.nodes)) if (node.max === 2) window.shares.push(node.value)
+                for (const node of Object.values(detail.nodes))
+                    if (node.max === 2) window.shares.push(node.value)
             })
         }"""
     )
     page.queue()
-    line = f"title => {{ {FIND}; return overlay(title).querySelector('.wanstream-line-text').textContent }}"
-    page.page.wait_for_function(f"title => /^block [1-9]/.test(({line})(title))", arg=SAMPLER, timeout=WAIT_MS)
+    line = (
+        f"title => {{ {FIND}; return "
+        f"overlay(title).querySelector('.wanstream-line-text').textContent }}"
+    )
+    page.page.wait_for_function(
+        f"title => /^block [1-9]/.test(({line})(title))", arg=SAMPLER, timeout=WAIT_MS
+    )
     text = page.page.evaluate(line, SAMPLER)
     assert re.match(r"block \d+/40 · 0:\d\d elapsed · first step reads the weights", text), text
-    share = f"title => {{ {FIND}; return overlay(title).querySelector('.wanstream-share').style.width }}"
+    share = (
+        f"title => {{ {FIND}; return overlay(title).querySelector('.wanstream-share').style.width "
+        f"}}"
+    )
     assert 0 < float(page.page.evaluate(share, SAMPLER).removesuffix("%")) <= 100
     page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    assert page.page.evaluate("() => window.shares.some(share => share > 0 && share < 1)"), "ComfyUI's own bar"
+    assert page.page.evaluate("() => window.shares.some(share => share > 0 && share < 1)"), (
+        "ComfyUI's own bar"
+    )
     assert " elapsed" not in page.shown()["line"]

@@ -1,6 +1,7 @@
-"""The overlay in ComfyUI's own frontend, on the classic canvas and in Nodes 2.0, with runs on the test model.
+"""The overlay in ComfyUI's own frontend, classic canvas and Nodes 2.0, in runs on the test model.
 
-`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it none are kept.
+`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it
+none are kept.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from wanstream.schema.text_format import format_rate, format_seconds, format_size
-from wanstream.schema.timeline import Timeline
+from wanstream.schema.records.timeline import Timeline
+from wanstream.schema.text.numbers import format_rate, format_seconds, format_size
 from wanstream.tools.build_workflows import SHOW
 from wanstream.tools.comfyui import PACK, Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
@@ -36,7 +37,8 @@ RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
 SAMPLER = "WanStreamSampler"
 WAIT_MS = 120_000
 
-# Finds the widget of a node by title or else by class, also in subgraphs, and reads the displayed values.
+# Finds the widget of a node by title or else by class, also in subgraphs, and reads the displayed
+# values.
 FIND = f"""
 function* every(graph) {{
     for (const node of graph.nodes) {{ yield node; if (node.subgraph) yield* every(node.subgraph) }}
@@ -44,7 +46,8 @@ function* every(graph) {{
 const nodes = test => [...every({GRAPH})].find(test)
 const find = name => nodes(node => node.title === name) ?? nodes(node => node.type === name)
 const overlay = title => find(title).widgets.find(widget => widget.name === 'wanstream_run').element
-const bars = root => [...root.querySelectorAll('.wanstream-bar[data-wall]')].map(bar => ({{...bar.dataset}}))
+const bars = root =>
+    [...root.querySelectorAll('.wanstream-bar[data-wall]')].map(bar => ({{...bar.dataset}}))
 """
 SHOWN = f"""title => {{ {FIND}
     const root = overlay(title)
@@ -52,7 +55,8 @@ SHOWN = f"""title => {{ {FIND}
         ...root.dataset, bars: bars(root), columns: root.querySelectorAll('.wanstream-bar').length,
         line: root.querySelector('.wanstream-line-text').textContent,
         numbers: root.querySelector('.wanstream-numbers').textContent,
-        predicted: [...root.querySelectorAll('[data-predicted]')].map(box => +box.dataset.predicted),
+        predicted: [...root.querySelectorAll('[data-predicted]')]
+            .map(box => +box.dataset.predicted),
         marked: root.querySelector('[data-switch]')?.dataset.switch ?? null,
         peak: root.querySelector('[data-peak]')?.dataset.peak ?? null,
         samples: +(root.querySelector('[data-samples]')?.dataset.samples ?? 0),
@@ -63,11 +67,18 @@ ENDED = f"""([title, before]) => {{ {FIND}
     const {{ run, ended }} = overlay(title).dataset
     return run !== before && ended === 'true'
 }}"""
-UNDER_WAY = f"title => {{ {FIND}; const r = overlay(title); return r.dataset.ended === 'false' && bars(r).length > 1 }}"
+UNDER_WAY = (
+    f"title => {{ {FIND}; const r = overlay(title); return r.dataset.ended === 'false' && "
+    f"bars(r).length > 1 }}"
+)
 SET = f"""([title, values]) => {{ {FIND}
-    for (const [name, value] of Object.entries(values)) find(title).widgets.find(w => w.name === name).value = value
+    for (const [name, value] of Object.entries(values))
+        find(title).widgets.find(w => w.name === name).value = value
 }}"""
-BADGES = "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.dataset.node, b.textContent])"
+BADGES = (
+    "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.dataset.node, "
+    "b.textContent])"
+)
 
 SEEDS = itertools.count(1000)
 """Unused seeds. The server caches the result of a seed, so the sampler would not run again."""
@@ -86,10 +97,10 @@ class Page:
         self.frontend, self.page, self.server = frontend, frontend.page, server
 
     def load(self, *, steps: int = 12, workflow_id: str | None = None, ids_from: int = 0) -> str:
-        """Open the shipped text-to-video graph, small enough for a CPU, under a new id, and return the id.
+        """Open the shipped text-to-video graph, sized for a CPU, under a new id, and return the id.
 
-        A run that an API client started without a graph is shown at nodes with the ids of its nodes. `ids_from` is
-        added to all ids, so that no node has such a run.
+        A run that an API client started without a graph is shown at nodes with the ids of its
+        nodes. `ids_from` is added to all ids, so that no node has such a run.
         """
         workflow = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
         workflow["id"] = workflow_id or str(uuid.uuid4())
@@ -125,7 +136,7 @@ class Page:
         self.page.evaluate("() => window.app.queuePrompt(0)")
 
     def run(self, title: str = SAMPLER) -> dict[str, Any]:
-        """Run the graph with an unused seed until it ends, and return the content of the overlay."""
+        """Run the graph with an unused seed until it ends, and return the overlay's content."""
         before = self.shown(title)["run"]
         self.set(SAMPLER, seed=next(SEEDS))
         self.queue()
@@ -160,7 +171,10 @@ class Page:
 
 @pytest.fixture(params=RENDERERS)
 def renderer(request: pytest.FixtureRequest, server: Server) -> str:
-    """Name of the renderer. `server` is requested first because it skips if a requirement is missing."""
+    """Name of the renderer.
+
+    `server` is requested first because it skips if a requirement is missing.
+    """
     name: str = request.param
     if name == "nodes-2" and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
@@ -185,11 +199,18 @@ def last_history(server: Server) -> dict[str, Any]:
 
 
 def timeline_of(server: Server, title: str = SAMPLER) -> Timeline:
-    """The timeline that the history of the last queue item has of the node with this title or else this class."""
+    """The timeline in the history of the last queue item.
+
+    It belongs to the node with this title, or else this class.
+    """
     history = last_history(server)
     prompt = history["prompt"][2]
     by_title = [node_id for node_id, node in prompt.items() if node["_meta"]["title"] == title]
-    node_id = next(iter(by_title or (node_id for node_id, node in prompt.items() if node["class_type"] == title)))
+    node_id = next(
+        iter(
+            by_title or (node_id for node_id, node in prompt.items() if node["class_type"] == title)
+        )
+    )
     return Timeline.from_dict(history["outputs"][node_id]["wanstream_timeline"][0])
 
 
@@ -197,9 +218,15 @@ def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
     """The bars are the steps of the timeline, to the last bit."""
     fields = {"compute": "compute_s", "stall": "stall_s", "wall": "wall_s"}
     for name, field in fields.items():
-        assert [float(bar[name]) for bar in shown["bars"]] == [getattr(step, field) for step in timeline.steps]
+        assert [float(bar[name]) for bar in shown["bars"]] == [
+            getattr(step, field) for step in timeline.steps
+        ]
     count = len(timeline.steps)
-    took = f"{format_seconds(timeline.wall_s)} s" if timeline.wall_s < 60 else f"{timeline.wall_s // 60:.0f}:"
+    took = (
+        f"{format_seconds(timeline.wall_s)} s"
+        if timeline.wall_s < 60
+        else f"{timeline.wall_s // 60:.0f}:"
+    )
     assert shown["line"].startswith(f"{count} steps in {took}")
     assert " s/step · " in shown["line"]
     shown_stall = f"stall {format_seconds(timeline.stall_s)} s" in shown["line"]
@@ -207,10 +234,12 @@ def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
     assert re.search(r"[\d.]+( [MG]B)? of [\d.]+ GB RAM$", shown["line"])
     experts = [step.expert for step in timeline.steps]
     assert shown["marked"] == str(experts.index("low"))
-    assert int(shown["peak"]) == max(step.rss_bytes or 0 for step in timeline.steps)
+    assert int(shown["peak"]) == max(step.memory.rss_bytes or 0 for step in timeline.steps)
 
 
-def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Page, renderer: str) -> None:
+def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(
+    page: Page, renderer: str
+) -> None:
     workflow_id = page.load(steps=60)
     assert page.shown()["run"] == ""
     page.queue()
@@ -228,13 +257,19 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     assert_shows(ended, timeline)
     steps = [(step.start_s, step.start_s + step.wall_s) for step in timeline.steps]
     # The chart does not show samples between two steps.
-    in_steps = [sum(began <= sample.at_s < end for began, end in steps) for sample in timeline.memory]
+    in_steps = [
+        sum(began <= sample.at_s < end for began, end in steps) for sample in timeline.memory
+    ]
     assert ended["samples"] == sum(in_steps) > 0
     assert ended["bars"][: len(live["bars"])] == live["bars"]
     badges = page.badges()
-    assert badges.keys() == last_history(page.server)["prompt"][2].keys(), "a badge on every node of the graph"
+    assert badges.keys() == last_history(page.server)["prompt"][2].keys(), (
+        "a badge on every node of the graph"
+    )
     assert {text for text in badges.values() if text not in ("cached", "not run")}
-    began, *_, over = (data["timestamp"] / 1000 for _, data in last_history(page.server)["status"]["messages"])
+    began, *_, over = (
+        data["timestamp"] / 1000 for _, data in last_history(page.server)["status"]["messages"]
+    )
     assert timeline.wall_s - 0.1 < float(badges[sampler].split()[0]) < over - began + 0.1
     page.look_at(SAMPLER, zoom=0.85)
     page.picture(f"overlay_{renderer}")
@@ -249,7 +284,9 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     assert page.badges() == {}, "this page has not followed the run"
 
 
-def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page, renderer: str) -> None:
+def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(
+    page: Page, renderer: str
+) -> None:
     page.load()
     page.page.evaluate(
         f"""title => {{ {FIND}
@@ -265,7 +302,8 @@ def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page,
     inside_id = page.id_of("Inside")
     assert inside_id in outside
     page.page.evaluate(
-        f"() => {{ {FIND}; const node = find('Inside'); window.app.canvas.openSubgraph(node.subgraph, node) }}"
+        f"() => {{ {FIND}; const node = find('Inside'); "
+        f"window.app.canvas.openSubgraph(node.subgraph, node) }}"
     )
     page.page.wait_for_timeout(500)
     page.look_at(SAMPLER, zoom=0.85)
@@ -276,7 +314,9 @@ def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page,
     page.picture(f"overlay_subgraph_{renderer}")
 
 
-def test_a_run_that_begins_before_an_older_answer_comes_is_not_taken_for_lost(classic: Page) -> None:
+def test_a_run_that_begins_before_an_older_answer_comes_is_not_taken_for_lost(
+    classic: Page,
+) -> None:
     held: list[Any] = []
     classic.load()
     classic.page.route("**/wanstream/runs", lambda route: held.append((route, route.fetch())))
@@ -296,14 +336,21 @@ def test_a_run_that_begins_before_an_older_answer_comes_is_not_taken_for_lost(cl
     classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
 
 
-ALIVE = f"""import('/extensions/{PACK}/overlay/run_widget.mjs').then(module => module.RunWidget.prototype)"""
+ALIVE = (
+    f"import('/extensions/{PACK}/overlay/run_widget.mjs')"
+    ".then(module => module.RunWidget.prototype)"
+)
 
 
 def widgets_alive(page: Page) -> int:
     """Return the number of overlays in the browser after a collection of unreachable objects."""
     session = page.page.context.new_cdp_session(page.page)
-    prototype = session.send("Runtime.evaluate", {"expression": ALIVE, "awaitPromise": True})["result"]["objectId"]
-    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
+    prototype = session.send("Runtime.evaluate", {"expression": ALIVE, "awaitPromise": True})[
+        "result"
+    ]["objectId"]
+    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"][
+        "objectId"
+    ]
     count = {"objectId": found, "functionDeclaration": "function() { return this.length }"}
     alive: int = session.send("Runtime.callFunctionOn", count)["result"]["value"]
     session.detach()
@@ -311,7 +358,10 @@ def widgets_alive(page: Page) -> int:
 
 
 def test_overlays_of_graphs_that_are_gone_are_gone(classic: Page) -> None:
-    """ComfyUI does not notify nodes inside a subgraph when their graph is replaced, which every undo does."""
+    """ComfyUI does not notify nodes inside a subgraph when their graph is replaced.
+
+    Every undo replaces it.
+    """
     classic.load()
     classic.page.evaluate(
         f"title => {{ {FIND}; {GRAPH}.convertToSubgraph(new Set([find(title)])) }}",
@@ -337,7 +387,8 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server:
             assert "指向一个条形" in shown["numbers"]
             assert any("内存" in text for text in page.badges().values())
             page.page.evaluate(
-                f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER
+                f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}",
+                SAMPLER,
             )
             page.page.keyboard.press("ArrowRight")
             assert page.shown()["numbers"].startswith("步 0（高噪）")
@@ -345,14 +396,17 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server:
             heads = page.page.locator(".wanstream-table th").all_inner_texts()
             assert heads[1:5] == ["时间", "节点", "尺寸", "精度"]
             assert page.page.get_by_text("WanStream 运行记录").count() > 0
-            assert "wall" in download(page, "CSV").splitlines()[0], "what other programs read stays as it is"
+            assert "wall" in download(page, "CSV").splitlines()[0], (
+                "what other programs read stays as it is"
+            )
     finally:
         server.post("/settings", {"Comfy.Locale": "en"})
 
 
 def test_what_was_predicted_is_drawn_as_an_outline(page: Page, renderer: str) -> None:
     page.load(steps=16)
-    # Choosing a policy measures the machine where it is not known; from then on every run is predicted.
+    # Choosing a policy measures the machine where it is not known; from then on every run is
+    # predicted.
     page.page.evaluate(
         f"""title => {{ {FIND}
             const policy = window.LiteGraph.createNode('WanStreamAutoOffload');
@@ -365,7 +419,9 @@ def test_what_was_predicted_is_drawn_as_an_outline(page: Page, renderer: str) ->
     page.load(steps=16)
     shown = page.run()
     assert_shows(shown, timeline_of(page.server))
-    (run,) = (run for run in page.server.get("/wanstream/runs")["runs"] if run["run"] == shown["run"])
+    (run,) = (
+        run for run in page.server.get("/wanstream/runs")["runs"] if run["run"] == shown["run"]
+    )
     assert shown["predicted"] == [step["wall_s"] for step in run["predicted"]["steps"]]
     assert len(shown["predicted"]) == 16
     page.look_at(SAMPLER, zoom=0.85)
@@ -373,20 +429,30 @@ def test_what_was_predicted_is_drawn_as_an_outline(page: Page, renderer: str) ->
 
 
 def test_two_samplers_show_a_run_each(page: Page, renderer: str) -> None:
-    prompt: dict[str, Any] = json.loads((WORKFLOWS / "api" / "t2v.json").read_text(encoding="utf-8"))
+    prompt: dict[str, Any] = json.loads(
+        (WORKFLOWS / "api" / "t2v.json").read_text(encoding="utf-8")
+    )
     prompt["latent"]["inputs"] |= SMALL["WanStreamEmptyLatent"]
     prompt["sampler"]["inputs"] |= {"steps": 8, "seed": next(SEEDS)}
     second = {**prompt["sampler"], "_meta": {"title": "Second"}}
     second["inputs"] = {**second["inputs"], "steps": 6, "seed": next(SEEDS)}
-    prompt |= {"second": second, "keep": {"class_type": "WanStreamVAEDecode", "_meta": {"title": "Second frames"}}}
+    prompt |= {
+        "second": second,
+        "keep": {"class_type": "WanStreamVAEDecode", "_meta": {"title": "Second frames"}},
+    }
     prompt["keep"]["inputs"] = {**prompt["frames"]["inputs"], "latent": ["second", 0]}
     prompt["save 2"] = {**prompt["save"], "_meta": {"title": "Second MP4"}}
-    prompt["save 2"]["inputs"] = {**prompt["save"]["inputs"], "images": ["keep", 0], "latent": ["second", 0]}
+    prompt["save 2"]["inputs"] = {
+        **prompt["save"]["inputs"],
+        "images": ["keep", 0],
+        "latent": ["second", 0],
+    }
     page.frontend.load_prompt(numbered(prompt))
     page.page.evaluate(
         f"""title => {{ {FIND}
             const left = find(title).pos[0]
-            for (const node of {GRAPH}.nodes) if (node.pos[0] > left) node.pos = [node.pos[0] + 340, node.pos[1]]
+            for (const node of {GRAPH}.nodes)
+                if (node.pos[0] > left) node.pos = [node.pos[0] + 340, node.pos[1]]
             find('Second').pos = [left + 340, find(title).pos[1]]
         }}""",
         SAMPLER,
@@ -425,18 +491,24 @@ def test_a_second_window_sees_what_the_first_one_runs(browser: Browser, classic:
         classic.idle()
         assert other.shown()["bars"] == classic.shown()["bars"]
         assert len(classic.badges()) == 7
-        assert other.badges() == {}, "ComfyUI sends the events of nodes to the page that queued them"
+        assert other.badges() == {}, (
+            "ComfyUI sends the events of nodes to the page that queued them"
+        )
 
 
 def test_a_run_that_goes_on_while_another_tab_is_open_is_there_afterwards(page: Page) -> None:
     page.load(steps=40)
     page.queue()
     page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
-    page.page.evaluate("() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    page.page.evaluate(
+        "() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')"
+    )
     page.page.wait_for_function(f"() => {GRAPH}.nodes.length === 0")
     assert page.badges() == {}
     page.idle()
-    page.page.evaluate("() => window.app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow')")
+    page.page.evaluate(
+        "() => window.app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow')"
+    )
     page.page.wait_for_function(f"() => {GRAPH}.nodes.length > 0")
     page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
     page.look_at(SAMPLER)
@@ -444,7 +516,9 @@ def test_a_run_that_goes_on_while_another_tab_is_open_is_there_afterwards(page: 
     assert len(page.badges()) == 7
 
 
-def test_a_page_that_is_loaded_in_the_middle_of_a_run_shows_no_time_that_nobody_measured(classic: Page) -> None:
+def test_a_page_that_is_loaded_in_the_middle_of_a_run_shows_no_time_that_nobody_measured(
+    classic: Page,
+) -> None:
     workflow_id = classic.load(steps=100)
     classic.queue()
     classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
@@ -461,13 +535,19 @@ def test_a_page_that_is_loaded_in_the_middle_of_a_run_shows_no_time_that_nobody_
 
 def test_nodes_of_other_packs_have_badges_without_memory(classic: Page) -> None:
     value = {"class_type": "PrimitiveString", "inputs": {"value": str(uuid.uuid4())}}
-    classic.frontend.load_prompt({"1": value, "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}})
+    classic.frontend.load_prompt(
+        {"1": value, "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}}
+    )
     classic.queue()
-    classic.page.wait_for_function("() => document.querySelectorAll('.wanstream-badge').length === 2")
+    classic.page.wait_for_function(
+        "() => document.querySelectorAll('.wanstream-badge').length === 2"
+    )
     classic.idle()
     assert classic.badges() == {"1": "< 0.1 s", "2": "< 0.1 s"}
     classic.queue()
-    classic.page.wait_for_function("() => document.querySelector('.wanstream-badge').textContent === 'cached'")
+    classic.page.wait_for_function(
+        "() => document.querySelector('.wanstream-badge').textContent === 'cached'"
+    )
 
 
 def test_a_run_that_was_stopped_says_so(classic: Page) -> None:
@@ -485,11 +565,15 @@ def test_a_run_that_was_stopped_says_so(classic: Page) -> None:
     assert "not run" in badges.values(), "what comes after it"
 
 
-def test_the_overlay_opens_and_closes_by_keyboard_and_leaves_the_prompt_as_it_is(page: Page) -> None:
+def test_the_overlay_opens_and_closes_by_keyboard_and_leaves_the_prompt_as_it_is(
+    page: Page,
+) -> None:
     page.load(steps=6)
     page.run()
     before, full = page.frontend.export(), page.shown()["box"]["height"]
-    page.page.evaluate(f"title => {{ {FIND}; overlay(title).querySelector('button').focus() }}", SAMPLER)
+    page.page.evaluate(
+        f"title => {{ {FIND}; overlay(title).querySelector('button').focus() }}", SAMPLER
+    )
     page.page.keyboard.press("Enter")
     page.page.wait_for_timeout(500)
     closed = page.shown()
@@ -508,16 +592,23 @@ def test_the_overlay_opens_and_closes_by_keyboard_and_leaves_the_prompt_as_it_is
 def test_arrow_keys_go_through_the_steps_and_tell_their_numbers(page: Page) -> None:
     page.load(steps=4)
     page.run()
-    page.page.evaluate(f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER)
+    page.page.evaluate(
+        f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER
+    )
     for step in timeline_of(page.server).steps:
         page.page.keyboard.press("ArrowRight")
         text = page.shown()["numbers"]
         assert f"step {step.index} ({step.expert})" in text
-        assert f"{format_seconds(step.wall_s)} s = compute {format_seconds(step.compute_s)} s" in text
+        assert (
+            f"{format_seconds(step.wall_s)} s = compute {format_seconds(step.compute_s)} s" in text
+        )
         assert f"stall {format_seconds(step.stall_s)} s" in text
         assert f"{format_size(step.bytes_moved)} moved" in text
-        if step.read_bytes_per_s is not None:
-            assert f"{format_size(step.read_bytes)} read at {format_rate(step.read_bytes_per_s)}" in text
+        if step.transfers.read_bytes_per_s is not None:
+            assert (
+                f"{format_size(step.transfers.read_bytes)} read at "
+                f"{format_rate(step.transfers.read_bytes_per_s)}" in text
+            )
     page.page.keyboard.press("Escape")
     assert "Point at a bar" in page.shown()["numbers"]
 
@@ -527,21 +618,27 @@ def test_pointing_at_a_bar_tells_its_numbers(page: Page) -> None:
     page.run()
     page.look_at(SAMPLER, zoom=0.9)
     plot = "overlay(title).querySelector('.wanstream-plot')"
-    box = page.page.evaluate(f"title => {{ {FIND}; return {plot}.getBoundingClientRect().toJSON() }}", SAMPLER)
+    box = page.page.evaluate(
+        f"title => {{ {FIND}; return {plot}.getBoundingClientRect().toJSON() }}", SAMPLER
+    )
     page.page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] * 0.5)
     page.page.wait_for_timeout(200)
     assert "step 2 " in page.shown()["numbers"]
 
 
-def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the_timeline(classic: Page) -> None:
+def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the_timeline(
+    classic: Page,
+) -> None:
     classic.load(steps=6)
     classic.page.evaluate(
         f"""title => {{ {FIND}
-            const sampler = find(title), benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
+            const sampler = find(title)
+            const benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
             benchmark.pos = [sampler.pos[0] + 330, sampler.pos[1] + 480];
             {GRAPH}.add(benchmark)
             benchmark.title = 'Benchmark'
-            sampler.connect(sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN'), benchmark, 'run')
+            const run = sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN')
+            sampler.connect(run, benchmark, 'run')
         }}""",
         SAMPLER,
     )
@@ -552,27 +649,37 @@ def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the
 
     written = sorted((classic.server.base / "output" / "benchmark").glob("*.json"))[-1]
     (variant,) = json.loads(written.read_text(encoding="utf-8"))["variants"]
-    assert [Timeline.from_dict(trial["timeline"]).steps for trial in variant["trials"]] == [timeline.steps]
+    assert [Timeline.from_dict(trial["timeline"]).steps for trial in variant["trials"]] == [
+        timeline.steps
+    ]
 
     open_table(classic)
     row = classic.page.locator(".wanstream-table tbody tr[data-run]").first
-    cells = {cell.get_attribute("data-figure"): cell.inner_text() for cell in row.locator("td[data-figure]").all()}
+    cells = {
+        cell.get_attribute("data-figure"): cell.inner_text()
+        for cell in row.locator("td[data-figure]").all()
+    }
     assert cells["wall"] == f"{format_seconds(timeline.wall_s)} s"
     assert cells["stall"] == f"{format_seconds(timeline.stall_s)} s"
     assert cells["moved"] == format_size(timeline.bytes_moved)
-    assert cells["read"] == format_size(timeline.read_bytes)
+    assert cells["read"] == format_size(timeline.transfers.read_bytes)
 
     run = classic.shown()["run"]
-    (exported,) = (each for each in json.loads(download(classic, "JSON"))["runs"] if each["run"] == run)
+    (exported,) = (
+        each for each in json.loads(download(classic, "JSON"))["runs"] if each["run"] == run
+    )
     assert Timeline.from_dict(exported["timeline"]).steps == timeline.steps
-    (line,) = (line for line in csv.DictReader(io.StringIO(download(classic, "CSV"))) if line["run"] == run)
+    (line,) = (
+        line for line in csv.DictReader(io.StringIO(download(classic, "CSV"))) if line["run"] == run
+    )
     assert float(line["wall"]) == timeline.wall_s
     assert float(line["moved"]) == timeline.bytes_moved
 
 
 def open_table(page: Page) -> None:
     page.page.evaluate(
-        "() => window.app.extensionManager.command.execute('Workspace.ToggleBottomPanelTab.wanstream-runs')"
+        "() => "
+        "window.app.extensionManager.command.execute('Workspace.ToggleBottomPanelTab.wanstream-runs')"
     )
     page.page.locator(".wanstream-table").first.wait_for(timeout=WAIT_MS)
 
@@ -601,7 +708,9 @@ def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
         ["overlap", "moved", "read", "RAM"],
     )
     assert outside == [], "the page is 1600 pixels wide"
-    settings = classic.page.locator(".wanstream-table:not(.wanstream-comparison) tr[data-run] td[data-setting]")
+    settings = classic.page.locator(
+        ".wanstream-table:not(.wanstream-comparison) tr[data-run] td[data-setting]"
+    )
     assert settings.all_inner_texts()[:3] == ["64x48x9", "fp32", "layerwise, 1 ahead"]
     row = classic.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
     assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
@@ -620,7 +729,10 @@ def prefixed(prompt: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         return [f"{prefix}{value[0]}", value[1]] if isinstance(value, list) else value
 
     return {
-        f"{prefix}{node_id}": {**node, "inputs": {name: renamed(value) for name, value in node["inputs"].items()}}
+        f"{prefix}{node_id}": {
+            **node,
+            "inputs": {name: renamed(value) for name, value in node["inputs"].items()},
+        }
         for node_id, node in prompt.items()
     }
 
@@ -641,17 +753,28 @@ def test_nothing_of_a_posted_prompt_runs_in_the_page(classic: Page, title: Any) 
     for tick in classic.page.locator(".wanstream-table tbody tr[data-run] input").all()[:2]:
         tick.check()
     classic.page.locator(".wanstream-comparison").wait_for(timeout=WAIT_MS)
-    names = classic.page.locator(".wanstream-table tbody tr[data-run] td:nth-child(3)").all_inner_texts()
-    assert names[:3] == ([title] * 3 if title == MARKUP else [f"node {MARKUP}5", "node 5", "node 5"])
+    names = classic.page.locator(
+        ".wanstream-table tbody tr[data-run] td:nth-child(3)"
+    ).all_inner_texts()
+    assert names[:3] == (
+        [title] * 3 if title == MARKUP else [f"node {MARKUP}5", "node 5", "node 5"]
+    )
     classic.page.wait_for_timeout(500)
     assert classic.page.evaluate("() => window.ran") is False
     # A run has one picture of its own, the moving preview, which is hidden without a preview.
     places = (".wanstream-panel", ".wanstream-run", ".wanstream-badges")
-    assert classic.page.locator(", ".join(f"{place} img:not(.wanstream-preview)" for place in places)).count() == 0
+    assert (
+        classic.page.locator(
+            ", ".join(f"{place} img:not(.wanstream-preview)" for place in places)
+        ).count()
+        == 0
+    )
 
 
 def test_without_badges_there_is_no_layer_and_with_them_every_node_has_one(classic: Page) -> None:
-    classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', false)")
+    classic.page.evaluate(
+        "() => window.app.extensionManager.setting.set('WanStream.Badges', false)"
+    )
     assert classic.page.evaluate("() => document.querySelector('.wanstream-badges')") is None
     classic.load(steps=4)
     classic.run()
@@ -692,7 +815,10 @@ def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(pa
     page.run()
     second = page.badges()
     assert "cached" in second.values()
-    assert not any("not run" in text or text.startswith("0.0 s") for text in [*first.values(), *second.values()])
+    assert not any(
+        "not run" in text or text.startswith("0.0 s")
+        for text in [*first.values(), *second.values()]
+    )
     for zoom in (1.0, 0.7, 0.5, 0.4):
         page.page.evaluate(SHOW, [zoom, 20 / zoom, 60 / zoom])
         page.page.wait_for_timeout(300)
@@ -701,7 +827,10 @@ def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(pa
 
 
 # Heights of all samplers in the graph: with and without the chart.
-HEIGHTS = f"() => {{ {FIND}; return [...every({GRAPH})].filter(n => n.type === '{SAMPLER}').map(n => n.size[1]) }}"
+HEIGHTS = (
+    f"() => {{ {FIND}; return [...every({GRAPH})].filter(n => n.type === '{SAMPLER}').map(n => "
+    f"n.size[1]) }}"
+)
 PASTE = f"""title => {{ {FIND}
     const {{ canvas }} = window.app
     canvas.copyToClipboard([find(title)])
@@ -717,7 +846,8 @@ STATE = """title => {{ {find}
     {state}
     canvas.draw(true, true)
     return new Promise(done => setTimeout(() => {{
-        const {{ left, top, bottom }} = document.querySelector(`[data-node='${{node.id}}']`).getBoundingClientRect()
+        const view = document.querySelector(`[data-node='${{node.id}}']`)
+        const {{ left, top, bottom }} = view.getBoundingClientRect()
         const place = canvas.canvas.getBoundingClientRect()
         const [x, y] = node.pos.map((at, axis) => (at + ds.offset[axis]) * ds.scale)
         const toolbox = document.querySelector('.selection-toolbox')?.getBoundingClientRect()
@@ -737,18 +867,25 @@ def test_the_overlay_follows_its_node(page: Page, renderer: str) -> None:
     page.run()
     (with_chart,) = page.page.evaluate(HEIGHTS)
     page.page.evaluate(PASTE, SAMPLER)
-    page.page.wait_for_function(f"wanted => ({HEIGHTS})().length === 2 && ({HEIGHTS})()[1] === wanted", arg=before)
+    page.page.wait_for_function(
+        f"wanted => ({HEIGHTS})().length === 2 && ({HEIGHTS})()[1] === wanted", arg=before
+    )
     assert page.page.evaluate(HEIGHTS) == [with_chart, before], "a copy has no run to show"
-    found = {name: page.page.evaluate(STATE.format(find=FIND, state=state), SAMPLER) for name, state in STATES.items()}
+    found = {
+        name: page.page.evaluate(STATE.format(find=FIND, state=state), SAMPLER)
+        for name, state in STATES.items()
+    }
     assert (found["selected"]["covered"], found["selected"]["below"] > 0) == (False, True)
     assert [each["above"] > 0 for each in found.values()] == [False, True, True]
-    assert found["collapsed"]["left"] >= 0
+    # The browser may snap a badge to the grid of the screen: less than a pixel.
+    assert found["collapsed"]["left"] > -1
     if renderer == "classic":  # Nodes 2.0 dims its nodes
         assert [each["off"] for each in found.values()] == ["false", "true", "false"]
         assert [each["opacity"] < 1 for each in found.values()] == [False, True, False]
 
 
-# Badges that overlap the title of a group, which is drawn at its upper left in the font size of the group.
+# Badges that overlap the title of a group, which is drawn at its upper left in the font size of the
+# group.
 ON_GROUP_TITLES = f"""() => {{
     const {{ ds, canvas }} = window.app.canvas, found = [], place = canvas.getBoundingClientRect()
     const pen = document.createElement('canvas').getContext('2d')
@@ -768,10 +905,12 @@ ON_GROUP_TITLES = f"""() => {{
 }}"""
 
 
-# Badges that reach over those that ComfyUI itself draws on the classic canvas, at the upper right of nodes.
+# Badges that reach over those that ComfyUI itself draws on the classic canvas, at the upper right
+# of nodes.
 ON_CORE_BADGES = f"""() => {{
     if (window.LiteGraph.vueNodesMode) return []
-    const {{ ds, canvas, ctx }} = window.app.canvas, place = canvas.getBoundingClientRect(), lefts = new Map()
+    const {{ ds, canvas, ctx }} = window.app.canvas
+    const place = canvas.getBoundingClientRect(), lefts = new Map()
     for (const node of {GRAPH}.nodes) {{
         node.drawBadges = function (...drawn) {{
             ctx.roundRect = function (x, ...box) {{
@@ -808,7 +947,8 @@ def test_the_overlay_can_be_read_in_both_themes_at_half_size(
         assert shown["far"] == "true"
         texts = page.page.evaluate(
             f"""title => {{ {FIND}
-                const letters = [...overlay(title).querySelectorAll('.wanstream-text, .wanstream-line-text')]
+                const letters =
+                    [...overlay(title).querySelectorAll('.wanstream-text, .wanstream-line-text')]
                 return [...letters, ...document.querySelectorAll('.wanstream-badge')]
                     .map(text => text.getBoundingClientRect().height)
             }}""",

@@ -1,6 +1,7 @@
 """Moving previews on the sampler, in ComfyUI's own frontend, during a run on the test model.
 
-`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it none are kept.
+`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it
+none are kept.
 """
 
 from __future__ import annotations
@@ -38,24 +39,32 @@ SET = f"""values => {{
             node.widgets.find(widget => widget.name === name).value = value
 }}"""
 LOOK = f"""zoom => {{
-    const node = {GRAPH}.nodes.find(node => node.type === 'WanStreamSampler'), {{ ds }} = window.app.canvas
-    ds.scale = zoom; ds.offset[0] = 450 / zoom - node.pos[0]; ds.offset[1] = 120 / zoom - node.pos[1]
+    const node = {GRAPH}.nodes.find(node => node.type === 'WanStreamSampler')
+    const {{ ds }} = window.app.canvas
+    ds.scale = zoom
+    ds.offset[0] = 450 / zoom - node.pos[0]; ds.offset[1] = 120 / zoom - node.pos[1]
     window.app.canvas.setDirty(true, true)
 }}"""
 IMAGE = f"""{GRAPH}.nodes.find(node => node.type === 'WanStreamSampler')
-    .widgets.find(widget => widget.name === 'wanstream_run').element.querySelector('.wanstream-preview')"""
+    .widgets.find(widget => widget.name === 'wanstream_run')
+    .element.querySelector('.wanstream-preview')"""
 # The browser has decoded the picture and gives it room.
 VISIBLE = f"""() => {{
     const image = {IMAGE}
-    return !image.hidden && image.complete && image.naturalWidth > 0 && image.getBoundingClientRect().height > 50
+    return !image.hidden && image.complete && image.naturalWidth > 0
+        && image.getBoundingClientRect().height > 50
 }}"""
 SHOWN = f"""() => {{
     const image = {IMAGE}, box = image.getBoundingClientRect()
-    return {{ src: image.src, alt: image.alt, width: image.naturalWidth, height: image.naturalHeight,
-        ended: image.parentElement.dataset.ended, box: {{ x: box.x, y: box.y, width: box.width, height: box.height }} }}
+    return {{ src: image.src, alt: image.alt,
+        width: image.naturalWidth, height: image.naturalHeight,
+        ended: image.parentElement.dataset.ended,
+        box: {{ x: box.x, y: box.y, width: box.width, height: box.height }} }}
 }}"""
 ENDED = f"() => ({IMAGE}).parentElement.dataset.ended === 'true'"
-NODE_PREVIEWS = f"() => {GRAPH}.nodes.find(node => node.type === 'WanStreamSampler').imgs?.length ?? 0"
+NODE_PREVIEWS = (
+    f"() => {GRAPH}.nodes.find(node => node.type === 'WanStreamSampler').imgs?.length ?? 0"
+)
 
 
 def colours(frontend: Frontend, box: dict[str, float]) -> bytes:
@@ -71,7 +80,10 @@ def test_frames_move_on_the_sampler_while_it_runs_and_stay_afterwards(
     if renderer == "nodes-2" and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
     workflow: dict[str, Any] = json.loads(WORKFLOW.read_text(encoding="utf-8"))
-    settings = {**SMALL, "WanStreamSampler": {"steps": 20, "seed": 77 + [*RENDERERS].index(renderer)}}
+    settings = {
+        **SMALL,
+        "WanStreamSampler": {"steps": 20, "seed": 77 + [*RENDERERS].index(renderer)},
+    }
     with opened_frontend(browser, server, height=1080, settings=RENDERERS[renderer]) as frontend:
         page = frontend.page
         frontend.load_workflow(workflow)
@@ -91,7 +103,9 @@ def test_frames_move_on_the_sampler_while_it_runs_and_stay_afterwards(
             assert found["alt"].startswith("The first frames of the video, as estimated in step ")
         assert int(shown["alt"].split()[-1]) >= int(live["alt"].split()[-1]) >= 1
         assert not page.evaluate(NODE_PREVIEWS), "ComfyUI's own preview is not shown as well"
-        seen = {colours(frontend, shown["box"]) for _ in range(8) if page.wait_for_timeout(130) is None}
+        seen = {
+            colours(frontend, shown["box"]) for _ in range(8) if page.wait_for_timeout(130) is None
+        }
         assert len(seen) > 1, "the picture moves"
         assert frontend.complaints() == []
         if folder := os.environ.get("WANSTREAM_IMAGES"):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
 
 from wanstream.nodes import WanStreamExtension
 from wanstream.tools.comfyui import Server
-from wanstream.tools.frontend import opened_frontend
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+from wanstream.tools.frontend import Frontend
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -53,17 +49,17 @@ WORDS = {
 # Results of the search in the "Add node" dialog, best first.
 SEARCH = """words => {
     const pinia = document.querySelector('#vue-app').__vue_app__.config.globalProperties.$pinia
-    const search = word => pinia._s.get('nodeDef').nodeSearchService.searchNode(word, [], { limit: 64 })
+    const search = word =>
+        pinia._s.get('nodeDef').nodeSearchService.searchNode(word, [], { limit: 64 })
     return Object.fromEntries(words.map(word => [word, search(word).map(def => def.name)]))
 }"""
 
 
-def test_each_word_finds_a_node(browser: Browser, server: Server) -> None:
+def test_each_word_finds_a_node(frontend: Frontend, server: Server) -> None:
     nodes = server.get("/object_info")
     if "search_aliases" not in nodes["KSampler"]:
         pytest.skip("this ComfyUI knows no other words for a node than its name")
-    with opened_frontend(browser, server) as frontend:
-        found: dict[str, list[str]] = frontend.page.evaluate(SEARCH, list(WORDS))
+    found: dict[str, list[str]] = frontend.page.evaluate(SEARCH, list(WORDS))
     missed = {word: found[word][:5] for word, node in WORDS.items() if node not in found[word]}
     assert not missed
     ours = {name for name, node in nodes.items() if node["category"].startswith("WanStream/")}

@@ -1,4 +1,4 @@
-"""Shipped canvas workflows in ComfyUI's frontend: no node is missing, and the export equals the API twin."""
+"""Shipped canvas workflows in ComfyUI's frontend: no node missing, export equal to the API twin."""
 
 from __future__ import annotations
 
@@ -33,25 +33,36 @@ def canvas(name: str) -> dict[str, Any]:
 
 
 def api(name: str) -> dict[str, dict[str, Any]]:
-    prompt: dict[str, dict[str, Any]] = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    prompt: dict[str, dict[str, Any]] = json.loads(
+        (WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8")
+    )
     return prompt
 
 
 def content(
     exported: dict[str, dict[str, Any]], twin: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """`by_name`, without inputs of ComfyUI's own nodes that the twin lacks: newer versions add some, with defaults."""
+    """`by_name`, without inputs of ComfyUI's own nodes that the twin lacks.
+
+    Newer versions of ComfyUI add some, with defaults.
+    """
     return {
         name: (
             kind,
-            {key: value for key, value in inputs.items() if kind.startswith("WanStream") or key in twin[name][1]},
+            {
+                key: value
+                for key, value in inputs.items()
+                if kind.startswith("WanStream") or key in twin[name][1]
+            },
         )
         for name, (kind, inputs) in by_name(exported).items()
     }
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_frontend_misses_nothing_and_exports_the_api_twin(frontend: Frontend, name: str) -> None:
+def test_the_frontend_misses_nothing_and_exports_the_api_twin(
+    frontend: Frontend, name: str
+) -> None:
     workflow = canvas(name)
     frontend.load_workflow(workflow)
     assert frontend.complaints() == []
@@ -59,28 +70,41 @@ def test_the_frontend_misses_nothing_and_exports_the_api_twin(frontend: Frontend
     twin = by_name(api(name))
     assert content(exported.prompt, twin) == twin
     assert len(exported.workflow["links"]) == len(workflow["links"])
-    assert {group["title"] for group in exported.workflow["groups"]} == {group["title"] for group in workflow["groups"]}
+    assert {group["title"] for group in exported.workflow["groups"]} == {
+        group["title"] for group in workflow["groups"]
+    }
 
 
 # Nodes with their title bars, and the charts on them, in pixels of the graph.
 SHOWN = """() => Object.fromEntries(window.app.rootGraph.nodes.map(node => {
     const [x, y] = node.pos, [width, height] = node.size
-    const chart = node.widgets?.find(widget => widget.name === 'wanstream_run')?.element.dataset.open ?? null
+    const widget = node.widgets?.find(widget => widget.name === 'wanstream_run')
+    const chart = widget?.element.dataset.open ?? null
     return [node.id, { title: node.title, chart, box: [x, y - 30, x + width, y + height] }]
 }))"""
 GROUPS = """() => window.app.rootGraph.groups.map(group =>
-    [group.title, [group.pos[0], group.pos[1], group.pos[0] + group.size[0], group.pos[1] + group.size[1]]])"""
+    [group.title, [
+        group.pos[0], group.pos[1],
+        group.pos[0] + group.size[0], group.pos[1] + group.size[1]]])"""
 TOLERANCE = 2
 
 
 def shifted(workflow: Mapping[str, Any], by: int) -> dict[str, Any]:
-    """The same graph under other ids: in Nodes 2.0 no node becomes lower than one of the same id was before."""
+    """The same graph under other ids.
+
+    In Nodes 2.0 no node becomes lower than one of the same id was before.
+    """
     nodes = [{**node, "id": node["id"] + by} for node in workflow["nodes"]]
     links = [
         [link, source + by, output, target + by, socket, kind]
         for link, source, output, target, socket, kind in workflow["links"]
     ]
-    return {**workflow, "nodes": nodes, "links": links, "last_node_id": workflow["last_node_id"] + by}
+    return {
+        **workflow,
+        "nodes": nodes,
+        "links": links,
+        "last_node_id": workflow["last_node_id"] + by,
+    }
 
 
 def inside(box: Sequence[float], frame: Sequence[float]) -> bool:
@@ -113,7 +137,11 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
                 frontend.page.wait_for_function(DRAWN)
             groups = dict(frontend.page.evaluate(GROUPS))
             group_of = {
-                node_id: next(title for title, frame in groups.items() if inside([*shown["box"][:2]] * 2, frame))
+                node_id: next(
+                    title
+                    for title, frame in groups.items()
+                    if inside([*shown["box"][:2]] * 2, frame)
+                )
                 for node_id, shown in frontend.page.evaluate(SHOWN).items()
                 if shown["title"] != NOTE
             }
@@ -121,12 +149,15 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
             keep_picture(frontend, f"{name}_{'classic' if renderer is CLASSIC else 'nodes-2'}")
             nodes = frontend.page.evaluate(SHOWN)
             charts = any(shown["chart"] == "true" for shown in nodes.values())
-            assert charts == bool(charted_classes([node["type"] for node in workflow["nodes"]])), f"{name}: no chart"
+            assert charts == bool(charted_classes([node["type"] for node in workflow["nodes"]])), (
+                f"{name}: no chart"
+            )
             for one, other in combinations(nodes.values(), 2):
                 if not apart(one["box"], other["box"]):
                     faults.append(f"{name}: {one['title']} and {other['title']} overlap")
             faults += [
-                f"{name}: {shown['title']} {shown['box']} leaves {group_of[node_id]} {groups[group_of[node_id]]}"
+                f"{name}: {shown['title']} {shown['box']} leaves {group_of[node_id]} "
+                f"{groups[group_of[node_id]]}"
                 for node_id, shown in nodes.items()
                 if node_id in group_of and not inside(shown["box"], groups[group_of[node_id]])
             ]
@@ -147,19 +178,21 @@ def test_an_api_file_dropped_on_the_canvas_is_the_same_graph(frontend: Frontend)
     assert frontend.complaints() == []
 
 
-def test_a_node_that_is_missing_would_be_seen(frontend: Frontend) -> None:
+def test_a_node_that_is_missing_would_be_seen(browser: Browser, server: Server) -> None:
     workflow = canvas("t2v")
     workflow["nodes"][0]["type"] = "WanStreamNoSuchNode"
-    frontend.load_workflow(workflow)
-    assert any("Missing" in text and "Node" in text for text in frontend.complaints())
+    with opened_frontend(browser, server) as frontend:
+        frontend.load_workflow(workflow)
+        assert any("Missing" in text and "Node" in text for text in frontend.complaints())
 
 
-def test_a_model_that_is_missing_would_be_seen(frontend: Frontend) -> None:
+def test_a_model_that_is_missing_would_be_seen(browser: Browser, server: Server) -> None:
     workflow = canvas("t2v")
     (node,) = (node for node in workflow["nodes"] if node["type"] == "WanStreamExperts")
     node["widgets_values"][0] = node["properties"]["models"][0]["name"] = "no_such_file.safetensors"
-    frontend.load_workflow(workflow)
-    said = " ".join(frontend.complaints())
+    with opened_frontend(browser, server) as frontend:
+        frontend.load_workflow(workflow)
+        said = " ".join(frontend.complaints())
     assert "Missing Models" in said or "missing a required model" in said, said
 
 
@@ -175,7 +208,9 @@ def test_a_link_that_is_missing_would_be_seen(frontend: Frontend) -> None:
 def test_templates_are_listed_with_their_thumbnails(server: Server, frontend: Frontend) -> None:
     assert sorted(server.get("/api/workflow_templates")[PACK]) == NAMES
     for name in NAMES:
-        picture = frontend.page.request.get(f"{server.url}/api/workflow_templates/{PACK}/{name}.jpg")
+        picture = frontend.page.request.get(
+            f"{server.url}/api/workflow_templates/{PACK}/{name}.jpg"
+        )
         assert (picture.status, picture.headers["content-type"]) == (200, "image/jpeg")
         assert picture.body() == (WORKFLOWS / f"{name}.jpg").read_bytes()
         assert server.get(f"/api/workflow_templates/{PACK}/{name}.json") == canvas(name)

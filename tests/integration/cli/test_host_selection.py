@@ -22,8 +22,12 @@ print(io.__name__)
 def test_comfyui_is_picked_if_it_can_be_found(tmp_path: Path, comfyui: bool) -> None:
     if comfyui:
         _write_stand_in(tmp_path)
-    done = subprocess.run([sys.executable, "-c", PICK, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ("comfy_api.latest.io" if comfyui else "wanstream.host.embedded.io")
+    done = subprocess.run(
+        [sys.executable, "-c", PICK, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == (
+        "comfy_api.latest.io" if comfyui else "wanstream.host.embedded.workflow.io"
+    )
 
 
 def _write_stand_in(folder: Path) -> None:
@@ -31,7 +35,12 @@ def _write_stand_in(folder: Path) -> None:
     latest = folder / "comfy_api" / "latest"
     latest.mkdir(parents=True)
     (folder / "comfy").mkdir()
-    for empty in (latest.parent / "__init__.py", latest / "io.py", latest / "ui.py", folder / "folder_paths.py"):
+    for empty in (
+        latest.parent / "__init__.py",
+        latest / "io.py",
+        latest / "ui.py",
+        folder / "folder_paths.py",
+    ):
         empty.touch()
     for empty in ("__init__", "cli_args", "utils", "model_management"):
         (folder / "comfy" / f"{empty}.py").touch()
@@ -39,5 +48,7 @@ def _write_stand_in(folder: Path) -> None:
     (folder / "comfy_execution").mkdir()
     (folder / "comfy_execution" / "__init__.py").touch()
     (folder / "comfy_execution" / "utils.py").write_text("def get_executing_context(): pass\n")
-    (latest / "io.py").write_text("from dataclasses import dataclass\n@dataclass\nclass Schema: pass\n")
+    (latest / "io.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Schema: pass\n"
+    )
     (latest / "__init__.py").write_text("from . import io, ui\nclass ComfyExtension: pass\n")

@@ -1,8 +1,9 @@
-"""A custom node for tests: `TestClip` takes the place of `CLIPLoader` in a workflow and loads sample text encoders.
+"""A custom node for tests: `TestClip` replaces `CLIPLoader` and loads sample text encoders.
 
-`CLIPLoader` identifies UMT5-XXL by a tensor of its 24th block and takes every size from a bundled configuration. This
-node has the same inputs and calls the same loader, but adds such a tensor and derives the sizes from the model file.
-The module belongs in the `custom_nodes` folder of a ComfyUI, whose modules it imports.
+`CLIPLoader` identifies UMT5-XXL by a tensor of its 24th block and takes every size from a bundled
+configuration. This node has the same inputs and calls the same loader, but adds such a tensor and
+derives the sizes from the model file. The module belongs in the `custom_nodes` folder of a ComfyUI,
+whose modules it imports.
 """
 
 import re
@@ -35,21 +36,28 @@ class TestClip:
     @classmethod
     def INPUT_TYPES(cls):
         return {
-            "required": {"clip_name": (folder_paths.get_filename_list("text_encoders"),), "type": (["wan"],)},
+            "required": {
+                "clip_name": (folder_paths.get_filename_list("text_encoders"),),
+                "type": (["wan"],),
+            },
             "optional": {"device": (["default", "cpu"],)},
         }
 
     def load(self, clip_name, type="wan", device="default"):
         path = folder_paths.get_full_path_or_raise("text_encoders", clip_name)
         if hasattr(comfy.utils, "convert_old_quants"):
-            tensors, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+            tensors, metadata = comfy.utils.load_torch_file(
+                path, safe_load=True, return_metadata=True
+            )
             tensors, _ = comfy.utils.convert_old_quants(tensors, metadata=metadata)
         else:  # before ComfyUI 0.4
             tensors = comfy.utils.load_torch_file(path, safe_load=True)
         config = sizes(tensors)
         tensors[MARK] = torch.zeros(1).expand(10240, 4096)
         clip = comfy.sd.load_text_encoder_state_dicts(
-            [tensors], clip_type=comfy.sd.CLIPType.WAN, model_options={"umt5xxl_model_config": config}
+            [tensors],
+            clip_type=comfy.sd.CLIPType.WAN,
+            model_options={"umt5xxl_model_config": config},
         )
         return (clip,)
 

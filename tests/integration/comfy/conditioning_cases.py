@@ -1,6 +1,7 @@
 """Runs in ComfyUI's own Python: the conditioning of every native Wan node, through our sampler.
 
-`answers(folder)` returns one value per node and way to connect it; `test_conditioning.py` checks the values.
+`answers(folder)` returns one value per node and way to connect it; `test_conditioning.py` checks
+the values.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from comfy_api.latest import io
 from installed_pack import load_pack
 
 load_pack()
-from wanstream.nodes.sampler import request_of  # noqa: E402
-from wanstream.sampling import (  # noqa: E402
-    RequestError,
-    denoise,
-)
+from wanstream.sampling import denoise  # noqa: E402
+from wanstream.sampling.inputs import DenoiseRequest, RequestOptions, native_inputs  # noqa: E402
+from wanstream.sampling.steps import Guidance, RequestError, StepSettings  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 from wanstream.wan.experts.open import open_experts  # noqa: E402
 
@@ -68,7 +67,14 @@ class Model:
 class AudioProjection:
     """Of InfiniteTalk."""
 
-    seq_len, blocks, channels, intermediate_dim, context_tokens, output_dim = 5, 12, 768, 512, 32, 768
+    seq_len, blocks, channels, intermediate_dim, context_tokens, output_dim = (
+        5,
+        12,
+        768,
+        512,
+        32,
+        768,
+    )
 
     def __call__(self, first: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1, 3, 32, 8)
@@ -82,13 +88,20 @@ def _seen() -> comfy.clip_vision.Output:
 
 def _audio(width: int, layers: int) -> dict[str, Any]:
     encoded = [torch.ones(1, 60, width)] * layers
-    return {"encoded_audio_all_layers": encoded, "audio_samples": 16000, "audio_feature": encoded[0], "fps": 30.0}
+    return {
+        "encoded_audio_all_layers": encoded,
+        "audio_samples": 16000,
+        "audio_feature": encoded[0],
+        "fps": 30.0,
+    }
 
 
 def _values(node: str) -> dict[str, Any]:
     """Something for every input of these nodes, by name."""
     picture, video = torch.full((1, SIZE, SIZE, 3), 0.25), torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
-    audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}.get(node, (1024, 25))
+    audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}.get(
+        node, (1024, 25)
+    )
     path = [{"x": 8 * point, "y": 8} for point in range(4)]
     return {
         "positive": [[torch.full((1, 6, 4096), 0.01), {"pooled_output": None}]],
@@ -101,11 +114,17 @@ def _values(node: str) -> dict[str, Any]:
         "batch_size": 1,
         **dict.fromkeys(("start_image", "end_image", "ref_image", "reference_image"), picture),
         **dict.fromkeys(("images", "continue_motion"), picture),
-        **dict.fromkeys(("control_video", "pose_video", "face_video", "background_video", "ref_motion"), video),
-        **dict.fromkeys(("clip_vision_output", "clip_vision_start_image", "clip_vision_end_image"), _seen()),
+        **dict.fromkeys(
+            ("control_video", "pose_video", "face_video", "background_video", "ref_motion"), video
+        ),
+        **dict.fromkeys(
+            ("clip_vision_output", "clip_vision_start_image", "clip_vision_end_image"), _seen()
+        ),
         **dict.fromkeys(("clip_vision_output_pose", "clip_vision_output_ref"), _seen()),
         **dict.fromkeys(("audio_encoder_output", "audio_encoder_output_1"), _audio(*audio)),
-        **dict.fromkeys(("control_masks", "character_mask", "mask"), torch.ones(FRAMES, SIZE, SIZE)),
+        **dict.fromkeys(
+            ("control_masks", "character_mask", "mask"), torch.ones(FRAMES, SIZE, SIZE)
+        ),
         **dict.fromkeys(("pose_video_mask", "reference_image_mask"), picture),
         "camera_conditions": torch.ones(1, 24, (FRAMES - 1) // 4 + 1, SIZE, SIZE),
         "video_latent": {"samples": torch.ones(1, 16, 25, SIZE // 8, SIZE // 8)},
@@ -154,22 +173,33 @@ def _outcome(folder: Path, results: tuple[Any, ...]) -> dict[str, Any]:
     """Result of our sampler for the first conditioning, the last one, and the latent of a node."""
     sides = [value for value in results if isinstance(value, list)]
     latent = next(value for value in results if isinstance(value, dict) and "samples" in value)
-    keys = sorted({key for side in sides for _, options in side for key in options} - {"pooled_output"})
+    keys = sorted(
+        {key for side in sides for _, options in side for key in options} - {"pooled_output"}
+    )
     kind = "i2v" if "concat_latent_image" in keys else "t2v"
-    settings = {"seed": 1, "steps": 2, "switch_step": 1, "guidance_high": 3.0, "guidance_low": 3.0}
+    settings = StepSettings(steps=2, switch_step=1)
     with open_experts(
-        folder / f"{kind}_high.safetensors", folder / f"{kind}_low.safetensors", compute_dtype=torch.float32
+        folder / f"{kind}_high.safetensors",
+        folder / f"{kind}_low.safetensors",
+        compute_dtype=torch.float32,
     ) as pair:
         try:
-            request = request_of(sides[0], sides[1], latent, **settings)
+            inputs = native_inputs(sides[0], sides[1], latent, seed=1)
+            request = DenoiseRequest.of(
+                inputs, settings, Guidance(scales=(3.0, 3.0)), RequestOptions()
+            )
             made = denoise(pair, request, policy=OffloadPolicy.resident(), device="cpu")
         except RequestError as err:
             return {"keys": keys, "refused": str(err)}
-    return {"keys": keys, "shape": list(made.latents.shape), "finite": bool(made.latents.isfinite().all())}
+    return {
+        "keys": keys,
+        "shape": list(made.latents.shape),
+        "finite": bool(made.latents.isfinite().all()),
+    }
 
 
 def answers(folder: str) -> dict[str, Any]:
-    """One value per node and way to connect it: nothing that is optional, each optional input alone, and all."""
+    """One value per node and connection: no optional input, each optional input alone, and all."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with torch.inference_mode():
@@ -180,7 +210,11 @@ def answers(folder: str) -> dict[str, Any]:
                 given = _given(node, schema, connected)
                 try:
                     results = cls.execute(**given).args
-                except (TypeError, UnboundLocalError, AttributeError) as err:  # the node itself needs more than that
+                except (
+                    TypeError,
+                    UnboundLocalError,
+                    AttributeError,
+                ) as err:  # the node itself needs more than that
                     found[f"{node}: {way}"] = {"node failed": repr(err)}
                     continue
                 found[f"{node}: {way}"] = _outcome(Path(folder), results)

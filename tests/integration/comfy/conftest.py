@@ -1,6 +1,7 @@
-"""A real ComfyUI with this pack installed: one isolated server per session, and calls into its Python.
+"""A real ComfyUI with this pack: one isolated server per session, and calls into its Python.
 
-These tests are skipped without a ComfyUI on this machine; `wanstream.tools.comfyui` documents the search path.
+These tests are skipped without a ComfyUI on this machine; `wanstream.tools.comfyui` documents the
+search path.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ import torch
 from safetensors.torch import save_file
 
 from wanstream.testing import TinyShape, make_expert, save_expert_file, save_expert_folder
-from wanstream.testing.components import save_text_encoder_folders, save_vae_folder
+from wanstream.testing.components import save_text_encoder_folders
 from wanstream.testing.model import make_image_encoder
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import make_text_encoder, make_tiny_vae, make_vae
-from wanstream.tools.comfyui import START_SECONDS, ComfyUI, NoComfyUIError, Server, find_comfyui, running_server
-from wanstream.wan import WAN21
+from wanstream.tools.comfyui import (
+    START_SECONDS,
+    ComfyUI,
+    NoComfyUIError,
+    Server,
+    find_comfyui,
+    running_server,
+)
+from wanstream.wan.latents import WAN21
 
 ROOT = Path(__file__).parents[3]
 PACK = "ComfyUI-WanStream.test-1"
@@ -92,14 +100,17 @@ def comfyui() -> ComfyUI:
 
 @pytest.fixture(scope="session")
 def vae_width(comfyui: ComfyUI) -> int:
-    """Return the `base_dim` of a VAE that this ComfyUI can load; older versions support only the real width."""
+    """Return the `base_dim` of a VAE that this ComfyUI can load.
+
+    Older versions support only the real width.
+    """
     looks = "decoder.head.0.gamma" in (comfyui.path / "comfy" / "sd.py").read_text(encoding="utf-8")
     return 16 if looks else 96
 
 
 @pytest.fixture(scope="session")
 def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with this pack, the nodes of tests, the names of a few models and a picture in it."""
+    """A base directory with this pack, test nodes, a picture, and the names of a few models."""
     base = tmp_path_factory.mktemp("comfyui")
     _create_named_files(base)
     (base / "custom_nodes").mkdir()
@@ -111,7 +122,10 @@ def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with the files that `base` has before any test adds models or latents to it. Read only."""
+    """A base directory with the files that `base` has before any test adds models or latents to it.
+
+    Read only.
+    """
     base = tmp_path_factory.mktemp("names")
     _create_named_files(base)
     return base
@@ -126,13 +140,19 @@ def _create_named_files(base: Path) -> None:
     for folder in ("input", "output", *(f"models/{name}" for name in models)):
         (base / folder).mkdir(parents=True)
     pipeline = base / "models" / "diffusers" / "wan"
-    save_vae_folder(make_vae(seed=0), pipeline / "vae")
-    save_text_encoder_folders(make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), pipeline, dtype=torch.float16)
+    make_vae(seed=0).save_pretrained(pipeline / "vae")
+    save_text_encoder_folders(
+        make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), pipeline, dtype=torch.float16
+    )
     make_image_encoder(seed=0, image_size=28).save_pretrained(pipeline / "image_encoder")
     save_file(make_tiny_vae(WAN21, seed=0), base / "models" / "vae_approx" / "taew2_1.safetensors")
     expert = make_expert(TinyShape(layers=1, heads=1, ffn_dim=128, text_dim=64), seed=0)
     for name in ("high", "low"):
-        save_expert_file(expert, base / "models" / "diffusion_models" / f"{name}.safetensors", dtype=torch.float32)
+        save_expert_file(
+            expert,
+            base / "models" / "diffusion_models" / f"{name}.safetensors",
+            dtype=torch.float32,
+        )
     save_expert_folder(expert, pipeline / "transformer", dtype=torch.float32)
     (base / "models" / "diffusion_models" / "pickle.pt").touch()
     (pipeline / "model_index.json").touch()
@@ -141,17 +161,30 @@ def _create_named_files(base: Path) -> None:
 
 @pytest.fixture(scope="session")
 def in_comfyui(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
-    """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python and returns the JSON value of its variable `answer`.
+    """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python.
 
-    It may take `seconds`. The code sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and the modules of this
-    folder can be imported.
+    It returns the JSON value of the variable `answer` of the code, and may take `seconds`. The code
+    sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and the modules of this folder can be
+    imported.
     """
 
     def in_comfyui(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
         script = f"{IMPORTS}\n{code}\nprint(json.dumps(answer))"
-        command = [str(comfyui.python), "-c", script, json.dumps(arguments), str(base), str(Path(__file__).parent)]
+        command = [
+            str(comfyui.python),
+            "-c",
+            script,
+            json.dumps(arguments),
+            str(base),
+            str(Path(__file__).parent),
+        ]
         done = subprocess.run(
-            command, cwd=comfyui.path, env=comfyui.environment(), capture_output=True, text=True, timeout=seconds
+            command,
+            cwd=comfyui.path,
+            env=comfyui.environment(),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
@@ -168,26 +201,37 @@ def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def guider_answers(
-    in_comfyui: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any],
+    tiny_expert_file: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """The value of every case of `guider_cases.py`."""
     folder = tmp_path_factory.mktemp("guider")
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
-            (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
+            (folder / f"{kind}_{name}.safetensors").symlink_to(
+                tiny_expert_file(seed=seed, in_channels=channels)
+            )
     results: dict[str, Any] = in_comfyui(GUIDER_CASES, str(folder), seconds=900)
     return results
 
 
 @pytest.fixture(scope="session")
 def native_answers(
-    request: pytest.FixtureRequest, in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    in_comfyui: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, dict[str, Any]]:
     """The values of all cases of native models, by the module of the cases.
 
-    One process runs the modules that the selected tests name in `NATIVE_CASES`, because ComfyUI takes seconds to start.
+    One process runs the modules that the selected tests name in `NATIVE_CASES`, because ComfyUI
+    takes seconds to start.
     """
-    modules = {getattr(item.module, "NATIVE_CASES", None) for item in request.session.items if hasattr(item, "module")}
+    modules = {
+        getattr(item.module, "NATIVE_CASES", None)
+        for item in request.session.items
+        if hasattr(item, "module")
+    }
     names = sorted(modules - {None})
     results: dict[str, dict[str, Any]] = in_comfyui(
         NATIVE_CASES, names, str(tmp_path_factory.mktemp("native")), seconds=1800
@@ -197,7 +241,7 @@ def native_answers(
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The value of every case of a test module: those of its `NATIVE_CASES`, else those of `guider_cases.py`."""
+    """The value of every case of a test module: of its `NATIVE_CASES`, else `guider_cases.py`."""
     name = getattr(request.module, "NATIVE_CASES", None)
     if name is None:
         results: dict[str, Any] = request.getfixturevalue("guider_answers")
@@ -209,7 +253,7 @@ def answers(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def case(answers: dict[str, Any]) -> Callable[[str], Any]:
-    """Return `case(name)`, which returns the result of a case, skips it, or fails with the traceback of the case."""
+    """Return `case(name)`, which returns a result, skips it, or fails with the case's traceback."""
 
     def results(name: str) -> Any:
         value = answers[name]
@@ -218,5 +262,19 @@ def case(answers: dict[str, Any]) -> Callable[[str], Any]:
             if "skip_reason" in value:
                 pytest.skip(value["skip_reason"])
         return value
+
+    return results
+
+
+@pytest.fixture
+def newer_case(
+    answers: dict[str, Any], case: Callable[[str], Any], comfyui: ComfyUI
+) -> Callable[[str], Any]:
+    """Return `case` for what ComfyUI has since 0.33.0. Only older versions skip what they lack."""
+
+    def results(name: str) -> Any:
+        if name not in answers and comfyui.version() < (0, 33):
+            pytest.skip("not in this ComfyUI")
+        return case(name)
 
     return results

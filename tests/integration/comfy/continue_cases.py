@@ -1,7 +1,8 @@
-"""Runs in ComfyUI's own Python: clips continued by latent, compared with ComfyUI's samplers under the same conditions.
+"""Runs in ComfyUI's own Python: clips continued by latent.
 
-`answers(folder)` returns one JSON value per case; `test_continue_video.py` checks the values. The native conditions are
-written by hand with ComfyUI's own functions, from the description of SVI 2.0 Pro.
+They are compared with ComfyUI's samplers under the same conditions. `answers(folder)` returns one
+JSON value per case; `test_continue_video.py` checks the values. The native conditions are written
+by hand with ComfyUI's own functions, from the description of SVI 2.0 Pro.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ load_pack()
 from wanstream.nodes.clips.continue_video import WanStreamContinueVideo  # noqa: E402
 from wanstream.nodes.clips.latent_files import WanStreamLoadLatent, WanStreamSaveLatent  # noqa: E402
 from wanstream.nodes.sampler import WanStreamSampler  # noqa: E402
-from wanstream.schema.refs import ExpertsRef  # noqa: E402
+from wanstream.schema.refs.experts import ExpertsRef  # noqa: E402
 
 SHIFT, BOUNDARY, STEPS, SWITCH, GUIDANCE = 5.0, 0.9, 4, 2, 3.5
 WIDTH, HEIGHT, FRAMES = 48, 32, 17
@@ -52,7 +53,9 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def _native_condition(anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int) -> dict[str, torch.Tensor]:
+def _native_condition(
+    anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int
+) -> dict[str, torch.Tensor]:
     """Return the I2V condition as SVI 2.0 Pro fills it."""
     parts = [anchor[:, :, :1]]
     if previous is not None:
@@ -70,14 +73,18 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         files = {name: folder / f"i2v_{name}.safetensors" for name in ("high", "low")}
-        self.ref = ExpertsRef(high_noise=files["high"], low_noise=files["low"], compute_dtype="float32")
+        self.ref = ExpertsRef(
+            high_noise=files["high"], low_noise=files["low"], compute_dtype="float32"
+        )
         self.natives = []
         for file in files.values():
             loaded = comfy.sd.load_diffusion_model(str(file))
             self.natives += nodes_model_advanced.ModelSamplingSD3().patch(loaded, SHIFT)
         self.sides = _text(1), _text(2)
 
-    def native_clip(self, anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int, seed: int) -> torch.Tensor:
+    def native_clip(
+        self, anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int, seed: int
+    ) -> torch.Tensor:
         values = _native_condition(anchor, previous, overlap)
         sides = [node_helpers.conditioning_set_values(side, values) for side in self.sides]
         empty = nodes_hunyuan.EmptyHunyuanLatentVideo
@@ -88,14 +95,31 @@ class Pair:
         stages = (("enable", 0, SWITCH, "enable"), ("disable", SWITCH, 10000, "disable"))
         for model, (noise, start, end, leftover) in zip(self.natives, stages, strict=True):
             (latent,) = nodes.KSamplerAdvanced().sample(
-                model, noise, seed, STEPS, GUIDANCE, "euler", "simple", *sides, latent, start, end, leftover
+                model,
+                noise,
+                seed,
+                STEPS,
+                GUIDANCE,
+                "euler",
+                "simple",
+                *sides,
+                latent,
+                start,
+                end,
+                leftover,
             )
         return latent["samples"]
 
     def our_clip(self, seed: int, **continued: Any) -> dict[str, Any]:
         positive, negative = self.sides
         given = WanStreamContinueVideo.execute(positive, negative, frames=FRAMES, **continued).args
-        settings = {"seed": seed, "steps": STEPS, "solver": "euler", "schedule": "simple", "flow_shift": SHIFT}
+        settings = {
+            "seed": seed,
+            "steps": STEPS,
+            "solver": "euler",
+            "schedule": "simple",
+            "flow_shift": SHIFT,
+        }
         settings |= {"boundary_ratio": BOUNDARY, "switch_step": SWITCH, "start_step": 0}
         settings |= {"guidance_high": GUIDANCE, "guidance_low": GUIDANCE}
         return Sampler.execute(self.ref, *given, **settings).result[0]
@@ -113,12 +137,18 @@ def _three_clips(pair: Pair, overlap: int) -> dict[str, Any]:
         differences.append(_difference(ours["samples"], native))
         clips.append(native)
     other = pair.native_clip(anchor, clips[0] + 0.5, overlap, SEEDS[1])
-    return {"differences": differences, "effect": _difference(other, clips[1]), "shape": list(clips[-1].shape)}
+    return {
+        "differences": differences,
+        "effect": _difference(other, clips[1]),
+        "shape": list(clips[-1].shape),
+    }
 
 
 def _files(pair: Pair) -> dict[str, bool]:
     """Return if files that are saved here and there are read there and here."""
-    first = pair.our_clip(1, anchor={"samples": _normal(1, 16, 1, HEIGHT // 8, WIDTH // 8, seed=3)}, overlap=1)
+    first = pair.our_clip(
+        1, anchor={"samples": _normal(1, 16, 1, HEIGHT // 8, WIDTH // 8, seed=3)}, overlap=1
+    )
     ui = Saver.execute(first, "latents/ours").ui
     (saved,) = (ui if isinstance(ui, dict) else ui.as_dict())["latents"]
     name = f"{saved['subfolder']}/{saved['filename']}"
@@ -137,7 +167,7 @@ def _files(pair: Pair) -> dict[str, bool]:
 
 
 def _refused_outside(latent: dict[str, Any]) -> bool:
-    """Return True if a name that leads out of the output folder is refused and nothing is written there."""
+    """Return True if a name that leads out of the output folder is refused and writes nothing."""
     folder = Path(folder_paths.get_output_directory()).parent
     before = {*folder.glob("x_*")}
     try:

@@ -1,9 +1,10 @@
-"""Runs in ComfyUI's own Python: Wan Fun models and their conditioning as ComfyUI makes them, and native runs of them.
+"""Runs in ComfyUI's own Python: Wan Fun models, ComfyUI's conditioning for them, and native runs.
 
-`FUN_CASES` has tiny models of the shapes of Fun-Control and Fun-InP. `inputs_of` runs ComfyUI's own nodes for their
-conditioning. `native_forward` and `native_run` return what ComfyUI computes from the files of a `FunFiles`, so that
-another sampler can compute the same from the same files and inputs. `answers(folder)` returns figures of the native
-side alone, one value per case; `test_fun_native.py` checks them.
+`FUN_CASES` has tiny models of the shapes of Fun-Control and Fun-InP. `inputs_of` runs ComfyUI's own
+nodes for their conditioning. `native_forward` and `native_run` return what ComfyUI computes from
+the files of a `FunFiles`, so that another sampler can compute the same from the same files and
+inputs. `answers(folder)` returns figures of the native side alone, one value per case;
+`test_fun_native.py` checks them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import comfy.sample
 import comfy.samplers
 import torch
 from comfy_extras import nodes_edit_model, nodes_model_advanced, nodes_wan
-from native_families import Family, _clip, _difference, _normal, _wan_family, _warnings, native, results_of
+from native_families import (
+    Family,
+    _clip,
+    _difference,
+    _normal,
+    _wan_family,
+    _warnings,
+    native,
+    results_of,
+)
 from native_patches import node_results
 
 import nodes
@@ -35,7 +45,8 @@ FRAMES, LATENT_HEIGHT, LATENT_WIDTH = 9, 4, 6
 TOKENS = (12, 9)
 """Tokens of the positive and of the negative text of a model without a CLIP branch."""
 TOKENS_BESIDE_CLIP = (512, 512)
-"""Likewise of a model with one: diffusers takes the 512 last rows for text, and those before for the image."""
+"""Likewise of a model with one: diffusers takes the 512 last rows for text, and those before for
+the image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +57,8 @@ class FunCase:
     node: type
     """Class in `comfy_extras.nodes_wan`."""
     optional: tuple[str, ...]
-    """Optional inputs of the node that are connected. "reference" is the input of a separate ReferenceLatent."""
+    """Optional inputs of the node that are connected. "reference" is the input of a separate
+    ReferenceLatent."""
     pair: bool = False
     """True for a high-noise and a low-noise expert."""
     latent_format: type = comfy.latent_formats.Wan21
@@ -95,7 +107,10 @@ class FunInputs:
 
     def changed(self, **values: Any) -> FunInputs:
         """Return inputs with other values next to both texts."""
-        sides = ([[text, {**given, **values}] for text, given in side] for side in (self.positive, self.negative))
+        sides = (
+            [[text, {**given, **values}] for text, given in side]
+            for side in (self.positive, self.negative)
+        )
         return FunInputs(positive=next(sides), negative=next(sides), latent=self.latent)
 
 
@@ -110,11 +125,16 @@ class Vae:
         return self._pixels
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the latents of pictures [frames, height, width, 3], the first of which is a latent frame by itself."""
+        """Return the latents of pictures [frames, height, width, 3].
+
+        The first picture is a latent frame by itself.
+        """
         frames, height, width, _ = pixels.shape
         first = pixels[:1].repeat(4, 1, 1, 1) if frames % 4 else pixels[:0]
         groups = torch.cat([first, pixels[frames % 4 :]])
-        cells = groups.reshape(-1, 4, height // self._pixels, self._pixels, width // self._pixels, self._pixels, 3)
+        cells = groups.reshape(
+            -1, 4, height // self._pixels, self._pixels, width // self._pixels, self._pixels, 3
+        )
         halves = cells.unflatten(1, (2, 2)).mean(dim=(2, 4, 6))
         mixed = torch.einsum("tshwc,dsc->dthw", 6 * (halves - 0.5), self._mix.view(-1, 2, 3))
         return (2 * mixed.tanh() + 0.3 * mixed)[None]
@@ -122,7 +142,9 @@ class Vae:
 
 def _family(name: str, channels: int, **settings: Any) -> Family:
     base = "WAN22" if settings.get("latent_channels") == 48 else "WAN21"
-    return _wan_family(name, base, "model.WanModel", channels=channels, dim=256, layers=4, **settings)
+    return _wan_family(
+        name, base, "model.WanModel", channels=channels, dim=256, layers=4, **settings
+    )
 
 
 FUN_CASES: Mapping[str, FunCase] = {
@@ -146,7 +168,8 @@ FUN_CASES: Mapping[str, FunCase] = {
             node=nodes_wan.WanFunControlToVideo,
             optional=("clip_vision_output", "start_image", "control_video"),
         ),
-        # The later files of Fun-Control 2.1 have a reference, for which ComfyUI's node has no input.
+        # The later files of Fun-Control 2.1 have a reference, for which ComfyUI's node has no
+        # input.
         FunCase(
             family=_family("fun_control_21_reference", 48, model_type="i2v", in_dim_ref_conv=16),
             node=nodes_wan.WanFunControlToVideo,
@@ -158,7 +181,9 @@ FUN_CASES: Mapping[str, FunCase] = {
             optional=("clip_vision_output", "start_image", "end_image"),
         ),
         FunCase(
-            family=_family("fun_control_5b", 148, model_type="t2v", latent_channels=48, in_dim_ref_conv=48),
+            family=_family(
+                "fun_control_5b", 148, model_type="t2v", latent_channels=48, in_dim_ref_conv=48
+            ),
             node=nodes_wan.Wan22FunControlToVideo,
             optional=("ref_image", "start_image", "control_video"),
             latent_format=comfy.latent_formats.Wan22,
@@ -192,17 +217,24 @@ class FunFiles:
         return found
 
     def model(self, case: FunCase, expert: str = "high") -> Any:
-        """Return the MODEL of an expert after Load Diffusion Model and ModelSamplingSD3, the same for each call."""
+        """Return an expert's MODEL after Load Diffusion Model and ModelSamplingSD3.
+
+        It is the same for each call.
+        """
         path = self.paths(case)[expert]
         if path not in self._models:
             loaded = native(path, case.family)
-            (self._models[path],) = node_results(nodes_model_advanced.ModelSamplingSD3, model=loaded, shift=SHIFT)
+            (self._models[path],) = node_results(
+                nodes_model_advanced.ModelSamplingSD3, model=loaded, shift=SHIFT
+            )
         return self._models[path]
 
     def forwards(self, case: FunCase) -> list[torch.Tensor]:
         """Return `native_forward` at each of `SIGMAS` with the case's own inputs, computed once."""
         if case.name not in self._forwards:
-            self._forwards[case.name] = [native_forward(self, case, sigma=sigma) for sigma in SIGMAS]
+            self._forwards[case.name] = [
+                native_forward(self, case, sigma=sigma) for sigma in SIGMAS
+            ]
         return self._forwards[case.name]
 
 
@@ -220,17 +252,25 @@ def inputs_of(
         other: Optional inputs that get other pictures.
         batch: Number of samples of the latent.
     """
-    vae, height, width = Vae(case.latent_channels, case.pixels), LATENT_HEIGHT * case.pixels, LATENT_WIDTH * case.pixels
+    vae, height, width = (
+        Vae(case.latent_channels, case.pixels),
+        LATENT_HEIGHT * case.pixels,
+        LATENT_WIDTH * case.pixels,
+    )
     given: dict[str, Any] = {}
     for seed, name in enumerate(case.optional, start=70):
         frames, seed = FRAMES if name == "control_video" else 1, seed + 100 * (name in other)
-        # Pictures are larger than the video, as those of users are, but for the reference of ReferenceLatent.
+        # Pictures are larger than the video, as those of users are, but for the reference of
+        # ReferenceLatent.
         larger = 1 if name == "reference" else 2
         given[name] = _pictures(frames, larger * height, larger * width, seed=seed)
         if name == "clip_vision_output":
             given[name] = _clip(tokens=257, width=1280, seed=seed)
     given = {name: value for name, value in given.items() if name not in without}
-    sides = [[[_normal(1, count, 4096, seed=20 + i), {"pooled_output": None}]] for i, count in enumerate(case.tokens)]
+    sides = [
+        [[_normal(1, count, 4096, seed=20 + i), {"pooled_output": None}]]
+        for i, count in enumerate(case.tokens)
+    ]
     reference = given.pop("reference", None)
     size = {"width": width, "height": height, "length": FRAMES, "batch_size": batch}
     made = case.node.execute(positive=sides[0], negative=sides[1], vae=vae, **size, **given).args
@@ -243,13 +283,16 @@ def inputs_of(
 
 @torch.inference_mode()
 def forward_by(guider: Any, inputs: FunInputs, sigma: float) -> torch.Tensor:
-    """Return the velocity of one model call of a guider, in normalised space: (x - denoised) / sigma.
+    """Return a guider's velocity of one model call, in normalised space: (x - denoised) / sigma.
 
-    x is `SEED`'s noise at that sigma over the latent of the inputs. Any guider of ComfyUI will do, with any guidance.
+    x is `SEED`'s noise at that sigma over the latent of the inputs. Any guider of ComfyUI will do,
+    with any guidance.
     """
     seen: list[torch.Tensor] = []
 
-    def once(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, *_: Any, **__: Any) -> torch.Tensor:
+    def once(
+        model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, *_: Any, **__: Any
+    ) -> torch.Tensor:
         denoised = model(x, sigmas[0] * x.new_ones(len(x)), **extra_args)
         seen.append((x - denoised) / sigmas[0])
         return denoised
@@ -262,9 +305,17 @@ def forward_by(guider: Any, inputs: FunInputs, sigma: float) -> torch.Tensor:
 
 
 def native_forward(
-    files: FunFiles, case: FunCase, inputs: FunInputs | None = None, *, sigma: float = SIGMAS[0], cfg: float = 1.0
+    files: FunFiles,
+    case: FunCase,
+    inputs: FunInputs | None = None,
+    *,
+    sigma: float = SIGMAS[0],
+    cfg: float = 1.0,
 ) -> torch.Tensor:
-    """Return `forward_by` of ComfyUI's CFGGuider over the expert of a sigma; with cfg 1, of the positive side alone."""
+    """Return `forward_by` of ComfyUI's CFGGuider over the expert of a sigma.
+
+    With cfg 1, of the positive side alone.
+    """
     inputs = inputs or inputs_of(case)
     guider = comfy.samplers.CFGGuider(files.model(case, case.expert_at(sigma)))
     guider.set_conds(inputs.positive, inputs.negative)
@@ -274,32 +325,48 @@ def native_forward(
 
 @torch.inference_mode()
 def native_run(files: FunFiles, case: FunCase, inputs: FunInputs | None = None) -> torch.Tensor:
-    """Return the raw latent that KSampler makes (euler, simple, `STEPS` steps, `SEED`), with guidance.
+    """Return KSampler's raw latent (euler, simple, `STEPS` steps, `SEED`), with guidance.
 
-    Pairs run in two KSampler (Advanced): the high-noise expert before step `SWITCH`, the low-noise one from it on.
+    Pairs run in two KSampler (Advanced): the high-noise expert before step `SWITCH`, the low-noise
+    one from it on.
     """
     inputs = inputs or inputs_of(case)
     sides, latent = {"positive": inputs.positive, "negative": inputs.negative}, inputs.latent
     common = {"steps": STEPS, "sampler_name": "euler", "scheduler": "simple", **sides}
     if not case.pair:
-        given = {"model": files.model(case), "seed": SEED, "cfg": GUIDANCE[0], "latent_image": latent}
+        given = {
+            "model": files.model(case),
+            "seed": SEED,
+            "cfg": GUIDANCE[0],
+            "latent_image": latent,
+        }
         (result,) = node_results(nodes.KSampler, **common, **given)
         return result["samples"].cpu()
     stages = (("high", 0, SWITCH, "enable", "enable"), ("low", SWITCH, STEPS, "disable", "disable"))
     for (expert, start, end, add_noise, leftover), cfg in zip(stages, GUIDANCE, strict=True):
-        given = {"model": files.model(case, expert), "noise_seed": SEED, "cfg": cfg, "latent_image": latent}
+        given = {
+            "model": files.model(case, expert),
+            "noise_seed": SEED,
+            "cfg": cfg,
+            "latent_image": latent,
+        }
         given |= {"start_at_step": start, "end_at_step": end, "add_noise": add_noise}
-        (latent,) = node_results(nodes.KSamplerAdvanced, **common, **given, return_with_leftover_noise=leftover)
+        (latent,) = node_results(
+            nodes.KSamplerAdvanced, **common, **given, return_with_leftover_noise=leftover
+        )
     return latent["samples"].cpu()
 
 
 def _normalised(case: FunCase, raw: torch.Tensor) -> torch.Tensor:
     """Normalise each of several latents that lie behind each other in the channels."""
-    return torch.cat([case.latent_format().process_in(part) for part in raw.split(case.latent_channels, dim=1)], dim=1)
+    return torch.cat(
+        [case.latent_format().process_in(part) for part in raw.split(case.latent_channels, dim=1)],
+        dim=1,
+    )
 
 
 def described_channels(case: FunCase, inputs: FunInputs) -> torch.Tensor:
-    """Return the channels behind those of the noise, from the conditioning, by the description of the models."""
+    """Return the channels behind the noise, from the conditioning, by the models' description."""
     values = inputs.values
     image, index = _normalised(case, values["concat_latent_image"]), case.mask_index
     mask = [1 - values["concat_mask"]] if "concat_mask" in values else []
@@ -314,7 +381,9 @@ class Seen:
         self.values: dict[str, Any] = {}
         self._hook = model.model.diffusion_model.register_forward_hook(self._keep, with_kwargs=True)
 
-    def _keep(self, _: Any, args: tuple[Any, ...], values: dict[str, Any], result: torch.Tensor) -> None:
+    def _keep(
+        self, _: Any, args: tuple[Any, ...], values: dict[str, Any], result: torch.Tensor
+    ) -> None:
         self.x, self.values, self.velocity = args[0].clone(), dict(values), result.clone()
 
     def __enter__(self) -> Seen:
@@ -326,7 +395,7 @@ class Seen:
 
 @torch.inference_mode()
 def native_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
-    """Return figures of a case: keys that are left over, what the network gets, and that results repeat."""
+    """Return figures of a case: keys left over, the network's inputs, and that results repeat."""
     with _warnings() as warnings:
         models = [files.model(case, expert) for expert in case.experts]
     network, inputs = models[0].model.diffusion_model, inputs_of(case)
@@ -341,12 +410,17 @@ def native_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
         "channels": [network.patch_embedding.in_channels, seen.x.shape[1]],
         "described": float((extra - described_channels(case, inputs)).abs().max()),
         "keys": sorted(inputs.values.keys() - {"pooled_output"}),
-        "reference": [getattr(network, "ref_conv", None) is not None, "reference_latent" in seen.values],
+        "reference": [
+            getattr(network, "ref_conv", None) is not None,
+            "reference_latent" in seen.values,
+        ],
         "shapes": [list(forward.shape), list(run.shape)],
         "velocity": _difference(forward, seen.velocity),
         "finite": bool(forward.isfinite().all() and run.isfinite().all()),
         "std": float(forward.std()),
-        "repeats": [torch.equal(result, first) for result, first in zip(again, (forward, run), strict=True)],
+        "repeats": [
+            torch.equal(result, first) for result, first in zip(again, (forward, run), strict=True)
+        ],
         "experts": _difference(native_forward(files, case, inputs, sigma=SIGMAS[1]), forward),
         "guided": _difference(native_forward(files, case, inputs, cfg=GUIDANCE[0]), forward),
     }
@@ -358,9 +432,12 @@ def native_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
 
 @torch.inference_mode()
 def effect_case(files: FunFiles, case: FunCase, changed: FunInputs) -> list[float]:
-    """Return how far a forward pass of each expert with changed inputs is from that with the case's own."""
+    """Return how far a forward pass of each expert with changed inputs is from the plain one."""
     results = [native_forward(files, case, changed, sigma=sigma) for sigma in SIGMAS]
-    return [_difference(result, plain) for result, plain in zip(results, files.forwards(case), strict=True)]
+    return [
+        _difference(result, plain)
+        for result, plain in zip(results, files.forwards(case), strict=True)
+    ]
 
 
 @torch.inference_mode()
@@ -371,12 +448,14 @@ def batch_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
 
 
 def changes_of(case: FunCase) -> dict[str, FunInputs]:
-    """Return the case's inputs with one of them left out, with other pictures, and with another mask."""
+    """Return the case's inputs with one left out, with other pictures, and with another mask."""
     plain = inputs_of(case)
     changes = {f"other {name}": inputs_of(case, other=(name,)) for name in case.optional}
     # A model with a CLIP branch but without its input is not what these models are for.
     changes |= {
-        f"no {name}": inputs_of(case, without=(name,)) for name in case.optional if name != "clip_vision_output"
+        f"no {name}": inputs_of(case, without=(name,))
+        for name in case.optional
+        if name != "clip_vision_output"
     }
     if "concat_mask" in plain.values:
         changes["mask"] = plain.changed(concat_mask=torch.ones_like(plain.values["concat_mask"]))

@@ -1,4 +1,4 @@
-"""Runs in ComfyUI's own Python: our guider compared with a guider over the same two experts loaded by ComfyUI.
+"""Runs in ComfyUI's own Python: our guider against one over the same experts loaded by ComfyUI.
 
 `answers(folder)` returns one JSON value per case; `test_guider.py` checks the values.
 """
@@ -10,7 +10,7 @@ import logging
 import random
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -36,16 +36,14 @@ from safetensors.torch import save_file
 load_pack()
 from wanstream.host import current_host  # noqa: E402
 from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
-from wanstream.host.comfy.guider import ExpertsGuider  # noqa: E402
+from wanstream.host.comfy.experts.guider import ExpertsGuider  # noqa: E402
 from wanstream.host.comfy.samplers import predicted_sigmas, preserve_random_state  # noqa: E402
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas  # noqa: E402
 from wanstream.plan import AutoOffload, Machine  # noqa: E402
-from wanstream.sampling import (  # noqa: E402
-    DenoiseRequest,
-    denoise,
-)
+from wanstream.sampling import denoise  # noqa: E402
+from wanstream.sampling.inputs import DenoiseRequest  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
-from wanstream.schema.refs import ExpertsRef  # noqa: E402
+from wanstream.schema.refs.experts import ExpertsRef  # noqa: E402
 
 SHIFT, BOUNDARY, STEPS, SEED = 5.0, 0.875, 6, 7
 SHAPE = (1, 16, 2, 8, 6)
@@ -64,7 +62,10 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _results(node: type, **inputs: Any) -> tuple[Any, ...]:
-    """Return the results of a ComfyUI node. The set of V3 nodes depends on the version of ComfyUI."""
+    """Return the results of a ComfyUI node.
+
+    The set of V3 nodes depends on the version of ComfyUI.
+    """
     if hasattr(node, "execute"):
         return node.execute(**inputs).args
     return getattr(node(), node.FUNCTION)(**inputs)
@@ -73,7 +74,9 @@ def _results(node: type, **inputs: Any) -> tuple[Any, ...]:
 class NativePair(comfy.samplers.CFGGuider):
     """Both experts as ComfyUI loads them; the expert of a call is that of its sigma."""
 
-    def __init__(self, experts: dict[str, Any], boundary: float, guidance: tuple[float, float]) -> None:
+    def __init__(
+        self, experts: dict[str, Any], boundary: float, guidance: tuple[float, float]
+    ) -> None:
         super().__init__(experts["high"])
         self.experts, self.boundary, self.guidance = experts, boundary, guidance
         self.calls: list[str] = []
@@ -84,12 +87,16 @@ class NativePair(comfy.samplers.CFGGuider):
             expert.pre_run()
         return super().inner_sample(*args, **settings)
 
-    def predict_noise(self, x: torch.Tensor, timestep: torch.Tensor, model_options: Any, seed: Any) -> torch.Tensor:
+    def predict_noise(
+        self, x: torch.Tensor, timestep: torch.Tensor, model_options: Any, seed: Any
+    ) -> torch.Tensor:
         name = "high" if float(timestep[0]) * 1000 >= self.boundary * 1000 else "low"
         self.calls.append(name)
         conditions = self.conds["negative"], self.conds["positive"], self.guidance[name == "low"]
         model = self.experts[name].model
-        return comfy.samplers.sampling_function(model, x, timestep, *conditions, model_options=model_options, seed=seed)
+        return comfy.samplers.sampling_function(
+            model, x, timestep, *conditions, model_options=model_options, seed=seed
+        )
 
 
 class Unpredicted(ExpertsGuider):
@@ -104,7 +111,9 @@ class Side:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.files = {name: folder / f"{kind}_{name}.safetensors" for name in ("high", "low")}
-        self.ref = ExpertsRef(high_noise=self.files["high"], low_noise=self.files["low"], compute_dtype="float32")
+        self.ref = ExpertsRef(
+            high_noise=self.files["high"], low_noise=self.files["low"], compute_dtype="float32"
+        )
         self.natives = {}
         for name, file in self.files.items():
             loaded = comfy.sd.load_diffusion_model(str(file))
@@ -113,9 +122,16 @@ class Side:
         self.negative = [[_normal(1, 9, 4096, seed=2), {"pooled_output": None}]]
 
     def ours(self, scales: tuple[float, float] = GUIDANCE, **changes: Any) -> Any:
-        given = {"positive": self.positive, "negative": self.negative, "boundary_ratio": BOUNDARY, "flow_shift": SHIFT}
+        given = {
+            "positive": self.positive,
+            "negative": self.negative,
+            "boundary_ratio": BOUNDARY,
+            "flow_shift": SHIFT,
+        }
         high, low = scales
-        node = WanStreamGuider.execute(self.ref, **{**given, **changes}, guidance_high=high, guidance_low=low)
+        node = WanStreamGuider.execute(
+            self.ref, **{**given, **changes}, guidance_high=high, guidance_low=low
+        )
         return node.args[0]
 
     def theirs(self, guidance: tuple[float, float] = GUIDANCE) -> NativePair:
@@ -123,9 +139,18 @@ class Side:
         guider.set_conds(self.positive, self.negative)
         return guider
 
-    def difference(self, sampler: Any, sigmas: torch.Tensor, *, guidance: tuple[float, float] = GUIDANCE, **run: Any):
+    def difference(
+        self,
+        sampler: Any,
+        sigmas: torch.Tensor,
+        *,
+        guidance: tuple[float, float] = GUIDANCE,
+        **run: Any,
+    ):
         ours, theirs = self.ours(guidance), self.theirs(guidance)
-        return _difference(sampled(ours, sampler, sigmas, **run), sampled(theirs, sampler, sigmas, **run))
+        return _difference(
+            sampled(ours, sampler, sigmas, **run), sampled(theirs, sampler, sigmas, **run)
+        )
 
 
 def sampled(
@@ -147,14 +172,21 @@ def sampled(
     noise = comfy.sample.prepare_noise(latent, SEED) if noise is None else noise
     # A copy: some samplers write into their sigmas.
     return guider.sample(
-        noise, latent, sampler, sigmas.clone(), denoise_mask=mask, callback=callback, disable_pbar=True, seed=seed
+        noise,
+        latent,
+        sampler,
+        sigmas.clone(),
+        denoise_mask=mask,
+        callback=callback,
+        disable_pbar=True,
+        seed=seed,
     )
 
 
 def _simple(name: str = "euler") -> torch.Tensor:
     """Sigmas as KSampler makes them for that sampler."""
     discard = name in ADVANCED.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
-    sigmas = current_host().sigmas("simple", STEPS + discard, 1.0, SHIFT)
+    sigmas = current_host().models.sigmas("simple", STEPS + discard, 1.0, SHIFT)
     return torch.cat([sigmas[:-2], sigmas[-1:]]) if discard else sigmas
 
 
@@ -178,7 +210,7 @@ def sampler_case(side: Side, name: str) -> dict[str, object]:
         "finite": bool(native.isfinite().all()),
         "calls": [[step.expert for step in steps], theirs.calls],
         "recompiled": ours.recompiled,
-        "bytes": sorted({step.bytes_moved for step in steps}),
+        "bytes": [step.bytes_moved for step in steps],
         "unpredicted equal": torch.equal(result, unpredicted) and after == _state(),
         "unpredicted recompiled": plain.recompiled,
     }
@@ -204,7 +236,10 @@ def schedule_case(side: Side, name: str) -> dict[str, object]:
 
 def cfg_case(side: Side, guidance: tuple[float, float], name: str) -> dict[str, object]:
     guider = side.ours(guidance)
-    lanes, models = [], guider.model_patcher.model.pair.engine(guider.model_patcher.policy, "cpu").models
+    lanes, models = (
+        [],
+        guider.model_patcher.model.pair.engine(guider.model_patcher.policy, "cpu").models,
+    )
     for expert in ("high", "low"):
         models[expert].blocks[0].register_forward_hook(lambda *_: lanes.append(1))
     sampler = comfy.samplers.sampler_object(name)
@@ -215,7 +250,7 @@ def cfg_case(side: Side, guidance: tuple[float, float], name: str) -> dict[str, 
 
 
 def hooks_case(side: Side) -> dict[str, object]:
-    """The options by which other packs change guidance, each used by the real function and seen to matter."""
+    """Options of other packs that change guidance, used by the real function and seen to matter."""
 
     def rescaled(call: dict[str, Any]) -> torch.Tensor:
         return call["uncond"] + (call["cond"] - call["uncond"]) * call["cond_scale"] * 0.5
@@ -238,7 +273,10 @@ def hooks_case(side: Side) -> dict[str, object]:
         for guider in (side.ours(), side.theirs()):
             guider.model_options = {**guider.model_options, name: hook}
             results.append(sampled(guider, sampler, _simple()))
-        found[name] = {"difference": _difference(*results), "effect": _difference(results[0], plain)}
+        found[name] = {
+            "difference": _difference(*results),
+            "effect": _difference(results[0], plain),
+        }
     return found
 
 
@@ -251,25 +289,31 @@ def mask_case(side: Side, name: str, seed_kind: str) -> dict[str, object]:
         sigmas = sigmas[2:]
     run = {"latent": latent, "mask": mask}
     kept = sampled(side.ours(), sampler, sigmas, **run)[..., 5:] - latent[..., 5:]
-    return {"difference": side.difference(sampler, sigmas, **run), "kept": float(kept[:, :, :1].abs().max())}
+    return {
+        "difference": side.difference(sampler, sigmas, **run),
+        "kept": float(kept[:, :, :1].abs().max()),
+    }
 
 
 def batch_case(side: Side) -> dict[str, object]:
     run = {"latent": torch.zeros(2, *SHAPE[1:])}
     sampler, guider = comfy.samplers.sampler_object("dpmpp_2m"), side.ours()
     both = sampled(guider, sampler, _simple(), **run)
-    moved = {step.bytes_moved for step in guider.timeline.steps}
+    moved = [step.bytes_moved for step in guider.timeline.steps]
     noise = comfy.sample.prepare_noise(run["latent"], SEED)
     single = sampled(side.ours(), sampler, _simple(), noise=noise[1:].clone())
     return {
         "difference": side.difference(sampler, _simple(), **run),
         "as alone": torch.equal(both[1:], single),
-        "bytes": sorted(moved),
+        "bytes": moved,
     }
 
 
 def chunk_case(side: Side) -> dict[str, object]:
-    """Activation memory reported to ComfyUI: with all tokens at once, with small chunks, and with all tokens again."""
+    """Activation memory reported to ComfyUI for three policies.
+
+    They compute all tokens at once, small chunks, and all tokens at once again.
+    """
     whole = OffloadPolicy.layerwise()
     sampler, results, needed = comfy.samplers.sampler_object("euler"), [], []
     for policy in (whole, replace(whole, chunk_tokens=16), whole):
@@ -284,12 +328,9 @@ def _slow_machine() -> Machine:
     return Machine(
         name="made up",
         origin="made up",
-        computes_on="cpu",
         vram_bytes=0,
         ram_bytes=10**12,
-        h2d_bytes_per_s=None,
-        h2d_pageable_bytes_per_s=None,
-        d2h_bytes_per_s=None,
+        bus=None,
         disk_bytes_per_s=1e3,
         flops_per_s=1e9,
         decode_bytes_per_s=1e9,
@@ -299,50 +340,69 @@ def _slow_machine() -> Machine:
 
 
 def predicted_case(side: Side) -> dict[str, object]:
-    """Prediction announced before the first call of a run, on a machine with a stored profile and on one without."""
+    """Prediction before the first call of a run, on machines with and without a stored profile."""
     sampler, reported = comfy.samplers.sampler_object("heun"), []
-    current_host().free_experts()
-    current_host().announce = lambda event, payload: (
+    current_host().open_experts.free()
+    current_host().events.announce = lambda event, payload: (
         reported.append(payload["predicted"]) if event == "wanstream.begin" else None
     )
-    current_host().planner, before = AutoPlanner(stored=lambda *_: None), current_host().planner
+    current_host().memory.planner, before = (
+        AutoPlanner(stored=lambda *_: None),
+        current_host().memory.planner,
+    )
     guider = side.ours()
     try:
         sampled(guider, sampler, _simple())
-        current_host().planner = AutoPlanner(stored=lambda *_: _slow_machine())
-        current_host().free_experts()
+        current_host().memory.planner = AutoPlanner(stored=lambda *_: _slow_machine())
+        current_host().open_experts.free()
         sampled(guider, sampler, _simple())
     finally:
-        current_host().planner = before
-        del current_host().announce
+        current_host().memory.planner = before
+        del current_host().events.announce
     unknown, known = reported
 
     def of(steps: list[Any]) -> list[list[Any]]:
-        return [[step[name] for name in ("index", "expert", "sigma", "bytes_moved", "read_bytes")] for step in steps]
+        return [
+            [step[name] for name in ("index", "expert", "sigma", "bytes_moved", "read_bytes")]
+            for step in steps
+        ]
 
     return {
         "unknown": unknown,
         "kind": known["kind"],
-        "equal": of(known["steps"]) == of([asdict(step) for step in guider.timeline.steps]),
+        "equal": of(known["steps"]) == of([step.to_dict() for step in guider.timeline.steps]),
         "calls": len(known["steps"]),
     }
 
 
 def chosen_case(side: Side) -> dict[str, object]:
-    """Policies left to the planner, twice, on a machine whose disk is slow; and its first step says it is not."""
+    """Policies left to the planner, twice, on a machine whose disk is slow.
+
+    And its first step says it is not.
+    """
     machine = _slow_machine()
     sampler = comfy.samplers.sampler_object("heun")
     whole = sampled(side.ours(), sampler, _simple())
-    current_host().free_experts()
-    current_host().planner, before = AutoPlanner(lambda *_: machine), current_host().planner
+    current_host().open_experts.free()
+    current_host().memory.planner, before = (
+        AutoPlanner(lambda *_: machine),
+        current_host().memory.planner,
+    )
     try:
         guider = side.ours(policy=AutoOffload())
         results = [sampled(guider, sampler, _simple()) for _ in range(2)]
     finally:
-        current_host().planner = before
-    reported, moved = guider.timeline.changes, sum(step.bytes_moved for step in guider.timeline.steps)
-    current_host().free_experts()
-    return {"equal": [torch.equal(each, whole) for each in results], "reported": reported, "moved": moved}
+        current_host().memory.planner = before
+    reported, moved = (
+        guider.timeline.changes,
+        sum(step.bytes_moved for step in guider.timeline.steps),
+    )
+    current_host().open_experts.free()
+    return {
+        "equal": [torch.equal(each, whole) for each in results],
+        "reported": reported,
+        "moved": moved,
+    }
 
 
 def split_case(side: Side) -> dict[str, object]:
@@ -356,11 +416,17 @@ def split_case(side: Side) -> dict[str, object]:
         results[name] = whole, half, rest
     pairs = zip(results["ours"], results["theirs"], strict=True)
     whole, _, rest = results["ours"]
-    return {"differences": [_difference(*pair) for pair in pairs], "as one": _difference(rest, whole)}
+    return {
+        "differences": [_difference(*pair) for pair in pairs],
+        "as one": _difference(rest, whole),
+    }
 
 
 def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
-    """Conditioning of WanImageToVideo (one mask channel) or WanFirstLastFrameToVideo (four), in both guiders."""
+    """Conditioning of WanImageToVideo or WanFirstLastFrameToVideo, in both guiders.
+
+    The first has one mask channel, the second has four.
+    """
     mask = torch.ones(1, channels, *SHAPE[2:])
     mask[:, :, :frames] = 0
     image = {"concat_latent_image": _normal(*SHAPE, seed=4), "concat_mask": mask}
@@ -371,7 +437,10 @@ def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
 
 
 def odd_sizes_case(side: Side) -> dict[str, object]:
-    """Latents with sides that do not divide into patches, in the guider and in our sampler: ComfyUI pads them."""
+    """Latents with sides that do not divide into patches: ComfyUI pads them.
+
+    They run in the guider and in our sampler.
+    """
     sampler, found = comfy.samplers.sampler_object("euler"), {}
     for size in ((2, 9, 8), (1, 7, 9), (2, 8, 5), (1, 45, 80)):
         latent, mask = _normal(2, 16, *size, seed=3), _normal(1, 1, *size, seed=5).sigmoid()
@@ -382,8 +451,15 @@ def odd_sizes_case(side: Side) -> dict[str, object]:
             found[f"{size}{name}"] = side.difference(sampler, _simple(), **run)
         noise = comfy.sample.prepare_noise(torch.zeros(1, 16, *size), SEED)
         texts = {"negative": side.negative[0][0], "guidance": GUIDANCE, "boundary_ratio": BOUNDARY}
-        request = DenoiseRequest(noise, side.positive[0][0], sigmas=_simple(), solver="euler", **texts)
-        run = denoise(current_host().experts(side.ref), request, policy=OffloadPolicy.layerwise(), device="cpu")
+        request = DenoiseRequest(
+            noise, side.positive[0][0], sigmas=_simple(), solver="euler", **texts
+        )
+        run = denoise(
+            current_host().models.experts(side.ref),
+            request,
+            policy=OffloadPolicy.layerwise(),
+            device="cpu",
+        )
         raw = side.ours().model_patcher.model.process_latent_out(run.latents)
         native = sampled(side.theirs(), sampler, _simple(), latent=torch.zeros(1, 16, *size))
         found[f"{size} in our sampler"] = _difference(raw, native)
@@ -397,14 +473,18 @@ def odd_image_case(side: Side) -> dict[str, object]:
     mask[:, :, :1] = 0
     image = {"concat_latent_image": _normal(1, 16, *size, seed=4), "concat_mask": mask}
     texts = side.positive, side.negative
-    side.positive, side.negative = ([[text, {**belongings, **image}] for text, belongings in each] for each in texts)
-    found = side.difference(comfy.samplers.sampler_object("euler"), _simple(), latent=torch.zeros(1, 16, *size))
+    side.positive, side.negative = (
+        [[text, {**belongings, **image}] for text, belongings in each] for each in texts
+    )
+    found = side.difference(
+        comfy.samplers.sampler_object("euler"), _simple(), latent=torch.zeros(1, 16, *size)
+    )
     side.positive, side.negative = texts
     return {"difference": found}
 
 
 def image_by_mask_case(side: Side) -> dict[str, object]:
-    """Without an image mask in the conditioning, the noise mask marks the given latent frames for the expert."""
+    """Without an image mask, the noise mask marks the given latent frames for the expert."""
     image = {"concat_latent_image": _normal(*SHAPE, seed=4)}
     side.positive = [[side.positive[0][0], image]]
     side.negative = [[side.negative[0][0], image]]
@@ -428,7 +508,12 @@ def same_as_our_sampler_case(side: Side) -> dict[str, object]:
     noise = comfy.sample.prepare_noise(torch.zeros(SHAPE), SEED)
     texts = {"negative": side.negative[0][0], "guidance": GUIDANCE, "boundary_ratio": BOUNDARY}
     request = DenoiseRequest(noise, side.positive[0][0], sigmas=_simple(), solver="euler", **texts)
-    run = denoise(current_host().experts(side.ref), request, policy=OffloadPolicy.layerwise(), device="cpu")
+    run = denoise(
+        current_host().models.experts(side.ref),
+        request,
+        policy=OffloadPolicy.layerwise(),
+        device="cpu",
+    )
     raw = guider.model_patcher.model.process_latent_out(run.latents)
     theirs, ours = run.timeline.steps, guider.timeline.steps
     return {
@@ -440,7 +525,10 @@ def same_as_our_sampler_case(side: Side) -> dict[str, object]:
 
 
 def interrupt_case(side: Side) -> dict[str, object]:
-    """Cancel while a block computes: the run ends before the next block, and the next run is not affected."""
+    """Cancel while a block computes: the run ends before the next block.
+
+    The next run is not affected.
+    """
     guider, sampler = side.ours(), comfy.samplers.sampler_object("heun")
     whole = sampled(guider, sampler, _simple())
     visited = []
@@ -450,7 +538,9 @@ def interrupt_case(side: Side) -> dict[str, object]:
         if len(visited) == 3:
             comfy.model_management.interrupt_current_processing(True)
 
-    engine = guider.model_patcher.model.pair.engine(guider.model_patcher.policy, torch.device("cpu"))
+    engine = guider.model_patcher.model.pair.engine(
+        guider.model_patcher.policy, torch.device("cpu")
+    )
     hooks = [block.register_forward_hook(cancel) for block in engine.models["high"].blocks]
     try:
         sampled(guider, sampler, _simple())
@@ -485,7 +575,7 @@ def error_case(side: Side) -> dict[str, object]:
 
 
 def evicted_case(side: Side) -> dict[str, object]:
-    """A preview that loads its VAE in the middle of a run, into memory that there is too little of."""
+    """A preview that loads its VAE in the middle of a run, into too little memory."""
     guider, sampler = side.ours(), comfy.samplers.sampler_object("euler")
     whole = sampled(guider, sampler, _simple())
     patcher, cpu = guider.model_patcher, torch.device("cpu")
@@ -507,7 +597,7 @@ def evicted_case(side: Side) -> dict[str, object]:
 
 
 def random_state_case(side: Side) -> dict[str, object]:
-    """Random state is restored after a trial in which a sampler draws and seeds, also if the trial fails."""
+    """Random state is restored after a trial in which a sampler draws and seeds, or which fails."""
     before = _state()
 
     def draw() -> None:
@@ -530,13 +620,25 @@ def foreign_case(side: Side) -> dict[str, object]:
     """A sampler of another pack: never tried beforehand, and right all the same."""
     runs = []
 
-    def midpoint(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
+    def midpoint(
+        model: Any,
+        x: torch.Tensor,
+        sigmas: torch.Tensor,
+        extra_args: Any,
+        callback: Any,
+        disable: bool,
+    ):
         runs.append(1)
         ones = x.new_ones([len(x)])
         for now, then in pairwise(sigmas):
             slope = (x - model(x, now * ones, **extra_args)) / now
             middle = (now + then) / 2
-            x = x + (then - now) * (x - model(x + (middle - now) * slope, middle * ones, **extra_args)) / middle
+            x = (
+                x
+                + (then - now)
+                * (x - model(x + (middle - now) * slope, middle * ones, **extra_args))
+                / middle
+            )
         return x
 
     sampler, guider, theirs = comfy.samplers.KSAMPLER(midpoint), side.ours(), side.theirs()
@@ -557,10 +659,12 @@ def foreign_case(side: Side) -> dict[str, object]:
 
 
 def core_nodes_case(side: Side) -> dict[str, object]:
-    """The samplers that ComfyUI's own nodes make, with functions among their options or from other modules."""
+    """The samplers of ComfyUI's own nodes, with functions as options or from other modules."""
     basic = nodes_custom_sampler
     samplers = {
-        "er_sde": _results(basic.SamplerER_SDE, solver_type="ER-SDE", max_stage=3, eta=1.0, s_noise=1.0),
+        "er_sde": _results(
+            basic.SamplerER_SDE, solver_type="ER-SDE", max_stage=3, eta=1.0, s_noise=1.0
+        ),
         "sa_solver": _results(
             basic.SamplerSASolver,
             model=side.natives["high"],
@@ -573,7 +677,9 @@ def core_nodes_case(side: Side) -> dict[str, object]:
             use_pece=False,
             simple_order_2=False,
         ),
-        "euler_cfg_pp alternative": _results(nodes_advanced_samplers.SamplerEulerCFGpp, version="alternative"),
+        "euler_cfg_pp alternative": _results(
+            nodes_advanced_samplers.SamplerEulerCFGpp, version="alternative"
+        ),
     }
     found = {}
     for name, (sampler,) in samplers.items():
@@ -587,7 +693,10 @@ def core_nodes_case(side: Side) -> dict[str, object]:
 
 
 def _write_small_vae() -> bool:
-    """The small VAE of previews, with random weights; False for a ComfyUI that has none for Wan yet."""
+    """The small VAE of previews, with random weights.
+
+    False for a ComfyUI that has none for Wan yet.
+    """
     if find_spec("comfy.taesd.taehv") is None:
         return False
     from comfy.taesd.taehv import TAEHV
@@ -600,7 +709,7 @@ def _write_small_vae() -> bool:
 
 
 def preview_case(side: Side) -> dict[str, object]:
-    """Previews that ComfyUI's sampling node and our progress bar send to the browser, for each preview method."""
+    """Previews that ComfyUI's sampling node and our progress bar send to the browser, by method."""
     shown: dict[str, list[object]] = {}
     methods = latent_preview.LatentPreviewMethod
     there = _write_small_vae()
@@ -608,41 +717,78 @@ def preview_case(side: Side) -> dict[str, object]:
         comfy.cli_args.args.preview_method = method
         sizes = shown[method.value] = []
 
-        def saw(done: int, total: int, preview: Any, *_: Any, sizes: list[object] = sizes, **__: Any) -> None:
+        def saw(
+            done: int, total: int, preview: Any, *_: Any, sizes: list[object] = sizes, **__: Any
+        ) -> None:
             sizes.append([done, total, preview and [preview[0], *preview[1].size]])
 
         comfy.utils.set_progress_bar_global_hook(saw)
-        noise, latent = nodes_custom_sampler.Noise_RandomNoise(SEED), {"samples": torch.zeros(SHAPE)}
+        noise, latent = (
+            nodes_custom_sampler.Noise_RandomNoise(SEED),
+            {"samples": torch.zeros(SHAPE)},
+        )
         euler = comfy.samplers.sampler_object("euler")
         inputs = {"noise": noise, "guider": side.ours(), "sampler": euler, "sigmas": _simple()[:4]}
-        out, denoised = _results(nodes_custom_sampler.SamplerCustomAdvanced, **inputs, latent_image=latent)
-        bar = current_host().progress(4, None)
+        out, denoised = _results(
+            nodes_custom_sampler.SamplerCustomAdvanced, **inputs, latent_image=latent
+        )
+        bar = current_host().events.progress(4, None)
         bar.update(1, _normal(*SHAPE, seed=6))
         bar.update(4)
     comfy.cli_args.args.preview_method = methods.Latent2RGB
     wan22 = shown["48 channels"] = []
-    comfy.utils.set_progress_bar_global_hook(lambda done, total, preview, *_, **__: wan22.append(preview[1].size))
-    current_host().progress(4, None).update(1, _normal(1, 48, 2, 4, 3, seed=6))
+    comfy.utils.set_progress_bar_global_hook(
+        lambda done, total, preview, *_, **__: wan22.append(preview[1].size)
+    )
+    current_host().events.progress(4, None).update(1, _normal(1, 48, 2, 4, 3, seed=6))
     comfy.utils.set_progress_bar_global_hook(None)
     kept = out["samples"], denoised["samples"]
-    return {**shown, "shapes": [list(each.shape) for each in kept], "finite": [bool(e.isfinite().all()) for e in kept]}
+    return {
+        **shown,
+        "shapes": [list(each.shape) for each in kept],
+        "finite": [bool(e.isfinite().all()) for e in kept],
+    }
 
 
 def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object]]:
     """Refused inputs, each as a call that must raise."""
-    euler, upscale = comfy.samplers.sampler_object("euler"), nodes_advanced_samplers.SamplerLCMUpscale
+    euler, upscale = (
+        comfy.samplers.sampler_object("euler"),
+        nodes_advanced_samplers.SamplerLCMUpscale,
+    )
     (resizing,) = _results(upscale, scale_ratio=2.0, scale_steps=-1, upscale_method="bilinear")
     karras = comfy.k_diffusion.sampling.get_sigmas_karras(STEPS, 0.03, 14.6)
     control = [[side.positive[0][0], {"control": object()}]]
     parts = torch.nested.nested_tensor([torch.zeros(SHAPE[1:]), torch.zeros(8, 10, 1, 1)])
 
-    def per_sample(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
+    def per_sample(
+        model: Any,
+        x: torch.Tensor,
+        sigmas: torch.Tensor,
+        extra_args: Any,
+        callback: Any,
+        disable: bool,
+    ):
         return model(x, torch.linspace(0.9, 0.8, len(x)), **extra_args)
 
-    def broken(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
+    def broken(
+        model: Any,
+        x: torch.Tensor,
+        sigmas: torch.Tensor,
+        extra_args: Any,
+        callback: Any,
+        disable: bool,
+    ):
         return model(x * float("nan"), sigmas[:1], **extra_args)
 
-    def curious(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
+    def curious(
+        model: Any,
+        x: torch.Tensor,
+        sigmas: torch.Tensor,
+        extra_args: Any,
+        callback: Any,
+        disable: bool,
+    ):
         return model.inner_model.inner_model.diffusion_model(x)
 
     def of(function: Any) -> Any:
@@ -694,7 +840,10 @@ def answers(folder: str) -> dict[str, object]:
     text, image = Side(Path(folder), "t2v"), Side(Path(folder), "i2v")
     cases: dict[str, Callable[[], object]] = {
         **{f"sampler {n}": partial(sampler_case, text, n) for n in comfy.samplers.SAMPLER_NAMES},
-        **{f"schedule {n}": partial(schedule_case, text, n) for n in current_host().schedule_names()},
+        **{
+            f"schedule {n}": partial(schedule_case, text, n)
+            for n in current_host().models.schedule_names()
+        },
         **{
             f"cfg {guidance} {n}": partial(cfg_case, text, guidance, n)
             for guidance in ((1.0, 1.0), (1.0, 3.0), (4.0, 1.0))
@@ -708,9 +857,14 @@ def answers(folder: str) -> dict[str, object]:
         **{
             name.removesuffix("_case"): partial(case, text)
             for name, case in globals().items()
-            if name.endswith("_case") and list(inspect.signature(case).parameters) == ["side"] and "image" not in name
+            if name.endswith("_case")
+            and list(inspect.signature(case).parameters) == ["side"]
+            and "image" not in name
         },
-        **{f"refused {n}": partial(_refusal, call) for n, call in refused_cases(text, image).items()},
+        **{
+            f"refused {n}": partial(_refusal, call)
+            for n, call in refused_cases(text, image).items()
+        },
         **{f"settings {n}": case for n, case in settings_cases(text).items()},
         "odd image": partial(odd_image_case, image),
         "image": partial(image_case, image, 1, 1),

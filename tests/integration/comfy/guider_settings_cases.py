@@ -1,4 +1,7 @@
-"""Runs in ComfyUI's own Python, as `guider_cases` does: the guider with a cache, more guidance and context windows."""
+"""Runs in ComfyUI's own Python, as `guider_cases` does.
+
+The guider has a cache, more guidance and context windows.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,14 @@ from guider_cases import (
 from wanstream.host import current_host
 from wanstream.host.auto_policy import AutoPlanner
 from wanstream.plan import AutoOffload
-from wanstream.plan.visits import SkipRule
-from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.sampling.cache.calibrate import calibrate
+from wanstream.plan.programs.visits import SkipRule
+from wanstream.sampling import denoise
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
-from wanstream.sampling.inputs.request import Guidance
+from wanstream.sampling.calibrate import calibrate
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps.guidance import Guidance
 from wanstream.schema import OffloadPolicy
-from wanstream.schema.context_windows import ContextWindows
+from wanstream.shapes.context_windows import ContextWindows
 from wanstream.wan import Nag
 
 LONG = (1, 16, 7, 8, 6)
@@ -43,19 +47,27 @@ HELD = Guidance(steps=(4.0, 1.0), nag=Nag(scale=5.0))
 
 
 def run_long(guider: Any, name: str = "euler", **run: Any) -> torch.Tensor:
-    return sampled(guider, comfy.samplers.sampler_object(name), _simple(name), latent=torch.zeros(LONG), **run)
+    return sampled(
+        guider, comfy.samplers.sampler_object(name), _simple(name), latent=torch.zeros(LONG), **run
+    )
 
 
 def request_of(side: Side, **more: Any) -> DenoiseRequest:
     noise = comfy.sample.prepare_noise(torch.zeros(LONG), SEED)
     texts = {"negative": side.negative[0][0], "guidance": GUIDANCE, "boundary_ratio": BOUNDARY}
-    return DenoiseRequest(noise, side.positive[0][0], sigmas=_simple(), solver="euler", **texts, **more)
+    return DenoiseRequest(
+        noise, side.positive[0][0], sigmas=_simple(), solver="euler", **texts, **more
+    )
 
 
 def magnitudes(side: Side) -> MagCache:
-    pair = current_host().experts(side.ref)
-    table = calibrate(request_of(side), partial(denoise, pair, policy=LAYERWISE, device="cpu"), source="a test")
-    return MagCache(table=table, rule=SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.0))
+    pair = current_host().models.experts(side.ref)
+    table = calibrate(
+        request_of(side), partial(denoise, pair, policy=LAYERWISE, device="cpu"), source="a test"
+    )
+    return MagCache(
+        table=table, rule=SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.0)
+    )
 
 
 def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, object]:
@@ -65,16 +77,20 @@ def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, obj
     result = run_long(guider)
     guidance = settings.pop("guidance", Guidance())
     run = denoise(
-        current_host().experts(side.ref),
+        current_host().models.experts(side.ref),
         request_of(side, guidance_steps=guidance.steps, nag=guidance.nag, **settings),
         policy=LAYERWISE,
         device="cpu",
     )
     raw = guider.model_patcher.model.process_latent_out(run.latents)
     plain = run_long(side.ours())
-    # Not the bytes: which call a fetch lies in that was on its way when blocks were left out is chance.
+    # Not the bytes: which call a fetch lies in that was on its way when blocks were left out is
+    # chance.
     names = ("expert", "sigma", "skipped_lanes", "skipped_visits")
-    steps = [[[asdict(step)[name] for name in names] for step in each.timeline.steps] for each in (guider, run)]
+    steps = [
+        [[asdict(step)[name] for name in names] for step in each.timeline.steps]
+        for each in (guider, run)
+    ]
     return {
         "difference": _difference(result, raw),
         "effect": _difference(result, plain),
@@ -94,11 +110,17 @@ def nothing_changes_case(side: Side) -> dict[str, object]:
         "windows": {"windows": ContextWindows(frames=7, overlap=0)},
     }
     # The list is the pair's where the experts change after three steps.
-    return {name: torch.equal(run_long(side.ours(**settings), "heun"), plain) for name, settings in silent.items()}
+    return {
+        name: torch.equal(run_long(side.ours(**settings), "heun"), plain)
+        for name, settings in silent.items()
+    }
 
 
 def many_calls_case(side: Side) -> dict[str, object]:
-    """All settings together in a sampler that calls twice in a step, predicted and not; and it can run again."""
+    """All settings together in a sampler that calls twice in a step, predicted and not.
+
+    And it can run again.
+    """
     settings = {"cache": SOME, "windows": WINDOWS, "guidance": HELD}
     guider = side.ours(**settings)
     first, again = run_long(guider, "heun"), run_long(guider, "heun")
@@ -123,14 +145,17 @@ def no_steps_case(side: Side) -> bool:
 
 def _nag_left(side: Side) -> bool:
     """Return True if the blocks still guide two texts."""
-    models = current_host().experts(side.ref).engine(LAYERWISE, torch.device("cpu")).models
+    models = current_host().models.experts(side.ref).engine(LAYERWISE, torch.device("cpu")).models
     return models.settings.nag is not None
 
 
 def held_beside_negative_case(side: Side) -> dict[str, object]:
     """NAG in a sampler that reads the negative where guidance is 1: its own lane holds nothing."""
     ones = (1.0, 1.0)
-    off, on = (run_long(side.ours(ones, guidance=Guidance(nag=nag)), "euler_cfg_pp") for nag in (None, Nag(scale=5.0)))
+    off, on = (
+        run_long(side.ours(ones, guidance=Guidance(nag=nag)), "euler_cfg_pp")
+        for nag in (None, Nag(scale=5.0))
+    )
     return {"effect": _difference(on, off), "finite": bool(on.isfinite().all())}
 
 
@@ -153,39 +178,52 @@ def room_case(side: Side) -> dict[str, object]:
 def first_stays_case(side: Side) -> dict[str, object]:
     """A first-block cache keeps its block, also under a policy that the planner chose."""
     whole = run_long(side.ours(cache=SOME))
-    machine, before = _slow_machine(), current_host().planner
-    current_host().free_experts()
-    current_host().planner = AutoPlanner(lambda *_: machine)
+    machine, before = _slow_machine(), current_host().memory.planner
+    current_host().open_experts.free()
+    current_host().memory.planner = AutoPlanner(lambda *_: machine)
     try:
         guider = side.ours(cache=SOME, policy=AutoOffload())
         chosen = run_long(guider)
     finally:
-        current_host().planner = before
-        current_host().free_experts()
-    return {"equal": torch.equal(whole, chosen), "keeps": guider.model_patcher.policy.pin_first_block}
+        current_host().memory.planner = before
+        current_host().open_experts.free()
+    return {
+        "equal": torch.equal(whole, chosen),
+        "keeps": guider.model_patcher.policy.pin_first_block,
+    }
 
 
 def predicted_skips_case(side: Side) -> dict[str, object]:
     """Prediction announced for a run with the magnitude cache."""
-    reported, before = [], current_host().planner
+    reported, before = [], current_host().memory.planner
     cache = magnitudes(side)
-    current_host().free_experts()
-    current_host().planner = AutoPlanner(stored=lambda *_: _slow_machine())
-    current_host().announce = lambda event, payload: (
+    current_host().open_experts.free()
+    current_host().memory.planner = AutoPlanner(stored=lambda *_: _slow_machine())
+    current_host().events.announce = lambda event, payload: (
         reported.append(payload["predicted"]) if event == "wanstream.begin" else None
     )
     guider = side.ours(cache=cache)
     try:
         run_long(guider)
     finally:
-        current_host().planner = before
-        del current_host().announce
+        current_host().memory.planner = before
+        del current_host().events.announce
     predicted = [step["skipped_visits"] for step in reported[0]["steps"]]
-    return {"predicted": predicted, "found": [step.skipped_visits for step in guider.timeline.steps]}
+    return {
+        "predicted": predicted,
+        "found": [step.skipped_visits for step in guider.timeline.steps],
+    }
 
 
 def _refused(side: Side) -> dict[str, Callable[[], object]]:
-    def foreign(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
+    def foreign(
+        model: Any,
+        x: torch.Tensor,
+        sigmas: torch.Tensor,
+        extra_args: Any,
+        callback: Any,
+        disable: bool,
+    ):
         return model(x, sigmas[:1], **extra_args)
 
     def run(name: str = "euler", **settings: Any) -> Callable[[], object]:
@@ -201,7 +239,9 @@ def _refused(side: Side) -> dict[str, Callable[[], object]]:
 
     def of_another_pack() -> object:
         sampler = comfy.samplers.KSAMPLER(foreign)
-        return sampled(side.ours(cache=magnitudes(side)), sampler, _simple(), latent=torch.zeros(LONG))
+        return sampled(
+            side.ours(cache=magnitudes(side)), sampler, _simple(), latent=torch.zeros(LONG)
+        )
 
     return {
         "guidance list too long": run(guidance=Guidance(steps=(4.0,) * 7)),
@@ -210,7 +250,9 @@ def _refused(side: Side) -> dict[str, Callable[[], object]]:
         "magnitudes, two calls": by_magnitudes("heun"),
         "magnitudes, other levels": part,
         "magnitudes, sampler of another pack": of_another_pack,
-        "magnitudes, moving windows": lambda: run_long(side.ours(cache=magnitudes(side), windows=WINDOWS)),
+        "magnitudes, moving windows": lambda: run_long(
+            side.ours(cache=magnitudes(side), windows=WINDOWS)
+        ),
     }
 
 

@@ -10,10 +10,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def load_pack() -> None:
-    """Import the pack as `wanstream`, once, independent of the location and the name of its folder."""
+    """Import the pack as `wanstream`, once, whatever the location and the name of its folder."""
     if "wanstream" in sys.modules:
         return
-    spec = spec_from_file_location("wanstream", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    spec = spec_from_file_location(
+        "wanstream", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
     module = module_from_spec(spec)
     sys.modules["wanstream"] = module
     spec.loader.exec_module(module)

@@ -1,7 +1,8 @@
-"""Runs in ComfyUI's own Python: its memory manager loads and evicts our experts on a simulated device.
+"""Runs in ComfyUI's Python: its memory manager loads and evicts our experts on a simulated device.
 
-`answers(high, low)` returns one JSON value per case, for experts of 12 blocks; `test_memory.py` checks the values.
-Each case sets the capacity of the device in bytes, and loaded models use it up; the experts compute on the CPU.
+`answers(high, low)` returns one JSON value per case, for experts of 12 blocks; `test_memory.py`
+checks the values. Each case sets the capacity of the device in bytes, and loaded models use it up;
+the experts compute on the CPU.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from native_families import results_of
 
 load_pack()
 from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
-from wanstream.host.comfy.adapter import ComfyHost  # noqa: E402
+from wanstream.host.comfy.adapter.comfy_host import ComfyHost  # noqa: E402
+from wanstream.host.comfy.experts.patcher import make_room_for_probes  # noqa: E402
 from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
 from wanstream.nodes.runs.decode import (  # noqa: E402
     DecodeSettings,
     TileNotes,
     _first_tiling,
 )
-from wanstream.plan import AutoOffload, Machine, OffloadJob  # noqa: E402
-from wanstream.sampling import (  # noqa: E402
-    DenoiseRequest,
-    denoise,
-    offload_job,
-    working_bytes,
-)
+from wanstream.plan import AutoOffload, Bus, Machine  # noqa: E402
+from wanstream.plan.programs import BlockSize  # noqa: E402
+from wanstream.sampling import denoise, lane_names, run_shape, working_bytes  # noqa: E402
+from wanstream.sampling.cache import Stage  # noqa: E402
+from wanstream.sampling.inputs import DenoiseRequest  # noqa: E402
+from wanstream.sampling.steps import Side  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
-from wanstream.schema.refs import ExpertsRef  # noqa: E402
+from wanstream.schema.refs.experts import ExpertsRef  # noqa: E402
+from wanstream.shapes import RunShape  # noqa: E402
 from wanstream.wan.experts.open import open_pair  # noqa: E402
 from wanstream.wan.vae.memory import DecodeNeeds  # noqa: E402
 
@@ -51,11 +53,18 @@ WORKING = 3 * 2**30
 SCALE = 1000
 """A tiny block counts as 0.8 GB: ComfyUI's own margins are of that size."""
 UNGUIDED = {"high": (0,), "low": (0,)}
-BLOCK_SWAP, LAYERWISE, RESIDENT = OffloadPolicy.block_swap(6), OffloadPolicy.layerwise(1), OffloadPolicy.resident()
+BLOCK_SWAP, LAYERWISE, RESIDENT = (
+    OffloadPolicy.block_swap(6),
+    OffloadPolicy.layerwise(1),
+    OffloadPolicy.resident(),
+)
 
 
 class OnCpu:
-    """A pair that ComfyUI takes for one on the made-up device, and every byte of it for a thousand (SCALE)."""
+    """A pair that ComfyUI takes for one on the made-up device.
+
+    Every byte of it counts as a thousand (SCALE).
+    """
 
     def __init__(self, pair: Any) -> None:
         self._pair = pair
@@ -140,7 +149,9 @@ class World:
 
     @property
     def taken(self) -> int:
-        return sum(pair.loaded_bytes for pair in self.pairs) + sum(n.loaded_size() for n in self.neighbours)
+        return sum(pair.loaded_bytes for pair in self.pairs) + sum(
+            n.loaded_size() for n in self.neighbours
+        )
 
     def free(self, dev: object = None, torch_free_too: bool = False) -> Any:
         free = self.capacity - self.taken
@@ -152,7 +163,7 @@ class World:
         return self.neighbours[-1]
 
     def load(self, policy: OffloadPolicy, ref: ExpertsRef | None = None) -> Any:
-        return self.host.load_experts(ref or self.ref, policy, working_bytes=WORKING)
+        return self.host.models.load_experts(ref or self.ref, policy, working_bytes=WORKING)
 
     def run(self, policy: OffloadPolicy, ref: ExpertsRef | None = None, on_step: Any = None) -> Any:
         loaded = self.load(policy, ref)
@@ -162,7 +173,7 @@ class World:
         return denoise(loaded.pair, request, policy=loaded.policy, device="cpu", on_step=on_step)
 
     def planned(self, policy: OffloadPolicy) -> int:
-        return int(self.host.experts(self.ref).device_bytes(policy))
+        return int(self.host.models.experts(self.ref).device_bytes(policy))
 
     @property
     def block(self) -> int:
@@ -175,7 +186,9 @@ class World:
 
 
 @contextmanager
-def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> Iterator[tuple[World, list[str]]]:
+def world(
+    files: tuple[str, str], capacity: int = PLENTY, **settings: Any
+) -> Iterator[tuple[World, list[str]]]:
     """A world with these settings of the memory manager, and the messages of our log in it."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -183,7 +196,11 @@ def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> It
     log = logging.getLogger("wanstream.memory")
     made = World(*files, capacity)
     settings = {"vram_state": mm.VRAMState.NORMAL_VRAM, "MIN_WEIGHT_MEMORY_RATIO": 0.0, **settings}
-    settings |= {"get_free_memory": made.free, "get_torch_device": lambda: GPU, "current_loaded_models": []}
+    settings |= {
+        "get_free_memory": made.free,
+        "get_torch_device": lambda: GPU,
+        "current_loaded_models": [],
+    }
     before = {name: getattr(mm, name) for name in settings}
     for name, value in settings.items():
         setattr(mm, name, value)
@@ -193,7 +210,7 @@ def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> It
         yield made, messages
     finally:
         log.removeHandler(handler)
-        made.host.free_experts()
+        made.host.open_experts.free()
         for name, value in before.items():
             setattr(mm, name, value)
 
@@ -209,14 +226,16 @@ def case(function: Callable[[Files], Any]) -> Callable[[Files], Any]:
 
 @case
 def room_for_what_is_planned(files: Files) -> Any:
-    """A neighbour, and as much room as ComfyUI wants for our plan: 0, or a thousand bytes too few."""
+    """A neighbour, and the room that ComfyUI wants for our plan: 0 or a thousand bytes too few."""
     found = []
     for short in (0, 1000):
         with world(files) as (here, _):
             neighbour = here.neighbour(2**30)
             here.capacity = 2**30 + int(here.planned(BLOCK_SWAP) * 1.1 + here.wanted) + 1 - short
             loaded = here.load(BLOCK_SWAP)
-            found.append([loaded.policy == BLOCK_SWAP, 2**30 - neighbour.loaded_size(), str(loaded.device)])
+            found.append(
+                [loaded.policy == BLOCK_SWAP, 2**30 - neighbour.loaded_size(), str(loaded.device)]
+            )
     return found
 
 
@@ -245,7 +264,9 @@ def evicted_block_by_block(files: Files) -> Any:
         whole = here.run(BLOCK_SWAP)
         full, found = here.pair.loaded_bytes, []
         for blocks in (0.5, 4.5, 7.5):
-            here.capacity = here.taken + int(2**30 * 1.1 + mm.minimum_inference_memory() - blocks * here.block)
+            here.capacity = here.taken + int(
+                2**30 * 1.1 + mm.minimum_inference_memory() - blocks * here.block
+            )
             neighbour = here.neighbour(2**30)
             left = here.pair.loaded_bytes
             listed = len(mm.current_loaded_models)
@@ -260,7 +281,9 @@ def evicted_block_by_block(files: Files) -> Any:
                     "back": here.pair.loaded_bytes == full,
                 }
             )
-            mm.current_loaded_models[:] = [m for m in mm.current_loaded_models if m.model is not neighbour]
+            mm.current_loaded_models[:] = [
+                m for m in mm.current_loaded_models if m.model is not neighbour
+            ]
             here.neighbours.clear()
         return {"found": found, "messages": messages}
 
@@ -271,7 +294,10 @@ def evicted_as_a_whole(files: Files) -> Any:
         first = here.run(BLOCK_SWAP)
         here.capacity = int(2**31 * 1.1 + mm.minimum_inference_memory()) + 1
         neighbour = here.neighbour(2**31)
-        found: dict[str, Any] = {"left": here.pair.loaded_bytes, "listed": len(mm.current_loaded_models)}
+        found: dict[str, Any] = {
+            "left": here.pair.loaded_bytes,
+            "listed": len(mm.current_loaded_models),
+        }
         here.capacity = PLENTY
         found["equal"] = torch.equal(here.run(BLOCK_SWAP).latents, first.latents)
         found["neighbour"] = neighbour.loaded_size() == 2**31
@@ -283,7 +309,7 @@ def evicted_as_a_whole(files: Files) -> Any:
 
 @case
 def flags(files: Files) -> Any:
-    """Policy loaded into half of the free memory that it needs, and residency after another small model loads."""
+    """Policy in half of the free memory that it needs, and residency after a small model loads."""
     states = mm.VRAMState
     settings: dict[str, dict[str, Any]] = {
         "normal": {},
@@ -302,7 +328,11 @@ def flags(files: Files) -> Any:
             here.capacity = PLENTY
             here.neighbour(1000)
             found[name] = {
-                "policy": [loaded.policy.kind, loaded.policy.blocks_to_swap, loaded.policy.prefetch_blocks],
+                "policy": [
+                    loaded.policy.kind,
+                    loaded.policy.blocks_to_swap,
+                    loaded.policy.prefetch_blocks,
+                ],
                 "same again": reloaded.policy == loaded.policy,
                 "stays": here.pair.loaded_bytes > 0,
                 "messages": messages,
@@ -312,7 +342,10 @@ def flags(files: Files) -> Any:
 
 @case
 def reserve_counts(files: Files) -> Any:
-    """Policy loaded with a reserve of several blocks, on a device with free memory for exactly the requested policy."""
+    """Policy loaded with a reserve of several blocks.
+
+    The device has free memory for exactly the requested policy.
+    """
     found = []
     for blocks in (0, 2, 20):
         with world(files) as (here, _):
@@ -327,13 +360,16 @@ def reserve_counts(files: Files) -> Any:
 
 @case
 def room_that_comes_back(files: Files) -> Any:
-    """Less free memory, then plenty again: the policy of each load, and the equality of the latents."""
+    """Less free memory, then plenty again: the policy of each load, and equality of latents."""
     with world(files) as (here, _):
         kinds, latents = [], []
         for policy in (BLOCK_SWAP, OffloadPolicy.block_swap(10), LAYERWISE, BLOCK_SWAP):
-            here.capacity = PLENTY if policy is BLOCK_SWAP else int(here.planned(policy) + here.wanted) + 1
+            here.capacity = (
+                PLENTY if policy is BLOCK_SWAP else int(here.planned(policy) + here.wanted) + 1
+            )
             if policy is not BLOCK_SWAP:
-                mm.unload_all_models()  # older versions of ComfyUI do not shrink a model that is loaded already
+                # Older versions of ComfyUI do not shrink a model that is loaded already.
+                mm.unload_all_models()
             latents.append(here.run(BLOCK_SWAP).latents)
             kinds.append(here.load(BLOCK_SWAP).policy == policy)
         here.load(BLOCK_SWAP)
@@ -359,9 +395,14 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
             self.model.device = device_to
 
     with ExitStack() as stack:
-        if "comfy_aimdo.host_buffer" in sys.modules and sys.modules["comfy_aimdo.control"].lib is None:
+        if (
+            "comfy_aimdo.host_buffer" in sys.modules
+            and sys.modules["comfy_aimdo.control"].lib is None
+        ):
             # Without a GPU, the library for pinned buffers is not loaded.
-            stack.enter_context(patch("comfy_aimdo.host_buffer.HostBuffer", lambda *_: SimpleNamespace(size=0)))
+            stack.enter_context(
+                patch("comfy_aimdo.host_buffer.HostBuffer", lambda *_: SimpleNamespace(size=0))
+            )
         here, messages = stack.enter_context(world(files))
         here.run(BLOCK_SWAP)
         full = here.pair.loaded_bytes
@@ -379,13 +420,16 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
 
 @case
 def other_experts(files: Files) -> Any:
-    """List of loaded models after other experts were loaded, also while a guider still references the first ones."""
+    """List of loaded models after other experts were loaded.
+
+    One of the cases is a guider that still references the first ones.
+    """
     with world(files) as (here, _):
         first = here.run(LAYERWISE).latents
         here.load(LAYERWISE, here.other)
         listed = [m.model.ref.high_noise.parent.name for m in mm.current_loaded_models]
         taken = [pair.loaded_bytes > 0 for pair in here.pairs]
-        guider = here.host.patcher(here.ref, BLOCK_SWAP, flow_shift=5.0)
+        guider = here.host.open_experts.patcher(here.ref, BLOCK_SWAP, flow_shift=5.0)
         for _turn in range(2):
             mm.load_models_gpu([guider])
             shift = guider.model.model_sampling.shift
@@ -403,7 +447,9 @@ def other_experts(files: Files) -> Any:
             "dead": dead,
             "guider": [current.policy == BLOCK_SWAP, current.pair is here.pair, shift],
             "after": [m.model.ref.high_noise.parent.name for m in mm.current_loaded_models],
-            "default shift": here.host.patcher(here.ref, LAYERWISE).model.model_sampling.shift,
+            "default shift": here.host.open_experts.patcher(
+                here.ref, LAYERWISE
+            ).model.model_sampling.shift,
             "equal": torch.equal(again.latents, first),
         }
 
@@ -431,10 +477,10 @@ def pins(files: Files) -> Any:
         counts["every model is asked"] = not hasattr(mm, "models_for_pin_eviction")
         for gone in (
             mm.unload_all_models,
-            here.host.free_experts,
+            here.host.open_experts.free,
             lambda: here.load(LAYERWISE, here.other),
-            here.host.free_experts,
-            lambda: here.host.patcher(here.other, LAYERWISE),
+            here.host.open_experts.free,
+            lambda: here.host.open_experts.patcher(here.other, LAYERWISE),
         ):
             here.load(pinned)
             here.pair.locked = 5000
@@ -447,11 +493,13 @@ def pins(files: Files) -> Any:
 
 @case
 def evicted_while_running(files: Files) -> Any:
-    """A request for all memory in the middle of a run: the listed models after it, and the bytes that they free."""
+    """A request for all memory in mid-run: the models listed after it, and the bytes they free."""
     found = {}
     for name, setting in {"smart": {}, "not smart": {"DISABLE_SMART_MEMORY": True}}.items():
         if setting and "pins_required" not in signature(mm.free_memory).parameters:
-            found[name] = None  # ComfyUI 0.3.64 drops every model then, without a request to free memory
+            found[name] = (
+                None  # ComfyUI 0.3.64 drops every model then, without a request to free memory
+            )
             continue
         with world(files, **setting) as (here, messages):
 
@@ -463,17 +511,25 @@ def evicted_while_running(files: Files) -> Any:
             listed = len(mm.current_loaded_models)
             mm.unload_all_models()
             equal = torch.equal(whole.latents, disturbed.latents)
-            found[name] = {"equal": equal, "listed": listed, "left": here.pair.loaded_bytes, "messages": messages[0]}
+            found[name] = {
+                "equal": equal,
+                "listed": listed,
+                "left": here.pair.loaded_bytes,
+                "messages": messages[0],
+            }
     return found
 
 
 @case
 def experts_of_a_guider_that_is_gone(files: Files) -> Any:
-    """List of loaded models after a new guider, a refused policy, and the deletion of a guider with other experts."""
+    """List of loaded models after a new guider, a refused policy, and a deletion.
+
+    The deleted guider has other experts.
+    """
     with world(files) as (here, _):
-        guider = here.host.patcher(here.other, BLOCK_SWAP, flow_shift=5.0)
+        guider = here.host.open_experts.patcher(here.other, BLOCK_SWAP, flow_shift=5.0)
         here.run(LAYERWISE)
-        here.host.patcher(here.other, LAYERWISE)  # made, and not loaded yet
+        here.host.open_experts.patcher(here.other, LAYERWISE)  # made, and not loaded yet
         try:
             here.load(OffloadPolicy.block_swap(99))
         except ValueError as err:
@@ -484,7 +540,11 @@ def experts_of_a_guider_that_is_gone(files: Files) -> Any:
         del guider
         found.append(len(mm.current_loaded_models))
         mm.unload_all_models()
-        return {"listed": found, "left": [pair.loaded_bytes for pair in here.pairs], "refused": refused}
+        return {
+            "listed": found,
+            "left": [pair.loaded_bytes for pair in here.pairs],
+            "refused": refused,
+        }
 
 
 @case
@@ -516,7 +576,10 @@ def out_of_memory(files: Files) -> Any:
 
 @case
 def short_of_memory_in_a_step(files: Files) -> Any:
-    """Out of memory twice in one run: the list of loaded models, the loaded bytes, and the policy of the next load."""
+    """Out of memory twice in one run.
+
+    The values are the list of loaded models, the loaded bytes, and the policy of the next load.
+    """
     with world(files) as (here, _):
         whole = here.run(BLOCK_SWAP)
         uses = iter(range(10**6))
@@ -544,17 +607,18 @@ def short_of_memory_in_a_step(files: Files) -> Any:
 
 @case
 def chosen_by_the_planner(files: Files) -> Any:
-    """Resident blocks of the chosen policy next to an evictable neighbour, with a reserve of zero or four blocks."""
+    """Resident blocks of the chosen policy next to an evictable neighbour.
+
+    The reserve is zero or four blocks.
+    """
     found = []
     machine = Machine(
         name="made up",
         origin="made up",
-        computes_on="cuda",
         vram_bytes=PLENTY,
         ram_bytes=10**12,
-        h2d_bytes_per_s=1e6,  # so slow that as many blocks as fit are resident
-        h2d_pageable_bytes_per_s=1e6,
-        d2h_bytes_per_s=1e6,
+        # So slow that as many blocks as fit are resident.
+        bus=Bus(h2d_bytes_per_s=1e6, h2d_pageable_bytes_per_s=1e6, d2h_bytes_per_s=1e6),
         disk_bytes_per_s=1e6,
         flops_per_s=1e12,
         decode_bytes_per_s=1e12,
@@ -565,61 +629,79 @@ def chosen_by_the_planner(files: Files) -> Any:
         with world(files) as (here, _):
             here.host = ComfyHost(here._open, AutoPlanner(lambda *_: machine))
             here.neighbour(2**30)
-            pair = here.host.experts(here.ref)
+            pair = here.host.models.experts(here.ref)
             here.capacity = int(here.planned(BLOCK_SWAP) + mm.minimum_inference_memory() + 2**29)
             mm.EXTRA_RESERVED_VRAM += reserve * here.block
             experts = ["high"] * 4 + ["low"] * 4
-            job = _scaled(offload_job(pair, (1, 16, 1, 4, 4), GPU, experts_of_steps=experts, sides=UNGUIDED))
-            choice = here.host.choose_policy(here.ref, AutoOffload(), job)
-            loaded = here.host.load_experts(here.ref, choice.policy, working_bytes=0)
+            names = lane_names(1, (Side.POSITIVE,))
+            lanes = {step: (Stage(expert), names) for step, expert in enumerate(experts)}
+            shape = _scaled(run_shape(pair, (1, 16, 1, 4, 4), GPU, lanes=lanes, sides=UNGUIDED))
+            choice = here.host.memory.choose_policy(pair, here.ref, AutoOffload(), shape)
+            loaded = here.host.models.load_experts(here.ref, choice.policy, working_bytes=0)
             mm.EXTRA_RESERVED_VRAM -= reserve * here.block
-            residents = 12 - choice.policy.blocks_to_swap if choice.policy.kind == "block_swap" else 0
+            residents = (
+                12 - choice.policy.blocks_to_swap if choice.policy.kind == "block_swap" else 0
+            )
             found.append([residents, loaded.policy == choice.policy, choice.revise is not None])
     return found
 
 
 @case
 def room_to_measure(files: Files) -> Any:
-    """A neighbour that fills the device makes room for the probes: the surplus bytes, and if some of it remains."""
+    """A neighbour that fills the device makes room for the probes.
+
+    The value is the surplus bytes, and if some of the neighbour remains.
+    """
     with world(files) as (here, _):
         neighbour = here.neighbour(10 * 2**30)
         here.capacity = here.taken + 2**30
-        here.host._make_room_for_probes()
+        make_room_for_probes()
         return here.free() - PROBE_BYTES, neighbour.loaded_size() > 0
 
 
 @case
 def room_for_a_decode(files: Files) -> Any:
-    """Decode next to a neighbour of 4 GB or to experts, with some bytes less than whole frames need.
+    """Decode next to a 4 GB neighbour or experts, with some bytes less than whole frames need.
 
-    Reports the tile size, the surplus of free bytes, and the bytes that the other models have freed.
+    Reports the tile size, the surplus of free bytes, and the bytes that the other models have
+    freed.
     """
     vae = SimpleNamespace(weight_bytes=2**29)
-    needs = DecodeNeeds(height=60, width=104, frames=5, pixel_bytes=2**20, value_bytes=4, keeps_frames=True)
+    needs = DecodeNeeds(
+        height=60, width=104, frames=5, pixel_bytes=2**20, value_bytes=4, keeps_frames=True
+    )
     settings = DecodeSettings(vae=Path(), tiling=None, memory_bytes=0)
     whole = vae.weight_bytes + needs.device_bytes(None) + int(mm.minimum_inference_memory())
     found: dict[str, Any] = {"neighbour": []}
-    # One byte more than needed, because ComfyUI 0.3.64 frees memory unless more than the requested bytes are free.
+    # One byte more than needed, because ComfyUI 0.3.64 frees memory unless more than the requested
+    # bytes are free.
     for lacking in (-1, 1000, 2**30, 5 * 2**30):
         with world(files) as (here, _):
             neighbour, notes = here.neighbour(2**32), TileNotes()
             here.capacity = here.taken + whole - lacking
-            tiling = _first_tiling(settings, vae, needs, notes)
+            tiling = _first_tiling(here.host.memory, settings, vae, needs, notes)
             pixels = None if tiling is None else tiling.pixels
-            found["neighbour"].append([pixels, here.free() - whole, 2**32 - neighbour.loaded_size(), len(notes)])
+            found["neighbour"].append(
+                [pixels, here.free() - whole, 2**32 - neighbour.loaded_size(), len(notes)]
+            )
     with world(files) as (here, _):
         here.run(RESIDENT)
         before = here.pair.loaded_bytes
         here.capacity = here.taken + whole - here.block // 2
-        whole_frames = _first_tiling(settings, vae, needs, TileNotes()) is None
+        whole_frames = _first_tiling(here.host.memory, settings, vae, needs, TileNotes()) is None
         found["experts"] = [whole_frames, (before - here.pair.loaded_bytes) / here.block]
     return found
 
 
-def _scaled(job: OffloadJob) -> OffloadJob:
-    """The job of a pair whose bytes on the device count a thousandfold."""
-    sizes = {name: SCALE * getattr(job, name) for name in ("stored_bytes", "file_bytes", "computed_bytes")}
-    return replace(job, **sizes, resident_bytes=job.resident_bytes)
+def _scaled(shape: RunShape) -> RunShape:
+    """Return the shape with a thousand times the bytes of a block."""
+    costs = shape.blocks
+    scaled = {
+        name: SCALE * getattr(costs, name)
+        for name in ("stored_bytes", "file_bytes", "computed_bytes")
+    }
+    sizes = tuple(BlockSize(*(SCALE * nbytes for nbytes in size)) for size in costs.sizes)
+    return replace(shape, blocks=replace(costs, sizes=sizes, **scaled))
 
 
 @case
@@ -628,7 +710,7 @@ def as_a_model(files: Files) -> Any:
     from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
     with world(files) as (here, _):
-        patcher = here.host.patcher(here.ref, LAYERWISE)
+        patcher = here.host.open_experts.patcher(here.ref, LAYERWISE)
         (shifted,) = ModelSamplingSD3().patch(patcher, 3.0)
         try:
             patcher.model.apply_model(None, None)
@@ -638,7 +720,11 @@ def as_a_model(files: Files) -> Any:
         returned = patcher.model.process_latent_out(patcher.model.process_latent_in(latent))
         sizes = [patcher.model.memory_required([n, 16, 3, 60, 104]) for n in (1, 2)]
         return {
-            "clones": [shifted.is_clone(patcher), shifted.clone().policy == LAYERWISE, shifted.ref == here.ref],
+            "clones": [
+                shifted.is_clone(patcher),
+                shifted.clone().policy == LAYERWISE,
+                shifted.ref == here.ref,
+            ],
             "shift": [p.get_model_object("model_sampling").shift for p in (patcher, shifted)],
             "refusal": refusal,
             "latent": torch.allclose(latent, returned, atol=1e-5),

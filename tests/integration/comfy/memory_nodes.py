@@ -11,7 +11,7 @@ import torch
 
 
 class TestHeld:
-    """Memory of this process after the prompt, without garbage and without the free lists of the allocator."""
+    """Memory of this process after the prompt, without garbage and the allocator's free lists."""
 
     RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "report", True, "test"
 
@@ -28,8 +28,16 @@ class TestHeld:
         if hasattr(trim := ctypes.CDLL(None), "malloc_trim"):
             trim.malloc_trim(0)
         digest = hashlib.sha1(latent["samples"].contiguous().numpy().tobytes()).hexdigest()
-        loaded = [type(model.model).__name__ for model in comfy.model_management.current_loaded_models]
-        return {"ui": {"rss": [psutil.Process().memory_info().rss], "latent": [digest], "loaded": loaded}}
+        loaded = [
+            type(model.model).__name__ for model in comfy.model_management.current_loaded_models
+        ]
+        return {
+            "ui": {
+                "rss": [psutil.Process().memory_info().rss],
+                "latent": [digest],
+                "loaded": loaded,
+            }
+        }
 
 
 class TestOutOfMemory:
@@ -66,4 +74,8 @@ class TestTakeDevice:
         return (latent,)
 
 
-NODE_CLASS_MAPPINGS = {"TestHeld": TestHeld, "TestOutOfMemory": TestOutOfMemory, "TestTakeDevice": TestTakeDevice}
+NODE_CLASS_MAPPINGS = {
+    "TestHeld": TestHeld,
+    "TestOutOfMemory": TestOutOfMemory,
+    "TestTakeDevice": TestTakeDevice,
+}

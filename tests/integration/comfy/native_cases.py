@@ -1,7 +1,7 @@
-"""Runs in ComfyUI's own Python: streamed native models compared with those that ComfyUI loads, sampler by sampler.
+"""Runs in ComfyUI's Python: streamed native models against ComfyUI's own, sampler by sampler.
 
-`answers(folder)` returns one JSON value per case; `test_native_models.py` checks the values. Both models come from one
-file of `native_families`, and run with the same input.
+`answers(folder)` returns one JSON value per case; `test_native_models.py` checks the values. Both
+models come from one file of `native_families`, and run with the same input.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from unittest.mock import patch
 import native_families
 import torch
 from comfy_extras import nodes_custom_sampler
+from further_families import FURTHER
 from installed_pack import load_pack
 from native_families import FAMILIES, Family, results_of, sample
 from native_patches import PATCHES, Patch, TinyControl, context_windows, node_results
@@ -25,12 +26,14 @@ from native_patches import PATCHES, Patch, TinyControl, context_windows, node_re
 import nodes
 
 load_pack()
+from native_loading import load_native  # noqa: E402
+
 from wanstream.host import ShareVisits  # noqa: E402
-from wanstream.host.comfy.native.load import load_native  # noqa: E402
 from wanstream.offload.engine.run import EngineRun  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 
-LIMITS = {"smallest_block": 30_000, "smallest_model": 1_000}
+ALL_FAMILIES = {**FAMILIES, **FURTHER}
+LIMITS = {"smallest_block": 20_000, "smallest_model": 1_000}
 """Sizes of the blocks of the tiny models."""
 
 FORMATS = {
@@ -40,12 +43,14 @@ FORMATS = {
     "fp8": ("fp8", "default"),
     "fp8 kept": ("fp8", "fp8_e4m3fn"),
 }
-"""Number format of a file, and the weight type with which it is loaded: only the last keeps fp8 on the device."""
+"""Number format of a file, and the weight type with which it is loaded: only the last keeps fp8 on
+the device."""
 
 POLICIES: dict[str, Callable[[int], OffloadPolicy]] = {
     "layerwise": lambda _: OffloadPolicy.layerwise(1),
     "block swap": lambda blocks: OffloadPolicy.block_swap(blocks // 2),
     "resident": lambda _: OffloadPolicy.resident(),
+    "RAM": lambda _: replace(OffloadPolicy.layerwise(1), source="pinned"),
 }
 """Policies for a number of blocks."""
 
@@ -64,7 +69,7 @@ class Traffic:
     def count(self, run: EngineRun) -> None:
         self.visits += run._next
         self.fetched += [fetch.block.block for fetch in run.fetched]
-        self.nbytes += sum(run._pool.fetch_bytes(fetch.block) for fetch in run.fetched)
+        self.nbytes += sum(run._pool.route.sizes[fetch.block.stored] for fetch in run.fetched)
 
 
 @contextmanager
@@ -90,14 +95,17 @@ def with_little_room(run: Run, model: Any) -> torch.Tensor:
 
 def recompiled(model: Any) -> int:
     """Return the recompilations of the last run of a streamed MODEL."""
-    return int(model.model.runs.last.recompiled)
+    return int(model.model.runs.last.session.recompiled)
 
 
 def block_bytes(model: Any) -> list[int]:
-    """Return the bytes that each block of a streamed MODEL has in its file, by the index of the block."""
+    """Return the bytes of each block of a streamed MODEL in its file, by the index of the block."""
     stored = model.model.stored
     starts = [f"diffusion_model.{path}." for path in model.model.weights.blocks]
-    return [sum(view.nbytes for key, view in stored.items() if key.startswith(start)) for start in starts]
+    return [
+        sum(view.nbytes for key, view in stored.items() if key.startswith(start))
+        for start in starts
+    ]
 
 
 class Files:
@@ -118,7 +126,9 @@ class Files:
         """Return the MODEL that ComfyUI loads, the same one for each call."""
         dtype, weight_dtype = FORMATS[form]
         if (family.name, form) not in self._natives:
-            loaded = native_families.native(self.path(family, dtype), family, weight_dtype=weight_dtype)
+            loaded = native_families.native(
+                self.path(family, dtype), family, weight_dtype=weight_dtype
+            )
             self._natives[family.name, form] = loaded
         return self._natives[family.name, form]
 
@@ -133,11 +143,16 @@ class Files:
         self._natives.clear()
         gc.collect()
 
-    def streamed(self, family: Family, form: str = "fp32", policy: str = "layerwise") -> Any:
+    def streamed(
+        self, family: Family, form: str = "fp32", policy: str = "layerwise", **limits: int
+    ) -> Any:
         """Return a new MODEL of ours."""
         dtype, weight_dtype = FORMATS[form]
+        limits = {**LIMITS, **limits}
         with native_families.given_configuration(family):
-            model = load_native(self.path(family, dtype), weight_dtype, OffloadPolicy.layerwise(1), **LIMITS)
+            model = load_native(
+                self.path(family, dtype), weight_dtype, OffloadPolicy.layerwise(1), **limits
+            )
         model.policy = POLICIES[policy](len(model.model.weights.blocks))
         return model
 
@@ -150,20 +165,28 @@ class Files:
         policy: str = "layerwise",
         shared: bool = False,
         plain: torch.Tensor | None = None,
+        **limits: int,
     ) -> dict[str, Any]:
         """Return figures of two runs of a streamed model, compared with a native one.
 
-        With `shared`, both have room for one condition at a time, and ours lets conditions share visits. "effect" is
-        True if the native result is not `plain`.
+        With `shared`, both have room for one condition at a time, and ours lets conditions share
+        visits. "effect" is True if the native result is not `plain`.
         """
-        family = FAMILIES[name]
+        family = ALL_FAMILIES[name]
         if shared:
             run = partial(with_little_room, run)
         expected = run(self.native(family, form))
-        model = self.streamed(family, form, policy)
-        model.share_visits = ShareVisits.ON if shared else ShareVisits.OFF
+        model = self.streamed(family, form, policy, **limits)
+        chosen = ShareVisits.ON if shared else ShareVisits.OFF
+        model.streaming = replace(model.streaming, share_visits=chosen)
         sizes = block_bytes(model)
-        found: dict[str, Any] = {"equal": [], "recompiled": [], "fetches": [], "visits": [], "bytes": []}
+        found: dict[str, Any] = {
+            "equal": [],
+            "recompiled": [],
+            "fetches": [],
+            "visits": [],
+            "bytes": [],
+        }
         for _ in range(2):
             with traffic() as counted:
                 result = run(model)
@@ -173,35 +196,60 @@ class Files:
             found["visits"].append(counted.visits)
             found["bytes"].append([counted.nbytes, sum(sizes[block] for block in counted.fetched)])
         model.detach()
-        notes = model.model.runs.last.notes
-        differs = plain is not None and (plain.shape != expected.shape or not torch.equal(plain, expected))
+        notes = model.model.runs.last.policy.notes
+        differs = plain is not None and (
+            plain.shape != expected.shape or not torch.equal(plain, expected)
+        )
         finite = bool(expected.isfinite().all())
         return {**found, "blocks": len(sizes), "finite": finite, "notes": notes, "effect": differs}
 
 
 def family_cases(files: Files) -> dict[str, Callable[[], Any]]:
-    """Return a case per family, number format and policy."""
+    """Return a case per family and number format, under each policy by turns.
+
+    All pairs of format and policy are those of Wan and Flux.
+    """
     cases = {}
-    for name, family in FAMILIES.items():
-        for form in FORMATS:
-            for policy in ("layerwise", "block swap"):
+    for start, (name, family) in enumerate(FAMILIES.items()):
+        for number, form in enumerate(FORMATS, start):
+            policies = ("layerwise", "block swap")
+            if name not in ("wan_t2v", "flux"):
+                policies = (policies[number % 2],)
+            for policy in policies:
                 run = partial(sample, family=family, steps=2)
-                cases[f"family {name}, {form}, {policy}"] = partial(files.compare, name, run, form=form, policy=policy)
+                cases[f"family {name}, {form}, {policy}"] = partial(
+                    files.compare, name, run, form=form, policy=policy
+                )
     run = partial(sample, family=FAMILIES["flux"])
-    cases["family flux, fp16, resident"] = partial(files.compare, "flux", run, form="fp16", policy="resident")
+    cases["family flux, fp16, resident"] = partial(
+        files.compare, "flux", run, form="fp16", policy="resident"
+    )
+    for name, family in FURTHER.items():
+        runs = {cfg: partial(sample, family=family, steps=3, cfg=cfg) for cfg in (1.0, 3.0)}
+        cases |= {
+            f"further {name}, layerwise": partial(files.compare, name, runs[1.0]),
+            f"further {name}, block swap": partial(
+                files.compare, name, runs[3.0], form="bf16", policy="block swap"
+            ),
+            f"further {name}, shared": partial(files.compare, name, runs[3.0], shared=True),
+        }
+        cases[f"layers {name}"] = partial(
+            files.compare, name, runs[3.0], policy="block swap", smallest_layer=20_000
+        )
     return cases
 
 
-SAMPLERS = ("euler", "heun", "dpm_2", "uni_pc", "dpmpp_2m_sde", "dpm_fast", "dpm_adaptive", "lcm")
+SAMPLERS = ("euler", "dpm_adaptive", "heun", "uni_pc", "dpmpp_2m_sde", "dpm_fast", "dpm_2", "lcm")
 
 
 def sampler_cases(files: Files) -> dict[str, Callable[[], Any]]:
+    """Return a case per sampler, with each family and under each policy by turns."""
     cases = {}
-    for name in ("wan_t2v", "flux"):
-        for number, sampler in enumerate(SAMPLERS):
-            run = partial(sample, family=FAMILIES[name], sampler=sampler, steps=4)
-            policy = ("layerwise", "block swap")[number % 2]
-            cases[f"sampler {name}, {sampler}"] = partial(files.compare, name, run, policy=policy)
+    for number, sampler in enumerate(SAMPLERS):
+        name = ("wan_t2v", "flux")[number // 2 % 2]
+        run = partial(sample, family=FAMILIES[name], sampler=sampler, steps=4)
+        policy = ("layerwise", "block swap")[number % 2]
+        cases[f"sampler {sampler}"] = partial(files.compare, name, run, policy=policy)
     return cases
 
 
@@ -212,7 +260,13 @@ TEXT_TO_VIDEO, FLUX = FAMILIES["wan_t2v"], FAMILIES["flux"]
 def _advanced(model: Any, family: Family, latent: torch.Tensor, **settings: Any) -> torch.Tensor:
     """Return the result of KSampler (Advanced)."""
     positive, negative = family.conditioning()
-    common = {"noise_seed": 7, "steps": 6, "cfg": 3.0, "sampler_name": "dpmpp_2m", "scheduler": "simple"}
+    common = {
+        "noise_seed": 7,
+        "steps": 6,
+        "cfg": 3.0,
+        "sampler_name": "dpmpp_2m",
+        "scheduler": "simple",
+    }
     given = {"positive": positive, "negative": negative, "latent_image": {"samples": latent}}
     (result,) = node_results(nodes.KSamplerAdvanced, model=model, **common, **given, **settings)
     samples: torch.Tensor = result["samples"]
@@ -221,9 +275,21 @@ def _advanced(model: Any, family: Family, latent: torch.Tensor, **settings: Any)
 
 def halves(high: Any, low: Any, family: Family) -> torch.Tensor:
     """Sample the first steps with one model and the rest with another, as graphs of Wan2.2 do."""
-    start = {"add_noise": "enable", "start_at_step": 0, "end_at_step": 3, "return_with_leftover_noise": "enable"}
-    rest = {"add_noise": "disable", "start_at_step": 3, "end_at_step": 99, "return_with_leftover_noise": "disable"}
-    return _advanced(low, family, _advanced(high, family, torch.zeros(family.sizes[0]), **start), **rest)
+    start = {
+        "add_noise": "enable",
+        "start_at_step": 0,
+        "end_at_step": 3,
+        "return_with_leftover_noise": "enable",
+    }
+    rest = {
+        "add_noise": "disable",
+        "start_at_step": 3,
+        "end_at_step": 99,
+        "return_with_leftover_noise": "disable",
+    }
+    return _advanced(
+        low, family, _advanced(high, family, torch.zeros(family.sizes[0]), **start), **rest
+    )
 
 
 def halves_case(files: Files) -> dict[str, Any]:
@@ -235,7 +301,9 @@ def halves_case(files: Files) -> dict[str, Any]:
     for _ in range(2):
         found["equal"].append(torch.equal(halves(high, low, family), expected))
         found["recompiled"].append(recompiled(high) + recompiled(low))
-        found["loaded"].append([high.model.weights.loaded_bytes > 0, low.model.weights.loaded_bytes > 0])
+        found["loaded"].append(
+            [high.model.weights.loaded_bytes > 0, low.model.weights.loaded_bytes > 0]
+        )
     return found
 
 
@@ -248,15 +316,26 @@ def custom(model: Any, family: Family, guider: str) -> torch.Tensor:
         "BasicGuider": {"conditioning": positive},
         "CFGGuider": {"positive": positive, "negative": negative, "cfg": 3.0},
         "DualCFGGuider": {
-            "cond1": positive, "cond2": middle, "negative": negative, "cfg_conds": 3.0, "cfg_cond2_negative": 2.0,
+            "cond1": positive, "cond2": middle, "negative": negative, "cfg_conds": 3.0,
+            "cfg_cond2_negative": 2.0,
         },
     }  # fmt: skip
-    (guide,) = node_results(getattr(custom_sampler, guider), model=model, style="regular", **inputs[guider])
+    (guide,) = node_results(
+        getattr(custom_sampler, guider), model=model, style="regular", **inputs[guider]
+    )
     (noise,) = node_results(custom_sampler.RandomNoise, noise_seed=7)
     (sampler,) = node_results(custom_sampler.KSamplerSelect, sampler_name="dpmpp_2m")
-    (sigmas,) = node_results(custom_sampler.BasicScheduler, model=model, scheduler="simple", steps=STEPS, denoise=1.0)
+    (sigmas,) = node_results(
+        custom_sampler.BasicScheduler, model=model, scheduler="simple", steps=STEPS, denoise=1.0
+    )
     latent = {"samples": torch.zeros(family.sizes[0])}
-    given = {"noise": noise, "guider": guide, "sampler": sampler, "sigmas": sigmas, "latent_image": latent}
+    given = {
+        "noise": noise,
+        "guider": guide,
+        "sampler": sampler,
+        "sigmas": sigmas,
+        "latent_image": latent,
+    }
     result: torch.Tensor = node_results(custom_sampler.SamplerCustomAdvanced, **given)[0]["samples"]
     return result
 
@@ -277,7 +356,9 @@ def run_cases(files: Files) -> dict[str, Callable[[], Any]]:
     for number, (name, (family, run)) in enumerate(runs.items()):
         policy = ("layerwise", "block swap")[number % 2]
         cases[f"run {name}"] = partial(files.compare, family.name, run, policy=policy)
-        cases[f"shared run {name}"] = partial(files.compare, family.name, run, policy=policy, shared=True)
+        cases[f"shared run {name}"] = partial(
+            files.compare, family.name, run, policy=policy, shared=True
+        )
     return {**cases, "two models by turns": partial(halves_case, files)}
 
 
@@ -289,11 +370,18 @@ class Regions(Family):
         ((text, values),) = positive
         mask = torch.zeros(1, height, width)
         mask[..., : width // 2] = 1
-        area = {"area": (height // 2, width, height // 2, 0), "strength": 0.8, "set_area_to_bounds": False}
+        area = {
+            "area": (height // 2, width, height // 2, 0),
+            "strength": 0.8,
+            "set_area_to_bounds": False,
+        }
         return [
             [text, values],
             [text * 0.7, {**values, **area}],
-            [text * 0.4, {**values, "mask": mask, "mask_strength": 0.6, "set_area_to_bounds": False}],
+            [
+                text * 0.4,
+                {**values, "mask": mask, "mask_strength": 0.6, "set_area_to_bounds": False},
+            ],
         ], negative
 
 
@@ -303,7 +391,10 @@ class Controlled(Family):
     def conditioning(self) -> tuple[list[Any], list[Any]]:
         control = TinyControl(self.settings["hidden_size"])
         return tuple(
-            [[text, {**values, "control": control, "control_apply_to_uncond": False}] for text, values in conditioning]
+            [
+                [text, {**values, "control": control, "control_apply_to_uncond": False}]
+                for text, values in conditioning
+            ]
             for conditioning in super().conditioning()
         )
 
@@ -315,14 +406,20 @@ def _as(kind: type[Family], family: Family) -> Family:
 def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
     """Return cases of patched models, and of other inputs."""
 
-    def case(family: Family, changed: Patch, given: Family, policy: str, shared: bool) -> dict[str, Any]:
+    def case(
+        family: Family, changed: Patch, given: Family, policy: str, shared: bool
+    ) -> dict[str, Any]:
         def run(model: Any) -> torch.Tensor:
             return sample(changed(model), given, steps=STEPS)
 
-        return files.compare(family.name, run, policy=policy, shared=shared, plain=files.unpatched(family))
+        return files.compare(
+            family.name, run, policy=policy, shared=shared, plain=files.unpatched(family)
+        )
 
     tried = [
-        (name, patch, FAMILIES[family], FAMILIES[family]) for name, (patch, on) in PATCHES.items() for family in on
+        (name, patch, FAMILIES[family], FAMILIES[family])
+        for name, (patch, on) in PATCHES.items()
+        for family in on
     ]
 
     def same(model: Any) -> Any:
@@ -339,7 +436,9 @@ def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
     for number, (name, changed, family, given) in enumerate(tried):
         policy = ("layerwise", "block swap")[number % 2]
         cases[f"patch {name}, {family.name}"] = partial(case, family, changed, given, policy, False)
-        cases[f"shared patch {name}, {family.name}"] = partial(case, family, changed, given, policy, True)
+        cases[f"shared patch {name}, {family.name}"] = partial(
+            case, family, changed, given, policy, True
+        )
     return cases
 
 

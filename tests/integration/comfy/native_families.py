@@ -1,9 +1,10 @@
-"""Runs in ComfyUI's own Python: tiny checkpoints of ComfyUI's native models, their inputs, and native runs of them.
+"""Runs in ComfyUI's own Python: tiny checkpoints of native models, their inputs, and native runs.
 
-`FAMILIES` has the families whose classes this ComfyUI has. Models come from ComfyUI's own classes and have random
-weights; files have the keys and the metadata with which such models are distributed. `answers()` returns the figures of
-native runs of each family; `test_native_families.py` checks them. Models load and run in inference mode, in which
-ComfyUI runs its nodes.
+`FAMILIES` has the families whose classes this ComfyUI has. Models come from ComfyUI's own classes
+and have random weights; files have the keys and the metadata with which such models are
+distributed. `answers()` returns the figures of native runs of each family;
+`test_native_families.py` checks them. Models load and run in inference mode, in which ComfyUI runs
+its nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 from safetensors.torch import save_file
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}
 """Number formats of files. In "fp8" files the matrices are fp8 and all other tensors bf16."""
 
 WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
@@ -41,10 +47,14 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
-"""Options of `load_diffusion_model` for the values of the `weight_dtype` of Load Diffusion Model."""
+"""Options of `load_diffusion_model` for the values of the `weight_dtype` of Load Diffusion
+Model."""
 
-SCALED_LAYOUTS = ("comfy_quant", "metadata", "scaled_fp8")[0 if hasattr(comfy.utils, "convert_old_quants") else 2 :]
-"""Ways in which files mark scaled fp8: a tensor per layer, the file's metadata, or one tensor (the oldest way)."""
+SCALED_LAYOUTS = ("comfy_quant", "metadata", "scaled_fp8")[
+    0 if hasattr(comfy.utils, "convert_old_quants") else 2 :
+]
+"""Ways in which files mark scaled fp8: a tensor per layer, the file's metadata, or one tensor (the
+oldest way)."""
 
 Conditions = Callable[[bool], dict[str, Any]]
 """Values of a conditioning next to the text, for the positive (True) or the negative one."""
@@ -86,7 +96,8 @@ class Family:
     """Replacements that turn keys of the class into keys of distributed files."""
     prefix: str = ""
     patches: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """Replacements in ComfyUI, by full name, of what has a fixed size that is too large for a test."""
+    """Replacements in ComfyUI, by full name, of what has a fixed size that is too large for a
+    test."""
     seed: int = 1
     """Seed of the weights."""
 
@@ -102,7 +113,11 @@ class Family:
 
     @property
     def metadata(self) -> dict[str, str]:
-        return {"config": json.dumps({"transformer": dict(self.transformer)})} if self.transformer else {}
+        return (
+            {"config": json.dumps({"transformer": dict(self.transformer)})}
+            if self.transformer
+            else {}
+        )
 
     def key(self, name: str) -> str:
         """Return the key that a distributed file has for a parameter of the class."""
@@ -115,13 +130,18 @@ class Family:
         module, _, name = self.network.rpartition(".")
         settings = {**self.settings, **self.transformer}
         operations = comfy.ops.disable_weight_init
-        with given_configuration(self):
+        with given_configuration(self), _marked_memory():
             network = getattr(import_module(module), name)
-            model = network(**settings, dtype=torch.float32, device="cpu", operations=operations).float()
+            model = network(
+                **settings, dtype=torch.float32, device="cpu", operations=operations
+            ).float()
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 _fill(name, parameter, generator)
+            for name, buffer in model.state_dict().items():
+                if buffer.isnan().any():
+                    _fill(name, buffer, generator)
         return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
 
     def is_in_block(self, name: str) -> bool:
@@ -157,9 +177,24 @@ class Family:
         """Return the positive and the negative CONDITIONING."""
         width, *tokens = self.text
         return tuple(
-            [[_normal(1, count, width, seed=20 + i), {"pooled_output": None, **self.conditions(i == 0)}]]
+            [
+                [
+                    _normal(1, count, width, seed=20 + i),
+                    {"pooled_output": None, **self.conditions(i == 0)},
+                ]
+            ]
             for i, count in enumerate(tokens)
         )
+
+
+@contextmanager
+def _marked_memory() -> Iterator[None]:
+    """Fill new memory with NaN, so that a buffer that only a file fills can be found."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
@@ -182,7 +217,9 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> Non
 def _clip(*, tokens: int, width: int, seed: int = 30) -> comfy.clip_vision.Output:
     """Return the output of a CLIP or SigLIP image encoder."""
     output = comfy.clip_vision.Output()
-    output.penultimate_hidden_states = output.last_hidden_state = _normal(1, tokens, width, seed=seed)
+    output.penultimate_hidden_states = output.last_hidden_state = _normal(
+        1, tokens, width, seed=seed
+    )
     return output
 
 
@@ -192,7 +229,9 @@ WAN_TEXT = 4096, 12, 12
 CLIP_VISION = {"tokens": 5, "width": 1280}
 
 
-def _wan(channels: int = 16, height: int = HEIGHT, width: int = WIDTH, time: int = TIME) -> tuple[int, ...]:
+def _wan(
+    channels: int = 16, height: int = HEIGHT, width: int = WIDTH, time: int = TIME
+) -> tuple[int, ...]:
     return 1, channels, time, height, width
 
 
@@ -214,7 +253,13 @@ def _wan_family(
     patches: Mapping[str, Callable[[], Any]] | None = None,
     **settings: Any,
 ) -> Family:
-    sizes = {"in_dim": channels, "dim": dim, "num_heads": dim // 128, "ffn_dim": 4 * dim, "num_layers": layers}
+    sizes = {
+        "in_dim": channels,
+        "dim": dim,
+        "num_heads": dim // 128,
+        "ffn_dim": 4 * dim,
+        "num_layers": layers,
+    }
     return Family(
         name=name,
         base=base,
@@ -254,7 +299,8 @@ def _vace(contexts: int) -> Conditions:
 
 
 FACE_PIXELS = 64
-"""Height and width of the face pictures that Wan Animate's motion encoder takes if it has three halvings fewer."""
+"""Height and width of the face pictures that Wan Animate's motion encoder takes if it has three
+halvings fewer."""
 
 
 def _short_face_encoder() -> type:
@@ -296,7 +342,10 @@ def _humo(positive: bool) -> dict[str, Any]:
 
 
 def _camera(positive: bool) -> dict[str, Any]:
-    return {**_image_to_video(positive), "camera_conditions": _normal(1, 24, TIME, 8 * HEIGHT, 8 * WIDTH, seed=44)}
+    return {
+        **_image_to_video(positive),
+        "camera_conditions": _normal(1, 24, TIME, 8 * HEIGHT, 8 * WIDTH, seed=44),
+    }
 
 
 def _camera_of_a_frame(positive: bool) -> dict[str, Any]:
@@ -362,8 +411,22 @@ HUNYUAN_KEYS = (
 
 WAN_FAMILIES = (
     _wan_family("wan_t2v", "WAN21", "model.WanModel", model_type="t2v", dim=256, layers=4),
-    _wan_family("wan_i2v", "WAN21", "model.WanModel", channels=36, model_type="i2v", conditions=_image_to_video),
-    _wan_family("wan22_i2v", "WAN21", "model.WanModel", channels=36, model_type="t2v", conditions=_first_frame),
+    _wan_family(
+        "wan_i2v",
+        "WAN21",
+        "model.WanModel",
+        channels=36,
+        model_type="i2v",
+        conditions=_image_to_video,
+    ),
+    _wan_family(
+        "wan22_i2v",
+        "WAN21",
+        "model.WanModel",
+        channels=36,
+        model_type="t2v",
+        conditions=_first_frame,
+    ),
     _wan_family(
         "wan22_ti2v",
         "WAN22",
@@ -409,9 +472,16 @@ WAN_FAMILIES = (
         conditions=_sound,
         unet_config={"audio_inject_layers": [0, 2, 5]},
     ),
-    _wan_family("wan_humo", "WAN21_HuMo", "model.HumoWanModel", channels=36, layers=4, conditions=_humo),
     _wan_family(
-        "wan_camera", "WAN21_Camera", "model.CameraWanModel", channels=32, model_type="camera", conditions=_camera
+        "wan_humo", "WAN21_HuMo", "model.HumoWanModel", channels=36, layers=4, conditions=_humo
+    ),
+    _wan_family(
+        "wan_camera",
+        "WAN21_Camera",
+        "model.CameraWanModel",
+        channels=32,
+        model_type="camera",
+        conditions=_camera,
     ),
     _wan_family(
         "wan22_camera",
@@ -476,7 +546,11 @@ FAMILIES: dict[str, Family] = {
                     "qkv_bias": True,
                     "guidance_embed": True,
                     **FLUX,
-                    **{name: [] for name in ("txt_ids_dims",) if name in FluxParams.__dataclass_fields__},
+                    **{
+                        name: []
+                        for name in ("txt_ids_dims",)
+                        if name in FluxParams.__dataclass_fields__
+                    },
                 },
                 lists=("double_blocks", "single_blocks"),
                 sizes=((1, 16, HEIGHT, WIDTH),),
@@ -517,7 +591,11 @@ FAMILIES: dict[str, Family] = {
                 "patch_size": [1, 2, 2],
                 "qkv_bias": True,
                 "guidance_embed": True,
-                **{name: value for name, value in HUNYUAN_NEWER.items() if name in HunyuanVideoParams.__annotations__},
+                **{
+                    name: value
+                    for name, value in HUNYUAN_NEWER.items()
+                    if name in HunyuanVideoParams.__annotations__
+                },
             },
             lists=("double_blocks", "single_blocks", "txt_in.individual_token_refiner.blocks"),
             sizes=(_wan(),),
@@ -577,8 +655,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def results_of(cases: Mapping[str, Callable[[], object]], *, unload: bool = False) -> dict[str, object]:
-    """Return the value of each case, or its traceback, with which its test fails; `unload` all models after each."""
+def results_of(
+    cases: Mapping[str, Callable[[], object]], *, unload: bool = False
+) -> dict[str, object]:
+    """Return the value of each case, or its traceback, with which its test fails.
+
+    `unload` all models after each.
+    """
     results: dict[str, object] = {}
     for name, case in cases.items():
         try:
@@ -592,7 +675,7 @@ def results_of(cases: Mapping[str, Callable[[], object]], *, unload: bool = Fals
 
 @contextmanager
 def given_configuration(family: Family) -> Iterator[None]:
-    """Give ComfyUI what it does not read from the family's files, for as long as a file is loaded."""
+    """Give ComfyUI what it does not read from the family's files, while a file is loaded."""
     detect = comfy.model_detection.detect_unet_config
 
     def detected(*args: Any, **options: Any) -> dict[str, Any] | None:
@@ -607,7 +690,7 @@ def given_configuration(family: Family) -> Iterator[None]:
 
 
 def write_scaled_fp8(family: Family, path: Path | str, *, layout: str = "comfy_quant") -> None:
-    """Write a checkpoint with fp8 matrices that have a scale each, marked in a way of `SCALED_LAYOUTS`.
+    """Write a checkpoint of fp8 matrices with a scale each, marked in a way of `SCALED_LAYOUTS`.
 
     In files of the oldest way that is so for all matrices, in others for those of the blocks.
     """
@@ -625,7 +708,9 @@ def write_scaled_fp8(family: Family, path: Path | str, *, layout: str = "comfy_q
         layers[layer] = {"format": "float8_e4m3fn"}
     if layout == "comfy_quant":
         for layer, value in layers.items():
-            stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+            stored[f"{layer}.comfy_quant"] = torch.tensor(
+                list(json.dumps(value).encode()), dtype=torch.uint8
+            )
     elif layout == "metadata":
         metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
     else:
@@ -665,7 +750,10 @@ def _loha(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
 
 def _lokr(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
     rows, columns = shape
-    return {"lokr_w1": random(4, 4) * 0.3, "lokr_w2": random(rows // 4, columns // 4) * columns**-0.5}
+    return {
+        "lokr_w1": random(4, 4) * 0.3,
+        "lokr_w2": random(rows // 4, columns // 4) * columns**-0.5,
+    }
 
 
 LORAS: dict[str, Callable[[Sequence[int], Random], dict[str, torch.Tensor]]] = {
@@ -679,8 +767,8 @@ LORAS: dict[str, Callable[[Sequence[int], Random], dict[str, torch.Tensor]]] = {
 }
 """Tensors of each kind of LoRA for a matrix.
 
-"kohya" is "lora" with other keys and an alpha, "offset" is "lora" for the first rows of a matrix (Flux only), and
-"diff" is for all weights, biases and modulations.
+"kohya" is "lora" with other keys and an alpha, "offset" is "lora" for the first rows of a matrix
+(Flux only), and "diff" is for all weights, biases and modulations.
 """
 
 BESIDE_THE_BLOCKS = ("text_embedding.0.weight", "txt_in.weight")
@@ -697,8 +785,10 @@ def _lora_key(kind: str, name: str) -> str | None:
     return f"diffusion_model.{bare}"
 
 
-def write_lora(kind: str, path: Path | str, model_state_shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write a LoRA of a kind of `LORAS` for the blocks, and one matrix outside them, of a Wan or a Flux model.
+def write_lora(
+    kind: str, path: Path | str, model_state_shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Write a LoRA of a kind of `LORAS` for the blocks and one other matrix of a Wan or Flux model.
 
     The shapes are those of the parameters of the diffusion model, by name.
     """
@@ -719,7 +809,10 @@ def write_lora(kind: str, path: Path | str, model_state_shapes: Mapping[str, Seq
         if kind != "diff" and not (name.endswith(".weight") and len(shape) == 2):
             continue
         changed = (3 * shape[1], shape[1]) if kind == "offset" else tuple(shape)
-        stored |= {f"{key}.{suffix}": tensor.contiguous() for suffix, tensor in LORAS[kind](changed, random).items()}
+        stored |= {
+            f"{key}.{suffix}": tensor.contiguous()
+            for suffix, tensor in LORAS[kind](changed, random).items()
+        }
     save_file(stored, path)
 
 
@@ -731,10 +824,18 @@ def load_lora(model: Any, path: Path | str) -> Any:
 
 
 @torch.inference_mode()
-def native(path: Path | str, family: Family, *, weight_dtype: str = "default", loras: Iterable[Path | str] = ()) -> Any:
+def native(
+    path: Path | str,
+    family: Family,
+    *,
+    weight_dtype: str = "default",
+    loras: Iterable[Path | str] = (),
+) -> Any:
     """Return the MODEL that Load Diffusion Model and one Load LoRA for each file make."""
     with given_configuration(family):
-        model = comfy.sd.load_diffusion_model(str(path), model_options=dict(WEIGHT_DTYPES[weight_dtype]))
+        model = comfy.sd.load_diffusion_model(
+            str(path), model_options=dict(WEIGHT_DTYPES[weight_dtype])
+        )
     for lora in loras:
         model = load_lora(model, lora)
     return model
@@ -752,12 +853,17 @@ def sample(
     seed: int = 7,
     denoise: float = 1.0,
 ) -> torch.Tensor:
-    """Return the latent that KSampler makes, on the CPU; the parts of a nested latent as one vector."""
+    """Return the latent that KSampler makes, on the CPU.
+
+    The parts of a nested latent as one vector.
+    """
     latent, mask = family.latent(), family.mask()
     positive, negative = family.conditioning()
     noise = comfy.sample.prepare_noise(latent, seed)
     options = {"denoise": denoise, "noise_mask": mask, "disable_pbar": True, "seed": seed}
-    samples = comfy.sample.sample(model, noise, steps, cfg, sampler, scheduler, positive, negative, latent, **options)
+    samples = comfy.sample.sample(
+        model, noise, steps, cfg, sampler, scheduler, positive, negative, latent, **options
+    )
     if not isinstance(samples, torch.Tensor):
         samples = torch.cat([part.flatten() for part in samples.unbind()])
     return samples.cpu()
@@ -769,7 +875,9 @@ class Watch:
     def __init__(self, model: Any, family: Family) -> None:
         self.network = model.model.diffusion_model
         self.blocks = {
-            f"{name}.{i}": block for name in family.lists for i, block in enumerate(self.network.get_submodule(name))
+            f"{name}.{i}": block
+            for name in family.lists
+            for i, block in enumerate(self.network.get_submodule(name))
         }
         self.passes: list[list[str]] = []
         """Blocks that each pass called, in their order."""
@@ -812,7 +920,10 @@ def _warnings() -> Iterator[list[str]]:
 
     def look(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        if any(mark in text for mark in ("unet missing", "unet unexpected", "left over", "NOT LOADED", "not loaded")):
+        if any(
+            mark in text
+            for mark in ("unet missing", "unet unexpected", "left over", "NOT LOADED", "not loaded")
+        ):
             found.append(text[:300])
         return True
 
@@ -832,7 +943,9 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _sizes(blocks: Iterable[torch.nn.Module]) -> list[int]:
-    return sorted({sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks})
+    return sorted(
+        {sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks}
+    )
 
 
 @torch.inference_mode()
@@ -876,7 +989,10 @@ def check_family(family: Family, folder: Path) -> dict[str, Any]:
 
 @torch.inference_mode()
 def check_layouts(family: Family, folder: Path) -> dict[str, Any]:
-    """Return the differences of scaled fp8 and of LoRAs to the plain model, and the number of patches of each LoRA."""
+    """Return the differences of scaled fp8 and of LoRAs to the plain model.
+
+    The result also has the number of patches of each LoRA.
+    """
     path, lora = folder / f"{family.name}.safetensors", folder / "lora.safetensors"
     family.write(path, "fp32")
     model = native(path, family)
@@ -886,13 +1002,19 @@ def check_layouts(family: Family, folder: Path) -> dict[str, Any]:
         for layout in SCALED_LAYOUTS:
             write_scaled_fp8(family, path, layout=layout)
             found["layouts"][layout] = _difference(sample(native(path, family), family), plain)
-        shapes = {name: tuple(value.shape) for name, value in model.model.diffusion_model.state_dict().items()}
+        shapes = {
+            name: tuple(value.shape)
+            for name, value in model.model.diffusion_model.state_dict().items()
+        }
         for kind in LORAS:
             if kind == "offset" and family.name != "flux":
                 continue
             write_lora(kind, lora, shapes)
             patched = load_lora(model, lora)
-            found["loras"][kind] = [len(patched.patches), _difference(sample(patched, family), plain)]
+            found["loras"][kind] = [
+                len(patched.patches),
+                _difference(sample(patched, family), plain),
+            ]
     return {**found, "warnings": warnings, "unpatched": torch.equal(sample(model, family), plain)}
 
 

@@ -1,6 +1,7 @@
 """Runs in ComfyUI's own Python: native model files in the forms that people have, streamed.
 
-`answers(folder)` returns "equal", a difference or a refusal for each case. `test_native_files.py` checks them.
+`answers(folder)` returns "equal", a difference or a refusal for each case. `test_native_files.py`
+checks them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from native_format_cases import packed_type, streamed, write_gguf
 from safetensors.torch import save_file
 
 load_pack()
-from wanstream.offload import CheckpointFileError, decode_tensor, read_gguf_header, read_tensors  # noqa: E402
+from wanstream.offload.formats import CheckpointFileError, decode_tensor, read_gguf_header  # noqa: E402
+from wanstream.offload.sources import read_tensors  # noqa: E402
 
 try:
     from comfy.quant_ops import QUANT_ALGOS
@@ -37,23 +39,42 @@ WRONG = ("float8_e4m3fn", "nvfp4")
 """Formats in the markers of broken files."""
 
 PREFIXES = (
-    *("diffusion_model.", "transformer.", "video_model.", "unet.", "_orig_mod.", "module._orig_mod.", "pipe.dit."),
+    *(
+        "diffusion_model.",
+        "transformer.",
+        "video_model.",
+        "unet.",
+        "_orig_mod.",
+        "module._orig_mod.",
+        "pipe.dit.",
+    ),
     *("model.", "net.", "model.model.", "model.diffusion_model.", "module.model.diffusion_model."),
 )
-OTHERS = ("vae.decoder.up_blocks.0.conv.weight", "text_encoders.umt5xxl.layers.0.ffn.weight", "first_stage_model.a")
+OTHERS = (
+    "vae.decoder.up_blocks.0.conv.weight",
+    "text_encoders.umt5xxl.layers.0.ffn.weight",
+    "first_stage_model.a",
+)
 
 Q = "blocks.0.self_attn.q"
 MARKERS: dict[str, bytes] = {
     "string": b'"float8_e4m3fn"', "bare": b"float8_e4m3fn", "NUL": b'{"format": "float8_e4m3fn"}\0',
     "no JSON": b"{", "null": b"null", "list": b'["float8_e4m3fn"]', "number": b"8", "empty": b"",
-    "no format": b"{}", "list as format": b'{"format": ["float8_e4m3fn"]}', "dict as format": b'{"format": {}}',
+    "no format": b"{}", "list as format": b'{"format": ["float8_e4m3fn"]}',
+    "dict as format": b'{"format": {}}',
     "unknown": b'{"format": "int2"}',
 }  # fmt: skip
 HEADERS: dict[str, Any] = {
-    "strings": "float8_e4m3fn", "null as layer": None, "list as layer": ["float8_e4m3fn"], "number as layer": 8,
+    "strings": "float8_e4m3fn", "null as layer": None,
+    "list as layer": ["float8_e4m3fn"], "number as layer": 8,
     "no format in header": {}, "list as format in header": {"format": ["float8_e4m3fn"]},
 }  # fmt: skip
-TEXTS = {"no layers": "{}", "list at top": "[]", "layers as list": '{"layers": ["a"]}', "no JSON in header": "{"}
+TEXTS = {
+    "no layers": "{}",
+    "list at top": "[]",
+    "layers as list": '{"layers": ["a"]}',
+    "no JSON in header": "{",
+}
 
 SCALED: dict[str, tuple[torch.dtype, torch.dtype, str, str]] = {
     "one": (E4M3, FP32, "[]", "weight_scale"),
@@ -88,7 +109,11 @@ def shown(path: Path, expected: torch.Tensor, family: Family = FAMILY) -> str:
         result = run(streamed(path, family), family)
     except CheckpointFileError as err:
         return f"refused: {err}"
-    return "equal" if torch.equal(result, expected) else f"differs by {float((result - expected).abs().max())}"
+    return (
+        "equal"
+        if torch.equal(result, expected)
+        else f"differs by {float((result - expected).abs().max())}"
+    )
 
 
 def prefixed(folder: Path, prefix: str, layout: str, family: Family = FAMILY) -> str:
@@ -96,30 +121,40 @@ def prefixed(folder: Path, prefix: str, layout: str, family: Family = FAMILY) ->
     bare, path = folder / "bare.safetensors", folder / "prefixed.safetensors"
     stored = {key: tensor.half() for key, tensor in weights(family).items()}
     if layout == "scaled_fp8":
-        for key in [key for key, tensor in stored.items() if key.startswith("blocks.") and tensor.ndim == 2]:
+        for key in [
+            key for key, tensor in stored.items() if key.startswith("blocks.") and tensor.ndim == 2
+        ]:
             scale = stored[key].float().abs().amax() / 400
             layer = key.removesuffix(".weight")
             stored |= {key: (stored[key] / scale).to(E4M3), f"{layer}.scale_weight": scale}
         stored["scaled_fp8"] = torch.zeros(2, dtype=E4M3)
     save_file(stored, bare, family.metadata)
     others = {key: torch.zeros(4, 4) for key in OTHERS} if layout == "whole checkpoint" else {}
-    save_file({prefix + key: tensor for key, tensor in stored.items()} | others, path, family.metadata)
+    save_file(
+        {prefix + key: tensor for key, tensor in stored.items()} | others, path, family.metadata
+    )
     return shown(path, run(native(bare, family), family), family)
 
 
 def two_models(folder: Path) -> str:
     path = folder / "two.safetensors"
-    save_file({p + key: each.half() for key, each in weights().items() for p in ("high.", "low.")}, path)
+    save_file(
+        {p + key: each.half() for key, each in weights().items() for p in ("high.", "low.")}, path
+    )
     return shown(path, torch.zeros(1))
 
 
 def part(folder: Path) -> str:
     path = folder / "part.safetensors"
-    save_file({f"net.{key}": each.half() for key, each in weights().items() if "blocks." in key}, path)
+    save_file(
+        {f"net.{key}": each.half() for key, each in weights().items() if "blocks." in key}, path
+    )
     return shown(path, torch.zeros(1))
 
 
-def quantised(dtype: torch.dtype, scale_dtype: torch.dtype, shape: str, key: str) -> tuple[Tensors, Tensors]:
+def quantised(
+    dtype: torch.dtype, scale_dtype: torch.dtype, shape: str, key: str
+) -> tuple[Tensors, Tensors]:
     """Return a file with quantised block matrices, and the file with their values."""
     values = {key: tensor.bfloat16() for key, tensor in weights().items()}
     stored = dict(values)
@@ -128,7 +163,9 @@ def quantised(dtype: torch.dtype, scale_dtype: torch.dtype, shape: str, key: str
             continue
         rows = len(tensor) if "out" in shape else 1
         parts = tensor.view(rows, tensor.shape[1] // 64 if "n" in shape else 1, -1)
-        scale = (parts.abs().amax(dim=2, keepdim=True) / (127 if dtype == INT8 else 400)).to(scale_dtype)
+        scale = (parts.abs().amax(dim=2, keepdim=True) / (127 if dtype == INT8 else 400)).to(
+            scale_dtype
+        )
         codes = parts / scale.float()
         stored[name] = (codes.round() if dtype == INT8 else codes).to(dtype).view(tensor.shape)
         values[name] = (stored[name].float().view(parts.shape) * scale.float()).view(tensor.shape)
@@ -144,7 +181,9 @@ def marked(stored: Tensors) -> Tensors:
     for key, tensor in stored.items():
         layer, _, last = key.rpartition(".")
         sized = tensor.float() if tensor.numel() == 1 else tensor.float().reshape(len(tensor), -1)
-        result[f"{layer}.weight_scale" if "scale" in last else key] = sized if "scale" in last else tensor
+        result[f"{layer}.weight_scale" if "scale" in last else key] = (
+            sized if "scale" in last else tensor
+        )
         if "scale" in last:
             name = {E4M3: "float8_e4m3fn", E5M2: "float8_e5m2", INT8: "int8_tensorwise"}[
                 stored[f"{layer}.weight"].dtype
@@ -156,13 +195,20 @@ def marked(stored: Tensors) -> Tensors:
 
 
 def unmarked(folder: Path, name: str) -> dict[str, str]:
-    """A file without markers, next to the marked file, where ComfyUI has the format, and to the file of values."""
+    """A file without markers, next to the file of values and to the marked file.
+
+    The marked file is compared only where ComfyUI has the format.
+    """
     path, reference = folder / "unmarked.safetensors", folder / "reference.safetensors"
     stored, values = quantised(*SCALED[name])
     save_file(stored, path)
     save_file(values, reference)
     found = {"values": shown(path, run(native(reference, FAMILY)))}
-    if QUANT_ALGOS and "blocks" not in name and (SCALED[name][0] != INT8 or "int8_tensorwise" in QUANT_ALGOS):
+    if (
+        QUANT_ALGOS
+        and "blocks" not in name
+        and (SCALED[name][0] != INT8 or "int8_tensorwise" in QUANT_ALGOS)
+    ):
         save_file(marked(stored), reference)
         found["marked"] = shown(path, run(native(reference, FAMILY)))
     return found
@@ -174,10 +220,16 @@ def wide_scales(folder: Path, dtype: torch.dtype, layout: str) -> str:
     stored, _ = quantised(E4M3, dtype, "[]", "scale_weight")
     if layout == "scaled_fp8":
         stored["scaled_fp8"] = torch.zeros(2, dtype=E4M3)
-        same = {key: each.float() if key.endswith(".scale_weight") else each for key, each in stored.items()}
+        same = {
+            key: each.float() if key.endswith(".scale_weight") else each
+            for key, each in stored.items()
+        }
     else:
         same = marked(stored)
-        stored = {key: each.to(dtype) if key.endswith(".weight_scale") else each for key, each in same.items()}
+        stored = {
+            key: each.to(dtype) if key.endswith(".weight_scale") else each
+            for key, each in same.items()
+        }
     save_file(stored, path)
     save_file(same, reference)
     return shown(path, run(native(reference, FAMILY)))
@@ -204,20 +256,33 @@ def refused(folder: Path, more: Tensors, without: str = "") -> str:
 
 GGUF_SHAPES: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
     "good": lambda name, each: each.flatten(0, 1) if name == "patch_embedding.weight" else each,
-    "block modulation": lambda name, each: each[0] if name.endswith(".modulation") and "blocks" in name else each,
+    "block modulation": lambda name, each: (
+        each[0] if name.endswith(".modulation") and "blocks" in name else each
+    ),
     "one modulation": lambda name, each: each[0] if name == "blocks.2.modulation" else each,
     "head modulation": lambda name, each: each[0] if name == "head.modulation" else each,
-    "patches folded": lambda name, each: each.reshape(-1, 1, 2, 2) if name == "patch_embedding.weight" else each,
-    "patches as a matrix": lambda name, each: each.flatten(1) if name == "patch_embedding.weight" else each,
+    "patches folded": lambda name, each: (
+        each.reshape(-1, 1, 2, 2) if name == "patch_embedding.weight" else each
+    ),
+    "patches as a matrix": lambda name, each: (
+        each.flatten(1) if name == "patch_embedding.weight" else each
+    ),
     "patches flat": lambda name, each: each.flatten() if name == "patch_embedding.weight" else each,
-    "all": lambda name, each: each.squeeze().flatten(0, 1) if "patch_embedding.w" in name else each.squeeze(),
+    "all": lambda name, each: (
+        each.squeeze().flatten(0, 1) if "patch_embedding.w" in name else each.squeeze()
+    ),
 }
 
 
 def gguf(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> str:
     path, decoded = folder / "shapes.gguf", folder / "decoded.safetensors"
     original = weights()
-    write_gguf(path, {key: change(key, each).contiguous() for key, each in original.items()}, packed_type, "wan")
+    write_gguf(
+        path,
+        {key: change(key, each).contiguous() for key, each in original.items()},
+        packed_type,
+        "wan",
+    )
     plain = {}
     for key, place in read_gguf_header(path).tensors.items():
         plain[key] = torch.empty(place.shape)
@@ -233,7 +298,10 @@ def answers(folder: str) -> dict[str, Any]:
     at = Path(folder)
     cases: dict[str, Callable[[], Any]] = {
         **{f"prefix {prefix}": partial(prefixed, at, prefix, "plain") for prefix in PREFIXES},
-        **{f"fp8 {prefix}": partial(prefixed, at, prefix, "scaled_fp8") for prefix in ("transformer.", "model.")},
+        **{
+            f"fp8 {prefix}": partial(prefixed, at, prefix, "scaled_fp8")
+            for prefix in ("transformer.", "model.")
+        },
         "flux transformer.": partial(prefixed, at, "transformer.", "plain", FAMILIES["flux"]),
         "whole checkpoint": partial(prefixed, at, "diffusion_model.", "whole checkpoint"),
         "two models": partial(two_models, at),
@@ -245,7 +313,9 @@ def answers(folder: str) -> dict[str, Any]:
             for dtype in (BF16, FP16)
         },
         **{f"gguf {name}": partial(gguf, at, change) for name, change in GGUF_SHAPES.items()},
-        "uint8 scales": partial(refused, at, {f"{Q}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)}),
+        "uint8 scales": partial(
+            refused, at, {f"{Q}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)}
+        ),
         "no weight": partial(refused, at, {}, f"{Q}.weight"),
         "two scales": partial(refused, at, {f"{Q}.scale_weight": torch.ones(1)}),
         "quanto": partial(refused, at, {f"{Q}.weight._data": torch.ones(1)}),
@@ -253,18 +323,32 @@ def answers(folder: str) -> dict[str, Any]:
         "other spelling": partial(refused, at, {f"{Q}.scale": torch.ones(1)}, f"{Q}.weight_scale"),
     }
     if QUANT_ALGOS:
-        e4m3, nvfp4 = (torch.tensor(list(f'{{"format": "{name}"}}'.encode()), dtype=torch.uint8) for name in WRONG)
+        e4m3, nvfp4 = (
+            torch.tensor(list(f'{{"format": "{name}"}}'.encode()), dtype=torch.uint8)
+            for name in WRONG
+        )
         cases |= {
-            "marked bf16": partial(refused, at, {f"{Q}.comfy_quant": e4m3, f"{Q}.weight": torch.ones(128, 128)}),
-            "marked without a scale": partial(refused, at, {f"{Q}.comfy_quant": e4m3}, f"{Q}.weight_scale"),
-            "marked without a weight": partial(refused, at, {f"{Q}.comfy_quant": e4m3}, f"{Q}.weight"),
+            "marked bf16": partial(
+                refused, at, {f"{Q}.comfy_quant": e4m3, f"{Q}.weight": torch.ones(128, 128)}
+            ),
+            "marked without a scale": partial(
+                refused, at, {f"{Q}.comfy_quant": e4m3}, f"{Q}.weight_scale"
+            ),
+            "marked without a weight": partial(
+                refused, at, {f"{Q}.comfy_quant": e4m3}, f"{Q}.weight"
+            ),
             "nvfp4 without scales": partial(refused, at, {f"{Q}.comfy_quant": nvfp4}),
         }
         cases |= {
-            f"comfy_quant {dtype}": partial(wide_scales, at, dtype, "comfy_quant") for dtype in (BF16, FP16, FP64)
+            f"comfy_quant {dtype}": partial(wide_scales, at, dtype, "comfy_quant")
+            for dtype in (BF16, FP16, FP64)
         }
-        cases |= {f"marker {name}": partial(with_marker, at, text, {}) for name, text in MARKERS.items()}
-        headers = {name: json.dumps({"layers": {Q: settings}}) for name, settings in HEADERS.items()} | TEXTS
+        cases |= {
+            f"marker {name}": partial(with_marker, at, text, {}) for name, text in MARKERS.items()
+        }
+        headers = {
+            name: json.dumps({"layers": {Q: settings}}) for name, settings in HEADERS.items()
+        } | TEXTS
         cases |= {
             f"marker {name}": partial(with_marker, at, None, {"_quantization_metadata": text})
             for name, text in headers.items()

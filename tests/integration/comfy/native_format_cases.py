@@ -1,4 +1,4 @@
-"""Runs in ComfyUI's own Python: files of native models in every number format, streamed and loaded by ComfyUI.
+"""Runs in ComfyUI's Python: native files in every number format, streamed and loaded by ComfyUI.
 
 `answers(folder)` returns one JSON value per case; `test_native_formats.py` checks the values.
 """
@@ -10,11 +10,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import comfy.model_management
 import comfy.ops
@@ -38,9 +41,11 @@ from native_families import (
 from safetensors.torch import load_file, save_file
 
 load_pack()
-from wanstream.host.comfy.native.build import check_native  # noqa: E402
-from wanstream.host.comfy.native.load import load_native  # noqa: E402
-from wanstream.offload import CheckpointFileError, decode_tensor, read_gguf_header, read_tensors  # noqa: E402
+from native_loading import load_native  # noqa: E402
+
+from wanstream.host.comfy.native.network.build import check_native  # noqa: E402
+from wanstream.offload.formats import CheckpointFileError, decode_tensor, read_gguf_header  # noqa: E402
+from wanstream.offload.sources import read_tensors  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 
 try:
@@ -48,9 +53,15 @@ try:
 except ImportError:  # ComfyUI 0.3.64
     QUANT_ALGOS = {}
 
+PATCHED_FORMATS = ("float8_e4m3fn", "by row", "nvfp4", "mxfp8", "int8_tensorwise")
 MARKED_LAYERS = [
-    "opening nvfp4", "quantised patches", "saved", "mixed wan_t2v all",
-    *(f"scaled {name} {layout}" for name in ("wan_t2v", "flux") for layout in ("comfy_quant", "metadata")),
+    "opening nvfp4", "saved", "mixed wan_t2v all",
+    *(f"quantised patches {kind}" for kind in PATCHED_FORMATS),
+    *(
+        f"scaled {name} {layout}"
+        for name in ("wan_t2v", "flux")
+        for layout in ("comfy_quant", "metadata")
+    ),
     *(
         f"mixed {name} {kind}"
         for name in ("wan_t2v", "flux")
@@ -65,18 +76,26 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 
 @torch.inference_mode()
 def streamed(
-    path: Path, family: Family, weight_dtype: str = "default", policy: OffloadPolicy = LAYERWISE, **limits: int
+    path: Path,
+    family: Family,
+    weight_dtype: str = "default",
+    policy: OffloadPolicy = LAYERWISE,
+    **limits: int,
 ) -> Any:
     with given_configuration(family):
         return load_native(path, weight_dtype, policy, **{**LIMITS, **limits})
 
 
 def buffer_bytes(model: Any) -> int:
-    return model.weights.device_bytes(LAYERWISE) - model.weights.device_bytes(OffloadPolicy.layerwise(0))
+    return model.weights.device_bytes(LAYERWISE) - model.weights.device_bytes(
+        OffloadPolicy.layerwise(0)
+    )
 
 
-def compare(path: Path, family: Family, reference: Path | None = None, **options: Any) -> dict[str, Any]:
-    """Return what two streamed runs of a file show next to a native run of it, or of `reference`."""
+def compare(
+    path: Path, family: Family, reference: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """Return what two streamed runs of a file show next to a native run of it or `reference`."""
     expected = sample(native(reference or path, family), family)
     found: dict[str, Any] = {"finite": bool(expected.isfinite().all()), "equal": []}
     for policy in (LAYERWISE, OffloadPolicy.block_swap(2)):
@@ -95,7 +114,7 @@ def scaled(folder: Path, name: str, layout: str) -> dict[str, Any]:
 
 
 def write_mixed(family: Family, path: Path, format_of: Callable[[int], str | None]) -> None:
-    """Write a file whose matrices in blocks have the quantisation that `format_of` gives to their number."""
+    """Write a file whose block matrices have the quantisation that `format_of` gives by number."""
     stored, number = {}, 0
     for name, tensor in family.weights().items():
         key, layer = family.key(name), family.key(name).removesuffix(".weight")
@@ -106,11 +125,17 @@ def write_mixed(family: Family, path: Path, format_of: Callable[[int], str | Non
             stored[key] = tensor.to(torch.bfloat16)
             continue
         options = {} if chosen == "mxfp8" else {"scale": "recalculate"}
-        weight = QuantizedTensor.from_float(tensor, QUANT_ALGOS[chosen]["comfy_tensor_layout"], **options)
+        weight = QuantizedTensor.from_float(
+            tensor, QUANT_ALGOS[chosen]["comfy_tensor_layout"], **options
+        )
         for ending, inner in weight.state_dict("weight").items():
-            plain = inner.element_size() > 1 or inner.is_floating_point() or inner.dtype == torch.int8
+            plain = (
+                inner.element_size() > 1 or inner.is_floating_point() or inner.dtype == torch.int8
+            )
             stored[f"{layer}.{ending}"] = inner if plain else inner.view(torch.uint8)
-        stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps({"format": chosen}).encode()), dtype=torch.uint8)
+        stored[f"{layer}.comfy_quant"] = torch.tensor(
+            list(json.dumps({"format": chosen}).encode()), dtype=torch.uint8
+        )
     save_file(stored, path, metadata=family.metadata)
 
 
@@ -125,7 +150,11 @@ def mixed(folder: Path, name: str, formats: tuple[str | None, ...]) -> dict[str,
 
 def saved(folder: Path) -> dict[str, Any]:
     """Quantised layers that stream, saved, and loaded again by ComfyUI."""
-    path, again, family = folder / "quantised.safetensors", folder / "again.safetensors", FAMILIES["wan_t2v"]
+    path, again, family = (
+        folder / "quantised.safetensors",
+        folder / "again.safetensors",
+        FAMILIES["wan_t2v"],
+    )
     write_mixed(family, path, lambda number: ("nvfp4", "float8_e4m3fn", None)[number % 3])
     expected, model = sample(native(path, family), family), streamed(path, family)
     with torch.inference_mode():
@@ -134,7 +163,8 @@ def saved(folder: Path) -> dict[str, Any]:
     found = {
         "layers": sum(key.endswith(".comfy_quant") for key in stored),
         "kept": sum(
-            torch.equal(written["model.diffusion_model." + key], stored[key]) for key in quantised_keys(stored)
+            torch.equal(written["model.diffusion_model." + key], stored[key])
+            for key in quantised_keys(stored)
         ),
         "quantised": len(quantised_keys(stored)),
         "equal": torch.equal(sample(native(again, family), family), expected),
@@ -149,22 +179,49 @@ def saved(folder: Path) -> dict[str, Any]:
     return found
 
 
-def quantised_patches(folder: Path) -> dict[str, Any]:
-    """A LoRA on quantised layers that stream, next to the same LoRA on a file with their values."""
-    path, plain, family = folder / "quantised.safetensors", folder / "plain.safetensors", FAMILIES["wan_t2v"]
-    write_mixed(family, path, lambda number: ("nvfp4", "float8_e4m3fn", "mxfp8")[number % 3])
-    network = native(path, family).model.diffusion_model
-    values = {}
-    for name, tensor in network.named_parameters():
-        if not name.endswith("input_scale"):
-            values[name] = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-    save_file({name: tensor.detach().float().contiguous() for name, tensor in values.items()}, plain)
+def quantised_patches(folder: Path, quantised: str) -> dict[str, Any]:
+    """A LoRA on quantised layers, streamed and loaded by ComfyUI, and their products."""
+    path, family = folder / f"{quantised}.safetensors", FAMILIES["wan_t2v"]
     lora = folder / "lora.safetensors"
     write_lora("lora", lora, {key: tuple(tensor.shape) for key, tensor in family.weights().items()})
-    expected = sample(native(plain, family, loras=[lora]), family)
-    model = streamed(path, family)
-    unpatched, patched = sample(model, family), sample(load_lora(model, lora), family)
-    return {"equal": torch.equal(patched, expected), "differ": not torch.equal(patched, unpatched)}
+    try:
+        write_mixed(family, path, lambda _: "float8_e4m3fn" if quantised == "by row" else quantised)
+        if quantised == "by row":
+            scale_rows(path)
+        unpatched = sample(native(path, family), family)
+    except NotImplementedError as err:  # no kernel of this format for a CPU
+        return {"skip_reason": str(err)}
+    with products() as counts:
+        expected = sample(native(path, family, loras=[lora]), family)
+        found: dict[str, Any] = {"differ": not torch.equal(unpatched, expected), "equal": []}
+        for policy in (LAYERWISE, replace(LAYERWISE, source="pinned"), OffloadPolicy.resident()):
+            model = load_lora(streamed(path, family, policy=policy), lora)
+            for _ in range(2):
+                counts.append(0)
+                found["equal"].append(torch.equal(sample(model, family), expected))
+    return {**found, "products": counts}
+
+
+def scale_rows(path: Path) -> None:
+    """Give each row of a matrix a scale of its own."""
+    stored = load_file(path)
+    for key in [key for key in stored if key.endswith(".weight_scale")]:
+        rows = stored[key.removesuffix("_scale")].shape[0]
+        stored[key] = stored[key].float().view(1, 1).repeat(rows, 1)
+    save_file(stored, path)
+
+
+@contextmanager
+def products() -> Iterator[list[int]]:
+    """Count the products of quantised weights in the last value of the list."""
+    counts, linear = [0], torch.nn.functional.linear
+
+    def counting(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+        counts[-1] += isinstance(weight, QuantizedTensor)
+        return linear(x, weight, *bias)
+
+    with patch.object(torch.nn.functional, "linear", counting):
+        yield counts
 
 
 def quantised_keys(stored: Mapping[str, torch.Tensor]) -> list[str]:
@@ -182,7 +239,10 @@ def unknown_format(folder: Path) -> str:
 
 
 def refusal(path: Path, family: Family, *, weight_dtype: str = "default", **options: Any) -> str:
-    """Return the message for a file that cannot stream. "header: " begins a check's message, before the graph runs."""
+    """Return the message for a file that cannot stream.
+
+    "header: " begins a check's message, before the graph runs.
+    """
     with given_configuration(family):
         try:
             check_native(path, weight_dtype)
@@ -207,13 +267,18 @@ def _q8(tensor: torch.Tensor) -> bytes:
 
 def _q4k(tensor: torch.Tensor) -> bytes:
     """Return random groups with values of a useful size."""
-    groups = np.random.default_rng(tensor.numel()).integers(0, 256, (tensor.numel() // 256, 144), dtype=np.uint8)
+    groups = np.random.default_rng(tensor.numel()).integers(
+        0, 256, (tensor.numel() // 256, 144), dtype=np.uint8
+    )
     groups[:, :4] = np.array([2e-4, 1.5e-3], dtype=np.float16).view(np.uint8)
     return groups.tobytes()
 
 
 def write_gguf(
-    path: Path, tensors: Mapping[str, torch.Tensor], type_of: Callable[[str, torch.Tensor], str], architecture: str
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    type_of: Callable[[str, torch.Tensor], str],
+    architecture: str,
 ) -> None:
     """Write a GGUF file of version 3."""
 
@@ -225,7 +290,9 @@ def write_gguf(
     for name, tensor in tensors.items():
         kind = type_of(name, tensor)
         shape = list(reversed(tensor.shape))
-        entries += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, GGUF_TYPES[kind], len(data))
+        entries += text(name) + struct.pack(
+            f"<I{len(shape)}QIQ", len(shape), *shape, GGUF_TYPES[kind], len(data)
+        )
         encoded = {"Q8_0": _q8, "Q4_K": _q4k}.get(kind, lambda each: each.numpy().tobytes())(tensor)
         data += encoded + bytes(-len(encoded) % 32)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1) + field + entries
@@ -258,7 +325,10 @@ def gguf_patches(folder: Path) -> dict[str, Any]:
     expected = sample(native(folder / "decoded.safetensors", family, loras=[lora]), family)
     model = streamed(path, family)
     plain, patched = sample(model, family), sample(load_lora(model, lora), family)
-    found: dict[str, Any] = {"equal": torch.equal(patched, expected), "differ": not torch.equal(patched, plain)}
+    found: dict[str, Any] = {
+        "equal": torch.equal(patched, expected),
+        "differ": not torch.equal(patched, plain),
+    }
     for name, method in (("saved", model.state_dict_for_saving), ("merged", model.get_key_patches)):
         try:
             method()
@@ -291,7 +361,10 @@ WIDE = {"dim": 1536, "num_heads": 12, "ffn_dim": 8960, "num_layers": 4}
 
 
 def write_sparse(path: Path, kind: str) -> int:
-    """Write a file of a wide Wan model that takes no space on the disk; return the bytes of its blocks."""
+    """Write a file of a wide Wan model that takes no space on the disk.
+
+    Return the bytes of its blocks.
+    """
     family = FAMILIES["wan_t2v"]
     module, _, name = family.network.rpartition(".")
     settings = {**family.settings, **WIDE}
@@ -303,7 +376,9 @@ def write_sparse(path: Path, kind: str) -> int:
     layers: dict[str, Any] = {}
     for key, tensor in network.state_dict().items():
         layer = key.removesuffix(".weight")
-        if kind == "fp16" or not (family.is_in_block(key) and key.endswith(".weight") and tensor.ndim == 2):
+        if kind == "fp16" or not (
+            family.is_in_block(key) and key.endswith(".weight") and tensor.ndim == 2
+        ):
             tensors[key] = "F16", list(tensor.shape), 2
             continue
         rows, columns = tensor.shape
@@ -318,7 +393,9 @@ def write_sparse(path: Path, kind: str) -> int:
         end += nbytes
         in_blocks += nbytes * family.is_in_block(key)
     if layers:
-        header["__metadata__"] = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+        header["__metadata__"] = {
+            "_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})
+        }
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -339,8 +416,15 @@ def opening(folder: Path, kind: str) -> dict[str, int]:
     before = anonymous_bytes()
     model = streamed(path, FAMILIES["wan_t2v"]).model
     grown = anonymous_bytes() - before
-    outside = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
-    return {"in blocks": in_blocks, "outside": outside, "grown": grown, "blocks": len(model.weights.blocks)}
+    outside = sum(
+        tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
+    )
+    return {
+        "in blocks": in_blocks,
+        "outside": outside,
+        "grown": grown,
+        "blocks": len(model.weights.blocks),
+    }
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -369,22 +453,34 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def diffusers(folder: Path) -> dict[str, Any]:
-    """Flux with the keys of diffusers, whose query, key and value are three matrices that ComfyUI joins."""
+    """Flux with diffusers keys: ComfyUI joins the three matrices of query, key and value."""
     path, family = folder / "diffusers.safetensors", FAMILIES["flux"]
     settings, weights, stored = family.settings, family.weights(), {}
     written = set()
     sizes = {name: settings[name] for name in ("depth", "depth_single_blocks", "hidden_size")}
     for key, target in comfy.utils.flux_to_diffusers(sizes).items():
-        name, part, change = (target, None, None) if isinstance(target, str) else (*target, None)[:3]
+        name, part, change = (
+            (target, None, None) if isinstance(target, str) else (*target, None)[:3]
+        )
         name = name if name in weights else name.replace("_norm.weight", "_norm.scale")
-        if name in weights and (name, part) not in written and not key.endswith("to_qkv_mlp_proj.weight"):
+        if (
+            name in weights
+            and (name, part) not in written
+            and not key.endswith("to_qkv_mlp_proj.weight")
+        ):
             written.add((name, part))
             tensor = weights[name] if part is None else weights[name].narrow(*part)
             stored[key] = (tensor if change is None else change(tensor)).clone()
     save_file(stored, path)
     model = streamed(path, family)
-    places = [name for name in model.model.stored if name.endswith(("qkv.weight", "linear1.weight"))]
-    return {**compare(path, family), "blocks": len(model.weights.blocks), "joined that stream": places}
+    places = [
+        name for name in model.model.stored if name.endswith(("qkv.weight", "linear1.weight"))
+    ]
+    return {
+        **compare(path, family),
+        "blocks": len(model.weights.blocks),
+        "joined that stream": places,
+    }
 
 
 def without_lists(folder: Path) -> str:
@@ -392,16 +488,24 @@ def without_lists(folder: Path) -> str:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     settings = {
-        "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "num_res_blocks": [2, 2, 2],
-        "channel_mult": [1, 2, 4], "num_head_channels": 64, "use_spatial_transformer": True, "context_dim": 2048,
-        "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+        "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320,
+        "num_res_blocks": [2, 2, 2], "channel_mult": [1, 2, 4], "num_head_channels": 64,
+        "use_spatial_transformer": True, "context_dim": 2048,
+        "transformer_depth": [0, 0, 2, 2, 10, 10],
+        "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
         "transformer_depth_middle": 10, "use_linear_in_transformer": True, "adm_in_channels": 2816,
         "num_classes": "sequential", "legacy": False,
     }  # fmt: skip
-    network = UNetModel(**settings, dtype=torch.float16, device="meta", operations=comfy.ops.disable_weight_init)
+    network = UNetModel(
+        **settings, dtype=torch.float16, device="meta", operations=comfy.ops.disable_weight_init
+    )
     header, end = {}, 0
     for key, tensor in network.state_dict().items():
-        header[key] = {"dtype": "F16", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.numel() * 2]}
+        header[key] = {
+            "dtype": "F16",
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.numel() * 2],
+        }
         end += tensor.numel() * 2
     text, path = json.dumps(header).encode(), folder / "unet.safetensors"
     with path.open("wb") as file:
@@ -455,15 +559,26 @@ def answers(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     at = Path(folder)
     kinds = ("fp16", "nvfp4") if QUANT_ALGOS else ("fp16",)
-    cases: dict[str, Callable[[], Any]] = {f"opening {kind}": partial(opening, at, kind) for kind in kinds}
+    cases: dict[str, Callable[[], Any]] = {
+        f"opening {kind}": partial(opening, at, kind) for kind in kinds
+    }
     for name in ("wan_t2v", "flux"):
-        cases |= {f"scaled {name} {layout}": partial(scaled, at, name, layout) for layout in SCALED_LAYOUTS}
+        cases |= {
+            f"scaled {name} {layout}": partial(scaled, at, name, layout)
+            for layout in SCALED_LAYOUTS
+        }
         cases |= {f"mixed {name} {kind}": partial(mixed, at, name, (kind,)) for kind in QUANT_ALGOS}
         cases[f"gguf {name}"] = partial(gguf, at, name)
     if QUANT_ALGOS:
-        cases["quantised patches"] = partial(quantised_patches, at)
+        cases |= {
+            f"quantised patches {kind}": partial(quantised_patches, at, kind)
+            for kind in PATCHED_FORMATS
+            if kind in ("by row", *QUANT_ALGOS)
+        }
         cases["saved"] = partial(saved, at)
-        cases["mixed wan_t2v all"] = partial(mixed, at, "wan_t2v", (*QUANT_ALGOS, None, "float8_e4m3fn"))
+        cases["mixed wan_t2v all"] = partial(
+            mixed, at, "wan_t2v", (*QUANT_ALGOS, None, "float8_e4m3fn")
+        )
     cases |= {
         "gguf prefix": partial(gguf, at, "wan_vace", "model.diffusion_model."),
         "gguf patches": partial(gguf_patches, at),

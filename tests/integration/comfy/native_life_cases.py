@@ -1,4 +1,4 @@
-"""Runs in ComfyUI's own Python: life of streamed native models, from errors in a run to the end of the model.
+"""Runs in ComfyUI's Python: life of streamed native models, from errors to the end of the model.
 
 `answers(folder)` returns one JSON value per case; `test_native_life.py` checks the values.
 """
@@ -23,8 +23,8 @@ import comfy.model_patcher
 import torch
 from native_cases import LIMITS, Files, halves
 from native_families import FAMILIES, Family, results_of, sample
+from native_loading import load_native
 
-from wanstream.host.comfy.native.load import load_native
 from wanstream.schema import OffloadPolicy
 
 FLUX, TEXT_TO_VIDEO = FAMILIES["flux"], FAMILIES["wan_t2v"]
@@ -39,13 +39,18 @@ READERS = "wanstream-read_"
 
 def threads(*, readers: bool = False) -> list[str]:
     """Return the names of the threads of runs; with `readers` those of engines too."""
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-")]
+    names = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-")
+    ]
     return [name for name in names if readers or not name.startswith(READERS)]
 
 
 def listed(model: Any) -> int:
     """Return how often a MODEL or a clone of it is in ComfyUI's list of loaded models."""
-    return sum(entry.model is not None and entry.model.model is model.model for entry in mm.current_loaded_models)
+    return sum(
+        entry.model is not None and entry.model.model is model.model
+        for entry in mm.current_loaded_models
+    )
 
 
 def openings(path: Path) -> list[int]:
@@ -80,15 +85,24 @@ def messages() -> Iterator[list[str]]:
 
 
 class Incident:
-    """Something that happens inside a block of a pass, both counted from 0, once; and the blocks that run after it."""
+    """Something that happens inside a block of a pass, both counted from 0, once.
 
-    def __init__(self, model: Any, *, in_pass: int, in_block: int, happens: Callable[[], None]) -> None:
+    And the blocks that run after it.
+    """
+
+    def __init__(
+        self, model: Any, *, in_pass: int, in_block: int, happens: Callable[[], None]
+    ) -> None:
         self.later: list[int] = []
         self._passes, self._over = -1, False
         network = model.model.diffusion_model
         network.register_forward_pre_hook(self._begin)
         for index, path in enumerate(model.model.weights.blocks):
-            layer = next(each for each in network.get_submodule(path).modules() if isinstance(each, torch.nn.Linear))
+            layer = next(
+                each
+                for each in network.get_submodule(path).modules()
+                if isinstance(each, torch.nn.Linear)
+            )
             layer.register_forward_pre_hook(lambda *_, index=index: self._look(index))
         self._place, self._happens = (in_pass, in_block), happens
 
@@ -103,7 +117,9 @@ class Incident:
             self._happens()
 
 
-def _incident_case(files: Files, policy: str, in_pass: int, in_block: int, happens: Callable[[], None]) -> Any:
+def _incident_case(
+    files: Files, policy: str, in_pass: int, in_block: int, happens: Callable[[], None]
+) -> Any:
     expected = sample(files.native(FLUX), FLUX, steps=4)
     model = files.streamed(FLUX, policy=policy)
     incident = Incident(model, in_pass=in_pass, in_block=in_block, happens=happens)
@@ -122,7 +138,10 @@ def _incident_case(files: Files, policy: str, in_pass: int, in_block: int, happe
         "said": [line for line in said if "hook" in line],
         "listed": listed(model),
     }
-    return {**found, "equal": [torch.equal(sample(model, FLUX, steps=4), expected) for _ in range(2)]}
+    return {
+        **found,
+        "equal": [torch.equal(sample(model, FLUX, steps=4), expected) for _ in range(2)],
+    }
 
 
 def _fail() -> None:
@@ -130,11 +149,13 @@ def _fail() -> None:
 
 
 def incident_cases(files: Files) -> dict[str, Callable[[], Any]]:
-    """Return cases of errors and of interrupts: in the first pass the order of the blocks is not known yet."""
+    """Return cases of errors and interrupts: the first pass does not know the order of blocks."""
     cases = {}
     for policy in ("layerwise", "block swap"):
         for number, (in_pass, in_block) in enumerate(((0, 1), (2, 5), (3, 6))):
-            cases[f"error {number}, {policy}"] = partial(_incident_case, files, policy, in_pass, in_block, _fail)
+            cases[f"error {number}, {policy}"] = partial(
+                _incident_case, files, policy, in_pass, in_block, _fail
+            )
             interrupt = partial(mm.interrupt_current_processing, True)
             case = partial(_incident_case, files, policy, in_pass, in_block, interrupt)
             cases[f"interrupt {number}, {policy}"] = case
@@ -156,7 +177,11 @@ def retried_case(files: Files) -> dict[str, Any]:
 
     clone.set_model_unet_function_wrapper(again)
     result = sample(clone, FLUX, steps=4)
-    return {"equal": torch.equal(result, expected), "later": len(incident.later) > 8, "threads": threads()}
+    return {
+        "equal": torch.equal(result, expected),
+        "later": len(incident.later) > 8,
+        "threads": threads(),
+    }
 
 
 def free_case(files: Files) -> dict[str, Any]:
@@ -196,7 +221,10 @@ def evicted_case(files: Files, policy: str) -> dict[str, Any]:
 
 
 def _load_vae() -> Any:
-    """Load another model with more memory than there is. ComfyUI itself frees nothing for a load on the CPU."""
+    """Load another model with more memory than there is.
+
+    ComfyUI itself frees nothing for a load on the CPU.
+    """
     vae = comfy.model_patcher.ModelPatcher(torch.nn.Linear(64, 64), CPU, CPU)
     mm.free_memory(10**15, CPU)
     mm.load_models_gpu([vae])
@@ -205,7 +233,10 @@ def _load_vae() -> Any:
 
 def neighbour_case(files: Files) -> dict[str, Any]:
     """A preview loads its VAE during the run, and requires more memory than there is."""
-    expected, model = sample(files.native(FLUX), FLUX), files.streamed(FLUX, policy="block swap").clone()
+    expected, model = (
+        sample(files.native(FLUX), FLUX),
+        files.streamed(FLUX, policy="block swap").clone(),
+    )
     neighbours, present = [], []
 
     def load(args: dict[str, Any]) -> torch.Tensor:
@@ -224,7 +255,10 @@ def types_case(files: Files) -> dict[str, Any]:
     """Two models of one file with different types, run by turns."""
     expected = {form: sample(files.native(FLUX, form), FLUX) for form in ("fp8", "fp8 kept")}
     models = {form: files.streamed(FLUX, form) for form in expected}
-    equal = [torch.equal(sample(models[form], FLUX), expected[form]) for form in ("fp8", "fp8 kept", "fp8", "fp8 kept")]
+    equal = [
+        torch.equal(sample(models[form], FLUX), expected[form])
+        for form in ("fp8", "fp8 kept", "fp8", "fp8 kept")
+    ]
     both = [listed(each) for each in models.values()]
     engines = len({id(each.weights.loaded_engine) for each in models.values()})
     buffers = [each.weights.buffer_bytes for each in models.values()]
@@ -303,7 +337,10 @@ def all_cases(files: Files) -> dict[str, Callable[[], Any]]:
         **incident_cases(files),
         "retried": partial(retried_case, files),
         "/free": partial(free_case, files),
-        **{f"evicted, {policy}": partial(evicted_case, files, policy) for policy in ("block swap", "resident")},
+        **{
+            f"evicted, {policy}": partial(evicted_case, files, policy)
+            for policy in ("block swap", "resident")
+        },
         "neighbour": partial(neighbour_case, files),
         "two types": partial(types_case, files),
         "clones": partial(clones_case, files),
@@ -337,16 +374,19 @@ class Room:
 
 @torch.inference_mode()
 def queue_items(folder: str, items: int) -> dict[str, Any]:
-    """Return the resident bytes of the process in each of some queue items: with two experts loaded, and without.
+    """Return the process's resident bytes per queue item: with two experts loaded, and without.
 
-    Between the items a VAE evicts the experts; the second item is followed by `/free` with its models dropped.
+    Between the items a VAE evicts the experts; the second item is followed by `/free` with its
+    models dropped.
     """
     torch.set_num_threads(1)
     family, path = TEXT_TO_VIDEO, Path(folder) / "expert.safetensors"
     write_expert(path)
 
     def experts() -> list[Any]:
-        return [load_native(path, "default", OffloadPolicy.block_swap(4), **LIMITS) for _ in range(2)]
+        return [
+            load_native(path, "default", OffloadPolicy.block_swap(4), **LIMITS) for _ in range(2)
+        ]
 
     models, room = experts(), Room()
     found: dict[str, Any] = {"loaded": [], "evicted": [], "left": [], "results": []}

@@ -1,7 +1,8 @@
 """Nodes for servers that run tiny native models: their checkpoints, conditioning and latents.
 
-Loaded by the server as a custom node, with `native_families.py` next to it. It writes the checkpoints before the page
-requests the names of models, and lets the pack stream models of any size.
+Loaded by the server as a custom node, with `native_families.py` next to it. It writes the
+checkpoints before the page requests the names of models, and lets the pack stream models of any
+size.
 """
 
 import pathlib
@@ -20,8 +21,10 @@ FOLDER = pathlib.Path(folder_paths.get_folder_paths("diffusion_models")[0])
 def allow_small_models():
     """Lower the thresholds of the pack, which this server may load under any name."""
     for name, module in list(sys.modules.items()):
-        if name.endswith("host.comfy.native.model"):
-            module.open_native.__kwdefaults__.update(smallest_block=30_000, smallest_model=1_000)
+        if name.endswith("host.comfy.native.network.block_lists"):
+            module.blocks_to_stream.__kwdefaults__.update(
+                smallest_block=30_000, smallest_model=1_000
+            )
 
 
 class TestFamily:

@@ -1,4 +1,4 @@
-"""Runs in ComfyUI's own Python: patches of native models that stream, compared with ComfyUI's own models.
+"""Runs in ComfyUI's own Python: patches of streamed native models, compared with ComfyUI's.
 
 `answers(folder)` returns one JSON value per case; `test_native_patches.py` checks the values.
 """
@@ -9,7 +9,9 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -31,17 +33,25 @@ from installed_pack import load_pack
 from safetensors.torch import load_file, save, save_file
 
 load_pack()
-from wanstream.host.comfy.native.build import WEIGHT_DTYPES  # noqa: E402
-from wanstream.host.comfy.native.load import load_native  # noqa: E402
+from native_loading import load_native  # noqa: E402
+
+from wanstream.host import current_host  # noqa: E402
+from wanstream.host.comfy import versions  # noqa: E402
 from wanstream.host.comfy.native.stream_model import ModelStreamer  # noqa: E402
+from wanstream.host.native_models import WEIGHT_DTYPES, ModelStreaming  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 
-stream_model = ModelStreamer().stream
+STREAMER = ModelStreamer(current_host())
 POLICY = OffloadPolicy.layerwise(1)
 SWAP = OffloadPolicy.block_swap(2, prefetch_blocks=1)
 LIMITS = {"smallest_block": 200_000, "smallest_model": 1000}
 NUMBER_FORMATS = {"fp32": "default", "bf16": "bf16", "fp8": "fp8_e4m3fn"}
-"""Loader's weight type by number format of the file; "bf16" keeps bf16 weights, which the CPU casts to compute."""
+"""Loader's weight type by number format of the file; "bf16" keeps bf16 weights, which the CPU casts
+to compute."""
+
+
+def stream_model(model: Any, policy: OffloadPolicy, **limits: int) -> Any:
+    return STREAMER.stream(model, ModelStreaming(policy=policy), **limits)
 
 
 class Side:
@@ -61,18 +71,24 @@ class Side:
     def native(self, dtype: str) -> Any:
         return families.native(self.file(dtype), self.family, weight_dtype=NUMBER_FORMATS[dtype])
 
-    def streamed(self, dtype: str, policy: OffloadPolicy = POLICY, **settings: bool) -> Any:
+    def streamed(self, dtype: str, policy: OffloadPolicy = POLICY, **limits: int) -> Any:
+        # LoRAs are on layers outside the lists too.
+        limits = {**LIMITS, "smallest_layer": 20_000, **limits}
         with families.given_configuration(self.family):
-            return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **LIMITS, **settings)
+            return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **limits)
 
     def lora(self, kind: str, *, streamed: bool = False) -> Path:
         """Return a LoRA, of everything or of layers that stream only."""
         path = self.folder / f"{self.family.name}_{kind}_{streamed}.safetensors"
         shapes = self.shapes
         if streamed:
-            layers = {key.removesuffix(".weight") for key, shape in shapes.items() if len(shape) == 2}
+            layers = {
+                key.removesuffix(".weight") for key, shape in shapes.items() if len(shape) == 2
+            }
             layers = {layer for layer in layers if "blocks." in layer}
-            shapes = {key: shape for key, shape in shapes.items() if key.rpartition(".")[0] in layers}
+            shapes = {
+                key: shape for key, shape in shapes.items() if key.rpartition(".")[0] in layers
+            }
         if not path.exists():
             families.write_lora(kind, path, shapes)
         return path
@@ -85,24 +101,29 @@ def _with_lora(model: Any, path: Path, strength: float = 1.0) -> Any:
     return comfy.sd.load_lora_for_models(model, None, load_file(path), strength, 0)[0]
 
 
-def _low_vram(model: Any) -> Any:
-    """Return the MODEL, which keeps all weights in RAM and patches each when it is used."""
-    model.detach()  # what is loaded already would stay on the device
-    load = model.partially_load
-    model.partially_load = lambda device, extra_memory=0, **settings: load(device, extra_memory=1, **settings)
-    return model
+@contextmanager
+def counted_patches() -> Iterator[list[int]]:
+    """Count the weights that get their patches in the last value of the list."""
+    counts, patched = [0], versions.patched_weight
+
+    def counting(*args: Any, **settings: Any) -> torch.Tensor:
+        counts[-1] += 1
+        return patched(*args, **settings)
+
+    with patch.object(versions, "patched_weight", counting):
+        yield counts
 
 
 def kind_case(side: Side, kind: str, dtype: str) -> object:
-    """LoRAs of one kind in one number format; natively baked into fp32, else added when a weight is used."""
-    whole = dtype == "fp32"
-    # Tensors outside the blocks are always patched once, when they are loaded, which rounds them differently.
-    lora = side.lora(kind, streamed=not whole)
-    native = _with_lora(side.native(dtype), lora)
-    theirs = side.sample(native if whole else _low_vram(native))
+    """LoRAs of one kind in one number format, which ComfyUI adds when it loads the weights."""
+    lora = side.lora(kind)
+    theirs = side.sample(_with_lora(side.native(dtype), lora))
     streamed = side.streamed(dtype)
     ours = side.sample(_with_lora(streamed, lora))
-    return {"equal": torch.equal(ours, theirs), "effect": float((ours - side.sample(streamed)).abs().max())}
+    return {
+        "equal": torch.equal(ours, theirs),
+        "effect": float((ours - side.sample(streamed)).abs().max()),
+    }
 
 
 def clones_case(side: Side) -> object:
@@ -110,7 +131,10 @@ def clones_case(side: Side) -> object:
     lora, native, ours = side.lora("kohya"), side.native("fp32"), side.streamed("fp32", SWAP)
     strengths = (1.0, None, 0.5, None, 1.0)
     pairs = [
-        [model if strength is None else _with_lora(model, lora, strength) for model in (native, ours)]
+        [
+            model if strength is None else _with_lora(model, lora, strength)
+            for model in (native, ours)
+        ]
         for strength in strengths
     ]
     results = [[side.sample(model) for model in pair] for pair in pairs]
@@ -121,43 +145,48 @@ def clones_case(side: Side) -> object:
         "is_clone": [plain.is_clone(first), first.is_clone(again), first.is_clone(native)],
         "same weights": [
             bool(one.clone_has_same_weights(other))
-            for one, other in ((plain, plain.clone()), (first, first.clone()), (first, plain), (first, again))
+            for one, other in (
+                (plain, plain.clone()),
+                (first, first.clone()),
+                (first, plain),
+                (first, again),
+            )
         ],
         "one engine": len({id(pair[1].model.weights.loaded_engine) for pair in pairs}),
     }
 
 
 def arrival_case(side: Side) -> object:
-    """LoRAs that are added to blocks when they arrive, next to those of ComfyUI; and clones in turns."""
+    """Additions of a LoRA to the blocks in RAM, and no function in a layer."""
     found: dict[str, Any] = {}
-    for kind in ("lora", "kohya", "dora", "loha", "diff"):
-        lora, ours = side.lora(kind), side.streamed("fp32", SWAP, lora_on_arrival=True)
-        theirs = side.sample(_with_lora(side.native("fp32"), lora))
-        patched = _with_lora(ours, lora)
-        result = side.sample(patched)
-        functions = [
-            len(layer.weight_function) for layer in ours.model.modules() if getattr(layer, "weight_function", None)
-        ]
-        found[kind] = {
-            "difference": float((result - theirs).norm() / theirs.norm()),
-            "equal": torch.equal(result, theirs),
-            "functions": sum(functions),
-        }
-    lora, native = side.lora("lora"), side.native("fp32")
-    ours = side.streamed("fp32", SWAP, lora_on_arrival=True)
-    models = [
-        [model if strength is None else _with_lora(model, lora, strength) for model in (native, ours)]
-        for strength in (1.0, None, 0.5, None, 1.0)
-    ]
-    twice = [_with_lora(model, lora, -0.25) for model in models[0]]
-    pairs = [[side.sample(model) for model in pair] for pair in (*models, twice)]
-    found["turns"] = [float((one - other).norm() / one.norm()) for one, other in pairs]
-    found["one engine"] = len({id(pair[1].model.weights.loaded_engine) for pair in models})
-    fp8 = side.streamed("fp8", lora_on_arrival=True)
     lora = side.lora("lora", streamed=True)
-    native = _low_vram(_with_lora(side.native("fp8"), lora))
-    found["fp8"] = torch.equal(side.sample(_with_lora(fp8, lora)), side.sample(native))
+    for dtype in NUMBER_FORMATS:
+        policies = {"kept": replace(POLICY, source="pinned"), "resident": OffloadPolicy.resident()}
+        for name, policy in policies.items():
+            ours = _with_lora(side.streamed(dtype, policy), lora)
+            with counted_patches() as counts:
+                for _ in range(2):
+                    side.sample(ours)
+                    counts.append(0)
+            functions = [getattr(each, "weight_function", None) for each in ours.model.modules()]
+            found[f"{dtype} {name}"] = {"additions": counts, "functions": any(functions)}
+        found[f"{dtype} matrices"] = len(ours.model.stored.keys() & ours.patches.keys())
     return found
+
+
+def multigpu_case(side: Side) -> object:
+    """Clones for further GPUs, which ComfyUI makes with the loader of a MODEL."""
+    if not hasattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu"):
+        return {"skip_reason": "not in this ComfyUI"}
+    native = side.native("fp32")
+    patched = _with_lora(side.streamed("fp32"), side.lora("lora"))
+    models = [patched, stream_model(_with_lora(native, side.lora("lora")), POLICY, **LIMITS)]
+    clones = [model.deepclone_multigpu(new_load_device=torch.device("cpu")) for model in models]
+    expected = side.sample(_with_lora(native, side.lora("lora")))
+    return {
+        "equal": [torch.equal(side.sample(each), expected) for each in (*clones, *models)],
+        "own weights": len({id(each.model.weights) for each in (*clones, *models)}),
+    }
 
 
 def compute_dtype_case(side: Side) -> object:
@@ -168,7 +197,10 @@ def compute_dtype_case(side: Side) -> object:
         changed.set_model_compute_dtype(torch.bfloat16)
         results.append([side.sample(changed), side.sample(model)])
     (theirs, their_plain), (ours, plain) = results
-    return {"equal": [torch.equal(ours, theirs), torch.equal(plain, their_plain)], "same": torch.equal(ours, plain)}
+    return {
+        "equal": [torch.equal(ours, theirs), torch.equal(plain, their_plain)],
+        "same": torch.equal(ours, plain),
+    }
 
 
 def wrapper_case(side: Side) -> object:
@@ -185,7 +217,9 @@ def wrapper_case(side: Side) -> object:
 def foreign_lora_case(side: Side, other: Side) -> object:
     """A LoRA for another architecture, of which ComfyUI loads nothing."""
     lora = other.lora("lora")
-    native, ours = (_with_lora(model, lora) for model in (side.native("fp32"), side.streamed("fp32")))
+    native, ours = (
+        _with_lora(model, lora) for model in (side.native("fp32"), side.streamed("fp32"))
+    )
     return {
         "patches": [len(native.patches), len(ours.patches)],
         "equal": torch.equal(*map(side.sample, (native, ours))),
@@ -193,7 +227,7 @@ def foreign_lora_case(side: Side, other: Side) -> object:
 
 
 def _decorated(model: Any) -> tuple[Any, list[str]]:
-    """Return a clone with one of everything that nodes add to a MODEL, and the list of what was called."""
+    """Return a clone with one of everything that nodes add to a MODEL, and a list of calls."""
     changed, calls = model.clone(), []
     extension = comfy.patcher_extension
 
@@ -207,19 +241,32 @@ def _decorated(model: Any) -> tuple[Any, list[str]]:
 
     changed.set_model_attn2_patch(called("attn2", lambda given: given["x"] * 1.1))
     changed.set_model_unet_function_wrapper(
-        called("function", lambda apply, given: apply(given["input"], given["timestep"], **given["c"]) * 0.9)
+        called(
+            "function",
+            lambda apply, given: apply(given["input"], given["timestep"], **given["c"]) * 0.9,
+        )
     )
-    changed.set_model_sampler_post_cfg_function(called("post cfg", lambda given: given["denoised"] * 1.05))
+    changed.set_model_sampler_post_cfg_function(
+        called("post cfg", lambda given: given["denoised"] * 1.05)
+    )
     network = model.model.diffusion_model
-    changed.add_object_patch("diffusion_model.unpatchify", MethodType(_halved(type(network).unpatchify), network))
+    changed.add_object_patch(
+        "diffusion_model.unpatchify", MethodType(_halved(type(network).unpatchify), network)
+    )
     for kind in (extension.WrappersMP.DIFFUSION_MODEL, extension.WrappersMP.SAMPLER_SAMPLE):
         changed.add_wrapper_with_key(
-            kind, "test", called(kind, lambda executor, *args, **settings: executor(*args, **settings))
+            kind,
+            "test",
+            called(kind, lambda executor, *args, **settings: executor(*args, **settings)),
         )
     changed.add_callback_with_key(extension.CallbacksMP.ON_PRE_RUN, "test", called("pre run"))
-    changed.set_injections("test", [extension.PatcherInjection(inject=called("inject"), eject=called("eject"))])
+    changed.set_injections(
+        "test", [extension.PatcherInjection(inject=called("inject"), eject=called("eject"))]
+    )
     changed.set_attachments("test", "attached")
-    changed.add_weight_wrapper("diffusion_model.blocks.0.ffn.0.weight", called("weight", lambda weight: weight * 1.5))
+    changed.add_weight_wrapper(
+        "diffusion_model.blocks.0.ffn.0.weight", called("weight", lambda weight: weight * 1.5)
+    )
     return changed, calls
 
 
@@ -231,7 +278,13 @@ def stream_model_case(side: Side) -> object:
     """Stream Model behind a loader and other nodes: from the file, a whole checkpoint, and RAM."""
     found: dict[str, Any] = {}
     checkpoint = side.folder / "checkpoint.safetensors"
-    save_file({f"model.diffusion_model.{key}": each for key, each in load_file(side.file("fp32")).items()}, checkpoint)
+    save_file(
+        {
+            f"model.diffusion_model.{key}": each
+            for key, each in load_file(side.file("fp32")).items()
+        },
+        checkpoint,
+    )
     loaders = {
         "file": lambda: side.native("fp32"),
         "fp8 file": lambda: side.native("fp8"),
@@ -243,8 +296,10 @@ def stream_model_case(side: Side) -> object:
     for name, load in loaders.items():
         given = load()
         plain = side.sample(given)
-        dressed, calls = _decorated(_with_lora(given, side.lora("lora", streamed=name == "fp8 file")))
-        theirs = side.sample(dressed if name != "fp8 file" else _low_vram(dressed))
+        dressed, calls = _decorated(
+            _with_lora(given, side.lora("lora", streamed=name == "fp8 file"))
+        )
+        theirs = side.sample(dressed)
         their_calls = [*calls]
         calls.clear()
         with Logged("wanstream.memory") as log:
@@ -256,10 +311,18 @@ def stream_model_case(side: Side) -> object:
             "equal": torch.equal(samples, theirs),
             "calls": [their_calls, calls],
             "attached": ours.get_attachment("test"),
-            "bound": ours.object_patches["diffusion_model.unpatchify"].__self__ is ours.model.diffusion_model,
-            "again": [torch.equal(side.sample(again), samples), again.policy == SWAP, again.model is ours.model],
+            "bound": ours.object_patches["diffusion_model.unpatchify"].__self__
+            is ours.model.diffusion_model,
+            "again": [
+                torch.equal(side.sample(again), samples),
+                again.policy == SWAP,
+                again.model is ours.model,
+            ],
             "other": [torch.equal(side.sample(other), plain), other.model is ours.model],
-            "given": [torch.equal(side.sample(given), plain), torch.equal(side.sample(dressed), side.sample(dressed))],
+            "given": [
+                torch.equal(side.sample(given), plain),
+                torch.equal(side.sample(dressed), side.sample(dressed)),
+            ],
             "ours after theirs": torch.equal(side.sample(ours), samples),
             "log": log.lines,
         }
@@ -291,17 +354,22 @@ class Logged:
 
 
 def merge_case(side: Side) -> object:
-    """Nodes that merge models, with pairs of a native and a streamed MODEL, the second one with a LoRA."""
+    """Nodes that merge models, on pairs of native and streamed MODELs, the second with a LoRA."""
     nodes = nodes_model_merging
     merging = {
         "simple": lambda one, two: nodes.ModelMergeSimple().merge(one, two, 0.3),
-        "blocks": lambda one, two: nodes.ModelMergeBlocks().merge(one, two, **{"": 0.7, "blocks.1": 0.2}),
+        "blocks": lambda one, two: nodes.ModelMergeBlocks().merge(
+            one, two, **{"": 0.7, "blocks.1": 0.2}
+        ),
         "subtract": lambda one, two: nodes.ModelSubtract().merge(one, two, 0.5),
         "add": lambda one, two: nodes.ModelAdd().merge(one, two),
     }
 
     def matrices(one: Any, two: Any) -> tuple[Any]:
-        """Merge as the nodes do, but nothing that does not stream, which ComfyUI rounds to fp8 only if it is loaded."""
+        """Merge as the nodes do, but nothing that does not stream.
+
+        ComfyUI rounds what does not stream to fp8 only if it is loaded.
+        """
         merged = one.clone()
         for key, weight in two.get_key_patches("diffusion_model.blocks.1.ffn").items():
             merged.add_patches({key: weight}, 0.7, 0.3)
@@ -310,19 +378,21 @@ def merge_case(side: Side) -> object:
     found: dict[str, Any] = {}
     for dtype, merges in {"fp32": merging, "fp8": {"matrices": matrices}}.items():
         lora = side.lora("lora", streamed=dtype == "fp8")
-        models = [(load(dtype), _with_lora(load(dtype), lora)) for load in (side.native, side.streamed)]
+        models = [
+            (load(dtype), _with_lora(load(dtype), lora)) for load in (side.native, side.streamed)
+        ]
         for name, merge in merges.items():
             results = []
             for one, two in ((0, 0), (1, 0), (0, 1), (1, 1)):
                 if name in ("simple", "matrices") or one == two:
                     (merged,) = merge(models[one][0], models[two][1])
-                    results.append(side.sample(_low_vram(merged) if dtype == "fp8" and not one else merged))
+                    results.append(side.sample(merged))
             found[f"{name} {dtype}"] = [torch.equal(result, results[0]) for result in results[1:]]
     return found
 
 
 def cast_merge_case(side: Side) -> object:
-    """The weights of a file that ComfyUI rounds when it loads them are rounded for merging as well."""
+    """Weights that ComfyUI rounds when it loads a file are rounded for merging as well."""
     path = side.file("fp32")
     models = [
         families.native(path, side.family, weight_dtype="fp8_e4m3fn"),
@@ -331,13 +401,24 @@ def cast_merge_case(side: Side) -> object:
     key, network = "diffusion_model.blocks.0.ffn.0.weight", side.native("fp32")
     return {
         "dtypes": [str(model.get_key_patches()[key][0][0].dtype) for model in models],
-        "read": sum(models[1].get_key_patches()[key][0][0] is not view for key, view in models[1].model.stored.items()),
-        "equal": torch.equal(*(side.sample(nodes_model_merging.ModelAdd().merge(network, each)[0]) for each in models)),
+        "read": sum(
+            models[1].get_key_patches()[key][0][0] is not view
+            for key, view in models[1].model.stored.items()
+        ),
+        "equal": torch.equal(
+            *(
+                side.sample(nodes_model_merging.ModelAdd().merge(network, each)[0])
+                for each in models
+            )
+        ),
     }
 
 
 def save_case(side: Side) -> object:
-    """Save Model of models without and with a LoRA, byte by byte; the reason where ComfyUI is too old for it."""
+    """Save Model of models without and with a LoRA, byte by byte.
+
+    The reason where ComfyUI is too old for it.
+    """
     saves_lazily = hasattr(comfy.model_patcher.ModelPatcher, "state_dict_for_saving")
     found: dict[str, Any] = {}
     for kind, dtype in (("lora", "fp32"), ("diff", "fp32"), ("lora", "fp8"), (None, "bf16")):
@@ -366,11 +447,15 @@ def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], ob
 
     def patched(model: Any) -> object:
         changed = _with_lora(model, side.lora("lora", streamed=True))
-        return [changed.patch_weight_to_device(key, return_weight=True) + 0 for key in changed.patches]
+        return [
+            changed.patch_weight_to_device(key, return_weight=True) + 0 for key in changed.patches
+        ]
 
     def extracted(model: Any) -> object:
         kind = nodes_lora_extract.LORAType.FULL_DIFF
-        return nodes_lora_extract.calc_lora_model(model, 4, "diffusion_model.", "", {}, kind, bias_diff=False)
+        return nodes_lora_extract.calc_lora_model(
+            model, 4, "diffusion_model.", "", {}, kind, bias_diff=False
+        )
 
     def state(model: Any) -> list[torch.Tensor]:
         # Without the quantised weights, which not every ComfyUI version can copy.
@@ -384,10 +469,14 @@ def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], ob
         "patch": patched,
         "extract": extracted,
         "state dict": lambda model: [each.clone() for each in state(model)],
-        "save the state dict": lambda model: save({str(at): each for at, each in enumerate(state(model))}),
+        "save the state dict": lambda model: save(
+            {str(at): each for at, each in enumerate(state(model))}
+        ),
         "numpy": lambda model: [each.view(torch.uint8).numpy() for each in state(model)],
         "deep copy": lambda model: [each + 0 for each in copy.deepcopy(state(model))],
-        "key patches": lambda model: [patches[0][0].clone() for patches in model.get_key_patches().values()],
+        "key patches": lambda model: [
+            patches[0][0].clone() for patches in model.get_key_patches().values()
+        ],
     }
 
 
@@ -405,8 +494,12 @@ def _change(path: Path, kind: str) -> None:
 def changed_file_case(side: Side) -> object:
     """The outcome of everything that reads weights from a file changed after opening."""
     found: dict[str, dict[str, str]] = {}
-    for dtype in ("fp32", "fp8"):
-        for kind in ("cut", "empty", "rewritten", "replaced", "gone"):
+    changes = {
+        "fp32": ("cut", "empty", "rewritten", "replaced", "gone"),
+        "fp8": ("cut", "replaced"),
+    }
+    for dtype, kinds in changes.items():
+        for kind in kinds:
             path = side.folder / f"changed_{dtype}_{kind}.safetensors"
             outcomes = found[f"{dtype} {kind}"] = {}
             for road, read in _roads(side, dtype, side.folder).items():
@@ -425,18 +518,29 @@ def changed_file_case(side: Side) -> object:
 
 
 def extract_case(side: Side) -> object:
-    """Extract and Save Lora of the difference of a model with a LoRA and without; the reason where it is refused."""
+    """Extract and Save Lora of the difference of a model with a LoRA and without.
+
+    The reason where it is refused.
+    """
     if not hasattr(comfy.model_patcher.ModelPatcher, "state_dict_for_saving"):
         calc = nodes_lora_extract.calc_lora_model
-        return _refused(lambda: calc(side.streamed("fp32"), 4, "", "", {}, nodes_lora_extract.LORAType.FULL_DIFF))
+        return _refused(
+            lambda: calc(
+                side.streamed("fp32"), 4, "", "", {}, nodes_lora_extract.LORAType.FULL_DIFF
+            )
+        )
     results = []
     for load in (side.native, side.streamed):
         model = load("fp32")
-        (difference,) = nodes_model_merging.ModelSubtract().merge(_with_lora(model, side.lora("lora")), model, 1.0)
+        (difference,) = nodes_model_merging.ModelSubtract().merge(
+            _with_lora(model, side.lora("lora")), model, 1.0
+        )
         output: dict[str, torch.Tensor] = {}
         kind = nodes_lora_extract.LORAType.FULL_DIFF
         prefix = "diffusion_model."
-        nodes_lora_extract.calc_lora_model(difference, 4, prefix, prefix, output, kind, bias_diff=True)
+        nodes_lora_extract.calc_lora_model(
+            difference, 4, prefix, prefix, output, kind, bias_diff=True
+        )
         results.append(output)
     theirs, ours = results
     return {
@@ -456,7 +560,9 @@ def hooks_case(side: Side) -> object:
             {"patches": {"attn2_patch": [lambda given: given["x"] * 1.2]}}
         ),
         "weights": comfy.hooks.create_hook_lora(lora, 1.0, 0.0).hooks[0],
-        "weights of another model": comfy.hooks.create_hook_lora({"unknown": lora.popitem()[1]}, 1.0, 0.0).hooks[0],
+        "weights of another model": comfy.hooks.create_hook_lora(
+            {"unknown": lora.popitem()[1]}, 1.0, 0.0
+        ).hooks[0],
     }
     for name, hook in hooks.items():
         group = comfy.hooks.HookGroup()
@@ -465,7 +571,9 @@ def hooks_case(side: Side) -> object:
         keyframes.add(comfy.hooks.HookKeyframe(strength=0.5, start_percent=0.3))
         group.set_keyframes_on_hooks(keyframes)
         conditions = side.family.conditioning
-        changed = [[(text, {**values, "hooks": group}) for text, values in each] for each in conditions()]
+        changed = [
+            [(text, {**values, "hooks": group}) for text, values in each] for each in conditions()
+        ]
         with patch.object(families.Family, "conditioning", lambda *_, changed=changed: changed):
             results = []
             for model in (side.native("fp32"), side.streamed("fp32")):
@@ -489,19 +597,29 @@ def compile_case(side: Side) -> object:
 
     def by_wrapper(model: Any, *keys: str) -> Any:
         changed = model.clone()
-        set_torch_compile_wrapper(changed, backend=backend, options={"guard_filter_fn": unguarded}, keys=[*keys])
+        set_torch_compile_wrapper(
+            changed, backend=backend, options={"guard_filter_fn": unguarded}, keys=[*keys]
+        )
         return changed
 
     def by_patches(model: Any, *keys: str) -> Any:
         changed = model.clone()
         for key in keys:
             layer = changed.get_model_object(key)
-            changed.add_object_patch(key, torch.compile(layer, backend=backend, options={"guard_filter_fn": unguarded}))
+            changed.add_object_patch(
+                key, torch.compile(layer, backend=backend, options={"guard_filter_fn": unguarded})
+            )
         return changed
 
     # ComfyUI 0.3.64 has no filter.
-    unguarded = getattr(nodes_torch_compile, "skip_torch_compile_dict", lambda entries: [True] * len(entries))
-    native, streamed, lora = side.native("fp32"), side.streamed("fp32"), side.lora("diff")
+    unguarded = getattr(
+        nodes_torch_compile, "skip_torch_compile_dict", lambda entries: [True] * len(entries)
+    )
+    native, streamed, lora = (
+        side.native("fp32"),
+        side.streamed("fp32", smallest_layer=10**9),
+        side.lora("diff"),
+    )
     blocks = [f"diffusion_model.blocks.{i}" for i in (0, 2)]  # enough to share graphs
     plain, changed = side.sample(native), side.sample(_with_lora(native, lora))
     found: dict[str, Any] = {}
@@ -516,18 +634,22 @@ def compile_case(side: Side) -> object:
             counts.append(len(graphs))
         ours, ours_changed = pairs[1]
         results = [first, side.sample(ours), side.sample(streamed), side.sample(ours)]
-        course = ours.model.runs.last
+        session = ours.model.runs.last.session
         found[name] = {
             "equal": [torch.equal(result, plain) for result in results],
             "with a LoRA": torch.equal(side.sample(ours_changed), changed),
             "graphs": counts,
-            "visits": [course.visits, course.fetches, course.recompiled],
-            "whole": _refused(lambda compiled=compiled: side.sample(compiled(streamed, "diffusion_model"))),
+            "visits": [session.visits, session.fetches, session.recompiled],
+            "whole": _refused(
+                lambda compiled=compiled: side.sample(compiled(streamed, "diffusion_model"))
+            ),
         }
     (node,) = nodes_torch_compile.TorchCompileModel.execute(streamed, "inductor").args
     found["node"] = _refused(lambda: side.sample(node))
     found["stream model behind"] = [
-        _refused(lambda compiled=compiled: stream_model(compiled(native, *blocks), POLICY, **LIMITS))
+        _refused(
+            lambda compiled=compiled: stream_model(compiled(native, *blocks), POLICY, **LIMITS)
+        )
         for compiled in (by_wrapper, by_patches)
     ]
     return found
@@ -555,7 +677,9 @@ def refused_case(side: Side) -> object:
         "quantised": _refused(lambda: stream_model(quantised, POLICY, **LIMITS)),
         "dynamic": _refused(lambda: stream_model(dynamic, POLICY, **LIMITS)),
         "force_patch_weights": _refused(
-            lambda: comfy.model_management.load_models_gpu([side.streamed("fp32")], force_patch_weights=True)
+            lambda: comfy.model_management.load_models_gpu(
+                [side.streamed("fp32")], force_patch_weights=True
+            )
         ),
     }
 
@@ -580,7 +704,11 @@ def answers(folder: str) -> dict[str, object]:
                 for side in (wan, flux)
                 for kind in families.LORAS
                 for dtype in NUMBER_FORMATS
-                if (kind in ("lora", "offset") or dtype == "fp32" if side is flux else kind != "offset")
+                if (
+                    kind in ("lora", "offset") or dtype == "fp32"
+                    if side is flux
+                    else kind != "offset"
+                )
             },
             **{
                 name.removesuffix("_case"): partial(case, wan)

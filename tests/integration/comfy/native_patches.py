@@ -1,6 +1,7 @@
 """Runs in ComfyUI's own Python: what other packs do to a MODEL, for `native_cases.py`.
 
-`PATCHES` has functions that return a patched clone of a MODEL. Each call gives the patch a state of its own.
+`PATCHES` has functions that return a patched clone of a MODEL. Each call gives the patch a state of
+its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
 import torch
-from comfy_extras import nodes_context_windows, nodes_model_advanced, nodes_slg
+from comfy_extras import (
+    nodes_cfg,
+    nodes_context_windows,
+    nodes_easycache,
+    nodes_model_advanced,
+    nodes_slg,
+    nodes_tcfg,
+)
 
 WrappersMP = comfy.patcher_extension.WrappersMP
 Patch = Callable[[Any], Any]
@@ -65,11 +73,18 @@ Values = dict[str, Any]
 """Arguments or results of a block."""
 
 
-def _replaced(model: Any, change: Callable[[Values, Callable[[Values], Values], int], Values]) -> Any:
-    """Return a clone whose blocks are replaced by `change(arguments, original, index)`, in their order."""
+def _replaced(
+    model: Any, change: Callable[[Values, Callable[[Values], Values], int], Values]
+) -> Any:
+    """Return a clone with blocks replaced by `change(arguments, original, index)`, in order."""
     clone, network, index = model.clone(), model.model.diffusion_model, 0
-    for kind, names in (("double_block", ("blocks", "double_blocks", "transformer_blocks")), ("single_block", None)):
-        lists = [getattr(network, name) for name in names or ("single_blocks",) if hasattr(network, name)]
+    for kind, names in (
+        ("double_block", ("blocks", "double_blocks", "transformer_blocks")),
+        ("single_block", None),
+    ):
+        lists = [
+            getattr(network, name) for name in names or ("single_blocks",) if hasattr(network, name)
+        ]
         for number in range(sum(map(len, lists))):
 
             def block(args: Values, extra: Values, index: int = index) -> Values:
@@ -161,7 +176,11 @@ def wrappers(model: Any) -> Any:
     clone = model.clone()
     for number, kind in enumerate((WrappersMP.DIFFUSION_MODEL, WrappersMP.APPLY_MODEL), start=1):
         clone.add_wrapper_with_key(
-            kind, "test", lambda executor, *args, n=number, **options: executor(*args, **options) * (1 - 0.01 * n)
+            kind,
+            "test",
+            lambda executor, *args, n=number, **options: (
+                executor(*args, **options) * (1 - 0.01 * n)
+            ),
         )
     return clone
 
@@ -169,7 +188,11 @@ def wrappers(model: Any) -> Any:
 def replaced_forward(model: Any) -> Any:
     """Replace the method of a layer inside a block, as packs do for other attention kernels."""
     clone = model.clone()
-    layer = "blocks.1.self_attn" if hasattr(model.model.diffusion_model, "blocks") else "double_blocks.1.img_attn.proj"
+    layer = (
+        "blocks.1.self_attn"
+        if hasattr(model.model.diffusion_model, "blocks")
+        else "double_blocks.1.img_attn.proj"
+    )
     path = f"diffusion_model.{layer}.forward"
     forward = clone.get_model_object(path)
 
@@ -189,17 +212,35 @@ def shift(model: Any) -> Any:
 
 def layer_guidance(model: Any) -> Any:
     """Make a third pass per step without two of the blocks (Skip Layer Guidance)."""
-    inputs = {"double_layers": "1, 2", "single_layers": "1", "scale": 2.0, "start_percent": 0.0, "end_percent": 1.0}
-    return node_results(nodes_slg.SkipLayerGuidanceDiT, model=model, rescaling_scale=0.0, **inputs)[0]
+    inputs = {
+        "double_layers": "1, 2",
+        "single_layers": "1",
+        "scale": 2.0,
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+    }
+    return node_results(nodes_slg.SkipLayerGuidanceDiT, model=model, rescaling_scale=0.0, **inputs)[
+        0
+    ]
 
 
 def context_windows(model: Any) -> Any:
     """Sample windows of four latent frames."""
     inputs = {
-        "context_length": 13, "context_overlap": 5, "context_schedule": "standard_static", "context_stride": 1,
+        "context_length": 13, "context_overlap": 5, "context_schedule": "standard_static",
+        "context_stride": 1,
         "closed_loop": False, "fuse_method": "pyramid", "freenoise": False,
     }  # fmt: skip
     return node_results(nodes_context_windows.WanContextWindowsManualNode, model=model, **inputs)[0]
+
+
+def _by_node(module: Any, name: str, **inputs: Any) -> Patch:
+    """Return a patch by a node of ComfyUI."""
+    return lambda model: node_results(getattr(module, name), model=model, **inputs)[0]
+
+
+ALWAYS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False}
+"""Settings of a step cache with which it skips steps of random weights too."""
 
 
 class TinyControl(comfy.controlnet.ControlBase):  # type: ignore[misc]
@@ -220,9 +261,20 @@ class TinyControl(comfy.controlnet.ControlBase):  # type: ignore[misc]
     def copy(self) -> TinyControl:
         return self
 
-    def get_control(self, noisy: torch.Tensor, *_: Any, **__: Any) -> Mapping[str, list[torch.Tensor]]:
+    def get_control(
+        self, noisy: torch.Tensor, *_: Any, **__: Any
+    ) -> Mapping[str, list[torch.Tensor]]:
         added = self.model.model(noisy.float().mean(dim=(2, 3)))[:, None].to(noisy.dtype)
         return {"input": [added, added * 0.5], "output": [added]}
+
+
+def _attention_guidance() -> dict[str, tuple[Patch, tuple[str, ...]]]:
+    try:
+        from comfy_extras import nodes_nag
+    except ImportError:  # in 0.3.64
+        return {}
+    nag = _by_node(nodes_nag, "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5)
+    return {"NAG": (nag, ("flux",))}
 
 
 PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
@@ -242,5 +294,12 @@ PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "replaced forward": (replaced_forward, ("wan_t2v", "flux")),
     "shift": (shift, ("wan_t2v", "flux")),
     "skip-layer guidance": (layer_guidance, ("wan_t2v", "flux")),
+    "EasyCache": (_by_node(nodes_easycache, "EasyCacheNode", **ALWAYS), ("wan_t2v", "flux")),
+    "LazyCache": (_by_node(nodes_easycache, "LazyCacheNode", **ALWAYS), ("wan_t2v",)),
+    "CFGZeroStar": (_by_node(nodes_cfg, "CFGZeroStar"), ("wan_t2v",)),
+    "CFGNorm": (_by_node(nodes_cfg, "CFGNorm", strength=0.7), ("flux",)),
+    "TCFG": (_by_node(nodes_tcfg, "TCFG"), ("wan_t2v",)),
+    "RescaleCFG": (_by_node(nodes_model_advanced, "RescaleCFG", multiplier=0.7), ("wan_t2v",)),
+    **_attention_guidance(),
 }
 """Patches, and the families on which they are tried."""

@@ -1,15 +1,18 @@
-"""Runs in ComfyUI's own Python: streamed native models whose conditions share visits, and events, memory, policies.
+"""Runs of streamed native models whose conditions share visits, in ComfyUI's own Python.
 
-`answers(folder)` returns one JSON value per case; `test_native_run.py` checks the values.
+Other cases check events, memory and policies. `answers(folder)` returns one JSON value per case.
+`test_native_run.py` checks the values.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,29 +35,34 @@ from installed_pack import load_pack
 from native_families import FAMILIES, Family, results_of, sample
 
 load_pack()
+from native_loading import load_native  # noqa: E402
+
 from wanstream.host import ShareVisits, current_host  # noqa: E402
-from wanstream.host.comfy.native import lanes  # noqa: E402
-from wanstream.host.comfy.native import run as native_run  # noqa: E402
-from wanstream.host.comfy.native.load import load_native  # noqa: E402
-from wanstream.host.comfy.native.weights import NativeWeights  # noqa: E402
+from wanstream.host.comfy import versions  # noqa: E402
+from wanstream.host.comfy.native.runs import lanes  # noqa: E402
+from wanstream.host.comfy.native.runs import policy as native_policy  # noqa: E402
+from wanstream.host.comfy.native.streamed.weights import NativeWeights  # noqa: E402
+from wanstream.host.events import Executing  # noqa: E402
 from wanstream.offload import OffloadEngine  # noqa: E402
-from wanstream.plan import AutoOffload  # noqa: E402
+from wanstream.plan import AutoOffload, Budgets  # noqa: E402
+from wanstream.plan.programs import step_visits  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 from wanstream.tests.support.checked_device import checked_machine  # noqa: E402
 
 LIMITS = {"smallest_block": 30_000, "smallest_model": 1_000}
 STEPS = 3
+CHUNKED = ("wan_t2v", "flux", "qwen_image")
 WrappersMP = comfy.patcher_extension.WrappersMP
 Run = Callable[[Any], torch.Tensor]
 
 
 def room_for_one(input_shape: list[int], **_: Any) -> float:
-    """Bytes for activations: those of a batch are never free, so that ComfyUI computes conditions one by one."""
+    """Bytes for activations, so many for a batch that ComfyUI computes conditions one by one."""
     return 1e30 if input_shape[0] > 1 else 1e6
 
 
 class Models:
-    """Native and streamed models of the same files, neither of which fits two conditions into one pass."""
+    """Native and streamed models of the same files: no two conditions fit into one pass."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +79,10 @@ class Models:
         return model
 
     def streamed(self, family: Family, policy: Any = None, *, share: bool | str = True) -> Any:
-        """Return a MODEL; `share` is the value of share_visits, or True for "on" and False for "off"."""
+        """Return a MODEL.
+
+        `share` is the value of share_visits, or True for "on" and False for "off".
+        """
         mode = ShareVisits(share if isinstance(share, str) else ("off", "on")[share])
         with native_families.given_configuration(family):
             chosen = policy or OffloadPolicy.layerwise(1)
@@ -83,20 +94,25 @@ class Models:
 def figures(model: Any) -> dict[str, Any]:
     """Return what the last run of a streamed model counted."""
     run = model.model.runs.last
-    steps = run.timeline.steps
+    steps = run.shown.timeline.steps
     return {
         "bytes": [step.bytes_moved for step in steps],
-        "visits": run.visits,
-        "fetches": run.fetches,
-        "recompiled": run.recompiled,
-        "notes": run.notes,
+        "visits": run.session.visits,
+        "fetches": run.session.fetches,
+        "recompiled": run.session.recompiled,
+        "notes": run.policy.notes,
         "steps": len(steps),
     }
 
 
 def threads() -> list[str]:
-    """Return the threads of runs; those that read files belong to the source, which lives longer."""
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-")]
+    """Return the threads of runs.
+
+    Those that read files belong to the source, which lives longer.
+    """
+    names = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-")
+    ]
     return sorted(name for name in names if not name.startswith("wanstream-read_"))
 
 
@@ -125,9 +141,16 @@ def three_conditions(models: Models) -> dict[str, Any]:
         guider.set_cfg(3.0, 1.5, nested=False)
         latent = family.latent()
         sampler = comfy.samplers.sampler_object("euler")
-        sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
+        sigmas = comfy.samplers.calculate_sigmas(
+            model.get_model_object("model_sampling"), "simple", STEPS
+        )
         samples: torch.Tensor = guider.sample(
-            comfy.sample.prepare_noise(latent, 7), latent, sampler, sigmas, disable_pbar=True, seed=7
+            comfy.sample.prepare_noise(latent, 7),
+            latent,
+            sampler,
+            sigmas,
+            disable_pbar=True,
+            seed=7,
         )
         return samples
 
@@ -139,7 +162,10 @@ def prevented(models: Models, change: Callable[[Any], Any], share: str) -> dict[
     """Two runs with a change of another node, which may count passes or blocks."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
-    expected, model = run(change(models.native(family))), change(models.streamed(family, share=share))
+    expected, model = (
+        run(change(models.native(family))),
+        change(models.streamed(family, share=share)),
+    )
     return {"equal": [torch.equal(run(model), expected) for _ in range(2)], **figures(model)}
 
 
@@ -166,13 +192,17 @@ def with_wrapper(model: Any, *, kind: str) -> Any:
 
 def with_function(model: Any) -> Any:
     model = model.clone()
-    model.set_model_unet_function_wrapper(lambda apply, call: apply(call["input"], call["timestep"], **call["c"]))
+    model.set_model_unet_function_wrapper(
+        lambda apply, call: apply(call["input"], call["timestep"], **call["c"])
+    )
     return model
 
 
 def with_replacement(model: Any) -> Any:
     model = model.clone()
-    model.set_model_patch_replace(lambda call, extra: extra["original_block"](call), "dit", "double_block", 1)
+    model.set_model_patch_replace(
+        lambda call, extra: extra["original_block"](call), "dit", "double_block", 1
+    )
     return model
 
 
@@ -185,7 +215,9 @@ def with_attention_patch(model: Any) -> Any:
 def with_attention_override(model: Any) -> Any:
     model = model.clone()
     options = model.model_options["transformer_options"]
-    options["optimized_attention_override"] = lambda attention, *inputs, **given: attention(*inputs, **given)
+    options["optimized_attention_override"] = lambda attention, *inputs, **given: attention(
+        *inputs, **given
+    )
     return model
 
 
@@ -207,7 +239,9 @@ def _layer(model: Any) -> torch.nn.Module:
 
 def with_object_patch(model: Any) -> Any:
     model, layer = model.clone(), _layer(model)
-    model.add_object_patch("diffusion_model.blocks.1.ffn.forward", BlockCounter(partial(type(layer).forward, layer)))
+    model.add_object_patch(
+        "diffusion_model.blocks.1.ffn.forward", BlockCounter(partial(type(layer).forward, layer))
+    )
     return model
 
 
@@ -225,7 +259,10 @@ def with_injection(model: Any) -> Any:
 
 
 def with_method(model: Any) -> Any:
-    """Return the model with a method assigned to its instance; each of the tests opens its own model."""
+    """Return the model with a method assigned to its instance.
+
+    Each of the tests opens its own model.
+    """
     network = model.model.diffusion_model
     network.forward_orig = BlockCounter(partial(type(network).forward_orig, network))
     return model
@@ -261,6 +298,12 @@ def with_apply_model(model: Any) -> Any:
     return model
 
 
+def with_state(model: Any) -> Any:
+    model = model.clone()
+    model.model_options["transformer_options"]["cache"] = SimpleNamespace()
+    return model
+
+
 def with_callback(model: Any) -> Any:
     model = model.clone()
     model.add_callback(comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE, lambda *_: None)
@@ -274,6 +317,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "replacement": with_replacement,
     "attention": with_attention_patch,
     "override": with_attention_override,
+    "state": with_state,
     "object": with_object_patch,
     "injection": with_injection,
     "method": with_method,
@@ -286,8 +330,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 def replaced_function(models: Models) -> dict[str, Any]:
-    """Runs with attention of another pack in the module of the model, and with a class whose method is replaced."""
-    attention, block = comfy.ldm.wan.model.optimized_attention, comfy.ldm.wan.model.WanAttentionBlock
+    """Runs with another pack's attention in the model's module, and with a method replaced."""
+    attention, block = (
+        comfy.ldm.wan.model.optimized_attention,
+        comfy.ldm.wan.model.WanAttentionBlock,
+    )
     forward, found = block.forward, {}
 
     def wrapped(*inputs: Any, **settings: Any) -> Any:
@@ -307,50 +354,66 @@ def replaced_function(models: Models) -> dict[str, Any]:
 
 def tested_models(_: Models) -> list[str]:
     """Classes of this ComfyUI that share visits by themselves."""
-    return sorted(name for name in lanes.TESTED_MODELS if hasattr(comfy.model_base, name))
+    return sorted(name for name in versions.LOCKSTEP_MODELS if hasattr(comfy.model_base, name))
 
 
 def untested_class(models: Models) -> dict[str, Any]:
     """Runs of a model whose class is not among the tested ones."""
-    with patch.object(lanes, "TESTED_MODELS", frozenset()):
+    with patch.object(versions, "LOCKSTEP_MODELS", frozenset()):
         return prevented(models, lambda model: model, "auto")
 
 
 def short_of_room(models: Models) -> dict[str, Any]:
     """Runs on a device whose free memory is that of one pass."""
-    with patch.object(type(current_host()), "free_vram", lambda _: int(room_for_one([1]))):
+    with patch.object(type(current_host().memory), "free_vram", lambda _: int(room_for_one([1]))):
         return prevented(models, lambda model: model, "auto")
 
 
 @contextmanager
 def predicted(faster: float) -> Iterator[list[int]]:
-    """Let a call with shared visits be predicted to take the share `faster` of the time; yield the predicted passes."""
+    """Let a call with shared visits be predicted to take the share `faster` of the time.
+
+    Yield the predicted passes.
+    """
     asked = list[int]()
 
     def choose(*_: Any, passes: int, present: OffloadPolicy, keep_present: bool, **__: Any) -> Any:
         asked.append(passes)
         return SimpleNamespace(policy=present, call_s=1.0 if keep_present else faster)
 
-    with patch.object(native_run, "choose_measured", choose):
+    with patch.object(native_policy, "plan_passes", choose):
         yield asked
 
 
 def chosen_lanes(models: Models, faster: float) -> dict[str, Any]:
-    """Two runs under an automatic policy, for which sharing visits takes the share `faster` of the time of a call."""
+    """Two runs under an automatic policy.
+
+    Sharing visits takes the share `faster` of the time of a call.
+    """
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
-    expected, model = run(models.native(family)), models.streamed(family, AutoOffload(), share="auto")
+    expected, model = (
+        run(models.native(family)),
+        models.streamed(family, AutoOffload(), share="auto"),
+    )
     with predicted(faster) as asked:
         equal, visits, notes = [], [], []
         for _ in range(2):
             equal.append(torch.equal(run(model), expected))
             visits.append(figures(model)["visits"])
             notes += figures(model)["notes"]
-        with patch.object(type(current_host()), "free_vram", lambda _: 1000):
+        with patch.object(type(current_host().memory), "free_vram", lambda _: 1000):
             equal.append(torch.equal(run(model), expected))
     short = figures(model)["notes"]
     blocks = len(model.model.weights.blocks)
-    return {"equal": equal, "asked": asked, "visits": visits, "notes": notes, "short": short, "blocks": blocks}
+    return {
+        "equal": equal,
+        "asked": asked,
+        "visits": visits,
+        "notes": notes,
+        "short": short,
+        "blocks": blocks,
+    }
 
 
 def changed_settings(models: Models) -> dict[str, Any]:
@@ -370,12 +433,12 @@ def changed_settings(models: Models) -> dict[str, Any]:
             model = models.streamed(family, AutoOffload(), share=mode)
             run(mode, model)
             model = model.clone()
-            model.share_visits = ShareVisits.AUTO
+            model.streaming = replace(model.streaming, share_visits=ShareVisits.AUTO)
             run(f"auto after {mode}", model)
         model = models.streamed(family, share="auto")
         run("fixed", model)
         model = model.clone()
-        model.policy, model.auto = None, AutoOffload()
+        model.with_settings(replace(model.streaming, policy=AutoOffload()))
         run("automatic after fixed", model)
     return found
 
@@ -408,10 +471,13 @@ def out_of_memory_once(models: Models) -> dict[str, Any]:
 
 @contextmanager
 def in_blocks(model: Any, does: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Call `does` with the input of a layer in each block, for each condition or pass that goes through the block."""
+    """Call `does` with a layer's input in each block, for each condition or pass through it."""
     network = model.model.diffusion_model
     blocks = [network.get_submodule(path) for path in model.model.weights.blocks]
-    layers = [next(each for each in block.modules() if isinstance(each, torch.nn.Linear)) for block in blocks]
+    layers = [
+        next(each for each in block.modules() if isinstance(each, torch.nn.Linear))
+        for block in blocks
+    ]
 
     def look(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
         does(inputs[0])
@@ -425,7 +491,7 @@ def in_blocks(model: Any, does: Callable[[torch.Tensor], object]) -> Iterator[No
 
 
 class Doing:
-    """Something that is done in its call number `at`, and in those after it if it is to be done more `times`."""
+    """Action that is done `times` times, from call number `at` on."""
 
     def __init__(self, does: Callable[[], object], at: int, times: int = 1) -> None:
         self.does, self.wait, self.left = does, at, times
@@ -439,11 +505,13 @@ class Doing:
 
 def hooks_allowed() -> AbstractContextManager[object]:
     """Let the hooks of `in_blocks` count as tested code."""
-    return patch.object(lanes, "foreign_layer", lambda _: None)
+    return patch.object(lanes, "foreign_layers", lambda _: iter(()))
 
 
-def failing(model: Any, error: Callable[[], BaseException], at: int, times: int = 1) -> AbstractContextManager[None]:
-    """Raise `error` inside a block, from the pass of one condition through block number `at` on, `times` times."""
+def failing(
+    model: Any, error: Callable[[], BaseException], at: int, times: int = 1
+) -> AbstractContextManager[None]:
+    """Raise `error` in a block `times` times, from one condition's pass through block `at` on."""
     return in_blocks(model, Doing(lambda: _raise(error()), at, times))
 
 
@@ -471,7 +539,9 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bool | str) -> dict[str, Any]:
+def short_memory(
+    models: Models, policy: OffloadPolicy, *, times: int, share: bool | str
+) -> dict[str, Any]:
     """A run whose second model call runs out of memory `times` times."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
@@ -484,36 +554,75 @@ def short_memory(models: Models, policy: OffloadPolicy, *, times: int, share: bo
             found["equal"] = torch.equal(run(model), expected)
     except ValueError as err:
         found["raised"] = f"{type(err).__name__}: {err}"
-    found |= {"running": model.weights.running, "notes": model.model.runs.last.notes}
+    found |= {"running": model.weights.running, "notes": model.model.runs.last.policy.notes}
     return {**found, "after": torch.equal(run(model), expected), "threads": threads()}
+
+
+def in_chunks(models: Models, name: str) -> dict[str, Any]:
+    """Runs of a family with feed-forwards in chunks: by the policy, then after an error.
+
+    Latents have enough tokens for the chunks. Attention to those of an error takes seconds, so that
+    one family has them.
+    """
+    family = FAMILIES[name]
+    fails = name == "qwen_image"
+    batch, channels, *frames, _, _ = family.sizes[0]
+    side = 130 if fails else 66
+    family = replace(family, sizes=((batch, channels, *[1] * len(frames), side, side),))
+    run = partial(sample, family=family, steps=2, cfg=1.0)
+    expected = run(models.native(family))
+    model = models.streamed(family, replace(OffloadPolicy.layerwise(1), chunk_tokens=1024))
+    equal = [torch.equal(run(model), expected)]
+    notes = [model.model.runs.last.policy.notes]
+    if fails:
+        model.policy = OffloadPolicy.layerwise(1)
+        with failing(model, out_of_memory, at=len(model.model.weights.blocks) + 1):
+            equal.append(torch.equal(run(model), expected))
+        notes.append(model.model.runs.last.policy.notes)
+        equal.append(torch.equal(run(model), expected))
+        notes.append(model.model.runs.last.policy.notes)
+    replaced = [
+        path
+        for path, module in model.model.diffusion_model.named_modules()
+        if "forward" in vars(module)
+    ]
+    return {"equal": equal, "notes": notes, "replaced": replaced}
 
 
 def automatic(models: Models) -> dict[str, Any]:
     """Three runs with an automatic policy, for which one resident block is chosen."""
     family, chosen = FAMILIES["wan_t2v"], OffloadPolicy.block_swap(3)
     run = partial(sample, family=family, steps=STEPS)
-    expected, model = run(models.native(family)), models.streamed(family, AutoOffload(), share=False)
+    expected, model = (
+        run(models.native(family)),
+        models.streamed(family, AutoOffload(), share=False),
+    )
     equal, notes, presents = [], [], []
 
     def choose(*_: Any, present: OffloadPolicy, **__: Any) -> Any:
         presents.append(present == OffloadPolicy.layerwise(1))
         return SimpleNamespace(policy=chosen, call_s=0.5)
 
-    with patch.object(native_run, "choose_measured", choose):
+    with patch.object(native_policy, "plan_passes", choose):
         for _ in range(3):
             equal.append(torch.equal(run(model), expected))
-            notes.append(model.model.runs.last.notes)
-    policies = {"requested": model.memory.requested == chosen, "loaded": model.memory.policy == chosen}
+            notes.append(model.model.runs.last.policy.notes)
+    policies = {
+        "requested": model.memory.requested == chosen,
+        "loaded": model.memory.policy == chosen,
+    }
     return {"equal": equal, "notes": notes, "presents": presents, **policies}
 
 
 def loaded_again(models: Models, *, share: bool) -> dict[str, Any]:
-    """A run in which a patch has used its VAE and loads all models again, as ControlNets do, inside a pass."""
+    """A run in which a patch uses its VAE and reloads all models in a pass, as ControlNets do."""
     family, management = FAMILIES["wan_t2v"], comfy.model_management
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family, share=share)
     run(model)
-    load = Doing(lambda: management.load_models_gpu(management.loaded_models(only_currently_used=True)), at=6)
+    load = Doing(
+        lambda: management.load_models_gpu(management.loaded_models(only_currently_used=True)), at=6
+    )
     with in_blocks(model, load):
         equal = [torch.equal(run(model), expected) for _ in range(2)]
     return {"equal": equal, "done": not load.left, **figures(model)}
@@ -542,7 +651,9 @@ def refused_load(models: Models) -> dict[str, Any]:
     before = model.weights.loaded_bytes
     with suppress(ValueError):
         comfy.model_management.load_models_gpu([model], force_patch_weights=True)
-    listed = [entry.model.model is model.model for entry in comfy.model_management.current_loaded_models]
+    listed = [
+        entry.model.model is model.model for entry in comfy.model_management.current_loaded_models
+    ]
     return {"before": before, "listed": any(listed), "loaded": model.weights.loaded_bytes}
 
 
@@ -551,11 +662,11 @@ def better_policy(policy: OffloadPolicy) -> Iterator[list[float]]:
     """Let every measurement find a better policy; yield the bytes that the device had for it."""
     limits: list[float] = []
 
-    def choose(*_: Any, device_bytes: float, **__: Any) -> Any:
-        limits.append(device_bytes)
+    def choose(*_: Any, budgets: Budgets, **__: Any) -> Any:
+        limits.append(math.inf if budgets.vram_bytes is None else budgets.vram_bytes)
         return SimpleNamespace(policy=policy, call_s=0.0)
 
-    with patch.object(native_run, "choose_measured", choose):
+    with patch.object(native_policy, "plan_passes", choose):
         yield limits
 
 
@@ -575,12 +686,21 @@ def refused_policy(models: Models, error: Callable[[], BaseException], name: str
     with better_policy(OffloadPolicy.layerwise(2)), patch.object(OffloadEngine, name, fails):
         equal = torch.equal(run(model), expected)
     buffers = len(model.weights.loaded_engine.buffers)
-    found = {"equal": equal, "failed": not left[0], "notes": model.model.runs.last.notes, "buffers": buffers}
-    return {**found, "requested": str(model.memory.requested), "after": torch.equal(run(model), expected)}
+    found = {
+        "equal": equal,
+        "failed": not left[0],
+        "notes": model.model.runs.last.policy.notes,
+        "buffers": buffers,
+    }
+    return {
+        **found,
+        "requested": str(model.memory.requested),
+        "after": torch.equal(run(model), expected),
+    }
 
 
 def room_for_a_batch(models: Models) -> dict[str, Any]:
-    """Memory of an automatic policy on a device that has had room for two conditions in one pass."""
+    """Memory of an automatic policy on a device that had room for two conditions in one pass."""
     family, free = FAMILIES["wan_t2v"], 10**9
     limits = {}
 
@@ -592,8 +712,8 @@ def room_for_a_batch(models: Models) -> dict[str, Any]:
         model.model.memory_required = partial(required, most=most)
         with (
             better_policy(OffloadPolicy.layerwise(1)) as found,
-            patch.object(native_run, "runtime_for", lambda _: object()),
-            patch.object(type(current_host()), "free_vram", lambda _: free),
+            patch.object(native_policy, "runtime_for", lambda _: object()),
+            patch.object(type(current_host().memory), "free_vram", lambda _: free),
         ):
             loaded = sample(model, family, steps=1) is not None and model.weights.loaded_bytes
         limits[name] = loaded + free - found[0]
@@ -626,13 +746,18 @@ def block_alone(models: Models) -> dict[str, Any]:
     block = model.model.diffusion_model.blocks[2]
 
     def compute(apply: Any, call: dict[str, Any]) -> Any:
-        forward = patch.object(block, "forward", lambda: shapes.add(tuple(block.ffn[0].weight.shape)))
+        forward = patch.object(
+            block, "forward", lambda: shapes.add(tuple(block.ffn[0].weight.shape))
+        )
         with forward:
             block()
         return apply(call["input"], call["timestep"], **call["c"])
 
     model.set_model_unet_function_wrapper(compute)
-    return {"equal": [torch.equal(run(model), expected) for _ in range(2)], "shapes": sorted(shapes)}
+    return {
+        "equal": [torch.equal(run(model), expected) for _ in range(2)],
+        "shapes": sorted(shapes),
+    }
 
 
 def repeated_call(models: Models, *, share: bool) -> dict[str, Any]:
@@ -645,10 +770,17 @@ def repeated_call(models: Models, *, share: bool) -> dict[str, Any]:
 
     def again(call: dict[str, Any]) -> Any:
         options = {
-            key: value for key, value in call["model_options"].items() if key != "sampler_calc_cond_batch_function"
+            key: value
+            for key, value in call["model_options"].items()
+            if key != "sampler_calc_cond_batch_function"
         }
         compute = partial(
-            comfy.samplers.calc_cond_batch, call["model"], call["conds"], call["input"], call["sigma"], options
+            comfy.samplers.calc_cond_batch,
+            call["model"],
+            call["conds"],
+            call["input"],
+            call["sigma"],
+            options,
         )
         try:
             return compute()
@@ -691,9 +823,11 @@ def decoded_on_a_device(models: Models) -> dict[str, int]:
     with checked_machine() as machine:
         machine.set_device(0)
         device = torch.device("checked", 0)
-        weights = NativeWeights(opened.blocks, opened._matrices, opened._dtypes, {}, outside_bytes=0, device=device)
+        weights = NativeWeights(
+            opened.stacks, opened._source, quantised={}, outside_bytes=0, device=device
+        )
         engine = weights.engine(policy, device)
-        visits = engine.pass_visits(2, *weights.block_counts)
+        visits = step_visits([*weights.block_counts] * 2, weights.block_counts)
         with engine.run(visits) as run:
             for visit in visits:
                 with run.visit(*visit):
@@ -704,8 +838,72 @@ def decoded_on_a_device(models: Models) -> dict[str, int]:
     return found
 
 
+def first_policy(models: Models) -> dict[str, Any]:
+    """Policy for a first call on a device with streams, and the blocks that three passes read."""
+    family = FAMILIES["wan_t2v"]
+    opened = load_native(models.path(family), "default", OffloadPolicy.layerwise(1), **LIMITS)
+    sources = []
+
+    def source() -> Any:
+        sources.append(opened.weights._source())
+        return sources[-1]
+
+    with checked_machine() as machine:
+        machine.set_device(0)
+        weights = NativeWeights(
+            opened.weights.stacks,
+            source,
+            quantised={},
+            outside_bytes=0,
+            device=torch.device("checked", 0),
+        )
+        ram_bytes = int(3.5 * weights.costs.stored_bytes)
+        policy = weights.first_policy(ram_bytes)
+        engine = weights.engine(policy, torch.device("checked", 0))
+        visits = step_visits([*weights.block_counts] * 3, weights.block_counts)
+        with engine.run(visits) as run:
+            for visit in visits:
+                with run.visit(*visit):
+                    pass
+        reads = sources[-1].reader.bytes_read / weights.costs.stored_bytes
+        found = {
+            "reads": reads,
+            "kept": policy.ram_blocks,
+            "none fits": weights.first_policy(0) == OffloadPolicy.layerwise(),
+            "all fit": weights.first_policy(10**12).ram_blocks,
+            "blocks": len(weights.blocks),
+        }
+        weights.close()
+    return found
+
+
+def first_load(models: Models, *, lacks_ram: bool) -> dict[str, Any]:
+    """Policy of a first load on a machine with a bus, where RAM may turn out to be short."""
+    family = FAMILIES["wan_t2v"]
+    model = models.streamed(family, AutoOffload())
+    weights = model.weights
+    weights.has_bus = True
+    engine = weights.engine
+    tried: list[str] = []
+
+    def opened(policy: OffloadPolicy, device: torch.device) -> Any:
+        tried.append(policy.source)
+        if lacks_ram and policy.source == "pinned":
+            raise OSError("RAM is short")
+        return engine(policy, device)
+
+    with patch.object(weights, "engine", opened):
+        comfy.model_management.load_models_gpu([model])
+    found = {"tried": tried, "loaded": model.memory.policy.source}
+    model.detach()
+    return found
+
+
 def in_turns(models: Models) -> dict[str, Any]:
-    """Bytes of two models after the runs of each on a device with streams, and once both are loaded for one run."""
+    """Bytes of two models on a device with streams, after the runs of each.
+
+    The last bytes are those with both models loaded for one run.
+    """
 
     def free(_: Any = None, torch_free_too: bool = False) -> Any:
         return (2**33, 0) if torch_free_too else 2**33
@@ -723,7 +921,7 @@ def in_turns(models: Models) -> dict[str, Any]:
         for model in (*pair, *pair):
             management.load_models_gpu([model])
             weights = model.model.weights
-            visits = weights.loaded_engine.pass_visits(2, *weights.block_counts)
+            visits = step_visits([*weights.block_counts] * 2, weights.block_counts)
             with weights.loaded_engine.run(visits) as run:
                 for visit in visits:
                     with run.visit(*visit):
@@ -740,16 +938,20 @@ def announced(models: Models) -> dict[str, Any]:
     """Events of a run."""
     family, events = FAMILIES["wan_t2v"], list[tuple[str, dict[str, Any]]]()
     model = models.streamed(family, share=False)
-    host = current_host()
+    events_of_host = current_host().events
     graphs = [
-        {"12:3": {"inputs": {"model": ["1", 0], "cfg": 3.0}}, "1": {"inputs": {"unet_name": f"{name}.safetensors"}}}
+        {
+            "12:3": {"inputs": {"model": ["1", 0], "cfg": 3.0}},
+            "1": {"inputs": {"unet_name": f"{name}.safetensors"}},
+        }
         for name in ("wan_lightx2v", "wan", "wan")
     ]
     with (
-        patch.object(host, "running_graph", iter(graphs).__next__),
-        patch.object(host, "announce", lambda event, payload: events.append((event, dict(payload)))),
-        patch.object(host, "executing_node", lambda: "12:3"),
-        patch.object(host, "run_id", lambda: "item"),
+        patch.object(events_of_host, "running_graph", iter(graphs).__next__),
+        patch.object(
+            events_of_host, "announce", lambda event, payload: events.append((event, dict(payload)))
+        ),
+        patch.object(events_of_host, "executing", lambda: Executing("item", "12:3")),
     ):
         for _ in range(2):
             sample(model, family, steps=STEPS, sampler="heun")
@@ -786,29 +988,48 @@ def cases(folder: Path) -> dict[str, Callable[[], Any]]:
     found["room later"] = partial(room_later, models)
     found["out of memory once"] = partial(out_of_memory_once, models)
     found["tested models"] = partial(tested_models, models)
-    found |= {"untested class": partial(untested_class, models), "short of room": partial(short_of_room, models)}
+    found |= {
+        "untested class": partial(untested_class, models),
+        "short of room": partial(short_of_room, models),
+    }
     found |= {f"lanes {faster}": partial(chosen_lanes, models, faster) for faster in (0.5, 0.97)}
-    found["short of memory, swap, auto"] = partial(short_memory, models, swap, times=2, share="auto")
+    found["short of memory, swap, auto"] = partial(
+        short_memory, models, swap, times=2, share="auto"
+    )
     errors = {"error": ValueError, "interrupt": comfy.model_management.InterruptProcessingException}
     found |= {
-        f"{name} at {at}": partial(failed, models, error, at) for name, error in errors.items() for at in (1, 5, 9)
+        f"{name} at {at}": partial(failed, models, error, at)
+        for name, error in errors.items()
+        for at in (1, 5, 9)
     }
     for share in (False, True):
-        found[f"short of memory, swap, {share}"] = partial(short_memory, models, swap, times=2, share=share)
-        found[f"short of memory, layerwise, {share}"] = partial(short_memory, models, layerwise, times=9, share=share)
+        found[f"short of memory, swap, {share}"] = partial(
+            short_memory, models, swap, times=2, share=share
+        )
+        found[f"short of memory, layerwise, {share}"] = partial(
+            short_memory, models, layerwise, times=9, share=share
+        )
         found[f"loaded again, {share}"] = partial(loaded_again, models, share=share)
         found[f"called inside a call, {share}"] = partial(called_inside_a_call, models, share=share)
         found[f"repeated call, {share}"] = partial(repeated_call, models, share=share)
         found[f"kept by an error, {share}"] = partial(kept_by_an_error, models, share=share)
     found["loaded with other patches"] = partial(loaded_with_other_patches, models)
     found["refused load"] = partial(refused_load, models)
-    found["refused policy, RAM"] = partial(refused_policy, models, partial(OSError, "no RAM"), "set_policy")
-    found["refused policy, device"] = partial(refused_policy, models, out_of_memory, "restore_buffers")
+    found["refused policy, RAM"] = partial(
+        refused_policy, models, partial(OSError, "no RAM"), "set_policy"
+    )
+    found["refused policy, device"] = partial(
+        refused_policy, models, out_of_memory, "restore_buffers"
+    )
     found["room for a batch"] = partial(room_for_a_batch, models)
     found["block alone"] = partial(block_alone, models)
+    found["first policy"] = partial(first_policy, models)
+    for lacks_ram in (False, True):
+        found[f"first load, {lacks_ram}"] = partial(first_load, models, lacks_ram=lacks_ram)
     found["in turns"] = partial(in_turns, models)
     found["decoded on a device"] = partial(decoded_on_a_device, models)
     found["automatic"] = partial(automatic, models)
+    found |= {f"in chunks, {name}": partial(in_chunks, models, name) for name in CHUNKED}
     found["announced"] = partial(announced, models)
     return found
 

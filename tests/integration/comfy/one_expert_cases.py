@@ -1,6 +1,7 @@
-"""Runs in ComfyUI's own Python: our sampler and guider with a single model (Wan2.1), compared with ComfyUI's KSampler.
+"""Runs of our sampler and guider with a single model (Wan2.1), compared with ComfyUI's KSampler.
 
-`answers(folder)` returns one JSON value per case; `test_native_one_expert.py` checks the values.
+They run in ComfyUI's own Python. `answers(folder)` returns one JSON value per case.
+`test_native_one_expert.py` checks the values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import nodes
 from wanstream.host import current_host
 from wanstream.nodes.guider import WanStreamGuider
 from wanstream.nodes.sampler import WanStreamSampler
-from wanstream.schema.refs import ExpertsRef
+from wanstream.schema.refs.experts import ExpertsRef
 
 SHIFT, STEPS, SEED, GUIDANCE = 3.0, 5, 7, 5.0
 WIDTH, HEIGHT, FRAMES = 48, 32, 9
@@ -44,15 +45,31 @@ class One:
 
     def __init__(self, file: Path) -> None:
         self.ref = ExpertsRef(high_noise=file, single=True, compute_dtype="float32")
-        (self.native,) = nodes_model_advanced.ModelSamplingSD3().patch(comfy.sd.load_diffusion_model(str(file)), SHIFT)
+        (self.native,) = nodes_model_advanced.ModelSamplingSD3().patch(
+            comfy.sd.load_diffusion_model(str(file)), SHIFT
+        )
 
     def natively(self, sides: Sides, latent: dict[str, Any], name: str = "euler") -> torch.Tensor:
-        run = nodes.KSampler().sample(self.native, SEED, STEPS, GUIDANCE, name, "simple", *sides, latent)
+        run = nodes.KSampler().sample(
+            self.native, SEED, STEPS, GUIDANCE, name, "simple", *sides, latent
+        )
         return run[0]["samples"]
 
     def by_our_sampler(self, sides: Sides, latent: dict[str, Any], **changes: Any) -> torch.Tensor:
-        given = {"seed": SEED, "steps": STEPS, "solver": "euler", "schedule": "simple", "flow_shift": SHIFT}
-        given |= {"switch_step": -1, "start_step": 0, "guidance_high": GUIDANCE, **OF_A_PAIR, **changes}
+        given = {
+            "seed": SEED,
+            "steps": STEPS,
+            "solver": "euler",
+            "schedule": "simple",
+            "flow_shift": SHIFT,
+        }
+        given |= {
+            "switch_step": -1,
+            "start_step": 0,
+            "guidance_high": GUIDANCE,
+            **OF_A_PAIR,
+            **changes,
+        }
         return Sampler.execute(self.ref, *sides, latent, **given).result[0]["samples"]
 
     def guider(self, sides: Sides, **changes: Any) -> Any:
@@ -68,7 +85,9 @@ class One:
         samples, sampler = latent["samples"], comfy.samplers.sampler_object(name)
         noise = comfy.sample.prepare_noise(samples, SEED)
         mask = latent.get("noise_mask")
-        return guider.sample(noise, samples, sampler, sigmas, denoise_mask=mask, disable_pbar=True, seed=SEED)
+        return guider.sample(
+            noise, samples, sampler, sigmas, denoise_mask=mask, disable_pbar=True, seed=SEED
+        )
 
 
 def sampled_case(one: One, sides: Sides, latent: dict[str, Any]) -> dict[str, object]:
@@ -76,7 +95,9 @@ def sampled_case(one: One, sides: Sides, latent: dict[str, Any]) -> dict[str, ob
     ours = one.by_our_sampler(sides, latent)
     return {
         "difference": _difference(ours, expected),
-        "boundary": torch.equal(ours, one.by_our_sampler(sides, latent, boundary_ratio=0.1, guidance_low=9.0)),
+        "boundary": torch.equal(
+            ours, one.by_our_sampler(sides, latent, boundary_ratio=0.1, guidance_low=9.0)
+        ),
     }
 
 
@@ -102,14 +123,18 @@ def seen(seed: int) -> Any:
 
 
 def texts() -> Sides:
-    positive, negative = ([[_normal(1, 512, 4096, seed=seed), {"pooled_output": None}]] for seed in (1, 2))
+    positive, negative = (
+        [[_normal(1, 512, 4096, seed=seed), {"pooled_output": None}]] for seed in (1, 2)
+    )
     return positive, negative
 
 
 def with_image(vae: Any, clip_vision_output: Any) -> tuple[Sides, dict[str, Any]]:
     """As WanImageToVideo writes it."""
     start = torch.rand(1, HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(5))
-    made = WanImageToVideo.execute(*texts(), vae, WIDTH, HEIGHT, FRAMES, 1, start, clip_vision_output).result
+    made = WanImageToVideo.execute(
+        *texts(), vae, WIDTH, HEIGHT, FRAMES, 1, start, clip_vision_output
+    ).result
     return (made[0], made[1]), made[2]
 
 
@@ -122,7 +147,8 @@ def image_case(one: One, vae: Any) -> dict[str, object]:
         "sampler": _difference(one.by_our_sampler(sides, latent), expected),
         "guider": _difference(one.by_guider(one.guider(sides), latent), expected),
         "guider, dpmpp_2m": _difference(
-            one.by_guider(one.guider(sides), latent, "dpmpp_2m"), one.natively(sides, latent, "dpmpp_2m")
+            one.by_guider(one.guider(sides), latent, "dpmpp_2m"),
+            one.natively(sides, latent, "dpmpp_2m"),
         ),
         "other": _difference(one.by_our_sampler(others, latent), other),
         "effect": _difference(other, expected),
@@ -130,11 +156,17 @@ def image_case(one: One, vae: Any) -> dict[str, object]:
 
 
 def frames_case(one: One) -> dict[str, object]:
-    """TI2V-5B: from text, and from a first latent frame that stays, as Wan22ImageToVideoLatent hands it on."""
+    """TI2V-5B from text, and from a first latent frame that stays.
+
+    The frame is as Wan22ImageToVideoLatent hands it on.
+    """
     found: dict[str, object] = {}
     latent, mask = _normal(1, 48, 3, 4, 6, seed=6), torch.ones(1, 1, 3, 4, 6)
     mask[:, :, :1] = 0
-    kinds = {"text": {"samples": torch.zeros(1, 48, 3, 4, 6)}, "image": {"samples": latent, "noise_mask": mask}}
+    kinds = {
+        "text": {"samples": torch.zeros(1, 48, 3, 4, 6)},
+        "image": {"samples": latent, "noise_mask": mask},
+    }
     for kind, given in kinds.items():
         for name in ("euler", "dpmpp_2m", "heun"):
             ours = one.by_guider(one.guider(texts()), given, name)
@@ -153,11 +185,14 @@ def answers(folder: str) -> dict[str, object]:
     blind, latent = with_image(vae, None)
     found = {
         "sampled": _told(lambda: sampled_case(text, texts(), EMPTY)),
-        **{f"guided {name}": _told(lambda name=name: guided_case(text, texts(), EMPTY, name)) for name in SAMPLERS},
+        **{
+            f"guided {name}": _told(lambda name=name: guided_case(text, texts(), EMPTY, name))
+            for name in SAMPLERS
+        },
         "image": _told(lambda: image_case(image, vae)),
         "frames": _told(lambda: frames_case(One(Path(folder, "ti2v.safetensors")))),
         "blind sampler": _refusal(lambda: image.by_our_sampler(blind, latent)),
         "blind guider": _refusal(lambda: image.by_guider(image.guider(blind), latent)),
     }
-    current_host().free_experts()
+    current_host().open_experts.free()
     return found

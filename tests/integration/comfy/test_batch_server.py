@@ -1,4 +1,7 @@
-"""`wanstream batch --server` against a real ComfyUI: pictures of one colour mostly, videos where all is killed."""
+"""`wanstream batch --server` against a real ComfyUI.
+
+Most rows are pictures of one colour. They are videos where all is killed.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,37 @@ import pytest
 import torch
 from PIL import Image
 
+from wanstream.batch.opening import JOURNAL
+from wanstream.batch.rows.continued import latent_name
+from wanstream.batch.rows.rows import read_rows, workflow_digest
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
-from wanstream.cli.batch.command import JOURNAL
-from wanstream.cli.batch.continued import latent_name
-from wanstream.cli.batch.rows import read_rows, workflow_digest
 from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, Server, free_port, running_server
-from wanstream.wan.latent_file import read_latent
+from wanstream.wan.latents.file import read_latent
 
 pytestmark = pytest.mark.comfy
 
 PICTURE: dict[str, Any] = {
-    "1": {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0}},
-    "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "batch/picture"}},
+    "1": {
+        "class_type": "EmptyImage",
+        "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 0},
+    },
+    "2": {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["1", 0], "filename_prefix": "batch/picture"},
+    },
 }
 # Two pictures: one may be wrong and the other not.
 TWO: dict[str, Any] = {
     **PICTURE,
-    "3": {"class_type": "EmptyImage", "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 1}},
-    "4": {"class_type": "SaveImage", "inputs": {"images": ["3", 0], "filename_prefix": "batch/other"}},
+    "3": {
+        "class_type": "EmptyImage",
+        "inputs": {"width": 8, "height": 8, "batch_size": 1, "color": 1},
+    },
+    "4": {
+        "class_type": "SaveImage",
+        "inputs": {"images": ["3", 0], "filename_prefix": "batch/other"},
+    },
 }
 
 Batch = Callable[..., list[str]]
@@ -50,13 +65,19 @@ def command_line(folder: Path, url: str, rows: Sequence[object], workflow: objec
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (folder / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
-    files = [str(folder / "jobs.jsonl"), "--workflow", str(folder / "workflow.json"), "--out", str(folder / "out")]
+    files = [
+        str(folder / "jobs.jsonl"),
+        "--workflow",
+        str(folder / "workflow.json"),
+        "--out",
+        str(folder / "out"),
+    ]
     return ["batch", *files, "--server", url]
 
 
 @pytest.fixture
 def batch(server: Server, tmp_path: Path) -> Batch:
-    """`batch(*rows, workflow=PICTURE, more=())`: the command line of a batch on the session's server."""
+    """`batch(*rows, workflow=PICTURE, more=())`: a batch command line for the session's server."""
 
     def arguments(*rows: object, workflow: object = PICTURE, more: Sequence[str] = ()) -> list[str]:
         return [*command_line(tmp_path, server.url, rows, workflow), *more]
@@ -81,24 +102,39 @@ def rows_in(folder: Path, columns: str) -> list[tuple[Any, ...]]:
     return rows
 
 
-def test_every_row_has_its_own_checked_file(batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_row_has_its_own_checked_file(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"1.color": colour} for colour in (5, 500, 70_000)]
     assert main(batch(*rows, {"EmptyImage.color": 9, "name": "nine"})) == DONE
     assert capsys.readouterr().out == f"4 of 4 rows are done in {tmp_path / 'out'}\n"
-    assert colours(tmp_path / "out") == {"00001.png": 5, "00002.png": 500, "00003.png": 70_000, "nine.png": 9}
+    assert colours(tmp_path / "out") == {
+        "00001.png": 5,
+        "00002.png": 500,
+        "00003.png": 70_000,
+        "nine.png": 9,
+    }
     assert rows_in(tmp_path / "out", "state, attempts") == [("done", 1)] * 4
 
 
 def test_rows_that_the_server_refuses_fail_in_its_words(
     batch: Batch, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows: list[object] = [{"1.color": 1}, {"1.width": 0}, {"1.size": 8}, "{", {"7.color": 1}, {"1.width": "wide"}]
+    rows: list[object] = [
+        {"1.color": 1},
+        {"1.width": 0},
+        {"1.size": 8},
+        "{",
+        {"7.color": 1},
+        {"1.width": "wide"},
+    ]
     assert main(batch(*rows, {"2.images": ["9", 0]}, {"1.color": 2})) == FAILED
     assert list(colours(tmp_path / "out").values()) == [1, 2]
     output = capsys.readouterr().err
     for words in [
         "line 2 failed: node 1 (EmptyImage): Value 0 smaller than min of 1: width",
-        "line 3 failed: EmptyImage has no input size; did you mean batch_size? it has width, height, batch_size, color",
+        "line 3 failed: EmptyImage has no input size; did you mean batch_size? it has width, "
+        "height, batch_size, color",
         "line 4 failed: this is not JSON",
         "line 5 failed: 7.color: no such node; the workflow has 1, 2",
         'line 6 failed: 1.width is INT, but "wide" is not a whole number: write one, such as 4',
@@ -112,11 +148,19 @@ def test_half_a_workflow_is_none(
     batch: Batch, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The server would run the output that is valid, and answers 200."""
-    status, answer = server.post("/prompt", {"prompt": {**TWO, "3": {**TWO["3"], "inputs": {"width": 0}}}})
+    status, answer = server.post(
+        "/prompt", {"prompt": {**TWO, "3": {**TWO["3"], "inputs": {"width": 0}}}}
+    )
     assert status == 200
     assert answer["node_errors"]
-    assert main(batch({"1.color": 3, "3.width": 0}, {"1.color": 4, "3.color": 5}, workflow=TWO)) == FAILED
-    assert "line 1 failed: node 3 (EmptyImage): Value 0 smaller than min of 1: width" in capsys.readouterr().err
+    assert (
+        main(batch({"1.color": 3, "3.width": 0}, {"1.color": 4, "3.color": 5}, workflow=TWO))
+        == FAILED
+    )
+    assert (
+        "line 1 failed: node 3 (EmptyImage): Value 0 smaller than min of 1: width"
+        in capsys.readouterr().err
+    )
     assert colours(tmp_path / "out") == {"00002~1.png": 4, "00002~2.png": 5}
 
 
@@ -126,22 +170,29 @@ def id_in(folder: Path) -> str:
 
 
 def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTURE) -> list[str]:
-    """Leave the state of a client that was killed while it posted its first row, and return the command line."""
-    from wanstream.cli.batch.journal import Journal
-    from wanstream.cli.batch.output_store import OutputStore
+    """Leave the state of a client killed while it posted its first row. Return the command line."""
+    from wanstream.batch.journal.journal import Journal
+    from wanstream.batch.output_store import OutputStore
 
     call = batch(*rows, workflow=workflow)
     found = read_rows(tmp_path / "jobs.jsonl")
     OutputStore(tmp_path / "out")
     with Journal(tmp_path / "out" / JOURNAL, workflow=workflow_digest(workflow)) as journal:
-        journal.enter(found, gone=lambda entry: False)
-        journal.post({found[0].hash: None}, id_in(tmp_path))
+        journal.enter(found, compared=list)
+        journal.post({found[0].hash: None}, id_in(tmp_path), call[call.index("--server") + 1])
     return call
 
 
-def test_what_was_posted_is_asked_for_before_it_is_posted_again(batch: Batch, server: Server, tmp_path: Path) -> None:
+def test_what_was_posted_is_asked_for_before_it_is_posted_again(
+    batch: Batch, server: Server, tmp_path: Path
+) -> None:
     call = posted(batch, tmp_path, {"1.color": 11}, {"1.color": 12})
-    body = {"prompt": {**PICTURE, "1": {**PICTURE["1"], "inputs": {**PICTURE["1"]["inputs"], "color": 11}}}}
+    body = {
+        "prompt": {
+            **PICTURE,
+            "1": {**PICTURE["1"], "inputs": {**PICTURE["1"]["inputs"], "color": 11}},
+        }
+    }
     assert server.post("/prompt", {**body, "prompt_id": id_in(tmp_path)})[0] == 200
     assert main(call) == DONE
     assert colours(tmp_path / "out") == {"00001.png": 11, "00002.png": 12}
@@ -162,7 +213,10 @@ def test_a_client_that_never_heard_of_node_errors_finds_out(
     assert server.post("/prompt", {"prompt": broken, "prompt_id": id_in(tmp_path)})[0] == 200
     server.wait(id_in(tmp_path))
     assert main(call) == FAILED
-    assert "line 1 failed: node 3 (EmptyImage): Value 0 smaller than min of 1" in capsys.readouterr().err
+    assert (
+        "line 1 failed: node 3 (EmptyImage): Value 0 smaller than min of 1"
+        in capsys.readouterr().err
+    )
     assert colours(tmp_path / "out") == {}
 
 
@@ -180,7 +234,9 @@ def test_a_dry_run_queues_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_workflow_with_nodes_that_the_server_lacks(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workflow_with_nodes_that_the_server_lacks(
+    batch: Batch, capsys: pytest.CaptureFixture[str]
+) -> None:
     workflow = {**PICTURE, "5": {"class_type": "NobodysNode", "inputs": {}}}
     assert main(batch({"1.color": 1}, workflow=workflow)) == INVALID
     output = capsys.readouterr().err
@@ -221,10 +277,14 @@ def wait_until(true: Callable[[], bool], seconds: float, log: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
-def test_ctrl_c_takes_back_what_waits_and_finishes_what_runs(batch: Batch, server: Server, tmp_path: Path) -> None:
+def test_ctrl_c_takes_back_what_waits_and_finishes_what_runs(
+    batch: Batch, server: Server, tmp_path: Path
+) -> None:
     gated = {**PICTURE, "gate": {"class_type": "TestGate", "inputs": {"file": ""}}}
     gates = [tmp_path / name for name in ("first", "second", "third")]
-    call = batch(*({"gate.file": str(gate), "1.color": at} for at, gate in enumerate(gates)), workflow=gated)
+    call = batch(
+        *({"gate.file": str(gate), "1.color": at} for at, gate in enumerate(gates)), workflow=gated
+    )
     log = tmp_path / "log"
     process = client(call, log)
     try:
@@ -246,8 +306,10 @@ def test_ctrl_c_takes_back_what_waits_and_finishes_what_runs(batch: Batch, serve
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
-def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(batch: Batch, tmp_path: Path) -> None:
-    """A limit on the size of any file stands for it: room for the journal, but not for the picture."""
+def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
+    batch: Batch, tmp_path: Path
+) -> None:
+    """A file size limit stands for a full disk: room for the journal, but not for the picture."""
     call = batch({"1.color": 1}, {"1.color": 77, "1.width": 4096, "1.height": 4096}, {"1.color": 3})
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))"
     log = tmp_path / "log"
@@ -279,7 +341,9 @@ def video_base(tmp_path: Path, sample_models: Path) -> Path:
 
 
 def tiny_video() -> dict[str, Any]:
-    workflow: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))
+    workflow: dict[str, Any] = json.loads(
+        (ROOT / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8")
+    )
     workflow["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
     workflow["sampler"]["inputs"] |= {"steps": 2}
     return workflow
@@ -289,10 +353,19 @@ def tiny_video() -> dict[str, Any]:
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
 @pytest.mark.parametrize("seed", [0])
-def test_server_and_client_are_killed_at_random(comfyui: ComfyUI, video_base: Path, tmp_path: Path, seed: int) -> None:
-    """Fifty videos; the server is killed twice, the client three times, wherever the seed wants it."""
+def test_server_and_client_are_killed_at_random(
+    comfyui: ComfyUI, video_base: Path, tmp_path: Path, seed: int
+) -> None:
+    """Fifty videos.
+
+    The server is killed twice, the client three times, wherever the seed wants it.
+    """
     chance = random.Random(seed)
-    kills = zip(sorted(chance.sample(range(1, JOBS - 5), len(KILLS))), chance.sample(KILLS, len(KILLS)), strict=True)
+    kills = zip(
+        sorted(chance.sample(range(1, JOBS - 5), len(KILLS))),
+        chance.sample(KILLS, len(KILLS)),
+        strict=True,
+    )
     port, log, out = free_port(), tmp_path / "client.log", tmp_path / "out"
     rows = [{"sampler.seed": 1000 + number} for number in range(JOBS)]
     call = command_line(tmp_path, f"http://127.0.0.1:{port}", rows, tiny_video())
@@ -318,8 +391,15 @@ def test_server_and_client_are_killed_at_random(comfyui: ComfyUI, video_base: Pa
 
 
 def check_videos(out: Path, served: Path) -> None:
-    """One checked file per row, each with the seed of its row, nothing else; the journal says the same."""
-    made = {path.name: path for path in out.iterdir() if path.is_file() and not path.name.startswith("journal.")}
+    """One checked file per row, each with the seed of its row, nothing else.
+
+    The journal says the same.
+    """
+    made = {
+        path.name: path
+        for path in out.iterdir()
+        if path.is_file() and not path.name.startswith("journal.")
+    }
     assert sorted(made) == [f"{number:05}.mp4" for number in range(1, JOBS + 1)]
     for number, path in enumerate((made[name] for name in sorted(made)), 1):
         with av.open(str(path)) as container:
@@ -341,7 +421,9 @@ def check_videos(out: Path, served: Path) -> None:
 
 def clip_workflow(name: str) -> dict[str, Any]:
     """A workflow of clips, small enough for a test."""
-    workflow: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    workflow: dict[str, Any] = json.loads(
+        (ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8")
+    )
     workflow["start"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
     for node in workflow.values():
         if node["class_type"] == "WanStreamContinueVideo":
@@ -362,20 +444,32 @@ def latents_of_one_run(server: Server) -> list[torch.Tensor]:
         }
     shown = server.run(workflow)["outputs"]
     taps = [shown[f"tap_{name}"]["latents"][0] for name in samplers]
-    return [read_latent(server.base / "output" / tap["subfolder"] / tap["filename"]).samples for tap in taps]
+    return [
+        read_latent(server.base / "output" / tap["subfolder"] / tap["filename"]).samples
+        for tap in taps
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
-def test_rows_continue_each_other_on_a_killed_server(comfyui: ComfyUI, video_base: Path, tmp_path: Path) -> None:
-    """Eight rows in a chain; server and client are killed once each. The first three are the clips of `long_video`."""
+def test_rows_continue_each_other_on_a_killed_server(
+    comfyui: ComfyUI, video_base: Path, tmp_path: Path
+) -> None:
+    """Eight rows in a chain; server and client are killed once each.
+
+    The first three are the clips of `long_video`.
+    """
     Image.linear_gradient("L").convert("RGB").save(video_base / "input" / "example.png")
     port, log, out = free_port(), tmp_path / "client.log", tmp_path / "out"
-    rows: list[dict[str, Any]] = [{"name": f"r{number}", "sampler.seed": 42 + number} for number in range(8)]
+    rows: list[dict[str, Any]] = [
+        {"name": f"r{number}", "sampler.seed": 42 + number} for number in range(8)
+    ]
     for number, row in enumerate(rows[1:]):
         row["continues"] = f"r{number}"
-    call = command_line(tmp_path, f"http://127.0.0.1:{port}", rows[::-1], clip_workflow("continue_video"))
+    call = command_line(
+        tmp_path, f"http://127.0.0.1:{port}", rows[::-1], clip_workflow("continue_video")
+    )
     with ExitStack() as ending:
         server = ending.enter_context(running_server(comfyui, video_base, port=port))
         expected = latents_of_one_run(server)
@@ -390,7 +484,11 @@ def test_rows_continue_each_other_on_a_killed_server(comfyui: ComfyUI, video_bas
         server = ending.enter_context(running_server(comfyui, video_base, port=port))
         assert process.wait(400) == DONE, log.read_text(errors="replace")[-4000:]
         assert main(call) == DONE, "the same command again"
-    made = {path.name for path in out.iterdir() if path.is_file() and not path.name.startswith("journal.")}
+    made = {
+        path.name
+        for path in out.iterdir()
+        if path.is_file() and not path.name.startswith("journal.")
+    }
     assert made == {f"r{number}~{file}" for number in range(8) for file in ("1.latent", "2.mp4")}
     for number, latent in enumerate(expected):
         assert torch.equal(read_latent(out / f"r{number}~1.latent").samples, latent)

@@ -1,4 +1,4 @@
-"""`wanstream batch` on two real ComfyUI servers, one of which is killed, and checks of servers that do not fit."""
+"""`wanstream batch` on two real ComfyUI servers: a killed one, and checks of unfit ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from pathlib import Path
 import av
 import pytest
 
+from wanstream.batch.servers.server_backend import ServerBackend
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INVALID
-from wanstream.cli.batch.server_backend import ServerBackend
 from wanstream.schema import VERSION
 from wanstream.tests.faults.campaign import small_workflow
-from wanstream.tests.integration.comfy.test_batch_server import client, command_line, rows_in, wait_until
+from wanstream.tests.integration.comfy.test_batch_server import (
+    client,
+    command_line,
+    rows_in,
+    wait_until,
+)
 from wanstream.tools.comfyui import PACK, ROOT, ComfyUI, Server, free_port, running_server
 
 pytestmark = pytest.mark.comfy
@@ -36,7 +41,10 @@ def base_of(folder: Path, models: Path) -> Path:
 
 
 def videos_in(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """The seed and the encoded frames of each video; ComfyUI adds hashes of inputs to the prompt in a file."""
+    """The seed and the encoded frames of each video.
+
+    ComfyUI adds hashes of inputs to the prompt in a file.
+    """
     found = {}
     for path in folder.glob("*.mp4"):
         with av.open(str(path)) as container:
@@ -56,7 +64,11 @@ def test_the_same_server_under_two_names_is_refused(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = server.url.replace("127.0.0.1", "localhost")
-    call = [*command_line(tmp_path, server.url, [{"sampler.seed": 1}], small_workflow()), "--server", other]
+    call = [
+        *command_line(tmp_path, server.url, [{"sampler.seed": 1}], small_workflow()),
+        "--server",
+        other,
+    ]
     assert main(call) == INVALID
     assert f"--server {server.url} and --server {other} are one server" in capsys.readouterr().err
 
@@ -81,7 +93,11 @@ def test_two_servers_of_which_one_is_killed_make_the_files_of_one_process(
             ending.enter_context(running_server(comfyui, base, port=port))
             for base, port in zip(bases, ports, strict=True)
         ]
-        call = [*command_line(tmp_path, servers[0].url, rows, small_workflow()), "--server", servers[1].url]
+        call = [
+            *command_line(tmp_path, servers[0].url, rows, small_workflow()),
+            "--server",
+            servers[1].url,
+        ]
         process = client(call, log)
         ending.callback(lambda: process.kill())
         wait_until(lambda: len([*out.glob("*.mp4")]) >= 2, 300, log)
@@ -94,4 +110,6 @@ def test_two_servers_of_which_one_is_killed_make_the_files_of_one_process(
     assert rows_in(out, "state") == [("done",)] * ROWS
     addresses = {address for (address,) in rows_in(out, "backend")}
     assert addresses == {server.url for server in servers}, "both have made rows"
-    assert sum(attempts - 1 for (attempts,) in rows_in(out, "attempts")) <= 4, "two rows on each may be posted again"
+    assert sum(attempts - 1 for (attempts,) in rows_in(out, "attempts")) <= 4, (
+        "two rows on each may be posted again"
+    )

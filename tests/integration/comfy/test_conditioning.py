@@ -1,4 +1,7 @@
-"""The conditioning of every Wan node of a real ComfyUI, through our sampler: read, refused by name, or harmless."""
+"""Conditioning of every Wan node of a real ComfyUI, through our sampler.
+
+It is read, refused by name, or harmless.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.sampling.inputs.conditioning import IGNORED, READ, REFUSED, TEXT_TENSORS
+from wanstream.sampling.inputs.conditioning_keys import IGNORED, READ, REFUSED, TEXT_TENSORS
 from wanstream.tools.comfyui import ComfyUI
 
 CASES = """
@@ -29,18 +32,25 @@ EXPECTED: dict[str, dict[str, str]] = {
     "WanFunInpaintToVideo": {"*": RUNS},
     "WanTrackToVideo": {"*": RUNS},
     "WanMoveTrackToVideo": {"*": RUNS},
-    # Its audio is a patch of the MODEL, for which our nodes have no input; its conditioning is that of a start image.
+    # Its audio is a patch of the MODEL, for which our nodes have no input; its conditioning is that
+    # of a start image.
     "WanInfiniteTalkToVideo": {"*": RUNS},
     # Without a camera it is an ordinary start image.
-    "WanCameraImageToVideo": {"*": RUNS, "camera_conditions": "camera_conditions", "all": "camera_conditions"},
-    # Without a face or a pose it is an ordinary start image; the weights of Animate are refused when they are opened.
+    "WanCameraImageToVideo": {
+        "*": RUNS,
+        "camera_conditions": "camera_conditions",
+        "all": "camera_conditions",
+    },
+    # Without a face or a pose it is an ordinary start image; the weights of Animate are refused
+    # when they are opened.
     "WanAnimateToVideo": {
         "*": RUNS,
         "face_video": "face_video_pixels",
         "pose_video": "pose_video_latent",
         "all": "pose_video_latent",
     },
-    # Its reference image alone is reference_latents, which plain weights ignore, in native sampling too.
+    # Its reference image alone is reference_latents, which plain weights ignore, in native sampling
+    # too.
     "WanSCAILToVideo": {
         "*": RUNS,
         "pose_video": "pose_video_latent",
@@ -67,7 +77,11 @@ EXPECTED: dict[str, dict[str, str]] = {
         "all": "pose_video_latent",
     },
     # Without music it is an ordinary start image.
-    "WanDancerVideo": {"*": RUNS, "audio_encoder_output": "audio_embed", "all": "clip_vision_output_ref"},
+    "WanDancerVideo": {
+        "*": RUNS,
+        "audio_encoder_output": "audio_embed",
+        "all": "clip_vision_output_ref",
+    },
 }
 
 # The node itself fails in ComfyUI when it is connected so.
@@ -78,10 +92,16 @@ NODE_FAILS = {
 }
 
 KEYS: dict[str, str] = {
-    **dict.fromkeys(("concat_latent_image", "concat_mask", "concat_mask_index", "clip_vision_output"), "read"),
+    **dict.fromkeys(
+        ("concat_latent_image", "concat_mask", "concat_mask_index", "clip_vision_output"), "read"
+    ),
     **dict.fromkeys(("reference_latents",), "read"),
-    **dict.fromkeys(("start_percent", "end_percent"), "a range, refused unless it is the whole run"),
-    **dict.fromkeys(("audio_inject_scale", "fps", "ref_mask_flag"), "a number, without effect alone"),
+    **dict.fromkeys(
+        ("start_percent", "end_percent"), "a range, refused unless it is the whole run"
+    ),
+    **dict.fromkeys(
+        ("audio_inject_scale", "fps", "ref_mask_flag"), "a number, without effect alone"
+    ),
     **dict.fromkeys(
         (
             "audio_embed",
@@ -107,28 +127,74 @@ KEYS: dict[str, str] = {
 
 # Numbers and flags that models of ComfyUI read of a conditioning: nothing that could be a picture.
 NUMBERS = {
-    *("aesthetic_score", "aspect_ratio", "augmentation_level", "azimuth", "crop_h", "crop_w", "elevation", "fps"),
-    *("frame_rate", "guidance", "guiding_frame_index", "height", "lyrics_strength", "motion_bucket_id"),
-    *("noise_augmentation", "prompt_type", "reference_latents_method", "seconds_start", "seconds_total", "seed"),
-    *("stable_cascade_prior", "target_height", "target_width", "unclip_noise_augment_merge", "width"),
-    *("unprocessed_ltxav_embeds", "latent_shapes", "audio_inject_scale", "degrade_sigma", "ofs", "pose_strength"),
-    *("minimax_audio_cond_noise_aug", "minimax_visual_cond_noise_aug", "ref_mask_flag", "reference_strength"),
+    *(
+        "aesthetic_score",
+        "aspect_ratio",
+        "augmentation_level",
+        "azimuth",
+        "crop_h",
+        "crop_w",
+        "elevation",
+        "fps",
+    ),
+    *(
+        "frame_rate",
+        "guidance",
+        "guiding_frame_index",
+        "height",
+        "lyrics_strength",
+        "motion_bucket_id",
+    ),
+    *(
+        "noise_augmentation",
+        "prompt_type",
+        "reference_latents_method",
+        "seconds_start",
+        "seconds_total",
+        "seed",
+    ),
+    *(
+        "stable_cascade_prior",
+        "target_height",
+        "target_width",
+        "unclip_noise_augment_merge",
+        "width",
+    ),
+    *(
+        "unprocessed_ltxav_embeds",
+        "latent_shapes",
+        "audio_inject_scale",
+        "degrade_sigma",
+        "ofs",
+        "pose_strength",
+    ),
+    *(
+        "minimax_audio_cond_noise_aug",
+        "minimax_visual_cond_noise_aug",
+        "ref_mask_flag",
+        "reference_strength",
+    ),
 }
 OVERWRITTEN = {"noise", "device"}
 """Keys of a conditioning that the sampler overwrites."""
 SAMPLERS_OWN = {"latent_image"}
-"""The sampler's unless a conditioning has one, which no node writes; refused as an unknown tensor."""
+"""The sampler's unless a conditioning has one, which no node writes; refused as an unknown
+tensor."""
 
 
 @pytest.fixture(scope="module")
 def found(
-    in_comfyui: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any],
+    tiny_expert_file: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """The result of each node and way to connect it."""
     folder = tmp_path_factory.mktemp("conditioning")
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
-            (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
+            (folder / f"{kind}_{name}.safetensors").symlink_to(
+                tiny_expert_file(seed=seed, in_channels=channels)
+            )
     answer: dict[str, Any] = in_comfyui(CASES, str(folder), seconds=900)
     return answer
 

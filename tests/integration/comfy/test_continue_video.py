@@ -1,4 +1,4 @@
-"""Three clips continued by latent, against ComfyUI's samplers under conditions that are written by hand."""
+"""Three clips continued by latent, against ComfyUI's samplers with conditions written by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def found(
-    in_comfyui: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any],
+    tiny_expert_file: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("continued")
     for seed, name in enumerate(("high", "low"), start=1):

@@ -1,4 +1,7 @@
-"""Our experts in ComfyUI when it computes on another device than CUDA: the checked one, with streams and without."""
+"""Our experts in a ComfyUI that computes on another device than CUDA.
+
+The device is the checked one, with streams and without.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ import torch
 from installed_pack import load_pack
 load_pack()
 from pathlib import Path
-from wanstream.devices import DeviceError
-from wanstream.host.comfy.adapter import ComfyHost
+from wanstream.devices.clock import DeviceError
+from wanstream.host.comfy.adapter.comfy_host import ComfyHost
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
@@ -33,11 +36,13 @@ mm.get_free_memory = lambda dev=None, torch_free_too=False: (2**33, 0) if torch_
 def run(device):
     mm.get_torch_device = lambda: device
     host = ComfyHost()
-    loaded = host.load_experts(ref, OffloadPolicy.layerwise(1), working_bytes=0)
+    loaded = host.models.load_experts(ref, OffloadPolicy.layerwise(1), working_bytes=0)
     request = DenoiseRequest(noise, text, steps=4, switch_step=2, solver="euler")
-    latents = denoise(loaded.pair, request, policy=loaded.policy, device=host.device()).latents.cpu()
+    latents = denoise(
+        loaded.pair, request, policy=loaded.policy, device=host.memory.device()
+    ).latents.cpu()
     held = loaded.pair.loaded_bytes
-    host.free_experts()
+    host.open_experts.free()
     mm.unload_all_models()
     return latents, held
 
@@ -62,5 +67,7 @@ def test_experts_run_on_the_device_of_comfyui(
 ) -> None:
     high, low = (tiny_expert_file(seed=seed, layers=3, heads=1, ffn_dim=256) for seed in (1, 2))
     found = in_comfyui(RUN, str(high), str(low))
-    assert found.pop("refused").startswith("meta is not supported: use cpu or one of cuda, xpu, mps (ComfyUI: start it")
+    assert found.pop("refused").startswith(
+        "meta is not supported: use cpu or one of cuda, xpu, mps (ComfyUI: start it"
+    )
     assert found == {"streams True": [True, True], "streams False": [True, True]}

@@ -1,6 +1,7 @@
-"""Fun-Control and Fun-InP in a real ComfyUI: tiny models load and run natively, and every input changes the result.
+"""Fun-Control and Fun-InP in a real ComfyUI: tiny models load and run natively.
 
-`fun_cases.py` has the models, their conditioning and the native runs with which other samplers are compared.
+Every input changes the result. `fun_cases.py` has the models, their conditioning and the native
+runs with which other samplers are compared.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def test_the_network_gets_what_the_description_says(case: Case, name: str) -> No
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_input_changes_the_result(answers: dict[str, Any], case: Case, name: str) -> None:
-    changes = {key for key in answers if key.startswith((f"{name}, other", f"{name}, no", f"{name}, mask"))}
+    changes = {
+        key for key in answers if key.startswith((f"{name}, other", f"{name}, no", f"{name}, mask"))
+    }
     assert len(changes) >= 4
     assert (f"{name}, mask" in changes) == (MASK in MODELS[name][2])
     for change in sorted(changes):

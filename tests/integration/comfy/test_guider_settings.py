@@ -1,6 +1,7 @@
-"""The guider of a real ComfyUI with a cache, more guidance and context windows, compared with our own sampler.
+"""The guider of a real ComfyUI with a cache, more guidance and context windows.
 
-The cases (`guider_settings_cases.py`) run in the process of `test_guider.py`.
+It is compared with our own sampler. The cases (`guider_settings_cases.py`) run in the process of
+`test_guider.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ SAME = [
     "magnitudes in still windows",
     "all",
 ]
-LANES = {"cache": 2, "magnitudes": 2, "cache in windows": 8, "magnitudes in still windows": 6, "all": 8}
+LANES = {
+    "cache": 2,
+    "magnitudes": 2,
+    "cache in windows": 8,
+    "magnitudes in still windows": 6,
+    "all": 8,
+}
 """The most that a step has, of runs with a cache."""
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
@@ -37,7 +44,9 @@ def test_a_setting_does_what_it_does_in_our_own_sampler(case: Case, settings: st
     assert found["recompiled"] == 0
     assert (sum(found["cached"]) > 0) == (settings in LANES)
     assert max(found["cached"]) <= LANES.get(settings, 0)
-    assert (sum(found["skipped"]) > 0) == (settings in {"cache", "magnitudes", "magnitudes in still windows"})
+    assert (sum(found["skipped"]) > 0) == (
+        settings in {"cache", "magnitudes", "magnitudes in still windows"}
+    )
 
 
 def test_settings_that_say_nothing_change_no_bit(case: Case) -> None:

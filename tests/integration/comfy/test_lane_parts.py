@@ -1,4 +1,7 @@
-"""Fun models and Bernini's contexts in our sampler and guider, against ComfyUI's own sampling of the same files."""
+"""Fun models and Bernini's contexts in our sampler and guider.
+
+The results are compared with ComfyUI's own sampling of the same files.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def test_a_fun_model_is_sampled_as_by_comfyui(case: Case, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [*(f"Bernini {kind}, {name}" for kind in ("single", "pair") for name in CONTEXTS), "Bernini pair, two videos"],
+    [
+        *(f"Bernini {kind}, {name}" for kind in ("single", "pair") for name in CONTEXTS),
+        "Bernini pair, two videos",
+    ],
 )
 def test_contexts_are_read_as_by_comfyui(case: Case, name: str) -> None:
     """ComfyUI's own implementation; neither was checked against the original."""
@@ -53,13 +59,19 @@ def test_contexts_are_read_as_by_comfyui(case: Case, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fun_control_5b", "fun_inp_5b"])
 def test_frames_that_a_fun_model_keeps_have_their_own_timestep(case: Case, name: str) -> None:
-    """Without a reference image: ComfyUI then spreads the timesteps of the frames over other tokens than ours."""
+    """Runs without a reference image.
+
+    With one, ComfyUI spreads the timesteps of the frames over other tokens than ours.
+    """
     assert case(f"{name}, first frame kept") <= NEAR
 
 
 @pytest.mark.parametrize("name", ["single, 1", "pair, 1", "pair, 2"])
 def test_context_guidance_is_that_of_comfyuis_dual_guider(case: Case, name: str) -> None:
-    """A whole run of each expert or pair, for one and two videos; not checked against the original."""
+    """A whole run of each expert or pair, for one and two videos.
+
+    Not checked against the original.
+    """
     found = case(f"context guidance, {name}")
     assert found["run"] <= NEAR
     assert found["effect"] > 0.01
@@ -67,14 +79,26 @@ def test_context_guidance_is_that_of_comfyuis_dual_guider(case: Case, name: str)
 
 
 REFUSED = {
-    "control on plain experts": "image-to-video experts, and the conditioning of Wan2.2 Fun Control is connected",
-    "older control on newer experts": "Wan2.2 Fun Control experts, and the conditioning of Wan2.1 Fun Control",
-    "start image on control experts": "Wan2.2 Fun Control experts, and only a start image is connected",
-    "context on control experts": "context 1 (context_latents) has 16 channels, and these experts take 52",
+    "control on plain experts": (
+        "image-to-video experts, and the conditioning of Wan2.2 Fun Control is connected"
+    ),
+    "older control on newer experts": (
+        "Wan2.2 Fun Control experts, and the conditioning of Wan2.1 Fun Control"
+    ),
+    "start image on control experts": (
+        "Wan2.2 Fun Control experts, and only a start image is connected"
+    ),
+    "context on control experts": (
+        "context 1 (context_latents) has 16 channels, and these experts take 52"
+    ),
     "nothing on control experts": "Wan2.2 Fun Control experts, and no control video is connected",
-    "reference of another size": "the reference image (reference_latents) is a latent of [1, 16, 1, 8, 8]",
+    "reference of another size": (
+        "the reference image (reference_latents) is a latent of [1, 16, 1, 8, 8]"
+    ),
     "guider, control on plain experts": "conditioning of Wan2.2 Fun Control is connected",
-    "wrong loader": "is an expert of Fun Control of Wan2.2 A14B (52 channels), which has two: open it as a pair",
+    "wrong loader": (
+        "is an expert of Fun Control of Wan2.2 A14B (52 channels), which has two: open it as a pair"
+    ),
 }
 
 
@@ -87,6 +111,10 @@ def test_what_does_not_fit_is_refused_by_name(case: Case) -> None:
 
 def test_our_nodes_write_what_comfyuis_write(case: Case) -> None:
     found = case("nodes")
-    assert {"Fun Control 2.2", "Fun Control 2.2, longer than the control", "Fun Control 5B"} <= found.keys()
+    assert {
+        "Fun Control 2.2",
+        "Fun Control 2.2, longer than the control",
+        "Fun Control 5B",
+    } <= found.keys()
     for name, difference in found.items():
         assert difference <= 1e-5, name

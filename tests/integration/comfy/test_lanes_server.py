@@ -1,4 +1,7 @@
-"""`wanstream batch --share-weights` on a real ComfyUI server: latents of single runs to the bit, with fewer bytes."""
+"""`wanstream batch --share-weights` on a real ComfyUI server.
+
+The latents equal those of single runs to the bit, with fewer bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from safetensors.torch import load_file
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE
-from wanstream.schema import Timeline
+from wanstream.schema.records import Timeline
 from wanstream.testing.model import write_tiny_model
 from wanstream.tools.comfyui import PACK, ComfyUI, Server, running_server
 
@@ -41,33 +44,57 @@ def stocked_server(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def batch(stocked_server: Server, tmp_path: Path) -> Batch:
-    """Return `batch(prompt, rows, lanes, folder)`, which runs the rows and returns the timeline of each sampler run."""
+    """`batch(prompt, rows, lanes, folder)` runs rows and returns each sampler run's timeline."""
 
-    def batch(prompt: Prompt, rows: list[dict[str, Any]], lanes: int, folder: str) -> list[Timeline]:
+    def batch(
+        prompt: Prompt, rows: list[dict[str, Any]], lanes: int, folder: str
+    ) -> list[Timeline]:
         before = set(stocked_server.get("/history"))
         workflow, jobs = tmp_path / "workflow.json", tmp_path / "jobs.jsonl"
         workflow.write_text(json.dumps(prompt))
         jobs.write_text("\n".join(map(json.dumps, rows)))
-        places = ["--workflow", str(workflow), "--out", str(tmp_path / folder), "--server", stocked_server.url]
+        places = [
+            "--workflow",
+            str(workflow),
+            "--out",
+            str(tmp_path / folder),
+            "--server",
+            stocked_server.url,
+        ]
         assert main(["batch", str(jobs), *places, "--share-weights", str(lanes)]) == DONE
-        after = {key: entry for key, entry in stocked_server.get("/history").items() if key not in before}
-        (name,) = (node_id for node_id, node in prompt.items() if node["class_type"] == "WanStreamSampler")
-        return [Timeline.from_dict(entry["outputs"][name]["wanstream_timeline"][0]) for entry in after.values()]
+        after = {
+            key: entry for key, entry in stocked_server.get("/history").items() if key not in before
+        }
+        (name,) = (
+            node_id for node_id, node in prompt.items() if node["class_type"] == "WanStreamSampler"
+        )
+        return [
+            Timeline.from_dict(entry["outputs"][name]["wanstream_timeline"][0])
+            for entry in after.values()
+        ]
 
     return batch
 
 
 def small(name: str) -> Prompt:
     """A shipped workflow, small, that saves its latent."""
-    prompt: Prompt = json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    prompt: Prompt = json.loads(
+        (ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8")
+    )
     for node in prompt.values():
         node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}
-    prompt["tap"] = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"}}
+    prompt["tap"] = {
+        "class_type": "SaveLatent",
+        "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"},
+    }
     return prompt
 
 
 def native_texts() -> Prompt:
-    """ComfyUI's own text and latent nodes before our sampler; texts of more than 512 tokens are as long as they are."""
+    """ComfyUI's own text and latent nodes before our sampler.
+
+    Texts of more than 512 tokens are as long as they are.
+    """
     prompt = small("native_mixed")
     prompt["clip"]["class_type"] = "TestClip"
     for node_id in ("vae", "frames", "video", "save"):
@@ -89,12 +116,15 @@ def test_four_lanes_are_four_single_runs_and_move_a_quarter(
     batch: Batch, tmp_path: Path, prompt: Prompt, text: str, files: int
 ) -> None:
     rows = [
-        {"name": f"row {number}", text: "a boat " * (1 + 200 * number), "sampler.seed": number} for number in range(4)
+        {"name": f"row {number}", text: "a boat " * (1 + 200 * number), "sampler.seed": number}
+        for number in range(4)
     ]
     (together,) = batch(prompt, rows, 4, "together")
     alone = batch(prompt, rows, 1, "alone")
     assert len(alone) == 4
-    assert [step.bytes_moved for step in together.steps] == [step.bytes_moved for step in alone[0].steps]
+    assert [step.bytes_moved for step in together.steps] == [
+        step.bytes_moved for step in alone[0].steps
+    ]
     assert 4 * together.bytes_moved == sum(timeline.bytes_moved for timeline in alone) > 0
     shared, single = latents(tmp_path / "together"), latents(tmp_path / "alone")
     assert shared.keys() == single.keys()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import make_lora
 from wanstream.testing.weights import TinyShape, make_expert
@@ -55,17 +55,27 @@ STACKS = {
     # ComfyUI divides by the row norms before the addition, so it gets a file with other magnitudes.
     "DoRA, rows": [("dora rows for ComfyUI.safetensors", 0.7)],
     "LoKr and lightning": [("lokr.safetensors", 0.8), ("lightning.safetensors", 1.0)],
-    "stack": [("lightning.safetensors", 0.5), ("differences.safetensors", 0.3), ("musubi.safetensors", -1.0)],
+    "stack": [
+        ("lightning.safetensors", 0.5),
+        ("differences.safetensors", 0.3),
+        ("musubi.safetensors", -1.0),
+    ],
 }
 
 
-def _spelt(tensors: dict[str, torch.Tensor], down: str, up: str, *, flat: bool = False) -> dict[str, torch.Tensor]:
+def _spelt(
+    tensors: dict[str, torch.Tensor], down: str, up: str, *, flat: bool = False
+) -> dict[str, torch.Tensor]:
     found = {}
     for key, tensor in tensors.items():
         key = key.replace("lora_down", down).replace("lora_up", up)
         if flat:
             layer = key.removeprefix("diffusion_model.")
-            ending = next(end for end in (f".{down}.weight", f".{up}.weight", ".alpha", ".diff_b") if key.endswith(end))
+            ending = next(
+                end
+                for end in (f".{down}.weight", f".{up}.weight", ".alpha", ".diff_b")
+                if key.endswith(end)
+            )
             key = "lora_unet_" + layer.removesuffix(ending).replace(".", "_") + ending
         found[key] = tensor
     return found
@@ -74,7 +84,8 @@ def _spelt(tensors: dict[str, torch.Tensor], down: str, up: str, *, flat: bool =
 def _differences(expert: Path) -> dict[str, torch.Tensor]:
     """A difference for every weight and bias, as ComfyUI names them.
 
-    Those of bare parameters (modulation) are left out: ComfyUI 0.18 takes them and then does not add them.
+    Those of bare parameters (modulation) are left out: ComfyUI 0.18 takes them and then does not
+    add them.
     """
     generator = torch.Generator().manual_seed(8)
     found = {}
@@ -82,7 +93,11 @@ def _differences(expert: Path) -> dict[str, torch.Tensor]:
         if name.endswith("modulation"):
             continue
         key = f"diffusion_model.{name}"
-        key = f"{key.removesuffix('.weight')}.diff" if not name.endswith(".bias") else f"{key[: -len('.bias')]}.diff_b"
+        key = (
+            f"{key.removesuffix('.weight')}.diff"
+            if not name.endswith(".bias")
+            else f"{key[: -len('.bias')]}.diff_b"
+        )
         found[key] = 0.02 * torch.randn(tensor.shape, generator=generator)
     return found
 
@@ -97,14 +112,20 @@ def _of_lycoris(expert: Path) -> dict[str, dict[str, torch.Tensor]]:
     weights, alpha = load_file(expert), {"alpha": torch.tensor(3.0)}
     files: dict[str, dict[str, torch.Tensor]] = {"lokr": {}, "loha": {}}
     files |= {"dora columns": {}, "dora rows": {}, "dora rows for ComfyUI": {}}
-    for name in (f"blocks.{block}.{layer}" for block in range(4) for layer in ("self_attn.q", "cross_attn.o", "ffn.0")):
+    for name in (
+        f"blocks.{block}.{layer}"
+        for block in range(4)
+        for layer in ("self_attn.q", "cross_attn.o", "ffn.0")
+    ):
         weight = weights[f"{name}.weight"]
         rows, columns = weight.shape
         up, down = drawn(rows, 4), drawn(4, columns)
         summed = weight + up @ down * 3.0 / 4
         lora = {"lora_up.weight": up, "lora_down.weight": down, **alpha}
         magnitude = weight.norm(dim=1, keepdim=True) * (1 + drawn(rows, 1).abs())
-        for_comfyui = magnitude * weight.norm(dim=1, keepdim=True) / summed.norm(dim=1, keepdim=True)
+        for_comfyui = (
+            magnitude * weight.norm(dim=1, keepdim=True) / summed.norm(dim=1, keepdim=True)
+        )
         tensors = {
             "lokr": {
                 "lokr_w1": drawn(8, 4),
@@ -113,14 +134,18 @@ def _of_lycoris(expert: Path) -> dict[str, dict[str, torch.Tensor]]:
                 **alpha,
             },
             "loha": {
-                f"hada_{w}_{f}": drawn(*((rows, 4) if f == "a" else (4, columns))) for w in ("w1", "w2") for f in "ab"
+                f"hada_{w}_{f}": drawn(*((rows, 4) if f == "a" else (4, columns)))
+                for w in ("w1", "w2")
+                for f in "ab"
             },
             "dora columns": {**lora, "dora_scale": weight.norm(dim=0, keepdim=True) * 1.1},
             "dora rows": {**lora, "dora_scale": magnitude},
             "dora rows for ComfyUI": {**lora, "dora_scale": for_comfyui},
         }
         for file, of_layer in tensors.items():
-            files[file] |= {f"diffusion_model.{name}.{key}": tensor.clone() for key, tensor in of_layer.items()}
+            files[file] |= {
+                f"diffusion_model.{name}.{key}": tensor.clone() for key, tensor in of_layer.items()
+            }
     return files
 
 
@@ -167,7 +192,14 @@ def native(
         save_file(inputs, folder / "inputs.safetensors")
         in_comfyui(
             ASK,
-            *(str(path) for path in (folder / "inputs.safetensors", tiny_expert_file(seed=1), folder / "found")),
+            *(
+                str(path)
+                for path in (
+                    folder / "inputs.safetensors",
+                    tiny_expert_file(seed=1),
+                    folder / "found",
+                )
+            ),
             STACKS,
             TIMESTEP,
         )
@@ -188,7 +220,9 @@ def test_one_forward(
 ) -> None:
     expert = tiny_expert_file(seed=1)
     with open_experts(expert, expert, compute_dtype=torch.float32) as pair:
-        files = [(loras / file.replace(" for ComfyUI", ""), strength) for file, strength in STACKS[name]]
+        files = [
+            (loras / file.replace(" for ComfyUI", ""), strength) for file, strength in STACKS[name]
+        ]
         pair.set_loras([(open_lora(file), strength) for file, strength in files], [])
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
         with torch.inference_mode(), engine.run(step_visits(["high"], engine.block_counts)) as run:

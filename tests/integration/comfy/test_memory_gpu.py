@@ -1,4 +1,4 @@
-"""Our experts and a native model on a real device, under ComfyUI's flags for its memory and with dynamic VRAM."""
+"""Our experts and a native model on a real device, with ComfyUI's memory flags and dynamic VRAM."""
 
 from __future__ import annotations
 
@@ -36,16 +36,33 @@ def _node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 
 def _ours(seed: int) -> Prompt:
-    sides = {"positive": ["text", 0], "negative": ["text", 1], "latent": ["latent", 0], "experts": ["files", 0]}
-    numbers = {"steps": 4, "flow_shift": 5.0, "boundary_ratio": 0.875, "switch_step": -1, "start_step": 0}
+    sides = {
+        "positive": ["text", 0],
+        "negative": ["text", 1],
+        "latent": ["latent", 0],
+        "experts": ["files", 0],
+    }
+    numbers = {
+        "steps": 4,
+        "flow_shift": 5.0,
+        "boundary_ratio": 0.875,
+        "switch_step": -1,
+        "start_step": 0,
+    }
     words = {"solver": "euler", "schedule": "simple", "guidance_high": 2.0, "guidance_low": 1.0}
     encoder = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
     return {
-        "text": _node("WanStreamTextEncode", text_encoder=encoder, positive="a boat", negative="blurry"),
+        "text": _node(
+            "WanStreamTextEncode", text_encoder=encoder, positive="a boat", negative="blurry"
+        ),
         "latent": _node("EmptyHunyuanLatentVideo", width=128, height=128, length=9, batch_size=1),
         "files": _node("WanStreamExperts", high_noise=HIGH, low_noise=LOW, compute_dtype="bf16"),
-        "policy": _node("WanStreamBlockSwap", blocks_to_swap=2, prefetch_blocks=1, weights_source="RAM"),
-        "sampler": _node("WanStreamSampler", policy=["policy", 0], seed=seed, **sides, **numbers, **words),
+        "policy": _node(
+            "WanStreamBlockSwap", blocks_to_swap=2, prefetch_blocks=1, weights_source="RAM"
+        ),
+        "sampler": _node(
+            "WanStreamSampler", policy=["policy", 0], seed=seed, **sides, **numbers, **words
+        ),
         "vae": _node("VAELoader", vae_name="wan_2.1_vae.safetensors"),
         "frames": _node("VAEDecode", samples=["sampler", 0], vae=["vae", 0]),
         "shown": _node("PreviewImage", images=["frames", 0]),
@@ -55,7 +72,12 @@ def _ours(seed: int) -> Prompt:
 
 def _native() -> Prompt:
     ours = _ours(0)
-    sides = {"positive": ["text", 0], "negative": ["text", 1], "latent_image": ["latent", 0], "model": ["model", 0]}
+    sides = {
+        "positive": ["text", 0],
+        "negative": ["text", 1],
+        "latent_image": ["latent", 0],
+        "model": ["model", 0],
+    }
     words = {"sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
     kept = {name: ours[name] for name in ("text", "latent", "vae", "frames", "shown", "held")}
     return {
@@ -68,14 +90,20 @@ def _native() -> Prompt:
 @pytest.fixture(scope="module")
 def on_gpu(comfyui: ComfyUI) -> ComfyUI:
     """ComfyUI, where its Python finds a CUDA device."""
-    look = [str(comfyui.python), "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
+    look = [
+        str(comfyui.python),
+        "-c",
+        "import torch; raise SystemExit(not torch.cuda.is_available())",
+    ]
     if subprocess.run(look, capture_output=True, timeout=START_SECONDS, check=False).returncode:
         pytest.skip("ComfyUI's Python finds no CUDA device")
     return comfyui
 
 
 @pytest.fixture
-def life(request: pytest.FixtureRequest, on_gpu: ComfyUI, sample_models: Path, tmp_path: Path) -> Iterator[Server]:
+def life(
+    request: pytest.FixtureRequest, on_gpu: ComfyUI, sample_models: Path, tmp_path: Path
+) -> Iterator[Server]:
     """A server on the GPU with the flags of the parameter, this pack and the test model."""
     nodes = tmp_path / "custom_nodes"
     nodes.mkdir()
@@ -105,7 +133,9 @@ def _free(server: Server) -> None:
         time.sleep(1)
 
 
-@pytest.mark.parametrize("life", FLAGS, indirect=True, ids=lambda flags: "_".join(flags) or "default")
+@pytest.mark.parametrize(
+    "life", FLAGS, indirect=True, ids=lambda flags: "_".join(flags) or "default"
+)
 def test_we_and_native_models_take_turns(life: Server) -> None:
     first = life.run(_ours(1))["outputs"]["held"]["latent"]
     life.run(_native())
@@ -115,9 +145,11 @@ def test_we_and_native_models_take_turns(life: Server) -> None:
     assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
 
 
-@pytest.mark.parametrize("life", [(), ("--disable-dynamic-vram",)], indirect=True, ids=["dynamic", "legacy"])
+@pytest.mark.parametrize(
+    "life", [(), ("--disable-dynamic-vram",)], indirect=True, ids=["dynamic", "legacy"]
+)
 def test_a_vae_that_finds_no_room_evicts_us(life: Server) -> None:
-    """Another allocation takes all but one gigabyte, so less is free than ComfyUI requires for computing."""
+    """Another allocation leaves one gigabyte, less than ComfyUI requires for computing."""
     first = life.run(_ours(1))["outputs"]["held"]["latent"]
     taken = {**_native(), "taken": _node("TestTakeDevice", leave=2**30, latent=["latent", 0])}
     taken["sampler"]["inputs"]["latent_image"] = ["taken", 0]

@@ -1,4 +1,4 @@
-"""Life of a server: our workflow and a native one in turn, and the memory of the process at the end."""
+"""Life of a server: our workflow and a native one in turn, and the process's memory at the end."""
 
 from __future__ import annotations
 
@@ -46,14 +46,31 @@ def _experts(strength: float) -> Prompt:
     loras = {"high_noise": LORA.format("high"), "low_noise": LORA.format("low")}
     return {
         "files": _node("WanStreamExperts", high_noise=HIGH, low_noise=LOW, compute_dtype="bf16"),
-        "lora": _node("WanStreamLora", experts=["files", 0], strength_high=strength, strength_low=strength, **loras),
+        "lora": _node(
+            "WanStreamLora",
+            experts=["files", 0],
+            strength_high=strength,
+            strength_low=strength,
+            **loras,
+        ),
     }
 
 
 def _ours(item: int) -> Prompt:
     """Three seeds and three strengths in turn: item 7 is item 1 again, and item 9 item 3."""
-    sides = {"positive": ["text", 0], "negative": ["text", 1], "latent": ["latent", 0], "experts": ["lora", 0]}
-    numbers = {"steps": 4, "flow_shift": 5.0, "boundary_ratio": 0.875, "switch_step": -1, "start_step": 0}
+    sides = {
+        "positive": ["text", 0],
+        "negative": ["text", 1],
+        "latent": ["latent", 0],
+        "experts": ["lora", 0],
+    }
+    numbers = {
+        "steps": 4,
+        "flow_shift": 5.0,
+        "boundary_ratio": 0.875,
+        "switch_step": -1,
+        "start_step": 0,
+    }
     words = {"solver": "euler", "schedule": "simple", "guidance_high": 2.0, "guidance_low": 1.0}
     sampler = _node("WanStreamSampler", seed=item % 6, **sides, **numbers, **words)
     return {**_shared(), **_experts([1.0, 0.5, 0.0][item // 2 % 3]), "sampler": sampler}
@@ -61,9 +78,21 @@ def _ours(item: int) -> Prompt:
 
 def _native(item: int) -> Prompt:
     """A native checkpoint of one expert, one step, decoded."""
-    sides = {"positive": ["text", 0], "negative": ["text", 1], "latent_image": ["latent", 0], "model": ["model", 0]}
+    sides = {
+        "positive": ["text", 0],
+        "negative": ["text", 1],
+        "latent_image": ["latent", 0],
+        "model": ["model", 0],
+    }
     sampler = _node(
-        "KSampler", seed=item, steps=1, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0, **sides
+        "KSampler",
+        seed=item,
+        steps=1,
+        cfg=2.0,
+        sampler_name="euler",
+        scheduler="simple",
+        denoise=1.0,
+        **sides,
     )
     return {
         **_shared(),
@@ -78,7 +107,10 @@ def _native(item: int) -> Prompt:
 def _runs_out() -> Prompt:
     ours = _experts(1.0)
     sides = {"positive": ["text", 0], "negative": ["text", 1], "experts": ["lora", 0]}
-    ratio, guidance = {"boundary_ratio": 0.875}, {"guidance_high": 1.0, "guidance_low": 1.0, "flow_shift": 5.0}
+    ratio, guidance = (
+        {"boundary_ratio": 0.875},
+        {"guidance_high": 1.0, "guidance_low": 1.0, "flow_shift": 5.0},
+    )
     return {
         **_shared(),
         **ours,
@@ -107,7 +139,8 @@ def life(
     tmp_path: Path,
 ) -> Iterator[Server]:
     """A separate server with the flags of the parameter, this pack and the test model."""
-    # One heap for all threads, without large blocks: the free lists of the allocator must not count as a leak.
+    # One heap for all threads, without large blocks: the free lists of the allocator must not count
+    # as a leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
     nodes = tmp_path / "custom_nodes"
@@ -129,7 +162,10 @@ def _said(server: Server) -> str:
 
 
 def _free(server: Server, times: int) -> None:
-    """POST /free until we were unloaded so many times: ComfyUI may sleep through one that comes as it falls asleep."""
+    """POST /free until we were unloaded so many times.
+
+    ComfyUI may sleep through a request that comes as it falls asleep.
+    """
     deadline = time.monotonic() + 60
     while _said(server).count("the experts are unloaded") < times:
         assert time.monotonic() < deadline, _said(server)[-4000:]
@@ -137,7 +173,9 @@ def _free(server: Server, times: int) -> None:
         time.sleep(1)
 
 
-@pytest.mark.parametrize("life", [(), ("--cache-none",), ("--cache-lru", "3")], indirect=True, ids="_".join)
+@pytest.mark.parametrize(
+    "life", [(), ("--cache-none",), ("--cache-lru", "3")], indirect=True, ids="_".join
+)
 def test_ten_items_hold_no_more_than_four(life: Server) -> None:
     held: list[dict[str, Any]] = []
     for item in range(1, ITEMS + 1):
@@ -148,7 +186,9 @@ def test_ten_items_hold_no_more_than_four(life: Server) -> None:
     for first in (STEADY, STEADY + 1):
         rss = [entry["rss"][0] for entry in held[first - 1 :: 2]]
         # The lower of two: a leak raises both.
-        assert min(rss[-2:]) <= rss[0] * (1 + ROOM), [f"{entry['rss'][0] / 1e6:.1f} MB" for entry in held]
+        assert min(rss[-2:]) <= rss[0] * (1 + ROOM), [
+            f"{entry['rss'][0] / 1e6:.1f} MB" for entry in held
+        ]
     assert [held[0]["latent"], held[2]["latent"]] == [held[6]["latent"], held[8]["latent"]]
     assert len({entry["latent"][0] for entry in held}) == ITEMS - 2
     assert "ExpertsPatcher" in held[0]["loaded"]

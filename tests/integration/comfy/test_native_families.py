@@ -62,6 +62,10 @@ def test_scaled_fp8_and_loras(answers: dict[str, Any]) -> None:
         assert found["warnings"] == [], name
         assert found["unpatched"], name
         assert 0 < min(found["layouts"].values()) <= max(found["layouts"].values()) < 0.2, name
-        assert all(patches >= 5 and change > 0.05 for patches, change in found["loras"].values()), name
-        kinds = {"lora", "kohya", "dora", "loha", "lokr", "diff"} | ({"offset"} if name == "flux" else set())
+        assert all(patches >= 5 and change > 0.05 for patches, change in found["loras"].values()), (
+            name
+        )
+        kinds = {"lora", "kohya", "dora", "loha", "lokr", "diff"} | (
+            {"offset"} if name == "flux" else set()
+        )
         assert found["loras"].keys() == kinds, name

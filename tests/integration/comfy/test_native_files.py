@@ -1,6 +1,7 @@
-"""Native model files in the forms that people have: streamed with the usual form's values, or refused by name.
+"""Native model files in the forms that people have, streamed or refused by name.
 
-One process runs all cases (`native_file_cases.py`). Here each has a separate test.
+Streamed files have the values of the usual form. One process runs all cases
+(`native_file_cases.py`). Here each has a separate test.
 """
 
 from __future__ import annotations
@@ -17,11 +18,32 @@ Case = Callable[[str], Any]
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 
 EQUAL = [
-    *(f"prefix {name}." for name in ("diffusion_model", "transformer", "video_model", "unet", "_orig_mod", "pipe.dit")),
-    *(f"prefix {name}." for name in ("model", "net", "model.model", "model.diffusion_model", "module._orig_mod")),
-    *("prefix module.model.diffusion_model.", "fp8 transformer.", "fp8 model.", "flux transformer."),
+    *(
+        f"prefix {name}."
+        for name in (
+            "diffusion_model",
+            "transformer",
+            "video_model",
+            "unet",
+            "_orig_mod",
+            "pipe.dit",
+        )
+    ),
+    *(
+        f"prefix {name}."
+        for name in ("model", "net", "model.model", "model.diffusion_model", "module._orig_mod")
+    ),
+    *(
+        "prefix module.model.diffusion_model.",
+        "fp8 transformer.",
+        "fp8 model.",
+        "flux transformer.",
+    ),
     "whole checkpoint",
-    *(f"gguf {name}" for name in ("good", "block modulation", "one modulation", "head modulation", "all")),
+    *(
+        f"gguf {name}"
+        for name in ("good", "block modulation", "one modulation", "head modulation", "all")
+    ),
     *(f"gguf patches {name}" for name in ("folded", "as a matrix", "flat")),
     *(f"scaled_fp8 torch.{dtype}" for dtype in ("bfloat16", "float16")),
 ]
@@ -42,7 +64,9 @@ def test_the_latent_is_that_of_the_usual_form(case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_markers_and_their_scales_in_other_spellings(answers: dict[str, Any], case: Case, name: str) -> None:
+def test_markers_and_their_scales_in_other_spellings(
+    answers: dict[str, Any], case: Case, name: str
+) -> None:
     if lacks_marks(answers):
         pytest.skip("this ComfyUI has no layers that are marked one by one")
     assert case(name) == "equal"
@@ -51,7 +75,15 @@ def test_markers_and_their_scales_in_other_spellings(answers: dict[str, Any], ca
 @pytest.mark.parametrize(
     "name",
     [
-        *("one", "one bf16", "one scale_weight", "one e5m2 fp64", "rows", "rows bf16", "rows vector fp16"),
+        *(
+            "one",
+            "one bf16",
+            "one scale_weight",
+            "one e5m2 fp64",
+            "rows",
+            "rows bf16",
+            "rows vector fp16",
+        ),
         *("int8 rows", "int8 rows bf16", "int8 one", "blocks", "int8 blocks"),
     ],
 )
@@ -66,14 +98,32 @@ def test_scales_without_a_marker(answers: dict[str, Any], case: Case, name: str)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("two models", ["two.safetensors", "holds 2 diffusion models, under the prefixes 'high.' and 'low.'"]),
-        ("part", ["part.safetensors", "not a diffusion model that this ComfyUI detects", "blocks.0."]),
-        ("uint8 scales", ["blocks.0.self_attn.q is torch.float8_e4m3fn with scales in torch.uint8, as in mxfp8"]),
+        (
+            "two models",
+            ["two.safetensors", "holds 2 diffusion models, under the prefixes 'high.' and 'low.'"],
+        ),
+        (
+            "part",
+            ["part.safetensors", "not a diffusion model that this ComfyUI detects", "blocks.0."],
+        ),
+        (
+            "uint8 scales",
+            ["blocks.0.self_attn.q is torch.float8_e4m3fn with scales in torch.uint8, as in mxfp8"],
+        ),
         ("no weight", ["weight_scale is a scale, but blocks.0.self_attn.q.weight is missing"]),
         ("two scales", ["blocks.0.self_attn.q has two scales"]),
         ("quanto", ["is quantised as quanto", "blocks.0.self_attn.q.weight._data"]),
-        ("one without a scale", ["blocks.0.self_attn.q.weight is torch.float8_e4m3fn without a scale, though others"]),
-        ("other spelling", ["blocks.0.self_attn.q.scale has the name of a scale of blocks.0.self_attn.q in an unkn"]),
+        (
+            "one without a scale",
+            ["blocks.0.self_attn.q.weight is torch.float8_e4m3fn without a scale, though others"],
+        ),
+        (
+            "other spelling",
+            [
+                "blocks.0.self_attn.q.scale has the name of a scale of blocks.0.self_attn.q in an "
+                "unkn"
+            ],
+        ),
     ],
 )
 def test_files_without_a_meaning_are_refused(case: Case, name: str, words: list[str]) -> None:
@@ -83,13 +133,27 @@ def test_files_without_a_meaning_are_refused(case: Case, name: str, words: list[
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("marked bf16", "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight is torch.float32"),
-        ("marked without a scale", "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight_scale is missing"),
-        ("marked without a weight", "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight is missing"),
-        ("nvfp4 without scales", "marked as nvfp4, but blocks.0.self_attn.q.weight_scale_2 is missing"),
+        (
+            "marked bf16",
+            "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight is torch.float32",
+        ),
+        (
+            "marked without a scale",
+            "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight_scale is missing",
+        ),
+        (
+            "marked without a weight",
+            "marked as float8_e4m3fn, but blocks.0.self_attn.q.weight is missing",
+        ),
+        (
+            "nvfp4 without scales",
+            "marked as nvfp4, but blocks.0.self_attn.q.weight_scale_2 is missing",
+        ),
     ],
 )
-def test_marked_layers_without_a_part_are_refused(answers: dict[str, Any], case: Case, name: str, words: str) -> None:
+def test_marked_layers_without_a_part_are_refused(
+    answers: dict[str, Any], case: Case, name: str, words: str
+) -> None:
     if lacks_marks(answers):
         pytest.skip("this ComfyUI has no layers that are marked one by one")
     assert words in case(name)
@@ -100,13 +164,22 @@ def test_marked_layers_without_a_part_are_refused(answers: dict[str, Any], case:
     [
         *((name, "q.comfy_quant is not JSON") for name in ("no JSON", "empty")),
         *((name, "q.comfy_quant is not a JSON object") for name in ("null", "list", "number")),
-        ("no format", "layer blocks.0.self_attn.q is quantised as None, which this ComfyUI does not have"),
+        (
+            "no format",
+            "layer blocks.0.self_attn.q is quantised as None, which this ComfyUI does not have",
+        ),
         ("list as format", "layer blocks.0.self_attn.q is quantised as ['float8_e4m3fn'], which"),
         ("dict as format", "layer blocks.0.self_attn.q is quantised as {}, which"),
         ("unknown", "layer blocks.0.self_attn.q is quantised as int2, which"),
-        *((f"{kind} as layer", "for the layer blocks.0.self_attn.q, not") for kind in ("null", "list", "number")),
+        *(
+            (f"{kind} as layer", "for the layer blocks.0.self_attn.q, not")
+            for kind in ("null", "list", "number")
+        ),
         ("no format in header", "layer blocks.0.self_attn.q is quantised as None, which"),
-        ("list as format in header", "layer blocks.0.self_attn.q is quantised as ['float8_e4m3fn'], which"),
+        (
+            "list as format in header",
+            "layer blocks.0.self_attn.q is quantised as ['float8_e4m3fn'], which",
+        ),
         ("no layers", "_quantization_metadata has no layers"),
         ("layers as list", "_quantization_metadata has no layers"),
         ("list at top", "_quantization_metadata is not a JSON object"),

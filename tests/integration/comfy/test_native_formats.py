@@ -1,6 +1,7 @@
-"""Files of native models in every number format, streamed: bit-equal to ComfyUI's own runs, with little RAM.
+"""Files of native models in every number format, streamed with little RAM.
 
-One process runs all cases (`native_format_cases.py`); here each has a separate test.
+The results are bit-equal to ComfyUI's own runs. One process runs all cases
+(`native_format_cases.py`). Here each has a separate test.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 
 @pytest.mark.parametrize("layout", SCALED_LAYOUTS)
 @pytest.mark.parametrize("family", ["wan_t2v", "flux"])
-def test_scaled_fp8_is_bit_equal_and_stays_fp8_in_the_buffers(case: Case, family: str, layout: str) -> None:
+def test_scaled_fp8_is_bit_equal_and_stays_fp8_in_the_buffers(
+    case: Case, family: str, layout: str
+) -> None:
     result = case(f"scaled {family} {layout}")
     assert result["finite"]
     assert result["equal"] == [True] * 4
@@ -35,11 +38,16 @@ def test_scaled_fp8_is_bit_equal_and_stays_fp8_in_the_buffers(case: Case, family
 
 @pytest.mark.parametrize("quantised", FORMATS)
 @pytest.mark.parametrize("family", ["wan_t2v", "flux"])
-def test_quantised_layers_are_bit_equal_and_stream_with_their_scales(case: Case, family: str, quantised: str) -> None:
+def test_quantised_layers_are_bit_equal_and_stream_with_their_scales(
+    case: Case, family: str, quantised: str
+) -> None:
     result = case(f"mixed {family} {quantised}")
     assert result["finite"]
     assert result["equal"] == [True] * 4
-    assert result["buffer"] == BYTES_PER_VALUE[quantised] * {"wan_t2v": WAN_VALUES, "flux": FLUX_VALUES}[family]
+    assert (
+        result["buffer"]
+        == BYTES_PER_VALUE[quantised] * {"wan_t2v": WAN_VALUES, "flux": FLUX_VALUES}[family]
+    )
 
 
 def test_all_formats_and_plain_layers_in_one_file(answers: dict[str, Any], case: Case) -> None:
@@ -60,7 +68,9 @@ def test_keys_of_diffusers_are_converted_by_comfyui(case: Case) -> None:
     assert result["finite"]
     assert result["equal"] == [True] * 4
     assert result["blocks"] == 8
-    assert result["joined that stream"] == [], "they are not in the file as a whole, and stay in memory"
+    assert result["joined that stream"] == [], (
+        "they are not in the file as a whole, and stay in memory"
+    )
 
 
 def test_quantised_layers_are_saved_as_they_are_in_the_file(case: Case) -> None:
@@ -71,10 +81,13 @@ def test_quantised_layers_are_saved_as_they_are_in_the_file(case: Case) -> None:
     assert "Load Diffusion Model" in result["with a LoRA"]
 
 
-def test_a_lora_is_added_to_the_values_of_quantised_layers(case: Case) -> None:
-    result = case("quantised patches")
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "by row", "nvfp4", "mxfp8", "int8_tensorwise"])
+def test_a_lora_on_quantised_layers_has_the_bits_of_comfyui(newer_case: Case, kind: str) -> None:
+    result = newer_case(f"quantised patches {kind}")
     assert result["differ"]
-    assert result["equal"]
+    assert result["equal"] == [True] * 6
+    theirs, *ours = result["products"]
+    assert set(ours) == {theirs}, "a product of 8 bits stays one"
 
 
 def test_packed_weights_take_a_lora_and_are_neither_saved_nor_merged(case: Case) -> None:
@@ -83,8 +96,8 @@ def test_packed_weights_take_a_lora_and_are_neither_saved_nor_merged(case: Case)
     assert result["equal"]
     for done in ("saved", "merged"):
         assert (
-            f"packed (GGUF), diffusion_model.blocks.0.self_attn.q.weight and others, and cannot be {done}"
-            in result[done]
+            "packed (GGUF), diffusion_model.blocks.0.self_attn.q.weight and others, and cannot be "
+            f"{done}" in result[done]
         )
 
 
@@ -107,10 +120,16 @@ def test_opening_takes_no_memory_for_blocks(case: Case, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("threshold", ["too small to be worth streaming", "0.01 GB", "from 2 GB on", "Load Diffusion Model"]),
+        (
+            "threshold",
+            ["too small to be worth streaming", "0.01 GB", "from 2 GB on", "Load Diffusion Model"],
+        ),
         ("blocks", ["too small to be worth streaming", "Stream small models", "WAN21"]),
         ("shape", ["does not fit WAN21", "norm3.weight", "255", "256", "2 such findings"]),
-        ("truncated", ["header: ", "is truncated", "11799368 of 11800368 bytes", "download it again"]),
+        (
+            "truncated",
+            ["header: ", "is truncated", "11799368 of 11800368 bytes", "download it again"],
+        ),
         ("model.pt", ["header: ", "model.pt", "PyTorch pickle", "safetensors"]),
         ("model.ckpt", ["header: ", "model.ckpt", "PyTorch pickle"]),
         ("model.bin", ["header: ", "model.bin", "PyTorch pickle"]),
@@ -127,7 +146,10 @@ def test_files_that_cannot_stream_are_refused(case: Case, name: str, words: list
     [
         ("text encoder", ["header: ", "GGUF of 't5encoder'", "not a diffusion model"]),
         ("unknown", ["header: ", "stored as IQ1_S", "Q4_K"]),
-        ("weight type", ["header: ", "such as GGUF", "choose the weight type default instead of fp8_e4m3fn"]),
+        (
+            "weight type",
+            ["header: ", "such as GGUF", "choose the weight type default instead of fp8_e4m3fn"],
+        ),
     ],
 )
 def test_gguf_files_that_cannot_stream_are_refused(case: Case, name: str, words: list[str]) -> None:
@@ -140,12 +162,16 @@ def test_an_unknown_quantisation_is_refused_by_name(case: Case) -> None:
 
 
 def test_a_unet_whose_blocks_are_not_called_is_refused(case: Case) -> None:
-    assert "too small to be worth streaming (0.69 GB in its blocks, from 2 GB on)" in case("without lists")
+    assert "too small to be worth streaming (0.69 GB in its blocks, from 2 GB on)" in case(
+        "without lists"
+    )
     assert "(SDXL)" in case("without lists")
     assert "Load Diffusion Model" in case("without lists")
 
 
-def test_a_file_that_is_changed_or_removed_is_named_and_works_again_when_it_is_back(case: Case) -> None:
+def test_a_file_that_is_changed_or_removed_is_named_and_works_again_when_it_is_back(
+    case: Case,
+) -> None:
     result = case("changed file")
     assert result["first"]
     assert "changed.safetensors" in result["changed"]

@@ -1,4 +1,7 @@
-"""Streamed native models in ComfyUI's hands: errors, interrupts, eviction, deletion (`native_life_cases.py`)."""
+"""Streamed native models in ComfyUI's hands: errors, interrupts, eviction and deletion.
+
+`native_life_cases.py` has the cases.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ Case = Callable[[str], Any]
 @pytest.mark.parametrize("policy", ["layerwise", "block swap"])
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize(
-    ("kind", "error"), [("error", "ZeroDivisionError"), ("interrupt", "InterruptProcessingException")]
+    ("kind", "error"),
+    [("error", "ZeroDivisionError"), ("interrupt", "InterruptProcessingException")],
 )
-def test_a_run_ends_before_the_next_block(case: Case, kind: str, error: str, place: int, policy: str) -> None:
+def test_a_run_ends_before_the_next_block(
+    case: Case, kind: str, error: str, place: int, policy: str
+) -> None:
     """In the first pass, whose order is not known, and later; the next run is right."""
     result = case(f"{kind} {place}, {policy}")
     assert result["raised"] == error
@@ -78,14 +84,19 @@ def test_a_model_that_nobody_holds_is_gone(case: Case, when: str) -> None:
     handles, mappings = result["opened"]
     assert handles
     assert not mappings, "a page of a file that is cut would end the process"
-    assert result["openings"][1] == result["openings"][0] == [0, 0], "handles and mappings of the file"
+    assert result["openings"][1] == result["openings"][0] == [0, 0], (
+        "handles and mappings of the file"
+    )
     assert result["gone"] == [True, True]
     assert result["said"] == result["threads"] == []
     assert result["listed"] == 0
 
 
 def test_a_file_that_is_removed(case: Case) -> None:
-    """A loaded model keeps its handle; after it was unloaded, the next run says what it cannot read."""
+    """A loaded model keeps its handle.
+
+    After it was unloaded, the next run says what it cannot read.
+    """
     result = case("file removed")
     assert result["equal"] == [True, True]
     assert result["later"]
@@ -98,7 +109,10 @@ def test_a_file_that_is_removed(case: Case) -> None:
 def test_queue_items_leave_no_memory_behind(
     in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Resident bytes of the process are flat within 2 % once its threads have their heaps, after two items."""
+    """Resident bytes of the process are flat within 2 % after two items.
+
+    By then all threads have their heaps.
+    """
     result = in_comfyui(ITEMS, str(tmp_path_factory.mktemp("items")), 5, seconds=300)
     assert len(set(result["results"])) == 1
     assert result["left"] == [0] * 5

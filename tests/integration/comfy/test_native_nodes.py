@@ -1,4 +1,4 @@
-"""Loaders of native models in a real ComfyUI: the schema of its own loader, its results, and its templates."""
+"""Loaders of native models in a real ComfyUI: schema of its own loader, results, templates."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded import sockets_of
-from wanstream.host.embedded.validate import Socket, converted, value_fault
+from wanstream.host.embedded.workflow.validate import Socket, converted, sockets_of, value_fault
 from wanstream.tools.comfyui import Server
 
 pytestmark = pytest.mark.comfy
 
 LOADED = """
-from functools import partial, partialmethod
 from installed_pack import load_pack
 
 load_pack()
 import comfy.sample, comfy.sd, torch
 from native_families import FAMILIES, given_configuration
-from wanstream.host.comfy import adapter
-from wanstream.nodes.loaders import WanStreamLoadDiffusionModel, WanStreamStreamModel
-from wanstream.plan import AutoOffload, OffloadPolicy
+from wanstream.host.comfy.adapter import native_models as adapter
+from wanstream.nodes.native.models import WanStreamLoadDiffusionModel, WanStreamStreamModel
+from wanstream.plan import AutoOffload
+from wanstream.schema import OffloadPolicy
 
 limits = {"smallest_block": 0, "smallest_model": 0}
-adapter.open_native = partial(adapter.open_native, **limits)
-adapter.ModelStreamer.stream = partialmethod(adapter.ModelStreamer.stream, **limits)
+adapter._native_limits = lambda: limits
 family, folder = FAMILIES["flux"], arguments[0]
 folder_paths.folder_names_and_paths["diffusion_models"][0][:] = [folder]
 family.write(f"{folder}/flux1-dev.safetensors", "fp16")
@@ -68,7 +66,8 @@ with torch.inference_mode(), given_configuration(family):
         for name, policy in policies.items()
     }
     answer = {
-        "bytes": {name: model.model_size() for name, model in models.items()},  # of the policies: none is loaded yet
+        # Bytes of the policies: none is loaded yet.
+        "bytes": {name: model.model_size() for name, model in models.items()},
         "equal": {name: torch.equal(sampled(model), native) for name, model in models.items()},
         "blocks": {name: model.weights.block_counts["model"] for name, model in models.items()},
         "refusals": [refusal(make) for make in (loaded, streamed)],
@@ -80,12 +79,18 @@ def test_the_nodes_give_the_results_of_comfyuis_own_loader_and_refuse_a_wrong_po
     in_comfyui: Callable[..., Any], tmp_path: Path
 ) -> None:
     found = in_comfyui(LOADED, str(tmp_path))
-    models = [f"{node}, {policy}" for node in ("loaded", "streamed") for policy in ("none", "auto", "swap")]
+    models = [
+        f"{node}, {policy}"
+        for node in ("loaded", "streamed")
+        for policy in ("none", "auto", "swap")
+    ]
     assert found["equal"] == dict.fromkeys(models, True)
     (blocks,) = {*found["blocks"].values()}
     assert blocks > 5
     for node in ("loaded", "streamed"):
-        none, auto, swap = (found["bytes"][f"{node}, {policy}"] for policy in ("none", "auto", "swap"))
+        none, auto, swap = (
+            found["bytes"][f"{node}, {policy}"] for policy in ("none", "auto", "swap")
+        )
         assert none == auto < swap
     for refusal in found["refusals"]:
         assert "blocks_to_swap is 99" in refusal
@@ -97,15 +102,43 @@ def test_inputs_choices_and_output_are_those_of_comfyuis_own_loader(server: Serv
     shown = server.get("/object_info")
     own, ours = shown["UNETLoader"], shown["WanStreamLoadDiffusionModel"]
     assert [*ours["input"]["required"]] == [*own["input"]["required"]]
-    assert [*ours["input"]["optional"]] == ["policy", "share_visits", "lora_on_arrival"]
+    assert [*ours["input"]["optional"]] == ["policy", "share_visits"]
     assert ours["output"] == own["output"] == ["MODEL"]
     assert _choices(ours, "weight_dtype") == _choices(own, "weight_dtype")
     readable = [name for name in _choices(own, "unet_name") if name.endswith(".safetensors")]
-    assert [name for name in _choices(ours, "unet_name") if not name.endswith(".gguf")] == readable != []
+    assert (
+        [name for name in _choices(ours, "unet_name") if not name.endswith(".gguf")]
+        == readable
+        != []
+    )
+
+
+TWINS = {
+    "WanStreamLoadCheckpoint": ("CheckpointLoaderSimple", ["policy", "share_visits"]),
+    "WanStreamLoadCLIP": ("CLIPLoader", ["device", "policy"]),
+    "WanStreamDualCLIP": ("DualCLIPLoader", ["device", "policy"]),
+    "WanStreamTripleCLIP": ("TripleCLIPLoader", ["policy"]),
+    "WanStreamQuadrupleCLIP": ("QuadrupleCLIPLoader", ["policy"]),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_loaders_of_checkpoints_and_encoders_have_the_inputs_of_comfyuis(
+    server: Server, name: str
+) -> None:
+    twin, optional = TWINS[name]
+    shown = server.get("/object_info")
+    own = shown[twin]
+    ours = shown[name]
+    assert [*ours["input"]["required"]] == [*own["input"]["required"]]
+    assert [*ours["input"]["optional"]] == optional
+    assert ours["output"] == own["output"]
+    if "type" in own["input"]["required"]:
+        assert _choices(ours, "type") == _choices(own, "type")
 
 
 def _choices(info: dict[str, Any], name: str) -> list[str]:
-    """The choices of an input in `/object_info`: nodes of the older kind list them in the place of the type."""
+    """Choices of an input in `/object_info`, where older nodes list them in place of the type."""
     kind, *options = info["input"]["required"][name]
     return list(kind if isinstance(kind, list) else options[0]["options"])
 
@@ -128,15 +161,19 @@ def loaders(workflow: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from (node for node in graph["nodes"] if node["type"] == "UNETLoader")
 
 
-def _faults(node: Mapping[str, Any], sockets: Mapping[str, Socket], outputs: list[str]) -> Iterator[str]:
-    """Yield what a canvas node of our class has that the server's description of the class has not."""
+def _faults(
+    node: Mapping[str, Any], sockets: Mapping[str, Socket], outputs: list[str]
+) -> Iterator[str]:
+    """Yield what a canvas node of our class has and the server's description of it lacks."""
     for saved in node.get("inputs", ()):
         if saved["name"] not in sockets or saved["type"] != sockets[saved["name"]].io_type:
             yield f"input {saved['name']} of type {saved['type']}"
     if [saved["type"] for saved in node["outputs"]] != outputs:
         yield f"outputs {node['outputs']}"
     # The optional ones follow, and keep their defaults.
-    widgets = [socket for socket in sockets.values() if socket.io_type == "COMBO" and socket.required]
+    widgets = [
+        socket for socket in sockets.values() if socket.io_type == "COMBO" and socket.required
+    ]
     values = node["widgets_values"]
     if len(values) != len(widgets):
         yield f"values {values}"
@@ -165,7 +202,9 @@ def test_the_loader_can_be_exchanged_in_every_template_of_comfyui(
         nodes += len(found)
         for node in found:
             exchanged = {**node, "type": "WanStreamLoadDiffusionModel"}
-            faults += [f"{path.name}: {fault}" for fault in _faults(exchanged, sockets, info["output"])]
+            faults += [
+                f"{path.name}: {fault}" for fault in _faults(exchanged, sockets, info["output"])
+            ]
     assert faults == []
     assert templates > 20
     assert nodes > templates
@@ -175,7 +214,11 @@ def test_a_loader_that_does_not_fit_would_be_seen(server: Server) -> None:
     info = server.get("/object_info/WanStreamLoadDiffusionModel")["WanStreamLoadDiffusionModel"]
     sockets = sockets_of(info["input"])
     output = {"type": "MODEL"}
-    good = {"inputs": [], "outputs": [output], "widgets_values": ["flux1-dev.safetensors", "default"]}
+    good = {
+        "inputs": [],
+        "outputs": [output],
+        "widgets_values": ["flux1-dev.safetensors", "default"],
+    }
     assert list(_faults(good, sockets, info["output"])) == []
     bad = [
         {"widgets_values": ["flux1-dev.safetensors", "nf4"]},
@@ -185,6 +228,8 @@ def test_a_loader_that_does_not_fit_would_be_seen(server: Server) -> None:
         {"inputs": [{"name": "unet", "type": "COMBO"}]},
         {"inputs": [{"name": "unet_name", "type": "STRING"}]},
     ]
-    assert [len(list(_faults({**good, **change}, sockets, info["output"]))) for change in bad] == [1] * len(bad)
+    assert [len(list(_faults({**good, **change}, sockets, info["output"]))) for change in bad] == [
+        1
+    ] * len(bad)
     renamed = {name: replace(socket, io_type="STRING") for name, socket in sockets.items()}
     assert list(_faults(good, renamed, info["output"])) != []

@@ -1,7 +1,8 @@
-"""One expert (Wan2.1, TI2V-5B) in a real ComfyUI, through our sampler and our guider, against ComfyUI's own KSampler.
+"""One expert (Wan2.1, TI2V-5B) in a real ComfyUI, through our sampler and our guider.
 
-Both sides load the same fp32 file, draw the same noise and take the same conditioning, that of WanImageToVideo with a
-CLIP Vision output where there is an image. One process runs all cases (`one_expert_cases.py`).
+The results are compared with ComfyUI's own KSampler. Both sides load the same fp32 file, draw the
+same noise and take the same conditioning, that of WanImageToVideo with a CLIP Vision output where
+there is an image. One process runs all cases (`one_expert_cases.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(SECONDS)]
 
 @pytest.fixture(scope="module")
 def found(
-    in_comfyui: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any],
+    vae_width: int,
+    tiny_expert_file: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Any]:
-    """Return `found(case)`, which returns the result of a case or fails with the traceback of the case."""
+    """`found(case)` returns the result of a case or fails with the traceback of the case."""
     folder = tmp_path_factory.mktemp("one_expert")
     (folder / "t2v.safetensors").symlink_to(tiny_expert_file(seed=1))
-    (folder / "i2v.safetensors").symlink_to(tiny_expert_file(seed=2, in_channels=36, image_dim=1280))
+    (folder / "i2v.safetensors").symlink_to(
+        tiny_expert_file(seed=2, in_channels=36, image_dim=1280)
+    )
     (folder / "ti2v.safetensors").symlink_to(tiny_expert_file(seed=3, in_channels=48))
     save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
     answers = in_comfyui(ASK, str(folder), seconds=SECONDS)
@@ -52,7 +58,9 @@ def test_text_to_video_is_the_native_sampler(found: Callable[[str], Any]) -> Non
 
 
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "heun", "uni_pc", "euler_cfg_pp"])
-def test_the_guider_runs_one_expert_in_every_call(found: Callable[[str], Any], sampler: str) -> None:
+def test_the_guider_runs_one_expert_in_every_call(
+    found: Callable[[str], Any], sampler: str
+) -> None:
     case = found(f"guided {sampler}")
     assert case["difference"] <= NATIVE
     assert case["boundary"], "what is set for a pair changes nothing"
@@ -61,14 +69,18 @@ def test_the_guider_runs_one_expert_in_every_call(found: Callable[[str], Any], s
     assert case["bytes"] == 1
 
 
-def test_image_to_video_with_what_clip_sees_is_the_native_sampler(found: Callable[[str], Any]) -> None:
+def test_image_to_video_with_what_clip_sees_is_the_native_sampler(
+    found: Callable[[str], Any],
+) -> None:
     case = found("image")
     for run in ("sampler", "guider", "guider, dpmpp_2m", "other"):
         assert case[run] <= NATIVE, run
     assert case["effect"] > 100 * NATIVE, "and what CLIP sees matters"
 
 
-def test_the_guider_runs_ti2v_5b_from_text_and_from_a_frame_that_stays(found: Callable[[str], Any]) -> None:
+def test_the_guider_runs_ti2v_5b_from_text_and_from_a_frame_that_stays(
+    found: Callable[[str], Any],
+) -> None:
     case = found("frames")
     for kind in ("text", "image"):
         for sampler in ("euler", "dpmpp_2m", "heun"):
@@ -78,7 +90,11 @@ def test_the_guider_runs_ti2v_5b_from_text_and_from_a_frame_that_stays(found: Ca
 
 
 @pytest.mark.parametrize("way", ["sampler", "guider"])
-def test_an_image_branch_without_an_image_embedding_is_refused(found: Callable[[str], Any], way: str) -> None:
+def test_an_image_branch_without_an_image_embedding_is_refused(
+    found: Callable[[str], Any], way: str
+) -> None:
     raised, text = found(f"blind {way}")
     assert raised == "RequestError"
-    assert "the model has an image branch (Wan2.1 I2V), and the request has no image embedding" in text
+    assert (
+        "the model has an image branch (Wan2.1 I2V), and the request has no image embedding" in text
+    )

@@ -1,6 +1,7 @@
-"""Whole runs against ComfyUI's own nodes, samplers and experts, in one ComfyUI process: rel L2 of the latents.
+"""Whole runs against ComfyUI's own nodes, samplers and experts, in one ComfyUI process.
 
-Both sides start from the same fp16 files and compute in fp32, with the same noise, euler and `simple`.
+Distances are the rel L2 of the latents. Both sides start from the same fp16 files and compute in
+fp32, with the same noise, euler and `simple`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline
 from safetensors.torch import load_file, save_file
 
-from wanstream.sampling import DenoiseRequest, denoise, native_inputs
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest, native_inputs
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.components import save_vae_file
-from wanstream.testing.weights import in_dtype, make_vae
+from wanstream.testing.weights import make_vae
+from wanstream.tests.support.quantised_files import in_dtype
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.vae.vae import open_vae
 
@@ -28,7 +31,13 @@ PIPELINE = 1e-5
 WIDTH, HEIGHT, FRAMES = 48, 32, 9
 LATENT = (3, HEIGHT // 8, WIDTH // 8)
 SHIFT, STEPS, SWITCH = 5.0, 6, 3
-EXPERTS = {"high": (1, 16), "low": (2, 16), "high_lora": (3, 16), "i2v_high": (4, 36), "i2v_low": (5, 36)}
+EXPERTS = {
+    "high": (1, 16),
+    "low": (2, 16),
+    "high_lora": (3, 16),
+    "i2v_high": (4, 36),
+    "i2v_low": (5, 36),
+}
 """Seed and input channels of each file."""
 
 RUNS = """
@@ -59,7 +68,9 @@ def file(name):
 
 
 def refer(high, low):
-    return sampler.ExpertsRef(high_noise=Path(file(high)), low_noise=Path(file(low)), compute_dtype="float32")
+    return sampler.ExpertsRef(
+        high_noise=Path(file(high)), low_noise=Path(file(low)), compute_dtype="float32"
+    )
 
 
 def native_model(name):
@@ -71,15 +82,16 @@ def native_model(name):
 def native(model, latent, start=0, end=10000, *, sides, cfg=4.0, add_noise=True, leftover=False):
     switch = {True: "enable", False: "disable"}
     return nodes.KSamplerAdvanced().sample(
-        native_model(model), switch[add_noise], 7, STEPS, cfg, "euler", "simple", *sides, latent, start, end,
-        switch[leftover],
+        native_model(model), switch[add_noise], 7, STEPS, cfg, "euler", "simple", *sides, latent,
+        start, end, switch[leftover],
     )[0]
 
 
 def ours(high, low, latent, *, sides, cfg=(4.0, 3.0), switch=SWITCH, **settings):
     given = dict(
-        seed=7, steps=STEPS, solver="euler", schedule="simple", flow_shift=SHIFT, boundary_ratio=0.9,
-        switch_step=switch, guidance_high=cfg[0], guidance_low=cfg[1], start_step=0,
+        seed=7, steps=STEPS, solver="euler", schedule="simple", flow_shift=SHIFT,
+        boundary_ratio=0.9, switch_step=switch, guidance_high=cfg[0], guidance_low=cfg[1],
+        start_step=0,
     )
     return Ours.execute(refer(high, low), *sides, latent, **{**given, **settings}).result[0]
 
@@ -118,19 +130,21 @@ with torch.inference_mode():
     both("a text for each", native_pair(two, pairs), ours("high", "low", two, sides=pairs))
     picture = {"samples": torch.zeros(1, 4, HEIGHT // 8, WIDTH // 8), "downscale_ratio_spacial": 8}
     both("an image latent", native_pair(picture, texts), ours("high", "low", picture, sides=texts))
-    both("video to video", native("low", video, 3, sides=texts), ours("high", "low", video, sides=texts, switch=0,
-         start_step=3, cfg=(4.0, 4.0)))
-    both("cut", native("high", empty, 0, 3, sides=texts), ours("high", "low", empty, sides=texts, end_step=3))
+    both("video to video", native("low", video, 3, sides=texts),
+         ours("high", "low", video, sides=texts, switch=0, start_step=3, cfg=(4.0, 4.0)))
+    both("cut", native("high", empty, 0, 3, sides=texts),
+         ours("high", "low", empty, sides=texts, end_step=3))
 
     stages = ("high", 0, 2, 4.0), ("high_lora", 2, 4, 4.0), ("low", 4, 10000, 3.0)
     def chain(kinds, latent):
         for (name, start, end, cfg), kind in zip(stages, kinds):
             if kind == "n":
-                latent = native(name, latent, start, end, sides=texts, cfg=cfg, add_noise=start == 0, leftover=True)
+                latent = native(name, latent, start, end, sides=texts, cfg=cfg,
+                                add_noise=start == 0, leftover=True)
             else:
                 high = "high" if name == "low" else name
-                latent = ours(high, "low", latent, sides=texts, switch=4, start_step=start, end_step=end,
-                              add_noise=start == 0, leftover_noise=True)
+                latent = ours(high, "low", latent, sides=texts, switch=4, start_step=start,
+                              end_step=end, add_noise=start == 0, leftover_noise=True)
             assert start == 0 or "wanstream_leftover" in latent or "o" not in kinds
         return latent
     expected = chain("nnn", empty)
@@ -138,14 +152,17 @@ with torch.inference_mode():
         both("chain " + kinds, expected, chain(kinds, empty))
 
     # SIGMAS: SplitSigmas' high part, then its low part.
-    sigmas = comfy.samplers.calculate_sigmas(native_model("high").get_model_object("model_sampling"), "beta", 7)
+    sigmas = comfy.samplers.calculate_sigmas(
+        native_model("high").get_model_object("model_sampling"), "beta", 7
+    )
     euler, split = comfy.samplers.sampler_object("euler"), int((sigmas >= 0.9).sum())
     high = native_model("high")
     part = custom(high, True, 7, 4.0, *texts, euler, sigmas[: split + 1], empty)
     mine = ours("high", "low", empty, sides=texts, switch=-1, sigmas=sigmas[: split + 1])
     both("high sigmas", part, mine)
     rest = custom(native_model("low"), False, 7, 3.0, *texts, euler, sigmas[split:], part)
-    both("low sigmas", rest, ours("high", "low", mine, sides=texts, switch=-1, sigmas=sigmas[split:], add_noise=False))
+    both("low sigmas", rest, ours("high", "low", mine, sides=texts, switch=-1,
+         sigmas=sigmas[split:], add_noise=False))
     both("all sigmas", rest, ours("high", "low", empty, sides=texts, switch=-1, sigmas=sigmas))
 
     for name, mask in given.items():
@@ -153,12 +170,15 @@ with torch.inference_mode():
             for kind, latent in (("video", video), ("empty", empty)):
                 masked = {**latent, "noise_mask": mask}
                 run = dict(sides=texts, switch=STEPS, start_step=1)
-                both(f"{kind}, {name}", native("high", masked, 1, sides=texts), ours("high", "low", masked, **run))
+                both(f"{kind}, {name}", native("high", masked, 1, sides=texts),
+                     ours("high", "low", masked, **run))
     masked = {**video, "noise_mask": given["mask frames"]}
     left = ours("high", "low", masked, sides=texts, end_step=SWITCH, leftover_noise=True)
-    both("masked chain", native_pair(masked, texts), ours("high", "low", left, sides=texts, start_step=SWITCH,
-         add_noise=False))
-    both_videos = {"samples": given["video"].repeat(2, 1, 1, 1, 1), "noise_mask": given["masks for 2"]}
+    both("masked chain", native_pair(masked, texts),
+         ours("high", "low", left, sides=texts, start_step=SWITCH, add_noise=False))
+    both_videos = {
+        "samples": given["video"].repeat(2, 1, 1, 1, 1), "noise_mask": given["masks for 2"]
+    }
     both("a mask for each", native("low", both_videos, sides=texts, cfg=1.0),
          ours("high", "low", both_videos, sides=texts, switch=0, cfg=(1.0, 1.0)))
 
@@ -167,17 +187,26 @@ with torch.inference_mode():
     made = {
         "i2v": WanImageToVideo.execute(*texts, vae, *size, 1, start).result,
         "i2v, batch of 2": WanImageToVideo.execute(*texts, vae, *size, 2, start).result,
-        "i2v, 5 frames": WanImageToVideo.execute(*texts, vae, *size, 1, start.repeat(5, 1, 1, 1)).result,
+        "i2v, 5 frames": WanImageToVideo.execute(
+            *texts, vae, *size, 1, start.repeat(5, 1, 1, 1)
+        ).result,
         "flf": WanFirstLastFrameToVideo.execute(*texts, vae, *size, 1, start, end).result,
         "last frame": WanFirstLastFrameToVideo.execute(*texts, vae, *size, 1, None, end).result,
     }
     for name, (positive, negative, latent) in made.items():
         sides = positive, negative
-        both(name, native_pair(latent, sides, "i2v_high", "i2v_low"), ours("i2v_high", "i2v_low", latent, sides=sides))
+        both(name, native_pair(latent, sides, "i2v_high", "i2v_low"),
+             ours("i2v_high", "i2v_low", latent, sides=sides))
         found[name + " image"] = positive[0][1]["concat_latent_image"]
         found[name + " mask"] = positive[0][1]["concat_mask"]
-    bare = [[side[0][0], {"concat_latent_image": side[0][1]["concat_latent_image"]}] for side in made["i2v"][:2]]
-    for name, latent in (("no mask", empty), ("noise mask", {**video, "noise_mask": given["mask frames"]})):
+    bare = [
+        [side[0][0], {"concat_latent_image": side[0][1]["concat_latent_image"]}]
+        for side in made["i2v"][:2]
+    ]
+    for name, latent in (
+        ("no mask", empty),
+        ("noise mask", {**video, "noise_mask": given["mask frames"]}),
+    ):
         sides = [bare[0]], [bare[1]]
         both("i2v, " + name, native("i2v_low", latent, sides=sides),
              ours("i2v_high", "i2v_low", latent, sides=sides, switch=0, cfg=(4.0, 4.0)))
@@ -195,7 +224,10 @@ with torch.inference_mode():
         except ValueError as err:
             refusals[name] = str(err)
 
-save_file({name: value.float().contiguous().clone() for name, value in found.items()}, f"{folder}/found.safetensors")
+save_file(
+    {name: value.float().contiguous().clone() for name, value in found.items()},
+    f"{folder}/found.safetensors",
+)
 answer = refusals
 """
 
@@ -230,7 +262,9 @@ def _given() -> dict[str, torch.Tensor]:
 class Runs:
     """Results of each run on both sides."""
 
-    def __init__(self, found: dict[str, torch.Tensor], refusals: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self, found: dict[str, torch.Tensor], refusals: dict[str, str], folder: Path
+    ) -> None:
         self.found, self.refusals, self.folder = found, refusals, folder
 
     def distance(self, name: str) -> float:
@@ -244,7 +278,10 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def runs(
-    in_comfyui: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
+    in_comfyui: Callable[..., Any],
+    vae_width: int,
+    tiny_expert_file: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Runs:
     folder = tmp_path_factory.mktemp("native_runs")
     for name, (seed, channels) in EXPERTS.items():
@@ -252,7 +289,9 @@ def runs(
         (folder / f"{name}.safetensors").symlink_to(path)
     save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
     save_file(_given(), folder / "given.safetensors")
-    refusals = in_comfyui(RUNS, str(folder), str(ROOT), (WIDTH, HEIGHT, FRAMES), (SHIFT, STEPS, SWITCH))
+    refusals = in_comfyui(
+        RUNS, str(folder), str(ROOT), (WIDTH, HEIGHT, FRAMES), (SHIFT, STEPS, SWITCH)
+    )
     return Runs(load_file(folder / "found.safetensors"), refusals, folder)
 
 
@@ -260,7 +299,15 @@ def runs(
     "name",
     [
         *("t2v", "batch of 2", "a text for each", "an image latent", "video to video", "cut"),
-        *("i2v", "i2v, batch of 2", "i2v, 5 frames", "flf", "last frame", "i2v, no mask", "i2v, noise mask"),
+        *(
+            "i2v",
+            "i2v, batch of 2",
+            "i2v, 5 frames",
+            "flf",
+            "last frame",
+            "i2v, no mask",
+            "i2v, noise mask",
+        ),
     ],
 )
 def test_a_run_of_both_experts_is_the_native_graph(runs: Runs, name: str) -> None:
@@ -269,7 +316,10 @@ def test_a_run_of_both_experts_is_the_native_graph(runs: Runs, name: str) -> Non
 
 @pytest.mark.parametrize("kinds", ["ooo", "ono", "non", "oon", "noo"])
 def test_three_samplers_of_either_kind_are_three_native_ones(runs: Runs, kinds: str) -> None:
-    """The high expert, the high expert with other weights, the low one: o is ours, n is KSampler (Advanced)."""
+    """The high expert, the high expert with other weights, the low expert.
+
+    In the kinds, o is ours and n is KSampler (Advanced).
+    """
     assert runs.distance("chain " + kinds) <= NATIVE
 
 
@@ -309,12 +359,20 @@ def test_samplers_that_do_not_fit_together_are_refused(runs: Runs, name: str, nu
         raise ValueError(runs.refusals[name])
 
 
-def _pipeline(request: DenoiseRequest, vae_width: int, make_tiny_expert: Any, **images: torch.Tensor) -> torch.Tensor:
-    """The latents of diffusers' pipeline; `images` are `image` and, for a last frame, `last_image`."""
+def _pipeline(
+    request: DenoiseRequest, vae_width: int, make_tiny_expert: Any, **images: torch.Tensor
+) -> torch.Tensor:
+    """The latents of diffusers' pipeline.
+
+    `images` are `image` and, for a last frame, `last_image`.
+    """
     experts = [
-        in_dtype(make_tiny_expert(seed=seed, in_channels=36, layers=3), torch.float16).float() for seed in (4, 5)
+        in_dtype(make_tiny_expert(seed=seed, in_channels=36, layers=3), torch.float16).float()
+        for seed in (4, 5)
     ]
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
+    )
     pipeline = WanImageToVideoPipeline(
         tokenizer=None,
         text_encoder=None,
@@ -342,17 +400,21 @@ def _pipeline(request: DenoiseRequest, vae_width: int, make_tiny_expert: Any, **
 
 
 @pytest.mark.parametrize(
-    ("name", "images"), [("i2v", {"image": "start"}), ("flf", {"image": "start", "last_image": "end"})]
+    ("name", "images"),
+    [("i2v", {"image": "start"}), ("flf", {"image": "start", "last_image": "end"})],
 )
 def test_native_conditioning_is_the_diffusers_pipeline(
     runs: Runs, name: str, images: dict[str, str], vae_width: int, make_tiny_expert: Any
 ) -> None:
     given = _given()
-    image = {"concat_latent_image": runs.found[name + " image"], "concat_mask": runs.found[name + " mask"]}
+    image = {
+        "concat_latent_image": runs.found[name + " image"],
+        "concat_mask": runs.found[name + " mask"],
+    }
     sides = [[[given[side], image]] for side in ("positive", "negative")]
-    inputs = native_inputs(sides[0], sides[1], {"samples": torch.zeros(1, 16, *LATENT)})
+    inputs = native_inputs(sides[0], sides[1], {"samples": torch.zeros(1, 16, *LATENT)}, seed=7)
     request = DenoiseRequest(
-        inputs.noise(7),
+        inputs.noise,
         inputs.positive,
         inputs.negative,
         inputs.image_condition,
@@ -365,5 +427,7 @@ def test_native_conditioning_is_the_diffusers_pipeline(
     files = [runs.folder / f"i2v_{expert}.safetensors" for expert in ("high", "low")]
     with open_experts(*files, compute_dtype=torch.float32) as pair:
         ours = denoise(pair, request, policy=OffloadPolicy.layerwise(), device="cpu").latents
-    expected = _pipeline(request, vae_width, make_tiny_expert, **{name: given[key] for name, key in images.items()})
+    expected = _pipeline(
+        request, vae_width, make_tiny_expert, **{name: given[key] for name, key in images.items()}
+    )
     assert _distance(ours, expected) <= PIPELINE

@@ -1,4 +1,7 @@
-"""Queue items of a server with two streamed native models, a VAE and `/free` between them, and what is held then."""
+"""Queue items of a server with two streamed native models, a VAE and `/free` between them.
+
+The tests check what is held then.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,34 @@ def _node(class_type: str, **inputs: Any) -> dict[str, Any]:
 
 
 def _item(number: int) -> Prompt:
-    """A graph as those of Wan2.2 14B: the first steps with one model, the rest with the other, decoded."""
-    common = {"noise_seed": number, "steps": 4, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
+    """A graph as for Wan2.2 14B: first steps with one model, the rest with the other, decoded."""
+    common = {
+        "noise_seed": number,
+        "steps": 4,
+        "cfg": 1.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+    }
     text = {"positive": ["family", 0], "negative": ["family", 1]}
-    start = {"add_noise": "enable", "start_at_step": 0, "end_at_step": 2, "return_with_leftover_noise": "enable"}
-    rest = {"add_noise": "disable", "start_at_step": 2, "end_at_step": 99, "return_with_leftover_noise": "disable"}
-    policy = {"blocks_to_swap": 4, "prefetch_blocks": 1, "weights_source": "disk", "ram_blocks": 80, "chunk_tokens": 0}
+    start = {
+        "add_noise": "enable",
+        "start_at_step": 0,
+        "end_at_step": 2,
+        "return_with_leftover_noise": "enable",
+    }
+    rest = {
+        "add_noise": "disable",
+        "start_at_step": 2,
+        "end_at_step": 99,
+        "return_with_leftover_noise": "disable",
+    }
+    policy = {
+        "blocks_to_swap": 4,
+        "prefetch_blocks": 1,
+        "weights_source": "disk",
+        "ram_blocks": 80,
+        "chunk_tokens": 0,
+    }
     return {
         "policy": _node("WanStreamBlockSwap", **policy),
         "family": _node("TestFamily", family="wan_t2v"),
@@ -50,8 +75,22 @@ def _item(number: int) -> Prompt:
             )
             for name in ("high", "low")
         },
-        "first": _node("KSamplerAdvanced", model=["high", 0], latent_image=["family", 2], **common, **text, **start),
-        "second": _node("KSamplerAdvanced", model=["low", 0], latent_image=["first", 0], **common, **text, **rest),
+        "first": _node(
+            "KSamplerAdvanced",
+            model=["high", 0],
+            latent_image=["family", 2],
+            **common,
+            **text,
+            **start,
+        ),
+        "second": _node(
+            "KSamplerAdvanced",
+            model=["low", 0],
+            latent_image=["first", 0],
+            **common,
+            **text,
+            **rest,
+        ),
         "held": _node("TestHeld", latent=["second", 0]),
         "vae": _node("VAELoader", vae_name=VAE_FILE.name),
         "frames": _node("VAEDecode", samples=["second", 0], vae=["vae", 0]),
@@ -68,7 +107,8 @@ def life(
     tmp_path: Path,
 ) -> Iterator[Server]:
     """A separate server with this pack, two experts of 200 MB and a VAE."""
-    # One heap for all threads, without large blocks: the free lists of the allocator must not count as a leak.
+    # One heap for all threads, without large blocks: the free lists of the allocator must not count
+    # as a leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
     nodes, models = tmp_path / "custom_nodes", tmp_path / "models" / "diffusion_models"
@@ -85,22 +125,34 @@ def life(
 
 
 def _free(server: Server, times: int) -> None:
-    """POST /free until two models were unloaded so many times: ComfyUI may sleep through the first one."""
+    """POST /free until two models were unloaded so many times.
+
+    ComfyUI may sleep through the first request.
+    """
     deadline = time.monotonic() + 60
-    while (server.base / "server.log").read_text(errors="replace").count("are unloaded") < 2 * times:
-        assert time.monotonic() < deadline, (server.base / "server.log").read_text(errors="replace")[-4000:]
+    while (server.base / "server.log").read_text(errors="replace").count(
+        "are unloaded"
+    ) < 2 * times:
+        assert time.monotonic() < deadline, (server.base / "server.log").read_text(
+            errors="replace"
+        )[-4000:]
         server.post("/free", {"unload_models": True, "free_memory": True})
         time.sleep(1)
 
 
 def test_five_items_hold_no_more_than_two(life: Server) -> None:
-    """The process holds within 2 % the same from the second item on, and other items give other latents."""
+    """The process holds the same within 2 % from the second item on.
+
+    Other items give other latents.
+    """
     held = []
     for item in range(1, ITEMS + 1):
         held.append(life.run(_item(item % 4))["outputs"]["held"])
         _free(life, item)
     sizes = [entry["rss"][0] for entry in held[1:]]
-    assert max(sizes) <= min(sizes) * (1 + ROOM), [f"{entry['rss'][0] / 1e6:.1f} MB" for entry in held]
+    assert max(sizes) <= min(sizes) * (1 + ROOM), [
+        f"{entry['rss'][0] / 1e6:.1f} MB" for entry in held
+    ]
     assert all(entry["loaded"].count("NativePatcher") == 2 for entry in held)
     latents = [entry["latent"][0] for entry in held]
     assert latents[4] == latents[0]

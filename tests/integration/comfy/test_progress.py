@@ -14,7 +14,7 @@ import io
 from installed_pack import load_pack
 
 load_pack()
-from wanstream.host.comfy.progress import NodeBar
+from wanstream.host.comfy.adapter.progress import NodeBar
 
 class Console(io.StringIO):
     def isatty(self):
@@ -54,7 +54,7 @@ from comfy_execution import progress
 from installed_pack import load_pack
 
 load_pack()
-from wanstream.host.comfy.progress import NodeBar
+from wanstream.host.comfy.adapter.progress import NodeBar
 
 class Page(progress.ProgressHandler):
     def update_handler(self, node_id, value, max_value, state, prompt_id, image=None):

@@ -1,4 +1,4 @@
-"""The host's view of the queue item that ComfyUI executes: its id, its ledger, and ComfyUI's dynamic VRAM."""
+"""The host's view of the queue item that ComfyUI executes: id, ledger and dynamic VRAM."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from comfy_execution.utils import CurrentNodeContext
 from wanstream.host import current_host
 host = current_host()
 
-outside = host.ledger()
+outside = host.events.ledger()
 with outside.phase("open", torch.device("cpu")):
     pass
-nobodys = [phase.name for phase in host.ledger().phases()]
-ids, phases = [host.run_id()], []
+nobodys = [phase.name for phase in host.events.ledger().phases()]
+ids, phases = [host.events.executing().prompt_id], []
 for prompt, node, name in (("p1", "1", "open"), ("p2", "1", "open"), ("p1", "2", "text")):
     with CurrentNodeContext(prompt, node):
-        ids.append(host.run_id())
-        with host.ledger().phase(name, torch.device("cpu")):
+        ids.append(host.events.executing().prompt_id)
+        with host.events.ledger().phase(name, torch.device("cpu")):
             pass
-        phases.append([phase.name for phase in host.ledger().phases()])
-ids.append(host.run_id())
-answer = {"ids": ids, "phases": phases, "nobodys": nobodys, "dynamic": host.dynamic_bytes()}
+        phases.append([phase.name for phase in host.events.ledger().phases()])
+ids.append(host.events.executing().prompt_id)
+answer = {"ids": ids, "phases": phases, "nobodys": nobodys, "dynamic": host.memory.dynamic_bytes()}
 """
 
 DYNAMIC = """
@@ -39,9 +39,9 @@ load_pack()
 from wanstream.host import current_host
 host = current_host()
 
-before = host.dynamic_bytes()
+before = host.memory.dynamic_bytes()
 memory_management.aimdo_enabled = True  # as main.py does where a GPU is there
-answer = [before, host.dynamic_bytes()]
+answer = [before, host.memory.dynamic_bytes()]
 """
 
 
@@ -54,6 +54,8 @@ def test_phases_are_kept_by_queue_item(in_comfyui: Callable[..., Any]) -> None:
 
 
 def test_dynamic_vram_is_asked_where_it_is_used(in_comfyui: Callable[..., Any]) -> None:
-    if not in_comfyui("from importlib.util import find_spec\nanswer = bool(find_spec('comfy.memory_management'))"):
+    if not in_comfyui(
+        "from importlib.util import find_spec\nanswer = bool(find_spec('comfy.memory_management'))"
+    ):
         pytest.skip("this ComfyUI has no dynamic VRAM")
     assert in_comfyui(DYNAMIC) == [None, 0]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.sampling import seeded_noise
 from wanstream.sampling.inputs.conditioning import image_condition
-from wanstream.sampling.schedules import simple_schedule
-from wanstream.wan.latent_space import denormalise, normalise
+from wanstream.sampling.steps import seeded_noise
+from wanstream.sampling.steps.schedules import simple_schedule
+from wanstream.wan.latents.space import denormalise, normalise
 
 STEPS, SHIFTS = (1, 4, 20, 27, 38, 40, 186), (1.0, 3.0, 5.0, 8.0, 12.0)
 SHAPE, SEED, BATCH_INDEX = (2, 16, 3, 4, 6), 2**63 + 5, [3, 0]
@@ -64,7 +64,9 @@ def _given() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def answer(in_comfyui: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def answer(
+    in_comfyui: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
     """ComfyUI's results for the same inputs."""
     folder = tmp_path_factory.mktemp("sampling")
     question, reply = folder / "question.safetensors", folder / "reply.safetensors"
@@ -75,7 +77,9 @@ def answer(in_comfyui: Callable[..., None], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize(("steps", "shift"), list(product(STEPS, SHIFTS)))
 def test_simple_sigmas(answer: dict[str, torch.Tensor], steps: int, shift: float) -> None:
-    assert torch.equal(torch.tensor(simple_schedule(steps, shift).sigmas), answer[f"sigmas {steps} {shift}"])
+    assert torch.equal(
+        torch.tensor(simple_schedule(steps, shift).sigmas), answer[f"sigmas {steps} {shift}"]
+    )
 
 
 def test_noise(answer: dict[str, torch.Tensor]) -> None:

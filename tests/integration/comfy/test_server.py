@@ -1,4 +1,7 @@
-"""The pack inside a real ComfyUI server: loaded under an awkward folder name, described as the embedded host does."""
+"""The pack inside a real ComfyUI server, loaded under an awkward folder name.
+
+The server describes it as the embedded host does.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,18 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.files import Folders
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host
 
 pytestmark = pytest.mark.comfy
 
+MORE_CHOICES = {
+    "WanStreamSigmas": "schedule",
+    "WanStreamLoadCLIP": "type",
+    "WanStreamDualCLIP": "type",
+}
+"""Inputs with more choices in ComfyUI."""
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 
 
@@ -32,19 +41,26 @@ def test_every_node_of_the_pack_is_loaded(described: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
-def test_a_node_looks_the_same_to_both_hosts(described: dict[str, Any], base: Path, node: Any) -> None:
-    with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
+def test_a_node_looks_the_same_to_both_hosts(
+    described: dict[str, Any], base: Path, node: Any
+) -> None:
+    with embedded_host.opened(
+        Folders(models=base / "models", output=base / "output", input=base / "input")
+    ):
         schema = node.define_schema()
         inputs = json.loads(json.dumps(node.INPUT_TYPES()))
     theirs = described[schema.node_id]
-    if schema.node_id == "WanStreamSigmas":
-        # ComfyUI's own schedules are offered there too.
-        ours, offered = inputs["required"]["schedule"][1], theirs["input"]["required"]["schedule"][1]
+    if schema.node_id in MORE_CHOICES:
+        name = MORE_CHOICES[schema.node_id]
+        ours = inputs["required"][name][1]
+        offered = theirs["input"]["required"][name][1]
         assert {*ours["options"]} < {*offered["options"]}
         ours["options"] = offered["options"]
     assert theirs["input"] == inputs
     assert theirs["output"] == [output.io_type for output in schema.outputs]
-    assert theirs["output_name"] == [output.display_name or output.io_type for output in schema.outputs]
+    assert theirs["output_name"] == [
+        output.display_name or output.io_type for output in schema.outputs
+    ]
     assert theirs["output_node"] == schema.is_output_node
     assert theirs["display_name"] == schema.display_name
 

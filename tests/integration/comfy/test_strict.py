@@ -1,4 +1,7 @@
-"""The setting that makes an error of a warning: written by ComfyUI's own route, read by the door of a real ComfyUI."""
+"""The setting that makes an error of a warning, in a real ComfyUI.
+
+ComfyUI's own route writes it, and the door reads it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ host = current_host()
 from wanstream.nodes.loaders import WanStreamExperts
 from wanstream.nodes.loaders import WanStreamLora
 fingerprints = [node.fingerprint_inputs()[0] for node in (WanStreamExperts, WanStreamLora)]
-(answer,) = {host.strict(), *fingerprints}
+(answer,) = {host.settings().strict, *fingerprints}
 """
 
 pytestmark = pytest.mark.comfy
 
 
-def test_the_door_reads_what_the_settings_of_the_page_write(server: Any, in_comfyui: Callable[..., Any]) -> None:
+def test_the_door_reads_what_the_settings_of_the_page_write(
+    server: Any, in_comfyui: Callable[..., Any]
+) -> None:
     assert in_comfyui(ASK) is False
     try:
         for value in (True, False):

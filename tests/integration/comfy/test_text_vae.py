@@ -10,25 +10,36 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.files import Folders
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.testing.components import save_text_encoder_file, save_vae_file
-from wanstream.testing.quantised import FP8_LAYOUTS
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import make_text_encoder, make_vae, make_wan22_vae
 from wanstream.tests.support.embedded import embedded_host
-from wanstream.wan import open_text_encoder, open_vae
+from wanstream.tests.support.quantised_files import FP8_LAYOUTS
+from wanstream.wan.text import open_text_encoder
+from wanstream.wan.vae import open_vae
 
 pytestmark = pytest.mark.comfy
 
 # None has the marks that ComfyUI reads as weights of words, "(" and ")", and all are clean.
 PROMPTS = ["a cat walks through the snow", "", "caf\u00e9 \u65e5\u672c, 100 %!", "words " * 60]
-ENCODERS = {"fp16": None, "fp8": "scaled_fp8", "fp8, comfy_quant": "comfy_quant", "fp8, metadata": "metadata"}
+ENCODERS = {
+    "fp16": None,
+    "fp8": "scaled_fp8",
+    "fp8, comfy_quant": "comfy_quant",
+    "fp8, metadata": "metadata",
+}
 
 WAN22_VAE = "wan2.2_vae.safetensors"
 WIDTH, HEIGHT, FRAMES = 48, 32, 17
 WAN22_WIDTH = 96
-GIVEN = {"one image": (1, 0), "five images": (5, 0), "first and last": (1, 1), "many of both": (6, 4)}
+GIVEN = {
+    "one image": (1, 0),
+    "five images": (5, 0),
+    "first and last": (1, 1),
+    "many of both": (6, 4),
+}
 """Number of start images and of end images."""
 
 ASK_TEXT = """
@@ -58,7 +69,13 @@ for name, (start, end) in arguments[2].items():
     node = nodes_wan.WanFirstLastFrameToVideo if end else nodes_wan.WanImageToVideo
     given = {"end_image": images["end"][:end]} if end else {}
     positive, _, _ = node.execute(
-        [[images["start"], {}]], [], vae, *arguments[3], 1, start_image=images["start"][:start], **given
+        [[images["start"], {}]],
+        [],
+        vae,
+        *arguments[3],
+        1,
+        start_image=images["start"][:start],
+        **given,
     ).args
     found[f"{name} image"] = positive[0][1]["concat_latent_image"].contiguous()
     found[f"{name} mask"] = positive[0][1]["concat_mask"].contiguous()
@@ -66,7 +83,8 @@ save_file(found, arguments[4])
 answer = None
 """
 
-# ComfyUI supports only the widths of the real file, which is too large for a test: patch in those of the test file.
+# ComfyUI supports only the widths of the real file, which is too large for a test: patch in those
+# of the test file.
 ASK_WAN22_VAE = """
 import comfy.ldm.wan.vae2_2, comfy.sd, comfy.utils
 from comfy_extras import nodes_wan
@@ -76,7 +94,9 @@ wide = comfy.ldm.wan.vae2_2.WanVAE
 comfy.ldm.wan.vae2_2.WanVAE = lambda **config: wide(**{**config, "dim": 4, "dec_dim": 8})
 images, found = load_file(arguments[1]), {}
 vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(arguments[0]))
-found["decoded"] = nodes.VAEDecode().decode(vae, {"samples": images["wan22 latent"]})[0].contiguous()
+found["decoded"] = nodes.VAEDecode().decode(
+    vae, {"samples": images["wan22 latent"]}
+)[0].contiguous()
 for count in arguments[2]:
     (latent,) = nodes_wan.Wan22ImageToVideoLatent.execute(
         vae, *arguments[3], 2, start_image=images["start"][:count]
@@ -105,12 +125,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
     for name, fp8 in ENCODERS.items():
         layout = None if fp8 is None else FP8_LAYOUTS[fp8]
-        save_text_encoder_file(encoder, folder / f"{name}.safetensors", dtype=torch.float16, fp8=layout)
+        save_text_encoder_file(
+            encoder, folder / f"{name}.safetensors", dtype=torch.float16, quantised=layout
+        )
     return folder
 
 
 @pytest.fixture(scope="module")
-def their_text(in_comfyui: Callable[..., None], comfyui: Any, files: Path) -> dict[str, torch.Tensor]:
+def their_text(
+    in_comfyui: Callable[..., None], comfyui: Any, files: Path
+) -> dict[str, torch.Tensor]:
     """ComfyUI's embeddings by file and prompt."""
     skip_without(comfyui, "utils.py", "convert_old_quants")
     in_comfyui(ASK_TEXT, str(files), list(ENCODERS), PROMPTS, str(files / "found"))
@@ -152,7 +176,9 @@ def their_frames(
     in_comfyui: Callable[..., None], comfyui: Any, models: Path, inputs: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     skip_without(comfyui, "sd.py", 'sd["decoder.head.0.gamma"]')
-    vae, given, found = (models / name for name in ("vae/wan_2.1_vae.safetensors", "given", "found"))
+    vae, given, found = (
+        models / name for name in ("vae/wan_2.1_vae.safetensors", "given", "found")
+    )
     save_file(inputs, given)
     in_comfyui(ASK_VAE, str(vae), str(given), GIVEN, [WIDTH, HEIGHT, FRAMES], str(found))
     return load_file(found)
@@ -172,7 +198,9 @@ def test_given_frames(
 ) -> None:
     start, end = GIVEN[name]
     conditioning: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
-    with embedded_host.opened(Folders(models=models, output=models, input=models), device=torch.device("cpu")):
+    with embedded_host.opened(
+        Folders(models=models, output=models, input=models), device=torch.device("cpu")
+    ):
         positive, negative, latent = WanStreamImageToVideo.execute(
             conditioning,
             conditioning,
@@ -198,7 +226,12 @@ def their_wan22(
     given, found = models / "wan22 given", models / "wan22 found"
     save_file(inputs, given)
     in_comfyui(
-        ASK_WAN22_VAE, str(models / "vae" / WAN22_VAE), str(given), [1, 5], [WAN22_WIDTH, HEIGHT, FRAMES], str(found)
+        ASK_WAN22_VAE,
+        str(models / "vae" / WAN22_VAE),
+        str(given),
+        [1, 5],
+        [WAN22_WIDTH, HEIGHT, FRAMES],
+        str(found),
     )
     return load_file(found)
 
@@ -217,7 +250,9 @@ def test_a_latent_of_wan22_that_begins_with_images(
 ) -> None:
     prompt: list[list[Any]] = [[torch.zeros(1, 512, 4096), {}]]
     size = {"width": WAN22_WIDTH, "height": HEIGHT, "frames": FRAMES}
-    with embedded_host.opened(Folders(models=models, output=models, input=models), device=torch.device("cpu")):
+    with embedded_host.opened(
+        Folders(models=models, output=models, input=models), device=torch.device("cpu")
+    ):
         positive, negative, latent = WanStreamImageToVideo.execute(
             prompt, prompt, WAN22_VAE, inputs["start"][:count], batch_size=2, **size
         ).args

@@ -1,6 +1,7 @@
-"""Whole runs of Wan2.2 TI2V-5B against ComfyUI's own nodes, in one ComfyUI process: rel L2 of the latents.
+"""Whole runs of Wan2.2 TI2V-5B against ComfyUI's own nodes, in one ComfyUI process.
 
-Both sides start from the same fp16 file and compute in fp32, with the same noise, euler and `simple`.
+Distances are the rel L2 of the latents. Both sides start from the same fp16 file and compute in
+fp32, with the same noise, euler and `simple`.
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ model = ModelSamplingSD3().patch(comfy.sd.load_diffusion_model(path), SHIFT)[0]
 def native(latent, start=0, end=10000, *, cfg=5.0, add_noise=True, leftover=False):
     switch = {True: "enable", False: "disable"}
     return nodes.KSamplerAdvanced().sample(
-        model, switch[add_noise], 7, STEPS, cfg, "euler", "simple", *texts, latent, start, end, switch[leftover]
+        model, switch[add_noise], 7, STEPS, cfg, "euler", "simple", *texts, latent, start, end,
+        switch[leftover],
     )[0]
 
 
 def ours(latent, *, cfg=5.0, **settings):
     ref = sampler.ExpertsRef(high_noise=Path(path), single=True, compute_dtype="float32")
     usual = dict(
-        seed=7, steps=STEPS, solver="euler", schedule="simple", flow_shift=SHIFT, boundary_ratio=0.9, switch_step=-1,
-        guidance_high=cfg, guidance_low=1.0, start_step=0,
+        seed=7, steps=STEPS, solver="euler", schedule="simple", flow_shift=SHIFT,
+        boundary_ratio=0.9, switch_step=-1, guidance_high=cfg, guidance_low=1.0, start_step=0,
     )
     return Ours.execute(ref, *texts, latent, **{**usual, **settings}).result[0]
 
@@ -75,10 +77,15 @@ def both(name, one, other):
 
 
 def begun(images, batch=1):
-    return Wan22ImageToVideoLatent.execute(Encoded(), WIDTH, HEIGHT, FRAMES, batch, images).result[0]
+    return Wan22ImageToVideoLatent.execute(
+        Encoded(), WIDTH, HEIGHT, FRAMES, batch, images
+    ).result[0]
 
 
-texts = [[given["positive"], {"pooled_output": None}]], [[given["negative"], {"pooled_output": None}]]
+texts = (
+    [[given["positive"], {"pooled_output": None}]],
+    [[given["negative"], {"pooled_output": None}]],
+)
 video = {"samples": given["video"]}
 with torch.inference_mode():
     empty = begun(None)
@@ -92,13 +99,17 @@ with torch.inference_mode():
     both("video to video", native(video, 3), ours(video, start_step=3))
     left = native(latent, 0, 3, leftover=True)
     mine = ours(latent, end_step=3, leftover_noise=True)
-    both("i2v in two parts", native(left, 3, add_noise=False), ours(mine, start_step=3, add_noise=False))
+    both("i2v in two parts", native(left, 3, add_noise=False),
+         ours(mine, start_step=3, add_noise=False))
     for name, mask in given.items():
         if name.startswith("mask "):
             masked = {**video, "noise_mask": mask}
             both(name, native(masked, 1), ours(masked, start_step=1))
 
-save_file({name: value.float().contiguous().clone() for name, value in found.items()}, f"{folder}/found.safetensors")
+save_file(
+    {name: value.float().contiguous().clone() for name, value in found.items()},
+    f"{folder}/found.safetensors",
+)
 answer = None
 """
 
@@ -148,7 +159,14 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "name",
     [
-        *("t2v", "i2v", "i2v, batch of 2", "i2v, 5 images", "i2v without guidance", "i2v in two parts"),
+        *(
+            "t2v",
+            "i2v",
+            "i2v, batch of 2",
+            "i2v, 5 images",
+            "i2v without guidance",
+            "i2v in two parts",
+        ),
         *("video to video", "mask frames", "mask pixels", "mask of 9 frames", "mask of channels"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Tiny VAEs next to ComfyUI's own decoder of the same files, and moving previews on the websocket of a real server."""
+"""Tiny VAEs next to ComfyUI's own decoder, and moving previews of a real server.
+
+Both decoders read the same files. The previews arrive on the websocket.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from wanstream.testing.model import write_tiny_model
 from wanstream.testing.weights import TINY_VAE_WIDTHS, make_tiny_vae
 from wanstream.tools.comfyui import ComfyUI, Server, names_of_workflows
-from wanstream.wan import WAN21, WAN22, LatentSpace, open_vae
+from wanstream.wan.latents import WAN21, WAN22, LatentSpace
+from wanstream.wan.vae import open_vae
 
 pytestmark = pytest.mark.comfy
 
@@ -40,7 +44,8 @@ save_file(found, arguments[2])
 answer = None
 """
 
-# Queues a prompt and returns all events of ours until it ends, as a client on the websocket gets them.
+# Queues a prompt and returns all events of ours until it ends, as a client on the websocket gets
+# them.
 LISTEN = """
 import asyncio, json, sys
 import aiohttp
@@ -49,7 +54,9 @@ async def main(url, prompt):
     async with aiohttp.ClientSession() as session, session.ws_connect(
         f"{url}/ws", params={"clientId": "listener"}, max_msg_size=0
     ) as socket:
-        async with session.post(f"{url}/prompt", json={"prompt": prompt, "client_id": "listener"}) as answer:
+        async with session.post(
+            f"{url}/prompt", json={"prompt": prompt, "client_id": "listener"}
+        ) as answer:
             prompt_id = (await answer.json())["prompt_id"]
         events = []
         async for message in socket:
@@ -58,8 +65,13 @@ async def main(url, prompt):
             event = json.loads(message.data)
             if event["type"].startswith("wanstream."):
                 events.append(event)
-            if event["type"].startswith("execution_") and event["data"].get("prompt_id") == prompt_id:
-                if event["type"] in ("execution_success", "execution_error", "execution_interrupted"):
+            if (
+                event["type"].startswith("execution_")
+                and event["data"].get("prompt_id") == prompt_id
+            ):
+                if event["type"] in (
+                    "execution_success", "execution_error", "execution_interrupted"
+                ):
                     return {"id": prompt_id, "events": events}
 
 print(json.dumps(asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))))
@@ -79,15 +91,21 @@ def their_frames(
         pytest.skip("AN OLDER COMFYUI: it decodes no tiny VAE for videos")
     folder = tmp_path_factory.mktemp("tiny")
     for seed, (name, space) in enumerate(FILES.items()):
-        save_file(make_tiny_vae(space, seed=seed, widths=TINY_VAE_WIDTHS), folder / f"{name}.safetensors")
+        save_file(
+            make_tiny_vae(space, seed=seed, widths=TINY_VAE_WIDTHS), folder / f"{name}.safetensors"
+        )
     # ComfyUI passes on these latents as they are, so they are raw, as `lighttae*` takes them.
-    save_file({"lighttaew2_1": latents_of(WAN21), "lighttaew2_2": latents_of(WAN22)}, folder / "given")
+    save_file(
+        {"lighttaew2_1": latents_of(WAN21), "lighttaew2_2": latents_of(WAN22)}, folder / "given"
+    )
     in_comfyui(THEIRS, str(folder), str(folder / "given"), str(folder / "found"))
     return folder, load_file(folder / "found")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_frames_are_those_of_comfyui(their_frames: tuple[Path, dict[str, torch.Tensor]], name: str) -> None:
+def test_frames_are_those_of_comfyui(
+    their_frames: tuple[Path, dict[str, torch.Tensor]], name: str
+) -> None:
     folder, theirs = their_frames
     with open_vae(folder / f"{name}.safetensors") as vae:
         (ours,) = vae.decode(latents_of(FILES[name]), device="cpu")
@@ -109,11 +127,19 @@ def stocked(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draft(seed: int, **preview: Any) -> dict[str, Any]:
-    """The shipped workflow, small enough for a CPU; without previews if no settings of them are given."""
-    prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / "draft.json").read_text(encoding="utf-8"))
+    """The shipped workflow, small enough for a CPU.
+
+    Without previews if no settings of them are given.
+    """
+    prompt: dict[str, Any] = json.loads(
+        (ROOT / "workflows" / "api" / "draft.json").read_text(encoding="utf-8")
+    )
     prompt["latent"]["inputs"] |= {"width": 64, "height": 48, "frames": 9}
     prompt["sampler"]["inputs"] |= {"steps": 4, "seed": seed}
-    prompt["tap"] = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"}}
+    prompt["tap"] = {
+        "class_type": "SaveLatent",
+        "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"},
+    }
     if preview:
         prompt["preview"]["inputs"] |= preview
     else:
@@ -126,7 +152,9 @@ def latent_of(history: dict[str, Any], base: Path) -> torch.Tensor:
     return load_file(base / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"]
 
 
-def test_previews_arrive_at_a_page_and_change_nothing(comfyui: ComfyUI, server: Server, stocked: Path) -> None:
+def test_previews_arrive_at_a_page_and_change_nothing(
+    comfyui: ComfyUI, server: Server, stocked: Path
+) -> None:
     prompt = draft(seed=7, frames=9, every_s=0.0)
     done = subprocess.run(
         [comfyui.python, "-c", LISTEN, server.url, json.dumps(prompt)],
@@ -139,7 +167,9 @@ def test_previews_arrive_at_a_page_and_change_nothing(comfyui: ComfyUI, server: 
     watched = json.loads(done.stdout)
     kinds = [event["type"] for event in watched["events"] if event["type"] != "wanstream.notices"]
     assert (kinds[0], kinds[-1]) == ("wanstream.begin", "wanstream.end")
-    previews = [event["data"] for event in watched["events"] if event["type"] == "wanstream.preview"]
+    previews = [
+        event["data"] for event in watched["events"] if event["type"] == "wanstream.preview"
+    ]
     assert previews, "the first step is shown at once"
     assert previews[0]["done"] == 1
     for frames, preview in zip([5] + [9] * (len(previews) - 1), previews, strict=True):
@@ -157,11 +187,18 @@ def test_previews_arrive_at_a_page_and_change_nothing(comfyui: ComfyUI, server: 
     assert without.std() > 0.1
 
 
-def test_a_tiny_vae_of_the_other_space_is_refused_with_both_numbers(server: Server, stocked: Path) -> None:
+def test_a_tiny_vae_of_the_other_space_is_refused_with_both_numbers(
+    server: Server, stocked: Path
+) -> None:
     prompt = draft(seed=8)
     prompt["save"]["inputs"]["vae"] = OTHER_SPACE
     history = server.wait(server.queue(prompt))
-    (failed,) = (data for event, data in history["status"]["messages"] if event == "execution_error")
+    (failed,) = (
+        data for event, data in history["status"]["messages"] if event == "execution_error"
+    )
     assert failed["node_id"] == "save"
     assert "[1, 16, 3, 6, 8]" in failed["exception_message"]
-    assert "48 channels: take lighttaew2_1.safetensors or taew2_1.safetensors" in failed["exception_message"]
+    assert (
+        "48 channels: take lighttaew2_1.safetensors or taew2_1.safetensors"
+        in failed["exception_message"]
+    )

@@ -1,10 +1,12 @@
-"""200 generated workflows of our nodes, sound and broken: the embedded host and a real server must agree on each.
+"""200 generated workflows of our nodes, sound and broken.
 
-Unknown inputs are not among the faults: ComfyUI ignores them, while the embedded host refuses them. Constants that
-ComfyUI would change without a message are refused by both, on the server by a handler of queued workflows.
+The embedded host and a real server must agree on each. Unknown inputs are not among the faults:
+ComfyUI ignores them, while the embedded host refuses them. Constants that ComfyUI would change
+without a message are refused by both, on the server by a handler of queued workflows.
 
-Every workflow is drawn from a seed. A broken one has either one fault that ends ComfyUI's validation of a node early
-(the order in which it checks inputs varies, so other faults would be found by chance), or up to three that do not.
+Every workflow is drawn from a seed. A broken one has either one fault that ends ComfyUI's
+validation of a node early (the order in which it checks inputs varies, so other faults would be
+found by chance), or up to three that do not.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.load_image import LoadImage
-from wanstream.host.embedded.validate import NEEDS_COMFYUI, Socket, rules_of, sockets_of
+from wanstream.host.embedded.workflow.validate import Socket, rules_of, sockets_of
 from wanstream.nodes import WanStreamExtension
 from wanstream.tests.support.embedded import embedded_host, validate_workflow
 from wanstream.tools.comfyui import ComfyUI
@@ -54,11 +56,14 @@ RENAMED = {"invalid_prompt": "missing_node_type"}
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
-OUTPUTS = {name: [output.io_type for output in node.define_schema().outputs] for name, node in CLASSES.items()}
+OUTPUTS = {
+    name: [output.io_type for output in node.define_schema().outputs]
+    for name, node in CLASSES.items()
+}
 MAKERS = {
     name: OUTPUTS[name]
     for name, node in CLASSES.items()
-    if not NEEDS_COMFYUI.keys() & {*OUTPUTS[name], *(each.io_type for each in node.define_schema().inputs)}
+    if "MODEL" not in {*OUTPUTS[name], *(each.io_type for each in node.define_schema().inputs)}
 }
 """Output types of the nodes that the embedded host runs."""
 
@@ -71,7 +76,7 @@ Break = Callable[[random.Random, Prompt, Sockets], None]
 
 
 class Weaver:
-    """Draws sound workflows from a seed: every required socket is fed, sources are shared now and then."""
+    """Draws sound workflows from a seed: all required sockets are fed, some sources are shared."""
 
     def __init__(self, rng: random.Random, sockets: Sockets) -> None:
         self.rng = rng
@@ -90,21 +95,37 @@ class Weaver:
         return self.prompt
 
     def _node(self, class_type: str, depth: int) -> str:
-        wanted = [s for s in self.sockets[class_type] if s.required or (depth < DEEPEST and self.rng.random() < 0.5)]
+        wanted = [
+            s
+            for s in self.sockets[class_type]
+            if s.required
+            # None of our nodes makes AUDIO.
+            or (depth < DEEPEST and s.io_type != "AUDIO" and self.rng.random() < 0.5)
+        ]
         inputs = {socket.name: self._value(socket, depth + 1) for socket in wanted}
         if class_type in {"WanStreamSampler", "WanStreamLaneSampler"}:
             inputs |= self._course()
-        parts = {"WanStreamBenchmark": self._matrix, "WanStreamWorkers": self._crew, "WanStreamExperts": self._pair}
+        parts = {
+            "WanStreamBenchmark": self._matrix,
+            "WanStreamWorkers": self._crew,
+            "WanStreamExperts": self._pair,
+        }
         if class_type in parts:
             inputs |= parts[class_type]()
         if class_type == "WanStreamGuidance":
             inputs["guidance_steps"] = self.rng.choice(["", "4", "6, 5 4.5,1"])
         if class_type == "WanStreamContextWindows":
-            inputs |= {"frames": self.rng.choice([81, 161]), "overlap": 16, "stride": self.rng.choice([1, "2", 16])}
+            inputs |= {
+                "frames": self.rng.choice([81, 161]),
+                "overlap": 16,
+                "stride": self.rng.choice([1, "2", 16]),
+            }
         if class_type == "WanStreamContinueVideo":
             inputs |= {"frames": self.rng.choice([33, 81]), "overlap": self.rng.choice([1, 2])}
         if class_type == "WanStreamLora":
             inputs["strength_steps"] = self.rng.choice(["", "0-1: 0", "0: 0.5, 2-3: 1"])
+        if inputs.get("format") == "av1 10 bit":
+            inputs["fps"] = self.rng.choice([0.01, 16, "240"])
         if class_type in {"WanStreamVAEDecode", "WanStreamDecodeVideo"}:
             inputs |= self._tiles(inputs)
         if class_type == "WanStreamEmptyLatent" and inputs.get("model") == "Wan2.2 5B":
@@ -118,12 +139,20 @@ class Weaver:
         steps = self.rng.randint(1, 1000)
         switch, start = self.rng.randint(-1, steps), self.rng.randrange(steps)
         end = self.rng.choice([10000, self.rng.randint(start + 1, 10000)])
-        return {"steps": steps, "switch_step": str(switch), "start_step": {"__value__": start}, "end_step": end}
+        return {
+            "steps": steps,
+            "switch_step": str(switch),
+            "start_step": {"__value__": start},
+            "end_step": end,
+        }
 
     def _tiles(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """Any VAE's tiles, and a compute dtype for this one: fp16 is for tiny VAEs only."""
         wrong = inputs["vae"] == "wan" and inputs.get("compute_dtype") == "fp16"
-        return {"tile_size": self.rng.choice([0, 64, 256]), **({"compute_dtype": "bf16"} if wrong else {})}
+        return {
+            "tile_size": self.rng.choice([0, 64, 256]),
+            **({"compute_dtype": "bf16"} if wrong else {}),
+        }
 
     def _pair(self) -> dict[str, object]:
         """Two experts that belong together."""
@@ -171,12 +200,16 @@ class Weaver:
         return self.rng.choice([value, value, low, high, str(value), {"__value__": value}])
 
     def _link(self, io_type: str, depth: int) -> list[Any]:
-        made = [(n, i) for n, node in self.prompt.items() for i in _places(node["class_type"], io_type)]
+        made = [
+            (n, i) for n, node in self.prompt.items() for i in _places(node["class_type"], io_type)
+        ]
         if made and self.rng.random() < 0.5:
             return list(self.rng.choice(made))
         makers = [name for name, types in MAKERS.items() if io_type in types]
         if depth >= DEEPEST:
-            makers = sorted(makers, key=lambda name: sum(_is_link_socket(s) for s in self.sockets[name]))[:1]
+            makers = sorted(
+                makers, key=lambda name: sum(_is_link_socket(s) for s in self.sockets[name])
+            )[:1]
         maker = self.rng.choice(makers)
         return [self._node(maker, depth), self.rng.choice(_places(maker, io_type))]
 
@@ -189,13 +222,17 @@ def _is_link_socket(socket: Socket) -> bool:
     return socket.io_type not in {"INT", "FLOAT", "COMBO", "STRING", "BOOLEAN"}
 
 
-def _put(rng: random.Random, prompt: Prompt, sockets: Sockets, fits: Callable[[Socket], bool], make: Any) -> None:
-    """Set one given input that fits, and that its node does not check itself, to `make(its socket)`."""
+def _put(
+    rng: random.Random, prompt: Prompt, sockets: Sockets, fits: Callable[[Socket], bool], make: Any
+) -> None:
+    """Set one given input that fits, and that its node does not check, to `make(its socket)`."""
     found = [
         (node_id, socket)
         for node_id, node in prompt.items()
         for socket in sockets.get(node.get("class_type", ""), [])
-        if socket.name in node.get("inputs", {}) and fits(socket) and not _checked_by_node(node, socket)
+        if socket.name in node.get("inputs", {})
+        and fits(socket)
+        and not _checked_by_node(node, socket)
     ]
     if found:
         node_id, socket = rng.choice(found)
@@ -223,7 +260,13 @@ def no_number(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
 
 
 def not_in_list(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    _put(rng, prompt, sockets, lambda s: s.io_type == "COMBO", lambda _: rng.choice(["nothing", 3, None, "../wan"]))
+    _put(
+        rng,
+        prompt,
+        sockets,
+        lambda s: s.io_type == "COMBO",
+        lambda _: rng.choice(["nothing", 3, None, "../wan"]),
+    )
 
 
 def no_link(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
@@ -231,13 +274,28 @@ def no_link(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
 
 
 def constant_on_a_socket(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    _put(rng, prompt, sockets, _is_link_socket, lambda _: rng.choice([5, "text", None, {"samples": 1}]))
+    _put(
+        rng,
+        prompt,
+        sockets,
+        _is_link_socket,
+        lambda _: rng.choice([5, "text", None, {"samples": 1}]),
+    )
 
 
 def wrong_type(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     other = f"{len(prompt) + 1}"
-    prompt[other] = {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 1, "weights_source": "disk"}}
-    _put(rng, prompt, sockets, lambda socket: socket.io_type != "WANSTREAM_POLICY", lambda _: [other, 0])
+    prompt[other] = {
+        "class_type": "WanStreamLayerwise",
+        "inputs": {"prefetch_blocks": 1, "weights_source": "disk"},
+    }
+    _put(
+        rng,
+        prompt,
+        sockets,
+        lambda socket: socket.io_type != "WANSTREAM_POLICY",
+        lambda _: [other, 0],
+    )
 
 
 def missing(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
@@ -248,7 +306,10 @@ def missing(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
 def outside_the_run(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     for node in prompt.values():
         if node.get("class_type") == "WanStreamSampler":
-            wrong: dict[str, object] = {"switch_step": rng.choice([21, -2]), "start_step": rng.choice([20, -1])}
+            wrong: dict[str, object] = {
+                "switch_step": rng.choice([21, -2]),
+                "start_step": rng.choice([20, -1]),
+            }
             wrong["end_step"] = rng.choice([0, -1])
             name = rng.choice(list(wrong))
             node["inputs"] |= {"steps": rng.choice([0, 20, 20, "many"]), name: wrong[name]}
@@ -256,15 +317,27 @@ def outside_the_run(rng: random.Random, prompt: Prompt, sockets: Sockets) -> Non
 
 def leaving_the_output(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     outputs = [node for node in prompt.values() if node.get("class_type") in VIDEO_FILES]
-    rng.choice(outputs)["inputs"]["filename_prefix"] = rng.choice(["../clip", "/clip", "a/../../clip"])
+    rng.choice(outputs)["inputs"]["filename_prefix"] = rng.choice(
+        ["../clip", "/clip", "a/../../clip"]
+    )
 
 
 def _last_output(prompt: Prompt) -> str:
-    return [node_id for node_id, node in prompt.items() if node.get("class_type") == "WanStreamSaveVideo"][-1]
+    return [
+        node_id
+        for node_id, node in prompt.items()
+        if node.get("class_type") == "WanStreamSaveVideo"
+    ][-1]
 
 
 def dangling(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    _put(rng, prompt, sockets, _is_link_socket, lambda _: rng.choice([["99", 0], ["no", 1], [1, 0], [[], 0]]))
+    _put(
+        rng,
+        prompt,
+        sockets,
+        _is_link_socket,
+        lambda _: rng.choice([["99", 0], ["no", 1], [1, 0], [[], 0]]),
+    )
 
 
 def no_such_output(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
@@ -285,12 +358,17 @@ def no_class(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
 
 
 def no_output_node(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    for node_id in [node_id for node_id, node in prompt.items() if node["class_type"] in VIDEO_FILES]:
+    for node_id in [
+        node_id for node_id, node in prompt.items() if node["class_type"] in VIDEO_FILES
+    ]:
         del prompt[node_id]
 
 
 def missing_picture(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    prompt["pic"] = {"class_type": "LoadImage", "inputs": {"image": rng.choice(["none.png", "no/none.png"])}}
+    prompt["pic"] = {
+        "class_type": "LoadImage",
+        "inputs": {"image": rng.choice(["none.png", "no/none.png"])},
+    }
     prompt[_last_output(prompt)]["inputs"]["images"] = ["pic", 0]
 
 
@@ -300,9 +378,27 @@ def linked_picture(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None
     prompt[_last_output(prompt)]["inputs"]["images"] = ["pic2", 0]
 
 
-ADDING = [too_small, too_big, no_number, not_in_list, no_link, constant_on_a_socket, wrong_type, missing]
+ADDING = [
+    too_small,
+    too_big,
+    no_number,
+    not_in_list,
+    no_link,
+    constant_on_a_socket,
+    wrong_type,
+    missing,
+]
 ADDING += [leaving_the_output, outside_the_run]
-ENDING = [dangling, no_such_output, no_inputs, unknown_node, no_class, no_output_node, missing_picture, linked_picture]
+ENDING = [
+    dangling,
+    no_such_output,
+    no_inputs,
+    unknown_node,
+    no_class,
+    no_output_node,
+    missing_picture,
+    linked_picture,
+]
 
 
 def _draw(number: int, sockets: Sockets) -> tuple[Prompt, str]:
@@ -311,30 +407,47 @@ def _draw(number: int, sockets: Sockets) -> tuple[Prompt, str]:
     prompt = Weaver(rng, sockets).weave()
     if number < SOUND:
         return prompt, "sound"
-    kinds = [rng.choice(ENDING)] if rng.random() < 0.5 else rng.choices(ADDING, k=rng.choice([1, 1, 2, 3]))
+    kinds = (
+        [rng.choice(ENDING)]
+        if rng.random() < 0.5
+        else rng.choices(ADDING, k=rng.choice([1, 1, 2, 3]))
+    )
     for kind in kinds:
         kind(rng, prompt, sockets)
     return prompt, " + ".join(kind.__name__ for kind in kinds)
 
 
-def _verdict(error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]) -> tuple[str, dict[str, list[str]]]:
-    by_node = {node: sorted(fault["type"] for fault in found["errors"]) for node, found in node_errors.items()}
+def _verdict(
+    error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]
+) -> tuple[str, dict[str, list[str]]]:
+    by_node = {
+        node: sorted(fault["type"] for fault in found["errors"])
+        for node, found in node_errors.items()
+    }
     top = error["type"] if error else "valid"
     return RENAMED.get(top, top), by_node
 
 
 @pytest.fixture(scope="module")
 def sockets(named_files: Path) -> Sockets:
-    """The inputs of all nodes. Their lists have no files of other tests, on which the drawn workflows would depend."""
-    folders = Folders(models=named_files / "models", output=named_files / "output", input=named_files / "input")
+    """The inputs of all nodes.
+
+    Their lists have no files of other tests, on which the drawn workflows would depend.
+    """
+    folders = Folders(
+        models=named_files / "models", output=named_files / "output", input=named_files / "input"
+    )
     with embedded_host.opened(folders):
         return {name: [*sockets_of(node.INPUT_TYPES()).values()] for name, node in CLASSES.items()}
 
 
 def _is_ambiguous(prompt: Prompt) -> bool:
-    """Return whether the prompt has several outputs; ComfyUI validates them in set order, which differs per process.
+    """Return whether the prompt has several outputs.
 
-    The order decides if the exception of a node is reported as that of an output or as that of an inner node.
+    ComfyUI validates them in set order, which differs per process.
+
+    The order decides if the exception of a node is reported as that of an output or as that of an
+    inner node.
     """
     outputs = [name for name, node in CLASSES.items() if node.define_schema().is_output_node]
     return sum(node.get("class_type") in outputs for node in prompt.values()) > 1
@@ -342,19 +455,29 @@ def _is_ambiguous(prompt: Prompt) -> bool:
 
 def _either(verdict: tuple[str, dict[str, list[str]]]) -> object:
     top, by_node = verdict
-    return top, {node: [kind.replace("_inner_", "_") for kind in kinds] for node, kinds in by_node.items()}
+    return top, {
+        node: [kind.replace("_inner_", "_") for kind in kinds] for node, kinds in by_node.items()
+    }
 
 
 def _judge_twice(server: Any, prompt: Prompt) -> tuple[Any, Any]:
     """Return the verdicts of the embedded host and of the server."""
-    folders = {"models": server.base / "models", "input_dir": server.base / "input", "output": server.base / "output"}
+    folders = {
+        "models": server.base / "models",
+        "input_dir": server.base / "input",
+        "output": server.base / "output",
+    }
     ours = validate_workflow(prompt, NODES, **folders)
     status, theirs = server.post("/prompt", {"prompt": prompt})
     assert status in {200, 400}, theirs
-    return _verdict(ours.error, ours.node_errors), _verdict(theirs.get("error"), theirs["node_errors"])
+    return _verdict(ours.error, ours.node_errors), _verdict(
+        theirs.get("error"), theirs["node_errors"]
+    )
 
 
-def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, sockets: Sockets) -> None:
+def test_generated_workflows_are_judged_alike(
+    comfyui: ComfyUI, server: Any, sockets: Sockets
+) -> None:
     drawn = [_draw(number, sockets) for number in range(WORKFLOWS)]
     kinds = KINDS
     if "io.Combo.io_type" not in (comfyui.path / "execution.py").read_text(encoding="utf-8"):
@@ -368,7 +491,9 @@ def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, soc
             assert ours == ("valid", {}), prompt
         alike = _either(ours) == _either(theirs) if _is_ambiguous(prompt) else ours == theirs
         assert alike, f"{done}: {prompt}"
-    found = Counter(kind for (_, by_node), _ in judged for kinds in by_node.values() for kind in kinds)
+    found = Counter(
+        kind for (_, by_node), _ in judged for kinds in by_node.values() for kind in kinds
+    )
     found.update(top for (top, _), _ in judged)
     assert found["valid"] >= SOUND
     assert set(found) >= kinds, f"the generator no longer makes {kinds - set(found)}"
@@ -378,7 +503,11 @@ def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, soc
     ("class_type", "changes", "message"),
     [
         ("WanStreamEmptyLatent", {"width": 70}, "width is 70, it must be a multiple of 16: use 64"),
-        ("WanStreamEmptyLatent", {"frames": 6}, "frames is 6, it must be a multiple of 4 plus 1: use 5"),
+        (
+            "WanStreamEmptyLatent",
+            {"frames": 6},
+            "frames is 6, it must be a multiple of 4 plus 1: use 5",
+        ),
         ("WanStreamSampler", {"steps": 0}, "0 steps: give 1 to 1000"),
         (
             "WanStreamSampler",
@@ -409,19 +538,28 @@ def test_a_fault_is_told_once(
     _, theirs = server.post("/prompt", {"prompt": prompt})
     (error,) = theirs["node_errors"][found[0]]["errors"]
     assert message in error["details"]
-    assert error["extra_info"]["exception_type"].rpartition(".")[0] in {"", "wanstream"}, "not the path of the pack"
+    assert error["extra_info"]["exception_type"].rpartition(".")[0] in {"", "wanstream"}, (
+        "not the path of the pack"
+    )
 
 
 def test_a_request_without_a_workflow(server: Any) -> None:
     _, theirs = server.post("/prompt", {})
-    ours = validate_workflow(None, NODES, models=server.base / "models", input_dir=server.base / "input")
-    assert _verdict(ours.error, ours.node_errors) == _verdict(theirs["error"], theirs["node_errors"])
+    ours = validate_workflow(
+        None, NODES, models=server.base / "models", input_dir=server.base / "input"
+    )
+    assert _verdict(ours.error, ours.node_errors) == _verdict(
+        theirs["error"], theirs["node_errors"]
+    )
 
 
 NOT_PLAIN = [
     *(("WanStreamSampler", "leftover_noise", value) for value in ("disable", "false", "", None, 2)),
     *(("WanStreamSampler", "steps", value) for value in (64.7, True, "64.7")),
-    *(("WanStreamSampler", "boundary_ratio", value) for value in (float("nan"), float("inf"), "nan", True)),
+    *(
+        ("WanStreamSampler", "boundary_ratio", value)
+        for value in (float("nan"), float("inf"), "nan", True)
+    ),
     ("WanStreamSampler", "flow_shift", {"__value__": float("nan")}),
     *(("WanStreamTextEncode", "positive", value) for value in (True, {"text": "a cat"})),
 ]
@@ -448,9 +586,15 @@ def test_a_constant_that_python_would_change_is_refused(
 
 @pytest.mark.parametrize("back", ["self", "round"])
 def test_a_cycle(server: Any, back: str) -> None:
-    """Older versions reach the recursion limit and report only that the outputs failed. Newer ones name a cycle."""
+    """Older versions reach the recursion limit and report only that the outputs failed.
+
+    Newer ones name a cycle.
+    """
     prompt: Prompt = {
-        "1": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["2" if back == "round" else "1", 0]}},
+        "1": {
+            "class_type": "WanStreamImageToVideo",
+            "inputs": {"positive": ["2" if back == "round" else "1", 0]},
+        },
         "2": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["1", 0]}},
         "3": {"class_type": "WanStreamVAEDecode", "inputs": {"vae": "wan", "latent": ["2", 2]}},
         "4": {"class_type": "WanStreamSaveVideo", "inputs": {"images": ["3", 0]}},
@@ -460,5 +604,8 @@ def test_a_cycle(server: Any, back: str) -> None:
             if "default" in socket.options:
                 node["inputs"].setdefault(socket.name, socket.options["default"])
     ours, (outcome, errors) = _judge_twice(server, prompt)
-    others = {node: [kind for kind in kinds if kind != "dependency_cycle"] for node, kinds in errors.items()}
+    others = {
+        node: [kind for kind in kinds if kind != "dependency_cycle"]
+        for node, kinds in errors.items()
+    }
     assert ours == (outcome, others)

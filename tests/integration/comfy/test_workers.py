@@ -15,7 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.tools.comfyui import POLL_SECONDS, RUN_SECONDS, START_SECONDS, ComfyUI, Server, populate, running_server
+from wanstream.tools.comfyui import (
+    POLL_SECONDS,
+    RUN_SECONDS,
+    START_SECONDS,
+    ComfyUI,
+    Server,
+    populate,
+    running_server,
+)
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,15 +39,23 @@ Prompt = dict[str, dict[str, Any]]
 def with_ray(comfyui: ComfyUI) -> ComfyUI:
     """A ComfyUI whose Python has Ray."""
     looks = "from importlib.util import find_spec; print(find_spec('ray') is not None)"
-    found = subprocess.run([comfyui.python, "-c", looks], capture_output=True, text=True, timeout=START_SECONDS)
+    found = subprocess.run(
+        [comfyui.python, "-c", looks], capture_output=True, text=True, timeout=START_SECONDS
+    )
     if found.stdout.strip() != "True":
-        pytest.skip(f'COMFYUI WITHOUT RAY, SO NO WORKERS RAN IN IT: {comfyui.python} -m pip install "ray>=2.52"')
+        pytest.skip(
+            "COMFYUI WITHOUT RAY, SO NO WORKERS RAN IN IT: "
+            f'{comfyui.python} -m pip install "ray>=2.52"'
+        )
     return comfyui
 
 
 @pytest.fixture(scope="module")
 def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the test model. It ends as by Ctrl-C, together with all processes that its tests have started."""
+    """A server with the test model.
+
+    It ends as by Ctrl-C, together with all processes that its tests have started.
+    """
     base = tmp_path_factory.mktemp("workers")
     populate(base, workflows=["workers", *(f"{name}_workers" for name in VARIANTS)])
     # A shell in the background lets its programs ignore Ctrl-C, and so would the server.
@@ -60,7 +76,9 @@ def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
     """The shipped workflow up to its latent, small; without `workers` this process computes it."""
-    nodes: Prompt = json.loads((ROOT / "workflows" / "api" / "workers.json").read_text(encoding="utf-8"))
+    nodes: Prompt = json.loads(
+        (ROOT / "workflows" / "api" / "workers.json").read_text(encoding="utf-8")
+    )
     kept = {name: nodes[name] for name in ("experts", "policy", "text", "latent", "sampler")}
     kept["latent"]["inputs"] |= {"width": 64, "height": 48, "frames": 9}
     kept["sampler"]["inputs"] |= {"seed": seed, "steps": 4, **sampler}
@@ -75,15 +93,26 @@ def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
 
 
 def variant_prompt(name: str, *, workers: bool) -> Prompt:
-    """The shipped workflow of a variant over workers, small and with a tap; without `workers` this process computes."""
-    nodes: Prompt = json.loads((ROOT / "workflows" / "api" / f"{name}_workers.json").read_text(encoding="utf-8"))
+    """The shipped workflow of a variant over workers, small and with a tap.
+
+    Without `workers` this process computes.
+    """
+    nodes: Prompt = json.loads(
+        (ROOT / "workflows" / "api" / f"{name}_workers.json").read_text(encoding="utf-8")
+    )
     for node in nodes.values():
         sizes = {"width": 64, "height": 48, "frames": 9, "steps": 4, "tile_size": 0}
-        node["inputs"] |= {key: value for key, value in sizes.items() if isinstance(node["inputs"].get(key), int)}
+        node["inputs"] |= {
+            key: value for key, value in sizes.items() if isinstance(node["inputs"].get(key), int)
+        }
     if workers:
         nodes["workers"]["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
     else:
-        del nodes["workers"], nodes["sampler"]["inputs"]["workers"], nodes["frames"]["inputs"]["workers"]
+        del (
+            nodes["workers"],
+            nodes["sampler"]["inputs"]["workers"],
+            nodes["frames"]["inputs"]["workers"],
+        )
     tap = {"samples": ["sampler", 0], "filename_prefix": "tap"}
     nodes["video file"] = nodes.pop("save")
     return {**nodes, "save": {"class_type": "SaveLatent", "inputs": tap}}
@@ -100,7 +129,9 @@ def test_a_variant_over_workers_gives_the_latent_of_one_process(served: Server, 
 
 def latent_of(server: Server, history: dict[str, Any]) -> torch.Tensor:
     (saved,) = history["outputs"]["save"]["latents"]
-    return load_file(server.base / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"]
+    return load_file(server.base / "output" / saved["subfolder"] / saved["filename"])[
+        "latent_tensor"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +142,16 @@ def alone(served: Server) -> dict[int, torch.Tensor]:
 
 @pytest.fixture
 def watch(with_ray: ComfyUI, served: Server, tmp_path: Path) -> Callable[[Prompt], list[str]]:
-    """Return `watch(prompt)`, which runs a prompt and returns the output lines of `docs/examples/progress.py`."""
+    """`watch(prompt)` runs a prompt and returns the output lines of `docs/examples/progress.py`."""
 
     def watch(nodes: Prompt) -> list[str]:
         file = tmp_path / "prompt.json"
         file.write_text(json.dumps(nodes))
         command = [str(with_ray.python), str(ROOT / "docs" / "examples" / "progress.py"), str(file)]
         environment = {**with_ray.environment(), "COMFYUI_URL": served.url}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -127,7 +160,10 @@ def watch(with_ray: ComfyUI, served: Server, tmp_path: Path) -> Callable[[Prompt
 
 def until_a_step_is_told(server: Server, prompt_id: str) -> None:
     deadline = time.monotonic() + RUN_SECONDS
-    while not any(run["prompt_id"] == prompt_id and run["records"] for run in server.get("/wanstream/runs")["runs"]):
+    while not any(
+        run["prompt_id"] == prompt_id and run["records"]
+        for run in server.get("/wanstream/runs")["runs"]
+    ):
         assert time.monotonic() < deadline, "no step was run"
         time.sleep(POLL_SECONDS)
 
@@ -142,13 +178,18 @@ def workers_of(server: Server) -> set[int]:
 
 
 def test_workers_compute_what_this_process_does_and_the_node_shows_it(
-    served: Server, with_ray: ComfyUI, alone: dict[int, torch.Tensor], watch: Callable[[Prompt], list[str]]
+    served: Server,
+    with_ray: ComfyUI,
+    alone: dict[int, torch.Tensor],
+    watch: Callable[[Prompt], list[str]],
 ) -> None:
     lines = watch(prompt(SEEDS[0], workers=True))
     assert lines[-1] == "execution_success"
     assert [line for line in lines if line.startswith("sampler: ")][-1] == "sampler: 4 of 4"
     steps = [line.split(":")[0] for line in lines if line.startswith("step ")]
-    assert steps == [f"step {number} of 4 ({expert})" for number, expert in enumerate(["high"] * 3 + ["low"], 1)]
+    assert steps == [
+        f"step {number} of 4 ({expert})" for number, expert in enumerate(["high"] * 3 + ["low"], 1)
+    ]
     run = served.get("/wanstream/runs")["runs"][-1]
     assert (run["node"], run["ended"], run["error"]) == ("sampler", True, None)
     assert [step["expert"] for step in run["timeline"]["steps"]] == run["experts"]
@@ -170,7 +211,9 @@ def test_the_next_queue_item_finds_the_same_workers_and_computes_what_the_graph_
     assert workers_of(served) == before
 
 
-def test_cancel_ends_the_run_and_leaves_the_workers(served: Server, alone: dict[int, torch.Tensor]) -> None:
+def test_cancel_ends_the_run_and_leaves_the_workers(
+    served: Server, alone: dict[int, torch.Tensor]
+) -> None:
     before = workers_of(served)
     prompt_id = served.queue(prompt(7, workers=True, steps=1000))
     until_a_step_is_told(served, prompt_id)
@@ -182,12 +225,19 @@ def test_cancel_ends_the_run_and_leaves_the_workers(served: Server, alone: dict[
     assert workers_of(served) == before
 
 
-def test_unloading_models_empties_the_workers_and_keeps_them(served: Server, alone: dict[int, torch.Tensor]) -> None:
-    """ComfyUI's memory manager counts the memory of workers; the button of its menu posts the same request."""
+def test_unloading_models_empties_the_workers_and_keeps_them(
+    served: Server, alone: dict[int, torch.Tensor]
+) -> None:
+    """ComfyUI's memory manager counts the memory of workers.
+
+    The button of its menu posts the same request.
+    """
     before = workers_of(served)
     log = served.base / "server.log"
     deadline = time.monotonic() + RUN_SECONDS
-    while "the workers have unloaded their experts" not in log.read_text(encoding="utf-8", errors="replace"):
+    while "the workers have unloaded their experts" not in log.read_text(
+        encoding="utf-8", errors="replace"
+    ):
         # ComfyUI may sleep through one that comes as it falls asleep.
         served.post("/free", {"unload_models": True})
         assert time.monotonic() < deadline, "no request reached the workers"

@@ -1,7 +1,8 @@
 """Every shipped API workflow in a real ComfyUI server, on the test model.
 
-Workflows with only our nodes also run in the embedded host, in ComfyUI's Python, so torch is the same and latents are
-compared bit by bit. The others are compared with their references: ComfyUI's own two-sampler graph, and our sampler.
+Workflows with only our nodes also run in the embedded host, in ComfyUI's Python, so torch is the
+same and latents are compared bit by bit. The others are compared with their references: ComfyUI's
+own two-sampler graph, and our sampler.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from wanstream.nodes.runs import write_mp4
+from wanstream.nodes.runs import write_video
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
@@ -46,7 +47,8 @@ EXPERTS = {
     "fun_inp": ["high"] * 2 + ["low"] * 2,
     "bernini": ["high"] * 3 + ["low"],
 }
-"""Of four steps, or six in three stages, at the switch, boundaries and flow shifts that the workflows set."""
+"""Of four steps, or six in three stages, at the switch, boundaries and flow shifts that the
+workflows set."""
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
 CLIPS = ["long_video", "continue_video"]
@@ -56,7 +58,10 @@ VARIANTS = ["fun_control", "fun_inp", "bernini"]
 OURS += VARIANTS
 OVER_WORKERS = ["workers", *(f"{name}_workers" for name in VARIANTS)]
 """See `test_workers.py`."""
-NATIVE = [f"native_{name}" for name in ("wan22", "vace", "animate", "flux", "qwen_image", "ltx2")]
+NATIVE = [
+    f"native_{name}"
+    for name in ("wan22", "joined", "vace", "animate", "flux", "qwen_image", "ltx2")
+]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
 
@@ -65,7 +70,8 @@ EMBEDDED = """
 import asyncio, json, sys
 from pathlib import Path
 from safetensors.torch import save_file
-from wanstream.host.embedded.adapter import EmbeddedHost, Folders
+from wanstream.host.embedded.adapter import EmbeddedHost
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import load_workflow
 from wanstream.nodes import WanStreamExtension
 
@@ -86,14 +92,24 @@ PLACES = ("high_noise", "low_noise")
 
 
 def _prompt(workflow: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """A shipped workflow, small enough for a CPU, with `changes` of inputs by node; nothing else is changed.
+    """A shipped workflow, small enough for a CPU, with `changes` of inputs by node.
+
+    Nothing else is changed.
 
     ComfyUI's loader of text encoders supports only the real one, so the test node replaces it.
     """
-    prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{workflow}.json").read_text(encoding="utf-8"))
+    prompt: dict[str, Any] = json.loads(
+        (ROOT / "workflows" / "api" / f"{workflow}.json").read_text(encoding="utf-8")
+    )
     height, steps = 64 if workflow in OF_5B else 48, len(EXPERTS.get(workflow, range(4)))
     for node in prompt.values():
-        for name, value in {"width": 64, "height": height, "frames": 9, "length": 9, "steps": steps}.items():
+        for name, value in {
+            "width": 64,
+            "height": height,
+            "frames": 9,
+            "length": 9,
+            "steps": steps,
+        }.items():
             if name in node["inputs"]:
                 node["inputs"][name] = value
         if node["class_type"] == "CLIPLoader":
@@ -108,7 +124,9 @@ def _embedded_prompts() -> dict[str, dict[str, Any]]:
     prompts[OTHER_SEED] = _prompt("t2v", sampler={"seed": 43})
     set_by_guider = {"solver": "euler", "schedule": "simple", "flow_shift": 8.0}
     guidance = {"guidance_high": 3.5, "guidance_low": 3.5}
-    prompts[AS_GUIDER] = _prompt("t2v", experts={"compute_dtype": "fp32"}, sampler=set_by_guider | guidance)
+    prompts[AS_GUIDER] = _prompt(
+        "t2v", experts={"compute_dtype": "fp32"}, sampler=set_by_guider | guidance
+    )
     return prompts
 
 
@@ -126,19 +144,23 @@ def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory
     save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
     Image.effect_noise((80, 60), 90).convert("RGB").save(base / "input" / "example.png")
     frames = torch.rand(9, 60, 80, 3, generator=torch.Generator().manual_seed(2))
-    write_mp4(base / "input" / "example.mp4", frames, fps=16, crf=20, metadata={})
+    write_video(base / "input" / "example.mp4", frames, fps=16, crf=20, metadata={})
     return base
 
 
 @pytest.fixture(scope="module")
-def embedded(comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def embedded(
+    comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
     """The latents of all runs, made by the embedded host."""
     folder = tmp_path_factory.mktemp("embedded")
     (folder / "wanstream").symlink_to(ROOT, target_is_directory=True)
     prompts = json.dumps(_embedded_prompts())
     command = [str(comfyui.python), "-c", EMBEDDED, prompts, str(stocked), str(folder / "latents")]
     environment = {**comfyui.environment(), "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return load_file(folder / "latents")
 
@@ -148,13 +170,18 @@ Run = Callable[[dict[str, Any]], tuple[torch.Tensor, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def run_in_server(server: Any, stocked: Path) -> Run:
-    """`run_in_server(prompt)` runs a workflow and returns the latent of its node "sampler" and its history."""
+    """`run_in_server(prompt)` returns a workflow's latent at node "sampler", and its history."""
 
     def run(prompt: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        tap = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"}}
+        tap = {
+            "class_type": "SaveLatent",
+            "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"},
+        }
         history: dict[str, Any] = server.run({**prompt, "tap": tap})
         (saved,) = history["outputs"]["tap"]["latents"]
-        return load_file(stocked / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"], history
+        return load_file(stocked / "output" / saved["subfolder"] / saved["filename"])[
+            "latent_tensor"
+        ], history
 
     return run
 
@@ -165,7 +192,11 @@ def _timeline(history: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cached(history: dict[str, Any]) -> set[str]:
-    return next(set(data["nodes"]) for event, data in history["status"]["messages"] if event == "execution_cached")
+    return next(
+        set(data["nodes"])
+        for event, data in history["status"]["messages"]
+        if event == "execution_cached"
+    )
 
 
 def _check_video(history: dict[str, Any], stocked: Path) -> None:
@@ -189,9 +220,13 @@ def test_no_workflow_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_a_workflow_of_a_native_model_is_valid(comfyui: ComfyUI, server: Server, stocked: Path, name: str) -> None:
-    """Every class and input exists, and every value and link is accepted, except for an empty model file."""
-    prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8"))
+def test_a_workflow_of_a_native_model_is_valid(
+    comfyui: ComfyUI, server: Server, stocked: Path, name: str
+) -> None:
+    """Classes and inputs exist, and values and links are accepted except an empty model file."""
+    prompt: dict[str, Any] = json.loads(
+        (ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8")
+    )
     shown = server.get("/object_info")
     missing = {node["class_type"] for node in prompt.values()} - shown.keys()
     if missing and comfyui.version() < (0, 4):
@@ -204,23 +239,39 @@ def test_a_workflow_of_a_native_model_is_valid(comfyui: ComfyUI, server: Server,
     name_model_files(stocked / "models")
     with server.held():
         status, answer = server.post("/prompt", {"prompt": prompt})
-    streamed = {at: node for at, node in prompt.items() if node["class_type"] == "WanStreamLoadDiffusionModel"}
+    streamed = {
+        at: node
+        for at, node in prompt.items()
+        if node["class_type"] == "WanStreamLoadDiffusionModel"
+    }
     models = stocked / "models" / "diffusion_models"
-    empty = {at for at, node in streamed.items() if not (models / node["inputs"]["unet_name"]).stat().st_size}
+    empty = {
+        at
+        for at, node in streamed.items()
+        if not (models / node["inputs"]["unet_name"]).stat().st_size
+    }
     assert status == (400 if empty else 200), answer
     assert answer["node_errors"].keys() == empty
     for node in answer["node_errors"].values():
         (error,) = node["errors"]
-        assert error["details"].splitlines()[0].endswith(".safetensors: is empty: download it again")
+        assert (
+            error["details"].splitlines()[0].endswith(".safetensors: is empty: download it again")
+        )
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_workflow_gives_the_same_latent_in_both_hosts(
-    comfyui: ComfyUI, run_in_server: Run, embedded: dict[str, torch.Tensor], stocked: Path, name: str
+    comfyui: ComfyUI,
+    run_in_server: Run,
+    embedded: dict[str, torch.Tensor],
+    stocked: Path,
+    name: str,
 ) -> None:
     latent, history = run_in_server(_prompt(name))
     _check_latent(latent)
-    if comfyui.version() >= (0, 33) and "LoadVideo" in {node["class_type"] for node in _prompt(name).values()}:
+    if comfyui.version() >= (0, 33) and "LoadVideo" in {
+        node["class_type"] for node in _prompt(name).values()
+    }:
         # ComfyUI's LoadVideo converts colours with another filter, which random experts amplify.
         assert (latent - embedded[name]).norm() < 0.1 * embedded[name].norm()
     else:
@@ -230,7 +281,10 @@ def test_a_workflow_gives_the_same_latent_in_both_hosts(
 
 
 def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
-    """ComfyUI's own graph that is equivalent to `mixed`: two loaders, two shifts and two samplers replace our nodes."""
+    """ComfyUI's own graph that is equivalent to `mixed`.
+
+    Two loaders, two shifts and two samplers replace our nodes.
+    """
     settings, experts = mixed["sampler"]["inputs"], mixed["experts"]["inputs"]
     switch = EXPERTS["native_mixed"].count("high")
     stages = {
@@ -238,7 +292,8 @@ def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
         "low": (switch, 10000, "disable", "disable", None),
     }
     native = {
-        node: mixed[node] for node in ("clip", "positive", "negative", "latent", "vae", "frames", "video", "save")
+        node: mixed[node]
+        for node in ("clip", "positive", "negative", "latent", "vae", "frames", "video", "save")
     }
     for expert, (start, end, noise, leftover, latent) in stages.items():
         file = {"unet_name": experts[f"{expert}_noise"], "weight_dtype": "default"}
@@ -268,11 +323,14 @@ def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
 def test_among_native_nodes_our_sampler_does_what_two_of_comfyuis_do(
     comfyui: ComfyUI, run_in_server: Run, stocked: Path
 ) -> None:
-    # ComfyUI computes in fp32 on a CPU for every dtype of the files; 0.3.64 does so for all but fp8.
+    # ComfyUI computes in fp32 on a CPU for every dtype of the files; 0.3.64 does so for all but
+    # fp8.
     mixed = _prompt("native_mixed", experts={"compute_dtype": "fp32"})
     if comfyui.version() < (0, 4):
         for name in ("high_noise", "low_noise"):
-            mixed["experts"]["inputs"][name] = mixed["experts"]["inputs"][name].replace("fp8_scaled", "fp16")
+            mixed["experts"]["inputs"][name] = mixed["experts"]["inputs"][name].replace(
+                "fp8_scaled", "fp16"
+            )
     latent, history = run_in_server(mixed)
     _check_latent(latent)
     assert [step["expert"] for step in _timeline(history)["steps"]] == EXPERTS["native_mixed"]
@@ -302,7 +360,11 @@ def test_what_a_sampler_runs_through_the_guider_is_announced_call_by_call_and_sh
 ) -> None:
     run_in_server(_prompt("guider", noise={"noise_seed": 4711}))
     run = server.get("/wanstream/runs")["runs"][-1]
-    assert (run["node"], run["shown_at"], run["title"]) == ("sampler", "guider", "Wan Guider (streamed)")
+    assert (run["node"], run["shown_at"], run["title"]) == (
+        "sampler",
+        "guider",
+        "Wan Guider (streamed)",
+    )
     assert (run["ended"], run["error"]) == (True, None)
     assert [step["expert"] for step in run["timeline"]["steps"]] == run["experts"]
 
@@ -313,7 +375,9 @@ def test_the_guiders_workflow_runs_as_it_is(run_in_server: Run, stocked: Path) -
     _check_video(history, stocked)
 
 
-def test_the_benchmarks_workflow_measures_and_leaves_its_report(run_in_server: Run, stocked: Path) -> None:
+def test_the_benchmarks_workflow_measures_and_leaves_its_report(
+    run_in_server: Run, stocked: Path
+) -> None:
     latent, history = run_in_server(_prompt("benchmark"))
     _check_latent(latent)
     shown = history["outputs"]["benchmark"]
@@ -365,12 +429,21 @@ def test_cancel_ends_a_run_and_leaves_the_server_usable(
 def test_a_start_image_on_text_to_video_experts_is_told_in_plain_words_without_the_path_of_the_pack(
     server: Any, run_in_server: Run
 ) -> None:
-    files = {name: {each: _prompt(name)["experts"]["inputs"][each] for each in PLACES} for name in ("t2v", "i2v")}
+    files = {
+        name: {each: _prompt(name)["experts"]["inputs"][each] for each in PLACES}
+        for name in ("t2v", "i2v")
+    }
     failed = server.wait(server.queue(_prompt("i2v", experts=files["t2v"])))
     error = dict(failed["status"]["messages"])["execution_error"]
     assert error["exception_type"] == "wanstream.RequestError"
-    assert "these are text-to-video experts, and a start image is connected" in error["exception_message"]
+    assert (
+        "these are text-to-video experts, and a start image is connected"
+        in error["exception_message"]
+    )
     failed = server.wait(server.queue(_prompt("guider", experts=files["i2v"])))
     error = dict(failed["status"]["messages"])["execution_error"]
     assert error["exception_type"] == "wanstream.RequestError"
-    assert "these are image-to-video experts, and no start image is connected" in error["exception_message"]
+    assert (
+        "these are image-to-video experts, and no start image is connected"
+        in error["exception_message"]
+    )

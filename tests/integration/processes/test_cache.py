@@ -1,4 +1,4 @@
-"""Two real workers share runs with a cache: both skip the same blocks, so neither waits for the other."""
+"""Two real workers share runs with a cache: both skip the same blocks, so neither waits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.worker.worker import Worker
-from wanstream.sampling import DenoiseRequest
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
-from wanstream.schema import ExpertsRef, OffloadPolicy
-from wanstream.schema.context_windows import ContextWindows
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
-from wanstream.schema.refs import WeightPlacement
+from wanstream.schema.refs import ExpertsRef
+from wanstream.schema.refs.workers import WeightPlacement
+from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.processes import Processes
 from wanstream.tests.support.reports import Reports
 from wanstream.tests.support.rounding import ROUNDING, difference
@@ -49,7 +50,9 @@ def job_close(here: SimpleNamespace) -> None:
     del here.worker
 
 
-def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[Decisions, torch.Tensor | None]]:
+def job_run_each(
+    here: SimpleNamespace, tasks: Sequence[RunTask]
+) -> list[tuple[Decisions, torch.Tensor | None]]:
     """Run the tasks one after the other on the same worker."""
     found = []
     for task in tasks:
@@ -62,9 +65,14 @@ def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[
 
 @pytest.fixture
 def group(processes: Processes) -> Callable[..., list[Any]]:
-    """`group(mesh, tasks, home="full")`: the results of each worker of that group; `None` as mesh: a single worker."""
+    """`group(mesh, tasks, home="full")`: the results of each worker of that group.
 
-    def run(mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightPlacement = "full") -> list[Any]:
+    `None` as mesh: a single worker.
+    """
+
+    def run(
+        mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightPlacement = "full"
+    ) -> list[Any]:
         count = 1 if mesh is None else mesh.size
         every = [] if mesh is None else [replace(each, weights=home) for each in rendezvous(mesh)]
         processes.all(job_join, every, count=count)
@@ -77,15 +85,28 @@ def group(processes: Processes) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def cached_task(make_task: Callable[..., RunTask], tiny_expert_folder: Callable[..., Path]) -> Callable[..., RunTask]:
-    """`cached_task(threshold, batch=1, end_step=8)`: a task of 8 steps, 4 of them high-noise; lanes of 12 tokens."""
+def cached_task(
+    make_task: Callable[..., RunTask], tiny_expert_folder: Callable[..., Path]
+) -> Callable[..., RunTask]:
+    """`cached_task(threshold, batch=1, end_step=8)`: a task of 8 steps, 4 of them high-noise.
+
+    Lanes of 12 tokens.
+    """
     high, low = (tiny_expert_folder(seed=seed, heads=2) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
 
-    def make(threshold: float, *, batch: int = 1, end_step: int = STEPS, kind: Kind = FirstBlockCache) -> RunTask:
+    def make(
+        threshold: float, *, batch: int = 1, end_step: int = STEPS, kind: Kind = FirstBlockCache
+    ) -> RunTask:
         noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(10))
         cache = kind(threshold=threshold)
-        request = {"noise": noise, "steps": STEPS, "switch_step": 4, "end_step": end_step, "cache": cache}
+        request = {
+            "noise": noise,
+            "steps": STEPS,
+            "switch_step": 4,
+            "end_step": end_step,
+            "cache": cache,
+        }
         return make_task(experts=experts, request=request, policy=OffloadPolicy.layerwise(1))
 
     return make
@@ -102,7 +123,9 @@ def test_two_workers_that_share_tokens_decide_alike_at_20_random_thresholds(
     tasks = [cached_task(threshold, end_step=6) for threshold in THRESHOLDS]
     one, other = group(ULYSSES, tasks)
     assert [decided for decided, _ in one] == [decided for decided, _ in other]
-    assert len({tuple(visits) for visits in visits_of(one)}) >= 3, "these thresholds are too much alike"
+    assert len({tuple(visits) for visits in visits_of(one)}) >= 3, (
+        "these thresholds are too much alike"
+    )
     [alone] = group(None, tasks[::EVERY])
     for (decided, latents), (expected, whole) in zip(one[::EVERY], alone, strict=True):
         assert decided == expected
@@ -122,12 +145,19 @@ def test_two_workers_decide_as_one_does(
         if mesh == CFG:  # each side has one of the two lanes
             both = [mine + theirs for (mine, _), (theirs, _) in zip(first, second, strict=True)]
             assert both == [lanes for lanes, _ in expected]
-    assert 1 in [lanes for decided, _ in alone for lanes, _ in decided], "one lane alone never leaves anything out"
+    assert 1 in [lanes for decided, _ in alone for lanes, _ in decided], (
+        "one lane alone never leaves anything out"
+    )
 
 
-@pytest.mark.parametrize(("mesh", "home"), [(ULYSSES, "sharded"), (CFG, "full"), (CFG, "sharded in VRAM")], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "home"), [(ULYSSES, "sharded"), (CFG, "full"), (CFG, "sharded in VRAM")], ids=str
+)
 def test_two_workers_skip_the_steps_that_one_skips_by_easycache(
-    mesh: Mesh, home: WeightPlacement, group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
+    mesh: Mesh,
+    home: WeightPlacement,
+    group: Callable[..., list[Any]],
+    cached_task: Callable[..., RunTask],
 ) -> None:
     tasks = [cached_task(threshold, kind=EasyCache, batch=2) for threshold in (0.67, 0.8, 1e9)]
     [alone] = group(None, tasks)
@@ -164,10 +194,18 @@ def test_an_odd_number_of_videos_on_two_sides(
 def test_context_windows_of_two_workers_decide_as_those_of_one(
     mesh: Mesh, group: Callable[..., list[Any]], cached_task: Callable[..., RunTask]
 ) -> None:
-    """Shifted windows find cached values by frame; without guidance in late steps, cfg ranks share windows."""
+    """Shifted windows find cached values by frame.
+
+    Without guidance in late steps, cfg ranks share windows.
+    """
     moving = ContextWindows(frames=3, overlap=1)
-    tasks = [in_windows(cached_task(0.55), moving), in_windows(cached_task(0.55), replace(moving, shift_windows=False))]
-    tasks.append(with_fewer_lanes_late(in_windows(cached_task(1e9), replace(moving, shift_windows=False))))
+    tasks = [
+        in_windows(cached_task(0.55), moving),
+        in_windows(cached_task(0.55), replace(moving, shift_windows=False)),
+    ]
+    tasks.append(
+        with_fewer_lanes_late(in_windows(cached_task(1e9), replace(moving, shift_windows=False)))
+    )
     [alone] = group(None, tasks)
     one, other = group(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
@@ -178,10 +216,14 @@ def test_context_windows_of_two_workers_decide_as_those_of_one(
 
 def in_windows(task: RunTask, windows: ContextWindows) -> RunTask:
     noise = torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(11))
-    return replace(task, request=replace(task.request, noise=noise, windows=windows))
+    return replace(
+        task,
+        request=DenoiseRequest(**{**task.request.keywords(), "noise": noise, "windows": windows}),
+    )
 
 
 def with_fewer_lanes_late(task: RunTask) -> RunTask:
     """Change the number of lanes: no negative lanes in the late steps."""
-    request: DenoiseRequest = replace(task.request, guidance_steps=(4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 1.0, 1.0))
+    scales = (4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 1.0, 1.0)
+    request = DenoiseRequest(**{**task.request.keywords(), "guidance_steps": scales})
     return replace(task, request=request)

@@ -13,10 +13,11 @@ import torch
 
 from wanstream.distributed.worker.parallel_forward import backend_for
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.sampling import DenoiseRequest
-from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy, parse_step_strengths
-from wanstream.schema.context_windows import ContextWindows
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema import OffloadPolicy, parse_step_strengths
 from wanstream.schema.mesh import Mesh, MeshError
+from wanstream.schema.refs import ExpertsRef, LoraRef
+from wanstream.shapes.context_windows import ContextWindows
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.split_jobs import (
@@ -48,7 +49,7 @@ def wide(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertsRef]:
 
 @pytest.fixture
 def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
-    """`make_request(shape=..., **changes)`: a request of 4 steps, 2 of them high-noise, for lanes of 48 tokens."""
+    """`make_request(shape=..., **changes)`: 4 steps, 2 of them high-noise, for 48-token lanes."""
 
     def make(*, shape: tuple[int, ...] = (1, 16, 2, 8, 12), **changes: Any) -> DenoiseRequest:
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(20))
@@ -57,8 +58,12 @@ def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]
     return make
 
 
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
-@pytest.mark.parametrize("policy", [LAYERWISE, SWAP, CHUNKED], ids=["layerwise", "block swap", "chunked"])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str
+)
+@pytest.mark.parametrize(
+    "policy", [LAYERWISE, SWAP, CHUNKED], ids=["layerwise", "block swap", "chunked"]
+)
 def test_ulysses_gives_what_one_worker_gives(
     mesh: Mesh,
     policy: OffloadPolicy,
@@ -130,7 +135,11 @@ def test_images_and_loras_on_shared_tokens(
     loras = []
     for seed in (1, 2):
         path = tmp_path / f"{seed}.safetensors"
-        save_lora(make_lora(make_tiny_expert(heads=4, in_channels=36), seed=seed), path, dtype=torch.float32)
+        save_lora(
+            make_lora(make_tiny_expert(heads=4, in_channels=36), seed=seed),
+            path,
+            dtype=torch.float32,
+        )
         loras.append(LoraRef(high_noise=path, low_noise=path, strength_high=0.5 * seed))
     experts = wide(in_channels=36)
     image = torch.randn(1, 20, 2, 8, 12, generator=torch.Generator().manual_seed(21))
@@ -154,7 +163,7 @@ def test_three_stages_on_two_workers(
     make_tiny_expert: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    """Both workers change the strength of the LoRA, which changes biases too, before the same step."""
+    """Both workers change the strength of a LoRA, biases included, before the same step."""
     split.join(mesh)
     path = tmp_path / "lora.safetensors"
     save_lora(make_lora(make_tiny_expert(heads=4), seed=1), path, dtype=torch.float32)
@@ -174,9 +183,15 @@ def test_compiled_blocks_on_shared_tokens(
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """Graphs break at collectives; gathered bytes are counted in each run, traced or not, and for any video size."""
+    """Graphs break at collectives.
+
+    Gathered bytes are counted in each run, traced or not, and for any video size.
+    """
     split.join(Mesh(ulysses=2))
-    experts, longer = wide(layers=2), torch.randn(1, 16, 5, 4, 8, generator=torch.Generator().manual_seed(1))
+    experts, longer = (
+        wide(layers=2),
+        torch.randn(1, 16, 5, 4, 8, generator=torch.Generator().manual_seed(1)),
+    )
     runs = split.all(job_run_compiled, experts, make_request(), LAYERWISE)
     runs += split.all(job_run_compiled, experts, make_request(noise=longer), LAYERWISE)
     for plain, first, second in runs:
@@ -187,7 +202,9 @@ def test_compiled_blocks_on_shared_tokens(
         assert first["graphs"] > 0
 
 
-@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str
+)
 def test_a_ring_gives_what_one_worker_gives(
     mesh: Mesh,
     split: SplitProcesses,
@@ -233,7 +250,9 @@ def test_the_models_are_as_they_were(
         assert after == []
         for changed in ("high rope: forward", "low blocks.0: forward", "low proj_out: forward"):
             assert changed in inside
-        assert {"settings: parallel", "settings: self_backend", "settings: exchanging"} & set(inside)
+        assert {"settings: parallel", "settings: self_backend", "settings: exchanging"} & set(
+            inside
+        )
         assert "settings: backend" not in inside, "each worker has the whole text"
 
 
@@ -257,7 +276,11 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
 ) -> None:
     split.join(mesh)
     high, low = (tiny_expert_folder(seed=seed, heads=heads) for seed in (1, 2))
-    given = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"), make_request(shape=shape), LAYERWISE
+    given = (
+        ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"),
+        make_request(shape=shape),
+        LAYERWISE,
+    )
     for process in split.processes[:2]:
         process.start(job_run, *given)
     for process in split.processes[:2]:
@@ -268,16 +291,21 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
 
 def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
     cpu, cuda, half = torch.device("cpu"), torch.device("cuda:0"), torch.bfloat16
-    assert backend_for(None, ring=1, ulysses=2, device=cpu, dtype=torch.float32) is None
-    assert backend_for(None, ring=2, ulysses=2, device=cuda, dtype=half) == "_native_flash"
-    assert backend_for("_native_cudnn", ring=2, ulysses=1, device=cuda, dtype=half) == "_native_cudnn"
+    assert backend_for(None, Mesh(ring=1, ulysses=2), cpu, torch.float32) is None
+    assert backend_for(None, Mesh(ring=2, ulysses=2), cuda, half) == "_native_flash"
+    assert backend_for("_native_cudnn", Mesh(ring=2, ulysses=1), cuda, half) == "_native_cudnn"
     with pytest.raises(MeshError, match="use ulysses 4 instead, or bf16 on a GPU"):
-        backend_for(None, ring=2, ulysses=2, device=cuda, dtype=torch.float32)
-    with pytest.raises(MeshError, match="'xformers' does not support several workers; choose one of"):
-        backend_for("xformers", ring=1, ulysses=2, device=cuda, dtype=half)
-    assert backend_for("int8", ring=1, ulysses=2, device=cuda, dtype=half) == "int8"
-    with pytest.raises(MeshError, match="'int8' returns no log-sum-exp, which a ring needs; use ulysses 4 instead, or"):
-        backend_for("int8", ring=2, ulysses=2, device=cuda, dtype=half)
+        backend_for(None, Mesh(ring=2, ulysses=2), cuda, torch.float32)
+    with pytest.raises(
+        MeshError, match="'xformers' does not support several workers; choose one of"
+    ):
+        backend_for("xformers", Mesh(ring=1, ulysses=2), cuda, half)
+    assert backend_for("int8", Mesh(ring=1, ulysses=2), cuda, half) == "int8"
+    with pytest.raises(
+        MeshError,
+        match="'int8' returns no log-sum-exp, which a ring needs; use ulysses 4 instead, or",
+    ):
+        backend_for("int8", Mesh(ring=2, ulysses=2), cuda, half)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +317,7 @@ def test_the_estimate_of_shared_tokens_is_what_a_worker_holds_at_once(
     ulysses: int, cases: list[tuple[torch.dtype, int, int | None]], split: SplitProcesses
 ) -> None:
     split.join(Mesh(ulysses=ulysses))
-    counting = str(Path(__file__).parents[2] / "unit" / "sampling" / "test_working_bytes.py")
+    counting = str(Path(__file__).parents[2] / "support" / "alive_tensors.py")
     for case in cases:
         for alive, estimate in split.all(job_hold, counting, *case):
             assert 0.9 * estimate <= alive <= 1.03 * estimate
@@ -308,9 +336,14 @@ def test_a_wish_of_one_stops_all_before_the_same_block(
         assert difference(worker["latents"], alone) <= ROUNDING
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 2, 8, 12), (1, 16, 3, 6, 10)], ids=["48 tokens", "45 tokens"])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 2, 8, 12), (1, 16, 3, 6, 10)], ids=["48 tokens", "45 tokens"]
+)
 def test_between_machines_a_wish_of_one_stops_all_before_the_same_step(
-    shape: tuple[int, ...], split: SplitProcesses, wide: Callable[..., ExpertsRef], make_request: Any
+    shape: tuple[int, ...],
+    split: SplitProcesses,
+    wide: Callable[..., ExpertsRef],
+    make_request: Any,
 ) -> None:
     """With 45 tokens the shares are unequal, and the workers exchange their sizes."""
     mesh = Mesh(cfg=2, ulysses=2)
@@ -329,10 +362,14 @@ def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
     mesh = Mesh(cfg=2, ulysses=2)
     split.join(mesh, timeout_s=3.0)
     given = wide(), make_request(), LAYERWISE
-    answers = [process.start(job_run_until, *given, {3: 6}, sent) for process in split.processes[:4]]
+    answers = [
+        process.start(job_run_until, *given, {3: 6}, sent) for process in split.processes[:4]
+    ]
     try:
         for answer in answers[:3]:
-            with pytest.raises((PeerLostError, WorkerTimeoutError), match="no sign of rank 3 within"):
+            with pytest.raises(
+                (PeerLostError, WorkerTimeoutError), match="no sign of rank 3 within"
+            ):
                 answer.result()
     finally:
         split.processes.replace(3)

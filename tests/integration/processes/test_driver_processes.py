@@ -1,4 +1,4 @@
-"""Driver with real workers in real processes that join over gloo: every mesh, and failures in it."""
+"""Driver with real workers in real processes, joined over gloo: every mesh, and failures in it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.distributed import wire_traffic
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.distributed.messages import RunTask
-from wanstream.plan import wire_traffic
-from wanstream.sampling import ExtraTokens, SamplingCancelled, StepProgress, request_job
-from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from wanstream.sampling import request_run_shape
+from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.sampling.steps import SamplingCancelled, StepProgress
+from wanstream.schema import Mesh, OffloadPolicy
+from wanstream.schema.refs import ExpertsRef, WorkersRef
 from wanstream.tests.support.rounding import ROUNDING
 from wanstream.wan.experts.open import ExpertsRegistry
 
@@ -35,7 +38,9 @@ def pool(processes: Any, process_pools: Any) -> Iterator[Any]:
 
 
 def driver_of(pool: Any, mesh: Mesh, *, timeout_s: float = 60.0, max_restarts: int = 3) -> Driver:
-    return Driver(pool, WorkersRef(count=mesh.size, timeout_s=timeout_s, max_restarts=max_restarts), mesh)
+    return Driver(
+        pool, WorkersRef(count=mesh.size, timeout_s=timeout_s, max_restarts=max_restarts), mesh
+    )
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -46,8 +51,12 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 def batch_task(make_task: MakeTask) -> MakeTask:
     """`batch_task(batch=4, ...)`: a task of several samples, each with different noise."""
 
-    def make(batch: int = 4, *, request: dict[str, Any] | None = None, seed: int = 10, **changes: Any) -> RunTask:
-        return make_task(request={"noise": normal(batch, 16, 2, 4, 6, seed=seed), **(request or {})}, **changes)
+    def make(
+        batch: int = 4, *, request: dict[str, Any] | None = None, seed: int = 10, **changes: Any
+    ) -> RunTask:
+        return make_task(
+            request={"noise": normal(batch, 16, 2, 4, 6, seed=seed), **(request or {})}, **changes
+        )
 
     return make
 
@@ -94,20 +103,26 @@ def test_ulysses_shares_out_the_heads_of_the_sample_model(
         sample_models / f"diffusion_models/wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors"
         for expert in ("high", "low")
     )
-    task = make_task(experts=ExpertsRef(high_noise=next(files), low_noise=next(files), compute_dtype="float32"))
+    task = make_task(
+        experts=ExpertsRef(high_noise=next(files), low_noise=next(files), compute_dtype="float32")
+    )
     made = driver_of(pool, Mesh(ulysses=2)).denoise(task.experts, task.request, task.policy).latents
     wanted = alone(task)
     assert ((made - wanted).norm() / wanted.norm()).item() <= ROUNDING
 
 
-def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeTask, alone: ComputeAlone) -> None:
+def test_in_two_stages_no_worker_changes_its_expert(
+    pool: Any, batch_task: MakeTask, alone: ComputeAlone
+) -> None:
     driver, task = driver_of(pool, Mesh(stage=2)), batch_task(8)
     ran = driver.denoise(task.experts, task.request, task.policy)
     assert torch.equal(ran.latents, alone(task))
     for rank, expert in enumerate(("high", "low")):
         steps = ran.timelines[rank].steps
         assert {step.expert for step in steps} == {expert}
-        assert [step.index for step in steps] == [2 * rank, 2 * rank + 1] * 8, "one video after the other"
+        assert [step.index for step in steps] == [2 * rank, 2 * rank + 1] * 8, (
+            "one video after the other"
+        )
     first, second = (timeline.steps for timeline in ran.timelines.values())
     assert first[-1].start_s > second[0].start_s, "both stages work at once"
 
@@ -126,7 +141,12 @@ def test_another_seed_and_other_experts_are_what_the_next_queue_gets(
 
 @pytest.mark.parametrize(
     ("mesh", "rank", "handover_s"),
-    [(Mesh(stage=2), 1, 0.0), (Mesh(cfg=2), 1, 60.0), (Mesh(cfg=2), 0, 60.0), (Mesh(cfg=2), 0, 0.1)],
+    [
+        (Mesh(stage=2), 1, 0.0),
+        (Mesh(cfg=2), 1, 60.0),
+        (Mesh(cfg=2), 0, 60.0),
+        (Mesh(cfg=2), 0, 0.1),
+    ],
     ids=str,
 )
 def test_a_killed_worker_is_replaced_and_no_bit_changes(
@@ -139,7 +159,9 @@ def test_a_killed_worker_is_replaced_and_no_bit_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also between two handovers, after which the leader's steps are taken again."""
-    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: handover_s)
+    monkeypatch.setattr(
+        "wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: handover_s
+    )
     task, steps = batch_task(2, request={"solver": "unipc"}), list[StepProgress]()
 
     def on_step(step: StepProgress) -> None:
@@ -158,22 +180,28 @@ def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(
 ) -> None:
     short, frozen = batch_task(1), pool.workers[1].pid
     # Enough steps that the worker is not done before this process comes to stop it.
-    task = replace(short, request=replace(short.request, steps=60, switch_step=30))
+    request = DenoiseRequest(**{**short.request.keywords(), "steps": 60, "switch_step": 30})
+    task = replace(short, request=request)
 
     def on_step(step: StepProgress) -> None:
         if step.done == 2:
             os.kill(frozen, signal.SIGSTOP)
 
-    ran = driver_of(pool, Mesh(cfg=2), timeout_s=6.0).denoise(task.experts, task.request, task.policy, on_step=on_step)
+    ran = driver_of(pool, Mesh(cfg=2), timeout_s=6.0).denoise(
+        task.experts, task.request, task.policy, on_step=on_step
+    )
     assert torch.equal(ran.latents, alone(task))
     assert ran.restarts == 1
     assert pool.workers[1].pid != frozen
     assert "waited 6 s" in ran.timeline.changes[0]
 
 
-def test_runs_are_stopped_between_blocks_and_workers_stay(pool: Any, batch_task: MakeTask, alone: ComputeAlone) -> None:
+def test_runs_are_stopped_between_blocks_and_workers_stay(
+    pool: Any, batch_task: MakeTask, alone: ComputeAlone
+) -> None:
     driver, task = driver_of(pool, Mesh(stage=2, cfg=2)), batch_task(3)
-    pids, long = [worker.pid for worker in pool.workers], replace(task.request, steps=1000, switch_step=500)
+    pids = [worker.pid for worker in pool.workers]
+    long = DenoiseRequest(**{**task.request.keywords(), "steps": 1000, "switch_step": 500})
     for at in (1, 3, 4):
         stop = threading.Event()
 
@@ -182,19 +210,29 @@ def test_runs_are_stopped_between_blocks_and_workers_stay(pool: Any, batch_task:
                 stop.set()
 
         with pytest.raises(SamplingCancelled):
-            driver.denoise(task.experts, long, task.policy, on_step=on_step, should_stop=stop.is_set)
+            driver.denoise(
+                task.experts, long, task.policy, on_step=on_step, should_stop=stop.is_set
+            )
     assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, alone(task))
     assert [worker.pid for worker in pool.workers] == pids
 
 
 def test_a_file_that_is_broken_ends_the_run_and_names_the_worker(
-    pool: Any, make_task: MakeTask, experts_ref: Callable[..., Any], alone: ComputeAlone, tmp_path: Path
+    pool: Any,
+    make_task: MakeTask,
+    experts_ref: Callable[..., Any],
+    alone: ComputeAlone,
+    tmp_path: Path,
 ) -> None:
     driver, task = driver_of(pool, Mesh(cfg=2)), make_task()
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
-    with pytest.raises(WorkerFailedError, match=r"worker \d \(.*, cpu\) failed: .*broken.safetensors"):
-        driver.denoise(replace(task.experts, high_noise=broken, low_noise=broken), task.request, task.policy)
+    with pytest.raises(
+        WorkerFailedError, match=r"worker \d \(.*, cpu\) failed: .*broken.safetensors"
+    ):
+        driver.denoise(
+            replace(task.experts, high_noise=broken, low_noise=broken), task.request, task.policy
+        )
     assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, alone(task))
 
 
@@ -202,7 +240,9 @@ def test_memory_that_is_short_on_one_rank_lets_all_of_its_cell_go_on_in_less(
     processes: Any, process_pools: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
-    with process_pools.ProcessPool(processes, 2, first=WORKERS, short_at={1: 2 * blocks + 1}) as pool:
+    with process_pools.ProcessPool(
+        processes, 2, first=WORKERS, short_at={1: 2 * blocks + 1}
+    ) as pool:
         driver = driver_of(pool, Mesh(cfg=2), max_restarts=0)
         ran = driver.denoise(task.experts, task.request, task.policy)
         assert torch.equal(ran.latents, alone(task))
@@ -216,8 +256,10 @@ def test_between_machines_runs_are_stopped_between_steps_and_workers_stay(
     processes: Any, process_pools: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     task = make_task()
-    long = replace(task.request, steps=1000, switch_step=500)
-    with process_pools.ProcessPool(processes, 4, first=WORKERS, machines={2: "other", 3: "other"}) as pool:
+    long = DenoiseRequest(**{**task.request.keywords(), "steps": 1000, "switch_step": 500})
+    with process_pools.ProcessPool(
+        processes, 4, first=WORKERS, machines={2: "other", 3: "other"}
+    ) as pool:
         pids = [worker.pid for worker in pool.workers]
         for mesh, blocks in ((Mesh(cfg=2, ulysses=2), {0}), (Mesh(data=2, cfg=2), set(range(4)))):
             driver, request, stops = driver_of(pool, mesh), long, []
@@ -229,7 +271,9 @@ def test_between_machines_runs_are_stopped_between_steps_and_workers_stay(
                         stop.set()
 
                 with pytest.raises(SamplingCancelled) as cancelled:
-                    driver.denoise(task.experts, request, task.policy, on_step=on_step, should_stop=stop.is_set)
+                    driver.denoise(
+                        task.experts, request, task.policy, on_step=on_step, should_stop=stop.is_set
+                    )
                 stops.append(cancelled.value.block)
             assert set(stops) <= blocks
             made = driver.denoise(task.experts, task.request, task.policy).latents
@@ -242,8 +286,12 @@ def test_memory_that_is_short_between_machines_lets_the_group_go_on_in_less(
 ) -> None:
     task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
     short_at, machines = {1: 2 * blocks + 1}, {1: "other"}
-    with process_pools.ProcessPool(processes, 2, first=WORKERS, short_at=short_at, machines=machines) as pool:
-        ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(task.experts, task.request, task.policy)
+    with process_pools.ProcessPool(
+        processes, 2, first=WORKERS, short_at=short_at, machines=machines
+    ) as pool:
+        ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(
+            task.experts, task.request, task.policy
+        )
         assert torch.equal(ran.latents, alone(task))
         assert (ran.restarts, pool.replaced) == (0, [])
         assert "out of memory in step 2" in ran.timeline.changes[0]
@@ -260,16 +308,16 @@ def test_the_predicted_traffic_between_machines_is_what_workers_receive(
 ) -> None:
     task = make_task(request=changes)
     registry = ExpertsRegistry()
-    job = request_job(registry.get(task.experts), task.request, torch.device("cpu"))
+    run = request_run_shape(registry.get(task.experts), task.request, torch.device("cpu"))
     registry.free()
     with process_pools.ProcessPool(processes, 2, first=WORKERS, machines={1: "other"}) as pool:
         driver = driver_of(pool, mesh)
         ran = driver.denoise(task.experts, task.request, task.policy)
         ((_, facts),) = driver.workers
-    traffic = wire_traffic(mesh, [each.machine for each in facts], job)
+    traffic = wire_traffic(mesh, [each.machine for each in facts], run)
     assert traffic is not None
     # Each worker receives what the other one sends. Ulysses gathers its output too, once per lane.
-    tokens, shares = sum(job.lane_tokens("high")), 2
-    output = tokens // shares * 64 * job.value_bytes if mesh.ulysses > 1 else 0
+    tokens, shares = sum(run.lane_tokens("high")), 2
+    output = tokens // shares * 64 * run.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)
     assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)

@@ -1,4 +1,7 @@
-"""Process groups: join, decide and leave; loss or hang of a worker is reported, and the others can join again."""
+"""Process groups: join, decide and leave.
+
+Loss or hang of a worker is reported, and the others can join again.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,27 @@ SHORT_S, LONG_S = 2.0, 50.0
 def listening() -> set[tuple[str, int]]:
     """Return the addresses and ports that this process listens on."""
     gc.collect()  # errors and hooks keep the groups of earlier runs in reference cycles
-    return {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+    return {
+        each.laddr
+        for each in psutil.Process().net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
     # Groups that earlier tests broke listen until nothing refers to their errors.
     here.before = listening()
     here.groups = join_groups(every[here.number])
-    return {"pid": os.getpid(), "state": here.groups.state, "listening": [ip for ip, _ in listening()]}
+    return {
+        "pid": os.getpid(),
+        "state": here.groups.state,
+        "listening": [ip for ip, _ in listening()],
+    }
 
 
-def job_join_and_leave(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> list[GroupsState]:
+def job_join_and_leave(
+    here: SimpleNamespace, every: list[list[RendezvousSpec]]
+) -> list[GroupsState]:
     states = []
     for specs in every:
         groups = join_groups(specs[here.number])
@@ -51,7 +64,10 @@ def job_join_and_leave(here: SimpleNamespace, every: list[list[RendezvousSpec]])
 
 
 def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
-    """Leave twice; returns the state, and the number of ports that this process has listened on since it joined."""
+    """Leave twice.
+
+    Returns the state, and the number of ports that this process has listened on since it joined.
+    """
     here.groups.leave()
     here.groups.leave()
     return here.groups.state, len(listening() - here.before)
@@ -94,7 +110,9 @@ def joined(processes: Processes) -> Any:
     processes.all(job_leave_if_joined, count=count)
 
 
-def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes: Processes, joined: Any) -> None:
+def test_workers_listen_on_loopback_only_and_leave_no_sockets(
+    processes: Processes, joined: Any
+) -> None:
     reports = joined(Mesh(cfg=2))
     assert len({each["pid"] for each in reports} | {os.getpid()}) == 3
     assert all(each["state"] is GroupsState.JOINED for each in reports)
@@ -105,7 +123,10 @@ def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes: Process
 def test_a_worker_can_leave_immediately_after_it_has_joined(processes: Processes) -> None:
     every = [rendezvous(Mesh(ulysses=3)) for _ in range(8)]
     processes.at_least(3)
-    assert processes.all(job_join_and_leave, every, count=3, timeout=LONG_S) == [[GroupsState.JOINED] * 8] * 3
+    assert (
+        processes.all(job_join_and_leave, every, count=3, timeout=LONG_S)
+        == [[GroupsState.JOINED] * 8] * 3
+    )
 
 
 def test_every_group_has_the_workers_of_its_axis(processes: Processes, joined: Any) -> None:
@@ -120,10 +141,15 @@ def test_every_group_has_the_workers_of_its_axis(processes: Processes, joined: A
 def test_a_decision_is_the_same_on_all_ranks(mesh: Mesh, processes: Processes, joined: Any) -> None:
     joined(mesh)
     wishes = [[rank == 1 and at == 2 for at in range(5)] for rank in range(mesh.size)]
-    assert processes.all(job_decide, wishes, count=mesh.size) == [[at == 2 for at in range(5)]] * mesh.size
+    assert (
+        processes.all(job_decide, wishes, count=mesh.size)
+        == [[at == 2 for at in range(5)]] * mesh.size
+    )
 
 
-def test_the_same_processes_join_five_times_and_one_of_them_is_replaced(processes: Processes, joined: Any) -> None:
+def test_the_same_processes_join_five_times_and_one_of_them_is_replaced(
+    processes: Processes, joined: Any
+) -> None:
     pids = []
     for turn in range(5):
         pids.append({each["pid"] for each in joined(Mesh(ulysses=3))})
@@ -159,7 +185,10 @@ def test_a_worker_that_hangs_is_named(processes: Processes, joined: Any) -> None
     finally:
         processes[2].signal(signal.SIGCONT)
     assert all("no sign of rank 2" in str(error) for error in errors)
-    assert any(isinstance(error, WorkerTimeoutError) and f"waited {SHORT_S:g} s" in str(error) for error in errors)
+    assert any(
+        isinstance(error, WorkerTimeoutError) and f"waited {SHORT_S:g} s" in str(error)
+        for error in errors
+    )
 
 
 @pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
@@ -171,7 +200,9 @@ def test_a_worker_leaves_from_another_thread_while_it_waits_and_joins_again(
     try:
         waiting = [processes[rank].start(job_leave_while_it_waits, name) for rank in (0, 1)]
         for answer in waiting:
-            with pytest.raises(PeerLostError, match=r"this worker has left the rendezvous|another worker broke"):
+            with pytest.raises(
+                PeerLostError, match=r"this worker has left the rendezvous|another worker broke"
+            ):
                 answer.result(LONG_S)
         assert processes[0].start(job_leave).result() == (GroupsState.LEFT, 0)
     finally:
@@ -199,7 +230,9 @@ def test_missing_workers_are_named(processes: Processes) -> None:
         with pytest.raises(WorkerTimeoutError, match=r"ranks 1 and 3 did not join .* within 2 s"):
             answer.result()
     every = rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
-    with pytest.raises(WorkerTimeoutError, match=f"no store responds at {LOOPBACK}:{every[0].port} after 2 s"):
+    with pytest.raises(
+        WorkerTimeoutError, match=f"no store responds at {LOOPBACK}:{every[0].port} after 2 s"
+    ):
         processes[1].start(job_join, every).result()
 
 

@@ -1,4 +1,7 @@
-"""Four workers of one machine with whole weights take little more host memory than one: RAM holds them once."""
+"""Host memory of four workers of one machine with whole weights: RAM holds the weights once.
+
+The four take little more memory than one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.worker.worker import Worker
-from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef
 from wanstream.testing.weights import TinyShape, expert_config
 from wanstream.tests.support.processes import Processes
 from wanstream.tests.support.reports import latents_of
@@ -32,7 +36,9 @@ PINNED, FILE = OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.layerw
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system reports no PSS"),
+    pytest.mark.skipif(
+        not Path("/proc/self/smaps_rollup").exists(), reason="the system reports no PSS"
+    ),
 ]
 
 
@@ -67,7 +73,7 @@ def job_close(here: SimpleNamespace) -> None:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertsRef:
-    """Two experts of more than 1 GB each, all zeros: files with holes, which take no place on the disk."""
+    """Two experts of more than 1 GB each, all zeros: files with holes, which take no disk space."""
     high, low = (_write_zeros(tmp_path_factory.mktemp("expert")) for _ in range(2))
     for folder in (high, low):
         weights = open_expert(folder).weights
@@ -90,20 +96,29 @@ def begun(processes: Processes) -> Iterator[Any]:
         processes.replace(number)
 
 
-def test_ranks_of_one_machine_hold_one_copy(begun: Any, experts: ExpertsRef, make_task: Callable[..., RunTask]) -> None:
+def test_ranks_of_one_machine_hold_one_copy(
+    begun: Any, experts: ExpertsRef, make_task: Callable[..., RunTask]
+) -> None:
     for policy in (PINNED, FILE):
         # Weights streamed from files are in the page cache, which is not charged to a process.
         def cached(policy: OffloadPolicy = policy) -> int:
             return cached_bytes(experts) if policy is FILE else 0
 
-        task = make_task(experts=experts, policy=policy, request={"steps": 2, "switch_step": 1, "guidance": (1.0, 1.0)})
+        task = make_task(
+            experts=experts,
+            policy=policy,
+            request={"steps": 2, "switch_step": 1, "guidance": (1.0, 1.0)},
+        )
         first = begun[0].start(job_run, task).result()
         one = begun[0].start(job_taken).result() + cached()
         others = [begun[number].start(job_run, task) for number in range(1, RANKS)]
         assert all(torch.equal(other.result(), first) for other in others)
         taken = begun.all(job_taken, count=RANKS)
         every = sum(taken) + cached()
-        figures = f"{policy.source}: one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, PSS {taken}"
+        figures = (
+            f"{policy.source}: one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, "
+            f"PSS {taken}"
+        )
         logger.info(figures)
         assert one > 2 * 10**9, figures
         assert every <= MOST * one, figures
@@ -122,7 +137,9 @@ def _cached(file: Path) -> int:
         seen = (ctypes.c_ubyte * pages)()
         start = ctypes.c_ubyte.from_buffer(mapping)
         libc = ctypes.CDLL(None, use_errno=True)
-        refused = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapping)), seen)
+        refused = libc.mincore(
+            ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapping)), seen
+        )
         del start
         assert not refused, "the system does not report cached pages"
         return sum(page & 1 for page in bytes(seen)) * mmap.PAGESIZE

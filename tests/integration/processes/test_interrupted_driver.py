@@ -1,4 +1,4 @@
-"""A driver that is killed in the middle of a run: the same run continues from the states on disk."""
+"""A driver killed in the middle of a run: the same run continues from the states on disk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_a_run_whose_driver_was_killed_continues_and_no_bit_changes(
     with pytest.raises(RuntimeError, match="ended in the middle of a job"):
         drivers[0].start(drive, task, mesh, states, given | {"dies_at": dies_at}).result()
     drivers.replace(0)
-    latents, changes, done = drivers[0].start(drive, task, mesh, states, given | {"dies_at": None}).result()
+    latents, changes, done = (
+        drivers[0].start(drive, task, mesh, states, given | {"dies_at": None}).result()
+    )
     assert torch.equal(latents, alone(task))
     assert not states.exists()
     assert done == list(range(done[0], done[-1] + 1))

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest
-from wanstream.schema import ExpertsRef, OffloadPolicy
-from wanstream.schema.context_windows import ContextWindows
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, lanes_of_rank
-from wanstream.tests.support.split_jobs import SplitProcesses, job_count_votes, job_run_and_leave, job_run_until
+from wanstream.schema.refs import ExpertsRef
+from wanstream.shapes.context_windows import ContextWindows
+from wanstream.tests.support.split_jobs import (
+    SplitProcesses,
+    job_count_votes,
+    job_run_and_leave,
+    job_run_until,
+)
 from wanstream.wan import Nag
 
 BLOCKS = 4
@@ -43,7 +49,8 @@ def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]
 
 
 @pytest.mark.parametrize(
-    ("count", "sides"), [(1, ([0], [0])), (2, ([0], [1])), (3, ([0, 1], [1, 2])), (4, ([0, 1], [2, 3]))]
+    ("count", "sides"),
+    [(1, ([0], [0])), (2, ([0], [1])), (3, ([0, 1], [1, 2])), (4, ([0, 1], [2, 3]))],
 )
 def test_lanes_are_shared_out_evenly(count: int, sides: tuple[list[int], list[int]]) -> None:
     assert tuple(list(range(count))[lanes_of_rank(count, side)] for side in range(2)) == sides
@@ -51,7 +58,12 @@ def test_lanes_are_shared_out_evenly(count: int, sides: tuple[list[int], list[in
 
 @pytest.mark.parametrize(
     ("batch", "guidance", "lanes_a_step"),
-    [(1, (4.0, 3.0), (1, 1)), (1, (4.0, 1.0), (1, 1)), (3, (1.0, 3.0), (2, 3)), (2, (1.0, 1.0), (1, 1))],
+    [
+        (1, (4.0, 3.0), (1, 1)),
+        (1, (4.0, 1.0), (1, 1)),
+        (3, (1.0, 3.0), (2, 3)),
+        (2, (1.0, 1.0), (1, 1)),
+    ],
 )
 def test_two_sides_give_what_one_worker_gives(
     batch: int,
@@ -135,7 +147,9 @@ def test_a_group_votes_before_every_block_or_between_machines_before_every_step(
         assert votes == (STEPS if spans_machines else STEPS * BLOCKS)
 
 
-@pytest.mark.parametrize(("rank", "visits", "stop"), [(0, 0, (0, 0)), (1, 5, (2, 0)), (0, 8, (2, 0))])
+@pytest.mark.parametrize(
+    ("rank", "visits", "stop"), [(0, 0, (0, 0)), (1, 5, (2, 0)), (0, 8, (2, 0))]
+)
 def test_between_machines_a_wish_of_one_stops_both_before_the_same_step_and_they_go_on_after(
     rank: int,
     visits: int,
@@ -154,7 +168,9 @@ def test_between_machines_a_wish_of_one_stops_both_before_the_same_step_and_they
 
 
 def test_between_machines_a_worker_that_has_left_ends_before_its_next_block(
-    split: SplitProcesses, experts_ref: Callable[..., ExpertsRef], make_request: Callable[..., DenoiseRequest]
+    split: SplitProcesses,
+    experts_ref: Callable[..., ExpertsRef],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
     """After an error of one worker the driver makes all leave; a step may take minutes."""
     split.leave()

@@ -1,4 +1,7 @@
-"""Wan2.2 TI2V-5B with workers that share its tokens: each uses the timesteps of its tokens, also within a frame."""
+"""Wan2.2 TI2V-5B with workers that share its tokens.
+
+Each worker uses the timesteps of its tokens, also within a frame.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest
-from wanstream.schema import ExpertsRef, OffloadPolicy
-from wanstream.schema.context_windows import ContextWindows
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
+from wanstream.schema.refs import ExpertsRef
+from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.split_jobs import SplitProcesses, job_run_compiled
 
@@ -50,7 +54,9 @@ def given(
 
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
-def test_two_workers_give_what_one_gives(mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Any) -> None:
+def test_two_workers_give_what_one_gives(
+    mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Any
+) -> None:
     split.join(mesh)
     for changes in ({}, {"windows": ContextWindows(frames=2, overlap=1)}):
         job = *given(**changes), policy
@@ -64,7 +70,7 @@ def test_two_workers_give_what_one_gives(mesh: Mesh, policy: OffloadPolicy, spli
 
 
 def test_compiled_blocks_of_two_workers(split: SplitProcesses, given: Any) -> None:
-    """One graph for all blocks of all steps, where both workers have tokens of both timesteps or not."""
+    """One graph for all blocks and steps, with tokens of both timesteps on each worker or not."""
     split.join(Mesh(ulysses=2))
     results = split.all(job_run_compiled, *given(), LAYERWISE)
     for plain, compiled, again in results:

@@ -1,4 +1,7 @@
-"""Lanes with tokens next to their video, shared by workers: Bernini's contexts, Fun Control's reference."""
+"""Lanes with tokens next to their video, shared by workers.
+
+The tokens are Bernini's contexts or the reference of Fun Control.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan.visits import SkipRule
-from wanstream.sampling import DenoiseRequest, ExtraTokens, denoise
-from wanstream.sampling.cache.calibrate import calibrate
+from wanstream.plan.programs.visits import SkipRule
+from wanstream.sampling import denoise
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
-from wanstream.schema import ContextWindows, ExpertsRef, OffloadPolicy
+from wanstream.sampling.calibrate import calibrate
+from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, MeshError
+from wanstream.schema.refs import ExpertsRef
+from wanstream.shapes import ContextWindows
 from wanstream.tests.support.rounding import difference
 from wanstream.tests.support.split_jobs import SplitProcesses, job_run, job_run_compiled, job_seen
 from wanstream.wan import Nag
@@ -43,7 +49,10 @@ CONTROL: dict[str, Any] = {
 }
 SIDES: dict[str, Any] = {"negative_tokens": ExtraTokens()}
 """Lanes of 27 and of 24 tokens, with `_odd`."""
-VARIANTS = {"Bernini": ({}, BERNINI), "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL)}
+VARIANTS = {
+    "Bernini": ({}, BERNINI),
+    "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL),
+}
 
 
 @pytest.fixture
@@ -65,7 +74,11 @@ def test_two_workers_give_what_one_gives(
     mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Given, shape: Any, changes: Any
 ) -> None:
     split.join(mesh)
-    for more in ({}, {"windows": ContextWindows(frames=2, overlap=1)}, {"cache": FirstBlockCache(threshold=0.05)}):
+    for more in (
+        {},
+        {"windows": ContextWindows(frames=2, overlap=1)},
+        {"cache": FirstBlockCache(threshold=0.05)},
+    ):
         job = *given(shape, **changes, **more), policy
         alone = split.alone(*job)
         for worker in split.run(*job):
@@ -101,12 +114,19 @@ def _odd() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str
+)
 def test_ulysses_splits_any_number_of_tokens(
     mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Given
 ) -> None:
     split.join(mesh)
-    for more in ({}, {"cache": FirstBlockCache(threshold=0.05)}, SIDES, {"nag": Nag(), "guidance": (4.0, 1.0)}):
+    for more in (
+        {},
+        {"cache": FirstBlockCache(threshold=0.05)},
+        SIDES,
+        {"nag": Nag(), "guidance": (4.0, 1.0)},
+    ):
         job = *given({}, **_odd(), **more), policy
         alone = split.alone(*job)
         results = split.run(*job)
@@ -125,11 +145,15 @@ def test_a_cache_skips_alike_with_unequal_shares(split: SplitProcesses, given: G
         assert difference(worker["latents"], alone) <= ROUNDING
 
 
-def test_steps_without_blocks_have_any_number_of_tokens(split: SplitProcesses, given: Given) -> None:
+def test_steps_without_blocks_have_any_number_of_tokens(
+    split: SplitProcesses, given: Given
+) -> None:
     split.join(Mesh(ulysses=2))
     experts, request = given({}, **_odd())
     pair = ExpertsRegistry().get(experts)
-    table = calibrate(request, partial(denoise, pair, policy=LAYERWISE, device="cpu"), source="a test")
+    table = calibrate(
+        request, partial(denoise, pair, policy=LAYERWISE, device="cpu"), source="a test"
+    )
     cache = MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0))
     job = *given({}, **_odd(), cache=cache), LAYERWISE
     alone = split.alone(*job)
@@ -155,7 +179,9 @@ def test_compiled_blocks_with_any_number_of_tokens(split: SplitProcesses, given:
         assert torch.equal(again["latents"], plain["latents"])
 
 
-def test_sizes_are_exchanged_only_for_totals_that_do_not_divide(split: SplitProcesses, given: Given) -> None:
+def test_sizes_are_exchanged_only_for_totals_that_do_not_divide(
+    split: SplitProcesses, given: Given
+) -> None:
     split.join(Mesh(ulysses=2))
     requests = [given({}, **changes) for changes in ({}, _odd(), {})]
     first, odd, last = (split.run(*request, LAYERWISE) for request in requests)
@@ -167,7 +193,9 @@ def test_sizes_are_exchanged_only_for_totals_that_do_not_divide(split: SplitProc
 
 def test_a_ring_refuses_tokens_that_it_cannot_split(split: SplitProcesses, given: Given) -> None:
     split.join(Mesh(ring=2))
-    message = "ring 2 x ulysses 1 cannot split 27 tokens evenly: choose ring 1, .* or of its references"
+    message = (
+        "ring 2 x ulysses 1 cannot split 27 tokens evenly: choose ring 1, .* or of its references"
+    )
     with split.attention_with_lse():
         for process in split.processes[:2]:
             process.start(job_run, *given({}, **_odd()), LAYERWISE)

@@ -1,4 +1,4 @@
-"""Workers with one shard of every block each, in real processes over gloo: bit-equal to one worker."""
+"""Workers with one shard of each block, in real processes over gloo: bit-equal to one worker."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RendezvousSpec, RunTask
+from wanstream.distributed.plan.weights import WeightFigures, choose_weight_placement
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.weights import GroupGather, measure, taken_bytes
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
-from wanstream.plan import WeightFigures, choose_weight_placement
-from wanstream.sampling import SamplingCancelled, Share, working_bytes
-from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy, parse_step_strengths
-from wanstream.schema.refs import WeightPlacement
+from wanstream.sampling import working_bytes
+from wanstream.sampling.steps import SamplingCancelled
+from wanstream.schema import Mesh, OffloadPolicy, parse_step_strengths
+from wanstream.schema.refs import ExpertsRef, LoraRef
+from wanstream.schema.refs.workers import WeightPlacement
 from wanstream.testing.experts import make_lora, save_lora
-from wanstream.testing.quantised import matrices, save_expert_gguf
+from wanstream.testing.quantised import save_expert_gguf
 from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.quantised_files import matrices
 from wanstream.tests.support.reports import Reports
 from wanstream.tests.support.split_jobs import join_groups, rendezvous
 from wanstream.wan.experts.open import open_pair
@@ -40,7 +43,8 @@ POLICIES = (
 )
 CASES = tuple(
     zip(
-        ("plain",) * 4 + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA", "plain with a LoRA by steps"),
+        ("plain",) * 4
+        + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA", "plain with a LoRA by steps"),
         POLICIES * 2,
         strict=True,
     )
@@ -104,7 +108,10 @@ def job_leave_meeting(here: SimpleNamespace) -> None:
 
 @pytest.fixture(scope="module")
 def join(processes: Processes) -> Iterator[Callable[..., list[int]]]:
-    """`join(placement, mesh=CELL)`: join with as many processes as the mesh has; experts stay open."""
+    """`join(placement, mesh=CELL)`: join with as many processes as the mesh has.
+
+    Experts stay open.
+    """
 
     def join(placement: WeightPlacement, mesh: Mesh = CELL) -> list[int]:
         every = [replace(each, weights=placement) for each in rendezvous(mesh)]
@@ -116,15 +123,23 @@ def join(processes: Processes) -> Iterator[Callable[..., list[int]]]:
 
 @pytest.fixture(scope="module")
 def forms(
-    experts_ref: Callable[..., ExpertsRef], make_tiny_expert: Any, tmp_path_factory: pytest.TempPathFactory
+    experts_ref: Callable[..., ExpertsRef],
+    make_tiny_expert: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, ExpertsRef]:
     """Experts in every storage format, with a LoRA where blocks are decoded on arrival."""
     folder = tmp_path_factory.mktemp("forms")
-    save_lora(make_lora(make_tiny_expert(), seed=1), folder / "lora.safetensors", dtype=torch.float32)
+    save_lora(
+        make_lora(make_tiny_expert(), seed=1), folder / "lora.safetensors", dtype=torch.float32
+    )
     lora = LoraRef(high_noise=folder / "lora.safetensors", low_noise=folder / "lora.safetensors")
     for seed, name in enumerate(("high", "low")):
-        save_expert_gguf(make_tiny_expert(seed=seed), folder / f"{name}.gguf", types=matrices("Q8_0"), seed=seed)
-    gguf = ExpertsRef(high_noise=folder / "high.gguf", low_noise=folder / "low.gguf", compute_dtype="float32")
+        save_expert_gguf(
+            make_tiny_expert(seed=seed), folder / f"{name}.gguf", types=matrices("Q8_0"), seed=seed
+        )
+    gguf = ExpertsRef(
+        high_noise=folder / "high.gguf", low_noise=folder / "low.gguf", compute_dtype="float32"
+    )
     stages = replace(lora, steps=parse_step_strengths("0: 0, 3: 0.5"))
     return {
         "plain": experts_ref(),
@@ -135,7 +150,9 @@ def forms(
     }
 
 
-@pytest.mark.parametrize(("placement", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])])
+@pytest.mark.parametrize(
+    ("placement", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])]
+)
 def test_shards_give_what_one_worker_gives(
     processes: Processes,
     join: Any,
@@ -154,7 +171,9 @@ def test_shards_give_what_one_worker_gives(
         assert reports[0]["gathered"] == reports[1]["gathered"] > 10**6
 
 
-def test_four_ranks_gather_too(processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
+def test_four_ranks_gather_too(
+    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
     join("sharded", Mesh(cfg=2, ulysses=2))
     task = make_task()
     reports = processes.all(job_run, task, count=4)
@@ -181,7 +200,9 @@ def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
 ) -> None:
     join("sharded")
     for after in (1, 2, 3):
-        stopped = processes.all(job_run_and_stop, make_task(policy=policy), after, count=2, timeout=SHORT_S)
+        stopped = processes.all(
+            job_run_and_stop, make_task(policy=policy), after, count=2, timeout=SHORT_S
+        )
         assert stopped[0] == stopped[1]
     task = make_task(policy=policy)
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
@@ -205,7 +226,7 @@ def test_a_rank_that_fails_alone_holds_nobody_up(
 
 
 def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
-    """Abort a gather on the first process that the second one never calls, and leave the rendezvous."""
+    """Abort a gather on the first process, never called by the second, and leave the rendezvous."""
     groups, messages = join_groups(every[here.number]), list[str]()
     if here.number == 1:
         with pytest.raises(PeerLostError) as lost:
@@ -216,7 +237,9 @@ def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> 
 
     def wait() -> None:
         try:
-            gather.all_gather(torch.zeros(2 * 256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8))
+            gather.all_gather(
+                torch.zeros(2 * 256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+            )
         except GatherBrokenError as error:
             messages.append(str(error))
 
@@ -240,7 +263,9 @@ def test_a_rank_that_is_killed_is_missed_at_once(
 ) -> None:
     join("sharded")
     task = make_task()
-    answers = [processes[number].start(job_run_and_fail, task, 1, signal.SIGKILL) for number in (0, 1)]
+    answers = [
+        processes[number].start(job_run_and_fail, task, 1, signal.SIGKILL) for number in (0, 1)
+    ]
     with pytest.raises(PeerLostError):
         answers[0].result(SHORT_S)
     with pytest.raises(RuntimeError, match="ended in the middle of a job"):
@@ -250,18 +275,24 @@ def test_a_rank_that_is_killed_is_missed_at_once(
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
 
 
-def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> WeightFigures:
+def job_measure(
+    here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]
+) -> WeightFigures:
     groups = join_groups(every[here.number])
     with ExitStack() as undo:
         undo.callback(groups.leave)
-        return measure(groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy)
+        return measure(
+            groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy
+        )
 
 
 def job_told(here: SimpleNamespace, task: RunTask) -> Any:
     return here.worker.run(task, lambda _: None).timeline.changes
 
 
-def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Processes, make_task: MakeTask) -> None:
+def test_the_figures_of_a_cell_are_the_same_for_all_of_it(
+    processes: Processes, make_task: MakeTask
+) -> None:
     processes.at_least(2).all(job_leave, count=2)
     figures = processes.all(job_measure, make_task(), rendezvous(CELL), count=2, timeout=SHORT_S)
     assert figures[0] == figures[1]
@@ -274,18 +305,22 @@ def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSp
     groups = join_groups(every[here.number])
     with ExitStack() as undo:
         undo.callback(groups.leave)
-        return taken_bytes(groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy)
+        return taken_bytes(
+            groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy
+        )
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
-def test_a_worker_estimates_its_share_of_a_step(mesh: Mesh, processes: Processes, make_task: MakeTask) -> None:
+def test_a_worker_estimates_its_share_of_a_step(
+    mesh: Mesh, processes: Processes, make_task: MakeTask
+) -> None:
     """Memory needs in addition to the weights decide whether shards fit into the same memory."""
-    task, share = make_task(), Share(cfg=mesh.cfg, ulysses=mesh.ulysses)
+    task = make_task()
     processes.at_least(2).all(job_leave, count=2)
     taken = processes.all(job_taken, task, rendezvous(mesh), count=2, timeout=SHORT_S)
     with open_pair(task.experts) as pair:
         weights = pair.device_bytes(task.policy, device=torch.device("cpu"))
-        own = working_bytes(pair, task.request.noise.shape, sides=(0, 0), share=share)
+        own = working_bytes(pair, task.request.noise.shape, sides=(0, 0), share=mesh)
         whole = working_bytes(pair, task.request.noise.shape, sides=(0, 0))
     assert taken == [weights + own] * 2
     assert own < whole

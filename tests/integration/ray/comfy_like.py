@@ -1,7 +1,8 @@
-"""A process that imports the pack as ComfyUI does and has workers: `comfy_like.py FOLDER HIGH LOW HOW`.
+"""A process with workers that imports the pack as ComfyUI does.
 
-It prints one JSON line when a worker computes. HOW selects the end: "returns" from its main module with the pool open,
-"waits" for a kill, or "closes" the pool and prints the remaining processes and files.
+Usage: `comfy_like.py FOLDER HIGH LOW HOW`. It prints one JSON line when a worker computes. HOW
+selects the end: "returns" from its main module with the pool open, "waits" for a kill, or "closes"
+the pool and prints the remaining processes and files.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def task_of(module, high: str, low: str, *, steps: int):
         flow_shift=5.0,
         guidance=(4.0, 3.0),
     )
-    experts = module("schema").ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
+    experts = module("schema.refs").ExpertsRef(
+        high_noise=Path(high), low_noise=Path(low), compute_dtype="float32"
+    )
     policy = module("schema").OffloadPolicy.layerwise(1)
     return module("distributed.messages").RunTask(
         run_id=f"run of {steps}", experts=experts, request=request, policy=policy
@@ -65,7 +68,7 @@ def main(folder: str, high: str, low: str, how: str) -> None:
     def module(path: str):
         return importlib.import_module(f"{name}.{path}")
 
-    ref = module("schema").WorkersRef(count=1, threads=1)
+    ref = module("schema.refs").WorkersRef(count=1, threads=1)
     pool = module("distributed.ray.pool").RayPool(ref, "cpu", store_bytes=128 << 20)
     worker = pool.workers[0]
     task = task_of(module, high, low, steps=4)
@@ -92,7 +95,11 @@ def main(folder: str, high: str, low: str, how: str) -> None:
         own = psutil.Process()
         say(
             children=[child.pid for child in own.children(recursive=True)],
-            listening=[each.laddr.port for each in own.net_connections() if each.status == psutil.CONN_LISTEN],
+            listening=[
+                each.laddr.port
+                for each in own.net_connections()
+                if each.status == psutil.CONN_LISTEN
+            ],
         )
 
 

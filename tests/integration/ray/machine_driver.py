@@ -1,7 +1,8 @@
-"""Drives workers of a cluster from one of its machines by commands on stdin: `machine_driver.py MODELS`.
+"""Drives workers of a cluster by commands on stdin: `machine_driver.py MODELS`.
 
-A line of the input is `["run", {...}]`: a function below and its arguments. The output has progress lines, then
-`{"answer": ...}`, or `{"error": ..., "message": ...}` for an error that a user would see.
+It runs on one of the cluster's machines. A line of the input is `["run", {...}]`: a function below
+and its arguments. The output has progress lines, then `{"answer": ...}`, or `{"error": ...,
+"message": ...}` for an error that a user would see.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.nodes.runs.benchmark import tensor_digest
-from wanstream.sampling import DenoiseRequest, StepProgress, denoise
-from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
-from wanstream.schema.refs import path_maps
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import StepProgress
+from wanstream.schema import Mesh, OffloadPolicy
+from wanstream.schema.refs import ExpertsRef, WorkersRef
+from wanstream.schema.refs.workers import path_maps
 from wanstream.wan.experts.open import ExpertsRegistry
+from wanstream.wan.latents import tensor_digest
 
 STORE_BYTES = 128 << 20
 models = Path(sys.argv[1])
@@ -57,7 +61,10 @@ def begin(count: int, address: str, mesh: dict[str, int], **settings: Any) -> di
     end()
     held["ref"] = WorkersRef(count=count, address=address, threads=1, timeout_s=60.0, **settings)
     held["pool"] = RayPool(replace(held["ref"], mesh=Mesh(**mesh)), store_bytes=STORE_BYTES)
-    return {"nodes": nodes(), "addresses": [worker.started.facts.address for worker in held["pool"].workers]}
+    return {
+        "nodes": nodes(),
+        "addresses": [worker.started.facts.address for worker in held["pool"].workers],
+    }
 
 
 def end() -> None:
@@ -74,7 +81,9 @@ def nodes() -> list[str]:
 def alone(videos: int, steps: int) -> dict[str, Any]:
     """Result of one process without workers."""
     registry = ExpertsRegistry()
-    held["alone"] = denoise(registry.get(experts), request(videos, steps), policy=policy, device="cpu").latents
+    held["alone"] = denoise(
+        registry.get(experts), request(videos, steps), policy=policy, device="cpu"
+    ).latents
     registry.free()
     return {"digest": tensor_digest(held["alone"])}
 
@@ -93,7 +102,11 @@ def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[st
         "digest": tensor_digest(ran.latents),
         "difference": ((ran.latents - wanted).norm() / wanted.norm()).item(),
         "nodes": nodes(),
-        "apart": [list(ranks) for ranks, facts in driver.workers if len({each.machine for each in facts}) > 1],
+        "apart": [
+            list(ranks)
+            for ranks, facts in driver.workers
+            if len({each.machine for each in facts}) > 1
+        ],
         "ranks": sorted(ran.timelines),
         "gathered_bytes": ran.gathered_bytes,
         "max_restarts": ran.restarts,

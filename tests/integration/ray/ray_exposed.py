@@ -1,7 +1,7 @@
-"""A process in a separate network, with a Ray that other machines could reach there: `ray_exposed.py FOLDER`.
+"""A process in a separate network, with a Ray that other machines could reach there.
 
-Prints as JSON the refusals that pools raise for this Ray. It is started in a network namespace, so that it is not
-visible outside.
+Usage: `ray_exposed.py FOLDER`. Prints as JSON the refusals that pools raise for this Ray. It is
+started in a network namespace, so that it is not visible outside.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 
 ADDRESS, PORT = "198.18.9.1", 6379
 LIMIT_S = 120
@@ -30,7 +30,9 @@ def start_ray(folder: Path) -> None:
     place = ["--node-ip-address", ADDRESS, "--port", str(PORT), "--temp-dir", str(folder)]
     small = ["--num-cpus", "1", "--num-gpus", "0", "--object-store-memory", str(100 << 20)]
     plain = ["--include-dashboard=false", "--disable-usage-stats"]
-    subprocess.run([*program, *place, *small, *plain], check=True, stdout=sys.stderr, timeout=LIMIT_S)
+    subprocess.run(
+        [*program, *place, *small, *plain], check=True, stdout=sys.stderr, timeout=LIMIT_S
+    )
 
 
 def refusal(**changes: object) -> str:
@@ -48,7 +50,9 @@ def main(folder: Path) -> dict[str, str]:
     token_file.touch(mode=0o600)
     token_file.write_text("ab" * 32)
     return {
-        "without a token": refusal(address=f"{ADDRESS}:{PORT}", beyond_loopback=True, token_file=str(token_file)),
+        "without a token": refusal(
+            address=f"{ADDRESS}:{PORT}", beyond_loopback=True, token_file=str(token_file)
+        ),
         "by way of loopback": refusal(address=f"127.0.0.1:{PORT}"),
     }
 

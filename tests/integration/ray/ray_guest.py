@@ -1,6 +1,6 @@
-"""A process that starts workers in the cluster at ADDRESS twice: `ray_guest.py ADDRESS [TOKEN_FILE]`.
+"""A process that starts workers in the cluster at ADDRESS twice.
 
-Prints its findings as JSON.
+Usage: `ray_guest.py ADDRESS [TOKEN_FILE]`. Prints its findings as JSON.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ import json
 import os
 import sys
 
-from wanstream.distributed.ray.environment import RaySetupError, import_ray, on_loopback, token_of_cluster
+from wanstream.distributed.ray.environment import (
+    RaySetupError,
+    import_ray,
+    on_loopback,
+    token_of_cluster,
+)
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 
 address = sys.argv[1]
 token_file = "".join(sys.argv[2:])

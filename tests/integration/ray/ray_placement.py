@@ -1,6 +1,7 @@
-"""Reserves workers in a cluster of two machines with 5 and 3 GPUs, which are only numbers: `ray_placement.py FOLDER`.
+"""Reserves workers in a cluster of two machines with 5 and 3 GPUs, which are only numbers.
 
-The last line of the output has the machine of every rank in each case, as JSON.
+Usage: `ray_placement.py FOLDER`. The last line of the output has the machine of every rank in each
+case, as JSON.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import ray
 
+from wanstream.distributed.plan.machines import nested_sizes
 from wanstream.distributed.ray.connection import CONNECTION, gcs_address
 from wanstream.distributed.ray.environment import RaySetupError, on_loopback, temporary_environment
 from wanstream.distributed.ray.placement import Placement
-from wanstream.plan import nested_sizes
 from wanstream.schema import Mesh
 
 LOOPBACK = "127.0.0.1"
@@ -48,12 +49,24 @@ def reserve(names: dict[str, str], mesh: Mesh) -> dict[str, Any]:
 def place(folder: str) -> dict[str, Any]:
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 1, "num_gpus": 5, "node_ip_address": LOOPBACK, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": folder, "include_dashboard": False})
-    small = cluster.add_node(num_cpus=1, num_gpus=3, node_ip_address=LOOPBACK, object_store_memory=80 << 20)
+    head = {
+        "num_cpus": 1,
+        "num_gpus": 5,
+        "node_ip_address": LOOPBACK,
+        "object_store_memory": 80 << 20,
+    }
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**head, "temp_dir": folder, "include_dashboard": False},
+    )
+    small = cluster.add_node(
+        num_cpus=1, num_gpus=3, node_ip_address=LOOPBACK, object_store_memory=80 << 20
+    )
     ray.init(address=cluster.address, log_to_driver=False)
     CONNECTION._server = gcs_address(ray)
-    names = {node["NodeID"]: "B" if node["NodeID"] == small.node_id else "A" for node in ray.nodes()}
+    names = {
+        node["NodeID"]: "B" if node["NodeID"] == small.node_id else "A" for node in ray.nodes()
+    }
     meshes = [
         Mesh(data=2, ulysses=4),
         Mesh(data=2, ulysses=3),
@@ -78,6 +91,9 @@ def place(folder: str) -> dict[str, Any]:
 if __name__ == "__main__":
     # Ray writes the address of the cluster to a folder there, which must exist.
     (Path(sys.argv[1]) / "ray").mkdir()
-    with temporary_environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[1]}), on_loopback():
+    with (
+        temporary_environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[1]}),
+        on_loopback(),
+    ):
         answer = place(sys.argv[1])
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -1,4 +1,7 @@
-"""A process in which Ray fails to start for several reasons in turn: prints the errors and the leftovers as JSON."""
+"""A process in which Ray fails to start for several reasons in turn.
+
+Prints the errors and the leftovers as JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import psutil
 
 from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 
 STORE_BYTES = 128 << 20
 LIMIT_S = 60

@@ -1,4 +1,4 @@
-"""A driver with workers behind Ray that is killed in the middle of a run: the same run continues."""
+"""A driver with workers behind Ray, killed in the middle of a run: the same run continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_a_run_whose_driver_was_killed_continues_and_no_bit_changes(
         with pytest.raises(RuntimeError, match="ended in the middle of a job"):
             drivers[0].start(drive, task, Mesh(cfg=2), states, given | {"dies_at": 2}).result()
         drivers.replace(0)
-        latents, changes, done = drivers[0].start(drive, task, Mesh(cfg=2), states, given | {"dies_at": None}).result()
+        latents, changes, done = (
+            drivers[0].start(drive, task, Mesh(cfg=2), states, given | {"dies_at": None}).result()
+        )
     finally:
         drivers.close()
     assert torch.equal(latents, alone(task))

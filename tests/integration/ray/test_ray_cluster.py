@@ -84,7 +84,7 @@ def output_of(program: list[str], folder: Path, **changes: str) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def apart() -> list[str]:
-    """Return a command prefix that gives a program its own network, and ends all its processes with it."""
+    """Return a command prefix: the program has its own network, and its processes end with it."""
     program = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if not all(shutil.which(name) for name in ("unshare", "ip")):
         pytest.skip("needs unshare and ip (Debian: util-linux, iproute2)")
@@ -94,10 +94,15 @@ def apart() -> list[str]:
     return program
 
 
-def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, token_file: str) -> None:
+def test_a_cluster_is_joined_and_left_as_it_was(
+    address: str, tmp_path: Path, token_file: str
+) -> None:
     found = guest(tmp_path, address, token_file)
     assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
-    assert f"this process has workers at {address}: close those before starting others at local" in found["other Ray"]
+    assert (
+        f"this process has workers at {address}: close those before starting others at local"
+        in found["other Ray"]
+    )
     assert found["left"] is True
     assert f"this process is connected to the Ray at {address} already" in found["foreign"]
     assert f"add {address} to the list of clusters" in found["foreign"]
@@ -107,7 +112,9 @@ def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, to
 
 def test_without_its_token_a_cluster_refuses_in_words(address: str, tmp_path: Path) -> None:
     found = guest(tmp_path, address, **TOKEN)
-    assert f"the Ray cluster at {address} does not accept this process" in found["refused"], "a token was sent"
+    assert f"the Ray cluster at {address} does not accept this process" in found["refused"], (
+        "a token was sent"
+    )
     assert "as token_file in the list" in found["refused"]
 
 
@@ -126,7 +133,11 @@ def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_gua
 
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     found = output_of([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
-    why = {"no room": "the minimum allowed is", "long name": "AF_UNIX path", "no folder": "No such file or directory"}
+    why = {
+        "no room": "the minimum allowed is",
+        "long name": "AF_UNIX path",
+        "no folder": "No such file or directory",
+    }
     for case, reason in why.items():
         assert "does not start on this machine: " in found[case]
         assert reason in found[case]
@@ -134,7 +145,9 @@ def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) ->
     assert (found["left"], found["left at the end"], found["folders"]) == ([], [], [])
 
 
-def test_a_group_is_reserved_on_one_machine_where_it_fits_and_all_or_nothing_is(tmp_path: Path) -> None:
+def test_a_group_is_reserved_on_one_machine_where_it_fits_and_all_or_nothing_is(
+    tmp_path: Path,
+) -> None:
     """A cluster of two machines A and B with 5 and 3 GPUs."""
     with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
         found = output_of([sys.executable, str(HERE / "ray_placement.py"), folder], tmp_path)
@@ -158,7 +171,7 @@ import os, sys, time
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.ray.environment import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1], token_file=sys.argv[2]))
 print("joined", pool.usable, flush=True)
 input()
@@ -176,8 +189,10 @@ os._exit(7)
 """
 
 
-def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempPathFactory, token_file: str) -> None:
-    """By default Ray ends every process that has lost its server, after a timeout that is set to 3 s here."""
+def test_a_cluster_that_ends_takes_nobody_with_it(
+    tmp_path_factory: pytest.TempPathFactory, token_file: str
+) -> None:
+    """By default Ray ends every process that has lost its server, after a timeout (here 3 s)."""
     folder = tmp_path_factory.mktemp("ends")
     head, address = start_head(folder)
     children = psutil.Process(head.pid).children(recursive=True)

@@ -1,4 +1,7 @@
-"""A pool whose Ray starts late or not at all, loses its raylet, or has slow workers; without a Ray."""
+"""A pool whose Ray starts late or not at all, loses its raylet, or has slow workers.
+
+Without a Ray.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,19 @@ from typing import Any
 import psutil
 import pytest
 
-from wanstream.cli.batch.actors.ray_backend import MIN_CPU_ACTORS, check_local
-from wanstream.cli.options import BatchOptions
+from wanstream.cli.batch.ray_backend import MIN_CPU_ACTORS, check_local
+from wanstream.cli.options import ActorOptions, BatchOptions, LocalOptions
 from wanstream.distributed.ray import connection as ray_setup
+from wanstream.distributed.ray import environment as ray_environment
 from wanstream.distributed.ray import pool as ray_pool
+from wanstream.distributed.ray.actor import Started
 from wanstream.distributed.ray.connection import FOLDER_PREFIX, RayConnection
 from wanstream.distributed.ray.environment import QUIET, LostAtStartError, RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.pool import replace_lost
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.worker import Worker
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 
 OWN, OTHER = "own node", "other node"
 
@@ -54,12 +58,18 @@ class RayActorError(RayError):
 
 
 ERRORS = SimpleNamespace(
-    RayError=RayError, GetTimeoutError=GetTimeoutError, RayTaskError=RayTaskError, RayActorError=RayActorError
+    RayError=RayError,
+    GetTimeoutError=GetTimeoutError,
+    RayTaskError=RayTaskError,
+    RayActorError=RayActorError,
 )
 
 
 class FakeRay:
-    """The part of the module `ray` that a pool uses. An answer is a delay in seconds, or an error."""
+    """The part of the module `ray` that a pool uses.
+
+    An answer is a delay in seconds, or an error.
+    """
 
     __version__ = "0"
     exceptions = ERRORS
@@ -104,7 +114,13 @@ class FakeRay:
 
 def started(**changes: Any) -> Started:
     return Started(
-        **{"facts": Worker("cpu", machine=OTHER).facts(), "logs": (), "requires_token": True, "process": "", **changes}
+        **{
+            "facts": Worker("cpu", machine=OTHER).facts(),
+            "logs": (),
+            "requires_token": True,
+            "process": "",
+            **changes,
+        }
     )
 
 
@@ -176,13 +192,22 @@ def test_all_workers_start_before_one_deadline(answers: list[float | Exception])
         assert pool.usable
 
 
-def test_a_worker_that_does_not_start_with_a_token_may_lack_that_token(answers: list[float | Exception]) -> None:
+def test_a_worker_that_does_not_start_with_a_token_may_lack_that_token(
+    answers: list[float | Exception],
+) -> None:
     answers += [RayActorError("It never ran.")] * 2
-    with pytest.raises(LostAtStartError, match=r"It never ran\. Check that .* RAY_AUTH_MODE=token and the same token"):
-        RayPool(WorkersRef(count=1, address="127.0.0.1:1", token_file="/token"), start_timeout_s=0.1)
+    with pytest.raises(
+        LostAtStartError,
+        match=r"It never ran\. Check that .* RAY_AUTH_MODE=token and the same token",
+    ):
+        RayPool(
+            WorkersRef(count=1, address="127.0.0.1:1", token_file="/token"), start_timeout_s=0.1
+        )
 
 
-def test_a_worker_that_cannot_be_replaced_makes_the_pool_unusable(answers: list[float | Exception]) -> None:
+def test_a_worker_that_cannot_be_replaced_makes_the_pool_unusable(
+    answers: list[float | Exception],
+) -> None:
     answers += [0.0, *[RayActorError("Worker exit detail: gone.")] * 2, 0.0]
     with RayPool(WorkersRef(count=1), start_timeout_s=0.1) as pool:
         with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
@@ -209,7 +234,12 @@ def test_three_of_four_workers_start_side_by_side_in_one_start(
         monkeypatch.setattr(ray, "get", meet)
         replace_lost(pool, [1, 2, 3])
         assert len(timeouts) == 3
-        assert [old is new for old, new in zip(before, pool.workers, strict=True)] == [True, False, False, False]
+        assert [old is new for old, new in zip(before, pool.workers, strict=True)] == [
+            True,
+            False,
+            False,
+            False,
+        ]
         assert pool.usable
 
 
@@ -230,7 +260,11 @@ def test_a_worker_that_cannot_be_replaced_does_not_end_the_others_that_start(
         monkeypatch.setattr(ray, "get", lose_the_first)
         with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
             replace_lost(pool, [0, 1, 2])
-        assert [old is new for old, new in zip(before, pool.workers, strict=True)] == [True, False, False]
+        assert [old is new for old, new in zip(before, pool.workers, strict=True)] == [
+            True,
+            False,
+            False,
+        ]
         assert not pool.usable
         answers += [0.0]
         pool.replace(0)
@@ -269,7 +303,7 @@ def test_closing_ends_all_replacements_that_are_in_flight(
 def test_a_machine_that_ray_has_lost_makes_the_connection_unusable(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_setup, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_environment, "import_ray", lambda: ray)
     monkeypatch.setattr(ray_setup, "is_listening", lambda host, port: True)
     connection = RayConnection()
     connection._server = "127.0.0.1:1"
@@ -280,11 +314,16 @@ def test_a_machine_that_ray_has_lost_makes_the_connection_unusable(
     assert not connection.is_alive()
 
 
-def test_a_raylet_that_was_killed_makes_the_connection_unusable(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_raylet_that_was_killed_makes_the_connection_unusable(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray's server still counts on it for some seconds."""
-    monkeypatch.setattr(ray_setup, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_environment, "import_ray", lambda: ray)
     connection = RayConnection()
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as raylet:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.1", 0)) as raylet,
+    ):
         connection._server = ray.server = f"127.0.0.1:{server.getsockname()[1]}"
         ray.raylet_port = raylet.getsockname()[1]
         assert connection.is_alive()
@@ -330,7 +369,9 @@ def test_a_ray_that_starts_late_is_tried_once_more(ray: FakeRay, temporary: Path
 
 
 @pytest.mark.integration
-def test_a_ray_that_starts_late_twice_says_so_and_leaves_nothing(ray: FakeRay, temporary: Path) -> None:
+def test_a_ray_that_starts_late_twice_says_so_and_leaves_nothing(
+    ray: FakeRay, temporary: Path
+) -> None:
     ray.inits = [Exception(LATE), Exception(LATE), None]
     with (
         ExitStack() as undo,
@@ -357,7 +398,13 @@ def test_a_ray_that_is_started_here_has_a_slot_for_each_core(
     ray.inits = [None]
     most = max(cores, MIN_CPU_ACTORS)
     check_local(
-        BatchOptions(jobs=temporary, workflow=temporary, output=temporary, device="cpu", workers=most),
+        BatchOptions(
+            jobs=temporary,
+            workflow=temporary,
+            output=temporary,
+            local=LocalOptions(device="cpu"),
+            actors=ActorOptions(workers=most),
+        ),
         gpus=0,
         cores=cores,
     )
@@ -368,7 +415,9 @@ def test_a_ray_that_is_started_here_has_a_slot_for_each_core(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="these are bits of POSIX")
 @pytest.mark.integration
-def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(ray: FakeRay, temporary: Path) -> None:
+def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(
+    ray: FakeRay, temporary: Path
+) -> None:
     ray.inits = [None]
     with ExitStack() as undo:
         ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
@@ -384,7 +433,9 @@ def test_paths_of_sockets_are_short_enough() -> None:
     assert len(f"/tmp/{FOLDER_PREFIX}12345678/r/{session}.12") <= 107
 
 
-def test_workers_are_started_once_more_if_one_is_lost_while_it_starts(answers: list[float | Exception]) -> None:
+def test_workers_are_started_once_more_if_one_is_lost_while_it_starts(
+    answers: list[float | Exception],
+) -> None:
     answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0, 0.0]
     with RayPool(WorkersRef(count=2), start_timeout_s=10.0) as pool:
         assert pool.usable
@@ -425,7 +476,9 @@ def test_a_worker_of_this_machine_whose_ray_is_gone_is_killed(
         assert not psutil.pid_exists(process.pid)
 
 
-def test_a_replacement_that_is_lost_while_it_starts_is_started_once_more(answers: list[float | Exception]) -> None:
+def test_a_replacement_that_is_lost_while_it_starts_is_started_once_more(
+    answers: list[float | Exception],
+) -> None:
     answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0]
     with RayPool(WorkersRef(count=1), start_timeout_s=10.0) as pool:
         pool.replace(0)

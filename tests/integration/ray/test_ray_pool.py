@@ -1,4 +1,7 @@
-"""Real workers in a real Ray on this machine: they compute the result of a single process, die, and are replaced."""
+"""Real workers in a real Ray on this machine.
+
+They compute the result of a single process, die, and are replaced.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from wanstream.distributed.ray.environment import RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
-from wanstream.sampling import RequestError, SamplingCancelled
-from wanstream.schema import ExpertsRef, Mesh, WorkersRef
-from wanstream.schema.refs import WorkersError
+from wanstream.sampling.steps import RequestError, SamplingCancelled
+from wanstream.schema import Mesh
+from wanstream.schema.refs import ExpertsRef, WorkersRef
+from wanstream.schema.refs.workers import WorkersError
 from wanstream.tests.support.reports import Reports, latents_of
 
 ray = pytest.importorskip("ray")
@@ -39,7 +43,10 @@ LocalForward = Callable[[RunTask], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def untouched() -> Iterator[tuple[dict[str, str], object]]:
-    """The environment and the handler of SIGTERM before any worker was there; Ray is to take its calls unguarded."""
+    """The environment and the handler of SIGTERM before any worker was there.
+
+    Ray is to take its calls unguarded.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         yield dict(os.environ), signal.getsignal(signal.SIGTERM)
@@ -61,8 +68,17 @@ def facts_of(pool: RayPool) -> list[WorkerFacts]:
 
 def join(pool: RayPool, mesh: Mesh, generation: int) -> None:
     port = pool.workers[0].call("free_port").result(LIMIT_S)
-    rendezvous = {"mesh": mesh, "host": "127.0.0.1", "port": port, "generation": generation, "timeout_s": 60}
-    joining = [worker.call("join", RendezvousSpec(rank=worker.rank, **rendezvous)) for worker in pool.workers]
+    rendezvous = {
+        "mesh": mesh,
+        "host": "127.0.0.1",
+        "port": port,
+        "generation": generation,
+        "timeout_s": 60,
+    }
+    joining = [
+        worker.call("join", RendezvousSpec(rank=worker.rank, **rendezvous))
+        for worker in pool.workers
+    ]
     for joined in joining:
         joined.result(LIMIT_S)
 
@@ -84,15 +100,23 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert facts.sizes == {"/": 0, "/not there": None}
 
 
-def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
+def test_two_workers_give_the_latents_of_one(
+    pool: RayPool, make_task: MakeTask, alone: LocalForward
+) -> None:
     join(pool, Mesh(cfg=2), generation=1)
     task, reports = make_task(handover_s=0.0, preview_s=0.0), [Reports(), Reports()]
     running = [worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)]
     ended = [run.result(LIMIT_S) for run in running]
     assert torch.equal(reports[0].latents, alone(task))
     assert [[step.record.index for step in each] for each in reports] == [[0, 1, 2, 3]] * 2
-    assert [[step.state is not None for step in each] for each in reports] == [[True] * 4, [False] * 4]
-    assert [[step.denoised is not None for step in each] for each in reports] == [[True] * 4, [False] * 4]
+    assert [[step.state is not None for step in each] for each in reports] == [
+        [True] * 4,
+        [False] * 4,
+    ]
+    assert [[step.denoised is not None for step in each] for each in reports] == [
+        [True] * 4,
+        [False] * 4,
+    ]
     velocity = task.request.noise.numel() * 4
     assert [each.gathered_bytes for each in ended] == [4 * velocity] * 2
     leave(pool)
@@ -122,11 +146,18 @@ def test_the_second_task_runs_what_it_says(
     rank: int, pool: RayPool, make_task: MakeTask, experts_ref: MakeRef, alone: LocalForward
 ) -> None:
     worker = pool.workers[rank]
-    for task in (make_task(), make_task(seed=20), make_task(experts=experts_ref(high=2, low=1)), make_task(seed=20)):
+    for task in (
+        make_task(),
+        make_task(seed=20),
+        make_task(experts=experts_ref(high=2, low=1)),
+        make_task(seed=20),
+    ):
         assert torch.equal(latents_of(worker, task), alone(task))
 
 
-def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
+def test_a_state_goes_on_in_another_process(
+    pool: RayPool, make_task: MakeTask, alone: LocalForward
+) -> None:
     first, second = pool.workers
     reports: list[StepReport] = []
     first.run(make_task(request={"solver": "unipc"}, until=2), reports.append).result(LIMIT_S)
@@ -138,7 +169,9 @@ def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, 
     assert [step.index for step in ended.timeline.steps] == [2, 3]
 
 
-def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
+def test_questions_and_stops_are_heard_beside_a_run(
+    pool: RayPool, make_task: MakeTask, alone: LocalForward
+) -> None:
     worker, pids = pool.workers[0], []
     task = make_task(request=LONG)
 
@@ -155,7 +188,9 @@ def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: Ma
     assert torch.equal(latents_of(worker, after), alone(after))
 
 
-def test_errors_of_a_worker_come_out_as_they_are(pool: RayPool, make_task: MakeTask, tmp_path: Path) -> None:
+def test_errors_of_a_worker_come_out_as_they_are(
+    pool: RayPool, make_task: MakeTask, tmp_path: Path
+) -> None:
     worker = pool.workers[1]
     gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
     with pytest.raises(ValueError, match="gone"):
@@ -166,7 +201,9 @@ def test_errors_of_a_worker_come_out_as_they_are(pool: RayPool, make_task: MakeT
         worker.call("nonsense").result(LIMIT_S)
 
 
-def test_an_error_of_who_is_told_ends_the_run(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
+def test_an_error_of_who_is_told_ends_the_run(
+    pool: RayPool, make_task: MakeTask, alone: LocalForward
+) -> None:
     worker = pool.workers[1]
     task = make_task(request=LONG)
     with pytest.raises(ZeroDivisionError):
@@ -180,7 +217,9 @@ def test_everything_listens_on_loopback(pool: RayPool) -> None:
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
     listening = {
-        process.pid: [each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+        process.pid: [
+            each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN
+        ]
         for process in processes
     }
     names = {process.name() for process in processes}
@@ -193,10 +232,14 @@ def test_everything_listens_on_loopback(pool: RayPool) -> None:
     leave(pool)
 
 
-def test_the_user_finds_the_process_as_it_was(pool: RayPool, untouched: tuple[dict[str, str], object]) -> None:
+def test_the_user_finds_the_process_as_it_was(
+    pool: RayPool, untouched: tuple[dict[str, str], object]
+) -> None:
     environment, handler = untouched
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    assert kept == {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    assert kept == {
+        name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"
+    }
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
@@ -205,7 +248,9 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
         RayPool(WorkersRef(count=10000), "cpu")
     with pytest.raises(RaySetupError, match="2 workers, but Ray has 0 GPUs"):
         RayPool(WorkersRef(count=2), "cuda")
-    with pytest.raises(RaySetupError, match=r"at local: close those before starting others at 127\.0\.0\.1:6379"):
+    with pytest.raises(
+        RaySetupError, match=r"at local: close those before starting others at 127\.0\.0\.1:6379"
+    ):
         RayPool(WorkersRef(count=2, address="127.0.0.1:6379"))
     with pytest.raises(WorkersError, match=r"workers at 'local' listen on 127\.0\.0\.1 only"):
         RayPool(WorkersRef(count=2, beyond_loopback=True), "cpu")
@@ -215,7 +260,9 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
     assert latents_of(pool.workers[0], task).shape == task.request.noise.shape
 
 
-def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
+def test_a_killed_worker_is_lost_and_replaced(
+    pool: RayPool, make_task: MakeTask, alone: LocalForward
+) -> None:
     worker, other = pool.workers
     pid = worker.started.facts.pid
 
@@ -224,7 +271,9 @@ def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask
             os.kill(pid, signal.SIGKILL)
 
     task = make_task(request=LONG)
-    with pytest.raises(WorkerLostError, match=rf"worker 0 \(process {pid} on .*, cpu\) is gone: .+") as lost:
+    with pytest.raises(
+        WorkerLostError, match=rf"worker 0 \(process {pid} on .*, cpu\) is gone: .+"
+    ) as lost:
         worker.run(task, on_report).result(LIMIT_S)
     assert lost.value.rank == 0
     with pytest.raises(WorkerLostError):
@@ -260,7 +309,9 @@ def test_a_lost_worker_leaves_the_end_of_its_log(pool: RayPool) -> None:
     assert pool.replace(1).call("facts").result(LIMIT_S).pid != process.pid
 
 
-def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(pool: RayPool, make_task: MakeTask) -> None:
+def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(
+    pool: RayPool, make_task: MakeTask
+) -> None:
     worker = pool.workers[0]
     process = psutil.Process(worker.started.facts.pid)
 
@@ -316,7 +367,9 @@ def test_a_worker_has_a_gpu_of_its_own(make_task: MakeTask) -> None:
         assert [worker.started.facts.device for worker in pool.workers] == ["cuda:0"] * gpus
         task = make_task()
         reports = [Reports() for _ in pool.workers]
-        for running in [worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)]:
+        for running in [
+            worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)
+        ]:
             running.result(LIMIT_S)
         first, *rest = [each.latents for each in reports]
         assert all(torch.equal(first, latents) for latents in rest)

@@ -19,6 +19,7 @@ import pytest
 from wanstream.distributed.messages import WorkerFacts
 from wanstream.distributed.ray import connection as ray_connection
 from wanstream.distributed.ray import environment as ray_environment
+from wanstream.distributed.ray.actor import Started
 from wanstream.distributed.ray.connection import RayConnection, RayReaper, check_cluster
 from wanstream.distributed.ray.environment import (
     ONE_MACHINE,
@@ -32,9 +33,8 @@ from wanstream.distributed.ray.environment import (
     token_of_cluster,
 )
 from wanstream.distributed.ray.pool import check_exposure, describe_exit, tail
-from wanstream.distributed.ray.worker import Started
 from wanstream.distributed.transport.threads import run_in_thread
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 
 LIMIT_S = 120
 
@@ -42,7 +42,7 @@ WITHOUT_RAY = """
 import sys
 from wanstream.distributed.ray.environment import RayMissingError
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 print("ray" in sys.modules)
 sys.modules["ray"] = None
 try:
@@ -76,10 +76,7 @@ def started(address: str, *, token: bool) -> Started:
         node="rack",
         address=address,
         device="cpu",
-        wanstream="0",
-        torch="0",
-        diffusers="0",
-        python="0",
+        versions={},
     )
     return Started(facts=facts, logs=(), requires_token=token, process="")
 
@@ -91,17 +88,24 @@ def test_workers_on_loopback_need_no_token() -> None:
 
 def test_workers_that_others_reach_are_refused_unless_asked_for_and_guarded() -> None:
     outside = [started("127.0.0.1", token=True), started("192.0.2.7", token=True)]
-    with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach: set remote_machines"):
+    with pytest.raises(
+        RaySetupError,
+        match=r"listen on 192\.0\.2\.7, which other machines reach: set remote_machines",
+    ):
         check_exposure(outside, beyond_loopback=False)
     check_exposure(outside, beyond_loopback=True)
-    with pytest.raises(RaySetupError, match=r"192\.0\.2\.7 and requires no token: .* RAY_AUTH_MODE=token"):
+    with pytest.raises(
+        RaySetupError, match=r"192\.0\.2\.7 and requires no token: .* RAY_AUTH_MODE=token"
+    ):
         check_exposure([started("192.0.2.7", token=False)], beyond_loopback=True)
 
 
 def test_an_address_where_nobody_listens_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(RaySetupError, match=rf"no Ray cluster answers at 127\.0\.0\.1:{port} .*ray start --head"):
+    with pytest.raises(
+        RaySetupError, match=rf"no Ray cluster answers at 127\.0\.0\.1:{port} .*ray start --head"
+    ):
         check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port)
 
 
@@ -144,7 +148,9 @@ def test_what_is_no_ray_is_told_in_bounded_time() -> None:
             check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=3)
 
 
-def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     before = dict(os.environ)
@@ -162,7 +168,10 @@ def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypat
         assert os.environ["RAY_AUTH_MODE"] == "token"
         assert os.environ["RAY_AUTH_TOKEN"] == PROCESS_TOKEN
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
-    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "of a cluster")
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == (
+        "disabled",
+        "of a cluster",
+    )
 
 
 def test_one_thread_at_a_time_changes_the_environment() -> None:
@@ -174,14 +183,19 @@ def test_one_thread_at_a_time_changes_the_environment() -> None:
             entered.set()
             return os.environ.get("RAY_OF_THE_FIRST")
 
-    with temporary_environment({"RAY_OF_THE_FIRST": "1"}), temporary_environment({ONE_MACHINE: "0"}):
+    with (
+        temporary_environment({"RAY_OF_THE_FIRST": "1"}),
+        temporary_environment({ONE_MACHINE: "0"}),
+    ):
         second = run_in_thread("second", enter)
         assert not entered.wait(0.1)
     assert second.result(LIMIT_S) is None
     assert dict(os.environ) == before
 
 
-def test_a_ray_that_was_imported_is_returned_while_another_thread_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_was_imported_is_returned_while_another_thread_has_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     imported = ModuleType("ray")
     monkeypatch.setitem(sys.modules, "ray", imported)
 
@@ -201,13 +215,18 @@ def token_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_token_comes_from_the_file_of_the_entry_alone(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_comes_from_the_file_of_the_entry_alone(
+    token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     before = dict(os.environ)
     with token_of_cluster(str(token_file)):
         assert "RAY_AUTH_TOKEN" not in os.environ
-        assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token_file))
+        assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]) == (
+            "token",
+            str(token_file),
+        )
     with token_of_cluster(""):
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
         assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
@@ -233,7 +252,9 @@ def test_a_token_file_that_is_not_there_or_empty_is_refused(token_file: Path) ->
 
 
 @pytest.mark.slow
-def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_without_a_token_gets_none_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "ef" * 32)
@@ -264,11 +285,15 @@ def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path: Path, monk
 
 def test_how_a_worker_ended_is_said_without_remarks() -> None:
     message = (
-        "The actor died unexpectedly before finishing this task.\n\tclass_name: X\nThe actor is dead because its "
-        "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
-        "connection error code 2.\nEnd of file. Some common causes include: (1) the process was killed"
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: X\nThe actor is "
+        "dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit "
+        "detail: Worker unexpectedly exits with a connection error code 2.\nEnd of file. Some "
+        "common causes include: (1) the process was killed"
     )
-    assert describe_exit(message) == "Worker unexpectedly exits with a connection error code 2. End of file."
+    assert (
+        describe_exit(message)
+        == "Worker unexpectedly exits with a connection error code 2. End of file."
+    )
     assert describe_exit("The actor is\n unavailable") == "The actor is unavailable"
     assert describe_exit("") == "for an unknown reason"
 
@@ -276,14 +301,18 @@ def test_how_a_worker_ended_is_said_without_remarks() -> None:
 def test_the_end_of_a_log_has_what_the_worker_wrote(tmp_path: Path) -> None:
     log = tmp_path / "worker.err"
     lines = [f"line {number}" for number in range(100)]
-    log.write_bytes("\n".join([":job_id:01", *lines, ":actor_name:X", "the end \N{BULLET}"]).encode() + b"\xff")
+    log.write_bytes(
+        "\n".join([":job_id:01", *lines, ":actor_name:X", "the end \N{BULLET}"]).encode() + b"\xff"
+    )
     assert tail(log).splitlines()[0] == "line 71"
     assert tail(log).splitlines()[-1].startswith("the end")
     assert len(tail(log).splitlines()) == 30
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows has no such signals")
-def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[str] = []
 
     def start(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
@@ -294,7 +323,9 @@ def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(monkeypatch: py
         undo.callback(ended.append, "agent")
 
     monkeypatch.setattr(ray_connection, "_start_local", start)
-    monkeypatch.setattr(ray_connection, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.setattr(
+        ray_environment, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False)
+    )
     # A test run in the background of a shell ignores the signal.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

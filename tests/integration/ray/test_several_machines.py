@@ -1,7 +1,8 @@
-"""Runs in a cluster of two machines, a third machine that joins it, and the loss of a machine, in Linux namespaces.
+"""Runs in a cluster of two machines in Linux namespaces.
 
-The first machine has the driver and Ray's server. Each machine has places for two workers. The other machines have
-their models at another path. Ray requires a token.
+A third machine joins the cluster, and a machine is lost. The first machine has the driver and Ray's
+server. Each machine has places for two workers. The other machines have their models at another
+path. Ray requires a token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,16 @@ HOME = "home"
 """Of the programs on a machine, in its own /tmp; Ray's token lies there."""
 HEADS = 4
 WORKERS = 4
-RAY_START = ("start", "--num-cpus", "1", "--num-gpus", "0", "--object-store-memory", str(128 << 20), "--block")
+RAY_START = (
+    "start",
+    "--num-cpus",
+    "1",
+    "--num-gpus",
+    "0",
+    "--object-store-memory",
+    str(128 << 20),
+    "--block",
+)
 
 
 class RefusedError(Exception):
@@ -59,7 +69,9 @@ class Program:
         while words not in self._next():
             pass
 
-    def call(self, job: str, on_step: Callable[[int], None] = lambda step: None, **given: Any) -> Any:
+    def call(
+        self, job: str, on_step: Callable[[int], None] = lambda step: None, **given: Any
+    ) -> Any:
         """Let `machine_driver.py` do a job; raises RefusedError."""
         self._process.stdin.write(json.dumps([job, given]) + "\n")
         self._process.stdin.flush()
@@ -74,7 +86,10 @@ class Program:
                 return message["answer"]
 
     def end(self) -> None:
-        """Close its input, at which it ends, and wait. One whose machine has ended is gone already."""
+        """Close its input, at which it ends, and wait.
+
+        One whose machine has ended is gone already.
+        """
         self._process.stdin.close()
         try:
             self._process.wait(LIMIT_S)
@@ -102,7 +117,9 @@ class Program:
 
 @pytest.fixture(scope="module")
 def machines(
-    namespaces: ModuleType, tiny_expert_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    namespaces: ModuleType,
+    tiny_expert_folder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Any]:
     if why := namespaces.refusal():
         pytest.skip(f"no machines can be made here: {why}")
@@ -110,23 +127,40 @@ def machines(
     with namespaces.Machines(folder, PLACES) as every:
         for machine in every:
             for seed, name in enumerate(("high", "low"), 1):
-                shutil.copytree(tiny_expert_folder(seed=seed, heads=HEADS), folder / machine.name / "models" / name)
+                shutil.copytree(
+                    tiny_expert_folder(seed=seed, heads=HEADS),
+                    folder / machine.name / "models" / name,
+                )
             machine.write(f"{HOME}/.ray/auth_token", "ab" * 32)
         yield every
 
 
 @pytest.fixture(scope="module")
 def join(machines: Any) -> Iterator[Callable[[int], str]]:
-    """`join(number)`: that machine joins the cluster of the first one; the address of the cluster."""
+    """`join(number)`: that machine joins the cluster of the first one.
+
+    The address of the cluster.
+    """
     head = f"{machines[0].address}:{PORT}"
     started: list[Program] = []
 
     def start(number: int) -> str:
-        first = ("--head", "--port", str(PORT), "--include-dashboard", "false", "--disable-usage-stats")
+        first = (
+            "--head",
+            "--port",
+            str(PORT),
+            "--include-dashboard",
+            "false",
+            "--disable-usage-stats",
+        )
         where = ("--address", head) if number else first
         command = [str(Path(sys.executable).with_name("ray")), *RAY_START, *where]
         machine = machines[number]
-        started.append(Program(machine, [*command, "--node-ip-address", machine.address], RAY_AUTH_MODE="token"))
+        started.append(
+            Program(
+                machine, [*command, "--node-ip-address", machine.address], RAY_AUTH_MODE="token"
+            )
+        )
         started[-1].wait_for("Ray runtime started.")
         return head
 
@@ -168,7 +202,10 @@ def test_workers_are_on_two_machines_and_listen_there(begun: Any, machines: Any)
 
 
 def test_what_is_missing_is_told_with_its_machine(begun: Any, driver: Program) -> None:
-    with pytest.raises(RefusedError, match=r"^MissingPathError: /srv/high does not exist on machine-1; /srv/low does"):
+    with pytest.raises(
+        RefusedError,
+        match=r"^MissingPathError: /srv/high does not exist on machine-1; /srv/low does",
+    ):
         driver.call("run", mesh={"data": 2, "stage": 2}, videos=1, steps=2, path_map="")
 
 
@@ -193,7 +230,9 @@ def test_several_machines_make_what_one_worker_makes(
     else:
         assert ran["digest"] == alone["digest"]
     assert ran["ranks"] == list(range(WORKERS))
-    assert ran["apart"] == ([list(range(WORKERS))] if "ulysses" in mesh else []), "a group of four on two machines"
+    assert ran["apart"] == ([list(range(WORKERS))] if "ulysses" in mesh else []), (
+        "a group of four on two machines"
+    )
     assert (ran["gathered_bytes"] > 0) == crosses
     assert ran["max_restarts"] == 0
 

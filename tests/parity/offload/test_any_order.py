@@ -1,4 +1,7 @@
-"""Runs, aborted runs, runs that stop early, new patches and released memory in any order, against a fresh engine."""
+"""Runs, aborted runs, early stops, new patches and released memory in any order.
+
+The results are compared with a fresh engine.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.plan import BlockKey, Visit, step_visits
+from wanstream.plan.programs import BlockKey, Visit, step_visits
 from wanstream.schema import OffloadPolicy
 
 BLOCKS, WIDTH = 3, 16
@@ -63,7 +66,9 @@ def patches_of(strengths: Sequence[int]) -> dict[BlockKey, BlockPatch]:
         key: BlockPatch(
             identity=strength,
             weights={
-                "up.weight": WeightPatch(up=torch.full((3 * WIDTH, 2), 0.1 * strength), down=torch.ones(2, WIDTH)),
+                "up.weight": WeightPatch(
+                    up=torch.full((3 * WIDTH, 2), 0.1 * strength), down=torch.ones(2, WIDTH)
+                ),
                 "down.weight": WeightPatch(full=torch.full((WIDTH, 3 * WIDTH), 0.1 * strength)),
             },
         )
@@ -73,10 +78,12 @@ def patches_of(strengths: Sequence[int]) -> dict[BlockKey, BlockPatch]:
 
 
 class Stacks:
-    """Two stacks, and for every strength the same blocks with the patch merged into their weights."""
+    """Two stacks, and for every strength the same blocks with the patch merged into the weights."""
 
     def __init__(self, make_stack: Callable[..., nn.ModuleList]) -> None:
-        self.streamed = {n: make_stack(BLOCKS, seed=seed, width=WIDTH) for seed, n in enumerate(("high", "low"))}
+        self.streamed = {
+            n: make_stack(BLOCKS, seed=seed, width=WIDTH) for seed, n in enumerate(("high", "low"))
+        }
         self._plain = [copy.deepcopy(self.streamed) for _ in range(3)]
         for strength in (1, 2):
             for key, patch in patches_of([strength] * 2 * BLOCKS).items():
@@ -114,7 +121,9 @@ def carry_out(handle: OffloadEngine, stacks: Stacks, run: Run, strengths: Sequen
     assert torch.equal(value, stacks.plain(visits, strengths))
 
 
-def leave(handle: OffloadEngine, stacks: Stacks, run: ReleaseSource, strengths: Sequence[int]) -> None:
+def leave(
+    handle: OffloadEngine, stacks: Stacks, run: ReleaseSource, strengths: Sequence[int]
+) -> None:
     value, visits = HIDDEN, step_visits(run.steps, handle.block_counts)
     come = visits[: run.visits]
     with handle.run(visits) as going:
@@ -128,11 +137,17 @@ def leave(handle: OffloadEngine, stacks: Stacks, run: ReleaseSource, strengths: 
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(actions=st.lists(ACTIONS, min_size=2, max_size=8))
-def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy, actions: list[NamedTuple]) -> None:
+def test_always_the_bits_of_a_fresh_engine(
+    stacks: Stacks, policy: OffloadPolicy, actions: list[NamedTuple]
+) -> None:
     strengths = (0,) * 2 * BLOCKS
-    with attach_offload(stacks.streamed, policy=policy, device="cpu", follow_forward=False) as handle:
+    with attach_offload(
+        stacks.streamed, policy=policy, device="cpu", follow_forward=False
+    ) as handle:
         size = handle.loaded_bytes // len(handle.buffers)
         for action in [*actions, Run(("high", "low"), None)]:
             held = set(handle.contents().values())
@@ -143,7 +158,11 @@ def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy
             elif isinstance(action, Patch):
                 before, strengths = strengths, action.strengths
                 handle.set_patches(patches_of(strengths))
-                changed = {key for key, *pair in zip(KEYS, before, strengths, strict=True) if len(set(pair)) > 1}
+                changed = {
+                    key
+                    for key, *pair in zip(KEYS, before, strengths, strict=True)
+                    if len(set(pair)) > 1
+                }
                 assert set(handle.contents().values()) == held - changed
             elif isinstance(action, GiveBack):
                 loaded = handle.loaded_bytes

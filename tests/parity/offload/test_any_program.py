@@ -1,4 +1,4 @@
-"""Any visits, policy, RAM residency and read times: the results are bit-equal and the transfers planned."""
+"""Any visits, policy, RAM residency and read times: bit-equal results, planned transfers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from wanstream.offload import EngineRun, OffloadEngine, attach_offload
-from wanstream.offload.formats.layout import BlockFormat, block_format, host_bytes, tensor_views
+from wanstream.offload import OffloadEngine, attach_offload
+from wanstream.offload.core.pages import host_bytes
+from wanstream.offload.engine.run import EngineRun
+from wanstream.offload.formats.layout import BlockFormat, block_format, tensor_views
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.plan import DIRECT, BlockKey, Visit
+from wanstream.plan.programs import DIRECT, BlockKey, Visit
 from wanstream.schema import OffloadPolicy
 
 BLOCKS, WIDTH = 3, 16
@@ -26,13 +28,18 @@ Stacks = dict[str, nn.ModuleList]
 
 
 class HalfSource(ModuleSource):
-    """Source that stores some blocks in bf16, so that they must be decoded; their fp32 weights are exact in bf16."""
+    """Source that stores some blocks in bf16, so that they must be decoded.
+
+    Their fp32 weights are exact in bf16.
+    """
 
     def __init__(self, stacks: Stacks, decoded: frozenset[BlockKey]) -> None:
         super().__init__(stacks)
         self._halves: dict[BlockKey, BlockFormat] = {}
         for key in decoded:
-            stored = {name: (tuple(w.shape), torch.bfloat16) for name, w in self._weights[key].items()}
+            stored = {
+                name: (tuple(w.shape), torch.bfloat16) for name, w in self._weights[key].items()
+            }
             self._halves[key] = block_format(stored, torch.float32)
         self.formats |= self._halves
 
@@ -48,8 +55,12 @@ class HalfSource(ModuleSource):
 
 
 KEYS = [BlockKey(name, block) for name in NAMES for block in range(BLOCKS)]
-VISITS = st.lists(st.lists(st.integers(0, 2 * BLOCKS - 1), max_size=2 * BLOCKS), min_size=1, max_size=4).map(
-    lambda steps: tuple(Visit(step, *KEYS[number]) for step, numbers in enumerate(steps) for number in numbers)
+VISITS = st.lists(
+    st.lists(st.integers(0, 2 * BLOCKS - 1), max_size=2 * BLOCKS), min_size=1, max_size=4
+).map(
+    lambda steps: tuple(
+        Visit(step, *KEYS[number]) for step, numbers in enumerate(steps) for number in numbers
+    )
 )
 DEVICE = st.one_of(
     st.just(OffloadPolicy.resident()),
@@ -65,7 +76,9 @@ HOMES = st.one_of(
     ),
 )
 POLICIES = st.builds(lambda policy, homes: replace(policy, **homes), DEVICE, HOMES)
-DECODED = st.sampled_from([frozenset(), frozenset(KEYS), frozenset(KEYS[::2]), frozenset(KEYS[:BLOCKS])])
+DECODED = st.sampled_from(
+    [frozenset(), frozenset(KEYS), frozenset(KEYS[::2]), frozenset(KEYS[:BLOCKS])]
+)
 
 
 @pytest.fixture
@@ -85,7 +98,9 @@ def through(stacks: Stacks, visits: Sequence[Visit]) -> torch.Tensor:
     return value
 
 
-def carry_out(handle: OffloadEngine, stacks: Stacks, visits: Sequence[Visit]) -> tuple[EngineRun, torch.Tensor]:
+def carry_out(
+    handle: OffloadEngine, stacks: Stacks, visits: Sequence[Visit]
+) -> tuple[EngineRun, torch.Tensor]:
     value = HIDDEN
     with handle.run(visits) as run:
         for visit in visits:
@@ -95,7 +110,9 @@ def carry_out(handle: OffloadEngine, stacks: Stacks, visits: Sequence[Visit]) ->
 
 
 @pytest.mark.slow  # compares with runs of diffusers
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     runs=st.lists(st.tuples(VISITS, POLICIES), min_size=1, max_size=4),
     decoded=DECODED,
@@ -110,7 +127,9 @@ def test_bits_fetches_and_reads(
 ) -> None:
     plain = copy.deepcopy(stacks)
     source = slow_source(HalfSource(stacks, decoded), seed=seed, longest_s=0.001)
-    with attach_offload(stacks, policy=runs[0][1], device="cpu", source=source, follow_forward=False) as handle:
+    with attach_offload(
+        stacks, policy=runs[0][1], device="cpu", source=source, follow_forward=False
+    ) as handle:
         for visits, policy in runs:
             handle.set_policy(policy)
             before = len(source.reads)
@@ -120,7 +139,9 @@ def test_bits_fetches_and_reads(
 
             ram = run.programs.ram
             assert tuple(run.reads) == ram.program.fetches
-            direct = [f.block for f, v in zip(run.fetched, ram.visit_of_fetch, strict=True) if v == DIRECT]
+            direct = [
+                f.block for f, v in zip(run.fetched, ram.visit_of_fetch, strict=True) if v == DIRECT
+            ]
             assert sorted(source.reads[before:]) == sorted([f.block for f in run.reads] + direct)
             held = handle.ram.contents()
             assert all(held[f.buffer] == f.block for f in {f.buffer: f for f in run.reads}.values())

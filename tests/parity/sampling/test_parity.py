@@ -10,7 +10,8 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 
-from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.weights import make_vae
 from wanstream.tests.support.pipelines import distance, make_pipeline, pipeline_arguments
@@ -31,7 +32,9 @@ def _run(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
 
 def _pipeline(kind: Any, models: Any) -> Any:
     experts = {"transformer": models["high"], "transformer_2": models["low"]}
-    return make_pipeline(kind, flow_shift=SHIFT, vae=make_vae(seed=3), boundary_ratio=BOUNDARY, **experts)
+    return make_pipeline(
+        kind, flow_shift=SHIFT, vae=make_vae(seed=3), boundary_ratio=BOUNDARY, **experts
+    )
 
 
 def _settings(request: DenoiseRequest) -> dict[str, Any]:
@@ -46,7 +49,12 @@ def pipeline_request(make_request: Request) -> Request:
     """A request for both experts, with the settings of the pipelines here."""
 
     def make(**changes: Any) -> DenoiseRequest:
-        step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": BOUNDARY}
+        step_plan = {
+            "steps": STEPS,
+            "flow_shift": SHIFT,
+            "switch_step": None,
+            "boundary_ratio": BOUNDARY,
+        }
         request = make_request(**step_plan, solver="unipc", schedule="wan", **changes)
         assert set(request.step_plan.experts) == {"high", "low"}
         return request
@@ -54,7 +62,9 @@ def pipeline_request(make_request: Request) -> Request:
     return make
 
 
-def test_text_to_video_is_wan_pipeline(open_pair: OpenPair, plain_models: Any, pipeline_request: Request) -> None:
+def test_text_to_video_is_wan_pipeline(
+    open_pair: OpenPair, plain_models: Any, pipeline_request: Request
+) -> None:
     request = pipeline_request(batch=2)
     expected = _pipeline(WanPipeline, plain_models())(**_settings(request)).frames
     assert distance(_run(open_pair(), request), expected) <= TOLERANCE
@@ -69,7 +79,13 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
     expected = pipeline(image=image, **_settings(plain)).frames
     pixels = pipeline.video_processor.preprocess(image, height=HEIGHT, width=WIDTH)
     _, condition = pipeline.prepare_latents(
-        pixels, 1, height=HEIGHT, width=WIDTH, num_frames=FRAMES, dtype=torch.float32, latents=plain.noise
+        pixels,
+        1,
+        height=HEIGHT,
+        width=WIDTH,
+        num_frames=FRAMES,
+        dtype=torch.float32,
+        latents=plain.noise,
     )
     request = pipeline_request(image_condition=condition.detach())
     assert distance(_run(open_pair(in_channels=36), request), expected) <= TOLERANCE
@@ -85,9 +101,17 @@ def test_simple_and_euler_are_comfyuis_loop(
     plain_models: Any,
     make_request: Request,
 ) -> None:
-    """ComfyUI guides and steps with the denoised estimate, we with the velocity: equal up to rounding."""
+    """ComfyUI guides and steps with the denoised estimate, we with the velocity.
+
+    The results are equal up to rounding.
+    """
     request = make_request(
-        steps=steps, flow_shift=shift, schedule="simple", solver="euler", switch_step=2, guidance=guidance
+        steps=steps,
+        flow_shift=shift,
+        schedule="simple",
+        solver="euler",
+        switch_step=2,
+        guidance=guidance,
     )
     sigmas, models = request.step_plan.schedule.sigmas, plain_models()
     latents = request.noise * sigmas[0]
@@ -95,7 +119,8 @@ def test_simple_and_euler_are_comfyuis_loop(
         for i, (sigma, after) in enumerate(pairwise(sigmas)):
             model, scale = (models["high"], guidance[0]) if i < 2 else (models["low"], guidance[1])
             ends = [
-                latents - sigma * model(latents, torch.tensor([sigma * 1000]), text, return_dict=False)[0]
+                latents
+                - sigma * model(latents, torch.tensor([sigma * 1000]), text, return_dict=False)[0]
                 for text in (request.positive, request.negative)
             ]
             end = ends[1] + scale * (ends[0] - ends[1])

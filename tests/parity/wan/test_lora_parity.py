@@ -1,4 +1,4 @@
-"""LoRAs on streamed experts in every spelling, against diffusers' fused LoRA and against sums by hand."""
+"""LoRAs on streamed experts in every spelling, against diffusers' fused LoRA and manual sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.wan import Lane, forward_lanes
@@ -31,7 +31,13 @@ POLICIES = {
 }
 TIME = "diffusion_model.time_projection.1"
 # Spellings that diffusers reads, and whether it takes biases in them.
-DIFFUSERS_READS = {"lightning": True, "lora_A": True, "lora_A without alpha": True, "musubi": False, "diffusers": True}
+DIFFUSERS_READS = {
+    "lightning": True,
+    "lora_A": True,
+    "lora_A without alpha": True,
+    "musubi": False,
+    "diffusers": True,
+}
 
 # Every spelling, and every policy.
 FUSED = [
@@ -63,7 +69,9 @@ def run_plain(models, lane, steps=STEPS):
     with torch.no_grad():
         return torch.cat(
             [
-                models[expert](lane.latents, torch.tensor([990.0 - step]), lane.text, return_dict=False)[0]
+                models[expert](
+                    lane.latents, torch.tensor([990.0 - step]), lane.text, return_dict=False
+                )[0]
                 for step, expert in enumerate(steps)
             ]
         )
@@ -77,14 +85,17 @@ def distance(found, expected):
 def plain_models(tiny_expert_folder):
     def load():
         folders = {"high": tiny_expert_folder(**HIGH), "low": tiny_expert_folder(**LOW)}
-        return {name: WanTransformer3DModel.from_pretrained(folder).eval() for name, folder in folders.items()}
+        return {
+            name: WanTransformer3DModel.from_pretrained(folder).eval()
+            for name, folder in folders.items()
+        }
 
     return load
 
 
 @pytest.fixture
 def fused(plain_models):
-    """`fused([(path, strength), ...], low=[...])`: both experts with LoRAs that diffusers loaded and fused."""
+    """`fused([(path, strength), ...], low=[...])`: both experts with LoRAs fused by diffusers."""
 
     def load(high, low=()):
         models = plain_models()
@@ -99,7 +110,9 @@ def fused(plain_models):
         for expert, stack in (("high", high), ("low", low)):
             names = [f"{expert}{number}" for number in range(len(stack))]
             for name, (path, _) in zip(names, stack, strict=True):
-                pipeline.load_lora_weights(path, adapter_name=name, load_into_transformer_2=expert == "low")
+                pipeline.load_lora_weights(
+                    path, adapter_name=name, load_into_transformer_2=expert == "low"
+                )
             if names:
                 models[expert].set_adapters(names, weights=[strength for _, strength in stack])
                 models[expert].fuse_lora(adapter_names=names)
@@ -111,11 +124,15 @@ def fused(plain_models):
 def by_hand(model, lora, strength):
     """Add a lightning LoRA, alpha / rank 1/2, to a whole model."""
     for name, parameter in model.named_parameters():
-        layer = "diffusion_model." + native_transformer_name(name).removesuffix(".weight").removesuffix(".bias")
+        layer = "diffusion_model." + native_transformer_name(name).removesuffix(
+            ".weight"
+        ).removesuffix(".bias")
         if name.endswith(".bias") and f"{layer}.diff_b" in lora:
             parameter.data += strength * lora[f"{layer}.diff_b"]
         elif name.endswith(".weight") and f"{layer}.lora_up.weight" in lora:
-            parameter.data += strength * 0.5 * lora[f"{layer}.lora_up.weight"] @ lora[f"{layer}.lora_down.weight"]
+            parameter.data += (
+                strength * 0.5 * lora[f"{layer}.lora_up.weight"] @ lora[f"{layer}.lora_down.weight"]
+            )
 
 
 def time_lora():
@@ -128,7 +145,9 @@ def time_lora():
 
 class TestAgainstDiffusers:
     @pytest.mark.parametrize(("spelling", "biases", "policy"), FUSED, ids=str)
-    def test_fused_lora(self, pair, fused, lora_file, lane, record_property, spelling, biases, policy):
+    def test_fused_lora(
+        self, pair, fused, lora_file, lane, record_property, spelling, biases, policy
+    ):
         high, low = (lora_file(seed=seed, style=spelling, biases=biases) for seed in (3, 4))
         expected = run_plain(fused([(high, 0.7)], [(low, -1.2)]), lane)
         plain = run(pair, lane, POLICIES[policy])
@@ -147,7 +166,9 @@ class TestAgainstDiffusers:
         assert distance(run(pair, lane), expected) <= TOLERANCE
 
     @pytest.mark.parametrize("settings", [{"lora_alpha": 2}, {"lora_alpha": 2, "use_rslora": True}])
-    def test_the_settings_that_diffusers_writes_into_the_header(self, pair, fused, lora_file, lane, settings):
+    def test_the_settings_that_diffusers_writes_into_the_header(
+        self, pair, fused, lora_file, lane, settings
+    ):
         adapter = {
             "r": 4,
             **settings,
@@ -155,8 +176,12 @@ class TestAgainstDiffusers:
             "alpha_pattern": {"blocks.1.attn1.to_k": 1.0},
             "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"],
         }
-        metadata = {"lora_adapter_metadata": json.dumps({f"transformer.{k}": v for k, v in adapter.items()})}
-        path = lora_file(seed=3, style="diffusers", biases=False, metadata=metadata | {"format": "pt"})
+        metadata = {
+            "lora_adapter_metadata": json.dumps({f"transformer.{k}": v for k, v in adapter.items()})
+        }
+        path = lora_file(
+            seed=3, style="diffusers", biases=False, metadata=metadata | {"format": "pt"}
+        )
         expected = run_plain(fused([(path, 1.0)]), lane)
         pair.set_loras([(open_lora(path), 1.0)], [])
         assert distance(run(pair, lane), expected) <= TOLERANCE
@@ -183,7 +208,9 @@ class TestSpellings:
         pair.set_loras([(other, 0.7)], [(other, 1.0)])
         assert torch.equal(run(pair, lane, steps=["high", "low"]), of_the_baseline[0])
 
-    def test_the_baseline_is_what_is_added_by_hand(self, pair, plain_models, lora_file, lightning, lane):
+    def test_the_baseline_is_what_is_added_by_hand(
+        self, pair, plain_models, lora_file, lightning, lane
+    ):
         models = plain_models()
         by_hand(models["high"], lightning(seed=3), 0.7)
         by_hand(models["low"], lightning(seed=4), 1.3)
@@ -211,7 +238,9 @@ class TestEveryParameter:
             layer = "diffusion_model." + native_transformer_name(name).removesuffix(".weight")
             rank = rank % 5 + 1  # layers of different ranks
             # The factors of a convolution have the dimensions of its kernel.
-            up = 0.05 * torch.randn(parameter.shape[0], rank, *[1] * (parameter.ndim - 2), generator=generator)
+            up = 0.05 * torch.randn(
+                parameter.shape[0], rank, *[1] * (parameter.ndim - 2), generator=generator
+            )
             down = 0.05 * torch.randn(rank, *parameter.shape[1:], generator=generator)
             tensors |= {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down}
             parameter.data += (up.flatten(1) @ down.flatten(1)).reshape(parameter.shape)
@@ -231,14 +260,19 @@ class TestEveryParameter:
 
 
 class TestOtherFamily:
-    def test_a_text_to_video_lora_on_image_to_video_experts(self, tiny_expert_file, lora_file, lightning):
+    def test_a_text_to_video_lora_on_image_to_video_experts(
+        self, tiny_expert_file, lora_file, lightning
+    ):
         """All of it is added except for the patch embedding."""
-        shared = lightning(seed=3) | {"diffusion_model.blocks.1.diff_m": 0.1 * torch.ones(1, 6, 256)}
+        shared = lightning(seed=3) | {
+            "diffusion_model.blocks.1.diff_m": 0.1 * torch.ones(1, 6, 256)
+        }
         other = {"diffusion_model.patch_embedding.diff": torch.ones(256, 16, 1, 2, 2)}
         one, two = open_lora(lora_file(shared)), open_lora(lora_file(shared | other))
         generator = torch.Generator().manual_seed(0)
         lane = Lane(
-            latents=torch.randn(1, 36, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
+            latents=torch.randn(1, 36, 2, 4, 6, generator=generator),
+            text=torch.randn(1, 5, 4096, generator=generator),
         )
         path = tiny_expert_file(in_channels=36)
         with open_experts(path, path, **FP32) as pair:
@@ -259,17 +293,26 @@ class TestPackedBase:
         lora = open_lora(lora_file(seed=3))
         with open_experts(path, path, **FP32) as pair:
             pair.set_loras([(lora, 0.05)], [(lora, 0.05)])
-            assert distance(run(pair, lane), run_plain({"high": model, "low": model}, lane)) <= TOLERANCE
+            assert (
+                distance(run(pair, lane), run_plain({"high": model, "low": model}, lane))
+                <= TOLERANCE
+            )
 
     def test_fp8_scaled(self, tiny_expert_file, make_tiny_expert, lora_file, lightning, lane):
-        """Equal to the decoded model with the LoRA added; no number of the LoRA goes through fp8."""
+        """Equal to the decoded model with the LoRA added.
+
+        No number of the LoRA goes through fp8.
+        """
         path = tiny_expert_file(fp8="scaled_fp8", dtype=torch.float16, **HIGH)
         model = make_tiny_expert(dequantised_from=torch.float16, **HIGH)
         by_hand(model, lightning(seed=3), 0.05)
         lora = open_lora(lora_file(seed=3))
         with open_experts(path, path, **FP32) as pair:
             pair.set_loras([(lora, 0.05)], [(lora, 0.05)])
-            assert distance(run(pair, lane), run_plain({"high": model, "low": model}, lane)) <= TOLERANCE
+            assert (
+                distance(run(pair, lane), run_plain({"high": model, "low": model}, lane))
+                <= TOLERANCE
+            )
 
 
 class TestBf16:
@@ -281,7 +324,9 @@ class TestBf16:
             pair.set_loras([(lora, 1.0)], [])
             model = pair.engine(POLICIES["layerwise"], "cpu").models["high"]
             seen = []
-            model.condition_embedder.time_proj.register_forward_hook(lambda proj, *_: seen.append(proj.weight.clone()))
+            model.condition_embedder.time_proj.register_forward_hook(
+                lambda proj, *_: seen.append(proj.weight.clone())
+            )
             model.condition_embedder.rows(torch.tensor([500.0]), [lane.text])
             (found,) = seen
             exact = make_tiny_expert(**HIGH).condition_embedder.time_proj.weight.bfloat16().float()
@@ -294,10 +339,15 @@ class TestBf16:
 
 def test_the_sample_loras_keep_the_result_in_order(sample_models):
     """The LoRAs change the result noticeably, but not beyond recognition."""
-    names = [f"wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise.safetensors" for expert in ("high", "low")]
+    names = [
+        f"wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise.safetensors"
+        for expert in ("high", "low")
+    ]
     loras = [open_lora(sample_models / "loras" / name) for name in names]
     generator = torch.Generator().manual_seed(0)
-    lane = Lane(latents=torch.randn(1, 16, 1, 4, 4, generator=generator), text=torch.randn(1, 5, 4096))
+    lane = Lane(
+        latents=torch.randn(1, 16, 1, 4, 4, generator=generator), text=torch.randn(1, 5, 4096)
+    )
     with open_experts(Path(sample_models, "diffusers/Wan2.2-T2V-A14B-Diffusers")) as pair:
         plain = run(pair, lane)
         pair.set_loras([(loras[0], 1.0)], [(loras[1], 1.0)])

@@ -1,7 +1,8 @@
 """Vector clocks of host threads and streams, and the accesses to a range of memory that they order.
 
-Two accesses to the same bytes, one of them a write, are a race unless the clock of the later one contains the time of
-the earlier one. One execution therefore stands for all device schedules that agree with its order of host calls.
+Two accesses to the same bytes, one of them a write, are a race unless the clock of the later one
+contains the time of the earlier one. One execution therefore stands for all device schedules that
+agree with its order of host calls.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ class Access(NamedTuple):
 
 @dataclass
 class Segment:
-    """Bytes `start` to `stop` of a memory with equal accesses: the last write, and the reads since it by actor."""
+    """Bytes `start` to `stop` of a memory with equal accesses.
+
+    The accesses are the last write, and the reads since it by actor.
+    """
 
     start: int
     stop: int
@@ -77,7 +81,7 @@ class History:
         self._report = report
 
     def add(self, start: int, stop: int, *, actor: Actor, words: str, write: bool) -> None:
-        """Add an access by `actor` at its current time, and report the races with the accesses before."""
+        """Add an access by `actor` at its current time, and report races with earlier accesses."""
         access = Access(actor.number, actor.clock[actor.number], words)
         for segment in self._overlapping(start, stop):
             earlier = [] if segment.write is None else [segment.write]
@@ -86,7 +90,9 @@ class History:
             for other in earlier:
                 if not other.is_before(actor.clock):
                     verb = "writes" if write else "reads"
-                    self._report(f"race: {words} {verb} bytes that are not ordered behind {other.words}")
+                    self._report(
+                        f"race: {words} {verb} bytes that are not ordered behind {other.words}"
+                    )
             if write:
                 segment.write, segment.reads = access, {}
             else:

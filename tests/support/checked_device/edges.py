@@ -1,6 +1,7 @@
 """Order between host threads: starts and ends of threads, futures, and the numbers of `ThreadSync`.
 
-Only what a thread has really waited for is ordered before it, so that the checks do not depend on timing.
+Only what a thread has really waited for is ordered before it, so that the checks do not depend on
+timing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
-from wanstream.offload import patches
-from wanstream.offload.engine.threads import ThreadSync
-from wanstream.offload.host_memory import in_place, ram_run, ram_slots
-from wanstream.offload.sharding import device_slots
+from wanstream.offload.core.threads import ThreadSync
+from wanstream.offload.host_memory import device_slots, in_place, ram_run, ram_slots
 from wanstream.offload.sources.base import timed_read
+from wanstream.offload.transfers import patches
 
 from .clocks import Clock
 from .machine import Machine
@@ -25,7 +25,7 @@ from .machine import Machine
 
 @contextmanager
 def host_edges(machine: Machine) -> Iterator[None]:
-    """Record the order between host threads, and their writes into host memory, inside the `with`."""
+    """Record the order between host threads and their writes to host memory inside the `with`."""
     with ExitStack() as patched:
         _patch_threads(machine, patched)
         _patch_futures(machine, patched)
@@ -100,7 +100,9 @@ def _patch_futures(machine: Machine, patched: ExitStack) -> None:
 
     submit = ThreadPoolExecutor.submit
 
-    def submit_after(self: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit_after(
+        self: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         clock = _sent(machine)
 
         def ordered() -> Any:

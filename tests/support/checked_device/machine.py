@@ -1,7 +1,8 @@
-"""Machine of the checked device: streams, events, late execution, memory of devices, page locks, problems.
+"""Machine of the checked device: streams, events, late execution, memory, page locks, problems.
 
-Work is executed when the host waits for it, and before that in any order that the streams and events allow, chosen by a
-seed. Fresh memory is poisoned. A missing wait is reported as a race and usually gives a wrong value as well.
+Work is executed when the host waits for it, and before that in any order that the streams and
+events allow, chosen by a seed. Fresh memory is poisoned. A missing wait is reported as a race and
+usually gives a wrong value as well.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Work:
 
     __slots__ = ("before", "end", "run", "slow", "stream")
 
-    def __init__(self, stream: Stream, run: Callable[[], object], before: list[Work], *, slow: bool) -> None:
+    def __init__(
+        self, stream: Stream, run: Callable[[], object], before: list[Work], *, slow: bool
+    ) -> None:
         self.stream, self.before = stream, before
         self.run: Callable[[], object] | None = run
         self.end = 0.0
@@ -76,7 +79,14 @@ class Stream(Actor):
         self.last: Work | None = None
         self._waits: list[Work] = []
 
-    def issue(self, run: Callable[[], object], accesses: Sequence[Range], words: str, *, slow: bool = False) -> Work:
+    def issue(
+        self,
+        run: Callable[[], object],
+        accesses: Sequence[Range],
+        words: str,
+        *,
+        slow: bool = False,
+    ) -> Work:
         """Append work that reads and writes the ranges of `accesses`."""
         machine = self.machine
         with machine.lock:
@@ -84,8 +94,16 @@ class Stream(Actor):
             self.join(machine.host().clock)
             self.tick()
             for each in accesses:
-                each.history.add(each.start, each.stop, actor=self, words=f"{words} on {self.name}", write=each.write)
-            before = [work for work in (self.last, *self._waits) if work is not None and not work.done]
+                each.history.add(
+                    each.start,
+                    each.stop,
+                    actor=self,
+                    words=f"{words} on {self.name}",
+                    write=each.write,
+                )
+            before = [
+                work for work in (self.last, *self._waits) if work is not None and not work.done
+            ]
             self._waits.clear()
             work = Work(self, run, before, slow=slow)
             self.last = work
@@ -103,7 +121,9 @@ class Stream(Actor):
     def wait_event(self, event: Event) -> None:
         with self.machine.lock:
             if event.clock is None:
-                self.machine.report(f"{self.name} waits for an event that was not recorded, at {site()}")
+                self.machine.report(
+                    f"{self.name} waits for an event that was not recorded, at {site()}"
+                )
                 return
             assert event.work is not None
             self.join(event.clock)
@@ -212,7 +232,9 @@ class Slab:
         memory = np.empty(nbytes + GRANULE, np.uint8)
         start = -memory.ctypes.data % GRANULE
         with torch.inference_mode(False):
-            self.bytes = torch.from_numpy(memory[start : start + nbytes])  # its storage starts there
+            self.bytes = torch.from_numpy(
+                memory[start : start + nbytes]
+            )  # its storage starts there
         self.nbytes = nbytes
         self.address = self.bytes.data_ptr()
         self.history = History(nbytes, report)
@@ -263,14 +285,18 @@ class Device:
             size = -(-nbytes // GRANULE) * GRANULE
             pool = self._pool.get((stream, size))
             if self.allocations == self.fail_at:
-                raise torch.OutOfMemoryError(f"allocation {self.allocations} of {size} bytes fails by request")
+                raise torch.OutOfMemoryError(
+                    f"allocation {self.allocations} of {size} bytes fails by request"
+                )
             if pool:
                 slab = pool.pop()
             else:
                 if self.reserved + size > self.capacity:
                     self.empty_cache()
                 if self.reserved + size > self.capacity:
-                    raise torch.OutOfMemoryError(f"{size} bytes requested, {self.capacity - self.reserved} are free")
+                    raise torch.OutOfMemoryError(
+                        f"{size} bytes requested, {self.capacity - self.reserved} are free"
+                    )
                 slab = Slab(size, self.machine.report)
                 self.reserved += size
             self.allocated += size
@@ -291,11 +317,13 @@ class Device:
             stream.tick()
             words = f"release of memory to {stream.name} at {site()}"
             slab.history.add(0, slab.nbytes, actor=stream, words=words, write=True)
-            self.machine.note(Issued, stream, None, [Range(slab.history, 0, slab.nbytes, write=True)], words)
+            self.machine.note(
+                Issued, stream, None, [Range(slab.history, 0, slab.nbytes, write=True)], words
+            )
             self._pool.setdefault((stream, slab.nbytes), []).append(slab)
 
     def empty_cache(self) -> None:
-        """Return the memory of all pools to the device, after all work is done, as `cudaFree` does."""
+        """Return the memory of all pools to the device after all work is done, like `cudaFree`."""
         for stream in self.streams:
             self.machine.force(stream.last)
         self.reserved -= sum(slab.nbytes for slabs in self._pool.values() for slab in slabs)
@@ -379,12 +407,17 @@ class Machine:
     def check_thread(self) -> None:
         """Report a call of a thread that has not set its device, if there are several."""
         if self._thread.device is None and len(self.devices) > 1:
-            self.report(f"thread {threading.current_thread().name} has not set its device, at {site()}")
+            self.report(
+                f"thread {threading.current_thread().name} has not set its device, at {site()}"
+            )
 
     def check_only_thread(self) -> None:
         """Report work of a second thread for a device without streams."""
         if self.only_thread not in (None, threading.get_ident()):
-            self.report(f"thread {threading.current_thread().name} uses a device of another thread, at {site()}")
+            self.report(
+                f"thread {threading.current_thread().name} uses a device of another thread, at "
+                f"{site()}"
+            )
 
     def current_stream(self, index: int) -> Stream:
         return self._thread.streams.get(index, self.devices[index].default_stream)
@@ -417,10 +450,18 @@ class Machine:
 
     def drift(self) -> None:
         """Execute some of the work that could run now."""
-        # A tensor that is collected in the middle of work records events: nothing may overtake that work.
+        # A tensor that is collected in the middle of work records events: nothing may overtake that
+        # work.
         while not self.executing and self._random.random() < self.eagerness:
-            heads = [stream.pending[0] for device in self.devices for stream in device.streams if stream.pending]
-            ready = [work for work in heads if not work.slow and all(each.done for each in work.before)]
+            heads = [
+                stream.pending[0]
+                for device in self.devices
+                for stream in device.streams
+                if stream.pending
+            ]
+            ready = [
+                work for work in heads if not work.slow and all(each.done for each in work.before)
+            ]
             if not ready:
                 return
             work = self._random.choice(ready)
@@ -446,7 +487,10 @@ class Machine:
         with self.lock:
             start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
             total = sum(each.nbytes for each in self.locked.values())
-            if self.refuse_locks_beyond is not None and total + memory.numel() > self.refuse_locks_beyond:
+            if (
+                self.refuse_locks_beyond is not None
+                and total + memory.numel() > self.refuse_locks_beyond
+            ):
                 raise PageLockError("no more pages")
             first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
             if any(
@@ -474,14 +518,17 @@ class Machine:
         with self.lock:
             unmapped = self._unmapped.setdefault(size, [])
             pages = unmapped.pop() if unmapped else Pages(size)
-            pages.history = History(size, self.report)  # the system orders a mapping behind the one before
+            pages.history = History(
+                size, self.report
+            )  # the system orders a mapping behind the one before
             self._mapped.append(pages)
             return pages.mapped(nbytes, self._unmap)
 
     def _unmap(self, pages: Pages) -> None:
         with self.lock:
             if any(
-                at < pages.start + pages.nbytes and pages.start < at + each.nbytes for at, each in self.locked.items()
+                at < pages.start + pages.nbytes and pages.start < at + each.nbytes
+                for at, each in self.locked.items()
             ):
                 self.report(f"memory is unmapped while it is page-locked, at {site()}")
             self._access(pages.history, 0, pages.nbytes, f"unmapping at {site()}")
@@ -493,7 +540,10 @@ class Machine:
         """Return the pages mapped for `memory`. None if something else owns it."""
         with self.lock:
             at = memory.data_ptr()
-            return next((pages for pages in self._mapped if pages.start <= at < pages.start + pages.nbytes), None)
+            return next(
+                (pages for pages in self._mapped if pages.start <= at < pages.start + pages.nbytes),
+                None,
+            )
 
     def host_writes(self, memory: torch.Tensor, words: str) -> None:
         """Note that the calling thread writes into host memory now."""
@@ -506,7 +556,10 @@ class Machine:
         return sum(stop - start for _, start, stop in self._locked_parts(memory)) == memory.nbytes
 
     def locked_range(self, memory: torch.Tensor) -> tuple[LockedRange, int] | None:
-        """Return the locked range of `memory`, which is copied, and its offset there; None if it is not locked."""
+        """Return the locked range of `memory`, which is copied, and its offset there.
+
+        None if it is not locked.
+        """
         parts = self._locked_parts(memory)
         if not parts:
             return None
@@ -516,7 +569,9 @@ class Machine:
             return None
         return locked, start
 
-    def host_ranges(self, memory: torch.Tensor, locked: tuple[LockedRange, int], *, write: bool) -> list[Range]:
+    def host_ranges(
+        self, memory: torch.Tensor, locked: tuple[LockedRange, int], *, write: bool
+    ) -> list[Range]:
         """Return the bytes of page-locked `memory`, by its lock and by its mapping."""
         ranges = [Range(locked[0].history, locked[1], locked[1] + memory.nbytes, write)]
         if (pages := self.pages_of(memory)) is not None:
@@ -577,7 +632,10 @@ def waiting_function() -> str | None:
 
 @functools.cache
 def _file_of_project(name: str) -> str | None:
-    """Return the path of a file of the product or of its tests; None for libraries and the checked device."""
+    """Return the path of a file of the product or of its tests.
+
+    None for libraries and the checked device.
+    """
     path = Path(name)
     if ROOT not in path.parents or "checked_device" in path.parts or "site-packages" in path.parts:
         return None

@@ -1,7 +1,8 @@
-"""Replay of a machine's trace through torch's detector of races between streams, an independent second opinion.
+"""Replay of a machine's trace through torch's detector of races between streams.
 
-The detector assumes one host thread and follows data pointers. So a trace has the order in which the calls arrived
-from all threads, and every piece of memory between two boundaries of accesses counts as one data pointer.
+It is an independent second opinion. The detector assumes one host thread and follows data pointers.
+So a trace has the order in which the calls arrived from all threads, and every piece of memory
+between two boundaries of accesses counts as one data pointer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def races(trace: Sequence[TraceEntry]) -> list[SynchronizationError]:
         for access in accesses:
             (written if access.write else read).update(pieces.of(access))
         names = {piece: [words] for piece in read | written}
-        found.extend(handler._handle_kernel_launch(stream, read - written, written, set(), words, names))
+        found.extend(
+            handler._handle_kernel_launch(stream, read - written, written, set(), words, names)
+        )
 
     for entry in trace:
         match entry:
@@ -40,7 +43,8 @@ def races(trace: Sequence[TraceEntry]) -> list[SynchronizationError]:
             case HostWait():
                 handler._handle_event_synchronization(numbers[entry.work])
             case HostAccess():
-                # A new stream is ordered behind all that the host has waited for, and all streams behind this access.
+                # A new stream is ordered behind all that the host has waited for, and all streams
+                # behind this access.
                 handler._handle_stream_creation(numbers[entry])
                 launch(numbers[entry], [entry.access], entry.words)
                 handler._handle_stream_synchronization(numbers[entry])
@@ -63,5 +67,8 @@ class _Pieces:
 
     def of(self, access: Range) -> range:
         points, first = self._cuts[access.history], self._first[access.history]
-        start, stop = bisect.bisect_left(points, access.start), bisect.bisect_left(points, access.stop)
+        start, stop = (
+            bisect.bisect_left(points, access.start),
+            bisect.bisect_left(points, access.stop),
+        )
         return range(first + start, first + stop)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import cast
+from unittest.mock import patch
 
 import torch
 
-from wanstream.devices import DeviceMemory, DeviceRuntime, register_runtime
+from wanstream.devices import DeviceRuntime
 from wanstream.devices import Event as DeviceEvent
 from wanstream.devices import Stream as DeviceStream
+from wanstream.devices.machine.shared_pages import LockedPages
+from wanstream.devices.registry import FAMILIES, LOCKED_PAGES, runtime_for
+from wanstream.devices.runtime import DeviceMemory
 
 from .edges import host_edges
 from .machine import Device, Event, Machine, Stream, site
@@ -100,10 +104,22 @@ class CheckedRuntime(DeviceRuntime):
 
 
 @contextmanager
+def registered(family: str, runtime: type[DeviceRuntime] | None) -> Iterator[None]:
+    """Use `runtime` for devices of the type `family` inside the `with`."""
+    pages = {family: LockedPages()}
+    try:
+        with patch.dict(FAMILIES, {family: runtime}), patch.dict(LOCKED_PAGES, pages):
+            runtime_for.cache_clear()
+            yield
+    finally:
+        runtime_for.cache_clear()
+
+
+@contextmanager
 def checked_machine(
     seed: int = 0, *, devices: int = 1, capacity: int = 2**33, streams: bool = True
 ) -> Iterator[Machine]:
-    """Provide a machine of checked devices inside the `with`, and check at its end that nothing is left.
+    """Provide a machine of checked devices inside the `with`, then check that nothing is left.
 
     Without `streams` the devices have no runtime, and only the calling thread may use them.
 
@@ -113,8 +129,10 @@ def checked_machine(
     machine = Machine(seed, devices=devices, capacity=capacity)
     if not streams:
         machine.only_thread = threading.get_ident()
-    end, restore = activate(machine), register_runtime(NAME, CheckedRuntime if streams else None)
-    try:
+    end = activate(machine)
+    with ExitStack() as undo:
+        undo.callback(end)
+        undo.enter_context(registered(NAME, CheckedRuntime if streams else None))
         with host_edges(machine):
             yield machine
         machine.finish()
@@ -123,6 +141,3 @@ def checked_machine(
         assert not machine.problems, "\n".join(machine.problems)
         assert not any(left), f"bytes that are still allocated, by device: {left}"
         assert not machine.locked, f"{len(machine.locked)} pieces of memory are still locked"
-    finally:
-        restore()
-        end()

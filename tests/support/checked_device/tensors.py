@@ -1,7 +1,8 @@
 """Tensors of the checked device, and the execution of torch's operations on them.
 
-The device is a backend of torch in Python ("PrivateUse1"), so its operations arrive at one function. Views are made at
-once; everything else is issued to the current stream and computed later by the CPU's kernels.
+The device is a backend of torch in Python ("PrivateUse1"), so its operations arrive at one
+function. Views are made at once; everything else is issued to the current stream and computed later
+by the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -64,16 +65,26 @@ class CheckedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in WHOLE and not torch.compiler.is_compiling():
             return _launch(func, args, dict(kwargs or {}), writes=())
-        with torch._C.DisableTorchFunctionSubclass():  # `Tensor`'s own would make CPU results tensors of this class
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # `Tensor`'s own would make CPU results tensors of this class
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return dispatch(func, args, dict(kwargs or {}))
 
@@ -84,8 +95,19 @@ class CheckedTensor(torch.Tensor):
         """Return the bytes from the first to the last element."""
         slab = self.block.slab
         start = self.base.data_ptr() - slab.address
-        extent = sum((size - 1) * stride for size, stride in zip(self.base.shape, self.base.stride(), strict=True)) + 1
-        return Range(slab.history, start, start + (extent * self.base.itemsize if self.base.numel() else 0), write)
+        extent = (
+            sum(
+                (size - 1) * stride
+                for size, stride in zip(self.base.shape, self.base.stride(), strict=True)
+            )
+            + 1
+        )
+        return Range(
+            slab.history,
+            start,
+            start + (extent * self.base.itemsize if self.base.numel() else 0),
+            write,
+        )
 
 
 def activate(machine: Machine) -> Callable[[], None]:
@@ -115,9 +137,17 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in READ_BY_HOST:
         return _read_by_host(func, args, kwargs)
     schema = func._schema.arguments
-    written = [index for index, arg in enumerate(schema) if arg.alias_info is not None and arg.alias_info.is_write]
-    named = [args[index] if index < len(args) else kwargs.get(schema[index].name) for index in written]
-    return _launch(func, args, kwargs, writes=[each for each in pytree.tree_leaves(named) if each is not None])
+    written = [
+        index
+        for index, arg in enumerate(schema)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+    named = [
+        args[index] if index < len(args) else kwargs.get(schema[index].name) for index in written
+    ]
+    return _launch(
+        func, args, kwargs, writes=[each for each in pytree.tree_leaves(named) if each is not None]
+    )
 
 
 @functools.cache
@@ -128,19 +158,30 @@ def _is_composite(func: Any) -> bool:
 @functools.cache
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
-    return func in VIEWS or any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return func in VIEWS or any(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     with torch.inference_mode(False), torch.no_grad():
         result = func(*_bases(args), **_bases(kwargs))
-    with torch.inference_mode(source.is_inference()):  # a view is an inference tensor only if its source is one
-        return pytree.tree_map_only(torch.Tensor, lambda base: CheckedTensor(base, source.block), result)
+    with torch.inference_mode(
+        source.is_inference()
+    ):  # a view is an inference tensor only if its source is one
+        return pytree.tree_map_only(
+            torch.Tensor, lambda base: CheckedTensor(base, source.block), result
+        )
 
 
-def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: Sequence[torch.Tensor]) -> Any:
-    """Issue an operation to the current stream of its device; `writes` are its arguments that it changes."""
+def _launch(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: Sequence[torch.Tensor]
+) -> Any:
+    """Issue an operation to the current stream of its device.
+
+    `writes` are its arguments that it changes.
+    """
     machine = active()
     leaves, structure = pytree.tree_flatten((args, kwargs))
     given = [each for each in leaves if isinstance(each, CheckedTensor)]
@@ -158,7 +199,9 @@ def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes:
         machine.launches += 1
         return writes[0] if len(writes) == 1 else tuple(writes)
     likes, shape = _outputs(func, leaves, structure)
-    outputs = [_allocate(like, device) if isinstance(like, torch.Tensor) else like for like in likes]
+    outputs = [
+        _allocate(like, device) if isinstance(like, torch.Tensor) else like for like in likes
+    ]
     made = [each for each in outputs if isinstance(each, CheckedTensor)]
     targets = [each.base for each in made]
 
@@ -176,8 +219,13 @@ def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes:
 _OUTPUTS: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
 
-def _outputs(func: Any, leaves: list[Any], structure: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of the result as meta tensors, and its structure; they depend on no values."""
+def _outputs(
+    func: Any, leaves: list[Any], structure: pytree.TreeSpec
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of the result as meta tensors, and its structure.
+
+    They depend on no values.
+    """
     key = (func, structure, *map(_key, leaves))
     if key not in _OUTPUTS:
         args, kwargs = pytree.tree_unflatten([_on_meta(each) for each in leaves], structure)
@@ -198,7 +246,10 @@ def _on_meta(leaf: Any) -> Any:
 
 
 def _value_on_cpu(leaf: Any) -> Any:
-    """Return the argument for the CPU's kernel; CPU tensors are copied, because the host may change them before."""
+    """Return the argument for the CPU's kernel.
+
+    CPU tensors are copied, because the host may change them before.
+    """
     if isinstance(leaf, CheckedTensor):
         return leaf.base
     if isinstance(leaf, torch.Tensor):
@@ -270,7 +321,8 @@ def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
     if target.type == NAME and isinstance(source, CheckedTensor) and target == source.device:
         return _launch(torch.ops.aten._to_copy.default, (source,), options, writes=())
     like = torch.ops.aten._to_copy.default(
-        source.detach().to("meta") if not isinstance(source, CheckedTensor) else _meta(source), **options
+        source.detach().to("meta") if not isinstance(source, CheckedTensor) else _meta(source),
+        **options,
     )
     if target.type == NAME:
         # The CPU changes the dtype first, as torch does for a copy between devices.
@@ -294,11 +346,14 @@ def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _issue(device: Device, run: Callable[[], object], ranges: list[Range], words: object) -> Any:
     def compute() -> None:
-        # Any thread may execute it, in or out of a dispatch; only this mode may write into every tensor of the host.
+        # Any thread may execute it, in or out of a dispatch; only this mode may write into every
+        # tensor of the host.
         with torch.inference_mode():
             run()
 
-    return device.machine.current_stream(device.index).issue(compute, ranges, f"{words} at {site()}")
+    return device.machine.current_stream(device.index).issue(
+        compute, ranges, f"{words} at {site()}"
+    )
 
 
 def _wait(device: Device, work: Any) -> None:
@@ -306,7 +361,9 @@ def _wait(device: Device, work: Any) -> None:
 
 
 def _allocate(like: torch.Tensor, device: Device) -> CheckedTensor:
-    extent = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    extent = (
+        sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    )
     nbytes = like.itemsize * extent if like.numel() else 0
     block = device.allocate(nbytes, device.machine.current_stream(device.index))
     with torch.inference_mode(False):
@@ -324,7 +381,9 @@ def _device_of(given: list[CheckedTensor], kwargs: Mapping[str, Any]) -> Device:
 def _check_devices(func: object, given: Sequence[CheckedTensor], device: Device) -> None:
     indices = {each.block.stream.device.index for each in given} | {device.index}
     if len(indices) > 1:
-        raise RuntimeError(f"{func}: expected all tensors to be on the same device, but found {sorted(indices)}")
+        raise RuntimeError(
+            f"{func}: expected all tensors to be on the same device, but found {sorted(indices)}"
+        )
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -387,8 +446,14 @@ def _register() -> tuple[torch.library.Library, ...]:
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
-    aten.impl("copy_", _copy, "PrivateUse1")  # `torch.tensor` calls it where the fallback is excluded
-    for name in ("arange", "arange.start", "arange.start_step"):  # torch would resize an empty tensor for them
+    aten.impl(
+        "copy_", _copy, "PrivateUse1"
+    )  # `torch.tensor` calls it where the fallback is excluded
+    for name in (
+        "arange",
+        "arange.start",
+        "arange.start_step",
+    ):  # torch would resize an empty tensor for them
         overload = getattr(torch.ops.aten.arange, name.partition(".")[2] or "default")
         aten.impl(name, functools.partial(_made, overload), "PrivateUse1")
     return library, aten

@@ -13,7 +13,7 @@ from PIL import ImageColor, ImageDraw
 
 from wanstream.bench import Report, Variant, report_chart
 from wanstream.bench.chart import COLOURS, HEAD, MARGIN, MAX_PANELS, PANEL, SCALE, WIDTH
-from wanstream.schema import Timeline
+from wanstream.schema.records import Timeline
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
@@ -31,7 +31,14 @@ def words(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, float]]:
     drawn: list[tuple[str, float, float]] = []
     draw = ImageDraw.ImageDraw.text
 
-    def text(drawing: Any, place: tuple[float, float], text_drawn: str, *args: Any, font: Any, anchor: str) -> None:
+    def text(
+        drawing: Any,
+        place: tuple[float, float],
+        text_drawn: str,
+        *args: Any,
+        font: Any,
+        anchor: str,
+    ) -> None:
         length = font.getlength(text_drawn)
         left = place[0] - {"l": 0.0, "m": length / 2, "r": length}[anchor[0]]
         drawn.append((text_drawn, left / SCALE, (left + length) / SCALE))
@@ -46,8 +53,10 @@ def pixels(report: Report) -> Pixels:
 
 
 def painted(chart: Pixels, colour: str, top: int = HEAD) -> Pixels:
-    """Return a mask of the pixels of that colour, from `top` downwards and to the right of the labels."""
-    return np.all(chart[top * SCALE :, LEFT * SCALE :] == ImageColor.getrgb(COLOURS[colour]), axis=2)
+    """Return a mask of the pixels of that colour, from `top` down and right of the labels."""
+    return np.all(
+        chart[top * SCALE :, LEFT * SCALE :] == ImageColor.getrgb(COLOURS[colour]), axis=2
+    )
 
 
 def heights(chart: Pixels, colour: str, top: int = HEAD) -> list[int]:
@@ -62,7 +71,9 @@ def test_bars_are_as_high_as_the_steps_of_the_timeline_are_long(
     run = make_timeline(4, 2, 2, 3, stall_s=0.5)
     chart = pixels(make_report(make_variant("a", run)))
     found = [*heights(chart, "high"), *heights(chart, "low")]
-    assert [height / found[0] for height in found] == pytest.approx([1, 1.5 / 3.5, 1.5 / 3.5, 2.5 / 3.5], abs=0.02)
+    assert [height / found[0] for height in found] == pytest.approx(
+        [1, 1.5 / 3.5, 1.5 / 3.5, 2.5 / 3.5], abs=0.02
+    )
     assert heights(chart, "stall") == pytest.approx([found[0] / 7] * 4, abs=1)
 
 
@@ -80,7 +91,9 @@ def test_panels_share_one_scale(
 ) -> None:
     chart = pixels(make_report(make_variant("new", seamless), make_variant("old", blocking)))
     top = HEAD + 2 * 30 + 12
-    assert heights(chart, "high", top)[0] / heights(chart, "high", top + PANEL)[0] == pytest.approx(65 / 40, abs=0.02)
+    assert heights(chart, "high", top)[0] / heights(chart, "high", top + PANEL)[0] == pytest.approx(
+        65 / 40, abs=0.02
+    )
 
 
 def test_the_switch_is_marked(
@@ -104,7 +117,9 @@ def test_runs_and_the_prediction_are_lines_at_their_heights(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
     runs = [make_timeline(wall) for wall in (2, 4, 3)]
-    chart = pixels(make_report(make_variant("a", *runs, predicted=make_timeline(1.5, kind="simulated"))))
+    chart = pixels(
+        make_report(make_variant("a", *runs, predicted=make_timeline(1.5, kind="simulated")))
+    )
     bar, floor = painted(chart, "high"), max(np.flatnonzero(painted(chart, "high").any(axis=1)))
     height = floor - min(np.flatnonzero(bar.any(axis=1)))
     (middle,) = {round(float(np.mean(np.flatnonzero(bar[floor]))))}
@@ -123,11 +138,21 @@ def test_the_overview_has_a_bar_for_each_variant_and_says_why_one_failed(
     words: list[tuple[str, float, float]],
 ) -> None:
     failed = make_variant("resident", failed="needs 57 GB,\n24 GB free")
-    variants = make_variant("new", seamless, seamless), make_variant("old", blocking), failed, make_variant("to come")
+    variants = (
+        make_variant("new", seamless, seamless),
+        make_variant("old", blocking),
+        failed,
+        make_variant("to come"),
+    )
     report_chart(make_report(*variants))
     text_drawn = {each for each, _, _ in words}
     assert {"new", "old", "resident", "to come"} <= text_drawn
-    assert {"180.0 s", "167.0 s, 0.93x", "failed: needs 57 GB, 24 GB free", "not measured"} <= text_drawn
+    assert {
+        "180.0 s",
+        "167.0 s, 0.93x",
+        "failed: needs 57 GB, 24 GB free",
+        "not measured",
+    } <= text_drawn
 
 
 def test_memory_is_that_of_the_device_or_else_of_the_process(
@@ -203,15 +228,28 @@ def test_steps_in_which_a_cache_left_blocks_out_are_marked(
 
 def _brightness(colour: str) -> float:
     red, green, blue = (part / 255 for part in ImageColor.getrgb(colour))
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (red, green, blue)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in (red, green, blue)
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize(
     ("name", "least"),
-    [("ink", 7), ("soft", 4.5), ("high", 3), ("low", 3), ("memory", 3), ("predicted", 3), ("stall", 2)],
+    [
+        ("ink", 7),
+        ("soft", 4.5),
+        ("high", 3),
+        ("low", 3),
+        ("memory", 3),
+        ("predicted", 3),
+        ("stall", 2),
+    ],
 )
 def test_texts_and_bars_have_enough_contrast(name: str, least: float) -> None:
     """Contrast as the accessibility guidelines define it: 4.5 for small text, 3 for bars."""
-    bright, dim = sorted((_brightness(COLOURS[part]) + 0.05 for part in (name, "paper")), reverse=True)
+    bright, dim = sorted(
+        (_brightness(COLOURS[part]) + 0.05 for part in (name, "paper")), reverse=True
+    )
     assert bright / dim >= least

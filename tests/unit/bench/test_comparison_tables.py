@@ -5,8 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from wanstream.bench import Report, Table, Trial, Variant
-from wanstream.bench.report_tables import comparison, every_table, phase_table, run_phase_table, settings_table
-from wanstream.schema import PhaseRecord, Timeline
+from wanstream.bench.report_tables import (
+    comparison,
+    every_table,
+    phase_table,
+    run_phase_table,
+    settings_table,
+)
+from wanstream.schema.records import PhaseRecord, Timeline
+from wanstream.tests.support.steps import changed_step
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
@@ -25,7 +32,10 @@ def test_two_variants_stand_head_to_head(
     assert table.title == "Head to head, ratios to the first"
     assert table.head == ("Metric", "new", "old")
     assert row(table, "Total denoising") == ("180.0 s (1 run)", "167.0 s (1 run), 0.93x")
-    assert row(table, "Steady step, low-noise expert") == ("23.00 s (1 run)", "20.00 s (1 run), 0.87x")
+    assert row(table, "Steady step, low-noise expert") == (
+        "23.00 s (1 run)",
+        "20.00 s (1 run), 0.87x",
+    )
     assert row(table, "First step") == ("65.00 s (1 run)", "40.00 s (1 run), 0.62x")
     assert row(table, "Switch step over a steady one") == ("0.00 s (1 run)", "27.00 s (1 run)")
     assert row(table, "Moved to buffers") == ("168 GB (1 run)", "168 GB (1 run), 1.00x")
@@ -36,7 +46,9 @@ def test_there_is_no_ratio_to_next_to_nothing(
 ) -> None:
     def ratio(one: float, other: float) -> str:
         runs = (make_timeline(20, 20, stall_s=stall) for stall in (one, other))
-        table = comparison(make_report(*(make_variant(name, run) for name, run in zip("ab", runs, strict=True))))
+        table = comparison(
+            make_report(*(make_variant(name, run) for name, run in zip("ab", runs, strict=True)))
+        )
         return row(table, "Stall")[1].partition(", ")[2]
 
     assert [ratio(0.001, 2), ratio(0, 0), ratio(1, 2), ratio(2, 0)] == ["", "", "2.00x", "0.00x"]
@@ -46,12 +58,16 @@ def test_there_is_no_ratio_to_next_to_nothing(
     assert row(table, "Switch step over a steady one")[1] == "-1.00 s (1 run)"
 
 
-def test_one_variant_has_its_figures(seamless: Timeline, make_variant: MakeVariant, make_report: MakeReport) -> None:
+def test_one_variant_has_its_figures(
+    seamless: Timeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
     table = comparison(make_report(make_variant("new", seamless)))
     assert (table.title, table.head) == ("Figures", ("Metric", "new"))
 
 
-def test_unknown_figures_have_no_row(seamless: Timeline, make_variant: MakeVariant, make_report: MakeReport) -> None:
+def test_unknown_figures_have_no_row(
+    seamless: Timeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
     names = {row[0] for row in comparison(make_report(make_variant("new", seamless))).rows}
     assert "Peak VRAM, allocated" not in names
     assert "Predicted total" not in names
@@ -61,7 +77,10 @@ def test_unknown_figures_have_no_row(seamless: Timeline, make_variant: MakeVaria
 def test_many_variants_have_a_line_each(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
-    variants = [make_variant(f"{steps} steps", make_timeline(*[2.0] * steps, switch=2)) for steps in range(4, 9)]
+    variants = [
+        make_variant(f"{steps} steps", make_timeline(*[2.0] * steps, switch=2))
+        for steps in range(4, 9)
+    ]
     table = comparison(make_report(*variants))
     assert [row[0] for row in table.rows] == [variant.name for variant in variants]
     assert table.rows[4][table.head.index("Total denoising")] == "16.00 s (1 run), 2.00x"
@@ -93,7 +112,10 @@ def test_a_result_that_changes_from_run_to_run_is_reported(
 
 
 def test_the_prediction_is_next_to_the_measurement(
-    seamless: Timeline, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+    seamless: Timeline,
+    make_timeline: MakeTimeline,
+    make_variant: MakeVariant,
+    make_report: MakeReport,
 ) -> None:
     predicted = make_variant("a", seamless, predicted=make_timeline(100, kind="simulated"))
     said = row(comparison(make_report(predicted, make_variant("b", seamless))), "Predicted total")
@@ -106,7 +128,10 @@ def test_the_limit_of_the_device_is_one_number(
     def run(*compute_s: float, **fields: Any) -> Timeline:
         timeline = make_timeline(*[9.0] * len(compute_s))
         pairs = zip(timeline.steps, compute_s, strict=True)
-        return replace(timeline, steps=tuple(replace(step, compute_s=each, **fields) for step, each in pairs))
+        return replace(
+            timeline,
+            steps=tuple(changed_step(step, compute_s=each, **fields) for step, each in pairs),
+        )
 
     predicted = run(1.0, 1.0, limit_s=0.8)
     variants = [
@@ -123,14 +148,21 @@ def test_changes_and_failures_are_remarks(
 ) -> None:
     changed = make_timeline(2, changes=("fewer buffers",))
     failed = make_variant("c", failed="needs 57 GB, 24 GB free")
-    table = comparison(make_report(make_variant("a", make_timeline(2)), make_variant("b", changed, changed), failed))
+    table = comparison(
+        make_report(
+            make_variant("a", make_timeline(2)), make_variant("b", changed, changed), failed
+        )
+    )
     assert row(table, "Remarks") == ("", "fewer buffers", "failed: needs 57 GB, 24 GB free")
     assert row(table, "Total denoising")[2:] == ("",)
 
 
-def test_settings_stand_beside_each_other(make_variant: MakeVariant, make_report: MakeReport) -> None:
+def test_settings_stand_beside_each_other(
+    make_variant: MakeVariant, make_report: MakeReport
+) -> None:
     one, two = (
-        make_variant(name, settings={"Policy": name, **more}) for name, more in (("a", {}), ("b", {"LoRA": "x"}))
+        make_variant(name, settings={"Policy": name, **more})
+        for name, more in (("a", {}), ("b", {"LoRA": "x"}))
     )
     table = settings_table(make_report(one, two))
     assert table.head == ("Setting", "a", "b")
@@ -153,20 +185,32 @@ def test_phases_of_runs_have_medians_too(
 ) -> None:
     def run(*seconds: float) -> Timeline:
         names = ("first block", "high", "switch", "low")
-        phases = (PhaseRecord(name=name, start_s=0, wall_s=wall) for name, wall in zip(names, seconds, strict=True))
+        phases = (
+            PhaseRecord(name=name, start_s=0, wall_s=wall)
+            for name, wall in zip(names, seconds, strict=True)
+        )
         return make_timeline(40, 50, phases=tuple(phases))
 
-    table = run_phase_table(make_report(make_variant("a", run(1, 40, 2, 50), run(3, 40, 4, 60)), make_variant("b")))
+    table = run_phase_table(
+        make_report(make_variant("a", run(1, 40, 2, 50), run(3, 40, 4, 60)), make_variant("b"))
+    )
     assert table.head == ("Phase", "a", "b")
     assert [row[0] for row in table.rows] == ["first block", "high", "switch", "low"]
-    assert [row[1] for row in table.rows][2:] == ["3.00 s (2.00 to 4.00)", "55.00 s (50.00 to 60.00)"]
+    assert [row[1] for row in table.rows][2:] == [
+        "3.00 s (2.00 to 4.00)",
+        "55.00 s (50.00 to 60.00)",
+    ]
     assert run_phase_table(make_report(make_variant("a", make_timeline(1)))).rows == ()
 
 
 def test_every_table_comes_once(
     seamless: Timeline, blocking: Timeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
-    report = make_report(make_variant("new", seamless), make_variant("old", blocking), make_variant("bad", failed="no"))
+    report = make_report(
+        make_variant("new", seamless),
+        make_variant("old", blocking),
+        make_variant("bad", failed="no"),
+    )
     assert [table.title for table in every_table(report)] == [
         "Head to head, ratios to the first",
         "Per-step timing: new",

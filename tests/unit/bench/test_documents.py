@@ -7,7 +7,7 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
@@ -15,21 +15,29 @@ import pytest
 from wanstream.bench import Report, Variant
 from wanstream.bench.documents import csv_document, html_document, json_document, summary
 from wanstream.bench.report_tables import step_table
-from wanstream.schema import StepRecord, Timeline
-from wanstream.schema.text_format import format_rate, format_size
+from wanstream.schema.records import Timeline
+from wanstream.schema.text.numbers import format_rate, format_size
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
 MakeReport = Callable[..., Report]
 
-TIMES = {"stall_s": 0.25, "stall_on_read_s": 0.125, "decode_s": 0.0625, "copy_s": 0.375, "read_s": 1.5}
+TIMES = {
+    "stall_s": 0.25,
+    "stall_on_read_s": 0.125,
+    "decode_s": 0.0625,
+    "copy_s": 0.375,
+    "read_s": 1.5,
+}
 CHART = b"a PNG"
 SIZES = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "device_bytes": 23 * 10**9}
 MEASURED = {**TIMES, **SIZES, "rss_bytes": 7}
 
 
 @pytest.fixture
-def report(make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport) -> Report:
+def report(
+    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> Report:
     """Two variants; the first one's trials are a warm-up and a run that counts."""
     walls = (2.5, 1.25, 1.5, 3.75, 1.125)
     one = make_variant("a", make_timeline(9, 9, 9, 9, 9), make_timeline(*walls, **MEASURED))
@@ -85,20 +93,23 @@ def test_json_holds_every_timeline_as_it_is(report: Report) -> None:
         assert [Timeline.from_dict(trial["timeline"]) for trial in said["trials"]] == [
             trial.timeline for trial in variant.trials
         ]
-        assert [trial["warmup"] for trial in said["trials"]] == [trial.warmup for trial in variant.trials]
+        assert [trial["warmup"] for trial in said["trials"]] == [
+            trial.warmup for trial in variant.trials
+        ]
     total = written["figures"]["a"]["Total denoising"]
     assert total == {"median": 10.125, "low": 10.125, "high": 10.125, "runs": 1, "unit": "s"}
 
 
-def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(report: Report) -> None:
+def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(
+    report: Report,
+) -> None:
     lines = [*csv.DictReader(io.StringIO(csv_document(report)))]
     assert len(lines) == 5 + 5 + 2
     counted, run = lines[5:10], report.variants[0].measured[0]
     for line, step in zip(counted, run.steps, strict=True):
         assert (line["variant"], line["run"], line["warmup"]) == ("a", "2", "0")
-        for field in fields(StepRecord):
-            value = getattr(step, field.name)
-            assert line[field.name] == ("" if value is None else str(value)), field.name
+        for name, value in step.to_dict().items():
+            assert line[name] == ("" if value is None else str(value)), name
     assert float(counted[-1]["cumulative_s"]) == run.wall_s
     assert [line["warmup"] for line in lines[:5]] == ["1"] * 5
 
@@ -106,18 +117,28 @@ def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(rep
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
-        *((name, f"'{name}") for name in ("=1+1", "@SUM(1)", "-1", "+1", "\t=1", "\n=1", " =1", "\ufeff=1")),
+        *(
+            (name, f"'{name}")
+            for name in ("=1+1", "@SUM(1)", "-1", "+1", "\t=1", "\n=1", " =1", "\ufeff=1")
+        ),
         *((f"{sign}1", f"'{sign}1") for sign in "\uff1d\uff0b\uff0d\uff20\u2212"),
         ("\r=1", "' =1"),
         ('a, "b"\n= c', 'a, "b"\n= c'),
     ],
 )
 def test_no_name_is_a_formula_in_a_spreadsheet(
-    name: str, cell: str, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+    name: str,
+    cell: str,
+    make_timeline: MakeTimeline,
+    make_variant: MakeVariant,
+    make_report: MakeReport,
 ) -> None:
     """Names are titles of nodes, which come with a workflow."""
     written = csv_document(make_report(make_variant(name, make_timeline(1, 1))))
-    assert [line["variant"] for line in csv.DictReader(io.StringIO(written, newline=""))] == [cell, cell]
+    assert [line["variant"] for line in csv.DictReader(io.StringIO(written, newline=""))] == [
+        cell,
+        cell,
+    ]
 
 
 def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) -> None:
@@ -136,12 +157,22 @@ def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) 
         assert said["Step"] == str(step.index + 1)
         assert said["Expert"] == step.expert
         seconds = {"Cumulative (s)": ended, "Delta (s)": step.wall_s, "Compute (s)": step.compute_s}
-        seconds |= {"Stall (s)": step.stall_s, "Stall, files (s)": step.stall_on_read_s}
-        assert {name: said[name] for name in seconds} == {name: f"{value:.2f}" for name, value in seconds.items()}
-        sizes = {"Moved": step.bytes_moved, "Read": step.read_bytes, "VRAM peak": step.device_bytes}
-        assert {name: said[name] for name in sizes} == {name: format_size(value or 0) for name, value in sizes.items()}
-        assert said["To buffers"] == format_rate(step.copied_bytes / step.copy_s)
-        assert said["From files"] == format_rate(step.read_bytes / step.read_s)
+        seconds |= {"Stall (s)": step.stall_s, "Stall, files (s)": step.transfers.stall_on_read_s}
+        assert {name: said[name] for name in seconds} == {
+            name: f"{value:.2f}" for name, value in seconds.items()
+        }
+        sizes = {
+            "Moved": step.bytes_moved,
+            "Read": step.transfers.read_bytes,
+            "VRAM peak": step.memory.device_bytes,
+        }
+        assert {name: said[name] for name in sizes} == {
+            name: format_size(value or 0) for name, value in sizes.items()
+        }
+        assert said["To buffers"] == format_rate(
+            step.transfers.copied_bytes / step.transfers.copy_s
+        )
+        assert said["From files"] == format_rate(step.transfers.read_bytes / step.transfers.read_s)
     figures = {row[0]: row[1] for row in page.tables["Head to head, ratios to the first"][1:]}
     assert figures["Total denoising"] == f"{timeline.wall_s:.2f} s (1 run)"
     assert figures["Stall"] == f"{timeline.stall_s:.2f} s (1 run)"
@@ -188,10 +219,17 @@ def test_an_unfinished_report_says_so(report: Report) -> None:
 
 def test_method_and_machine_are_in_every_document(report: Report) -> None:
     for document in (summary(report), html_document(report, b""), json_document(report)):
-        assert {word for word in ("Runs", "3", "Device", "CPU") if word in document} == {"Runs", "3", "Device", "CPU"}
+        assert {word for word in ("Runs", "3", "Device", "CPU") if word in document} == {
+            "Runs",
+            "3",
+            "Device",
+            "CPU",
+        }
 
 
-def test_nothing_measured_yet_is_a_report_too(make_variant: MakeVariant, make_report: MakeReport) -> None:
+def test_nothing_measured_yet_is_a_report_too(
+    make_variant: MakeVariant, make_report: MakeReport
+) -> None:
     empty = make_report(make_variant("a"), make_variant("b"), finished=False, planned=2)
     assert json.loads(json_document(empty))["figures"] == {"a": {}, "b": {}}
     assert csv_document(empty).count("\n") == 1

@@ -16,7 +16,7 @@ from wanstream.bench.figures import (
     steady_s,
     switch_record,
 )
-from wanstream.schema import MemorySample, PhaseRecord, Timeline
+from wanstream.schema.records import MemorySample, PhaseRecord, Timeline
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
@@ -63,9 +63,20 @@ def test_steps_are_known_by_their_number_not_by_their_place(make_timeline: MakeT
     assert switch_record(late) is late.steps[2]
 
 
-def test_figures_are_those_of_the_timelines(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
-    given = {"copied_bytes": 10**9, "copy_s": 0.5, "read_bytes": 2 * 10**9, "read_s": 4.0, "stall_s": 1.0}
-    runs = [make_timeline(*walls, rss_bytes=7, **given) for walls in ((4, 2, 2, 3), (5, 2, 2, 3), (9, 2, 2, 3))]
+def test_figures_are_those_of_the_timelines(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
+    given = {
+        "copied_bytes": 10**9,
+        "copy_s": 0.5,
+        "read_bytes": 2 * 10**9,
+        "read_s": 4.0,
+        "stall_s": 1.0,
+    }
+    runs = [
+        make_timeline(*walls, rss_bytes=7, **given)
+        for walls in ((4, 2, 2, 3), (5, 2, 2, 3), (9, 2, 2, 3))
+    ]
     variant = make_variant("a", *runs)
     expected = {
         "Total denoising": (12, 11, 16),
@@ -83,17 +94,31 @@ def test_figures_are_those_of_the_timelines(make_timeline: MakeTimeline, make_va
     written = figures_dict(variant)
     for name, (median, low, high) in expected.items():
         found = written[name]
-        assert (found["median"], found["low"], found["high"], found["runs"]) == (median, low, high, 3), name
+        assert (found["median"], found["low"], found["high"], found["runs"]) == (
+            median,
+            low,
+            high,
+            3,
+        ), name
     assert "Steady step, low-noise expert" not in written
     assert "Peak VRAM, allocated" not in written
 
 
-def test_the_whole_run_includes_time_before_and_between_its_steps(make_timeline: MakeTimeline) -> None:
+def test_the_whole_run_includes_time_before_and_between_its_steps(
+    make_timeline: MakeTimeline,
+) -> None:
     run = make_timeline(2, 3)
-    assert figure("Whole run, with what lies between steps").of(run) is None, "of old timelines it is not known"
+    assert figure("Whole run, with what lies between steps").of(run) is None, (
+        "of old timelines it is not known"
+    )
     opened = PhaseRecord(name="open", start_s=-3.0, wall_s=2.0)
-    assert figure("Whole run, with what lies between steps").of(replace(run, phases=(opened,))) is None
-    phases = PhaseRecord(name="first block", start_s=0.0, wall_s=1.5), PhaseRecord(name="high", start_s=1.5, wall_s=5.5)
+    assert (
+        figure("Whole run, with what lies between steps").of(replace(run, phases=(opened,))) is None
+    )
+    phases = (
+        PhaseRecord(name="first block", start_s=0.0, wall_s=1.5),
+        PhaseRecord(name="high", start_s=1.5, wall_s=5.5),
+    )
     run = replace(run, phases=(opened, *phases))
     assert figure("Whole run, with what lies between steps").of(run) == 7.0
     assert figure("Total denoising").of(run) == 5.0
@@ -121,8 +146,13 @@ def test_memory_between_the_steps_counts_too(make_timeline: MakeTimeline) -> Non
     assert figure("Most page-locked RAM").of(run) is None
 
 
-def test_only_figures_that_some_run_knows_are_shown(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
-    plain, gpu = make_variant("a", make_timeline(1)), make_variant("b", make_timeline(1, device_bytes=8))
+def test_only_figures_that_some_run_knows_are_shown(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
+    plain, gpu = (
+        make_variant("a", make_timeline(1)),
+        make_variant("b", make_timeline(1, device_bytes=8)),
+    )
     assert figures_dict(gpu).keys() - figures_dict(plain).keys() == {"Peak VRAM, allocated"}
     assert figures_dict(make_variant("c")) == {}
 
@@ -130,35 +160,62 @@ def test_only_figures_that_some_run_knows_are_shown(make_timeline: MakeTimeline,
 @pytest.mark.parametrize(
     ("name", "spread", "text"),
     [
-        ("Total denoising", Spread(median=662.2, low=660.04, high=664, runs=3), "662.2 s (660.0 to 664.0)"),
-        ("Total denoising", Spread(median=0.0123, low=0.0101, high=1.5, runs=3), "0.0123 s (0.0101 to 1.5000)"),
+        (
+            "Total denoising",
+            Spread(median=662.2, low=660.04, high=664, runs=3),
+            "662.2 s (660.0 to 664.0)",
+        ),
+        (
+            "Total denoising",
+            Spread(median=0.0123, low=0.0101, high=1.5, runs=3),
+            "0.0123 s (0.0101 to 1.5000)",
+        ),
         ("Total denoising", Spread(median=23, low=23, high=23, runs=1), "23.00 s (1 run)"),
-        ("Moved to buffers", Spread(median=28e9, low=27e9, high=29e9, runs=2), "28.0 GB (27.0 GB to 29.0 GB)"),
-        ("Rate from files", Spread(median=2.5e9, low=2e9, high=3e9, runs=2), "2.50 GB/s (2.00 GB/s to 3.00 GB/s)"),
-        ("Transfers hidden", Spread(median=0.5, low=0.25, high=1, runs=2), "50.0 % (25.0 % to 100.0 %)"),
+        (
+            "Moved to buffers",
+            Spread(median=28e9, low=27e9, high=29e9, runs=2),
+            "28.0 GB (27.0 GB to 29.0 GB)",
+        ),
+        (
+            "Rate from files",
+            Spread(median=2.5e9, low=2e9, high=3e9, runs=2),
+            "2.50 GB/s (2.00 GB/s to 3.00 GB/s)",
+        ),
+        (
+            "Transfers hidden",
+            Spread(median=0.5, low=0.25, high=1, runs=2),
+            "50.0 % (25.0 % to 100.0 %)",
+        ),
     ],
 )
 def test_a_figure_is_never_a_number_alone(name: str, spread: Spread, text: str) -> None:
-    assert figure(name).text(spread) == text
+    assert spread.text(figure(name).unit) == text
 
 
 def test_a_short_time_among_long_ones_has_their_digits() -> None:
     stall = Spread(median=0, low=0, high=0.25, runs=3)
-    assert figure("Stall").text(stall, 2) == "0.00 s (0.00 to 0.25)"
-    assert figure("Total denoising").text(Spread(median=662.2, low=660, high=664, runs=3), 2).startswith("662.2 s")
+    assert stall.text("s", 2) == "0.00 s (0.00 to 0.25)"
+    assert Spread(median=662.2, low=660, high=664, runs=3).text("s", 2).startswith("662.2 s")
 
 
-def test_the_usual_run_is_the_one_in_the_middle(make_timeline: MakeTimeline, make_variant: Any) -> None:
+def test_the_usual_run_is_the_one_in_the_middle(
+    make_timeline: MakeTimeline, make_variant: Any
+) -> None:
     short, middle, long = (make_timeline(wall) for wall in (1, 2, 9))
     assert make_variant("a", long, short, middle).median_run is middle
     assert make_variant("a", long, short).median_run is short
     assert make_variant("a").median_run is None
 
 
-def test_a_cache_is_known_by_the_share_of_steps_that_it_shortened(make_timeline: MakeTimeline) -> None:
+def test_a_cache_is_known_by_the_share_of_steps_that_it_shortened(
+    make_timeline: MakeTimeline,
+) -> None:
     share, plain = figure("Steps in which a cache skipped blocks"), make_timeline(2, 2, 2, 2)
     assert share.of(plain) is None
     lanes = (0, 1, 2, 2)
     steps = zip(plain.steps, lanes, strict=True)
-    cached = [replace(step, skipped_lanes=count, skipped_visits=39 * (count == 2)) for step, count in steps]
+    cached = [
+        replace(step, skipped_lanes=count, skipped_visits=39 * (count == 2))
+        for step, count in steps
+    ]
     assert share.of(replace(plain, steps=tuple(cached))) == 0.5

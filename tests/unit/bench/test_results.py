@@ -1,4 +1,7 @@
-"""Result files: named by case, machine and day, read as written, the newest of each case first; their machine."""
+"""Result files: named by case, machine and day, read as written, the newest of each case first.
+
+Their machine.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,15 @@ import pytest
 import torch
 
 from wanstream.bench import Result
-from wanstream.bench.results import describe_machine, device_name, hardware, hardware_name, newest_results, versions
+from wanstream.bench.results import (
+    describe_machine,
+    device_name,
+    hardware,
+    hardware_name,
+    versions,
+)
+from wanstream.benchmarks.pages.performance import provenance
+from wanstream.benchmarks.record import newest_results
 from wanstream.tests.support.accelerator import Accelerator
 
 RESULT = Result(
@@ -29,9 +40,16 @@ RESULT = Result(
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = RESULT.save(tmp_path / "new")
     assert path.name == "engine_cpu-2-cores_20261121.json"
-    assert [*json.loads(path.read_text())] == ["case", "method", "figures", "hardware", "versions", "date"]
+    assert [*json.loads(path.read_text())] == [
+        "case",
+        "method",
+        "figures",
+        "hardware",
+        "versions",
+        "date",
+    ]
     assert newest_results(tmp_path / "new") == {"engine": RESULT}
-    assert RESULT.source == "2026-11-21, cpu-2-cores, 25.3 GB RAM; torch 2.13, python 3.11"
+    assert provenance(RESULT) == "2026-11-21, cpu-2-cores, 25.3 GB RAM; torch 2.13, python 3.11"
 
 
 def test_the_machine_and_the_day_are_those_of_the_measurement(tmp_path: Path) -> None:
@@ -62,7 +80,9 @@ def test_a_report_names_the_machine_and_nothing_private() -> None:
     assert f"/{getpass.getuser()}" not in said
 
 
-def test_a_report_names_another_device_and_what_torch_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_names_another_device_and_what_torch_is_built_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     words = describe_machine(torch.device("mps", 0))
     assert words["Device"] == "MPS"

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 from wanstream.bench import run_table
-from wanstream.schema import StepRecord, Timeline
+from wanstream.schema.records import StepRecord, Timeline
 
 
 def record(index: int, expert: str, **values: float) -> StepRecord:
-    defaults = {"sigma": 1 - index / 4, "wall_s": 1.5, "compute_s": 1.25, "stall_s": 0.25, "bytes_moved": 2_000_000}
-    return StepRecord(index=index, expert=expert, **{**defaults, **values})
+    defaults = {
+        "sigma": 1 - index / 4,
+        "wall_s": 1.5,
+        "compute_s": 1.25,
+        "stall_s": 0.25,
+        "bytes_moved": 2_000_000,
+    }
+    return StepRecord.of(index=index, expert=expert, **{**defaults, **values})
 
 
 def lines(*steps: StepRecord) -> list[str]:
@@ -14,7 +20,10 @@ def lines(*steps: StepRecord) -> list[str]:
 
 
 def test_one_line_per_step_and_one_for_the_run() -> None:
-    steps = (record(0, "high", rss_bytes=500_000_000), record(1, "low", rss_bytes=700_000_000, bytes_moved=0))
+    steps = (
+        record(0, "high", rss_bytes=500_000_000),
+        record(1, "low", rss_bytes=700_000_000, bytes_moved=0),
+    )
     assert lines(*steps) == [
         "step  expert   sigma  seconds  stall    moved  memory",
         "1     high    1.0000     1.50   0.25  2.00 MB  500 MB",
@@ -37,7 +46,10 @@ def test_reads_and_decoding_have_a_column_where_there_are_any() -> None:
 
 
 def test_each_of_the_two_stands_for_itself() -> None:
-    for values, there, missing in (({"read_bytes": 5}, "read", "decode"), ({"decode_s": 0.5}, "decode", "read")):
+    for values, there, missing in (
+        ({"read_bytes": 5}, "read", "decode"),
+        ({"decode_s": 0.5}, "decode", "read"),
+    ):
         headings = lines(record(0, "high", **values))[0].split()
         assert there in headings
         assert missing not in headings

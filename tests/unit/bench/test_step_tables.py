@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from wanstream.bench import Report, Table, Variant
 from wanstream.bench.report_tables import bandwidth_tables, every_table, step_table
-from wanstream.schema import Timeline
-from wanstream.schema.timeline import RateRange
+from wanstream.schema.records import Timeline
+from wanstream.schema.records.timeline import RateRange
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
@@ -19,12 +19,21 @@ def column(table: Table, name: str) -> list[str]:
     return [row[place] for row in table.rows]
 
 
-def test_a_switch_that_blocks_is_seen_at_a_glance(blocking: Timeline, make_variant: MakeVariant) -> None:
+def test_a_switch_that_blocks_is_seen_at_a_glance(
+    blocking: Timeline, make_variant: MakeVariant
+) -> None:
     table = step_table(make_variant("old", blocking))
     assert table.title == "Per-step timing: old"
     assert column(table, "Step") == ["1", "2", "3", "4", "5", "6"]
     assert column(table, "Expert") == ["high"] * 3 + ["low"] * 3
-    assert column(table, "Cumulative (s)") == ["40.00", "60.00", "80.00", "127.00", "147.00", "167.00"]
+    assert column(table, "Cumulative (s)") == [
+        "40.00",
+        "60.00",
+        "80.00",
+        "127.00",
+        "147.00",
+        "167.00",
+    ]
     assert column(table, "Delta (s)") == ["40.00", "20.00", "20.00", "47.00", "20.00", "20.00"]
     assert column(table, "Spread (s)") == ["1 run"] * 6
     assert column(table, "Phase") == [
@@ -40,10 +49,15 @@ def test_a_switch_that_blocks_is_seen_at_a_glance(blocking: Timeline, make_varia
 
 def test_a_seamless_switch_costs_nothing(seamless: Timeline, make_variant: MakeVariant) -> None:
     table = step_table(make_variant("new", seamless))
-    assert column(table, "Phase")[3] == "Switch to the low-noise expert: +0.00 s (+0 %) over a steady step"
+    assert (
+        column(table, "Phase")[3]
+        == "Switch to the low-noise expert: +0.00 s (+0 %) over a steady step"
+    )
 
 
-def test_a_first_step_may_be_the_shortest(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
+def test_a_first_step_may_be_the_shortest(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
     table = step_table(make_variant("a", make_timeline(1.5, 2, 2, switch=9)))
     assert column(table, "Phase")[0] == "First step: -0.50 s (-25 %) over a steady step"
     almost = step_table(make_variant("a", make_timeline(1.999, 2, 2, switch=9)))
@@ -61,7 +75,9 @@ def test_of_several_runs_each_step_has_its_median_and_both_ends(
     assert "+2.00 s (+100 %)" in column(table, "Phase")[3]
 
 
-def test_a_run_of_one_expert_has_no_switch(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
+def test_a_run_of_one_expert_has_no_switch(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
     table = step_table(make_variant("a", make_timeline(3, 2, 2, switch=9)))
     assert table.marked is None
     assert not [phase for phase in column(table, "Phase") if "Switch" in phase]
@@ -69,21 +85,39 @@ def test_a_run_of_one_expert_has_no_switch(make_timeline: MakeTimeline, make_var
     assert column(alone, "Phase") == ["First step"]
 
 
-def test_columns_of_which_nothing_is_known_are_left_out(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
+def test_columns_of_which_nothing_is_known_are_left_out(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
     bare = step_table(make_variant("a", make_timeline(2, 2)))
-    assert not {"Read", "From files", "VRAM peak", "RAM", "Hidden", "Stall, files (s)"} & {*bare.head}
+    assert not {"Read", "From files", "VRAM peak", "RAM", "Hidden", "Stall, files (s)"} & {
+        *bare.head
+    }
     rates = {"copied_bytes": 28 * 10**9, "copy_s": 2.0, "read_bytes": 10**9, "read_s": 0.5}
-    values = {"stall_s": 0.5, "stall_on_read_s": 0.25, "device_bytes": 3 * 10**9, "rss_bytes": 10**9, **rates}
+    values = {
+        "stall_s": 0.5,
+        "stall_on_read_s": 0.25,
+        "device_bytes": 3 * 10**9,
+        "rss_bytes": 10**9,
+        **rates,
+    }
     full = step_table(make_variant("a", make_timeline(2, 2, **values)))
     assert column(full, "Moved") == ["28.0 GB"] * 2
     assert column(full, "To buffers") == ["14.0 GB/s"] * 2
-    assert (column(full, "Read"), column(full, "From files")) == (["1.00 GB"] * 2, ["2.00 GB/s"] * 2)
-    assert (column(full, "Stall (s)"), column(full, "Stall, files (s)")) == (["0.50"] * 2, ["0.25"] * 2)
+    assert (column(full, "Read"), column(full, "From files")) == (
+        ["1.00 GB"] * 2,
+        ["2.00 GB/s"] * 2,
+    )
+    assert (column(full, "Stall (s)"), column(full, "Stall, files (s)")) == (
+        ["0.50"] * 2,
+        ["0.25"] * 2,
+    )
     assert column(full, "Hidden") == ["75.0 %"] * 2
     assert (column(full, "VRAM peak"), column(full, "RAM")) == (["3.00 GB"] * 2, ["1.00 GB"] * 2)
 
 
-def test_without_a_run_there_is_no_table(make_variant: MakeVariant, make_report: Callable[..., Report]) -> None:
+def test_without_a_run_there_is_no_table(
+    make_variant: MakeVariant, make_report: Callable[..., Report]
+) -> None:
     report = make_report(make_variant("a"))
     assert [table.title for table in every_table(report)] == ["Figures", "Settings"]
     assert [*bandwidth_tables(make_variant("a"))] == []
@@ -96,8 +130,10 @@ def rates(border: int, fetches: int, nbytes: int, busy_s: float) -> RateRange:
 def test_the_histogram_counts_fetches_with_their_data_and_time(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    """Two steps with forty fetches each are eighty fetches, independent of the rates of the steps."""
-    one = make_timeline(2, 2, copy_rates=(rates(1, 3, 6 * 10**9, 3.0), rates(20, 77, 54 * 10**9, 2.0)))
+    """Two steps with forty fetches each are eighty fetches at any rates of the steps."""
+    one = make_timeline(
+        2, 2, copy_rates=(rates(1, 3, 6 * 10**9, 3.0), rates(20, 77, 54 * 10**9, 2.0))
+    )
     other = make_timeline(2, 2, copy_rates=(rates(20, 80, 56 * 10**9, 2.25),))
     (table,) = bandwidth_tables(make_variant("a", one, other))
     assert table.title == "Bandwidth histogram: a, RAM to buffers (2 runs together)"
@@ -115,7 +151,9 @@ def test_the_histogram_counts_fetches_with_their_data_and_time(
 def test_each_route_that_moved_something_has_a_histogram(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    run = make_timeline(2, copy_rates=(rates(1, 1, 10**9, 1.0),), read_rates=(rates(0, 1, 10**9, 2.0),))
+    run = make_timeline(
+        2, copy_rates=(rates(1, 1, 10**9, 1.0),), read_rates=(rates(0, 1, 10**9, 2.0),)
+    )
     assert [table.title for table in bandwidth_tables(make_variant("a", run))] == [
         "Bandwidth histogram: a, RAM to buffers",
         "Bandwidth histogram: a, files",
@@ -125,9 +163,14 @@ def test_each_route_that_moved_something_has_a_histogram(
 def test_bytes_read_by_only_some_runs_are_shown_by_their_median(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    """The first run read blocks that the others have in RAM; one of them had to wait for a file again."""
+    """The first run read blocks that the others have in RAM.
+
+    One of them had to wait for a file again.
+    """
     given = ((4 * 10**9, 1.0), (0, 0.0), (2 * 10**9, 0.5))
-    runs = [make_timeline(2, stall_s=1, read_bytes=read, stall_on_read_s=stall) for read, stall in given]
+    runs = [
+        make_timeline(2, stall_s=1, read_bytes=read, stall_on_read_s=stall) for read, stall in given
+    ]
     table = step_table(make_variant("a", *runs))
     assert (column(table, "Read"), column(table, "Stall, files (s)")) == (["2.00 GB"], ["0.50"])
 
@@ -141,9 +184,15 @@ def test_the_extra_time_of_a_step_is_relative_to_the_steady_steps(
     assert column(table, "Phase")[0] == "First step: +1.00 s (+50 %) over a steady step"
 
 
-def test_skipped_blocks_have_a_column_if_there_are_any(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
+def test_skipped_blocks_have_a_column_if_there_are_any(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
     plain = make_timeline(2, 1, 2)
-    steps = (plain.steps[0], replace(plain.steps[1], skipped_visits=39, skipped_lanes=2), plain.steps[2])
+    steps = (
+        plain.steps[0],
+        replace(plain.steps[1], skipped_visits=39, skipped_lanes=2),
+        plain.steps[2],
+    )
     cached = step_table(make_variant("a", plain, replace(plain, steps=steps)))
     assert column(cached, "Skipped") == ["", "39 blocks, 2 lanes", ""]
     without = step_table(make_variant("a", plain))

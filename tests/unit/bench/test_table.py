@@ -4,11 +4,21 @@ from dataclasses import replace
 
 from wanstream.bench import Table
 
-TABLE = Table(title="Steps", head=("Step", "Read", "Phase"), rows=(("1", "", "First"), ("2", "", "")), marked=0)
+TABLE = Table(
+    title="Steps",
+    head=("Step", "Read", "Phase"),
+    rows=(("1", "", "First"), ("2", "", "")),
+    marked=0,
+)
 
 
 def test_markdown_has_a_title_a_head_and_a_bold_row() -> None:
-    lines = ["| Step | Read | Phase |", "| --: | --- | --- |", "| **1** |  | **First** |", "| 2 |  |  |"]
+    lines = [
+        "| Step | Read | Phase |",
+        "| --: | --- | --- |",
+        "| **1** |  | **First** |",
+        "| 2 |  |  |",
+    ]
     assert TABLE.markdown().splitlines() == ["## Steps", "", *lines]
     assert replace(TABLE, title="").markdown().splitlines() == lines
 
@@ -31,7 +41,9 @@ def test_text_has_figures_to_the_right_and_words_to_the_left() -> None:
         "20 of 40 blocks           1.50 s       -",
         "resident         12.25 s (1 run)  703 MB",
     ]
-    assert Table(head=("", ""), rows=(("a block", "1.5 TFLOP/s"), ("RAM", "25 GB/s"))).text().splitlines() == [
+    assert Table(
+        head=("", ""), rows=(("a block", "1.5 TFLOP/s"), ("RAM", "25 GB/s"))
+    ).text().splitlines() == [
         "a block  1.5 TFLOP/s",
         "RAM          25 GB/s",
     ]

@@ -9,7 +9,9 @@ from wanstream.schema import OffloadPolicy
 LAYERWISE, PINNED = OffloadPolicy.layerwise(), OffloadPolicy.block_swap(20, 2, source="pinned")
 
 
-def names(policies: str = "", prefetch: str = "", steps: str = "", base: OffloadPolicy = LAYERWISE) -> list[str]:
+def names(
+    policies: str = "", prefetch: str = "", steps: str = "", base: OffloadPolicy = LAYERWISE
+) -> list[str]:
     return [setting.name for setting in TrialMatrix.parse(policies, prefetch, steps).settings(base)]
 
 
@@ -28,11 +30,16 @@ def names(policies: str = "", prefetch: str = "", steps: str = "", base: Offload
             ("layerwise, resident", "1, 2", "4"),
             ["layerwise, 1 ahead, 4 steps", "layerwise, 2 ahead, 4 steps", "resident, 4 steps"],
         ),
-        (("  layerwise ,,\n block_swap   3,", " 1 ,", ""), ["layerwise, 1 ahead", "block_swap 3, 1 ahead"]),
+        (
+            ("  layerwise ,,\n block_swap   3,", " 1 ,", ""),
+            ["layerwise, 1 ahead", "block_swap 3, 1 ahead"],
+        ),
         (("resident, resident", "", "4, 4"), ["resident, 4 steps"]),
     ],
 )
-def test_every_setting_comes_once_and_in_order(words: tuple[str, str, str], expected: list[str]) -> None:
+def test_every_setting_comes_once_and_in_order(
+    words: tuple[str, str, str], expected: list[str]
+) -> None:
     assert names(*words) == expected
 
 
@@ -62,7 +69,10 @@ def test_an_empty_matrix_is_the_run_itself() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("fsdp", "", ""), "'fsdp' names no policy: write layerwise, block_swap N, resident or auto"),
+        (
+            ("fsdp", "", ""),
+            "'fsdp' names no policy: write layerwise, block_swap N, resident or auto",
+        ),
         (("layerwise resident", "", ""), "layerwise takes no 'resident' here"),
         (("layerwise 2", "", ""), "give the prefetch depth in prefetch"),
         (("auto 8", "", ""), "auto takes no '8'"),
@@ -85,7 +95,9 @@ def test_other_words_are_refused(words: tuple[str, str, str], message: str) -> N
 
 
 def test_a_depth_that_no_policy_has_is_refused() -> None:
-    with pytest.raises(MatrixError, match="prefetch is 1, 2, but resident and auto fetch nothing ahead"):
+    with pytest.raises(
+        MatrixError, match="prefetch is 1, 2, but resident and auto fetch nothing ahead"
+    ):
         names("resident, auto", "1, 2")
     with pytest.raises(MatrixError, match="leave prefetch empty"):
         names("", "1", base=OffloadPolicy.resident())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wanstream.benchmarks.offload_case.predict import longer_run
-from wanstream.schema import StepRecord, Timeline
+from wanstream.schema.records import StepRecord, Timeline
 
 BLOCKS, VISIT_S, OUTSIDE_S = 8, 0.25, 0.5
 
@@ -14,7 +14,7 @@ def measured(stall_s: float, *, moved: int = 8_000) -> Timeline:
     """Four steps of two experts that compute 8 blocks each."""
     compute_s = BLOCKS * VISIT_S
     steps = [
-        StepRecord(
+        StepRecord.of(
             index=index,
             expert="high" if index < 2 else "low",
             sigma=None,

@@ -11,7 +11,9 @@ PLACE = "before\n<!-- selftests -->\n<!-- end -->\nafter\n"
 
 def test_the_page_in_the_repository_is_that_of_the_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert page(text, selftests()) == text, "docs/hardware.md is old: run python benchmarks/pages/hardware.py"
+    assert page(text, selftests()) == text, (
+        "docs/hardware.md is old: run python benchmarks/pages/hardware.py"
+    )
     assert "No GPU has been checked so far" in text or any(
         result.figures["machine"]["computes_on"] != "cpu" for result in selftests()
     )
@@ -20,7 +22,9 @@ def test_the_page_in_the_repository_is_that_of_the_results() -> None:
 def test_a_card_has_one_row_with_or_without_a_file() -> None:
     empty = page(PLACE, [])
     assert all(f"| {card} |  |" in empty for card in EXPECTED)
-    [cpu] = [result for result in selftests() if result.figures["machine"]["computes_on"] == "cpu"][:1]
+    [cpu] = [result for result in selftests() if result.figures["machine"]["computes_on"] == "cpu"][
+        :1
+    ]
     machine = {**cpu.figures["machine"], "computes_on": "cuda", "h2d_bytes_per_s": 25e9}
     described = {**cpu.figures["described"], "Device": "NVIDIA GeForce RTX 4090, 25.3 GB"}
     card = replace(cpu, figures={**cpu.figures, "machine": machine, "described": described})

@@ -1,4 +1,4 @@
-"""Error of whole runs in each number format, on smaller experts than those of the recorded figures."""
+"""Error of whole runs in each number format, on smaller experts than the recorded ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from wanstream.testing import TinyShape
 
 
 @pytest.mark.slow  # draws many charts
-def test_convrot_is_closer_to_fp32_than_fp8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_convrot_is_closer_to_fp32_than_fp8(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(benchmark, "SHAPE", TinyShape(layers=2, heads=2, ffn_dim=1024))
     monkeypatch.setattr(benchmark, "STEPS", 4)
     monkeypatch.setattr(benchmark, "SWITCH", 2)
     monkeypatch.setattr(benchmark, "LATENT", (1, 16, 1, 8, 8))
     reference, cases = benchmark.made_files(tmp_path)
     *_, expected = benchmark.steps_of(reference)
-    errors = {name: benchmark.distance([*benchmark.steps_of(case)][-1], expected) for name, case in cases.items()}
+    errors = {
+        name: benchmark.distance([*benchmark.steps_of(case)][-1], expected)
+        for name, case in cases.items()
+    }
     assert errors["bf16"] < errors["int8 ConvRot"] < errors["int8 ConvRot, in int8"]
     assert errors["int8 ConvRot, in int8"] < 0.9 * errors["fp8_scaled"] < errors["nvfp4"]
     assert errors["int8 ConvRot, in int8"] < 0.5 * errors["int8 rows, in int8"]

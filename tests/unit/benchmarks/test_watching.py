@@ -40,7 +40,9 @@ def test_dropped_files_are_read_from_the_disk_again(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_process_is_seen_from_outside(tmp_path: Path) -> None:
     program = "import time; held = bytearray(b'x' * 60_000_000); time.sleep(0.5); print('done')"
-    watched = watch([sys.executable, "-c", program], log=tmp_path / "log", environment={"A": "b"}, timeout_s=60)
+    watched = watch(
+        [sys.executable, "-c", program], log=tmp_path / "log", environment={"A": "b"}, timeout_s=60
+    )
     assert watched.exit_code == 0
     assert watched.anonymous_peak_bytes > 60_000_000
     assert watched.output_end == ""
@@ -50,10 +52,20 @@ def test_a_process_is_seen_from_outside(tmp_path: Path) -> None:
 @LINUX
 @pytest.mark.integration
 def test_a_process_that_fails_or_takes_too_long(tmp_path: Path) -> None:
-    failed = watch([sys.executable, "-c", "raise OSError('no')"], log=tmp_path / "a", environment={}, timeout_s=60)
+    failed = watch(
+        [sys.executable, "-c", "raise OSError('no')"],
+        log=tmp_path / "a",
+        environment={},
+        timeout_s=60,
+    )
     assert failed.exit_code == 1
     assert failed.output_end.strip().endswith("OSError: no")
-    late = watch([sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "b", environment={}, timeout_s=1)
+    late = watch(
+        [sys.executable, "-c", "import time; time.sleep(60)"],
+        log=tmp_path / "b",
+        environment={},
+        timeout_s=1,
+    )
     assert late.exit_code < 0
     assert late.wall_s < 30
 
@@ -72,7 +84,12 @@ def test_a_limited_process_is_killed_and_the_group_is_gone_afterwards(tmp_path: 
         with limited_group(100 * MB) as group:
             watched = watch(group.command(grab), log=tmp_path / "log", environment={}, timeout_s=60)
             kills, peak = group.kills, group.peak_bytes
-            small = watch(group.command([sys.executable, "-c", ""]), log=tmp_path / "log", environment={}, timeout_s=60)
+            small = watch(
+                group.command([sys.executable, "-c", ""]),
+                log=tmp_path / "log",
+                environment={},
+                timeout_s=60,
+            )
     except NoMemoryLimitError as err:
         pytest.skip(f"NO MEMORY LIMIT HERE: {err}")
     assert watched.exit_code != 0

@@ -17,8 +17,14 @@ PLAN = ("plan", "--gpu", "this", "--size", "64x64x5")
     ("arguments", "message"),
     [
         (("rnu",), "did you mean run?"),
-        (("run", "x.json", "--out", "o", "--modls", "m"), "unrecognized arguments: --modls m; did you mean --models?"),
-        (("batch", "j", "--workflow", "w", "--out", "o", "--dry-rnu"), "--dry-rnu; did you mean --dry-run?"),
+        (
+            ("run", "x.json", "--out", "o", "--modls", "m"),
+            "unrecognized arguments: --modls m; did you mean --models?",
+        ),
+        (
+            ("batch", "j", "--workflow", "w", "--out", "o", "--dry-rnu"),
+            "--dry-rnu; did you mean --dry-run?",
+        ),
         ((*PLAN, "--stps=3"), "--stps=3; did you mean --steps?"),
         ((*PLAN, "--cfg", "hig"), "did you mean high?"),
     ],
@@ -38,7 +44,10 @@ def test_the_nearest_name_is_given(
     [
         ("gpu", "--device gpu: 'gpu' is not a device name: use cpu or one of cuda, xpu, mps"),
         ("cuda:7", "--device cuda:7: cuda:7 does not exist"),
-        ("mps:1", "--device mps:1: mps:1 does not exist, torch finds 1: use a device up to mps:0, or cpu"),
+        (
+            "mps:1",
+            "--device mps:1: mps:1 does not exist, torch finds 1: use a device up to mps:0, or cpu",
+        ),
         ("meta", "--device meta: meta is not supported: use cpu or one of cuda, xpu, mps"),
     ],
 )
@@ -61,7 +70,9 @@ def test_a_device_that_cannot_be_used_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_name_that_resembles_nothing_is_refused_without_a_guess(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_resembles_nothing_is_refused_without_a_guess(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main((*PLAN, "--xyzzy"))
     told = capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""Malformed workflows and rows for `wanstream run` and `batch`: a refusal in words, never a traceback."""
+"""Malformed workflows and rows for `wanstream run` and `batch`: refusals in words.
+
+They never give a traceback.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,44 @@ from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 
-T2V = json.loads((Path(__file__).parents[3] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))
+T2V = json.loads(
+    (Path(__file__).parents[3] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8")
+)
 VALUES: list[Any] = [
-    *(None, True, -1, 0, 1.5, float("inf"), float("nan"), 10**400, "", "x", "\ud800", "\0", "../x", [], {}),
-    *([1, 2, 3], ["sampler", 0], ["sampler", 0.5], ["sampler", float("nan")], ["sampler", -9], ["sampler", "0"]),
-    *([[], 0], [{}, 0], [None, 0], ["nobody", 0], {"__value__": []}, {"__value__": {"__value__": 1}}, {"a": [{}]}),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        float("inf"),
+        float("nan"),
+        10**400,
+        "",
+        "x",
+        "\ud800",
+        "\0",
+        "../x",
+        [],
+        {},
+    ),
+    *(
+        [1, 2, 3],
+        ["sampler", 0],
+        ["sampler", 0.5],
+        ["sampler", float("nan")],
+        ["sampler", -9],
+        ["sampler", "0"],
+    ),
+    *(
+        [[], 0],
+        [{}, 0],
+        [None, 0],
+        ["nobody", 0],
+        {"__value__": []},
+        {"__value__": {"__value__": 1}},
+        {"a": [{}]},
+    ),
 ]
 
 
@@ -34,7 +70,9 @@ def broken(document: Any, chance: random.Random) -> Any:
     for _ in range(chance.randint(1, 3)):
         place, way = document, []
         while isinstance(place, dict | list) and place and (not way or chance.random() < 0.75):
-            key = chance.choice([*place]) if isinstance(place, dict) else chance.randrange(len(place))
+            key = (
+                chance.choice([*place]) if isinstance(place, dict) else chance.randrange(len(place))
+            )
             way.append((place, key))
             place = place[key]
         value, kind = chance.choice([*VALUES, deep(150)]), chance.random()
@@ -61,7 +99,11 @@ CLASS_TYPES = [[], {}, ["WanStreamSampler"], 7, True, deep(150)]
 @pytest.mark.parametrize("class_type", CLASS_TYPES, ids=lambda value: str(value)[:20])
 @pytest.mark.parametrize("command", ["run", "batch"])
 def test_a_class_that_is_no_name_is_refused(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, class_type: Any
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    class_type: Any,
 ) -> None:
     workflow = {**T2V, "sampler": {**T2V["sampler"], "class_type": class_type}}
     assert main(command_line(tmp_path, command, workflow, [{}], files)) == INVALID
@@ -79,9 +121,15 @@ def test_values_that_are_nested_too_deep_are_refused(
     for command in ("run", "batch"):
         workflow = json.dumps(T2V).replace('"seed": 42', f'"seed": {text}')
         assert main(command_line(tmp_path, command, workflow, [{}], files)) == INVALID
-    assert main([*command_line(tmp_path, "run", T2V, [{}], files), "--set", f"sampler.seed={text}"]) == INVALID
+    assert (
+        main([*command_line(tmp_path, "run", T2V, [{}], files), "--set", f"sampler.seed={text}"])
+        == INVALID
+    )
     assert main(command_line(tmp_path, "batch", T2V, [row], files)) == INVALID
-    assert main(command_line(tmp_path, "batch", T2V, [], files, csv=f'sampler.seed\n"{text}"\n')) == INVALID
+    assert (
+        main(command_line(tmp_path, "batch", T2V, [], files, csv=f'sampler.seed\n"{text}"\n'))
+        == INVALID
+    )
     told = capsys.readouterr().err
     reasons = ("deep", "recursion", "field larger", "is not a whole number")
     assert sum(map(told.count, reasons)) == 5, "one for each command"
@@ -114,7 +162,14 @@ def test_workflows_and_rows_that_are_broken_at_random_are_refused_or_run(
 
 
 def command_line(
-    folder: Path, command: str, workflow: Any, rows: Any, files: list[str], *, csv: str = "", out: str = "out"
+    folder: Path,
+    command: str,
+    workflow: Any,
+    rows: Any,
+    files: list[str],
+    *,
+    csv: str = "",
+    out: str = "out",
 ) -> list[str]:
     text = workflow if isinstance(workflow, str) else json.dumps(workflow)
     (folder / "workflow.json").write_text(text, encoding="utf-8")
@@ -122,6 +177,9 @@ def command_line(
     if command == "run":
         return ["run", str(folder / "workflow.json"), *where]
     jobs = folder / ("jobs.csv" if csv else "jobs.jsonl")
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in (rows if isinstance(rows, list) else [rows])]
+    lines = [
+        row if isinstance(row, str) else json.dumps(row)
+        for row in (rows if isinstance(rows, list) else [rows])
+    ]
     jobs.write_text(csv or "\n".join(lines), encoding="utf-8")
     return ["batch", str(jobs), "--workflow", str(folder / "workflow.json"), *where]

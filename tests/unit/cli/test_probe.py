@@ -12,7 +12,7 @@ from wanstream.cli.probe import probe_table
 from wanstream.host.machine_profile import Profile
 from wanstream.plan import Machine
 from wanstream.plan.machine import expected_machine
-from wanstream.schema import VideoShape
+from wanstream.shapes import VideoShape
 
 VIDEO = VideoShape(width=832, height=480, frames=81)
 
@@ -22,7 +22,9 @@ def test_the_table(tmp_path: Path) -> None:
     notes = ("disk: past the page cache",)
     lines = probe_table(Profile(machine=machine, notes=notes, kept_in=tmp_path), VIDEO).splitlines()
     assert lines[0] == "RTX 4090"
-    figures = {line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[1].strip() for line in lines[1:-2]}
+    figures = {
+        line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[1].strip() for line in lines[1:-2]
+    }
     assert figures["RAM"] == "64.0 GB"
     assert figures["file to RAM"] == "3.46 GB/s"
     assert figures["a Wan block at 832x480x81"] == "90.86 TFLOP/s"
@@ -31,9 +33,8 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 def test_a_cpu_has_no_lines_of_a_bus_and_what_is_not_kept_is_said() -> None:
-    bus = dict.fromkeys(("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s"))
     gpu = expected_machine("RTX 4090", ram_bytes=64_000_000_000, disk_bytes_per_s=3.456e9)
-    machine = Machine.from_dict({**gpu.to_dict(), **bus, "computes_on": "cpu", "vram_bytes": 0})
+    machine = gpu.with_figures(computes_on="cpu", vram_bytes=0)
     table = probe_table(Profile(machine=machine, notes=(), kept_in=None), VIDEO)
     assert "GPU" not in table
     assert table.endswith("not stored: see above")
@@ -46,7 +47,9 @@ def test_a_cpu_has_no_lines_of_a_bus_and_what_is_not_kept_is_said() -> None:
         (["--models", "/nowhere/at/all"], "--models /nowhere/at/all: no such file or folder"),
     ],
 )
-def test_wrong_arguments(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["probe", "--device", "cpu", *options]) == 2
     told = capsys.readouterr()
     assert told.out == ""
@@ -64,7 +67,19 @@ def test_this_machine_is_measured_and_planned_for(
     data = json.loads(capsys.readouterr().out)
     machine = Machine.from_dict(data["machine"])
     assert Path(data["kept_in"]).is_file()
-    this = ["plan", "--gpu", "this", "--device", "cpu", "--models", str(weights), "--size", "480x272x17", "--ram", "64"]
+    this = [
+        "plan",
+        "--gpu",
+        "this",
+        "--device",
+        "cpu",
+        "--models",
+        str(weights),
+        "--size",
+        "480x272x17",
+        "--ram",
+        "64",
+    ]
     assert main([*this, "--steps", "2", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["machine"] == {**machine.to_dict(), "ram_bytes": 64 * 2**30}

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from wanstream.cli.run import LINE_EVERY_S, ProgressBars, ProgressLines, progress_of_run
-from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.events import NodeProgress
 
 
 def _at(node_id: str, done: int, total: int) -> NodeProgress:
@@ -29,7 +29,9 @@ def test_a_log_has_one_line_for_each_node(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == "text: 1.0 s\nsampler: 8/8 steps 5.0 s\n"
 
 
-def test_steps_that_take_long_are_seen_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_take_long_are_seen_every_ten_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     now = 0.0
     with closing(ProgressLines(lambda: now)) as lines:
         for done in range(5):
@@ -42,6 +44,8 @@ def test_steps_that_take_long_are_seen_every_ten_seconds(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, ProgressBars), (False, ProgressLines)])
-def test_only_a_terminal_gets_bars(terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_terminal_gets_bars(
+    terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     assert isinstance(progress_of_run(), kind)

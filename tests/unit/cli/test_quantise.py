@@ -1,4 +1,4 @@
-"""`wanstream quantise`: the written file against the definition of int8 ConvRot, for every kind of expert."""
+"""`wanstream quantise`: the file against int8 ConvRot's definition, for every kind of expert."""
 
 from __future__ import annotations
 
@@ -14,24 +14,41 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from wanstream.cli import main
-from wanstream.offload import CheckpointFileError
-from wanstream.testing import Fp8Layout, TinyShape, make_expert, save_expert_file, save_expert_folder, save_expert_gguf
+from wanstream.offload.formats import CheckpointFileError
+from wanstream.testing import (
+    TinyShape,
+    make_expert,
+    save_expert_file,
+    save_expert_folder,
+    save_expert_gguf,
+)
 from wanstream.testing.experts import block_linears, native_layer
-from wanstream.testing.number_formats import MixedLayout, int8_convrot
-from wanstream.testing.quantised import matrices
-from wanstream.wan import native_transformer_name, open_expert, write_int8
+from wanstream.tests.support.number_formats import MixedLayout, int8_convrot
+from wanstream.tests.support.quantised_files import Fp8Layout, matrices
+from wanstream.wan.checkpoint import native_transformer_name, open_expert, write_int8
 
 Write = Callable[[WanTransformer3DModel, Path], object]
 SHAPE = TinyShape(layers=1)
 FORMS: dict[str, tuple[str, Write]] = {
-    "bf16": ("a.safetensors", lambda model, path: save_expert_file(model, path, dtype=torch.bfloat16)),
-    "fp16": ("a.safetensors", lambda model, path: save_expert_file(model, path, dtype=torch.float16)),
+    "bf16": (
+        "a.safetensors",
+        lambda model, path: save_expert_file(model, path, dtype=torch.bfloat16),
+    ),
+    "fp16": (
+        "a.safetensors",
+        lambda model, path: save_expert_file(model, path, dtype=torch.float16),
+    ),
     "fp8": (
         "a.safetensors",
-        lambda model, path: save_expert_file(model, path, dtype=torch.float16, fp8=Fp8Layout()),
+        lambda model, path: save_expert_file(
+            model, path, dtype=torch.float16, quantised=Fp8Layout()
+        ),
     ),
     "GGUF": ("a.gguf", lambda model, path: save_expert_gguf(model, path, types=matrices("Q8_0"))),
-    "folder": ("transformer", lambda model, path: save_expert_folder(model, path, dtype=torch.float32)),
+    "folder": (
+        "transformer",
+        lambda model, path: save_expert_folder(model, path, dtype=torch.float32),
+    ),
 }
 
 
@@ -41,7 +58,9 @@ def model() -> WanTransformer3DModel:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_file_is_the_quantised_model(form: str, model: WanTransformer3DModel, tmp_path: Path) -> None:
+def test_the_file_is_the_quantised_model(
+    form: str, model: WanTransformer3DModel, tmp_path: Path
+) -> None:
     name, write = FORMS[form]
     source = tmp_path / name
     write(model, source)
@@ -52,10 +71,12 @@ def test_the_file_is_the_quantised_model(form: str, model: WanTransformer3DModel
     for layer, linear in layers.items():
         expected = int8_convrot(linear.weight)
         codes, scale = stored[f"{layer}.weight"], stored[f"{layer}.weight_scale"]
-        # Formats of the source round the weights, and rotations in fp32 and float64 differ in their last bits.
+        # Formats of the source round the weights, and rotations in fp32 and float64 differ in their
+        # last bits.
         loss = {"fp8": 0.05, "GGUF": 0.02}.get(form, 0.005)
         assert (
-            codes.float() * scale - expected.tensors["weight"].float() * expected.tensors["weight_scale"]
+            codes.float() * scale
+            - expected.tensors["weight"].float() * expected.tensors["weight_scale"]
         ).norm() < (loss + 0.002) * linear.weight.norm()
         assert scale.shape == (linear.out_features, 1)
         marker = bytes(stored[f"{layer}.comfy_quant"].tolist()).decode()
@@ -104,11 +125,15 @@ def test_folders_give_their_whole_names_to_the_files(
     assert main(["quantise", *map(str, folders), *out]) == 0
     names = [f"Wan2.2-T2V_{folder.name}_int8_convrot.safetensors" for folder in reversed(folders)]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == names
-    assert main(["quantise", str(folders[0]), str(folders[0]), "--out", str(tmp_path / "other")]) == 2
+    assert (
+        main(["quantise", str(folders[0]), str(folders[0]), "--out", str(tmp_path / "other")]) == 2
+    )
     assert f"another expert would be written to {tmp_path / 'other'}" in capsys.readouterr().err
 
 
-def test_the_file_of_a_link_is_next_to_the_link(model: WanTransformer3DModel, tmp_path: Path) -> None:
+def test_the_file_of_a_link_is_next_to_the_link(
+    model: WanTransformer3DModel, tmp_path: Path
+) -> None:
     save_expert_file(model, tmp_path / "blobs" / "0a1b", dtype=torch.bfloat16)
     (tmp_path / "high.safetensors").symlink_to(tmp_path / "blobs" / "0a1b")
     assert main(["quantise", str(tmp_path / "high.safetensors")]) == 0
@@ -131,7 +156,9 @@ def test_what_cannot_be_quantised_leaves_no_file(
 ) -> None:
     source = tmp_path / "a.safetensors"
     layout = MixedLayout(format_of=lambda _: "int8 rows")
-    save_expert_file(model, source, dtype=torch.bfloat16, fp8=layout if fault == "int8" else None)
+    save_expert_file(
+        model, source, dtype=torch.bfloat16, quantised=layout if fault == "int8" else None
+    )
     if fault == "NaN":
         tensors: dict[str, Any] = load_file(source)
         tensors["blocks.0.ffn.0.weight"][3, 4] = float("nan")
@@ -140,5 +167,9 @@ def test_what_cannot_be_quantised_leaves_no_file(
         source.write_text("a text")
     assert main(["quantise", str(source)]) == 1
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
-    expected = {"NaN": "NaN or an infinity", "int8": "is in int8 already", "a text": "is not a safetensors file"}
+    expected = {
+        "NaN": "NaN or an infinity",
+        "int8": "is in int8 already",
+        "a text": "is not a safetensors file",
+    }
     assert expected[fault] in capsys.readouterr().err

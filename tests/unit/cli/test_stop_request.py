@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from wanstream.cli.arguments import StopRequest, handle_sigint
+from wanstream.batch.running.stop_request import StopRequest
+from wanstream.cli.arguments import handle_sigint
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
 

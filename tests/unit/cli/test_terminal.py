@@ -42,7 +42,9 @@ def test_a_process_without_streams_prints_nothing(monkeypatch: pytest.MonkeyPatc
         print(RAW)  # noqa: T201 (`print` does nothing without a stream)
 
 
-def test_help_has_no_colors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_has_no_colors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     for arguments in (["--help"], ["batch", "--help"]):
         with pytest.raises(SystemExit):

@@ -7,7 +7,9 @@ import torch
 
 from wanstream.devices import is_broken_device
 
-needs_class = pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no such class")
+needs_class = pytest.mark.skipif(
+    not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no such class"
+)
 
 
 def raised_from(cause: Exception) -> Exception:
@@ -25,9 +27,14 @@ def raised_from(cause: Exception) -> Exception:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
     ("message", "broken"),
-    [("CUDA error: an illegal memory access was encountered", True), ("CUDA error: out of memory", False)],
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: out of memory", False),
+    ],
 )
-def test_an_error_of_the_device_breaks_it_unless_memory_ran_out(message: str, broken: bool, wrapped: bool) -> None:
+def test_an_error_of_the_device_breaks_it_unless_memory_ran_out(
+    message: str, broken: bool, wrapped: bool
+) -> None:
     error = torch.AcceleratorError(message)
     assert is_broken_device(raised_from(error) if wrapped else error) == broken
 
@@ -42,11 +49,17 @@ def test_an_error_that_was_handled_does_not_count() -> None:
     assert not is_broken_device(raised.value)
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("CUDA error: x"), torch.OutOfMemoryError("x"), ValueError("x")])
+@pytest.mark.parametrize(
+    "error", [None, RuntimeError("CUDA error: x"), torch.OutOfMemoryError("x"), ValueError("x")]
+)
 def test_other_errors_break_no_device(error: Exception | None) -> None:
     assert not is_broken_device(error)
 
 
-def test_a_torch_without_the_class_reports_no_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_class_reports_no_broken_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(torch, "AcceleratorError", raising=False)
-    assert not is_broken_device(raised_from(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    assert not is_broken_device(
+        raised_from(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    )

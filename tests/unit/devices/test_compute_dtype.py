@@ -1,4 +1,4 @@
-"""Choice of the dtype for `compute_dtype="auto"`: units of the device, and settings that disable them."""
+"""Choice of dtype for `compute_dtype="auto"`: units of the device, settings that disable them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from wanstream.devices import auto_dtype
 from wanstream.devices.compute_dtype import common_dtype, resolve_dtype
 from wanstream.devices.cuda import CudaRuntime
-from wanstream.schema import ExpertsRef
-from wanstream.wan import open_text_encoder
+from wanstream.schema.refs import ExpertsRef
 from wanstream.wan.experts.open import open_experts, open_pair
+from wanstream.wan.text import open_text_encoder
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -34,7 +34,9 @@ def pretend_cpu(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
-    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(_is_mkldnn_bf16_supported=lambda: onednn))
+    monkeypatch.setattr(
+        torch.ops, "mkldnn", SimpleNamespace(_is_mkldnn_bf16_supported=lambda: onednn)
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,15 @@ def pretend_cpu(
         ({"level": "AVX2", "onednn": False}, FP32),
         ({"level": "DEFAULT", "onednn": True}, FP32),
     ],
-    ids=["avx512-bf16", "amx", "avx512 alone", "torch kept to avx2", "onednn kept to avx2", "avx2", "not x86"],
+    ids=[
+        "avx512-bf16",
+        "amx",
+        "avx512 alone",
+        "torch kept to avx2",
+        "onednn kept to avx2",
+        "avx2",
+        "not x86",
+    ],
 )
 def test_a_cpu_computes_in_bf16_only_where_it_has_units_that_torch_uses(
     cpu: dict[str, object], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -65,7 +75,8 @@ def test_a_torch_without_these_queries_computes_in_fp32(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"), [((9, 0), BF16), ((8, 6), BF16), ((7, 5), FP16), ((7, 0), FP16), ((5, 2), FP32)]
+    ("capability", "expected"),
+    [((9, 0), BF16), ((8, 6), BF16), ((7, 5), FP16), ((7, 0), FP16), ((5, 2), FP32)],
 )
 def test_a_gpu_computes_in_the_first_that_it_has_units_for(
     capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -91,9 +102,15 @@ def test_everything_that_is_opened_computes_so_by_default(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pretend_cpu(monkeypatch, bf16=units)
     file, expected = tiny_expert_file(), BF16 if units else FP32
-    with open_experts(file, file) as pair, open_pair(ExpertsRef(high_noise=file, single=True)) as one:
+    with (
+        open_experts(file, file) as pair,
+        open_pair(ExpertsRef(high_noise=file, single=True)) as one,
+    ):
         assert (pair.compute_dtype, one.compute_dtype) == (expected, expected)
-        assert pair.computed_bytes == open_experts(file, file, compute_dtype=expected).computed_bytes
+        assert (
+            pair.block_bytes.computed
+            == open_experts(file, file, compute_dtype=expected).block_bytes.computed
+        )
     with open_text_encoder(tiny_pipeline()) as encoder:
         assert encoder._compute_dtype == expected
 
@@ -108,6 +125,10 @@ def test_a_process_that_is_kept_to_avx2_computes_in_fp32() -> None:
     code = "from wanstream.devices import auto_dtype; print(auto_dtype('cpu'))"
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     ran = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **limits}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, **limits},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ran.stdout.strip() == "torch.float32"

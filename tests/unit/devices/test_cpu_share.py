@@ -20,8 +20,16 @@ V1 = {"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}
     [
         ("0::/a/b", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "200000 100000\n"}, [2.0]),
         ("0::/host/path", {"cpu.max": "50000 100000\n"}, [0.5]),
-        ("3:cpu,cpuacct:/a\n2:memory:/b", {f"cpu/a/{name}": text for name, text in V1.items()}, [1.5]),
-        ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, []),
+        (
+            "3:cpu,cpuacct:/a\n2:memory:/b",
+            {f"cpu/a/{name}": text for name, text in V1.items()},
+            [1.5],
+        ),
+        (
+            "3:cpu,cpuacct:/a",
+            {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            [],
+        ),
         ("0::/", {}, []),
         (None, {}, []),
     ],
@@ -51,7 +59,9 @@ def test_a_quota_is_that_of_the_group_or_a_parent(
         (8, 8, 15.9, None),
     ],
 )
-def test_threads_that_share_cpus_are_noticed(threads: int, cpus: float, load: float | None, remedy: int | None) -> None:
+def test_threads_that_share_cpus_are_noticed(
+    threads: int, cpus: float, load: float | None, remedy: int | None
+) -> None:
     notice = thread_notice(threads, cpus, all_cpus=max(1, int(cpus)), load=load)
     if remedy is None:
         assert notice == ""
@@ -72,7 +82,10 @@ def test_processes_that_wait_for_a_disk_are_no_load(
     monkeypatch.setattr("os.getloadavg", lambda: (70.0, 60.0, 50.0))
     if waited is not None:
         (tmp_path / "proc/pressure").mkdir(parents=True)
-        text = f"some avg10=99.00 avg60={waited} avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+        text = (
+            f"some avg10=99.00 avg60={waited} avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 "
+            "avg300=0.00 total=0\n"
+        )
         (tmp_path / "proc/pressure/cpu").write_text(text, encoding="ascii")
     assert cpu_load(tmp_path) == load
 

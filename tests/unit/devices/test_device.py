@@ -11,10 +11,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from wanstream.devices import DeviceError, NoPageLockError, PageLockError, compute_device, cuda, runtime_for
-from wanstream.devices.cuda import CudaRuntime
-from wanstream.devices.registry import default_family, device_count, families
-from wanstream.devices.rocm import RocmRuntime
+from wanstream.devices import (
+    NoPageLockError,
+    PageLockError,
+    compute_device,
+    cuda,
+    runtime_for,
+)
+from wanstream.devices.clock import DeviceError
+from wanstream.devices.cuda import CudaRuntime, RocmRuntime
+from wanstream.devices.registry import FAMILIES, default_family, device_count
 from wanstream.devices.xpu import XpuRuntime
 
 NO_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA")
@@ -33,8 +39,13 @@ def test_a_cpu_is_always_there(device: torch.device | str) -> None:
         ("", "is not a device name"),
         ("cpu:1", "cpu:1 does not exist: use cpu"),
         ("meta", "meta is not supported: use cpu or one of cuda, xpu, mps"),
-        ("privateuseone:0", r"is not supported: use cpu or one of cuda, xpu, mps \(ComfyUI: start it with --cpu\)"),
-        pytest.param("cuda:1", "built without CUDA: install torch for CUDA, or use cpu", marks=NO_CUDA),
+        (
+            "privateuseone:0",
+            r"is not supported: use cpu or one of cuda, xpu, mps \(ComfyUI: start it with --cpu\)",
+        ),
+        pytest.param(
+            "cuda:1", "built without CUDA: install torch for CUDA, or use cpu", marks=NO_CUDA
+        ),
         pytest.param("xpu", "xpu does not exist: .* XPU", marks=NO_XPU),
     ],
 )
@@ -56,7 +67,10 @@ def test_an_index_out_of_range_is_refused_with_their_number(
 ) -> None:
     monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
     monkeypatch.setattr(CudaRuntime, "count", lambda: 2)
-    with pytest.raises(DeviceError, match=f"{device} does not exist, torch finds [12]: use a device up to {last}, or"):
+    with pytest.raises(
+        DeviceError,
+        match=f"{device} does not exist, torch finds [12]: use a device up to {last}, or",
+    ):
         compute_device(device)
 
 
@@ -64,8 +78,16 @@ def test_an_index_out_of_range_is_refused_with_their_number(
     ("driver", "message"),
     [
         (None, "built for CUDA 12.8, and there is no NVIDIA driver"),
-        ((11, 4), "built for CUDA 12.8, and the NVIDIA driver supports CUDA up to 11.4: update the driver"),
-        ((12, 2), r"\(CUDA up to 12.2\) gives torch no GPU, and CUDA_VISIBLE_DEVICES is '7': check that nvidia-smi"),
+        (
+            (11, 4),
+            "built for CUDA 12.8, and the NVIDIA driver supports CUDA up to 11.4: update the "
+            "driver",
+        ),
+        (
+            (12, 2),
+            r"\(CUDA up to 12.2\) gives torch no GPU, and CUDA_VISIBLE_DEVICES is '7': check that "
+            r"nvidia-smi",
+        ),
     ],
 )
 def test_a_driver_without_a_gpu_for_this_torch_is_named(
@@ -98,7 +120,14 @@ def test_torch_has_the_functions_that_runtimes_call(module: ModuleType, blocking
         inspect.signature(getattr(module, name)).bind()
     device = torch.device(module.__name__.rpartition(".")[2], 0)
     of_device = (
-        *("Stream", "current_stream", "set_device", "get_device_name", "mem_get_info", "get_device_properties"),
+        *(
+            "Stream",
+            "current_stream",
+            "set_device",
+            "get_device_name",
+            "mem_get_info",
+            "get_device_properties",
+        ),
         *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
         "reset_peak_memory_stats",
     )
@@ -139,7 +168,9 @@ def test_xpu_counts_its_own_memory_if_the_driver_does_not(
 
 
 @pytest.mark.parametrize(("units", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_xpu_computes_in_bf16_only_with_units(units: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xpu_computes_in_bf16_only_with_units(
+    units: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     properties = type("Properties", (), {"has_bfloat16_conversions": units})
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
     assert XpuRuntime(torch.device("xpu", 0)).auto_dtype() == dtype
@@ -159,9 +190,14 @@ import torch
 called = []
 for family in ("cuda", "xpu", "mps"):
     module = getattr(torch, family)
-    for name in ("_lazy_init", "init", "device_count", "is_available", "current_device", "set_device"):
+    names = ("_lazy_init", "init", "device_count", "is_available", "current_device", "set_device")
+    for name in names:
         if hasattr(module, name):
-            setattr(module, name, lambda *args, _name=f"{family}.{name}", **kwargs: called.append(_name) or 0)
+            setattr(
+                module,
+                name,
+                lambda *args, _name=f"{family}.{name}", **kwargs: called.append(_name) or 0,
+            )
 import wanstream.devices
 assert not called, called
 for family in ("cuda", "xpu", "mps"):
@@ -176,4 +212,4 @@ assert {name.partition(".")[2] for name in called} <= {"device_count", "is_avail
 
 def test_every_family_is_in_the_documentation() -> None:
     table = (Path(__file__).parents[3] / "docs" / "hardware.md").read_text(encoding="utf-8")
-    assert all(f"`{family}`" in table for family in families())
+    assert all(f"`{family}`" in table for family in FAMILIES)

@@ -12,7 +12,12 @@ from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.offload.formats.quantise import NotFiniteError
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.sampling import InsufficientMemoryError, RequestError, SamplingCancelled, SmallerPolicyError
+from wanstream.sampling.steps import (
+    InsufficientMemoryError,
+    RequestError,
+    SamplingCancelled,
+    SmallerPolicyError,
+)
 from wanstream.schema import OffloadPolicy
 from wanstream.wan.checkpoint.files import CheckpointError
 

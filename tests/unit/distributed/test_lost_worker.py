@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from wanstream.distributed import RayWorkerHandle
+from wanstream.distributed.ray.actor import Started
 from wanstream.distributed.ray.connection import CONNECTION
-from wanstream.distributed.ray.worker import Started
+from wanstream.distributed.ray.pool import RayWorkerHandle
 from wanstream.distributed.worker.worker import Worker
 
 HERE = "this machine"
@@ -37,21 +37,30 @@ def lose(monkeypatch: pytest.MonkeyPatch) -> Lose:
 def worker(logs: tuple[str, ...] = (), node: str = HERE, pid: int | None = None) -> RayWorkerHandle:
     facts = Worker("cpu", machine=node).facts()
     started = Started(
-        facts=replace(facts, node=node, pid=pid or facts.pid), logs=logs, requires_token=False, process="p"
+        facts=replace(facts, node=node, pid=pid or facts.pid),
+        logs=logs,
+        requires_token=False,
+        process="p",
     )
     ray: Any = SimpleNamespace(
-        is_initialized=lambda: False, get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: HERE)
+        is_initialized=lambda: False,
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: HERE),
     )
     return RayWorkerHandle(ray, {}, None, 0, started)
 
 
-def test_the_end_of_a_log_is_shown_and_its_path_only_if_the_log_stays(lose: Lose, tmp_path: Path) -> None:
+def test_the_end_of_a_log_is_shown_and_its_path_only_if_the_log_stays(
+    lose: Lose, tmp_path: Path
+) -> None:
     log, empty = tmp_path / "worker.out", tmp_path / "worker.err"
     log.write_text(":job_id:01\nout of memory\n")
     empty.touch()
     logs = (str(log), str(empty))
     assert lose("local", logs) == "it was ended from here\nThe end of its log:\nout of memory"
-    assert lose(CLUSTER, logs) == f"it was ended from here\nThe end of its log ({log} and {empty}):\nout of memory"
+    assert (
+        lose(CLUSTER, logs)
+        == f"it was ended from here\nThe end of its log ({log} and {empty}):\nout of memory"
+    )
 
 
 @pytest.mark.parametrize("address", ["local", CLUSTER])
@@ -62,7 +71,9 @@ def test_an_empty_log_is_not_named(lose: Lose, tmp_path: Path, address: str) -> 
 
 def test_a_log_on_another_machine_is_named_with_the_machine(lose: Lose, tmp_path: Path) -> None:
     there = str(tmp_path / "not here")
-    assert lose(CLUSTER, (there,), "node-b") == f"it was ended from here; its log on node-b is {there}"
+    assert (
+        lose(CLUSTER, (there,), "node-b") == f"it was ended from here; its log on node-b is {there}"
+    )
     assert lose("local", (there,)) == "it was ended from here", "our Ray has removed it"
 
 

@@ -1,4 +1,4 @@
-"""CFG with a distilled model or LoRA, found by the names of files in front of a sampler of ComfyUI."""
+"""CFG with a distilled model or LoRA, found by the file names in front of a ComfyUI sampler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from wanstream.host.distilled_models import cfg_notices
 LIGHT = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors"
 
 
-def graph(*, lora: str = LIGHT, strength: float = 1.0, model: str = "wan2.2_t2v_high_noise_14B.safetensors") -> Any:
+def graph(
+    *,
+    lora: str = LIGHT,
+    strength: float = 1.0,
+    model: str = "wan2.2_t2v_high_noise_14B.safetensors",
+) -> Any:
     return {
         "1": {"class_type": "WanStreamLoadDiffusionModel", "inputs": {"unet_name": model}},
         "2": {
@@ -21,13 +26,16 @@ def graph(*, lora: str = LIGHT, strength: float = 1.0, model: str = "wan2.2_t2v_
         "3": {"class_type": "ModelSamplingSD3", "inputs": {"model": ["2", 0], "shift": 5.0}},
         "4": {"class_type": "KSampler", "inputs": {"model": ["3", 0], "cfg": 3.5}},
         "5": {"class_type": "CFGGuider", "inputs": {"model": ["3", 0], "cfg": 3.5}},
-        "6": {"class_type": "SamplerCustomAdvanced", "inputs": {"guider": ["5", 0], "sigmas": ["9", 0]}},
+        "6": {
+            "class_type": "SamplerCustomAdvanced",
+            "inputs": {"guider": ["5", 0], "sigmas": ["9", 0]},
+        },
         "7": {"class_type": "KSampler", "inputs": {"model": ["1", 0]}},
     }
 
 
 def switched(value: object) -> Any:
-    """The same with a switch between the model with and without the LoRA, as in ComfyUI's templates."""
+    """The same with a switch between model and model with LoRA, as in ComfyUI's templates."""
     branches = {"switch": value, "on_false": ["1", 0], "on_true": ["2", 0]}
     return {
         **graph(),
@@ -64,7 +72,9 @@ CYCLE = {**graph(lora="a.safetensors"), "1": {"class_type": "X", "inputs": {"mod
         ({"4": "no node"}, "4", 3.5, None),
     ],
 )
-def test_cfg_with_a_distilled_file_is_noticed(prompt: Any, node: str | None, cfg: Any, file: str | None) -> None:
+def test_cfg_with_a_distilled_file_is_noticed(
+    prompt: Any, node: str | None, cfg: Any, file: str | None
+) -> None:
     found = cfg_notices(prompt, node, cfg, is_wan=True)
     if file is None:
         assert found == []

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from wanstream.distributed.worker.rendezvous import PeerLostError
-from wanstream.host.error_names import name_errors_of, plainly_named
+from wanstream.host.error_names import PACKAGE, name_errors_of, plainly_named
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.sampling import RequestError
-from wanstream.sampling.errors import InsufficientMemoryError, SmallerPolicyError
+from wanstream.sampling.steps import RequestError
+from wanstream.sampling.steps.errors import InsufficientMemoryError, SmallerPolicyError
 from wanstream.schema import OffloadPolicy
 
 OURS: list[Callable[[], Exception]] = [
@@ -49,7 +49,9 @@ def test_ours_are_called_by_the_name_of_the_project(make: Callable[[], Exception
     assert full_type_name(before) == f"wanstream.{type(made).__name__}"
     assert isinstance(before, type(made))
     assert str(before) == str(made)
-    assert full_type_name(made) == f"{type(made).__module__}.{type(made).__name__}", "the class keeps its module"
+    assert full_type_name(made) == f"{type(made).__module__}.{type(made).__name__}", (
+        "the class keeps its module"
+    )
     travelled = pickle.loads(pickle.dumps(before))  # noqa: S301 - of our own
     assert type(travelled) is type(made)
     assert (str(travelled), travelled.__dict__) == (str(made), made.__dict__)
@@ -88,9 +90,27 @@ def test_a_refusal_of_inputs_has_a_plain_name_and_the_inputs_keep_theirs() -> No
     before = inspect.getfullargspec(Node.validate_inputs)
     name_errors_of(Node)
     name_errors_of(Plain)
-    # ComfyUI reads the signature: a check that takes any keyword would switch off the limits of every input.
+    # ComfyUI reads the signature: a check that takes any keyword would switch off the limits of
+    # every input.
     assert inspect.getfullargspec(Node.validate_inputs) == before
     assert not hasattr(Plain, "validate_inputs")
     with pytest.raises(RequestError, match="0 steps") as refused:
         Node.validate_inputs(steps=0)
     assert full_type_name(refused.value) == "wanstream.RequestError"
+
+
+def test_inherited_refusals_have_plain_names_too() -> None:
+    class Sized:
+        __module__ = f"{PACKAGE}.nodes.latents"
+
+        @classmethod
+        def validate_inputs(cls) -> bool:
+            raise RequestError(cls.__name__)
+
+    nodes = [type(name, (Sized,), {}) for name in ("Image", "Control")]
+    for node in nodes:
+        name_errors_of(node)
+        with pytest.raises(RequestError, match=node.__name__) as refused:
+            node.validate_inputs()
+        assert full_type_name(refused.value) == "wanstream.RequestError"
+    assert not hasattr(Sized.validate_inputs.__wrapped__, "__wrapped__"), "wrapped once"

@@ -17,8 +17,10 @@ from wanstream.host.error_texts import folders_last
 from wanstream.host.folders import check_output, inside
 from wanstream.offload.formats.gguf_header import read_gguf_header
 from wanstream.offload.formats.safetensors_header import CheckpointFileError, read_header
-from wanstream.wan import open_image_encoder, open_text_encoder, open_vae
-from wanstream.wan.latent_file import read_latent
+from wanstream.wan import open_image_encoder
+from wanstream.wan.latents.file import read_latent
+from wanstream.wan.text import open_text_encoder
+from wanstream.wan.vae import open_vae
 
 FIRST = 120
 """Characters shown by ComfyUI's panel in any case."""
@@ -29,12 +31,26 @@ REASON = "is of another model: choose the one of Wan2.2"
 def _error_classes() -> list[type[Exception]]:
     """All project exceptions made from one text, or from a path and a reason."""
     found = dict[str, type[Exception]]()
-    for package in ("schema", "plan", "devices", "telemetry", "bench", "offload", "wan", "sampling", "host.folders"):
+    for package in (
+        "schema",
+        "plan",
+        "devices",
+        "telemetry",
+        "bench",
+        "offload",
+        "wan",
+        "sampling",
+        "host.folders",
+    ):
         module = importlib.import_module(f"wanstream.{package}")
         below = pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}.")
         for name in [module.__name__, *(each.name for each in below)]:
             for each in vars(importlib.import_module(name)).values():
-                if isinstance(each, type) and issubclass(each, ValueError | OSError) and "wanstream" in each.__module__:
+                if (
+                    isinstance(each, type)
+                    and issubclass(each, ValueError | OSError)
+                    and "wanstream" in each.__module__
+                ):
                     found[each.__qualname__] = each
     return [*found.values()]
 
@@ -54,7 +70,9 @@ PLACES = ["models/diffusion_models", "My Models/wan 2.2", "模型/二", "gone/a/
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_error_with_a_path_names_the_file_first_and_the_folder_last(tmp_path: Path, place: str) -> None:
+def test_every_error_with_a_path_names_the_file_first_and_the_folder_last(
+    tmp_path: Path, place: str
+) -> None:
     folder = tmp_path / place
     if not place.startswith("gone"):
         folder.mkdir(parents=True)
@@ -127,7 +145,8 @@ UNCHANGED = [
     "it failed\n/a/b/c.py, line 7",
     "/x.safetensors: is truncated",
     "/nowhere/prompt answers with 404: see v1.2",
-    "/nowhere/prompt has no answer, see v1.2 (http://host/view?file=/no/such/x.png) and docs/api.md",
+    "/nowhere/prompt has no answer, see v1.2 (http://host/view?file=/no/such/x.png) and "
+    "docs/api.md",
 ]
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.host.embedded.adapter import EmbeddedHost, Folders
-from wanstream.host.embedded.validate import Socket, listed_choice
+from wanstream.host.embedded.adapter import EmbeddedHost
+from wanstream.host.embedded.files import Folders
+from wanstream.host.embedded.workflow.validate import Socket, listed_choice
 from wanstream.host.folders import (
     GGUF_FILES,
     CachedFileNames,
@@ -135,7 +136,13 @@ def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None
 
 
 def test_output_files_are_counted_per_prefix(tmp_path: Path) -> None:
-    for name in ("clip_00001_.mp4", "clip_00007_.png", "clip_x_.mp4", "clipper_00050_.mp4", "clip_00009.mp4"):
+    for name in (
+        "clip_00001_.mp4",
+        "clip_00007_.png",
+        "clip_x_.mp4",
+        "clipper_00050_.mp4",
+        "clip_00009.mp4",
+    ):
         _touch(tmp_path / "video" / name)
     file = output_file(tmp_path, "video/clip", "mp4", width=0, height=0)
     assert (file.filename, file.subfolder) == ("clip_00008_.mp4", "video")
@@ -154,12 +161,19 @@ def test_variables_of_a_prefix_are_filled_in(tmp_path: Path) -> None:
     assert len(month) == 2
 
 
-def test_a_date_is_filled_in_as_by_comfyuis_frontend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "localtime", lambda: time.struct_time((2026, 3, 4, 15, 6, 7, 2, 63, 0)))
+def test_a_date_is_filled_in_as_by_comfyuis_frontend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        time, "localtime", lambda: time.struct_time((2026, 3, 4, 15, 6, 7, 2, 63, 0))
+    )
     prefix = "%date:yyyy/MM-dd%/%date:yy M d h.hh m.mm s.ss yyy%"
     check_output(tmp_path, prefix)
     file = output_file(tmp_path, prefix, "mp4", width=1, height=1)
-    assert (Path(file.subfolder), file.filename) == (Path("2026/03-04"), "26 3 4 15.15 6.06 7.07 yyy_00001_.mp4")
+    assert (Path(file.subfolder), file.filename) == (
+        Path("2026/03-04"),
+        "26 3 4 15.15 6.06 7.07 yyy_00001_.mp4",
+    )
     with pytest.raises(OutputNameError, match="'15:06' contains ':'"):
         check_output(tmp_path, "%date:hh:mm%")
 
@@ -179,16 +193,24 @@ def test_a_name_that_is_known_in_the_run_only_is_repaired(
     file = output_file(tmp_path, prefix, "mp4", width=1, height=1)
     assert file.path.relative_to(tmp_path).as_posix() == f"{written}_00001_.mp4"
     assert f"the files are called '{written}'" in caplog.text
-    host, folders = EmbeddedHost(), Folders(models=tmp_path, output=tmp_path, input=tmp_path, finished=tmp_path)
+    host, folders = (
+        EmbeddedHost(),
+        Folders(models=tmp_path, output=tmp_path, input=tmp_path, finished=tmp_path),
+    )
     with host.opened(folders):
-        host.check_output(prefix)  # the rows of a batch have names of their own
+        host.files.check_output(prefix)  # the rows of a batch have names of their own
 
 
 def test_models_are_listed_by_what_they_are(tmp_path: Path) -> None:
     for name in ("a.safetensors", "sub/b.SFT", "pickle.pt", "notes.txt", ".cache/c.safetensors"):
         _touch(tmp_path / "files" / name)
     assert sorted(weight_files(tmp_path / "files")) == ["a.safetensors", str(Path("sub/b.SFT"))]
-    for name in ("wan/model_index.json", "wan/transformer/config.json", "own/expert/config.json", "empty/readme"):
+    for name in (
+        "wan/model_index.json",
+        "wan/transformer/config.json",
+        "own/expert/config.json",
+        "empty/readme",
+    ):
         _touch(tmp_path / "folders" / name)
     assert sorted(diffusers_folders(tmp_path / "folders")) == [str(Path("own/expert")), "wan"]
     assert list(weight_files(tmp_path / "none")) == []
@@ -222,12 +244,18 @@ def test_every_real_folder_is_listed_once_under_its_shortest_name(
     for name, target in links.items():
         (tmp_path / "models" / name).symlink_to(target)
     names = [Path(name).as_posix() for name in weight_files(tmp_path / "models" / "vae")]
-    assert sorted(names) == sorted(["a.safetensors", "wan/b.safetensors", "wan/deep/c.safetensors", *more])
+    assert sorted(names) == sorted(
+        ["a.safetensors", "wan/b.safetensors", "wan/deep/c.safetensors", *more]
+    )
     assert [*diffusers_folders(tmp_path / "models" / "vae")] == ["pipe"]
-    assert sorted(CachedFileNames((".safetensors",)).below(tmp_path / "models" / "vae")) == sorted(map(str, names))
+    assert sorted(CachedFileNames((".safetensors",)).below(tmp_path / "models" / "vae")) == sorted(
+        map(str, names)
+    )
 
 
-def test_a_scan_visits_a_folder_once_whatever_leads_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_visits_a_folder_once_whatever_leads_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(20):
         _touch(tmp_path / "disk" / f"{number}" / "x.safetensors")
     for name in "abcdefgh":
@@ -236,14 +264,17 @@ def test_a_scan_visits_a_folder_once_whatever_leads_to_it(tmp_path: Path, monkey
     listed, count = os.scandir, []
     monkeypatch.setattr(os, "scandir", lambda path: count.append(path) or listed(path))
     read, looked = os.stat, []
-    monkeypatch.setattr(os, "stat", lambda path, **how: looked.append(str(path)) or read(path, **how))
+    monkeypatch.setattr(
+        os, "stat", lambda path, **how: looked.append(str(path)) or read(path, **how)
+    )
     assert len([*weight_files(tmp_path)]) == 20
     assert len(count) == 22, "the top, its folder, and the twenty in there"
     assert not [path for path in looked if path.endswith(".safetensors")], "no file is looked at"
 
 
 @pytest.mark.parametrize(
-    "name", ["wan/b.safetensors", "other/b.safetensors", "wan\\b.safetensors", "all/vae/wan/b.safetensors"]
+    "name",
+    ["wan/b.safetensors", "other/b.safetensors", "wan\\b.safetensors", "all/vae/wan/b.safetensors"],
 )
 def test_a_name_over_another_link_is_the_listed_one(tmp_path: Path, name: str) -> None:
     _tree(tmp_path)
@@ -251,9 +282,14 @@ def test_a_name_over_another_link_is_the_listed_one(tmp_path: Path, name: str) -
     (tmp_path / "models" / "vae" / "all").symlink_to("..")
     socket = Socket(name="vae", io_type="COMBO", options={}, required=True)
     with embedded_host.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
-        listed = {"options": embedded_host.model_names("vae")}
-        assert listed_choice(replace(socket, options=listed), name) == str(Path("wan/b.safetensors"))
-        assert listed_choice(replace(socket, options=listed), "nothing") == "nothing"
+        listed = {"options": embedded_host.files.model_names("vae")}
+        assert listed_choice(replace(socket, options=listed), name, embedded_host.files) == str(
+            Path("wan/b.safetensors")
+        )
+        assert (
+            listed_choice(replace(socket, options=listed), "nothing", embedded_host.files)
+            == "nothing"
+        )
 
 
 def test_gguf_files_are_offered_for_experts_and_text_encoders(tmp_path: Path) -> None:
@@ -261,12 +297,16 @@ def test_gguf_files_are_offered_for_experts_and_text_encoders(tmp_path: Path) ->
         for name in ("a.safetensors", "b.gguf", "sub/C.GGUF", ".hidden/d.gguf"):
             _touch(tmp_path / "models" / kind / name)
     with embedded_host.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
-        assert embedded_host.state_folder() == tmp_path / ".wanstream-states"
+        assert embedded_host.files.folders().run_states == tmp_path / ".wanstream-states"
         for kinds in (("diffusion_models", "diffusers"), ("diffusers", "text_encoders")):
-            assert embedded_host.model_names(*kinds) == ["a.safetensors", "b.gguf", str(Path("sub/C.GGUF"))]
-        assert embedded_host.model_path("b.gguf", "diffusion_models").is_file()
+            assert embedded_host.files.model_names(*kinds) == [
+                "a.safetensors",
+                "b.gguf",
+                str(Path("sub/C.GGUF")),
+            ]
+        assert embedded_host.files.model_path("b.gguf", "diffusion_models").is_file()
         for kind in ("vae", "loras"):
-            assert embedded_host.model_names(kind) == ["a.safetensors"]
+            assert embedded_host.files.model_names(kind) == ["a.safetensors"]
 
 
 def test_names_are_kept_until_a_folder_changes(tmp_path: Path) -> None:
@@ -285,7 +325,9 @@ def test_names_are_kept_until_a_folder_changes(tmp_path: Path) -> None:
     assert names.below(top) == found
     _touch(top / "sub/deep/c.gguf")
     at(top / "sub/deep", 100)
-    assert names.below(top) == found, "the folder says that it has not changed, so nobody looks into it"
+    assert names.below(top) == found, (
+        "the folder says that it has not changed, so nobody looks into it"
+    )
     at(top / "sub/deep", 101)
     assert len(names.below(top)) == 3
     (top / "sub/deep/b.gguf").unlink()
@@ -306,10 +348,15 @@ def test_a_model_is_found_where_its_kind_lies(tmp_path: Path) -> None:
     }
     assert find_model("a.safetensors", places) == file
     assert find_model("wan", places) == tmp_path / "diffusers" / "wan"
-    for name, error in (("b.safetensors", ModelNotFoundError), ("../second/a.safetensors", OutsideFolderError)):
+    for name, error in (
+        ("b.safetensors", ModelNotFoundError),
+        ("../second/a.safetensors", OutsideFolderError),
+    ):
         with pytest.raises(error):
             find_model(name, places)
-    with pytest.raises(ModelNotFoundError, match="'diffusion_models, diffusers' with filename 'none'"):
+    with pytest.raises(
+        ModelNotFoundError, match="'diffusion_models, diffusers' with filename 'none'"
+    ):
         find_model("none", places)
 
 

@@ -1,4 +1,4 @@
-"""Steps of model calls in ComfyUI's samplers: their guidance, windows and lanes, and the refused settings."""
+"""Steps of model calls in ComfyUI's samplers: guidance, windows, lanes, and refused settings."""
 
 from __future__ import annotations
 
@@ -7,24 +7,33 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.comfy.guider_session import GuiderSettings, GuiderSteps
-from wanstream.plan.visits import SkipRule
-from wanstream.sampling import RequestError
+from wanstream.host.comfy.experts.guider_steps import GuiderSteps
+from wanstream.host.models import GuiderSettings
+from wanstream.plan.programs.visits import SkipRule
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
-from wanstream.sampling.inputs.request import Guidance
-from wanstream.schema.context_windows import ContextWindows
+from wanstream.sampling.inputs import RequestOptions
+from wanstream.sampling.steps import RequestError
+from wanstream.sampling.steps.guidance import Guidance
+from wanstream.shapes.context_windows import ContextWindows
 from wanstream.wan import Nag
 
 SIGMAS = (1.0, 0.9, 0.6, 0.3, 0.0)
-PAIR = GuiderSettings(boundary_ratio=0.8, guidance=(4.0, 3.0))
-ONE = GuiderSettings(boundary_ratio=0.0, guidance=(5.0, 5.0))
+PAIR = GuiderSettings(boundary_ratio=0.8, guidance=Guidance(scales=(4.0, 3.0)))
+ONE = GuiderSettings(boundary_ratio=0.0, guidance=Guidance(scales=(5.0, 5.0)))
+SCALES = PAIR.guidance.scales
 WINDOWS = ContextWindows(frames=3, overlap=1)
 
 
-def guider_steps(settings: GuiderSettings = PAIR, sigmas: tuple[float, ...] = SIGMAS, **changes: Any) -> GuiderSteps:
+def guider_steps(
+    settings: GuiderSettings = PAIR, sigmas: tuple[float, ...] = SIGMAS, **changes: Any
+) -> GuiderSteps:
     levels = changes.pop("levels", sigmas[:-1])
-    return GuiderSteps(settings=replace(settings, **changes), sigmas=sigmas, shape=(2, 16, 7, 8, 6), levels=levels)
+    options = {name: changes.pop(name) for name in ("cache", "windows") if name in changes}
+    changes["options"] = RequestOptions(**options)
+    return GuiderSteps(
+        settings=replace(settings, **changes), sigmas=sigmas, shape=(2, 16, 7, 8, 6), levels=levels
+    )
 
 
 def table(steps: int = 4) -> MagTable:
@@ -37,7 +46,8 @@ def table(steps: int = 4) -> MagTable:
 
 
 @pytest.mark.parametrize(
-    ("sigma", "step"), [(1.0, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.7, 1), (0.6, 2), (0.01, 3), (1.2, 0)]
+    ("sigma", "step"),
+    [(1.0, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.7, 1), (0.6, 2), (0.01, 3), (1.2, 0)],
 )
 def test_a_call_is_of_the_last_step_whose_level_it_has_come_to(sigma: float, step: int) -> None:
     assert guider_steps().step(sigma) == step
@@ -51,31 +61,37 @@ def test_so_it_is_where_noise_is_put_in(sigma: float, step: int) -> None:
 def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
     levels = (1.0, 0.95, 0.9, 0.6, 0.3, 0.1)
     assert [guider_steps().scale(level) for level in levels] == [4, 4, 4, 3, 3, 3]
-    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)), levels=levels)
+    listed = guider_steps(guidance=Guidance(scales=SCALES, steps=(6.0, 5.0, 1.0)), levels=levels)
     assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
     assert listed.sides == {"high": (0, 1), "low": (0,)}
-    assert listed.needs_negative == {"high": True, "low": False}
-    early = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)), levels=levels)
+    assert {expert: reads for expert, _, reads in listed.ahead} == {"high": True, "low": False}
+    early = guider_steps(guidance=Guidance(scales=SCALES, steps=(6.0, 1.0)), levels=levels)
     assert early.sides == {"high": (0, 1), "low": (0,)}, "a call with negative lanes is enough"
-    held = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()), levels=levels)
-    assert held.needs_negative == {"high": True, "low": True}
+    held = guider_steps(
+        guidance=Guidance(scales=SCALES, steps=(6.0, 5.0, 1.0), nag=Nag()), levels=levels
+    )
+    assert {expert: reads for expert, _, reads in held.ahead} == {"high": True, "low": True}
 
 
 def test_one_expert_takes_every_call() -> None:
     one = guider_steps(ONE)
-    assert [expert for expert, _ in one.calls.values()] == ["high"] * 4
+    assert [stage.expert for stage, _ in one.calls.values()] == ["high"] * 4
     assert one.sides == {"high": (0, 1), "low": (0,)}
 
 
 def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
     expected = ((1.0, 0, 2), (0.95, 0, 2), (0.9, 1, 1), (0.8, 1, 1), (0.3, 3, 1))
     levels = [level for level, _, _ in expected]
-    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)), windows=WINDOWS, levels=levels)
+    listed = guider_steps(
+        guidance=Guidance(scales=SCALES, steps=(6.0, 1.0)), windows=WINDOWS, levels=levels
+    )
     for (level, step, sides), (_, names) in zip(expected, listed.calls.values(), strict=True):
         pieces = WINDOWS.at(step, 7)
         assert listed.windows(level).frames == pieces
         assert [name.frames for name in names] == [*pieces] * 2 * sides
-        assert {(name.side, name.sample) for name in names} == {(side, n) for side in range(sides) for n in range(2)}
+        assert {(name.side, name.sample) for name in names} == {
+            (side, n) for side in range(sides) for n in range(2)
+        }
     most = max(len(WINDOWS.at(step, 7)) for step in range(4))
     assert listed.computed_shape == (2 * most, 16, 3, 8, 6)
     assert guider_steps().windows(1.0) is None
@@ -85,14 +101,23 @@ def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"more_guidance": Guidance(steps=(4.0,) * 5)}, "guidance_steps has 5 numbers for 4 steps"),
         (
-            {"more_guidance": Guidance(context=1.5)},
+            {"guidance": Guidance(scales=SCALES, steps=(4.0,) * 5)},
+            "guidance_steps has 5 numbers for 4 steps",
+        ),
+        (
+            {"guidance": Guidance(scales=SCALES, context=1.5)},
             r"context_guidance is 1.5, which Wan Guider does not apply.* to 1 in",
         ),
-        ({"more_guidance": Guidance(nag=Nag())}, "NAG acts in steps of guidance 1, and this run has none"),
+        (
+            {"guidance": Guidance(scales=SCALES, nag=Nag())},
+            "NAG acts in steps of guidance 1, and this run has none",
+        ),
         ({"windows": ContextWindows(frames=8, overlap=0)}, "longer than the video"),
-        ({"cache": MagCache(table=table(3), rule=SkipRule(threshold=1.0))}, "calibrated for 3 steps, this run has 4"),
+        (
+            {"cache": MagCache(table=table(3), rule=SkipRule(threshold=1.0))},
+            "calibrated for 3 steps, this run has 4",
+        ),
         (
             {"cache": MagCache(table=table(), rule=SkipRule(threshold=1.0)), "windows": WINDOWS},
             "shift in every step",
@@ -100,7 +125,9 @@ def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
         ({"boundary_ratio": 1.5}, r"boundary ratio 1\.5: give 0 to 1"),
     ],
 )
-def test_settings_that_do_not_fit_the_steps_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_fit_the_steps_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         guider_steps(**changes)
 
@@ -108,7 +135,12 @@ def test_settings_that_do_not_fit_the_steps_are_refused(changes: dict[str, Any],
 @pytest.mark.parametrize("sigmas", [(0.5,), ()])
 def test_a_run_without_steps_refuses_nothing(sigmas: tuple[float, ...]) -> None:
     """As BasicScheduler makes them for a denoise of 0."""
-    assert guider_steps(sigmas=sigmas, more_guidance=Guidance(nag=Nag()), windows=WINDOWS).steps < 1
+    assert (
+        guider_steps(
+            sigmas=sigmas, guidance=Guidance(scales=SCALES, nag=Nag()), windows=WINDOWS
+        ).steps
+        < 1
+    )
 
 
 def test_magnitudes_need_one_call_for_each_step() -> None:

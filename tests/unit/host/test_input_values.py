@@ -19,9 +19,51 @@ READ: list[tuple[str, Any, Any]] = [
     ("LATENT", None, None),
 ]
 REFUSED = {
-    "BOOLEAN": ["disable", "enable", "false", "true", "False", "no", "off", "0", "1", "", None, 2, -1, 0.0, 1.0, {}],
-    "INT": [64.7, -0.5, True, False, None, "", "64.7", "64.0", "many", float("nan"), float("inf"), {"a": 1}],
-    "FLOAT": [float("nan"), float("inf"), -float("inf"), "nan", "Infinity", 10**400, True, None, "", "many", {}],
+    "BOOLEAN": [
+        "disable",
+        "enable",
+        "false",
+        "true",
+        "False",
+        "no",
+        "off",
+        "0",
+        "1",
+        "",
+        None,
+        2,
+        -1,
+        0.0,
+        1.0,
+        {},
+    ],
+    "INT": [
+        64.7,
+        -0.5,
+        True,
+        False,
+        None,
+        "",
+        "64.7",
+        "64.0",
+        "many",
+        float("nan"),
+        float("inf"),
+        {"a": 1},
+    ],
+    "FLOAT": [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        "nan",
+        "Infinity",
+        10**400,
+        True,
+        None,
+        "",
+        "many",
+        {},
+    ],
     "STRING": [None, True, {}, {"text": "a cat"}],
 }
 REMEDY = {
@@ -39,8 +81,12 @@ def test_a_constant_with_one_meaning_is_converted(io_type: str, value: Any, read
     assert type(converted) is type(read)
 
 
-@pytest.mark.parametrize(("io_type", "value"), [(kind, value) for kind in REFUSED for value in REFUSED[kind]])
-def test_a_constant_that_python_would_change_is_refused_with_what_to_write(io_type: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("io_type", "value"), [(kind, value) for kind in REFUSED for value in REFUSED[kind]]
+)
+def test_a_constant_that_python_would_change_is_refused_with_what_to_write(
+    io_type: str, value: Any
+) -> None:
     with pytest.raises(InputValueError, match=REMEDY[io_type]) as refused:
         plain_value(io_type, value)
     assert len(str(refused.value)) < 150

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from wanstream.devices import auto_dtype, dtype_name
-from wanstream.devices.available_ram import cgroup_limits
+from wanstream.devices.machine.available_ram import limited_groups
 from wanstream.host import machine_profile as module
 from wanstream.host.machine_profile import (
     FORMAT,
@@ -26,7 +26,7 @@ from wanstream.host.machine_profile import (
     stored_machine,
 )
 from wanstream.plan import Machine
-from wanstream.schema import ExpertShape
+from wanstream.shapes import ExpertShape
 from wanstream.wan.measurement import meter
 
 CPU = torch.device("cpu")
@@ -45,7 +45,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    return measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=tmp_path_factory.mktemp("cache"))
+    return measure_machine(
+        CPU, expert=TINY, tokens=300, models=models, folder=tmp_path_factory.mktemp("cache")
+    )
 
 
 @pytest.fixture
@@ -66,35 +68,47 @@ def measures_at_once(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None
 
 def _change(folder: Path, **changes: Any) -> None:
     path = profile_path(CPU, folder)
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8"
+    )
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    identity: dict[str, Any] = json.loads(profile_path(CPU, folder).read_text(encoding="utf-8"))["identity"]
+    identity: dict[str, Any] = json.loads(profile_path(CPU, folder).read_text(encoding="utf-8"))[
+        "identity"
+    ]
     return identity
 
 
 def test_what_is_measured(measured: Profile, models: Path) -> None:
     machine = measured.machine
-    assert (machine.computes_on, machine.vram_bytes, machine.h2d_bytes_per_s) == ("cpu", 0, None)
+    assert (machine.vram_bytes, machine.bus) == (0, None)
     assert machine.origin == "measured here"
-    assert machine.ram_bytes == min([psutil.virtual_memory().total, *cgroup_limits()]), "whatever of it is free"
+    assert machine.ram_bytes == min(
+        [psutil.virtual_memory().total, *(group.limit for group in limited_groups())]
+    ), "whatever of it is free"
     assert machine.name
     assert measured.notes[0] == "read: large.safetensors"
     assert measured.notes[1].startswith("disk: ")
-    assert machine.linear_speedups.keys() == {"int8", "fp8"}
-    assert machine.product_flops_per_s.keys() == {"", "int8", "fp8"}
-    assert machine.attention_flops_per_s is not None
-    assert [note.partition(": ")[0] for note in measured.notes[-3:]] == [dtype_name(auto_dtype(CPU)), "int8", "fp8"]
+    assert machine.block.linear_speedups.keys() == {"int8", "fp8"}
+    assert machine.block.product_flops_per_s.keys() == {"", "int8", "fp8"}
+    assert machine.block.attention_flops_per_s is not None
+    assert [note.partition(": ")[0] for note in measured.notes[-3:]] == [
+        dtype_name(auto_dtype(CPU)),
+        "int8",
+        "fp8",
+    ]
     assert all("% of the device's limit (" in note for note in measured.notes[-3:])
 
 
-def test_a_slow_device_measures_a_narrower_block(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_device_measures_a_narrower_block(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(meter, "MOST_VISIT_S", 0.0)
     profile = measure_machine(CPU, expert=TINY, tokens=10, models=models, folder=tmp_path)
-    assert profile.machine.linear_speedups.keys() == {"int8", "fp8"}
-    assert profile.machine.product_flops_per_s == {}
-    assert profile.machine.attention_flops_per_s is None
+    assert profile.machine.block.linear_speedups.keys() == {"int8", "fp8"}
+    assert profile.machine.block.product_flops_per_s == {}
+    assert profile.machine.block.attention_flops_per_s is None
     assert all(note.endswith("), 64 tokens of width 128") for note in profile.notes[-3:])
 
 
@@ -113,8 +127,13 @@ def test_what_was_measured_is_kept_whole(measured: Profile) -> None:
 
 
 def test_a_kept_profile_is_used(kept: Path, models: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert load_machine_profile(CPU, expert=TINY, models=models, folder=kept).copy_bytes_per_s == 12345.0
-    assert load_machine_profile(CPU, expert=TINY, folder=kept).copy_bytes_per_s == 12345.0, "of whichever disk"
+    assert (
+        load_machine_profile(CPU, expert=TINY, models=models, folder=kept).copy_bytes_per_s
+        == 12345.0
+    )
+    assert load_machine_profile(CPU, expert=TINY, folder=kept).copy_bytes_per_s == 12345.0, (
+        "of whichever disk"
+    )
     assert not caplog.records
 
 
@@ -153,7 +172,13 @@ def test_room_is_made_only_where_something_is_measured(kept: Path, models: Path)
 @pytest.mark.usefixtures("measures_at_once")
 @pytest.mark.parametrize(
     "changed",
-    [{"device": "RTX 9090"}, {"ram_bytes": 1}, {"disk": -1}, {"block": [1, 2]}, {"computes_in": "float8"}],
+    [
+        {"device": "RTX 9090"},
+        {"ram_bytes": 1},
+        {"disk": -1},
+        {"block": [1, 2]},
+        {"computes_in": "float8"},
+    ],
     ids=lambda changed: next(iter(changed)),
 )
 def test_a_profile_of_another_machine_is_told_and_measured_again(
@@ -172,7 +197,16 @@ def test_a_profile_of_another_machine_is_told_and_measured_again(
 @pytest.mark.usefixtures("measures_at_once")
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"format": 0}', '{"format": 1}', '{"format": 1, "machine": {}, "identity": {}}', "\0"],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"format": 0}',
+        '{"format": 1}',
+        '{"format": 1, "machine": {}, "identity": {}}',
+        "\0",
+    ],
 )
 def test_what_is_no_profile_is_told_and_measured_again(
     kept: Path, models: Path, caplog: pytest.LogCaptureFixture, text: str
@@ -186,7 +220,9 @@ def test_what_is_no_profile_is_told_and_measured_again(
 
 
 @pytest.mark.usefixtures("measures_at_once")
-def test_bytes_that_are_no_text_are_measured_again(kept: Path, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_that_are_no_text_are_measured_again(
+    kept: Path, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     profile_path(CPU, kept).write_bytes(b"\xff\xfe\x00")
     load_machine_profile(CPU, expert=TINY, models=models, folder=kept)
     assert "cannot be read" in caplog.records[0].getMessage()
@@ -196,7 +232,9 @@ def test_a_folder_that_takes_nothing_does_not_stop_a_run(
     models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    profile = measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=tmp_path / "file" / "cache")
+    profile = measure_machine(
+        CPU, expert=TINY, tokens=300, models=models, folder=tmp_path / "file" / "cache"
+    )
     assert profile.kept_in is None
     assert profile.machine.flops_per_s > 0
     assert "cannot write the machine profile" in caplog.records[0].getMessage()
@@ -209,7 +247,9 @@ def test_no_space_for_the_profile_leaves_the_old_one(
     path = profile_path(CPU, kept)
     before = path.read_text(encoding="utf-8")
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))  # no file of ours may get longer than 10 bytes
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (10, usual[1])
+    )  # no file of ours may get longer than 10 bytes
     try:
         profile = measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=kept)
     finally:
@@ -244,7 +284,9 @@ NO_WEIGHTS = "read: a temporary file, because there is no file of weights to rea
 
 
 @pytest.mark.slow
-def test_without_weights_a_file_is_written_read_and_removed(tmp_path: Path, scratch_folders: list[Path]) -> None:
+def test_without_weights_a_file_is_written_read_and_removed(
+    tmp_path: Path, scratch_folders: list[Path]
+) -> None:
     empty, cache = tmp_path / "models", tmp_path / "cache"
     empty.mkdir()
     profile = measure_machine(CPU, expert=TINY, tokens=300, models=empty, folder=cache)
@@ -253,11 +295,16 @@ def test_without_weights_a_file_is_written_read_and_removed(tmp_path: Path, scra
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="there the environment does not name the cache folder")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="there the environment does not name the cache folder"
+)
 def test_without_a_folder_of_models_the_disk_of_the_cache_is_read(
     tmp_path: Path, scratch_folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder for temporary files lies in RAM on many systems, and would look like the fastest disk there is."""
+    """The folder for temporary files lies in RAM on many systems.
+
+    It would look like the fastest disk there is.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile = measure_machine(CPU, expert=TINY, tokens=300)
     assert (profile.notes[0], scratch_folders) == (NO_WEIGHTS, [tmp_path])

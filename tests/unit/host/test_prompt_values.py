@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wanstream.host import io
-from wanstream.host.comfy.prompt_values import PromptValues
+from wanstream.host.comfy.adapter.prompt_values import PromptValues
 from wanstream.host.error_names import name_errors_of
 from wanstream.host.input_values import InputValueError, RefusedValue
 
@@ -32,7 +32,9 @@ class Node(io.ComfyNode):
 
 def checked(**inputs: Any) -> dict[str, Any]:
     request = {"prompt": {"1": {"class_type": "Node", "inputs": inputs}}, "client_id": "x"}
-    check = PromptValues([Node], lambda name, choices: "wan22/high.sft" if name == "link/high.sft" else name)
+    check = PromptValues(
+        [Node], lambda name, choices: "wan22/high.sft" if name == "link/high.sft" else name
+    )
     assert check(request) is request
     return inputs
 
@@ -43,7 +45,15 @@ REFUSED = [
     *(("shift", value) for value in (float("nan"), float("inf"), "nan", True)),
     *(("text", value) for value in (True, {"text": "a cat"}, {"__value__": False})),
 ]
-KEPT = [("noise", True), ("noise", 0), ("steps", 4.0), ("steps", "4"), ("shift", 3), ("latent", ["2", 0]), ("text", "")]
+KEPT = [
+    ("noise", True),
+    ("noise", 0),
+    ("steps", 4.0),
+    ("steps", "4"),
+    ("shift", 3),
+    ("latent", ["2", 0]),
+    ("text", ""),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
@@ -52,7 +62,9 @@ def test_a_refused_constant_has_no_value_but_a_reason(name: str, value: Any) -> 
     convert = {"noise": bool, "steps": int, "shift": float, "text": str}[name]
     with pytest.raises(InputValueError, match=r"is not .*: write"):
         convert(found)
-    assert json.loads(json.dumps(copy.deepcopy(found))) == f"{found}", "ComfyUI returns it in its message"
+    assert json.loads(json.dumps(copy.deepcopy(found))) == f"{found}", (
+        "ComfyUI returns it in its message"
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), KEPT)
@@ -70,7 +82,8 @@ def test_no_text_is_a_missing_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_", [{}, {"prompt": None}, {"prompt": {"1": None, "2": {}, "3": {"class_type": [], "inputs": 3}}}]
+    "request_",
+    [{}, {"prompt": None}, {"prompt": {"1": None, "2": {}, "3": {"class_type": [], "inputs": 3}}}],
 )
 def test_other_requests_pass(request_: dict[str, Any]) -> None:
     before = json.dumps(request_)

@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 
 from wanstream.host.run_events import BEGIN, END, STEP, VISITS, RunEvents
-from wanstream.schema import MemorySample, StateError, StepRecord, Timeline
+from wanstream.schema import StateError
+from wanstream.schema.records import MemorySample, StepRecord, Timeline
 
 EXPERTS = ["high", "high", "low"]
 
 
 def record(index: int) -> StepRecord:
-    return StepRecord(
-        index=index, expert=EXPERTS[index], sigma=0.5, wall_s=1.5, compute_s=1.0, stall_s=0.25, bytes_moved=7
+    return StepRecord.of(
+        index=index,
+        expert=EXPERTS[index],
+        sigma=0.5,
+        wall_s=1.5,
+        compute_s=1.0,
+        stall_s=0.25,
+        bytes_moved=7,
     )
 
 
@@ -51,28 +58,27 @@ def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
     assert begin["predicted"] == end["predicted"] == json.loads(json.dumps(PREDICTED.to_dict()))
     assert [(step["done"], step["total"]) for step in steps] == [(1, 3), (2, 3), (3, 3)]
     assert Timeline.from_dict(end["timeline"]) == TIMELINE
-    assert [StepRecord(**step["record"]) for step in steps] == list(TIMELINE.steps)
+    assert [StepRecord.of(**step["record"]) for step in steps] == list(TIMELINE.steps)
     assert end["error"] is None
     assert {payload["run"] for _, payload in told} == {begin["run"]}
-    assert {(payload["prompt_id"], payload["node"], payload["shown_at"]) for _, payload in told} == {("p", "7", "7")}
+    assert {
+        (payload["prompt_id"], payload["node"], payload["shown_at"]) for _, payload in told
+    } == {("p", "7", "7")}
 
 
 def test_what_each_worker_did_is_told_at_the_end_without_its_memory() -> None:
     told = Told()
     sampled = replace(
-        TIMELINE, memory=(MemorySample(at_s=0.0, device_bytes=None, device_used_bytes=None, rss_bytes=5),)
+        TIMELINE,
+        memory=(MemorySample(at_s=0.0, device_bytes=None, device_used_bytes=None, rss_bytes=5),),
     )
     with announced(told) as run:
         run.ended(TIMELINE, ranks={1: sampled, 0: PREDICTED})
     ranks = told[-1][1]["ranks"]
-    assert {rank: Timeline.from_dict(each) for rank, each in ranks.items()} == {"0": PREDICTED, "1": TIMELINE}
-
-
-def test_notes_from_before_a_run_are_told_at_its_end_too() -> None:
-    told = Told()
-    with announced(told, notes=["chosen", "", "threads"]) as run:
-        run.ended(replace(TIMELINE, changes=("chosen", "smaller")))
-    assert told[-1][1]["timeline"]["changes"] == ["threads", "chosen", "smaller"]
+    assert {rank: Timeline.from_dict(each) for rank, each in ranks.items()} == {
+        "0": PREDICTED,
+        "1": TIMELINE,
+    }
 
 
 def test_two_runs_of_one_node_are_told_apart() -> None:
@@ -92,7 +98,8 @@ def test_a_run_of_one_expert_has_no_switch_and_may_be_shown_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(ValueError("no room"), "no room"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+    ("error", "said"),
+    [(ValueError("no room"), "no room"), (KeyboardInterrupt(), "KeyboardInterrupt")],
 )
 def test_a_run_that_fails_says_why_and_hides_nothing(error: BaseException, said: str) -> None:
     told = Told()
@@ -120,7 +127,9 @@ def test_progress_within_a_step_and_changes_are_told() -> None:
         assert run.visits(41, 40) == (0, 41 / 80), "a call may pass through its blocks twice"
         run.step(record(0), ["smaller"])
         assert run.visits(0, 40) == (1, 0.0)
-    assert [(each["step"], each["done"], each["total"]) for event, each in told if event == VISITS] == [
+    assert [
+        (each["step"], each["done"], each["total"]) for event, each in told if event == VISITS
+    ] == [
         (0, 12, 40),
         (0, 41, 80),
         (1, 0, 40),

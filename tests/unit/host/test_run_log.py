@@ -18,13 +18,17 @@ from wanstream.host.run_events import (
     contents_of,
     short_text,
 )
-from wanstream.schema import StepRecord, Timeline
+from wanstream.schema.records import StepRecord, Timeline
 
-STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1)
+STEP = StepRecord.of(
+    index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1
+)
 TIMELINE = Timeline(steps=(STEP,), kind="measured")
 
 
-def run_in(log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high", "low")) -> RunEvents:
+def run_in(
+    log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high", "low")
+) -> RunEvents:
     return RunEvents(log.record, prompt_id="p", node_id=node_id, experts=experts)
 
 
@@ -71,7 +75,9 @@ def test_the_oldest_runs_are_forgotten_and_their_steps_with_them() -> None:
             with run_in(log, str(number)):
                 pass
         first.step(STEP)
-    assert [run["node"] for run in log.snapshot()["runs"]] == [str(number) for number in range(KEPT_RUNS)]
+    assert [run["node"] for run in log.snapshot()["runs"]] == [
+        str(number) for number in range(KEPT_RUNS)
+    ]
 
 
 def test_what_is_of_no_use_later_is_not_kept() -> None:
@@ -101,11 +107,19 @@ def test_the_last_notices_of_each_node_are_kept() -> None:
     assert not any(node in ("0", "4", "5", "10") for _, node, _ in kept)
 
 
-def graph(prefix: str = "", *, strength: object = 1, file: str = "a", **loader: object) -> dict[str, Any]:
+def graph(
+    prefix: str = "", *, strength: object = 1, file: str = "a", **loader: object
+) -> dict[str, Any]:
     """A loader, a LoRA on it and a sampler, as posted."""
     return {
-        f"{prefix}2": {"class_type": "Lora", "inputs": {"model": [f"{prefix}1", 0], "strength": strength}},
-        f"{prefix}3": {"class_type": "Sampler", "inputs": {"model": [f"{prefix}2", 0], "seed": 2**60 + 1}},
+        f"{prefix}2": {
+            "class_type": "Lora",
+            "inputs": {"model": [f"{prefix}1", 0], "strength": strength},
+        },
+        f"{prefix}3": {
+            "class_type": "Sampler",
+            "inputs": {"model": [f"{prefix}2", 0], "seed": 2**60 + 1},
+        },
         f"{prefix}1": {"class_type": "Loader", "inputs": {"file": file}, **loader},
     }
 
@@ -118,7 +132,15 @@ def graph(prefix: str = "", *, strength: object = 1, file: str = "a", **loader: 
         (graph(strength=2), "1"),
         (graph(file="b"), ""),
         (graph(class_type="Other"), ""),
-        ({**graph(), "4": {"class_type": "Loader", "inputs": {"file": "b"}}, "x": "no node", "y": {}}, "123"),
+        (
+            {
+                **graph(),
+                "4": {"class_type": "Loader", "inputs": {"file": "b"}},
+                "x": "no node",
+                "y": {},
+            },
+            "123",
+        ),
         ({**graph(), "1": {"class_type": "Loader", "inputs": {"file": ["3", 0]}}}, ""),
     ],
     ids=["ids", "number", "strength", "file", "class", "more", "cycle"],
@@ -134,7 +156,12 @@ def test_a_node_of_another_graph_has_the_notices_of_an_equal_one() -> None:
 
     def announce(prompt: dict[str, Any], *texts: str) -> None:
         notices = [{"text": text} for text in texts]
-        payload = {"workflow": "here", "node": "3", "notices": notices, "content": contents_of(prompt)["3"]}
+        payload = {
+            "workflow": "here",
+            "node": "3",
+            "notices": notices,
+            "content": contents_of(prompt)["3"],
+        }
         log.record(NOTICES_EVENT, payload)
 
     def places() -> list[tuple[str, str]]:
@@ -143,7 +170,11 @@ def test_a_node_of_another_graph_has_the_notices_of_an_equal_one() -> None:
     announce(graph(), "guidance")
     assert log.queued(graph(), "here") == [], "it has them"
     (event,) = log.queued(graph("5:"), "there")
-    assert (event["workflow"], event["node"], event["notices"]) == ("there", "5:3", [{"text": "guidance"}])
+    assert (event["workflow"], event["node"], event["notices"]) == (
+        "there",
+        "5:3",
+        [{"text": "guidance"}],
+    )
     assert places() == [("here", "3"), ("there", "5:3")]
     announce(graph(strength=0))
     assert places() == [("there", "5:3")]
@@ -155,7 +186,9 @@ def test_a_node_of_another_graph_has_the_notices_of_an_equal_one() -> None:
 DISTILLED = "wan2.2_lightx2v_4steps.safetensors"
 
 
-def sampled(file: str = DISTILLED, *, cfg: object = 4.0, seed: int = 0, guider: bool = False) -> dict[str, Any]:
+def sampled(
+    file: str = DISTILLED, *, cfg: object = 4.0, seed: int = 0, guider: bool = False
+) -> dict[str, Any]:
     """A sampler of ComfyUI, the node "3"; with a guider, that is the node "3"."""
     model = {"class_type": "Loader", "inputs": {"unet_name": file}}
     sampler = {"class_type": "KSampler", "inputs": {"model": ["1", 0], "cfg": cfg, "seed": seed}}
@@ -178,13 +211,20 @@ def sampled(file: str = DISTILLED, *, cfg: object = 4.0, seed: int = 0, guider: 
         ({"cfg": ["1", 0]}, False),
     ],
 )
-def test_a_notice_of_a_graph_leaves_with_what_it_is_about(later: dict[str, Any], guider: bool, kept: bool) -> None:
+def test_a_notice_of_a_graph_leaves_with_what_it_is_about(
+    later: dict[str, Any], guider: bool, kept: bool
+) -> None:
     log = RunLog()
 
     def ran(graph: dict[str, Any], workflow: str, cfg: float = 4.0) -> bool:
         node = node_with_cfg(graph, "4" if guider else "3")
         notices = [asdict(notice) for notice in cfg_notices(graph, node, cfg, is_wan=False)]
-        payload = {"workflow": workflow, "node": node, "notices": notices, "content": contents_of(graph)[node or ""]}
+        payload = {
+            "workflow": workflow,
+            "node": node,
+            "notices": notices,
+            "content": contents_of(graph)[node or ""],
+        }
         return log.record(NOTICES_EVENT, {**payload, "of_graph": True})
 
     def places() -> list[str]:
@@ -193,11 +233,15 @@ def test_a_notice_of_a_graph_leaves_with_what_it_is_about(later: dict[str, Any],
     first = sampled(guider=guider)
     assert [ran(first, workflow) for workflow in ("here", "there")] == [True, True]
     events = log.queued(sampled(**later, guider=guider), "here")
-    assert [(each["workflow"], each["node"], each["notices"]) for each in events] == [("here", "3", [])] * (not kept)
+    assert [(each["workflow"], each["node"], each["notices"]) for each in events] == [
+        ("here", "3", [])
+    ] * (not kept)
     assert places() == ["here", "there"][not kept :]
     fixed = sampled(cfg=1.0, guider=guider)
     assert ran(first, "here")
-    assert [ran(fixed, "here", 1.0), ran(fixed, "here", 1.0)] == [True, False], "it was queued before the first ran"
+    assert [ran(fixed, "here", 1.0), ran(fixed, "here", 1.0)] == [True, False], (
+        "it was queued before the first ran"
+    )
     assert places() == ["there"]
 
 

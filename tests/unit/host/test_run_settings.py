@@ -13,7 +13,8 @@ import torch
 
 from wanstream.host.run_events import BEGIN, RunEvents, run_settings
 from wanstream.plan import AutoOffload
-from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy, WorkersRef
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef, LoraRef, WorkersRef
 
 CPU = torch.device("cpu")
 SHAPE = (1, 16, 21, 60, 104)
@@ -21,7 +22,9 @@ LAYERWISE = OffloadPolicy.layerwise()
 
 
 def ref(**fields: Any) -> ExpertsRef:
-    return ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"), **fields)
+    return ExpertsRef(
+        high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"), **fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,11 +43,16 @@ def test_dtype_and_policy_are_what_is_computed_with() -> None:
     settings = run_settings(ref(compute_dtype="float16"), LAYERWISE, LAYERWISE, SHAPE, CPU)
     assert (settings.dtype, settings.policy, settings.lora) == ("fp16", "layerwise, 1 ahead", "")
     swap = OffloadPolicy.block_swap(12, 2, source="pinned")
-    assert run_settings(ref(), AutoOffload(), swap, SHAPE, CPU).policy == "auto: block_swap 12, 2 ahead, RAM"
+    assert (
+        run_settings(ref(), AutoOffload(), swap, SHAPE, CPU).policy
+        == "auto: block_swap 12, 2 ahead, RAM"
+    )
 
 
 def test_loras_are_named_with_their_strength_and_once() -> None:
-    pair = LoraRef(high_noise=Path("a/high.safetensors"), low_noise=Path("low.safetensors"), strength_low=0.5)
+    pair = LoraRef(
+        high_noise=Path("a/high.safetensors"), low_noise=Path("low.safetensors"), strength_low=0.5
+    )
     same = LoraRef(high_noise=Path("one.safetensors"), low_noise=Path("one.safetensors"))
     settings = run_settings(ref(loras=(pair, same)), LAYERWISE, LAYERWISE, SHAPE, CPU)
     assert settings.lora == "high 1, low 0.5, one 1"
@@ -52,7 +60,11 @@ def test_loras_are_named_with_their_strength_and_once() -> None:
 
 def test_memory_of_the_machine_is_known_where_this_process_computes() -> None:
     here = run_settings(ref(), LAYERWISE, LAYERWISE, SHAPE, CPU)
-    assert (here.workers, here.device_total, here.ram_total) == (None, None, psutil.virtual_memory().total)
+    assert (here.workers, here.device_total, here.ram_total) == (
+        None,
+        None,
+        psutil.virtual_memory().total,
+    )
     there = run_settings(ref(), LAYERWISE, LAYERWISE, SHAPE, CPU, workers=WorkersRef(count=2))
     assert (there.workers, there.device_total, there.ram_total) == (2, None, None)
 

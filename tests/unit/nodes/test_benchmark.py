@@ -15,22 +15,29 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes.runs.benchmark import tensor_digest
-from wanstream.schema import Cancelled, Timeline
-from wanstream.schema.text_format import format_seconds
+from wanstream.schema import Cancelled
+from wanstream.schema.records import Timeline
+from wanstream.schema.text.numbers import format_seconds
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.embedded import embedded_host, run_workflow
+from wanstream.wan.latents import tensor_digest
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 TIMELINE = "wanstream_timeline"
 
 UNVARIED = {"policies": "", "prefetch": "", "steps": ""}
-PLAIN = {"run": ["sampler", 1], "warmup": 0, "repeats": 1, "cooldown_s": 0.0, "filename_prefix": "figures/run"}
+PLAIN = {
+    "run": ["sampler", 1],
+    "warmup": 0,
+    "repeats": 1,
+    "cooldown_s": 0.0,
+    "filename_prefix": "figures/run",
+}
 
 Workflow = dict[str, dict[str, Any]]
 Run = Callable[..., History]
@@ -43,7 +50,10 @@ def workflow(changes: Mapping[str, Any] = {}, *, sampler: Mapping[str, Any] = {}
         del nodes[node_id]
     nodes["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
     nodes["sampler"]["inputs"] |= {"steps": 3, "switch_step": 2, **sampler}
-    nodes["benchmark"] = {"class_type": "WanStreamBenchmark", "inputs": {**PLAIN, **UNVARIED, **changes}}
+    nodes["benchmark"] = {
+        "class_type": "WanStreamBenchmark",
+        "inputs": {**PLAIN, **UNVARIED, **changes},
+    }
     return nodes
 
 
@@ -54,7 +64,7 @@ def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def run(folders: dict[str, Path]) -> Iterator[Run]:
-    """`run(workflow, **options)` runs it on the test model and closes the experts when the test ends."""
+    """`run(workflow, **options)` runs it on the test model and closes the experts at the end."""
 
     def run(nodes: Workflow, **options: Any) -> History:
         return run_workflow(nodes, nodes=NODES, only=["sampler", "benchmark"], **folders, **options)
@@ -74,9 +84,13 @@ def names(folders: dict[str, Path]) -> list[str]:
     return sorted(path.name for path in (folders["output"] / "figures").iterdir())
 
 
-def test_a_run_is_reported_in_four_files_an_image_and_a_text(run: Run, folders: dict[str, Path]) -> None:
+def test_a_run_is_reported_in_four_files_an_image_and_a_text(
+    run: Run, folders: dict[str, Path]
+) -> None:
     history = run(workflow())
-    assert names(folders) == [f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")]
+    assert names(folders) == [
+        f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")
+    ]
     chart, summary = history.results["benchmark"]
     assert chart.dtype == torch.float32
     with Image.open(folders["output"] / "figures" / "run_00001_.png") as picture:
@@ -85,10 +99,14 @@ def test_a_run_is_reported_in_four_files_an_image_and_a_text(run: Run, folders: 
     assert len(chart[0, ::8, ::8].reshape(-1, 3).unique(dim=0)) > 8, "something is drawn"
     shown = history.outputs["benchmark"]
     assert shown["text"] == [summary]
-    assert shown["images"] == [{"filename": "run_00001_.png", "subfolder": "figures", "type": "output"}]
+    assert shown["images"] == [
+        {"filename": "run_00001_.png", "subfolder": "figures", "type": "output"}
+    ]
 
 
-def test_every_place_shows_the_numbers_of_the_samplers_timeline(run: Run, folders: dict[str, Path]) -> None:
+def test_every_place_shows_the_numbers_of_the_samplers_timeline(
+    run: Run, folders: dict[str, Path]
+) -> None:
     """History of the sampler, of the benchmark, JSON, CSV and summary: one timeline."""
     history = run(workflow())
     (said,) = history.outputs["sampler"][TIMELINE]
@@ -98,10 +116,14 @@ def test_every_place_shows_the_numbers_of_the_samplers_timeline(run: Run, folder
     assert trial["timeline"] == said
     (shown,) = history.outputs["benchmark"][TIMELINE]
     assert shown == {**said, "memory": []}
-    with (folders["output"] / "figures" / "run_00001_.csv").open(encoding="utf-8", newline="") as file:
+    with (folders["output"] / "figures" / "run_00001_.csv").open(
+        encoding="utf-8", newline=""
+    ) as file:
         lines = [*csv.DictReader(file)]
     assert [float(line["wall_s"]) for line in lines] == [step.wall_s for step in timeline.steps]
-    assert [int(line["bytes_moved"]) for line in lines] == [step.bytes_moved for step in timeline.steps]
+    assert [int(line["bytes_moved"]) for line in lines] == [
+        step.bytes_moved for step in timeline.steps
+    ]
     _, summary = history.results["benchmark"]
     page = (folders["output"] / "figures" / "run_00001_.html").read_text(encoding="utf-8")
     for text in (summary, page):
@@ -110,25 +132,41 @@ def test_every_place_shows_the_numbers_of_the_samplers_timeline(run: Run, folder
 
 
 @pytest.mark.slow  # runs whole workflows
-def test_runs_that_are_repeated_give_the_samplers_latents(run: Run, folders: dict[str, Path]) -> None:
+def test_runs_that_are_repeated_give_the_samplers_latents(
+    run: Run, folders: dict[str, Path]
+) -> None:
     history = run(workflow({"warmup": 1, "repeats": 2}))
     _, made = history.results["sampler"]
     (variant,) = written(folders)["variants"]
     assert [trial["warmup"] for trial in variant["trials"]] == [True, False, False]
     assert {trial["latents"] for trial in variant["trials"]} == {tensor_digest(made.result.latents)}
-    walls = {tuple(step["wall_s"] for step in trial["timeline"]["steps"]) for trial in variant["trials"]}
-    assert len(walls | {tuple(step.wall_s for step in made.timeline.steps)}) == 4, "every run was made anew"
+    walls = {
+        tuple(step["wall_s"] for step in trial["timeline"]["steps"]) for trial in variant["trials"]
+    }
+    assert len(walls | {tuple(step.wall_s for step in made.timeline.steps)}) == 4, (
+        "every run was computed"
+    )
 
 
 @pytest.mark.slow  # runs whole workflows
-def test_a_matrix_changes_the_transfers_and_not_a_bit_of_the_result(run: Run, folders: dict[str, Path]) -> None:
+def test_a_matrix_changes_the_transfers_and_not_a_bit_of_the_result(
+    run: Run, folders: dict[str, Path]
+) -> None:
     history = run(workflow({"policies": "layerwise, block_swap 2, resident", "prefetch": "1, 2"}))
     _, made = history.results["sampler"]
     report = written(folders)
     assert [variant["name"] for variant in report["variants"]] == [
-        *("layerwise, 1 ahead", "layerwise, 2 ahead", "block_swap 2, 1 ahead", "block_swap 2, 2 ahead", "resident"),
+        *(
+            "layerwise, 1 ahead",
+            "layerwise, 2 ahead",
+            "block_swap 2, 1 ahead",
+            "block_swap 2, 2 ahead",
+            "resident",
+        ),
     ]
-    timelines = [Timeline.from_dict(variant["trials"][0]["timeline"]) for variant in report["variants"]]
+    timelines = [
+        Timeline.from_dict(variant["trials"][0]["timeline"]) for variant in report["variants"]
+    ]
     moved = [timeline.bytes_moved for timeline in timelines]
     assert moved[0] == moved[1] > moved[2] > moved[4]
     digests = {trial["latents"] for variant in report["variants"] for trial in variant["trials"]}
@@ -148,7 +186,9 @@ def test_steps_are_varied_and_the_switch_stays(run: Run, folders: dict[str, Path
     assert experts == [["high", "low"], ["high", "low", "low", "low"]]
 
 
-def test_two_samplers_stand_head_to_head_under_their_titles(run: Run, folders: dict[str, Path]) -> None:
+def test_two_samplers_stand_head_to_head_under_their_titles(
+    run: Run, folders: dict[str, Path]
+) -> None:
     nodes = workflow({"run_b": ["other", 1]})
     nodes["other"] = json.loads(json.dumps(nodes["sampler"]))
     nodes["other"]["_meta"] = {"title": "Another seed"}
@@ -163,25 +203,36 @@ def test_two_samplers_stand_head_to_head_under_their_titles(run: Run, folders: d
     assert "equal to the bit" not in summary
 
 
-@pytest.mark.parametrize(("title", "shown"), [("=1+1\n<script> \ud83d", "=1+1 <script> ?"), (7, "run"), (None, "run")])
-def test_any_title_gives_a_report(title: Any, shown: str, run: Run, folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("title", "shown"), [("=1+1\n<script> \ud83d", "=1+1 <script> ?"), (7, "run"), (None, "run")]
+)
+def test_any_title_gives_a_report(
+    title: Any, shown: str, run: Run, folders: dict[str, Path]
+) -> None:
     """Titles are not inputs: hosts do not validate them."""
     nodes = workflow()
     nodes["sampler"]["_meta"] = {"title": title}
     nodes["latent"]["_meta"] = None
     run(nodes)
-    assert names(folders) == [f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")]
+    assert names(folders) == [
+        f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")
+    ]
     (variant,) = written(folders)["variants"]
     assert variant["name"] == shown
 
 
-def test_what_is_no_benchmark_is_refused_before_anything_runs(run: Run, folders: dict[str, Path]) -> None:
+def test_what_is_no_benchmark_is_refused_before_anything_runs(
+    run: Run, folders: dict[str, Path]
+) -> None:
     for changes, words in (
         ({"repeats": 0}, "0 repeats measure nothing: give 1 to 100"),
         ({"repeats": 101}, "repeats is 101"),
         ({"warmup": -1}, "warmup is -1"),
         ({"cooldown_s": -1.0}, "cooldown_s is -1"),
-        ({"policies": "layerwise, fsdp"}, "'fsdp' names no policy: write layerwise, block_swap N, resident or auto"),
+        (
+            {"policies": "layerwise, fsdp"},
+            "'fsdp' names no policy: write layerwise, block_swap N, resident or auto",
+        ),
         ({"prefetch": "one"}, "'one' is not a number"),
         ({"steps": "0"}, "'0' is not a number from 1 to 1000"),
         ({"policies": "resident", "prefetch": "1"}, "fetch nothing ahead"),
@@ -197,8 +248,12 @@ def test_what_is_no_benchmark_is_refused_before_anything_runs(run: Run, folders:
         assert not folders["output"].exists()
 
 
-def test_more_blocks_than_there_are_is_refused_before_a_run_is_repeated(run: Run, folders: dict[str, Path]) -> None:
-    with pytest.raises(NodeFailedError, match="blocks_to_swap is 20, but the high expert has only 4 blocks"):
+def test_more_blocks_than_there_are_is_refused_before_a_run_is_repeated(
+    run: Run, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(
+        NodeFailedError, match="blocks_to_swap is 20, but the high expert has only 4 blocks"
+    ):
         run(workflow({"policies": "layerwise, block_swap 20"}))
     assert names(folders) == []
 
@@ -215,7 +270,9 @@ def test_a_stop_ends_the_benchmark_at_the_next_block_and_leaves_what_was_measure
 
     with pytest.raises(Cancelled):
         run(workflow({"repeats": 5}), on_progress=stop_in_the_third_run)
-    assert names(folders) == [f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")]
+    assert names(folders) == [
+        f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")
+    ]
     report = written(folders)
     assert (report["finished"], report["done"], report["planned"]) == (False, 2, 5)
     page = (folders["output"] / "figures" / "run_00001_.html").read_text(encoding="utf-8")
@@ -235,7 +292,9 @@ def test_a_stop_ends_a_pause(run: Run, folders: dict[str, Path]) -> None:
     assert names(folders) == ["run_00001_.json"], "nothing was measured"
 
 
-def test_a_name_that_comes_from_another_node_is_judged_before_a_run_is_made(run: Run, folders: dict[str, Path]) -> None:
+def test_a_name_that_comes_from_another_node_is_judged_before_a_run_is_made(
+    run: Run, folders: dict[str, Path]
+) -> None:
     """The text encoder's negative output is linked in place of a name from another node."""
     from wanstream.host import io
 
@@ -279,8 +338,14 @@ def test_on_a_gpu_the_report_has_its_memory_and_equal_latents(
     history = run(workflow(changes), device=gpu.device)
     report = written(folders)
     assert gpu.runtime.name() in report["machine"]["Device"]
-    assert len({trial["latents"] for variant in report["variants"] for trial in variant["trials"]}) == 1
-    peaks = [report["figures"][variant["name"]]["Peak VRAM, allocated"]["median"] for variant in report["variants"]]
+    assert (
+        len({trial["latents"] for variant in report["variants"] for trial in variant["trials"]})
+        == 1
+    )
+    peaks = [
+        report["figures"][variant["name"]]["Peak VRAM, allocated"]["median"]
+        for variant in report["variants"]
+    ]
     assert peaks == sorted(peaks)
     _, summary = history.results["benchmark"]
     assert "| VRAM peak |" in summary

@@ -12,37 +12,48 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.bench import Report
+from wanstream.bench import Report, TrialTimes
 from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
-from wanstream.host import ModelRun
-from wanstream.host.embedded.adapter import Folders, NodeProgress
+from wanstream.host import Host, ModelRun
+from wanstream.host.embedded.events import NodeProgress
+from wanstream.host.embedded.files import Folders
 from wanstream.nodes.runs import benchmark as benchmark_runs
-from wanstream.nodes.runs.benchmark import Benchmark, MeasuredModel, TrialTimes, measure, named_runs
-from wanstream.nodes.runs.run_experts import SamplerRun
-from wanstream.offload import InsufficientRamError
+from wanstream.nodes.runs.benchmark import Benchmark, MeasuredModel, measure, named_runs
+from wanstream.nodes.runs.run_experts import Measurement, SamplerInputs, SamplerRun
+from wanstream.offload.sources import InsufficientRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
-from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
-from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRange, StepRecord, Timeline, WorkersRef
-from wanstream.schema.refs import ExpertsRef, LoraRef
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import DenoiseResult, RequestError, RunState, StepProgress
+from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRange
+from wanstream.schema.records import StepRecord, Timeline
+from wanstream.schema.refs import WorkersRef
+from wanstream.schema.refs.experts import ExpertsRef, LoraRef
 from wanstream.schema.version import VERSION
 from wanstream.tests.support.embedded import embedded_host
 
-EXPERTS = ExpertsRef(high_noise=Path("/models/high.safetensors"), low_noise=Path("/models/low.safetensors"))
+EXPERTS = ExpertsRef(
+    high_noise=Path("/models/high.safetensors"), low_noise=Path("/models/low.safetensors")
+)
 LATE = (StepRange(0, 0, 0.5), StepRange(2, 3, 0.0))
 LATENTS = torch.zeros(1, 16, 1, 2, 2)
 
 
 def request(steps: int = 4, **changes: Any) -> DenoiseRequest:
-    given = {"noise": LATENTS, "positive": torch.zeros(1, 3, 4096), "steps": steps, "switch_step": 2}
+    given = {
+        "noise": LATENTS,
+        "positive": torch.zeros(1, 3, 4096),
+        "steps": steps,
+        "switch_step": 2,
+    }
     return DenoiseRequest(**{**given, **changes})
 
 
 def result(request: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
     step_plan = request.step_plan
     steps = tuple(
-        StepRecord(
+        StepRecord.of(
             index=step,
             expert=step_plan.experts[step],
             sigma=step_plan.schedule.sigmas[step],
@@ -72,11 +83,16 @@ def sampler_run(ran: DenoiseRequest | None = None, **values: Any) -> SamplerRun:
 
 
 def benchmark(
-    *runs: SamplerRun, matrix: tuple[str, str, str] = ("", "", ""), traces: Path | None = None, **times: Any
+    *runs: SamplerRun,
+    matrix: tuple[str, str, str] = ("", "", ""),
+    traces: Path | None = None,
+    **times: Any,
 ) -> Benchmark:
     return Benchmark(
         title="A benchmark",
-        runs=named_runs(dict(zip(("run", "run_b", "run_c"), runs or (sampler_run(),), strict=False)), {}),
+        runs=named_runs(
+            dict(zip(("run", "run_b", "run_c"), runs or (sampler_run(),), strict=False)), {}
+        ),
         matrix=TrialMatrix.parse(*matrix),
         times=TrialTimes(**times),
         traces=traces,
@@ -91,7 +107,10 @@ class Experts:
     """Fake of `run_experts` that records its calls and fails where `fails` returns an error."""
 
     def __init__(
-        self, fails: Callable[[OffloadPolicy], Exception | None] = lambda policy: None, *, parts: int = 1
+        self,
+        fails: Callable[[OffloadPolicy], Exception | None] = lambda policy: None,
+        *,
+        parts: int = 1,
     ) -> None:
         self._parts = parts
         self.calls: list[tuple[ExpertsRef, int, OffloadPolicy | AutoOffload]] = []
@@ -100,30 +119,28 @@ class Experts:
         self._fails = fails
 
     def __call__(
-        self,
-        ref: ExpertsRef,
-        request: DenoiseRequest,
-        requested: Any,
-        *,
-        node_id: str | None,
-        workers: WorkersRef | None,
-        on_step: Callable[[StepProgress], None] | None,
-        traces: Path | None,
+        self, host: Host, inputs: SamplerInputs, *, node_id: str | None, measured: Measurement
     ) -> SamplerRun:
-        assert on_step is not None
-        assert node_id == "benchmark"
-        self.calls.append((ref, len(request.step_plan.steps), requested))
-        self.traces.add(traces)
-        self.workers.add(workers)
+        assert (host, node_id) == (embedded_host, "benchmark")
+        request, requested = inputs.request, inputs.requested
+        self.calls.append((inputs.experts, len(request.step_plan.steps), requested))
+        self.traces.add(measured.traces)
+        self.workers.add(inputs.workers)
         made = result(request, seconds=len(self.calls))
         reported = [record for record in made.timeline.steps for _ in range(self._parts)]
         for done, record in enumerate(reported, start=1):
             total = len(reported)
-            on_step(StepProgress(record=record, done=done, total=total, denoised=LATENTS, state=_no_state))
+            measured.on_step(
+                StepProgress(
+                    record=record, done=done, total=total, denoised=LATENTS, state=_no_state
+                )
+            )
         if (error := self._fails(requested)) is not None:
             raise error
         ran = OffloadPolicy.layerwise() if isinstance(requested, AutoOffload) else requested
-        return sampler_run(request, experts=ref, requested=requested, policy=ran, result=made)
+        return sampler_run(
+            request, experts=inputs.experts, requested=requested, policy=ran, result=made
+        )
 
 
 @pytest.fixture
@@ -131,14 +148,18 @@ def progress(tmp_path: Path) -> Iterator[list[NodeProgress]]:
     """Open a host and yield the benchmark's progress events."""
     events: list[NodeProgress] = []
     folders = Folders(models=tmp_path, output=tmp_path, input=tmp_path)
-    with embedded_host.opened(folders, events.append), embedded_host.node("benchmark", "WanStreamBenchmark"):
+    with (
+        embedded_host.opened(folders, events.append),
+        embedded_host.events.node("benchmark", "WanStreamBenchmark"),
+    ):
         yield events
 
 
 def measured(benchmark: Benchmark, experts: Experts, kept: list[Report] | None = None) -> Report:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(benchmark_runs, "run_experts", experts)
-        return measure(benchmark, node_id="benchmark", on_report=(kept if kept is not None else []).append)
+        on_report = ([] if kept is None else kept).append
+        return measure(embedded_host, benchmark, node_id="benchmark", on_report=on_report)
 
 
 @pytest.mark.usefixtures("progress")
@@ -175,15 +196,21 @@ def test_anything_else_is_run(wanted: dict[str, Any], runs: int) -> None:
 @pytest.mark.usefixtures("progress")
 def test_variants_come_one_after_the_other_each_with_its_warm_ups_first() -> None:
     experts = Experts()
-    report = measured(benchmark(matrix=("resident, block_swap 20", "", "4, 8"), repeats=2, warmup=1), experts)
+    report = measured(
+        benchmark(matrix=("resident, block_swap 20", "", "4, 8"), repeats=2, warmup=1), experts
+    )
     resident, swap = OffloadPolicy.resident(), OffloadPolicy.block_swap(20)
     order = [(resident, 4), (resident, 8), (swap, 4), (swap, 8)]
-    assert [(policy, steps) for _, steps, policy in experts.calls] == [each for each in order for _ in range(3)]
+    assert [(policy, steps) for _, steps, policy in experts.calls] == [
+        each for each in order for _ in range(3)
+    ]
     assert [variant.name for variant in report.variants] == [
         *("resident, 4 steps", "resident, 8 steps", "block_swap 20, 1 ahead, 4 steps"),
         "block_swap 20, 1 ahead, 8 steps",
     ]
-    assert [[trial.warmup for trial in variant.trials] for variant in report.variants] == [[True, False, False]] * 4
+    assert [[trial.warmup for trial in variant.trials] for variant in report.variants] == [
+        [True, False, False]
+    ] * 4
     assert [timeline.wall_s for timeline in report.variants[0].measured] == [4 * 2, 4 * 3]
 
 
@@ -213,7 +240,9 @@ def test_runs_go_by_the_titles_of_their_nodes() -> None:
     assert named == {"Fast (run)": a, "Fast (run_b)": b, "run_c": c}
 
 
-def test_the_report_is_kept_before_the_first_run_and_after_each(progress: list[NodeProgress]) -> None:
+def test_the_report_is_kept_before_the_first_run_and_after_each(
+    progress: list[NodeProgress],
+) -> None:
     kept: list[Report] = []
     measured(benchmark(matrix=("", "1, 2", ""), repeats=2), Experts(), kept)
     assert [report.done for report in kept] == [0, 1, 2, 3, 4]
@@ -223,7 +252,9 @@ def test_the_report_is_kept_before_the_first_run_and_after_each(progress: list[N
     assert steps == [(done, 16) for done in range(1, 17)]
 
 
-def test_steps_that_workers_tell_once_for_each_part_are_counted_once(progress: list[NodeProgress]) -> None:
+def test_steps_that_workers_tell_once_for_each_part_are_counted_once(
+    progress: list[NodeProgress],
+) -> None:
     measured(benchmark(matrix=("", "1, 2", ""), repeats=1), Experts(parts=3))
     steps = [(told.done, told.total) for told in progress if told.total != 1]
     assert steps == [(done, 8) for done in range(1, 9)]
@@ -231,7 +262,14 @@ def test_steps_that_workers_tell_once_for_each_part_are_counted_once(progress: l
 
 @pytest.mark.parametrize(
     "kind",
-    [torch.OutOfMemoryError, DoesNotFitError, InsufficientRamError, MeshError, WorkerFailedError, RestartLimitError],
+    [
+        torch.OutOfMemoryError,
+        DoesNotFitError,
+        InsufficientRamError,
+        MeshError,
+        WorkerFailedError,
+        RestartLimitError,
+    ],
 )
 def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_go_on(
     kind: type[Exception], progress: list[NodeProgress]
@@ -239,7 +277,10 @@ def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_g
     error = kind("no room")
     experts = Experts(fails=lambda policy: error if policy.kind == "resident" else None)
     report = measured(benchmark(matrix=("resident, layerwise", "", ""), repeats=2), experts)
-    assert [(variant.failed, len(variant.trials)) for variant in report.variants] == [("no room", 0), ("", 2)]
+    assert [(variant.failed, len(variant.trials)) for variant in report.variants] == [
+        ("no room", 0),
+        ("", 2),
+    ]
     assert report.finished
     assert [told.done for told in progress if told.total == 16] == [*range(1, 5), *range(8, 17)], (
         "the bar goes on behind it"
@@ -248,7 +289,10 @@ def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_g
 
 @pytest.mark.usefixtures("progress")
 def test_any_other_error_ends_it_and_what_was_measured_is_kept() -> None:
-    experts, kept = Experts(fails=lambda policy: ValueError("broken") if policy.prefetch_blocks == 2 else None), []
+    experts, kept = (
+        Experts(fails=lambda policy: ValueError("broken") if policy.prefetch_blocks == 2 else None),
+        [],
+    )
     with pytest.raises(ValueError, match="broken"):
         measured(benchmark(matrix=("", "1, 2", "")), experts, kept)
     assert kept[-1].done == 1
@@ -289,20 +333,38 @@ def test_a_stop_ends_a_pause() -> None:
 @pytest.mark.parametrize(
     ("run", "matrix", "error", "message"),
     [
-        ({}, ("block_swap 41", "", ""), ValueError, "blocks_to_swap is 41, but the high expert has only 40 blocks"),
-        ({"requested": OffloadPolicy.resident()}, ("", "1", ""), MatrixError, "leave prefetch empty"),
+        (
+            {},
+            ("block_swap 41", "", ""),
+            ValueError,
+            "blocks_to_swap is 41, but the high expert has only 40 blocks",
+        ),
+        (
+            {"requested": OffloadPolicy.resident()},
+            ("", "1", ""),
+            MatrixError,
+            "leave prefetch empty",
+        ),
         ({}, ("", "", "1"), RequestError, "switch step 2 of 1 steps"),
         (
-            {"requested": AutoOffload(), "request": request(steps=None, sigmas=[1.0, 0.9, 0.5, 0.0])},
+            {
+                "requested": AutoOffload(),
+                "request": request(steps=None, sigmas=[1.0, 0.9, 0.5, 0.0]),
+            },
             ("", "", "3"),
             RequestError,
             "the run has its sigmas from another node",
         ),
         (
-            {"experts": replace(EXPERTS, loras=(LoraRef(low_noise=Path("/loras/low.st"), steps=LATE),))},
+            {
+                "experts": replace(
+                    EXPERTS, loras=(LoraRef(low_noise=Path("/loras/low.st"), steps=LATE),)
+                )
+            },
             ("", "", "4, 3"),
             RequestError,
-            "low.st has a strength for steps '2-3: 0', and the run has 3 steps, 0 to 2: change strength_steps",
+            "low.st has a strength for steps '2-3: 0', and the run has 3 steps, 0 to 2: change "
+            "strength_steps",
         ),
     ],
 )
@@ -313,14 +375,19 @@ def test_what_cannot_be_run_is_refused_before_anything_is(
     experts, kept = Experts(), list[Report]()
     own_request = run.pop("request", None)
     with pytest.raises(error, match=message):
-        measured(benchmark(sampler_run(own_request, **run), sampler_run(), matrix=matrix), experts, kept)
+        measured(
+            benchmark(sampler_run(own_request, **run), sampler_run(), matrix=matrix), experts, kept
+        )
     assert (experts.calls, kept) == ([], [])
 
 
 @pytest.mark.usefixtures("progress")
 def test_a_report_says_how_and_with_what_it_was_made_and_no_folder() -> None:
     report = measured(benchmark(repeats=3, warmup=1, cooldown_s=0.0), Experts())
-    assert report.method["Runs of each variant"] == "3 measured after 1 not counted, 0 s of rest before each"
+    assert (
+        report.method["Runs of each variant"]
+        == "3 measured after 1 not counted, 0 s of rest before each"
+    )
     assert report.method["With"] == f"WanStream {VERSION}, without ComfyUI"
     assert report.variants[0].settings["Experts"] == "high.safetensors and low.safetensors"
     assert "/models" not in str(report)
@@ -341,7 +408,7 @@ def native_run() -> MeasuredModel:
         device=torch.device("cpu"),
         node_id="ksampler",
     )
-    return MeasuredModel(run=run, latents=LATENTS)
+    return MeasuredModel(**vars(run), latents=LATENTS)
 
 
 @pytest.mark.usefixtures("progress")
@@ -353,7 +420,7 @@ def test_a_run_of_a_native_model_is_reported_next_to_one_of_wan_sampler() -> Non
     ours, native = report.variants
     assert (ours.name, native.name) == ("run", "KSampler")
     assert native.settings["Model"] == "WAN21"
-    assert native.measured == (native_run().run.timeline,)
+    assert native.measured == (native_run().timeline,)
     assert native.latents == ours.latents
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from wanstream.bench import TrialTimes
 from wanstream.nodes.runs.benchmark import (
-    TrialTimes,
     describe_request,
-    job_digest,
-    tensor_digest,
-    with_steps,
 )
-from wanstream.sampling import DenoiseRequest, ExtraTokens, RequestError
+from wanstream.sampling import run_digest
+from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.sampling.steps import RequestError
+from wanstream.tests.support.sampling_fixtures import changed_request
+from wanstream.wan.latents import tensor_digest
 
 Request = Callable[..., DenoiseRequest]
 
@@ -36,20 +36,31 @@ Request = Callable[..., DenoiseRequest]
     ],
 )
 def test_numbers_that_measure_nothing_are_refused(numbers: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(ValueError, match=message):
         TrialTimes(**numbers)
 
 
 def test_a_digest_tells_values_shapes_and_types_apart() -> None:
     tensor = torch.arange(6.0).view(2, 3)
-    different = [tensor + 1, tensor.view(3, 2), tensor.double(), tensor.bfloat16(), -tensor, torch.tensor(0.0)]
-    assert tensor_digest(tensor) == tensor_digest(tensor.clone()) == tensor_digest(tensor.t().contiguous().t())
+    different = [
+        tensor + 1,
+        tensor.view(3, 2),
+        tensor.double(),
+        tensor.bfloat16(),
+        -tensor,
+        torch.tensor(0.0),
+    ]
+    assert (
+        tensor_digest(tensor)
+        == tensor_digest(tensor.clone())
+        == tensor_digest(tensor.t().contiguous().t())
+    )
     assert len({tensor_digest(each) for each in (tensor, *different)}) == 7
 
 
 def test_equal_requests_are_one_job(make_request: Request) -> None:
     first, same = make_request(), make_request()
-    assert job_digest(first, "experts") == job_digest(same, "experts")
+    assert run_digest(first, "experts") == run_digest(same, "experts")
     others = [
         make_request(steps=6),
         make_request(guidance=(4.0, 3.5)),
@@ -58,7 +69,9 @@ def test_equal_requests_are_one_job(make_request: Request) -> None:
         make_request(negative=first.negative + 1),
         make_request(sigmas=[1.0, 0.5, 0.3, 0.2, 0.1, 0.0]),
     ]
-    jobs = {job_digest(request, "experts") for request in (first, *others)} | {job_digest(first, "other experts")}
+    jobs = {run_digest(request, "experts") for request in (first, *others)} | {
+        run_digest(first, "other experts")
+    }
     assert len(jobs) == len(others) + 2
 
 
@@ -66,36 +79,50 @@ def test_texts_of_lanes_count_one_by_one(make_request: Request) -> None:
     texts = [torch.ones(1, 3, 4096), torch.ones(1, 3, 4096)]
     texts[1][0, 1, 2000] = 2  # both print the same text
     one, same, other = (
-        make_request(batch=2, positive=[texts[place].clone() for place in order], guidance=(1.0, 1.0), negative=None)
+        make_request(
+            batch=2,
+            positive=[texts[place].clone() for place in order],
+            guidance=(1.0, 1.0),
+            negative=None,
+        )
         for order in ((0, 1), (0, 1), (1, 0))
     )
-    assert job_digest(one, "experts") == job_digest(same, "experts") != job_digest(other, "experts")
+    assert run_digest(one, "experts") == run_digest(same, "experts") != run_digest(other, "experts")
 
 
 def test_contexts_count_by_all_their_values(make_request: Request) -> None:
     one, other = torch.ones(1, 16, 5, 20, 20), torch.ones(1, 16, 5, 20, 20)
     other[0, 8, 2, 10, 10] = 2  # both print the same text
-    contexts = [ExtraTokens(context=(one,)), ExtraTokens(context=(other,)), ExtraTokens(context=(one, other))]
+    contexts = [
+        ExtraTokens(context=(one,)),
+        ExtraTokens(context=(other,)),
+        ExtraTokens(context=(one, other)),
+    ]
     contexts.append(ExtraTokens(reference=other[:, :, :1], context=(one,)))
     requests = [make_request(tokens=tokens) for tokens in contexts]
     requests += [
         make_request(tokens=contexts[0], **more)
         for more in ({"negative_tokens": ExtraTokens()}, {"context_guidance": 1.5})
     ]
-    digests = [job_digest(request, "experts") for request in requests]
+    digests = [run_digest(request, "experts") for request in requests]
     assert len(set(digests)) == len(requests)
-    assert job_digest(make_request(tokens=ExtraTokens(context=(one.clone(),))), "experts") == digests[0]
+    assert (
+        run_digest(make_request(tokens=ExtraTokens(context=(one.clone(),))), "experts")
+        == digests[0]
+    )
 
 
 def test_steps_are_replaced_where_they_can_be(make_request: Request) -> None:
     request = make_request()
-    assert with_steps(request, None) is request
-    assert len(with_steps(request, 9).step_plan.steps) == 9
+    assert request.with_steps(None) is request
+    assert len(request.with_steps(9).step_plan.steps) == 9
     assert request.steps == 5
     with pytest.raises(RequestError, match="switch step 2 of 1 steps"):
-        with_steps(request, 1)
-    with pytest.raises(RequestError, match="3 steps were requested, but the run has its sigmas from another node"):
-        with_steps(replace(request, steps=None, sigmas=[1.0, 0.5, 0.3, 0.0]), 3)
+        request.with_steps(1)
+    with pytest.raises(
+        RequestError, match="3 steps were requested, but the run has its sigmas from another node"
+    ):
+        changed_request(request, steps=None, sigmas=[1.0, 0.5, 0.3, 0.0]).with_steps(3)
 
 
 def test_a_request_is_told_in_words(make_request: Request) -> None:
@@ -108,9 +135,16 @@ def test_a_request_is_told_in_words(make_request: Request) -> None:
         "Guidance": "4 high-noise, 3 low-noise",
     }
     context = ExtraTokens(context=(torch.ones(1, 16, 1, 4, 6),))
-    assert describe_request(make_request(tokens=context, context_guidance=1.5))["Context guidance"] == "1.5"
+    assert (
+        describe_request(make_request(tokens=context, context_guidance=1.5))["Context guidance"]
+        == "1.5"
+    )
     own = make_request(
-        steps=None, sigmas=[1.0, 0.5, 0.0], switch_step=1, start_step=1, latent=torch.ones(1, 16, 2, 4, 6)
+        steps=None,
+        sigmas=[1.0, 0.5, 0.0],
+        switch_step=1,
+        start_step=1,
+        latent=torch.ones(1, 16, 2, 4, 6),
     )
     assert describe_request(own)["Sigmas"] == "from another node"
     assert describe_request(own)["Steps"] == "1: 0 high-noise, 1 low-noise"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.cache import WanStreamCache
 from wanstream.sampling.cache.settings import PRESETS, EasyCache, FirstBlockCache, MagCache
@@ -27,7 +27,9 @@ LAYERS, STEPS = 4, 4
 Run = Callable[..., History]
 
 
-def workflow(cache: dict[str, Any] | None = None, *, calibrates: bool = False, **settings: Any) -> dict[str, Any]:
+def workflow(
+    cache: dict[str, Any] | None = None, *, calibrates: bool = False, **settings: Any
+) -> dict[str, Any]:
     """The shipped workflow, small and of 4 steps, 2 of them high-noise."""
     nodes: dict[str, Any] = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
     size = {"width": 32, "height": 32, "frames": 5, "steps": STEPS, "switch_step": 2}
@@ -39,7 +41,9 @@ def workflow(cache: dict[str, Any] | None = None, *, calibrates: bool = False, *
         nodes["sampler"]["inputs"]["cache"] = ["cache", 0]
     if calibrates:
         inputs = {"run": ["sampler", 1], "filename_prefix": "calibration/one"}
-        nodes = {name: node for name, node in nodes.items() if node["class_type"] != "WanStreamSaveVideo"}
+        nodes = {
+            name: node for name, node in nodes.items() if node["class_type"] != "WanStreamSaveVideo"
+        }
         nodes["calibration"] = {"class_type": "WanStreamCacheCalibration", "inputs": inputs}
     return nodes
 
@@ -47,7 +51,11 @@ def workflow(cache: dict[str, Any] | None = None, *, calibrates: bool = False, *
 @pytest.fixture
 def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
     def run(nodes: dict[str, Any]) -> History:
-        folders = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path / "input"}
+        folders = {
+            "models": sample_models,
+            "output": tmp_path / "output",
+            "input_dir": tmp_path / "input",
+        }
         return run_workflow(nodes, nodes=NODES, keep=["sampler", "calibration"], **folders)
 
     yield run
@@ -60,7 +68,10 @@ def latent(history: History) -> torch.Tensor:
 
 
 def skipped(history: History) -> list[int]:
-    return [step["skipped_visits"] for step in history.outputs["sampler"]["wanstream_timeline"][0]["steps"]]
+    return [
+        step["skipped_visits"]
+        for step in history.outputs["sampler"]["wanstream_timeline"][0]["steps"]
+    ]
 
 
 @pytest.mark.slow  # runs whole workflows
@@ -102,7 +113,9 @@ def test_a_run_is_calibrated_and_its_table_is_used(run: Run, tmp_path: Path) -> 
         ("deep.json", "not a calibration"),
     ],
 )
-def test_what_is_no_calibration_is_refused(calibration: str, message: str, run: Run, tmp_path: Path) -> None:
+def test_what_is_no_calibration_is_refused(
+    calibration: str, message: str, run: Run, tmp_path: Path
+) -> None:
     output = tmp_path / "output"
     output.mkdir()
     (tmp_path / "outside.json").write_text("{}")
@@ -124,12 +137,16 @@ def test_a_calibration_stays_in_the_output_folder(run: Run) -> None:
 
 
 def test_a_part_of_a_schedule_is_not_calibrated(run: Run) -> None:
-    with pytest.raises(NodeFailedError, match="takes steps 1 to 4 of 4, and a table needs all of them"):
+    with pytest.raises(
+        NodeFailedError, match="takes steps 1 to 4 of 4, and a table needs all of them"
+    ):
         run(workflow(calibrates=True, start_step=1))
 
 
 @pytest.mark.parametrize(
-    ("preset", "threshold"), [*PRESETS.items(), ("own threshold", 0.7)], ids=[*PRESETS, "own threshold"]
+    ("preset", "threshold"),
+    [*PRESETS.items(), ("own threshold", 0.7)],
+    ids=[*PRESETS, "own threshold"],
 )
 def test_presets_are_thresholds(preset: str, threshold: float) -> None:
     (cache,) = WanStreamCache.execute(kind="first_block_cache", preset=preset, threshold=0.7).args
@@ -138,7 +155,9 @@ def test_presets_are_thresholds(preset: str, threshold: float) -> None:
 
 
 def test_easycache_has_a_threshold_and_a_retention() -> None:
-    (cache,) = WanStreamCache.execute(kind="easycache", preset="usual", threshold=0.1, retention=0.3).args
+    (cache,) = WanStreamCache.execute(
+        kind="easycache", preset="usual", threshold=0.1, retention=0.3
+    ).args
     assert cache == EasyCache(threshold=0.1, retention=0.3)
     (cache,) = WanStreamCache.execute(kind="easycache", preset="usual", threshold=0.1).args
     assert cache == EasyCache(threshold=0.1)

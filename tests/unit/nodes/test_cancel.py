@@ -1,4 +1,4 @@
-"""Cancel in the phases around sampling: at most the chunk, layer, block or frame in work is still computed."""
+"""Cancel around sampling: at most the chunk, layer, block or frame in work is still computed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d, WanEncoder3d, WanResidualBlock
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanDecoder3d,
+    WanEncoder3d,
+    WanResidualBlock,
+)
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.umt5.modeling_umt5 import UMT5Block
 
@@ -18,7 +22,11 @@ from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tests.support.given_nodes import LATENT, NODES, PROMPTS, VIDEO, graph_around
 
 SIZE = {"width": 32, "height": 32, "frames": 17, "batch_size": 1}
-VAE, CLIP, UMT5 = "wan_2.1_vae.safetensors", "clip_vision_h.safetensors", "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
+VAE, CLIP, UMT5 = (
+    "wan_2.1_vae.safetensors",
+    "clip_vision_h.safetensors",
+    "umt5_xxl_fp8_e4m3fn_scaled.safetensors",
+)
 SAVED = {"fps": 16.0, "filename_prefix": "x", "crf": 40}
 CONTROL = {"vae": VAE, "control_video": VIDEO, **PROMPTS, **SIZE}
 PHASES: dict[str, tuple[str, dict[str, Any], tuple[type, str]]] = {
@@ -65,7 +73,9 @@ def test_a_cancel_ends_every_phase_with_the_work_in_hand(
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal done
-        if any(isinstance(value, torch.Tensor) and value.is_meta for value in args):  # the memory is counted on meta
+        if any(
+            isinstance(value, torch.Tensor) and value.is_meta for value in args
+        ):  # the memory is counted on meta
             return compute(*args, **kwargs)
         done += 1
         if done == calls:

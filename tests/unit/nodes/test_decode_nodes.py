@@ -1,4 +1,4 @@
-"""Decoding under a host: a copy of the latent, tiles by memory, and retries when memory runs out."""
+"""Decoding under a host: a copy of the latent, tiles by memory, retries when memory runs out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, NodeProgress
+from wanstream.host.embedded.events import NodeProgress
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes import latents as latent
 from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.runs import decode as decode_run
 from wanstream.nodes.runs.decode import encode_here
 from wanstream.nodes.runs.latent_backup import VideoNotSavedError
-from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.nodes.runs.video_file import write_video
 from wanstream.nodes.workers import workers_inputs
-from wanstream.sampling import InsufficientMemoryError
+from wanstream.sampling.steps import InsufficientMemoryError, errors
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan.vae.memory import HEAP_BYTES, VaeMemoryError, too_little
@@ -74,10 +74,15 @@ def output(tmp_path: Path) -> Path:
 def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode]:
     """`decode(class_type, on_progress=None, **inputs)` runs that node on `LATENT`."""
 
-    def run(class_type: str, *, on_progress: Callable[[NodeProgress], None] | None = None, **inputs: Any) -> History:
+    def run(
+        class_type: str, *, on_progress: Callable[[NodeProgress], None] | None = None, **inputs: Any
+    ) -> History:
         prompt = {
             "given": {"class_type": "Given", "inputs": {}},
-            "decode": {"class_type": class_type, "inputs": {"vae": VAE, "latent": ["given", 0], **inputs}},
+            "decode": {
+                "class_type": class_type,
+                "inputs": {"vae": VAE, "latent": ["given", 0], **inputs},
+            },
         }
         if "workers" in inputs:
             prompt["workers"] = {"class_type": "WanStreamWorkers", "inputs": ONE_WORKER}
@@ -99,12 +104,15 @@ def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode
 
     yield run
     embedded_host.free_experts()
-    embedded_host.worker_registry.close()
+    embedded_host.memory.worker_registry.close()
 
 
 @pytest.fixture(scope="module")
 def frames(sample_models: Path) -> dict[int, torch.Tensor]:
-    """Return frames by tile size, 0 for whole frames; one tile of 80 pixels covers a frame too, with other bits."""
+    """Return frames by tile size, 0 for whole frames.
+
+    One tile of 80 pixels covers a frame too, with other bits.
+    """
     with open_vae(sample_models / "vae" / VAE) as vae:
         whole = vae.decode(LATENT, device="cpu").flatten(0, 1)
         tiled = vae.decode(LATENT, device="cpu", tiling=Tiling.of(64)).flatten(0, 1)
@@ -121,7 +129,12 @@ def budget_for(sample_models: Path, tile: int, *, to_file: bool) -> float:
 
 def pictures(path: Path) -> torch.Tensor:
     with av.open(str(path)) as container:
-        return torch.stack([torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)])
+        return torch.stack(
+            [
+                torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                for frame in container.decode(video=0)
+            ]
+        )
 
 
 def short_once(node: str = "decode", at: int = 3) -> Callable[[NodeProgress], None]:
@@ -137,7 +150,9 @@ def short_once(node: str = "decode", at: int = 3) -> Callable[[NodeProgress], No
     return on_progress
 
 
-def test_whole_frames_where_they_fit(decode: Decode, frames: dict[int, torch.Tensor], output: Path) -> None:
+def test_whole_frames_where_they_fit(
+    decode: Decode, frames: dict[int, torch.Tensor], output: Path
+) -> None:
     history = decode("WanStreamVAEDecode")
     assert torch.equal(history.results["decode"][0], frames[0])
     assert "decode" not in history.outputs, "nothing to tell"
@@ -145,10 +160,16 @@ def test_whole_frames_where_they_fit(decode: Decode, frames: dict[int, torch.Ten
 
 
 @pytest.mark.parametrize(
-    "class_type", ["WanStreamVAEDecode", pytest.param("WanStreamDecodeVideo", marks=pytest.mark.slow)]
+    "class_type",
+    ["WanStreamVAEDecode", pytest.param("WanStreamDecodeVideo", marks=pytest.mark.slow)],
 )
 def test_the_vae_computes_in_the_dtype_that_is_asked_for(
-    decode: Decode, frames: dict[int, torch.Tensor], output: Path, tmp_path: Path, sample_models: Path, class_type: str
+    decode: Decode,
+    frames: dict[int, torch.Tensor],
+    output: Path,
+    tmp_path: Path,
+    sample_models: Path,
+    class_type: str,
 ) -> None:
     history = decode(class_type, compute_dtype="bf16")
     with open_vae(sample_models / "vae" / VAE, torch.bfloat16) as vae:
@@ -157,8 +178,10 @@ def test_the_vae_computes_in_the_dtype_that_is_asked_for(
     if class_type == "WanStreamVAEDecode":
         assert torch.equal(history.results["decode"][0], expected)
     else:
-        write_mp4(tmp_path / "expected.mp4", expected, fps=16, crf=1, metadata={})
-        assert torch.equal(pictures(output / "video_00001_.mp4"), pictures(tmp_path / "expected.mp4"))
+        write_video(tmp_path / "expected.mp4", expected, fps=16, crf=1, metadata={})
+        assert torch.equal(
+            pictures(output / "video_00001_.mp4"), pictures(tmp_path / "expected.mp4")
+        )
 
 
 def test_the_largest_tiles_that_the_given_memory_allows(
@@ -187,20 +210,31 @@ def test_a_budget_below_one_tile_is_refused_and_the_latent_is_there(
 
 
 def test_a_video_is_that_of_the_images(
-    decode: Decode, frames: dict[int, torch.Tensor], output: Path, tmp_path: Path, sample_models: Path
+    decode: Decode,
+    frames: dict[int, torch.Tensor],
+    output: Path,
+    tmp_path: Path,
+    sample_models: Path,
 ) -> None:
     for tile, memory in ((0, 0.0), (64, budget_for(sample_models, 64, to_file=True))):
         decode("WanStreamDecodeVideo", memory_gb=memory)
-        write_mp4(tmp_path / "expected.mp4", frames[tile], fps=16, crf=1, metadata={})
+        write_video(tmp_path / "expected.mp4", frames[tile], fps=16, crf=1, metadata={})
         made = sorted(output.glob("video_*.mp4"))[-1]
         assert torch.equal(pictures(made), pictures(tmp_path / "expected.mp4"))
-    assert [path.name for path in sorted(output.iterdir())] == ["video_00001_.mp4", "video_00002_.mp4"]
+    assert [path.name for path in sorted(output.iterdir())] == [
+        "video_00001_.mp4",
+        "video_00002_.mp4",
+    ]
 
 
 @pytest.mark.parametrize(
     ("class_type", "inputs", "ways"),
     [
-        ("WanStreamVAEDecode", {"tile_size": 64}, "set tile_size to 0, .*, or decode straight into a file .*, or make"),
+        (
+            "WanStreamVAEDecode",
+            {"tile_size": 64},
+            "set tile_size to 0, .*, or decode straight into a file .*, or make",
+        ),
         ("WanStreamVAEDecode", {}, "decode straight into a file .*, or make the video shorter"),
         ("WanStreamDecodeVideo", {}, "process: make the video shorter or smaller"),
     ],
@@ -213,7 +247,9 @@ def test_frames_for_which_there_is_too_little_ram_are_refused_and_the_latent_is_
     output: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_run, "insufficient_ram", lambda nbytes: 1_000_000_000 if nbytes else None)
+    monkeypatch.setattr(
+        decode_run, "insufficient_ram", lambda nbytes: 1_000_000_000 if nbytes else None
+    )
     with pytest.raises(
         NodeFailedError, match=rf"decoding 5 frames takes about .* 1\.00 GB are free .*{ways}"
     ) as failed:
@@ -234,8 +270,10 @@ def test_memory_that_runs_out_leads_to_smaller_tiles(
             "no memory for decoding whole frames: retrying with tiles of 64 pixels"
         ]
     else:
-        write_mp4(tmp_path / "expected.mp4", frames[64], fps=16, crf=1, metadata={})
-        assert torch.equal(pictures(output / "video_00001_.mp4"), pictures(tmp_path / "expected.mp4"))
+        write_video(tmp_path / "expected.mp4", frames[64], fps=16, crf=1, metadata={})
+        assert torch.equal(
+            pictures(output / "video_00001_.mp4"), pictures(tmp_path / "expected.mp4")
+        )
     assert not [*output.rglob("*.latent"), *output.rglob("*.part")]
 
 
@@ -307,7 +345,8 @@ def test_a_video_that_cannot_be_written_leaves_its_latent(decode: Decode, output
 
     with pytest.raises(NodeFailedError, match="could not be written") as no:
         decode(
-            "WanStreamDecodeVideo", on_progress=lambda p: block(p) if p.node_id == "decode" and p.total > 1 else None
+            "WanStreamDecodeVideo",
+            on_progress=lambda p: block(p) if p.node_id == "decode" and p.total > 1 else None,
         )
     assert isinstance(no.value.__cause__, VideoNotSavedError)
     (kept,) = output.rglob("*.latent")
@@ -319,27 +358,37 @@ def test_a_latent_or_a_start_video_for_which_there_is_too_little_ram_is_not_made
     monkeypatch: pytest.MonkeyPatch, sample_models: Path, tmp_path: Path
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(latent, "insufficient_ram", lambda nbytes: asked.append(nbytes) or 2_000_000_000)
-    with pytest.raises(InsufficientMemoryError, match=r"the latent takes 4\.31 GB of RAM, and 2\.00 GB are free"):
+    monkeypatch.setattr(
+        errors, "insufficient_ram", lambda nbytes: asked.append(nbytes) or 2_000_000_000
+    )
+    with pytest.raises(
+        InsufficientMemoryError, match=r"the latent takes 4\.31 GB of RAM, and 2\.00 GB are free"
+    ):
         WanStreamEmptyLatent.execute(width=4096, height=4096, frames=1025, batch_size=1)
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     size = {"width": 4096, "height": 4096, "frames": 1025}
     with (
         embedded_host.opened(folders, device=torch.device("cpu")),
-        pytest.raises(InsufficientMemoryError, match=r"the video with the start image takes 206\.36 GB of RAM"),
+        pytest.raises(
+            InsufficientMemoryError, match=r"the video with the start image takes 206\.36 GB of RAM"
+        ),
     ):
-        WanStreamImageToVideo.execute([], [], vae=VAE, image=torch.zeros(1, 8, 8, 3), batch_size=1, **size)
+        WanStreamImageToVideo.execute(
+            [], [], vae=VAE, image=torch.zeros(1, 8, 8, 3), batch_size=1, **size
+        )
     assert asked == [16 * 257 * 512 * 512 * 4, 4096 * 4096 * 1025 * 3 * 4]
 
 
 @pytest.mark.slow  # runs whole workflows
-def test_a_start_image_is_encoded_in_the_tiles_that_fit(sample_models: Path, tmp_path: Path) -> None:
+def test_a_start_image_is_encoded_in_the_tiles_that_fit(
+    sample_models: Path, tmp_path: Path
+) -> None:
     video = torch.rand(5, 72, 96, 3, generator=torch.Generator().manual_seed(0))
     path = sample_models / "vae" / VAE
     with embedded_host.opened(
         Folders(models=sample_models, output=tmp_path, input=tmp_path), device=torch.device("cpu")
     ):
-        made = encode_here(path, video)
+        made = encode_here(embedded_host, path, video)
     with open_vae(path) as vae:
         assert torch.equal(made, vae.encode(video, device="cpu")), "whole where it fits"
         assert "encoding 96x72 frames" in too_little(vae.encode_needs(video), 0, shared=True)

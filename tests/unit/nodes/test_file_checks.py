@@ -12,14 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs import file_checks
 from wanstream.nodes.runs.file_checks import SAME_FOLDER
 from wanstream.tests.support.embedded import embedded_host, run_workflow, validate_workflow
-from wanstream.tests.support.given_nodes import ANYTHING, LATENT, NODES, PROMPTS, VIDEO, Given, graph_around
+from wanstream.tests.support.given_nodes import (
+    ANYTHING,
+    LATENT,
+    NODES,
+    PROMPTS,
+    VIDEO,
+    Given,
+    graph_around,
+)
 from wanstream.wan.checkpoint import open as checkpoint_open
 from wanstream.wan.checkpoint.files import read_checkpoint
 
@@ -47,9 +55,15 @@ USES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def models(tmp_path: Path, sample_models: Path) -> Path:
     """A folder with copies of the small files, which a test may damage, and no others."""
-    for kind, name in (("vae", "wan_2.1_vae"), ("clip_vision", "clip_vision_h"), ("vae_approx", "taew2_1")):
+    for kind, name in (
+        ("vae", "wan_2.1_vae"),
+        ("clip_vision", "clip_vision_h"),
+        ("vae_approx", "taew2_1"),
+    ):
         (tmp_path / kind).mkdir()
-        shutil.copyfile(sample_models / kind / f"{name}.safetensors", tmp_path / kind / f"{kind}.safetensors")
+        shutil.copyfile(
+            sample_models / kind / f"{name}.safetensors", tmp_path / kind / f"{kind}.safetensors"
+        )
     (tmp_path / "diffusion_models").mkdir()
     (tmp_path / "text_encoders").mkdir()
     (tmp_path / "loras").mkdir()
@@ -88,7 +102,10 @@ def without_encoder(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda t: t.update({"decoder.head.2.weight": torch.zeros(12, 8, 3, 3, 3)}), "doubles the size of the video"),
+        (
+            lambda t: t.update({"decoder.head.2.weight": torch.zeros(12, 8, 3, 3, 3)}),
+            "doubles the size of the video",
+        ),
         (lambda t: t.pop("decoder.head.0.gamma"), "is missing"),
         (of_another_model, "is not a VAE of Wan"),
         (lambda t: t.update({"conv2.bias": t["conv2.bias"].to(torch.int8)}), "is torch.int8"),
@@ -99,7 +116,9 @@ def test_a_vae_is_refused_before_anything_runs(
     models: Path, class_type: str, edit: Callable[[Tensors], Any], reason: str
 ) -> None:
     damaged(models / "vae" / "vae.safetensors", edit)
-    with pytest.raises(InvalidWorkflowError, match=rf"node \({class_type}\): .*vae.safetensors.*{reason}"):
+    with pytest.raises(
+        InvalidWorkflowError, match=rf"node \({class_type}\): .*vae.safetensors.*{reason}"
+    ):
         run(models, class_type, **USES[class_type])
     assert Given.ran == []
 
@@ -139,8 +158,18 @@ OTHER_FILES = [
         "CLIP vision",
     ),
     ("WanStreamPreview", "vae_approx", {"vae": "x.safetensors"}, "is not a tiny VAE"),
-    ("WanStreamLora", "loras", {"experts": LATENT, "high_noise": "x.safetensors"}, "none of its 1 keys"),
-    ("WanStreamLora", "loras", {"experts": LATENT, "low_noise": "x.safetensors"}, "none of its 1 keys"),
+    (
+        "WanStreamLora",
+        "loras",
+        {"experts": LATENT, "high_noise": "x.safetensors"},
+        "none of its 1 keys",
+    ),
+    (
+        "WanStreamLora",
+        "loras",
+        {"experts": LATENT, "low_noise": "x.safetensors"},
+        "none of its 1 keys",
+    ),
 ]
 
 
@@ -172,12 +201,36 @@ TI2V = "wan2.2_ti2v_5B_fp16.safetensors"
 SINGLE = {"file": "wan2.1_t2v_1.3B_fp16.safetensors", "compute_dtype": "fp32"}
 T2V, I2V = of_pair("t2v"), of_pair("i2v")
 EXPERTS: list[tuple[str, dict[str, Any], Callable[[Path], Any], str, str]] = [
-    ("WanStreamExperts", {**T2V, "low_noise": I2V["low_noise"]}, Path.exists, I2V["low_noise"], "is I2V, but"),
+    (
+        "WanStreamExperts",
+        {**T2V, "low_noise": I2V["low_noise"]},
+        Path.exists,
+        I2V["low_noise"],
+        "is I2V, but",
+    ),
     ("WanStreamExperts", {**T2V, "low_noise": TI2V}, Path.exists, TI2V, "a single model"),
-    ("WanStreamExperts", {**T2V, "low_noise": SAME_FOLDER}, Path.exists, T2V["high_noise"], "is one expert"),
-    ("WanStreamExperts", T2V, lambda path: path.write_bytes(b"<html>404"), T2V["low_noise"], "web page"),
+    (
+        "WanStreamExperts",
+        {**T2V, "low_noise": SAME_FOLDER},
+        Path.exists,
+        T2V["high_noise"],
+        "is one expert",
+    ),
+    (
+        "WanStreamExperts",
+        T2V,
+        lambda path: path.write_bytes(b"<html>404"),
+        T2V["low_noise"],
+        "web page",
+    ),
     ("WanStreamExperts", T2V, cut, T2V["high_noise"], "truncated"),
-    ("WanStreamExperts", T2V, lambda path: damaged(path, of_another_model), T2V["low_noise"], "is a part of a Wan"),
+    (
+        "WanStreamExperts",
+        T2V,
+        lambda path: damaged(path, of_another_model),
+        T2V["low_noise"],
+        "is a part of a Wan",
+    ),
     (
         "WanStreamExperts",
         {**T2V, "high_noise": ANYTHING},
@@ -185,9 +238,27 @@ EXPERTS: list[tuple[str, dict[str, Any], Callable[[Path], Any], str, str]] = [
         T2V["low_noise"],
         "truncated",
     ),
-    ("WanStreamOneExpert", {**SINGLE, "file": I2V["low_noise"]}, Path.exists, I2V["low_noise"], "no image branch"),
-    ("WanStreamOneExpert", SINGLE, lambda path: path.write_bytes(b"<html>404"), SINGLE["file"], "web page"),
-    ("WanStreamOneExpert", SINGLE, lambda path: damaged(path, of_another_model), SINGLE["file"], "is a part of a Wan"),
+    (
+        "WanStreamOneExpert",
+        {**SINGLE, "file": I2V["low_noise"]},
+        Path.exists,
+        I2V["low_noise"],
+        "no image branch",
+    ),
+    (
+        "WanStreamOneExpert",
+        SINGLE,
+        lambda path: path.write_bytes(b"<html>404"),
+        SINGLE["file"],
+        "web page",
+    ),
+    (
+        "WanStreamOneExpert",
+        SINGLE,
+        lambda path: damaged(path, of_another_model),
+        SINGLE["file"],
+        "is a part of a Wan",
+    ),
 ]
 
 
@@ -202,9 +273,13 @@ def test_experts_are_refused_on_their_node_before_anything_runs(
     sample_models: Path,
 ) -> None:
     for name in filter(lambda value: str(value).endswith(".safetensors"), inputs.values()):
-        shutil.copyfile(sample_models / "diffusion_models" / name, models / "diffusion_models" / name)
+        shutil.copyfile(
+            sample_models / "diffusion_models" / name, models / "diffusion_models" / name
+        )
     edit(models / "diffusion_models" / file)
-    (line,) = [line for line in validate(models, class_type, **inputs) if line.startswith("node node")][:1]
+    (line,) = [
+        line for line in validate(models, class_type, **inputs) if line.startswith("node node")
+    ][:1]
     assert class_type in line
     assert file in line
     assert reason in line
@@ -216,7 +291,9 @@ def test_an_expert_is_read_once_for_the_check_and_the_run(
     file = models / "diffusion_models" / str(SINGLE["file"])
     shutil.copyfile(sample_models / "diffusion_models" / file.name, file)
     read: list[Path] = []
-    monkeypatch.setattr(checkpoint_open, "read_checkpoint", lambda path: read.append(path) or read_checkpoint(path))
+    monkeypatch.setattr(
+        checkpoint_open, "read_checkpoint", lambda path: read.append(path) or read_checkpoint(path)
+    )
     run(models, "WanStreamOneExpert", **SINGLE)
     run(models, "WanStreamOneExpert", **SINGLE)
     assert read == [file]
@@ -231,10 +308,14 @@ def test_an_expert_is_read_once_for_the_check_and_the_run(
     assert read == [file] * 2
 
 
-def test_a_header_is_read_once_until_the_file_changes(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_is_read_once_until_the_file_changes(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[Path] = []
-    monkeypatch.setattr(file_checks, "open_vae", lambda path, *rest: opened.append(path) or open_vae(path, *rest))
-    from wanstream.wan import open_vae
+    monkeypatch.setattr(
+        file_checks, "open_vae", lambda path, *rest: opened.append(path) or open_vae(path, *rest)
+    )
+    from wanstream.wan.vae import open_vae
 
     inputs, file = USES["WanStreamVAEDecode"], models / "vae" / "vae.safetensors"
     assert [validate(models, "WanStreamVAEDecode", **inputs) for _ in range(3)] == [[]] * 3
@@ -244,7 +325,9 @@ def test_a_header_is_read_once_until_the_file_changes(models: Path, monkeypatch:
     assert opened == [file] * 2
 
 
-@pytest.mark.parametrize("class_type", ["WanStreamVAEDecode", "WanStreamDecodeVideo", "WanStreamImageToVideo"])
+@pytest.mark.parametrize(
+    "class_type", ["WanStreamVAEDecode", "WanStreamDecodeVideo", "WanStreamImageToVideo"]
+)
 def test_a_loss_of_precision_is_a_warning_on_the_node_and_an_error_in_strict_mode(
     models: Path, class_type: str
 ) -> None:
@@ -255,7 +338,9 @@ def test_a_loss_of_precision_is_a_warning_on_the_node_and_an_error_in_strict_mod
             or tensors.update(epoch=torch.zeros(1))
         ),
     )
-    with pytest.raises((InvalidWorkflowError, NodeFailedError), match=r"float8_e4m3fn, which are converted.*strict"):
+    with pytest.raises(
+        (InvalidWorkflowError, NodeFailedError), match=r"float8_e4m3fn, which are converted.*strict"
+    ):
         run(models, class_type, strict=True, **USES[class_type])
     assert Given.ran == []
     shown = run(models, class_type, **USES[class_type]).outputs["node"]

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.api import NeedsComfyUIError
-from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import NodeFailedError
+from wanstream.host.models import NeedsComfyUIError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
 from wanstream.nodes.loaders import WanStreamOneExpert
-from wanstream.sampling import RequestError
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.inputs.request import Guidance
-from wanstream.sampling.schedules import make_schedule
-from wanstream.schema.context_windows import ContextWindows
-from wanstream.schema.refs import ExpertsRef
+from wanstream.sampling.steps import RequestError
+from wanstream.sampling.steps.guidance import Guidance
+from wanstream.sampling.steps.schedules import make_schedule
+from wanstream.schema.refs.experts import ExpertsRef
+from wanstream.shapes.context_windows import ContextWindows
 from wanstream.testing.model import I2V_FILE, T2V_FILE
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
@@ -33,7 +33,7 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 
 @pytest.fixture
 def nodes() -> Iterator[dict[str, Any]]:
-    """The shipped workflow, small, with sigmas from the node `sigmas` and not from the sampler's settings."""
+    """The shipped workflow, small, with sigmas from the node `sigmas`, not from the settings."""
     nodes = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     nodes["latent"]["inputs"].update(width=32, height=32, frames=5)
     settings = {"schedule": "simple", "steps": 4, "flow_shift": 5.0, "denoise": 1.0}
@@ -49,17 +49,27 @@ def _sigmas_taken(nodes: dict[str, Any], models: Path, output: Path) -> list[flo
 
 
 @pytest.mark.parametrize("schedule", ["simple", "wan"])
-def test_sigmas_feed_our_sampler(nodes: dict[str, Any], schedule: str, sample_models: Path, tmp_path: Path) -> None:
+def test_sigmas_feed_our_sampler(
+    nodes: dict[str, Any], schedule: str, sample_models: Path, tmp_path: Path
+) -> None:
     nodes["sigmas"]["inputs"]["schedule"] = schedule
-    assert _sigmas_taken(nodes, sample_models, tmp_path) == list(make_schedule(schedule, 4, 5.0).sigmas[:-1])
+    assert _sigmas_taken(nodes, sample_models, tmp_path) == list(
+        make_schedule(schedule, 4, 5.0).sigmas[:-1]
+    )
 
 
-def test_a_denoise_takes_the_last_steps(nodes: dict[str, Any], sample_models: Path, tmp_path: Path) -> None:
+def test_a_denoise_takes_the_last_steps(
+    nodes: dict[str, Any], sample_models: Path, tmp_path: Path
+) -> None:
     nodes["sigmas"]["inputs"]["denoise"] = 0.5
-    assert _sigmas_taken(nodes, sample_models, tmp_path) == list(make_schedule("simple", 8, 5.0).sigmas[4:-1])
+    assert _sigmas_taken(nodes, sample_models, tmp_path) == list(
+        make_schedule("simple", 8, 5.0).sigmas[4:-1]
+    )
 
 
-def test_no_denoise_is_refused_by_our_sampler(nodes: dict[str, Any], sample_models: Path, tmp_path: Path) -> None:
+def test_no_denoise_is_refused_by_our_sampler(
+    nodes: dict[str, Any], sample_models: Path, tmp_path: Path
+) -> None:
     nodes["sigmas"]["inputs"]["denoise"] = 0.0
     with pytest.raises(NodeFailedError, match="0 sigmas make no step"):
         _sigmas_taken(nodes, sample_models, tmp_path)
@@ -78,7 +88,9 @@ def test_a_guider_needs_comfyui() -> None:
 
 
 @pytest.mark.parametrize("file", [T2V_FILE, I2V_FILE], ids=["text", "image"])
-def test_a_guider_of_one_expert_needs_comfyui_too(file: Path, sample_models: Path, tmp_path: Path) -> None:
+def test_a_guider_of_one_expert_needs_comfyui_too(
+    file: Path, sample_models: Path, tmp_path: Path
+) -> None:
     text = [[torch.zeros(1, 1, 4096), {}]]
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):

@@ -63,16 +63,25 @@ def fixed_options(options: dict[str, Any]) -> list[str]:
 
 def test_there_is_a_page_for_every_node_and_no_other() -> None:
     """The English page serves all languages without a page."""
-    expected = [path for node in NODES for path in (f"{node.__name__}.md", f"{node.__name__}/zh.md")]
-    assert sorted(file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")) == sorted(expected)
+    expected = [
+        path for node in NODES for path in (f"{node.__name__}.md", f"{node.__name__}/zh.md")
+    ]
+    assert sorted(file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")) == sorted(
+        expected
+    )
 
 
 def test_web_holds_one_script_that_comfyui_loads_and_it_names_every_module() -> None:
-    """ComfyUI imports every .js below the folder into its page; browsers may cache old .mjs files."""
+    """ComfyUI imports every .js below the folder into its page.
+
+    Browsers may cache old .mjs files.
+    """
     (script,) = WEB.rglob("*.js")
     assert script == WEB / "wanstream.js"
     modules = sorted(file.relative_to(WEB / "overlay").as_posix() for file in WEB.rglob("*.mjs"))
-    assert re.findall(r'^  "(.+\.mjs)"', script.read_text(encoding="utf-8"), re.MULTILINE) == modules
+    assert (
+        re.findall(r'^  "(.+\.mjs)"', script.read_text(encoding="utf-8"), re.MULTILINE) == modules
+    )
 
 
 @EACH_NODE
@@ -129,7 +138,11 @@ def test_the_example_sets_every_widget_to_a_value_it_takes(node: type[io.ComfyNo
     found = re.search(r"```json\n(.*?)```", section(page_of(node), "Example"), re.DOTALL)
     assert found
     values = json.loads(found[1])
-    widgets = {socket.id: socket.as_dict() for socket in node.define_schema().inputs if socket.io_type in WIDGETS}
+    widgets = {
+        socket.id: socket.as_dict()
+        for socket in node.define_schema().inputs
+        if socket.io_type in WIDGETS
+    }
     assert values.keys() == widgets.keys()
     for name, options in widgets.items():
         if "min" in options:
@@ -140,7 +153,10 @@ def test_the_example_sets_every_widget_to_a_value_it_takes(node: type[io.ComfyNo
 
 @EACH_NODE
 def test_what_a_page_refers_to_exists(node: type[io.ComfyNode]) -> None:
-    """Other nodes are named in bold; the help panel resolves links against the canvas, so pages name no file there."""
+    """Other nodes are named in bold.
+
+    The help panel resolves links against the canvas, so pages name no file there.
+    """
     page = page_of(node)
     names = {other.define_schema().display_name for other in NODES}
     assert set(re.findall(r"\*\*(.+?)\*\*", page)) <= names
@@ -159,7 +175,9 @@ def test_a_page_names_only_settings_that_exist(node: type[io.ComfyNode]) -> None
     assert set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", prose)) <= known
 
 
-CHINESE: dict[str, Any] = json.loads((WEB.parent / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+CHINESE: dict[str, Any] = json.loads(
+    (WEB.parent / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
+)
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 CODE = re.compile(r"`[^`\n]+`")
 
@@ -171,10 +189,18 @@ def test_the_chinese_page_has_the_inputs_the_example_and_the_messages_of_the_eng
     schema, english, chinese = node.define_schema(), page_of(node), chinese_page_of(node)
     said = CHINESE[schema.node_id]
     assert chinese.splitlines()[0] == f"# {said['display_name']}"
-    assert section(chinese, "输入").split("\n")[1:-2] == input_lines_in_chinese(schema, said), "run scripts/locales"
-    assert section(chinese, "示例").strip() == section(english, "Example").strip(), "run scripts/locales"
+    assert section(chinese, "输入").split("\n")[1:-2] == input_lines_in_chinese(schema, said), (
+        "run scripts/locales"
+    )
+    assert section(chinese, "示例").strip() == section(english, "Example").strip(), (
+        "run scripts/locales"
+    )
     messages = [
-        [CODE.findall(line.split("|")[1]) for line in section(page, title).splitlines() if line.startswith("| ")][1:]
+        [
+            CODE.findall(line.split("|")[1])
+            for line in section(page, title).splitlines()
+            if line.startswith("| ")
+        ][1:]
         for page, title in ((english, "Errors"), (chinese, "错误"))
     ]
     assert messages[0] == messages[1] != []
@@ -182,9 +208,16 @@ def test_the_chinese_page_has_the_inputs_the_example_and_the_messages_of_the_eng
 
 
 @EACH_NODE
-def test_the_chinese_page_has_the_figures_and_names_the_nodes_of_the_english_one(node: type[io.ComfyNode]) -> None:
-    names = {other.define_schema().display_name: CHINESE[other.__name__]["display_name"] for other in NODES}
-    english, chinese = (translated_by_hand(DOCS, node.__name__, language) for language in ("en", "zh"))
+def test_the_chinese_page_has_the_figures_and_names_the_nodes_of_the_english_one(
+    node: type[io.ComfyNode],
+) -> None:
+    names = {
+        other.define_schema().display_name: CHINESE[other.__name__]["display_name"]
+        for other in NODES
+    }
+    english, chinese = (
+        translated_by_hand(DOCS, node.__name__, language) for language in ("en", "zh")
+    )
     assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english))
     named = {names[name] for name in re.findall(r"\*\*(.+?)\*\*", english)}
     assert set(re.findall(r"\*\*(.+?)\*\*", chinese)) == named

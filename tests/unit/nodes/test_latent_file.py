@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.nodes.decode import WanStreamSaveVideo
 from wanstream.nodes.runs import latent_backup as latent_file
@@ -47,11 +47,19 @@ class Made(io.ComfyNode):
 
     @classmethod
     def execute(cls) -> io.NodeOutput:
-        return io.NodeOutput(torch.full((5, 32, 48, 3), 0.5), {"samples": LATENT}, float("nan"), "x" * 300)
+        return io.NodeOutput(
+            torch.full((5, 32, 48, 3), 0.5), {"samples": LATENT}, float("nan"), "x" * 300
+        )
 
 
 def graph(**inputs: Any) -> dict[str, Any]:
-    saving = {"images": ["made", 0], "latent": ["made", 1], "fps": 16.0, "filename_prefix": "video/x", "crf": 20}
+    saving = {
+        "images": ["made", 0],
+        "latent": ["made", 1],
+        "fps": 16.0,
+        "filename_prefix": "video/x",
+        "crf": 20,
+    }
     return {
         "made": {"class_type": "Made", "inputs": {}},
         "save": {"class_type": "WanStreamSaveVideo", "inputs": {**saving, **inputs}},
@@ -71,7 +79,11 @@ def save(tmp_path: Path, output: Path) -> Callable[..., None]:
 
     def run(**inputs: Any) -> None:
         run_workflow(
-            graph(**inputs), nodes=[Made, WanStreamSaveVideo], models=tmp_path, output=output, input_dir=tmp_path
+            graph(**inputs),
+            nodes=[Made, WanStreamSaveVideo],
+            models=tmp_path,
+            output=output,
+            input_dir=tmp_path,
         )
 
     return run
@@ -86,7 +98,9 @@ def opened(tmp_path: Path, output: Path) -> Iterator[Path]:
 
 def refusals(output: Path, **inputs: Any) -> list[str]:
     nodes = [Made, WanStreamSaveVideo]
-    return validate_workflow(graph(**inputs), nodes, models=output, input_dir=output, output=output).lines()
+    return validate_workflow(
+        graph(**inputs), nodes, models=output, input_dir=output, output=output
+    ).lines()
 
 
 def kept_in(output: Path) -> Path:
@@ -110,19 +124,58 @@ def test_images_of_an_odd_size_make_a_video_with_a_note(tmp_path: Path, output: 
         input_dir=tmp_path,
     )
     (shown,) = history.outputs.values()
-    assert "105x79, and H.264 needs even sides: the video is 106x80" in shown["text"][0]
-    assert [notice["level"] for notice in shown["wanstream_notices"]] == ["note"], "it is on the node"
+    assert "105x79, and h264 needs even sides: the video is 106x80" in shown["text"][0]
+    assert [notice["level"] for notice in shown["wanstream_notices"]] == ["note"], (
+        "it is on the node"
+    )
     assert [file["filename"] for file in shown["images"]] == ["106x80_00001_.mp4"]
     assert [path.name for path in output.iterdir()] == ["106x80_00001_.mp4"]
 
 
+@pytest.mark.parametrize(
+    ("linked", "reason"),
+    [
+        ({"audio": {"waveform": torch.zeros(2, 9), "sample_rate": 16000}}, r"not \[2, 9\]"),
+        ({"format": "vp6"}, "'vp6' cannot be written here"),
+    ],
+)
+def test_a_linked_value_that_is_refused_keeps_the_latent(
+    opened: Path, linked: dict[str, Any], reason: str
+) -> None:
+    images = torch.full((2, 32, 48, 3), 0.5)
+    latent = {"samples": LATENT}
+    with pytest.raises(VideoRefusedError, match=reason):
+        WanStreamSaveVideo.execute(images, 8.0, "x", 18, latent=latent, **linked)
+    kept_in(opened)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"format": "av1 10 bit", "fps": 241.0}, "at most 240 frames per second"),
+        ({"format": "vp6"}, "'vp6' cannot be written here: choose h264"),
+    ],
+)
+def test_a_format_that_cannot_be_written_is_refused_first(
+    output: Path, changed: dict[str, Any], reason: str
+) -> None:
+    assert any(reason in line for line in refusals(output, **changed))
+
+
 @pytest.mark.parametrize("fps", [float("nan"), float("inf"), 0.0, -1.0, 1e9])
-def test_a_frame_rate_that_no_video_can_have_is_refused_before_anything_runs(output: Path, fps: float) -> None:
-    assert any("frames per second: give a number from 0.01 to 1000" in line for line in refusals(output, fps=fps))
+def test_a_frame_rate_that_no_video_can_have_is_refused_before_anything_runs(
+    output: Path, fps: float
+) -> None:
+    assert any(
+        "frames per second: give a number from 0.01 to 1000" in line
+        for line in refusals(output, fps=fps)
+    )
 
 
 @pytest.mark.parametrize("prefix", ["video/a\0b", "x" * 300, "video/x"])
-def test_a_name_that_no_file_can_have_is_refused_before_anything_runs(output: Path, prefix: str) -> None:
+def test_a_name_that_no_file_can_have_is_refused_before_anything_runs(
+    output: Path, prefix: str
+) -> None:
     (output / "video").touch()
     assert refusals(output, filename_prefix=prefix)
 
@@ -157,22 +210,32 @@ def test_a_file_that_gets_in_the_way_costs_the_video_but_not_the_latent(
 def test_an_output_folder_that_is_gone_leaves_the_latent_in_the_temp_folder(
     opened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded_host, "temp_folder", lambda: tmp_path / "temp")
+    monkeypatch.setattr(embedded_host.files, "temp_folder", lambda: tmp_path / "temp")
     (tmp_path / "temp").mkdir()
     opened.rmdir()
     opened.touch()
-    with pytest.raises(VideoNotSavedError, match=r"The latent is kept in .*temp"), keep_latent_until_done(LATENT):
-        embedded_host.output_file("video/x", "mp4")
+    with (
+        pytest.raises(VideoNotSavedError, match=r"The latent is kept in .*temp"),
+        keep_latent_until_done(embedded_host, LATENT),
+    ):
+        embedded_host.files.output_file("video/x", "mp4")
     kept_in(tmp_path / "temp")
 
 
 def test_the_copy_goes_once_the_video_is_saved(save: Callable[..., None], output: Path) -> None:
     save()
-    assert [str(path.relative_to(output)) for path in sorted(output.rglob("*"))] == ["video", "video/x_00001_.mp4"]
+    assert [str(path.relative_to(output)) for path in sorted(output.rglob("*"))] == [
+        "video",
+        "video/x_00001_.mp4",
+    ]
 
 
 ERRORS = {
-    "a full disk": (VideoFileError(errno.ENOSPC, "x could not be written: no room"), VideoNotSavedError, "no room"),
+    "a full disk": (
+        VideoFileError(errno.ENOSPC, "x could not be written: no room"),
+        VideoNotSavedError,
+        "no room",
+    ),
     "a refusal": (ValueError("odd size"), VideoRefusedError, "odd size"),
     "a fault": (TypeError("None has no shape"), VideoFailedError, "TypeError: None has no shape"),
     "no memory": (torch.OutOfMemoryError("none left"), DecodeOutOfMemoryError, "none left"),
@@ -184,18 +247,24 @@ ERRORS = {
 def test_every_error_names_the_place_of_the_latent(
     opened: Path, error: Exception, raised: type[Exception], reason: str
 ) -> None:
-    with pytest.raises(raised) as not_saved, keep_latent_until_done(LATENT):
+    with pytest.raises(raised) as not_saved, keep_latent_until_done(embedded_host, LATENT):
         raise error
     assert not_saved.value.__cause__ is error
-    assert str(not_saved.value).startswith(reason if raised is not VideoNotSavedError else "x could not be written")
+    assert str(not_saved.value).startswith(
+        reason if raised is not VideoNotSavedError else "x could not be written"
+    )
     assert f"The latent is kept in {kept_in(opened)}" in str(not_saved.value)
     assert getattr(not_saved.value, "errno", None) == getattr(error, "errno", None)
 
 
-@pytest.mark.parametrize("end", [Cancelled("stopped"), KeyboardInterrupt()], ids=["cancel", "ctrl-c"])
-def test_a_cancel_stays_a_cancel(opened: Path, caplog: pytest.LogCaptureFixture, end: BaseException) -> None:
+@pytest.mark.parametrize(
+    "end", [Cancelled("stopped"), KeyboardInterrupt()], ids=["cancel", "ctrl-c"]
+)
+def test_a_cancel_stays_a_cancel(
+    opened: Path, caplog: pytest.LogCaptureFixture, end: BaseException
+) -> None:
     with caplog.at_level(logging.WARNING, "wanstream.nodes"):
-        with pytest.raises(type(end)) as ended, keep_latent_until_done(LATENT):
+        with pytest.raises(type(end)) as ended, keep_latent_until_done(embedded_host, LATENT):
             raise end
     assert ended.value is end
     assert f"its latent is kept in {kept_in(opened)}" in caplog.text
@@ -210,22 +279,30 @@ def test_a_cancel_of_saving_leaves_no_latent(
         def stop(*_: object, end: Exception = end, **__: object) -> None:
             raise end
 
-        monkeypatch.setattr("wanstream.nodes.decode.write_mp4", stop)
+        monkeypatch.setattr("wanstream.nodes.runs.video_file.write_video", stop)
         with pytest.raises(Exception, match=str(end)):
             save()
         assert len([*output.rglob("*.latent")]) == (name == "an error"), name
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr
+)
 def test_without_memory_for_the_copy_the_video_is_made_all_the_same(
-    opened: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    opened: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
     def save(tensors: object, **_: object) -> bytes:
         raise error
 
     monkeypatch.setattr("safetensors.torch.save", save)
     done = False
-    with caplog.at_level(logging.WARNING, "wanstream.nodes"), keep_latent_until_done(LATENT):
+    with (
+        caplog.at_level(logging.WARNING, "wanstream.nodes"),
+        keep_latent_until_done(embedded_host, LATENT),
+    ):
         done = True
     assert done
     assert "could not be saved before the video is made" in caplog.text
@@ -235,13 +312,16 @@ def test_without_memory_for_the_copy_the_video_is_made_all_the_same(
 def test_without_a_place_for_the_copy_the_video_is_made_all_the_same(
     opened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(embedded_host, "temp_folder", lambda: tmp_path / "gone")
+    monkeypatch.setattr(embedded_host.files, "temp_folder", lambda: tmp_path / "gone")
     (opened / "latents").touch()
     done = False
     with caplog.at_level(logging.WARNING, "wanstream.nodes"):
-        with keep_latent_until_done(LATENT):
+        with keep_latent_until_done(embedded_host, LATENT):
             done = True
-        with pytest.raises(VaeMemoryError, match=r"^too little$"), keep_latent_until_done(LATENT):
+        with (
+            pytest.raises(VaeMemoryError, match=r"^too little$"),
+            keep_latent_until_done(embedded_host, LATENT),
+        ):
             raise VaeMemoryError("too little")
     assert done
     assert caplog.text.count("could not be saved before the video is made") == 2
@@ -252,30 +332,33 @@ def test_only_a_folder_of_our_own_goes_with_the_copy(opened: Path, there: bool) 
     folder = opened / "latents"
     if there:
         folder.mkdir()
-    with keep_latent_until_done(LATENT):
+    with keep_latent_until_done(embedded_host, LATENT):
         kept_in(opened)
     assert folder.exists() == there
-    with keep_latent_until_done(LATENT):
+    with keep_latent_until_done(embedded_host, LATENT):
         (folder / "other.latent").touch()
     assert [path.name for path in folder.iterdir()] == ["other.latent"]
 
 
-# A limit on the file size simulates a full disk: the same failing write, without mounting a file system.
+# A limit on the file size simulates a full disk: the same failing write, without mounting a file
+# system.
 SAVE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path
 import torch
-from wanstream.host.embedded.adapter import EmbeddedHost, Folders
+from wanstream.host.embedded.adapter import EmbeddedHost
+from wanstream.host.embedded.files import Folders
 from wanstream.nodes.runs.latent_backup import keep_latent_until_done
-from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.nodes.runs.video_file import write_video
 
 folder, room = Path(sys.argv[1]), int(sys.argv[2])
 noise = torch.rand(30, 64, 64, 3)
 resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 try:
-    with EmbeddedHost().opened(Folders(models=folder, output=folder, input=folder)):
-        with keep_latent_until_done(torch.arange(512.0).view(1, 16, 2, 4, 4)):
-            write_mp4(folder / "a.mp4", noise, fps=16, crf=1, metadata={})
+    host = EmbeddedHost()
+    with host.opened(Folders(models=folder, output=folder, input=folder)):
+        with keep_latent_until_done(host, torch.arange(512.0).view(1, 16, 2, 4, 4)):
+            write_video(folder / "a.mp4", noise, fps=16, crf=1, metadata={})
 except OSError as err:
     print(type(err).__name__, err.errno, err)
 """

@@ -14,18 +14,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.guider import WanStreamGuider
-from wanstream.sampling import RequestError
+from wanstream.sampling.steps import RequestError
 from wanstream.schema import StepRange
-from wanstream.schema.refs import ExpertsRef, LoraRef
+from wanstream.schema.refs.experts import ExpertsRef, LoraRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 T2V = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 NAME = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
-PAIR = {"high_noise": NAME.format("high"), "low_noise": NAME.format("low"), "strength_high": 1.0, "strength_low": 1.0}
+PAIR = {
+    "high_noise": NAME.format("high"),
+    "low_noise": NAME.format("low"),
+    "strength_high": 1.0,
+    "strength_low": 1.0,
+}
 NEITHER = {"high_noise": "none", "low_noise": "none", "strength_high": 1.0, "strength_low": 1.0}
 
 Workflow = dict[str, dict[str, Any]]
@@ -46,7 +51,7 @@ def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def run(folders: dict[str, Path]) -> Iterator[Run]:
-    """`run(*loras)` runs text to video with these LoRA nodes, one behind the other, up to the sampler."""
+    """`run(*loras)` runs text to video with these LoRA nodes in a row up to the sampler."""
 
     def run(*loras: dict[str, Any], keep: str = "sampler") -> Any:
         history = run_workflow(workflow(*loras), nodes=NODES, only=[keep], **folders)
@@ -71,8 +76,15 @@ def workflow(*loras: dict[str, Any]) -> Workflow:
 
 @pytest.mark.slow  # runs whole workflows
 def test_a_pair_reaches_both_experts(run: Run) -> None:
-    plain, high, low = run()["samples"], {**PAIR, "low_noise": "none"}, {**PAIR, "high_noise": "none"}
-    results = [plain, *(run(loras)["samples"] for loras in (PAIR, high, low, {**high, "strength_high": 0.5}))]
+    plain, high, low = (
+        run()["samples"],
+        {**PAIR, "low_noise": "none"},
+        {**PAIR, "high_noise": "none"},
+    )
+    results = [
+        plain,
+        *(run(loras)["samples"] for loras in (PAIR, high, low, {**high, "strength_high": 0.5})),
+    ]
     for i, one in enumerate(results):
         assert torch.isfinite(one).all()
         assert not any(torch.equal(one, other) for other in results[i + 1 :])
@@ -81,7 +93,9 @@ def test_a_pair_reaches_both_experts(run: Run) -> None:
 
 
 def test_what_travels_is_a_value(run: Run, folders: dict[str, Path]) -> None:
-    found: ExpertsRef = run({**PAIR, "strength_low": 0.25}, NEITHER, {**PAIR, "high_noise": "none"}, keep="lora2")
+    found: ExpertsRef = run(
+        {**PAIR, "strength_low": 0.25}, NEITHER, {**PAIR, "high_noise": "none"}, keep="lora2"
+    )
     high, low = (folders["models"] / "loras" / PAIR[name] for name in ("high_noise", "low_noise"))
     assert found.loras == (
         LoraRef(high_noise=high, low_noise=low, strength_high=1.0, strength_low=0.25),
@@ -94,13 +108,17 @@ def test_neither_passes_through(run: Run) -> None:
     assert run(NEITHER, keep="lora0") == run(keep="experts")
 
 
-def test_a_lora_of_another_model_is_reported_on_its_node(run: Run, folders: dict[str, Path]) -> None:
+def test_a_lora_of_another_model_is_reported_on_its_node(
+    run: Run, folders: dict[str, Path]
+) -> None:
     wide = {
         "blocks.0.self_attn.q.lora_down.weight": torch.ones(4, 5120),
         "blocks.0.self_attn.q.lora_up.weight": torch.ones(5120, 4),
     }
     save_file(wide, folders["models"] / "loras" / "wide.safetensors")
-    with pytest.raises(NodeFailedError, match=r"\[5120, 5120\].*\[256, 256\].*for a 14B model") as failed:
+    with pytest.raises(
+        NodeFailedError, match=r"\[5120, 5120\].*\[256, 256\].*for a 14B model"
+    ) as failed:
         run(PAIR, {**NEITHER, "low_noise": "wide.safetensors"})
     assert failed.value.node_id == "lora1"
 
@@ -145,12 +163,18 @@ class TestStrengthsBySteps:
             run({**PAIR, "strength_steps": text})
 
     def test_a_range_that_leaves_the_run_is_reported_with_its_steps(self, run: Run) -> None:
-        with pytest.raises(NodeFailedError, match="strength for steps '0-2: 0', and the run has 2 steps, 0 to 1"):
+        with pytest.raises(
+            NodeFailedError, match="strength for steps '0-2: 0', and the run has 2 steps, 0 to 1"
+        ):
             run({**PAIR, "strength_steps": "0-2: 0"})
 
     def test_the_guider_refuses_them_by_name(self) -> None:
         lora = LoraRef(high_noise=Path("fast.safetensors"), steps=(StepRange(0, 1, 0.0),))
-        experts = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"), loras=(lora,))
+        experts = ExpertsRef(
+            high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"), loras=(lora,)
+        )
         settings = {"boundary_ratio": 0.875, "guidance_high": 1.0, "guidance_low": 1.0}
-        with pytest.raises(RequestError, match=r"strength_steps.*which Wan Guider does not apply.*Use Wan Sampler"):
+        with pytest.raises(
+            RequestError, match=r"strength_steps.*which Wan Guider does not apply.*Use Wan Sampler"
+        ):
             WanStreamGuider.execute(experts, [], [], 5.0, **settings)

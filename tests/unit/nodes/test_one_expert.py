@@ -10,10 +10,10 @@ import torch
 
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.loaders import WanStreamOneExpert
-from wanstream.nodes.sampler import WanStreamSampler, settings_for
-from wanstream.sampling import RequestError
-from wanstream.schema import ExpertsRef, WorkersRef
-from wanstream.schema.refs import IN_PROCESS
+from wanstream.nodes.sampler import SamplerSettings, WanStreamSampler
+from wanstream.sampling.steps import RequestError
+from wanstream.schema.refs import ExpertsRef, WorkersRef
+from wanstream.schema.refs.workers import IN_PROCESS
 from wanstream.testing.model import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
 from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.checkpoint.files import CheckpointError
@@ -50,23 +50,27 @@ def test_files_and_folders_of_one_expert_are_opened(sample_models: Path) -> None
         (ref,) = WanStreamOneExpert.execute(name, "fp32").args
         assert ref.single
         assert ref.low_noise is None
-        assert embedded_host.experts(ref).is_single
+        assert embedded_host.models.experts(ref).is_single
     with pytest.raises(CheckpointError, match="has no image branch"):
         WanStreamOneExpert.execute("wan2.2_i2v_high_noise_14B_fp16.safetensors", "bf16")
     with pytest.raises(CheckpointError, match="holds two transformers"):
         WanStreamOneExpert.execute("Wan2.2-T2V-A14B-Diffusers", "bf16")
 
 
+def _settings(experts: ExpertsRef, **changes: Any) -> tuple[float, int | None, tuple[float, float]]:
+    settings = SamplerSettings.of(experts, {**SETTINGS, **changes})
+    return settings.steps.boundary_ratio, settings.steps.switch_step, settings.guidance.scales
+
+
 def test_settings_of_a_pair_stay_what_they_are() -> None:
-    assert settings_for(PAIR, SETTINGS) == SETTINGS
-    assert settings_for(PAIR, {**SETTINGS, "switch_step": 2})["switch_step"] == 2
+    assert _settings(PAIR) == (0.875, None, (5.0, 1.0))
+    assert _settings(PAIR, switch_step=2)[1] == 2
 
 
 def test_one_expert_takes_every_step_under_the_first_guidance() -> None:
-    own = settings_for(ONE, SETTINGS)
-    assert own == {**SETTINGS, "boundary_ratio": 0.0, "guidance_low": 5.0}
+    assert _settings(ONE) == (0.0, None, (5.0, 5.0))
     with pytest.raises(RequestError, match="switch_step is 0, but a single model runs every step"):
-        settings_for(ONE, {**SETTINGS, "switch_step": 0})
+        _settings(ONE, switch_step=0)
 
 
 @pytest.mark.slow  # runs whole workflows
@@ -76,7 +80,9 @@ def test_the_sampler_runs_one_expert(text: list[list[Any]]) -> None:
     negative = [[text[0][0].flip(2), {}]]
 
     def run(workers: WorkersRef | None = None, **changes: Any) -> Any:
-        return WanStreamSampler.execute(ref, text, negative, _latent(), workers=workers, **{**SETTINGS, **changes}).args
+        return WanStreamSampler.execute(
+            ref, text, negative, _latent(), workers=workers, **{**SETTINGS, **changes}
+        ).args
 
     latent, ran = run()
     assert [step.expert for step in ran.timeline.steps] == ["high"] * 3
@@ -99,14 +105,21 @@ def test_what_clip_sees_reaches_the_sampler(sample_models: Path, text: list[list
         samples: torch.Tensor = latent["samples"]
         return samples
 
-    whole, middle = (sampled(clip_vision=CLIP_FILE.name, clip_crop=crop) for crop in ("none", "center"))
+    whole, middle = (
+        sampled(clip_vision=CLIP_FILE.name, clip_crop=crop) for crop in ("none", "center")
+    )
     assert not torch.equal(whole, middle)
-    with pytest.raises(RequestError, match=r"has an image branch .* a clip_vision file in WanStream Image to Video"):
+    with pytest.raises(
+        RequestError, match=r"has an image branch .* a clip_vision file in WanStream Image to Video"
+    ):
         sampled()
     positive, negative, _ = WanStreamImageToVideo.execute(
         text, text, VAE, image, 1, clip_vision=CLIP_FILE.name, **SIZE
     ).args
     seen = open_image_encoder(sample_models / CLIP_FILE).encode(image[:1], device="cpu")
     for side in (positive, negative):
-        assert torch.equal(side[0][1]["clip_vision_output"].penultimate_hidden_states, seen.penultimate_hidden_states)
+        assert torch.equal(
+            side[0][1]["clip_vision_output"].penultimate_hidden_states,
+            seen.penultimate_hidden_states,
+        )
     assert "clip_vision_output" not in text[0][1], "ComfyUI may hold the original in a cache"

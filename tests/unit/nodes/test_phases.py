@@ -13,7 +13,7 @@ import pytest
 
 from wanstream.host import current_host, io
 from wanstream.nodes import WanStreamExtension
-from wanstream.schema import Timeline
+from wanstream.schema.records import Timeline
 from wanstream.telemetry.phases import QueueItemPhases
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
@@ -33,7 +33,9 @@ class Peek(io.ComfyNode):
 
     @classmethod
     def execute(cls, latent: dict[str, Any]) -> io.NodeOutput:
-        cls.seen.append((current_host().run_id(), current_host().ledger()))
+        cls.seen.append(
+            (current_host().events.executing().prompt_id, current_host().events.ledger())
+        )
         return io.NodeOutput()
 
 
@@ -49,7 +51,9 @@ def prompt(tmp_path: Path) -> Iterator[dict[str, Any]]:
     embedded_host.free_experts()
 
 
-def test_a_queue_item_has_all_its_phases(prompt: dict[str, Any], sample_models: Path, tmp_path: Path) -> None:
+def test_a_queue_item_has_all_its_phases(
+    prompt: dict[str, Any], sample_models: Path, tmp_path: Path
+) -> None:
     places = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path}
     timelines = []
     for _ in range(2):
@@ -64,4 +68,7 @@ def test_a_queue_item_has_all_its_phases(prompt: dict[str, Any], sample_models: 
     assert first_id != second_id
     for ledger in (first, second):
         assert [phase.name for phase in ledger.phases()] == [*OF_THE_RUN, "decode", "save"]
-    assert (current_host().run_id(), current_host().ledger().phases()) == (None, ()), "nothing runs any more"
+    events = current_host().events
+    assert (events.executing().prompt_id, events.ledger().phases()) == (None, ()), (
+        "nothing runs any more"
+    )

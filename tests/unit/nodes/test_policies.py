@@ -38,7 +38,11 @@ def test_what_is_said_about_ram_and_tokens(
         (_policy(WanStreamLayerwise, prefetch_blocks=2, **given), "layerwise"),
         (_policy(WanStreamBlockSwap, blocks_to_swap=3, prefetch_blocks=2, **given), "block_swap"),
     ):
-        assert (policy.kind, policy.prefetch_blocks, policy.blocks_to_swap) == (kind, 2, 3 * (kind == "block_swap"))
+        assert (policy.kind, policy.prefetch_blocks, policy.blocks_to_swap) == (
+            kind,
+            2,
+            3 * (kind == "block_swap"),
+        )
         assert (policy.source, policy.ram_blocks) == (source, ram_blocks)
         assert policy.chunk_tokens == chunk_tokens
 

@@ -1,4 +1,4 @@
-"""Moving previews: when they are due, what they show, what they cost, and that they change no run."""
+"""Moving previews: when they are due, what they show and cost, and that they change no run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,28 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.cli.batch.lanes import merge_lanes
+from wanstream.batch.rows.lanes import merge_lanes
+from wanstream.host.embedded.events import EmbeddedEvents
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.host.run_events import PREVIEW, STEP
 from wanstream.nodes import WanStreamExtension, WanStreamPreview
 from wanstream.nodes.runs import preview as previews_module
 from wanstream.nodes.runs import run_experts as run_experts_module
-from wanstream.nodes.runs.preview import MAX_SHARE, PREVIEW_PIXELS, MovingPreviews, PreviewSettings, is_due
-from wanstream.sampling import DenoiseResult, StepProgress, denoise
+from wanstream.nodes.runs.preview import (
+    MAX_SHARE,
+    PREVIEW_PIXELS,
+    MovingPreviews,
+    PreviewSettings,
+    is_due,
+)
+from wanstream.sampling import denoise
+from wanstream.sampling.steps import DenoiseResult, StepProgress
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan import WAN21, TinyVaeConfig, WanVae, denormalise, open_tiny_vae
+from wanstream.wan.checkpoint.components import ComponentFile
+from wanstream.wan.latents import WAN21, denormalise
+from wanstream.wan.vae import WanVae, open_tiny_vae
 from wanstream.wan.vae.tiny import TinyVaeWeights
 from wanstream.wan.vae.vae import VaeInputError
 
@@ -47,13 +57,20 @@ class Clock:
         return self.now
 
 
+class Watched(EmbeddedEvents):
+    """Events of a host with a page."""
+
+    def has_viewers(self) -> bool:
+        return True
+
+
 @pytest.fixture
 def settings(sample_models: Path) -> PreviewSettings:
     return PreviewSettings(vae=sample_models / "vae_approx" / "lighttaew2_1.safetensors", frames=9)
 
 
 def previews(settings: PreviewSettings, clock: Callable[[], float]) -> MovingPreviews:
-    return MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, clock=clock)
+    return MovingPreviews(settings, DENOISED, CPU, Watched(), clock=clock)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +93,15 @@ def test_a_preview_is_due_after_a_pause_that_grows_with_its_cost(
 
 
 @pytest.mark.parametrize(
-    ("steps", "step_s", "latent_s"), [(3000, 0.01, 0.05), (60, 2.0, 0.03), (500, 0.5, 0.3), (20, 30.0, 0.01)]
+    ("steps", "step_s", "latent_s"),
+    [(3000, 0.01, 0.05), (60, 2.0, 0.03), (500, 0.5, 0.3), (20, 30.0, 0.01)],
 )
 def test_previews_after_the_first_take_at_most_a_twentieth_of_a_run(
-    settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch, steps: int, step_s: float, latent_s: float
+    settings: PreviewSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    step_s: float,
+    latent_s: float,
 ) -> None:
     clock, load_s, decoded = Clock(), 0.2, list[int]()
 
@@ -92,15 +114,16 @@ def test_previews_after_the_first_take_at_most_a_twentieth_of_a_run(
 
     monkeypatch.setattr(WanVae, "stream", stream)
     latents = torch.zeros(1, 16, 12, 4, 6)
-    shown = MovingPreviews(
-        PreviewSettings(vae=settings.vae, every_s=0.0), latents, CPU, is_watched=lambda: True, clock=clock
-    )
+    every = PreviewSettings(vae=settings.vae, every_s=0.0)
+    shown = MovingPreviews(every, latents, CPU, Watched(), clock=clock)
     with shown:
         for _ in range(steps):
             clock.now += step_s
             shown.update(latents)
             if shown.count:
-                assert shown.spent_s <= MAX_SHARE * (clock.now - 100.0) + load_s + 2 * latent_s + 1e-9
+                assert (
+                    shown.spent_s <= MAX_SHARE * (clock.now - 100.0) + load_s + 2 * latent_s + 1e-9
+                )
     assert decoded == [2] + [9] * (len(decoded) - 1), "the first shows 5 of 33 frames"
     assert len(decoded) > 2
 
@@ -118,7 +141,11 @@ def test_a_still_picture_is_decoded_from_one_latent_frame(settings: PreviewSetti
 def pictures_of(webp: bytes) -> list[Image.Image]:
     with Image.open(bytes_io.BytesIO(webp)) as picture:
         assert picture.format == "WEBP"
-        return [picture.copy().convert("RGB") for at in range(picture.n_frames) if picture.seek(at) is None]
+        return [
+            picture.copy().convert("RGB")
+            for at in range(picture.n_frames)
+            if picture.seek(at) is None
+        ]
 
 
 def test_a_preview_shows_the_first_frames_of_the_first_video(settings: PreviewSettings) -> None:
@@ -138,10 +165,14 @@ def test_a_preview_shows_the_first_frames_of_the_first_video(settings: PreviewSe
         assert picture.info["duration"] == 62  # milliseconds, for 16 frames per second
     with open_tiny_vae(settings.vae) as vae:
         frames = torch.cat([*vae.stream(denormalise(DENOISED[:1]), device="cpu")])
-    shown_frames = [torch.frombuffer(bytearray(got.tobytes()), dtype=torch.uint8) for got in pictures_of(webp)]
+    shown_frames = [
+        torch.frombuffer(bytearray(got.tobytes()), dtype=torch.uint8) for got in pictures_of(webp)
+    ]
     for at, got in enumerate(shown_frames):
         distances = [(got.view(frame.shape).float() - frame).abs().mean() for frame in frames]
-        assert distances.index(min(distances)) == at, "nearest to its own frame, whatever WebP loses"
+        assert distances.index(min(distances)) == at, (
+            "nearest to its own frame, whatever WebP loses"
+        )
 
 
 def test_a_long_side_is_reduced(settings: PreviewSettings) -> None:
@@ -178,14 +209,19 @@ def test_a_preview_of_too_many_bytes_has_fewer_frames(
 
 def test_one_picture_of_noise_fits() -> None:
     noise = torch.randint(256, (PREVIEW_PIXELS, PREVIEW_PIXELS, 3), dtype=torch.uint8)
-    assert len(previews_module._animation([Image.fromarray(noise.numpy())], 16)) < previews_module.MAX_BYTES
+    assert (
+        len(previews_module._animation([Image.fromarray(noise.numpy())], 16))
+        < previews_module.MAX_BYTES
+    )
 
 
 def test_nothing_is_decoded_while_nobody_is_connected(
     settings: PreviewSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, connected = Clock(), [False, True]
-    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: connected.pop(0), clock=clock)
+    events = Watched()
+    monkeypatch.setattr(events, "has_viewers", lambda: connected.pop(0))
+    shown = MovingPreviews(settings, DENOISED, CPU, events, clock=clock)
     with shown:
         clock.now += 5
         assert shown.update(DENOISED) is None
@@ -236,14 +272,15 @@ class HostInterrupt(Exception):
 def test_a_cancel_ends_a_preview(settings: PreviewSettings, interrupt: type[Exception]) -> None:
     clock, checks = Clock(), iter([None, interrupt("stopped")])
 
-    def check() -> None:
-        if (error := next(checks)) is not None:
-            raise error
+    class Interrupting(Watched):
+        def raise_if_stopped(self) -> None:
+            if (error := next(checks)) is not None:
+                raise error
 
-    def is_stop(error: BaseException) -> bool:
-        return isinstance(error, interrupt)
+        def is_stop(self, error: BaseException) -> bool:
+            return isinstance(error, interrupt)
 
-    shown = MovingPreviews(settings, DENOISED, CPU, is_watched=lambda: True, check=check, is_stop=is_stop, clock=clock)
+    shown = MovingPreviews(settings, DENOISED, CPU, Interrupting(), clock=clock)
     with shown:
         clock.now += 5
         with pytest.raises(interrupt):
@@ -259,8 +296,12 @@ def test_a_pillow_without_webp_is_refused_before_the_run(
         previews(settings, Clock())
 
 
-@pytest.mark.parametrize(("frames", "nearest"), [(0, 1), (2, 1), (4, 5), (6, 5), (-3, 1), (1024, 1025)])
-def test_a_number_of_frames_that_no_latent_has_is_refused_before_the_run(frames: int, nearest: int) -> None:
+@pytest.mark.parametrize(
+    ("frames", "nearest"), [(0, 1), (2, 1), (4, 5), (6, 5), (-3, 1), (1024, 1025)]
+)
+def test_a_number_of_frames_that_no_latent_has_is_refused_before_the_run(
+    frames: int, nearest: int
+) -> None:
     refused = f"frames is {frames}, it must be a multiple of 4 plus 1: use {nearest}$"
     with pytest.raises(ValueError, match=refused):
         WanStreamPreview.validate_inputs(frames=frames)
@@ -274,19 +315,29 @@ def test_frames_of_a_latent_and_linked_frames_are_accepted() -> None:
 
 def test_a_tiny_vae_of_the_other_space_is_refused_before_the_run(sample_models: Path) -> None:
     other = PreviewSettings(vae=sample_models / "vae_approx" / "taew2_2.safetensors")
-    with pytest.raises(VaeInputError, match=r"\[2, 16, 4, 4, 6\], .* 48 channels: take lighttaew2_1"):
+    with pytest.raises(
+        VaeInputError, match=r"\[2, 16, 4, 4, 6\], .* 48 channels: take lighttaew2_1"
+    ):
         previews(other, Clock())
 
 
-@pytest.mark.parametrize(("size", "height", "width"), [("480p it takes about 0.4", 60, 104), ("720p 1.0", 90, 160)])
+@pytest.mark.parametrize(
+    ("size", "height", "width"), [("480p it takes about 0.4", 60, 104), ("720p 1.0", 90, 160)]
+)
 def test_the_help_page_has_the_memory_of_a_preview(size: str, height: int, width: int) -> None:
-    config = TinyVaeConfig(space=WAN21, widths=(256, 128, 64, 64))
-    opened = TinyVaeWeights(path=Path("taew2_1.safetensors"), config=config, weights={}, scale="normalised")
+    file = ComponentFile(path=Path("taew2_1.safetensors"), weights={})
+    opened = TinyVaeWeights(
+        path=file.path, space=WAN21, widths=(256, 128, 64, 64), file=file, scale="normalised"
+    )
     used = height * width * opened.decode_pixel_bytes(9, torch.bfloat16)
-    page = (WORKFLOWS.parents[1] / "web" / "docs" / "WanStreamPreview.md").read_text(encoding="utf-8")
+    page = (WORKFLOWS.parents[1] / "web" / "docs" / "WanStreamPreview.md").read_text(
+        encoding="utf-8"
+    )
     assert f"{size} GB" in page.replace(" of that device", "")
     assert float(size.split()[-1]) == round(used / 1e9, 1)
-    assert 2 * used == height * width * opened.decode_pixel_bytes(9, torch.float32), "twice that in fp32"
+    assert 2 * used == height * width * opened.decode_pixel_bytes(9, torch.float32), (
+        "twice that in fp32"
+    )
 
 
 def changed(node: dict[str, Any], **inputs: Any) -> dict[str, Any]:
@@ -295,14 +346,16 @@ def changed(node: dict[str, Any], **inputs: Any) -> dict[str, Any]:
 
 class TestInARun:
     @pytest.fixture
-    def run(self, sample_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-        """`run(preview, viewers)` returns latents and events of a run with a preview after every step."""
+    def run(
+        self, sample_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Callable[..., Any]]:
+        """`run(preview, viewers)` returns a run's latents and events, with a preview per step."""
         monkeypatch.setattr(previews_module, "is_due", lambda *_: True)
 
         def run(
             preview: dict[str, Any] | None, *, viewers: bool = True, seeds: tuple[int, ...] = ()
         ) -> tuple[torch.Tensor, list[tuple[str, Any]]]:
-            monkeypatch.setattr(embedded_host, "has_viewers", lambda: viewers)
+            monkeypatch.setattr(embedded_host.events, "has_viewers", lambda: viewers)
             nodes = json.loads((WORKFLOWS / "draft.json").read_text(encoding="utf-8"))
             nodes["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
             nodes["sampler"]["inputs"] |= {"steps": 4}
@@ -330,7 +383,9 @@ class TestInARun:
                 output=tmp_path / "output",
                 input_dir=tmp_path,
                 device=CPU,
-                on_event=lambda event, payload: events.append((event, json.loads(json.dumps(payload)))),
+                on_event=lambda event, payload: events.append(
+                    (event, json.loads(json.dumps(payload)))
+                ),
                 only=["sampler"],
             )
             found = history.results["sampler"][0]
@@ -363,16 +418,24 @@ class TestInARun:
         alone, one = run({"frames": 5})
         first, both = run({"frames": 5}, seeds=(42, 43))
         assert torch.equal(first, alone)
-        shown = [[payload["image"] for event, payload in events if event == PREVIEW] for events in (one, both)]
+        shown = [
+            [payload["image"] for event, payload in events if event == PREVIEW]
+            for events in (one, both)
+        ]
         assert shown[0] == shown[1]
         assert len(shown[1]) == 4
 
     def test_a_step_of_another_part_of_a_batch_shows_nothing(
         self, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Workers in parts report the steps of all videos; here each step is reported for a second part too."""
+        """Workers in parts report the steps of all videos.
 
-        def in_two_parts(*args: Any, on_step: Callable[[StepProgress], None], **more: Any) -> DenoiseResult:
+        Here each step is reported for a second part too.
+        """
+
+        def in_two_parts(
+            *args: Any, on_step: Callable[[StepProgress], None], **more: Any
+        ) -> DenoiseResult:
             def report(step: StepProgress) -> None:
                 on_step(replace(step, part=1, done=2 * step.done - 1, total=2 * step.total))
                 on_step(replace(step, done=2 * step.done, total=2 * step.total))
@@ -381,8 +444,14 @@ class TestInARun:
 
         monkeypatch.setattr(run_experts_module, "denoise", in_two_parts)
         _, events = run({"frames": 5})
-        assert [event for event, _ in events if event in (STEP, PREVIEW)] == [STEP, STEP, PREVIEW] * 4
-        assert [payload["done"] for event, payload in events if event == PREVIEW] == [1, 2, 3, 4], "of its own steps"
+        assert [event for event, _ in events if event in (STEP, PREVIEW)] == [
+            STEP,
+            STEP,
+            PREVIEW,
+        ] * 4
+        assert [payload["done"] for event, payload in events if event == PREVIEW] == [1, 2, 3, 4], (
+            "of its own steps"
+        )
 
     @pytest.mark.parametrize(
         ("vae", "error", "reason"),

@@ -15,9 +15,11 @@ import pytest
 from wanstream.bench import Report, Trial, Variant
 from wanstream.host.folders import OutputFile
 from wanstream.nodes.runs.benchmark import ReportFileError, ReportFiles
-from wanstream.schema import StepRecord, Timeline
+from wanstream.schema.records import StepRecord, Timeline
 
-STEP = StepRecord(index=0, expert="high", sigma=1.0, wall_s=2.0, compute_s=2.0, stall_s=0.0, bytes_moved=5)
+STEP = StepRecord.of(
+    index=0, expert="high", sigma=1.0, wall_s=2.0, compute_s=2.0, stall_s=0.0, bytes_moved=5
+)
 TIMELINE = Timeline(kind="measured", steps=(STEP,))
 
 
@@ -34,7 +36,9 @@ def report(trials: int) -> Report:
 
 
 def files(folder: Path) -> ReportFiles:
-    return ReportFiles(OutputFile(path=folder / "a_00001_.json", filename="a_00001_.json", subfolder="sub"))
+    return ReportFiles(
+        OutputFile(path=folder / "a_00001_.json", filename="a_00001_.json", subfolder="sub")
+    )
 
 
 def test_the_last_report_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
@@ -46,7 +50,11 @@ def test_the_last_report_takes_the_place_of_the_one_before(tmp_path: Path) -> No
     chart = place.finish(report(3))
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".html", ".json", ".png"]
     assert chart.mode == "RGB"
-    assert place.chart_preview() == {"filename": "a_00001_.png", "subfolder": "sub", "type": "output"}
+    assert place.chart_preview() == {
+        "filename": "a_00001_.png",
+        "subfolder": "sub",
+        "type": "output",
+    }
     assert place.traces() == tmp_path / "a_00001_traces"
     assert not place.traces().exists()
 
@@ -69,8 +77,13 @@ def test_what_a_stopped_benchmark_has_measured_is_left_in_all_files(tmp_path: Pa
 
 
 @pytest.mark.parametrize("error", [None, ReportFileError(errno.ENOSPC, "full")])
-def test_nothing_more_is_written_without_an_error_or_on_a_full_disk(tmp_path: Path, error: OSError | None) -> None:
-    with nullcontext() if error is None else pytest.raises(ReportFileError, match="full"), files(tmp_path) as place:
+def test_nothing_more_is_written_without_an_error_or_on_a_full_disk(
+    tmp_path: Path, error: OSError | None
+) -> None:
+    with (
+        nullcontext() if error is None else pytest.raises(ReportFileError, match="full"),
+        files(tmp_path) as place,
+    ):
         place.save(report(2))
         if error is not None:
             raise error
@@ -88,11 +101,14 @@ def test_what_cannot_be_left_does_not_hide_why_the_benchmark_ended(
 
 
 def test_a_folder_that_is_gone_is_told_by_the_name_of_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ReportFileError, match=r"gone/a_00001_\.json could not be written: No such file"):
+    with pytest.raises(
+        ReportFileError, match=r"gone/a_00001_\.json could not be written: No such file"
+    ):
         files(tmp_path / "gone").save(report(0))
 
 
-# A limit on the file size simulates a full disk: the same failing write, without mounting a file system.
+# A limit on the file size simulates a full disk: the same failing write, without mounting a file
+# system.
 WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])

@@ -14,15 +14,17 @@ import torch
 from PIL import Image
 
 from wanstream.host import io
-from wanstream.host.api import LoadedExperts
 from wanstream.host.auto_policy import AutoPlanner
-from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
+from wanstream.host.models import LoadedExperts
 from wanstream.host.run_events import NOTICES_EVENT, VISITS
 from wanstream.nodes import WanStreamExtension
-from wanstream.schema import Cancelled, OffloadPolicy, Timeline
-from wanstream.schema.refs import ExpertsRef
+from wanstream.nodes.runs import run_experts
+from wanstream.schema import Cancelled, OffloadPolicy
+from wanstream.schema.records import Timeline
+from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.wan.vae.vae import open_vae
@@ -38,7 +40,7 @@ Run = Callable[..., History]
 
 
 def workflow(name: str, changes: Mapping[str, Mapping[str, Any]] = {}) -> Workflow:
-    """The shipped workflow `name`, small enough for a test, with other changes by node and input."""
+    """The shipped workflow `name`, small enough for a test, with changes by node and input."""
     nodes: Workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
     sized = {"latent": SMALL} if "latent" in nodes else {"start": SMALL}
     for layer in (FEW_STEPS, sized, changes):
@@ -56,9 +58,11 @@ def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def run(folders: dict[str, Path]) -> Iterator[Run]:
-    """`run(workflow, **options)` runs it on the test model and closes the experts when the test ends."""
+    """`run(workflow, **options)` runs it on the test model and closes the experts at the end."""
 
-    def run(nodes: Workflow, *, more_nodes: Sequence[type[io.ComfyNode]] = (), **options: Any) -> History:
+    def run(
+        nodes: Workflow, *, more_nodes: Sequence[type[io.ComfyNode]] = (), **options: Any
+    ) -> History:
         return run_workflow(nodes, nodes=[*NODES, *more_nodes], **folders, **options)
 
     yield run
@@ -70,7 +74,9 @@ def timeline(history: History) -> Timeline:
 
 
 @pytest.mark.parametrize(("name", "high_steps"), [("t2v", 3), ("i2v", 2)])
-def test_a_shipped_workflow_ends_with_its_video(run: Run, folders: dict[str, Path], name: str, high_steps: int) -> None:
+def test_a_shipped_workflow_ends_with_its_video(
+    run: Run, folders: dict[str, Path], name: str, high_steps: int
+) -> None:
     history = run(workflow(name))
 
     assert history.outputs["save"]["images"] == [
@@ -80,12 +86,16 @@ def test_a_shipped_workflow_ends_with_its_video(run: Run, folders: dict[str, Pat
         stream = container.streams.video[0]
         assert (stream.frames, stream.width, stream.height, stream.average_rate) == (5, 32, 32, 16)
         assert json.loads(container.metadata["prompt"]) == workflow(name)
-    assert [step.expert for step in timeline(history).steps] == ["high"] * high_steps + ["low"] * (4 - high_steps)
+    assert [step.expert for step in timeline(history).steps] == ["high"] * high_steps + ["low"] * (
+        4 - high_steps
+    )
     assert len({step.bytes_moved for step in timeline(history).steps}) == 1
 
 
 def test_the_history_tells_which_expert_ran_which_step(run: Run) -> None:
-    history = run(workflow("t2v", {"sampler": {"switch_step": 1, "start_step": 1, "schedule": "simple"}}))
+    history = run(
+        workflow("t2v", {"sampler": {"switch_step": 1, "start_step": 1, "schedule": "simple"}})
+    )
     steps = timeline(history).steps
     assert [(step.index, step.expert) for step in steps] == [(1, "low"), (2, "low"), (3, "low")]
     assert all(step.sigma is not None and step.bytes_moved > 0 for step in steps)
@@ -94,7 +104,9 @@ def test_the_history_tells_which_expert_ran_which_step(run: Run) -> None:
 @pytest.mark.slow  # runs whole workflows
 def test_the_same_seed_makes_the_same_latent_and_another_seed_another(run: Run) -> None:
     def latent(seed: int) -> torch.Tensor:
-        return run(workflow("t2v", {"sampler": {"seed": seed}}), only=["sampler"]).results["sampler"][0]["samples"]
+        return run(workflow("t2v", {"sampler": {"seed": seed}}), only=["sampler"]).results[
+            "sampler"
+        ][0]["samples"]
 
     first = latent(1)
     assert first.shape == (1, 16, 2, 4, 4)
@@ -103,9 +115,14 @@ def test_the_same_seed_makes_the_same_latent_and_another_seed_another(run: Run) 
 
 
 @pytest.mark.slow  # runs whole workflows
-def test_a_workflow_from_before_there_was_storage_runs_and_fp8_moves_half_the_bytes(run: Run) -> None:
+def test_a_workflow_from_before_there_was_storage_runs_and_fp8_moves_half_the_bytes(
+    run: Run,
+) -> None:
     def ran(**storage: str) -> History:
-        files = {f"{expert}_noise": f"wan2.2_t2v_{expert}_noise_14B_fp16.safetensors" for expert in ("high", "low")}
+        files = {
+            f"{expert}_noise": f"wan2.2_t2v_{expert}_noise_14B_fp16.safetensors"
+            for expert in ("high", "low")
+        }
         nodes = workflow("t2v", {"experts": files})
         del nodes["experts"]["inputs"]["storage"]
         nodes["experts"]["inputs"].update(storage)
@@ -131,17 +148,25 @@ def test_each_guidance_belongs_to_its_expert(run: Run) -> None:
 
 
 def in_two(first: Mapping[str, Any] = {}, second: Mapping[str, Any] = {}) -> Workflow:
-    """Text to video with euler in 4 steps, by two samplers that are joined at step 2; further settings for each."""
+    """Text to video with euler in 4 steps, by two samplers that are joined at step 2.
+
+    Further settings for each.
+    """
     nodes = workflow("t2v", {"sampler": {"solver": "euler"}})
     inputs = nodes["sampler"]["inputs"]
     rest = {**inputs, "latent": ["first", 0], "start_step": 2, "add_noise": False, **second}
-    nodes["first"] = {**nodes["sampler"], "inputs": {**inputs, "end_step": 2, "leftover_noise": True, **first}}
+    nodes["first"] = {
+        **nodes["sampler"],
+        "inputs": {**inputs, "end_step": 2, "leftover_noise": True, **first},
+    }
     nodes["sampler"]["inputs"] = rest
     return nodes
 
 
 def test_two_samplers_are_one_run_in_two_parts(run: Run) -> None:
-    whole = run(workflow("t2v", {"sampler": {"solver": "euler"}}), only=["sampler"]).results["sampler"][0]["samples"]
+    whole = run(workflow("t2v", {"sampler": {"solver": "euler"}}), only=["sampler"]).results[
+        "sampler"
+    ][0]["samples"]
     history = run(in_two(), only=["sampler"])
     parts = history.results["sampler"][0]["samples"]
     assert (parts - whole).norm() <= 1e-2 * whole.norm(), "bf16, and one rounding more"
@@ -159,7 +184,11 @@ def test_two_samplers_are_one_run_in_two_parts(run: Run) -> None:
         ({}, {"steps": 5}, "left at sigma"),
         ({}, {"schedule": "simple"}, "left at sigma 0.92322, and step 2 starts at sigma 0.92308"),
         ({}, {"start_step": 3}, "and step 3 starts at sigma"),
-        ({"leftover_noise": False}, {}, "left at sigma 0.00000, .* turn leftover_noise on in the sampler before"),
+        (
+            {"leftover_noise": False},
+            {},
+            "left at sigma 0.00000, .* turn leftover_noise on in the sampler before",
+        ),
         ({}, {"add_noise": True}, "still carries noise .* turn add_noise off here"),
     ],
 )
@@ -178,14 +207,22 @@ def test_connected_sigmas_win_over_the_steps(run: Run) -> None:
     expected = latent(nodes)
     settings = {"schedule": "simple", "steps": 4, "flow_shift": 12.0, "denoise": 1.0}
     nodes["sigmas"] = {"class_type": "WanStreamSigmas", "inputs": settings}
-    nodes["sampler"]["inputs"] |= {"sigmas": ["sigmas", 0], "steps": 1, "flow_shift": 1.0, "schedule": "wan"}
+    nodes["sampler"]["inputs"] |= {
+        "sigmas": ["sigmas", 0],
+        "steps": 1,
+        "flow_shift": 1.0,
+        "schedule": "wan",
+    }
     assert torch.equal(latent(nodes), expected)
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 2, "weights_source": "RAM"}},
+        {
+            "class_type": "WanStreamLayerwise",
+            "inputs": {"prefetch_blocks": 2, "weights_source": "RAM"},
+        },
         {
             "class_type": "WanStreamBlockSwap",
             "inputs": {"blocks_to_swap": 2, "prefetch_blocks": 1, "weights_source": "disk"},
@@ -207,7 +244,10 @@ def test_the_planner_chooses_for_the_machine_that_it_has_measured(
 ) -> None:
     """The first run measures this machine; its profile goes into a cache folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    auto = {"class_type": "WanStreamAutoOffload", "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0}}
+    auto = {
+        "class_type": "WanStreamAutoOffload",
+        "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0},
+    }
     history = run({**workflow("t2v"), "policy": auto}, only=["sampler"])
     told, *_ = timeline(history).changes
     assert told.startswith("chosen: ")
@@ -220,7 +260,9 @@ def test_the_planner_chooses_for_the_machine_that_it_has_measured(
     assert torch.equal(one, other)
 
     too_little = {**auto, "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.001}}
-    with pytest.raises(NodeFailedError, match=r"needs 2 buffers of .* to compute in .*; 0\.00 GB given"):
+    with pytest.raises(
+        NodeFailedError, match=r"needs 2 buffers of .* to compute in .*; 0\.00 GB given"
+    ):
         run({**workflow("t2v"), "policy": too_little})
 
 
@@ -229,11 +271,14 @@ def test_the_planner_serves_a_run_of_three_stages_whose_first_step_corrects_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedded_host.free_experts()  # only a run of empty experts is corrected
-    monkeypatch.setattr(embedded_host, "planner", AutoPlanner(lambda *_: CPU_MACHINE))
-    auto = {"class_type": "WanStreamAutoOffload", "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0}}
+    monkeypatch.setattr(embedded_host.memory, "planner", AutoPlanner(lambda *_: CPU_MACHINE))
+    auto = {
+        "class_type": "WanStreamAutoOffload",
+        "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0},
+    }
     six = workflow("three_stages", {"sampler": {"steps": 6}})
     history = run({**six, "policy": auto}, only=["sampler"])
-    (corrected,) = embedded_host.planner._corrected.values()
+    (corrected,) = embedded_host.memory.planner._corrected.values()
     assert corrected.origin == "a test, corrected by a first step"
     assert [step.expert for step in timeline(history).steps] == ["high"] * 4 + ["low"] * 2
     plain = run(six, only=["sampler"])
@@ -267,7 +312,10 @@ def test_a_batch_becomes_one_video_after_the_other(run: Run, folders: dict[str, 
 def test_guidance_1_does_not_look_at_the_negative(run: Run) -> None:
     plain = {"guidance_high": 1.0, "guidance_low": 1.0}
     same, other = ({"text": {"negative": text}, "sampler": plain} for text in ("rain", "sun"))
-    (one, _), (two, _) = (run(workflow("t2v", change), only=["sampler"]).results["sampler"] for change in (same, other))
+    (one, _), (two, _) = (
+        run(workflow("t2v", change), only=["sampler"]).results["sampler"]
+        for change in (same, other)
+    )
     assert torch.equal(one["samples"], two["samples"])
 
 
@@ -320,7 +368,11 @@ def put(node_id: str, **inputs: Any) -> Callable[[Workflow], None]:
     ],
 )
 def test_a_broken_workflow_is_refused_before_anything_runs(
-    run: Run, folders: dict[str, Path], spoil: Callable[[Workflow], None], node_id: str, error_type: str
+    run: Run,
+    folders: dict[str, Path],
+    spoil: Callable[[Workflow], None],
+    node_id: str,
+    error_type: str,
 ) -> None:
     nodes = workflow("t2v")
     spoil(nodes)
@@ -360,11 +412,13 @@ def test_a_number_that_comes_from_another_node_is_judged_when_it_is_known(
 
 @pytest.mark.slow  # runs whole workflows
 def test_a_negative_that_nothing_reads_may_be_any(run: Run) -> None:
-    """A negative that bypasses the image-to-video node is refused with guidance and ignored without."""
+    """A negative that bypasses the image-to-video node is refused with guidance, else ignored."""
     negative = {"negative": ["text", 1]}
     with pytest.raises(NodeFailedError, match="different start images"):
         run(workflow("i2v", {"sampler": {**negative, "guidance_high": 1.0, "guidance_low": 2.0}}))
-    assert timeline(run(workflow("i2v", {"sampler": {**negative, "guidance_high": 1.0, "guidance_low": 1.0}}))).steps
+    assert timeline(
+        run(workflow("i2v", {"sampler": {**negative, "guidance_high": 1.0, "guidance_low": 1.0}}))
+    ).steps
 
 
 def test_an_unknown_node_is_named(run: Run) -> None:
@@ -394,37 +448,61 @@ def test_the_host_loads_the_experts_and_says_how_much_of_the_policy_it_has_room_
 ) -> None:
     asked: list[tuple[OffloadPolicy, int]] = []
 
-    def load_experts(ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+    def load_experts(
+        ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int
+    ) -> LoadedExperts:
         asked.append((policy, working_bytes))
         return LoadedExperts(
-            pair=embedded_host.experts(ref), policy=OffloadPolicy.resident(), device=torch.device("cpu")
+            pair=embedded_host.models.experts(ref),
+            policy=OffloadPolicy.resident(),
+            device=torch.device("cpu"),
         )
 
-    monkeypatch.setattr(embedded_host, "load_experts", load_experts)
+    monkeypatch.setattr(embedded_host.models, "load_experts", load_experts)
     steps = timeline(run(workflow("t2v"))).steps
     ((policy, working_bytes),) = asked
     assert policy.kind != "resident"
     assert working_bytes > 0
-    assert [step.bytes_moved > 0 for step in steps] == [True, False, False, True], "each expert is fetched once"
+    assert [step.bytes_moved > 0 for step in steps] == [True, False, False, True], (
+        "each expert is fetched once"
+    )
 
 
 def test_progress_is_told_step_by_step(run: Run) -> None:
     told: list[tuple[int, int]] = []
-    run(workflow("t2v"), on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None)
+    run(
+        workflow("t2v"),
+        on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None,
+    )
     assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_a_run_is_announced_with_the_numbers_that_the_history_keeps(run: Run) -> None:
+def test_a_run_is_announced_with_the_numbers_that_the_history_keeps(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_experts, "thread_notes", lambda device: ["cores are busy"])
     told: list[tuple[str, Mapping[str, Any]]] = []
     history = run(workflow("t2v"), on_event=lambda event, payload: told.append((event, payload)))
     told = [(event, payload) for event, payload in told if event not in {NOTICES_EVENT, VISITS}]
-    assert [event.removeprefix("wanstream.") for event, _ in told] == ["begin", "step", "step", "step", "step", "end"]
+    assert [event.removeprefix("wanstream.") for event, _ in told] == [
+        "begin",
+        "step",
+        "step",
+        "step",
+        "step",
+        "end",
+    ]
     begin, *steps, end = (payload for _, payload in told)
-    assert (begin["node"], begin["experts"], begin["switch_step"]) == ("sampler", ["high"] * 3 + ["low"], 3)
+    assert (begin["node"], begin["experts"], begin["switch_step"]) == (
+        "sampler",
+        ["high"] * 3 + ["low"],
+        3,
+    )
     assert begin["settings"]["size"] == "32x32x5"
     assert begin["settings"]["dtype"] in {"bf16", "fp32"}, "what auto gave on this CPU"
     (kept,) = history.outputs["sampler"]["wanstream_timeline"]
     assert end["timeline"] == kept
+    assert kept["changes"] == begin["changes"] == ["cores are busy"]
     assert [payload["record"] for payload in steps] == kept["steps"]
 
 

@@ -12,10 +12,11 @@ from wanstream.host import io
 from wanstream.nodes.decode import WanStreamVAEDecode
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
-from wanstream.schema import WorkersRef
-from wanstream.schema.refs import IN_PROCESS
+from wanstream.schema.refs import WorkersRef
+from wanstream.schema.refs.workers import IN_PROCESS
 from wanstream.tests.support.embedded import embedded_host
-from wanstream.wan import TilingError, open_text_encoder
+from wanstream.wan.text import open_text_encoder
+from wanstream.wan.vae import TilingError
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import open_vae
 
@@ -63,7 +64,7 @@ def test_a_file_decodes_what_the_folder_decodes() -> None:
 @pytest.mark.slow
 def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
     latent = {"samples": torch.randn(2, 16, 2, 9, 12, generator=torch.Generator().manual_seed(0))}
-    with open_vae(embedded_host.model_path(VAE, "vae")) as vae:
+    with open_vae(embedded_host.files.model_path(VAE, "vae")) as vae:
         expected = vae.decode(latent["samples"], device="cpu", tiling=Tiling.of(64)).flatten(0, 1)
 
     (alone,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64).args
@@ -76,9 +77,11 @@ def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
         (shared,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64, workers=workers).args
         (by_memory,) = WanStreamVAEDecode.execute(VAE, latent, workers=workers).args
     finally:
-        embedded_host.worker_registry.close()
+        embedded_host.memory.worker_registry.close()
     assert torch.equal(shared, expected)
-    assert torch.allclose(by_memory, whole, atol=1e-5), "one worker has the memory for whole pictures"
+    assert torch.allclose(by_memory, whole, atol=1e-5), (
+        "one worker has the memory for whole pictures"
+    )
 
 
 @pytest.mark.parametrize(("tile_size", "said"), [(56, "give 64 or more"), (100, "multiple of 8")])
@@ -88,9 +91,13 @@ def test_tiles_that_make_no_picture_are_refused_before_the_run(tile_size: int, s
     assert all(WanStreamVAEDecode.validate_inputs(fine) is True for fine in (None, 0, 64, 256))
 
 
-def given(vae: str, start: torch.Tensor, end: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def given(
+    vae: str, start: torch.Tensor, end: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Return the values that the node adds to the prompts."""
-    positive, negative, _ = WanStreamImageToVideo.execute(TEXT, TEXT, vae, start, 1, end, **SIZE).args
+    positive, negative, _ = WanStreamImageToVideo.execute(
+        TEXT, TEXT, vae, start, 1, end, **SIZE
+    ).args
     added: dict[str, torch.Tensor] = positive[0][1]
     assert all(negative[0][1][name] is value for name, value in added.items())
     return added
@@ -110,12 +117,20 @@ def test_an_end_image_is_a_given_frame() -> None:
 
     assert first["concat_mask"].shape == (1, 1, 3, 2, 4)
     assert both["concat_mask"].shape == (1, 4, 3, 2, 4)
-    assert both["concat_mask"][0, :, :, 0, 0].T.tolist() == [[0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]
-    changed = (both["concat_latent_image"] - first["concat_latent_image"]).abs().amax(dim=(0, 1, 3, 4))
+    assert both["concat_mask"][0, :, :, 0, 0].T.tolist() == [
+        [0, 0, 0, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 0],
+    ]
+    changed = (
+        (both["concat_latent_image"] - first["concat_latent_image"]).abs().amax(dim=(0, 1, 3, 4))
+    )
     assert changed[0] == 0, "the VAE looks back in time only"
     assert changed[2] > 0.01
 
 
 def test_more_images_than_frames_are_refused() -> None:
-    with pytest.raises(ValueError, match="8 start images and 2 end images do not fit into 9 frames"):
+    with pytest.raises(
+        ValueError, match="8 start images and 2 end images do not fit into 9 frames"
+    ):
         given(VAE, torch.rand(8, 16, 32, 3), torch.rand(2, 16, 32, 3))

@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B in a graph of our nodes: from text, from an image, on workers, and refused combinations."""
+"""Wan2.2 TI2V-5B in a graph of our nodes: text, image, workers, and refused combinations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.loaders import SAME_FOLDER, WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.sampler import WanStreamSampler
-from wanstream.sampling import RequestError
-from wanstream.schema import WorkersRef
-from wanstream.schema.refs import IN_PROCESS
+from wanstream.sampling.steps import RequestError
+from wanstream.schema.refs import WorkersRef
+from wanstream.schema.refs.workers import IN_PROCESS
 from wanstream.testing.model import T2V_FILE, TI2V_FILE, TI2V_PIPELINE, WAN22_VAE_FILE
 from wanstream.wan.checkpoint.files import CheckpointError
 
@@ -61,8 +61,12 @@ def test_a_video_of_an_image_begins_with_it_on_workers_too(text: list[list[Any]]
     samples = _sampled(ref, given)
     first = given[2]["samples"][:, :, :1]
     assert (samples[:, :, :1] - first).norm() / first.norm() < 1e-5
-    other = WanStreamImageToVideo.execute(text, text, WAN22_VAE_FILE.name, _image(seed=2), 1, **SIZE).args
-    assert (_sampled(ref, other)[:, :, 1:] - samples[:, :, 1:]).norm() / samples.norm() > 1e-3, "the others follow it"
+    other = WanStreamImageToVideo.execute(
+        text, text, WAN22_VAE_FILE.name, _image(seed=2), 1, **SIZE
+    ).args
+    assert (_sampled(ref, other)[:, :, 1:] - samples[:, :, 1:]).norm() / samples.norm() > 1e-3, (
+        "the others follow it"
+    )
     shared = _sampled(ref, given, workers=WorkersRef(count=1, address=IN_PROCESS))
     assert torch.equal(shared, samples)
 
@@ -70,14 +74,24 @@ def test_a_video_of_an_image_begins_with_it_on_workers_too(text: list[list[Any]]
 def test_what_does_not_belong_together_is_told(text: list[list[Any]]) -> None:
     with pytest.raises(CheckpointError, match=r"is one expert: give the low-noise expert too"):
         WanStreamExperts.execute(TI2V_FILE.name, SAME_FOLDER, "fp32")
-    with pytest.raises(CheckpointError, match=r"has no transformer_2: .* open this as a single model"):
+    with pytest.raises(
+        CheckpointError, match=r"has no transformer_2: .* open this as a single model"
+    ):
         WanStreamExperts.execute(TI2V_PIPELINE.name, SAME_FOLDER, "fp32")
-    with pytest.raises(CheckpointError, match=r"is Wan2.2 TI2V-5B \(48 channels\), which is a single model"):
+    with pytest.raises(
+        CheckpointError, match=r"is Wan2.2 TI2V-5B \(48 channels\), which is a single model"
+    ):
         WanStreamExperts.execute(TI2V_FILE.name, TI2V_FILE.name, "fp32")
-    (ours,), (theirs,) = (WanStreamOneExpert.execute(file.name, "fp32").args for file in (TI2V_FILE, T2V_FILE))
+    (ours,), (theirs,) = (
+        WanStreamOneExpert.execute(file.name, "fp32").args for file in (TI2V_FILE, T2V_FILE)
+    )
     (plain,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1).args
     (wide,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1, model="Wan2.2 5B").args
-    with pytest.raises(RequestError, match=r"the latent has 16 channels, .* takes those of Wan2.2 5B, with 48"):
+    with pytest.raises(
+        RequestError, match=r"the latent has 16 channels, .* takes those of Wan2.2 5B, with 48"
+    ):
         _sampled(ours, (text, text, plain))
-    with pytest.raises(RequestError, match=r"the latent has 48 channels, .* takes those of Wan2.1 .*, with 16"):
+    with pytest.raises(
+        RequestError, match=r"the latent has 48 channels, .* takes those of Wan2.1 .*, with 16"
+    ):
         _sampled(theirs, (text, text, wide))

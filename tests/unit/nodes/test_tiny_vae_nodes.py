@@ -1,4 +1,7 @@
-"""Tiny VAEs in the decoding nodes: whole, in tiles, over a worker, to a file; what is refused, and where."""
+"""Tiny VAEs in the decoding nodes: whole, in tiles, over a worker, to a file.
+
+What is refused, and where.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ import torch
 
 from wanstream.host import io
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.workers import workers_inputs
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan import open_vae
+from wanstream.wan.vae import open_vae
 from wanstream.wan.vae.tiles import Tiling
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -89,20 +92,26 @@ def decode(models: Path, tmp_path: Path) -> Iterator[Callable[..., History]]:
         )
 
     yield run
-    embedded_host.worker_registry.close()
+    embedded_host.memory.worker_registry.close()
 
 
-def frames_of(models: Path, name: str, tiling: Tiling | None = None, scale: str = "by file name") -> torch.Tensor:
+def frames_of(
+    models: Path, name: str, tiling: Tiling | None = None, scale: str = "by file name"
+) -> torch.Tensor:
     with open_vae(models / name, latent_scale=scale) as vae:
         return vae.decode(LATENT, device="cpu", tiling=tiling).flatten(0, 1)
 
 
 @pytest.mark.parametrize("tile", [0, 64])
 @pytest.mark.parametrize("workers", [False, True])
-def test_images_are_those_of_the_vae(decode: Callable[..., History], models: Path, tile: int, workers: bool) -> None:
+def test_images_are_those_of_the_vae(
+    decode: Callable[..., History], models: Path, tile: int, workers: bool
+) -> None:
     link = {"workers": ["workers", 0]} if workers else {}
     history = decode("WanStreamVAEDecode", vae="taew2_1.safetensors", tile_size=tile, **link)
-    expected = frames_of(models, "vae_approx/taew2_1.safetensors", Tiling.of(tile) if tile else None)
+    expected = frames_of(
+        models, "vae_approx/taew2_1.safetensors", Tiling.of(tile) if tile else None
+    )
     images = history.results["decode"][0]
     assert images.shape == (10, 72, 80, 3)
     # Without a tile size, the only worker decodes one tile of the size of the frame.
@@ -122,7 +131,9 @@ def test_the_setting_is_used_wherever_tiles_are_decoded(
     decode: Callable[..., History], models: Path, scale: str, workers: bool
 ) -> None:
     link = {"workers": ["workers", 0]} if workers else {}
-    history = decode("WanStreamVAEDecode", vae="mine.safetensors", latent_scale=scale, tile_size=64, **link)
+    history = decode(
+        "WanStreamVAEDecode", vae="mine.safetensors", latent_scale=scale, tile_size=64, **link
+    )
     name = "vae/mine.safetensors"
     found = history.results["decode"][0]
     assert torch.equal(found, frames_of(models, name, Tiling.of(64), scale))
@@ -134,12 +145,20 @@ def test_the_setting_is_used_wherever_tiles_are_decoded(
 @pytest.mark.parametrize(
     ("inputs", "reason"),
     [
-        ({"vae": "taew2_2.safetensors"}, r"\[2, 16, 2, 9, 10\], .* 48 channels: take lighttaew2_1.safetensors"),
-        ({"vae": "taew2_1.safetensors", "memory_gb": 1e-6}, r"decoding 80x72 frames in tiles of 64 pixels"),
+        (
+            {"vae": "taew2_2.safetensors"},
+            r"\[2, 16, 2, 9, 10\], .* 48 channels: take lighttaew2_1.safetensors",
+        ),
+        (
+            {"vae": "taew2_1.safetensors", "memory_gb": 1e-6},
+            r"decoding 80x72 frames in tiles of 64 pixels",
+        ),
     ],
     ids=["other space", "memory"],
 )
-def test_what_is_refused(decode: Callable[..., History], kind: str, inputs: dict[str, Any], reason: str) -> None:
+def test_what_is_refused(
+    decode: Callable[..., History], kind: str, inputs: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(NodeFailedError, match=reason):
         decode(kind, **inputs)
 
@@ -150,7 +169,10 @@ def test_what_is_refused(decode: Callable[..., History], kind: str, inputs: dict
     [
         ({"vae": "mine.safetensors"}, "set latent_scale to raw or normalised"),
         ({"vae": "taew_cut.safetensors"}, "taew_cut.safetensors.*truncated"),
-        ({"vae": "wan_2.1_vae.safetensors", "compute_dtype": "fp16"}, "set compute_dtype to fp32 or bf16"),
+        (
+            {"vae": "wan_2.1_vae.safetensors", "compute_dtype": "fp16"},
+            "set compute_dtype to fp32 or bf16",
+        ),
     ],
     ids=["other name", "cut off", "fp16"],
 )
@@ -169,7 +191,13 @@ def test_a_node_that_encodes_lists_no_tiny_vae(models: Path, tmp_path: Path) -> 
         },
         "start": {
             "class_type": "WanStreamImageToVideo",
-            "inputs": {"vae": "taew2_1.safetensors", "width": 32, "height": 32, "frames": 5, "batch_size": 1},
+            "inputs": {
+                "vae": "taew2_1.safetensors",
+                "width": 32,
+                "height": 32,
+                "frames": 5,
+                "batch_size": 1,
+            },
         },
         "decode": {
             "class_type": "WanStreamVAEDecode",
@@ -178,4 +206,6 @@ def test_a_node_that_encodes_lists_no_tiny_vae(models: Path, tmp_path: Path) -> 
         "kept": {"class_type": "Kept", "inputs": {"images": ["decode", 0]}},
     }
     with pytest.raises(InvalidWorkflowError, match=r"taew2_1\.safetensors"):
-        run_workflow(prompt, nodes=[*NODES, Kept], models=models, output=tmp_path, input_dir=tmp_path)
+        run_workflow(
+            prompt, nodes=[*NODES, Kept], models=models, output=tmp_path, input_dir=tmp_path
+        )

@@ -1,4 +1,4 @@
-"""Nodes for the inputs of Fun Control and Bernini, and the loaders of their files, on the test model."""
+"""Nodes for the inputs of Fun Control and Bernini, and their loaders, on the test model."""
 
 from __future__ import annotations
 
@@ -9,26 +9,40 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import Folders
-from wanstream.nodes import latents
+from wanstream.host.embedded.files import Folders
 from wanstream.nodes.guidance import WanStreamGuidance
 from wanstream.nodes.latents import UnsupportedImageError
-from wanstream.nodes.sampler import request_of
-from wanstream.nodes.variants import bernini
+from wanstream.nodes.sampler import SamplerSettings
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WAN21_CONTROL, WanStreamFunControl
-from wanstream.sampling import InsufficientMemoryError, RequestError, denoise
-from wanstream.sampling.inputs.control import control_mask, fitted_reference, whole_latent_frames
-from wanstream.schema import OffloadPolicy, VideoShape
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest, control
+from wanstream.sampling.inputs.control import fitted_reference, whole_latent_frames
+from wanstream.sampling.inputs.first_frame import start_end_mask
+from wanstream.sampling.steps import InsufficientMemoryError, RequestError, errors
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef
+from wanstream.shapes import VideoShape
 from wanstream.tests.support.embedded import embedded_host
-from wanstream.wan import WAN21, open_experts
+from wanstream.wan import open_experts
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import open_single_model
-from wanstream.wan.latent_space import normalise
+from wanstream.wan.latents import WAN21
+from wanstream.wan.latents.space import normalise
 
 VAE, VAE_5B, CLIP = "wan_2.1_vae.safetensors", "wan2.2_vae.safetensors", "clip_vision_h.safetensors"
 SIZE = {"width": 64, "height": 32, "frames": 9, "batch_size": 1}
-SETTINGS = {"seed": 1, "steps": 2, "switch_step": 1, "guidance_high": 3.0, "guidance_low": 3.0}
+SETTINGS: dict[str, Any] = {
+    "steps": 2,
+    "solver": "unipc",
+    "schedule": "wan",
+    "flow_shift": 12.0,
+    "boundary_ratio": 0.875,
+    "switch_step": 1,
+    "start_step": 0,
+    "guidance_high": 3.0,
+    "guidance_low": 3.0,
+}
 ONE = {**SETTINGS, "switch_step": -1, "boundary_ratio": 0.0}
 FUN, BERNINI = "wan2.2_fun_control_{}_noise_14B_fp8_scaled", "wan2.2_bernini_r_{}_noise_fp8_scaled"
 FUN_21, BERNINI_SMALL = "wan2.1_fun_control_1.3B_bf16", "wan2.1_bernini_1.3B_fp16"
@@ -40,13 +54,20 @@ def _images(frames: int, height: int, width: int, *, seed: int) -> torch.Tensor:
     return torch.rand(frames, height, width, 3, generator=torch.Generator().manual_seed(seed))
 
 
-CONTROL, START, REFERENCE = (_images(frames, 40, 50, seed=seed) for seed, frames in enumerate((9, 1, 1), start=1))
+CONTROL, START, REFERENCE = (
+    _images(frames, 40, 50, seed=seed) for seed, frames in enumerate((9, 1, 1), start=1)
+)
 
 
 def _prompts() -> dict[str, Prompt]:
     texts = {"positive": 1, "negative": 2}
     return {
-        side: [[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(seed)), {"pooled_output": None}]]
+        side: [
+            [
+                torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(seed)),
+                {"pooled_output": None},
+            ]
+        ]
         for side, seed in texts.items()
     }
 
@@ -70,8 +91,19 @@ def _fun(**inputs: Any) -> tuple[Prompt, Prompt, dict[str, torch.Tensor]]:
 
 
 def _bernini(**inputs: Any) -> tuple[Prompt, Prompt, dict[str, torch.Tensor]]:
-    positive, negative, latent = WanStreamBernini.execute(**_prompts(), **{"vae": VAE, **SIZE, **inputs}).args
+    positive, negative, latent = WanStreamBernini.execute(
+        **_prompts(), **{"vae": VAE, **SIZE, **inputs}
+    ).args
     return positive, negative, latent
+
+
+def request_of(
+    positive: Prompt, negative: Prompt, latent: Any, guidance: Any = None, **widgets: Any
+) -> DenoiseRequest:
+    settings = SamplerSettings.of(
+        ExpertsRef(high_noise=Path("any")), {**widgets, "guidance": guidance}
+    )
+    return settings.request(positive, negative, latent, seed=1)
 
 
 class TestFunControl:
@@ -113,7 +145,10 @@ class TestFunControl:
         ("inputs", "message"),
         [
             ({"model": WAN21_CONTROL, "start_image": START}, "choose a clip_vision file"),
-            ({"model": WAN21_CONTROL, "clip_vision": CLIP}, "connect start_image or reference_image"),
+            (
+                {"model": WAN21_CONTROL, "clip_vision": CLIP},
+                "connect start_image or reference_image",
+            ),
             ({"model": WAN21_CONTROL, "vae": VAE_5B}, "with the VAE of Wan2.2 5B"),
         ],
     )
@@ -151,21 +186,25 @@ class TestBernini:
         positive, _, latent = _bernini(source_video=CONTROL, reference_image=REFERENCE)
         _, negative, _ = _bernini(reference_image=REFERENCE)
         request = request_of(positive, negative, latent, **SETTINGS)
-        for side, given in zip(request.tokens_of_sides, (positive, negative), strict=True):
+        for side, given in zip(request.inputs.tokens_of_sides, (positive, negative), strict=True):
             wanted = [normalise(each) for each in given[0][1]["context_latents"]]
             assert [each.shape for each in side.context] == [each.shape for each in wanted]
             assert all(map(torch.equal, side.context, wanted))
-        assert [len(side.context) for side in request.tokens_of_sides] == [2, 1]
-        assert request_of(positive, positive, latent, **SETTINGS).negative_tokens is None, "equal on both sides"
+        assert [len(side.context) for side in request.inputs.tokens_of_sides] == [2, 1]
+        assert request_of(positive, positive, latent, **SETTINGS).inputs.negative_tokens is None, (
+            "equal on both sides"
+        )
         unguided = {**SETTINGS, "guidance_high": 1.0, "guidance_low": 1.0}
-        assert request_of(positive, negative, latent, **unguided).negative_tokens is None, "not read"
+        assert request_of(positive, negative, latent, **unguided).inputs.negative_tokens is None, (
+            "not read"
+        )
 
     def test_wan_guidance_scales_the_sources(self) -> None:
         positive, negative, latent = _bernini(source_video=CONTROL)
         values = {"guidance_steps": "", "nag_scale": 1.0, "nag_tau": 2.5, "nag_alpha": 0.25}
         (guidance,) = WanStreamGuidance.execute(**values, context_guidance=1.5).args
         request = request_of(positive, negative, latent, guidance=guidance, **SETTINGS)
-        assert (request.context_guidance, request.lanes_at(0)) == (1.5, 3)
+        assert (request.guidance_settings.context, request.lanes_at(0)) == (1.5, 3)
         (off,) = WanStreamGuidance.execute(**values).args
         assert request_of(positive, negative, latent, guidance=off, **SETTINGS).lanes_at(0) == 2
         unguided = {**SETTINGS, "guidance_high": 1.0, "guidance_low": 1.0}
@@ -185,7 +224,11 @@ class TestBernini:
         [
             ({"source_video": torch.zeros(1025, 8, 8, 3)}, "source", 1025 * 4096 * 4096 * 3 * 4),
             ({"source_video": torch.zeros(7, 8, 8, 3)}, "source", 5 * 4096 * 4096 * 3 * 4),
-            ({"reference_video": torch.zeros(9, 400, 600, 3), "longest_side": 480}, "reference", 9 * 320 * 480 * 3 * 4),
+            (
+                {"reference_video": torch.zeros(9, 400, 600, 3), "longest_side": 480},
+                "reference",
+                9 * 320 * 480 * 3 * 4,
+            ),
         ],
     )
     def test_a_video_for_which_there_is_too_little_ram_is_not_scaled(
@@ -200,23 +243,31 @@ class TestBernini:
         def scaled(*_: object, **__: object) -> torch.Tensor:
             raise AssertionError("the video was scaled")
 
-        monkeypatch.setattr(latents, "insufficient_ram", lacking)
-        monkeypatch.setattr(bernini, "fitted_video", scaled)
-        monkeypatch.setattr(bernini, "fitted_reference", scaled)
-        with pytest.raises(InsufficientMemoryError, match=rf"the {name} video takes .* of RAM, and 2\.00 GB are free"):
+        monkeypatch.setattr(errors, "insufficient_ram", lacking)
+        monkeypatch.setattr(control, "fitted", scaled)
+        monkeypatch.setattr(control, "fitted_reference", scaled)
+        with pytest.raises(
+            InsufficientMemoryError,
+            match=rf"the {name} video takes .* of RAM, and 2\.00 GB are free",
+        ):
             _bernini(**inputs, width=4096, height=4096, frames=1025)
         assert asked == [nbytes]
 
 
 @pytest.mark.parametrize(
     ("name", "made"),
-    [(FUN, lambda: _fun(reference_image=REFERENCE)), (BERNINI, lambda: _bernini(source_video=CONTROL))],
+    [
+        (FUN, lambda: _fun(reference_image=REFERENCE)),
+        (BERNINI, lambda: _bernini(source_video=CONTROL)),
+    ],
     ids=["Fun Control", "Bernini"],
 )
 def test_a_pair_runs_on_the_test_model(sample_models: Path, name: str, made: Any) -> None:
     files = (_file(sample_models, name, expert) for expert in ("high", "low"))
     with open_experts(*files, compute_dtype=torch.float32) as pair:
-        result = denoise(pair, request_of(*made(), **SETTINGS), policy=OffloadPolicy.layerwise(1), device="cpu")
+        result = denoise(
+            pair, request_of(*made(), **SETTINGS), policy=OffloadPolicy.layerwise(1), device="cpu"
+        )
     assert result.latents.isfinite().all()
     assert result.latents.std() > 0.1
 
@@ -232,29 +283,36 @@ def test_a_pair_runs_on_the_test_model(sample_models: Path, name: str, made: Any
 )
 def test_a_single_model_runs_on_the_test_model(sample_models: Path, name: str, made: Any) -> None:
     with open_single_model(_file(sample_models, name), compute_dtype=torch.float32) as model:
-        result = denoise(model, request_of(*made(), **ONE), policy=OffloadPolicy.layerwise(1), device="cpu")
+        result = denoise(
+            model, request_of(*made(), **ONE), policy=OffloadPolicy.layerwise(1), device="cpu"
+        )
     assert result.latents.isfinite().all()
     assert result.latents.std() > 0.1
 
 
 def test_the_wrong_loader_is_refused(sample_models: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"an expert of Fun Control of Wan2.2 A14B \(52 channels\).* as a pair"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"an expert of Fun Control of Wan2.2 A14B \(52 channels\).* as a pair",
+    ):
         open_single_model(_file(sample_models, FUN))
     single = _file(sample_models, FUN_21)
-    with pytest.raises(CheckpointError, match=r"is Fun Control of Wan2.1 \(48 channels\), which is a single model"):
+    with pytest.raises(
+        CheckpointError, match=r"is Fun Control of Wan2.1 \(48 channels\), which is a single model"
+    ):
         open_experts(single, single)
     with pytest.raises(CheckpointError, match="is T2V, but the high-noise expert"):
         open_experts(_file(sample_models, FUN), _file(sample_models, BERNINI, "low"))
 
 
 def test_frames_and_sides_of_references() -> None:
-    assert [len(whole_latent_frames(_images(count, 4, 4, seed=1), 9)) for count in (1, 4, 5, 8, 9, 30)] == [
-        *(1, 1, 5, 5, 9, 9)
-    ]
+    assert [
+        len(whole_latent_frames(_images(count, 4, 4, seed=1), 9)) for count in (1, 4, 5, 8, 9, 30)
+    ] == [*(1, 1, 5, 5, 9, 9)]
     assert fitted_reference(_images(1, 100, 1000, seed=1), 1, 848).shape == (1, 80, 848, 3)
     assert fitted_reference(_images(1, 5, 7, seed=1), 1, 848).shape == (1, 16, 16, 3)
 
 
 def test_the_mask_has_an_entry_for_each_start_frame() -> None:
     shape = VideoShape(width=32, height=16, frames=9, per_latent=WAN21.pixels)
-    assert control_mask(2, shape)[0, :, :, 0, 0].T.flatten().tolist() == [0] * 5 + [1] * 7
+    assert start_end_mask(2, 0, shape)[0, :, :, 0, 0].T.flatten().tolist() == [0] * 5 + [1] * 7

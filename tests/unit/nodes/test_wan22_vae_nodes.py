@@ -11,14 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.host.embedded.adapter import Folders
-from wanstream.nodes.latents import UnsupportedImageError, WanStreamEmptyLatent, WanStreamImageToVideo
+from wanstream.host.embedded.files import Folders
+from wanstream.nodes.latents import (
+    UnsupportedImageError,
+    WanStreamEmptyLatent,
+    WanStreamImageToVideo,
+)
 from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to_file
 from wanstream.nodes.runs.latent_backup import VideoRefusedError
-from wanstream.schema import WorkersRef
-from wanstream.schema.refs import IN_PROCESS
+from wanstream.nodes.runs.video_file import VideoEncoding
+from wanstream.schema.refs import WorkersRef
+from wanstream.schema.refs.workers import IN_PROCESS
 from wanstream.tests.support.embedded import embedded_host
-from wanstream.wan.latent_space import WAN22, denormalise
+from wanstream.wan.latents.space import WAN22, denormalise
 from wanstream.wan.vae.memory import HEAP_BYTES
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import VaeInputError, WanVae, open_vae
@@ -43,8 +48,16 @@ def opened(sample_models: Path) -> Iterator[WanVae]:
         yield vae
 
 
-def decoded(latents: torch.Tensor, *, vae: str = VAE, tile: int = 0, gb: float = 0, workers: WorkersRef | None = None):
-    return decode_images(DecodeSettings.of(vae, latents, tile, gb, "fp32"), latents, workers, node_id=None)
+def decoded(
+    latents: torch.Tensor,
+    *,
+    vae: str = VAE,
+    tile: int = 0,
+    gb: float = 0,
+    workers: WorkersRef | None = None,
+):
+    settings = DecodeSettings.of(embedded_host, vae, latents, tile_size=tile, memory_gb=gb)
+    return decode_images(embedded_host, settings, latents, workers, node_id=None)
 
 
 class TestSizes:
@@ -61,7 +74,10 @@ class TestSizes:
             WanStreamEmptyLatent.validate_inputs(**size, model=WAN22.models)
 
     def test_a_link_is_known_at_the_run_only(self) -> None:
-        assert WanStreamEmptyLatent.validate_inputs(width=1280, height=720, frames=121, model=None) is True
+        assert (
+            WanStreamEmptyLatent.validate_inputs(width=1280, height=720, frames=121, model=None)
+            is True
+        )
 
 
 class TestDecode:
@@ -77,7 +93,7 @@ class TestDecode:
         videos, told = decoded(LATENT, gb=budget / 1e9)
         assert torch.equal(videos, opened.decode(LATENT, device="cpu", tiling=tiling))
         (said,) = told
-        assert said.startswith("decoded in tiles of 128 pixels: whole frames take ")
+        assert said.text.startswith("decoded in tiles of 128 pixels: whole frames take ")
 
     def test_workers_share_the_tiles(self, opened: WanVae) -> None:
         workers = WorkersRef(count=1, address=IN_PROCESS)
@@ -88,28 +104,46 @@ class TestDecode:
         assert torch.equal(shared, opened.decode(LATENT, device="cpu", tiling=Tiling.of(128, 16)))
 
     def test_a_video_file_has_the_size_of_the_frames(self, output: Path) -> None:
-        settings = DecodeSettings.of(VAE, LATENT, 0, 0, "fp32")
-        file, _ = decode_to_file(settings, LATENT, "video/%width%x%height%", node_id=None, fps=24, crf=18, metadata={})
+        settings = DecodeSettings.of(embedded_host, VAE, LATENT)
+        file, _ = decode_to_file(
+            embedded_host,
+            settings,
+            LATENT,
+            "video/%width%x%height%",
+            node_id=None,
+            video=VideoEncoding(fps=24, crf=18, metadata={}),
+        )
         with av.open(str(file.path)) as container:
             (stream,) = container.streams
-            assert (stream.width, stream.height, stream.frames, stream.average_rate) == (144, 80, 5, 24)
+            assert (stream.width, stream.height, stream.frames, stream.average_rate) == (
+                144,
+                80,
+                5,
+                24,
+            )
         assert file.path.name.startswith("144x80")
 
-    @pytest.mark.parametrize(("tile", "said"), [(72, "give 128 or more"), (136, "give a multiple of 16")])
+    @pytest.mark.parametrize(
+        ("tile", "said"), [(72, "give 128 or more"), (136, "give a multiple of 16")]
+    )
     def test_tiles_that_are_no_multiple_of_16(self, tile: int, said: str) -> None:
         with pytest.raises(TilingError, match=said):
-            DecodeSettings.of(VAE, LATENT, tile, 0, "fp32")
+            DecodeSettings.of(embedded_host, VAE, LATENT, tile_size=tile)
 
 
 class TestTheWrongPair:
     def test_latents_of_48_channels_and_the_vae_of_16_keep_the_latent(self, output: Path) -> None:
-        with pytest.raises(VideoRefusedError, match=r"\[1, 48, 2, 5, 9\], of Wan2\.2 5B, .* take wan2\.2_vae"):
+        with pytest.raises(
+            VideoRefusedError, match=r"\[1, 48, 2, 5, 9\], of Wan2\.2 5B, .* take wan2\.2_vae"
+        ):
             decoded(LATENT, vae=OTHER_VAE)
         (kept,) = output.rglob("*.latent")
         assert torch.equal(load_file(kept)["latent_tensor"], LATENT), "all its channels"
 
     def test_latents_of_16_channels_and_the_vae_of_48(self) -> None:
-        with pytest.raises(VideoRefusedError, match=r"for 48 channels: take wan_2\.1_vae\.safetensors for"):
+        with pytest.raises(
+            VideoRefusedError, match=r"for 48 channels: take wan_2\.1_vae\.safetensors for"
+        ):
             decoded(LATENT[:, :16])
 
     def test_workers_refuse_it_too(self) -> None:
@@ -122,19 +156,23 @@ class TestTheWrongPair:
 
     def test_latents_of_an_image_model(self) -> None:
         with pytest.raises(VaeInputError, match=r"give \[B, 16 or 48, T, h, w\]"):
-            DecodeSettings.of(VAE, torch.zeros(1, 4, 8, 8), 0, 0, "fp32")
+            DecodeSettings.of(embedded_host, VAE, torch.zeros(1, 4, 8, 8))
 
 
 class TestAStartImage:
     def test_the_latent_begins_with_it(self, opened: WanVae) -> None:
         image = torch.rand(1, 32, 64, 3, generator=torch.Generator().manual_seed(0))
-        positive, negative, latent = WanStreamImageToVideo.execute(PROMPT, PROMPT, VAE, image, 2, **SIZE).args
+        positive, negative, latent = WanStreamImageToVideo.execute(
+            PROMPT, PROMPT, VAE, image, 2, **SIZE
+        ).args
         assert positive is negative is PROMPT
         samples, mask = latent["samples"], latent["noise_mask"]
         assert (samples.shape, mask.shape) == ((2, 48, 3, 2, 4), (1, 1, 3, 2, 4))
         for one in samples:
             assert torch.equal(one[:, :1], opened.encode(image, device="cpu")[0])
-        assert torch.equal(samples[:, :, 1:], denormalise(torch.zeros(2, 48, 2, 2, 4))), "empty where nothing is given"
+        assert torch.equal(samples[:, :, 1:], denormalise(torch.zeros(2, 48, 2, 2, 4))), (
+            "empty where nothing is given"
+        )
         assert mask[:, :, 0].count_nonzero() == 0
         assert (mask[:, :, 1:] == 1).all()
 
@@ -148,7 +186,9 @@ class TestAStartImage:
     )
     def test_nothing_else_is_taken(self, more: dict[str, Any], said: str) -> None:
         with pytest.raises(UnsupportedImageError, match=said):
-            WanStreamImageToVideo.execute(PROMPT, PROMPT, VAE, torch.zeros(1, 8, 8, 3), 1, **SIZE, **more)
+            WanStreamImageToVideo.execute(
+                PROMPT, PROMPT, VAE, torch.zeros(1, 8, 8, 3), 1, **SIZE, **more
+            )
 
     def test_sizes_are_multiples_of_32(self) -> None:
         size = SIZE | {"height": 48}

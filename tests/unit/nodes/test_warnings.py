@@ -16,18 +16,20 @@ from safetensors.torch import load_file, save_file
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.host import io
-from wanstream.host.comfy.user_settings import STRICT, setting_is_on
+from wanstream.host.comfy.adapter.user_settings import STRICT, setting_is_on
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension, sockets
-from wanstream.nodes.inputs import NOTICES, StrictError
-from wanstream.schema.refs import ExpertsRef
+from wanstream.nodes.runs.notices import NOTICES, StrictError
+from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
 PACK_NODES = asyncio.run(WanStreamExtension().get_node_list())
 HIGH, LOW = (f"wan2.2_t2v_{place}_noise_14B_fp8_scaled.safetensors" for place in ("high", "low"))
-LORA_HIGH, LORA_LOW = (f"wan2.2_t2v_lightx2v_4steps_lora_v1.1_{place}_noise.safetensors" for place in ("high", "low"))
+LORA_HIGH, LORA_LOW = (
+    f"wan2.2_t2v_lightx2v_4steps_lora_v1.1_{place}_noise.safetensors" for place in ("high", "low")
+)
 IMAGE_LORA = "wan2.2_i2v_lightx2v_4steps_lora_v1_high_noise.safetensors"
 
 Open = Callable[..., History]
@@ -38,7 +40,12 @@ class Opened(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(node_id="Opened", inputs=[sockets.Experts.Input("experts")], outputs=[], is_output_node=True)
+        return io.Schema(
+            node_id="Opened",
+            inputs=[sockets.Experts.Input("experts")],
+            outputs=[],
+            is_output_node=True,
+        )
 
     @classmethod
     def execute(cls, experts: ExpertsRef) -> io.NodeOutput:
@@ -52,8 +59,16 @@ def graph(high: str = HIGH, low: str = LOW, loras: tuple[str, str] | None = None
         "end": {"class_type": "Opened", "inputs": {"experts": ["experts", 0]}},
     }
     if loras is not None:
-        given = {"high_noise": loras[0], "low_noise": loras[1], "strength_high": 1.0, "strength_low": 1.0}
-        nodes["lora"] = {"class_type": "WanStreamLora", "inputs": {"experts": ["experts", 0], **given}}
+        given = {
+            "high_noise": loras[0],
+            "low_noise": loras[1],
+            "strength_high": 1.0,
+            "strength_low": 1.0,
+        }
+        nodes["lora"] = {
+            "class_type": "WanStreamLora",
+            "inputs": {"experts": ["experts", 0], **given},
+        }
         nodes["end"]["inputs"]["experts"] = ["lora", 0]
     return nodes
 
@@ -96,26 +111,36 @@ def test_what_looks_wrong_is_on_the_node_and_in_the_log(
     (notice,) = ui[NOTICES]
     assert (notice["level"], notice["text"]) == ("wrong", shown.removeprefix("Warning: "))
     assert notice["exchange"] == (("high_noise", "low_noise") if "swapped" in message else None)
-    assert notice["values"] == {name: graph(**files)[node]["inputs"][name] for name in ("high_noise", "low_noise")}
-    assert [record.getMessage() for record in caplog.records if record.name == "wanstream.nodes"] == [
-        line.removeprefix("Warning: ") for line in shown.splitlines()
-    ]
+    assert notice["values"] == {
+        name: graph(**files)[node]["inputs"][name] for name in ("high_noise", "low_noise")
+    }
+    assert [
+        record.getMessage() for record in caplog.records if record.name == "wanstream.nodes"
+    ] == [line.removeprefix("Warning: ") for line in shown.splitlines()]
 
 
 @pytest.mark.parametrize(("files", "node", "message"), CASES.values(), ids=CASES)
-def test_it_is_an_error_where_the_user_is_strict(opened: Open, files: dict[str, Any], node: str, message: str) -> None:
+def test_it_is_an_error_where_the_user_is_strict(
+    opened: Open, files: dict[str, Any], node: str, message: str
+) -> None:
     with pytest.raises(NodeFailedError, match=message) as failed:
         opened(graph(**files), strict=True)
     assert isinstance(failed.value.__cause__, StrictError)
     assert failed.value.node_id == node
-    assert not embedded_host.strict(), "of that run alone"
+    assert not embedded_host.settings().strict, "of that run alone"
 
 
 SPELT = {
     "half under a wrapper": (lambda key: f"_orig_mod.{key}" if ".1." in key else key, None),
-    "half under an unknown prefix": (lambda key: f"foo.{key}" if ".1." in key else key, "unknown prefix 'foo."),
+    "half under an unknown prefix": (
+        lambda key: f"foo.{key}" if ".1." in key else key,
+        "unknown prefix 'foo.",
+    ),
     "a misspelt layer": (lambda key: key.replace("ffn.0", "fnn.0"), "4 of 40 layers"),
-    "a block of another model": (lambda key: key.replace(".blocks.3.", ".vace_blocks.3."), "10 of 40 .* of Wan VACE"),
+    "a block of another model": (
+        lambda key: key.replace(".blocks.3.", ".vace_blocks.3."),
+        "10 of 40 .* of Wan VACE",
+    ),
 }
 
 
@@ -146,7 +171,10 @@ def test_a_lora_of_which_nothing_is_used_is_refused_when_the_graph_starts(
     opened: Open, sample_models: Path, request: pytest.FixtureRequest
 ) -> None:
     whole = load_file(sample_models / "loras" / LORA_HIGH)
-    save_file({f"foo.{key}": tensor for key, tensor in whole.items()}, sample_models / "loras" / "foo.safetensors")
+    save_file(
+        {f"foo.{key}": tensor for key, tensor in whole.items()},
+        sample_models / "loras" / "foo.safetensors",
+    )
     request.addfinalizer((sample_models / "loras" / "foo.safetensors").unlink)
     with pytest.raises(InvalidWorkflowError, match=r"unknown prefix 'foo\..*' before blocks\.0\."):
         opened(graph(loras=("foo.safetensors", "none")))
@@ -159,7 +187,10 @@ def test_no_shipped_workflow_looks_wrong(opened: Open, name: str) -> None:
     kept = {node_id: node for node_id, node in prompt.items() if node["class_type"] in loaders}
     if not kept:
         pytest.skip("opens no experts of ours")
-    ends = {f"end {node_id}": {"class_type": "Opened", "inputs": {"experts": [node_id, 0]}} for node_id in kept}
+    ends = {
+        f"end {node_id}": {"class_type": "Opened", "inputs": {"experts": [node_id, 0]}}
+        for node_id in kept
+    }
     history = opened(kept | ends, strict=True)
     assert not any("text" in shown for shown in history.outputs.values())
 
@@ -177,7 +208,14 @@ def test_the_command_line_warns_or_fails(
         "experts.high_noise": LOW,
         "experts.low_noise": HIGH,
     }
-    command = ["run", str(WORKFLOWS / "t2v.json"), "--models", str(sample_models), "--out", str(tmp_path / "out")]
+    command = [
+        "run",
+        str(WORKFLOWS / "t2v.json"),
+        "--models",
+        str(sample_models),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     command += [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
     assert main([*command, *(["--strict"] if strict else [])]) == code
     said = capfd.readouterr()
@@ -185,10 +223,17 @@ def test_the_command_line_warns_or_fails(
     assert ("warning: experts: the experts look swapped" in said.err) == (not strict)
 
 
-def test_a_server_is_strict_by_its_own_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_is_strict_by_its_own_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "jobs.csv").write_text("sampler.seed\n1\n")
     command = ["batch", str(tmp_path / "jobs.csv"), "--workflow", str(WORKFLOWS / "t2v.json")]
-    assert main([*command, "--out", str(tmp_path / "out"), "--server", "http://127.0.0.1:9", "--strict"]) == INVALID
+    assert (
+        main(
+            [*command, "--out", str(tmp_path / "out"), "--server", "http://127.0.0.1:9", "--strict"]
+        )
+        == INVALID
+    )
     assert "enable its setting" in capsys.readouterr().err
 
 
@@ -204,7 +249,9 @@ def test_a_server_is_strict_by_its_own_setting(tmp_path: Path, capsys: pytest.Ca
         (None, False),
     ],
 )
-def test_the_setting_is_read_from_the_file_of_comfyui(tmp_path: Path, content: str | None, strict: bool) -> None:
+def test_the_setting_is_read_from_the_file_of_comfyui(
+    tmp_path: Path, content: str | None, strict: bool
+) -> None:
     if content is not None:
         (tmp_path / "settings.json").write_text(content)
     assert setting_is_on(tmp_path / "settings.json", STRICT) == strict

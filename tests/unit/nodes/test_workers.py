@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.workers import VARIABLE
+from wanstream.host.workers.clusters import VARIABLE
 from wanstream.nodes.workers import check_known, workers_inputs, workers_ref
-from wanstream.schema import Mesh, PathMap, WorkersRef
+from wanstream.schema import Mesh
+from wanstream.schema.refs import PathMap, WorkersRef
 
 AS_IT_IS = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
 
@@ -69,9 +70,17 @@ def test_degrees_are_read_with_their_layout_only() -> None:
         ),
         ({"layout": "manual", "cfg": 3, "count": 3}, None, "cfg is 3"),
         ({"layout": "diagonal"}, None, "choose one of latency, throughput, manual"),
-        ({"cluster": "next door"}, None, "the cluster is 'next door', and there are local, in-process, lab"),
+        (
+            {"cluster": "next door"},
+            None,
+            "the cluster is 'next door', and there are local, in-process, lab",
+        ),
         ({"cluster": "10.0.0.7:6379"}, None, "the cluster is '10.0.0.7:6379', and there are"),
-        ({"cluster": {"address": "10.0.0.7:6379"}}, None, "the cluster is {'address': '10.0.0.7:6379'}, and there are"),
+        (
+            {"cluster": {"address": "10.0.0.7:6379"}},
+            None,
+            "the cluster is {'address': '10.0.0.7:6379'}, and there are",
+        ),
         ({"cluster": 7}, None, "the cluster is 7, and there are"),
         ({"cluster": "in-process"}, None, "2 workers in this process"),
     ],
@@ -79,7 +88,9 @@ def test_degrees_are_read_with_their_layout_only() -> None:
 def test_what_cannot_be_is_refused_before_the_run_and_in_it(
     lab: None, settings: dict[str, Any], gpus: int | None, said: str
 ) -> None:
-    given = {name: value for name, value in {**AS_IT_IS, **settings}.items() if name not in NOT_ASKED}
+    given = {
+        name: value for name, value in {**AS_IT_IS, **settings}.items() if name not in NOT_ASKED
+    }
     with pytest.raises(ValueError, match=re.escape(said)) as refused:
         check_known(gpus=gpus, **given)
     with pytest.raises(ValueError, match=re.escape(str(refused.value))):
@@ -92,7 +103,15 @@ NOT_ASKED = ("weights", "threads", "max_restarts", "timeout_s")
 @pytest.mark.parametrize("linked", ["count", "layout", "cluster", "ulysses"])
 def test_a_setting_that_another_node_gives_is_judged_when_it_is_known(linked: str) -> None:
     """A linked value is None here; each of these alone could make the rest valid."""
-    degrees = {"layout": "manual", "data": 1, "stage": 1, "cfg": 1, "ring": 1, "ulysses": 3, "count": 3}
+    degrees = {
+        "layout": "manual",
+        "data": 1,
+        "stage": 1,
+        "cfg": 1,
+        "ring": 1,
+        "ulysses": 3,
+        "count": 3,
+    }
     many = {"cluster": "local", "count": 3}
     given = many if linked == "cluster" else degrees
     with pytest.raises(ValueError, match=r"GPUs here|divide"):

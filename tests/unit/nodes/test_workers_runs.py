@@ -1,4 +1,6 @@
-"""Samplers with the workers node in front of them, in the embedded host; one worker in this process needs no Ray.
+"""Samplers with the workers node in front of them, in the embedded host.
+
+One worker in this process needs no Ray.
 
 Two workers behind Ray: `tests/test_workflows.py` and `tests/integration/comfy/test_workers.py`.
 """
@@ -14,14 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.host.run_events import NOTICES_EVENT
-from wanstream.host.workers import VARIABLE
+from wanstream.host.workers.clusters import VARIABLE
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import run_experts
-from wanstream.schema import Cancelled, Timeline, WorkersRef
+from wanstream.schema import Cancelled
+from wanstream.schema.records import Timeline
+from wanstream.schema.refs import WorkersRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -56,7 +60,7 @@ def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
         return run_workflow(nodes, nodes=NODES, only=["sampler"], **places, **options)
 
     yield run
-    embedded_host.worker_registry.close()
+    embedded_host.memory.worker_registry.close()
     embedded_host.free_experts()
 
 
@@ -93,7 +97,11 @@ def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run)
     ran = history.results["sampler"][1]
     assert ran.workers == WorkersRef(count=1, address="in-process")
     told = [(event, payload) for event, payload in told if event != NOTICES_EVENT]
-    assert [event.removeprefix("wanstream.") for event, _ in told] == ["begin", *["step"] * 4, "end"]
+    assert [event.removeprefix("wanstream.") for event, _ in told] == [
+        "begin",
+        *["step"] * 4,
+        "end",
+    ]
     end = told[-1][1]
     assert end["ranks"].keys() == {"0"}
     assert len(Timeline.from_dict(end["ranks"]["0"]).steps) == 4
@@ -101,8 +109,12 @@ def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run)
     assert end["timeline"] == kept
 
 
-def test_a_group_that_is_apart_is_reported_in_the_samplers_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_experts, "wire_notes", lambda shared, driver: (f"{driver.mesh}: {shared.videos} apart",))
+def test_a_group_that_is_apart_is_reported_in_the_samplers_text(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        run_experts, "wire_notes", lambda shared, driver: (f"{driver.mesh}: {shared.videos} apart",)
+    )
     assert "one worker: 1 apart" in run(workflow(HERE)).outputs["sampler"]["text"]
 
 
@@ -119,7 +131,9 @@ def test_progress_is_told_step_by_step(run: Run) -> None:
 def test_a_run_whose_process_ended_continues_and_says_so(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0)
+    monkeypatch.setattr(
+        "wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0
+    )
     expected, states = latent(run(workflow(None))), tmp_path / ".wanstream-states"
 
     def end_after_two_steps(progress: NodeProgress) -> None:
@@ -136,7 +150,9 @@ def test_a_run_whose_process_ended_continues_and_says_so(
     )
     assert torch.equal(latent(history), expected)
     assert [step for step in told if step[1] == 4] == [(3, 4), (4, 4)]
-    assert "continued from step 2 of an interrupted run" in json.dumps(history.outputs["sampler"]["text"])
+    assert "continued from step 2 of an interrupted run" in json.dumps(
+        history.outputs["sampler"]["text"]
+    )
     assert not states.exists()
 
 
@@ -144,7 +160,9 @@ def test_a_run_whose_process_ended_continues_and_says_so(
 def test_an_interrupt_of_the_progress_bar_is_a_cancel_and_removes_the_states(
     error: type[Exception], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0)
+    monkeypatch.setattr(
+        "wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0
+    )
 
     def raise_after_two_steps(progress: NodeProgress) -> None:
         if (progress.node_id, progress.done, progress.total) == ("sampler", 2, 4):
@@ -174,20 +192,31 @@ def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
 def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
     run(workflow(None))
     ref = run(workflow(HERE)).results["sampler"][1].experts
-    assert embedded_host.experts(ref).loaded_bytes == 0
+    assert embedded_host.models.experts(ref).loaded_bytes == 0
 
 
 @pytest.mark.parametrize(
     ("workers", "said"),
     [
-        ({"count": 3, "layout": "manual", "cfg": 2}, "cfg x ring x ulysses is 1 x 1 x 2 x 1 x 1 = 2"),
-        ({"count": 3, "layout": "manual", "ulysses": 3}, "ulysses 3 does not divide the 40 attention heads"),
+        (
+            {"count": 3, "layout": "manual", "cfg": 2},
+            "cfg x ring x ulysses is 1 x 1 x 2 x 1 x 1 = 2",
+        ),
+        (
+            {"count": 3, "layout": "manual", "ulysses": 3},
+            "ulysses 3 does not divide the 40 attention heads",
+        ),
         ({"count": 2, "cluster": "in-process"}, "2 workers in this process"),
-        ({"cluster": "10.0.0.7:6379"}, "the cluster is '10.0.0.7:6379', and there are local, in-process"),
+        (
+            {"cluster": "10.0.0.7:6379"},
+            "the cluster is '10.0.0.7:6379', and there are local, in-process",
+        ),
         ({"layout": "diagonal"}, "the layout is 'diagonal'"),
     ],
 )
-def test_workers_that_cannot_be_are_refused_before_anything_runs(run: Run, workers: dict[str, Any], said: str) -> None:
+def test_workers_that_cannot_be_are_refused_before_anything_runs(
+    run: Run, workers: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InvalidWorkflowError) as refused:
         run(workflow(workers))
     (error,) = refused.value.verdict.node_errors["workers"]["errors"]

@@ -1,6 +1,7 @@
 """Memory of a separate process over many runs, as the operating system reports it.
 
-After other tests in the same process, a gap in the heap could take a buffer in one run and not in the next.
+After other tests in the same process, a gap in the heap could take a buffer in one run and not in
+the next.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 BLOCKS, WIDTH = 3, 3072
-"""A block takes 38 MB, so glibc maps it separately and returns it; glibc may keep freed blocks of up to 32 MB."""
+"""A block takes 38 MB, so glibc maps it separately and returns it; glibc may keep freed blocks of
+up to 32 MB."""
 RUNS, POLICIES = 12, 4
 
 RUN = """
@@ -29,16 +31,26 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from wanstream.offload import FileSource, attach_offload, read_header
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.offload import attach_offload
+from wanstream.offload.sources import FileSource
+from wanstream.offload.formats import read_header
+from wanstream.plan.programs import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
 
 path, blocks, width, runs = sys.argv[1], *map(int, sys.argv[2:])
 places = read_header(path).tensors
 source = FileSource(
-    {BlockKey(n, i): {"weight": places[f"{n}.{i}"]} for n in ("high", "low") for i in range(blocks)},
+    {
+        BlockKey(n, i): {"weight": places[f"{n}.{i}"]}
+        for n in ("high", "low")
+        for i in range(blocks)
+    },
     computed_dtypes=torch.float32,
 )
-stacks = {n: [nn.Linear(width, width, bias=False, device="meta") for _ in range(blocks)] for n in ("high", "low")}
+stacks = {
+    n: [nn.Linear(width, width, bias=False, device="meta") for _ in range(blocks)]
+    for n in ("high", "low")
+}
 pinned = OffloadPolicy.layerwise(1, source="pinned")
 policies = [
     OffloadPolicy.block_swap(2, 1, source="pinned"),
@@ -48,7 +60,9 @@ policies = [
 ]
 process = psutil.Process(os.getpid())
 stored, equal = load_file(path), True
-with attach_offload(stacks, policy=policies[0], device="cpu", source=source, follow_forward=False) as handle:
+with attach_offload(
+    stacks, policy=policies[0], device="cpu", source=source, follow_forward=False
+) as handle:
     for number in range(runs):
         handle.set_policy(policies[number % len(policies)])
         value = torch.randn(1, width, generator=torch.Generator().manual_seed(number))
@@ -57,9 +71,11 @@ with attach_offload(stacks, policy=policies[0], device="cpu", source=source, fol
             for visit in visits:
                 with going.visit(*visit):
                     block = stacks[visit.expert][visit.block]
-                    equal = equal and torch.equal(block.weight, stored[f"{visit.expert}.{visit.block}"])
+                    weight = stored[f"{visit.expert}.{visit.block}"]
+                    equal = equal and torch.equal(block.weight, weight)
                     value = torch.nn.functional.normalize(block(value))
-        print(json.dumps([process.memory_info().rss, handle.host_bytes, handle.loaded_bytes, equal]))
+        rss = process.memory_info().rss
+        print(json.dumps([rss, handle.host_bytes, handle.loaded_bytes, equal]))
 """
 
 
@@ -71,10 +87,15 @@ def test_memory_stays_flat_over_many_runs_and_policies(tmp_path: Path) -> None:
     names = [f"{name}.{block}" for name in ("high", "low") for block in range(BLOCKS)]
     save_file({name: torch.randn(WIDTH, WIDTH, generator=generator) for name in names}, path)
     given = [str(path), *(str(number) for number in (BLOCKS, WIDTH, RUNS))]
-    done = subprocess.run([sys.executable, "-c", RUN, *given], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *given], capture_output=True, text=True, check=True, timeout=120
+    )
     runs = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(runs) == RUNS
     for number, (rss, host, loaded, equal) in enumerate(runs):
         assert equal, f"other weights in run {number}"
         assert (host, loaded) == tuple(runs[number % POLICIES][1:3])
-        assert abs(rss - runs[number % POLICIES][0]) <= 0.02 * runs[number % POLICIES][0], (number, runs)
+        assert abs(rss - runs[number % POLICIES][0]) <= 0.02 * runs[number % POLICIES][0], (
+            number,
+            runs,
+        )

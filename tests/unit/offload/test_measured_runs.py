@@ -1,4 +1,4 @@
-"""Measured routes of a run of the engine, against the kernel's counters and against known amounts."""
+"""Measured routes of an engine run, against the kernel's counters and against known amounts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.sources.read_plan import ALIGNMENT, O_DIRECT
-from wanstream.plan import BlockKey, step_visits
-from wanstream.schema import OffloadPolicy, Timeline
+from wanstream.plan.programs import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.records import Timeline
 from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.step_events import ReadSpan
 
@@ -33,7 +34,9 @@ BLOCK_BYTES = WIDTH * WIDTH * 2
 COUNTERS = Path("/proc/self/io")
 LAYERWISE = OffloadPolicy.layerwise(1)
 
-needs_counters = pytest.mark.skipif(not os.access(COUNTERS, os.R_OK), reason="this kernel does not count reads")
+needs_counters = pytest.mark.skipif(
+    not os.access(COUNTERS, os.R_OK), reason="this kernel does not count reads"
+)
 
 
 def counted(name: str) -> int:
@@ -47,7 +50,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four blocks of one bf16 matrix, 8 MB each, on the disk."""
     path = tmp_path_factory.mktemp("weights") / "blocks.safetensors"
     generator = torch.Generator().manual_seed(0)
-    save_file({f"{i}": torch.randn(WIDTH, WIDTH, generator=generator).bfloat16() for i in range(BLOCKS)}, path)
+    save_file(
+        {f"{i}": torch.randn(WIDTH, WIDTH, generator=generator).bfloat16() for i in range(BLOCKS)},
+        path,
+    )
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path
@@ -67,7 +73,9 @@ def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype) -> T
     """Run some steps through all blocks."""
     recorder = Recorder(CPU)
     blocks = {"high": stack(dtype)}
-    with attach_offload(blocks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
+    with attach_offload(
+        blocks, policy=policy, device=CPU, source=source, follow_forward=False
+    ) as handle:
         visits = step_visits(["high"] * STEPS, handle.block_counts)
         with handle.run(visits, recorder=recorder) as run:
             for step in range(STEPS):
@@ -104,52 +112,79 @@ ROUTES = {
 
 @needs_counters
 @pytest.mark.parametrize("route", ROUTES)
-def test_bytes_through_the_page_cache_are_those_that_the_kernel_counts(weights: Path, route: str) -> None:
+def test_bytes_through_the_page_cache_are_those_that_the_kernel_counts(
+    weights: Path, route: str
+) -> None:
     policy, computed = ROUTES[route]
     gc.collect()
     before = counted("rchar")
     timeline = measured(source_of(weights, direct=False, computed=computed), policy, computed)
-    assert timeline.read_bytes == pytest.approx(counted("rchar") - before, rel=0.02)
-    assert timeline.read_bytes == (BLOCKS + (STEPS - 1) * (BLOCKS - 2 * (route == "some at home"))) * BLOCK_BYTES
+    assert timeline.transfers.read_bytes == pytest.approx(counted("rchar") - before, rel=0.02)
+    assert (
+        timeline.transfers.read_bytes
+        == (BLOCKS + (STEPS - 1) * (BLOCKS - 2 * (route == "some at home"))) * BLOCK_BYTES
+    )
 
 
 @needs_counters
 @pytest.mark.parametrize("route", ROUTES)
-def test_bytes_past_the_page_cache_are_those_that_the_kernel_counts(weights: Path, route: str) -> None:
+def test_bytes_past_the_page_cache_are_those_that_the_kernel_counts(
+    weights: Path, route: str
+) -> None:
     if not disk_counts(weights):
-        pytest.skip(f"the file system of {weights.parent} refuses O_DIRECT, or the kernel counts no reads of it")
+        pytest.skip(
+            f"the file system of {weights.parent} refuses O_DIRECT, or the kernel counts no reads "
+            "of it"
+        )
     policy, computed = ROUTES[route]
     before = counted("read_bytes")
     timeline = measured(source_of(weights, direct=True, computed=computed), policy, computed)
-    assert timeline.read_bytes == pytest.approx(counted("read_bytes") - before, rel=0.02)
+    assert timeline.transfers.read_bytes == pytest.approx(counted("read_bytes") - before, rel=0.02)
 
 
 def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
-    """A CPU copies RAM-resident blocks; other blocks are read directly into buffers, or decoded out of the slot."""
-    straight = measured(source_of(weights, direct=False, computed=torch.bfloat16), LAYERWISE, torch.bfloat16)
-    decoded = measured(source_of(weights, direct=False, computed=torch.float32), LAYERWISE, torch.float32)
+    """A CPU copies RAM-resident blocks.
+
+    Other blocks are read directly into buffers, or decoded out of the slot.
+    """
+    straight = measured(
+        source_of(weights, direct=False, computed=torch.bfloat16), LAYERWISE, torch.bfloat16
+    )
+    decoded = measured(
+        source_of(weights, direct=False, computed=torch.float32), LAYERWISE, torch.float32
+    )
     for timeline in (straight, decoded):
-        assert (timeline.copy_s, timeline.copied_bytes) == (0, 0)
-        assert timeline.read_s > 0
-        assert 0 <= timeline.stall_on_read_s <= timeline.stall_s
+        assert (timeline.transfers.copy_s, timeline.transfers.copied_bytes) == (0, 0)
+        assert timeline.transfers.read_s > 0
+        assert 0 <= timeline.transfers.stall_on_read_s <= timeline.stall_s
     at_home = replace(LAYERWISE, source="pinned")
-    homes = measured(source_of(weights, direct=False, computed=torch.bfloat16), at_home, torch.bfloat16)
+    homes = measured(
+        source_of(weights, direct=False, computed=torch.bfloat16), at_home, torch.bfloat16
+    )
     first, *later = homes.steps
-    assert first.read_s > 0
+    assert first.transfers.read_s > 0
     for step in later:
-        assert (step.read_bytes, step.read_s, step.stall_on_read_s) == (0, 0, 0)
-        assert step.copied_bytes == step.bytes_moved == BLOCKS * BLOCK_BYTES
-        assert 0 < step.copy_s <= homes.wall_s
-        assert step.copy_bytes_per_s == step.copied_bytes / step.copy_s
+        assert (
+            step.transfers.read_bytes,
+            step.transfers.read_s,
+            step.transfers.stall_on_read_s,
+        ) == (0, 0, 0)
+        assert step.transfers.copied_bytes == step.bytes_moved == BLOCKS * BLOCK_BYTES
+        assert 0 < step.transfers.copy_s <= homes.wall_s
+        assert (
+            step.transfers.copy_bytes_per_s == step.transfers.copied_bytes / step.transfers.copy_s
+        )
 
 
 def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
     """All blocks are read once into RAM slots, and copied out of them in every step."""
     policy = replace(LAYERWISE, source="pinned")
-    run = measured(source_of(weights, direct=False, computed=torch.bfloat16), policy, torch.bfloat16)
+    run = measured(
+        source_of(weights, direct=False, computed=torch.bfloat16), policy, torch.bfloat16
+    )
     assert sum(rates.fetches for rates in run.read_rates) == BLOCKS
     assert sum(rates.fetches for rates in run.copy_rates) == STEPS * BLOCKS
-    assert sum(rates.nbytes for rates in run.copy_rates) == run.copied_bytes
+    assert sum(rates.nbytes for rates in run.copy_rates) == run.transfers.copied_bytes
 
 
 def spans_held() -> int:
@@ -158,21 +193,29 @@ def spans_held() -> int:
     return sum(type(each) is ReadSpan for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float32], ids=["straight", "through staging"])
-def test_a_long_run_keeps_no_reading_of_steps_that_are_over(weights: Path, computed: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "computed", [torch.bfloat16, torch.float32], ids=["straight", "through staging"]
+)
+def test_a_long_run_keeps_no_reading_of_steps_that_are_over(
+    weights: Path, computed: torch.dtype
+) -> None:
     recorder, steps, blocks = Recorder(CPU), 6, {"high": stack(computed)}
     source = source_of(weights, direct=False, computed=computed)
     # Other tests in the process may still hold recorders.
     held_before = spans_held()
-    with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
-        with handle.run(step_visits(["high"] * steps, handle.block_counts), recorder=recorder) as run:
+    with attach_offload(
+        blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False
+    ) as handle:
+        with handle.run(
+            step_visits(["high"] * steps, handle.block_counts), recorder=recorder
+        ) as run:
             for step in range(steps):
                 with recorder.step(step, "high"):
                     for block in range(BLOCKS):
                         with run.visit(step, "high", block):
                             pass
             held = spans_held() - held_before
-    assert recorder.timeline().read_bytes == steps * BLOCKS * BLOCK_BYTES
+    assert recorder.timeline().transfers.read_bytes == steps * BLOCKS * BLOCK_BYTES
     assert held <= BLOCKS, "those of the last step"
 
 
@@ -192,13 +235,20 @@ class GatedSource:
         self._inner.read_block(key, into)
 
 
-def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Callable[..., nn.ModuleList]) -> None:
-    """The read of block 2 is blocked until its visit waits for it: most of that stall is on the read."""
+def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(
+    make_stack: Callable[..., nn.ModuleList],
+) -> None:
+    """The read of block 2 is blocked until its visit waits: most of the stall is on the read."""
     blocks = {"high": make_stack(4)}
     source = GatedSource(ModuleSource(blocks), BlockKey("high", 2))
     recorder = Recorder(CPU)
-    with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
-        with handle.run(step_visits(["high"], handle.block_counts), recorder=recorder) as run, recorder.step(0, "high"):
+    with attach_offload(
+        blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False
+    ) as handle:
+        with (
+            handle.run(step_visits(["high"], handle.block_counts), recorder=recorder) as run,
+            recorder.step(0, "high"),
+        ):
             for block in range(4):
                 if block == 2:
                     assert source.asked.wait(30)
@@ -206,8 +256,8 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Call
                 with run.visit(0, "high", block):
                     pass
     step = recorder.last
-    assert 0 < step.stall_on_read_s <= step.stall_s
-    assert step.read_s >= step.stall_on_read_s
+    assert 0 < step.transfers.stall_on_read_s <= step.stall_s
+    assert step.transfers.read_s >= step.transfers.stall_on_read_s
 
 
 class Noted(NvtxRanges):
@@ -262,18 +312,33 @@ def test_a_trace_has_every_visit_and_every_byte(weights: Path, tmp_path: Path) -
     recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path))
     source = source_of(weights, direct=False, computed=torch.float32)
     blocks = {"high": stack(torch.float32)}
-    with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
-        with recorder.watching(), handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
+    with attach_offload(
+        blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False
+    ) as handle:
+        with (
+            recorder.watching(),
+            handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run,
+        ):
             for step in range(2):
                 with recorder.step(step, "high"):
                     for block in range(BLOCKS):
                         with run.visit(step, "high", block):
                             pass
     (file,) = tmp_path.iterdir()
-    events = [event for event in json.loads(file.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
-    rows = {name: [event for event in events if event["cat"] == name] for name in ("compute", "wait", "decode", "read")}
+    events = [
+        event
+        for event in json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        if event["ph"] == "X"
+    ]
+    rows = {
+        name: [event for event in events if event["cat"] == name]
+        for name in ("compute", "wait", "decode", "read")
+    }
     assert {name: len(row) for name, row in rows.items()} == dict.fromkeys(rows, 2 * BLOCKS)
-    assert sum(event["args"]["bytes"] for event in rows["read"]) == recorder.timeline().read_bytes
+    assert (
+        sum(event["args"]["bytes"] for event in rows["read"])
+        == recorder.timeline().transfers.read_bytes
+    )
     for step in recorder.timeline().steps:
         began, ended = step.start_s * 1e6, (step.start_s + step.wall_s) * 1e6
         assert len([event for event in rows["compute"] if began <= event["ts"] < ended]) == BLOCKS

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-# glibc does not return the memory of blocks of less than 32 MiB, because we configure it to keep that.
+# glibc does not return the memory of blocks of less than 32 MiB, because we configure it to keep
+# that.
 BLOCKS, WIDTH, MIB = 6, 3072, 36  # MiB per block, in fp32
 
 RUN = """
@@ -20,7 +21,8 @@ from torch import nn
 from wanstream.offload import attach_offload
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.formats.safetensors_header import read_header
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.plan.programs import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
 
 path, policy = sys.argv[1], eval("OffloadPolicy." + sys.argv[2])
 tensors = read_header(path).tensors
@@ -30,7 +32,10 @@ source = FileSource(
     computed_dtypes=torch.float32,
 )
 stacks = {
-    n: [nn.Sequential(nn.Linear(%(width)d, %(width)d, bias=False, device="meta")) for _ in range(%(blocks)d)]
+    n: [
+        nn.Sequential(nn.Linear(%(width)d, %(width)d, bias=False, device="meta"))
+        for _ in range(%(blocks)d)
+    ]
     for n in names
 }
 hidden = torch.ones(1, %(width)d)
@@ -45,8 +50,11 @@ def status(field):
 with open("/proc/self/clear_refs", "w") as refs:
     refs.write("5")  # the peak counts from here
 before = status("VmRSS")
-with attach_offload(stacks, policy=policy, device="cpu", source=source, follow_forward=False) as handle:
-    with torch.inference_mode(), handle.run(step_visits(["high", "high", "low", "low"], handle.block_counts)) as run:
+with attach_offload(
+    stacks, policy=policy, device="cpu", source=source, follow_forward=False
+) as handle:
+    visits = step_visits(["high", "high", "low", "low"], handle.block_counts)
+    with torch.inference_mode(), handle.run(visits) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
                 hidden = stacks[visit.expert][visit.block](hidden)
@@ -59,14 +67,25 @@ with attach_offload(stacks, policy=policy, device="cpu", source=source, follow_f
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("blocks") / "blocks.safetensors"
-    save_file({f"{n}.{i}": torch.full((WIDTH, WIDTH), 1e-4) for n in ("high", "low") for i in range(BLOCKS)}, path)
+    save_file(
+        {
+            f"{n}.{i}": torch.full((WIDTH, WIDTH), 1e-4)
+            for n in ("high", "low")
+            for i in range(BLOCKS)
+        },
+        path,
+    )
     return path
 
 
 def _peak_and_given_back_mib(checkpoint: Path, policy: str) -> tuple[float, float]:
     code = RUN % {"blocks": BLOCKS, "width": WIDTH}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(checkpoint), policy], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code, str(checkpoint), policy],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     peak, given_back = (int(number) / 1024 for number in done.stdout.split())
     return peak, given_back

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from wanstream.plan import BlockKey, eviction_order
+from wanstream.plan.programs import BlockKey, eviction_order
 from wanstream.schema import OffloadPolicy, Residency, plan_residency
 
 COUNTS = {"high": 4, "low": 4}
 
 
-def order(contents: dict[int, tuple[str, int]], residency: Residency, buffers: int) -> tuple[int, ...]:
-    return eviction_order(range(buffers), {b: BlockKey(*block) for b, block in contents.items()}, residency)
+def order(
+    contents: dict[int, tuple[str, int]], residency: Residency, buffers: int
+) -> tuple[int, ...]:
+    return eviction_order(
+        range(buffers), {b: BlockKey(*block) for b, block in contents.items()}, residency
+    )
 
 
 def test_empty_then_streamed_then_resident():

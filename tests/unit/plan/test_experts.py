@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from wanstream.plan import split_at_boundary
+from wanstream.plan.programs import split_at_boundary
 
 Schedule = Callable[[int, float], list[float]]
 
@@ -17,8 +17,15 @@ def shifted(u: np.ndarray, shift: float) -> np.ndarray:
 
 
 def comfy_simple(steps: int, shift: float) -> list[float]:
-    """Every int(1000 / steps)-th of 1000 sigmas, all in float32; the timestep is 1000 times the float32 sigma."""
-    u = (np.arange(1, 1001, dtype=np.float32) / np.float32(1000)) * np.float32(1000) / np.float32(1000)
+    """Every int(1000 / steps)-th of 1000 sigmas, all in float32.
+
+    The timestep is 1000 times the float32 sigma.
+    """
+    u = (
+        (np.arange(1, 1001, dtype=np.float32) / np.float32(1000))
+        * np.float32(1000)
+        / np.float32(1000)
+    )
     sigmas = np.float32(shift) * u / (np.float32(1) + np.float32(shift - 1) * u)
     return [1000 * float(sigmas[-(1 + int(i * (1000 / steps)))]) for i in range(steps)]
 
@@ -42,7 +49,10 @@ def wan_repository(steps: int, shift: float) -> list[float]:
 def diffusers_flow_match_euler(steps: int, shift: float) -> list[float]:
     """Shifts twice: the range ends at the shifted 0.001, and is then shifted again."""
     lowest = shifted(np.array(0.001), shift)
-    return [1000 * float(sigma) for sigma in shifted(np.linspace(1, lowest, steps), shift).astype(np.float32)]
+    return [
+        1000 * float(sigma)
+        for sigma in shifted(np.linspace(1, lowest, steps), shift).astype(np.float32)
+    ]
 
 
 SCHEDULES: tuple[Schedule, ...] = (
@@ -103,7 +113,9 @@ def test_a_step_is_high_noise_while_it_starts_at_or_above_the_boundary() -> None
         ([999.0, 999.0, 999.0, 10.0], 0.9, 3),
     ],
 )
-def test_one_expert_may_run_every_step(timesteps: list[float], boundary_ratio: float, switch: int) -> None:
+def test_one_expert_may_run_every_step(
+    timesteps: list[float], boundary_ratio: float, switch: int
+) -> None:
     assert split_at_boundary(timesteps, boundary_ratio) == switch
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from wanstream.plan import PassOrders, Visit, predict_visits
+from wanstream.plan.programs import PassOrders, Visit, predict_visits
 
 
 def test_unknown_passes_are_expected_in_the_order_of_the_stack() -> None:
     orders = PassOrders(blocks=4)
     assert orders.expected == (0, 1, 2, 3)
-    assert orders.rest_of([0, 2]) == (1, 3)
+    assert orders.rest_of([0, 2]) == (1, 3)  # lists in turns
+    assert orders.rest_of([2]) == (3, 0, 1)
+    assert orders.rest_of([2, 3, 0]) == (1,)
 
 
 def test_an_order_is_learnt_and_recognised_by_its_start() -> None:
@@ -46,4 +48,24 @@ def test_a_run_is_expected_to_go_like_the_one_before() -> None:
     assert orders.rest_of([0], 1) == ()
     assert orders.rest_of([2], 1) == (0, 1), "another way than the run before"
     visits = predict_visits(orders, "m", [0], passes_after=3, number=0)
-    assert [(visit.step, visit.block) for visit in visits] == [(0, 1), (0, 2), (1, 0), (3, 0), (3, 1), (3, 2)]
+    assert [(visit.step, visit.block) for visit in visits] == [
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (3, 0),
+        (3, 1),
+        (3, 2),
+    ]
+
+
+def test_lists_that_a_pass_has_passed_over_come_last() -> None:
+    """Lists 0, 1 to 2, 3 to 4 and 5: the second runs outside the pass, or its blocks come later."""
+    orders = PassOrders(blocks=6, lists=(0, 1, 3, 5))
+    assert orders.rest_of([0, 3]) == (4, 5, 1, 2)
+    assert orders.rest_of([0, 1, 3]) == (2, 4, 5), "lists in turns"
+    assert orders.rest_of([0, 5, 1]) == (2, 3, 4)
+
+
+def test_passes_after_the_first_of_all_are_expected_to_go_like_it() -> None:
+    visits = predict_visits(PassOrders(blocks=3), "m", [2, 0], passes_after=1, number=0)
+    assert [(visit.step, visit.block) for visit in visits] == [(0, 1), (1, 2), (1, 0), (1, 1)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from wanstream.plan import OffloadJob
 from wanstream.plan.machine import GPUS, UnknownGpuError, expected_machine
-from wanstream.plan.predict import visit_seconds
-from wanstream.schema import T2V_A14B, VideoShape
+from wanstream.shapes import T2V_A14B, VideoShape
+from wanstream.tests.support.plan_fixtures import run_shape, visit_seconds
 
 ASKED_FOR = (
     "RTX 3060 12GB",
@@ -41,15 +38,18 @@ def test_presets(name: str) -> None:
     assert "derived" in machine.origin
     assert machine.vram_bytes == gpu.vram_gib * 2**30
     assert 0.3 * gpu.tflops < machine.flops_per_s / 1e12 < 0.7 * gpu.tflops
-    assert machine.h2d_bytes_per_s is not None
-    assert machine.h2d_pageable_bytes_per_s is not None
-    assert machine.h2d_pageable_bytes_per_s < machine.h2d_bytes_per_s < gpu.lanes * gpu.pcie * 1e9
+    assert machine.bus is not None
+    paged, locked = machine.bus.h2d_pageable_bytes_per_s, machine.bus.h2d_bytes_per_s
+    assert paged < locked < gpu.lanes * gpu.pcie * 1e9
     assert (machine.ram_bytes, machine.disk_bytes_per_s) == (2**35, 3.5e9)
 
 
 @pytest.mark.parametrize(("name", "published_s"), [("A100 80GB", 2735.7), ("RTX 5090", 4549)])
 def test_published_times_of_wan_come_out(name: str, published_s: float) -> None:
-    """1280x720x81, 40 steps with guidance; one FLOPS share for all GPUs is within a tenth of each of these."""
+    """1280x720x81, 40 steps with guidance.
+
+    One FLOPS share for all GPUs is within a tenth of each of these.
+    """
     machine = expected_machine(name, ram_bytes=2**35, disk_bytes_per_s=3.5e9)
     flops = 40 * 2 * T2V_A14B.blocks * T2V_A14B.block_flops(75_600)
     assert flops / machine.flops_per_s == pytest.approx(published_s, rel=0.13)
@@ -68,31 +68,28 @@ def test_published_times_of_wan_come_out(name: str, published_s: float) -> None:
         ("H200", 12 / 13, 0.85),
     ],
 )
-def test_speed_ups_include_the_time_of_quantising(name: str, int8: float, fp8: float | None) -> None:
+def test_speed_ups_include_the_time_of_quantising(
+    name: str, int8: float, fp8: float | None
+) -> None:
     machine = expected_machine(name, ram_bytes=2**35, disk_bytes_per_s=3.5e9)
     expected = {"int8": int8} if fp8 is None else {"int8": int8, "fp8": fp8}
-    assert machine.linear_speedups == pytest.approx(expected, rel=0.01)
+    assert machine.block.linear_speedups == pytest.approx(expected, rel=0.01)
 
 
 def ratio_to_bf16(card: str, linear_format: str, size: tuple[int, int, int]) -> tuple[float, float]:
-    """Return a visit's predicted time relative to bf16, and the share of linear layers in the operations."""
+    """Return a visit's predicted time relative to bf16 and the share of linear layers.
+
+    The share is of the operations.
+    """
     width, height, frames = size
     tokens = VideoShape(width=width, height=height, frames=frames).tokens
     machine = expected_machine(card, ram_bytes=2**36, disk_bytes_per_s=5e9)
-    block = T2V_A14B.streamed_bytes()
-    job = OffloadJob(
-        expert=T2V_A14B,
-        tokens=tokens,
-        lanes={"high": 1},
-        experts_of_steps=("high",),
-        stored_bytes=block,
-        file_bytes=block,
-        computed_bytes=block,
-        resident_bytes=1,
+    usual, other = (
+        run_shape(expert=T2V_A14B, tokens=tokens, linear_format=each)
+        for each in ("", linear_format)
     )
-    seconds = visit_seconds(replace(job, linear_format=linear_format), machine, "high", None)
     linear = T2V_A14B.linear_flops(tokens) / T2V_A14B.block_flops(tokens)
-    return seconds / visit_seconds(job, machine, "high", None), linear
+    return visit_seconds(other, machine, "high") / visit_seconds(usual, machine, "high"), linear
 
 
 @pytest.mark.parametrize(
@@ -100,15 +97,22 @@ def ratio_to_bf16(card: str, linear_format: str, size: tuple[int, int, int]) -> 
     [((832, 480, 17), 0.41, 0.61), ((832, 480, 81), 0.65, 0.76), ((1280, 720, 81), 0.79, 0.86)],
 )
 def test_a_block_of_a_4090_in_8_bits(size: tuple[int, int, int], int8: float, fp8: float) -> None:
-    """Ratios to bf16 at peak rates alone, and the quantising time as a share of the linear layers."""
+    """Ratios to bf16 at peak rates alone, and quantising time as a share of linear layers."""
     for linear_format, at_peak, quantising in (("int8", int8, 1 / 12), ("fp8", fp8, 0.371)):
         found, linear = ratio_to_bf16("RTX 4090", linear_format, size)
-        assert found == pytest.approx(at_peak + quantising * linear, abs=0.011), f"{linear_format}: {found:.3f}"
+        assert found == pytest.approx(at_peak + quantising * linear, abs=0.011), (
+            f"{linear_format}: {found:.3f}"
+        )
 
 
 @pytest.mark.parametrize(("frames", "measured"), [(17, 0.1375 / 0.1189), (81, 0.8365 / 0.7648)])
-def test_fp8_is_not_expected_to_be_faster_than_measured_on_an_h100(frames: int, measured: float) -> None:
-    """benchmarks/results/arithmetic-gpu_nvidia-h100-80gb-hbm3_20261126.json, multiplied as stored, resident."""
+def test_fp8_is_not_expected_to_be_faster_than_measured_on_an_h100(
+    frames: int, measured: float
+) -> None:
+    """Measured on resident weights, multiplied as stored.
+
+    The file is benchmarks/results/arithmetic-gpu_nvidia-h100-80gb-hbm3_20261126.json.
+    """
     found, _ = ratio_to_bf16("H100", "fp8", (832, 480, frames))
     assert measured <= found < measured + 0.15
 

@@ -22,15 +22,20 @@ def test_json_keeps_a_machine(rate_machine: Rated, rate_cpu: Rated) -> None:
 def test_speed_ups_are_kept_and_may_be_missing(rate_machine: Rated) -> None:
     machine = rate_machine(linear_speedups={"int8": 3.0})
     assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
-    assert [machine.linear_speedup(name) for name in ("int8", "fp8", "")] == [3.0, 1.0, 1.0]
-    stored_before = {name: value for name, value in machine.to_dict().items() if name != "linear_speedups"}
+    assert [machine.block.linear_speedup(name) for name in ("int8", "fp8", "")] == [3.0, 1.0, 1.0]
+    stored_before = {
+        name: value for name, value in machine.to_dict().items() if name != "linear_speedups"
+    }
     assert Machine.from_dict(stored_before) == rate_machine()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"linear_speedups": {"int8": 0.0}}, "linear_speedups of int8 of test is 0.0, it must be a number above 0"),
+        (
+            {"linear_speedups": {"int8": 0.0}},
+            "linear_speedups of int8 of test is 0.0, it must be a number above 0",
+        ),
         ({"linear_speedups": {"int4": 2.0}}, "linear_speedups of test has 'int4', choose from"),
         ({"linear_speedups": 2.0}, "not a machine: linear_speedups is 2.0"),
         ({"computes_on": "tpu"}, "computes_on is 'tpu'"),

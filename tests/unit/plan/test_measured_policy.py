@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from wanstream.plan import MeasuredBlocks, choose_measured
-from wanstream.schema import OffloadPolicy, StepRecord
+from wanstream.plan import BlockCosts, Budgets, PassPlan, memory_needs, plan_passes
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.records import StepRecord
+from wanstream.tests.support.steps import changed_step
 
 MB = 10**6
-BLOCKS = MeasuredBlocks(
-    stack="model",
+BLOCKS = BlockCosts(
+    stacks=("model",),
     blocks=20,
+    file_bytes=100 * MB,
     stored_bytes=100 * MB,
-    buffer_bytes=100 * MB,
+    computed_bytes=100 * MB,
     outside_bytes=50 * MB,
-    decodes=False,
-    has_bus=True,
 )
 LAYERWISE = OffloadPolicy.layerwise(1)
 
@@ -25,7 +27,7 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 def call(*, visit_s: float, copy_gb_per_s: float = 20, disk_gb_per_s: float = 2) -> StepRecord:
     """Return the record of a call of 20 visits that has read and copied every block."""
     nbytes = BLOCKS.blocks * BLOCKS.stored_bytes
-    return StepRecord(
+    return StepRecord.of(
         index=0,
         expert="model",
         sigma=1.0,
@@ -40,77 +42,90 @@ def call(*, visit_s: float, copy_gb_per_s: float = 20, disk_gb_per_s: float = 2)
     )
 
 
-def choose(record: StepRecord, *, vram: float, ram: float, blocks: MeasuredBlocks = BLOCKS) -> OffloadPolicy:
-    chosen = choose_measured(blocks, record, passes=1, present=LAYERWISE, device_bytes=vram, host_bytes=ram)
+def plan(
+    record: StepRecord, *, vram: int | None = None, ram: int | None = None, **changes: Any
+) -> PassPlan | None:
+    """Plan calls like `record`; None: no limit."""
+    budgets = Budgets(vram_bytes=vram, ram_bytes=ram)
+    given = {"passes": 1, "present": LAYERWISE, "has_bus": True, **changes}
+    return plan_passes(BLOCKS, record, budgets=budgets, **given)
+
+
+def choose(record: StepRecord, **given: Any) -> PassPlan:
+    chosen = plan(record, **given)
     assert chosen is not None
-    assert blocks.device_bytes(chosen.policy) <= vram
-    return chosen.policy
+    return chosen
 
 
 def test_the_smallest_policy_stays_where_transfers_are_hidden() -> None:
-    assert choose(call(visit_s=0.2), vram=1e12, ram=1e12) == LAYERWISE
+    assert choose(call(visit_s=0.2)).policy == LAYERWISE
 
 
 def two_passes(record: StepRecord) -> StepRecord:
     """Return the record of a call of two passes like that of `record`."""
-    doubled = ("wall_s", "compute_s", "bytes_moved", "read_bytes", "copied_bytes", "copy_s", "read_s")
-    return replace(record, **{name: 2 * getattr(record, name) for name in doubled})
+    doubled = (
+        "wall_s",
+        "compute_s",
+        "bytes_moved",
+        "read_bytes",
+        "copied_bytes",
+        "copy_s",
+        "read_s",
+    )
+    return changed_step(record, **{name: 2 * record.to_dict()[name] for name in doubled})
 
 
 @pytest.mark.parametrize(("visit_s", "share"), [(0.001, 0.5), (0.5, 1.0)])
-def test_a_pass_for_both_conditions_halves_a_call_where_transfers_take_the_time(visit_s: float, share: float) -> None:
+def test_a_pass_for_both_conditions_halves_a_call_where_transfers_take_the_time(
+    visit_s: float, share: float
+) -> None:
     record = two_passes(call(visit_s=visit_s))
-    given = {"present": LAYERWISE, "device_bytes": 350 * MB, "host_bytes": 0}
-    apart, together = (choose_measured(BLOCKS, record, passes=passes, **given) for passes in (2, 1))  # type: ignore[arg-type]
-    assert apart is not None
-    assert together is not None
+    apart, together = (choose(record, passes=passes, vram=350 * MB, ram=0) for passes in (2, 1))
     assert together.call_s == pytest.approx(share * apart.call_s, rel=0.06)
 
 
 def test_a_call_takes_the_measured_time_where_nothing_waits() -> None:
     record = two_passes(call(visit_s=0.5))
     for passes in (1, 2, 3):
-        chosen = choose_measured(BLOCKS, record, passes=passes, present=LAYERWISE, device_bytes=350 * MB, host_bytes=0)
-        assert chosen is not None
-        assert chosen.call_s == pytest.approx(record.compute_s)
+        assert choose(record, passes=passes, vram=350 * MB, ram=0).call_s == pytest.approx(
+            record.compute_s
+        )
 
 
 def test_a_present_policy_that_does_not_fit_is_replaced_by_a_smaller_one_or_by_none() -> None:
     record, present = two_passes(call(visit_s=0.001)), OffloadPolicy.block_swap(10)
-    given = {"passes": 1, "present": present, "host_bytes": 0, "keep_present": False}
-    chosen = choose_measured(BLOCKS, record, device_bytes=600 * MB, **given)  # type: ignore[arg-type]
-    assert chosen is not None
-    assert chosen.device_bytes <= 600 * MB < BLOCKS.device_bytes(present)
-    assert choose_measured(BLOCKS, record, device_bytes=60 * MB, **given) is None  # type: ignore[arg-type]
+    given = {"present": present, "ram": 0, "keep_present": False}
+    assert choose(record, vram=600 * MB, **given).device_bytes <= 600 * MB
+    assert memory_needs(BLOCKS, present, has_bus=True).device_bytes > 600 * MB
+    assert plan(record, vram=60 * MB, **given) is None
 
 
 def test_blocks_go_to_ram_where_the_disk_is_slow_and_to_the_device_where_the_bus_is() -> None:
-    slow_disk = choose(call(visit_s=0.02), vram=500 * MB, ram=1e12)
-    assert (slow_disk.source, slow_disk.ram_blocks) == ("pinned", 20)
-    slow_bus = choose(call(visit_s=0.02, copy_gb_per_s=2.5), vram=1e12, ram=0)
-    assert slow_bus.source == "file"
-    assert BLOCKS.device_bytes(slow_bus) > 12 * BLOCKS.buffer_bytes
+    slow_disk = choose(call(visit_s=0.02), vram=500 * MB)
+    assert (slow_disk.policy.source, slow_disk.policy.ram_blocks) == ("pinned", None)
+    assert slow_disk.host_bytes == 20 * BLOCKS.stored_bytes
+    slow_bus = choose(call(visit_s=0.02, copy_gb_per_s=2.5), ram=0)
+    assert slow_bus.policy.source == "file"
+    assert slow_bus.device_bytes > 12 * BLOCKS.computed_bytes
 
 
 @pytest.mark.parametrize("vram", [350 * MB, 900 * MB, 2000 * MB])
 @pytest.mark.parametrize("ram", [0, 700 * MB])
 def test_policies_stay_within_both_budgets(vram: int, ram: int) -> None:
-    policy = choose(call(visit_s=0.02), vram=vram, ram=ram)
-    assert BLOCKS.host_bytes(policy) <= max(ram, 2 * BLOCKS.stored_bytes)
+    chosen = choose(call(visit_s=0.02), vram=vram, ram=ram)
+    assert chosen.device_bytes <= vram
+    assert chosen.host_bytes <= max(ram, 2 * BLOCKS.stored_bytes)
 
 
 def test_on_a_cpu_both_share_the_ram() -> None:
-    on_cpu = replace(BLOCKS, has_bus=False)
-    record = replace(call(visit_s=0.02), copied_bytes=0, copy_s=0.0)
-    policy = choose(record, vram=1e12, ram=800 * MB, blocks=on_cpu)
-    assert policy.source == "file", "the rate out of RAM was not measured"
-    assert on_cpu.device_bytes(policy) <= 800 * MB
+    record = changed_step(call(visit_s=0.02), copied_bytes=0, copy_s=0.0)
+    chosen = choose(record, ram=800 * MB, has_bus=False)
+    assert chosen.policy.source == "file", "the rate out of RAM was not measured"
+    assert chosen.device_bytes + chosen.host_bytes <= 800 * MB
 
 
 def test_a_call_that_moved_nothing_says_nothing() -> None:
-    record = replace(call(visit_s=0.02), bytes_moved=0)
-    given = {"passes": 1, "present": LAYERWISE, "device_bytes": 1e12, "host_bytes": 1e12}
-    assert choose_measured(BLOCKS, record, **given) is None  # type: ignore[arg-type]
+    assert plan(changed_step(call(visit_s=0.02), bytes_moved=0)) is None
 
 
 def test_blocks_without_a_size_are_refused() -> None:

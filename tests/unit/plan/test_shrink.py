@@ -15,7 +15,11 @@ COUNTS = {"high": 40, "low": 40}
 OUTSIDE = 10
 """Bytes that do not stream; a buffer takes 1."""
 
-RESIDENT, BLOCK_SWAP, LAYERWISE = OffloadPolicy.resident, OffloadPolicy.block_swap, OffloadPolicy.layerwise
+RESIDENT, BLOCK_SWAP, LAYERWISE = (
+    OffloadPolicy.resident,
+    OffloadPolicy.block_swap,
+    OffloadPolicy.layerwise,
+)
 
 
 def _bytes(policy: OffloadPolicy) -> int:
@@ -39,7 +43,8 @@ def _fit(policy: OffloadPolicy, buffers: float) -> OffloadPolicy:
         (BLOCK_SWAP(20, 4), 6, BLOCK_SWAP(39, 4)),
         (BLOCK_SWAP(20, 4), 4, LAYERWISE(3)),
         (BLOCK_SWAP(20, 0), 1, LAYERWISE(0)),
-        # Forty resident blocks need no buffer beyond their own, so they take less than 38 with three ahead.
+        # Forty resident blocks need no buffer beyond their own, so they take less than 38 with
+        # three ahead.
         (BLOCK_SWAP(2, 3), 41, BLOCK_SWAP(0, 3)),
         (RESIDENT(), 80, RESIDENT()),
         (RESIDENT(), 79, BLOCK_SWAP(0)),
@@ -76,8 +81,10 @@ def test_a_policy_fits_unless_none_can(requested: OffloadPolicy, buffers: int) -
 
 
 @given(POLICIES, st.integers(0, 90))
-def test_more_memory_keeps_at_least_as_many_of_the_requested_residents(requested: OffloadPolicy, buffers: int) -> None:
-    """More residents than requested are possible: forty resident blocks need no buffer to stream through."""
+def test_more_memory_keeps_at_least_as_many_of_the_requested_residents(
+    requested: OffloadPolicy, buffers: int
+) -> None:
+    """More residents than requested are possible: forty residents need no streaming buffer."""
     less, more = (_residents(_fit(requested, count)) for count in (buffers, buffers + 1))
     assert min(less, _residents(requested)) <= more
 
@@ -85,7 +92,9 @@ def test_more_memory_keeps_at_least_as_many_of_the_requested_residents(requested
 @given(POLICIES, st.integers(0, 90))
 def test_ram_and_token_settings_do_not_change(requested: OffloadPolicy, buffers: int) -> None:
     in_ram = {"source": "pinned", "ram_blocks": 7, "chunk_tokens": 4096}
-    assert _fit(replace(requested, **in_ram), buffers) == replace(_fit(requested, buffers), **in_ram)
+    assert _fit(replace(requested, **in_ram), buffers) == replace(
+        _fit(requested, buffers), **in_ram
+    )
 
 
 @given(POLICIES, st.integers(0, 90))
@@ -116,7 +125,9 @@ def test_the_present_policy_is_kept_until_two_more_blocks_fit(
     assert keep_near_policy(present, fitted, budget=OUTSIDE + buffers, device_bytes=_bytes) == kept
 
 
-@pytest.mark.parametrize("change", [{"ram_blocks": 8}, {"chunk_tokens": 512}, {"ram_blocks": None}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"ram_blocks": 8}, {"chunk_tokens": 512}, {"ram_blocks": None}], ids=str
+)
 def test_policies_with_other_ram_or_token_settings_are_not_near(change: dict[str, int]) -> None:
     present = replace(BLOCK_SWAP(30), source="pinned", ram_blocks=7)
     fitted = replace(BLOCK_SWAP(30), **{"source": "pinned", "ram_blocks": 7, **change})

@@ -10,17 +10,26 @@ from hypothesis import strategies as st
 
 from wanstream.plan.shrink import bytes_to_free, next_smaller_policy
 from wanstream.schema import OffloadPolicy, plan_residency
+from wanstream.shapes import chunks_below
 
 COUNTS = {"high": 40, "low": 40}
-RESIDENT, BLOCK_SWAP, LAYERWISE = OffloadPolicy.resident, OffloadPolicy.block_swap, OffloadPolicy.layerwise
+RESIDENT, BLOCK_SWAP, LAYERWISE = (
+    OffloadPolicy.resident,
+    OffloadPolicy.block_swap,
+    OffloadPolicy.layerwise,
+)
 
 
 def _bytes(policy: OffloadPolicy) -> int:
     return 10 + plan_residency(policy, COUNTS)[1]
 
 
-def _smaller(policy: OffloadPolicy, missing: float = 1, tokens: int = 75_600) -> OffloadPolicy | None:
-    return next_smaller_policy(policy, COUNTS, missing=missing, tokens=tokens, device_bytes=_bytes)
+def _smaller(
+    policy: OffloadPolicy, missing: float = 1, tokens: int = 75_600
+) -> OffloadPolicy | None:
+    return next_smaller_policy(
+        policy, COUNTS, missing=missing, chunks=chunks_below(tokens), device_bytes=_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,12 +57,15 @@ def _smaller(policy: OffloadPolicy, missing: float = 1, tokens: int = 75_600) ->
         (BLOCK_SWAP(20, source="pinned"), 3, BLOCK_SWAP(23, source="pinned")),
     ],
 )
-def test_the_next_smaller_policy(policy: OffloadPolicy, missing: float, expected: OffloadPolicy | None) -> None:
+def test_the_next_smaller_policy(
+    policy: OffloadPolicy, missing: float, expected: OffloadPolicy | None
+) -> None:
     assert _smaller(policy, missing) == expected
 
 
 @pytest.mark.parametrize(
-    ("tokens", "chunk"), [(75_600, 32768), (32_768, 16384), (20_280, 16384), (2049, 2048), (2048, None), (12, None)]
+    ("tokens", "chunk"),
+    [(75_600, 32768), (32_768, 16384), (20_280, 16384), (2049, 2048), (2048, None), (12, None)],
 )
 def test_a_chunk_is_smaller_than_the_sequence(tokens: int, chunk: int | None) -> None:
     """A chunk of all tokens, or of more, would change nothing."""

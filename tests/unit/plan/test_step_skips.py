@@ -11,7 +11,7 @@ from diffusers import MagCacheConfig, WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.visits import SkipRule, skipped_steps
+from wanstream.plan.programs.visits import SkipRule, skipped_steps
 from wanstream.testing.weights import TinyShape, make_expert
 
 
@@ -23,7 +23,12 @@ def one_stage(ratios: list[float], **rule: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("ratios", "threshold", "most", "skipped"),
     [
-        ([1.0, 0.98, 0.98, 0.98], 0.05, 9, [1, 3]),  # errors 0.02, then 0.02 + 0.0396: computed, and 0.02 again
+        (
+            [1.0, 0.98, 0.98, 0.98],
+            0.05,
+            9,
+            [1, 3],
+        ),  # errors 0.02, then 0.02 + 0.0396: computed, and 0.02 again
         ([1.0, 0.98, 0.98, 0.98], 0.06, 9, [1, 2]),
         ([1.0, 0.98, 0.98, 0.98], 1.0, 1, [1, 3]),
         ([1.0, 0.5, 1.0, 1.0], 0.1, 9, [2, 3]),
@@ -39,12 +44,16 @@ def test_errors_add_up_until_a_step_is_computed(
 
 def test_the_first_share_of_an_expert_is_computed() -> None:
     steps = range(10, 20)
-    found = skipped_steps(steps, steps, [[1.0] * 20], SkipRule(threshold=1.0, max_consecutive_skips=9, retention=0.3))
+    found = skipped_steps(
+        steps, steps, [[1.0] * 20], SkipRule(threshold=1.0, max_consecutive_skips=9, retention=0.3)
+    )
     assert sorted(found) == list(range(13, 20))
 
 
 def test_a_run_that_starts_late_computes_its_first_step() -> None:
-    found = skipped_steps(range(10), range(6, 10), [[1.0] * 10], SkipRule(threshold=1.0, max_consecutive_skips=9))
+    found = skipped_steps(
+        range(10), range(6, 10), [[1.0] * 10], SkipRule(threshold=1.0, max_consecutive_skips=9)
+    )
     assert sorted(found) == [7, 8, 9]
 
 
@@ -55,7 +64,11 @@ def test_every_kind_of_lane_has_a_veto() -> None:
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [({"threshold": -1.0}, "threshold"), ({"threshold": math.nan}, "threshold"), ({"retention": 1.5}, "retention")],
+    [
+        ({"threshold": -1.0}, "threshold"),
+        ({"threshold": math.nan}, "threshold"),
+        ({"retention": 1.5}, "retention"),
+    ],
 )
 def test_rules_that_are_none_are_refused(values: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -103,4 +116,6 @@ def test_the_rule_is_that_of_diffusers(
 ) -> None:
     rule = SkipRule(threshold=threshold, max_consecutive_skips=most, retention=retention)
     steps = range(len(ratios))
-    assert sorted(skipped_steps(steps, steps, [ratios], rule)) == diffusers_skips(model, ratios, rule)
+    assert sorted(skipped_steps(steps, steps, [ratios], rule)) == diffusers_skips(
+        model, ratios, rule
+    )

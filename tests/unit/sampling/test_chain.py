@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise, native_inputs, native_latent
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest, native_inputs, native_latent
+from wanstream.sampling.steps import DenoiseResult
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -46,7 +48,9 @@ def test_a_run_in_pieces_is_the_run_as_a_whole(
     whole = _run(pair, make_request(**settings))
     given: dict[str, Any] = {}
     for start, end in pairwise((0, *cuts, 5)):
-        stage = make_request(**settings, start_step=start, end_step=end, leftover_noise=True, **given)
+        stage = make_request(
+            **settings, start_step=start, end_step=end, leftover_noise=True, **given
+        )
         result = _run(pair, stage)
         assert [step.index for step in result.timeline.steps] == list(range(start, end))
         assert result.sigma == stage.step_plan.schedule.sigmas[end]
@@ -70,7 +74,10 @@ def test_sigmas_cut_by_hand_are_the_same_pieces(open_pair: OpenPair, make_reques
 def test_an_early_end_without_leftover_noise_goes_down_to_zero(
     solver: str, open_pair: OpenPair, make_request: Request
 ) -> None:
-    pair, whole = open_pair(), make_request(solver=solver, schedule="simple").step_plan.schedule.sigmas
+    pair, whole = (
+        open_pair(),
+        make_request(solver=solver, schedule="simple").step_plan.schedule.sigmas,
+    )
     cut = _run(pair, make_request(solver=solver, schedule="simple", end_step=3))
     by_hand = make_request(solver=solver, steps=None, sigmas=[*whole[:3], 0.0])
     assert cut.sigma == 0
@@ -93,15 +100,21 @@ def test_what_a_mask_keeps_is_the_given_latent(
     solver: str, batch: int, open_pair: OpenPair, make_request: Request
 ) -> None:
     latent = LATENT.repeat(batch, 1, 1, 1, 1)
-    result = _run(open_pair(), make_request(batch=batch, solver=solver, latent=latent, mask=LEFT_HALF)).latents
+    result = _run(
+        open_pair(), make_request(batch=batch, solver=solver, latent=latent, mask=LEFT_HALF)
+    ).latents
     assert torch.allclose(result[..., 3:], latent[..., 3:], atol=1e-5)
     assert not torch.allclose(result[..., :3], latent[..., :3], atol=0.1)
 
 
 @pytest.mark.parametrize("solver", ["euler", "unipc"])
-def test_a_mask_that_frees_everything_changes_nothing(solver: str, open_pair: OpenPair, make_request: Request) -> None:
+def test_a_mask_that_frees_everything_changes_nothing(
+    solver: str, open_pair: OpenPair, make_request: Request
+) -> None:
     pair, free = open_pair(), torch.ones(1, 16, 2, 4, 6)
-    plain, masked = (make_request(solver=solver, latent=LATENT, start_step=1, mask=mask) for mask in (None, free))
+    plain, masked = (
+        make_request(solver=solver, latent=LATENT, start_step=1, mask=mask) for mask in (None, free)
+    )
     assert _distance(_run(pair, masked).latents, _run(pair, plain).latents) <= 1e-5
 
 
@@ -114,7 +127,9 @@ def test_a_masked_run_is_comfyuis_loop(
     plain_models: Any,
     make_request: Request,
 ) -> None:
-    request = make_request(solver="euler", schedule="simple", mask=mask, latent=latent, guidance=(1.0, 1.0))
+    request = make_request(
+        solver="euler", schedule="simple", mask=mask, latent=latent, guidance=(1.0, 1.0)
+    )
     sigmas, models = request.step_plan.schedule.sigmas, plain_models()
     noise, given = request.noise, torch.zeros_like(LATENT) if latent is None else latent
     latents = noise
@@ -128,8 +143,12 @@ def test_a_masked_run_is_comfyuis_loop(
     assert _distance(_run(open_pair(), request).latents, latents) <= 1e-5
 
 
-def test_a_masked_run_goes_on_from_what_it_was_handed(open_pair: OpenPair, make_request: Request) -> None:
-    """As in ComfyUI, a run without added noise keeps the masked latent with the noise that it has."""
-    handed = make_request(solver="euler", start_step=2, add_noise=False, latent=LATENT, mask=LEFT_HALF)
+def test_a_masked_run_goes_on_from_what_it_was_handed(
+    open_pair: OpenPair, make_request: Request
+) -> None:
+    """As in ComfyUI, a run without added noise keeps the masked latent with its own noise."""
+    handed = make_request(
+        solver="euler", start_step=2, add_noise=False, latent=LATENT, mask=LEFT_HALF
+    )
     result = _run(open_pair(), handed).latents
     assert torch.allclose(result[..., 3:], LATENT[..., 3:], atol=1e-5)

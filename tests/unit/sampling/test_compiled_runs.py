@@ -1,9 +1,8 @@
-"""Runs with compiled blocks: one graph for all changes of a session, and results equal to eager blocks."""
+"""Runs with compiled blocks: one graph for a session's changes, results as with eager blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,23 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from wanstream.sampling import DenoiseRequest, SamplingCancelled, denoise
-from wanstream.schema import OffloadPolicy, StepRecord
+from wanstream.block_kernels import INDUCTOR, Kernels
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import SamplingCancelled
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.records import StepRecord
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import q4_k_m, save_expert_gguf
+from wanstream.tests.support.sampling_fixtures import changed_request
 from wanstream.wan import ExpertPair, Nag
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.kernels.attention import INDUCTOR, Kernels
 from wanstream.wan.lora.file import open_lora
 from wanstream.wan.transformer.compiled_block import get_compiler
 
 EAGER, TRACED = "eager", "aot_eager"
-"""Backends of torch that trace graphs without compiling them, so that results are bit-equal to eager blocks."""
+"""Backends of torch that trace graphs without compiling them, so that results are bit-equal to
+eager blocks."""
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = {
@@ -53,7 +57,9 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def latents_of(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE) -> torch.Tensor:
+def latents_of(
+    pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE
+) -> torch.Tensor:
     return denoise(pair, request, policy=policy, device="cpu").latents
 
 
@@ -69,10 +75,16 @@ def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
     tmp_path: Path,
 ) -> None:
     pair, again = open_pair(layers=2), open_pair(layers=2)
-    save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
+    save_lora(
+        make_lora(make_tiny_expert(layers=2), seed=3),
+        tmp_path / "lora.safetensors",
+        dtype=torch.float32,
+    )
     lora = open_lora(tmp_path / "lora.safetensors")
     first, other = make_request(), make_request(guidance=(1.0, 5.0), solver="unipc", batch=2)
-    long = make_request(positive=torch.randn(1, 11, 4096, generator=torch.Generator().manual_seed(4)))
+    long = make_request(
+        positive=torch.randn(1, 11, 4096, generator=torch.Generator().manual_seed(4))
+    )
     step_plan: list[tuple[ExpertPair, DenoiseRequest, str, float]] = [
         (pair, first, "layerwise", 0.0),
         (pair, first, "layerwise", 0.0),
@@ -100,7 +112,9 @@ def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
     assert not counters["graph_break"]
     for one, own in zip(compiled, plain, strict=True):
         assert torch.equal(one, own)
-    assert len({tensor.sum().item() for tensor in plain}) == 4, "of the six runs three are the same one"
+    assert len({tensor.sum().item() for tensor in plain}) == 4, (
+        "of the six runs three are the same one"
+    )
 
 
 @pytest.mark.slow
@@ -176,9 +190,11 @@ def test_a_step_in_which_blocks_were_compiled_teaches_nothing(
 
 
 @pytest.mark.slow
-def test_two_texts_against_each_other_need_one_graph_more(pair: ExpertPair, make_request: Any) -> None:
+def test_two_texts_against_each_other_need_one_graph_more(
+    pair: ExpertPair, make_request: Any
+) -> None:
     request = make_request(guidance=(1.0, 1.0))
-    with_nag = replace(request, nag=Nag(scale=5.0))
+    with_nag = changed_request(request, nag=Nag(scale=5.0))
     plain = [latents_of(pair, each) for each in (request, with_nag)]
     assert not torch.equal(*plain)
     pair.kernels = Kernels(compiler=EAGER)
@@ -189,9 +205,13 @@ def test_two_texts_against_each_other_need_one_graph_more(pair: ExpertPair, make
 
 @pytest.mark.slow
 def test_inductor_computes_the_same_with_one_graph(
-    pair: ExpertPair, make_request: Callable[..., DenoiseRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: ExpertPair,
+    make_request: Callable[..., DenoiseRequest],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The compiler's cache would return kernels for wider vector units than ATEN_CPU_CAPABILITY allows.
+    # The compiler's cache would return kernels for wider vector units than ATEN_CPU_CAPABILITY
+    # allows.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     request = make_request()
     plain = latents_of(pair, request)

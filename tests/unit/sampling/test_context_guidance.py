@@ -1,4 +1,7 @@
-"""Guidance of context tokens (Bernini): lanes with the negative text and without context in guided steps."""
+"""Guidance of context tokens (Bernini).
+
+Guided steps have lanes with the negative text and without context.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,26 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import SkipRule
-from wanstream.sampling import (
-    DenoiseRequest,
-    DenoiseResult,
-    ExtraTokens,
-    LaneInputs,
-    RequestError,
-    denoise,
-    extra_tokens_of,
-    merge_requests,
-    request_job,
-    split_request,
-    working_bytes,
-)
-from wanstream.sampling.cache.calibrate import calibrate
+from wanstream.plan.programs import SkipRule
+from wanstream.sampling import LaneInputs, denoise, request_run_shape, working_bytes
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache, MagCache
-from wanstream.sampling.inputs.sides import NEGATIVE, NO_CONTEXT, POSITIVE, guided_velocity, sides_at
+from wanstream.sampling.calibrate import calibrate
+from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens, merge_requests, split_request
 from wanstream.sampling.loop.lanes import names_at
-from wanstream.schema import HEAD_DIM, ContextWindows, OffloadPolicy
+from wanstream.sampling.loop.memory import extra_tokens_of
+from wanstream.sampling.steps import DenoiseResult, RequestError
+from wanstream.sampling.steps.sides import Side, guided_velocity, sides_at
+from wanstream.schema import OffloadPolicy
+from wanstream.shapes import HEAD_DIM, ContextWindows
 from wanstream.tests.support.rounding import difference
+from wanstream.tests.support.sampling_fixtures import changed_request
 from wanstream.wan import ExpertPair, Nag
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 CPU = torch.device("cpu")
 VIDEO_TOKENS, IMAGE_TOKENS = 12, 10
 SCALE = 1.75
-ALL_SIDES = (POSITIVE, NO_CONTEXT, NEGATIVE)
+ALL_SIDES = (Side.POSITIVE, Side.NO_CONTEXT, Side.NEGATIVE)
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
@@ -52,7 +48,7 @@ CONTEXT = ExtraTokens(context=(SOURCE, IMAGE))
 
 @pytest.fixture
 def make_guided(make_request: Request) -> Request:
-    """`make_guided(**changes)`: a request with a source and an image, and with `context_guidance` SCALE."""
+    """`make_guided(**changes)`: a request with source, image and `context_guidance` SCALE."""
 
     def make(**changes: Any) -> DenoiseRequest:
         return make_request(**{"tokens": CONTEXT, "context_guidance": SCALE, **changes})
@@ -60,13 +56,15 @@ def make_guided(make_request: Request) -> Request:
     return make
 
 
-def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE) -> DenoiseResult:
+def run(
+    pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE
+) -> DenoiseResult:
     return denoise(pair, request, policy=policy, device="cpu")
 
 
 def test_steps_have_the_sides_of_their_scales() -> None:
-    assert sides_at(1.0, SCALE) == sides_at(1.0) == (POSITIVE,)
-    assert sides_at(4.0) == sides_at(4.0, 1.0) == (POSITIVE, NEGATIVE)
+    assert sides_at(1.0, SCALE) == sides_at(1.0) == (Side.POSITIVE,)
+    assert sides_at(4.0) == sides_at(4.0, 1.0) == (Side.POSITIVE, Side.NEGATIVE)
     assert sides_at(4.0, SCALE) == sides_at(0.0, 0.0) == ALL_SIDES
 
 
@@ -80,16 +78,20 @@ def test_the_velocity_is_that_of_two_scales(context_scale: float) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_step_combines_three_forward_passes(batch: int, open_pair: OpenPair, make_guided: Request) -> None:
+def test_a_step_combines_three_forward_passes(
+    batch: int, open_pair: OpenPair, make_guided: Request
+) -> None:
     """Latents of one Euler step are affine in the velocity, and the three weights add up to 1."""
     pair = open_pair()
     both = ExtraTokens(context=(torch.cat([SOURCE, -SOURCE])[:batch], IMAGE))
     one = {"batch": batch, "tokens": both, "solver": "euler", "end_step": 1, "leftover_noise": True}
     guided = make_guided(**one)
-    off = replace(guided, guidance=(1.0, 1.0), context_guidance=1.0)
+    off = changed_request(guided, guidance=(1.0, 1.0), context_guidance=1.0)
     positive = run(pair, off).latents.double()
-    negative = run(pair, replace(off, positive=guided.negative)).latents.double()
-    none = run(pair, replace(off, positive=guided.negative, tokens=ExtraTokens())).latents.double()
+    negative = run(pair, changed_request(off, positive=guided.negative)).latents.double()
+    none = run(
+        pair, changed_request(off, positive=guided.negative, tokens=ExtraTokens())
+    ).latents.double()
     expected = none + SCALE * (negative - none) + 4.0 * (positive - negative)
     assert difference(run(pair, guided).latents.double(), expected) <= 1e-6
 
@@ -97,12 +99,12 @@ def test_a_step_combines_three_forward_passes(batch: int, open_pair: OpenPair, m
 @pytest.mark.slow  # several runs of the loop
 def test_a_scale_of_one_is_plain_guidance(open_pair: OpenPair, make_guided: Request) -> None:
     pair, plain = open_pair(), make_guided(context_guidance=1.0)
-    assert [name.side for name in names_at(plain, 0)] == [POSITIVE, NEGATIVE]
+    assert [name.side for name in names_at(plain, 0)] == [Side.POSITIVE, Side.NEGATIVE]
     found = run(pair, plain).latents
     velocities = [_normal(1, 16, 2, 4, 6, seed=seed) for seed in (1, 2)]
     usual = velocities[1] + 4.0 * (velocities[0] - velocities[1])
     assert torch.equal(guided_velocity(velocities, sides_at(4.0, 1.0), 4.0), usual)
-    near = run(pair, replace(plain, context_guidance=1 + 1e-6)).latents
+    near = run(pair, changed_request(plain, context_guidance=1 + 1e-6)).latents
     assert difference(near, found) <= 1e-5
     assert difference(run(pair, make_guided()).latents, found) > 0.01
 
@@ -117,7 +119,9 @@ def test_lanes_without_context_have_the_negative_text(make_guided: Request) -> N
     assert [len(lane.behind) for lane in lanes] == [2, 2, 0, 0, 2, 2]
     for short, long in zip(lanes[2:4], lanes[4:], strict=True):
         assert torch.equal(short.text, long.text)
-    assert request.sides_at(4) == (POSITIVE,), "steps of guidance 1 have no lanes without context"
+    assert request.sides_at(4) == (Side.POSITIVE,), (
+        "steps of guidance 1 have no lanes without context"
+    )
 
 
 def test_the_reference_of_fun_control_stays(make_request: Request) -> None:
@@ -129,9 +133,13 @@ def test_the_reference_of_fun_control_stays(make_request: Request) -> None:
 
 @pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(
-    "policy", [LAYERWISE, OffloadPolicy.block_swap(2), OffloadPolicy.layerwise(1, source="pinned")], ids=str
+    "policy",
+    [LAYERWISE, OffloadPolicy.block_swap(2), OffloadPolicy.layerwise(1, source="pinned")],
+    ids=str,
 )
-def test_streamed_equals_resident(policy: OffloadPolicy, open_pair: OpenPair, make_guided: Request) -> None:
+def test_streamed_equals_resident(
+    policy: OffloadPolicy, open_pair: OpenPair, make_guided: Request
+) -> None:
     pair, request = open_pair(), make_guided()
     resident = run(pair, request, OffloadPolicy.resident()).latents
     assert torch.equal(run(pair, request, policy).latents, resident)
@@ -149,7 +157,9 @@ def test_weights_move_once_for_all_sides(open_pair: OpenPair, make_guided: Reque
 @pytest.mark.slow  # several runs of the loop
 def test_samples_of_a_batch_equal_single_runs(open_pair: OpenPair, make_guided: Request) -> None:
     pair = open_pair()
-    request = make_guided(batch=2, tokens=ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE)))
+    request = make_guided(
+        batch=2, tokens=ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE))
+    )
     expected = run(pair, request).latents
     parts = split_request(request, [1, 1])
     for sample, part in enumerate(parts):
@@ -168,32 +178,53 @@ def test_windows_have_lanes_without_context(open_pair: OpenPair, make_guided: Re
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
     changes = {"noise": long, "tokens": ExtraTokens(context=(long, IMAGE)), "windows": windows}
     request = make_guided(**changes)
-    assert [name.side for name in names_at(request, 0)] == [side for side in ALL_SIDES for _ in range(2)]
+    assert [name.side for name in names_at(request, 0)] == [
+        side for side in ALL_SIDES for _ in range(2)
+    ]
     assert extra_tokens_of(pair, request) == (18 + IMAGE_TOKENS, 0, 18 + IMAGE_TOKENS)
-    job = request_job(pair, request, CPU)
-    assert job.lane_tokens("high") == (46,) * 2 + (18,) * 2 + (46,) * 2
-    assert difference(run(pair, request).latents, run(pair, replace(request, context_guidance=1.0)).latents) > 0.01
+    shape = request_run_shape(pair, request, CPU)
+    assert shape.lane_tokens("high") == (46,) * 2 + (18,) * 2 + (46,) * 2
+    assert (
+        difference(
+            run(pair, request).latents,
+            run(pair, changed_request(request, context_guidance=1.0)).latents,
+        )
+        > 0.01
+    )
 
 
-def test_the_planner_counts_three_lanes_and_their_own_tokens(open_pair: OpenPair, make_guided: Request) -> None:
+def test_the_planner_counts_three_lanes_and_their_own_tokens(
+    open_pair: OpenPair, make_guided: Request
+) -> None:
     pair, request = open_pair(), make_guided(batch=2, guidance=(4.0, 1.0))
     long = VIDEO_TOKENS + VIDEO_TOKENS + IMAGE_TOKENS
-    job = request_job(pair, request, CPU)
-    assert (job.lanes, job.sides, job.tokens) == ({"high": 6, "low": 2}, {"high": 3, "low": 1}, long)
-    assert job.lane_tokens("high") == (long, long, VIDEO_TOKENS, VIDEO_TOKENS, long, long)
-    assert job.lane_tokens("low") == (long, long)
-    mixed = request_job(pair, make_guided(guidance_steps=(4.0, 1.0)), CPU)
-    assert [mixed.lane_tokens_of_step(step) for step in (0, 1, 4)] == [(long, VIDEO_TOKENS, long), (long,), (long,)]
+    run = request_run_shape(pair, request, CPU)
+    assert (run.lanes, run.sides, run.tokens) == (
+        {"high": 6, "low": 2},
+        {"high": 3, "low": 1},
+        long,
+    )
+    assert run.lane_tokens("high") == (long, long, VIDEO_TOKENS, VIDEO_TOKENS, long, long)
+    assert run.lane_tokens("low") == (long, long)
+    mixed = request_run_shape(pair, make_guided(guidance_steps=(4.0, 1.0)), CPU)
+    assert [mixed.lane_tokens_of_step(step) for step in (0, 1, 4)] == [
+        (long, VIDEO_TOKENS, long),
+        (long,),
+        (long,),
+    ]
     assert mixed.lane_tokens("high") == (long, VIDEO_TOKENS, long)
 
 
-def test_the_memory_counts_three_lanes_and_their_own_tokens(open_pair: OpenPair, make_guided: Request) -> None:
+def test_the_memory_counts_three_lanes_and_their_own_tokens(
+    open_pair: OpenPair, make_guided: Request
+) -> None:
     pair, request = open_pair(), make_guided()
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     assert extra_tokens_of(pair, request) == (extra, 0, extra)
     shape, width, value = request.computed_shape, 256, 4
     two, three, equal = (
-        working_bytes(pair, shape, sides=sides) for sides in [(extra,) * 2, (extra, 0, extra), (extra,) * 3]
+        working_bytes(pair, shape, sides=sides)
+        for sides in [(extra,) * 2, (extra, 0, extra), (extra,) * 3]
     )
     texts, rotary = 2 * 512 * width * value, VIDEO_TOKENS * HEAD_DIM * 4
     assert three - two == VIDEO_TOKENS * width * value + texts + rotary
@@ -209,8 +240,8 @@ def test_a_cache_skips_all_sides(cache: Any, open_pair: OpenPair, make_guided: R
     pair, request = open_pair(), make_guided(steps=8, switch_step=4, cache=cache)
     result = run(pair, request)
     assert {step.skipped_lanes for step in result.timeline.steps if step.skipped_visits} == {3}
-    never = run(pair, replace(request, cache=replace(cache, threshold=0.0)))
-    assert torch.equal(never.latents, run(pair, replace(request, cache=None)).latents)
+    never = run(pair, changed_request(request, cache=replace(cache, threshold=0.0)))
+    assert torch.equal(never.latents, run(pair, changed_request(request, cache=None)).latents)
 
 
 @pytest.mark.slow  # several runs of the loop
@@ -218,33 +249,51 @@ def test_magcache_needs_a_table_of_all_sides(open_pair: OpenPair, make_guided: R
     pair, request = open_pair(), make_guided(steps=8, switch_step=4)
     rule = SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.25)
     tables = [
-        calibrate(replace(request, context_guidance=scale), lambda each: run(pair, each), source="test")
+        calibrate(
+            changed_request(request, context_guidance=scale),
+            lambda each: run(pair, each),
+            source="test",
+        )
         for scale in (1.0, SCALE)
     ]
     assert [len(table.ratios) for table in tables] == [2, 3]
-    with pytest.raises(RequestError, match="calibrated without context_guidance around step 1, and this run has it"):
-        replace(request, cache=MagCache(table=tables[0], rule=rule))
-    result = run(pair, replace(request, cache=MagCache(table=tables[1], rule=rule)))
+    with pytest.raises(
+        RequestError, match="calibrated without context_guidance around step 1, and this run has it"
+    ):
+        changed_request(request, cache=MagCache(table=tables[0], rule=rule))
+    result = run(pair, changed_request(request, cache=MagCache(table=tables[1], rule=rule)))
     assert {step.skipped_lanes for step in result.timeline.steps if step.skipped_visits} == {3}
-    replace(request, context_guidance=1.0, cache=MagCache(table=tables[1], rule=rule))
+    changed_request(request, context_guidance=1.0, cache=MagCache(table=tables[1], rule=rule))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": ExtraTokens()}, r"is 1.75, and the negative has no context \(context_latents\) that could be"),
+        (
+            {"tokens": ExtraTokens()},
+            r"is 1.75, and the negative has no context \(context_latents\) that could be",
+        ),
         (
             {"negative_tokens": ExtraTokens()},
-            r"the negative has no context .* through WanStream Bernini, with a source or a reference, or set it to 1",
+            r"the negative has no context .* through WanStream Bernini, with a source or a "
+            r"reference, or set it to 1",
         ),
-        ({"guidance": (1.0, 1.0)}, "acts in steps whose guidance is not 1, of which this run has none: set it to 1"),
-        ({"guidance": (1.0, 3.0), "end_step": 2}, "of which this run has none: .* a Wan Guidance of its own"),
+        (
+            {"guidance": (1.0, 1.0)},
+            "acts in steps whose guidance is not 1, of which this run has none: set it to 1",
+        ),
+        (
+            {"guidance": (1.0, 3.0), "end_step": 2},
+            "of which this run has none: .* a Wan Guidance of its own",
+        ),
         ({"guidance": (1.0, 1.0), "tokens": ExtraTokens()}, "of which this run has none"),
         ({"context_guidance": math.nan}, "context_guidance is nan: give a finite number"),
         ({"context_guidance": math.inf}, "context_guidance is inf: give a finite number"),
         ({"negative": None}, "needs a negative text"),
     ],
 )
-def test_a_scale_without_an_effect_is_refused(changes: dict[str, Any], message: str, make_guided: Request) -> None:
+def test_a_scale_without_an_effect_is_refused(
+    changes: dict[str, Any], message: str, make_guided: Request
+) -> None:
     with pytest.raises(RequestError, match=message):
         make_guided(**changes)

@@ -1,4 +1,7 @@
-"""Runs that embed times and texts once: bytes read, with and without chunks, by the loop and by model calls."""
+"""Runs that embed times and texts once.
+
+Bytes read, with and without chunks, by the loop and by model calls.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.sampling_fixtures import changed_request
 from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.meta_model import embedder_part
 
@@ -22,7 +27,12 @@ POLICY = OffloadPolicy.layerwise(1)
 def _bytes_of(pair: ExpertPair, part: str) -> int:
     """Blocks of both experts."""
     experts = (pair.high, pair.low)
-    return sum(t.nbytes for expert in experts for name, t in expert.weights.items() if embedder_part(name) == part)
+    return sum(
+        t.nbytes
+        for expert in experts
+        for name, t in expert.weights.items()
+        if embedder_part(name) == part
+    )
 
 
 @pytest.mark.slow  # several runs of the loop
@@ -31,18 +41,26 @@ def test_an_equal_run_reads_nothing_and_another_text_what_embeds_texts(
     open_pair: OpenPair, make_request: Request, dtype: torch.dtype
 ) -> None:
     pair, request = open_pair(dtype=dtype), make_request(batch=2)
-    runs = [denoise(pair, each, policy=POLICY, device="cpu") for each in (request, make_request(batch=2))]
+    runs = [
+        denoise(pair, each, policy=POLICY, device="cpu")
+        for each in (request, make_request(batch=2))
+    ]
     assert torch.equal(runs[0].latents, runs[1].latents)
     assert runs[0].timeline.non_block_bytes > _bytes_of(pair, "time") + _bytes_of(pair, "text")
     assert runs[1].timeline.non_block_bytes == 0
-    other = replace(request, positive=request.positive + 1)
+    other = changed_request(request, positive=request.positive + 1)
     read = denoise(pair, other, policy=POLICY, device="cpu").timeline.non_block_bytes
     assert read == _bytes_of(pair, "text")
     longer = make_request(batch=2, steps=6)
-    assert denoise(pair, longer, policy=POLICY, device="cpu").timeline.non_block_bytes == _bytes_of(pair, "time") + read
+    assert (
+        denoise(pair, longer, policy=POLICY, device="cpu").timeline.non_block_bytes
+        == _bytes_of(pair, "time") + read
+    )
 
 
-def test_the_weights_that_embed_are_gone_before_the_first_block(open_pair: OpenPair, make_request: Request) -> None:
+def test_the_weights_that_embed_are_gone_before_the_first_block(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     pair, there = open_pair(), list[bool]()
     engine = pair.engine(POLICY, "cpu")
     for name, stack in engine.models.blocks.items():
@@ -67,6 +85,8 @@ def test_a_run_in_chunks_is_the_run_without(
     request: Any = make_request(noise=noise)
     pair = open_pair(dtype=dtype)
     whole = denoise(pair, request, policy=POLICY, device="cpu").latents
-    chunked = denoise(pair, request, policy=replace(POLICY, chunk_tokens=chunk), device="cpu").latents
+    chunked = denoise(
+        pair, request, policy=replace(POLICY, chunk_tokens=chunk), device="cpu"
+    ).latents
     assert torch.equal(chunked, whole)
     assert torch.equal(denoise(pair, request, policy=POLICY, device="cpu").latents, whole)

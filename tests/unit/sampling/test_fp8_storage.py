@@ -1,4 +1,7 @@
-"""Runs of a pair stored in fp8: bit-equal wherever a block is resident, half the bytes, decoding time recorded."""
+"""Runs of a pair stored in fp8.
+
+They are bit-equal wherever a block is resident, with half the bytes. Decoding time is recorded.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import DenoiseResult
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
@@ -62,12 +67,16 @@ def quantised(models: Models) -> Models:
     return models
 
 
-def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE) -> DenoiseResult:
+def run(
+    pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE
+) -> DenoiseResult:
     return denoise(pair, request, policy=policy, device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_it_is_the_model_whose_rows_were_quantised(dtype, pair, make_request, plain_models, plain_denoise):
+def test_it_is_the_model_whose_rows_were_quantised(
+    dtype, pair, make_request, plain_models, plain_denoise
+):
     request = make_request(guidance=(4.0, 1.0))
     expected = plain_denoise(quantised(plain_models(dtype=dtype)), request)
     assert torch.equal(run(pair(dtype, storage="fp8"), request).latents, expected)
@@ -89,13 +98,18 @@ def test_where_a_block_lives_changes_no_bit(pair, make_request):
 @pytest.mark.parametrize("policy", [LAYERWISE, PINNED], ids=["file", "RAM"])
 def test_half_the_bytes_move_and_decoding_takes_its_time(pair, make_request, policy):
     request = make_request()
-    plain, kept = run(pair(), request, policy).timeline, run(pair(storage="fp8"), request, policy).timeline
+    plain, kept = (
+        run(pair(), request, policy).timeline,
+        run(pair(storage="fp8"), request, policy).timeline,
+    )
     for before, after in zip(plain.steps, kept.steps, strict=True):
         assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # the scales of rows
         assert before.decode_s == 0
         assert after.decode_s > 0
-        assert after.read_bytes == before.read_bytes  # the file is as large as it was
-    assert kept.steps[0].read_bytes == plain.steps[0].bytes_moved
+        assert (
+            after.transfers.read_bytes == before.transfers.read_bytes
+        )  # the file is as large as it was
+    assert kept.steps[0].transfers.read_bytes == plain.steps[0].bytes_moved
 
 
 def test_the_thread_that_computes_keeps_its_threads(pair, make_request):
@@ -106,6 +120,7 @@ def test_the_thread_that_computes_keeps_its_threads(pair, make_request):
 
 def test_the_latents_are_close_to_those_of_the_file(pair, make_request):
     plain, kept = (
-        run(pair(torch.float32, storage=storage), make_request()).latents for storage in ("as stored", "fp8")
+        run(pair(torch.float32, storage=storage), make_request()).latents
+        for storage in ("as stored", "fp8")
     )
     assert 0 < (kept - plain).norm() / plain.norm() < 0.2

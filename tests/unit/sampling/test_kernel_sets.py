@@ -8,16 +8,24 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.block_kernels import Kernels, math_choice
 from wanstream.sampling import denoise
-from wanstream.schema import KernelSet, OffloadPolicy
-from wanstream.wan.kernels import math_choice
-from wanstream.wan.kernels.attention import Kernels
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import KernelSet
 
-POLICIES = (OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2, 1, source="pinned"), OffloadPolicy.layerwise(3))
+POLICIES = (
+    OffloadPolicy.layerwise(1),
+    OffloadPolicy.block_swap(2, 1, source="pinned"),
+    OffloadPolicy.layerwise(3),
+)
 
 
 @pytest.fixture(
-    params=["torch", "comfy-kitchen", pytest.param("triton", marks=pytest.mark.slow)]  # interpreted, 7 s
+    params=[
+        "torch",
+        "comfy-kitchen",
+        pytest.param("triton", marks=pytest.mark.slow),
+    ]  # interpreted, 7 s
 )
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSet]:
     math_choice.choose_math.cache_clear()

@@ -11,22 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import SkipRule
-from wanstream.sampling import (
-    DenoiseRequest,
-    EasyCache,
-    FirstBlockCache,
-    RequestError,
-    RunSlice,
-    RunState,
-    denoise,
-    predicted_timeline,
-)
-from wanstream.sampling.cache.base import LaneName
+from wanstream.plan.programs import SkipRule
+from wanstream.sampling import denoise, predicted_timeline
+from wanstream.sampling.cache import EasyCache, FirstBlockCache
+from wanstream.sampling.cache.base import LaneName, Stage
+from wanstream.sampling.cache.easycache import computed_steps
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import CacheSettings, MagCache
-from wanstream.sampling.cache.stages import start_cache
-from wanstream.sampling.estimate import request_job
+from wanstream.sampling.estimate import request_run_shape
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import RequestError, RunSlice, RunState
 from wanstream.schema import OffloadPolicy, StepRange, StepStrengths
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
 from wanstream.tests.support.sampling_fixtures import WatchedPair
@@ -40,28 +34,44 @@ POLICIES = {
     "layerwise": OffloadPolicy.layerwise(1),
     "layerwise pinned": OffloadPolicy.layerwise(2, source="pinned"),
     "block swap": OffloadPolicy.block_swap(2, 1),
-    "block swap, some in RAM": replace(OffloadPolicy.block_swap(2, 1, source="pinned"), ram_blocks=3),
+    "block swap, some in RAM": replace(
+        OffloadPolicy.block_swap(2, 1, source="pinned"), ram_blocks=3
+    ),
 }
-# 1 - sigma is a power of two where a stage ends, so that handing the latent on to the next sampler rounds nothing.
+# 1 - sigma is a power of two where a stage ends, so that handing the latent on to the next sampler
+# rounds nothing.
 SIGMAS = (1.0, 0.9, 0.75, 0.6, 0.5, 0.25, 0.0)
 ENDS = (0, 2, 4, 6)
 """Ends of three stages: the high-noise expert without a LoRA, with it, and the low-noise expert."""
-STAGES = {"steps": None, "sigmas": SIGMAS, "switch_step": 4, "guidance_steps": (4.0, 4.0, 1.0), "solver": "euler"}
+STAGES = {
+    "steps": None,
+    "sigmas": SIGMAS,
+    "switch_step": 4,
+    "guidance_steps": (4.0, 4.0, 1.0),
+    "solver": "euler",
+}
 WITHOUT_AT_FIRST = StepStrengths(usual=0.8, ranges=(StepRange(0, 1, 0.0),))
 
 Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
 
 
 @pytest.fixture
-def loras(lora_file: Callable[..., Path], lightning: Callable[..., dict[str, torch.Tensor]]) -> list[LoraFile]:
-    """A LoRA for each expert: of blocks, of a bias, and of the time embedder, whose rows are computed ahead."""
+def loras(
+    lora_file: Callable[..., Path], lightning: Callable[..., dict[str, torch.Tensor]]
+) -> list[LoraFile]:
+    """A LoRA for each expert: of blocks, of a bias, and of the time embedder.
+
+    The rows of the time embedder are computed ahead.
+    """
     found = []
     for seed in (3, 4):
         tensors, generator = lightning(seed=seed), torch.Generator().manual_seed(seed)
         for name, shape in (("down", (4, 256)), ("up", (6 * 256, 4))):
             factor = 0.1 * torch.randn(*shape, generator=generator)
             tensors[f"diffusion_model.time_projection.1.lora_{name}.weight"] = factor
-        tensors["diffusion_model.blocks.0.cross_attn.o.diff_b"] = 0.1 * torch.randn(256, generator=generator)
+        tensors["diffusion_model.blocks.0.cross_attn.o.diff_b"] = 0.1 * torch.randn(
+            256, generator=generator
+        )
         # A DoRA and a LoKr, computed in other ways, in blocks with equal bytes.
         for layer in (f"diffusion_model.blocks.{block}.self_attn" for block in range(LAYERS)):
             tensors[f"{layer}.q.dora_scale"] = 1 + torch.rand(256, 1, generator=generator)
@@ -73,7 +83,12 @@ def loras(lora_file: Callable[..., Path], lightning: Callable[..., dict[str, tor
     return found
 
 
-def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = POLICIES["layerwise"], **given: Any) -> Any:
+def run(
+    pair: ExpertPair,
+    request: DenoiseRequest,
+    policy: OffloadPolicy = POLICIES["layerwise"],
+    **given: Any,
+) -> Any:
     return denoise(pair, request, **given, policy=policy, device=CPU)
 
 
@@ -81,13 +96,24 @@ def set_both(pair: ExpertPair, loras: Sequence[LoraFile], strengths: StepStrengt
     pair.set_loras(*([(lora, strengths)] for lora in loras))
 
 
-def in_three_samplers(pair: ExpertPair, loras: Sequence[LoraFile], request: Request) -> torch.Tensor:
-    """Return the latents of three samplers, each with fixed strengths, that hand a latent with its noise on."""
+def in_three_samplers(
+    pair: ExpertPair, loras: Sequence[LoraFile], request: Request
+) -> torch.Tensor:
+    """Return the latents of three samplers that hand a latent with its noise on.
+
+    Each sampler has fixed strengths.
+    """
     given: dict[str, Any] = {}
     for (start, end), strength in zip(pairwise(ENDS), (0.0, 0.8, 0.8), strict=True):
         set_both(pair, loras, strength)
-        result = run(pair, request(**STAGES, start_step=start, end_step=end, leftover_noise=True, **given))
-        given = {"latent": result.latents / (1 - result.sigma), "latent_sigma": result.sigma, "add_noise": False}
+        result = run(
+            pair, request(**STAGES, start_step=start, end_step=end, leftover_noise=True, **given)
+        )
+        given = {
+            "latent": result.latents / (1 - result.sigma),
+            "latent_sigma": result.sigma,
+            "add_noise": False,
+        }
     return result.latents
 
 
@@ -98,10 +124,14 @@ def test_one_run_of_three_stages_is_three_samplers_in_sequence(
     pair = open_pair()
     expected = in_three_samplers(open_pair(), loras, make_request)
     set_both(pair, loras, WITHOUT_AT_FIRST)
-    for _ in range(2):  # the second run starts from the blocks and strengths that the first one leaves
+    for _ in range(
+        2
+    ):  # the second run starts from the blocks and strengths that the first one leaves
         assert torch.equal(run(pair, make_request(**STAGES), policy).latents, expected)
     set_both(pair, loras, 0.8)
-    assert not torch.allclose(run(pair, make_request(**STAGES), policy).latents, expected, atol=1e-3)
+    assert not torch.allclose(
+        run(pair, make_request(**STAGES), policy).latents, expected, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("solver", ["unipc", "dpm++"])
@@ -153,18 +183,29 @@ def test_fetches_at_a_change_are_those_of_residents_and_as_predicted(
         measured = run(watched, request, policy).timeline
         for ours, theirs in zip(predicted.steps, measured.steps, strict=True):
             patches = sum(engine_bytes(pair, policy, theirs.index))
-            fetched = ours.bytes_moved // pair.stored_bytes
-            # The prediction counts the stored bytes, as for every run with a LoRA; factors come on top.
+            fetched = ours.bytes_moved // pair.block_bytes.stored
+            # The prediction counts the stored bytes, as for every run with a LoRA; factors come on
+            # top.
             assert theirs.bytes_moved == ours.bytes_moved + fetched * patches // LAYERS
-            assert theirs.read_bytes == ours.read_bytes
+            assert theirs.transfers.read_bytes == ours.transfers.read_bytes
         program = watched.runs[-1].program
         assert watched.runs[-1].fetched == list(program.fetches)
         if cold:
             fetched_for = [program.visits[fetch.needed_by].step for fetch in program.fetches]
-            residents = {"resident": LAYERS, "layerwise": 0}.get(policy.kind, LAYERS - policy.blocks_to_swap)
+            residents = {"resident": LAYERS, "layerwise": 0}.get(
+                policy.kind, LAYERS - policy.blocks_to_swap
+            )
             streamed = LAYERS - residents
-            # All blocks before the first step, and once more where the strength changes; else the streamed ones.
-            assert [fetched_for.count(step) for step in range(6)] == [4, streamed, 4, streamed, streamed, streamed]
+            # All blocks before the first step, and once more where the strength changes; else the
+            # streamed ones.
+            assert [fetched_for.count(step) for step in range(6)] == [
+                4,
+                streamed,
+                4,
+                streamed,
+                streamed,
+                streamed,
+            ]
 
 
 def engine_bytes(pair: ExpertPair, policy: OffloadPolicy, step: int) -> list[int]:
@@ -172,17 +213,24 @@ def engine_bytes(pair: ExpertPair, policy: OffloadPolicy, step: int) -> list[int
     engine, patch = pair.current_engine(policy, CPU), pair.patch_at("high", step)
     assert engine is not None
     keys = [key._replace(patch=patch) for key in engine.formats if key.expert == "high"]
-    return [engine.fetch_bytes(key) - engine.formats[key.stored].stored.nbytes for key in keys]
+    return [engine.patches.nbytes(key) for key in keys]
 
 
 def test_a_resident_run_hands_its_buffers_on_at_a_change(
     watched: WatchedPair, make_request: Request, loras: list[LoraFile]
 ) -> None:
-    """A block is fetched again once its last visit with the old strength has ended, not at the end of the step."""
+    """A block is fetched again once its last visit with the old strength has ended.
+
+    It does not wait for the end of the step.
+    """
     set_both(watched.pair, loras, WITHOUT_AT_FIRST)
     run(watched, make_request(**STAGES), POLICIES["resident"])
     [engine_run] = watched.runs
-    again = [fetch for fetch in engine_run.program.fetches if fetch.block.patch == 1 and fetch.block.expert == "high"]
+    again = [
+        fetch
+        for fetch in engine_run.program.fetches
+        if fetch.block.patch == 1 and fetch.block.expert == "high"
+    ]
     assert len(again) == LAYERS
     assert all(fetch.start_after < 2 * LAYERS for fetch in again)
 
@@ -219,10 +267,13 @@ def test_the_planner_counts_factors_of_all_strengths(
     pair.set_loras([(loras[0], StepStrengths(usual=0.8, ranges=(StepRange(0, 1, 0.3),)))], [])
     stored = sum(tensor.nbytes for tensor in loras[0].tensors.values())
     assert pair.host_resident_bytes - without == 2 * one - stored
-    assert request_job(pair, make_request(**STAGES), CPU).patches_of_steps == (0, 0, 1, 1, 0, 0)
+    steps = request_run_shape(pair, make_request(**STAGES), CPU).steps
+    assert [step.patch for step in steps] == [0, 0, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("cache", [FirstBlockCache(threshold=1e3), EasyCache(threshold=1e3, retention=0.0)], ids=str)
+@pytest.mark.parametrize(
+    "cache", [FirstBlockCache(threshold=1e3), EasyCache(threshold=1e3, retention=0.0)], ids=str
+)
 def test_a_cache_reuses_nothing_across_a_change(
     cache: CacheSettings, open_pair: OpenPair, make_request: Request, loras: list[LoraFile]
 ) -> None:
@@ -238,13 +289,17 @@ def test_a_cache_reuses_nothing_across_a_change(
 
 
 def test_known_skips_start_again_at_a_change() -> None:
-    steps = {step: ("high", (LaneName(0, 0),)) for step in range(8)}
+    names = (LaneName(0, 0),)
+    steps = {step: (Stage("high"), names) for step in range(8)}
+    changing = {step: (Stage("high", int(step >= 4)), names) for step in range(8)}
     sigmas = tuple(1 - step / 8 for step in range(9))
     table = MagTable(sigmas=sigmas, experts=("high",) * 8, ratios=((1.0,) * 8,), marks={})
-    cache = MagCache(table=table, rule=SkipRule(threshold=0.5, max_consecutive_skips=7, retention=0.0))
-    whole = start_cache(cache, steps, dict.fromkeys(steps, 0))
-    assert whole.skipped == frozenset(range(1, 8))
-    assert start_cache(cache, steps, {step: int(step >= 4) for step in steps}).skipped == {1, 2, 3, 5, 6, 7}
+    cache = MagCache(
+        table=table, rule=SkipRule(threshold=0.5, max_consecutive_skips=7, retention=0.0)
+    )
+    assert cache.start(steps).skipped == frozenset(range(1, 8))
+    assert cache.start(changing).skipped == {1, 2, 3, 5, 6, 7}
+    assert computed_steps(changing, 0.0) == {0, 1, 3, 4, 5, 7}
 
 
 class TestRefusals:
@@ -255,7 +310,9 @@ class TestRefusals:
         set_both(pair, loras, StepStrengths(usual=1.0, ranges=(StepRange(0, 5, 0.0),)))
         run(pair, make_request(**STAGES))
         name = loras[0].path.name
-        with pytest.raises(RequestError, match=f"{name} has a strength for steps '0-5: 0', and the run has 5 steps"):
+        with pytest.raises(
+            RequestError, match=f"{name} has a strength for steps '0-5: 0', and the run has 5 steps"
+        ):
             run(pair, make_request())
 
     def test_a_run_that_ends_early_may_have_ranges_after_its_end(
@@ -265,7 +322,9 @@ class TestRefusals:
         set_both(pair, loras, StepStrengths(usual=1.0, ranges=(StepRange(4, 5, 0.0),)))
         assert len(run(pair, make_request(**STAGES, end_step=2)).timeline.steps) == 2
 
-    def test_a_strength_that_is_not_a_number(self, open_pair: OpenPair, loras: list[LoraFile]) -> None:
+    def test_a_strength_that_is_not_a_number(
+        self, open_pair: OpenPair, loras: list[LoraFile]
+    ) -> None:
         pair = open_pair()
         with pytest.raises(ValueError, match="is nan: give a finite number"):
             set_both(pair, loras, StepStrengths(usual=1.0, ranges=(StepRange(0, 1, float("nan")),)))

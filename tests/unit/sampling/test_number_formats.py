@@ -13,21 +13,25 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from wanstream.offload import EightBit, Sharded
+from wanstream.block_kernels import Kernels, multiplications, replace_linears
+from wanstream.offload import Sharded
+from wanstream.offload.formats import EightBit
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import tensor_views
-from wanstream.sampling import denoise, offload_job, working_bytes
-from wanstream.schema import OffloadPolicy, Storage
-from wanstream.testing.experts import dequantised, in_dtype, make_lora, save_expert_file, save_lora
-from wanstream.testing.number_formats import ENCODERS, MixedLayout, mixture
-from wanstream.testing.quantised import Fp8Layout, TypeOf, matrices, q4_k_m, save_expert_gguf
+from wanstream.sampling import denoise, lane_names, run_shape, working_bytes
+from wanstream.sampling.cache import Stage
+from wanstream.sampling.steps import Side
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import Storage
+from wanstream.testing.experts import make_lora, save_expert_file, save_lora
+from wanstream.testing.quantised import TypeOf, q4_k_m, save_expert_gguf
+from wanstream.tests.support.number_formats import ENCODERS, MixedLayout, mixture
 from wanstream.tests.support.offload_fixtures import ThreadGroup
+from wanstream.tests.support.quantised_files import Fp8Layout, dequantised, in_dtype, matrices
 from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.open import open_expert
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.experts.storage import Precision, block_source, multiplied_layers
-from wanstream.wan.kernels.attention import Kernels
-from wanstream.wan.kernels.multiplication import multiplications, replace_linears
 from wanstream.wan.lora.file import open_lora
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
@@ -115,29 +119,41 @@ def save_pair(
     for seed, name in enumerate(("high", "low")):
         model = make_tiny_expert(seed=seed, layers=2)
         files[name] = folder / f"{name}.safetensors"
-        save_expert_file(model, files[name], dtype=dtype, fp8=layout)
+        save_expert_file(model, files[name], dtype=dtype, quantised=layout)
         values = layout.dtype if isinstance(layout, Fp8Layout) else layout
-        models[name] = in_dtype(model, dtype).float() if layout is None else dequantised(model, dtype=dtype, fp8=values)
+        models[name] = (
+            in_dtype(model, dtype).float()
+            if layout is None
+            else dequantised(model, dtype=dtype, fp8=values)
+        )
     return files, models
 
 
 def plain_models(
     files: Mapping[str, Path], models: Mapping[str, Any], storage: Storage = "as stored"
 ) -> Mapping[str, Any]:
-    """Replace layers of plain models by those that multiply codes, with the bytes that a whole read of blocks gives."""
+    """Replace layers of plain models by layers that multiply codes.
+
+    Their bytes are as a whole read of blocks gives them.
+    """
     experts = {name: open_expert(file) for name, file in files.items()}
     precision = Precision(compute_dtype=torch.float32, storage=storage, arithmetic="as stored")
     source = block_source(experts, precision, direct=False)
     layers = multiplied_layers(source.formats)
     assert layers
+    for name, packings in layers.items():
+        replaced = replace_linears(models[name].blocks, packings)
+        multiplications(["int8", "fp8"], torch.device("cpu"), torch.float32).prepare(replaced)
     for key, fmt in source.formats.items():
-        stored, block = (torch.empty(layout.nbytes, dtype=torch.uint8) for layout in (fmt.stored, fmt.computed))
+        stored, block = (
+            torch.empty(layout.nbytes, dtype=torch.uint8) for layout in (fmt.stored, fmt.computed)
+        )
         source.read_block(key, stored)
         decode_block(stored, block, fmt, source.scales(key))
-        linears = dict(models[key.expert].blocks.named_children())[str(key.block)]
-        replaced = replace_linears({"": linears}, {"": layers[key.expert][str(key.block)]})
-        multiplications(["int8", "fp8"], torch.device("cpu"), torch.float32).prepare(replaced)
-        for tensor, view in zip(fmt.computed.tensors, tensor_views(block, fmt.computed).values(), strict=True):
+        linears = models[key.expert].blocks[key.block]
+        for tensor, view in zip(
+            fmt.computed.tensors, tensor_views(block, fmt.computed).values(), strict=True
+        ):
             layer = linears.get_submodule(tensor.name.removesuffix(".weight"))
             if isinstance(tensor.packing, EightBit):
                 weight, scale = tensor.packing.split(view, tensor.shape)
@@ -150,7 +166,10 @@ def plain_models(
 
 
 CODES: Mapping[str, tuple[Any, Storage]] = {
-    **{name: (LAYOUTS[name], "as stored") for name in ("int8", "int8 rows", "int8 ConvRot", "mixed")},
+    **{
+        name: (LAYOUTS[name], "as stored")
+        for name in ("int8", "int8 rows", "int8 ConvRot", "mixed")
+    },
     "fp8_scaled": (Fp8Layout(), "as stored"),
     "fp8, a plain cast": (None, "as stored"),
     "fp8 in RAM": (None, "fp8"),
@@ -170,15 +189,24 @@ CODES: Mapping[str, tuple[Any, Storage]] = {
     ],
 )
 def test_a_run_of_codes_is_the_textbook_loop_with_such_layers_to_the_bit(
-    name: str, policy: str, make_tiny_expert: Callable[..., Any], plain_denoise: Any, make_request: Any, tmp_path: Path
+    name: str,
+    policy: str,
+    make_tiny_expert: Callable[..., Any],
+    plain_denoise: Any,
+    make_request: Any,
+    tmp_path: Path,
 ) -> None:
     layout, storage = CODES[name]
     cast = torch.float8_e4m3fn if "cast" in name else torch.float32
     files, models = save_pair(tmp_path, make_tiny_expert, layout, dtype=cast)
     request = make_request(**SHORT)
-    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored", storage=storage) as pair:
+    with open_experts(
+        *files.values(), compute_dtype=torch.float32, arithmetic="as stored", storage=storage
+    ) as pair:
         latents = denoise(pair, request, policy=POLICIES[policy], device="cpu").latents
-        assert pair.decodes == (name in ("int8", "mixed", "fp8, a plain cast", "int8 ConvRot, others mixed"))
+        assert (pair.block_bytes.decoded > 0) == (
+            name in ("int8", "mixed", "fp8, a plain cast", "int8 ConvRot, others mixed")
+        )
     assert torch.equal(latents, plain_denoise(plain_models(files, models, storage), request))
 
 
@@ -192,7 +220,9 @@ def test_blocks_of_codes_have_one_graph(
     stacks: list[Any] = [[]]
     for rank in (2, 5):
         file = tmp_path / f"lora {rank}.safetensors"
-        save_lora(make_lora(make_tiny_expert(layers=2), seed=3, rank=rank), file, dtype=torch.float32)
+        save_lora(
+            make_lora(make_tiny_expert(layers=2), seed=3, rank=rank), file, dtype=torch.float32
+        )
         stacks += [[(open_lora(file), strength)] for strength in (1.0, 0.5)]
     request = make_request(**SHORT)
     torch._dynamo.reset()
@@ -203,35 +233,51 @@ def test_blocks_of_codes_have_one_graph(
             pair.kernels = Kernels()
             plain = denoise(pair, request, policy=LAYERWISE, device="cpu").latents
             pair.kernels = Kernels(compiler="aot_eager")
-            assert torch.equal(denoise(pair, request, policy=LAYERWISE, device="cpu").latents, plain)
+            assert torch.equal(
+                denoise(pair, request, policy=LAYERWISE, device="cpu").latents, plain
+            )
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["int8 ConvRot", "fp8_scaled", "int8 ConvRot in RAM", "fp8 in RAM"])
-def test_codes_halve_the_buffers(name: str, make_tiny_expert: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["int8 ConvRot", "fp8_scaled", "int8 ConvRot in RAM", "fp8 in RAM"]
+)
+def test_codes_halve_the_buffers(
+    name: str, make_tiny_expert: Callable[..., Any], tmp_path: Path
+) -> None:
     layout, storage = CODES[name]
     files, _ = save_pair(tmp_path, make_tiny_expert, layout)
     decoded, int8 = (
-        open_experts(*files.values(), compute_dtype=torch.bfloat16, arithmetic=each, storage=storage)
+        open_experts(
+            *files.values(), compute_dtype=torch.bfloat16, arithmetic=each, storage=storage
+        )
         for each in ("decoded", "as stored")
     )
-    assert 0.5 < int8.computed_bytes / decoded.computed_bytes < 0.51
-    assert int8.computed_bytes == int8.stored_bytes
+    assert 0.5 < int8.block_bytes.computed / decoded.block_bytes.computed < 0.51
+    assert int8.block_bytes.computed == int8.block_bytes.stored
     # The only scale of a matrix of fp8_scaled is apart from it, if it is decoded.
-    assert 0 <= int8.stored_bytes - decoded.stored_bytes <= 10 * 256
-    assert decoded.decodes
-    assert not int8.decodes
-    half = decoded.computed_bytes - int8.computed_bytes
-    assert decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu") == 2 * half
-    assert decoded.identity != int8.identity
+    assert 0 <= int8.block_bytes.stored - decoded.block_bytes.stored <= 10 * 256
+    assert decoded.block_bytes.decoded
+    assert not int8.block_bytes.decoded
+    half = decoded.block_bytes.computed - int8.block_bytes.computed
+    assert (
+        decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu")
+        == 2 * half
+    )
     shape = (1, 16, 5, 40, 56)
-    job, usual = (
-        offload_job(pair, shape, torch.device("cpu"), experts_of_steps=["high"], sides={"high": (0,), "low": (0,)})
+    run, usual = (
+        run_shape(
+            pair,
+            shape,
+            torch.device("cpu"),
+            lanes={0: (Stage("high"), lane_names(1, (Side.POSITIVE,)))},
+            sides={"high": (0,), "low": (0,)},
+        )
         for pair in (int8, decoded)
     )
-    assert (job.linear_format, usual.linear_format, job.compute_dtype) == (
+    assert (run.kernels.linear_format, usual.kernels.linear_format, run.compute_dtype) == (
         "fp8" if "fp8" in name else "int8",
         "",
         "bfloat16",
@@ -251,9 +297,11 @@ def test_a_step_in_int8_moves_half_the_bytes(
     moved = []
     for files in (bf16, int8.values()):
         with open_experts(*files, compute_dtype=torch.bfloat16, arithmetic="as stored") as pair:
-            steps = denoise(pair, make_request(), policy=OffloadPolicy.layerwise(0), device="cpu").timeline.steps
+            steps = denoise(
+                pair, make_request(), policy=OffloadPolicy.layerwise(0), device="cpu"
+            ).timeline.steps
         moved.append([step.bytes_moved for step in steps])
-        assert moved[-1] == [2 * pair.stored_bytes] * len(steps)
+        assert moved[-1] == [2 * pair.block_bytes.stored] * len(steps)
     assert all(0.5 < after / before < 0.51 for before, after in zip(*moved, strict=True))
 
 
@@ -264,10 +312,18 @@ def test_a_step_in_int8_moves_half_the_bytes(
     ids=["int8", "mixed", "fp8"],
 )
 def test_a_lora_beside_codes(
-    layout: Any, noise: float, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
+    layout: Any,
+    noise: float,
+    make_tiny_expert: Callable[..., Any],
+    make_request: Any,
+    tmp_path: Path,
 ) -> None:
     files, _ = save_pair(tmp_path, make_tiny_expert, layout)
-    save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
+    save_lora(
+        make_lora(make_tiny_expert(layers=2), seed=3),
+        tmp_path / "lora.safetensors",
+        dtype=torch.float32,
+    )
     lora, request = open_lora(tmp_path / "lora.safetensors"), make_request(**SHORT)
 
     def runs(pair: ExpertPair, policy: OffloadPolicy) -> list[torch.Tensor]:
@@ -281,7 +337,9 @@ def test_a_lora_beside_codes(
         decoded = runs(pair, LAYERWISE)
     found = []
     for policy in POLICIES.values():
-        with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
+        with open_experts(
+            *files.values(), compute_dtype=torch.float32, arithmetic="as stored"
+        ) as pair:
             found.append(runs(pair, policy))
     for every in found:
         for one, first in zip(every, found[0], strict=True):
@@ -292,14 +350,14 @@ def test_a_lora_beside_codes(
         denoise(pair, request, policy=LAYERWISE, device="cpu")
         # Each factor starts at a multiple of 256 bytes.
         assert 0 <= pair.loaded_bytes - predicted <= 2 * 2 * len(LAYOUTS) * 256
-        job = offload_job(
+        run = run_shape(
             pair,
             request.computed_shape,
             torch.device("cpu"),
-            experts_of_steps=["high"],
+            lanes={0: (Stage("high"), lane_names(1, (Side.POSITIVE,)))},
             sides=dict.fromkeys(pair.experts, (0,)),
         )
-        assert job.patch_bytes == pair.patch_bytes > 0
+        assert run.blocks.patch_bytes == pair.patch_bytes > 0
     plain, full, weak, again, without = found[0]
     assert torch.equal(full, again)
     assert torch.equal(plain, without)
@@ -317,26 +375,39 @@ def test_a_change_of_all_values_of_an_int8_matrix_is_refused_in_words(
     save_lora(change, tmp_path / "lora.safetensors", dtype=torch.float32)
     with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
         lora = open_lora(tmp_path / "lora.safetensors")
-        with pytest.raises(ValueError, match=r'as it is stored, .* plain LoRAs only: .* arithmetic "decoded"'):
+        with pytest.raises(
+            ValueError, match=r'as it is stored, .* plain LoRAs only: .* arithmetic "decoded"'
+        ):
             pair.set_loras([(lora, 1.0)], [])
 
 
 def test_the_arithmetic_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="arithmetic is 'int4'; choose 'decoded' or 'as stored' or 'int8' or 'fp8'"):
+    with pytest.raises(
+        ValueError, match="arithmetic is 'int4'; choose 'decoded' or 'as stored' or 'int8' or 'fp8'"
+    ):
         open_experts(tmp_path, tmp_path, arithmetic="int4")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow  # several runs of the loop
 @pytest.mark.parametrize(
     "how",
-    [{}, {"storage": "fp8"}, {"arithmetic": "as stored"}, {"storage": "int8 ConvRot", "arithmetic": "as stored"}],
+    [
+        {},
+        {"storage": "fp8"},
+        {"arithmetic": "as stored"},
+        {"storage": "int8 ConvRot", "arithmetic": "as stored"},
+    ],
     ids=["decoded", "fp8 storage", "in int8", "int8 storage"],
 )
 def test_two_ranks_gather_shards_of_mixed_blocks(
     how: dict[str, Any], make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
 ) -> None:
     files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["mixed"])
-    save_lora(make_lora(make_tiny_expert(layers=2), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
+    save_lora(
+        make_lora(make_tiny_expert(layers=2), seed=3),
+        tmp_path / "lora.safetensors",
+        dtype=torch.float32,
+    )
     lora, request = open_lora(tmp_path / "lora.safetensors"), make_request(**SHORT)
 
     def run(sharded: Sharded | None) -> torch.Tensor:

@@ -6,14 +6,16 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, ModelCalls, RunPolicy, SamplingCancelled, StepProgress, denoise
-from wanstream.schema import OffloadPolicy, StepRecord, Timeline
+from wanstream.sampling import ModelCalls, RunPolicy, denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import SamplingCancelled, StepProgress
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.records import Timeline
 from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.phases import QueueItemPhases
 from wanstream.wan import ExpertPair
@@ -32,15 +34,15 @@ def samplers() -> list[threading.Thread]:
 def test_every_figure_of_a_step_is_told(open_pair: OpenPair, make_request: Request) -> None:
     timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
     for step in timeline.steps:
-        unknown = {field.name for field in fields(StepRecord) if getattr(step, field.name) is None}
+        unknown = {name for name, value in step.to_dict().items() if value is None}
         assert unknown == {*NOT_ON_A_CPU, "limit_s"}
-        assert step.pinned_bytes == 0
+        assert step.memory.pinned_bytes == 0
     assert [phase.name for phase in timeline.phases] == ["first block", "high", "switch", "low"]
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
 
 
 def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request: Request) -> None:
-    """For some start of the run, every step ends before it is reported, and the next one begins afterwards."""
+    """For some start of the run, steps end before their report, and the next begins afterwards."""
     reported = list[float]()
     result = denoise(
         open_pair(),
@@ -50,12 +52,16 @@ def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request
         on_step=lambda _: reported.append(time.clock_gettime(time.CLOCK_MONOTONIC)),
     )
     steps = result.timeline.steps
-    latest = min(at - (step.start_s + step.wall_s) for at, step in zip(reported, steps, strict=True))
+    latest = min(
+        at - (step.start_s + step.wall_s) for at, step in zip(reported, steps, strict=True)
+    )
     earliest = max(at - step.start_s for at, step in zip(reported, steps[1:], strict=False))
     assert earliest <= latest + 1e-4
 
 
-def test_the_run_begins_with_its_call_and_ends_with_it(open_pair: OpenPair, make_request: Request) -> None:
+def test_the_run_begins_with_its_call_and_ends_with_it(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     called = time.perf_counter()
     timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
     took = time.perf_counter() - called
@@ -67,13 +73,21 @@ def test_the_run_begins_with_its_call_and_ends_with_it(open_pair: OpenPair, make
 
 def test_memory_is_watched_during_the_run_only(open_pair: OpenPair, make_request: Request) -> None:
     seen = list[int]()
-    denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu", on_step=lambda _: seen.append(len(samplers())))
+    denoise(
+        open_pair(),
+        make_request(),
+        policy=LAYERWISE,
+        device="cpu",
+        on_step=lambda _: seen.append(len(samplers())),
+    )
     assert seen == [1] * 5
     assert samplers() == []
 
 
 @pytest.mark.parametrize("fails", ["cancelled", "callback"])
-def test_a_run_that_ends_early_leaves_no_thread(open_pair: OpenPair, make_request: Request, fails: str) -> None:
+def test_a_run_that_ends_early_leaves_no_thread(
+    open_pair: OpenPair, make_request: Request, fails: str
+) -> None:
     stop = threading.Event()
 
     def on_step(step: StepProgress) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import make_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import pytest
 import torch
 
 from wanstream.distributed.messages import RunTask
-from wanstream.sampling import DenoiseRequest, ExtraTokens, RunSlice, RunState, SamplingCancelled, SavedRun, denoise
-from wanstream.sampling.loop.denoiser import StepProgress
-from wanstream.sampling.saved_states import MAX_BYTES, StateFile, file_versions, outdated, run_digest
-from wanstream.schema import ContextWindows
+from wanstream.sampling import SavedRun, denoise, saved_states
+from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.sampling.saved_states import file_versions, run_digest
+from wanstream.sampling.steps import RunSlice, RunState, SamplingCancelled
+from wanstream.sampling.steps.results import StepProgress
+from wanstream.shapes import ContextWindows
+from wanstream.tests.support.sampling_fixtures import changed_request
 from wanstream.wan.experts.open import ExpertsRegistry
 
 MakeTask = Callable[..., RunTask]
@@ -43,7 +48,13 @@ def states_of() -> Callable[[RunTask], list[RunState]]:
         def on_step(step: StepProgress) -> None:
             states.append(step.state())
 
-        denoise(registry.get(task.experts), task.request, policy=task.policy, device="cpu", on_step=on_step)
+        denoise(
+            registry.get(task.experts),
+            task.request,
+            policy=task.policy,
+            device="cpu",
+            on_step=on_step,
+        )
         registry.free()
         return states
 
@@ -77,7 +88,9 @@ def test_a_file_is_whole_and_on_disk_before_it_has_its_name(
     task, calls = make_task(), list[str]()
     sync, rename = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (calls.append("sync"), sync(handle)))
-    monkeypatch.setattr(Path, "replace", lambda path, target: (calls.append("rename"), rename(path, target))[1])
+    monkeypatch.setattr(
+        Path, "replace", lambda path, target: (calls.append("rename"), rename(path, target))[1]
+    )
     first, second, *_ = states_of(task)
     run = saved_run(tmp_path, task.request)
     run.save(0, first)
@@ -119,7 +132,9 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [cut, zeroed, not_json, of_another_solver, past_the_end, a_folder])
+@pytest.mark.parametrize(
+    "damage", [cut, zeroed, not_json, of_another_solver, past_the_end, a_folder]
+)
 def test_a_damaged_file_is_ignored_with_a_warning(
     damage: Callable[[Path], None],
     make_task: MakeTask,
@@ -148,7 +163,9 @@ def test_a_state_of_other_size_or_without_finite_values_is_ignored(
 
 
 @pytest.mark.slow  # several runs of the loop
-def test_states_of_a_part_are_no_states_of_another(make_task: MakeTask, states_of: Any, tmp_path: Path) -> None:
+def test_states_of_a_part_are_no_states_of_another(
+    make_task: MakeTask, states_of: Any, tmp_path: Path
+) -> None:
     tasks = [make_task(seed=seed) for seed in (1, 2)]
     changes: list[str] = []
     run = SavedRun(tmp_path, [task.request for task in tasks], "inputs", changes.append)
@@ -157,25 +174,40 @@ def test_states_of_a_part_are_no_states_of_another(make_task: MakeTask, states_o
     assert first is None
     assert second is not None
     assert changes == ["continued from step 3 of an interrupted run in part 2 of 2"]
-    assert SavedRun(tmp_path, [task.request for task in tasks], "others", ignore).load() == [None, None]
+    assert SavedRun(tmp_path, [task.request for task in tasks], "others", ignore).load() == [
+        None,
+        None,
+    ]
     run.save(1, states_of(tasks[1])[3])
     run.save(0, states_of(tasks[0])[3])
-    assert [state and state.next_step for state in run.load()] == [None, 4], "the last part ends with the run"
+    assert [state and state.next_step for state in run.load()] == [None, 4], (
+        "the last part ends with the run"
+    )
     again = SavedRun(tmp_path, [task.request for task in tasks], "inputs", ignore)
     assert [state and state.next_step for state in again.load()] == [None, 4]
     again.save(0, states_of(tasks[0])[2])
     again.save(0, states_of(tasks[0])[3])
-    assert [state and state.next_step for state in again.load()] == [3, 4], "also if it is the last one left"
+    assert [state and state.next_step for state in again.load()] == [3, 4], (
+        "also if it is the last one left"
+    )
 
 
 @pytest.mark.parametrize(
-    ("error", "kept"), [(None, False), (SamplingCancelled, False), (ValueError, True), (SystemExit, True)]
+    ("error", "kept"),
+    [(None, False), (SamplingCancelled, False), (ValueError, True), (SystemExit, True)],
 )
 def test_states_are_kept_after_errors_only(
-    error: type[BaseException] | None, kept: bool, make_task: MakeTask, states_of: Any, tmp_path: Path
+    error: type[BaseException] | None,
+    kept: bool,
+    make_task: MakeTask,
+    states_of: Any,
+    tmp_path: Path,
 ) -> None:
     task, folder = make_task(), tmp_path / "states"
-    with nullcontext() if error is None else pytest.raises(error), saved_run(folder, task.request) as run:
+    with (
+        nullcontext() if error is None else pytest.raises(error),
+        saved_run(folder, task.request) as run,
+    ):
         run.save(0, states_of(task)[0])
         assert folder.exists()
         if error is not None:
@@ -222,20 +254,23 @@ def test_the_digest_has_every_input_of_a_request(make_task: MakeTask) -> None:
         "negative_tokens": ExtraTokens(),
         "context_guidance": 2.0,
     }
-    assert set(other) == {field.name for field in fields(DenoiseRequest)}
+    assert list(other) == list(base.keywords())
     digests = {run_digest(base)}
     for name, value in other.items():
-        changed = _changed(base, name, value)
+        changed = changed_request(base)
+        # The value need not fit the others.
+        vars(changed)["keywords"] = partial(dict, {**base.keywords(), name: value})
         digests.add(run_digest(changed))
     assert len(digests) == len(other) - 1, "all but the two that are None here"
-    assert run_digest(base) == run_digest(replace(base)) == run_digest(make_task(request={"solver": "euler"}).request)
+    assert run_digest(base) == run_digest(make_task(request={"solver": "euler"}).request)
 
 
-def _changed(request: DenoiseRequest, name: str, value: Any) -> DenoiseRequest:
-    """Return the request with another value, which need not fit the others."""
-    changed = replace(request)
-    object.__setattr__(changed, name, value)
-    return changed
+def test_states_of_requests_that_were_one_flat_value_are_found(
+    make_task: Callable[..., Any],
+) -> None:
+    request = make_task().request
+    flat = make_dataclass("DenoiseRequest", request.keywords())
+    assert run_digest(request) == run_digest(flat(**request.keywords()))
 
 
 def test_values_that_look_alike_have_different_digests() -> None:
@@ -256,7 +291,13 @@ def test_values_that_look_alike_have_different_digests() -> None:
         {"a": 1},
         [()],
     ]
-    values += [torch.zeros(2), torch.zeros(2, 1), torch.zeros(2).double(), torch.zeros(2).bfloat16(), torch.tensor(0.0)]
+    values += [
+        torch.zeros(2),
+        torch.zeros(2, 1),
+        torch.zeros(2).double(),
+        torch.zeros(2).bfloat16(),
+        torch.tensor(0.0),
+    ]
     assert len({run_digest(value) for value in values}) == len(values)
     with pytest.raises(TypeError, match="a function has no digest"):
         run_digest(ignore)
@@ -268,22 +309,36 @@ def test_values_that_look_alike_have_different_digests() -> None:
         ([], []),
         ([(1.0, 5), (13.0, 5)], []),
         ([(1.0, 5), (15.0, 5)], ["1"]),
-        ([(2.0, MAX_BYTES), (1.0, 1), (3.0, 1)], ["0", "2"]),
-        ([(1.0, MAX_BYTES + 1)], ["0"]),
+        ([(2.0, 10), (1.0, 1), (3.0, 1)], ["0", "2"]),
+        ([(1.0, 11)], ["0"]),
     ],
 )
-def test_old_states_and_too_many_are_removed(ages_and_sizes: list[tuple[float, int]], removed: list[str]) -> None:
-    files = [
-        StateFile(name=str(number), nbytes=nbytes, age_s=days * DAY_S)
-        for number, (days, nbytes) in enumerate(ages_and_sizes)
-    ]
-    assert sorted(outdated(files)) == removed
+def test_old_states_and_too_many_are_removed(
+    ages_and_sizes: list[tuple[float, int]],
+    removed: list[str],
+    make_task: MakeTask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(saved_states, "MAX_BYTES", 10)
+    paths = [tmp_path / f"part-{number}.safetensors" for number in range(len(ages_and_sizes))]
+    for path, (days, nbytes) in zip(paths, ages_and_sizes, strict=True):
+        path.write_bytes(bytes(nbytes))
+        os.utime(path, (0, time.time() - days * DAY_S))
+    saved_run(tmp_path, make_task().request).load()
+    assert [str(number) for number, path in enumerate(paths) if not path.exists()] == removed
 
 
 def test_a_run_removes_outdated_states_of_others_and_no_other_files(
     make_task: MakeTask, states_of: Any, tmp_path: Path
 ) -> None:
-    names = [f"{'a' * 64}.safetensors", "part-x.safetensors", f"{'b' * 64}.safetensors", "old.txt", "model.safetensors"]
+    names = [
+        f"{'a' * 64}.safetensors",
+        "part-x.safetensors",
+        f"{'b' * 64}.safetensors",
+        "old.txt",
+        "model.safetensors",
+    ]
     old, part, new, *foreign = (tmp_path / name for name in names)
     for path in (old, part, new, *foreign):
         path.write_bytes(b"x")
@@ -296,7 +351,7 @@ def test_a_run_removes_outdated_states_of_others_and_no_other_files(
 def test_a_batch_keeps_its_own_states_above_the_limit_of_a_folder(
     make_task: MakeTask, states_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outdated, "__kwdefaults__", {"max_age_s": DAY_S, "max_bytes": 1})
+    monkeypatch.setattr(saved_states, "MAX_BYTES", 1)
     tasks = [make_task(seed=seed) for seed in (1, 2)]
     batch = SavedRun(tmp_path, [task.request for task in tasks], (), ignore)
     for part, task in enumerate(tasks):
@@ -306,7 +361,9 @@ def test_a_batch_keeps_its_own_states_above_the_limit_of_a_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_loaded_state_does_not_keep_its_file_open(make_task: MakeTask, states_of: Any, tmp_path: Path) -> None:
+def test_a_loaded_state_does_not_keep_its_file_open(
+    make_task: MakeTask, states_of: Any, tmp_path: Path
+) -> None:
     task = make_task()
     saved_run(tmp_path, task.request).save(0, states_of(task)[1])
     (found,) = saved_run(tmp_path, task.request).load()

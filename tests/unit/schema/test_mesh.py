@@ -30,7 +30,9 @@ def coordinates(mesh: Mesh) -> dict[int, dict[str, int]]:
 @given(MESHES)
 def test_cells_hold_all_workers_once_and_share_data_and_stage(mesh: Mesh) -> None:
     worker_groups = [mesh.worker_group(*at) for at in mesh.worker_groups()]
-    assert [rank for worker_group in worker_groups for rank in worker_group] == list(range(mesh.size))
+    assert [rank for worker_group in worker_groups for rank in worker_group] == list(
+        range(mesh.size)
+    )
     for (data, stage), worker_group in zip(mesh.worker_groups(), worker_groups, strict=True):
         assert len(worker_group) == mesh.cell_size
         places = [coordinates(mesh)[rank] for rank in worker_group]
@@ -38,12 +40,16 @@ def test_cells_hold_all_workers_once_and_share_data_and_stage(mesh: Mesh) -> Non
 
 
 @given(MESHES, st.data())
-def test_a_group_of_an_axis_holds_the_workers_that_differ_along_it_only(mesh: Mesh, data: st.DataObject) -> None:
+def test_a_group_of_an_axis_holds_the_workers_that_differ_along_it_only(
+    mesh: Mesh, data: st.DataObject
+) -> None:
     rank, places = data.draw(st.integers(0, mesh.size - 1)), coordinates(mesh)
     assert len(places) == mesh.size
     for axis, degree in mesh.degrees:
         others = {**places[rank], axis: None}
-        assert mesh.group(axis, rank) == tuple(at for at in places if {**places[at], axis: None} == others)
+        assert mesh.group(axis, rank) == tuple(
+            at for at in places if {**places[at], axis: None} == others
+        )
         assert len(mesh.group(axis, rank)) == degree
 
 
@@ -61,7 +67,10 @@ def test_the_last_axis_changes_fastest() -> None:
         ({"data": 0}, "data is 0: give a whole number of 1 or more"),
         ({"ring": True}, "ring is True"),
         ({"ulysses": 2.0}, "ulysses is 2.0"),
-        ({"cfg": 3}, "cfg is 3: it divides the lanes of a step into two halves at most, so give 1 or 2"),
+        (
+            {"cfg": 3},
+            "cfg is 3: it divides the lanes of a step into two halves at most, so give 1 or 2",
+        ),
     ],
 )
 def test_degrees_that_are_none(degrees: dict[str, int], message: str) -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan import step_visits
-from wanstream.schema import OffloadPolicy, plan_residency, spread_evenly, spread_over_largest
+from wanstream.plan.programs import step_visits
+from wanstream.schema import OffloadPolicy, plan_residency, spread_evenly
+from wanstream.schema.policy import spread_over_largest
 from wanstream.tests.support.plan_fixtures import buffers_needed
 
 WAN = {"high": 40, "low": 40}
@@ -53,7 +54,9 @@ def test_residents_are_spread_evenly_from_block_0(count: int, blocks: list[int])
 def test_gaps_between_residents_differ_by_one_at_most(blocks: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, blocks))
     residents = sorted(spread_evenly(count, blocks))
-    gaps = [after - before for before, after in zip(residents, [*residents[1:], blocks], strict=True)]
+    gaps = [
+        after - before for before, after in zip(residents, [*residents[1:], blocks], strict=True)
+    ]
     assert len(residents) == count
     assert residents[0] == 0
     assert max(gaps) - min(gaps) <= 1
@@ -87,7 +90,9 @@ def test_a_pinned_first_block_is_resident_even_if_it_is_small() -> None:
 
 @settings(deadline=None)
 @given(
-    block_counts=st.dictionaries(st.sampled_from(["high", "low", "encoder"]), st.integers(1, 12), min_size=1),
+    block_counts=st.dictionaries(
+        st.sampled_from(["high", "low", "encoder"]), st.integers(1, 12), min_size=1
+    ),
     prefetch_blocks=st.integers(0, 5),
     data=st.data(),
 )
@@ -118,8 +123,16 @@ def test_the_planned_buffers_are_enough_and_never_more_than_the_blocks(
         ({"chunk_tokens": 0}, "chunk_tokens is 0, it must be 1 or more"),
     ],
 )
-def test_a_policy_with_impossible_settings_is_refused(values: dict[str, object], message: str) -> None:
-    settings_of_policy = {"kind": "block_swap", "prefetch_blocks": 1, "blocks_to_swap": 20, "source": "file", **values}
+def test_a_policy_with_impossible_settings_is_refused(
+    values: dict[str, object], message: str
+) -> None:
+    settings_of_policy = {
+        "kind": "block_swap",
+        "prefetch_blocks": 1,
+        "blocks_to_swap": 20,
+        "source": "file",
+        **values,
+    }
     with pytest.raises(ValueError, match=message):
         OffloadPolicy(**settings_of_policy)
 
@@ -127,8 +140,16 @@ def test_a_policy_with_impossible_settings_is_refused(values: dict[str, object],
 @pytest.mark.parametrize(
     ("policy", "block_counts", "message"),
     [
-        (OffloadPolicy.block_swap(41), WAN, "blocks_to_swap is 41, but the high expert has only 40 blocks: use 40"),
-        (OffloadPolicy.block_swap(31), {"high": 40, "low": 30}, "the low expert has only 30 blocks"),
+        (
+            OffloadPolicy.block_swap(41),
+            WAN,
+            "blocks_to_swap is 41, but the high expert has only 40 blocks: use 40",
+        ),
+        (
+            OffloadPolicy.block_swap(31),
+            {"high": 40, "low": 30},
+            "the low expert has only 30 blocks",
+        ),
         (OffloadPolicy.layerwise(), {}, "block_counts is empty"),
         (OffloadPolicy.resident(), {"high": 40, "low": 0}, "stack 'low' has 0 blocks"),
     ],
@@ -141,8 +162,19 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(
 
 
 def test_policies_are_values() -> None:
-    assert OffloadPolicy.layerwise(2, source="pinned") == OffloadPolicy.layerwise(prefetch_blocks=2, source="pinned")
-    assert len({OffloadPolicy.resident(), OffloadPolicy.resident(), OffloadPolicy.resident(source="pinned")}) == 2
+    assert OffloadPolicy.layerwise(2, source="pinned") == OffloadPolicy.layerwise(
+        prefetch_blocks=2, source="pinned"
+    )
+    assert (
+        len(
+            {
+                OffloadPolicy.resident(),
+                OffloadPolicy.resident(),
+                OffloadPolicy.resident(source="pinned"),
+            }
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +188,9 @@ def test_policies_are_values() -> None:
     ],
     ids=str,
 )
-def test_a_cache_keeps_the_first_block(policy: OffloadPolicy, residents: set[int], buffers: int) -> None:
+def test_a_cache_keeps_the_first_block(
+    policy: OffloadPolicy, residents: set[int], buffers: int
+) -> None:
     residency, count = plan_residency(replace(policy, pin_first_block=True), {"high": 8, "low": 8})
     assert residency.residents["high"] == residency.residents["low"] == residents
     assert count == buffers

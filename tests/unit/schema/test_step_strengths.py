@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.schema import LoraRef, StepRange, StepStrengths, StepStrengthsError, parse_step_strengths
+from wanstream.schema import StepRange, StepStrengths, parse_step_strengths
+from wanstream.schema.refs import LoraRef
+from wanstream.schema.step_strengths import StepStrengthsError
 
 
 @pytest.mark.parametrize(
@@ -17,8 +19,14 @@ from wanstream.schema import LoraRef, StepRange, StepStrengths, StepStrengthsErr
         ("0-1: 0", (StepRange(0, 1, 0.0),)),
         ("3: 0.5", (StepRange(3, 3, 0.5),)),
         ("2-3: 0.5, 0 - 1 :0", (StepRange(0, 1, 0.0), StepRange(2, 3, 0.5))),
-        ("0: .5, 1: 1., 999999: +2", (StepRange(0, 0, 0.5), StepRange(1, 1, 1.0), StepRange(999_999, 999_999, 2.0))),
-        ("0-1: -1e-1; 4-4: 10\n7: 1", (StepRange(0, 1, -0.1), StepRange(4, 4, 10.0), StepRange(7, 7, 1.0))),
+        (
+            "0: .5, 1: 1., 999999: +2",
+            (StepRange(0, 0, 0.5), StepRange(1, 1, 1.0), StepRange(999_999, 999_999, 2.0)),
+        ),
+        (
+            "0-1: -1e-1; 4-4: 10\n7: 1",
+            (StepRange(0, 1, -0.1), StepRange(4, 4, 10.0), StepRange(7, 7, 1.0)),
+        ),
     ],
 )
 def test_ranges_are_parsed_in_their_order(text: str, expected: tuple[StepRange, ...]) -> None:
@@ -29,20 +37,35 @@ def test_ranges_are_parsed_in_their_order(text: str, expected: tuple[StepRange, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0-2: 0, 2-3: 1", "step 2 has two strengths, in '0-2: 0' and in '2-3: 1': give ranges of steps that share no"),
+        (
+            "0-2: 0, 2-3: 1",
+            "step 2 has two strengths, in '0-2: 0' and in '2-3: 1': give ranges of steps that "
+            "share no",
+        ),
         ("1: 0, 1: 0", "step 1 has two strengths"),
         ("0-9: 0, 4: 1", "step 4 has two strengths"),
         ("3-1: 0", "'3-1: 0' ends before it begins: write 1-3"),
-        ("0-1: much", "'much' in '0-1: much' is not a number from -10 to 10: give a strength, as in 0-1: 0, 2-3: 0.5"),
+        (
+            "0-1: much",
+            "'much' in '0-1: much' is not a number from -10 to 10: give a strength, as in 0-1: 0, "
+            "2-3: 0.5",
+        ),
         ("0-1: nan", "'nan' in '0-1: nan' is not a number from -10 to 10"),
         ("0-1: inf", "not a number from -10 to 10"),
         ("0-1: -10.5", "not a number from -10 to 10"),
-        ("0.5", "strengths by steps have '0.5': give the first and the last step, a colon, and the strength"),
+        (
+            "0.5",
+            "strengths by steps have '0.5': give the first and the last step, a colon, and the "
+            "strength",
+        ),
         ("0, 0, 1", "strengths by steps have '0'"),
         ("-1: 0", "strengths by steps have '-1: 0'"),
         ("0-1: 0,5", "strengths by steps have '5'"),
         ("0-1 0", "strengths by steps have '0-1 0'"),
-        ("9" * 5000 + ": 0", f"strengths by steps have '{'9' * 40}...': give the first and the last step"),
+        (
+            "9" * 5000 + ": 0",
+            f"strengths by steps have '{'9' * 40}...': give the first and the last step",
+        ),
         ("0-" + "9" * 7 + ": 0", "strengths by steps have '0-9999999: 0'"),
         ("\uff10-\uff11: 0", "strengths by steps have '\uff10-\uff11: 0'"),
         ("0-1: \uff11", "'\uff11' in '0-1: \uff11' is not a number from -10 to 10"),
@@ -66,6 +89,11 @@ def test_a_strength_applies_in_its_range_and_the_usual_one_elsewhere() -> None:
 
 
 def test_ranges_hold_for_both_files_of_a_pair() -> None:
-    ref = LoraRef(high_noise=Path("h"), low_noise=Path("l"), strength_low=0.5, steps=parse_step_strengths("0: 0"))
+    ref = LoraRef(
+        high_noise=Path("h"),
+        low_noise=Path("l"),
+        strength_low=0.5,
+        steps=parse_step_strengths("0: 0"),
+    )
     assert (ref.high.at(0), ref.low.at(0), ref.high.at(1), ref.low.at(1)) == (0, 0, 1.0, 0.5)
     assert hash(ref) != hash(LoraRef(high_noise=Path("h"), low_noise=Path("l"), strength_low=0.5))

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from wanstream.schema import PhaseRecord
+from wanstream.schema.records import PhaseRecord
 from wanstream.telemetry.phases import MAX_QUEUE_ITEMS, PhaseRegistry, QueueItemPhases
 from wanstream.tests.support.accelerator import Accelerator
 
@@ -51,7 +51,9 @@ def test_times_count_from_where_they_are_asked_from() -> None:
     ledger.add([PhaseRecord(name="high", start_s=0.25, wall_s=1.0)], run_start=run_began)
     _, high = ledger.phases(since=run_began)
     assert (high.name, high.start_s, high.wall_s) == ("high", pytest.approx(0.25), 1.0)
-    assert ledger.phases()[1].start_s == pytest.approx(ledger.phases()[0].start_s - before.start_s + 0.25)
+    assert ledger.phases()[1].start_s == pytest.approx(
+        ledger.phases()[0].start_s - before.start_s + 0.25
+    )
 
 
 def test_phases_are_told_in_order_of_their_beginning() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from wanstream.schema import MemorySample
+from wanstream.schema.records import MemorySample
 from wanstream.telemetry.memory_sampler import MemorySampler, downsample
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.polling import eventually
@@ -19,15 +19,21 @@ from wanstream.tests.support.polling import eventually
 CPU = torch.device("cpu")
 
 
-def sampler(**settings: Any) -> MemorySampler:
-    return MemorySampler(CPU, run_start=time.perf_counter(), **{"interval_s": 0.001, **settings})
+def sampler(device: torch.device = CPU, **settings: Any) -> MemorySampler:
+    made = MemorySampler(
+        device, run_start=time.perf_counter(), on_tick=settings.pop("on_tick", None)
+    )
+    vars(made).update({"interval_s": 0.001, **settings})
+    return made
 
 
 def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
 
 
-def sample(at: float, *, device: int | None = None, used: int | None = None, rss: int = 1) -> MemorySample:
+def sample(
+    at: float, *, device: int | None = None, used: int | None = None, rss: int = 1
+) -> MemorySample:
     return MemorySample(at_s=at, device_bytes=device, device_used_bytes=used, rss_bytes=rss)
 
 
@@ -67,20 +73,26 @@ def test_a_peak_between_two_events_is_seen() -> None:
     with sampler() as running:
         assert eventually(lambda: bool(running.samples()))
         before = running.samples()[-1].rss_bytes
-        held = mmap.mmap(-1, nbytes)  # the allocator could give memory that earlier tests have freed
+        held = mmap.mmap(
+            -1, nbytes
+        )  # the allocator could give memory that earlier tests have freed
         np.frombuffer(held, np.uint8).fill(1)
         assert eventually(lambda: running.samples()[-1].rss_bytes > before + nbytes // 2)
         del held
     most = max(running.samples(), key=lambda sample: sample.rss_bytes)
     assert most.rss_bytes > before + nbytes // 2
-    assert [sample.at_s for sample in running.samples()] == sorted(sample.at_s for sample in running.samples())
+    assert [sample.at_s for sample in running.samples()] == sorted(
+        sample.at_s for sample in running.samples()
+    )
     assert running.samples()[0].at_s >= 0
 
 
 def test_a_cpu_has_no_device_memory() -> None:
     with sampler() as running:
         pass
-    assert {(sample.device_bytes, sample.device_used_bytes) for sample in running.samples()} == {(None, None)}
+    assert {(sample.device_bytes, sample.device_used_bytes) for sample in running.samples()} == {
+        (None, None)
+    }
 
 
 def test_a_long_run_keeps_a_bounded_number_and_ticks_as_before() -> None:
@@ -94,7 +106,9 @@ def test_a_long_run_keeps_a_bounded_number_and_ticks_as_before() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8])
 def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
-    samples = [sample(float(at), device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)]
+    samples = [
+        sample(float(at), device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)
+    ]
     fewer = downsample(samples)
     assert len(fewer) == (count + 1) // 2
     assert [each.at_s for each in fewer] == [each.at_s for each in samples[::2]]
@@ -105,18 +119,24 @@ def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
 
 
 def test_thinning_takes_what_is_known() -> None:
-    assert downsample([sample(0, device=None, rss=3), sample(1, device=7, rss=2)]) == [sample(0, device=7, rss=3)]
+    assert downsample([sample(0, device=None, rss=3), sample(1, device=7, rss=2)]) == [
+        sample(0, device=7, rss=3)
+    ]
     assert downsample([sample(0), sample(1)]) == [sample(0)]
 
 
 def test_the_memory_of_a_device_is_sampled_beside_it(gpu: Accelerator) -> None:
     nbytes = 256 * 2**20
     torch.zeros(1, device=gpu.device)
-    with MemorySampler(gpu.device, run_start=time.perf_counter(), interval_s=0.001) as running:
+    with sampler(gpu.device) as running:
         assert eventually(lambda: bool(running.samples()))
         before = running.samples()[-1]
         held = torch.zeros(nbytes, dtype=torch.uint8, device=gpu.device)
-        assert eventually(lambda: (running.samples()[-1].device_bytes or 0) >= (before.device_bytes or 0) + nbytes)
+        assert eventually(
+            lambda: (running.samples()[-1].device_bytes or 0) >= (before.device_bytes or 0) + nbytes
+        )
         del held
     assert before.device_bytes is not None
-    assert all((each.device_used_bytes or 0) >= (each.device_bytes or 0) for each in running.samples())
+    assert all(
+        (each.device_used_bytes or 0) >= (each.device_bytes or 0) for each in running.samples()
+    )

@@ -1,4 +1,4 @@
-"""Timelines of several workers become one: nothing is lost, nothing counted twice, and times are those of the run."""
+"""Timelines of several workers become one: nothing lost or counted twice, times of the run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.schema import MemorySample, PhaseRecord, StepRecord, Timeline
-from wanstream.schema.timeline import RateRange
+from wanstream.schema.records import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.schema.records.timeline import RateRange
 from wanstream.telemetry import concatenate_timelines, merge_timelines, shift_timeline
+from wanstream.tests.support.steps import changed_step
 
 
-def step(index: int, *, wall_s: float = 1.0, start_s: float | None = 0.0, expert: str = "high") -> StepRecord:
-    return StepRecord(
+def step(
+    index: int, *, wall_s: float = 1.0, start_s: float | None = 0.0, expert: str = "high"
+) -> StepRecord:
+    return StepRecord.of(
         index=index,
         expert=expert,
         sigma=1.0 - index / 10,
@@ -44,7 +47,9 @@ def test_the_timeline_of_one_task_stays_what_it_is() -> None:
     )
     assert concatenate_timelines([rich]) == rich
     assert merge_timelines([(0, rich)]) == rich
-    assert merge_timelines([(0, rich)], ["one lost"]) == replace(rich, changes=("smaller", "one lost"))
+    assert merge_timelines([(0, rich)], ["one lost"]) == replace(
+        rich, changes=("smaller", "one lost")
+    )
 
 
 def test_tasks_of_one_worker_follow_each_other_in_the_time_of_the_run() -> None:
@@ -66,12 +71,20 @@ def test_tasks_of_one_worker_follow_each_other_in_the_time_of_the_run() -> None:
 
 
 def test_a_first_block_at_once_is_a_first_block() -> None:
-    assert concatenate_timelines([shift_timeline(timeline(step(0), first_block_s=0.0), 2.0)]).first_block_s == 2.0
+    assert (
+        concatenate_timelines(
+            [shift_timeline(timeline(step(0), first_block_s=0.0), 2.0)]
+        ).first_block_s
+        == 2.0
+    )
     assert concatenate_timelines([shift_timeline(timeline(step(0)), 2.0)]).first_block_s is None
 
 
 def test_videos_in_turn_add_up_and_workers_side_by_side_do_not() -> None:
-    """Row 0 takes two videos of 1 s per step, row 1 one of 1.5 s: the step took 2 s, and three times the bytes."""
+    """Row 0 takes two videos of 1 s per step, row 1 one of 1.5 s.
+
+    The step took 2 s, and three times the bytes.
+    """
     merged = merge_timelines(
         [
             (0, timeline(step(0))),
@@ -81,24 +94,38 @@ def test_videos_in_turn_add_up_and_workers_side_by_side_do_not() -> None:
     )
     (only,) = merged.steps
     assert (only.wall_s, only.compute_s, only.stall_s) == (2.0, 1.0, 0.5)
-    assert (only.bytes_moved, only.read_bytes, only.copied_bytes) == (300, 150, 180)
-    assert (only.start_s, only.rss_bytes, only.device_bytes) == (0.0, 1000, None)
+    assert (only.bytes_moved, only.transfers.read_bytes, only.transfers.copied_bytes) == (
+        300,
+        150,
+        180,
+    )
+    assert (only.start_s, only.memory.rss_bytes, only.memory.device_bytes) == (0.0, 1000, None)
 
 
 def test_stages_become_the_steps_of_one_run() -> None:
-    high, low = timeline(step(0), step(1, start_s=1.0)), timeline(step(2, expert="low"), step(3, expert="low"))
-    merged = merge_timelines([(0, high), (0, shift_timeline(high, 2.0)), (0, shift_timeline(low, 4.0))])
+    high, low = (
+        timeline(step(0), step(1, start_s=1.0)),
+        timeline(step(2, expert="low"), step(3, expert="low")),
+    )
+    merged = merge_timelines(
+        [(0, high), (0, shift_timeline(high, 2.0)), (0, shift_timeline(low, 4.0))]
+    )
     assert [each.index for each in merged.steps] == [0, 1, 2, 3]
     assert merged.switch_step == 2
     assert [each.wall_s for each in merged.steps] == [2.0, 2.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("known", [(None, 5), (5, None), (None, None), (2, 3)])
-def test_what_is_not_known_of_all_is_told_as_far_as_it_is_known(known: tuple[int | None, int | None]) -> None:
-    parts = [(data, timeline(replace(step(0), device_bytes=each))) for data, each in enumerate(known)]
+def test_what_is_not_known_of_all_is_told_as_far_as_it_is_known(
+    known: tuple[int | None, int | None],
+) -> None:
+    parts = [
+        (data, timeline(changed_step(step(0), device_bytes=each)))
+        for data, each in enumerate(known)
+    ]
     (only,) = merge_timelines(parts).steps
     told = [each for each in known if each is not None]
-    assert only.device_bytes == (max(told) if told else None)
+    assert only.memory.device_bytes == (max(told) if told else None)
 
 
 def test_steps_that_have_no_beginning_keep_none() -> None:

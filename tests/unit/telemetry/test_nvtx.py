@@ -54,4 +54,6 @@ def test_a_device_takes_ranges(gpu: Accelerator) -> None:
     gpu.need_kernels("NVTX")
     with ranged(NvtxRanges(), "step 0"):
         torch.zeros(1, device="cuda")
-    assert isinstance(Recorder(torch.device("cuda", 0), observe=TelemetryOptions(nvtx=True)).ranges, NvtxRanges)
+    assert isinstance(
+        Recorder(torch.device("cuda", 0), observe=TelemetryOptions(nvtx=True)).ranges, NvtxRanges
+    )

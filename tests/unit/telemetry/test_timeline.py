@@ -29,7 +29,9 @@ def outside() -> float:
     return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
 
 
-needs_raw_clock = pytest.mark.skipif(not hasattr(time, "CLOCK_MONOTONIC_RAW"), reason="this system has one clock only")
+needs_raw_clock = pytest.mark.skipif(
+    not hasattr(time, "CLOCK_MONOTONIC_RAW"), reason="this system has one clock only"
+)
 
 
 def samplers() -> list[threading.Thread]:
@@ -45,16 +47,22 @@ def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, block
             arrived = recorder.clock.mark()
             time.sleep(0.001)
             ready = recorder.clock.mark()
-            recorder.record_arrival(BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready)))
+            recorder.record_arrival(
+                BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready))
+            )
             time.sleep(0.001)
-            recorder.visit(block, asked, arrived, ready, recorder.clock.mark())
+            recorder.visit((block, asked, arrived, ready, recorder.clock.mark()))
 
 
 def test_visits_are_reported_only_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks: list[Callable[[], None]] = []
-    monkeypatch.setattr(recorder_module, "MemorySampler", lambda *_, on_tick, **__: ticks.append(on_tick))
+    monkeypatch.setattr(
+        recorder_module, "MemorySampler", lambda *_, on_tick, **__: ticks.append(on_tick)
+    )
     told: list[tuple[str, int]] = []
-    recorder = Recorder(CPU, observe=TelemetryOptions(on_visits=lambda *visits: told.append(visits)))
+    recorder = Recorder(
+        CPU, observe=TelemetryOptions(on_visits=lambda *visits: told.append(visits))
+    )
     (tick,) = ticks
     tick()
     for step, expert in enumerate(("high", "low")):
@@ -76,7 +84,11 @@ def test_a_step_takes_what_an_outside_clock_says() -> None:
             left = outside()
         returned = outside()
         wall_s = recorder.last.wall_s
-        assert (left - entered) * (1 - CLOCKS_DIFFER) <= wall_s <= (returned - called) * (1 + CLOCKS_DIFFER)
+        assert (
+            (left - entered) * (1 - CLOCKS_DIFFER)
+            <= wall_s
+            <= (returned - called) * (1 + CLOCKS_DIFFER)
+        )
 
 
 @needs_raw_clock
@@ -91,7 +103,7 @@ def test_visits_take_what_an_outside_clock_says() -> None:
             before_arrived = outside()
             arrived = recorder.clock.mark()
             around, within = around + outside() - before, within + before_arrived - after_asked
-            recorder.visit(block, asked, arrived, arrived, recorder.clock.mark())
+            recorder.visit((block, asked, arrived, arrived, recorder.clock.mark()))
     assert within * (1 - CLOCKS_DIFFER) <= recorder.last.stall_s <= around * (1 + CLOCKS_DIFFER)
 
 
@@ -124,20 +136,26 @@ def test_a_step_that_fails_is_not_recorded_and_leaves_nothing_to_the_next() -> N
 
 
 def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> None:
-    """Two steps, each with a fast copy, a slow copy after a file read, and a block that is in its buffer already."""
+    """Two steps, each with a fast copy, a slow copy after a file read, and a block in a buffer."""
     recorder = Recorder(CPU)
     for index in range(2):
         with recorder.step(index, "high"):
             for seconds, read in ((0.1, None), (2.0, ReadSpan(1.0, 5.0, 2 * GB, False))):
-                recorder.record_arrival(BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None))
+                recorder.record_arrival(
+                    BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None)
+                )
             recorder.record_arrival(BlockArrival(2, 3 * GB, 9.0, 9.0, None, None, None))
     timeline = recorder.timeline()
     copies = {rates.from_gb_per_s: (rates.fetches, rates.nbytes) for rates in timeline.copy_rates}
     assert copies == {20: (2, 6 * GB), 1: (2, 6 * GB)}
-    assert [(rates.from_gb_per_s, rates.fetches, rates.busy_s) for rates in timeline.read_rates] == [(0, 2, 8.0)]
-    assert sum(rates.nbytes for rates in timeline.copy_rates) == timeline.copied_bytes
-    assert sum(rates.nbytes for rates in timeline.read_rates) == timeline.read_bytes
-    assert sum(rates.busy_s for rates in timeline.copy_rates) == pytest.approx(timeline.copy_s)
+    assert [
+        (rates.from_gb_per_s, rates.fetches, rates.busy_s) for rates in timeline.read_rates
+    ] == [(0, 2, 8.0)]
+    assert sum(rates.nbytes for rates in timeline.copy_rates) == timeline.transfers.copied_bytes
+    assert sum(rates.nbytes for rates in timeline.read_rates) == timeline.transfers.read_bytes
+    assert sum(rates.busy_s for rates in timeline.copy_rates) == pytest.approx(
+        timeline.transfers.copy_s
+    )
 
 
 def test_pinned_bytes_are_those_of_the_run_that_goes_on() -> None:
@@ -147,7 +165,7 @@ def test_pinned_bytes_are_those_of_the_run_that_goes_on() -> None:
     take_step(recorder)
     recorder.end_run()
     take_step(recorder)
-    assert [step.pinned_bytes for step in recorder.timeline().steps] == [None, 77, None]
+    assert [step.memory.pinned_bytes for step in recorder.timeline().steps] == [None, 77, None]
 
 
 def test_a_host_tells_its_dynamic_memory() -> None:
@@ -155,7 +173,7 @@ def test_a_host_tells_its_dynamic_memory() -> None:
     recorder = Recorder(CPU, observe=TelemetryOptions(dynamic_bytes=lambda: next(held)))
     take_step(recorder)
     take_step(recorder)
-    assert [step.dynamic_bytes for step in recorder.timeline().steps] == [3, None]
+    assert [step.memory.dynamic_bytes for step in recorder.timeline().steps] == [3, None]
 
 
 def test_memory_is_watched_inside_and_not_after() -> None:
@@ -183,11 +201,20 @@ def test_phases_before_the_run_come_from_the_ledger_and_those_of_the_run_go_ther
     phases = recorder.timeline().phases
     assert [phase.name for phase in phases] == ["open", "text", "first block", "high"]
     assert all(phase.start_s + phase.wall_s <= 0 for phase in phases[:2])
-    assert [phase.name for phase in ledger.phases()] == ["open", "text", "decode", "first block", "high"]
+    assert [phase.name for phase in ledger.phases()] == [
+        "open",
+        "text",
+        "decode",
+        "first block",
+        "high",
+    ]
 
 
 def test_what_was_opened_for_one_run_is_not_told_of_the_next() -> None:
-    """Repeated runs of a benchmark have no "open" phase; a second sampler gets the phases before itself only."""
+    """Repeated runs of a benchmark have no "open" phase.
+
+    A second sampler gets the phases before itself only.
+    """
     ledger, before_runs = QueueItemPhases(), []
     for opens in ([], ["open", "text"], [], ["open"]):
         for name in opens:
@@ -210,14 +237,19 @@ def test_a_run_that_fails_is_noted_as_far_as_it_came() -> None:
     assert [phase.name for phase in ledger.phases()] == ["first block", "high"]
 
 
-def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_is_left_only_where_one_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for asked in (None, tmp_path / "traces"):
         recorder = Recorder(CPU, observe=TelemetryOptions(trace=asked))
         with caplog.at_level(logging.INFO), recorder.watching():
             take_step(recorder)
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    assert [event["name"] for event in events if event.get("cat") == "compute"] == ["high 0", "high 1"]
+    assert [event["name"] for event in events if event.get("cat") == "compute"] == [
+        "high 0",
+        "high 1",
+    ]
     assert [record.getMessage() for record in caplog.records] == [f"trace: {file}"]
 
 
@@ -229,7 +261,7 @@ def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         for index in range(12):
             with recorder.step(index, "high"):
                 for block in range(10):
-                    recorder.visit(block, 0.0, 0.0, 0.0, 0.0)
+                    recorder.visit((block, 0.0, 0.0, 0.0, 0.0))
     (file,) = tmp_path.iterdir()
     trace = json.loads(file.read_text(encoding="utf-8"))
     assert trace["otherData"] == {"visits and fetches": "of the first 10 of 12 steps"}
@@ -277,7 +309,7 @@ def test_a_step_on_a_device_takes_what_an_outside_clock_says(gpu: Accelerator) -
             entered = outside()
             asked = recorder.clock.mark()
             torch.cuda._sleep(50_000_000)
-            recorder.visit(0, asked, asked, asked, recorder.clock.mark())
+            recorder.visit((0, asked, asked, asked, recorder.clock.mark()))
             torch.cuda.synchronize()
             left = outside()
         returned = outside()
@@ -295,7 +327,7 @@ def test_a_step_ends_when_the_device_has_done_its_work(gpu: Accelerator) -> None
     with recorder.step(0, "high"):
         asked = recorder.clock.mark()
         torch.cuda._sleep(50_000_000)
-        recorder.visit(0, asked, asked, asked, recorder.clock.mark())
+        recorder.visit((0, asked, asked, asked, recorder.clock.mark()))
     step = recorder.last
     assert step.compute_s > 0.005
     assert step.wall_s >= step.compute_s * 0.98
@@ -306,5 +338,10 @@ def test_memory_of_a_device_is_told_in_three_ways(gpu: Accelerator) -> None:
     with recorder.step(0, "high"):
         held = torch.zeros(256 * 2**20, dtype=torch.uint8, device=gpu.device)
     step = recorder.last
-    assert step.device_bytes is not None
-    assert held.nbytes <= step.device_bytes <= (step.reserved_bytes or 0) <= (step.device_used_bytes or 0)
+    assert step.memory.device_bytes is not None
+    assert (
+        held.nbytes
+        <= step.memory.device_bytes
+        <= (step.memory.reserved_bytes or 0)
+        <= (step.memory.device_used_bytes or 0)
+    )

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from wanstream.schema import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.schema.records import MemorySample, PhaseRecord, StepRecord, Timeline
 from wanstream.telemetry.trace import ROWS, TraceSpan, chrome_trace, write_trace
 
-STEP = StepRecord(
+STEP = StepRecord.of(
     index=3,
     expert="low",
     sigma=0.5,
@@ -29,7 +29,10 @@ STEP = StepRecord(
 TIMELINE = Timeline(
     kind="measured",
     steps=(STEP,),
-    phases=(PhaseRecord(name="text", start_s=-2.0, wall_s=1.0), PhaseRecord(name="low", start_s=1.0, wall_s=2.0)),
+    phases=(
+        PhaseRecord(name="text", start_s=-2.0, wall_s=1.0),
+        PhaseRecord(name="low", start_s=1.0, wall_s=2.0),
+    ),
     memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=9),),
 )
 
@@ -40,9 +43,18 @@ def span(row: str, began: float, ended: float, **args: Any) -> TraceSpan:
 
 def slices(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the complete events by the name of their row."""
-    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
-    found = sorted((event for event in trace["traceEvents"] if event["ph"] == "X"), key=lambda event: event["tid"])
-    return {names[tid]: list(group) for tid, group in groupby(found, key=lambda event: event["tid"])}
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    }
+    found = sorted(
+        (event for event in trace["traceEvents"] if event["ph"] == "X"),
+        key=lambda event: event["tid"],
+    )
+    return {
+        names[tid]: list(group) for tid, group in groupby(found, key=lambda event: event["tid"])
+    }
 
 
 def test_every_event_has_what_viewers_ask_for() -> None:
@@ -63,7 +75,10 @@ def test_rows_that_hold_something_are_named_and_in_order() -> None:
 
 def test_steps_and_phases_are_those_of_the_timeline() -> None:
     rows = slices(chrome_trace(TIMELINE))
-    assert [(event["name"], event["ts"]) for event in rows["phases"]] == [("text", -2e6), ("low", 1e6)]
+    assert [(event["name"], event["ts"]) for event in rows["phases"]] == [
+        ("text", -2e6),
+        ("low", 1e6),
+    ]
     (step,) = rows["steps"]
     assert (step["name"], step["ts"], step["dur"]) == ("low 3", 1e6, 2e6)
     assert step["args"] == {"sigma": 0.5, "bytes_moved": 100, "read_bytes": 40}
@@ -93,18 +108,23 @@ def test_a_simulated_timeline_can_be_looked_at_too() -> None:
 def test_every_trace_has_a_file_of_its_own(tmp_path: Path) -> None:
     paths = {write_trace(tmp_path / "a" / "b", {"traceEvents": []}) for _ in range(3)}
     assert len(paths) == 3
-    assert {json.loads(path.read_text(encoding="utf-8"))["traceEvents"] == [] for path in paths} == {True}
+    assert {
+        json.loads(path.read_text(encoding="utf-8"))["traceEvents"] == [] for path in paths
+    } == {True}
     assert set((tmp_path / "a" / "b").iterdir()) == paths
 
 
 def test_a_trace_says_of_how_many_steps_it_tells() -> None:
     two = Timeline(kind="measured", steps=(STEP, STEP))
-    assert chrome_trace(two, traced_steps=1)["otherData"] == {"visits and fetches": "of the first 1 of 2 steps"}
+    assert chrome_trace(two, traced_steps=1)["otherData"] == {
+        "visits and fetches": "of the first 1 of 2 steps"
+    }
     assert "otherData" not in chrome_trace(two, traced_steps=2)
     assert "otherData" not in chrome_trace(two)
 
 
-# A limit on file sizes simulates a full disk: the write fails when a part of the file exists already.
+# A limit on file sizes simulates a full disk: the write fails when a part of the file exists
+# already.
 WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path

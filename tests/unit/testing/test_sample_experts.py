@@ -1,4 +1,4 @@
-"""Sample experts: the written weights equal the generated ones in every format, and they behave like a model."""
+"""Sample experts: written weights equal to the generated ones in every format, model behaviour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def velocity(model, *, latents_seed=0, timestep=900.0, text_seed=0, tokens=12):
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     latents = normal(latents_seed, 1, model.config.in_channels, 3, 8, 8)
-    text = torch.cat([normal(100 + text_seed, 1, tokens, 4096), torch.zeros(1, 512 - tokens, 4096)], dim=1)
+    text = torch.cat(
+        [normal(100 + text_seed, 1, tokens, 4096), torch.zeros(1, 512 - tokens, 4096)], dim=1
+    )
     with torch.no_grad():
         return model(latents, torch.tensor([timestep]), text, return_dict=False)[0]
 
@@ -48,13 +50,17 @@ def test_same_seed_same_weights_and_the_global_generator_is_left_alone(make_tiny
     first, second = make_tiny_expert(seed=3), make_tiny_expert(seed=3)
 
     assert torch.equal(torch.get_rng_state(), before)
-    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        first.named_parameters(), second.named_parameters(), strict=True
+    ):
         assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_folder_loads_in_diffusers_with_the_made_weights(tiny_expert_folder, make_tiny_expert, shards, dtype):
+def test_folder_loads_in_diffusers_with_the_made_weights(
+    tiny_expert_folder, make_tiny_expert, shards, dtype
+):
     folder = tiny_expert_folder(dtype=dtype, shards=shards)
 
     assert len(list(folder.glob("*.safetensors"))) >= shards
@@ -67,7 +73,9 @@ def test_folder_loads_in_diffusers_with_the_made_weights(tiny_expert_folder, mak
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_single_file_converts_to_the_made_weights(tiny_expert_file, make_tiny_expert, prefix, dtype):
+def test_single_file_converts_to_the_made_weights(
+    tiny_expert_file, make_tiny_expert, prefix, dtype
+):
     tensors = load_file(tiny_expert_file(dtype=dtype, prefix=prefix))
 
     assert all(name.startswith(prefix) for name in tensors)
@@ -104,7 +112,9 @@ def test_fp8_file_holds_fp8_matrices_in_blocks_only_and_stands_for_the_dequantis
 
 
 def test_fp8_is_a_visible_but_small_error(make_tiny_expert):
-    error = difference(velocity(make_tiny_expert(dequantised_from=torch.float32)), velocity(make_tiny_expert()))
+    error = difference(
+        velocity(make_tiny_expert(dequantised_from=torch.float32)), velocity(make_tiny_expert())
+    )
 
     assert 1e-3 < error < 0.1
 

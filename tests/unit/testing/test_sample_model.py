@@ -1,4 +1,4 @@
-"""The test model: real names, openable by everything that opens the real files, and a folder that is safe to name."""
+"""Test model: real names, openable by every opener of the real files, folder safe to name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from wanstream.testing.model import (
     model_names,
     write_tiny_model,
 )
-from wanstream.wan import open_text_encoder, open_vae
 from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.image_encoder import WIDTH, open_image_encoder
 from wanstream.wan.lora.file import open_lora
+from wanstream.wan.text import open_text_encoder
+from wanstream.wan.vae import open_vae
 
 PIPELINES = ["diffusers/Wan2.2-T2V-A14B-Diffusers", "diffusers/Wan2.2-I2V-A14B-Diffusers"]
 FEW = [T2V_FILE.name, "wan_2.1_vae.safetensors"]
@@ -56,20 +57,30 @@ class TestContents:
 
     @pytest.mark.parametrize("name", SINGLE_FILES)
     def test_single_files_are_pairs_of_experts(self, sample_models, name):
-        with open_experts(sample_models / name.format("high"), sample_models / name.format("low")) as pair:
-            assert pair.in_channels == (36 if "i2v" in name else 16)
+        with open_experts(
+            sample_models / name.format("high"), sample_models / name.format("low")
+        ) as pair:
+            assert pair.high.config.in_channels == (36 if "i2v" in name else 16)
 
     @pytest.mark.parametrize(
         ("name", "experts"),
         [
             ("loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors", SINGLE_FILES[0]),
             ("loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors", SINGLE_FILES[2]),
-            ("loras/SVI_v2_PRO_Wan2.2-I2V-A14B_{1}_lora_rank_128_fp16.safetensors", SINGLE_FILES[2]),
+            (
+                "loras/SVI_v2_PRO_Wan2.2-I2V-A14B_{1}_lora_rank_128_fp16.safetensors",
+                SINGLE_FILES[2],
+            ),
         ],
     )
     def test_loras_fit_their_experts(self, sample_models, name, experts):
-        high, low = (open_lora(sample_models / name.format(expert, expert.upper())) for expert in ("high", "low"))
-        with open_experts(sample_models / experts.format("high"), sample_models / experts.format("low")) as pair:
+        high, low = (
+            open_lora(sample_models / name.format(expert, expert.upper()))
+            for expert in ("high", "low")
+        )
+        with open_experts(
+            sample_models / experts.format("high"), sample_models / experts.format("low")
+        ) as pair:
             pair.set_loras([(high, 1.0)], [(low, 1.0)])
         for lora in (high, low):
             changes = [change for changes in lora.changes.values() for change in changes]
@@ -82,20 +93,32 @@ class TestContents:
         ("pipeline", "in_channels", "boundary", "flow_shift"),
         [(PIPELINES[0], 16, 0.875, 12.0), (PIPELINES[1], 36, 0.9, 5.0)],
     )
-    def test_diffusers_opens_the_pipelines(self, sample_models, pipeline, in_channels, boundary, flow_shift):
+    def test_diffusers_opens_the_pipelines(
+        self, sample_models, pipeline, in_channels, boundary, flow_shift
+    ):
         opened = DiffusionPipeline.from_pretrained(sample_models / pipeline)
 
         assert opened.config.boundary_ratio == boundary
         assert opened.scheduler.config.flow_shift == flow_shift
-        assert opened.transformer.config.in_channels == opened.transformer_2.config.in_channels == in_channels
+        assert (
+            opened.transformer.config.in_channels
+            == opened.transformer_2.config.in_channels
+            == in_channels
+        )
         weight = "blocks.0.ffn.net.2.weight"
-        assert not torch.equal(opened.transformer.state_dict()[weight], opened.transformer_2.state_dict()[weight])
+        assert not torch.equal(
+            opened.transformer.state_dict()[weight], opened.transformer_2.state_dict()[weight]
+        )
 
     @pytest.mark.parametrize("pipeline", PIPELINES)
     def test_this_pack_opens_the_pipelines(self, sample_models, pipeline):
         folder = sample_models / pipeline
-        with open_experts(folder) as pair, open_vae(folder) as vae, open_text_encoder(folder) as encoder:
-            assert pair.in_channels == (36 if "I2V" in pipeline else 16)
+        with (
+            open_experts(folder) as pair,
+            open_vae(folder) as vae,
+            open_text_encoder(folder) as encoder,
+        ):
+            assert pair.high.config.in_channels == (36 if "I2V" in pipeline else 16)
             assert vae.decode(torch.zeros(1, 16, 1, 2, 2), device="cpu").shape == (1, 1, 16, 16, 3)
             assert encoder.encode(["a cat"], device="cpu")[0].shape == (1, 512, 4096)
 
@@ -106,12 +129,16 @@ class TestContents:
         with open_single_model(sample_models / name) as pair:
             assert pair.is_single
             assert pair.high.config.image_dim == image_dim
-            assert pair.in_channels == (16 if image_dim is None else 36)
+            assert pair.high.config.in_channels == (16 if image_dim is None else 36)
 
     @pytest.mark.parametrize("name", [TI2V_FILE, TI2V_PIPELINE], ids=str)
     def test_5b_is_one_expert(self, sample_models, name):
         with open_single_model(sample_models / name) as pair:
-            assert (pair.is_single, pair.in_channels, pair.high.config.family) == (True, 48, "ti2v")
+            assert (pair.is_single, pair.high.config.in_channels, pair.high.config.family) == (
+                True,
+                48,
+                "ti2v",
+            )
 
     def test_diffusers_opens_the_pipeline_of_5b(self, sample_models):
         opened = DiffusionPipeline.from_pretrained(sample_models / TI2V_PIPELINE)
@@ -120,7 +147,9 @@ class TestContents:
         assert (opened.scheduler.config.flow_shift, opened.vae_scale_factor_spatial) == (5.0, 16)
 
     def test_clip_is_as_wide_as_the_image_branch(self, sample_models):
-        seen = open_image_encoder(sample_models / CLIP_FILE).encode(torch.rand(1, 32, 48, 3), device="cpu")
+        seen = open_image_encoder(sample_models / CLIP_FILE).encode(
+            torch.rand(1, 32, 48, 3), device="cpu"
+        )
         assert seen.penultimate_hidden_states.shape == (1, 257, WIDTH)
         assert 0.1 < seen.penultimate_hidden_states.std() < 10
 
@@ -132,7 +161,9 @@ class TestContents:
     def test_the_vae_file_is_the_vae_of_the_pipelines(self, sample_models):
         own = AutoencoderKLWan.from_pretrained(sample_models / PIPELINES[0] / "vae").state_dict()
 
-        converted = convert_wan_vae_to_diffusers(load_file(sample_models / "vae/wan_2.1_vae.safetensors"))
+        converted = convert_wan_vae_to_diffusers(
+            load_file(sample_models / "vae/wan_2.1_vae.safetensors")
+        )
 
         assert converted.keys() == own.keys()
         assert all(torch.equal(converted[name], tensor) for name, tensor in own.items())
@@ -147,7 +178,11 @@ class TestContents:
         tensors = load_file(sample_models / "text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors")
         own = load_file(sample_models / PIPELINES[0] / "text_encoder/model.safetensors")
 
-        extra = {name for name in tensors if name.endswith((".scale_weight", "scaled_fp8", "spiece_model"))}
+        extra = {
+            name
+            for name in tensors
+            if name.endswith((".scale_weight", "scaled_fp8", "spiece_model"))
+        }
         assert tensors.keys() - extra == own.keys()
         for name, tensor in own.items():
             scale = tensors.get(f"{name.removesuffix('.weight')}.scale_weight", torch.ones(()))
@@ -157,7 +192,9 @@ class TestContents:
     def test_both_pipelines_share_their_bytes(self, sample_models):
         for component in ("vae", "text_encoder", "tokenizer"):
             for path in (sample_models / PIPELINES[0] / component).iterdir():
-                assert os.path.samefile(path, sample_models / PIPELINES[1] / component / path.name), path
+                assert os.path.samefile(
+                    path, sample_models / PIPELINES[1] / component / path.name
+                ), path
 
     def test_the_summary_tells_files_and_sizes(self, tmp_path):
         model = write_tiny_model(tmp_path / "models", layers=1)
@@ -167,7 +204,9 @@ class TestContents:
             model.nbytes
             == sum(
                 {
-                    path.stat().st_ino: path.stat().st_size for path in model.folder.rglob("*.*") if path.is_file()
+                    path.stat().st_ino: path.stat().st_size
+                    for path in model.folder.rglob("*.*")
+                    if path.is_file()
                 }.values()
             )
             - (model.folder / RECORD).stat().st_size
@@ -182,7 +221,9 @@ FAST = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors"
 
 
 class TestNames:
-    def test_only_named_files_are_written_with_the_values_of_the_whole_model(self, sample_models, tmp_path):
+    def test_only_named_files_are_written_with_the_values_of_the_whole_model(
+        self, sample_models, tmp_path
+    ):
         names = {T2V_FILE.name, FAST, "taew2_2.safetensors"}
         model = write_tiny_model(tmp_path, layers=4, names=names)
         assert {path.name for path in model.files} == names
@@ -211,8 +252,17 @@ class TestNames:
 
     def test_names_of_a_workflow(self):
         prompt = {
-            "a": {"inputs": {"high": FAST, "steps": 4, "pipeline": T2V_PIPELINE.name, "link": ["b", 0]}},
-            "b": {"inputs": {"file": "mine.safetensors", "prompt": "a cat", "image": "example.png"}},
+            "a": {
+                "inputs": {
+                    "high": FAST,
+                    "steps": 4,
+                    "pipeline": T2V_PIPELINE.name,
+                    "link": ["b", 0],
+                }
+            },
+            "b": {
+                "inputs": {"file": "mine.safetensors", "prompt": "a cat", "image": "example.png"}
+            },
             "c": {"class_type": "Nothing"},
         }
         assert model_names(prompt) == {FAST, T2V_PIPELINE.name, "mine.safetensors"}
@@ -221,7 +271,9 @@ class TestNames:
 class TestFolder:
     @pytest.mark.slow
     def test_same_bytes_every_time(self, tmp_path):
-        one, other = (write_tiny_model(tmp_path / name, layers=1).folder for name in ("one", "other"))
+        one, other = (
+            write_tiny_model(tmp_path / name, layers=1).folder for name in ("one", "other")
+        )
 
         assert entries(one) == entries(other)
         for name in entries(one):
@@ -250,16 +302,17 @@ class TestFolder:
         assert {name: (tmp_path / name).stat().st_mtime_ns for name in entries(tmp_path)} == before
 
     @pytest.mark.slow
-    def test_one_of_another_recipe_or_with_a_file_lost_is_replaced_and_additions_are_kept(self, tmp_path):
+    def test_one_of_another_recipe_or_with_a_file_lost_is_replaced_and_additions_are_kept(
+        self, tmp_path
+    ):
         write_tiny_model(tmp_path, layers=2)
         (tmp_path / "loras" / "mine.safetensors").write_text("mine")
         (tmp_path / "diffusion_models" / "mine.safetensors").write_text("mine")
 
-        model = write_tiny_model(tmp_path, layers=1)
+        files = write_tiny_model(tmp_path, layers=1).files
         (tmp_path / "vae" / "wan_2.1_vae.safetensors").unlink()
-        again = write_tiny_model(tmp_path, layers=1)
 
-        assert model.files == again.files
+        assert write_tiny_model(tmp_path, layers=1).files == files
         assert json.loads((tmp_path / RECORD).read_text())["recipe"]["layers"] == 1
         assert (tmp_path / "loras" / "mine.safetensors").read_text() == "mine"
         assert (tmp_path / "diffusion_models" / "mine.safetensors").read_text() == "mine"
@@ -321,12 +374,11 @@ class TestFolder:
 
 
 @pytest.mark.slow
-def test_the_whole_model_is_as_deep_as_the_real_one_and_small(tmp_path):
-    model = write_tiny_model(tmp_path)
-
-    assert model.nbytes < 1.15e9
-    with open_experts(tmp_path / PIPELINES[0]) as pair:
+def test_the_whole_model_is_as_deep_as_the_real_one_and_small(full_sample_model):
+    folder = full_sample_model.folder
+    assert full_sample_model.nbytes < 1.15e9
+    with open_experts(folder / PIPELINES[0]) as pair:
         assert len(pair.high.weights) == len(pair.low.weights) == 1095
     for pipeline, layers in ((PIPELINES[0], 40), (T2V_PIPELINE, 30)):
-        config = json.loads((tmp_path / pipeline / "transformer/config.json").read_text())
+        config = json.loads((folder / pipeline / "transformer/config.json").read_text())
         assert config["num_layers"] == layers

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from wanstream.testing.tokenizer import END, PAD, UNKNOWN, VOCABULARY, save_tokenizer, sentencepiece_model
+from wanstream.testing.tokenizer import (
+    END,
+    PAD,
+    UNKNOWN,
+    VOCABULARY,
+    save_tokenizer,
+    sentencepiece_model,
+)
 
 CASES = {
     "a cat": ["\u2581", "a", "\u2581", "c", "a", "t", END],
@@ -49,8 +56,15 @@ def test_it_pads_and_cuts_and_keeps_the_end(folder):
 def test_sentencepiece_reads_it(text, tokens):
     sentencepiece = pytest.importorskip("sentencepiece")
 
-    processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(), add_eos=True)
+    processor = sentencepiece.SentencePieceProcessor(
+        model_proto=sentencepiece_model(), add_eos=True
+    )
 
     assert processor.get_piece_size() == len(VOCABULARY)
     assert processor.encode(text) == [VOCABULARY.index(token) for token in tokens]
-    assert (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id()) == (0, 1, 2, -1)
+    assert (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id()) == (
+        0,
+        1,
+        2,
+        -1,
+    )

@@ -46,7 +46,9 @@ def test_another_graph_is_not(other: dict[str, Any]) -> None:
 
 
 def test_titles_must_tell_nodes_apart() -> None:
-    assert by_name({"a": node("A")}) == by_name({"a": node("B")}), "the class is enough for one node of it"
+    assert by_name({"a": node("A")}) == by_name({"a": node("B")}), (
+        "the class is enough for one node of it"
+    )
     with pytest.raises(ValueError, match="share a title"):
         by_name({"a": node("A"), "b": node("A")})
 

@@ -58,7 +58,9 @@ COLUMNS = st.lists(st.lists(RANKS, min_size=1, max_size=3), min_size=1, max_size
 
 
 @given(COLUMNS)
-def test_nothing_overlaps_and_every_node_is_in_its_frame(drawn: list[list[list[list[Size]]]]) -> None:
+def test_nothing_overlaps_and_every_node_is_in_its_frame(
+    drawn: list[list[list[list[Size]]]],
+) -> None:
     sizes: dict[str, Size] = {}
 
     def named(size: Size) -> str:

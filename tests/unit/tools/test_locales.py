@@ -48,7 +48,11 @@ PAIRS = {
 def glossary() -> list[tuple[str, str]]:
     """English and Chinese terms, the longest first: `noise level` is found before `noise`."""
     page = (LOCALES / "zh" / "glossary.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line[:1] == "|"
+    ]
     pairs = [(term, chinese) for terms, chinese in rows[2:] for term in terms.split(", ")]
     return sorted(pairs, key=lambda pair: -len(pair[0]))
 
@@ -56,7 +60,10 @@ def glossary() -> list[tuple[str, str]]:
 def names(kind: str) -> dict[str, str]:
     """English and Chinese names of all nodes, or of all inputs, as they stand in prose."""
     if kind == "nodes":
-        return {node["display_name"]: CHINESE["nodeDefs"][node_id]["display_name"] for node_id, node in NAMES.items()}
+        return {
+            node["display_name"]: CHINESE["nodeDefs"][node_id]["display_name"]
+            for node_id, node in NAMES.items()
+        }
     return {
         name: CHINESE["nodeDefs"][node_id]["inputs"][name]["name"]
         for node_id, node in NAMES.items()
@@ -73,7 +80,10 @@ def test_the_english_locale_has_all_that_a_schema_says() -> None:
     assert [*NAMES] == [node.define_schema().node_id for node in NODES]
     for node in NODES:
         schema, said = node.define_schema(), NAMES[node.define_schema().node_id]
-        assert (said["display_name"], said["description"]) == (schema.display_name, schema.description)
+        assert (said["display_name"], said["description"]) == (
+            schema.display_name,
+            schema.description,
+        )
         assert {name: each.get("tooltip") for name, each in said["inputs"].items()} == {
             socket.id: socket.tooltip for socket in schema.inputs
         }
@@ -83,14 +93,18 @@ def test_the_english_locale_has_all_that_a_schema_says() -> None:
 
 
 def test_the_english_locale_has_what_the_page_registers() -> None:
-    """ComfyUI looks for the texts of a setting and of the command that shows a panel under their ids."""
+    """ComfyUI looks up texts of settings and of commands that show a panel by their ids."""
     ids = re.findall(r"""^const \w+_SETTING = "(.+)\"""", PAGE, re.MULTILINE)
     assert [*ENGLISH["settings"]] == [name.replace(".", "_") for name in ids]
     (tab,) = re.findall(r"""id: "([\w-]+)",\n +get title\(\)""", PAGE)
     title, translated = re.findall(r"""^ +tab: "(.+)\"""", I18N, re.MULTILINE)
     assert translated in CHINESE["commands"][f"Workspace_ToggleBottomPanelTab_{tab}"]["label"]
     label = f"Toggle {title} Bottom Panel"
-    assert ENGLISH["commands"] == {f"Workspace_ToggleBottomPanelTab_{tab}": {"label": label}}
+    ((command, does),) = re.findall(r"""id: "(.+)",\n +label: "(.+)",\n +function""", PAGE)
+    assert ENGLISH["commands"] == {
+        command.replace(".", "_"): {"label": does},
+        f"Workspace_ToggleBottomPanelTab_{tab}": {"label": label},
+    }
     said = [text for setting in ENGLISH["settings"].values() for text in setting.values()]
     for text in (*said, *ENGLISH["main"]["settingsCategories"]):
         assert f'"{text}"' in PAGE
@@ -98,14 +112,21 @@ def test_the_english_locale_has_what_the_page_registers() -> None:
 
 def test_every_chinese_text_was_made_from_what_is_said_now() -> None:
     english, chinese = (
-        texts(locale) | page_texts(DOCS, NAMES, language) for locale, language in ((ENGLISH, "en"), (CHINESE, "zh"))
+        texts(locale) | page_texts(DOCS, NAMES, language)
+        for locale, language in ((ENGLISH, "en"), (CHINESE, "zh"))
     )
-    assert untranslated(english, chinese, MADE_FROM) == [], "translate, then scripts/locales --translated"
+    assert untranslated(english, chinese, MADE_FROM) == [], (
+        "translate, then scripts/locales --translated"
+    )
 
 
 def test_everything_is_chinese() -> None:
     for key, text in texts(CHINESE).items():
-        assert IDEOGRAPH.search(text) or text in SAME or text == f"Wan {texts(ENGLISH)[key].split()[-1]}", key
+        assert (
+            IDEOGRAPH.search(text)
+            or text in SAME
+            or text == f"Wan {texts(ENGLISH)[key].split()[-1]}"
+        ), key
 
 
 def test_one_thing_has_one_name() -> None:
@@ -115,10 +136,14 @@ def test_one_thing_has_one_name() -> None:
         schema = node.define_schema()
         said = CHINESE["nodeDefs"][schema.node_id]
         for socket in schema.inputs:
-            called.setdefault((socket.id, socket.io_type), set()).add(said["inputs"][socket.id]["name"])
+            called.setdefault((socket.id, socket.io_type), set()).add(
+                said["inputs"][socket.id]["name"]
+            )
         for index, socket in enumerate(schema.outputs):
             name = socket.display_name or socket.io_type
-            called.setdefault((name, socket.io_type), set()).add(said["outputs"][str(index)]["name"])
+            called.setdefault((name, socket.io_type), set()).add(
+                said["outputs"][str(index)]["name"]
+            )
     assert {thing: found for thing, found in called.items() if len(found) > 1} == {}
 
 
@@ -158,15 +183,22 @@ def test_no_text_holds_what_the_frontend_takes_for_a_command(locale: dict[str, A
 
 
 def test_a_new_a_dropped_and_a_changed_text_are_noticed(tmp_path: Path) -> None:
-    english = {"Node": {"display_name": "A node", "description": "It is.", "inputs": {"a": {"name": "a"}}}}
+    english = {
+        "Node": {"display_name": "A node", "description": "It is.", "inputs": {"a": {"name": "a"}}}
+    }
     (tmp_path / "zh").mkdir()
-    chinese = {"Node": {"display_name": "节点", "inputs": {"a": {"name": "甲"}, "b": {"name": "乙"}}}}
+    chinese = {
+        "Node": {"display_name": "节点", "inputs": {"a": {"name": "甲"}, "b": {"name": "乙"}}}
+    }
     (tmp_path / "zh" / "nodeDefs.json").write_text(json.dumps(chinese), encoding="utf-8")
     left = ["lacks nodeDefs.Node.description: It is.", "unused nodeDefs.Node.inputs.b.name"]
     assert refresh(tmp_path, english, translated=True) == left
     assert read(tmp_path / "en" / "nodeDefs.json") == english
     changed = {"Node": english["Node"] | {"display_name": "Another node"}}
-    assert refresh(tmp_path, changed, translated=False) == [*left, "changed nodeDefs.Node.display_name: Another node"]
+    assert refresh(tmp_path, changed, translated=False) == [
+        *left,
+        "changed nodeDefs.Node.display_name: Another node",
+    ]
     assert refresh(tmp_path, changed, translated=True) == left
 
 

@@ -1,4 +1,4 @@
-"""CLIP vision encoder: values of transformers, pixels of ComfyUI, both file forms, refused files."""
+"""CLIP vision encoder: transformers' values, ComfyUI's pixels, both file forms, refused files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def test_it_sees_what_transformers_sees(
         expected = encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
     assert expected.shape == (2, 5, 1280)
     for path in (file, folder, folder / "image_encoder"):
-        seen = open_image_encoder(path).encode(images, device="cpu", crop=crop).penultimate_hidden_states
+        seen = (
+            open_image_encoder(path)
+            .encode(images, device="cpu", crop=crop)
+            .penultimate_hidden_states
+        )
         assert torch.equal(seen, expected)
 
 
@@ -67,10 +71,16 @@ def test_two_calls_give_the_same(file: Path, images: torch.Tensor) -> None:
     assert torch.equal(first, opened.encode(images, device="cpu").penultimate_hidden_states)
 
 
-def test_fp16_files_compute_in_fp32(encoder: CLIPVisionModel, images: torch.Tensor, file: Path, tmp_path: Path) -> None:
+def test_fp16_files_compute_in_fp32(
+    encoder: CLIPVisionModel, images: torch.Tensor, file: Path, tmp_path: Path
+) -> None:
     save_image_encoder(encoder, tmp_path / "half.safetensors", dtype=torch.float16)
     whole = open_image_encoder(file).encode(images, device="cpu").penultimate_hidden_states
-    half = open_image_encoder(tmp_path / "half.safetensors").encode(images, device="cpu").penultimate_hidden_states
+    half = (
+        open_image_encoder(tmp_path / "half.safetensors")
+        .encode(images, device="cpu")
+        .penultimate_hidden_states
+    )
     assert half.dtype == torch.float32
     assert 0 < (half - whole).norm() / whole.norm() < 2e-3
 
@@ -88,18 +98,31 @@ EXTRA: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize(
     "prefix",
-    ["vision_model.", "visual.", "", "visual.vision_model.", "clip_vision.", "_orig_mod.vision_model.", "model."],
+    [
+        "vision_model.",
+        "visual.",
+        "",
+        "visual.vision_model.",
+        "clip_vision.",
+        "_orig_mod.vision_model.",
+        "model.",
+    ],
 )
 def test_prefixes_and_tensors_of_other_models_are_passed_over(
     prefix: str, file: Path, images: torch.Tensor, tmp_path: Path
 ) -> None:
-    tensors = {prefix + key.removeprefix("vision_model."): tensor for key, tensor in load_file(file).items()}
+    tensors = {
+        prefix + key.removeprefix("vision_model."): tensor
+        for key, tensor in load_file(file).items()
+    }
     extra = {(prefix if "position" in key else "") + key: tensor for key, tensor in EXTRA.items()}
     save_file(tensors | extra, tmp_path / "other.safetensors")
     opened = open_image_encoder(tmp_path / "other.safetensors")
     (note,) = opened.notes
     assert "6 tensors that this model does not use are ignored" in note
-    found, expected = (each.encode(images, device="cpu") for each in (opened, open_image_encoder(file)))
+    found, expected = (
+        each.encode(images, device="cpu") for each in (opened, open_image_encoder(file))
+    )
     assert torch.equal(found.penultimate_hidden_states, expected.penultimate_hidden_states)
 
 
@@ -132,26 +155,50 @@ OWN = {
     "self_attn.qkv.": "attn.to_qkv.",
 }
 TEXT_MODEL = {
-    "OpenCLIP": ("transformer.resblocks.0.ln_1.weight", "ln_final.weight", "positional_embedding", "visual.proj"),
-    "Wan": ("textual.blocks.0.norm1.weight", "textual.pos_embedding.weight", "log_scale", "visual.head"),
+    "OpenCLIP": (
+        "transformer.resblocks.0.ln_1.weight",
+        "ln_final.weight",
+        "positional_embedding",
+        "visual.proj",
+    ),
+    "Wan": (
+        "textual.blocks.0.norm1.weight",
+        "textual.pos_embedding.weight",
+        "log_scale",
+        "visual.head",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("names", "prefix"), [(OPENCLIP, "visual."), (OWN, "visual."), (OWN, "model.visual."), (OWN, "")]
+    ("names", "prefix"),
+    [(OPENCLIP, "visual."), (OWN, "visual."), (OWN, "model.visual."), (OWN, "")],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
 def test_names_of_openclip_and_of_wans_own_release(
-    names: dict[str, str], prefix: str, dtype: torch.dtype, file: Path, images: torch.Tensor, tmp_path: Path
+    names: dict[str, str],
+    prefix: str,
+    dtype: torch.dtype,
+    file: Path,
+    images: torch.Tensor,
+    tmp_path: Path,
 ) -> None:
-    plain = {key.removeprefix("vision_model."): tensor.to(dtype) for key, tensor in load_file(file).items()}
-    save_file({f"vision_model.{key}": tensor for key, tensor in plain.items()}, tmp_path / "plain.safetensors")
+    plain = {
+        key.removeprefix("vision_model."): tensor.to(dtype)
+        for key, tensor in load_file(file).items()
+    }
+    save_file(
+        {f"vision_model.{key}": tensor for key, tensor in plain.items()},
+        tmp_path / "plain.safetensors",
+    )
     for query in [key for key in plain if ".self_attn.q_proj." in key]:
         parts = [plain.pop(query.replace("q_proj", f"{part}_proj")) for part in "qkv"]
         plain[query.replace("q_proj", "qkv")] = torch.cat(parts)
     if names is OWN:
         plain["embeddings.class_embedding"] = plain["embeddings.class_embedding"][None, None]
-        plain["embeddings.position_embedding.weight"] = plain["embeddings.position_embedding.weight"][None]
+        plain["embeddings.position_embedding.weight"] = plain[
+            "embeddings.position_embedding.weight"
+        ][None]
     others = TEXT_MODEL["OpenCLIP" if names is OPENCLIP else "Wan"]
     stored = {key: torch.zeros(3, 2) for key in others}
     for key, tensor in plain.items():
@@ -159,9 +206,13 @@ def test_names_of_openclip_and_of_wans_own_release(
             key = key.replace(theirs, own)
         stored[prefix + key] = tensor
     save_file(stored, tmp_path / "other.safetensors")
-    opened, expected = (open_image_encoder(tmp_path / f"{name}.safetensors") for name in ("other", "plain"))
+    opened, expected = (
+        open_image_encoder(tmp_path / f"{name}.safetensors") for name in ("other", "plain")
+    )
     assert f"{len(others)} tensors that this model does not use are ignored" in opened.notes[0]
-    seen = [each.encode(images, device="cpu").penultimate_hidden_states for each in (opened, expected)]
+    seen = [
+        each.encode(images, device="cpu").penultimate_hidden_states for each in (opened, expected)
+    ]
     assert torch.equal(*seen)
 
 
@@ -194,13 +245,16 @@ def test_other_precisions_are_converted_with_a_warning(
     (warning,) = opened.warnings
     assert str(dtype).removeprefix("torch.") in warning
     found, expected = (
-        each.encode(images, device="cpu") for each in (opened, open_image_encoder(tmp_path / "plain.safetensors"))
+        each.encode(images, device="cpu")
+        for each in (opened, open_image_encoder(tmp_path / "plain.safetensors"))
     )
     assert torch.equal(found.penultimate_hidden_states, expected.penultimate_hidden_states)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3 * 1280,), (3 * 1280, 1)], ids=str)
-def test_scales_of_joined_queries_keys_and_values(shape: tuple[int, ...], file: Path, tmp_path: Path) -> None:
+def test_scales_of_joined_queries_keys_and_values(
+    shape: tuple[int, ...], file: Path, tmp_path: Path
+) -> None:
     plain: dict[str, torch.Tensor] = {}
     scaled = {"scaled_fp8": torch.zeros(1, dtype=torch.float8_e4m3fn)}
     for key, tensor in load_file(file).items():
@@ -225,7 +279,9 @@ def test_scales_of_joined_queries_keys_and_values(shape: tuple[int, ...], file: 
 
 def test_the_middle_of_a_picture_is_what_clips_own_processor_takes() -> None:
     """CLIPImageProcessor resizes with PIL, so the last bits of a smooth image differ."""
-    rows, columns = torch.meshgrid(torch.linspace(0, 1, 300), torch.linspace(0, 1, 448), indexing="ij")
+    rows, columns = torch.meshgrid(
+        torch.linspace(0, 1, 300), torch.linspace(0, 1, 448), indexing="ij"
+    )
     image = torch.stack([rows, columns, rows * columns], dim=-1)
     pixels = (image * 255).round().to(torch.uint8)
     theirs = CLIPImageProcessor()(images=pixels.numpy(), return_tensors="pt")["pixel_values"]
@@ -273,7 +329,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "is 1024 wide; Wan2.1 I2V takes CLIP ViT-H",
     ),
     "flat": (
-        lambda tensors: tensors.update({"vision_model.embeddings.patch_embedding.weight": torch.zeros(1280, 588)}),
+        lambda tensors: tensors.update(
+            {"vision_model.embeddings.patch_embedding.weight": torch.zeros(1280, 588)}
+        ),
         r"vision_model.embeddings.patch_embedding.weight is \[1280, 588\]; 4 sizes",
     ),
     "positions": (_with_positions(8), "has 8 positions; one more than a square number"),
@@ -300,15 +358,22 @@ def test_other_files_are_refused(change: Any, message: str, file: Path, tmp_path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 1024}, "hidden_size is 1024, 1280 is expected: give the image encoder of a Wan2.1 I2V"),
+        (
+            {"hidden_size": 1024},
+            "hidden_size is 1024, 1280 is expected: give the image encoder of a Wan2.1 I2V",
+        ),
         ({"model_type": "siglip_vision_model"}, "model_type is 'siglip_vision_model'"),
         ({"patch_size": 0}, "patch_size is 0; a whole number above 0"),
     ],
 )
-def test_other_folders_are_refused(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+def test_other_folders_are_refused(
+    change: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
     config = json.loads((folder / "image_encoder" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         open_image_encoder(tmp_path)
-    with pytest.raises(CheckpointError, match="is neither a diffusers pipeline folder with image_encoder"):
+    with pytest.raises(
+        CheckpointError, match="is neither a diffusers pipeline folder with image_encoder"
+    ):
         open_image_encoder(tmp_path / "nothing")

@@ -11,18 +11,24 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from wanstream.plan import step_visits
-from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
-from wanstream.testing.quantised import matrices, save_expert_gguf
+from wanstream.block_kernels import Kernels
+from wanstream.plan.programs import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef, LoraRef
+from wanstream.testing.quantised import save_expert_gguf
+from wanstream.tests.support.quantised_files import matrices
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.meta_model import embedder_part
 from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_single_model
-from wanstream.wan.kernels.attention import Kernels
 from wanstream.wan.lora.file import open_lora
 
 IMAGE = {"in_channels": 36, "image_dim": 80}
-MODELS: dict[str, dict[str, int]] = {"T2V": {}, "T2V of 3 heads": {"heads": 3, "layers": 3}, "I2V": IMAGE}
+MODELS: dict[str, dict[str, int]] = {
+    "T2V": {},
+    "T2V of 3 heads": {"heads": 3, "layers": 3},
+    "I2V": IMAGE,
+}
 EACH = pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 POLICY = OffloadPolicy.block_swap(2, 1)
 
@@ -34,10 +40,16 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def _lane(pair: ExpertPair) -> Lane:
-    image = None if pair.high.config.image_dim is None else _normal(1, 17, pair.high.config.image_dim, seed=3)
+    image = (
+        None
+        if pair.high.config.image_dim is None
+        else _normal(1, 17, pair.high.config.image_dim, seed=3)
+    )
     # diffusers treats all rows before the last 512 as the image.
     text = _normal(1, 7 if image is None else 512, 4096, seed=2)
-    return Lane(latents=_normal(1, pair.in_channels, 2, 4, 6, seed=1), text=text, image=image)
+    return Lane(
+        latents=_normal(1, pair.high.config.in_channels, 2, 4, 6, seed=1), text=text, image=image
+    )
 
 
 def _streamed(pair: ExpertPair, lane: Lane, policy: OffloadPolicy = POLICY) -> torch.Tensor:
@@ -58,7 +70,11 @@ def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     image = None if lane.image is None else lane.image.to(dtype)
     with torch.inference_mode():
         velocity: torch.Tensor = model(
-            lane.latents.to(dtype), torch.tensor([937.5]), lane.text.to(dtype), image, return_dict=False
+            lane.latents.to(dtype),
+            torch.tensor([937.5]),
+            lane.text.to(dtype),
+            image,
+            return_dict=False,
         )[0]
     return velocity
 
@@ -68,7 +84,9 @@ def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
 def test_it_computes_what_diffusers_computes(
     shape: dict[str, int], dtype: torch.dtype, tiny_expert_folder: Folder
 ) -> None:
-    model = WanTransformer3DModel.from_pretrained(tiny_expert_folder(**shape), torch_dtype=dtype).requires_grad_(False)
+    model = WanTransformer3DModel.from_pretrained(
+        tiny_expert_folder(**shape), torch_dtype=dtype
+    ).requires_grad_(False)
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # aligned as our views are
     with open_single_model(tiny_expert_folder(**shape), compute_dtype=dtype) as pair:
@@ -86,13 +104,19 @@ def test_it_computes_what_diffusers_computes(
     ],
 )
 def test_it_is_known_in_every_form(
-    shape: dict[str, int], form: str, tiny_expert_file: Folder, tiny_expert_folder: Folder, tmp_path: Path
+    shape: dict[str, int],
+    form: str,
+    tiny_expert_file: Folder,
+    tiny_expert_folder: Folder,
+    tmp_path: Path,
 ) -> None:
     """Detect the model by its tensors; an exact file gives the same bits as the folder."""
     if form == "gguf":
         path = tmp_path / "wan.gguf"
         save_expert_gguf(
-            WanTransformer3DModel.from_pretrained(tiny_expert_folder(**shape)), path, types=matrices("F32")
+            WanTransformer3DModel.from_pretrained(tiny_expert_folder(**shape)),
+            path,
+            types=matrices("F32"),
         )
     elif form == "pipeline":
         path = tmp_path / "pipeline"
@@ -177,22 +201,39 @@ def test_a_ref_names_one_expert(tiny_expert_folder: Folder) -> None:
     pair = registry.get(ref)
     assert pair.is_single
     assert registry.get(ExpertsRef(high_noise=ref.high_noise, single=True)) is pair
-    assert not registry.get(ExpertsRef(high_noise=ref.high_noise, low_noise=ref.high_noise)).is_single
+    assert not registry.get(
+        ExpertsRef(high_noise=ref.high_noise, low_noise=ref.high_noise)
+    ).is_single
     registry.free()
 
 
 def _without(source: Path, target: Path, *starts: str) -> Path:
-    tensors = {key: tensor for key, tensor in load_file(source).items() if not key.startswith(starts)}
+    tensors = {
+        key: tensor for key, tensor in load_file(source).items() if not key.startswith(starts)
+    }
     save_file(tensors, target)
     return target
 
 
-BLOCKS = tuple(f"blocks.{block}.cross_attn.{name}" for block in range(4) for name in ("k_img", "v_img", "norm_k_img"))
+BLOCKS = tuple(
+    f"blocks.{block}.cross_attn.{name}"
+    for block in range(4)
+    for name in ("k_img", "v_img", "norm_k_img")
+)
 MISSING = {
-    "all of it": (("img_emb.", *BLOCKS), r"has no image branch .*img_emb.proj.1.weight.* which Wan2.1 I2V needs"),
+    "all of it": (
+        ("img_emb.", *BLOCKS),
+        r"has no image branch .*img_emb.proj.1.weight.* which Wan2.1 I2V needs",
+    ),
     "the embedder": (("img_emb.",), r"natively img_emb.proj.1.weight\) is missing"),
-    "a norm of it": (("img_emb.proj.4.bias",), r"natively img_emb.proj.4.bias\) \[256\] is missing"),
-    "of the blocks": (BLOCKS, r"natively blocks.0.cross_attn.k_img.weight\) \[256, 256\] is missing, one of 20"),
+    "a norm of it": (
+        ("img_emb.proj.4.bias",),
+        r"natively img_emb.proj.4.bias\) \[256\] is missing",
+    ),
+    "of the blocks": (
+        BLOCKS,
+        r"natively blocks.0.cross_attn.k_img.weight\) \[256, 256\] is missing, one of 20",
+    ),
     "of one block": ((BLOCKS[3],), r"natively blocks.1.cross_attn.k_img.weight\) .* is missing"),
 }
 
@@ -223,12 +264,15 @@ def test_what_is_no_single_expert_is_refused(
             open_single_model(tiny_expert_folder(), **settings)  # type: ignore[arg-type]
 
 
-def test_a_lora_for_late_steps_alone_is_refused(tiny_expert_folder: Folder, lora_file: Callable[..., Path]) -> None:
+def test_a_lora_for_late_steps_alone_is_refused(
+    tiny_expert_folder: Folder, lora_file: Callable[..., Path]
+) -> None:
     path: Any = lora_file()
     registry = ExpertsRegistry()
     ref = ExpertsRef(high_noise=tiny_expert_folder(), single=True, loras=(LoraRef(low_noise=path),))
     with pytest.raises(
-        ValueError, match=r"is one expert, which runs every step: give .* as the LoRA of the high-noise"
+        ValueError,
+        match=r"is one expert, which runs every step: give .* as the LoRA of the high-noise",
     ):
         registry.get(ref)
     registry.free()

@@ -12,14 +12,16 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from safetensors.torch import save_file
 
-from wanstream.plan import step_visits
+from wanstream.block_kernels import EXACT, BlockMath
+from wanstream.block_kernels.block_math import TorchMath
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.quantised import matrices, save_expert_gguf
+from wanstream.testing.quantised import save_expert_gguf
+from wanstream.tests.support.quantised_files import matrices
 from wanstream.tests.support.wan_blocks import computed, diffusers_block
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import open_experts, open_single_model
-from wanstream.wan.kernels.block_math import EXACT, BlockMath, TorchMath
 from wanstream.wan.lora.file import open_lora
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import get_compiler
@@ -44,7 +46,9 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 def _lane(timestep_scales: tuple[float, ...] | None = FREEDOM) -> Lane:
     return Lane(
-        latents=_normal(1, 48, 3, 4, 6, seed=1), text=_normal(1, 7, 4096, seed=2), timestep_scales=timestep_scales
+        latents=_normal(1, 48, 3, 4, 6, seed=1),
+        text=_normal(1, 7, 4096, seed=2),
+        timestep_scales=timestep_scales,
     )
 
 
@@ -52,7 +56,10 @@ def _streamed(pair: ExpertPair, lanes: list[Lane]) -> list[torch.Tensor]:
     engine = pair.engine(POLICY, "cpu")
     with torch.inference_mode(), engine.run(step_visits(["high"], engine.block_counts)) as run:
         return forward_lanes(
-            engine.models["high"], lanes, torch.tensor([TIME]), lambda block: run.visit(0, "high", block)
+            engine.models["high"],
+            lanes,
+            torch.tensor([TIME]),
+            lambda block: run.visit(0, "high", block),
         )
 
 
@@ -62,7 +69,9 @@ def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     timestep_scales = lane.timestep_scales or (1.0,) * 3
     times = (torch.tensor(timestep_scales) * TIME).repeat_interleave(tokens)[None]
     with torch.inference_mode():
-        velocity: torch.Tensor = model(lane.latents.to(dtype), times, lane.text.to(dtype), return_dict=False)[0]
+        velocity: torch.Tensor = model(
+            lane.latents.to(dtype), times, lane.text.to(dtype), return_dict=False
+        )[0]
     return velocity
 
 
@@ -77,7 +86,9 @@ def test_it_is_known_in_every_form(
     if form == "gguf":
         path = tmp_path / "wan.gguf"
         save_expert_gguf(
-            WanTransformer3DModel.from_pretrained(tiny_expert_folder(**SHAPE)), path, types=matrices("F32")
+            WanTransformer3DModel.from_pretrained(tiny_expert_folder(**SHAPE)),
+            path,
+            types=matrices("F32"),
         )
     elif form == "pipeline":
         path = tmp_path / "pipeline"
@@ -101,15 +112,22 @@ def test_it_is_known_in_every_form(
             assert torch.equal(found, expected)
 
 
-def test_as_one_of_a_pair_it_is_refused(tiny_expert_folder: Folder, tiny_expert_file: Folder) -> None:
+def test_as_one_of_a_pair_it_is_refused(
+    tiny_expert_folder: Folder, tiny_expert_file: Folder
+) -> None:
     other, ours = tiny_expert_folder(), tiny_expert_file(**SHAPE)
     for pair in ((ours, ours), (ours, other), (other, ours)):
-        with pytest.raises(CheckpointError, match=r"is Wan2.2 TI2V-5B \(48 channels\), .* open it as a single model"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"is Wan2.2 TI2V-5B \(48 channels\), .* open it as a single model",
+        ):
             open_experts(*pair)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("timestep_scales", [None, FREEDOM, (0.0, 1.0, 1.0), (0.5, 0.5, 0.5)], ids=str)
+@pytest.mark.parametrize(
+    "timestep_scales", [None, FREEDOM, (0.0, 1.0, 1.0), (0.5, 0.5, 0.5)], ids=str
+)
 def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
     timestep_scales: tuple[float, ...] | None, dtype: torch.dtype, tiny_expert_folder: Folder
 ) -> None:
@@ -118,8 +136,12 @@ def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
     with open_single_model(folder, compute_dtype=dtype) as pair:
         found, company = _streamed(pair, [_lane(timestep_scales), _lane((1.0, 0.0, 1.0))])
         # A row of a matrix product is rounded otherwise alone than among those of all tokens.
-        assert _distance(found, _reference(model, _lane(timestep_scales))) <= (1e-6 if dtype == torch.float32 else 1e-2)
-        assert torch.equal(found, _streamed(pair, [_lane(timestep_scales)])[0]), "company changes nothing"
+        assert _distance(found, _reference(model, _lane(timestep_scales))) <= (
+            1e-6 if dtype == torch.float32 else 1e-2
+        )
+        assert torch.equal(found, _streamed(pair, [_lane(timestep_scales)])[0]), (
+            "company changes nothing"
+        )
         assert not torch.equal(found, company)
 
 
@@ -212,7 +234,9 @@ def test_no_token_gets_a_copy_of_its_rows(block: WanTransformerBlock) -> None:
     made: list[int] = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             found = func(*args, **(kwargs or {}))
             if isinstance(found, torch.Tensor):
                 made.append(found.untyped_storage().nbytes() // 4)
@@ -238,7 +262,9 @@ def test_memory_is_known_before_anything_is_read(tiny_expert_folder: Folder) -> 
         assert pair.loaded_bytes == predicted
 
 
-def test_a_lora_changes_what_runs_and_what_stays(tiny_expert_folder: Folder, tmp_path: Path) -> None:
+def test_a_lora_changes_what_runs_and_what_stays(
+    tiny_expert_folder: Folder, tmp_path: Path
+) -> None:
     folder = tiny_expert_folder(**SHAPE)
     tensors = {
         "diffusion_model.blocks.1.self_attn.q.lora_down.weight": _normal(4, 256, seed=5),

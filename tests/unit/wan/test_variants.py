@@ -25,7 +25,10 @@ def _config(**transformer: Any) -> str:
 
 
 REFUSED = {
-    "animate2": (_config(model_type="animate2"), "is another model: its header says that model_type is 'animate2'"),
+    "animate2": (
+        _config(model_type="animate2"),
+        "is another model: its header says that model_type is 'animate2'",
+    ),
     "flow_rvs": (_config(model_type="flow_rvs"), "model_type is 'flow_rvs'"),
     "vace": (_config(model_type="vace", vace_layers=8), "model_type is 'vace'"),
     "a list": (_config(model_type=["t2v"]), r"model_type is \['t2v'\]"),
@@ -37,7 +40,8 @@ REFUSED = {
     "no object within": (json.dumps({"transformer": "t2v"}), "is not a JSON object"),
     "nothing within": (json.dumps({"transformer": None}), "is not a JSON object"),
 }
-"""Config in the header, and the refusal. ComfyUI cannot load a config that is not an object either."""
+"""Config in the header, and the refusal. ComfyUI cannot load a config that is not an object
+either."""
 
 ACCEPTED = {
     "t2v": _config(model_type="t2v"),
@@ -91,8 +95,12 @@ def test_the_field_of_a_gguf_file_counts_as_well(tiny_expert_file: Write, tmp_pa
         open_expert(path)
 
 
-@pytest.mark.parametrize("named", ["WanAnimate2Transformer3DModel", "WanVACETransformer3DModel", None])
-def test_a_folder_of_another_class_is_refused(tiny_expert_folder: Write, tmp_path: Path, named: str | None) -> None:
+@pytest.mark.parametrize(
+    "named", ["WanAnimate2Transformer3DModel", "WanVACETransformer3DModel", None]
+)
+def test_a_folder_of_another_class_is_refused(
+    tiny_expert_folder: Write, tmp_path: Path, named: str | None
+) -> None:
     folder = tmp_path / "transformer"
     shutil.copytree(tiny_expert_folder(), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -112,14 +120,20 @@ def test_a_folder_of_another_class_is_refused(tiny_expert_folder: Write, tmp_pat
         ("WanModel", None, None),
         ("WanModel", "vace", "has the model_type 'vace'"),
         ("WanModel", ["t2v"], r"has the model_type \['t2v'\]"),
-        ("WanAnimateModel", "animate", "is a WanAnimateModel, not a WanTransformer3DModel or WanModel"),
+        (
+            "WanAnimateModel",
+            "animate",
+            "is a WanAnimateModel, not a WanTransformer3DModel or WanModel",
+        ),
     ],
 )
 def test_a_folder_of_the_original_class_is_opened_where_its_type_can_run(
     tiny_expert_file: Write, tmp_path: Path, class_name: str, kind: object, refusal: str | None
 ) -> None:
     shutil.copy(tiny_expert_file(), tmp_path / "diffusion_pytorch_model.safetensors")
-    config = {"_class_name": class_name, "dim": 128, "num_layers": 2} | ({} if kind is None else {"model_type": kind})
+    config = {"_class_name": class_name, "dim": 128, "num_layers": 2} | (
+        {} if kind is None else {"model_type": kind}
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     if refusal is None:
         assert open_expert(tmp_path).config.family == "t2v"
@@ -128,7 +142,8 @@ def test_a_folder_of_the_original_class_is_opened_where_its_type_can_run(
             open_expert(tmp_path)
 
 
-# The tensor by which ComfyUI detects each variant (comfy/model_detection.py), and its name in our refusal.
+# The tensor by which ComfyUI detects each variant (comfy/model_detection.py), and its name in our
+# refusal.
 VARIANTS = {
     "vace_patch_embedding.weight": "VACE",
     "vace_blocks.0.after_proj.weight": "VACE",
@@ -170,10 +185,14 @@ def test_every_variant_that_is_known_by_a_tensor_is_in_the_table() -> None:
         (32, "camera control model of Wan2.1"),
     ],
 )
-def test_a_variant_is_named_by_its_channels(tiny_expert_file: Write, tmp_path: Path, channels: int, name: str) -> None:
+def test_a_variant_is_named_by_its_channels(
+    tiny_expert_file: Write, tmp_path: Path, channels: int, name: str
+) -> None:
     tensors = load_file(tiny_expert_file())
     old = tensors["patch_embedding.weight"]
     tensors["patch_embedding.weight"] = torch.zeros(len(old), channels, 1, 2, 2)
     save_file(tensors, tmp_path / "expert.safetensors")
-    with pytest.raises(CheckpointError, match=f"is a {name}.*: patch_embedding.weight takes {channels} channels"):
+    with pytest.raises(
+        CheckpointError, match=f"is a {name}.*: patch_embedding.weight takes {channels} channels"
+    ):
         open_expert(tmp_path / "expert.safetensors")

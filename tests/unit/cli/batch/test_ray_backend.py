@@ -20,37 +20,50 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.arguments import ArgumentError
-from wanstream.cli.batch.actors import ray_backend
-from wanstream.cli.batch.actors import row_service as row_service_module
-from wanstream.cli.batch.actors.ray_backend import RayBackend, check_ray_options, input_files, model_files, stop_all
-from wanstream.cli.batch.actors.row_service import TEMPORARY, RowService
-from wanstream.cli.batch.backend import (
+from wanstream.batch.backend import (
     Ended,
     JobFailed,
     Lost,
-    NoSuchFileError,
     Outcome,
     UnderWay,
     Unknown,
+)
+from wanstream.batch.errors import (
+    NoSuchFileError,
     UnreachableError,
     UnsuitableError,
 )
-from wanstream.cli.batch.output_store import check_media
-from wanstream.cli.batch.rows import Row
-from wanstream.cli.options import BatchOptions
-from wanstream.distributed import MissingPathError, WorkerLostError, open_services
+from wanstream.batch.output_store import check_media
+from wanstream.cli.arguments import ArgumentError
+from wanstream.cli.batch import ray_backend
+from wanstream.cli.batch import row_service as row_service_module
+from wanstream.cli.batch.ray_backend import (
+    RayBackend,
+    check_ray_options,
+    input_files,
+    model_files,
+    stop_all,
+)
+from wanstream.cli.batch.row_service import TEMPORARY, RowService
+from wanstream.cli.options import ActorOptions, BatchOptions, LocalOptions
+from wanstream.distributed import WorkerLostError, open_services
+from wanstream.distributed.path_map import DifferentFilesError, MissingPathError
 from wanstream.distributed.ray import services as services_module
 from wanstream.distributed.ray.pool import VersionsError
 from wanstream.distributed.ray.services import service_count
-from wanstream.distributed.transport.path_map import DifferentFilesError
 from wanstream.distributed.worker.worker import Worker
-from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError, Workflow
-from wanstream.schema import ExpertsRef, PathMap, WorkersError, WorkersRef
+from wanstream.schema.refs import ExpertsRef, PathMap, WorkersError, WorkersRef
 from wanstream.tests.faults.replaced import named_models, run_replaced
-from wanstream.tests.support.local_actor import MARK, LocalActor, local_backend, row_service, rows_ended
-from wanstream.wan import write_latent
+from wanstream.tests.support.local_actor import (
+    MARK,
+    LocalActor,
+    local_backend,
+    row_service,
+    rows_ended,
+)
+from wanstream.wan.latents import write_latent
 
 WORKFLOWS = Path(__file__).parents[4] / "workflows" / "api"
 LIMIT_S = 20
@@ -63,21 +76,23 @@ def workflow() -> dict[str, Any]:
 
 
 @pytest.fixture
-def options(tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchOptions]:
+def options(
+    tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[BatchOptions]:
     (tmp_path / "temporary").mkdir()
     (tmp_path / "input").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     models = named_models(tmp_path / "models", workflow)
-    # By `monkeypatch`, as tests do: a context that ends before it would be set again when `monkeypatch` is undone.
+    # By `monkeypatch`, as tests do: a context that ends before it would be set again when
+    # `monkeypatch` is undone.
     monkeypatch.setattr(Workflow, "run", run_replaced)
     with rows_ended():
         yield BatchOptions(
             jobs=Path("jobs.csv"),
             workflow=Path("workflow.json"),
             output=tmp_path / "out",
-            models=models,
-            input=tmp_path / "input",
-            ray="local",
+            local=LocalOptions(models=models, input=tmp_path / "input"),
+            actors=ActorOptions(ray="local"),
         )
 
 
@@ -87,7 +102,7 @@ def actor(
 ) -> Iterator[LocalActor]:
     """An actor on a machine with, or without, the output folder of the driver."""
     output = tmp_path / "made" if request.param == "shared folder" else tmp_path / "elsewhere"
-    actor = LocalActor(row_service(options, workflow, output))
+    actor = LocalActor(row_service(options, output))
     yield actor
     actor.service.stop()
 
@@ -139,13 +154,19 @@ def test_files_come_back_whole_in_pieces_or_by_a_shared_folder(
     for seed in (1, 2):
         backend.post(f"row-{seed}", with_seed(workflow, seed))
     (tmp_path / "part").write_text("of an earlier try")
-    first, second = (fetched(backend, ended(backend, f"row-{seed}"), tmp_path / "part") for seed in (1, 2))
+    first, second = (
+        fetched(backend, ended(backend, f"row-{seed}"), tmp_path / "part") for seed in (1, 2)
+    )
     assert first != second
     (made,) = actor.service._output_folder().rglob("row-2/**/*.mp4")
     assert made.read_bytes() == second
     shared = made.is_relative_to(tmp_path / "made")
-    assert actor.calls.count("read") == (0 if shared else len(first) // 100 + len(second) // 100 + 2)
-    assert fetched(backend, ended(backend, "row-2"), tmp_path / "again") == second, "the outcome stays until a release"
+    assert actor.calls.count("read") == (
+        0 if shared else len(first) // 100 + len(second) // 100 + 2
+    )
+    assert fetched(backend, ended(backend, "row-2"), tmp_path / "again") == second, (
+        "the outcome stays until a release"
+    )
     backend.release("row-2")
     assert not made.exists()
     assert (backend.outcome("row-2"), (tmp_path / "part").read_bytes()) == (Unknown(), second)
@@ -168,7 +189,9 @@ def test_a_lost_actor_is_silent_and_then_has_no_workflows(
     before = fetched(backend, ended(backend, "row"), tmp_path / "part")
     actor.kill()
     for _ in range(2):
-        with pytest.raises(UnreachableError, match="worker 0 is gone\nRay starts it again where a slot is free"):
+        with pytest.raises(
+            UnreachableError, match="worker 0 is gone\nRay starts it again where a slot is free"
+        ):
             backend.outcome("row")
     assert (backend.outcome("row"), actor.restarts) == (Unknown(), 1)
     backend.post("again", workflow)
@@ -211,8 +234,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     def waiting(workflow: Workflow, *, on_progress: Callable[[NodeProgress], None]) -> Any:
         with workflow.host.opened(workflow.folders, device=workflow.device):
             while not event.wait(0.01):
-                on_progress(NodeProgress(node_id="sampler", class_type="WanStreamSampler", done=0, total=1))
-                workflow.host.raise_if_stopped()
+                on_progress(
+                    NodeProgress(node_id="sampler", class_type="WanStreamSampler", done=0, total=1)
+                )
+                workflow.host.events.raise_if_stopped()
         return inner(workflow)
 
     monkeypatch.setattr(Workflow, "run", waiting)
@@ -242,7 +267,10 @@ def test_one_workflow_runs_and_the_next_one_waits(
 
 
 def test_progress_is_that_of_the_running_workflow_when_it_is_polled(
-    backend: RayBackend, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch, shown: list[NodeProgress]
+    backend: RayBackend,
+    workflow: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    shown: list[NodeProgress],
 ) -> None:
     begun, go_on, inner = threading.Event(), threading.Event(), Workflow.run
     halfway = NodeProgress(node_id="sampler", class_type="WanStreamSampler", done=1, total=2)
@@ -285,19 +313,23 @@ def test_a_full_disk_of_an_actor_ends_the_batch_only_if_it_is_the_drivers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(*_: Any, **__: Any) -> Any:
-        raise NodeFailedError("save", "WanStreamSaveVideo", OSError(errno.ENOSPC, "full")) from OSError(
-            errno.ENOSPC, "full"
-        )
+        raise NodeFailedError(
+            "save", "WanStreamSaveVideo", OSError(errno.ENOSPC, "full")
+        ) from OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(Workflow, "run", run)
     backend.post("row", workflow)
     folder = actor.service._output_folder()
     if folder.is_relative_to(tmp_path / "made"):
-        with pytest.raises(OSError, match=rf"node save .*full \(on .*, [\d,]+ bytes are free in {folder}\)") as raised:
+        with pytest.raises(
+            OSError, match=rf"node save .*full \(on .*, [\d,]+ bytes are free in {folder}\)"
+        ) as raised:
             ended(backend, "row")
         assert raised.value.errno == errno.ENOSPC
         return
-    message = rf"actor 0: its disk is full: on .*, [\d,]+ bytes are free in {folder}: node save .*full"
+    message = (
+        rf"actor 0: its disk is full: on .*, [\d,]+ bytes are free in {folder}: node save .*full"
+    )
     with pytest.raises(UnsuitableError, match=message):
         ended(backend, "row")
 
@@ -318,17 +350,21 @@ IMAGE = {"image": {"class_type": "LoadImage", "inputs": {"image": "scene.png"}}}
 
 
 def test_input_files_are_sent_once_unless_the_machine_has_them(
-    backend: RayBackend, actor: LocalActor, options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: RayBackend,
+    actor: LocalActor,
+    options: BatchOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (options.input / "scene.png").write_bytes(b"one")
+    (options.local.input / "scene.png").write_bytes(b"one")
     backend.post("here", IMAGE)
     assert "write_input" not in actor.calls, "its machine has the folder"
     monkeypatch.setattr(actor.service, "_input", tmp_path / "not there")
     backend.post("first", IMAGE)
     backend.post("second", IMAGE)
     assert actor.calls.count("write_input") == 1
-    (options.input / "scene.png").write_bytes(b"two")
-    os.utime(options.input / "scene.png", ns=(1, 1))  # of the same size, and older
+    (options.local.input / "scene.png").write_bytes(b"two")
+    os.utime(options.local.input / "scene.png", ns=(1, 1))  # of the same size, and older
     backend.post("third", IMAGE)
     assert actor.calls.count("write_input") == 2
     sent = actor.service._own_folder() / "input"
@@ -349,13 +385,21 @@ SAVE_VIDEO = {"images": ["load", 0], "filename_prefix": "x", "fps": 16.0, "crf":
         ),
         (
             {"class_type": "WanStreamLoadLatent", "inputs": {"file": "latents/x"}},
-            {"class_type": "WanStreamSaveLatent", "inputs": {"latent": ["load", 0], "filename_prefix": "x"}},
+            {
+                "class_type": "WanStreamSaveLatent",
+                "inputs": {"latent": ["load", 0], "filename_prefix": "x"},
+            },
             "x does not exist",
         ),
     ],
 )
 def test_a_file_of_the_output_folder_is_sent_and_read(
-    backend: RayBackend, actor: LocalActor, options: BatchOptions, load: object, save: object, reason: str
+    backend: RayBackend,
+    actor: LocalActor,
+    options: BatchOptions,
+    load: object,
+    save: object,
+    reason: str,
 ) -> None:
     made = {"load": load, "save": save}
     (fault,) = backend.faults(made)
@@ -371,11 +415,34 @@ def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path: Path) ->
     (tmp_path / "output").mkdir()
     for name in ("input/a.png", "input/below/b.mp4", "outside.png", "output/c.png", "output/d.png"):
         (tmp_path / name).touch()
-    inputs = {"image": "a.png", "file": "below/b.mp4 [input]", "text": "x" * 5000, "other": "../outside.png"}
-    inputs |= {"seed": 1, "link": ["node", 0], "empty": "", "nul": "a\0b", "absolute": str(tmp_path / "outside.png")}  # type: ignore[dict-item]
-    more = {"marked": "a.png[input]", "made": "c.png [output]", "temporary": "d.png [temp]", "plain": "d.png"}
-    more |= {"windows": "below\\b.mp4", "gone": "e.png [output]", "above": "../outside.png [output]"}
-    prompt = {str(number): {"class_type": "Any", "inputs": each} for number, each in enumerate((inputs, more))}
+    inputs = {
+        "image": "a.png",
+        "file": "below/b.mp4 [input]",
+        "text": "x" * 5000,
+        "other": "../outside.png",
+    }
+    inputs |= {
+        "seed": 1,
+        "link": ["node", 0],
+        "empty": "",
+        "nul": "a\0b",
+        "absolute": str(tmp_path / "outside.png"),
+    }  # type: ignore[dict-item]
+    more = {
+        "marked": "a.png[input]",
+        "made": "c.png [output]",
+        "temporary": "d.png [temp]",
+        "plain": "d.png",
+    }
+    more |= {
+        "windows": "below\\b.mp4",
+        "gone": "e.png [output]",
+        "above": "../outside.png [output]",
+    }
+    prompt = {
+        str(number): {"class_type": "Any", "inputs": each}
+        for number, each in enumerate((inputs, more))
+    }
     folder, output = tmp_path / "input", tmp_path / "output"
     assert input_files(prompt, folder, output) == {
         "a.png": folder / "a.png",
@@ -386,11 +453,20 @@ def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path: Path) ->
 
 
 def test_model_files_are_those_that_the_workflow_or_a_row_names(tmp_path: Path) -> None:
-    for name in ("vae/a.safetensors", "loras/sub/b.safetensors", "loras/unused.safetensors", "text.safetensors"):
+    for name in (
+        "vae/a.safetensors",
+        "loras/sub/b.safetensors",
+        "loras/unused.safetensors",
+        "text.safetensors",
+    ):
         (tmp_path / "models" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "models" / name).touch()
-    workflow = {"vae": {"inputs": {"vae": "a.safetensors", "other": "../text.safetensors", "text": "a" * 5000}}}
-    rows = [Row(line=1, position=1, hash="1", values={"lora.file": "sub/b.safetensors", "sampler.seed": 3})]
+    workflow = {
+        "vae": {
+            "inputs": {"vae": "a.safetensors", "other": "../text.safetensors", "text": "a" * 5000}
+        }
+    }
+    rows = [{"lora.file": "sub/b.safetensors", "sampler.seed": 3}]
     models = tmp_path / "models"
     found = [models / "loras" / "sub" / "b.safetensors", models / "vae" / "a.safetensors"]
     assert model_files(workflow, rows, models) == found
@@ -401,7 +477,9 @@ def test_folders_of_killed_processes_are_removed(actor: LocalActor, tmp_path: Pa
     temporary = tmp_path / "temporary"
     kept = {temporary / f"{TEMPORARY}{os.getpid()}-x", temporary / f"{TEMPORARY}x-y"}
     gone = 4_194_305  # above the largest process id of Linux
-    kept.add(temporary / f"wanstream-batch-another.machine-{gone}-x")  # in a folder that machines share
+    kept.add(
+        temporary / f"wanstream-batch-another.machine-{gone}-x"
+    )  # in a folder that machines share
     for folder in (*kept, temporary / f"{TEMPORARY}{gone}-x"):
         (folder / "output").mkdir(parents=True)
     own = actor.service._own_folder()
@@ -426,12 +504,21 @@ def test_a_stop_ends_the_running_workflow(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"ray": None, "workers": 2}, "--workers 2 needs --ray, which starts them"),
+        ({"actors": ActorOptions(workers=2)}, "--workers 2 needs --ray, which starts them"),
         ({"servers": ("http://127.0.0.1:8188",)}, "--ray and --server: .* give one of them"),
-        ({"ray": "in-process"}, "--ray in-process: leave out --ray"),
-        ({"device": "cuda:1"}, "--device cuda:1 with --ray: Ray assigns one GPU to each actor"),
-        ({"device": "xpu"}, "--device xpu with --ray: .* leave out --device, or give cpu"),
-        ({"device": "cpu"}, "--device cpu with --ray: give the number of actors with --workers N"),
+        ({"actors": ActorOptions(ray="in-process")}, "--ray in-process: leave out --ray"),
+        (
+            {"local": LocalOptions(device="cuda:1")},
+            "--device cuda:1 with --ray: Ray assigns one GPU to each actor",
+        ),
+        (
+            {"local": LocalOptions(device="xpu")},
+            "--device xpu with --ray: .* leave out --device, or give cpu",
+        ),
+        (
+            {"local": LocalOptions(device="cpu")},
+            "--device cpu with --ray: give the number of actors with --workers N",
+        ),
     ],
 )
 def test_options_that_do_not_fit_together_are_refused(
@@ -441,10 +528,20 @@ def test_options_that_do_not_fit_together_are_refused(
         check_ray_options(replace(options, **given))
 
 
-@pytest.mark.parametrize("given", [{}, {"device": "cuda"}, {"device": "cpu", "workers": 4}, {"workers": 3}])
-def test_options_that_fit_together_are_accepted(options: BatchOptions, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"local": LocalOptions(device="cuda")},
+        {"local": LocalOptions(device="cpu"), "actors": ActorOptions(ray="local", workers=4)},
+        {"actors": ActorOptions(ray="local", workers=3)},
+    ],
+)
+def test_options_that_fit_together_are_accepted(
+    options: BatchOptions, given: dict[str, Any]
+) -> None:
     check_ray_options(replace(options, **given))
-    check_ray_options(replace(options, ray=None))
+    check_ray_options(replace(options, actors=ActorOptions()))
 
 
 def test_there_is_a_process_for_each_gpu_unless_a_number_is_given() -> None:
@@ -452,7 +549,10 @@ def test_there_is_a_process_for_each_gpu_unless_a_number_is_given() -> None:
     assert service_count(resources, "local", device="cuda", count=None) == 8
     assert service_count(resources, "local", device="cuda", count=2) == 2
     assert service_count({"CPU": 16.0}, "local", device="cpu", count=4) == 4
-    with pytest.raises(WorkersError, match=r"the Ray at local has no GPU that it can .* \(--device cpu --workers N\)"):
+    with pytest.raises(
+        WorkersError,
+        match=r"the Ray at local has no GPU that it can .* \(--device cpu --workers N\)",
+    ):
         service_count({"CPU": 16.0}, "local", device="cuda", count=2)
     with pytest.raises(WorkersError, match=r"the Ray at 10\.0\.0\.1:6379 has no GPU"):
         service_count({"CPU": 16.0}, "10.0.0.1:6379", device="cuda", count=None)
@@ -472,11 +572,13 @@ def test_actors_of_one_machine_share_the_blocks_in_ram(
         raise InterruptedError
 
     monkeypatch.setattr(row_service_module, "open_pair", open_pair)
-    folders = {"models": str(options.models), "input": "", "marked": ""}
+    folders = {"models": str(options.local.models), "input": "", "marked": ""}
     for processes in (1, 2):
-        service = RowService("cpu", processes, workflow=workflow, strict=False, **folders)
+        service = RowService("cpu", processes, strict=False, **folders)
         with pytest.raises(InterruptedError):
-            service._host._experts.get(ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low"))
+            service._host._experts.get(
+                ExpertsRef(high_noise=tmp_path / "high", low_noise=tmp_path / "low")
+            )
     assert opened == [False, sys.platform != "win32"], "one alone does not share"
 
 
@@ -484,9 +586,13 @@ def test_folders_of_another_machine_are_those_of_the_path_map(
     options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "made" / MARK).mkdir(parents=True)
-    folders = {"models": "/home/me/models", "input": "/home/me/input", "marked": f"/home/me/made/{MARK}"}
+    folders = {
+        "models": "/home/me/models",
+        "input": "/home/me/input",
+        "marked": f"/home/me/made/{MARK}",
+    }
     maps = [("/home/me", str(tmp_path / "not mounted")), ("/home/me", str(tmp_path))]
-    service = RowService("cpu", 1, workflow=workflow, strict=False, **folders, path_map=maps)
+    service = RowService("cpu", 1, strict=False, **folders, path_map=maps)
     assert service.faults(workflow, {}) == []
     assert (service._models, service._input) == (tmp_path / "models", tmp_path / "input")
     assert service._output_folder() == tmp_path / "made"
@@ -497,7 +603,7 @@ def test_a_folder_of_the_same_name_without_the_mark_is_not_shared(
     options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "made").mkdir()
-    service = row_service(options, workflow, tmp_path / "made")()
+    service = row_service(options, tmp_path / "made")()
     assert service._output_folder().is_relative_to(tmp_path / "temporary")
     service.stop()
 
@@ -510,13 +616,18 @@ class OneWorker:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(replace(getattr(Worker("cpu", machine="m"), method)(*args), **self.changes))
+        future.set_result(
+            replace(getattr(Worker("cpu", machine="m"), method)(*args), **self.changes)
+        )
         return future
 
 
 @contextmanager
 def services(
-    monkeypatch: pytest.MonkeyPatch, workers: Sequence[OneWorker], paths: Sequence[Path], maps: Sequence[PathMap] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    workers: Sequence[OneWorker],
+    paths: Sequence[Path],
+    maps: Sequence[PathMap] = (),
 ) -> Iterator[Callable[[OneWorker], None]]:
     """The check of the machine of a restarted worker, from `open_services` with these workers."""
     pool = SimpleNamespace(workers=workers)
@@ -524,7 +635,9 @@ def services(
     monkeypatch.setattr(
         services_module,
         "CONNECTION",
-        SimpleNamespace(acquire=lambda _: SimpleNamespace(cluster_resources=dict), release=lambda: None),
+        SimpleNamespace(
+            acquire=lambda _: SimpleNamespace(cluster_resources=dict), release=lambda: None
+        ),
     )
     ref = WorkersRef(count=1, paths=tuple(maps))
     opened = open_services(ref, ("", {}), device="cpu", count=len(workers), paths=paths)
@@ -532,13 +645,18 @@ def services(
         yield check_machine  # type: ignore[misc]
 
 
-def test_an_actor_that_is_lost_during_the_checks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_is_lost_during_the_checks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_: Any) -> Future[Any]:
         raise WorkerLostError("worker 0 is gone", 0)
 
     worker = OneWorker()
     monkeypatch.setattr(worker, "call", lost)
-    with pytest.raises(ValueError, match="worker 0 is gone"), services(monkeypatch, [worker], [tmp_path]):
+    with (
+        pytest.raises(ValueError, match="worker 0 is gone"),
+        services(monkeypatch, [worker], [tmp_path]),
+    ):
         pass
 
 
@@ -552,7 +670,10 @@ def test_a_restarted_actor_must_have_the_files_and_the_versions_of_the_others(
         workers[1].changes = {"node": "another", "sizes": {str(model): 3}}
         with pytest.raises(DifferentFilesError, match=r"2 bytes on .* and 3 bytes on another"):
             check_machine(workers[1])
-        workers[1].changes = {"node": "another", "torch": "1.0"}
+        workers[1].changes = {
+            "node": "another",
+            "versions": {**Worker("cpu", machine="m").facts().versions, "torch": "1.0"},
+        }
         with pytest.raises(VersionsError, match=r"worker 1 on another has torch 1\.0"):
             check_machine(workers[1])
         check_machine(workers[0])
@@ -563,11 +684,15 @@ def test_a_machine_without_the_models_is_refused_with_the_paths_looked_for(
 ) -> None:
     maps = [PathMap(here=str(tmp_path), there=str(tmp_path / "mounted"))]
     models = tmp_path / "models"
-    with pytest.raises(MissingPathError) as raised, services(monkeypatch, [OneWorker()], [models], maps):
+    with (
+        pytest.raises(MissingPathError) as raised,
+        services(monkeypatch, [OneWorker()], [models], maps),
+    ):
         pass
     assert f"{tmp_path / 'mounted' / 'models'} or {models} does not exist on" in str(raised.value)
-    assert f"add its folder there to the path_map of the cluster in the list of clusters (the map is {tmp_path} ->" in (
-        str(raised.value)
+    assert (
+        "add its folder there to the path_map of the cluster in the list of clusters (the map is "
+        f"{tmp_path} ->" in (str(raised.value))
     )
     (tmp_path / "mounted" / "models").mkdir(parents=True)
     with services(monkeypatch, [OneWorker()], [models], maps):
@@ -577,11 +702,27 @@ def test_a_machine_without_the_models_is_refused_with_the_paths_looked_for(
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
-        (MissingPathError("/models does not exist on another"), UnsuitableError, "cannot run the batch: /models"),
-        (RuntimeError("CUDA error: no device"), UnsuitableError, "cannot run the batch: CUDA error: no device"),
-        (DifferentFilesError("the weights have 2 and 3 bytes"), UnsuitableError, "the weights have 2 and 3 bytes"),
+        (
+            MissingPathError("/models does not exist on another"),
+            UnsuitableError,
+            "cannot run the batch: /models",
+        ),
+        (
+            RuntimeError("CUDA error: no device"),
+            UnsuitableError,
+            "cannot run the batch: CUDA error: no device",
+        ),
+        (
+            DifferentFilesError("the weights have 2 and 3 bytes"),
+            UnsuitableError,
+            "the weights have 2 and 3 bytes",
+        ),
         (VersionsError("worker 0 has torch 1.0"), UnsuitableError, "worker 0 has torch 1.0"),
-        (WorkerLostError("worker 0 is gone", 0), UnreachableError, "does not answer: worker 0 is gone"),
+        (
+            WorkerLostError("worker 0 is gone", 0),
+            UnreachableError,
+            "does not answer: worker 0 is gone",
+        ),
         (TimeoutError(), UnreachableError, "actor 0 was restarted, and does not answer"),
     ],
 )
@@ -621,15 +762,21 @@ def test_all_actors_stop_at_the_same_time() -> None:
 
 
 def test_a_full_disk_under_the_inputs_of_an_actor_is_its_own(
-    backend: RayBackend, actor: LocalActor, options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: RayBackend,
+    actor: LocalActor,
+    options: BatchOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def write(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    (options.input / "scene.png").write_bytes(b"one")
+    (options.local.input / "scene.png").write_bytes(b"one")
     monkeypatch.setattr(actor.service, "_input", tmp_path / "not there")
     monkeypatch.setattr(row_service_module, "_write", write)
-    with pytest.raises(UnsuitableError, match=r"actor 0: its disk is full: on .*, [\d,]+ bytes are free in .*full"):
+    with pytest.raises(
+        UnsuitableError, match=r"actor 0: its disk is full: on .*, [\d,]+ bytes are free in .*full"
+    ):
         backend.post("row", IMAGE)
 
 
@@ -643,13 +790,18 @@ def break_device(*_: Any, **__: Any) -> Any:
 
 
 needs_device_errors = pytest.mark.skipif(
-    not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no class for errors of a device"
+    not hasattr(torch, "AcceleratorError"),
+    reason="torch before 2.8 has no class for errors of a device",
 )
 
 
 @needs_device_errors
 def test_a_process_whose_device_is_broken_ends_and_its_row_is_lost(
-    backend: RayBackend, actor: LocalActor, workflow: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: RayBackend,
+    actor: LocalActor,
+    workflow: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend.post("before", workflow)
     assert isinstance(ended(backend, "before"), Ended)
@@ -675,7 +827,10 @@ def test_a_process_whose_device_is_broken_ends_and_its_row_is_lost(
 
 @needs_device_errors
 def test_an_actor_whose_device_breaks_again_and_again_gets_no_more_rows(
-    backend: RayBackend, actor: LocalActor, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    backend: RayBackend,
+    actor: LocalActor,
+    workflow: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def break_once() -> None:
         with monkeypatch.context() as patch:
@@ -692,6 +847,8 @@ def test_an_actor_whose_device_breaks_again_and_again_gets_no_more_rows(
     assert isinstance(ended(backend, "good"), Ended)
     for _ in range(ray_backend.MAX_BROKEN - 1):
         break_once()
-    with pytest.raises(UnsuitableError, match=rf"actor 0: its device has failed 6 times in a row, .*: {BROKEN}"):
+    with pytest.raises(
+        UnsuitableError, match=rf"actor 0: its device has failed 6 times in a row, .*: {BROKEN}"
+    ):
         break_once()
     assert actor.restarts == 2 * (ray_backend.MAX_BROKEN - 1)

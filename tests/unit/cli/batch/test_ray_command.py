@@ -1,4 +1,4 @@
-"""`wanstream batch --ray` on actors in this process: the notes, and the rows of each actor at the end."""
+"""`wanstream batch --ray` on actors in this process: notes, and each actor's rows at the end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE
-from wanstream.cli.batch.actors import ray_backend
-from wanstream.cli.batch.actors.row_service import RowService
+from wanstream.cli.batch import ray_backend
+from wanstream.cli.batch.row_service import RowService
 from wanstream.host.embedded.run import Workflow
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 from wanstream.tests.faults.replaced import named_models, run_replaced
 from wanstream.tests.support.local_actor import LocalActor, rows_ended
 
@@ -33,9 +33,17 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(ray_backend, "check_ray", lambda ref: None)
 
     @contextmanager
-    def open_services(_: WorkersRef, service: Any, *, device: str, count: int, paths: Any) -> Iterator[Any]:
+    def open_services(
+        _: WorkersRef, service: Any, *, device: str, count: int, paths: Any
+    ) -> Iterator[Any]:
         assert device == "cpu"
-        yield [LocalActor(lambda: RowService(device, count, **service[1]), rank) for rank in range(count)], None
+        yield (
+            [
+                LocalActor(lambda: RowService(device, count, **service[1]), rank)
+                for rank in range(count)
+            ],
+            None,
+        )
 
     monkeypatch.setattr(ray_backend, "open_services", open_services)
     models = named_models(tmp_path / "models", json.loads(T2V.read_text(encoding="utf-8")))
@@ -43,8 +51,17 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def run(rows: int) -> int:
         lines = [json.dumps({"sampler.seed": number}) for number in range(rows)]
         (tmp_path / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        folders = ["--out", str(tmp_path / "out"), "--models", str(models), "--input", str(tmp_path)]
-        return main(["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(T2V), *folders, *ON_TWO])
+        folders = [
+            "--out",
+            str(tmp_path / "out"),
+            "--models",
+            str(models),
+            "--input",
+            str(tmp_path),
+        ]
+        return main(
+            ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(T2V), *folders, *ON_TWO]
+        )
 
     with rows_ended():
         yield run

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch.actors import ray_backend
-from wanstream.cli.batch.actors.ray_backend import RayBackend
-from wanstream.cli.batch.backend import RayEndedError, UnreachableError
-from wanstream.cli.options import BatchOptions
+from wanstream.batch.errors import (
+    UnreachableError,
+)
+from wanstream.cli.batch import ray_backend
+from wanstream.cli.batch.ray_backend import (
+    RayBackend,
+    RayEndedError,
+)
+from wanstream.cli.options import BatchOptions, LocalOptions
 from wanstream.tests.support.local_actor import LocalActor, local_backend, row_service
 
 ENDED = r"^Ray has ended on this machine: run the same command again to go on$"
@@ -19,11 +24,16 @@ ENDED = r"^Ray has ended on this machine: run the same command again to go on$"
 
 @pytest.fixture
 def actor(tmp_path: Path) -> LocalActor:
-    return LocalActor(row_service(options(tmp_path), {}, tmp_path / "out"))
+    return LocalActor(row_service(options(tmp_path), tmp_path / "out"))
 
 
 def options(folder: Path) -> BatchOptions:
-    return BatchOptions(jobs=Path(), workflow=Path(), output=folder / "out", models=folder, input=folder)
+    return BatchOptions(
+        jobs=Path(),
+        workflow=Path(),
+        output=folder / "out",
+        local=LocalOptions(models=folder, input=folder),
+    )
 
 
 @pytest.fixture
@@ -31,7 +41,9 @@ def backend(actor: LocalActor, tmp_path: Path) -> RayBackend:
     return local_backend(actor, options(tmp_path))
 
 
-def test_the_loss_of_an_actor_ends_the_batch_if_its_ray_has_ended(actor: LocalActor, backend: RayBackend) -> None:
+def test_the_loss_of_an_actor_ends_the_batch_if_its_ray_has_ended(
+    actor: LocalActor, backend: RayBackend
+) -> None:
     actor.kill()
     with pytest.raises(UnreachableError, match="Ray starts it again where a slot is free"):
         backend.outcome("row")

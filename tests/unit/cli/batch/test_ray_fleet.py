@@ -1,4 +1,7 @@
-"""Batches on several actors in this process, whatever is killed; computing is replaced by a line of text."""
+"""Batches on several actors in this process, whatever is killed.
+
+Computing is replaced by a line of text.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,22 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.batch import job_queue
-from wanstream.cli.batch.actors import ray_backend
-from wanstream.cli.batch.actors.row_service import RowService
-from wanstream.cli.batch.backend import UnsuitableError
-from wanstream.cli.batch.job_queue import MAX_LOSSES, JobQueue
-from wanstream.cli.batch.journal import State
-from wanstream.cli.batch.output_store import OutputStore
-from wanstream.cli.batch.rows import BatchJob, Row
-from wanstream.cli.options import BatchOptions
+from wanstream.batch.errors import (
+    UnsuitableError,
+)
+from wanstream.batch.journal.entry import State
+from wanstream.batch.output_store import OutputStore
+from wanstream.batch.rows.rows import BatchJob, Row
+from wanstream.batch.running import failures
+from wanstream.batch.running.failures import (
+    MAX_LOSSES,
+)
+from wanstream.batch.running.job_queue import (
+    JobQueue,
+)
+from wanstream.cli.batch import ray_backend
+from wanstream.cli.batch.row_service import RowService
+from wanstream.cli.options import BatchOptions, LocalOptions
 from wanstream.host.embedded.run import History, NodeFailedError, Workflow
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.fake_batch import Bench, Killed, Mishaps, rows_of
@@ -75,7 +85,9 @@ class UnluckyActor(LocalActor):
 class ActorFleet(Bench):
     """A driver that can be started again and again on one folder; its actors end with it."""
 
-    def __init__(self, folder: Path, make: Callable[[], Sequence[LocalActor]], options: BatchOptions) -> None:
+    def __init__(
+        self, folder: Path, make: Callable[[], Sequence[LocalActor]], options: BatchOptions
+    ) -> None:
         super().__init__(folder, rows=100)
         self.planner, self._make, self._options = plan, make, options
 
@@ -83,7 +95,9 @@ class ActorFleet(Bench):
         self.servers = [local_backend(actor, self._options) for actor in self._make()]
         with ExitStack() as opened:
             for backend in self.servers:
-                opened.enter_context(backend.opened(OutputStore.backend_folder_of(self.folder), lambda _: None))
+                opened.enter_context(
+                    backend.opened(OutputStore.backend_folder_of(self.folder), lambda _: None)
+                )
             return super().run()
 
 
@@ -95,7 +109,12 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchOp
     monkeypatch.setattr(ray_backend, "LIMIT_S", 1.0)
     models = named_models(tmp_path / "models", json.loads(T2V.read_text(encoding="utf-8")))
     with rows_ended():
-        yield BatchOptions(jobs=Path(), workflow=Path(), output=tmp_path / "out", models=models, input=tmp_path)
+        yield BatchOptions(
+            jobs=Path(),
+            workflow=Path(),
+            output=tmp_path / "out",
+            local=LocalOptions(models=models, input=tmp_path),
+        )
 
 
 @pytest.mark.slow  # runs a whole batch, or waits for its servers
@@ -105,12 +124,13 @@ def test_fifty_mishaps_in_a_hundred_rows_on_four_actors_cost_nothing(
 ) -> None:
     mishaps = Mishaps(int(shared), 50, 0.2)
     # So many may meet one row five times while the driver lives, and it would rightly fail.
-    monkeypatch.setattr(job_queue, "MAX_LOSSES", mishaps.left + 1)
-    workflow = json.loads(T2V.read_text(encoding="utf-8"))
-    output = OutputStore.backend_folder_of(options.output) if shared else tmp_path / "of another machine"
+    monkeypatch.setattr(failures, "MAX_LOSSES", mishaps.left + 1)
+    output = (
+        OutputStore.backend_folder_of(options.output) if shared else tmp_path / "of another machine"
+    )
 
     def actors() -> list[LocalActor]:
-        make = row_service(options, workflow, output)
+        make = row_service(options, output)
         return [UnluckyActor(make, rank, mishaps) for rank in range(4)]
 
     fleet = ActorFleet(options.output, actors, options)
@@ -136,9 +156,10 @@ def broken_device() -> Exception:
     return torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-def faulty_fleet(options: BatchOptions, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> ActorFleet:
+def faulty_fleet(
+    options: BatchOptions, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> ActorFleet:
     """Three actors on machines of their own, with 40 rows, some of which fail."""
-    workflow = json.loads(T2V.read_text(encoding="utf-8"))
     actors: list[LocalActor] = []
 
     def run(workflow: Workflow, **given: Any) -> History:
@@ -151,7 +172,8 @@ def faulty_fleet(options: BatchOptions, folder: Path, monkeypatch: pytest.Monkey
 
     def make() -> list[LocalActor]:
         actors[:] = [
-            LocalActor(row_service(options, workflow, folder / "of another machine"), rank) for rank in range(3)
+            LocalActor(row_service(options, folder / "of another machine"), rank)
+            for rank in range(3)
         ]
         return actors
 
@@ -166,11 +188,13 @@ def faulty_fleet(options: BatchOptions, folder: Path, monkeypatch: pytest.Monkey
     [
         (
             full_disk,
-            r"actor 0: its disk is full: on .*bytes are free.*No space left on device; it gets no more rows",
+            r"actor 0: its disk is full: on .*bytes are free.*No space left on device; it gets no "
+            r"more rows",
         ),
         (
             broken_device,
-            r"actor 0: its device has failed 6 times in a row.*illegal memory.*; it gets no more rows",
+            r"actor 0: its device has failed 6 times in a row.*illegal memory.*; it gets no more "
+            r"rows",
         ),
     ],
 )
@@ -182,7 +206,9 @@ def test_an_actor_without_a_disk_or_a_device_costs_no_row(
     reason: str,
 ) -> None:
     raised = error()
-    fleet = faulty_fleet(options, tmp_path, monkeypatch, lambda _, actor: None if actor.rank else raised)
+    fleet = faulty_fleet(
+        options, tmp_path, monkeypatch, lambda _, actor: None if actor.rank else raised
+    )
     fleet.run()
     fleet.check(range(1, 41))
     assert [told for told in fleet.reporter.told if told.startswith("failed")] == []
@@ -211,5 +237,10 @@ def test_a_row_that_breaks_every_device_fails_and_the_others_are_done(
     fleet.run()
     fleet.check(number for number in range(1, 41) if number != 4)
     (failed,) = fleet.reporter.failures
-    assert failed.startswith(f"failed 4: lost {MAX_LOSSES} times while running: node save (WanStreamSaveVideo): Acc")
-    assert any("has lost a row: node save (WanStreamSaveVideo): Acc" in told for told in fleet.reporter.told)
+    assert failed.startswith(
+        f"failed 4: lost {MAX_LOSSES} times while running: node save (WanStreamSaveVideo): Acc"
+    )
+    assert any(
+        "has lost a row: node save (WanStreamSaveVideo): Acc" in told
+        for told in fleet.reporter.told
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +17,13 @@ import torch
 from wanstream.distributed.driver.decode import EARLY_TILES, TileGroup, decode_in_shared_tiles
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import DecodeCancelled, DecodeTask, RendezvousSpec, RunTask
-from wanstream.distributed.transport.path_map import MissingPathError
+from wanstream.distributed.path_map import MissingPathError
+from wanstream.distributed.plan.jobs import Assignment, GroupId
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import TileDecoder, Worker
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.plan import Assignment, GroupId
-from wanstream.schema import Mesh, PathMap, WorkersRef
+from wanstream.schema import Mesh
+from wanstream.schema.refs import PathMap, WorkersRef
 from wanstream.tests.support.reports import latents_of
 from wanstream.wan.vae.memory import DecodeNeeds
 from wanstream.wan.vae.tiles import Tiling
@@ -58,7 +60,9 @@ def _decode(
     tiling: Tiling = TILING,
     **changes: Any,
 ) -> torch.Tensor:
-    ref = WorkersRef(count=len(pool.workers), max_restarts=max_restarts, timeout_s=timeout_s, paths=paths)
+    ref = WorkersRef(
+        count=len(pool.workers), max_restarts=max_restarts, timeout_s=timeout_s, paths=paths
+    )
     return decode_in_shared_tiles(pool, ref, job, tiling, NEEDS, **changes)
 
 
@@ -70,7 +74,9 @@ def stop_when(condition: Callable[[], bool]) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_frames_are_those_of_one_worker(
     count: int, tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
@@ -126,10 +132,16 @@ def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
             assert go_on.wait(LIMIT_S), "nobody stopped to hand out tiles"
 
     def looked() -> None:
-        # The driver polls again and submits nothing to an idle worker: all tiles that may run have been submitted.
+        # The driver polls again and submits nothing to an idle worker: all tiles that may run have
+        # been submitted.
         worker = workers.workers[1]
         done.append(worker.tiles if worker.tiles == worker.given else -1)
-        if ahead.is_set() and len(done) > 3 and done[-1] == done[-2] == done[-3] >= 0 and not go_on.is_set():
+        if (
+            ahead.is_set()
+            and len(done) > 3
+            and done[-1] == done[-2] == done[-3] >= 0
+            and not go_on.is_set()
+        ):
             early.append(done[-1])
             go_on.set()
 
@@ -198,7 +210,9 @@ def test_the_other_workers_decode_while_a_lost_one_is_replaced(
     replace_now, workers.replace = workers.replace, replace_late
     assert torch.equal(_decode(workers, job, on_tile=on_tile), alone)
     assert workers.workers[0].tiles == 2 * len(TILING.tiles(9, 14))
-    assert len(workers.all) == 3, "the decode ends after the replacement, so that the next run can use the pool"
+    assert len(workers.all) == 3, (
+        "the decode ends after the replacement, so that the next run can use the pool"
+    )
 
 
 @pytest.mark.slow  # several workers decode or compute
@@ -222,7 +236,9 @@ def test_a_replacement_that_is_lost_too_counts_and_any_other_failure_of_it_ends_
 
     lost = WorkerLostError("it does not start", 0)
     assert torch.equal(_decode(failing(lost), job, max_restarts=2), alone)
-    with pytest.raises(RestartLimitError, match="it does not start\ngiving up after 1 worker restarts"):
+    with pytest.raises(
+        RestartLimitError, match="it does not start\ngiving up after 1 worker restarts"
+    ):
         _decode(failing(lost), job, max_restarts=1)
     with pytest.raises(OSError, match="Ray has ended"):
         _decode(failing(OSError("Ray has ended")), job, max_restarts=9)
@@ -317,11 +333,15 @@ def test_the_time_limit_of_a_tile_starts_with_it(
     monkeypatch.setattr("wanstream.distributed.driver.heartbeat.OPENING_S", 0.0)
     go_on = threading.Event()
     workers = tile_pools(1, lambda worker, task: go_on.wait(LIMIT_S))
-    group, tile = TileGroup(workers, 0, job, 0.25), Assignment(GroupId(0, 0), item=0, steps=range(1))
-    time.sleep(0.6)  # longer than the limit, twice 0.25 s: other workers may take all tiles for so long
+    group, tile = (
+        TileGroup(workers, 0, [job], 0.25),
+        Assignment(GroupId(0, 0), item=0, steps=range(1)),
+    )
+    time.sleep(
+        0.6
+    )  # longer than the limit, twice 0.25 s: other workers may take all tiles for so long
     try:
-        group.start(tile, job.latents[:1], threading.Event())
-        assert group.poll() == []
+        assert group.start(tile, queue.SimpleQueue()).check_time() is None
         assert not workers.workers[0].killed
     finally:
         go_on.set()
@@ -346,7 +366,9 @@ def test_a_decode_that_is_stopped_leaves_workers_that_decode(
     assert not any(worker.killed for worker in workers.workers)
 
 
-def test_a_worker_that_does_not_stop_is_ended(tile_pools: Callable[..., Any], job: DecodeTask) -> None:
+def test_a_worker_that_does_not_stop_is_ended(
+    tile_pools: Callable[..., Any], job: DecodeTask
+) -> None:
     go_on = threading.Event()
 
     def before(worker: Any, task: DecodeTask) -> None:
@@ -378,7 +400,9 @@ def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded
 ) -> None:
     workers = tile_pools(2)
     workers.workers[1].missing = (str(job.vae),)
-    with pytest.raises(MissingPathError, match=rf"{job.vae} does not exist on node-1: copy the file there"):
+    with pytest.raises(
+        MissingPathError, match=rf"{job.vae} does not exist on node-1: copy the file there"
+    ):
         _decode(workers, job)
     assert [worker.tiles for worker in workers.workers] == [0, 0]
 
@@ -393,7 +417,9 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
 
     def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 0:
-            time.sleep(0.02)  # on a busy machine it could make every tile before the other one takes its second
+            time.sleep(
+                0.02
+            )  # on a busy machine it could make every tile before the other one takes its second
         if worker.rank == 1 and worker.tiles == 1:
             enough, until = worker.begun + 3, time.monotonic() + LIMIT_S
             while worker.begun < enough and time.monotonic() < until:
@@ -408,7 +434,9 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
             assert torch.equal(_decode(workers, one, timeout_s=0.2, max_restarts=1), alone[:1])
             assert len(workers.all) == 3
         else:
-            with pytest.raises(RestartLimitError, match=r"worker 1 began no frame for 0\.4 s and was killed"):
+            with pytest.raises(
+                RestartLimitError, match=r"worker 1 began no frame for 0\.4 s and was killed"
+            ):
                 _decode(workers, one, timeout_s=0.2, max_restarts=0)
         assert hung.killed
     finally:
@@ -461,9 +489,15 @@ def test_a_worker_decodes_where_its_experts_have_made_room(
     tile = DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=latents[:1, :, :, :4, :4])
     try:
         before = latents_of(worker, make_task())
-        worker.join(RendezvousSpec(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=5, timeout_s=10))
+        worker.join(
+            RendezvousSpec(
+                rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=5, timeout_s=10
+            )
+        )
         decoded = worker.decode_tile(tile)
-        assert worker.facts().generation == 0, "its group must not go on without what lay in its buffers"
+        assert worker.facts().generation == 0, (
+            "its group must not go on without what lay in its buffers"
+        )
         assert torch.equal(decoded, TileDecoder(torch.device("cpu")).decode(tile, lambda: False))
         after = latents_of(worker, make_task())
         assert torch.equal(before, after), "the experts are opened again"

@@ -6,6 +6,7 @@ import errno
 import itertools
 import logging
 import os
+import queue
 import random
 import threading
 import time
@@ -20,21 +21,23 @@ import torch
 from wanstream.distributed.driver import driver as driver_module
 from wanstream.distributed.driver.driver import Driver, handover_interval_s
 from wanstream.distributed.driver.rendezvous import Rendezvous
-from wanstream.distributed.driver.stage_run import GroupEnd, RestartLimitError
+from wanstream.distributed.driver.results import TaskLog
+from wanstream.distributed.driver.stage_run import Inbox, RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask
-from wanstream.distributed.transport.path_map import MissingPathError
+from wanstream.distributed.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import run_in_thread
-from wanstream.sampling import (
-    DenoiseRequest,
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import (
     NonFiniteLatentError,
     SamplingCancelled,
     SmallerPolicyError,
     StepProgress,
 )
-from wanstream.schema import Mesh, MeshError, OffloadPolicy, StateError, WorkersRef
-from wanstream.schema.refs import PathMap
+from wanstream.schema import Mesh, MeshError, OffloadPolicy, StateError
+from wanstream.schema.refs import WorkersRef
+from wanstream.schema.refs.workers import PathMap
 
 STEPS, SWITCH = 6, 3
 LAYERWISE = OffloadPolicy.layerwise(1)
@@ -51,7 +54,11 @@ def request_of(make_task: MakeTask) -> Callable[..., DenoiseRequest]:
     """`request_of(batch=1, seed=1, **changes)`: 6 steps, 3 of them high-noise."""
 
     def make(batch: int = 1, *, seed: int = 1, **changes: Any) -> DenoiseRequest:
-        asked = {"noise": normal(batch, 16, 2, 4, 6, seed=seed), "steps": STEPS, "switch_step": SWITCH}
+        asked = {
+            "noise": normal(batch, 16, 2, 4, 6, seed=seed),
+            "steps": STEPS,
+            "switch_step": SWITCH,
+        }
         task = make_task(request={**asked, **changes})
         return task.request
 
@@ -83,12 +90,18 @@ def test_every_mesh_gives_what_one_worker_gives(
     pool = fakes.FakePool(mesh.size)
     steps: list[StepProgress] = []
     driver = driver_of(pool, mesh)
-    result = driver.denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append, preview_s=0.0)
+    result = driver.denoise(
+        experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append, preview_s=0.0
+    )
     assert torch.equal(result.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
     parts = batch if mesh.stage > 1 else min(batch, mesh.data)
-    assert [(step.done, step.total) for step in steps] == [(n + 1, parts * STEPS) for n in range(parts * STEPS)]
+    assert [(step.done, step.total) for step in steps] == [
+        (n + 1, parts * STEPS) for n in range(parts * STEPS)
+    ]
     shown = [step.denoised for step in steps if step.part == 0]
-    assert all(step.denoised is None for step in steps if step.part > 0), "only the first video is shown"
+    assert all(step.denoised is None for step in steps if step.part > 0), (
+        "only the first video is shown"
+    )
     for part in range(parts):
         assert [step.index for step in steps if step.part == part] == list(range(STEPS))
     assert torch.equal(shown[-1], result.latents[: -(-batch // parts)])
@@ -98,12 +111,19 @@ def test_every_mesh_gives_what_one_worker_gives(
     assert (result.restarts, result.timeline.changes) == (0, ())
     computing = {rank for rank, _ in pool.sent}
     assert set(result.timelines) == computing
-    assert computing >= set(range(min(batch, mesh.data) * mesh.stage * mesh.cell_size)) or mesh.data > 1
+    assert (
+        computing >= set(range(min(batch, mesh.data) * mesh.stage * mesh.cell_size))
+        or mesh.data > 1
+    )
     if mesh.stage == 2:
-        assert all(len({step.expert for step in each.steps}) == 1 for each in result.timelines.values())
+        assert all(
+            len({step.expert for step in each.steps}) == 1 for each in result.timelines.values()
+        )
 
 
-@pytest.mark.parametrize("mesh", [Mesh(cfg=2, ulysses=2), Mesh(data=2, cfg=2), Mesh(data=4)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(cfg=2, ulysses=2), Mesh(data=2, cfg=2), Mesh(data=4)], ids=str
+)
 def test_three_of_four_workers_are_replaced_side_by_side(
     mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,20 +156,34 @@ def test_a_group_on_several_machines_is_logged_and_votes_once_per_step(
     ]
     spans = {rank: rendezvous.spans_machines for rank, rendezvous in pool.joined}
     assert spans == {0: False, 1: False, 2: True, 3: True}
-    assert [[each.machine for each in facts] for _, facts in driver.workers] == [["", ""], ["", "other"]]
+    assert [[each.machine for each in facts] for _, facts in driver.workers] == [
+        ["", ""],
+        ["", "other"],
+    ]
 
 
-def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_without_data_and_stages_a_batch_is_one_task(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool, request = fakes.FakePool(2), request_of(3)
     driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request, LAYERWISE)
     assert [(rank, task.request is request) for rank, task in pool.sent] == [(0, True), (1, True)]
 
 
-@pytest.mark.parametrize(("asked", "computed"), [("auto", "float16"), ("bfloat16", "bfloat16")], ids=["auto", "chosen"])
+@pytest.mark.parametrize(
+    ("asked", "computed"), [("auto", "float16"), ("bfloat16", "bfloat16")], ids=["auto", "chosen"]
+)
 def test_all_workers_of_a_run_compute_in_the_same_dtype(
-    asked: str, computed: str, fakes: Any, request_of: Any, experts_ref: Any, caplog: pytest.LogCaptureFixture
+    asked: str,
+    computed: str,
+    fakes: Any,
+    request_of: Any,
+    experts_ref: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pool = fakes.FakePool(4, auto_dtypes={0: "bfloat16", 1: "float16", 2: "bfloat16", 3: "bfloat16"})
+    pool = fakes.FakePool(
+        4, auto_dtypes={0: "bfloat16", 1: "float16", 2: "bfloat16", 3: "bfloat16"}
+    )
     with caplog.at_level(logging.INFO, "wanstream.distributed"):
         experts = replace(experts_ref(), compute_dtype=asked)
         driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts, request_of(2), LAYERWISE)
@@ -178,12 +212,19 @@ def test_all_workers_of_a_run_multiply_in_the_same_formats(
         pool.sent.clear()
         experts = replace(experts_ref(), arithmetic=asked)
         driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts, request_of(2), LAYERWISE)
-        assert {task.experts.arithmetic for _, task in pool.sent} == {"decoded" if asked == "decoded" else computed}
+        assert {task.experts.arithmetic for _, task in pool.sent} == {
+            "decoded" if asked == "decoded" else computed
+        }
 
 
 @pytest.mark.parametrize("trouble", ["dies", "hangs", "fails"])
 def test_a_worker_that_cannot_measure_makes_all_decode(
-    trouble: str, fakes: Any, request_of: Any, experts_ref: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+    trouble: str,
+    fakes: Any,
+    request_of: Any,
+    experts_ref: Any,
+    monkeypatch: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def measured(worker: Any, experts: Any, maps: Any) -> tuple[str, ...]:
         if worker.rank == 1 and trouble == "dies":
@@ -197,7 +238,9 @@ def test_a_worker_that_cannot_measure_makes_all_decode(
     monkeypatch.setattr(fakes.FakeWorker, "_fast_formats", measured)
     monkeypatch.setattr(driver_module, "MEASURE_S", 0.2)
     pool = fakes.FakePool(2)
-    driver_of(pool, Mesh(data=2)).denoise(replace(experts_ref(), arithmetic="auto"), request_of(2), LAYERWISE)
+    driver_of(pool, Mesh(data=2)).denoise(
+        replace(experts_ref(), arithmetic="auto"), request_of(2), LAYERWISE
+    )
     assert {task.experts.arithmetic for _, task in pool.sent} == {"decoded"}
     assert "decoded, because worker 1 cannot measure" in caplog.text
 
@@ -208,7 +251,9 @@ def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref:
     assert sorted((rank, task.request.batch) for rank, task in pool.sent) == [(0, 3), (1, 2)]
 
 
-def test_groups_join_separately_and_stay_joined(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_groups_join_separately_and_stay_joined(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool, mesh = fakes.FakePool(4), Mesh(stage=2, cfg=2)
     driver = driver_of(pool, mesh)
     for _ in range(2):
@@ -219,7 +264,9 @@ def test_groups_join_separately_and_stay_joined(fakes: Any, request_of: Any, exp
     assert len({rendezvous.generation for _, rendezvous in pool.joined}) == 2
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2, ulysses=2)], ids=str
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_workers_that_die_cost_no_step_that_was_reported(
     mesh: Mesh, seed: int, fakes: Any, request_of: Any, experts_ref: Any
@@ -235,28 +282,38 @@ def test_workers_that_die_cost_no_step_that_was_reported(
     ]
     pool = fakes.FakePool(mesh.size, list(faults))
     steps: list[StepProgress] = []
-    result = driver_of(pool, mesh).denoise(experts_ref(), request_of(3), LAYERWISE, on_step=steps.append)
+    result = driver_of(pool, mesh).denoise(
+        experts_ref(), request_of(3), LAYERWISE, on_step=steps.append
+    )
     assert torch.equal(result.latents, fakes.expected(request_of(3).noise, range(STEPS)))
     died = len(faults) - len(pool.faults)
     assert result.restarts == len(result.timeline.changes)
     # Two that die in the same step are one loss.
     assert min(died, 1) <= result.restarts <= died
     assert len(pool.replaced) <= died
-    assert [step.done for step in steps] == list(range(1, steps[-1].total + 1)), "no step is reported twice"
+    assert [step.done for step in steps] == list(range(1, steps[-1].total + 1)), (
+        "no step is reported twice"
+    )
 
 
 @pytest.fixture
 def states_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaders hand over their state after every step."""
-    monkeypatch.setattr("wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0)
+    monkeypatch.setattr(
+        "wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0
+    )
 
 
 @pytest.mark.usefixtures("states_after_every_step")
-def test_a_loss_is_reported_with_its_worker_machine_and_step(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_a_loss_is_reported_with_its_worker_machine_and_step(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, failure="dies")])
     result = driver_of(pool, Mesh(stage=2)).denoise(experts_ref(), request_of(), LAYERWISE)
     assert result.timeline.changes == ("worker 1 is gone; its video goes on from step 4",)
-    again = [task.resume.next_step for rank, task in pool.sent if rank == 1 and task.resume is not None]
+    again = [
+        task.resume.next_step for rank, task in pool.sent if rank == 1 and task.resume is not None
+    ]
     assert again == [SWITCH, 4]
 
 
@@ -264,21 +321,39 @@ def test_a_loss_is_reported_with_its_worker_machine_and_step(fakes: Any, request
 def test_between_two_handovers_the_loss_of_a_leader_costs_its_steps_and_no_other(
     rank: int, resumed: int, fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
-    pool, steps = fakes.FakePool(2, [fakes.Fault(rank=rank, step=4, failure="dies")]), list[StepProgress]()
-    result = driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, on_step=steps.append)
+    pool, steps = (
+        fakes.FakePool(2, [fakes.Fault(rank=rank, step=4, failure="dies")]),
+        list[StepProgress](),
+    )
+    result = driver_of(pool, Mesh(cfg=2)).denoise(
+        experts_ref(), request_of(), LAYERWISE, on_step=steps.append
+    )
     assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
     assert result.timeline.changes[0].endswith(f"its video goes on from step {resumed}")
-    assert [task.resume.next_step if task.resume else 0 for _, task in pool.sent] == [0, 0, resumed, resumed]
+    assert [task.resume.next_step if task.resume else 0 for _, task in pool.sent] == [
+        0,
+        0,
+        resumed,
+        resumed,
+    ]
     assert [step.done for step in steps] == list(range(1, STEPS + 1)), "no step is reported twice"
-    assert [step.index for step in result.timeline.steps] == list(range(STEPS)), "each step is measured once"
+    assert [step.index for step in result.timeline.steps] == list(range(STEPS)), (
+        "each step is measured once"
+    )
     taken = [step.index for step in result.timelines[1 - rank].steps]
-    assert taken == [*range(4), *range(resumed, STEPS)], "a worker that was not lost took some steps twice"
+    assert taken == [*range(4), *range(resumed, STEPS)], (
+        "a worker that was not lost took some steps twice"
+    )
 
 
-def test_requests_are_shared_for_the_run_and_tasks_have_the_same(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_requests_are_shared_for_the_run_and_tasks_have_the_same(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool, shared = fakes.FakePool(4), list[list[DenoiseRequest]]()
     driver = driver_of(pool, Mesh(data=2, cfg=2))
-    driver.denoise(experts_ref(), request_of(2), LAYERWISE, on_step=lambda step: shared.append([*pool.shared]))
+    driver.denoise(
+        experts_ref(), request_of(2), LAYERWISE, on_step=lambda step: shared.append([*pool.shared])
+    )
     (requests,) = {tuple(map(id, each)) for each in shared}
     assert len(requests) == 2
     assert {id(task.request) for _, task in pool.sent} == set(requests)
@@ -289,7 +364,10 @@ def test_requests_are_shared_for_the_run_and_tasks_have_the_same(fakes: Any, req
 
 
 def interrupt_at(number: int) -> Callable[[StepProgress], None]:
-    """Return a callback that raises KeyboardInterrupt in the step with that number, as the end of a process would."""
+    """Return a callback that raises KeyboardInterrupt in the step with that number.
+
+    The end of a process raises it in the same way.
+    """
 
     def on_step(step: StepProgress) -> None:
         if step.done == number:
@@ -303,13 +381,17 @@ def test_without_restarts_no_state_is_handed_over_before_the_end(
     max_restarts: int, fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
     pool = fakes.FakePool(1)
-    driver_of(pool, Mesh(), max_restarts=max_restarts).denoise(experts_ref(), request_of(), LAYERWISE)
+    driver_of(pool, Mesh(), max_restarts=max_restarts).denoise(
+        experts_ref(), request_of(), LAYERWISE
+    )
     ((_, task),) = pool.sent
     assert (task.handover_s, task.preview_s) == (60.0 if max_restarts else None, None)
 
 
 @pytest.mark.usefixtures("states_after_every_step")
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2)], ids=str
+)
 @pytest.mark.parametrize("at", [1, 4, 13])
 def test_a_run_that_was_interrupted_continues_from_its_states_on_disk(
     mesh: Mesh, at: int, fakes: Any, request_of: Any, experts_ref: Any, tmp_path: Path
@@ -325,7 +407,9 @@ def test_a_run_that_was_interrupted_continues_from_its_states_on_disk(
     assert saved > 0
     pool, steps = fakes.FakePool(mesh.size), list[StepProgress]()
     driver = driver_of(pool, mesh)
-    result = driver.denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append, states=states)
+    result = driver.denoise(
+        experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append, states=states
+    )
     assert torch.equal(result.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
     assert at < steps[0].done <= at + 1 + mesh.size
     assert [step.done for step in steps] == list(range(steps[0].done, total + 1))
@@ -351,9 +435,13 @@ def test_another_layout_continues_the_same_video_and_no_other_does(
         (replace(experts_ref(), compute_dtype="bfloat16"), request_of()),
     ]
     for experts, request in others:
-        other = driver_of(fakes.FakePool(1), Mesh()).denoise(experts, request, LAYERWISE, states=tmp_path)
+        other = driver_of(fakes.FakePool(1), Mesh()).denoise(
+            experts, request, LAYERWISE, states=tmp_path
+        )
         assert other.timeline.changes == ()
-    result = driver_of(fakes.FakePool(2), Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, states=tmp_path)
+    result = driver_of(fakes.FakePool(2), Mesh(cfg=2)).denoise(
+        experts_ref(), request_of(), LAYERWISE, states=tmp_path
+    )
     assert result.timeline.changes == ("continued from step 4 of an interrupted run",)
     assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
 
@@ -367,7 +455,11 @@ def test_states_are_removed_after_a_cancel_and_kept_after_an_error(
     if how != "cancelled":
         failure = "dies" if how == "given up" else NonFiniteLatentError("the latent is NaN")
         pool.faults.append(fakes.Fault(rank=0, step=3, failure=failure, always=True))
-    errors = {"cancelled": SamplingCancelled, "given up": RestartLimitError, "failed": WorkerFailedError}
+    errors = {
+        "cancelled": SamplingCancelled,
+        "given up": RestartLimitError,
+        "failed": WorkerFailedError,
+    }
     with pytest.raises(errors[how]):
         driver_of(pool, Mesh(), max_restarts=1).denoise(
             experts_ref(),
@@ -378,7 +470,9 @@ def test_states_are_removed_after_a_cancel_and_kept_after_an_error(
             states=states,
         )
     assert states.exists() == (how != "cancelled")
-    again = driver_of(fakes.FakePool(1), Mesh()).denoise(experts_ref(), request_of(), LAYERWISE, states=states)
+    again = driver_of(fakes.FakePool(1), Mesh()).denoise(
+        experts_ref(), request_of(), LAYERWISE, states=states
+    )
     assert torch.equal(again.latents, fakes.expected(request_of().noise, range(STEPS)))
     continued = ("continued from step 3 of an interrupted run",)
     assert again.timeline.changes == (() if how == "cancelled" else continued)
@@ -395,19 +489,22 @@ def test_a_full_disk_is_reported_once_and_the_run_goes_on(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    result = driver_of(fakes.FakePool(1), Mesh()).denoise(experts_ref(), request_of(), LAYERWISE, states=tmp_path / "s")
+    result = driver_of(fakes.FakePool(1), Mesh()).denoise(
+        experts_ref(), request_of(), LAYERWISE, states=tmp_path / "s"
+    )
     assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
     (change,) = result.timeline.changes
     assert change == (
-        f"a state of this run cannot be saved in {tmp_path / 's'} (No space left on device): the run goes on, and "
-        "starts from an earlier step if its process ends"
+        f"a state of this run cannot be saved in {tmp_path / 's'} (No space left on device): the "
+        "run goes on, and starts from an earlier step if its process ends"
     )
     assert len(tries) == STEPS - 1, "every state is tried: there may be room again"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "groups", "seconds"), [(0.1, 1, 60.0), (77.4, 1, 60.0), (77.4, 8, 61.92), (77.4, 64, 495.36)]
+    ("megabytes", "groups", "seconds"),
+    [(0.1, 1, 60.0), (77.4, 1, 60.0), (77.4, 8, 61.92), (77.4, 64, 495.36)],
 )
 def test_many_groups_hand_over_less_often(megabytes: float, groups: int, seconds: float) -> None:
     """77.4 MB is the state of one video of 1280x720x81."""
@@ -422,10 +519,14 @@ def test_other_groups_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref
     assert sent[0] == (None, STEPS)
 
 
-def test_endless_losses_end_the_run_with_the_log(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_endless_losses_end_the_run_with_the_log(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, failure="dies", always=True)])
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=2)
-    with pytest.raises(RestartLimitError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 worker restarts"):
+    with pytest.raises(
+        RestartLimitError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 worker restarts"
+    ):
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
     assert len(pool.replaced) == 2
     pool.faults.clear()
@@ -434,7 +535,9 @@ def test_endless_losses_end_the_run_with_the_log(fakes: Any, request_of: Any, ex
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(cfg=2), Mesh(stage=2)], ids=str)
-def test_a_worker_that_hangs_is_ended_and_replaced(mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_a_worker_that_hangs_is_ended_and_replaced(
+    mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     hangs = mesh.size - 1
     pool = fakes.FakePool(mesh.size, [fakes.Fault(rank=hangs, step=4, failure="hangs")])
     result = driver_of(pool, mesh, timeout_s=0.2).denoise(experts_ref(), request_of(), LAYERWISE)
@@ -455,22 +558,30 @@ def test_after_oom_the_whole_group_continues_with_a_smaller_policy(
     sent = {rank: [] for rank in range(4)}
     for rank, task in pool.sent:
         sent[rank].append((task.policy, task.resume.next_step if task.resume else 0))
-    assert sent[0] == sent[1] == [(LAYERWISE, 0), (LAYERWISE, 0)], "the other group keeps its policy"
+    assert sent[0] == sent[1] == [(LAYERWISE, 0), (LAYERWISE, 0)], (
+        "the other group keeps its policy"
+    )
     assert sent[2] == sent[3] == [(LAYERWISE, SWITCH), (smaller, 4), (smaller, SWITCH)]
     assert (result.restarts, pool.replaced) == (0, [])
     (change,) = result.timeline.changes
     assert change.startswith("worker 3 (node-3, cpu): out of memory in step 4")
     pool.sent.clear()
     assert driver.denoise(experts_ref(), request_of(), LAYERWISE).timeline.changes == ()
-    assert {task.policy for _, task in pool.sent} == {LAYERWISE}, "another run begins as it was asked to"
+    assert {task.policy for _, task in pool.sent} == {LAYERWISE}, (
+        "another run begins as it was asked to"
+    )
 
 
 def test_no_worker_leaves_the_next_rendezvous_instead_of_the_last(
     fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
     short = SmallerPolicyError("out of memory in step 4", OffloadPolicy.layerwise(0))
-    pool = fakes.FakePool(2, [fakes.Fault(rank=0, step=4, failure=short)], step_s=0.2, leave_s={0: 0.1})
-    result = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    pool = fakes.FakePool(
+        2, [fakes.Fault(rank=0, step=4, failure=short)], step_s=0.2, leave_s={0: 0.1}
+    )
+    result = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(
+        experts_ref(), request_of(), LAYERWISE
+    )
     assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
@@ -478,7 +589,10 @@ def test_an_error_is_raised_even_if_another_worker_must_be_killed_for_it(
     fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
     broken = NonFiniteLatentError("the latent is NaN or infinite after step 3")
-    faults = [fakes.Fault(rank=0, step=3, failure=broken), fakes.Fault(rank=1, step=3, failure="hangs")]
+    faults = [
+        fakes.Fault(rank=0, step=3, failure=broken),
+        fakes.Fault(rank=1, step=3, failure="hangs"),
+    ]
     pool = fakes.FakePool(2, faults)
     with pytest.raises(WorkerFailedError, match=r"worker 0 .* failed: the latent is NaN"):
         driver_of(pool, Mesh(cfg=2), timeout_s=0.3).denoise(experts_ref(), request_of(), LAYERWISE)
@@ -486,7 +600,9 @@ def test_an_error_is_raised_even_if_another_worker_must_be_killed_for_it(
 
 
 @pytest.mark.parametrize("failing", [2, 9])
-def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_workers_that_do_not_start_count_as_lost(
+    failing: int, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, failure="dies")])
     replace, tries = pool.replace, itertools.count()
 
@@ -498,7 +614,9 @@ def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, reque
     pool.replace = sometimes
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=3)
     if failing > 3:
-        with pytest.raises(RestartLimitError, match="it does not start\ngiving up after 3 worker restarts"):
+        with pytest.raises(
+            RestartLimitError, match="it does not start\ngiving up after 3 worker restarts"
+        ):
             driver.denoise(experts_ref(), request_of(), LAYERWISE)
         return
     result = driver.denoise(experts_ref(), request_of(), LAYERWISE)
@@ -506,7 +624,9 @@ def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, reque
     assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
-def test_workers_that_never_start_end_a_run_before_it_begins(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_workers_that_never_start_end_a_run_before_it_begins(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool = fakes.FakePool(2)
     pool.workers[1].kill()
 
@@ -553,7 +673,13 @@ def test_a_run_that_is_stopped_leaves_all_workers_usable(
 
     kind = KeyboardInterrupt if how == "raised" else SamplingCancelled
     with pytest.raises(kind):
-        driver.denoise(experts_ref(), request_of(3, steps=400), LAYERWISE, on_step=on_step, should_stop=stop.is_set)
+        driver.denoise(
+            experts_ref(),
+            request_of(3, steps=400),
+            LAYERWISE,
+            on_step=on_step,
+            should_stop=stop.is_set,
+        )
     stop.clear()
     met = len(pool.joined)
     result = driver.denoise(experts_ref(), request_of(3), LAYERWISE)
@@ -562,12 +688,18 @@ def test_a_run_that_is_stopped_leaves_all_workers_usable(
     assert (pool.killed, pool.replaced) == ([], [])
 
 
-def test_a_run_can_be_stopped_while_workers_join(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_a_run_can_be_stopped_while_workers_join(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool = fakes.FakePool(2)
     pool.workers[1].kill()
-    pool.replace = lambda rank: pytest.fail("late") if threading.Event().wait(1) else fakes.FakePool(2).workers[1]
+    pool.replace = lambda rank: (
+        pytest.fail("late") if threading.Event().wait(1) else fakes.FakePool(2).workers[1]
+    )
     with pytest.raises(SamplingCancelled):
-        driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, should_stop=lambda: True)
+        driver_of(pool, Mesh(cfg=2)).denoise(
+            experts_ref(), request_of(), LAYERWISE, should_stop=lambda: True
+        )
 
 
 def test_a_worker_that_died_between_two_runs_is_replaced_for_the_next(
@@ -582,7 +714,9 @@ def test_a_worker_that_died_between_two_runs_is_replaced_for_the_next(
     assert (pool.replaced, result.restarts) == ([1], 0), "no loss of this run"
 
 
-def test_workers_that_left_for_another_driver_join_again(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_workers_that_left_for_another_driver_join_again(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     """They were closed by their host, or another driver joined them in between."""
     pool = fakes.FakePool(2)
     first, second = driver_of(pool, Mesh(cfg=2)), driver_of(pool, Mesh(ulysses=2))
@@ -596,7 +730,9 @@ def test_workers_that_left_for_another_driver_join_again(fakes: Any, request_of:
     assert pool.replaced == []
 
 
-def test_a_repair_of_a_former_driver_is_awaited(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_a_repair_of_a_former_driver_is_awaited(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     """Otherwise both drivers would replace the same worker, and join it to different groups."""
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, failure="dies")])
     replace, repairing, go_on = pool.replace, threading.Event(), threading.Event()
@@ -610,39 +746,51 @@ def test_a_repair_of_a_former_driver_is_awaited(fakes: Any, request_of: Any, exp
     first = driver_of(pool, Mesh(cfg=2))
     with pytest.raises(SamplingCancelled):
         first.denoise(experts_ref(), request_of(), LAYERWISE, should_stop=repairing.is_set)
-    second = Driver(pool, WorkersRef(count=2, timeout_s=20.0, max_restarts=0), Mesh(ulysses=2), follows=first)
+    second = Driver(
+        pool, WorkersRef(count=2, timeout_s=20.0, max_restarts=0), Mesh(ulysses=2), follows=first
+    )
     running = run_in_thread("second", second.denoise, experts_ref(), request_of(), LAYERWISE)
     threading.Timer(0.3, go_on.set).start()
     result = running.result(60)
     assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
     assert (result.restarts, pool.replaced) == (0, [1])
-    assert [str(rendezvous.mesh) for rank, rendezvous in pool.joined if rank == 0] == ["cfg 2", "cfg 2", "ulysses 2"]
+    assert [str(rendezvous.mesh) for rank, rendezvous in pool.joined if rank == 0] == [
+        "cfg 2",
+        "cfg 2",
+        "ulysses 2",
+    ]
 
 
 def test_a_disabled_group_repairs_nothing(fakes: Any) -> None:
     pool, mesh = fakes.FakePool(2), Mesh(cfg=2)
     ref = WorkersRef(count=2, timeout_s=20.0)
-    late, now = (WorkerGroup(Rendezvous(pool, ref, (0, 1), mesh)) for _ in range(2))
+    late, now = (
+        WorkerGroup(Rendezvous(pool, ref, (0, 1), mesh), [], [], TaskLog()) for _ in range(2)
+    )
     late.rendezvous.disable()
     for group, joined in ((late, 0), (now, 2)):
-        wake = threading.Event()
-        group.repair(wake)
-        assert wake.wait(10)
-        (ended,) = group.poll()
-        assert isinstance(ended, GroupEnd)
+        inbox: Inbox = queue.SimpleQueue()
+        ended = group.repair(inbox).receive(inbox.get(timeout=10)).end
+        assert ended is not None
         assert (ended.error, len(pool.joined)) == (None, joined)
     assert sorted(rank for rank, _ in pool.joined) == [0, 1]
 
 
-def test_workers_leave_a_failed_rendezvous_before_the_next_one(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_workers_leave_a_failed_rendezvous_before_the_next_one(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool = fakes.FakePool(2, step_s=0.1, leave_s={0: 0.2})
     pool.taken = {5000}
-    result = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    result = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(
+        experts_ref(), request_of(), LAYERWISE
+    )
     assert result.restarts == 0
 
 
 @pytest.mark.parametrize("left", [0, 3, 4])
-def test_ports_that_are_taken_are_passed_over(left: int, fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_ports_that_are_taken_are_passed_over(
+    left: int, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     pool = fakes.FakePool(2)
     pool.taken = set(range(5000, 5000 + left))
     driver = driver_of(pool, Mesh(cfg=2))
@@ -661,12 +809,16 @@ def test_files_that_are_missing_on_a_machine_are_named_before_anything_is_sent(
     there = str(experts.high_noise.parent).replace("/", "/x", 1)
     pool.missing = {1: (str(experts.high_noise),)}
     maps = (PathMap(here=str(experts.high_noise.parent), there=there),)
-    with pytest.raises(MissingPathError, match=rf"^{there}/.* or {experts.high_noise} does not exist on node-1"):
+    with pytest.raises(
+        MissingPathError, match=rf"^{there}/.* or {experts.high_noise} does not exist on node-1"
+    ):
         driver_of(pool, Mesh(data=2), paths=maps).denoise(experts, request_of(2), LAYERWISE)
     assert pool.sent == []
     pool.missing = {}
     driver_of(pool, Mesh(data=2), paths=maps).denoise(experts, request_of(2), LAYERWISE)
-    assert {(task.experts, task.paths) for _, task in pool.sent} == {(experts, maps)}, "each worker finds its own"
+    assert {(task.experts, task.paths) for _, task in pool.sent} == {(experts, maps)}, (
+        "each worker finds its own"
+    )
 
 
 def test_what_does_not_fit_is_refused(fakes: Any, request_of: Any, experts_ref: Any) -> None:
@@ -674,7 +826,9 @@ def test_what_does_not_fit_is_refused(fakes: Any, request_of: Any, experts_ref: 
         driver_of(fakes.FakePool(2), Mesh(data=4))
     pool = fakes.FakePool(4)
     with pytest.raises(MeshError, match="stage 4 for 2 steps"):
-        driver_of(pool, Mesh(stage=4)).denoise(experts_ref(), request_of(steps=2, switch_step=1), LAYERWISE)
+        driver_of(pool, Mesh(stage=4)).denoise(
+            experts_ref(), request_of(steps=2, switch_step=1), LAYERWISE
+        )
     driver = driver_of(pool, Mesh())
     with pytest.raises(StateError, match="computes a run"):
         driver.denoise(

@@ -1,4 +1,4 @@
-"""Outcome of a task from the errors of its workers: the error that caused the others is returned."""
+"""Outcome of a task from its workers' errors: the error that caused the others is returned."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from wanstream.distributed.driver.worker_group import TaskOutcome, classify_fail
 from wanstream.distributed.messages import TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.sampling import InsufficientMemoryError, SamplingCancelled, SmallerPolicyError
-from wanstream.schema import OffloadPolicy, Timeline
+from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled, SmallerPolicyError
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.records import Timeline
 
 GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), WorkerTimeoutError("hung")
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
@@ -44,7 +45,10 @@ def errors_of(outcomes: list[TaskResult | BaseException]) -> dict[int, BaseExcep
     ],
 )
 def test_the_error_that_caused_the_others_is_returned(
-    outcomes: list[TaskResult | BaseException], killed: tuple[int, ...], outcome: TaskOutcome, place: int
+    outcomes: list[TaskResult | BaseException],
+    killed: tuple[int, ...],
+    outcome: TaskOutcome,
+    place: int,
 ) -> None:
     end = classify_failure(errors_of(outcomes), killed=killed, stopped=False)
     assert (end.outcome, end.place) == (outcome, place)
@@ -55,7 +59,9 @@ def test_the_error_that_caused_the_others_is_returned(
 @pytest.mark.parametrize(
     "outcomes", [[CANCELLED, PEER], [WRONG, CANCELLED], [GONE, CANCELLED], [SHORT, RESULT], [GONE]]
 )
-def test_any_error_of_a_stopped_task_counts_as_stopped(outcomes: list[TaskResult | BaseException]) -> None:
+def test_any_error_of_a_stopped_task_counts_as_stopped(
+    outcomes: list[TaskResult | BaseException],
+) -> None:
     end = classify_failure(errors_of(outcomes), killed=(), stopped=True)
     assert end.outcome is STOPPED
     assert (end.error is CANCELLED) == (CANCELLED in outcomes)

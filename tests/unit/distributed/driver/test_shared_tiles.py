@@ -16,7 +16,7 @@ from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import DecodeTask, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.worker import Worker, decode_budget
-from wanstream.schema import WorkersRef
+from wanstream.schema.refs import WorkersRef
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
@@ -25,7 +25,9 @@ from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae
 LATENTS = 3 * torch.randn(1, 16, 2, 11, 12, generator=torch.Generator().manual_seed(0))
 FIRST = Tiling.of(88)
 GB = 10**9
-NEEDS = DecodeNeeds(height=60, width=104, frames=81, pixel_bytes=1_463_000, value_bytes=4, keeps_frames=True)
+NEEDS = DecodeNeeds(
+    height=60, width=104, frames=81, pixel_bytes=1_463_000, value_bytes=4, keeps_frames=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +47,18 @@ def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
 
     def run(pool: Any, **changes: Any) -> torch.Tensor:
         ref = WorkersRef(count=len(pool.workers), max_restarts=0, timeout_s=60.0)
-        return decode_in_shared_tiles(pool, ref, DecodeTask(latents=LATENTS, vae=vae), FIRST, needs, **changes)
+        return decode_in_shared_tiles(
+            pool, ref, DecodeTask(latents=LATENTS, vae=vae), FIRST, needs, **changes
+        )
 
     return run
 
 
 def no_room_above(size: int) -> Callable[[Any, DecodeTask], None]:
-    """Two workers, of which the first, which gets the first tile, has no memory for those wider than `size` latents."""
+    """Two workers. The first has no memory for tiles wider than `size` latents.
+
+    It gets the first tile.
+    """
 
     def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 0 and task.latents.shape[4] > size:
@@ -73,7 +80,9 @@ def test_memory_that_runs_out_on_a_worker_leads_to_smaller_tiles(
     assert told == ["no memory for decoding tiles of 88 pixels: retrying with tiles of 64 pixels"]
     tiles = len(Tiling.of(64).tiles(11, 12))
     assert done[-tiles:] == [(number, tiles) for number in range(1, tiles + 1)]
-    assert [worker.freed for worker in workers.workers] == [2, 2], "nothing of a try is left for the next one"
+    assert [worker.freed for worker in workers.workers] == [2, 2], (
+        "nothing of a try is left for the next one"
+    )
     assert not any(worker.killed for worker in workers.workers)
 
 
@@ -81,7 +90,9 @@ def test_no_memory_for_the_smallest_tile_is_told_with_what_was_tried(
     tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor]
 ) -> None:
     workers = tile_pools(2, no_room_above(3))
-    with pytest.raises(DecodeOutOfMemoryError, match="tiles of 64 pixels, the smallest size: no room for a tile"):
+    with pytest.raises(
+        DecodeOutOfMemoryError, match="tiles of 64 pixels, the smallest size: no room for a tile"
+    ):
         decode(workers)
 
 
@@ -89,7 +100,9 @@ def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
     tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor]
 ) -> None:
     def before(worker: Any, task: DecodeTask) -> None:
-        raise WorkerLostError("gone; its log: DefaultCPUAllocator: can't allocate memory", worker.rank)
+        raise WorkerLostError(
+            "gone; its log: DefaultCPUAllocator: can't allocate memory", worker.rank
+        )
 
     told: list[str] = []
     with pytest.raises(RestartLimitError, match="gone"):
@@ -100,7 +113,9 @@ def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
 class Telling:
     """Workers that return facts, or raise; a lost one is replaced by one that returns `later`."""
 
-    def __init__(self, *told: WorkerFacts | Exception, later: WorkerFacts | Exception | None = None) -> None:
+    def __init__(
+        self, *told: WorkerFacts | Exception, later: WorkerFacts | Exception | None = None
+    ) -> None:
         self.workers = [_Telling(each) for each in told]
         self._later = later
 
@@ -127,7 +142,9 @@ def gpu(tile_bytes: int) -> WorkerFacts:
     return replace(Worker("cpu").facts(), device="cuda:0", tile_bytes=tile_bytes)
 
 
-def tiles(*told: WorkerFacts | Exception, later: WorkerFacts | Exception | None = None, **changes: Any) -> Tiling:
+def tiles(
+    *told: WorkerFacts | Exception, later: WorkerFacts | Exception | None = None, **changes: Any
+) -> Tiling:
     given = {"weight_bytes": GB, "memory_bytes": 0, "videos": 1, **changes}
     return tiles_by_memory(Telling(*told, later=later), NEEDS, **given)
 
@@ -135,7 +152,9 @@ def tiles(*told: WorkerFacts | Exception, later: WorkerFacts | Exception | None 
 def test_workers_that_are_lost_are_replaced_before_their_memory_counts() -> None:
     lost = WorkerLostError("gone", 1)
     assert tiles(gpu(80 * GB), lost, later=gpu(2 * GB)) == tiles(gpu(80 * GB), gpu(2 * GB))
-    assert tiles(gpu(2 * GB), lost, later=lost) == tiles(gpu(2 * GB), RuntimeError("no figures")), "replaced once only"
+    assert tiles(gpu(2 * GB), lost, later=lost) == tiles(gpu(2 * GB), RuntimeError("no figures")), (
+        "replaced once only"
+    )
 
 
 def test_the_worker_that_has_least_decides() -> None:
@@ -143,7 +162,9 @@ def test_the_worker_that_has_least_decides() -> None:
     assert small == tiles(gpu(2 * GB), gpu(2 * GB))
     assert NEEDS.device_bytes(small) <= GB < NEEDS.device_bytes(Tiling.of(320))
     assert tiles(gpu(80 * GB), gpu(80 * GB)).pixels > small.pixels
-    assert tiles(gpu(80 * GB), gpu(80 * GB), memory_bytes=GB) == small, "what the user gives is not more than there is"
+    assert tiles(gpu(80 * GB), gpu(80 * GB), memory_bytes=GB) == small, (
+        "what the user gives is not more than there is"
+    )
     assert tiles(gpu(2 * GB), gpu(2 * GB), memory_bytes=50 * GB) == small
 
 
@@ -164,7 +185,9 @@ def test_workers_on_cpus_share_the_ram_of_their_machine() -> None:
 def test_too_little_memory_and_none_that_is_known_are_refused() -> None:
     with pytest.raises(VaeMemoryError, match=r"0\.00 GB given"):
         tiles(gpu(GB // 2), gpu(80 * GB))
-    with pytest.raises(TilingError, match="no worker reported its free memory within 30 s: set tile_size"):
+    with pytest.raises(
+        TilingError, match="no worker reported its free memory within 30 s: set tile_size"
+    ):
         tiles(RuntimeError("no figures"))
 
 
@@ -187,8 +210,12 @@ def test_a_cancel_ends_the_asking() -> None:
 
 def test_what_a_worker_tells_of_its_memory() -> None:
     assert Worker("cpu").facts().tile_bytes > 0
-    assert decode_budget(torch.device("cpu"), 10**15) < 10**15, "what experts hold of RAM is not counted twice"
+    assert decode_budget(torch.device("cpu"), 10**15) < 10**15, (
+        "what experts hold of RAM is not counted twice"
+    )
 
 
 def test_what_experts_hold_counts_as_room_on_a_gpu(gpu: Accelerator) -> None:
-    assert decode_budget(gpu.device, GB) - decode_budget(gpu.device, 0) == pytest.approx(GB, abs=50_000_000)
+    assert decode_budget(gpu.device, GB) - decode_budget(gpu.device, 0) == pytest.approx(
+        GB, abs=50_000_000
+    )

@@ -1,9 +1,9 @@
-"""Task on the workers of a group: how it ends, and whether the workers can compute another one as they are."""
+"""Task on a group's workers: how it ends, and whether they can compute another one as they are."""
 
 from __future__ import annotations
 
 import gc
-import threading
+import queue
 import time
 import weakref
 from collections.abc import Callable
@@ -18,18 +18,31 @@ from wanstream.distributed.driver import heartbeat, worker_group
 from wanstream.distributed.driver.heartbeat import Heartbeat
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
-from wanstream.distributed.driver.stage_run import GroupEnd, StepTaken
+from wanstream.distributed.driver.stage_run import Inbox, JobEnd, JobEvent
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
+from wanstream.distributed.plan.jobs import Assignment, GroupId
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.distributed.worker.worker import Worker
-from wanstream.plan.workers.jobs import Assignment, GroupId
-from wanstream.sampling import InsufficientMemoryError, RunState, SamplingCancelled, SmallerPolicyError
-from wanstream.schema import Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
+from wanstream.sampling.steps import (
+    InsufficientMemoryError,
+    RunState,
+    SamplingCancelled,
+    SmallerPolicyError,
+)
+from wanstream.schema import Mesh, OffloadPolicy
+from wanstream.schema.records import StepRecord, Timeline
+from wanstream.schema.refs import WorkersRef
 
 RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), gathered_bytes=5)
-CANCELLED, PEER, WRONG = SamplingCancelled(3, 4), PeerLostError("peer"), InsufficientMemoryError("no room")
-RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
+CANCELLED, PEER, WRONG = (
+    SamplingCancelled(3, 4),
+    PeerLostError("peer"),
+    InsufficientMemoryError("no room"),
+)
+RECORD = StepRecord.of(
+    index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0
+)
 LIMIT_S = 60.0
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
 GROUP = GroupId(0, 0)
@@ -55,7 +68,8 @@ class Handle:
         return answer
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
-        self.report = on_report
+        run_id = task.run_id
+        self.report = lambda report: on_report(replace(report, run_id=run_id))
         return self.ended
 
     def log_tail(self) -> str:
@@ -71,41 +85,65 @@ class Handle:
             self.ended.set_result(outcome)
 
 
-StartGroup = Callable[..., tuple[WorkerGroup, list[Handle]]]
+class Running:
+    """Group with a job; `poll` passes all messages to the job, as `StageRun` does."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.rendezvous = group.rendezvous
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._jobs = [group.start(Assignment(GROUP, 0, range(4)), self._inbox)]
+
+    def poll(self) -> list[JobEvent]:
+        found = list[JobEvent]()
+        while self._jobs and not (found and found[-1].end):
+            if self._inbox.empty():
+                event = self._jobs[0].check_time()
+            elif (message := self._inbox.get()).run_id == self._jobs[0].run_id:
+                event = self._jobs[0].receive(message)
+            if event is not None:
+                found.append(event)
+            elif self._inbox.empty():
+                break
+        if found and found[-1].end:
+            self._jobs.clear()
+        return found
+
+    def stop(self) -> None:
+        self._jobs[0].stop()
+
+
+StartGroup = Callable[..., tuple[Running, list[Handle]]]
 
 
 @pytest.fixture
 def report(make_task: Callable[..., RunTask]) -> StepReport:
     """Report of the leader after the first step."""
     state = RunState(next_step=1, latents=make_task().request.noise, history={})
-    return StepReport(record=RECORD, state=state)
+    return StepReport(run_id="", place=0, record=RECORD, state=state)
 
 
 @pytest.fixture
 def start_group(make_task: Callable[..., RunTask]) -> StartGroup:
-    """`start_group(2, timeout_s=60.0)`: a group that has started a job, and the handles of its workers."""
+    """`start_group(2, timeout_s=60.0)`: a group with a started job, and its workers' handles."""
 
-    def start(
-        count: int, *, timeout_s: float = 60.0, wake: threading.Event | None = None, log: TaskLog | None = None
-    ) -> Any:
+    def start(count: int, *, timeout_s: float = 60.0, log: TaskLog | None = None) -> Any:
         handles, task = [Handle(rank) for rank in range(count)], make_task()
         pool: Any = SimpleNamespace(workers=handles)
         ref = WorkersRef(count=count, timeout_s=timeout_s)
-        group = WorkerGroup(Rendezvous(pool, ref, range(count), Mesh(cfg=count)))
-        group.rendezvous.is_joined = True
-        group.assign([task], log or TaskLog())
-        group.start(Assignment(GROUP, 0, range(4)), None, wake or threading.Event())
-        return group, handles
+        rendezvous = Rendezvous(pool, ref, range(count), Mesh(cfg=count))
+        rendezvous.is_joined = True
+        group = WorkerGroup(rendezvous, [task], [None], log or TaskLog())
+        return Running(group), handles
 
     return start
 
 
-def ended(group: WorkerGroup) -> GroupEnd:
+def ended(group: Running) -> JobEnd:
     """Return the end of the job, which must be its only event left."""
     (event,) = group.poll()
-    assert isinstance(event, GroupEnd)
+    assert event.end is not None
     assert group.poll() == []
-    return event
+    return event.end
 
 
 @pytest.mark.parametrize(
@@ -144,7 +182,11 @@ def test_an_error_of_the_task_names_its_worker(start_group: StartGroup) -> None:
     handles[0].end(PEER)
     end = ended(group)
     assert isinstance(end.error, WorkerFailedError)
-    assert (str(end.error), end.error.__cause__, end.can_resume) == ("worker 1 failed: no room", WRONG, False)
+    assert (str(end.error), end.error.__cause__, end.can_resume) == (
+        "worker 1 failed: no room",
+        WRONG,
+        False,
+    )
 
 
 @pytest.mark.parametrize("outcome", [RESULT, CANCELLED, PEER], ids=["ended", "stopped", "peer"])
@@ -155,16 +197,22 @@ def test_a_group_that_was_silent_for_too_long_is_lost_whatever_it_returns_then(
     group, (handle,) = start_group(1, timeout_s=0.01, log=log)
     handle.report(report)
     (step,) = group.poll()
-    assert isinstance(step, StepTaken)
-    assert step.next_step == 1
+    assert (step.report.record.index, step.next_step, step.end) == (0, 1, None)
     time.sleep(0.15)
     assert group.poll() == []
     assert handle.calls == ["leave", "stop"]
     handle.end(outcome)
     end = ended(group)
     assert isinstance(end.error, WorkerTimeoutError)
-    assert (end.can_resume, end.counts_as_failure, group.rendezvous.is_joined) == (True, True, False)
-    assert log.gathered_bytes == (5 if outcome is RESULT else 0), "results that arrive late are kept"
+    assert (end.can_resume, end.counts_as_failure, group.rendezvous.is_joined) == (
+        True,
+        True,
+        False,
+    )
+    result = log.result(0.0, [report.state], restarts=0)
+    assert result.gathered_bytes == (5 if outcome is RESULT else 0), (
+        "results that arrive late are kept"
+    )
 
 
 def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
@@ -215,7 +263,10 @@ def test_a_stop_waits_for_the_step_of_a_group_on_several_machines(
 
 
 def test_the_silence_limit_is_somewhat_longer_than_the_timeout_of_workers() -> None:
-    """A worker without waiting peers is found after ten minutes; one with waiting peers is found after five."""
+    """A worker without waiting peers is found after ten minutes.
+
+    One with waiting peers is found after five.
+    """
     opening, begun, short, slow = (Heartbeat([], timeout_s) for timeout_s in (300, 300, 1, 1))
     begun.record_sign()
     slow.record_sign(60)
@@ -244,35 +295,6 @@ def test_a_worker_that_does_not_answer_gets_one_request() -> None:
     assert heartbeat.limit_s > 60, "an error is not a sign of life"
 
 
-def test_every_message_wakes_the_run_and_none_of_an_ended_task_arrives(
-    start_group: StartGroup, report: StepReport
-) -> None:
-    wake = threading.Event()
-    group, (handle,) = start_group(1, wake=wake)
-    for send in (lambda: handle.report(report), lambda: handle.end(RESULT)):
-        assert not wake.is_set()
-        send()
-        assert wake.is_set()
-        assert len(group.poll()) == 1
-        wake.clear()
-    handle.report(report)
-    assert group.poll() == []
-
-
-def test_a_run_that_was_interrupted_while_it_stopped_leaves_no_task_to_the_next(
-    start_group: StartGroup, make_task: Callable[..., RunTask], report: StepReport
-) -> None:
-    group, (handle,) = start_group(1)
-    send_late, handle.ended = handle.report, Future()
-    task = make_task()
-    group.assign([task], TaskLog())
-    group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
-    send_late(report)
-    assert group.poll() == [], "a report of the former task"
-    handle.end(RESULT)
-    assert ended(group).error is None
-
-
 def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask]) -> None:
     sent: list[weakref.ref[RunTask]] = []
     run = Handle.run
@@ -285,15 +307,13 @@ def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask])
 
     handle, task = Recording(0), make_task()
     pool: Any = SimpleNamespace(workers=[handle])
-    group = WorkerGroup(Rendezvous(pool, WorkersRef(count=1), [0], Mesh()))
-    group.assign([task], TaskLog())
-    group.start(Assignment(GROUP, 0, range(4)), None, threading.Event())
+    rendezvous = Rendezvous(pool, WorkersRef(count=1), [0], Mesh())
+    group = WorkerGroup(rendezvous, [task], [None], TaskLog())
+    running = Running(group)
     (reference,) = sent
     assert reference() is not None
     handle.end(RESULT)
-    assert ended(group).error is None
+    assert ended(running).error is None
     handle.task = None
     gc.collect()
     assert reference() is None
-    group.stop()
-    assert group.poll() == []

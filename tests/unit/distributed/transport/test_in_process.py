@@ -12,7 +12,7 @@ import torch
 from wanstream.distributed.messages import RunTask, StepReport
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.distributed.transport.pool import Pool, WorkerLostError
-from wanstream.sampling import SamplingCancelled
+from wanstream.sampling.steps import SamplingCancelled
 from wanstream.tests.support.reports import Reports, latents_of
 
 LIMIT_S = 60
@@ -31,7 +31,9 @@ def ignore(report: StepReport) -> None:
     return
 
 
-def test_a_run_on_another_thread_is_reported_and_ends(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
+def test_a_run_on_another_thread_is_reported_and_ends(
+    pool: Pool, make_task: MakeTask, alone: Callable
+) -> None:
     told = Reports()
     threads: set[int] = set()
 
@@ -64,7 +66,9 @@ def test_futures_raise_errors(pool: Pool, make_task: MakeTask) -> None:
         pool.workers[0].call("nonsense").result(LIMIT_S)
 
 
-def test_a_killed_worker_is_lost_and_can_be_replaced(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
+def test_a_killed_worker_is_lost_and_can_be_replaced(
+    pool: Pool, make_task: MakeTask, alone: Callable
+) -> None:
     killed, task = pool.workers[0], make_task()
     run = killed.run(task, lambda _: killed.kill())
     after = killed.run(make_task(), ignore)

@@ -16,15 +16,16 @@ import pytest
 import torch
 
 import wanstream
-from wanstream.devices import DeviceError
+from wanstream.block_kernels.attention import KernelsError
+from wanstream.devices.clock import DeviceError
 from wanstream.distributed.messages import DecodeTask, RendezvousSpec, RunTask, StepReport
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.worker import Worker
-from wanstream.sampling import RequestError, SamplingCancelled
-from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap, parse_step_strengths
+from wanstream.sampling.steps import RequestError, SamplingCancelled
+from wanstream.schema import Mesh, parse_step_strengths
+from wanstream.schema.refs import ExpertsRef, LoraRef, PathMap
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.tests.support.reports import Reports, latents_of
-from wanstream.wan.kernels.attention import KernelsError
 
 MakeTask = Callable[..., RunTask]
 MakeRef = Callable[..., ExpertsRef]
@@ -43,7 +44,9 @@ def ignore(_: StepReport) -> None:
 
 
 def place(rank: int, mesh: Mesh) -> RendezvousSpec:
-    return RendezvousSpec(rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=1, timeout_s=10)
+    return RendezvousSpec(
+        rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=1, timeout_s=10
+    )
 
 
 @pytest.mark.slow  # several workers decode or compute
@@ -64,7 +67,10 @@ def test_experts_are_opened_where_the_path_map_says(
     task = make_task()
     low = task.experts.low_noise
     assert low is not None
-    maps = (PathMap(here="/nowhere/high", there=str(task.experts.high_noise)), PathMap(here=str(low), there="/nowhere"))
+    maps = (
+        PathMap(here="/nowhere/high", there=str(task.experts.high_noise)),
+        PathMap(here=str(low), there="/nowhere"),
+    )
     elsewhere = dataclasses.replace(task.experts, high_noise=Path("/nowhere/high"))
     assert torch.equal(latents_of(worker, make_task(experts=elsewhere, paths=maps)), alone(task))
     with pytest.raises(ValueError, match="/nowhere/high"):
@@ -73,7 +79,11 @@ def test_experts_are_opened_where_the_path_map_says(
 
 @pytest.mark.slow  # several workers decode or compute
 def test_files_that_were_replaced_are_opened_anew(
-    worker: Worker, make_task: MakeTask, tiny_expert_folder: Callable[..., Path], tmp_path: Path, alone: ComputeAlone
+    worker: Worker,
+    make_task: MakeTask,
+    tiny_expert_folder: Callable[..., Path],
+    tmp_path: Path,
+    alone: ComputeAlone,
 ) -> None:
     low = tmp_path / "low"
     shutil.copytree(tiny_expert_folder(seed=2), low)
@@ -87,7 +97,9 @@ def test_files_that_were_replaced_are_opened_anew(
     assert torch.equal(after, alone(task))
 
 
-def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make_task: MakeTask) -> None:
+def test_steps_are_told_with_a_state_that_goes_on_elsewhere(
+    worker: Worker, make_task: MakeTask
+) -> None:
     task, reports = make_task(handover_s=0.0, preview_s=0.0), Reports()
     ended = worker.run(task, reports)
     assert [step.record for step in reports] == list(ended.timeline.steps)
@@ -114,14 +126,18 @@ def test_states_stay_at_the_worker_until_the_last_step_or_an_interval_is_over(
     assert before == [(True, True)] * 4
     assert after == [(False, False)] * 3 + [(True, False)]
     assert reported() == (after, kept)
-    assert reported(handover_s=60.0, preview_s=60.0)[0] == [(False, True), *after[1:]], "the first preview is due"
+    assert reported(handover_s=60.0, preview_s=60.0)[0] == [(False, True), *after[1:]], (
+        "the first preview is due"
+    )
     record_property("bytes of each step's report, before and after", (every_step, kept))
     latents = make_task().request.noise.numel() * 4
     assert min(every_step) > 3 * latents
     assert max(kept[:3]) < 1500, "a record"
 
 
-def test_the_last_state_of_a_run_that_failed_can_be_requested(worker: Worker, make_task: MakeTask) -> None:
+def test_the_last_state_of_a_run_that_failed_can_be_requested(
+    worker: Worker, make_task: MakeTask
+) -> None:
     task, wanted = make_task(), Reports()
     worker.run(make_task(handover_s=0.0), wanted)
     assert worker.last_state(task.run_id) is None
@@ -182,7 +198,9 @@ def test_a_failed_task_leaves_the_worker_usable(
 def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_not(
     worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
 ) -> None:
-    with pytest.raises(KernelsError, match="'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"):
+    with pytest.raises(
+        KernelsError, match="'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"
+    ):
         worker.run(make_task(experts=dataclasses.replace(experts_ref(), attention="cudnn")), ignore)
     task = make_task(experts=dataclasses.replace(experts_ref(), attention="sdpa"))
     assert torch.equal(latents_of(worker, task), alone(make_task()))
@@ -203,23 +221,32 @@ def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None
     facts = worker.facts([str(there), str(gone)])
     assert facts.pid == os.getpid()
     assert facts.sizes == {str(there): 3, str(gone): None}
-    elsewhere = worker.facts(["/nowhere/there", "/nowhere/gone"], (PathMap(here="/nowhere", there=str(tmp_path)),))
+    elsewhere = worker.facts(
+        ["/nowhere/there", "/nowhere/gone"], (PathMap(here="/nowhere", there=str(tmp_path)),)
+    )
     assert elsewhere.sizes["/nowhere/gone"] is None
     assert (facts.address, facts.device) == ("127.0.0.1", "cpu")
-    assert (facts.wanstream, facts.torch) == (wanstream.__version__, torch.__version__)
+    assert facts.versions["WanStream"] == wanstream.__version__
+    assert facts.versions["torch"] == torch.__version__
     with socket.socket() as listening:
         listening.bind((facts.address, worker.free_port()))
 
 
-def test_blocks_and_frames_are_counted(worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]) -> None:
+def test_blocks_and_frames_are_counted(
+    worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]
+) -> None:
     reports: list[int] = []
     worker.run(make_task(), lambda step: reports.append(worker.blocks_begun()))
     assert reports == [4, 8, 12, 16], "4 blocks a step"
-    worker.decode_tile(DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=torch.zeros(1, 16, 2, 4, 4)))
+    worker.decode_tile(
+        DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=torch.zeros(1, 16, 2, 4, 4))
+    )
     assert worker.blocks_begun() >= 18, "2 frames"
 
 
-def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker, make_task: MakeTask) -> None:
+def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(
+    worker: Worker, make_task: MakeTask
+) -> None:
     reports: list[StepReport] = []
     here, other = make_task(generation=1), make_task(generation=7)
     worker.join(place(0, Mesh()))
@@ -253,8 +280,12 @@ def test_a_lora_of_another_strength_is_another_run(
     generator = torch.Generator().manual_seed(3)
     save_file(
         {
-            "diffusion_model.blocks.1.ffn.0.lora_down.weight": torch.randn(4, 256, generator=generator),
-            "diffusion_model.blocks.1.ffn.0.lora_up.weight": torch.randn(512, 4, generator=generator),
+            "diffusion_model.blocks.1.ffn.0.lora_down.weight": torch.randn(
+                4, 256, generator=generator
+            ),
+            "diffusion_model.blocks.1.ffn.0.lora_up.weight": torch.randn(
+                512, 4, generator=generator
+            ),
             "diffusion_model.blocks.1.ffn.0.dora_scale": torch.randn(512, 1, generator=generator),
             "diffusion_model.blocks.0.ffn.0.lokr_w1": torch.randn(8, 4, generator=generator),
             "diffusion_model.blocks.0.ffn.0.lokr_w2": torch.randn(64, 64, generator=generator),
@@ -263,7 +294,9 @@ def test_a_lora_of_another_strength_is_another_run(
     )
     seen = []
     for strength in (0.0, 0.5, 1.0):
-        lora = LoraRef(high_noise=file, low_noise=file, strength_high=strength, strength_low=strength)
+        lora = LoraRef(
+            high_noise=file, low_noise=file, strength_high=strength, strength_low=strength
+        )
         task = make_task(experts=dataclasses.replace(experts_ref(), loras=(lora,)))
         seen.append(latents_of(worker, task))
         assert torch.equal(seen[-1], alone(task))
@@ -274,7 +307,11 @@ def test_a_lora_of_another_strength_is_another_run(
 
 @pytest.mark.slow  # several workers decode or compute
 def test_a_stage_takes_the_strengths_of_its_steps(
-    make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone, tmp_path: Path, make_tiny_expert: Any
+    make_task: MakeTask,
+    experts_ref: MakeRef,
+    alone: ComputeAlone,
+    tmp_path: Path,
+    make_tiny_expert: Any,
 ) -> None:
     """Each worker begins in the middle of the schedule, with the strengths of its first step."""
     save_lora(make_lora(make_tiny_expert(), seed=3), tmp_path / "lora", dtype=torch.float32)

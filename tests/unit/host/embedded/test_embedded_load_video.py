@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from wanstream.host import io
-from wanstream.host.embedded import load_video
 from wanstream.host.embedded.load_video import VideoInputError
 from wanstream.host.embedded.run import History, NodeFailedError
-from wanstream.host.embedded.validate import InvalidWorkflowError
-from wanstream.nodes.runs import write_mp4
-from wanstream.sampling import InsufficientMemoryError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
+from wanstream.nodes.runs import write_video
+from wanstream.nodes.runs.video_file import Sound
+from wanstream.sampling.steps import InsufficientMemoryError, errors
 from wanstream.tests.support.embedded import embedded_host
 
 # Decodes a video in a separate process and prints the peak memory in KiB.
@@ -53,8 +53,8 @@ class Sink(io.ComfyNode):
         return io.Schema(node_id="Sink", inputs=[io.Image.Input("image")], is_output_node=True)
 
     @classmethod
-    def execute(cls, image: torch.Tensor) -> None:
-        return None
+    def execute(cls, image: torch.Tensor) -> io.NodeOutput:
+        return io.NodeOutput()
 
 
 @pytest.fixture
@@ -70,9 +70,11 @@ def load(run: Callable[..., History]) -> Callable[[str], tuple[Any, ...]]:
     return load
 
 
-def test_every_frame_is_decoded_in_order(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+def test_every_frame_is_decoded_in_order(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path
+) -> None:
     frames = torch.linspace(0.1, 0.9, 7).view(7, 1, 1, 1).expand(7, 32, 48, 3)
-    write_mp4(tmp_path / "input" / "a.mp4", frames, fps=12, crf=1, metadata={})
+    write_video(tmp_path / "input" / "a.mp4", frames, fps=12, crf=1, metadata={})
     images, audio, rate = load("a.mp4")
     assert images.shape == (7, 32, 48, 3)
     assert images.dtype == torch.float32
@@ -81,14 +83,32 @@ def test_every_frame_is_decoded_in_order(load: Callable[[str], tuple[Any, ...]],
     assert rate == 12.0
 
 
+def test_sound_is_decoded_with_the_frames(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path
+) -> None:
+    sound = Sound(torch.sin(torch.arange(16000) / 5).expand(1, 2, -1), 16000)
+    frames = torch.full((4, 32, 48, 3), 0.5)
+    path = tmp_path / "input" / "a.mp4"
+    write_video(path, frames, fps=4, crf=1, metadata={}, sound=sound)
+    _, audio, _ = load("a.mp4")
+    assert audio["sample_rate"] == 16000
+    channels, samples = audio["waveform"].shape[1:]
+    assert (channels, samples) == (2, pytest.approx(16000, abs=2048))
+    assert audio["waveform"].abs().max() == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize("name", ["none.mp4", "../outside.mp4"])
-def test_a_file_that_is_not_there_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_not_there_is_refused(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path, name: str
+) -> None:
     (tmp_path / "outside.mp4").touch()
     with pytest.raises(InvalidWorkflowError, match="Invalid video file"):
         load(name)
 
 
-def test_what_is_no_video_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+def test_what_is_no_video_is_refused(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path
+) -> None:
     (tmp_path / "input" / "a.mp4").write_bytes(b"no video")
     with pytest.raises(NodeFailedError, match=r"a\.mp4 cannot be decoded") as failed:
         load("a.mp4")
@@ -96,7 +116,7 @@ def test_what_is_no_video_is_refused(load: Callable[[str], tuple[Any, ...]], tmp
 
 
 def _write_jpegs(path: Path, frames: Sequence[tuple[int, int] | bytes]) -> None:
-    """Write an MKV of JPEG: a picture (width, height) for each frame, or the given bytes as its packet."""
+    """Write an MKV of JPEG: per frame a picture (width, height), or the given bytes as packet."""
     with av.open(path, "w") as file:
         stream = file.add_stream("mjpeg", rate=12, width=48, height=32, pix_fmt="yuvj420p")
         for index, frame in enumerate(frames):
@@ -107,21 +127,32 @@ def _write_jpegs(path: Path, frames: Sequence[tuple[int, int] | bytes]) -> None:
                 encoder.width, encoder.height = frame
                 encoder.pix_fmt, encoder.time_base = "yuvj420p", Fraction(1, 12)
                 (packet,) = encoder.encode(av.VideoFrame(*frame, "yuvj420p"))
-            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 12), index, index
+            packet.stream, packet.time_base, packet.pts, packet.dts = (
+                stream,
+                Fraction(1, 12),
+                index,
+                index,
+            )
             file.mux(packet)
 
 
 @pytest.fixture
 def short_video(tmp_path: Path) -> str:
     """Write 7 frames of 48x32."""
-    write_mp4(tmp_path / "input" / "a.mp4", torch.rand(7, 32, 48, 3), fps=12, crf=1, metadata={})
+    write_video(tmp_path / "input" / "a.mp4", torch.rand(7, 32, 48, 3), fps=12, crf=1, metadata={})
     return "a.mp4"
 
 
 @pytest.mark.integration
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures in /proc")
 def test_the_frames_are_in_memory_once(tmp_path: Path) -> None:
-    write_mp4(tmp_path / "a.mp4", torch.zeros(1, 1, 1, 3).expand(100, 240, 320, 3), fps=12, crf=30, metadata={})
+    write_video(
+        tmp_path / "a.mp4",
+        torch.zeros(1, 1, 1, 3).expand(100, 240, 320, 3),
+        fps=12,
+        crf=30,
+        metadata={},
+    )
     command = [sys.executable, "-c", PEAK, str(tmp_path / "a.mp4")]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     frames = 100 * 240 * 320 * 3 * 4 / 1024
@@ -132,16 +163,25 @@ def test_frames_for_which_there_is_too_little_ram_are_refused(
     load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(load_video, "insufficient_ram", lambda nbytes: asked.append(nbytes) or 2_000_000_000)
-    with pytest.raises(NodeFailedError, match=r"the 7 frames of a\.mp4 \(48x32\) take .* and 2\.00 GB are free") as no:
+    monkeypatch.setattr(
+        errors, "insufficient_ram", lambda nbytes: asked.append(nbytes) or 2_000_000_000
+    )
+    with pytest.raises(
+        NodeFailedError, match=r"the 7 frames of a\.mp4 \(48x32\) take .* and 2\.00 GB are free"
+    ) as no:
         load(short_video)
     assert isinstance(no.value.__cause__, InsufficientMemoryError)
     assert asked == [7 * 32 * 48 * 3 * 4]
 
 
-@pytest.mark.parametrize("packets", [1, 8 + 3], ids=["while they are counted", "while they are decoded"])
+@pytest.mark.parametrize(
+    "packets", [1, 8 + 3], ids=["while they are counted", "while they are decoded"]
+)
 def test_a_run_can_be_stopped_at_every_packet(
-    load: Callable[[str], tuple[Any, ...]], short_video: str, monkeypatch: pytest.MonkeyPatch, packets: int
+    load: Callable[[str], tuple[Any, ...]],
+    short_video: str,
+    monkeypatch: pytest.MonkeyPatch,
+    packets: int,
 ) -> None:
     class Stop(Exception):
         pass
@@ -149,11 +189,11 @@ def test_a_run_can_be_stopped_at_every_packet(
     polls: list[str | None] = []
 
     def poll() -> None:
-        polls.append(embedded_host.executing_node())
+        polls.append(embedded_host.events.executing().node_id)
         if polls.count("2") == packets:
             raise Stop
 
-    monkeypatch.setattr(embedded_host, "raise_if_stopped", poll)
+    monkeypatch.setattr(embedded_host.events, "raise_if_stopped", poll)
     with pytest.raises(NodeFailedError) as stopped:
         load(short_video)
     assert isinstance(stopped.value.__cause__, Stop)
@@ -162,7 +202,12 @@ def test_a_run_can_be_stopped_at_every_packet(
 
 @pytest.mark.parametrize(
     ("rotation", "size", "corner"),
-    [(0, (32, 48), (0, 0)), (-90, (48, 32), (0, -1)), (180, (32, 48), (-1, -1)), (90, (48, 32), (-1, 0))],
+    [
+        (0, (32, 48), (0, 0)),
+        (-90, (48, 32), (0, -1)),
+        (180, (32, 48), (-1, -1)),
+        (90, (48, 32), (-1, 0)),
+    ],
 )
 def test_a_rotated_video_is_turned_upright(
     load: Callable[[str], tuple[Any, ...]],
@@ -193,14 +238,20 @@ def test_damaged_packets_are_skipped(
     assert "a.mkv: 1 damaged packets skipped, 3 frames decoded" in caplog.text
 
 
-def test_a_video_of_damaged_packets_only_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+def test_a_video_of_damaged_packets_only_is_refused(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path
+) -> None:
     _write_jpegs(tmp_path / "input" / "a.mkv", [b"damaged" * 20])
     with pytest.raises(NodeFailedError, match=r"a\.mkv has no frames that can be decoded"):
         load("a.mkv")
 
 
-def test_a_video_that_changes_its_size_is_refused(load: Callable[[str], tuple[Any, ...]], tmp_path: Path) -> None:
+def test_a_video_that_changes_its_size_is_refused(
+    load: Callable[[str], tuple[Any, ...]], tmp_path: Path
+) -> None:
     _write_jpegs(tmp_path / "input" / "a.mkv", [(48, 32), (48, 32), (64, 16)])
-    with pytest.raises(NodeFailedError, match=r"changes its size from 48x32 to 64x16 at frame 2") as failed:
+    with pytest.raises(
+        NodeFailedError, match=r"changes its size from 48x32 to 64x16 at frame 2"
+    ) as failed:
         load("a.mkv")
     assert isinstance(failed.value.__cause__, VideoInputError)

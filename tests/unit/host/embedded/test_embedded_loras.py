@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.schema.refs import ExpertsRef, LoraRef
+from wanstream.schema.refs.experts import ExpertsRef, LoraRef
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import ExpertsRegistry, open_pair
@@ -32,7 +32,10 @@ def models(sample_models: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ref(models: Path) -> ExpertsRef:
-    high, low = (models / f"diffusion_models/wan2.2_t2v_{name}_noise_14B_fp16.safetensors" for name in ("high", "low"))
+    high, low = (
+        models / f"diffusion_models/wan2.2_t2v_{name}_noise_14B_fp16.safetensors"
+        for name in ("high", "low")
+    )
     return ExpertsRef(high_noise=high, low_noise=low)
 
 
@@ -63,11 +66,15 @@ def run(pair: ExpertPair) -> torch.Tensor:
     """The velocity of one step of each expert."""
     generator = torch.Generator().manual_seed(0)
     lane = Lane(
-        latents=torch.randn(1, 16, 1, 2, 2, generator=generator), text=torch.randn(1, 3, 4096, generator=generator)
+        latents=torch.randn(1, 16, 1, 2, 2, generator=generator),
+        text=torch.randn(1, 3, 4096, generator=generator),
     )
     engine = pair.engine(PINNED, "cpu")
     found = []
-    with torch.inference_mode(), engine.run(step_visits(["high", "low"], engine.block_counts)) as going:
+    with (
+        torch.inference_mode(),
+        engine.run(step_visits(["high", "low"], engine.block_counts)) as going,
+    ):
         for step, expert in enumerate(("high", "low")):
             visit = lambda block, at=(step, expert): going.visit(*at, block)  # noqa: E731
             found += forward_lanes(engine.models[expert], [lane], torch.tensor([990.0]), visit)
@@ -84,7 +91,12 @@ def test_references_are_values(ref: ExpertsRef, lora: LoraRef) -> None:
     one, other = (replace(ref, loras=(replace(lora),)) for _ in range(2))
     assert one == other
     assert hash(one) == hash(other)
-    others = {ref, one, replace(ref, loras=(lora, lora)), replace(ref, loras=(replace(lora, strength_low=0.5),))}
+    others = {
+        ref,
+        one,
+        replace(ref, loras=(lora, lora)),
+        replace(ref, loras=(replace(lora, strength_low=0.5),)),
+    }
     assert len(others) == 4
 
 
@@ -113,14 +125,18 @@ def test_other_loras_and_strengths_open_no_pair_and_read_no_base_weight(
         assert not any(torch.equal(one, other) for other in results[i + 1 : -1])
 
 
-def test_one_expert_may_have_none(registry: ExpertsRegistry, ref: ExpertsRef, lora: LoraRef) -> None:
+def test_one_expert_may_have_none(
+    registry: ExpertsRegistry, ref: ExpertsRef, lora: LoraRef
+) -> None:
     plain = run(registry.get(ref))
     high, low = run(registry.get(replace(ref, loras=(replace(lora, high_noise=None),))))
     assert torch.equal(high, plain[0])
     assert not torch.equal(low, plain[1])
 
 
-def test_a_pair_that_is_opened_again_gets_its_loras(registry: ExpertsRegistry, ref: ExpertsRef, lora: LoraRef) -> None:
+def test_a_pair_that_is_opened_again_gets_its_loras(
+    registry: ExpertsRegistry, ref: ExpertsRef, lora: LoraRef
+) -> None:
     patched = replace(ref, loras=(lora,))
     first = run(registry.get(patched))
     registry.free()
@@ -145,7 +161,11 @@ def test_a_lora_file_that_was_replaced_is_read_again(
 
 
 def test_a_bad_lora_leaves_the_pair_as_it_was(
-    registry: ExpertsRegistry, opened: list[ExpertsRef], models: Path, ref: ExpertsRef, lora: LoraRef
+    registry: ExpertsRegistry,
+    opened: list[ExpertsRef],
+    models: Path,
+    ref: ExpertsRef,
+    lora: LoraRef,
 ) -> None:
     patched = replace(ref, loras=(lora,))
     before = run(registry.get(patched))

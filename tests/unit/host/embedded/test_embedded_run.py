@@ -11,11 +11,18 @@ from typing import Any
 import pytest
 
 from wanstream.host import current_host, io
-from wanstream.host.api import HostApi
-from wanstream.host.embedded.adapter import EmbeddedHost, Folders, NodeProgress
-from wanstream.host.embedded.graph import Link, UnsupportedNodeError, nodes_by_id, plan_steps
+from wanstream.host.api import Host
+from wanstream.host.embedded.adapter import EmbeddedHost
+from wanstream.host.embedded.events import NodeProgress
+from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import History, NodeFailedError, load_workflow
-from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.host.embedded.workflow.graph import (
+    Link,
+    UnsupportedNodeError,
+    nodes_by_id,
+    plan_steps,
+)
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.schema import Cancelled, StateError
 from wanstream.tests.support.embedded import embedded_host
 
@@ -38,23 +45,27 @@ def test_steps_are_planned_once_each_in_order(nodes: SimpleNamespace) -> None:
 
 
 def test_a_long_chain_needs_no_deep_stack(nodes: SimpleNamespace) -> None:
-    chain = {f"{i}": {"class_type": "Add", "inputs": {"a": [f"{i - 1}", 0], "b": 1}} for i in range(1, 3000)}
+    chain = {
+        f"{i}": {"class_type": "Add", "inputs": {"a": [f"{i - 1}", 0], "b": 1}}
+        for i in range(1, 3000)
+    }
     prompt = {"0": {"class_type": "Number", "inputs": {"value": 0}}, **chain}
     assert len(plan_steps(prompt, nodes_by_id(nodes.all), ["2999"])) == 3000
 
 
 def test_a_run_leaves_its_history(run: Callable[..., History]) -> None:
-    info = {"workflow": {"nodes": []}}
-    history = run(PROMPT, keep=["1", "3"], extra_pnginfo=info)
+    history = run(PROMPT, keep=["1", "3"])
     assert list(history.outputs) == ["4"]
     assert history.outputs["4"]["shown"] == [{"number": 41, "inference": True, "id": "4"}]
-    assert history.outputs["4"]["info"] == [info]
+    assert history.outputs["4"]["info"] == [None]
     assert history.outputs["4"]["prompt"][0]["2"]["inputs"]["b"] == 1
     assert history.results == {"1": (20, "20"), "3": (41,)}
     assert history.node_errors == {}
 
 
-def test_hidden_values_are_not_left_on_the_class(run: Callable[..., History], nodes: SimpleNamespace) -> None:
+def test_hidden_values_are_not_left_on_the_class(
+    run: Callable[..., History], nodes: SimpleNamespace
+) -> None:
     run(PROMPT)
     assert nodes.Show.hidden == io.HiddenHolder()
 
@@ -76,7 +87,9 @@ def test_progress_names_the_node(run: Callable[..., History]) -> None:
 def test_invalid_workflows_are_refused_before_anything_runs(run: Callable[..., History]) -> None:
     seen: list[NodeProgress] = []
     prompt = {**PROMPT, "1": {"class_type": "Number", "inputs": {"value": 2000}}}
-    with pytest.raises(InvalidWorkflowError, match=r"node 1 \(Number\): Value 2000 bigger than max of 100"):
+    with pytest.raises(
+        InvalidWorkflowError, match=r"node 1 \(Number\): Value 2000 bigger than max of 100"
+    ):
         run(prompt, on_progress=seen.append)
     assert seen == []
 
@@ -102,7 +115,7 @@ def test_a_stopped_run_ends_and_the_next_one_runs(run: Callable[..., History]) -
 
     with pytest.raises(Cancelled):
         run(PROMPT, on_progress=stop_at_three)
-    assert current_host().should_stop() is False
+    assert current_host().events.should_stop() is False
     assert run(PROMPT).outputs["4"]["shown"][0]["number"] == 41
 
 
@@ -137,7 +150,7 @@ def test_two_hosts_run_in_one_process_at_once(nodes: SimpleNamespace, tmp_path: 
         workflow = load_workflow(PROMPT, host=hosts[name], nodes=nodes.all, folders=folders)
         return workflow.run(on_progress=on_progress)
 
-    reached: dict[str, list[HostApi]] = {name: [] for name in hosts}
+    reached: dict[str, list[Host]] = {name: [] for name in hosts}
     histories: list[History] = []
 
     def follow(name: str) -> Callable[[NodeProgress], None]:
@@ -145,7 +158,9 @@ def test_two_hosts_run_in_one_process_at_once(nodes: SimpleNamespace, tmp_path: 
 
     def start_others(progress: NodeProgress) -> None:
         if not histories:
-            thread = threading.Thread(target=lambda: histories.append(start("thread", follow("thread"))))
+            thread = threading.Thread(
+                target=lambda: histories.append(start("thread", follow("thread")))
+            )
             thread.start()
             histories.append(start("inner", follow("inner")))
             thread.join()
@@ -169,27 +184,16 @@ def test_a_stop_from_another_thread_is_seen(run: Callable[..., History]) -> None
         run(PROMPT, on_progress=stop)
 
 
-def test_results_must_match_the_promised_outputs(run: Callable[..., History], nodes: SimpleNamespace) -> None:
+def test_results_must_match_the_promised_outputs(
+    run: Callable[..., History], nodes: SimpleNamespace
+) -> None:
     class Short(nodes.Number):  # type: ignore[name-defined, misc]
         @classmethod
-        def execute(cls, value: int) -> tuple[int, ...]:
-            return (value,)
+        def execute(cls, value: int) -> io.NodeOutput:
+            return io.NodeOutput(value)
 
     with pytest.raises(NodeFailedError, match="the node returned 1 results, but has 2 outputs"):
         run(PROMPT, nodes=[Short, nodes.Add, nodes.Show])
-
-
-@pytest.mark.parametrize(
-    "extra", [{"enable_expand": True}, {"is_input_list": True}, {"inputs": [io.Int.Input("x", lazy=True)]}]
-)
-def test_what_only_comfyui_can_do_is_refused(extra: dict[str, Any]) -> None:
-    class Special(io.ComfyNode):
-        @classmethod
-        def define_schema(cls) -> io.Schema:
-            return io.Schema(node_id="Special", **extra)
-
-    with pytest.raises(UnsupportedNodeError, match="Special"):
-        nodes_by_id([Special])
 
 
 def test_nodes_of_a_real_comfyui_are_refused() -> None:
@@ -204,9 +208,14 @@ def test_models_are_named_only_inside_a_run(run: Callable[..., History], tmp_pat
     folder = tmp_path / "models" / "vae"
     folder.mkdir(parents=True)
     (folder / "wan.safetensors").touch()
-    assert current_host().model_names("vae") == []
+    assert current_host().files.model_names("vae") == []
     with pytest.raises(StateError):
-        current_host().model_path("wan.safetensors", "vae")
+        current_host().files.model_path("wan.safetensors", "vae")
     seen: list[list[str]] = []
-    run(PROMPT, on_progress=lambda progress: seen.append(current_host().model_names("vae", "diffusers")))
+    run(
+        PROMPT,
+        on_progress=lambda progress: seen.append(
+            current_host().files.model_names("vae", "diffusers")
+        ),
+    )
     assert seen[0] == ["wan.safetensors"]

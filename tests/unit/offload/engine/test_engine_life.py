@@ -20,7 +20,7 @@ from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.sources.base import ReadThreads
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.transfers.cpu import CpuBackend
-from wanstream.plan import BlockKey, Visit, step_visits
+from wanstream.plan.programs import BlockKey, Visit, step_visits
 from wanstream.schema import OffloadPolicy, StateError
 
 CPU = torch.device("cpu")
@@ -53,10 +53,17 @@ def fetch_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("source", ["pinned", "file"])
-def test_a_visit_that_waits_for_its_block_ends_by_a_poll_and_the_read_with_it(stack, monkeypatch, run_plain, source):
+def test_a_visit_that_waits_for_its_block_ends_by_a_poll_and_the_read_with_it(
+    stack, monkeypatch, run_plain, source
+):
     class Cancelled(Exception): ...
 
-    expected, gate, begun, read = run_plain(copy.deepcopy(stack), torch.ones(1, 32)), threading.Event(), [], []
+    expected, gate, begun, read = (
+        run_plain(copy.deepcopy(stack), torch.ones(1, 32)),
+        threading.Event(),
+        [],
+        [],
+    )
     threads, whole = ReadThreads(1, ThreadPoolExecutor), ModuleSource.read_range
 
     def in_pieces(self: ModuleSource, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
@@ -68,22 +75,30 @@ def test_a_visit_that_waits_for_its_block_ends_by_a_poll_and_the_read_with_it(st
 
         threads.run([piece, piece, piece])
 
-    def poll() -> None:
+    def poll(visit: object) -> None:
         gate.set()
         raise Cancelled
 
     monkeypatch.setattr(ModuleSource, "read_range", in_pieces)
-    monkeypatch.setattr("wanstream.offload.engine.threads.POLL_S", 0.01)
+    monkeypatch.setattr("wanstream.offload.core.threads.CANCEL_POLL_S", 0.01)
     with attach(stack, policy=OffloadPolicy.layerwise(1, source=source)) as handle:
-        with pytest.raises(Cancelled), handle.run(visits_of(handle)) as run, run.visit(0, "high", 0, poll=poll):
+        with (
+            pytest.raises(Cancelled),
+            handle.run(visits_of(handle)) as run,
+            run.visit(0, "high", 0, poll=poll),
+        ):
             pytest.fail("the block is not read")
         assert len(begun) == len(read) <= 1
         assert torch.equal(take_all(handle, stack, torch.ones(1, 32)), expected)
     threads.close()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the device has failed"), KeyboardInterrupt()], ids=type)
-def test_a_detach_is_whole_if_the_device_has_failed_and_can_be_repeated_after_an_interrupt(stack, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the device has failed"), KeyboardInterrupt()], ids=type
+)
+def test_a_detach_is_whole_if_the_device_has_failed_and_can_be_repeated_after_an_interrupt(
+    stack, monkeypatch, error
+):
     weight, source = stack[0].up.weight, ModuleSource({"high": stack})
     handle = attach(stack, source=source)
 
@@ -171,7 +186,8 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
     gate = Gate()
 
     def interrupt_again() -> None:
-        # Long enough for the first interrupt to reach the end of the run; a shorter time would prove less.
+        # Long enough for the first interrupt to reach the end of the run; a shorter time would
+        # prove less.
         time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.2)
@@ -227,7 +243,7 @@ LEFT_OPEN = """
 import torch
 from torch import nn
 from wanstream.offload import attach_offload
-from wanstream.plan import OffloadPolicy
+from wanstream.schema import OffloadPolicy
 
 blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)).requires_grad_(False)
 handle = attach_offload(blocks, policy=OffloadPolicy.layerwise(1), device="cpu")
@@ -238,5 +254,7 @@ raise SystemExit(7)
 
 @pytest.mark.integration
 def test_a_forward_that_never_ends_does_not_keep_the_process_alive():
-    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == 7, done.stderr

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.plan import BlockKey, step_visits
+from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.accelerator import checked_accelerator
@@ -20,7 +20,10 @@ LIMIT_S = 60.0
 """Timeout in seconds, for tests that hang."""
 CUDA = pytest.param(
     "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
 )
 
 
@@ -42,12 +45,19 @@ def stack(make_stack: Callable[..., nn.ModuleList]) -> nn.ModuleList:
 @pytest.fixture
 def handle(stack: nn.ModuleList, device: str) -> Iterator[OffloadEngine]:
     policy = OffloadPolicy.layerwise(2)
-    with attach_offload({"high": stack}, policy=policy, device=device, follow_forward=False) as attached:
+    with attach_offload(
+        {"high": stack}, policy=policy, device=device, follow_forward=False
+    ) as attached:
         yield attached
 
 
-def stop_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value: torch.Tensor, fetched: int) -> int:
-    """Visit some blocks, wait until `fetched` fetches were issued, and stop early; return the bytes of that step."""
+def stop_after(
+    handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value: torch.Tensor, fetched: int
+) -> int:
+    """Visit some blocks, wait until `fetched` fetches were issued, and stop early.
+
+    Return the bytes of that step.
+    """
     recorder = Recorder(handle.device)
     with recorder.step(0, "high"):
         with handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
@@ -67,11 +77,16 @@ def stop_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value: 
 def patches() -> dict[BlockKey, BlockPatch]:
     """Patches of all blocks; on a CPU the compute thread adds them before a block is complete."""
     weight = WeightPatch(up=torch.full((3 * WIDTH, 2), 0.1), down=torch.ones(2, WIDTH))
-    return {BlockKey("high", block): BlockPatch(identity=1, weights={"up.weight": weight}) for block in range(BLOCKS)}
+    return {
+        BlockKey("high", block): BlockPatch(identity=1, weights={"up.weight": weight})
+        for block in range(BLOCKS)
+    }
 
 
-def whole_pass(handle: OffloadEngine, stack: nn.ModuleList, value: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the output of all blocks for `value`, and the number of blocks that were fetched for it."""
+def whole_pass(
+    handle: OffloadEngine, stack: nn.ModuleList, value: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Return the output of all blocks for `value`, and the number of blocks fetched for it."""
     with handle.run(step_visits(["high"], handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
@@ -92,7 +107,8 @@ def test_what_was_issued_is_whole_and_is_not_fetched_again(
     ahead = blocks + 3  # as many as there are buffers
     handle.release_memory(handle.loaded_bytes)
     moved = stop_after(handle, stack, blocks, value, ahead)
-    assert moved == ahead * handle.fetch_bytes(BlockKey("high", 0))
+    key = BlockKey("high", 0)
+    assert moved == ahead * (handle.route.sizes[key] + handle.patches.nbytes(key))
     held = {BlockKey("high", block) for block in range(blocks, ahead)}
     assert set(handle.contents().values()) == held
     again, fetched = whole_pass(handle, stack, value)

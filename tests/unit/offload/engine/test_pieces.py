@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from wanstream.offload import FileSource, attach_offload, piece_name, read_header
-from wanstream.plan import BlockKey, step_visits
+from wanstream.offload import attach_offload
+from wanstream.offload.formats import piece_name, read_header
+from wanstream.offload.sources import FileSource
+from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 
 BLOCKS, WIDTH = 4, 16
@@ -41,7 +43,9 @@ def path(tmp_path: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for block in range(BLOCKS):
-        tensors[f"{block}.codes"] = torch.randint(0, 3, (WIDTH, WIDTH), dtype=torch.uint8, generator=generator)
+        tensors[f"{block}.codes"] = torch.randint(
+            0, 3, (WIDTH, WIDTH), dtype=torch.uint8, generator=generator
+        )
         tensors[f"{block}.scales"] = torch.rand(WIDTH, 1, generator=generator)
         tensors[f"{block}.plain"] = torch.randn(WIDTH, WIDTH, generator=generator)
     save_file(tensors, path)
@@ -50,7 +54,10 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_parameter_is_joined_of_views_once_per_block_and_buffer(path: Path) -> None:
     header = read_header(path).tensors
-    blocks = [nn.Sequential(Coded(), nn.Linear(WIDTH, WIDTH, bias=False, device="meta")) for _ in range(BLOCKS)]
+    blocks = [
+        nn.Sequential(Coded(), nn.Linear(WIDTH, WIDTH, bias=False, device="meta"))
+        for _ in range(BLOCKS)
+    ]
     stored = {
         BlockKey(STACK, index): {
             piece_name("0.weight", "codes"): header[f"{index}.codes"],
@@ -75,7 +82,12 @@ def test_a_parameter_is_joined_of_views_once_per_block_and_buffer(path: Path) ->
 
     source = FileSource(stored, computed_dtypes=dtypes)
     engine = attach_offload(
-        {STACK: blocks}, policy=OffloadPolicy.layerwise(), device="cpu", source=source, follow_forward=False, join=join
+        {STACK: blocks},
+        policy=OffloadPolicy.layerwise(),
+        device="cpu",
+        source=source,
+        follow_forward=False,
+        join=join,
     )
     outputs = []
     with engine:
@@ -101,8 +113,12 @@ def test_a_parameter_is_joined_of_views_once_per_block_and_buffer(path: Path) ->
 def test_a_source_without_the_parameter_of_its_pieces_is_refused(path: Path) -> None:
     header = read_header(path).tensors
     name = piece_name("2.weight", "codes")
-    source = FileSource({BlockKey(STACK, 0): {name: header["0.codes"]}}, computed_dtypes=torch.uint8)
+    source = FileSource(
+        {BlockKey(STACK, 0): {name: header["0.codes"]}}, computed_dtypes=torch.uint8
+    )
     block = nn.Sequential(Coded())
     with pytest.raises(ValueError, match=r"the source and the module differ in 2\.weight"):
-        attach_offload({STACK: [block]}, policy=OffloadPolicy.layerwise(), device="cpu", source=source)
+        attach_offload(
+            {STACK: [block]}, policy=OffloadPolicy.layerwise(), device="cpu", source=source
+        )
     source.close()

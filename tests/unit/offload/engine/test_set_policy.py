@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
-from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.core.pages import in_pages
 from wanstream.offload.host_memory.ram_slots import RamSlots
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.plan import BlockKey, RamResidency, step_visits
+from wanstream.plan.programs import BlockKey, RamResidency, step_visits
 from wanstream.schema import OffloadPolicy, plan_residency
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 STEPS = ["high", "low"]
+ONES = torch.ones(1, WIDTH)
 
 Stacks = dict[str, nn.ModuleList]
 
@@ -39,9 +40,13 @@ def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadEngine:
     return attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False)
 
 
-def run(handle: OffloadEngine, stacks: Stacks, steps: Sequence[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
+def run(
+    handle: OffloadEngine,
+    stacks: Stacks,
+    steps: Sequence[str] = STEPS,
+    value: torch.Tensor = ONES,
+) -> tuple[torch.Tensor, list[BlockKey]]:
     """Return the outputs, and the blocks that were fetched."""
-    value = torch.ones(1, WIDTH)
     with handle.run(step_visits(steps, handle.block_counts)) as going:
         for visit in going.program.visits:
             with going.visit(*visit):
@@ -49,25 +54,48 @@ def run(handle: OffloadEngine, stacks: Stacks, steps: Sequence[str] = STEPS) -> 
     return value, [fetch.block for fetch in going.fetched]
 
 
-def plainly(stacks: Stacks, steps: Sequence[str] = STEPS) -> torch.Tensor:
-    value = torch.ones(1, WIDTH)
+def plainly(
+    stacks: Stacks, steps: Sequence[str] = STEPS, value: torch.Tensor = ONES
+) -> torch.Tensor:
     for name in steps:
         for block in copy.deepcopy(stacks)[name]:
             value = block(value)
     return value
 
 
-def test_the_largest_blocks_are_resident() -> None:
-    widths = [16, 32, 16, 32, 16]
-    blocks = [nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths]
-    policy = OffloadPolicy.block_swap(3)
-    with attach_offload({"model": blocks}, policy=policy, device=CPU, follow_forward=False) as engine, torch.no_grad():
-        with engine.run(step_visits(["model"] * 3, engine.block_counts)) as going:
-            for visit in going.program.visits:
-                with going.visit(*visit):
-                    blocks[visit.block](torch.ones(1, 8))
-    fetched = [fetch.block.block for fetch in going.fetched]
-    assert [fetched.count(block) for block in range(5)] == [3, 1, 3, 1, 3]
+WIDTHS = [32, 128, 32, 128, 64]
+BYTES = [2 * 8 * width * 4 for width in WIDTHS]
+
+
+@pytest.mark.parametrize(
+    ("policy", "counts", "nbytes"),
+    [
+        (OffloadPolicy.block_swap(3), [3, 1, 3, 1, 3], 2 * BYTES[1] + 2 * BYTES[4]),
+        (OffloadPolicy.layerwise(1), [3] * 5, 2 * BYTES[1]),
+        (OffloadPolicy.resident(), [1] * 5, sum(BYTES)),
+    ],
+    ids=["the largest are resident", "layerwise", "resident"],
+)
+@pytest.mark.parametrize("ram_blocks", [0, 3, 5])
+def test_buffers_and_slots_have_the_sizes_of_their_blocks(
+    slow_source, policy: OffloadPolicy, counts: list[int], nbytes: int, ram_blocks: int
+) -> None:
+    blocks = [nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in WIDTHS]
+    expected = plainly({"model": blocks}, ["model"] * 3, torch.ones(1, 8))
+    stacks = {"model": nn.ModuleList(blocks)}
+    before = OffloadPolicy.block_swap(2, 2, source="pinned")
+    source = slow_source(ModuleSource(stacks), seed=0, longest_s=0.001)
+    with attach(stacks, before, source) as engine, torch.no_grad():
+        run(engine, stacks, ["model"], torch.ones(1, 8))
+        engine.set_policy(replace(policy, source="pinned", ram_blocks=ram_blocks))
+        engine.release_memory(engine.loaded_bytes)
+        value, fetched = run(engine, stacks, ["model"] * 3, torch.ones(1, 8))
+        assert torch.equal(value, expected)
+        assert [sum(key.block == block for key in fetched) for block in range(5)] == counts
+        assert engine.loaded_bytes == nbytes
+        in_ram = engine.ram.contents().values()
+        assert engine.host_bytes == sum(in_pages(BYTES[key.block]) for key in in_ram)
+        assert len(in_ram) == ram_blocks
 
 
 def test_residents_that_both_keep_are_not_fetched_again(stacks, source):
@@ -106,7 +134,11 @@ def test_homes_that_both_keep_are_not_read_again(stacks, source):
     with attach(stacks, pinned, source) as handle:
         run(handle, stacks)
         source.reads.clear()
-        for policy in (replace(pinned, prefetch_blocks=3), OffloadPolicy.block_swap(2, 1, source="pinned"), pinned):
+        for policy in (
+            replace(pinned, prefetch_blocks=3),
+            OffloadPolicy.block_swap(2, 1, source="pinned"),
+            pinned,
+        ):
             handle.set_policy(policy)
             assert torch.equal(run(handle, stacks)[0], expected)
         assert source.reads == []
@@ -120,7 +152,9 @@ def test_homes_that_both_keep_are_not_read_again(stacks, source):
         assert torch.equal(run(handle, stacks)[0], expected)
 
 
-@pytest.mark.parametrize("wrong", [OffloadPolicy.block_swap(BLOCKS + 1), OffloadPolicy.block_swap(99, source="pinned")])
+@pytest.mark.parametrize(
+    "wrong", [OffloadPolicy.block_swap(BLOCKS + 1), OffloadPolicy.block_swap(99, source="pinned")]
+)
 def test_a_policy_that_does_not_fit_changes_nothing(stacks, source, wrong):
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.resident(source="pinned"), source) as handle:
@@ -154,7 +188,10 @@ def test_a_run_that_was_planned_before_cannot_begin_after(stacks, source):
     with attach(stacks, OffloadPolicy.layerwise(3), source) as handle:
         stale = handle.run(step_visits(STEPS, handle.block_counts))
         handle.set_policy(OffloadPolicy.layerwise(1))
-        with pytest.raises(ValueError, match="needs 4 buffers, the engine has 2: compile it again"), stale:
+        with (
+            pytest.raises(ValueError, match="needs 4 buffers, the engine has 2: compile it again"),
+            stale,
+        ):
             pass
         assert torch.equal(run(handle, stacks)[0], expected)
 

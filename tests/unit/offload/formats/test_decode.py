@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.offload.formats import decode
+from wanstream.offload.formats import chunk_size
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
 
@@ -19,7 +19,9 @@ def decoded(
     stored: dict[str, torch.Tensor], computed: torch.dtype, scales: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     both = block_format(
-        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}, computed, scaled=scales
+        {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()},
+        computed,
+        scaled=scales,
     )
     raw = allocate_flat(both.stored.nbytes, "cpu")
     for name, view in tensor_views(raw, both.stored).items():
@@ -38,7 +40,11 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [*WIDE, *FP8])
 def test_a_tensor_without_scale_is_cast(dtype, computed):
     torch.manual_seed(0)
-    stored = {"a": random(33, 50, dtype=dtype), "b": random(7, dtype=dtype), "c": random(1, 1, dtype=dtype)}
+    stored = {
+        "a": random(33, 50, dtype=dtype),
+        "b": random(7, dtype=dtype),
+        "c": random(1, 1, dtype=dtype),
+    }
     for name, tensor in decoded(stored, computed, {}).items():
         assert torch.equal(bits(tensor), bits(stored[name].to(computed)))
 
@@ -60,7 +66,7 @@ def test_a_scaled_tensor_is_the_formula_bit_for_bit(dtype, computed, by_row, row
 @pytest.mark.parametrize("chunk", [1, 50, 99, 500, 1649, 1650, 10_000])
 def test_the_size_of_a_chunk_changes_no_bit(monkeypatch, chunk, by_row):
     torch.manual_seed(1)
-    monkeypatch.setattr(decode, "CHUNK_VALUES", chunk)
+    monkeypatch.setattr(chunk_size, "CHUNK_VALUES", chunk)
     stored = {"a": random(33, 50, dtype=torch.float8_e4m3fn)}
     scale = torch.rand(33, 1) if by_row else torch.rand(())
     result = decoded(stored, torch.bfloat16, {"a": scale})["a"]
@@ -69,7 +75,9 @@ def test_the_size_of_a_chunk_changes_no_bit(monkeypatch, chunk, by_row):
 
 def test_nan_of_fp8_stays_nan():
     stored = {"a": torch.tensor([[0x7F, 0xFF, 0x38]], dtype=torch.uint8).view(torch.float8_e4m3fn)}
-    assert decoded(stored, torch.bfloat16, {"a": torch.tensor(0.5)})["a"].isnan().tolist() == [[True, True, False]]
+    assert decoded(stored, torch.bfloat16, {"a": torch.tensor(0.5)})["a"].isnan().tolist() == [
+        [True, True, False]
+    ]
 
 
 def test_extra_memory_does_not_grow_with_the_matrix():
@@ -77,11 +85,13 @@ def test_extra_memory_does_not_grow_with_the_matrix():
         both = block_format({"a": ((rows, 512), torch.float8_e4m3fn)}, torch.bfloat16, scaled=["a"])
         raw = allocate_flat(both.stored.nbytes, "cpu").zero_()
         into = allocate_flat(both.computed.nbytes, "cpu")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
             decode_block(raw, into, both, {"a": torch.rand(rows, 1)})
         return max(event.cpu_memory_usage for event in profile.events())
 
-    assert 0 < largest_temporary(4096) <= largest_temporary(3 * 4096) <= 4 * decode.CHUNK_VALUES
+    assert 0 < largest_temporary(4096) <= largest_temporary(3 * 4096) <= 4 * chunk_size.CHUNK_VALUES
 
 
 @pytest.mark.parametrize("given", [{}, {"a": torch.ones(()), "b": torch.ones(())}])

@@ -34,7 +34,9 @@ def test_every_code_is_the_number_that_torch_makes_of_it(dtype):
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scale", [None, torch.tensor(0.0173), torch.rand(16, 1) * 1e-3], ids=["none", "one", "rows"])
+@pytest.mark.parametrize(
+    "scale", [None, torch.tensor(0.0173), torch.rand(16, 1) * 1e-3], ids=["none", "one", "rows"]
+)
 def test_decoding_is_the_formula_also_where_a_nan_is(dtype, computed, scale):
     for stored in (EVERY.view(dtype).view(16, 16), torch.randn(16, 16).to(dtype)):
         into = torch.empty(16, 16, dtype=computed)

@@ -56,7 +56,10 @@ def written(path: Path, content: bytes) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> Path:
-    """A file with every readable type, every field type, and a tensor of five dimensions with a shape field."""
+    """A file with every readable type and every field type.
+
+    It also has a tensor of five dimensions with a shape field.
+    """
     path, random = tmp_path_factory.mktemp("gguf") / "all.gguf", np.random.default_rng(0)
     writer = GGUFWriter(path, "wan")
     writer.add_string("note", "smörgås")
@@ -64,7 +67,14 @@ def everything(tmp_path_factory) -> Path:
     writer.add_array("long", list(range(1000)))
     writer.add_bool("yes", True)
     for number, add in enumerate(
-        (writer.add_uint8, writer.add_int8, writer.add_uint16, writer.add_int16, writer.add_uint32, writer.add_int32)
+        (
+            writer.add_uint8,
+            writer.add_int8,
+            writer.add_uint16,
+            writer.add_int16,
+            writer.add_uint32,
+            writer.add_int32,
+        )
     ):
         add(f"number {number}", 7)
     writer.add_uint64("large", 2**60)
@@ -79,7 +89,9 @@ def everything(tmp_path_factory) -> Path:
     writer.add_tensor("f32", values)
     writer.add_tensor("f16", values[0].astype(np.float16))
     writer.add_tensor(
-        "bf16", gguf.quants.quantize(values[0, 0], GGMLQuantizationType.BF16), raw_dtype=GGMLQuantizationType.BF16
+        "bf16",
+        gguf.quants.quantize(values[0, 0], GGMLQuantizationType.BF16),
+        raw_dtype=GGMLQuantizationType.BF16,
     )
     writer.add_tensor("reshaped", values.reshape(12, 2))
     writer.add_array("comfy.gguf.orig_shape.reshaped", values.shape)
@@ -98,7 +110,11 @@ def test_places_are_those_that_the_package_finds(everything):
     assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
     for theirs in reader.tensors:
         ours = header.tensors[theirs.name]
-        assert (ours.path, ours.offset, ours.nbytes) == (everything, theirs.data_offset, theirs.n_bytes)
+        assert (ours.path, ours.offset, ours.nbytes) == (
+            everything,
+            theirs.data_offset,
+            theirs.n_bytes,
+        )
         known = theirs.tensor_type.name
         assert TYPES[theirs.tensor_type.value] == known
         assert (ours.packing.name if ours.packing else ours.dtype) == DTYPES.get(known, known)
@@ -112,7 +128,9 @@ def test_places_are_those_that_the_package_finds(everything):
 def test_bytes_are_those_that_were_written(everything):
     reader = {tensor.name: tensor for tensor in GGUFReader(everything).tensors}
     for name, tensor in read_tensors(read_gguf_header(everything).tensors).items():
-        assert bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == reader[name].data.tobytes(), name
+        assert (
+            bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == reader[name].data.tobytes()
+        ), name
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 32, 4096])
@@ -127,7 +145,9 @@ def test_alignment(tmp_path, alignment):
     writer.write_tensors_to_file()
     writer.close()
     tensors = read_tensors(read_gguf_header(tmp_path / "x.gguf").tensors)
-    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {name: [ord(name)] * 3 for name in "abc"}
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: [ord(name)] * 3 for name in "abc"
+    }
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -144,64 +164,122 @@ def test_tensors_come_in_the_order_of_their_bytes(tmp_path):
 
 
 def test_a_file_without_tensors_is_read(tmp_path):
-    header = read_gguf_header(written(tmp_path / "x.gguf", file_bytes(fields=(field("n", TEXT, text("t")),))))
+    header = read_gguf_header(
+        written(tmp_path / "x.gguf", file_bytes(fields=(field("n", TEXT, text("t")),)))
+    )
     assert (dict(header.tensors), dict(header.metadata)) == ({}, {"n": "t"})
 
 
 Q4_K = 12
-READABLE = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS"
+READABLE = (
+    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS"
+)
 SHAPE = "comfy.gguf.orig_shape.a"
 NUMBERS = struct.pack("<IQ", 5, 2) + struct.pack("<2i", 2, 1)
 
 BAD_FILES = {
     "empty": (b"", "is empty: download it again"),
     "short": (b"GGUF\x03", "is not a GGUF file: has 5 bytes"),
-    "html": (b"<!DOCTYPE html><html>", "is not the model but a web page; the download probably needs a login"),
-    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "is not the model but a git-lfs pointer"),
+    "html": (
+        b"<!DOCTYPE html><html>",
+        "is not the model but a web page; the download probably needs a login",
+    ),
+    "git-lfs pointer": (
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "is not the model but a git-lfs pointer",
+    ),
     "zip": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(100), "PyTorch pickle"),
     "pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "PyTorch pickle"),
-    "safetensors": (struct.pack("<Q", 2) + b"{}", "not a GGUF file but safetensors: let its name end in .safetensors"),
+    "safetensors": (
+        struct.pack("<Q", 2) + b"{}",
+        "not a GGUF file but safetensors: let its name end in .safetensors",
+    ),
     "big-endian": (file_bytes(entry(), start=b"GGUF\x00\x00\x00\x03"), "is a big-endian GGUF file"),
-    "version 1": (file_bytes(entry(), start=b"GGUF\x01\x00\x00\x00"), "version 1; versions 2 and 3 can be read"),
-    "version 4": (file_bytes(entry(), start=b"GGUF\x04\x00\x00\x00"), "version 4; versions 2 and 3 can be read"),
-    "no counts": (b"GGUF\x03\x00\x00\x00\x01", "truncated or damaged: its header does not end within its 9 bytes"),
+    "version 1": (
+        file_bytes(entry(), start=b"GGUF\x01\x00\x00\x00"),
+        "version 1; versions 2 and 3 can be read",
+    ),
+    "version 4": (
+        file_bytes(entry(), start=b"GGUF\x04\x00\x00\x00"),
+        "version 4; versions 2 and 3 can be read",
+    ),
+    "no counts": (
+        b"GGUF\x03\x00\x00\x00\x01",
+        "truncated or damaged: its header does not end within its 9 bytes",
+    ),
     "more tensors": (file_bytes(entry(), counts=(2**60, 0)), "truncated or damaged|damaged GGUF"),
     "more fields": (file_bytes(entry(), counts=(1, 2**60)), "truncated or damaged|damaged GGUF"),
     "long name": (file_bytes(struct.pack("<Q", 2**62)), "truncated or damaged"),
-    "no UTF-8": (file_bytes(struct.pack("<Q", 2) + b"\xff\xfe" + bytes(40)), "a name or text that is not UTF-8"),
-    "unknown field": (file_bytes(entry(), fields=(field("n", 77, b""),)), "a field 'n' of the unknown type 77"),
+    "no UTF-8": (
+        file_bytes(struct.pack("<Q", 2) + b"\xff\xfe" + bytes(40)),
+        "a name or text that is not UTF-8",
+    ),
+    "unknown field": (
+        file_bytes(entry(), fields=(field("n", 77, b""),)),
+        "a field 'n' of the unknown type 77",
+    ),
     "list of lists": (
         file_bytes(entry(), fields=(field("n", LIST, struct.pack("<IQ", LIST, 1)),)),
         "a field 'n' of the unknown type 9",
     ),
-    "long list": (file_bytes(entry(), fields=(field("n", LIST, struct.pack("<IQ", 0, 2**63)),)), "truncated"),
+    "long list": (
+        file_bytes(entry(), fields=(field("n", LIST, struct.pack("<IQ", 0, 2**63)),)),
+        "truncated",
+    ),
     "long list of texts": (
         file_bytes(entry(), fields=(field("n", LIST, struct.pack("<IQ", TEXT, 2**63)),)),
         "truncated or damaged",
     ),
-    "field twice": (file_bytes(entry(), fields=(field("n", 0, b"1"), field("n", 0, b"2"))), "'n' twice"),
+    "field twice": (
+        file_bytes(entry(), fields=(field("n", 0, b"1"), field("n", 0, b"2"))),
+        "'n' twice",
+    ),
     "tensor twice": (file_bytes(entry(), entry()), "'a' twice"),
     "endless name": (file_bytes(entry(name="a" * 65536)), "a name of 65536 characters"),
     "dimensions": (file_bytes(entry(dims=(1,) * 9)), "a tensor 'a' of 9 dimensions"),
-    "overlap": (file_bytes(entry("a", (16,)), entry("b", offset=32)), "overlapping tensors 'a' and 'b'"),
+    "overlap": (
+        file_bytes(entry("a", (16,)), entry("b", offset=32)),
+        "overlapping tensors 'a' and 'b'",
+    ),
     "offset": (file_bytes(entry(offset=4)), "a tensor 'a' at byte 4, not a multiple of 32"),
-    "data cut off": (file_bytes(entry(dims=(17,))), r"is truncated: has 128 of 132 bytes; download it again"),
+    "data cut off": (
+        file_bytes(entry(dims=(17,))),
+        r"is truncated: has 128 of 132 bytes; download it again",
+    ),
     "far away": (file_bytes(entry(offset=2**62)), "is truncated: has"),
     "too large": (file_bytes(entry(dims=(2**32, 2**32, 2**32))), "is truncated: has"),
     "broken rows": (
         file_bytes(entry(dims=(128, 2), kind=Q4_K)),
         r"'a' \[2, 128\] in Q4_K, whose groups have 256 values",
     ),
-    "packed scalar": (file_bytes(entry(dims=(), kind=Q4_K)), r"'a' \[\] in Q4_K, whose groups have 256 values"),
-    "alignment 0": (file_bytes(entry(), fields=(field("general.alignment", 4, bytes(4)),)), "general.alignment 0;"),
-    "alignment 3": (file_bytes(entry(), fields=(field("general.alignment", 4, b"\3\0\0\0"),)), "general.alignment 3;"),
-    "alignment text": (file_bytes(entry(), fields=(field("general.alignment", TEXT, text("x")),)), "alignment 'x'"),
-    "alignment bool": (file_bytes(entry(), fields=(field("general.alignment", 7, b"\1"),)), "alignment True"),
+    "packed scalar": (
+        file_bytes(entry(dims=(), kind=Q4_K)),
+        r"'a' \[\] in Q4_K, whose groups have 256 values",
+    ),
+    "alignment 0": (
+        file_bytes(entry(), fields=(field("general.alignment", 4, bytes(4)),)),
+        "general.alignment 0;",
+    ),
+    "alignment 3": (
+        file_bytes(entry(), fields=(field("general.alignment", 4, b"\3\0\0\0"),)),
+        "general.alignment 3;",
+    ),
+    "alignment text": (
+        file_bytes(entry(), fields=(field("general.alignment", TEXT, text("x")),)),
+        "alignment 'x'",
+    ),
+    "alignment bool": (
+        file_bytes(entry(), fields=(field("general.alignment", 7, b"\1"),)),
+        "alignment True",
+    ),
     "shape": (
         file_bytes(entry(dims=(3,)), fields=(field(SHAPE, LIST, NUMBERS),)),
         r"the shape \[2, 1\] for tensor 'a'",
     ),
-    "shape text": (file_bytes(entry(), fields=(field(SHAPE, TEXT, text("2, 1")),)), "the shape '2, 1' for tensor 'a'"),
+    "shape text": (
+        file_bytes(entry(), fields=(field(SHAPE, TEXT, text("2, 1")),)),
+        "the shape '2, 1' for tensor 'a'",
+    ),
     "shape negative": (
         file_bytes(entry(), fields=(field(SHAPE, LIST, struct.pack("<IQ2i", 5, 2, -2, -1)),)),
         r"the shape \(-2, -1\)",
@@ -210,11 +288,26 @@ BAD_FILES = {
         file_bytes(entry(), fields=(field(SHAPE, LIST, struct.pack("<IQ2f", 6, 2, 2.0, 1.0)),)),
         r"the shape \(2.0, 1.0\)",
     ),
-    "type IQ2_XXS": (file_bytes(entry(dims=(256,), kind=16)), f"a is stored as IQ2_XXS, .* use a file of {READABLE}"),
-    "type TQ1_0": (file_bytes(entry(dims=(256,), kind=34)), "a is stored as TQ1_0, which is not supported"),
-    "type MXFP4": (file_bytes(entry(dims=(256,), kind=39)), "a is stored as MXFP4, which is not supported"),
-    "type Q8_1": (file_bytes(entry(dims=(256,), kind=9)), "a is stored as Q8_1, which is not supported"),
-    "type 4": (file_bytes(entry(dims=(256,), kind=4)), "a is stored as type 4 of ggml, which is not supported"),
+    "type IQ2_XXS": (
+        file_bytes(entry(dims=(256,), kind=16)),
+        f"a is stored as IQ2_XXS, .* use a file of {READABLE}",
+    ),
+    "type TQ1_0": (
+        file_bytes(entry(dims=(256,), kind=34)),
+        "a is stored as TQ1_0, which is not supported",
+    ),
+    "type MXFP4": (
+        file_bytes(entry(dims=(256,), kind=39)),
+        "a is stored as MXFP4, which is not supported",
+    ),
+    "type Q8_1": (
+        file_bytes(entry(dims=(256,), kind=9)),
+        "a is stored as Q8_1, which is not supported",
+    ),
+    "type 4": (
+        file_bytes(entry(dims=(256,), kind=4)),
+        "a is stored as type 4 of ggml, which is not supported",
+    ),
     "type 9999": (file_bytes(entry(dims=(256,), kind=9999)), "a is stored as type 9999 of ggml"),
 }
 
@@ -250,12 +343,17 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 
 
 def test_a_gguf_file_under_another_name_is_told_so(tmp_path):
-    with pytest.raises(CheckpointFileError, match=r"not a safetensors file but GGUF: let its name end in \.gguf"):
+    with pytest.raises(
+        CheckpointFileError, match=r"not a safetensors file but GGUF: let its name end in \.gguf"
+    ):
         read_header(written(tmp_path / "x.safetensors", file_bytes(entry())))
 
 
 def test_a_header_without_end_is_refused_before_it_fills_the_memory(tmp_path):
-    path = written(tmp_path / "x.gguf", file_bytes(entry(), fields=(field("n", TEXT, struct.pack("<Q", 2**30)),)))
+    path = written(
+        tmp_path / "x.gguf",
+        file_bytes(entry(), fields=(field("n", TEXT, struct.pack("<Q", 2**30)),)),
+    )
     os.truncate(path, 2**31)  # a sparse file
     with pytest.raises(CheckpointFileError, match="a header of more than 100000000 bytes"):
         read_gguf_header(path)
@@ -288,7 +386,9 @@ SOUND = file_bytes(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     flips=st.lists(st.tuples(st.integers(0, len(SOUND) - 1), st.integers(1, 255)), max_size=4),
     length=st.integers(0, len(SOUND)) | st.just(len(SOUND)),

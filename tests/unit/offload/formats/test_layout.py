@@ -16,7 +16,15 @@ from wanstream.offload.formats.layout import (
     tensor_views,
 )
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +84,9 @@ def test_views_share_the_flat_memory(parts):
         assert (tuple(view.shape), view.dtype) == (tensor.shape, tensor.dtype)
         view.fill_(1)
         piece = flat[tensor.offset : tensor.offset + tensor.nbytes]
-        assert torch.equal(piece, torch.ones(tensor.shape, dtype=tensor.dtype).reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            piece, torch.ones(tensor.shape, dtype=tensor.dtype).reshape(-1).view(torch.uint8)
+        )
     assert flat.sum() == sum(
         int(torch.ones(tensor.shape, dtype=tensor.dtype).reshape(-1).view(torch.uint8).sum())
         for tensor in layout.tensors
@@ -85,7 +95,11 @@ def test_views_share_the_flat_memory(parts):
 
 @pytest.mark.parametrize(
     "wrong",
-    [torch.empty(512, dtype=torch.int8), torch.empty(2, 256, dtype=torch.uint8), torch.empty(255, dtype=torch.uint8)],
+    [
+        torch.empty(512, dtype=torch.int8),
+        torch.empty(2, 256, dtype=torch.uint8),
+        torch.empty(255, dtype=torch.uint8),
+    ],
 )
 def test_views_refuse_other_memory(wrong):
     with pytest.raises(AssertionError):
@@ -104,7 +118,9 @@ def test_memory_is_made_outside_inference_mode():
     with torch.inference_mode():
         flat = allocate_flat(512, "cpu")
     assert not flat.is_inference()
-    flat.fill_(7)  # an inference tensor could be written here too, but not after autograd has recorded it
+    flat.fill_(
+        7
+    )  # an inference tensor could be written here too, but not after autograd has recorded it
     view = tensor_views(flat, flat_layout([("a", (64,), torch.float32)]))["a"]
     (torch.ones(64, requires_grad=True) * view).sum().backward()
 
@@ -119,7 +135,9 @@ def test_raw_means_that_nothing_is_decoded():
 
 def test_computed_layout_has_its_own_offsets():
     both = block_format(
-        {"a": ((256,), torch.float8_e4m3fn), "b": ((256,), torch.float8_e4m3fn)}, torch.float32, scaled=["b"]
+        {"a": ((256,), torch.float8_e4m3fn), "b": ((256,), torch.float8_e4m3fn)},
+        torch.float32,
+        scaled=["b"],
     )
     assert [tensor.offset for tensor in both.stored.tensors] == [0, 256]
     assert [tensor.offset for tensor in both.computed.tensors] == [0, 1024]
@@ -127,7 +145,9 @@ def test_computed_layout_has_its_own_offsets():
 
 
 @pytest.mark.parametrize(
-    "computed", [[("b", (4,), torch.float32)], [("a", (5,), torch.float32)], []], ids=["name", "shape", "count"]
+    "computed",
+    [[("b", (4,), torch.float32)], [("a", (5,), torch.float32)], []],
+    ids=["name", "shape", "count"],
 )
 def test_the_two_layouts_of_a_block_must_agree(computed):
     stored = flat_layout([("a", (4,), torch.float32)])

@@ -1,17 +1,16 @@
-"""Decoding of int8, rotated and microscaled matrices: byte vectors, plain definitions, and pieces of rows."""
+"""Decoding of int8, rotated and microscaled matrices: bytes, definitions, and pieces of rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from wanstream.offload.formats import decode, rotation
-from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.microscaling import group_scales
+from wanstream.offload.formats import chunk_size, rotation
+from wanstream.offload.formats.decode import decode_tensor, group_scales
 from wanstream.offload.formats.packing import MXFP8, NVFP4, EightBit, Microscaled, Packing
-from wanstream.testing.number_formats import ENCODERS, Encoded, int8_convrot, rotated, tiled
-from wanstream.testing.number_formats import rotation as rotation_matrix
 from wanstream.testing.quantised import quantise
+from wanstream.tests.support.number_formats import ENCODERS, Encoded, int8_convrot, rotated, tiled
+from wanstream.tests.support.number_formats import rotation as rotation_matrix
 
 LOW_FIRST = Microscaled(name="nvfp4", values=16, bits=4, high_first=False)
 PACKINGS: dict[str, Packing] = {
@@ -63,7 +62,9 @@ def test_fp8_has_the_published_bytes() -> None:
     assert scale.item() == pytest.approx(0.00055803574, rel=1e-8)
     values = torch.empty(1, 6)
     decode_tensor(codes[:, :6].contiguous(), values, scale=scale)
-    assert values[0].tolist() == pytest.approx([-448 / 1792, -416 / 1792, -384 / 1792, -352 / 1792, *[-320 / 1792] * 2])
+    assert values[0].tolist() == pytest.approx(
+        [-448 / 1792, -416 / 1792, -384 / 1792, -352 / 1792, *[-320 / 1792] * 2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,14 +72,23 @@ def test_fp8_has_the_published_bytes() -> None:
     [
         (EightBit(), "81899199a1a90000", 0.00196850393, None, [-127, -119, -111, -103, -95, -87]),
         (MXFP8, "f8f7f6f5f4f3", 117, None, [-256, -240, -224, -208, -192, -176]),
-        (NVFP4, "fffeeeedddcc", 0x7E, 9.3005954e-05, [-6, -6, -6, -4, -4, -4, -4, -3, -3, -3, -2, -2]),
+        (
+            NVFP4,
+            "fffeeeedddcc",
+            0x7E,
+            9.3005954e-05,
+            [-6, -6, -6, -4, -4, -4, -4, -3, -3, -3, -2, -2],
+        ),
     ],
     ids=["int8 rows", "mxfp8", "nvfp4"],
 )
 def test_the_published_bytes_are_read(
     packing: Packing, codes: str, scale: float, overall: float | None, values: list[float]
 ) -> None:
-    """The codes by hand: int8 by the scale of the row, e4m3fn by 2**(117 - 127), e2m1 by 448 (0x7e) and `overall`."""
+    """The codes by hand.
+
+    int8 by the scale of the row, e4m3fn by 2**(117 - 127), e2m1 by 448 (0x7e) and `overall`.
+    """
     stored = bytes.fromhex(codes)
     if isinstance(packing, EightBit):
         shape, behind = (1, len(stored)), torch.tensor([scale]).view(torch.uint8)
@@ -90,8 +100,12 @@ def test_the_published_bytes_are_read(
         factor = 2.0**-10 if overall is None else 448 * overall
     read = torch.empty(shape)
     whole = torch.cat((torch.frombuffer(bytearray(stored), dtype=torch.uint8), behind))
-    decode_tensor(whole, read, packing=packing, scale=None if overall is None else torch.tensor(overall))
-    assert read[0, : len(values)].tolist() == pytest.approx([factor * value for value in values], rel=1e-6)
+    decode_tensor(
+        whole, read, packing=packing, scale=None if overall is None else torch.tensor(overall)
+    )
+    assert read[0, : len(values)].tolist() == pytest.approx(
+        [factor * value for value in values], rel=1e-6
+    )
     assert not read[0, len(values) :].any()
 
 
@@ -128,7 +142,7 @@ def test_values_are_those_of_the_definition(name: str, dtype: torch.dtype) -> No
 def test_pieces_of_rows_have_the_same_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = ENCODERS[name](torch.randn(37, 256, generator=torch.Generator().manual_seed(2)))
     whole = decoded(encoded, PACKINGS[name], torch.bfloat16)
-    monkeypatch.setattr(decode, "CHUNK_VALUES", 5 * 256)
+    monkeypatch.setattr(chunk_size, "CHUNK_VALUES", 5 * 256)
     assert torch.equal(decoded(encoded, PACKINGS[name], torch.bfloat16), whole)
 
 
@@ -159,7 +173,9 @@ def test_a_rotated_matrix_turns_back() -> None:
 
 @pytest.mark.parametrize("shape", [(128, 128), (130, 160), (1, 32), (300, 32)])
 def test_scales_leave_their_tiles(shape: tuple[int, int]) -> None:
-    codes = torch.randint(1, 255, (shape[0], shape[1] // 32), generator=torch.Generator().manual_seed(4)).byte()
+    codes = torch.randint(
+        1, 255, (shape[0], shape[1] // 32), generator=torch.Generator().manual_seed(4)
+    ).byte()
     tiles = tiled(codes)
     assert tiles.shape == MXFP8.scale_shape(shape)
     scales = group_scales(tiles.view(-1), MXFP8, shape)

@@ -1,4 +1,7 @@
-"""Decoding in one pass: choice of a kernel, kernels that fail, and the bits of all of them in Triton's interpreter."""
+"""Decoding in one pass.
+
+Choice of a kernel, kernels that fail, and the bits of all of them in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,15 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[ModuleType]:
-    """The kernels for Triton's interpreter. Their own module, if it is imported, keeps those for a device."""
+    """The kernels for Triton's interpreter.
+
+    Their own module, if it is imported, keeps those for a device.
+    """
     pytest.importorskip("triton")
     name = "wanstream.offload.formats.interpreted_kernels"
-    spec = importlib.util.spec_from_file_location(name, Path(one_pass.__file__).with_name("triton_kernels.py"))
+    spec = importlib.util.spec_from_file_location(
+        name, Path(one_pass.__file__).with_name("triton_kernels.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -54,7 +62,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_kernel_has_the_bits_of_torch(
-    interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch, form: StoredForm, computed: torch.dtype
+    interpreted: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    form: StoredForm,
+    computed: torch.dtype,
 ) -> None:
     monkeypatch.setattr(one_pass, "_kernels", lambda: interpreted)
     stored, shape, scale = one_pass.sample(form)
@@ -62,7 +73,9 @@ def test_a_kernel_has_the_bits_of_torch(
     decode_tensor(stored, expected, packing=form.packing, scale=scale)
     assert form.has_kernel
     one_pass.launch(stored, found, form.packing, scale, {})
-    differing = (found.nan_to_num(5.0) != expected.nan_to_num(5.0)) | (found.signbit() != expected.signbit())
+    differing = (found.nan_to_num(5.0) != expected.nan_to_num(5.0)) | (
+        found.signbit() != expected.signbit()
+    )
     assert not (differing & ~expected.isnan()).any()
     assert torch.equal(found.isnan(), expected.isnan())
 
@@ -85,7 +98,9 @@ def test_a_kernel_has_the_bits_of_torch(
     ],
     ids=str,
 )
-def test_units_do_not_cross_a_scale(form: StoredForm, shape: tuple[int, ...], by_row: bool, units: int | None) -> None:
+def test_units_do_not_cross_a_scale(
+    form: StoredForm, shape: tuple[int, ...], by_row: bool, units: int | None
+) -> None:
     assert form.units_per_scale(shape, by_row=by_row) == units
 
 
@@ -141,7 +156,9 @@ def test_a_kernel_is_used_if_its_test_passes(
     reason: str | None,
 ) -> None:
     tested = []
-    on_device.setattr(one_pass, "launch", lambda *given: (tested.append(len(given[0])), kernel(*given)))
+    on_device.setattr(
+        one_pass, "launch", lambda *given: (tested.append(len(given[0])), kernel(*given))
+    )
     layout = block_format({"a": ((16, 16), FP8)}, torch.float32)
     stored, into = torch.randn(16, 16).to(FP8), torch.empty(16, 16)
     with caplog.at_level(logging.WARNING, "wanstream.kernels"):

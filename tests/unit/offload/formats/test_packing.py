@@ -1,4 +1,7 @@
-"""GGUF tensors in layouts and sources, decoded whole and in chunks, next to plain and scaled ones."""
+"""GGUF tensors in layouts and sources, next to plain and scaled ones.
+
+They are decoded whole and in chunks.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from wanstream.offload.formats import decode
+from wanstream.offload.formats import chunk_size
 from wanstream.offload.formats.decode import decode_block, decode_tensor
 from wanstream.offload.formats.gguf_header import read_gguf_header
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
 from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import FileSource, read_tensors
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 from wanstream.testing.quantised import random_groups
 
 COMPUTED = [torch.float32, torch.float16, torch.bfloat16]
@@ -30,7 +33,9 @@ def packs_of(name: str, *, rows: int = ROWS, seed: int = 0, scale: float = 0.01)
     packing = QUANT_FORMATS[name]
     random = np.random.default_rng(seed)
     return torch.from_numpy(
-        random_groups(GGMLQuantizationType[name], rows * COLUMNS // packing.values, random, scale=scale)
+        random_groups(
+            GGMLQuantizationType[name], rows * COLUMNS // packing.values, random, scale=scale
+        )
     )
 
 
@@ -41,7 +46,9 @@ def reference(name: str, groups: torch.Tensor) -> torch.Tensor:
 
 
 def packed_format(name: str, rows: int, computed: torch.dtype):
-    return block_format({"a": ((rows, COLUMNS), torch.uint8)}, computed, packings={"a": QUANT_FORMATS[name]})
+    return block_format(
+        {"a": ((rows, COLUMNS), torch.uint8)}, computed, packings={"a": QUANT_FORMATS[name]}
+    )
 
 
 def decoded(name: str, groups: torch.Tensor, computed: torch.dtype) -> torch.Tensor:
@@ -57,10 +64,18 @@ class TestLayouts:
     @pytest.mark.parametrize("name", QUANT_FORMATS)
     def test_bytes_are_packs_and_shapes_are_values(self, name):
         both = packed_format(name, 6, torch.bfloat16)
-        packing, (stored,), (computed,) = QUANT_FORMATS[name], both.stored.tensors, both.computed.tensors
+        packing, (stored,), (computed,) = (
+            QUANT_FORMATS[name],
+            both.stored.tensors,
+            both.computed.tensors,
+        )
         groups = 6 * COLUMNS // packing.values
         assert (stored.shape, stored.nbytes) == ((6, COLUMNS), groups * packing.nbytes)
-        assert (computed.shape, computed.nbytes, computed.packing) == ((6, COLUMNS), 6 * COLUMNS * 2, None)
+        assert (computed.shape, computed.nbytes, computed.packing) == (
+            (6, COLUMNS),
+            6 * COLUMNS * 2,
+            None,
+        )
         assert tensor_views(allocate_flat(both.stored.nbytes, "cpu"), both.stored)["a"].shape == (
             groups,
             packing.nbytes,
@@ -70,18 +85,27 @@ class TestLayouts:
     def test_bytes_of_a_block_of_wan(self):
         """The ten matrices of one A14B block, with the mix of formats in published files."""
         matrices = [(5120, 5120)] * 8 + [(13824, 5120), (5120, 13824)]
-        sizes = {name: sum(packing.bytes_of(shape) for shape in matrices) for name, packing in QUANT_FORMATS.items()}
-        assert {name: round(sizes[name] / 1e6, 1) for name in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K")} == {
+        sizes = {
+            name: sum(packing.bytes_of(shape) for shape in matrices)
+            for name, packing in QUANT_FORMATS.items()
+        }
+        assert {
+            name: round(sizes[name] / 1e6, 1) for name in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K")
+        } == {
             "Q8_0": 373.2, "Q6_K": 288.2, "Q5_K": 241.5, "Q4_K": 197.6, "Q3_K": 150.9,
         }  # fmt: skip
 
     def test_half_a_pack_is_a_bug(self):
         with pytest.raises(AssertionError, match="not a whole number of Q4_K groups of 256"):
-            block_format({"a": ((3, 128), torch.uint8)}, torch.float32, packings={"a": QUANT_FORMATS["Q4_K"]})
+            block_format(
+                {"a": ((3, 128), torch.uint8)}, torch.float32, packings={"a": QUANT_FORMATS["Q4_K"]}
+            )
 
     def test_a_packed_tensor_has_no_scale(self):
         with pytest.raises(AssertionError, match="of a quantised one"):
-            block_format({"a": ((2, 256), torch.uint8)}, torch.float32, ["a"], {"a": QUANT_FORMATS["Q4_K"]})
+            block_format(
+                {"a": ((2, 256), torch.uint8)}, torch.float32, ["a"], {"a": QUANT_FORMATS["Q4_K"]}
+            )
 
 
 class TestDecoding:
@@ -91,14 +115,16 @@ class TestDecoding:
         groups = packs_of(name)
         values = decoded(name, groups, computed)
         assert values.shape == (ROWS, COLUMNS)
-        assert torch.equal(values.view(torch.uint8), reference(name, groups).to(computed).view(torch.uint8))
+        assert torch.equal(
+            values.view(torch.uint8), reference(name, groups).to(computed).view(torch.uint8)
+        )
 
     @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("chunk", [1, 255, 256, 300, 5000, ROWS * COLUMNS - 1, ROWS * COLUMNS])
     @pytest.mark.parametrize("name", ["Q5_K", "IQ4_NL"])
     def test_the_size_of_a_chunk_changes_no_bit(self, monkeypatch, name, chunk, computed):
         groups = packs_of(name)
-        monkeypatch.setattr(decode, "CHUNK_VALUES", chunk)
+        monkeypatch.setattr(chunk_size, "CHUNK_VALUES", chunk)
         assert torch.equal(decoded(name, groups, computed), reference(name, groups).to(computed))
 
     @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16], ids=str)
@@ -113,14 +139,17 @@ class TestDecoding:
                 decode_block(raw, into, both, {})
             return max(event.cpu_memory_usage for event in profile.events())
 
-        assert largest_temporary(4096) <= largest_temporary(3 * 4096) <= 4 * decode.CHUNK_VALUES
+        assert largest_temporary(4096) <= largest_temporary(3 * 4096) <= 4 * chunk_size.CHUNK_VALUES
 
     def test_all_formats_in_one_block(self):
         names = {f"{name}.weight": QUANT_FORMATS[name] for name in QUANT_FORMATS}
         stored = dict.fromkeys(names, ((ROWS, COLUMNS), torch.uint8))
         stored |= {"plain": ((7, 5), torch.float16), "scaled": ((4, 6), torch.float8_e5m2)}
         both = block_format(stored, torch.bfloat16, scaled=["scaled"], packings=names)
-        raw, into = allocate_flat(both.stored.nbytes, "cpu"), allocate_flat(both.computed.nbytes, "cpu")
+        raw, into = (
+            allocate_flat(both.stored.nbytes, "cpu"),
+            allocate_flat(both.computed.nbytes, "cpu"),
+        )
         views = tensor_views(raw, both.stored)
         for number, (name, packing) in enumerate(names.items()):
             views[name].copy_(packs_of(packing.name, seed=number))
@@ -159,7 +188,10 @@ def path(tmp_path: Path) -> Path:
 
 def blocks_of(path: Path):
     tensors = read_gguf_header(path).tensors
-    return {key: {name: tensors[f"{key.expert}.{name}"] for name in ("Q6_K", "F32", "Q4_K", "Q8_0")} for key in KEYS}
+    return {
+        key: {name: tensors[f"{key.expert}.{name}"] for name in ("Q6_K", "F32", "Q4_K", "Q8_0")}
+        for key in KEYS
+    }
 
 
 class TestSources:
@@ -168,19 +200,26 @@ class TestSources:
         source = FileSource(blocks_of(path), computed_dtypes=torch.bfloat16, portable=portable)
         for seed, key in enumerate(KEYS):
             both = source.formats[key]
-            flat, into = allocate_flat(both.stored.nbytes, "cpu"), allocate_flat(both.computed.nbytes, "cpu")
+            flat, into = (
+                allocate_flat(both.stored.nbytes, "cpu"),
+                allocate_flat(both.computed.nbytes, "cpu"),
+            )
             source.read_block(key, flat)
             decode_block(flat, into, both, source.scales(key))
             views = tensor_views(into, both.computed)
             assert list(views) == ["Q6_K", "F32", "Q4_K", "Q8_0"]
             for name in ("Q6_K", "Q4_K", "Q8_0"):
-                assert torch.equal(views[name], reference(name, packs_of(name, seed=seed)).bfloat16())
+                assert torch.equal(
+                    views[name], reference(name, packs_of(name, seed=seed)).bfloat16()
+                )
             assert torch.equal(views["F32"], torch.full((3, 5), seed, dtype=torch.bfloat16))
         source.close()
 
     def test_the_bytes_of_a_block_are_those_in_the_file(self, path):
         source = FileSource(blocks_of(path), computed_dtypes=torch.bfloat16)
-        packed = [QUANT_FORMATS[name].bytes_of((ROWS, COLUMNS)) for name in ("Q6_K", "Q4_K", "Q8_0")]
+        packed = [
+            QUANT_FORMATS[name].bytes_of((ROWS, COLUMNS)) for name in ("Q6_K", "Q4_K", "Q8_0")
+        ]
         stored = source.formats[KEYS[0]].stored
         assert sum(tensor.nbytes for tensor in stored.tensors) == sum(packed) + 3 * 5 * 4
         source.close()

@@ -13,11 +13,15 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def plainly(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise with the formula on whole tensors."""
-    scales = (values.float().abs().amax(1, keepdim=True) / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = (values.float().abs().amax(1, keepdim=True) / 448.0).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
     return (values.float() / scales).to(torch.float8_e4m3fn), scales
 
 
-def quantised(values: torch.Tensor, *, work: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(
+    values: torch.Tensor, *, work: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     into = torch.full(values.shape, 0x55, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.full((len(values), 1), math.nan)
     memory = quantise.work_memory(values.shape[1]) if work is None else torch.empty(work)
@@ -55,12 +59,16 @@ def test_values_are_divided_by_the_scale_and_not_multiplied_with_its_reciprocal(
 
 
 def test_every_bf16_number_is_quantised_as_the_formula_says():
-    """All values of the range of the scale, next to a large one, subnormal results and ties included."""
+    """All values of the scale's range, next to a large one, with subnormal results and ties."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
     for largest in (448.0, 3.0, 0.0173, 1e-30):
         values = every[every.float().abs() <= largest]
-        rows = torch.cat([values, torch.full((-values.numel() % 64,), largest).bfloat16()]).view(-1, 64).clone()
+        rows = (
+            torch.cat([values, torch.full((-values.numel() % 64,), largest).bfloat16()])
+            .view(-1, 64)
+            .clone()
+        )
         rows[:, 0] = largest
         assert_same(rows, *quantised(rows))
 
@@ -112,7 +120,10 @@ def test_scales_alone_are_those_of_the_whole():
 
 
 def test_each_row_keeps_the_precision_of_fp8():
-    """Half a unit in the last of 3 bits is 1/16 of the value; below 2^-6 of the scale, half of the smallest step."""
+    """Half a unit in the last of 3 bits is 1/16 of the value.
+
+    Below 2^-6 of the scale, half of the smallest step.
+    """
     values = heavy_tailed(64, 512)
     into, scales = quantised(values)
     error = (into.float() * scales - values).abs()
@@ -121,4 +132,6 @@ def test_each_row_keeps_the_precision_of_fp8():
     of_one_scale = (values / one).to(torch.float8_e4m3fn).float() * one - values
     per_row = (error.norm(dim=1) / values.norm(dim=1)).max()
     assert per_row < 0.04
-    assert (of_one_scale.norm(dim=1) / values.norm(dim=1)).max() > 0.9  # one scale per tensor would lose small rows
+    assert (
+        of_one_scale.norm(dim=1) / values.norm(dim=1)
+    ).max() > 0.9  # one scale per tensor would lose small rows

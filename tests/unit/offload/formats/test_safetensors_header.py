@@ -9,7 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.formats.safetensors_header import DTYPES, CheckpointFileError, FileTensor, read_header
+from wanstream.offload.formats.safetensors_header import (
+    DTYPES,
+    CheckpointFileError,
+    FileTensor,
+    read_header,
+)
 
 ONE_TENSOR = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
@@ -37,7 +42,11 @@ def test_places_are_where_the_bytes_lie(tmp_path):
     content = (tmp_path / "all.safetensors").read_bytes()
     for name, tensor in tensors.items():
         place = header.tensors[name]
-        assert (place.path, place.dtype, place.shape) == (header.path, tensor.dtype, tuple(tensor.shape))
+        assert (place.path, place.dtype, place.shape) == (
+            header.path,
+            tensor.dtype,
+            tuple(tensor.shape),
+        )
         stored = content[place.offset : place.offset + place.nbytes]
         assert stored == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
@@ -54,7 +63,9 @@ def test_tensors_come_in_the_order_of_their_bytes(tmp_path):
 
 
 def test_rows_of_a_tensor():
-    table = FileTensor(path=Path("x"), offset=1000, nbytes=10 * 3 * 4 * 2, dtype=torch.bfloat16, shape=(10, 3, 4))
+    table = FileTensor(
+        path=Path("x"), offset=1000, nbytes=10 * 3 * 4 * 2, dtype=torch.bfloat16, shape=(10, 3, 4)
+    )
     assert table.rows(0, 10) == table
     assert table.rows(4, 6) == FileTensor(
         path=Path("x"), offset=1000 + 4 * 24, nbytes=48, dtype=torch.bfloat16, shape=(2, 3, 4)
@@ -69,7 +80,9 @@ def test_a_header_whose_length_looks_like_a_pickle_is_read(tmp_path):
     padded = header + b" " * (
         0x280 - len(header)
     )  # the length is stored as 80 02 00 ..., like the start of a pickle of protocol 2
-    assert list(read_header(written(tmp_path / "x.safetensors", file_bytes(padded, bytes(8)))).tensors) == ["a"]
+    assert list(
+        read_header(written(tmp_path / "x.safetensors", file_bytes(padded, bytes(8)))).tensors
+    ) == ["a"]
 
 
 def two(second: dict[str, object]) -> bytes:
@@ -81,7 +94,10 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsiz
 BAD_FILES = {
     "empty": (b"", "is empty: download it again"),
     "short": (b"abc", "is not a safetensors file: has 3 bytes and starts with b'abc'"),
-    "html": (b"<!DOCTYPE html><html>", "is not the model but a web page; the download probably needs a login"),
+    "html": (
+        b"<!DOCTYPE html><html>",
+        "is not the model but a web page; the download probably needs a login",
+    ),
     "message of a server": (b'{"error":"Unauthorized"}', "is not the model but a server's message"),
     "html of another kind": (b"\n <HTML lang=en>", "is not the model but a web page"),
     "git-lfs pointer": (
@@ -93,27 +109,54 @@ BAD_FILES = {
     "pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "PyTorch pickle"),
     "pickle 4": (b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00}\x94.", "PyTorch pickle"),
     "header too large": ((100_000_001).to_bytes(8, "little") + b"{}", "is not a safetensors file"),
-    "header cut off": (file_bytes(ONE_TENSOR)[:30], "truncated: has 30 bytes, its header alone needs 69"),
+    "header cut off": (
+        file_bytes(ONE_TENSOR)[:30],
+        "truncated: has 30 bytes, its header alone needs 69",
+    ),
     "data cut off": (file_bytes(ONE_TENSOR, bytes(7)), "truncated: has 76 of 77 bytes"),
     "data missing": (file_bytes(ONE_TENSOR), "truncated: has 69 of 77 bytes"),
     "too much data": (file_bytes(ONE_TENSOR, bytes(9)), "is a damaged safetensors file"),
     "no JSON": (file_bytes(b"{hello}"), "is not a safetensors file"),
     "deep JSON": (file_bytes(b'{"a":' + b"[" * 100_000), "is not a safetensors file"),
     "no UTF-8": (file_bytes(b'{"\xff":1}'), "is not a safetensors file"),
-    "no offsets": (file_bytes({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)), "is not a safetensors file"),
-    "hole": (two({"dtype": "F32", "shape": [1], "data_offsets": [12, 16]}), "is a damaged safetensors file"),
-    "overlap": (two({"dtype": "F32", "shape": [3], "data_offsets": [4, 16]}), "is a damaged safetensors file"),
-    "shape": (two({"dtype": "F32", "shape": [3], "data_offsets": [8, 16]}), "is a damaged safetensors file"),
-    "negative": (two({"dtype": "F32", "shape": [-2], "data_offsets": [8, 16]}), "is a damaged safetensors file"),
-    "unknown dtype": (two({"dtype": "Q7", "shape": [2], "data_offsets": [8, 16]}), "is a damaged safetensors file"),
+    "no offsets": (
+        file_bytes({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+        "is not a safetensors file",
+    ),
+    "hole": (
+        two({"dtype": "F32", "shape": [1], "data_offsets": [12, 16]}),
+        "is a damaged safetensors file",
+    ),
+    "overlap": (
+        two({"dtype": "F32", "shape": [3], "data_offsets": [4, 16]}),
+        "is a damaged safetensors file",
+    ),
+    "shape": (
+        two({"dtype": "F32", "shape": [3], "data_offsets": [8, 16]}),
+        "is a damaged safetensors file",
+    ),
+    "negative": (
+        two({"dtype": "F32", "shape": [-2], "data_offsets": [8, 16]}),
+        "is a damaged safetensors file",
+    ),
+    "unknown dtype": (
+        two({"dtype": "Q7", "shape": [2], "data_offsets": [8, 16]}),
+        "is a damaged safetensors file",
+    ),
     **{
         f"impossible {shape}": (
-            file_bytes({**ONE_TENSOR, "b": {"dtype": "F32", "shape": shape, "data_offsets": [8, 8]}}, bytes(8)),
+            file_bytes(
+                {**ONE_TENSOR, "b": {"dtype": "F32", "shape": shape, "data_offsets": [8, 8]}},
+                bytes(8),
+            ),
             "b has the shape",
         )
         for shape in ([0, 2**62, 2**62], [2**62, 0, 4, 2**50], [2**63 - 1, 0], [0, *[2**16] * 4])
     },
-    "our limit": (two({"dtype": "C64", "shape": [1], "data_offsets": [8, 16]}), "b is stored as C64"),
+    "our limit": (
+        two({"dtype": "C64", "shape": [1], "data_offsets": [8, 16]}),
+        "b is stored as C64",
+    ),
 }
 
 
@@ -135,7 +178,9 @@ def test_what_torch_saves_is_refused_and_never_run(tmp_path, legacy):
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save(
-        {"w": torch.zeros(2), "x": Evil()}, tmp_path / "m.safetensors", _use_new_zipfile_serialization=not legacy
+        {"w": torch.zeros(2), "x": Evil()},
+        tmp_path / "m.safetensors",
+        _use_new_zipfile_serialization=not legacy,
     )
     with pytest.raises(CheckpointFileError, match="PyTorch pickle"):
         read_header(tmp_path / "m.safetensors")
@@ -143,7 +188,9 @@ def test_what_torch_saves_is_refused_and_never_run(tmp_path, legacy):
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
-    with pytest.raises(CheckpointFileError, match=r"gone\.safetensors: cannot be read: No such file"):
+    with pytest.raises(
+        CheckpointFileError, match=r"gone\.safetensors: cannot be read: No such file"
+    ):
         read_header(tmp_path / "gone.safetensors")
     with pytest.raises(CheckpointFileError, match="cannot be read"):
         read_header(tmp_path)
@@ -153,7 +200,9 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 def test_only_the_header_is_read(tmp_path):
     nbytes = 16 * 1024**3
     path = tmp_path / "large.safetensors"
-    content = file_bytes({"a": {"dtype": "BF16", "shape": [nbytes // 2], "data_offsets": [0, nbytes]}})
+    content = file_bytes(
+        {"a": {"dtype": "BF16", "shape": [nbytes // 2], "data_offsets": [0, nbytes]}}
+    )
     path.write_bytes(content)
     os.truncate(path, len(content) + nbytes)  # a sparse file: no disk is used
 
@@ -169,4 +218,6 @@ def test_only_the_header_is_read(tmp_path):
     reads_before, faults_before = bytes_read(), page_faults()
     assert read_header(path).tensors["a"].nbytes == nbytes
     assert bytes_read() - reads_before < 64 * 1024
-    assert page_faults() - faults_before < 1000  # a mapped file read to its end would take 4 million
+    assert (
+        page_faults() - faults_before < 1000
+    )  # a mapped file read to its end would take 4 million

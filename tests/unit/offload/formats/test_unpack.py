@@ -46,7 +46,9 @@ def test_sizes_are_those_of_ggml(packing):
 @pytest.mark.parametrize("scale", [1.0, 0.0037, -2.5, 6e-8, 60000.0])
 def test_random_integers_under_a_sound_scale(packing, scale):
     random = np.random.default_rng(1)
-    groups = random_groups(GGMLQuantizationType[packing.name], 500, random, scale=min(scale, 4000.0))
+    groups = random_groups(
+        GGMLQuantizationType[packing.name], 500, random, scale=min(scale, 4000.0)
+    )
     values = unpacked(groups, packing)
     assert values.isfinite().all()
     assert len(values.unique()) > 10
@@ -63,7 +65,9 @@ def test_every_integer_takes_every_place(packing):
     """Vary one byte of the group at a time over its 256 values, with the others constant."""
     random = np.random.default_rng(3)
     base = random_groups(GGMLQuantizationType[packing.name], 1, random, scale=0.5)
-    groups = np.repeat(base, packing.nbytes * 256, axis=0).reshape(packing.nbytes, 256, packing.nbytes)
+    groups = np.repeat(base, packing.nbytes * 256, axis=0).reshape(
+        packing.nbytes, 256, packing.nbytes
+    )
     for place in range(packing.nbytes):
         groups[place, :, place] = np.arange(256)
     groups = groups.reshape(-1, packing.nbytes)

@@ -13,12 +13,12 @@ import psutil
 import pytest
 import torch
 
-from wanstream.offload.host_memory import pages
-from wanstream.offload.host_memory.pages import HUGE_PAGE, in_pages, map_memory
+from wanstream.offload.core import pages
+from wanstream.offload.core.pages import HUGE_PAGE, in_pages, map_memory
 
 FAULTS_OF_TEN_ROUNDS = """
 import resource, sys, torch
-from wanstream.offload.host_memory.pages import keep_freed_memory
+from wanstream.offload.core.pages import keep_freed_memory
 count, megabytes = map(int, sys.argv[1:])
 keep_freed_memory()
 def block():
@@ -34,7 +34,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "pages"), [(0, 0), (1, 1), (mmap.PAGESIZE, 1), (mmap.PAGESIZE + 1, 2)], ids=["0", "1", "page", "page+1"]
+    ("nbytes", "pages"),
+    [(0, 0), (1, 1), (mmap.PAGESIZE, 1), (mmap.PAGESIZE + 1, 2)],
+    ids=["0", "1", "page", "page+1"],
 )
 def test_bytes_are_rounded_up_to_pages(nbytes, pages):
     assert in_pages(nbytes) == pages * mmap.PAGESIZE
@@ -48,7 +50,10 @@ def test_mapped_memory_has_exactly_its_size_and_starts_at_a_page(monkeypatch, nb
     assert (memory.shape, memory.dtype, memory.is_inference()) == ((nbytes,), torch.uint8, False)
     assert int(memory.sum()) == 7 * nbytes
     if nbytes:
-        assert memory.data_ptr() % (HUGE_PAGE if advice and nbytes >= HUGE_PAGE else mmap.PAGESIZE) == 0
+        assert (
+            memory.data_ptr() % (HUGE_PAGE if advice and nbytes >= HUGE_PAGE else mmap.PAGESIZE)
+            == 0
+        )
 
 
 def test_memory_is_mapped_where_the_system_refuses_all_advice(monkeypatch):
@@ -60,7 +65,9 @@ def test_memory_is_mapped_where_the_system_refuses_all_advice(monkeypatch):
     assert int(map_memory(HUGE_PAGE + 5).fill_(1).sum()) == HUGE_PAGE + 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory apart from forked processes on Linux only")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="memory apart from forked processes on Linux only"
+)
 @pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 2 * HUGE_PAGE])
 def test_a_forked_process_finds_zeros_and_its_end_changes_nothing(nbytes):
     memory = map_memory(nbytes).fill_(7)
@@ -95,4 +102,6 @@ def test_memory_goes_with_its_last_view():
 def test_freed_activations_are_not_faulted_in_again(count, megabytes):
     command = [sys.executable, "-c", FAULTS_OF_TEN_ROUNDS, str(count), str(megabytes)]
     faults = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert faults < 10 * count * megabytes * 2**20 // 4096 / 10, "a tenth of the pages that were written"
+    assert faults < 10 * count * megabytes * 2**20 // 4096 / 10, (
+        "a tenth of the pages that were written"
+    )

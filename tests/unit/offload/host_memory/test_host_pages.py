@@ -15,7 +15,7 @@ from wanstream.offload.host_memory import ram_slots
 from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.base import InsufficientRamError, SourceError
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 KEY = BlockKey("high", 0)
 PAGE = mmap.PAGESIZE
@@ -29,7 +29,13 @@ def filled_with(value: int):
 
 
 def fill(
-    slots: HostPages, slot: int, key: BlockKey, nbytes: int, read: Callable[[torch.Tensor], None], *, capacity: int = 0
+    slots: HostPages,
+    slot: int,
+    key: BlockKey,
+    nbytes: int,
+    read: Callable[[torch.Tensor], None],
+    *,
+    capacity: int = 0,
 ) -> torch.Tensor:
     """Reserve a slot, read into it unless another rank has, and lock it."""
     with slots.reserve(slot, key, nbytes, capacity=capacity) as reservation:
@@ -53,21 +59,21 @@ def resident_bytes(address: int, nbytes: int) -> int | None:
 def test_a_slot_takes_the_pages_of_its_block_and_gives_them_back(limited_page_lock):
     driver = limited_page_lock()
     slots = HostPages(lock=driver)
-    assert (slots.nbytes, slots.locked_bytes) == (0, 0)
+    assert (slots.nbytes, slots.locked.nbytes) == (0, 0)
     first = fill(slots, 0, KEY, PAGE + 1, filled_with(3))
     second = fill(slots, 1, KEY, 10, filled_with(4))
     assert (first.shape, first.dtype) == ((PAGE + 1,), torch.uint8)
     assert first.eq(3).all()
     assert second.eq(4).all()
     assert {first.data_ptr() % PAGE, second.data_ptr() % PAGE} == {0}
-    assert (slots.nbytes, slots.locked_bytes) == (3 * PAGE, PAGE + 11)
+    assert (slots.nbytes, slots.locked.nbytes) == (3 * PAGE, PAGE + 11)
     assert driver.locked == [(first.data_ptr(), PAGE + 1), (second.data_ptr(), 10)]
     for slot in (0, 0, 7):
         slots.drop(slot)
     assert (slots.nbytes, driver.locked) == (PAGE, [(second.data_ptr(), 10)])
     slots.close()
     slots.close()
-    assert (slots.nbytes, slots.locked_bytes, driver.locked) == (0, 0, [])
+    assert (slots.nbytes, slots.locked.nbytes, driver.locked) == (0, 0, [])
     assert fill(slots, 1, KEY, 10, filled_with(5)).eq(5).all(), "a closed slot can be filled again"
 
 
@@ -126,7 +132,7 @@ def test_a_refusal_to_lock_is_one_warning_and_the_block_is_there(limited_page_lo
             assert fill(slots, index, KEY, PAGE, filled_with(index)).eq(index).all()
     assert len(caplog.records) == 1
     assert "slower (often 6 GB/s instead of 25), and the host waits" in caplog.text
-    assert slots.locked_bytes == PAGE, "what was given back may be locked again"
+    assert slots.locked.nbytes == PAGE, "what was given back may be locked again"
     slots.close()
     assert driver.locked == []
 
@@ -137,7 +143,7 @@ def test_a_slot_that_could_not_be_locked_is_tried_again_when_there_is_room(limit
     fill(slots, 1, KEY, PAGE, filled_with(1))
     slots.drop(0)
     fill(slots, 1, KEY, PAGE, filled_with(2))
-    assert slots.locked_bytes == PAGE
+    assert slots.locked.nbytes == PAGE
     slots.close()
 
 
@@ -150,14 +156,15 @@ def test_a_read_that_fails_leaves_a_slot_that_can_be_filled_again(limited_page_l
     assert fill(slots, 0, KEY, PAGE, filled_with(1)).eq(1).all()
     with pytest.raises(SourceError, match="the disk went away"):
         fill(slots, 0, KEY, PAGE, failing)
-    assert slots.nbytes == slots.locked_bytes == PAGE
+    assert slots.nbytes == slots.locked.nbytes == PAGE
     slots.close()
     assert driver.locked == []
 
 
 def test_more_memory_than_there_is_is_refused_with_numbers():
     with pytest.raises(
-        InsufficientRamError, match=r"140737\.5 GB of RAM for one more block, \d+\.\d GB are available: keep few"
+        InsufficientRamError,
+        match=r"140737\.5 GB of RAM for one more block, \d+\.\d GB are available: keep few",
     ):
         fill(HostPages(lock=None), 0, KEY, 1 << 47, failing)
 
@@ -210,17 +217,19 @@ def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, availa
 def test_a_device_locks_slots_and_shared_blocks_where_they_lie(gpu, tmp_path):
     torch.ones(1, device=gpu.device)
     nbytes = 5 * PAGE + 100
-    segment = SharedSegment(str(tmp_path), {KEY: nbytes})  # in /dev/shm: pages of a disk's file cannot be locked
+    segment = SharedSegment(
+        str(tmp_path), {KEY: nbytes}
+    )  # in /dev/shm: pages of a disk's file cannot be locked
     slots = HostPages(lock=gpu.runtime, shared=segment)
     shared = fill(slots, 0, KEY, nbytes, filled_with(7))
     own = fill(slots, 1, BlockKey("high", 1), nbytes, filled_with(8), capacity=9 * PAGE)
     for memory, value in ((shared, 7), (own, 8)):
         assert gpu.is_locked(memory)
         assert memory.to(gpu.device, non_blocking=True).eq(value).all()
-    assert slots.locked_bytes == nbytes + 9 * PAGE
+    assert slots.locked.nbytes == nbytes + 9 * PAGE
     slots.drop(1)
     assert not gpu.is_locked(own)
     slots.close()
     assert not gpu.is_locked(shared)
-    assert slots.locked_bytes == 0
+    assert slots.locked.nbytes == 0
     segment.close()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from wanstream.devices import PageLockError
-from wanstream.devices.shared_pages import SharedPages
+from wanstream.devices.machine.shared_pages import SharedPages
 from wanstream.devices.xpu import XpuRuntime
+from wanstream.offload.core import pages
+from wanstream.offload.core.pages import LockedBlocks, map_memory
 from wanstream.offload.formats.layout import allocate_flat
-from wanstream.offload.host_memory import pages
-from wanstream.offload.host_memory.pages import LockedBlocks, map_memory
 
 
 def test_blocks_are_locked_and_released(limited_page_lock):
@@ -37,8 +37,8 @@ def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
     assert driver.attempts == 2
     assert len(caplog.records) == 1
     assert (
-        "0.10 GB of RAM are page-locked for the device, but the next 0.10 GB were refused (no more pages)"
-        in caplog.text
+        "0.10 GB of RAM are page-locked for the device, but the next 0.10 GB were refused (no more "
+        "pages)" in caplog.text
     )
     assert "slower" in caplog.text
     blocks.release()
@@ -48,12 +48,27 @@ def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
 @pytest.mark.parametrize(
     ("system", "release", "words"),
     [
-        ("Windows", "10", "Windows locks at most about half of the RAM for a GPU, often less: add RAM, or keep fewer"),
-        ("Linux", "5.15.153.1-microsoft-standard-WSL2", "WSL2 locks about 1 GB, whatever `ulimit -l` says: give the"),
-        ("Linux", "6.8.0-45-generic", "Raise the limit on locked memory (`ulimit -l`), free RAM, or keep fewer blocks"),
+        (
+            "Windows",
+            "10",
+            "Windows locks at most about half of the RAM for a GPU, often less: add RAM, or keep "
+            "fewer",
+        ),
+        (
+            "Linux",
+            "5.15.153.1-microsoft-standard-WSL2",
+            "WSL2 locks about 1 GB, whatever `ulimit -l` says: give the",
+        ),
+        (
+            "Linux",
+            "6.8.0-45-generic",
+            "Raise the limit on locked memory (`ulimit -l`), free RAM, or keep fewer blocks",
+        ),
     ],
 )
-def test_a_refusal_names_the_limit_of_the_system(limited_page_lock, caplog, monkeypatch, system, release, words):
+def test_a_refusal_names_the_limit_of_the_system(
+    limited_page_lock, caplog, monkeypatch, system, release, words
+):
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "release", lambda: release)
     with caplog.at_level(logging.WARNING):
@@ -93,10 +108,14 @@ def test_a_block_is_locked_in_pieces_or_not_at_all(limited_page_lock, monkeypatc
     blocks = LockedBlocks(driver)
     first, second = (allocate_flat(3 * 4096 - 10, "cpu") for _ in range(2))
     blocks.add(first)
-    pieces = [(first.data_ptr() + at, nbytes) for at, nbytes in ((0, 4096), (4096, 4096), (8192, 4086))]
+    pieces = [
+        (first.data_ptr() + at, nbytes) for at, nbytes in ((0, 4096), (4096, 4096), (8192, 4086))
+    ]
     assert driver.locked == pieces
     blocks.add(second)
-    assert (driver.locked, blocks.nbytes) == (pieces, first.numel()), "the pieces before the refused one are unlocked"
+    assert (driver.locked, blocks.nbytes) == (pieces, first.numel()), (
+        "the pieces before the refused one are unlocked"
+    )
     assert len(caplog.records) == 1
     blocks.remove(first)
     assert driver.locked == []
@@ -121,7 +140,10 @@ def test_an_interrupt_between_two_pieces_leaves_none_locked(limited_page_lock, m
 @pytest.mark.parametrize("order", [(2, 5), (5, 2)])
 def test_views_that_start_at_one_address_are_each_locked_to_their_end(limited_page_lock, order):
     driver, memory = limited_page_lock(), map_memory(5 * mmap.PAGESIZE)
-    blocks, views = LockedBlocks(SharedPages(driver)), [memory[: pages * mmap.PAGESIZE] for pages in order]
+    blocks, views = (
+        LockedBlocks(SharedPages(driver)),
+        [memory[: pages * mmap.PAGESIZE] for pages in order],
+    )
     for view in views:
         blocks.add(view)
     assert sum(nbytes for _, nbytes in driver.locked) == memory.numel()
@@ -132,7 +154,10 @@ def test_views_that_start_at_one_address_are_each_locked_to_their_end(limited_pa
 
 
 def test_memory_that_nobody_releases_is_unlocked_before_it_goes(limited_page_lock):
-    """If pages remained locked after their memory was unmapped, the device would copy from them at the same address."""
+    """Pages must not remain locked after their memory is unmapped.
+
+    The device would copy from them at the same address.
+    """
     driver = limited_page_lock()
     blocks = LockedBlocks(driver)
     blocks.add(allocate_flat(4096, "cpu"))
@@ -145,8 +170,12 @@ def test_a_device_takes_memory_where_it_lies(gpu):
     driver, memory = gpu.runtime, allocate_flat(1 << 20, "cpu")
     driver.lock_pages(memory)
     assert gpu.is_locked(memory)
-    with pytest.raises(PageLockError, match="HostRegister" if gpu.machine is None else "already mapped"):
+    with pytest.raises(
+        PageLockError, match="HostRegister" if gpu.machine is None else "already mapped"
+    ):
         driver.lock_pages(memory)
-    assert torch.ones(3, device=gpu.device).sum().item() == 3  # the refusal is not blamed on this kernel
+    assert (
+        torch.ones(3, device=gpu.device).sum().item() == 3
+    )  # the refusal is not blamed on this kernel
     driver.unlock_pages(memory)
     assert not gpu.is_locked(memory)

@@ -1,4 +1,7 @@
-"""RAM-resident blocks: the policy determines the number of reads, also after errors, interrupts and changes."""
+"""RAM-resident blocks: the policy determines the number of reads.
+
+It does so also after errors, interrupts and changes.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.offload import BlockPatch, EngineRun, FileSource, OffloadEngine, WeightPatch, attach_offload, read_header
+from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
+from wanstream.offload.core.pages import in_pages
+from wanstream.offload.engine.run import EngineRun
+from wanstream.offload.formats import read_header
 from wanstream.offload.formats.layout import block_format
-from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.sources import FileSource
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.plan import BlockKey, Visit, step_visits
+from wanstream.plan.programs import BlockKey, Visit, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 
@@ -49,7 +55,9 @@ def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadEngine:
     return attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False)
 
 
-def run_through(handle: OffloadEngine, stacks: Stacks, steps: Sequence[str]) -> tuple[torch.Tensor, EngineRun]:
+def run_through(
+    handle: OffloadEngine, stacks: Stacks, steps: Sequence[str]
+) -> tuple[torch.Tensor, EngineRun]:
     value = torch.ones(1, WIDTH)
     with handle.run(step_visits(steps, handle.block_counts)) as run:
         for visit in run.program.visits:
@@ -69,7 +77,9 @@ def plainly(stacks: Stacks, steps: Sequence[str]) -> torch.Tensor:
 def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
     steps = ["high", "high", "low"]
     expected = plainly(stacks, steps)
-    other = BlockPatch(identity=1, weights={"up.weight": WeightPatch(full=torch.zeros(3 * WIDTH, WIDTH))})
+    other = BlockPatch(
+        identity=1, weights={"up.weight": WeightPatch(full=torch.zeros(3 * WIDTH, WIDTH))}
+    )
     with attach(stacks, ALL_IN_RAM, source) as handle:
         for change in range(3):
             assert torch.equal(run_through(handle, stacks, steps)[0], expected)
@@ -77,7 +87,9 @@ def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
             handle.release_memory(1 << 60)
             handle.set_policy(replace(ALL_IN_RAM, prefetch_blocks=change))
         assert sorted(source.reads) == sorted(source.formats)
-        assert handle.host_bytes == 2 * BLOCKS * in_pages(BLOCK_BYTES) + in_pages(3 * WIDTH * WIDTH * 4)
+        assert handle.host_bytes == 2 * BLOCKS * in_pages(BLOCK_BYTES) + in_pages(
+            3 * WIDTH * WIDTH * 4
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,9 +97,15 @@ def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
     [
         (OffloadPolicy.layerwise(1), [36, 36]),
         (some(0), [36, 36]),
-        (some(6), [6 + 18, 18]),  # three of each expert; its other three are read in each of its steps
+        (
+            some(6),
+            [6 + 18, 18],
+        ),  # three of each expert; its other three are read in each of its steps
         (some(12), [12, 0]),
-        (some(6, blocks_to_swap=3), [6 + 6, 6]),  # the blocks that stream; residents are read once a stage
+        (
+            some(6, blocks_to_swap=3),
+            [6 + 6, 6],
+        ),  # the blocks that stream; residents are read once a stage
     ],
     ids=str,
 )
@@ -108,7 +126,7 @@ def test_reads_of_two_runs(stacks, source, policy, reads):
 @pytest.mark.parametrize("fail_at", [0, 3, 7])
 @pytest.mark.parametrize("policy", [ALL_IN_RAM, some(5)], ids=str)
 def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, fail_at):
-    """Every visit before the one that needs the block succeeds, because its blocks were read before."""
+    """Every visit before the one that needs the block succeeds: its blocks were read before."""
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
     with attach(stacks, policy, source) as handle:
@@ -135,14 +153,19 @@ def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source,
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
     with attach(stacks, policy, source) as handle:
-        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(steps, handle.block_counts)) as run:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            handle.run(step_visits(steps, handle.block_counts)) as run,
+        ):
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
                     if number == stop_at:
                         raise KeyboardInterrupt
         contents = handle.ram.contents()
         last = {fetch.buffer: fetch.block for fetch in run.reads}
-        assert {index: contents.get(index) for index in last} == last, "every read that ended left its block whole"
+        assert {index: contents.get(index) for index in last} == last, (
+            "every read that ended left its block whole"
+        )
         assert torch.equal(run_through(handle, stacks, steps)[0], expected)
     assert [
         t.name
@@ -190,14 +213,18 @@ def test_the_timeline_counts_reads_and_decoding(fp16_file):
     ):
         recorder = Recorder(CPU)
         with attach({"high": blocks}, policy, fp16_file()) as handle:
-            with handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
+            with handle.run(
+                step_visits(["high"] * 2, handle.block_counts), recorder=recorder
+            ) as run:
                 for step in range(2):
                     with recorder.step(step, "high"):
                         for block in range(BLOCKS):
                             with run.visit(step, "high", block):
                                 pass
             steps = recorder.timeline().steps
-            assert [step.read_bytes for step in steps] == [count * nbytes for count in reads]
+            assert [step.transfers.read_bytes for step in steps] == [
+                count * nbytes for count in reads
+            ]
             moved = [BLOCKS, 0 if policy.kind == "resident" else BLOCKS]
             assert [step.bytes_moved for step in steps] == [count * nbytes for count in moved]
             for step, count in zip(steps, moved, strict=True):
@@ -215,7 +242,9 @@ def test_raw_blocks_without_a_home_are_read_straight_into_their_buffer(stacks, s
 
 def test_more_ram_than_there_is_is_refused_before_anything_changes(stacks):
     source = ModuleSource(stacks)
-    huge = block_format({"up.weight": ((1 << 44,), torch.uint8), "down.weight": ((1,), torch.uint8)}, torch.uint8)
+    huge = block_format(
+        {"up.weight": ((1 << 44,), torch.uint8), "down.weight": ((1,), torch.uint8)}, torch.uint8
+    )
     source.formats = dict.fromkeys(source.formats, huge)
     before = stacks["high"][0].up.weight
     with pytest.raises(SourceError, match=r"GB of RAM for 12 blocks, .* GB are available"):

@@ -14,7 +14,7 @@ from wanstream.offload.formats.layout import block_format
 from wanstream.offload.host_memory.ram_run import RamRun
 from wanstream.offload.host_memory.ram_slots import RamSlots, blocks_in_flight
 from wanstream.offload.sources.base import ReadThreads, SourceError
-from wanstream.plan import BlockKey, compile_program, compile_ram, plan_ram, step_visits
+from wanstream.plan.programs import BlockKey, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.schema import OffloadPolicy, Residency
 
 BLOCKS, NBYTES = 6, 4096
@@ -27,7 +27,8 @@ class Gated:
 
     def __init__(self, read: Callable[[int], object], lock: Callable[[int], object]) -> None:
         self.formats = {
-            BlockKey("high", n): block_format({"w": ((NBYTES,), torch.uint8)}, torch.uint8) for n in range(BLOCKS)
+            BlockKey("high", n): block_format({"w": ((NBYTES,), torch.uint8)}, torch.uint8)
+            for n in range(BLOCKS)
         }
         self.started = [threading.Event() for _ in range(BLOCKS)]
         self._read, self._lock = read, lock
@@ -62,7 +63,9 @@ def start():
         device = compile_program(step_visits(["high"], counts), nothing, 2)
         slots = RamSlots(dict.fromkeys(source.formats, NBYTES), lock=source)
         slots.resize(residents, 2)
-        runs.append(RamRun(slots, compile_ram(device, residents, staging=2), source, None, device=CPU))
+        runs.append(
+            RamRun(slots, compile_ram(device, residents, staging=2), source, None, device=CPU)
+        )
         runs[-1].start()
         return runs[-1]
 
@@ -70,7 +73,6 @@ def start():
     for run in runs:
         run.stop()
         run.join()
-        run.end()
 
 
 def take(run: RamRun, fetch: int) -> int:
@@ -86,7 +88,10 @@ def take(run: RamRun, fetch: int) -> int:
 def test_a_block_is_read_while_the_one_before_it_is_locked(start):
     """Each lock ends only when the next block's read has begun."""
     begun: list[bool] = []
-    source = Gated(lambda block: None, lambda block: begun.append(source.started[(block + 1) % BLOCKS].wait(20)))
+    source = Gated(
+        lambda block: None,
+        lambda block: begun.append(source.started[(block + 1) % BLOCKS].wait(20)),
+    )
     run = start(source, IN_RAM)
     assert [take(run, fetch) for fetch in range(BLOCKS)] == [1, 2, 3, 4, 5, 6]
     assert run.is_whole
@@ -133,7 +138,8 @@ def test_a_run_that_stops_waits_for_the_piece_or_the_block_in_progress(start, po
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "blocks"), [(0, 8), (1_000_000, 8), (64 * 2**20, 5), (351_000_000, 2), (703_000_000, 2)]
+    ("block_bytes", "blocks"),
+    [(0, 8), (1_000_000, 8), (64 * 2**20, 5), (351_000_000, 2), (703_000_000, 2)],
 )
 def test_small_blocks_fly_in_greater_numbers(block_bytes, blocks):
     assert blocks_in_flight(block_bytes) == blocks

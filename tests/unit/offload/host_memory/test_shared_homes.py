@@ -17,7 +17,7 @@ from wanstream.offload import attach_offload
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.file import FileSource
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 from wanstream.schema import OffloadPolicy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no file locks of this kind")
@@ -35,7 +35,8 @@ def stack(make_stack: Callable[..., nn.ModuleList]) -> nn.ModuleList:
 @pytest.fixture
 def path(stack: nn.ModuleList, tmp_path: Path) -> Path:
     save_file(
-        {f"{i}.{w}": stack[i].get_parameter(w) for i in range(BLOCKS) for w in WEIGHTS}, tmp_path / "x.safetensors"
+        {f"{i}.{w}": stack[i].get_parameter(w) for i in range(BLOCKS) for w in WEIGHTS},
+        tmp_path / "x.safetensors",
     )
     return tmp_path / "x.safetensors"
 
@@ -43,14 +44,22 @@ def path(stack: nn.ModuleList, tmp_path: Path) -> Path:
 class Rank:
     """Copy of the blocks, streamed from the file through a shared segment."""
 
-    def __init__(self, stack: nn.ModuleList, path: Path, folder: Path, *, shared_blocks: int = BLOCKS) -> None:
+    def __init__(
+        self, stack: nn.ModuleList, path: Path, folder: Path, *, shared_blocks: int = BLOCKS
+    ) -> None:
         tensors = read_header(path).tensors
-        places = {BlockKey("blocks", i): {w: tensors[f"{i}.{w}"] for w in WEIGHTS} for i in range(BLOCKS)}
+        places = {
+            BlockKey("blocks", i): {w: tensors[f"{i}.{w}"] for w in WEIGHTS} for i in range(BLOCKS)
+        }
         self.source = FileSource(places, computed_dtypes=torch.float32)
-        sizes = {key: self.source.formats[key].stored.nbytes for key in list(places)[:shared_blocks]}
+        sizes = {
+            key: self.source.formats[key].stored.nbytes for key in list(places)[:shared_blocks]
+        }
         self.segment = SharedSegment(self.source.identity, sizes, folder=folder)
         self.blocks = copy.deepcopy(stack)
-        self.handle = attach_offload(self.blocks, policy=POLICY, device="cpu", source=self.source, shared=self.segment)
+        self.handle = attach_offload(
+            self.blocks, policy=POLICY, device="cpu", source=self.source, shared=self.segment
+        )
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -79,7 +88,9 @@ def test_the_second_rank_reads_nothing_and_computes_the_same_bits(stack, path, f
         assert torch.equal(first.run(hidden), expected)
     assert (first.source.reader.bytes_read, second.source.reader.bytes_read) == (read, 0)
     first.close()
-    assert torch.equal(second.run(hidden), expected), "the blocks remain for the ranks that still use them"
+    assert torch.equal(second.run(hidden), expected), (
+        "the blocks remain for the ranks that still use them"
+    )
     second.close()
     assert list(folder.iterdir()) == []
 
@@ -89,7 +100,10 @@ def test_ranks_that_start_together_share_the_reading(stack, path, folder, run_pl
     hidden = torch.randn(3, 32)
     ranks = [Rank(stack, path, folder, shared_blocks=shared_blocks) for _ in range(3)]
     results: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda rank=rank: results.append(rank.run(hidden))) for rank in ranks]
+    threads = [
+        threading.Thread(target=lambda rank=rank: results.append(rank.run(hidden)))
+        for rank in ranks
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -98,8 +112,13 @@ def test_ranks_that_start_together_share_the_reading(stack, path, folder, run_pl
     assert len(results) == 3
     assert all(torch.equal(result, expected) for result in results)
     block_bytes = 2 * 3 * 32 * 32 * 4
-    alone = 3 * (BLOCKS - shared_blocks)  # a block without a place in the segment is read by every rank
-    assert sum(rank.source.reader.bytes_read for rank in ranks) == (shared_blocks + alone) * block_bytes
+    alone = 3 * (
+        BLOCKS - shared_blocks
+    )  # a block without a place in the segment is read by every rank
+    assert (
+        sum(rank.source.reader.bytes_read for rank in ranks)
+        == (shared_blocks + alone) * block_bytes
+    )
     for rank in ranks:
         rank.close()
     assert list(folder.iterdir()) == []

@@ -16,7 +16,7 @@ import torch
 from wanstream.offload.host_memory.ram_slots import HostPages
 from wanstream.offload.host_memory.shared_segment import SHM, SharedSegment, sweep
 from wanstream.offload.sources.base import SourceError
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no file locks of this kind")
 
@@ -29,7 +29,9 @@ def content(index: int, nbytes: int = NBYTES) -> torch.Tensor:
     return ((torch.arange(nbytes) * 7 + index) % 251).to(torch.uint8)
 
 
-def fill(segment: SharedSegment, key: BlockKey, read: Callable[[torch.Tensor], object]) -> torch.Tensor:
+def fill(
+    segment: SharedSegment, key: BlockKey, read: Callable[[torch.Tensor], object]
+) -> torch.Tensor:
     """Read a block into the segment, unless another rank has."""
     with segment.reserve(key) as reservation:
         if reservation.needs_fill:
@@ -37,7 +39,9 @@ def fill(segment: SharedSegment, key: BlockKey, read: Callable[[torch.Tensor], o
     return reservation.memory
 
 
-def fill_slot(slots: HostPages, slot: int, key: BlockKey, read: Callable[[torch.Tensor], object]) -> torch.Tensor:
+def fill_slot(
+    slots: HostPages, slot: int, key: BlockKey, read: Callable[[torch.Tensor], object]
+) -> torch.Tensor:
     """Read a block into a slot, unless another rank has."""
     with slots.reserve(slot, key, NBYTES) as reservation:
         if reservation.needs_fill:
@@ -46,13 +50,14 @@ def fill_slot(slots: HostPages, slot: int, key: BlockKey, read: Callable[[torch.
     return reservation.memory
 
 
-# A rank: executes one command per line and prints one line for each. `hang` blocks after it has read half of a block.
+# A rank: executes one command per line and prints one line for each. `hang` blocks after it has
+# read half of a block.
 RANK = """
 import sys, time, hashlib
 from pathlib import Path
 import torch
 from wanstream.offload.host_memory.shared_segment import SharedSegment
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 folder, identity, count, nbytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 keys = [BlockKey("high", index) for index in range(count)]
@@ -85,7 +90,8 @@ for line in sys.stdin:
         print(segment.filled_bytes, flush=True)
     elif what == "pss":
         rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        print(sum(int(row.split()[1]) for row in rollup if row.startswith("Pss_Shmem")) * 1024, flush=True)
+        shared = sum(int(row.split()[1]) for row in rollup if row.startswith("Pss_Shmem"))
+        print(shared * 1024, flush=True)
     elif what == "close":
         segment.close()
         print("closed", flush=True)
@@ -145,7 +151,9 @@ def start(folder: Path) -> Iterator[Callable[..., list[Rank]]]:
     """Start ranks that share one segment."""
     started: list[Rank] = []
 
-    def ranks(number: int, identity: str = "model", count: int = COUNT, nbytes: int = NBYTES) -> list[Rank]:
+    def ranks(
+        number: int, identity: str = "model", count: int = COUNT, nbytes: int = NBYTES
+    ) -> list[Rank]:
         new = [Rank(folder, identity, count, nbytes) for _ in range(number)]
         started.extend(new)
         for rank in new:
@@ -295,7 +303,9 @@ def test_many_come_and_go_at_once(folder):
 
 
 @pytest.mark.parametrize("made_by", ["another user of it", "this one"])
-def test_a_folder_that_its_last_user_removes_while_it_is_opened_is_made_again(folder, monkeypatch, made_by):
+def test_a_folder_that_its_last_user_removes_while_it_is_opened_is_made_again(
+    folder, monkeypatch, made_by
+):
     closed = SharedSegment("model", SIZES, folder=folder)
     closed.close()
     place, removed = closed.path, []
@@ -365,7 +375,9 @@ def test_models_blocks_and_sizes_have_segments_of_their_own(folder):
         "b": SharedSegment("b", SIZES, folder=folder),
         "fewer": SharedSegment("a", {KEYS[0]: NBYTES}, folder=folder),
         "smaller": SharedSegment("a", dict.fromkeys(KEYS, 1000), folder=folder),
-        "of the other expert": SharedSegment("a", {BlockKey("low", i): NBYTES for i in range(COUNT)}, folder=folder),
+        "of the other expert": SharedSegment(
+            "a", {BlockKey("low", i): NBYTES for i in range(COUNT)}, folder=folder
+        ),
     }
     assert len({segment.path for segment in table.values()}) == len(table)
     again = SharedSegment("a", dict(SIZES), folder=folder)
@@ -390,7 +402,10 @@ def test_after_close_nothing_can_be_asked_for_and_blocks_stay_readable(folder):
 def test_more_than_there_is_room_for_is_refused_and_not_a_crash(folder):
     size = shutil.disk_usage(folder).total + 1_000_000_000
     segment = SharedSegment("model", {KEYS[0]: size, KEYS[1]: 1000}, folder=folder)
-    error = rf"{size / 1e9:.2f} GB for block 0 of 'high' were refused \(No space left.*0\.0 GB are filled, .*--shm-size"
+    error = (
+        rf"{size / 1e9:.2f} GB for block 0 of 'high' were refused \(No space left.*0\.0 GB are "
+        r"filled, .*--shm-size"
+    )
     with pytest.raises(SourceError, match=error):
         fill(segment, KEYS[0], fail)
     assert fill(segment, KEYS[1], lambda memory: memory.fill_(3)).eq(3).all()
@@ -402,21 +417,26 @@ def test_more_than_can_be_mapped_is_refused_and_nothing_stays_behind(folder):
         SharedSegment("model", {KEYS[0]: 1 << 47}, folder=folder)
     assert list(folder.iterdir()) == []
     if Path("/proc/self/fd").is_dir():
-        opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        opened = [
+            os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
+        ]
         assert not [path for path in opened if path.startswith(str(folder))]
 
 
 def test_a_segment_that_was_taken_away_is_an_error_with_a_remedy(folder):
     segment = SharedSegment("model", SIZES, folder=folder)
     shutil.rmtree(segment.path)
-    with pytest.raises(SourceError, match=r"block 1 of 'high' cannot be shared .*No such file.*; without a"):
+    with pytest.raises(
+        SourceError, match=r"block 1 of 'high' cannot be shared .*No such file.*; without a"
+    ):
         fill(segment, KEYS[1], fail)
     segment.close()
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(
-        SourceError, match=r"cannot be shared by the ranks: .*; without a shared segment every rank keeps"
+        SourceError,
+        match=r"cannot be shared by the ranks: .*; without a shared segment every rank keeps",
     ):
         SharedSegment("model", SIZES, folder=tmp_path / "missing")
 
@@ -450,8 +470,9 @@ def test_slots_hold_shared_blocks_and_their_own_side_by_side(folder, limited_pag
         assert fill_slot(slots, index, KEYS[index], read_of(index)).equal(content(index))
         assert fill_slot(others, index, KEYS[index], read_of(index)).equal(content(index))
     assert reads == [0, 1, 2, 2], "the third has no place in the segment"
-    assert (slots.locked_bytes, slots.nbytes) == (3 * NBYTES, others.nbytes)
-    # Blocks that are filled need no more RAM. A slot of a shared block gets other memory for a private one.
+    assert (slots.locked.nbytes, slots.nbytes) == (3 * NBYTES, others.nbytes)
+    # Blocks that are filled need no more RAM. A slot of a shared block gets other memory for a
+    # private one.
     HostPages(lock=None, shared=other).check_available(2, 2 * NBYTES, available=0)
     assert fill_slot(slots, 0, KEYS[3], read_of(3)).equal(content(3))
     assert fill_slot(others, 0, KEYS[0], read_of(0)).equal(content(0))
@@ -475,7 +496,7 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
         "import os, sys\n"
         "from pathlib import Path\n"
         "from wanstream.offload.host_memory.shared_segment import SharedSegment\n"
-        "from wanstream.plan import BlockKey\n"
+        "from wanstream.plan.programs import BlockKey\n"
         "segment = SharedSegment('fork', {BlockKey('high', 0): 1000}, folder=Path(sys.argv[1]))\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -484,7 +505,9 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
         "os.waitpid(child, 0)\n"
         "print(segment.path.exists(), flush=True)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "True"
     assert [place for place in folder.iterdir() if place != segment.path] == []
     segment.close()
@@ -508,7 +531,9 @@ def test_a_folder_that_others_can_write_to_is_refused_and_not_swept(folder):
     assert (place / "memory").exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away")
+@pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away"
+)
 def test_a_folder_of_another_user_is_refused(folder):
     place = expected_path(folder)
     place.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Sharded blocks with ranks as threads of one process: bit-equal results, and a share of the bytes each."""
+"""Sharded blocks, ranks as threads of one process: equal bits, and a share of the bytes each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wanstream.offload.sharding.group import (
 )
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.quantised import QuantisedSource
-from wanstream.plan import BlockKey, step_visits
+from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 
 BLOCKS = 6
@@ -39,7 +39,9 @@ POLICIES = {
     "layerwise": OffloadPolicy.layerwise(1),
     "block swap": OffloadPolicy.block_swap(3, 2),
     "pinned": OffloadPolicy.layerwise(1, source="pinned"),
-    "some at home": OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=2),
+    "some at home": OffloadPolicy(
+        kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=2
+    ),
 }
 STEPS = ("high", "high", "low")
 
@@ -92,11 +94,18 @@ class Rank:
         self.device = device
         self.stacks = {"high": copy.deepcopy(stack[:BLOCKS]), "low": copy.deepcopy(stack[BLOCKS:])}
         self.handle = attach_offload(
-            self.stacks, policy=policy, device=device, source=source, follow_forward=False, sharded=sharded
+            self.stacks,
+            policy=policy,
+            device=device,
+            source=source,
+            follow_forward=False,
+            sharded=sharded,
         )
         MADE.append(self)
 
-    def run(self, steps: Sequence[str] = STEPS, *, before: Callable[[int], None] = lambda visit: None) -> torch.Tensor:
+    def run(
+        self, steps: Sequence[str] = STEPS, *, before: Callable[[int], None] = lambda visit: None
+    ) -> torch.Tensor:
         hidden = torch.ones(3, WIDTH, device=self.device)
         visits = step_visits(steps, self.handle.block_counts)
         with self.handle.run(visits) as run:
@@ -110,8 +119,15 @@ class Rank:
 
 def patches() -> dict[BlockKey, BlockPatch]:
     generator = torch.Generator().manual_seed(3)
-    up, down = torch.randn(3 * WIDTH, 2, generator=generator), torch.randn(2, WIDTH, generator=generator)
-    return {BlockKey("high", 1): BlockPatch(identity="lora", weights={"up.weight": WeightPatch(up=up, down=down)})}
+    up, down = (
+        torch.randn(3 * WIDTH, 2, generator=generator),
+        torch.randn(2, WIDTH, generator=generator),
+    )
+    return {
+        BlockKey("high", 1): BlockPatch(
+            identity="lora", weights={"up.weight": WeightPatch(up=up, down=down)}
+        )
+    }
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -124,7 +140,9 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         except (Stopped, MemoryError, GatherBrokenError, ProgramMismatchError) as err:
             results[number] = err
 
-    threads = [threading.Thread(target=do, args=(number,), daemon=True) for number in range(len(jobs))]
+    threads = [
+        threading.Thread(target=do, args=(number,), daemon=True) for number in range(len(jobs))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -144,9 +162,15 @@ def make_ranks(stack: nn.ModuleList, path: Path) -> Callable[..., list[Rank]]:
 @pytest.mark.parametrize(
     ("policy", "fp8", "on_device"),
     # Shards in RAM and on the device with every policy, and each of both with fp8.
-    [(policy, at % 2 == on_device, on_device) for at, policy in enumerate(POLICIES) for on_device in (False, True)],
+    [
+        (policy, at % 2 == on_device, on_device)
+        for at, policy in enumerate(POLICIES)
+        for on_device in (False, True)
+    ],
 )
-def test_gathered_blocks_are_whole_blocks_bit_for_bit(stack, path, make_ranks, thread_group, policy, fp8, on_device):
+def test_gathered_blocks_are_whole_blocks_bit_for_bit(
+    stack, path, make_ranks, thread_group, policy, fp8, on_device
+):
     alone = Rank(stack, path, POLICIES[policy], None, fp8=fp8)
     alone.handle.set_patches(patches())
     expected = [alone.run(), alone.run(("low",))]
@@ -155,7 +179,9 @@ def test_gathered_blocks_are_whole_blocks_bit_for_bit(stack, path, make_ranks, t
     for rank in ranks:
         rank.handle.set_patches(patches())
     for steps, value in zip((STEPS, ("low",)), expected, strict=True):
-        for result in in_threads([lambda rank=rank, steps=steps: rank.run(steps) for rank in ranks]):
+        for result in in_threads(
+            [lambda rank=rank, steps=steps: rank.run(steps) for rank in ranks]
+        ):
             assert torch.equal(result, value)
     assert len(set(group.gathers)) == 1
     for rank in ranks:
@@ -164,16 +190,21 @@ def test_gathered_blocks_are_whole_blocks_bit_for_bit(stack, path, make_ranks, t
 
 
 @pytest.mark.parametrize(
-    ("policy", "on_device", "passes"), [("layerwise", False, 2), ("pinned", False, 1), ("layerwise", True, 1)]
+    ("policy", "on_device", "passes"),
+    [("layerwise", False, 2), ("pinned", False, 1), ("layerwise", True, 1)],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_reads_its_share_of_the_file(make_ranks, thread_group, policy, on_device, passes, size):
+def test_each_rank_reads_its_share_of_the_file(
+    make_ranks, thread_group, policy, on_device, passes, size
+):
     group = thread_group(size)
     ranks = make_ranks(group.ranks(on_device=on_device), policy)
     for _ in range(2):
         in_threads([lambda rank=rank: rank.run(("high",)) for rank in ranks])
     read = [rank.files.reader.bytes_read for rank in ranks]
-    ahead = BLOCKS * BLOCK_BYTES if passes > 1 else 0  # at most: prefetched for the run that was expected next
+    ahead = (
+        BLOCKS * BLOCK_BYTES if passes > 1 else 0
+    )  # at most: prefetched for the run that was expected next
     assert passes * BLOCKS * BLOCK_BYTES <= sum(read) <= passes * BLOCKS * BLOCK_BYTES + ahead
     assert max(read) - min(read) <= passes * BLOCKS * size * 256 + ahead
     shard = shard_bytes(BLOCK_BYTES, size)
@@ -185,7 +216,9 @@ def test_each_rank_reads_its_share_of_the_file(make_ranks, thread_group, policy,
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stop", [0, 1, 5, 11])
-def test_ranks_that_stop_before_the_same_visit_go_on_together(stack, path, make_ranks, thread_group, policy, stop):
+def test_ranks_that_stop_before_the_same_visit_go_on_together(
+    stack, path, make_ranks, thread_group, policy, stop
+):
     alone = Rank(stack, path, POLICIES[policy], None)
     expected = alone.run()
     group = thread_group(2)
@@ -199,12 +232,14 @@ def test_ranks_that_stop_before_the_same_visit_go_on_together(stack, path, make_
         stopped = in_threads([lambda rank=rank: rank.run(before=halt) for rank in ranks])
         assert [type(result) for result in stopped] == [Stopped, Stopped]
         assert group.gathers[0] == group.gathers[1]
-        assert [rank.handle.gathering.state for rank in ranks] == [GatheringState.IDLE] * 2
+        assert [rank.handle.route.gathering.state for rank in ranks] == [GatheringState.IDLE] * 2
     for result in in_threads([rank.run for rank in ranks]):
         assert torch.equal(result, expected)
 
 
-def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stack, path, make_ranks, thread_group):
+def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(
+    stack, path, make_ranks, thread_group
+):
     alone = Rank(stack, path, POLICIES["pinned"], None)
     expected = alone.run()
     ranks = make_ranks(thread_group(2).ranks(), "pinned")
@@ -217,17 +252,21 @@ def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stac
     assert isinstance(first, MemoryError)
     assert isinstance(second, GatherBrokenError)
     for rank in ranks:
-        assert rank.handle.gathering.state is GatheringState.BROKEN
+        assert rank.handle.route.gathering.state is GatheringState.BROKEN
         with pytest.raises(GatherBrokenError, match="restart the worker group"):
             rank.run()
     for rank, sharded in zip(ranks, thread_group(2).ranks(), strict=True):
         rank.handle.meet(sharded)
     for result in in_threads([rank.run for rank in ranks]):
         assert torch.equal(result, expected)
-    assert sum(rank.files.reader.bytes_read for rank in ranks) == 2 * BLOCKS * BLOCK_BYTES, "shards that were read stay"
+    assert sum(rank.files.reader.bytes_read for rank in ranks) == 2 * BLOCKS * BLOCK_BYTES, (
+        "shards that were read stay"
+    )
 
 
-def test_a_rank_that_comes_anew_finds_the_others_with_empty_buffers(stack, path, make_ranks, thread_group):
+def test_a_rank_that_comes_anew_finds_the_others_with_empty_buffers(
+    stack, path, make_ranks, thread_group
+):
     expected = Rank(stack, path, POLICIES["resident"], None).run()
     ranks = make_ranks(thread_group(2).ranks(), "resident")
     in_threads([rank.run for rank in ranks])
@@ -238,16 +277,24 @@ def test_a_rank_that_comes_anew_finds_the_others_with_empty_buffers(stack, path,
         assert torch.equal(result, expected)
 
 
-def test_ranks_with_other_programs_are_told_so_before_anything_is_gathered(stack, path, thread_group):
+def test_ranks_with_other_programs_are_told_so_before_anything_is_gathered(
+    stack, path, thread_group
+):
     group = thread_group(2)
     policies = ("layerwise", "resident")
-    ranks = [Rank(stack, path, POLICIES[p], s) for p, s in zip(policies, group.ranks(), strict=True)]
+    ranks = [
+        Rank(stack, path, POLICIES[p], s) for p, s in zip(policies, group.ranks(), strict=True)
+    ]
     for number, error in enumerate(in_threads([rank.run for rank in ranks])):
         assert isinstance(error, ProgramMismatchError)
-        assert f"rank {number} of 2 is about to stream other blocks than rank {1 - number}" in str(error)
+        assert f"rank {number} of 2 is about to stream other blocks than rank {1 - number}" in str(
+            error
+        )
     assert group.gathers == [0, 0]
     steps = [("high",), ("low",)]
-    errors = in_threads([lambda rank=rank, s=s: rank.run(s) for rank, s in zip(ranks, steps, strict=True)])
+    errors = in_threads(
+        [lambda rank=rank, s=s: rank.run(s) for rank, s in zip(ranks, steps, strict=True)]
+    )
     assert all(isinstance(error, ProgramMismatchError) for error in errors)
 
 
@@ -277,7 +324,9 @@ def test_on_a_gpu_too(gpu, stack, path, make_ranks, thread_group, policy, fp8, o
     alone.handle.set_patches(patches())
     expected = alone.run()
     alone.handle.detach()
-    ranks = make_ranks(thread_group(2).ranks(on_device=on_device), policy, fp8=fp8, device=gpu.device)
+    ranks = make_ranks(
+        thread_group(2).ranks(on_device=on_device), policy, fp8=fp8, device=gpu.device
+    )
     for rank in ranks:
         rank.handle.set_patches(patches())
     for _ in range(2):

@@ -28,9 +28,14 @@ def piece(path: Path, offset: int, nbytes: int, target: int = 0, name: str = "x"
     return ReadPiece(path=path, offset=offset, nbytes=nbytes, target=target, names=(name,))
 
 
-def cover(*pieces: ReadPiece, extent_bytes: int = 4 * PAGE) -> list[tuple[str, int, int, int, tuple[str, ...], int]]:
+def cover(
+    *pieces: ReadPiece, extent_bytes: int = 4 * PAGE
+) -> list[tuple[str, int, int, int, tuple[str, ...], int]]:
     extents = direct_extents([(piece, MEMORY) for piece in pieces], extent_bytes=extent_bytes)
-    return [(str(e.span.path), e.span.offset, e.span.nbytes, e.wanted, e.span.names, len(e.parts)) for e in extents]
+    return [
+        (str(e.span.path), e.span.offset, e.span.nbytes, e.wanted, e.span.names, len(e.parts))
+        for e in extents
+    ]
 
 
 FAR = GAP_BYTES + PAGE
@@ -42,10 +47,17 @@ FAR = GAP_BYTES + PAGE
         pytest.param([], [], id="nothing"),
         pytest.param([piece(A, 5, 0)], [], id="an empty piece"),
         pytest.param([piece(A, 5, 10)], [("a", 0, PAGE, 15, ("x",), 1)], id="within a page"),
-        pytest.param([piece(A, PAGE - 1, 2)], [("a", 0, 2 * PAGE, PAGE + 1, ("x",), 1)], id="over a page's edge"),
+        pytest.param(
+            [piece(A, PAGE - 1, 2)],
+            [("a", 0, 2 * PAGE, PAGE + 1, ("x",), 1)],
+            id="over a page's edge",
+        ),
         pytest.param(
             [piece(A, 8, 6 * PAGE)],
-            [("a", 0, 4 * PAGE, 4 * PAGE, ("x",), 1), ("a", 4 * PAGE, 3 * PAGE, 2 * PAGE + 8, ("x",), 1)],
+            [
+                ("a", 0, 4 * PAGE, 4 * PAGE, ("x",), 1),
+                ("a", 4 * PAGE, 3 * PAGE, 2 * PAGE + 8, ("x",), 1),
+            ],
             id="cut at a page's edge",
         ),
         pytest.param(
@@ -95,7 +107,14 @@ def test_a_gap_is_read_along_where_that_costs_less_than_a_read():
 
 
 def test_another_version_of_a_file_is_another_file():
-    newer = ReadPiece(path=A, offset=10, nbytes=5, target=0, names=("y",), version=FileVersion(nbytes=1, modified_ns=2))
+    newer = ReadPiece(
+        path=A,
+        offset=10,
+        nbytes=5,
+        target=0,
+        names=("y",),
+        version=FileVersion(nbytes=1, modified_ns=2),
+    )
     assert len(cover(piece(A, 0, 10), newer)) == 2
 
 
@@ -122,10 +141,15 @@ def test_every_wanted_byte_comes_from_its_place_and_no_page_is_read_twice(parts,
             assert span.offset <= part.offset
             assert part.offset + part.nbytes <= span.offset + extent.wanted
             whole = next(p for p in pieces if p.target <= part.target < p.target + p.nbytes)
-            assert (whole.path, whole.offset - whole.target) == (part.path, part.offset - part.target)
+            assert (whole.path, whole.offset - whole.target) == (
+                part.path,
+                part.offset - part.target,
+            )
             filled.append((part.target, part.nbytes))
     filled.sort()
-    assert [start for start, _ in filled] == [sum(n for _, n in filled[:index]) for index in range(len(filled))]
+    assert [start for start, _ in filled] == [
+        sum(n for _, n in filled[:index]) for index in range(len(filled))
+    ]
     assert sum(nbytes for _, nbytes in filled) == target
     if not _overlap(pieces):
         read = [
@@ -143,8 +167,14 @@ def _overlap(pieces: list[ReadPiece]) -> bool:
 
 @pytest.mark.parametrize("data_start", [4_712, 4_096, 96_008])
 def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
-    """Ten matrices with their biases and norms in between, as a diffusers file has them, in pieces as they are cut."""
-    order = [("bias", 10_240), ("w", 52_428_800), ("norm", 10_240)] * 8 + [("bias", 27_648), ("w", 141_557_760)] * 2
+    """Ten matrices with their biases and norms in between, as a diffusers file has them.
+
+    The matrices are in pieces as they are cut.
+    """
+    order = [("bias", 10_240), ("w", 52_428_800), ("norm", 10_240)] * 8 + [
+        ("bias", 27_648),
+        ("w", 141_557_760),
+    ] * 2
     pieces, offset, target = [], data_start, 0
     for kind, nbytes in order:
         if kind == "w":
@@ -174,7 +204,10 @@ def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
 )
 def test_route_and_threads_of_a_file(file_gb, available_gb, cores, in_ram, expected):
     route = read_route(
-        file_bytes=int(file_gb * 1e9), available_bytes=int(available_gb * 1e9), cores=cores, in_ram=in_ram
+        file_bytes=int(file_gb * 1e9),
+        available_bytes=int(available_gb * 1e9),
+        cores=cores,
+        in_ram=in_ram,
     )
     assert (route.direct, route.readers) == expected
 
@@ -183,4 +216,6 @@ def test_route_and_threads_of_a_file(file_gb, available_gb, cores, in_ram, expec
 def test_the_edge_of_the_decision(more):
     available = 80_000
     file_bytes = int(available * CACHED_SHARE) + more
-    assert read_route(file_bytes=file_bytes, available_bytes=available, cores=2, in_ram=False).direct is bool(more)
+    assert read_route(
+        file_bytes=file_bytes, available_bytes=available, cores=2, in_ram=False
+    ).direct is bool(more)

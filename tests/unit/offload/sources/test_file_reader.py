@@ -13,7 +13,13 @@ import pytest
 from wanstream.offload.sources import reader as reader_module
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.read_plan import ALIGNMENT, EXTENT_BYTES, O_DIRECT, ReadPiece
-from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV, FileReader, Files, lies_in_ram
+from wanstream.offload.sources.reader import (
+    HAS_DIRECT,
+    HAS_PREADV,
+    FileReader,
+    OpenFiles,
+    lies_in_ram,
+)
 
 CONTENT = os.urandom(100_000)
 
@@ -29,7 +35,11 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-ROUTES = {"preadv": {"portable": False}, "seek": {"portable": True}, "direct": {"portable": False, "direct": True}}
+ROUTES = {
+    "preadv": {"portable": False},
+    "seek": {"portable": True},
+    "direct": {"portable": False, "direct": True},
+}
 
 
 @pytest.fixture(params=ROUTES)
@@ -49,9 +59,11 @@ def reader(request: pytest.FixtureRequest, route: str):
 
 
 class Layer:
-    """Files whose read number `at` fails, or returns only that many bytes."""
+    """OpenFiles whose read number `at` fails, or returns only that many bytes."""
 
-    def __init__(self, inner: Files, *, at: int | None = None, error: int | None = None, short: int = 0) -> None:
+    def __init__(
+        self, inner: OpenFiles, *, at: int | None = None, error: int | None = None, short: int = 0
+    ) -> None:
         self.inner, self.at, self.error, self.short = inner, at, error, short
         self.asked: list[tuple[int, int]] = []
         self._lock = threading.Lock()
@@ -74,28 +86,37 @@ class Layer:
 
 def layered(route: str, *, readers: int = 2, **how) -> tuple[FileReader, Layer]:
     """A reader that reads through a layer."""
-    inner = Files(O_DIRECT if route == "direct" else 0, positional=route != "seek")
+    inner = OpenFiles(O_DIRECT if route == "direct" else 0, positional=route != "seek")
     layer = Layer(inner, **how)
-    place = {"direct_files": layer} if route == "direct" else {"files": layer}
-    return FileReader(readers=readers, **ROUTES[route], **place), layer
+    reader = FileReader(readers=readers, **ROUTES[route])
+    setattr(reader, "direct_files" if route == "direct" else "files", layer)
+    return reader, layer
 
 
 def test_many_pieces_arrive_in_their_places(reader, path):
     size, count = 24, 4000
     memory = memoryview(bytearray(size * count))
-    reads = [(piece(path, size * (count - 1 - place), size, size * place), memory) for place in range(count)]
+    reads = [
+        (piece(path, size * (count - 1 - place), size, size * place), memory)
+        for place in range(count)
+    ]
     for _ in range(3):
         memory[:] = bytes(size * count)
         reader.read(reads)
         for read, _ in reads:
-            assert memory[read.target : read.target + size] == CONTENT[read.offset : read.offset + size]
+            assert (
+                memory[read.target : read.target + size]
+                == CONTENT[read.offset : read.offset + size]
+            )
 
 
 def test_pieces_of_several_files_and_memories(reader, path, tmp_path):
     other = tmp_path / "other.bin"
     other.write_bytes(CONTENT[::-1])
     first, second = memoryview(bytearray(10)), memoryview(bytearray(10))
-    reader.read([(piece(path, 5, 10), first), (piece(other, 5, 10), second), (piece(other, 0, 0), first)])
+    reader.read(
+        [(piece(path, 5, 10), first), (piece(other, 5, 10), second), (piece(other, 0, 0), first)]
+    )
     assert first == CONTENT[5:15]
     assert second == CONTENT[::-1][5:15]
 
@@ -106,10 +127,14 @@ def test_nothing_to_read(reader):
 
 def test_a_file_that_shrank_is_named_with_its_tensors_and_offset(reader, path):
     memory = memoryview(bytearray(len(CONTENT)))
-    whole = [(piece(path, offset, 10_000, offset), memory) for offset in range(0, len(CONTENT), 10_000)]
+    whole = [
+        (piece(path, offset, 10_000, offset), memory) for offset in range(0, len(CONTENT), 10_000)
+    ]
     reader.read(whole)
     os.truncate(path, 34_567)
-    with pytest.raises(SourceError, match=r"content\.bin: reading a, b at byte \d+ failed: the file ends here"):
+    with pytest.raises(
+        SourceError, match=r"content\.bin: reading a, b at byte \d+ failed: the file ends here"
+    ):
         reader.read(whole)
     path.write_bytes(CONTENT)  # the same file with its old content: the reader is still good
     memory[:] = bytes(len(CONTENT))
@@ -119,7 +144,9 @@ def test_a_file_that_shrank_is_named_with_its_tensors_and_offset(reader, path):
 
 def test_a_read_that_stops_short_goes_on_where_it_stopped(reader, path):
     os.truncate(path, 34_567)
-    with pytest.raises(SourceError, match="at byte 34567 failed: the file ends here, it was changed"):
+    with pytest.raises(
+        SourceError, match="at byte 34567 failed: the file ends here, it was changed"
+    ):
         reader.read([(piece(path, 30_000, 10_000), memoryview(bytearray(10_000)))])
 
 
@@ -175,15 +202,22 @@ def large(tmp_path: Path) -> Path:
     return file
 
 
-def whole_of(path: Path, memory: memoryview, size: int = 1_000_003) -> list[tuple[ReadPiece, memoryview]]:
-    return [(piece(path, at, min(size, len(LARGE) - at), at), memory) for at in range(0, len(LARGE), size)]
+def whole_of(
+    path: Path, memory: memoryview, size: int = 1_000_003
+) -> list[tuple[ReadPiece, memoryview]]:
+    return [
+        (piece(path, at, min(size, len(LARGE) - at), at), memory)
+        for at in range(0, len(LARGE), size)
+    ]
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_disk_that_fails_in_the_middle_is_an_error_and_noise_is_never_kept(route, large, at):
     reader, layer = layered(route, at=at, error=errno.EIO)
     memory = memoryview(bytearray(len(LARGE)))
-    with pytest.raises(SourceError, match=r"large\.bin: reading a, b at byte \d+ failed: Input/output error"):
+    with pytest.raises(
+        SourceError, match=r"large\.bin: reading a, b at byte \d+ failed: Input/output error"
+    ):
         reader.read(whole_of(large, memory))
     layer.at = None
     memory[:] = bytes(len(LARGE))
@@ -215,7 +249,9 @@ def test_a_short_read_is_gone_on_with(route, large, short, caplog):
 
 def test_a_read_that_gives_nothing_is_the_end_of_the_file(route, large):
     reader, _ = layered(route, at=2, short=0)
-    with pytest.raises(SourceError, match=r"large\.bin: reading a, b at byte \d+ failed: the file ends here"):
+    with pytest.raises(
+        SourceError, match=r"large\.bin: reading a, b at byte \d+ failed: the file ends here"
+    ):
         reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
     reader.close()
 
@@ -247,8 +283,9 @@ def test_direct_reads_are_aligned_and_each_byte_is_read_once(large):
 @direct
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_file_system_that_refuses_is_read_through_the_cache_and_told_once(large, caplog, at):
-    layer = Layer(Files(), at=at, error=errno.EINVAL)
-    reader = FileReader(readers=1, direct=True, direct_files=layer)
+    layer = Layer(OpenFiles(), at=at, error=errno.EINVAL)
+    reader = FileReader(readers=1, direct=True)
+    reader.direct_files = layer
     memory = memoryview(bytearray(len(LARGE)))
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -257,7 +294,8 @@ def test_a_file_system_that_refuses_is_read_through_the_cache_and_told_once(larg
             assert memory == LARGE
     assert len(layer.asked) == 4, "what was planned by then is tried, no more"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{large}: the file system refuses direct reads (Invalid argument); reading through the page cache"
+        f"{large}: the file system refuses direct reads (Invalid argument); reading through the "
+        "page cache"
     ]
     assert reader.bytes_read == 2 * len(LARGE)
     reader.close()
@@ -269,7 +307,8 @@ def test_many_refusals_are_told_once(large, path, caplog):
         def read_at(self, path: Path, position: int, into: memoryview) -> int:
             raise OSError(errno.EINVAL, "refused")
 
-    reader = FileReader(readers=1, direct=True, direct_files=Refusing(Files()))
+    reader = FileReader(readers=1, direct=True)
+    reader.direct_files = Refusing(OpenFiles())
     memory, small = memoryview(bytearray(len(LARGE))), memoryview(bytearray(100))
     with caplog.at_level(logging.INFO):
         reader.read([*whole_of(large, memory), (piece(path, 7, 100), small)])
@@ -279,15 +318,17 @@ def test_many_refusals_are_told_once(large, path, caplog):
 
 
 def test_the_same_refusal_of_an_ordinary_read_is_an_error_of_the_source(large):
-    reader = FileReader(readers=1, portable=True, files=Layer(Files(positional=False), at=0, error=errno.EINVAL))
+    reader = FileReader(readers=1, portable=True)
+    reader.files = Layer(OpenFiles(positional=False), at=0, error=errno.EINVAL)
     with pytest.raises(SourceError, match="Invalid argument"):
         reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
     reader.close()
 
 
 def test_the_portable_route_never_reads_directly(large):
-    layer = Layer(Files())
-    reader = FileReader(readers=2, portable=True, direct=True, direct_files=layer)
+    layer = Layer(OpenFiles())
+    reader = FileReader(readers=2, portable=True, direct=True)
+    reader.direct_files = layer
     assert not reader.direct
     reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
     assert layer.asked == []
@@ -301,7 +342,9 @@ def test_bounce_buffers_are_exact_and_go_with_close(large):
     assert not reader.bounces
     for _ in range(5):
         reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
-    assert EXTENT_BYTES <= sum(bounce.nbytes for bounce in reader.bounces.values()) <= 3 * EXTENT_BYTES
+    assert (
+        EXTENT_BYTES <= sum(bounce.nbytes for bounce in reader.bounces.values()) <= 3 * EXTENT_BYTES
+    )
     reader.close()
     assert not reader.bounces
 
@@ -317,13 +360,17 @@ def test_reading_again_and_again_takes_no_more_memory(reader, large):
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), (None, False)]
+    ("kind", "expected"),
+    [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), (None, False)],
 )
 def test_files_in_ram_are_found_by_their_mount(tmp_path, monkeypatch, kind, expected):
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = tmp_path / "mountinfo"
-    lines = ["21 1 0:999 / /elsewhere rw shared:1 - tmpfs none rw", f"22 1 {number} / /a rw - {kind} /dev/x rw"]
+    lines = [
+        "21 1 0:999 / /elsewhere rw shared:1 - tmpfs none rw",
+        f"22 1 {number} / /a rw - {kind} /dev/x rw",
+    ]
     mounts.write_text("\n".join(lines if kind else lines[:1]))
     monkeypatch.setattr(reader_module, "MOUNTS", mounts)
     assert lies_in_ram(tmp_path) is expected

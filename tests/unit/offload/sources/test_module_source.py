@@ -8,12 +8,14 @@ from torch import nn
 
 from wanstream.offload.formats.layout import allocate_flat, tensor_views
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 
 def block(seed: int, dtype: torch.dtype = torch.float32, width: int = 12) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 20), nn.Linear(20, width, bias=False)).to(dtype)
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 20), nn.Linear(20, width, bias=False)
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,7 +42,9 @@ def test_keeps_the_originals_while_others_stand_in():
     module[1]._parameters["weight"] = nn.Parameter(torch.zeros(20, 12))
     flat = allocate_flat(source.formats[BlockKey("only", 0)].stored.nbytes, "cpu")
     source.read_block(BlockKey("only", 0), flat)
-    assert torch.equal(tensor_views(flat, source.formats[BlockKey("only", 0)].stored)["1.weight"], weight)
+    assert torch.equal(
+        tensor_views(flat, source.formats[BlockKey("only", 0)].stored)["1.weight"], weight
+    )
 
 
 def test_blocks_of_one_stack_may_differ():

@@ -13,19 +13,25 @@ from wanstream.offload.formats.layout import allocate_flat, block_format, tensor
 from wanstream.offload.formats.packing import QUANT_FORMATS, EightBit
 from wanstream.offload.formats.quantise import quantise_rotated, work_memory
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
+from wanstream.offload.sources import quantised
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.quantised import (
-    PIECE_BYTES,
+    QUANTISED_BYTES,
     QuantisedSource,
     quantised_format,
     quantised_packings,
     row_pieces,
 )
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
-SHAPES = {"up.weight": (300, 64), "down.weight": (64, 300), "half.weight": (8, 16), "full.weight": (9, 16)}
+SHAPES = {
+    "up.weight": (300, 64),
+    "down.weight": (64, 300),
+    "half.weight": (8, 16),
+    "full.weight": (9, 16),
+}
 DTYPES = {"half.weight": torch.float16, "full.weight": torch.float32}
 FP8 = torch.float8_e4m3fn
 
@@ -34,7 +40,9 @@ FP8 = torch.float8_e4m3fn
 def tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     plain = {
-        f"{key.expert}.{key.block}.{name}": torch.randn(shape).pow(3).to(DTYPES.get(name, torch.bfloat16))
+        f"{key.expert}.{key.block}.{name}": torch.randn(shape)
+        .pow(3)
+        .to(DTYPES.get(name, torch.bfloat16))
         for key in KEYS
         for name, shape in SHAPES.items()
     }
@@ -63,10 +71,13 @@ def file_source(path: Path) -> FileSource:
     )
 
 
-@pytest.fixture(params=[(1, PIECE_BYTES), (3, PIECE_BYTES), (1, 500), (3, 10)], ids=str)
-def source(request: pytest.FixtureRequest, path: Path) -> Iterator[QuantisedSource]:
+@pytest.fixture(params=[(1, QUANTISED_BYTES), (3, QUANTISED_BYTES), (1, 500), (3, 10)], ids=str)
+def source(
+    request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[QuantisedSource]:
     threads, piece_bytes = request.param
-    source = QuantisedSource(file_source(path), threads=threads, piece_bytes=piece_bytes)
+    monkeypatch.setattr(quantised, "QUANTISED_BYTES", piece_bytes)
+    source = QuantisedSource(file_source(path), threads=threads)
     yield source
     source.close()
 
@@ -75,7 +86,9 @@ def read(source: QuantisedSource, key: BlockKey) -> torch.Tensor:
     return allocate(source, key, lambda flat: source.read_block(key, flat))
 
 
-def allocate(source: QuantisedSource, key: BlockKey, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+def allocate(
+    source: QuantisedSource, key: BlockKey, fill: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
     flat = allocate_flat(source.formats[key].stored.nbytes, "cpu").fill_(0x55)
     fill(flat)
     return flat
@@ -86,7 +99,9 @@ def formula(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values.float() / scales).to(FP8), scales
 
 
-def assert_block(source: QuantisedSource, key: BlockKey, flat: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+def assert_block(
+    source: QuantisedSource, key: BlockKey, flat: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> None:
     scales, stored = source.scales(key), source.formats[key].stored
     assert {name: scale.item() for name, scale in scales.items()} == {
         "scaled.weight": tensors[f"{key.expert}.{key.block}.scale"].item()
@@ -141,15 +156,18 @@ def test_packed_and_fp8_tensors_leave_the_format_as_it_is():
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 999, 128 * 7, 10**9])
-def test_pieces_are_whole_rows_and_cover_every_byte_once(path, piece_bytes):
+def test_pieces_are_whole_rows_and_cover_every_byte_once(path, piece_bytes, monkeypatch):
+    monkeypatch.setattr(quantised, "QUANTISED_BYTES", piece_bytes)
     source = file_source(path)
     stored = source.formats[KEYS[0]]
     seen: dict[str, list[range]] = {}
-    for piece in row_pieces(stored, quantised_packings(stored, "fp8"), piece_bytes=piece_bytes):
+    for piece in row_pieces(stored, quantised_packings(stored, "fp8")):
         row_bytes = piece.tensor.nbytes // piece.tensor.shape[0]
         assert piece.rows
         assert len(piece.rows) * row_bytes <= max(piece_bytes, row_bytes)
-        assert piece.bytes_of_tensor == slice(piece.rows.start * row_bytes, piece.rows.stop * row_bytes)
+        assert piece.bytes_of_tensor == slice(
+            piece.rows.start * row_bytes, piece.rows.stop * row_bytes
+        )
         assert (piece.packing is not None) == (piece.tensor.name in SHAPES)
         seen.setdefault(piece.tensor.name, []).append(piece.rows)
     for tensor in source.formats[KEYS[0]].stored.tensors:
@@ -160,10 +178,12 @@ def test_pieces_are_whole_rows_and_cover_every_byte_once(path, piece_bytes):
 def test_a_matrix_of_many_pieces_is_the_same_as_in_one(tmp_path):
     torch.manual_seed(1)
     weight = torch.randn(2000, 5120).bfloat16()
-    assert weight.nbytes > 4 * PIECE_BYTES
+    assert weight.nbytes > 4 * QUANTISED_BYTES
     save_file({"w": weight}, tmp_path / "x.safetensors")
     header = read_header(tmp_path / "x.safetensors").tensors
-    source = QuantisedSource(FileSource({KEYS[0]: {"w": header["w"]}}, computed_dtypes=torch.bfloat16))
+    source = QuantisedSource(
+        FileSource({KEYS[0]: {"w": header["w"]}}, computed_dtypes=torch.bfloat16)
+    )
     codes, scales = EightBit(dtype=FP8).split(read(source, KEYS[0]), (2000, 5120))
     expected, expected_scales = formula(weight)
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
@@ -171,21 +191,28 @@ def test_a_matrix_of_many_pieces_is_the_same_as_in_one(tmp_path):
     source.close()
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 999, 70_000, PIECE_BYTES])
-def test_int8_is_the_same_in_any_pieces_and_takes_scaled_fp8(path, tensors, piece_bytes):
-    source = QuantisedSource(file_source(path), "int8 ConvRot", threads=2, piece_bytes=piece_bytes)
+@pytest.mark.parametrize("piece_bytes", [1, 999, 70_000, QUANTISED_BYTES])
+def test_int8_is_the_same_in_any_pieces_and_takes_scaled_fp8(
+    path, tensors, piece_bytes, monkeypatch
+):
+    monkeypatch.setattr(quantised, "QUANTISED_BYTES", piece_bytes)
+    source = QuantisedSource(file_source(path), "int8 ConvRot", threads=2)
     key = KEYS[0]
     stored = source.formats[key].stored
     assert source.scales(key) == {}
     groups = {"up.weight": 64, "down.weight": 4, "half.weight": 16, "full.weight": 16}
     groups |= {"cast.weight": 4, "scaled.weight": 4}
-    for tensor, view in zip(stored.tensors, tensor_views(read(source, key), stored).values(), strict=True):
+    for tensor, view in zip(
+        stored.tensors, tensor_views(read(source, key), stored).values(), strict=True
+    ):
         assert tensor.packing == EightBit(group=groups[tensor.name])
         values = tensors[f"high.0.{tensor.name}"].float()
         if tensor.name == "scaled.weight":
             values *= tensors["high.0.scale"]
         for found, wanted in zip(
-            tensor.packing.split(view, tensor.shape), quantise_rotated(values, tensor.packing.group), strict=True
+            tensor.packing.split(view, tensor.shape),
+            quantise_rotated(values, tensor.packing.group),
+            strict=True,
         ):
             assert torch.equal(found, wanted), tensor.name
     source.close()
@@ -193,9 +220,10 @@ def test_int8_is_the_same_in_any_pieces_and_takes_scaled_fp8(path, tensors, piec
 
 @pytest.mark.parametrize("storage", ["fp8", "int8 ConvRot"])
 @pytest.mark.parametrize("parts", [2, 3, 7])
-def test_ranges_together_are_the_block(path, storage, parts):
+def test_ranges_together_are_the_block(path, storage, parts, monkeypatch):
     """Rows are read for a range that has their scales only, too."""
-    source = QuantisedSource(file_source(path), storage, threads=1, piece_bytes=999)
+    monkeypatch.setattr(quantised, "QUANTISED_BYTES", 999)
+    source = QuantisedSource(file_source(path), storage, threads=1)
     layout = source.formats[KEYS[0]].stored
     whole, size = read(source, KEYS[0]), -(-layout.nbytes // parts)
     for start in range(0, layout.nbytes, size):
@@ -203,7 +231,9 @@ def test_ranges_together_are_the_block(path, storage, parts):
         part = torch.empty(size, dtype=torch.uint8)
         source.read_range(KEYS[0], wanted, part)
         for tensor in layout.tensors:
-            own = range(max(tensor.offset, wanted.start), min(tensor.offset + tensor.nbytes, wanted.stop))
+            own = range(
+                max(tensor.offset, wanted.start), min(tensor.offset + tensor.nbytes, wanted.stop)
+            )
             if own:
                 found = part[own.start - start : own.stop - start]
                 assert torch.equal(found, whole[own.start : own.stop]), tensor.name
@@ -222,16 +252,21 @@ def test_only_the_tensors_of_the_block_are_written(source):
     assert (flat[~owned] == 0x55).all()
 
 
-@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1000])
+@pytest.mark.parametrize("piece_bytes", [QUANTISED_BYTES, 1000])
 @pytest.mark.parametrize("storage", ["fp8", "int8 ConvRot"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_is_refused_by_file_tensor_and_row(path, tensors, bad, storage, piece_bytes):
+def test_a_value_that_is_not_finite_is_refused_by_file_tensor_and_row(
+    path, tensors, bad, storage, piece_bytes, monkeypatch
+):
+    monkeypatch.setattr(quantised, "QUANTISED_BYTES", piece_bytes)
     spoilt = tensors["high.1.up.weight"].clone()
     spoilt[217, 3] = bad
     save_file({**tensors, "high.1.up.weight": spoilt}, path)
     files = file_source(path)
-    source = QuantisedSource(files, storage, threads=1, piece_bytes=piece_bytes)
-    words = r"model\.safetensors: up\.weight of block 1 holds NaN or an infinity in row 217.*as stored"
+    source = QuantisedSource(files, storage, threads=1)
+    words = (
+        r"model\.safetensors: up\.weight of block 1 holds NaN or an infinity in row 217.*as stored"
+    )
     with pytest.raises(SourceError, match=words):
         read(source, KEYS[1])
     for key in (KEYS[0], KEYS[2]):  # the source stays usable
@@ -250,7 +285,10 @@ def test_a_file_cut_short_is_an_error_and_the_source_stays_usable(source, path, 
 
 def test_blocks_are_read_from_several_threads_at_once(source, tensors):
     flats: dict[BlockKey, torch.Tensor] = {}
-    threads = [threading.Thread(target=lambda key=key: flats.update({key: read(source, key)})) for key in KEYS]
+    threads = [
+        threading.Thread(target=lambda key=key: flats.update({key: read(source, key)}))
+        for key in KEYS
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -286,4 +324,4 @@ def test_it_needs_a_thread(path):
 
 
 def test_a_thread_needs_as_little_memory_as_the_class_says():
-    assert PIECE_BYTES + work_memory(13824).nbytes <= 6 * 1024**2
+    assert QUANTISED_BYTES + work_memory(13824).nbytes <= 6 * 1024**2

@@ -18,10 +18,14 @@ def stored(path: Path, offset: int, nbytes: int) -> FileTensor:
     return FileTensor(path=path, offset=offset, nbytes=nbytes, dtype=torch.uint8, shape=(nbytes,))
 
 
-def cut(tensors: dict[str, FileTensor], piece_bytes: int) -> list[tuple[str, int, int, int, tuple[str, ...]]]:
+def cut(
+    tensors: dict[str, FileTensor], piece_bytes: int
+) -> list[tuple[str, int, int, int, tuple[str, ...]]]:
     layout = flat_layout((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
     pieces = read_pieces(tensors, layout, piece_bytes=piece_bytes)
-    return [(str(piece.path), piece.offset, piece.nbytes, piece.target, piece.names) for piece in pieces]
+    return [
+        (str(piece.path), piece.offset, piece.nbytes, piece.target, piece.names) for piece in pieces
+    ]
 
 
 @pytest.mark.parametrize(
@@ -32,10 +36,18 @@ def cut(tensors: dict[str, FileTensor], piece_bytes: int) -> list[tuple[str, int
         pytest.param({"x": stored(A, 70, 100)}, [("a", 70, 100, 0, ("x",))], id="one piece"),
         pytest.param(
             {"x": stored(A, 70, 2100)},
-            [("a", 70, 1024, 0, ("x",)), ("a", 1094, 1024, 1024, ("x",)), ("a", 2118, 52, 2048, ("x",))],
+            [
+                ("a", 70, 1024, 0, ("x",)),
+                ("a", 1094, 1024, 1024, ("x",)),
+                ("a", 2118, 52, 2048, ("x",)),
+            ],
             id="cut",
         ),
-        pytest.param({"x": stored(A, 0, 256), "y": stored(A, 256, 512)}, [("a", 0, 768, 0, ("x", "y"))], id="joined"),
+        pytest.param(
+            {"x": stored(A, 0, 256), "y": stored(A, 256, 512)},
+            [("a", 0, 768, 0, ("x", "y"))],
+            id="joined",
+        ),
         pytest.param(
             {"x": stored(A, 0, 255), "y": stored(A, 255, 512)},
             [("a", 0, 255, 0, ("x",)), ("a", 255, 512, 256, ("y",))],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.engine.threads import RunStopped
+from wanstream.offload.core.threads import RunStopped
 from wanstream.offload.formats.layout import allocate_flat
 from wanstream.offload.formats.packing import MXFP8, EightBit, stored_bytes
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
@@ -21,7 +21,7 @@ from wanstream.offload.sources.base import ReadThreads, SourceError, reads_until
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import TensorSource
 from wanstream.offload.sources.quantised import QuantisedSource
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 KEY, PIECES = BlockKey("high", 0), 3
 
@@ -51,7 +51,9 @@ def test_a_read_stops_after_any_piece_and_can_be_repeated(tmp_path, kind, pieces
         with reads_until(partial(next, answers)):
             source.read_block(KEY, stopped)
     places = source.formats[KEY].stored.tensors
-    read = [torch.equal(stopped[p.offset :][: p.nbytes], whole[p.offset :][: p.nbytes]) for p in places]
+    read = [
+        torch.equal(stopped[p.offset :][: p.nbytes], whole[p.offset :][: p.nbytes]) for p in places
+    ]
     assert read == [True] * pieces + [False] * (PIECES - pieces)
     source.read_block(KEY, again)
     assert torch.equal(again, whole)
@@ -60,7 +62,9 @@ def test_a_read_stops_after_any_piece_and_can_be_repeated(tmp_path, kind, pieces
 
 @pytest.mark.parametrize("pieces", range(2))
 @pytest.mark.parametrize(
-    ("packing", "bad"), [(EightBit(), struct.pack("<f", math.nan)), (MXFP8, b"\xff")], ids=["rows", "groups"]
+    ("packing", "bad"),
+    [(EightBit(), struct.pack("<f", math.nan)), (MXFP8, b"\xff")],
+    ids=["rows", "groups"],
 )
 def test_a_stop_leaves_the_check_of_scales_to_the_next_read(tmp_path, packing, bad, pieces):
     shape = (1, 128)
@@ -71,12 +75,25 @@ def test_a_stop_leaves_the_check_of_scales_to_the_next_read(tmp_path, packing, b
         for offset, nbytes, dtype, form in (
             (0, 128, torch.uint8, shape),
             (128, 4, torch.float32, ()),
-            (132, behind, torch.float32 if packing is not MXFP8 else torch.uint8, packing.scale_shape(shape)),
+            (
+                132,
+                behind,
+                torch.float32 if packing is not MXFP8 else torch.uint8,
+                packing.scale_shape(shape),
+            ),
         )
     )
-    blocks = {"a": replace(codes, packing=packing, behind=scales), "b": replace(codes, dtype=torch.float8_e4m3fn)}
-    source = FileSource({KEY: blocks}, computed_dtypes=torch.float32, scales={KEY: {"b": scale}}, readers=1)
-    with pytest.raises(RunStopped), reads_until(partial(next, chain(repeat(False, pieces), repeat(True)))):
+    blocks = {
+        "a": replace(codes, packing=packing, behind=scales),
+        "b": replace(codes, dtype=torch.float8_e4m3fn),
+    }
+    source = FileSource(
+        {KEY: blocks}, computed_dtypes=torch.float32, scales={KEY: {"b": scale}}, readers=1
+    )
+    with (
+        pytest.raises(RunStopped),
+        reads_until(partial(next, chain(repeat(False, pieces), repeat(True)))),
+    ):
         source.scales(KEY)
     for _ in range(2):
         with pytest.raises(SourceError, match="NaN"):

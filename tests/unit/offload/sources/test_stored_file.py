@@ -39,7 +39,11 @@ def plain(tmp_path: Path) -> StoredFile:
 
 @pytest.fixture
 def packed_values() -> dict[str, torch.Tensor]:
-    return {"q": normal(6, 64, seed=3), "k": normal(4, 32, seed=4), "cube": normal(2, 3, 32, seed=5)}
+    return {
+        "q": normal(6, 64, seed=3),
+        "k": normal(4, 32, seed=4),
+        "cube": normal(2, 3, 32, seed=5),
+    }
 
 
 @pytest.fixture
@@ -56,7 +60,9 @@ def packed(tmp_path: Path, packed_values: dict[str, torch.Tensor]) -> StoredFile
     return StoredFile(path)
 
 
-def test_reading_a_small_tensor_starts_no_thread(plain: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_small_tensor_starts_no_thread(
+    plain: StoredFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reader, "ReadThreads", None)
     assert torch.equal(plain.tensors["b"].clone(), normal(3, seed=2).half())
     with pytest.raises(TypeError):
@@ -79,7 +85,14 @@ def test_a_view_is_read_from_its_place(plain: StoredFile) -> None:
 
 def test_tensors_that_are_not_contiguous_parts_of_the_file_have_no_place(plain: StoredFile) -> None:
     a = plain.tensors["a"]
-    for other in (a.t(), a[:, :2], a.clone(), torch.ones(2), torch.empty(2, device="meta"), plain.tensors["none"]):
+    for other in (
+        a.t(),
+        a[:, :2],
+        a.clone(),
+        torch.ones(2),
+        torch.empty(2, device="meta"),
+        plain.tensors["none"],
+    ):
         assert plain.locate(other) is None
     assert plain.has(a[:, :2])
     assert not plain.has(a.clone())
@@ -92,7 +105,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "slices": lambda a: torch.cat([a[1:3], a[4:]]),
     "not contiguous": lambda a: a.t()[1:, ::2].contiguous(),
     "copied into": lambda a: torch.empty_like(a, dtype=torch.float16).copy_(a),
-    "parameter": lambda a: torch.nn.functional.linear(torch.ones(4), torch.nn.Parameter(a, requires_grad=False)),
+    "parameter": lambda a: torch.nn.functional.linear(
+        torch.ones(4), torch.nn.Parameter(a, requires_grad=False)
+    ),
     "chunks": lambda a: a.chunk(3)[1] * 2,
     "numpy": lambda a: torch.from_numpy(a.numpy()),
     "list": lambda a: torch.tensor(a[2].tolist()),
@@ -107,7 +122,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation_reads_the_values(plain: StoredFile, operation: str, inference: bool) -> None:
+def test_every_operation_reads_the_values(
+    plain: StoredFile, operation: str, inference: bool
+) -> None:
     with torch.inference_mode(inference):
         expected = OPERATIONS[operation](normal(6, 4, seed=1))
         result = OPERATIONS[operation](plain.tensors["a"])
@@ -117,7 +134,9 @@ def test_every_operation_reads_the_values(plain: StoredFile, operation: str, inf
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "like"])
 @pytest.mark.parametrize("change", ["cut", "empty", "rewritten", "replaced", "gone"])
-def test_every_operation_on_a_changed_file_is_refused_in_words(plain: StoredFile, operation: str, change: str) -> None:
+def test_every_operation_on_a_changed_file_is_refused_in_words(
+    plain: StoredFile, operation: str, change: str
+) -> None:
     path = plain.tensors["a"].place.path  # type: ignore[attr-defined]
     content = path.read_bytes()
     if change in {"cut", "empty"}:
@@ -134,15 +153,23 @@ def test_every_operation_on_a_changed_file_is_refused_in_words(plain: StoredFile
 
 
 def test_a_view_cannot_be_written(plain: StoredFile) -> None:
-    for write in (lambda a: a.zero_(), lambda a: a[1].copy_(torch.ones(4)), lambda a: torch.add(a, 1, out=a)):
+    for write in (
+        lambda a: a.zero_(),
+        lambda a: a[1].copy_(torch.ones(4)),
+        lambda a: torch.add(a, 1, out=a),
+    ):
         with pytest.raises(ValueError, match="clone it first"):
             write(plain.tensors["a"])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the size of the RAM, and needs sparse files")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="reads the size of the RAM, and needs sparse files"
+)
 def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     nbytes = 4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    header = json.dumps({"a": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    header = json.dumps(
+        {"a": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}
+    ).encode()
     path = tmp_path / "large.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
@@ -170,7 +197,14 @@ def test_a_view_of_a_packed_tensor_is_read_from_its_groups(
 
 def test_parts_of_groups_and_other_tensors_without_values_have_no_place(packed: StoredFile) -> None:
     q = packed.tensors["q"]
-    for other in (q.view(-1)[16:48], q.view(-1)[:48], q[:, :32], q.t(), q.clone(), torch.empty(6, 64, device="meta")):
+    for other in (
+        q.view(-1)[16:48],
+        q.view(-1)[:48],
+        q[:, :32],
+        q.t(),
+        q.clone(),
+        torch.empty(6, 64, device="meta"),
+    ):
         assert packed.locate(other) is None
     assert packed.has(q[:, :32])
     assert not packed.has(q.clone())

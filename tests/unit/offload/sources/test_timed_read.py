@@ -12,7 +12,7 @@ from torch import nn
 from wanstream.offload.formats.layout import allocate_flat
 from wanstream.offload.sources.base import SourceError, timed_read
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 
 KEYS = [BlockKey("high", 0), BlockKey("high", 1)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.sampling import DenoiseRequest
+from wanstream.sampling.inputs import DenoiseRequest
 
 
 @pytest.fixture

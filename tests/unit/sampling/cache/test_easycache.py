@@ -1,23 +1,26 @@
-"""EasyCache: equality with a plain loop that follows its definition, bytes saved, and failing runs."""
+"""EasyCache: equality with a plain loop by its definition, bytes saved, and failing runs."""
 
 from __future__ import annotations
 
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.sampling import DenoiseRequest, EasyCache, RequestError, RunSlice, denoise
-from wanstream.sampling.cache.base import LaneName
+from wanstream.sampling import denoise
+from wanstream.sampling.cache import EasyCache
+from wanstream.sampling.cache.base import LaneName, Stage
 from wanstream.sampling.cache.easycache import _distance as distance
 from wanstream.sampling.cache.easycache import computed_steps
-from wanstream.sampling.solvers import Solver
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import RequestError, RunSlice
+from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.sampling_fixtures import changed_request
 from wanstream.tests.support.short_memory import ShortOnce
 from wanstream.wan import ExpertPair
 
@@ -41,7 +44,9 @@ OpenPair = Callable[..., ExpertPair]
 Models = Mapping[str, WanTransformer3DModel]
 
 
-def run(pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any) -> Any:
+def run(
+    pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any
+) -> Any:
     return denoise(pair, request, policy=policy, device="cpu", **options)
 
 
@@ -50,8 +55,10 @@ def skipped(result: Any) -> list[int]:
 
 
 @torch.inference_mode()
-def defined(models: Models, request: DenoiseRequest, threshold: float) -> tuple[torch.Tensor, list[int]]:
-    """Return the latents of the definition for whole models and one sample, and the steps that it skips."""
+def defined(
+    models: Models, request: DenoiseRequest, threshold: float
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the definition's latents and skipped steps, for whole models and one sample."""
     plan, latents, left_out = request.step_plan, request.noise, []
     solver = Solver(request.solver, plan.schedule, request.start_step)
     expert, factor, total, history, before = "", math.nan, 0.0, [], latents
@@ -60,7 +67,8 @@ def defined(models: Models, request: DenoiseRequest, threshold: float) -> tuple[
             expert, factor, total, history = plan.experts[step], math.nan, 0.0, []
         if history:
             total += factor * float(
-                (latents.double() - before.double()).abs().sum() / history[-1][1].double().abs().mean()
+                (latents.double() - before.double()).abs().sum()
+                / history[-1][1].double().abs().mean()
             )
         before = latents
         skip = len(history) >= 2 and step != STEPS - 1 and total / latents.numel() < threshold
@@ -71,7 +79,9 @@ def defined(models: Models, request: DenoiseRequest, threshold: float) -> tuple[
             time, total = torch.tensor([plan.schedule.timesteps[step]]), 0.0
             texts = request.positive, request.negative
             model = models[expert]
-            outputs = [model(latents, time, text.to(model.dtype), return_dict=False)[0] for text in texts]
+            outputs = [
+                model(latents, time, text.to(model.dtype), return_dict=False)[0] for text in texts
+            ]
             found = outputs
             if history:
                 old_input, old = history[-1]
@@ -101,7 +111,9 @@ def test_these_thresholds_differ(plain_models: Any, make_eight_steps: Request) -
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_no_policy_changes_a_bit(policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request) -> None:
+def test_no_policy_changes_a_bit(
+    policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request
+) -> None:
     pair, request = open_pair(), make_eight_steps(cache=ALWAYS)
     expected = run(open_pair(), request)
     for _ in range(2):
@@ -110,7 +122,9 @@ def test_no_policy_changes_a_bit(policy: OffloadPolicy, open_pair: OpenPair, mak
         assert skipped(found) == [2, 3, 6]
 
 
-@pytest.mark.parametrize("cache", [EasyCache(threshold=0), EasyCache(retention=1.0)], ids=["threshold", "retention"])
+@pytest.mark.parametrize(
+    "cache", [EasyCache(threshold=0), EasyCache(retention=1.0)], ids=["threshold", "retention"]
+)
 def test_a_cache_that_skips_nothing_changes_no_bit(
     cache: EasyCache, open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
@@ -121,10 +135,15 @@ def test_a_cache_that_skips_nothing_changes_no_bit(
 
 
 @pytest.mark.slow  # several runs of the loop
-def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, make_eight_steps: Request) -> None:
+def test_a_video_among_others_is_the_video_alone(
+    open_pair: OpenPair, make_eight_steps: Request
+) -> None:
     pair, whole = open_pair(), make_eight_steps(batch=3, cache=SOME)
     for place, sample in enumerate(run(pair, whole).latents):
-        one = {name: getattr(whole, name)[place : place + 1].clone() for name in ("noise", "positive", "negative")}
+        one = {
+            name: getattr(whole, name)[place : place + 1].clone()
+            for name in ("noise", "positive", "negative")
+        }
         assert torch.equal(run(pair, make_eight_steps(cache=SOME, **one)).latents[0], sample)
 
 
@@ -134,7 +153,7 @@ def test_a_skipped_step_moves_no_more_than_lies_ahead_and_the_next_one_uses_it(
 ) -> None:
     pair = open_pair()
     steps = run(pair, make_eight_steps(cache=ALWAYS), OffloadPolicy.layerwise(ahead)).timeline.steps
-    blocks = [step.bytes_moved / pair.stored_bytes for step in steps]
+    blocks = [step.bytes_moved / pair.block_bytes.stored for step in steps]
     assert sum(blocks) <= 5 * LAYERS + 2 * (ahead + 1)
     assert blocks[2] <= ahead + 1
     assert [step.skipped_lanes for step in steps] == [0, 0, 2, 2, 0, 0, 2, 0]
@@ -153,7 +172,9 @@ def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
         assert torch.equal(disturbed.latents, whole.latents), use
         assert len(disturbed.timeline.changes) == 1
     for use in (1, 3, 5):
-        disturbed = run(ShortOnce(open_pair(), use, behind=True), request, OffloadPolicy.layerwise(3))
+        disturbed = run(
+            ShortOnce(open_pair(), use, behind=True), request, OffloadPolicy.layerwise(3)
+        )
         assert torch.equal(disturbed.latents, whole.latents)
         assert skipped(disturbed) == skipped(whole)
 
@@ -162,7 +183,13 @@ def test_a_run_that_goes_on_measures_again(open_pair: OpenPair, make_eight_steps
     pair, request, states = open_pair(), make_eight_steps(cache=ALWAYS), list[Any]()
     run(pair, request, on_step=lambda step: states.append(step.state()))
     rest = denoise(pair, request, RunSlice(resume=states[0]), policy=LAYERWISE, device="cpu")
-    assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [1, 2, SWITCH, SWITCH + 1, 7]
+    assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [
+        1,
+        2,
+        SWITCH,
+        SWITCH + 1,
+        7,
+    ]
 
 
 def test_a_device_needs_no_float64() -> None:
@@ -172,15 +199,19 @@ def test_a_device_needs_no_float64() -> None:
     assert found.item() == pytest.approx(now.double().abs().sum().item(), rel=1e-5)
 
 
-def test_another_number_of_lanes_begins_anew(open_pair: OpenPair, make_eight_steps: Request) -> None:
+def test_another_number_of_lanes_begins_anew(
+    open_pair: OpenPair, make_eight_steps: Request
+) -> None:
     scales = (3.0,) * 3 + (1.0,) * (STEPS - 3)
-    steps = run(open_pair(), make_eight_steps(cache=ALWAYS, guidance_steps=scales, switch_step=0)).timeline.steps
+    steps = run(
+        open_pair(), make_eight_steps(cache=ALWAYS, guidance_steps=scales, switch_step=0)
+    ).timeline.steps
     assert [step.index for step in steps if not step.skipped_visits] == [0, 1, 3, 4, 7]
 
 
 def test_the_first_steps_of_each_expert_and_the_last_one_are_computed() -> None:
     names = (LaneName(0, 0),)
-    steps = {step: ("high" if step < 20 else "low", names) for step in range(40)}
+    steps = {step: (Stage("high" if step < 20 else "low"), names) for step in range(40)}
     assert computed_steps(steps, 0.2) == {0, 1, 2, 3, 20, 21, 22, 23, 39}
     assert computed_steps(steps, 0.0) == {0, 1, 20, 21, 39}
     assert computed_steps({}, 0.2) == frozenset()
@@ -200,5 +231,5 @@ def test_a_retention_that_is_no_share_is_refused(retention: float) -> None:
 
 def test_a_request_with_a_cache_travels(make_eight_steps: Request) -> None:
     request = pickle.loads(pickle.dumps(make_eight_steps(cache=SOME)))  # noqa: S301 - our own
-    assert request.cache == SOME
-    assert replace(request, cache=None).cache is None
+    assert request.options.cache == SOME
+    assert changed_request(request, cache=None).options.cache is None

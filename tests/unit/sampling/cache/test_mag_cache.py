@@ -14,23 +14,16 @@ import pytest
 import torch
 from diffusers import MagCacheConfig, WanTransformer3DModel
 
-from wanstream.plan.visits import SkipRule
-from wanstream.sampling import (
-    DenoiseRequest,
-    DenoiseResult,
-    RequestError,
-    RunSlice,
-    SamplingCancelled,
-    denoise,
-    request_job,
-    working_bytes,
-)
-from wanstream.sampling.cache.base import LaneName
-from wanstream.sampling.cache.calibrate import calibrate
+from wanstream.plan.programs.visits import SkipRule
+from wanstream.sampling import denoise, request_run_shape, working_bytes
+from wanstream.sampling.cache.base import LaneName, PassStart, Stage
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.magcache import Calibration
 from wanstream.sampling.cache.settings import MagCache
-from wanstream.sampling.solvers import Solver
+from wanstream.sampling.calibrate import calibrate
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import DenoiseResult, RequestError, RunSlice, SamplingCancelled
+from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -65,14 +58,22 @@ def made_up(make_eight_steps: Request) -> MagTable:
     ratios = tuple(1 - 0.01 * step for step in range(STEPS))
     marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}
     sigmas = tuple(step_plan.schedule.sigmas)
-    return MagTable(sigmas=sigmas, experts=step_plan.experts, ratios=(ratios, ratios), marks=marks, source="nothing")
+    return MagTable(
+        sigmas=sigmas,
+        experts=step_plan.experts,
+        ratios=(ratios, ratios),
+        marks=marks,
+        source="nothing",
+    )
 
 
 def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
     return calibrate(request, partial(run, pair), source="a test")
 
 
-def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any) -> Any:
+def run(
+    pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any
+) -> Any:
     return denoise(pair, request, policy=policy, device="cpu", **options)
 
 
@@ -90,7 +91,10 @@ def with_diffusers_cache(
     step_plan, latents = request.step_plan, request.noise
     solver = Solver(request.solver, step_plan.schedule, request.start_step)
     for step in step_plan.steps:
-        model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
+        model, time = (
+            models[step_plan.experts[step]],
+            torch.tensor([step_plan.schedule.timesteps[step]]),
+        )
         with model.cache_context("cond"):
             velocity = model(latents, time, request.positive, return_dict=False)[0].float()
         latents = solver.step(velocity, latents)
@@ -103,9 +107,16 @@ def test_ratios_are_those_that_diffusers_measures(
     """Ratios that diffusers prints after the last step of a model."""
     request = make_eight_steps(guidance=(1.0, 1.0), negative=None)
     steps = {"high": SWITCH, "low": STEPS - SWITCH}
-    configs = {name: MagCacheConfig(calibrate=True, num_inference_steps=count) for name, count in steps.items()}
+    configs = {
+        name: MagCacheConfig(calibrate=True, num_inference_steps=count)
+        for name, count in steps.items()
+    }
     with_diffusers_cache(plain_models(), request, configs)
-    lists = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[") and line.endswith("]")]
+    lists = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("[") and line.endswith("]")
+    ]
     high, low = map(json.loads, lists)
     [ratios] = measured(open_pair(), request).ratios
     assert ratios == pytest.approx([*high, *low], rel=1e-5)
@@ -128,7 +139,10 @@ def test_what_is_taken_over_is_what_diffusers_takes_over(
         for name, own in (("high", ratios[:SWITCH]), ("low", ratios[SWITCH:]))
     }
     found = run(
-        open_pair(), make_eight_steps(guidance=(1.0, 1.0), negative=None, cache=MagCache(table=table, rule=RULE))
+        open_pair(),
+        make_eight_steps(
+            guidance=(1.0, 1.0), negative=None, cache=MagCache(table=table, rule=RULE)
+        ),
     )
     assert len(skipped(found)) > 1
     assert torch.equal(found.latents, with_diffusers_cache(plain_models(), request, configs))
@@ -137,7 +151,9 @@ def test_what_is_taken_over_is_what_diffusers_takes_over(
 def test_measuring_changes_no_bit(open_pair: OpenPair, make_eight_steps: Request) -> None:
     pair = open_pair()
     results: list[DenoiseResult] = []
-    table = calibrate(make_eight_steps(), lambda request: results.append(run(pair, request)), source="a test")
+    table = calibrate(
+        make_eight_steps(), lambda request: results.append(run(pair, request)), source="a test"
+    )
     assert torch.equal(results[0].latents, run(pair, make_eight_steps()).latents)
     assert len(table.ratios) == 2
     assert all(each[0] == each[SWITCH] == 1.0 and len(each) == STEPS for each in table.ratios)
@@ -154,7 +170,7 @@ def test_ratios_are_those_of_the_video_alone(of_others: float) -> None:
     for step, of_video in enumerate((1.0, 0.5)):
         hidden = torch.full((1, 9, 4), of_others)
         hidden[:, video] = of_video
-        measured = calibration.begin(step, "high", [name], [name], model)
+        measured = calibration.begin(PassStart(step, Stage("high"), [name], [name], model))
         measured.entered(0, torch.zeros_like(hidden), hidden, video)
         measured.ended(0, hidden)
     assert calibration.ratios({0: "high", 1: "high"}) == ((1.0, pytest.approx(0.5)),)
@@ -165,7 +181,12 @@ def test_a_threshold_of_0_changes_no_bit_and_a_high_one_skips_what_it_may(
     threshold: float, open_pair: OpenPair, make_eight_steps: Request, table: MagTable
 ) -> None:
     pair = open_pair()
-    found = run(pair, make_eight_steps(cache=MagCache(table=table, rule=SkipRule(threshold=threshold, retention=0.25))))
+    found = run(
+        pair,
+        make_eight_steps(
+            cache=MagCache(table=table, rule=SkipRule(threshold=threshold, retention=0.25))
+        ),
+    )
     if threshold == 0:
         assert torch.equal(found.latents, run(pair, make_eight_steps()).latents)
         assert skipped(found) == []
@@ -173,7 +194,9 @@ def test_a_threshold_of_0_changes_no_bit_and_a_high_one_skips_what_it_may(
         assert skipped(found) == [1, 2, 5, 6]
 
 
-@pytest.mark.parametrize("policy", [OffloadPolicy.resident(), LAYERWISE, OffloadPolicy.block_swap(2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [OffloadPolicy.resident(), LAYERWISE, OffloadPolicy.block_swap(2, 1)], ids=str
+)
 def test_skipped_steps_move_nothing_and_no_policy_changes_a_bit(
     policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request, table: MagTable
 ) -> None:
@@ -188,14 +211,16 @@ def test_skipped_steps_move_nothing_and_no_policy_changes_a_bit(
         assert step.skipped_lanes == (2 if step.skipped_visits else 0)
         assert not (step.skipped_visits and step.bytes_moved)
     if policy == LAYERWISE:
-        assert found.timeline.bytes_moved == (STEPS - 4) * LAYERS * pair.stored_bytes
+        assert found.timeline.bytes_moved == (STEPS - 4) * LAYERS * pair.block_bytes.stored
 
 
 def test_a_run_that_goes_on_in_a_skipped_step_computes_it(
     open_pair: OpenPair, make_eight_steps: Request, table: MagTable
 ) -> None:
     pair, states = open_pair(), list[Any]()
-    request = make_eight_steps(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
+    request = make_eight_steps(
+        cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0))
+    )
     run(pair, request, on_step=lambda step: states.append(step.state()))
     rest = denoise(pair, request, RunSlice(resume=states[0]), policy=LAYERWISE, device="cpu")
     assert skipped(rest) == [2, 3, 5, 6]
@@ -216,7 +241,10 @@ def test_a_run_that_is_stopped_leaves_the_pair_usable(
     [
         ({"steps": STEPS + 1}, "calibrated for 8 steps, this run has 9"),
         ({"flow_shift": 3.0}, "another schedule or flow shift"),
-        ({"switch_step": SWITCH - 1}, "high-noise expert in step 3, this run takes the low-noise expert"),
+        (
+            {"switch_step": SWITCH - 1},
+            "high-noise expert in step 3, this run takes the low-noise expert",
+        ),
     ],
 )
 def test_a_table_for_another_run_is_refused(
@@ -246,7 +274,7 @@ def test_what_was_measured_without_negative_lanes_is_nothing_to_guidance(
     table = measured(open_pair(), make_eight_steps(guidance_steps=calibrated))
     cache = MagCache(table=table, rule=RULE)
     if said is None:
-        assert make_eight_steps(cache=cache, guidance_steps=requested).cache is cache
+        assert make_eight_steps(cache=cache, guidance_steps=requested).options.cache is cache
     else:
         with pytest.raises(RequestError, match=said):
             make_eight_steps(cache=cache, guidance_steps=requested)
@@ -254,32 +282,54 @@ def test_what_was_measured_without_negative_lanes_is_nothing_to_guidance(
 
 def test_a_part_of_the_run_is_that_run(make_eight_steps: Request, made_up: MagTable) -> None:
     cache = MagCache(table=made_up, rule=RULE)
-    assert make_eight_steps(cache=cache, end_step=5).cache == make_eight_steps(cache=cache, start_step=3).cache == cache
+    assert (
+        make_eight_steps(cache=cache, end_step=5).options.cache
+        == make_eight_steps(cache=cache, start_step=3).options.cache
+        == cache
+    )
 
 
-def test_a_table_for_another_model_is_refused(open_pair: OpenPair, make_eight_steps: Request, table: MagTable) -> None:
+def test_a_table_for_another_model_is_refused(
+    open_pair: OpenPair, make_eight_steps: Request, table: MagTable
+) -> None:
     cache = MagCache(table=table, rule=RULE)
     for seeds in ({"high": 3}, {"low": 3}):
         with pytest.raises(RequestError, match="calibrated for another model"):
             run(open_pair(**seeds), make_eight_steps(cache=cache))
 
 
-def test_the_same_model_in_bf16_is_known_again(open_pair: OpenPair, make_eight_steps: Request, table: MagTable) -> None:
-    assert skipped(run(open_pair(dtype=torch.bfloat16), make_eight_steps(cache=MagCache(table=table, rule=RULE))))
+def test_the_same_model_in_bf16_is_known_again(
+    open_pair: OpenPair, make_eight_steps: Request, table: MagTable
+) -> None:
+    assert skipped(
+        run(
+            open_pair(dtype=torch.bfloat16),
+            make_eight_steps(cache=MagCache(table=table, rule=RULE)),
+        )
+    )
 
 
 def test_what_measuring_keeps_is_counted_and_what_a_cache_would_keep_is_not(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
     pair, cpu, noise = open_pair(), torch.device("cpu"), torch.zeros(1, 16, 2, 40, 60)
-    request, plain = make_eight_steps(noise=noise, cache=Calibration()), make_eight_steps(noise=noise)
-    assert request_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), cached_states=1)
+    request, plain = (
+        make_eight_steps(noise=noise, cache=Calibration()),
+        make_eight_steps(noise=noise),
+    )
+    assert request_run_shape(pair, request, cpu) == replace(
+        request_run_shape(pair, plain, cpu), cached_states=1
+    )
     state = 2 * (2 * 20 * 30) * 256 * 4  # lanes x tokens x width x fp32
     usual = working_bytes(pair, noise.shape, sides=(0, 0))
-    assert working_bytes(pair, noise.shape, sides=(0, 0), cache=request.cache) - usual == state
+    assert (
+        working_bytes(pair, noise.shape, sides=(0, 0), cache=request.options.cache) - usual == state
+    )
 
 
-def test_a_part_of_a_schedule_is_not_measured(open_pair: OpenPair, make_eight_steps: Request) -> None:
+def test_a_part_of_a_schedule_is_not_measured(
+    open_pair: OpenPair, make_eight_steps: Request
+) -> None:
     for part in ({"start_step": 1}, {"end_step": 7}):
         with pytest.raises(RequestError, match="all steps"):
             measured(open_pair(), make_eight_steps(**part))
@@ -310,6 +360,10 @@ def test_a_table_travels_and_is_written(made_up: MagTable) -> None:
     ids=str,
 )
 def test_what_is_no_table_is_refused(data: Any, made_up: MagTable) -> None:
-    given = data if not isinstance(data, dict) or "format" in data or not data else {**made_up.to_dict(), **data}
+    given = (
+        data
+        if not isinstance(data, dict) or "format" in data or not data
+        else {**made_up.to_dict(), **data}
+    )
     with pytest.raises(RequestError, match=r"calibrate|Calibration"):
         MagTable.from_dict(given)

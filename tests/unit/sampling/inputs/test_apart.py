@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.nodes.runs.benchmark import job_digest
-from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, split_request
+from wanstream.sampling import denoise, run_digest
+from wanstream.sampling.inputs import DenoiseRequest, merge_requests, split_request
+from wanstream.sampling.steps import RequestError
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -28,12 +29,25 @@ def texts_of_own_lengths(seed: int) -> list[torch.Tensor]:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "texts of own lengths": (
-        {"positive": texts_of_own_lengths(20), "negative": texts_of_own_lengths(30), "solver": "unipc"},
+        {
+            "positive": texts_of_own_lengths(20),
+            "negative": texts_of_own_lengths(30),
+            "solver": "unipc",
+        },
         {},
     ),
-    "a text for all": ({"positive": normal(1, 7, 4096, seed=40), "negative": normal(1, 4, 4096, seed=41)}, {}),
-    "an image for each": ({"image_condition": normal(3, 20, *SHAPE[2:], seed=50)}, {"in_channels": 36}),
-    "an image for all": ({"image_condition": normal(1, 20, *SHAPE[2:], seed=50)}, {"in_channels": 36}),
+    "a text for all": (
+        {"positive": normal(1, 7, 4096, seed=40), "negative": normal(1, 4, 4096, seed=41)},
+        {},
+    ),
+    "an image for each": (
+        {"image_condition": normal(3, 20, *SHAPE[2:], seed=50)},
+        {"in_channels": 36},
+    ),
+    "an image for all": (
+        {"image_condition": normal(1, 20, *SHAPE[2:], seed=50)},
+        {"in_channels": 36},
+    ),
     "latents and masks": (
         {
             "latent": normal(*SHAPE, seed=60),
@@ -47,7 +61,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 
 @pytest.mark.slow  # several runs of the loop
-@pytest.mark.parametrize(("case", "sizes"), [(case, ((1, 2), (1, 1, 1))[at % 2]) for at, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("case", "sizes"), [(case, ((1, 2), (1, 1, 1))[at % 2]) for at, case in enumerate(CASES)]
+)
 def test_parts_make_the_samples_of_the_whole_to_the_bit(
     case: str, sizes: Sequence[int], open_pair: Callable[..., ExpertPair], make_request: Request
 ) -> None:
@@ -60,7 +76,9 @@ def test_parts_make_the_samples_of_the_whole_to_the_bit(
         assert [part.batch for part in parts] == list(sizes)
         made = [denoise(pair, part, policy=policy, device="cpu").latents for part in parts]
         assert torch.equal(torch.cat(made), whole)
-        assert torch.equal(denoise(pair, merge_requests(parts), policy=policy, device="cpu").latents, whole)
+        assert torch.equal(
+            denoise(pair, merge_requests(parts), policy=policy, device="cpu").latents, whole
+        )
 
 
 def test_a_part_carries_nothing_of_the_others(make_request: Request) -> None:
@@ -76,18 +94,20 @@ def test_a_part_sees_the_images_of_its_samples(given: int, make_request: Request
     parts = split_request(make_request(batch=3, image_embedding=seen), (1, 2))
     expected = [seen, seen] if given == 1 else [seen[:1], seen[1:]]
     for part, own in zip(parts, expected, strict=True):
-        assert part.image_embedding is not None
-        assert torch.equal(part.image_embedding, own)
-        assert part.image_embedding.untyped_storage().nbytes() == own.nbytes
+        assert part.inputs.image_embedding is not None
+        assert torch.equal(part.inputs.image_embedding, own)
+        assert part.inputs.image_embedding.untyped_storage().nbytes() == own.nbytes
 
 
 def test_all_samples_are_the_request_itself(make_request: Request) -> None:
     request = make_request(batch=3)
     assert split_request(request, (3,)) == [request]
-    assert job_digest(request, "") != job_digest(split_request(request, (1, 2))[1], "")
+    assert run_digest(request, "") != run_digest(split_request(request, (1, 2))[1], "")
 
 
 @pytest.mark.parametrize("sizes", [(), (1, 1), (4,), (0, 3), (-1, 4)])
-def test_sizes_that_do_not_make_it_up_are_refused(sizes: Sequence[int], make_request: Request) -> None:
+def test_sizes_that_do_not_make_it_up_are_refused(
+    sizes: Sequence[int], make_request: Request
+) -> None:
     with pytest.raises(RequestError, match="the batch has 3 samples"):
         split_request(make_request(batch=3), sizes)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import native_inputs, native_latent, seeded_noise
-from wanstream.sampling.errors import ConditioningError
+from wanstream.sampling.inputs import native_inputs, native_latent
 from wanstream.sampling.inputs.conditioning import LEFTOVER_KEY, image_condition
-from wanstream.wan.latent_space import denormalise, normalise
+from wanstream.sampling.steps import seeded_noise
+from wanstream.sampling.steps.errors import ConditioningError
+from wanstream.wan.latents.space import denormalise, normalise
 
 TEXT = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(1))
@@ -31,13 +32,12 @@ def _cond(**options: Any) -> list[list[Any]]:
 
 
 def test_text_and_an_empty_latent() -> None:
-    inputs = native_inputs(_cond(), _cond(), {**EMPTY, "downscale_ratio_spacial": 8})
+    inputs = native_inputs(_cond(), _cond(), {**EMPTY, "downscale_ratio_spacial": 8}, seed=5)
     assert inputs.positive is TEXT
     assert inputs.negative is TEXT
     assert inputs.image_condition is None
     assert inputs.latent is None, "zeros mean nothing yet, not a grey video"
-    assert torch.equal(inputs.noise(5), seeded_noise((1, 16, 3, 4, 6), 5))
-    assert torch.equal(inputs.noise(None), torch.zeros(1, 16, 3, 4, 6))
+    assert torch.equal(inputs.noise, seeded_noise((1, 16, 3, 4, 6), 5))
 
 
 def test_negative_may_be_left_out() -> None:
@@ -49,7 +49,9 @@ def test_a_given_latent_is_normalised_and_comes_back_raw() -> None:
     inputs = native_inputs(_cond(), None, latent)
     assert inputs.latent is not None
     assert torch.equal(inputs.latent, normalise(IMAGE))
-    assert torch.equal(inputs.noise(5), seeded_noise((1, 16, 3, 4, 6), 5, batch_index=[3]))
+    assert (inputs.add_noise, inputs.noise.count_nonzero()) == (False, 0)
+    noise = native_inputs(_cond(), None, latent, seed=5).noise
+    assert torch.equal(noise, seeded_noise((1, 16, 3, 4, 6), 5, batch_index=[3]))
     back = native_latent(inputs.latent, latent)
     assert torch.equal(back.pop("samples"), denormalise(inputs.latent))
     assert back.pop(LEFTOVER_KEY)["sigma"] == 0.0
@@ -72,13 +74,19 @@ def test_masks_of_every_width_and_length() -> None:
     four = one.repeat(1, 4, 1, 1, 1)
     expected = image_condition(IMAGE, one)
     assert torch.equal(image_condition(IMAGE, four), expected)
-    assert torch.equal(image_condition(IMAGE, one.repeat(1, 3, 1, 1, 1)), expected), "other widths are averaged"
-    assert torch.equal(image_condition(IMAGE, one[:, :, :2]), expected), "frames beyond the mask are free"
+    assert torch.equal(image_condition(IMAGE, one.repeat(1, 3, 1, 1, 1)), expected), (
+        "other widths are averaged"
+    )
+    assert torch.equal(image_condition(IMAGE, one[:, :, :2]), expected), (
+        "frames beyond the mask are free"
+    )
     assert (image_condition(IMAGE, None)[:, :4] == 0).all()
     assert image_condition(IMAGE.to("meta"), one).device.type == "meta", "the image says where"
     differs = four.clone()
     differs[:, 2, 1] = 0
-    assert (image_condition(IMAGE, differs)[0, :4, 1, 0, 0] == torch.tensor([0.0, 0.0, 1.0, 0.0])).all()
+    assert (
+        image_condition(IMAGE, differs)[0, :4, 1, 0, 0] == torch.tensor([0.0, 0.0, 1.0, 0.0])
+    ).all()
 
 
 @pytest.mark.parametrize(
@@ -90,9 +98,11 @@ def test_masks_of_every_width_and_length() -> None:
         ({"samples": torch.ones(1, 16, 8, 6)}, (1, 16, 1, 8, 6)),
     ],
 )
-def test_an_image_latent_is_a_video_of_one_frame(latent: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_an_image_latent_is_a_video_of_one_frame(
+    latent: dict[str, Any], shape: tuple[int, ...]
+) -> None:
     inputs = native_inputs(_cond(), None, latent)
-    assert inputs.shape == shape
+    assert inputs.noise.shape == shape
     assert (inputs.latent is None) == (not latent["samples"].any())
 
 
@@ -103,12 +113,17 @@ def test_texts_are_repeated_over_a_batch_in_turn() -> None:
     assert torch.equal(inputs.positive, texts[[0, 1, 2, 0, 1]])
     assert inputs.negative is not None
     assert len(inputs.negative) == 1
-    assert torch.equal(native_inputs([[texts, {}]], None, {"samples": torch.zeros(2, 16, 3, 4, 6)}).positive, texts[:2])
+    assert torch.equal(
+        native_inputs([[texts, {}]], None, {"samples": torch.zeros(2, 16, 3, 4, 6)}).positive,
+        texts[:2],
+    )
 
 
 def test_a_noise_mask_says_what_is_known_where_the_image_has_no_mask() -> None:
     noise_mask = _start_mask()[0, 0]
-    image = native_inputs(_cond(concat_latent_image=IMAGE), None, {**EMPTY, "noise_mask": noise_mask}).image_condition
+    image = native_inputs(
+        _cond(concat_latent_image=IMAGE), None, {**EMPTY, "noise_mask": noise_mask}
+    ).image_condition
     assert image is not None
     assert torch.equal(image, image_condition(IMAGE, _start_mask()))
     both = {"concat_latent_image": IMAGE, "concat_mask": 1 - _start_mask()}
@@ -142,10 +157,30 @@ def test_images_of_a_batch_share_a_mask() -> None:
         (_cond(start_percent=0.5), None, EMPTY, "range of steps"),
         (_cond(end_percent=0.5), None, EMPTY, "range of steps"),
         (_cond(concat_latent_image=IMAGE), _cond(), EMPTY, "different start images"),
-        (_cond(concat_latent_image=IMAGE), _cond(concat_latent_image=-IMAGE), EMPTY, "different start images"),
-        (_cond(concat_latent_image=torch.zeros(1, 24, 3, 4, 6)), None, EMPTY, r"is \[1, 24, .* node for another model"),
-        (_cond(concat_latent_image=IMAGE, concat_mask_index=16), None, EMPTY, "concat_mask_index is 16 for 16"),
-        (_cond(concat_latent_image=CONTROL, concat_mask_index=8), None, EMPTY, "concat_mask_index is 8 for 32"),
+        (
+            _cond(concat_latent_image=IMAGE),
+            _cond(concat_latent_image=-IMAGE),
+            EMPTY,
+            "different start images",
+        ),
+        (
+            _cond(concat_latent_image=torch.zeros(1, 24, 3, 4, 6)),
+            None,
+            EMPTY,
+            r"is \[1, 24, .* node for another model",
+        ),
+        (
+            _cond(concat_latent_image=IMAGE, concat_mask_index=16),
+            None,
+            EMPTY,
+            "concat_mask_index is 16 for 16",
+        ),
+        (
+            _cond(concat_latent_image=CONTROL, concat_mask_index=8),
+            None,
+            EMPTY,
+            "concat_mask_index is 8 for 32",
+        ),
         (
             _cond(context_latents=[torch.zeros(1, 16, 4, 6)]),
             None,
@@ -159,26 +194,50 @@ def test_images_of_a_batch_share_a_mask() -> None:
             EMPTY,
             r"concat_mask is \[1, 1, 3, 8, 8\], its image \[1, 16, 3, 4, 6\]",
         ),
-        (_cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 4, 4, 6)), None, EMPTY, "concat_mask is"),
-        (_cond(), None, {"samples": torch.ones(1, 4, 64, 64)}, r"latent is \[1, 4, 1, 64, 64\].* empty video latent"),
+        (
+            _cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 4, 4, 6)),
+            None,
+            EMPTY,
+            "concat_mask is",
+        ),
+        (
+            _cond(),
+            None,
+            {"samples": torch.ones(1, 4, 64, 64)},
+            r"latent is \[1, 4, 1, 64, 64\].* empty video latent",
+        ),
         (_cond(), None, {"samples": torch.zeros(1, 32, 3, 4, 6)}, r"latent is \[1, 32, 3, 4, 6\]"),
-        (_cond(), None, {"samples": [torch.zeros(1, 16, 3, 4, 6)]}, "latent is a list of several parts"),
-        (_cond(), None, {**EMPTY, "noise_mask": torch.ones(2, 3, 4, 6)}, r"noise mask is \[2, 3, 4, 6\]"),
+        (
+            _cond(),
+            None,
+            {"samples": [torch.zeros(1, 16, 3, 4, 6)]},
+            "latent is a list of several parts",
+        ),
+        (
+            _cond(),
+            None,
+            {**EMPTY, "noise_mask": torch.ones(2, 3, 4, 6)},
+            r"noise mask is \[2, 3, 4, 6\]",
+        ),
         (
             _cond(concat_latent_image=IMAGE),
             None,
             {"samples": torch.zeros(1, 16, 2, 4, 6)},
-            "positive carries a start image for 48 x 32 pixels and 9 frames, the latent is 48 x 32 pixels and 5 frames",
+            "positive carries a start image for 48 x 32 pixels and 9 frames, the latent is 48 x 32 "
+            "pixels and 5 frames",
         ),
         (
             _cond(),
             _cond(concat_latent_image=IMAGE),
             {"samples": torch.zeros(1, 16, 3, 8, 4)},
-            "negative carries .* 48 x 32 pixels and 9 frames, .* 32 x 64 pixels and 9 frames: connect the latent",
+            "negative carries .* 48 x 32 pixels and 9 frames, .* 32 x 64 pixels and 9 frames: "
+            "connect the latent",
         ),
     ],
 )
-def test_values_that_make_no_request(positive: Any, negative: Any, latent: Any, message: str) -> None:
+def test_values_that_make_no_request(
+    positive: Any, negative: Any, latent: Any, message: str
+) -> None:
     with pytest.raises(ConditioningError, match=message):
         native_inputs(positive, negative, latent)
 
@@ -195,12 +254,20 @@ class TestWhatClipSees:
         assert native_inputs(_cond(), _cond(), EMPTY).image_embedding is None
 
     def test_of_other_images_on_each_side_is_refused(self) -> None:
-        seen = [SimpleNamespace(penultimate_hidden_states=states) for states in (self.STATES, -self.STATES)]
+        seen = [
+            SimpleNamespace(penultimate_hidden_states=states)
+            for states in (self.STATES, -self.STATES)
+        ]
         with pytest.raises(ConditioningError, match="different start images"):
-            native_inputs(_cond(clip_vision_output=seen[0]), _cond(clip_vision_output=seen[1]), EMPTY)
+            native_inputs(
+                _cond(clip_vision_output=seen[0]), _cond(clip_vision_output=seen[1]), EMPTY
+            )
         with pytest.raises(ConditioningError, match="different start images"):
             native_inputs(_cond(clip_vision_output=seen[0]), _cond(), EMPTY)
 
     def test_without_hidden_states_is_refused(self) -> None:
-        with pytest.raises(ConditioningError, match="clip_vision_output is a object without penultimate_hidden_states"):
+        with pytest.raises(
+            ConditioningError,
+            match="clip_vision_output is a object without penultimate_hidden_states",
+        ):
             native_inputs(_cond(clip_vision_output=object()), None, EMPTY)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from wanstream.sampling import native_inputs
-from wanstream.sampling.errors import ConditioningError
-from wanstream.sampling.inputs import conditioning as conditioning_keys
-from wanstream.sampling.inputs.conditioning import IGNORED, READ, REFUSED, TEXT_TENSORS
+from wanstream.sampling.inputs import conditioning_keys, native_inputs
+from wanstream.sampling.inputs.conditioning_keys import IGNORED, READ, REFUSED, TEXT_TENSORS
+from wanstream.sampling.steps.errors import ConditioningError
 
 TEXT = torch.zeros(1, 4, 4096)
 EMPTY = {"samples": torch.zeros(1, 16, 3, 4, 6)}
@@ -50,7 +49,10 @@ def test_no_key_is_in_two_lists() -> None:
 )
 @pytest.mark.parametrize("side", ["positive", "negative"])
 def test_what_no_model_here_can_obey_is_refused_by_name(side: str, key: str, value: object) -> None:
-    plain, carries = [[TEXT, {"pooled_output": None}]], [[TEXT, {"pooled_output": None, key: value}]]
+    plain, carries = (
+        [[TEXT, {"pooled_output": None}]],
+        [[TEXT, {"pooled_output": None, key: value}]],
+    )
     sides = {"positive": plain, "negative": plain, side: carries}
     with pytest.raises(ConditioningError, match=rf"^{side} carries .*\({key}\)"):
         native_inputs(sides["positive"], sides["negative"], EMPTY)
@@ -69,7 +71,9 @@ CARRIERS = {
 
 @pytest.mark.parametrize("value", CARRIERS.values(), ids=CARRIERS)
 def test_a_key_that_nobody_knows_is_refused_where_it_carries_a_tensor(value: object) -> None:
-    with pytest.raises(ConditioningError, match=r"under 'from_next_year'.*: attention_mask, .*reference_latents") as no:
+    with pytest.raises(
+        ConditioningError, match=r"under 'from_next_year'.*: attention_mask, .*reference_latents"
+    ) as no:
         accept(from_next_year=value)
     assert "remove the node" in str(no.value)
 
@@ -77,12 +81,43 @@ def test_a_key_that_nobody_knows_is_refused_where_it_carries_a_tensor(value: obj
 @pytest.mark.parametrize(
     "options",
     [
-        {"strength": 0.5, "mask_strength": 1.0, "set_area_to_bounds": False, "default": True, "guidance": 4.0},
-        {"uuid": "4f", "prompt_type": "negative", "frame_rate": 24.0, "fps": 16, "noise_augmentation": 0.0},
-        {"start_percent": 0.0, "end_percent": 1.0, "clip_start_percent": 0.0, "clip_end_percent": 1.0},
-        {"control": None, "model_conds": {}, "hooks": None, "vace_frames": [], "keyframe_idxs": None},
-        {"note of a pack": "any text", "numbers of a pack": [1, 2.5, {"a": None}], "flag": object()},
-        {"control_apply_to_uncond": True, "pose_strength": 1.0, "reference_latents_method": "offset"},
+        {
+            "strength": 0.5,
+            "mask_strength": 1.0,
+            "set_area_to_bounds": False,
+            "default": True,
+            "guidance": 4.0,
+        },
+        {
+            "uuid": "4f",
+            "prompt_type": "negative",
+            "frame_rate": 24.0,
+            "fps": 16,
+            "noise_augmentation": 0.0,
+        },
+        {
+            "start_percent": 0.0,
+            "end_percent": 1.0,
+            "clip_start_percent": 0.0,
+            "clip_end_percent": 1.0,
+        },
+        {
+            "control": None,
+            "model_conds": {},
+            "hooks": None,
+            "vace_frames": [],
+            "keyframe_idxs": None,
+        },
+        {
+            "note of a pack": "any text",
+            "numbers of a pack": [1, 2.5, {"a": None}],
+            "flag": object(),
+        },
+        {
+            "control_apply_to_uncond": True,
+            "pose_strength": 1.0,
+            "reference_latents_method": "offset",
+        },
     ],
 )
 def test_bookkeeping_passes(options: dict[str, Any]) -> None:
@@ -90,14 +125,18 @@ def test_bookkeeping_passes(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("key", TEXT_TENSORS)
-def test_what_text_encoders_add_passes_without_a_word(key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_text_encoders_add_passes_without_a_word(
+    key: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "wanstream.sampling"):
         accept(**{key: TENSOR})
     assert not caplog.records
 
 
 @pytest.mark.parametrize("key", IGNORED)
-def test_what_native_sampling_ignores_too_is_named_in_the_log(key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_native_sampling_ignores_too_is_named_in_the_log(
+    key: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "wanstream.sampling"):
         accept(**{key: [TENSOR]})
     (record,) = caplog.records
@@ -109,7 +148,12 @@ def test_what_native_sampling_ignores_too_is_named_in_the_log(key: str, caplog: 
     [
         {"strength": torch.tensor(1.0)},
         {"strength": np.float32(0.5), "numbers of a pack": [np.int64(3), np.zeros(())]},
-        {"start_percent": None, "end_percent": None, "clip_start_percent": None, "clip_end_percent": None},
+        {
+            "start_percent": None,
+            "end_percent": None,
+            "clip_start_percent": None,
+            "clip_end_percent": None,
+        },
         {"logger of a pack": SimpleNamespace(log=logging.getLogger("a.pack"))},
         {"module of a pack": SimpleNamespace(library=torch)},
     ],
@@ -148,7 +192,12 @@ def test_a_value_too_large_to_search_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     "options",
-    [{"start_percent": 0.5}, {"end_percent": 0.5}, {"clip_start_percent": 0.1}, {"clip_end_percent": 0.9}],
+    [
+        {"start_percent": 0.5},
+        {"end_percent": 0.5},
+        {"clip_start_percent": 0.1},
+        {"clip_end_percent": 0.9},
+    ],
 )
 def test_a_range_of_steps_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConditioningError, match="range of steps"):

@@ -12,8 +12,8 @@ from wanstream.sampling.inputs.first_frame import (
     start_mask,
     video_with_start_end,
 )
-from wanstream.schema.shapes import VideoShape
-from wanstream.wan.latent_space import normalise
+from wanstream.shapes.latent_grid import VideoShape
+from wanstream.wan.latents.space import normalise
 
 SQUARE = VideoShape(width=32, height=32, frames=9)
 
@@ -36,7 +36,9 @@ def test_the_image_is_the_first_frame_and_the_rest_is_grey() -> None:
         (64, 64, slice(0, 64), slice(0, 64)),
     ],
 )
-def test_it_is_cropped_around_its_centre_then_scaled(height: int, width: int, rows: slice, columns: slice) -> None:
+def test_it_is_cropped_around_its_centre_then_scaled(
+    height: int, width: int, rows: slice, columns: slice
+) -> None:
     image = torch.rand(1, height, width, 3)
     cropped = image[:, rows, columns].movedim(-1, 1)
     expected = interpolate(cropped, size=(32, 32), mode="bilinear").movedim(1, -1)
@@ -78,7 +80,9 @@ def test_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
         video_with_start_end(torch.zeros(1, 8, 8, 3), torch.zeros(shape), SQUARE)
 
 
-@pytest.mark.parametrize(("known", "latent_frames"), [(1, 1), (2, 1), (4, 1), (5, 2), (9, 3), (12, 3)])
+@pytest.mark.parametrize(
+    ("known", "latent_frames"), [(1, 1), (2, 1), (4, 1), (5, 2), (9, 3), (12, 3)]
+)
 def test_the_mask_frees_the_frames_that_are_not_given(known: int, latent_frames: int) -> None:
     mask = start_mask(known, SQUARE)
     assert mask.shape == (1, 1, 3, 4, 4)
@@ -129,7 +133,7 @@ def test_start_frames_that_it_cannot_take(images: torch.Tensor, message: str) ->
 def test_a_begun_latent_is_empty_behind_what_is_given() -> None:
     shape = VideoShape(width=64, height=32, frames=13, per_latent=16)
     encoded = torch.randn(1, 48, 2, 2, 4)
-    latent = latent_with_first_frames(encoded, shape, batch=3)
+    latent = latent_with_first_frames(lambda _: encoded, torch.rand(5, 8, 8, 3), shape, batch=3)
     assert latent["samples"].shape == (3, 48, 4, 2, 4)
     assert torch.equal(latent["samples"][:, :, :2], encoded.repeat(3, 1, 1, 1, 1))
     assert normalise(latent["samples"][:, :, 2:]).abs().max() < 1e-6

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.sampling.errors import ConditioningError
 from wanstream.sampling.inputs.mask import MaskedPart, latent_mask
+from wanstream.sampling.steps.errors import ConditioningError
 
 SHAPE = torch.Size((4, 16, 3, 4, 6))
 
@@ -20,7 +20,17 @@ def _left_half(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "shape",
-    [(4, 6), (1, 4, 6), (3, 4, 6), (1, 1, 4, 6), (3, 1, 4, 6), (1, 1, 3, 4, 6), (1, 1, 1, 4, 6), (8, 12), (3, 32, 48)],
+    [
+        (4, 6),
+        (1, 4, 6),
+        (3, 4, 6),
+        (1, 1, 4, 6),
+        (3, 1, 4, 6),
+        (1, 1, 3, 4, 6),
+        (1, 1, 1, 4, 6),
+        (8, 12),
+        (3, 32, 48),
+    ],
 )
 def test_a_mask_of_any_form_is_one_for_the_whole_batch(shape: tuple[int, ...]) -> None:
     mask = latent_mask(_left_half(*shape), SHAPE)
@@ -52,7 +62,9 @@ def test_other_numbers_of_frames_are_blended() -> None:
 
 
 def test_whole_numbers_and_booleans_are_masks() -> None:
-    assert torch.equal(latent_mask(_left_half(4, 6).bool(), SHAPE), latent_mask(_left_half(4, 6), SHAPE))
+    assert torch.equal(
+        latent_mask(_left_half(4, 6).bool(), SHAPE), latent_mask(_left_half(4, 6), SHAPE)
+    )
     assert latent_mask(_left_half(4, 6).long(), SHAPE).dtype == torch.float32
 
 
@@ -62,7 +74,10 @@ def test_whole_numbers_and_booleans_are_masks() -> None:
         (torch.ones(6), r"noise mask is \[6\]: give \[height, width\]"),
         (torch.ones(1, 1, 1, 3, 4, 6), r"noise mask is \[1, 1, 1, 3, 4, 6\]"),
         (torch.ones(0, 4, 6), r"noise mask is \[0, 4, 6\]"),
-        (torch.ones(2, 3, 4, 6), r"noise mask is \[2, 3, 4, 6\]: give \[frames, 1, height, width\]"),
+        (
+            torch.ones(2, 3, 4, 6),
+            r"noise mask is \[2, 3, 4, 6\]: give \[frames, 1, height, width\]",
+        ),
         (torch.ones(1, 4, 3, 4, 6), r"\[1, 4, 3, 4, 6\] has 4 channels: give 1, or 16"),
         (torch.ones(3, 1, 3, 4, 6), r"is for 3 videos, the latent \[4, 16, 3, 4, 6\] has 4"),
         (torch.ones(8, 1, 3, 4, 6), "is for 8 videos"),
@@ -78,7 +93,9 @@ def test_the_kept_part_is_shown_at_the_noise_level_of_the_step_and_ends_as_it_wa
     mask = _left_half(1, 1, 1, 1, 6)
     run, latent, noise = (torch.full((1, 16, 1, 1, 6), value) for value in (10.0, 2.0, -4.0))
     kept = MaskedPart.of(mask, latent, noise)
-    assert torch.equal(kept.model_input(run, 0.25)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [0.5] * 3))
+    assert torch.equal(
+        kept.model_input(run, 0.25)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [0.5] * 3)
+    )
     assert torch.equal(kept.merge_kept(run)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [2.0] * 3))
 
 

@@ -10,17 +10,12 @@ import pytest
 import torch
 
 from wanstream.nodes.runs.benchmark import describe_request
-from wanstream.sampling import (
-    DenoiseRequest,
-    RequestError,
-    SamplingCancelled,
-    StepProgress,
-    denoise,
-    merge_requests,
-    split_request,
-)
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest, merge_requests, split_request
+from wanstream.sampling.steps import RequestError, SamplingCancelled, StepProgress
 from wanstream.schema import OffloadPolicy
-from wanstream.schema.context_windows import ContextWindows
+from wanstream.shapes.context_windows import ContextWindows
+from wanstream.tests.support.sampling_fixtures import changed_request
 from wanstream.wan import ExpertPair, Nag
 
 LAYERWISE = OffloadPolicy.layerwise(1)
@@ -32,25 +27,33 @@ Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
-def latents_of(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE) -> torch.Tensor:
+def latents_of(
+    pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE
+) -> torch.Tensor:
     return denoise(pair, request, policy=policy, device="cpu").latents
 
 
-def test_an_alpha_of_zero_is_a_run_without_it_to_the_bit(open_pair: OpenPair, make_request: Request) -> None:
+def test_an_alpha_of_zero_is_a_run_without_it_to_the_bit(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     pair = open_pair()
     off, on = (make_request(guidance=UNGUIDED, nag=nag) for nag in (None, Nag(alpha=0.0)))
     assert torch.equal(latents_of(pair, on), latents_of(pair, off))
 
 
-def test_it_changes_a_run_and_the_negative_text_matters(open_pair: OpenPair, make_request: Request) -> None:
+def test_it_changes_a_run_and_the_negative_text_matters(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     pair, request = open_pair(), make_request(guidance=UNGUIDED, nag=NAG)
-    other = replace(request, negative=-request.negative)
-    ends = [latents_of(pair, each) for each in (replace(request, nag=None), request, other)]
+    other = changed_request(request, negative=-request.negative)
+    ends = [latents_of(pair, each) for each in (changed_request(request, nag=None), request, other)]
     assert not torch.allclose(ends[0], ends[1], rtol=1e-3)
     assert not torch.allclose(ends[1], ends[2], rtol=1e-3)
 
 
-def test_one_lane_does_the_work_and_no_byte_more_is_moved(open_pair: OpenPair, make_request: Request) -> None:
+def test_one_lane_does_the_work_and_no_byte_more_is_moved(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     def cost(request: DenoiseRequest) -> tuple[int, list[int]]:
         calls = list[int]()
         with open_pair() as pair:
@@ -71,17 +74,27 @@ def test_one_lane_does_the_work_and_no_byte_more_is_moved(open_pair: OpenPair, m
 def test_guided_steps_are_left_alone(open_pair: OpenPair, make_request: Request) -> None:
     def steps(**changes: Any) -> list[torch.Tensor]:
         progress: list[StepProgress] = []
-        denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu", on_step=progress.append)
+        denoise(
+            pair, make_request(**changes), policy=LAYERWISE, device="cpu", on_step=progress.append
+        )
         return [step.denoised for step in progress]
 
     pair = open_pair()
     off, on = (steps(guidance=(4.0, 1.0), nag=nag) for nag in (None, NAG))
-    assert [torch.equal(a, b) for a, b in zip(off, on, strict=True)] == [True, True, False, False, False]
+    assert [torch.equal(a, b) for a, b in zip(off, on, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     of_steps = steps(guidance_steps=(4.0, 4.0, 1.0), nag=NAG)
     assert all(torch.equal(a, b) for a, b in zip(of_steps, on, strict=True))
 
 
-def test_no_policy_changes_a_bit_and_chunks_only_the_last_ones(open_pair: OpenPair, make_request: Request) -> None:
+def test_no_policy_changes_a_bit_and_chunks_only_the_last_ones(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     pair, request = open_pair(), make_request(guidance=UNGUIDED, nag=NAG)
     expected = latents_of(pair, request)
     for policy in (OffloadPolicy.resident(source="pinned"), OffloadPolicy.block_swap(2, 1)):
@@ -90,10 +103,14 @@ def test_no_policy_changes_a_bit_and_chunks_only_the_last_ones(open_pair: OpenPa
     torch.testing.assert_close(chunked, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_both_texts_are_embedded_before_the_first_step(open_pair: OpenPair, make_request: Request) -> None:
+def test_both_texts_are_embedded_before_the_first_step(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     def non_block_bytes(**changes: Any) -> int:
         with open_pair() as pair:
-            return denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu").timeline.non_block_bytes
+            return denoise(
+                pair, make_request(**changes), policy=LAYERWISE, device="cpu"
+            ).timeline.non_block_bytes
 
     assert non_block_bytes(guidance=UNGUIDED, nag=NAG) == non_block_bytes(guidance=(4.0, 3.0)) > 0
 
@@ -111,7 +128,9 @@ def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
 
 
 @pytest.mark.slow  # several runs of the loop
-def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make_request: Request) -> None:
+def test_samples_of_a_batch_are_single_runs_to_the_bit(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     pair, request = open_pair(), make_request(batch=2, guidance=UNGUIDED, nag=NAG)
     together = latents_of(pair, request)
     parts = split_request(request, [1, 1])
@@ -119,13 +138,13 @@ def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make
         assert torch.equal(latents_of(pair, part)[0], sample)
     assert torch.equal(latents_of(pair, merge_requests(parts)), together)
     with pytest.raises(RequestError, match="NAG None, in lane 1 Nag"):
-        merge_requests([parts[0], replace(parts[1], nag=None)])
+        merge_requests([parts[0], changed_request(parts[1], nag=None)])
 
 
 def test_windows_and_nag_go_together(open_pair: OpenPair, make_request: Request) -> None:
     pair = open_pair()
     whole = make_request(guidance=UNGUIDED, nag=NAG)
-    one = replace(whole, windows=ContextWindows(frames=2, overlap=0))
+    one = changed_request(whole, windows=ContextWindows(frames=2, overlap=0))
     assert torch.equal(latents_of(pair, one), latents_of(pair, whole))
 
 
@@ -138,7 +157,9 @@ def test_windows_and_nag_go_together(open_pair: OpenPair, make_request: Request)
         ({"guidance_steps": (1.0, 4.0), "start_step": 1}, "this run has none"),
     ],
 )
-def test_what_it_cannot_act_on_is_refused(changes: dict[str, Any], message: str, make_request: Request) -> None:
+def test_what_it_cannot_act_on_is_refused(
+    changes: dict[str, Any], message: str, make_request: Request
+) -> None:
     with pytest.raises(RequestError, match=message):
         make_request(nag=NAG, **changes)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, RequestError
-from wanstream.sampling.inputs.request import check_channels
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import Guidance, RequestError, StepSettings
 
 NOISE = torch.zeros(2, 16, 3, 4, 6)
 TEXT = torch.zeros(1, 5, 4096)
@@ -22,30 +22,46 @@ def _request(**changes: Any) -> DenoiseRequest:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise": torch.zeros(16, 3, 4, 6)}, r"noise is \[16, 3, 4, 6\]: give \[B, 16 or 48, T, h, w\]"),
+        (
+            {"noise": torch.zeros(16, 3, 4, 6)},
+            r"noise is \[16, 3, 4, 6\]: give \[B, 16 or 48, T, h, w\]",
+        ),
         ({"noise": torch.zeros(1, 4, 3, 4, 6)}, r"noise is \[1, 4, 3, 4, 6\]"),
         ({"noise": torch.zeros(0, 16, 3, 4, 6)}, r"noise is \[0, 16, 3, 4, 6\]"),
         ({"noise": NOISE.half()}, "float16: give float32"),
-        ({"positive": TEXT[0]}, r"positive is \[5, 4096\]: give a UMT5 embedding \[1 or 2, tokens, 4096\]"),
+        (
+            {"positive": TEXT[0]},
+            r"positive is \[5, 4096\]: give a UMT5 embedding \[1 or 2, tokens, 4096\]",
+        ),
         ({"positive": torch.zeros(1, 5, 768)}, r"positive is \[1, 5, 768\]"),
         ({"positive": TEXT[:, :0]}, "no tokens"),
         ({"positive": torch.zeros(3, 5, 4096)}, "3 texts for 2 samples: give 1 or 2"),
         ({"positive": TEXT.long()}, "positive is torch.int64"),
         ({"negative": torch.zeros(1, 5, 768)}, r"negative is \[1, 5, 768\]"),
         ({"negative": torch.zeros(3, 5, 4096)}, "negative has 3 texts"),
-        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20 or 32 or 36 or 52 or 100, 3, 4, 6"),
+        (
+            {"image_condition": torch.zeros(1, 16, 3, 4, 6)},
+            r"give \[1 or 2, 20 or 32 or 36 or 52 or 100, 3, 4, 6",
+        ),
         ({"image_condition": torch.zeros(3, 20, 3, 4, 6)}, "image_condition"),
         ({"image_condition": torch.zeros(1, 20, 3, 4, 8)}, "image_condition"),
-        ({"latent": torch.zeros(1, 16, 3, 4, 6)}, r"latent is \[1, 16, 3, 4, 6\]: give \[2, 16, 3, 4, 6\]"),
+        (
+            {"latent": torch.zeros(1, 16, 3, 4, 6)},
+            r"latent is \[1, 16, 3, 4, 6\]: give \[2, 16, 3, 4, 6\]",
+        ),
         ({"latent": NOISE.long()}, "latent is torch.int64"),
         ({"steps": 0}, "0 steps"),
         ({"steps": 4, "start_step": 4}, "start step 4 of 4 steps: give 0 to 3"),
         (
             {"steps": 4, "start_step": 2, "end_step": 2},
-            "starts with step 2 and ends before step 2, so no step is left: set start_step below 2, or end_",
+            "starts with step 2 and ends before step 2, so no step is left: set start_step below "
+            "2, or end_",
         ),
         ({"steps": 4, "end_step": 0}, "end step 0: give at least 1"),
-        ({"mask": torch.zeros(1, 1, 3, 4, 8)}, r"mask is \[1, 1, 3, 4, 8\]: give \[1 or 2, 1 or 16, 3, 4, 6\]"),
+        (
+            {"mask": torch.zeros(1, 1, 3, 4, 8)},
+            r"mask is \[1, 1, 3, 4, 8\]: give \[1 or 2, 1 or 16, 3, 4, 6\]",
+        ),
         ({"mask": torch.zeros(2, 4, 3, 4, 6)}, "mask is"),
         ({"add_noise": False}, "add_noise is off and the latent is empty"),
         (
@@ -55,13 +71,18 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"add_noise": False, "latent": NOISE}, "which is pure noise"),
         (
             {**LATE, "add_noise": False, "latent": NOISE, "latent_sigma": 0.5},
-            "left at sigma 0.50000, and step 1 starts at sigma 0.75000: give both samplers the same steps",
+            "left at sigma 0.50000, and step 1 starts at sigma 0.75000: give both samplers the "
+            "same steps",
         ),
         (
             {**LATE, "add_noise": False, "latent": NOISE, "latent_sigma": 0.0},
-            "left at sigma 0.00000, and step 1 starts at sigma 0.75000: turn leftover_noise on in the sampler before",
+            "left at sigma 0.00000, and step 1 starts at sigma 0.75000: turn leftover_noise on in "
+            "the sampler before",
         ),
-        ({**LATE, "latent": NOISE, "latent_sigma": 0.75}, r"still carries noise \(left at sigma 0.75000\)"),
+        (
+            {**LATE, "latent": NOISE, "latent_sigma": 0.75},
+            r"still carries noise \(left at sigma 0.75000\)",
+        ),
         ({"start_step": -1}, "start step -1"),
         ({"boundary_ratio": 1.01}, "boundary ratio 1.01: give 0 to 1"),
         ({"boundary_ratio": -0.1}, "boundary ratio -0.1"),
@@ -69,7 +90,7 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"steps": 4, "switch_step": 5}, "switch step 5 of 4 steps: give 0 to 4"),
         ({"switch_step": -1}, "switch step -1"),
         ({"flow_shift": 0.0}, "flow shift 0"),
-        ({"solver": "dpm"}, "unknown solver 'dpm'"),
+        ({"solver": "dpm"}, "unknown solver 'dpm': choose one of euler, unipc, dpm\\+\\+, lcm"),
         ({"schedule": "karras"}, "unknown schedule 'karras'"),
         ({"sigmas": [1.0, 0.5, -0.1]}, "last sigma is -0.1"),
         ({"sigmas": [1.0, 0.5, 0.0], "steps": 3}, "3 sigmas make 2 steps, not 3"),
@@ -80,15 +101,19 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"guidance": 4.0}, "guidance 4.0: give two numbers"),
     ],
 )
-def test_bad_input_is_refused_when_the_request_is_made(changes: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused_when_the_request_is_made(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         _request(**changes)
 
 
 def test_texts_of_any_length_and_of_one_or_all_samples_are_taken() -> None:
-    request = _request(positive=torch.zeros(2, 1, 4096), negative=torch.zeros(1, 700, 4096), guidance=(4.0, 3.0))
+    request = _request(
+        positive=torch.zeros(2, 1, 4096), negative=torch.zeros(1, 700, 4096), guidance=(4.0, 3.0)
+    )
     assert request.batch == 2
-    assert (request.guidance_of("high"), request.guidance_of("low")) == (4.0, 3.0)
+    assert request.guidance == (4.0, 3.0)
 
 
 def test_arguments_have_a_fixed_order() -> None:
@@ -96,6 +121,17 @@ def test_arguments_have_a_fixed_order() -> None:
     assert torch.equal(given.negative, TEXT + 1)
     assert torch.equal(given.latent, NOISE + 1)
     assert (given.start_step, given.steps) == (2, 4)
+    assert list(given.keywords())[:7] == [
+        *("noise", "positive", "negative", "image_condition", "latent", "start_step", "steps")
+    ]
+
+
+def test_values_that_do_not_fit_together_are_refused() -> None:
+    request = _request(steps=4)
+    fewer = request.replaced(step_settings=StepSettings(steps=2))
+    assert (len(fewer.step_plan.steps), fewer.inputs) == (2, request.inputs)
+    with pytest.raises(RequestError, match="needs a negative text"):
+        request.replaced(guidance_settings=Guidance(scales=(4.0, 3.0)))
 
 
 def test_defaults_are_the_makers() -> None:
@@ -141,7 +177,13 @@ def test_a_finished_latent_may_get_new_noise() -> None:
 
 @pytest.mark.parametrize(
     ("end_step", "leftover_noise", "steps", "end_sigma"),
-    [(None, False, 20, 0.0), (10000, True, 20, 0.0), (20, True, 20, 0.0), (12, False, 12, 0.0), (12, True, 12, None)],
+    [
+        (None, False, 20, 0.0),
+        (10000, True, 20, 0.0),
+        (20, True, 20, 0.0),
+        (12, False, 12, 0.0),
+        (12, True, 12, None),
+    ],
 )
 def test_ending_earlier_keeps_the_schedule_and_the_switch(
     end_step: int | None, leftover_noise: bool, steps: int, end_sigma: float | None
@@ -156,7 +198,10 @@ def test_ending_earlier_keeps_the_schedule_and_the_switch(
 
 def test_sigmas_that_end_above_zero_are_split_at_the_boundary_as_others_are() -> None:
     high_part = _request(sigmas=[1.0, 0.95, 0.9, 0.85, 0.8]).step_plan
-    assert (high_part.experts, high_part.end_sigma) == (("high",) * 3 + ("low",), pytest.approx(0.8))
+    assert (high_part.experts, high_part.end_sigma) == (
+        ("high",) * 3 + ("low",),
+        pytest.approx(0.8),
+    )
     low_part = _request(sigmas=[0.85, 0.5, 0.0], latent=NOISE).step_plan
     assert low_part.experts == ("low", "low")
 
@@ -164,10 +209,13 @@ def test_sigmas_that_end_above_zero_are_split_at_the_boundary_as_others_are() ->
 def test_the_models_of_5b_name_what_they_take() -> None:
     noise = torch.zeros(1, 48, 3, 4, 6)
     plain = _request(noise=noise)
-    control, inp = (_request(noise=noise, image_condition=torch.zeros(1, channels, 3, 4, 6)) for channels in (100, 52))
-    check_channels(plain, 48, 48)
-    check_channels(inp, 100, 48)
-    check_channels(control, 148, 48)
+    control, inp = (
+        _request(noise=noise, image_condition=torch.zeros(1, channels, 3, 4, 6))
+        for channels in (100, 52)
+    )
+    plain.inputs.check_channels(48, 48)
+    inp.inputs.check_channels(100, 48)
+    control.inputs.check_channels(148, 48)
     for request, channels, message in (
         (plain, 100, "Fun InP 5B experts, and no start image of theirs .* WanFunInpaintToVideo"),
         (plain, 148, "Fun Control 5B experts, and no control video"),
@@ -176,21 +224,23 @@ def test_the_models_of_5b_name_what_they_take() -> None:
         (control, 100, "Fun InP 5B experts, and the conditioning of Fun Control 5B"),
     ):
         with pytest.raises(RequestError, match=message):
-            check_channels(request, channels, 48)
+            request.inputs.check_channels(channels, 48)
 
 
 def test_an_image_condition_must_fit_the_experts() -> None:
     text_only = _request()
     with_image = _request(image_condition=torch.zeros(1, 20, 3, 4, 6))
-    check_channels(text_only, 16, 16)
-    check_channels(with_image, 36, 16)
+    text_only.inputs.check_channels(16, 16)
+    with_image.inputs.check_channels(36, 16)
     with pytest.raises(
         RequestError,
-        match=r"these are image-to-video experts, .* WanStream Image to Video, .*36 channels expected",
+        match=r"these are image-to-video experts, .* WanStream Image to Video, .*36 channels "
+        r"expected",
     ):
-        check_channels(text_only, 36, 16)
+        text_only.inputs.check_channels(36, 16)
     with pytest.raises(
         RequestError,
-        match=r"these are text-to-video experts, and a start image .* i2v in their names \(16 channels expected, 36",
+        match=r"these are text-to-video experts, and a start image .* i2v in their names \(16 "
+        r"channels expected, 36",
     ):
-        check_channels(with_image, 16, 16)
+        with_image.inputs.check_channels(16, 16)

@@ -1,4 +1,7 @@
-"""Stops within a block: at the next linear layer or piece of attention; bit-equal results without a stop."""
+"""Stops within a block: at the next linear layer or piece of attention.
+
+Bit-equal results without a stop.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from wanstream.sampling import DenoiseRequest, ModelCalls, SamplingCancelled, denoise
+from wanstream.sampling import ModelCalls, denoise
+from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.loop import interruptible
 from wanstream.sampling.loop.interruptible import Interruptible
 from wanstream.sampling.loop.lanes import LaneInputs
 from wanstream.sampling.loop.oom_fallback import RunPolicy
+from wanstream.sampling.steps import SamplingCancelled
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair
@@ -42,14 +47,18 @@ def test_attention_in_pieces_is_the_same_to_the_bit(
     whole = functional.scaled_dot_product_attention(query, key, value)
     looks: list[int] = []
     with Interruptible(lambda: looks.append(1)):
-        pieces = functional.scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=None)
+        pieces = functional.scaled_dot_product_attention(
+            query=query, key=key, value=value, attn_mask=None
+        )
     assert torch.equal(pieces, whole)
     assert pieces.stride() == whole.stride()
     whole_there = dtype is not torch.float32 and torch.cpu._is_amx_tile_supported()
     assert len(looks) == (1 if rows < 2 * 768 or whole_there else 1 + rows // 768)
 
 
-@pytest.mark.parametrize(("dtype", "looks"), [(torch.float32, 4), (torch.bfloat16, 1), (torch.float16, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "looks"), [(torch.float32, 4), (torch.bfloat16, 1), (torch.float16, 1)], ids=str
+)
 def test_half_precision_is_attended_in_one_piece_where_amx_computes_it(
     dtype: torch.dtype, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,8 +76,12 @@ def test_a_mask_keeps_attention_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with Interruptible(lambda: None):
         found = functional.scaled_dot_product_attention(states, states, states, attn_mask=mask)
         causal = functional.scaled_dot_product_attention(states, states, states, is_causal=True)
-    assert torch.equal(found, functional.scaled_dot_product_attention(states, states, states, attn_mask=mask))
-    assert torch.equal(causal, functional.scaled_dot_product_attention(states, states, states, is_causal=True))
+    assert torch.equal(
+        found, functional.scaled_dot_product_attention(states, states, states, attn_mask=mask)
+    )
+    assert torch.equal(
+        causal, functional.scaled_dot_product_attention(states, states, states, is_causal=True)
+    )
 
 
 def stop_after(after: int) -> tuple[Callable[[], bool], list[int]]:
@@ -85,7 +98,9 @@ def stop_after(after: int) -> tuple[Callable[[], bool], list[int]]:
 @pytest.mark.usefixtures("every_block_is_long")
 @pytest.mark.parametrize("chunk", [None, 16])
 def test_a_stop_ends_a_block_at_its_next_linear_layer(
-    chunk: int | None, open_pair: Callable[..., ExpertPair], make_request: Callable[..., DenoiseRequest]
+    chunk: int | None,
+    open_pair: Callable[..., ExpertPair],
+    make_request: Callable[..., DenoiseRequest],
 ) -> None:
     pair, request = open_pair(), make_request()
     policy = replace(LAYERWISE, chunk_tokens=chunk)
@@ -105,14 +120,19 @@ def test_a_stop_ends_a_block_at_its_next_linear_layer(
     assert len(computed) <= 3
     for hook in hooks:
         hook.remove()
-    assert torch.equal(denoise(pair, request, policy=policy, device=CPU, should_stop=lambda: False).latents, expected)
+    assert torch.equal(
+        denoise(pair, request, policy=policy, device=CPU, should_stop=lambda: False).latents,
+        expected,
+    )
 
 
 def test_short_blocks_are_asked_before_each_only(
     open_pair: Callable[..., ExpertPair], make_request: Callable[..., DenoiseRequest]
 ) -> None:
     should_stop, polls = stop_after(10**9)
-    denoise(open_pair(), make_request(steps=3), policy=LAYERWISE, device=CPU, should_stop=should_stop)
+    denoise(
+        open_pair(), make_request(steps=3), policy=LAYERWISE, device=CPU, should_stop=should_stop
+    )
     assert len(polls) == 3 * BLOCKS
 
 
@@ -130,10 +150,14 @@ def test_passes_of_other_samplers_stop_inside_too(
     assert len(polls) == LINEARS // 2 + 1
 
 
-def test_only_long_blocks_of_a_cpu_that_computes_alone_stop_inside(open_pair: Callable[..., ExpertPair]) -> None:
+def test_only_long_blocks_of_a_cpu_that_computes_alone_stop_inside(
+    open_pair: Callable[..., ExpertPair],
+) -> None:
     pair, large = open_pair(), (1, 16, 5, 128, 160)
     assert RunPolicy(pair, LAYERWISE, CPU, shape=large, sides=(0,)).stops_inside
     assert not RunPolicy(pair, LAYERWISE, CPU, shape=(1, 16, 2, 4, 6), sides=(0, 0)).stops_inside
-    assert not RunPolicy(pair, LAYERWISE, torch.device("cuda"), shape=large, sides=(0,)).stops_inside
+    assert not RunPolicy(
+        pair, LAYERWISE, torch.device("cuda"), shape=large, sides=(0,)
+    ).stops_inside
     pair.kernels = replace(pair.kernels, compiler="inductor")
     assert not RunPolicy(pair, LAYERWISE, CPU, shape=large, sides=(0,)).stops_inside

@@ -1,4 +1,4 @@
-"""Model calls in a predicted order, compared with whole models, and the cost of wrong predictions."""
+"""Model calls in a predicted order, compared with whole models, and costs of wrong predictions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import ModelCalls, SamplingCancelled
+from wanstream.offload import SessionState
+from wanstream.offload.engine.calls import CALLS_AHEAD, predict_again
+from wanstream.sampling import ModelCalls
 from wanstream.sampling.cache.base import LaneName, StepCache
 from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.loop.model_calls import CALLS_AHEAD, CallState, predict_again
 from wanstream.sampling.loop.oom_fallback import RunPolicy
+from wanstream.sampling.steps import SamplingCancelled
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane, Nag
@@ -80,7 +82,11 @@ PREDICTIONS = [
     ([H, H, L, L], [H, H, L, L], 0),
     ([H, L, H, L], [H, L, H, L], 0),
     ([H, H, H, L], [H, L, L], 2),  # one high call less, one low call more
-    ([H, L, L], [H, H, H, L], 2),  # two high calls more; then the low ones come sooner than predicted
+    (
+        [H, L, L],
+        [H, H, H, L],
+        2,
+    ),  # two high calls more; then the low ones come sooner than predicted
     ([H, L], [L, L], 2),
     ([], [H, L], 2),
     ([L], [L] * 4, 1),
@@ -88,7 +94,12 @@ PREDICTIONS = [
 ]
 
 
-POLICIES = [LAYERWISE, OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), OffloadPolicy.resident()]
+POLICIES = [
+    LAYERWISE,
+    OffloadPolicy.layerwise(3),
+    OffloadPolicy.block_swap(2, 1),
+    OffloadPolicy.resident(),
+]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +118,9 @@ def test_every_call_is_that_of_the_whole_model_whatever_was_predicted(
     whole, lanes = plain_models(), _lanes()
     with _passes(open_pair(), predicted, policy) as passes:
         for call, expert in enumerate(calls):
-            for lane, velocity in zip(lanes, passes.forward(expert, lanes, _sigma(call)), strict=True):
+            for lane, velocity in zip(
+                lanes, passes.forward(expert, lanes, _sigma(call)), strict=True
+            ):
                 time = torch.tensor([1000 * _sigma(call)])
                 expected = whole[expert](lane.latents, time, lane.text, return_dict=False)[0]
                 assert torch.equal(velocity, expected)
@@ -115,13 +128,15 @@ def test_every_call_is_that_of_the_whole_model_whatever_was_predicted(
     assert _no_thread_is_left()
 
 
-def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_call(watched: Any) -> None:
+def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_call(
+    watched: Any,
+) -> None:
     recorder = Recorder(CPU)
     with _passes(watched, [H, H, L], recorder=recorder) as passes:
         for call, expert in enumerate([H, H, L]):
             passes.forward(expert, _lanes(), _sigma(call))
         # The last predicted call has ended the run: nothing is fetched for calls after it.
-        assert passes.state is CallState.IDLE
+        assert passes.state is SessionState.IDLE
     (run,) = watched.runs
     assert _fetched(watched) == 3 * LAYERS
     steps = recorder.timeline().steps
@@ -167,7 +182,10 @@ def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair)
     with passes:
         with pytest.raises(StateError, match="one call must end"):
             passes.forward(H, _lanes(), 1.0)
-        with pytest.raises(StateError, match=r"cannot be entered twice; state: waiting for a call"), passes:
+        with (
+            pytest.raises(StateError, match=r"cannot be entered twice; state: waiting for a call"),
+            passes,
+        ):
             pass
     with pytest.raises(StateError, match="state: closed"):
         passes.forward(H, _lanes(), 1.0)
@@ -177,7 +195,9 @@ def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair)
 
 
 @pytest.mark.parametrize("poll", [1, LAYERS, LAYERS + 2])
-def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(poll: int, open_pair: OpenPair) -> None:
+def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(
+    poll: int, open_pair: OpenPair
+) -> None:
     pair, asking = open_pair(), list[int]()
 
     def should_stop() -> bool:
@@ -189,7 +209,7 @@ def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(poll: int, ope
             for call in range(2):
                 passes.forward(H, _lanes(), _sigma(call))
         assert (stopped.value.step, stopped.value.block) == divmod(poll - 1, LAYERS)
-        assert passes.state is CallState.IDLE
+        assert passes.state is SessionState.IDLE
         assert _no_thread_is_left()
         again = passes.forward(L, _lanes(), 0.5)
     with _passes(pair, [L]) as fresh:
@@ -214,11 +234,15 @@ def _named_lanes(count: int = 2) -> list[Lane]:
 
 def _cached(threshold: float, calls: Sequence[str]) -> StepCache:
     names = tuple(lane.name for lane in _named_lanes())
-    return FirstBlockCache(threshold=threshold).start({at: (expert, names) for at, expert in enumerate(calls)})
+    return FirstBlockCache(threshold=threshold).start(
+        {at: (expert, names) for at, expert in enumerate(calls)}
+    )
 
 
 @pytest.mark.parametrize("predicted", [[H, H, L, L, L], [], [H, L]], ids=["all", "none", "wrong"])
-def test_calls_take_over_what_the_one_before_has_computed(predicted: list[str], open_pair: OpenPair) -> None:
+def test_calls_take_over_what_the_one_before_has_computed(
+    predicted: list[str], open_pair: OpenPair
+) -> None:
     calls, lanes = [H, H, L, L, L], _named_lanes()
     recorder, pair, policy = Recorder(CPU), open_pair(), replace(LAYERWISE, pin_first_block=True)
     with _passes(pair, predicted, policy, recorder, cache=_cached(1e9, calls)) as passes:
@@ -239,9 +263,18 @@ def test_a_cache_that_leaves_nothing_out_changes_no_bit_and_no_bytes(open_pair: 
     for cache in (None, _cached(0.0, calls)):
         recorder = Recorder(CPU)
         with open_pair() as pair:
-            with _passes(pair, calls, replace(LAYERWISE, pin_first_block=True), recorder, cache=cache) as passes:
-                velocities = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
-        found.append((torch.stack([each for call in velocities for each in call]), recorder.timeline().bytes_moved))
+            with _passes(
+                pair, calls, replace(LAYERWISE, pin_first_block=True), recorder, cache=cache
+            ) as passes:
+                velocities = [
+                    passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)
+                ]
+        found.append(
+            (
+                torch.stack([each for call in velocities for each in call]),
+                recorder.timeline().bytes_moved,
+            )
+        )
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1] > 0
 

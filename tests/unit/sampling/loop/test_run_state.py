@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import (
-    SOLVERS,
-    DenoiseRequest,
-    RequestError,
-    RunSlice,
-    RunState,
-    StepProgress,
-    denoise,
-)
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import SOLVERS, RequestError, RunSlice, RunState, StepProgress
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
@@ -32,14 +26,18 @@ Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
-def _run(pair: ExpertPair, request: DenoiseRequest, part: RunSlice) -> tuple[torch.Tensor, list[StepProgress]]:
+def _run(
+    pair: ExpertPair, request: DenoiseRequest, part: RunSlice
+) -> tuple[torch.Tensor, list[StepProgress]]:
     progress: list[StepProgress] = []
     ended = denoise(pair, request, part, policy=LAYERWISE, device="cpu", on_step=progress.append)
     return ended.latents, progress
 
 
 @pytest.fixture
-def whole(open_pair: OpenPair, make_request: Request) -> Callable[[DenoiseRequest], list[StepProgress]]:
+def whole(
+    open_pair: OpenPair, make_request: Request
+) -> Callable[[DenoiseRequest], list[StepProgress]]:
     def run(request: DenoiseRequest) -> list[StepProgress]:
         progress: list[StepProgress] = []
         with open_pair() as pair:
@@ -63,7 +61,9 @@ def test_a_run_goes_on_after_any_step_in_another_pair(
         with open_pair() as pair:
             latents, after = _run(pair, request, RunSlice(resume=step.state()))
         assert torch.equal(latents, ended)
-        assert [(each.done, each.total) for each in after] == [(n, STEPS) for n in range(step.done + 1, STEPS + 1)]
+        assert [(each.done, each.total) for each in after] == [
+            (n, STEPS) for n in range(step.done + 1, STEPS + 1)
+        ]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, STEPS])
@@ -82,7 +82,11 @@ def test_a_run_that_is_cut_leaves_the_noise_of_its_step(
 
 @pytest.mark.parametrize("expert", ["high", "low"])
 def test_a_part_of_one_expert_needs_no_byte_of_the_other(
-    expert: str, tiny_expert_folder: Callable[..., Path], tmp_path: Path, make_request: Request, whole: Any
+    expert: str,
+    tiny_expert_folder: Callable[..., Path],
+    tmp_path: Path,
+    make_request: Request,
+    whole: Any,
 ) -> None:
     request = make_request(steps=STEPS, switch_step=3)
     state = whole(request)[2].state()
@@ -101,11 +105,19 @@ def test_a_part_of_one_expert_needs_no_byte_of_the_other(
     assert expert == "low" or torch.equal(latents, state.latents)
 
 
-def test_a_state_is_a_copy_that_no_later_step_changes(open_pair: OpenPair, make_request: Request) -> None:
+def test_a_state_is_a_copy_that_no_later_step_changes(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     states: list[RunState] = []
     with open_pair() as pair:
         request = make_request(solver="unipc", steps=STEPS)
-        denoise(pair, request, policy=LAYERWISE, device="cpu", on_step=lambda step: states.append(step.state()))
+        denoise(
+            pair,
+            request,
+            policy=LAYERWISE,
+            device="cpu",
+            on_step=lambda step: states.append(step.state()),
+        )
         first = states[0]
         kept = dataclasses.replace(first, latents=first.latents.clone())
         _run(pair, request, RunSlice(resume=first))

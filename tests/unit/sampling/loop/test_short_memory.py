@@ -1,4 +1,4 @@
-"""Runs that run out of device memory at chosen visits: hooks of the modules raise torch's errors."""
+"""Runs that run out of device memory at chosen visits: module hooks raise torch's errors."""
 
 from __future__ import annotations
 
@@ -16,22 +16,31 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from wanstream.devices.oom import forget, is_out_of_memory
-from wanstream.sampling import DenoiseRequest, InsufficientMemoryError, SamplingCancelled, denoise
-from wanstream.sampling.schedules import wan_schedule
-from wanstream.sampling.solvers import Solver
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled
+from wanstream.sampling.steps.schedules import wan_schedule
+from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.engine import ExpertEngine
 
 LAYERS = 4
-LAYERWISE, BLOCK_SWAP, RESIDENT = OffloadPolicy.layerwise, OffloadPolicy.block_swap, OffloadPolicy.resident
+LAYERWISE, BLOCK_SWAP, RESIDENT = (
+    OffloadPolicy.layerwise,
+    OffloadPolicy.block_swap,
+    OffloadPolicy.resident,
+)
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
 class ShortPair:
-    """Wrapper of a pair that raises out-of-memory errors at chosen uses of a block, counted over the run."""
+    """Wrapper of a pair that raises out-of-memory errors at chosen uses of a block.
+
+    The uses are counted over the run.
+    """
 
     def __init__(
         self,
@@ -61,9 +70,13 @@ class ShortPair:
 
     def _use(self, block: torch.nn.Module, given: tuple[Any, ...]) -> None:
         use, self.uses = self.uses, self.uses + 1
-        assert all(left() is None for left in self.left), "what the failed step computed is still there"
+        assert all(left() is None for left in self.left), (
+            "what the failed step computed is still there"
+        )
         if self._short(use, self.policies[-1]):
-            computed = given[0].clone()  # a new tensor: the lanes' first tensors are views of the inputs
+            computed = given[
+                0
+            ].clone()  # a new tensor: the lanes' first tensors are views of the inputs
             self.left += [weakref.ref(given[0]), weakref.ref(computed)]
             raise self._error(f"{self._said} at use {use}: {list(computed.shape)}")
 
@@ -123,7 +136,9 @@ def test_no_bit_changes_wherever_memory_was_short(
     assert len(pair.policies) == len(uses) + 1
     assert [step.index for step in disturbed.timeline.steps] == list(range(5))
     assert whole.timeline.changes == ()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wanstream-fetch")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("wanstream-fetch")
+    ]
 
 
 def test_the_smaller_policy_stays_and_is_told(
@@ -141,7 +156,9 @@ def test_the_smaller_policy_stays_and_is_told(
     assert warning.startswith(change)
     assert "computed again, and the result is the same (out of memory at use 16" in warning
     streamed = [step.bytes_moved for step in result.timeline.steps]
-    assert streamed[1] < streamed[3] == streamed[4], "three blocks stream instead of two from step 2 on"
+    assert streamed[1] < streamed[3] == streamed[4], (
+        "three blocks stream instead of two from step 2 on"
+    )
 
 
 class DeviceError(RuntimeError):
@@ -155,10 +172,17 @@ class DeviceError(RuntimeError):
     [
         (RuntimeError, "HIP error: out of memory"),
         (RuntimeError, "HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
-        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        (
+            RuntimeError,
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ),
         (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         (RuntimeError, "CUDA error: out of memory"),
-        (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        (
+            RuntimeError,
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 "
+            "bytes.",
+        ),
         (DeviceError, "the device said no"),
     ],
 )
@@ -172,8 +196,12 @@ def test_a_shortage_that_a_library_tells_is_one_too(
     assert torch.equal(result.latents, _run(open_pair(), request, RESIDENT()).latents)
 
 
-def test_another_error_of_the_device_ends_the_run_at_once(open_pair: OpenPair, make_request: Request) -> None:
-    pair = ShortPair(open_pair(), _once(5), RuntimeError, "CUDA error: an illegal memory access was encountered")
+def test_another_error_of_the_device_ends_the_run_at_once(
+    open_pair: OpenPair, make_request: Request
+) -> None:
+    pair = ShortPair(
+        open_pair(), _once(5), RuntimeError, "CUDA error: an illegal memory access was encountered"
+    )
     with pytest.raises(RuntimeError, match="illegal memory access"):
         _run(pair, make_request(), RESIDENT())
     assert pair.uses == 6
@@ -212,7 +240,8 @@ def test_a_step_is_tried_again_with_less_and_less_and_no_more_often_than_needed(
 
 
 @pytest.mark.parametrize(
-    ("policy", "smallest"), [(RESIDENT(), LAYERWISE(1)), (LAYERWISE(3), LAYERWISE(1)), (LAYERWISE(0), LAYERWISE(0))]
+    ("policy", "smallest"),
+    [(RESIDENT(), LAYERWISE(1)), (LAYERWISE(3), LAYERWISE(1)), (LAYERWISE(0), LAYERWISE(0))],
 )
 def test_where_nothing_smaller_is_left_the_error_says_what_was_tried(
     policy: OffloadPolicy, smallest: OffloadPolicy, open_pair: OpenPair, make_request: Request
@@ -227,15 +256,21 @@ def test_where_nothing_smaller_is_left_the_error_says_what_was_tried(
     assert isinstance(refused.value, ValueError)
     assert isinstance(refused.value, torch.OutOfMemoryError), "a host unloads other models for it"
     message = str(refused.value)
-    assert message.startswith("out of memory in step 0 (high-noise expert), and no smaller policy is left")
+    assert message.startswith(
+        "out of memory in step 0 (high-noise expert), and no smaller policy is left"
+    )
     assert message.count(" of weights (") == len(pair.policies)
     assert "Make the video smaller or shorter" in message
     assert "out of memory at use" in message
     still[0], request = False, make_request()
-    assert torch.equal(_run(inner, request, policy).latents, _run(open_pair(), request, policy).latents)
+    assert torch.equal(
+        _run(inner, request, policy).latents, _run(open_pair(), request, policy).latents
+    )
 
 
-def test_an_interrupt_ends_a_step_that_is_taken_again(open_pair: OpenPair, make_request: Request) -> None:
+def test_an_interrupt_ends_a_step_that_is_taken_again(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     inner, polls = open_pair(), list[int]()
     pair = ShortPair(inner, _once(2 * LAYERS + 2))
 
@@ -249,7 +284,9 @@ def test_an_interrupt_ends_a_step_that_is_taken_again(open_pair: OpenPair, make_
     assert not inner.running
 
 
-def test_what_a_callback_raises_is_no_shortage_of_the_step(open_pair: OpenPair, make_request: Request) -> None:
+def test_what_a_callback_raises_is_no_shortage_of_the_step(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     def preview(_: Any) -> None:
         raise torch.OutOfMemoryError("the preview has no room")
 
@@ -259,7 +296,9 @@ def test_what_a_callback_raises_is_no_shortage_of_the_step(open_pair: OpenPair, 
     assert pair.policies == [RESIDENT()]
 
 
-def test_a_pool_that_finds_no_room_is_made_smaller_too(open_pair: OpenPair, make_request: Request) -> None:
+def test_a_pool_that_finds_no_room_is_made_smaller_too(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     request = make_request()
 
     class NoRoomForThePool(ShortPair):
@@ -274,7 +313,9 @@ def test_a_pool_that_finds_no_room_is_made_smaller_too(open_pair: OpenPair, make
     assert torch.equal(result.latents, _run(open_pair(), request, LAYERWISE(1)).latents)
 
 
-def test_buffers_that_find_no_room_when_a_run_begins_are_fewer_then(open_pair: OpenPair, make_request: Request) -> None:
+def test_buffers_that_find_no_room_when_a_run_begins_are_fewer_then(
+    open_pair: OpenPair, make_request: Request
+) -> None:
     request = make_request()
 
     class NoRoomAtTheStart(ShortPair):

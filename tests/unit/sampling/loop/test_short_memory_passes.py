@@ -1,4 +1,4 @@
-"""Model calls that run out of device memory, and calls under a policy that is revised after the first."""
+"""Model calls without enough device memory, and under a policy revised after the first call."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import InsufficientMemoryError, ModelCalls, SamplingCancelled
-from wanstream.sampling.loop.model_calls import CallState
+from wanstream.block_kernels import Kernels
+from wanstream.offload import SessionState
+from wanstream.sampling import ModelCalls
 from wanstream.sampling.loop.oom_fallback import Revise, RunPolicy
+from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane
-from wanstream.wan.kernels.attention import Kernels
 
 LAYERS, LANES = 4, 2
 CALL = LAYERS * LANES
 CPU = torch.device("cpu")
-LAYERWISE, BLOCK_SWAP, RESIDENT = OffloadPolicy.layerwise, OffloadPolicy.block_swap, OffloadPolicy.resident
+LAYERWISE, BLOCK_SWAP, RESIDENT = (
+    OffloadPolicy.layerwise,
+    OffloadPolicy.block_swap,
+    OffloadPolicy.resident,
+)
 H, L = "high", "low"
 
 OpenPair = Callable[..., ExpertPair]
@@ -28,7 +33,10 @@ OpenPair = Callable[..., ExpertPair]
 def _lanes() -> list[Lane]:
     draw = torch.Generator().manual_seed(5)
     return [
-        Lane(latents=torch.randn(1, 16, 2, 4, 6, generator=draw), text=torch.randn(1, 3, 4096, generator=draw))
+        Lane(
+            latents=torch.randn(1, 16, 2, 4, 6, generator=draw),
+            text=torch.randn(1, 3, 4096, generator=draw),
+        )
         for _ in range(LANES)
     ]
 
@@ -44,7 +52,9 @@ class Calls:
         *,
         revise: Revise | None = None,
     ) -> None:
-        self.policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), sides=(0, 0), revise=revise)
+        self.policy = RunPolicy(
+            pair, policy, CPU, shape=(1, 16, 2, 4, 6), sides=(0, 0), revise=revise
+        )
         self.recorder = Recorder(CPU)
         self._uses, self._short = 0, short
         self._hooks = [
@@ -61,7 +71,11 @@ class Calls:
     def of(self, calls: list[str], predicted: list[str], **settings: Any) -> list[torch.Tensor]:
         try:
             with self.passes(predicted, **settings) as passes:
-                found = [v for n, call in enumerate(calls) for v in passes.forward(call, _lanes(), 1 - n / 16)]
+                found = [
+                    v
+                    for n, call in enumerate(calls)
+                    for v in passes.forward(call, _lanes(), 1 - n / 16)
+                ]
             self.recompiled = passes.recompiled
         finally:
             for hook in self._hooks:
@@ -123,13 +137,33 @@ def test_a_change_names_its_call(open_pair: OpenPair) -> None:
     assert "one expert resident" in change
 
 
-def test_where_nothing_smaller_is_left_the_passes_wait_for_another_call(open_pair: OpenPair) -> None:
+def test_a_call_that_fails_after_its_pass_is_computed_again(open_pair: OpenPair) -> None:
+    short = iter([True, False, False])
+    calls = Calls(open_pair(), RESIDENT())
+    with calls.passes([H, L]) as passes, torch.inference_mode():
+        for expert in (H, L):
+            for attempt in passes.attempts(expert, 1.0):
+                with attempt:
+                    passes.velocities(_lanes(), 1000.0)
+                    if next(short):
+                        raise torch.OutOfMemoryError("no room for the solver")
+    assert [(step.index, step.expert) for step in calls.recorder.timeline().steps] == [
+        (0, H),
+        (1, L),
+    ]
+    assert "in call 0 (high-noise expert)" in calls.policy.changes[0]
+    assert passes.recompiled == 0
+
+
+def test_where_nothing_smaller_is_left_the_passes_wait_for_another_call(
+    open_pair: OpenPair,
+) -> None:
     short = [True]
     calls = Calls(open_pair(), LAYERWISE(2), lambda _: short[0])
     with calls.passes([H, L]) as passes:
         with pytest.raises(InsufficientMemoryError, match="out of memory in call 0"):
             passes.forward(H, _lanes(), 1.0)
-        assert passes.state is CallState.IDLE
+        assert passes.state is SessionState.IDLE
         short[0] = False
         assert len(passes.forward(L, _lanes(), 0.5)) == LANES
 

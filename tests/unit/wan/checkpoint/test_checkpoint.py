@@ -1,4 +1,4 @@
-"""Opening of experts: location and value of each parameter in every layout, and errors that name the fault."""
+"""Opening of experts: location and value of each parameter in every layout, and named faults."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from wanstream.offload import decode_tensor, read_scales, read_tensors
+from wanstream.offload.formats import decode_tensor
+from wanstream.offload.sources import read_scales, read_tensors
 from wanstream.testing.experts import block_linears, save_expert_file
-from wanstream.testing.experts import dequantised as dequantised_model
-from wanstream.testing.quantised import FP8_E5M2_LAYOUTS
+from wanstream.tests.support.quantised_files import FP8_E5M2_LAYOUTS
+from wanstream.tests.support.quantised_files import dequantised as dequantised_model
 from wanstream.wan.checkpoint.files import INDEX, WEIGHTS, CheckpointError
 from wanstream.wan.checkpoint.open import open_expert
 
@@ -57,7 +58,10 @@ def rounded_matrices(model, dtype):
 
 @pytest.fixture
 def edited(tiny_expert_file, tmp_path):
-    """`edited(change, **file)`: a copy of a tiny file after `change(tensors, metadata)`; keys are ComfyUI's."""
+    """`edited(change, **file)`: a copy of a tiny file after `change(tensors, metadata)`.
+
+    Keys are ComfyUI's.
+    """
 
     def edit(change, **file):
         source, path = tiny_expert_file(**file), tmp_path / "edited.safetensors"
@@ -105,7 +109,9 @@ class TestLayouts:
 
     def test_fp8_outside_the_blocks(self, edited, make_tiny_expert):
         def quantise(tensors, metadata):
-            tensors["time_projection.1.weight"] = (tensors["time_projection.1.weight"] * 2).to(torch.float8_e4m3fn)
+            tensors["time_projection.1.weight"] = (tensors["time_projection.1.weight"] * 2).to(
+                torch.float8_e4m3fn
+            )
             tensors["time_projection.1.scale_weight"] = torch.tensor(0.5)
 
         values = dequantised(open_expert(edited(quantise, fp8="scaled_fp8")))
@@ -116,7 +122,10 @@ class TestLayouts:
     def test_config_is_that_of_the_model(self, tiny_expert_file, make_tiny_expert):
         shape = {"layers": 3, "heads": 3, "ffn_dim": 256, "in_channels": 36}
         expert = open_expert(tiny_expert_file(**shape))
-        rebuilt, original = WanTransformer3DModel(**expert.config.model_arguments()), make_tiny_expert(**shape)
+        rebuilt, original = (
+            WanTransformer3DModel(**expert.config.model_arguments()),
+            make_tiny_expert(**shape),
+        )
         assert public(rebuilt.config) == public(original.config)
         assert expert.config.family == "i2v"
 
@@ -135,7 +144,9 @@ def with_metadata(key, value):
 
 def with_json(key, value):
     text = json.dumps(value).encode()
-    return lambda tensors, metadata: tensors.update({key: torch.tensor(list(text), dtype=torch.uint8)})
+    return lambda tensors, metadata: tensors.update(
+        {key: torch.tensor(list(text), dtype=torch.uint8)}
+    )
 
 
 Q = "blocks.1.self_attn.q"
@@ -146,30 +157,63 @@ WRONG_TENSORS = [
     (without("head.head.weight"), r"proj_out.weight \(natively head.head.weight\) is missing"),
     (without("head.head.bias"), r"proj_out.bias \(natively head.head.bias\) \[64\] is missing"),
     (without("patch_embedding.weight"), "patch_embedding.weight .*is missing"),
-    (with_tensor("blocks.1.norm3.bias", 255), r"blocks.1.norm3.bias .*is \[255\]; \[256\] is expected"),
-    (with_tensor("patch_embedding.weight", 256, 64), r"patch_embedding.weight is \[256, 64\]; 5 sizes"),
+    (
+        with_tensor("blocks.1.norm3.bias", 255),
+        r"blocks.1.norm3.bias .*is \[255\]; \[256\] is expected",
+    ),
+    (
+        with_tensor("patch_embedding.weight", 256, 64),
+        r"patch_embedding.weight is \[256, 64\]; 5 sizes",
+    ),
     (with_tensor("patch_embedding.weight", 200, 16, 1, 2, 2), "200 wide"),
     (with_tensor("patch_embedding.weight", 256, 24, 1, 2, 2), "24 channels"),
-    (with_tensor("blocks.1.norm3.bias", 256, dtype=torch.int8), "blocks.1.norm3.bias .*is torch.int8"),
-    (with_tensor("blocks.1.norm3.bias", 256, dtype=torch.float64), "blocks.1.norm3.bias .*is torch.float64"),
+    (
+        with_tensor("blocks.1.norm3.bias", 256, dtype=torch.int8),
+        "blocks.1.norm3.bias .*is torch.int8",
+    ),
+    (
+        with_tensor("blocks.1.norm3.bias", 256, dtype=torch.float64),
+        "blocks.1.norm3.bias .*is torch.float64",
+    ),
     (with_tensor("something.else", 3), "something.else .*does not belong"),
-    (with_tensor("blocks.1.self_attn.extra.weight", 3), "blocks.1.self_attn.extra.weight .*does not belong"),
-    (with_tensor("blocks.9.norm3.bias", 256), "blocks.9.norm3.bias .*does not belong|blocks.4.* is missing"),
-    (with_tensor("first_stage_model.encoder.weight", 3), "first_stage_model.encoder.weight .*does not belong"),
+    (
+        with_tensor("blocks.1.self_attn.extra.weight", 3),
+        "blocks.1.self_attn.extra.weight .*does not belong",
+    ),
+    (
+        with_tensor("blocks.9.norm3.bias", 256),
+        "blocks.9.norm3.bias .*does not belong|blocks.4.* is missing",
+    ),
+    (
+        with_tensor("first_stage_model.encoder.weight", 3),
+        "first_stage_model.encoder.weight .*does not belong",
+    ),
     (with_tensor(f"{PREFIX}head.head.bias", 64), "head.head.bias means the same parameter"),
     (with_tensor("proj_out.bias", 64), "means the same parameter"),
     (with_tensor("img_emb.proj.0.weight", 3), r"natively img_emb.proj.1.weight\) is missing"),
     (with_tensor("img_emb.proj.1.weight", 80, 80), "has an image branch, but takes 16 channels"),
-    (with_tensor("img_emb.emb_pos", 1, 514, 80), "first and last frame model of Wan2.1.*img_emb.emb_pos"),
+    (
+        with_tensor("img_emb.emb_pos", 1, 514, 80),
+        "first and last frame model of Wan2.1.*img_emb.emb_pos",
+    ),
     (with_tensor("vace_blocks.0.after_proj.weight", 3), "VACE.*vace_blocks.0"),
     (with_tensor("control_adapter.conv.weight", 3), "camera control.*control_adapter.conv.weight"),
-    (with_tensor("ref_conv.weight", 256, 48, 2, 2), "takes 48 channels, and the latents of this model have 16"),
+    (
+        with_tensor("ref_conv.weight", 256, 48, 2, 2),
+        "takes 48 channels, and the latents of this model have 16",
+    ),
     (with_tensor("ref_conv.weight", 3), r"ref_conv.weight is \[3\]; 4 sizes"),
-    (with_tensor("casual_audio_encoder.encoder.final_linear.weight", 3), "speech-to-video.*casual_audio"),
+    (
+        with_tensor("casual_audio_encoder.encoder.final_linear.weight", 3),
+        "speech-to-video.*casual_audio",
+    ),
     (with_tensor("face_adapter.fuser_blocks.0.k_norm.weight", 3), "Animate.*face_adapter"),
     (with_tensor("motion_encoder.enc.net_app.convs.0.1.bias", 3), "Animate.*motion_encoder"),
     (lambda tensors, metadata: tensors.clear(), "not a Wan transformer: it holds no tensors"),
-    (lambda tensors, metadata: tensors.clear() or tensors.update(x=torch.zeros(1)), "not a Wan transformer.*x first"),
+    (
+        lambda tensors, metadata: tensors.clear() or tensors.update(x=torch.zeros(1)),
+        "not a Wan transformer.*x first",
+    ),
 ]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -188,23 +232,71 @@ WRONG_FP8 = [
         without(f"{Q}.scale_weight"),
         f"{Q} is marked as quantised, but its scale {Q}.scale_weight is missing",
     ),
-    ("scaled_fp8", with_tensor(f"{Q}.scale_weight", 255), rf"{Q}.scale_weight is torch.float32 \[255\]"),
-    ("scaled_fp8", with_tensor(f"{Q}.scale_weight", dtype=torch.int32), f"{Q}.scale_weight is torch.int32"),
-    ("scaled_fp8", with_tensor("absent.scale_weight"), "absent.scale_weight is a scale, but absent.weight is missing"),
+    (
+        "scaled_fp8",
+        with_tensor(f"{Q}.scale_weight", 255),
+        rf"{Q}.scale_weight is torch.float32 \[255\]",
+    ),
+    (
+        "scaled_fp8",
+        with_tensor(f"{Q}.scale_weight", dtype=torch.int32),
+        f"{Q}.scale_weight is torch.int32",
+    ),
+    (
+        "scaled_fp8",
+        with_tensor("absent.scale_weight"),
+        "absent.scale_weight is a scale, but absent.weight is missing",
+    ),
     ("scaled_fp8", with_tensor(f"{Q}.weight_scale"), f"{Q} has two scales, "),
     ("comfy_quant", without(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
-    ("comfy_quant", without(f"{Q}.weight"), f"{Q} is marked as quantised, but {Q}.weight is missing"),
-    ("comfy_quant", with_tensor(f"{Q}.weight", 256, 256), f"{Q}.weight is torch.float32 .* is marked"),
-    ("comfy_quant", with_json(f"{Q}.comfy_quant", {"format": "awq_w4a16"}), f"{Q} is stored in .* 'awq_w4a16'"),
+    (
+        "comfy_quant",
+        without(f"{Q}.weight"),
+        f"{Q} is marked as quantised, but {Q}.weight is missing",
+    ),
+    (
+        "comfy_quant",
+        with_tensor(f"{Q}.weight", 256, 256),
+        f"{Q}.weight is torch.float32 .* is marked",
+    ),
+    (
+        "comfy_quant",
+        with_json(f"{Q}.comfy_quant", {"format": "awq_w4a16"}),
+        f"{Q} is stored in .* 'awq_w4a16'",
+    ),
     ("comfy_quant", with_json(f"{Q}.comfy_quant", None), f"{Q}.comfy_quant is not a JSON object"),
-    ("comfy_quant", with_json(f"{Q}.comfy_quant", ["float8_e4m3fn"]), f"{Q}.comfy_quant is not a JSON object"),
+    (
+        "comfy_quant",
+        with_json(f"{Q}.comfy_quant", ["float8_e4m3fn"]),
+        f"{Q}.comfy_quant is not a JSON object",
+    ),
     ("comfy_quant", with_json(f"{Q}.comfy_quant", 8), f"{Q}.comfy_quant is not a JSON object"),
-    ("comfy_quant", with_tensor(f"{Q}.comfy_quant", 0, dtype=torch.uint8), f"{Q}.comfy_quant is not JSON"),
-    ("metadata", with_metadata("_quantization_metadata", {"layers": {Q: None}}), f"has None for the layer {Q}, not"),
-    ("metadata", with_metadata("_quantization_metadata", {"layers": [Q]}), "_quantization_metadata has no layers"),
-    ("metadata", with_metadata("_quantization_metadata", [Q]), "_quantization_metadata is not a JSON object"),
+    (
+        "comfy_quant",
+        with_tensor(f"{Q}.comfy_quant", 0, dtype=torch.uint8),
+        f"{Q}.comfy_quant is not JSON",
+    ),
+    (
+        "metadata",
+        with_metadata("_quantization_metadata", {"layers": {Q: None}}),
+        f"has None for the layer {Q}, not",
+    ),
+    (
+        "metadata",
+        with_metadata("_quantization_metadata", {"layers": [Q]}),
+        "_quantization_metadata has no layers",
+    ),
+    (
+        "metadata",
+        with_metadata("_quantization_metadata", [Q]),
+        "_quantization_metadata is not a JSON object",
+    ),
     ("comfy_quant", with_json(f"{Q}.comfy_quant", {}), f"{Q} is stored in .* None"),
-    ("comfy_quant", with_tensor(f"{Q}.comfy_quant", 5, dtype=torch.uint8), f"{Q}.comfy_quant is not JSON"),
+    (
+        "comfy_quant",
+        with_tensor(f"{Q}.comfy_quant", 5, dtype=torch.uint8),
+        f"{Q}.comfy_quant is not JSON",
+    ),
     (
         "comfy_quant",
         lambda tensors, metadata: tensors.update(
@@ -213,8 +305,16 @@ WRONG_FP8 = [
         f"{Q}.comfy_quant is not JSON",
     ),
     ("comfy_quant", with_tensor(f"{Q}.comfy_quant", 5), f"{Q}.comfy_quant is torch.float32"),
-    ("comfy_quant", with_tensor(f"{Q}.comfy_quant", 5000, dtype=torch.uint8), f"{Q}.comfy_quant is torch.uint8"),
-    ("metadata", with_metadata("_quantization_metadata", {}), "_quantization_metadata has no layers"),
+    (
+        "comfy_quant",
+        with_tensor(f"{Q}.comfy_quant", 5000, dtype=torch.uint8),
+        f"{Q}.comfy_quant is torch.uint8",
+    ),
+    (
+        "metadata",
+        with_metadata("_quantization_metadata", {}),
+        "_quantization_metadata has no layers",
+    ),
     (
         "metadata",
         with_metadata("_quantization_metadata", {"layers": {Q: "float9"}}),
@@ -225,22 +325,42 @@ WRONG_FP8 = [
         lambda tensors, metadata: metadata.update(_quantization_metadata="{"),
         "_quantization_metadata is not JSON",
     ),
-    ("comfy_quant", with_tensor("time_projection.1.weight", 1536, 256, dtype=E5M2), "fp8 without a scale, though"),
-    ("metadata", with_tensor("time_projection.1.weight", 1536, 256, dtype=E4M3), "fp8 without a scale, though"),
+    (
+        "comfy_quant",
+        with_tensor("time_projection.1.weight", 1536, 256, dtype=E5M2),
+        "fp8 without a scale, though",
+    ),
+    (
+        "metadata",
+        with_tensor("time_projection.1.weight", 1536, 256, dtype=E4M3),
+        "fp8 without a scale, though",
+    ),
     ("metadata", without_scales_and_marks, "fp8 without a scale, though"),
-    ("scaled_fp8", with_tensor("time_projection.1.weight", 1536, 256, dtype=E4M3), "its scale .* is missing"),
+    (
+        "scaled_fp8",
+        with_tensor("time_projection.1.weight", 1536, 256, dtype=E4M3),
+        "its scale .* is missing",
+    ),
     (
         "scaled_fp8",
         with_tensor(f"{Q}.weight", 256, 256, dtype=E5M2),
         f"{Q}.weight is torch.float8_e5m2 .*; .*e4m3fn is marked",
     ),
-    ("scaled_fp8", with_tensor("scaled_fp8", 0, dtype=E5M2), "is torch.float8_e4m3fn .*; .*e5m2 is marked"),
+    (
+        "scaled_fp8",
+        with_tensor("scaled_fp8", 0, dtype=E5M2),
+        "is torch.float8_e4m3fn .*; .*e5m2 is marked",
+    ),
     (
         "comfy_quant",
         with_json(f"{Q}.comfy_quant", {"format": "float8_e5m2"}),
         "is torch.float8_e4m3fn .*; .*e5m2 is marked",
     ),
-    ("comfy_quant", with_json(f"{Q}.comfy_quant", {"format": ["float8_e5m2"]}), "is stored in the quantisation format"),
+    (
+        "comfy_quant",
+        with_json(f"{Q}.comfy_quant", {"format": ["float8_e5m2"]}),
+        "is stored in the quantisation format",
+    ),
 ]
 
 
@@ -248,30 +368,41 @@ class TestFp8:
     @pytest.mark.parametrize("kind", FP8_E5M2_LAYOUTS)
     def test_e5m2_with_scales(self, tmp_path, make_tiny_expert, caplog, kind):
         model, path = make_tiny_expert(), tmp_path / "expert.safetensors"
-        save_expert_file(model, path, dtype=torch.float16, fp8=FP8_E5M2_LAYOUTS[kind])
+        save_expert_file(model, path, dtype=torch.float16, quantised=FP8_E5M2_LAYOUTS[kind])
         expert = open_expert(path)
-        assert {tensor.dtype for name, tensor in expert.weights.items() if name in expert.scales} == {E5M2}
+        assert {
+            tensor.dtype for name, tensor in expert.weights.items() if name in expert.scales
+        } == {E5M2}
         assert len(expert.scales) == 40
         assert_holds(expert, dequantised_model(model, dtype=torch.float16, fp8=E5M2))
         assert caplog.records == []
 
     @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
     @pytest.mark.parametrize("everything", [False, True])
-    def test_a_plain_cast_is_loaded_with_one_note(self, edited, make_tiny_expert, caplog, dtype, everything):
+    def test_a_plain_cast_is_loaded_with_one_note(
+        self, edited, make_tiny_expert, caplog, dtype, everything
+    ):
         """Cast only the matrices of the blocks, or every tensor of the file."""
 
         def chosen(key):
-            return everything or (key.startswith("blocks.") and key.endswith(".weight") and ".norm" not in key)
+            return everything or (
+                key.startswith("blocks.") and key.endswith(".weight") and ".norm" not in key
+            )
 
         def cast(tensors, metadata):
-            tensors.update({key: tensor.to(dtype) for key, tensor in tensors.items() if chosen(key)})
+            tensors.update(
+                {key: tensor.to(dtype) for key, tensor in tensors.items() if chosen(key)}
+            )
 
         path = edited(cast)
         expert = open_expert(path)
         assert expert.scales == {}
         assert len([tensor for tensor in expert.weights.values() if tensor.dtype == dtype]) >= 40
         assert_holds(
-            expert, in_dtype(make_tiny_expert(), dtype) if everything else rounded_matrices(make_tiny_expert(), dtype)
+            expert,
+            in_dtype(make_tiny_expert(), dtype)
+            if everything
+            else rounded_matrices(make_tiny_expert(), dtype),
         )
         (note,) = caplog.records
         assert (note.name, note.levelname) == ("wanstream.checkpoint", "WARNING")
@@ -286,7 +417,9 @@ class TestFp8:
 
 
 class TestRefused:
-    @pytest.mark.parametrize(("change", "message"), WRONG_TENSORS, ids=[message for _, message in WRONG_TENSORS])
+    @pytest.mark.parametrize(
+        ("change", "message"), WRONG_TENSORS, ids=[message for _, message in WRONG_TENSORS]
+    )
     def test_wrong_tensors(self, edited, change, message):
         path = edited(change)
         with pytest.raises(CheckpointError, match=message) as error:
@@ -294,7 +427,9 @@ class TestRefused:
         assert str(path) in str(error.value)
 
     @pytest.mark.parametrize(
-        ("fp8", "change", "message"), WRONG_FP8, ids=[f"{wrong[0]}: {wrong[2]}" for wrong in WRONG_FP8]
+        ("fp8", "change", "message"),
+        WRONG_FP8,
+        ids=[f"{wrong[0]}: {wrong[2]}" for wrong in WRONG_FP8],
     )
     def test_wrong_fp8(self, edited, fp8, change, message):
         path = edited(change, fp8=fp8)
@@ -366,7 +501,12 @@ class TestRefusedFolders:
 
     @pytest.mark.parametrize(
         ("text", "message"),
-        [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "not a JSON object"), ("{}", "no weight_map")],
+        [
+            ("{", "not JSON"),
+            ("[" * 100_000, "not JSON"),
+            ("[]", "not a JSON object"),
+            ("{}", "no weight_map"),
+        ],
     )
     def test_damaged_index(self, sharded, text, message):
         folder, _ = sharded

@@ -14,14 +14,14 @@ from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import read_tensors
-from wanstream.plan import step_visits
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.quantised import matrices, q4_k_m, save_expert_gguf
+from wanstream.testing.quantised import q4_k_m, save_expert_gguf
+from wanstream.tests.support.quantised_files import matrices
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.open import is_merged, open_expert
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.experts.storage import device_bytes
 
 PREFIX = "model.diffusion_model."
 STEPS = ["high", "high", "low"]
@@ -35,7 +35,7 @@ TYPES = {
 
 @pytest.fixture(scope="module")
 def gguf_expert(tmp_path_factory, make_tiny_expert):
-    """`gguf_expert(types="Q4_K_M", seed=0, ...)`: the path of a file, and the fp32 model with its values."""
+    """`gguf_expert(types="Q4_K_M", seed=0, ...)`: a path, and the fp32 model with its values."""
 
     @functools.cache
     def write(*, types="Q4_K_M", seed=0, in_channels=16, **how):
@@ -58,10 +58,15 @@ def edited(gguf_expert, tmp_path):
         writer = GGUFWriter(path, architecture or "wan")
         if architecture is None:
             writer.kv_data[0].clear()
-        shape = GGUFReader(gguf_expert(types="Q8_0")[0]).get_field("comfy.gguf.orig_shape.patch_embedding.weight")
+        shape = GGUFReader(gguf_expert(types="Q8_0")[0]).get_field(
+            "comfy.gguf.orig_shape.patch_embedding.weight"
+        )
         if "patch_embedding.weight" not in (changes or {}):
             writer.add_array("comfy.gguf.orig_shape.patch_embedding.weight", shape.contents())
-        stored = {t.name: (np.array(t.data), t.tensor_type) for t in GGUFReader(gguf_expert(types="Q8_0")[0]).tensors}
+        stored = {
+            t.name: (np.array(t.data), t.tensor_type)
+            for t in GGUFReader(gguf_expert(types="Q8_0")[0]).tensors
+        }
         for name, tensor in {**stored, **(changes or {})}.items():
             if tensor is not None:
                 array, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
@@ -79,7 +84,8 @@ def edited(gguf_expert, tmp_path):
 def lane():
     generator = torch.Generator().manual_seed(0)
     return Lane(
-        latents=torch.randn(1, 16, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
+        latents=torch.randn(1, 16, 2, 4, 6, generator=generator),
+        text=torch.randn(1, 5, 4096, generator=generator),
     )
 
 
@@ -110,7 +116,11 @@ class TestOpened:
         expert = open_expert(path)
         assert_holds(expert, model)
         assert expert.scales == {}
-        assert (expert.config.family, expert.config.num_layers, expert.config.ffn_dim) == ("t2v", 4, 512)
+        assert (expert.config.family, expert.config.num_layers, expert.config.ffn_dim) == (
+            "t2v",
+            4,
+            512,
+        )
 
     @pytest.mark.parametrize(("in_channels", "prefix"), [(16, ""), (36, PREFIX)])
     @pytest.mark.parametrize("patches", ["shape field", "five dimensions", "merged"])
@@ -125,16 +135,21 @@ class TestOpened:
         assert_holds(open_expert(edited(architecture=architecture)), gguf_expert(types="Q8_0")[1])
 
     def test_leading_ones_may_be_gone(self, edited, gguf_expert):
-        """Files written by ggml, which drops leading ones because it counts dimensions from the other end."""
+        """Files by ggml, which counts dimensions from the other end and so drops leading ones."""
         model = gguf_expert(types="Q8_0")[1]
-        tables = {f"blocks.{i}.modulation": block.scale_shift_table for i, block in enumerate(model.blocks)}
+        tables = {
+            f"blocks.{i}.modulation": block.scale_shift_table
+            for i, block in enumerate(model.blocks)
+        }
         tables["head.modulation"] = model.scale_shift_table
         path = edited({name: table.detach().numpy()[0] for name, table in tables.items()})
         expert = open_expert(path)
         assert expert.weights["blocks.0.scale_shift_table"].shape == (1, 6, 256)
         assert_holds(expert, model)
 
-    @pytest.mark.parametrize("shape", [(256 * 16, 2, 2), (256, 16, 2, 2), (256, 64), (4096, 1, 2, 2), (256 * 64,)])
+    @pytest.mark.parametrize(
+        "shape", [(256 * 16, 2, 2), (256, 16, 2, 2), (256, 64), (4096, 1, 2, 2), (256 * 64,)]
+    )
     def test_merged_patch_embeddings(self, edited, gguf_expert, shape):
         model = gguf_expert(types="Q8_0")[1]
         weight = model.patch_embedding.weight.detach().numpy().reshape(shape)
@@ -177,19 +192,39 @@ WRONG = [
     ({"patch_embedding.weight": zeros(64, 256)}, r"patch_embedding.weight is \[64, 256\]; 5 sizes"),
     ({"patch_embedding.weight": zeros(256, 24, 1, 2, 2)}, "24 channels"),
     ({"blocks.1.norm3.bias": zeros(255)}, r"blocks.1.norm3.bias is \[255\]; \[256\] is expected"),
-    ({"blocks.1.ffn.0.weight": zeros(256, 512)}, r"blocks.1.ffn.0.weight is \[256, 512\]; \[512, 256\] is expected"),
-    ({"blocks.1.modulation": zeros(5, 256)}, r"blocks.1.modulation is \[5, 256\]; \[1, 6, 256\] is expected"),
-    ({"blocks.1.norm3.bias": np.zeros(256, dtype=np.int32)}, "blocks.1.norm3.bias is torch.int32; weights are"),
+    (
+        {"blocks.1.ffn.0.weight": zeros(256, 512)},
+        r"blocks.1.ffn.0.weight is \[256, 512\]; \[512, 256\] is expected",
+    ),
+    (
+        {"blocks.1.modulation": zeros(5, 256)},
+        r"blocks.1.modulation is \[5, 256\]; \[1, 6, 256\] is expected",
+    ),
+    (
+        {"blocks.1.norm3.bias": np.zeros(256, dtype=np.int32)},
+        "blocks.1.norm3.bias is torch.int32; weights are",
+    ),
     ({"blocks.1.norm3.bias": np.zeros(256)}, "blocks.1.norm3.bias is torch.float64; weights are"),
     ({"img_emb.proj.0.weight": zeros(3)}, r"natively img_emb.proj.1.weight\) is missing"),
     ({"something.else": zeros(3)}, r"something.else \[3\] does not belong"),
     ({f"{PREFIX}head.head.bias": zeros(64)}, "head.head.bias means the same parameter"),
     (
-        {"blocks.1.self_attn.q.weight": (np.zeros((256, 66), dtype=np.uint8), GGMLQuantizationType.IQ2_XXS)},
-        "blocks.1.self_attn.q.weight is stored as IQ2_XXS, which is not supported: use a file of F32, F16, BF16",
+        {
+            "blocks.1.self_attn.q.weight": (
+                np.zeros((256, 66), dtype=np.uint8),
+                GGMLQuantizationType.IQ2_XXS,
+            )
+        },
+        "blocks.1.self_attn.q.weight is stored as IQ2_XXS, which is not supported: use a file of "
+        "F32, F16, BF16",
     ),
     (
-        {"blocks.1.self_attn.q.weight": (np.zeros((256, 54), dtype=np.uint8), GGMLQuantizationType.TQ1_0)},
+        {
+            "blocks.1.self_attn.q.weight": (
+                np.zeros((256, 54), dtype=np.uint8),
+                GGMLQuantizationType.TQ1_0,
+            )
+        },
         "blocks.1.self_attn.q.weight is stored as TQ1_0",
     ),
 ]
@@ -211,7 +246,10 @@ class TestRefused:
     def test_truncated_file(self, gguf_expert, tmp_path):
         whole = gguf_expert()[0].read_bytes()
         (tmp_path / "expert.gguf").write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(ValueError, match=rf"is truncated: has {len(whole) // 2} of \d+ bytes; download it again"):
+        with pytest.raises(
+            ValueError,
+            match=rf"is truncated: has {len(whole) // 2} of \d+ bytes; download it again",
+        ):
             open_expert(tmp_path / "expert.gguf")
 
     def test_safetensors_under_the_name_of_gguf(self, tiny_expert_file, tmp_path):
@@ -229,7 +267,9 @@ def plain_velocities(models, lane, dtype):
     velocities = []
     for step, expert in enumerate(STEPS):
         model, timestep = models[expert], torch.tensor([990.0 - step])
-        velocities.append(model(lane.latents.to(dtype), timestep, lane.text.to(dtype), return_dict=False)[0])
+        velocities.append(
+            model(lane.latents.to(dtype), timestep, lane.text.to(dtype), return_dict=False)[0]
+        )
     return velocities
 
 
@@ -248,7 +288,9 @@ def streamed(pair, policy, lane, steps=STEPS):
     with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as run:
         for step, expert in enumerate(steps):
             visit = lambda block, at=(step, expert): run.visit(*at, block)  # noqa: E731
-            velocities += forward_lanes(engine.models[expert], [lane], torch.tensor([990.0 - step]), visit)
+            velocities += forward_lanes(
+                engine.models[expert], [lane], torch.tensor([990.0 - step]), visit
+            )
     return velocities
 
 
@@ -256,13 +298,15 @@ class TestStreamed:
     @pytest.mark.slow  # whole models
     @pytest.mark.usefixtures("exact_blocks")
     @pytest.mark.parametrize(
-        "policy", [OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2, 1, source="pinned")], ids=str
+        "policy",
+        [OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2, 1, source="pinned")],
+        ids=str,
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_a_mixed_pair_equals_plain_models(
         self, gguf_expert, make_tiny_expert, tiny_expert_folder, lane, dtype, policy
     ):
-        """High-noise expert in bf16, low-noise expert with three packings and two plain types in one file."""
+        """High-noise expert in bf16, low-noise file with three packings and two plain types."""
         low, model = gguf_expert(seed=2)
         high = tiny_expert_folder(seed=1, dtype=torch.bfloat16)
         whole = make_tiny_expert(seed=1)
@@ -270,7 +314,9 @@ class TestStreamed:
             parameter.data = parameter.data.bfloat16().float()
         models = {"high": whole, "low": make_tiny_expert(seed=2)}
         models["low"].load_state_dict(model.state_dict())
-        expected = plain_velocities({name: in_compute_dtype(m, dtype) for name, m in models.items()}, lane, dtype)
+        expected = plain_velocities(
+            {name: in_compute_dtype(m, dtype) for name, m in models.items()}, lane, dtype
+        )
         with open_experts(high, low, compute_dtype=dtype) as pair:
             for _ in range(2):
                 assert all(map(torch.equal, streamed(pair, policy, lane), expected))
@@ -279,7 +325,7 @@ class TestStreamed:
         policy, path = OffloadPolicy.layerwise(1), gguf_expert(types="Q4_K")[0]
         with open_experts(path, path, compute_dtype=torch.bfloat16) as pair:
             streamed(pair, policy, lane)
-            planned = device_bytes(pair.high.config, compute_dtype=torch.bfloat16, policy=policy)
+            planned = pair.device_bytes(policy, device="cpu")
             assert pair.loaded_bytes == planned
 
     def test_bytes_read_are_those_of_the_file(self, gguf_expert, lane):
@@ -291,14 +337,18 @@ class TestStreamed:
             assert matrix.nbytes == 512 * 144
             streamed(pair, OffloadPolicy.layerwise(1), lane, ["high", "low"])
             in_blocks = 4 * (8 * 256 * 256 + 2 * 256 * 512) // 256 * 144
-            assert engine.non_block_bytes == 2 * (sum(tensor.nbytes for tensor in weights) - in_blocks)
+            assert engine.models.non_block_bytes == 2 * (
+                sum(tensor.nbytes for tensor in weights) - in_blocks
+            )
 
     def test_a_file_that_changes_under_the_engine(self, make_tiny_expert, tmp_path, lane):
         path = tmp_path / "expert.gguf"
         save_expert_gguf(make_tiny_expert(), path, types=matrices("Q8_0"))
         with open_experts(path, path) as pair:
             engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
-            assert all(math.prod(engine.models[name].proj_out.weight.shape) for name in ("high", "low"))
+            assert all(
+                math.prod(engine.models[name].proj_out.weight.shape) for name in ("high", "low")
+            )
             assert pair.is_current()
             path.write_bytes(path.read_bytes() + bytes(32))
             assert not pair.is_current()
@@ -309,6 +359,6 @@ class TestStreamed:
     def test_fp8_storage_changes_only_what_is_not_packed(self, gguf_expert, lane, types, same):
         path = gguf_expert(types=types)[0]
         with open_experts(path, path) as plain, open_experts(path, path, storage="fp8") as kept:
-            assert (kept.stored_bytes == plain.stored_bytes) is same
+            assert (kept.block_bytes.stored == plain.block_bytes.stored) is same
             both = [streamed(pair, OffloadPolicy.layerwise(1), lane) for pair in (plain, kept)]
             assert all(map(torch.equal, *both)) is same

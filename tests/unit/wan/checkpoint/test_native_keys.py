@@ -10,12 +10,16 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 
 
-@pytest.mark.parametrize("image", [{}, {"image_dim": 1280, "added_kv_proj_dim": 5120}], ids=["plain", "image branch"])
+@pytest.mark.parametrize(
+    "image", [{}, {"image_dim": 1280, "added_kv_proj_dim": 5120}], ids=["plain", "image branch"]
+)
 def test_transformer_names_are_the_inverse_of_diffusers_converter(image: dict[str, int]) -> None:
     with torch.device("meta"):
         names = list(WanTransformer3DModel(num_layers=12, **image).state_dict())
 
-    there_and_back = convert_wan_transformer_to_diffusers({native_transformer_name(name): name for name in names})
+    there_and_back = convert_wan_transformer_to_diffusers(
+        {native_transformer_name(name): name for name in names}
+    )
 
     assert there_and_back == {name: name for name in names}
 

@@ -1,4 +1,4 @@
-"""Scales without a marker and in other dtypes: the dequantised file's values, to the bit, and refusals by name."""
+"""Scales without a marker, in other dtypes: bits of the dequantised file, refusals by name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.offload import EightBit, read_header
+from wanstream.offload.formats import EightBit, read_header
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import allocate_flat, tensor_views
-from wanstream.plan import BlockKey
-from wanstream.schema import Arithmetic
+from wanstream.plan.programs import BlockKey
+from wanstream.schema.refs import Arithmetic
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.key_names import parameter_names
 from wanstream.wan.checkpoint.open import open_expert
@@ -52,7 +52,9 @@ class Form:
         codes = parts / scales.float()
         codes = (codes.round() if self.dtype == INT8 else codes).to(self.dtype).view(matrix.shape)
         sizes = {"out": rows, "n": blocks}
-        shape = [sizes.get(size) or int(size) for size in self.shape.strip("[]").split(", ") if size]
+        shape = [
+            sizes.get(size) or int(size) for size in self.shape.strip("[]").split(", ") if size
+        ]
         return codes, scales.reshape(shape)
 
 
@@ -82,7 +84,10 @@ FORMS = [
     Form(dtype=FP16, scale=BF16, shape="[]"),
     Form(dtype=FP32, shape="[out]"),
     # scale dtypes next to markers
-    *(Form(scale=scale, shape="[]", key="scale_weight", marker="scaled_fp8") for scale in (BF16, FP16, FP64)),
+    *(
+        Form(scale=scale, shape="[]", key="scale_weight", marker="scaled_fp8")
+        for scale in (BF16, FP16, FP64)
+    ),
     *(Form(scale=scale, marker='{"format": "float8_e4m3fn"}') for scale in (BF16, FP16, FP64)),
     Form(scale=BF16, dtype=INT8, marker='{"format": "int8_tensorwise"}'),
     # markers in other spellings
@@ -94,7 +99,9 @@ FORMS = [
 
 
 @pytest.fixture
-def quantised(tiny_expert_file: Callable[..., Path], tmp_path: Path) -> Callable[[Form], tuple[Path, Tensors]]:
+def quantised(
+    tiny_expert_file: Callable[..., Path], tmp_path: Path
+) -> Callable[[Form], tuple[Path, Tensors]]:
     """`quantised(form)`: a file with block matrices in this form, and all values in fp32 by key."""
 
     def write(form: Form) -> tuple[Path, Tensors]:
@@ -107,9 +114,15 @@ def quantised(tiny_expert_file: Callable[..., Path], tmp_path: Path) -> Callable
                 continue
             layer = key.removesuffix(".weight")
             codes, scale = form.quantise(tensor)
-            tensors |= {key: codes, f"{layer}.{form.key}": scale, f"{layer}.scale_input": torch.ones(1)}
+            tensors |= {
+                key: codes,
+                f"{layer}.{form.key}": scale,
+                f"{layer}.scale_input": torch.ones(1),
+            }
             if form.marker not in ("", "scaled_fp8"):
-                tensors[f"{layer}.comfy_quant"] = torch.tensor(list(form.marker.encode()), dtype=torch.uint8)
+                tensors[f"{layer}.comfy_quant"] = torch.tensor(
+                    list(form.marker.encode()), dtype=torch.uint8
+                )
             factor = scale.float().reshape((*scale.shape, 1, 1, 1)[:3])
             values[key] = (codes.float().view(*factor.shape[:2], -1) * factor).view(tensor.shape)
         values.pop("scaled_fp8", None)
@@ -121,7 +134,9 @@ def quantised(tiny_expert_file: Callable[..., Path], tmp_path: Path) -> Callable
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_values_are_those_of_the_dequantised_file(quantised: Callable[..., tuple[Path, Tensors]], form: Form) -> None:
+def test_values_are_those_of_the_dequantised_file(
+    quantised: Callable[..., tuple[Path, Tensors]], form: Form
+) -> None:
     path, values = quantised(form)
     read = dequantised(open_expert(path))
     assert read.keys() == values.keys()
@@ -144,12 +159,17 @@ def test_values_are_those_of_the_dequantised_file(quantised: Callable[..., tuple
     ids=str,
 )
 def test_blocks_stream_with_their_scales(
-    quantised: Callable[..., tuple[Path, Tensors]], form: Form, multiplied: bool, arithmetic: Arithmetic
+    quantised: Callable[..., tuple[Path, Tensors]],
+    form: Form,
+    multiplied: bool,
+    arithmetic: Arithmetic,
 ) -> None:
-    """Blocks decoded to bf16 have the rounded values, and multiplied codes come with fp32 scales."""
+    """Blocks decoded to bf16 have rounded values, and multiplied codes come with fp32 scales."""
     path, values = quantised(form)
     source = block_source(
-        {"high": open_expert(path)}, Precision(compute_dtype=BF16, arithmetic=arithmetic), direct=False
+        {"high": open_expert(path)},
+        Precision(compute_dtype=BF16, arithmetic=arithmetic),
+        direct=False,
     )
     key = BlockKey("high", 0)
     layout = source.formats[key]
@@ -173,21 +193,53 @@ def marker(**settings: object) -> torch.Tensor:
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
-ROTATED = {"blocks.0.ffn.0.comfy_quant": marker(format="int8_tensorwise", convrot=True, convrot_groupsize=64)}
+ROTATED = {
+    "blocks.0.ffn.0.comfy_quant": marker(
+        format="int8_tensorwise", convrot=True, convrot_groupsize=64
+    )
+}
 REFUSED: list[tuple[Form, Tensors, str]] = [
     (Form(dtype=INT8), ROTATED, r"is int8 next to rotated layers, but nothing says whether it is"),
-    (Form(dtype=E4M3), {f"{LAYER}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)}, "scales in torch.uint8, as"),
-    (Form(), {f"{LAYER}.weight": torch.zeros(128, 64, dtype=torch.uint8)}, "is torch.uint8 with a scale, and nothing"),
-    (Form(), {f"{LAYER}.weight_scale": torch.ones(127)}, r"weight_scale is torch.float32 \[127\]; .* each of the 128"),
-    (Form(), {f"{LAYER}.weight_scale": torch.ones(128, 3, 1)}, r"\[128, 3, 1\]; a scale is .* block of their 128 colu"),
+    (
+        Form(dtype=E4M3),
+        {f"{LAYER}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)},
+        "scales in torch.uint8, as",
+    ),
+    (
+        Form(),
+        {f"{LAYER}.weight": torch.zeros(128, 64, dtype=torch.uint8)},
+        "is torch.uint8 with a scale, and nothing",
+    ),
+    (
+        Form(),
+        {f"{LAYER}.weight_scale": torch.ones(127)},
+        r"weight_scale is torch.float32 \[127\]; .* each of the 128",
+    ),
+    (
+        Form(),
+        {f"{LAYER}.weight_scale": torch.ones(128, 3, 1)},
+        r"\[128, 3, 1\]; a scale is .* block of their 128 colu",
+    ),
     (Form(), {f"{LAYER}.weight_scale": torch.ones(1, 2)}, r"\[1, 2\]; a scale is"),
     (Form(), {f"{LAYER}.weight_scale": torch.ones(128, 2, 2)}, r"\[128, 2, 2\]; a scale is"),
-    (Form(dtype=BF16, shape="[out, n, 1]"), {}, "is bfloat16 and has 2 scales for each row, which is known for fp8"),
+    (
+        Form(dtype=BF16, shape="[out, n, 1]"),
+        {},
+        "is bfloat16 and has 2 scales for each row, which is known for fp8",
+    ),
     (Form(), {f"{LAYER}.scale_weight": torch.ones(1)}, f"{LAYER} has two scales, "),
     (Form(), {"blocks.0.extra.weight_scale": torch.ones(1)}, "blocks.0.extra.weight is missing"),
-    (Form(), {"head.head.weight": torch.zeros(64, 128, dtype=E4M3)}, "head.head.weight is fp8 without a scale, though"),
+    (
+        Form(),
+        {"head.head.weight": torch.zeros(64, 128, dtype=E4M3)},
+        "head.head.weight is fp8 without a scale, though",
+    ),
     *(
-        (Form(), {f"{LAYER}{ending}": torch.zeros(4)}, f"is quantised as {name}.*: it holds {LAYER}{ending}")
+        (
+            Form(),
+            {f"{LAYER}{ending}": torch.zeros(4)},
+            f"is quantised as {name}.*: it holds {LAYER}{ending}",
+        )
         for ending, name in (
             (".qweight", "GPTQ or AWQ"),
             (".wscales", "SVDQuant"),
@@ -203,7 +255,11 @@ REFUSED: list[tuple[Form, Tensors, str]] = [
         )
     ),
     *(
-        (Form(key=key), {}, rf"\.{key} has the name of a scale of blocks\.0\.\S+ in an unknown spelling")
+        (
+            Form(key=key),
+            {},
+            rf"\.{key} has the name of a scale of blocks\.0\.\S+ in an unknown spelling",
+        )
         for key in ("scale", "scale_w", "weight.scale", "weight_scales", "weight_scaling")
     ),
 ]
@@ -212,9 +268,18 @@ REFUSED: list[tuple[Form, Tensors, str]] = [
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({f"{LAYER}.weight_scale": None}, f"{LAYER}.weight is torch.float8_e4m3fn without a scale, though others have"),
-        ({f"{LAYER}.weight_scale": None, f"{LAYER}.scale": torch.ones(1)}, "in an unknown spelling"),
-        ({f"{LAYER}.weight": torch.zeros(8, 8, dtype=INT8), f"{LAYER}.weight_scale": None}, "is torch.int8 without a"),
+        (
+            {f"{LAYER}.weight_scale": None},
+            f"{LAYER}.weight is torch.float8_e4m3fn without a scale, though others have",
+        ),
+        (
+            {f"{LAYER}.weight_scale": None, f"{LAYER}.scale": torch.ones(1)},
+            "in an unknown spelling",
+        ),
+        (
+            {f"{LAYER}.weight": torch.zeros(8, 8, dtype=INT8), f"{LAYER}.weight_scale": None},
+            "is torch.int8 without a",
+        ),
         ({f"{LAYER}.weight_scale": None, "scaled_fp8": torch.zeros(0, dtype=E4M3)}, ""),
         (
             {
@@ -228,20 +293,26 @@ REFUSED: list[tuple[Form, Tensors, str]] = [
     ids=["one of many", "spelling", "int8", "scaled_fp8", "of the output"],
 )
 def test_codes_without_a_scale_in_a_model_of_any_family(
-    quantised: Callable[..., tuple[Path, Tensors]], edit: dict[str, torch.Tensor | None], message: str
+    quantised: Callable[..., tuple[Path, Tensors]],
+    edit: dict[str, torch.Tensor | None],
+    message: str,
 ) -> None:
     """`scaled_fp8` leaves layers without a scale to ComfyUI, which takes them as a plain cast.
 
     Next to a known scale, others belong to inputs and outputs. ComfyUI ignores them.
     """
     path, _ = quantised(Form(shape="[]"))
-    save_file({key: each for key, each in {**load_file(path), **edit}.items() if each is not None}, path)
+    save_file(
+        {key: each for key, each in {**load_file(path), **edit}.items() if each is not None}, path
+    )
     tensors = read_header(path).tensors
     with pytest.raises(CheckpointError, match=message) if message else nullcontext():
         assert (LAYER in unmarked_layers(path, tensors, ())) == (f"{LAYER}.out_scale" in edit)
 
 
-@pytest.mark.parametrize(("form", "more", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
+@pytest.mark.parametrize(
+    ("form", "more", "message"), REFUSED, ids=[message for _, _, message in REFUSED]
+)
 def test_what_cannot_be_read_is_refused_by_name(
     quantised: Callable[..., tuple[Path, Tensors]], form: Form, more: Tensors, message: str
 ) -> None:

@@ -11,15 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.offload import decode_work_bytes
+from wanstream.block_kernels import EXACT, Kernels
+from wanstream.offload.formats import decode_work_bytes
 from wanstream.offload.sources.base import SourceError
-from wanstream.plan import step_visits
 from wanstream.plan.memory import RAW_SLOTS
+from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
-from wanstream.wan.kernels.attention import Kernels
-from wanstream.wan.kernels.block_math import EXACT
 from wanstream.wan.transformer.compiled_block import get_compiler
 
 POLICY = OffloadPolicy.layerwise(1)
@@ -34,7 +33,10 @@ def velocity(pair: ExpertPair, lane: Lane, expert: str = "high") -> torch.Tensor
     engine = pair.engine(POLICY, "cpu")
     with torch.inference_mode(), engine.run(step_visits([expert], engine.block_counts)) as run:
         [velocity] = forward_lanes(
-            engine.models[expert], [lane], torch.tensor([990.0]), lambda block: run.visit(0, expert, block)
+            engine.models[expert],
+            [lane],
+            torch.tensor([990.0]),
+            lambda block: run.visit(0, expert, block),
         )
     return velocity
 
@@ -54,10 +56,13 @@ def velocity(pair: ExpertPair, lane: Lane, expert: str = "high") -> torch.Tensor
 def test_bytes_are_told_before_anything_is_read(tiny_expert_file, stored, fp8, storage, file, kept):
     path = tiny_expert_file(dtype=stored, fp8=fp8)
     with open_experts(path, path, compute_dtype=torch.bfloat16, storage=storage) as pair:
-        assert (pair.file_bytes, pair.stored_bytes, pair.computed_bytes) == (file, kept, 2 * VALUES)
+        block = pair.block_bytes
+        assert (block.file, block.stored, block.computed) == (file, kept, 2 * VALUES)
         assert pair.loaded_bytes == 0
         beside = pair.device_bytes(POLICY) - pair.device_bytes(POLICY, device="cpu")
-        work = decode_work_bytes(256 * 512, torch.device("cuda")) if storage == "int8 ConvRot" else 0
+        work = (
+            decode_work_bytes(256 * 512, torch.device("cuda")) if storage == "int8 ConvRot" else 0
+        )
         assert beside == (RAW_SLOTS * kept + work if storage != "as stored" else 0)
 
 
@@ -76,14 +81,9 @@ def test_opening_reads_headers_only(tiny_expert_file):
     assert bytes_read() - before < 0.05 * path.stat().st_size
 
 
-def test_the_identity_tells_storages_apart(tiny_expert_file):
-    path = tiny_expert_file()
-    plain, kept, again = (open_experts(path, path, storage=each) for each in ("as stored", "fp8", "fp8"))
-    assert kept.identity == again.identity != plain.identity
-    assert plain.identity == open_experts(path, path).identity
-
-
-def test_two_pairs_of_one_file_with_different_storage_do_not_touch_each_other(tiny_expert_file, lane):
+def test_two_pairs_of_one_file_with_different_storage_do_not_touch_each_other(
+    tiny_expert_file, lane
+):
     path = tiny_expert_file()
     with open_experts(path, path) as plain, open_experts(path, path, storage="fp8") as kept:
         first, second = velocity(plain, lane), velocity(kept, lane)
@@ -96,7 +96,11 @@ def test_two_pairs_of_one_file_with_different_storage_do_not_touch_each_other(ti
 def cast_file(tiny_expert_file, tmp_path) -> Path:
     """A file whose matrices were cast to fp8 without scales."""
     tensors = load_file(tiny_expert_file(dtype=torch.bfloat16))
-    cast = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in tensors.items() if is_matrix_of_block(key, tensor)}
+    cast = {
+        key: tensor.to(torch.float8_e4m3fn)
+        for key, tensor in tensors.items()
+        if is_matrix_of_block(key, tensor)
+    }
     save_file({**tensors, **cast}, tmp_path / "cast.safetensors")
     return tmp_path / "cast.safetensors"
 
@@ -109,41 +113,64 @@ def test_fp8_files_are_unchanged_and_logged(tiny_expert_file, cast_file, lane, c
     for path in (tiny_expert_file(fp8="scaled_fp8"), cast_file):
         caplog.clear()
         with caplog.at_level(logging.INFO), open_experts(path, path, storage="fp8") as kept:
-            [message] = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+            [message] = [
+                record.getMessage()
+                for record in caplog.records
+                if "changes nothing" in record.getMessage()
+            ]
             assert str(path) in message
             with open_experts(path, path) as plain:
-                assert kept.stored_bytes == plain.stored_bytes == plain.file_bytes == VALUES
+                assert (
+                    kept.block_bytes.stored
+                    == plain.block_bytes.stored
+                    == plain.block_bytes.file
+                    == VALUES
+                )
                 assert torch.equal(velocity(kept, lane), velocity(plain, lane))
 
 
-def test_a_pair_of_a_bf16_and_an_fp8_file_quantises_only_the_bf16_file(tiny_expert_file, lane, caplog):
-    high, low = tiny_expert_file(seed=1, dtype=torch.bfloat16), tiny_expert_file(seed=2, fp8="scaled_fp8")
+def test_a_pair_of_a_bf16_and_an_fp8_file_quantises_only_the_bf16_file(
+    tiny_expert_file, lane, caplog
+):
+    high, low = (
+        tiny_expert_file(seed=1, dtype=torch.bfloat16),
+        tiny_expert_file(seed=2, fp8="scaled_fp8"),
+    )
     with caplog.at_level(logging.INFO), open_experts(high, low, storage="fp8") as kept:
-        [message] = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+        [message] = [
+            record.getMessage()
+            for record in caplog.records
+            if "changes nothing" in record.getMessage()
+        ]
         assert str(low) in message
         with open_experts(high, low) as plain:
             assert not torch.equal(velocity(kept, lane), velocity(plain, lane))
             assert torch.equal(velocity(kept, lane, "low"), velocity(plain, lane, "low"))
-        assert kept.file_bytes == 2 * VALUES
-        assert kept.stored_bytes == QUANTISED
+        assert kept.block_bytes.file == 2 * VALUES
+        assert kept.block_bytes.stored == QUANTISED
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8 ConvRot"])
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_a_broken_weight_is_refused_by_file_tensor_and_row(tiny_expert_file, tmp_path, lane, bad, storage):
+def test_a_broken_weight_is_refused_by_file_tensor_and_row(
+    tiny_expert_file, tmp_path, lane, bad, storage
+):
     tensors = load_file(tiny_expert_file())
     whole, path = tiny_expert_file(), tmp_path / "broken.safetensors"
     tensors["blocks.2.ffn.0.weight"][77, 5] = bad
     save_file(tensors, path)
     with open_experts(path, whole, storage=storage) as pair:
-        with pytest.raises(SourceError, match=r"broken\.safetensors: ffn\.\S+ of block 2 .* row 77"):
+        with pytest.raises(
+            SourceError, match=r"broken\.safetensors: ffn\.\S+ of block 2 .* row 77"
+        ):
             velocity(pair, lane)
         velocity(pair, lane, "low")  # the pair is still usable
 
 
 def test_another_storage_is_refused_with_those_there_are(tiny_expert_file):
     with pytest.raises(
-        ValueError, match="storage is 'int8'; blocks can be kept 'as stored' or 'fp8' or 'int8 ConvRot'"
+        ValueError,
+        match="storage is 'int8'; blocks can be kept 'as stored' or 'fp8' or 'int8 ConvRot'",
     ):
         open_experts(tiny_expert_file(), tiny_expert_file(), storage="int8")
 
@@ -154,4 +181,8 @@ def test_another_policy_keeps_the_kernels(tiny_expert_file):
         pair.kernels = Kernels(math="exact", compiler="eager")
         pair.engine(POLICY, "cpu")
         settings = pair.engine(replace(POLICY, chunk_tokens=8), "cpu").models.settings
-        assert (settings.math, settings.compiler, settings.chunk_tokens) == (EXACT, get_compiler("eager"), 8)
+        assert (settings.math, settings.compiler, settings.chunk_tokens) == (
+            EXACT,
+            get_compiler("eager"),
+            8,
+        )

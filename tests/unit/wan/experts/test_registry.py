@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.schema.refs import ExpertsRef
+from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.wan.experts.open import ExpertsRegistry, open_pair
 
 
@@ -56,30 +56,41 @@ def test_an_equal_reference_finds_the_pair_open(registry: ExpertsRegistry, log: 
     assert log == ["open a"]
 
 
-def test_a_pair_whose_files_were_replaced_is_opened_again(registry: ExpertsRegistry, log: list[str]) -> None:
+def test_a_pair_whose_files_were_replaced_is_opened_again(
+    registry: ExpertsRegistry, log: list[str]
+) -> None:
     registry.get(_ref("changing"))
     registry.get(_ref("changing"))
     assert log == ["open changing", "close changing", "open changing"]
 
 
-@pytest.mark.parametrize("other", [_ref("b"), _ref("a", "float32"), replace(_ref("a"), storage="fp8")])
-def test_another_pair_closes_the_former_one_first(registry: ExpertsRegistry, log: list[str], other: ExpertsRef) -> None:
+@pytest.mark.parametrize(
+    "other", [_ref("b"), _ref("a", "float32"), replace(_ref("a"), storage="fp8")]
+)
+def test_another_pair_closes_the_former_one_first(
+    registry: ExpertsRegistry, log: list[str], other: ExpertsRef
+) -> None:
     registry.get(_ref("a"))
     assert registry.get(other).ref == other  # type: ignore[attr-defined]
     assert log == ["open a", "close a", f"open {other.high_noise}"]
 
 
-def test_a_pair_is_opened_with_the_storage_that_its_reference_names(tiny_expert_file: Callable[..., Path]) -> None:
+def test_a_pair_is_opened_with_the_storage_that_its_reference_names(
+    tiny_expert_file: Callable[..., Path],
+) -> None:
     ref = ExpertsRef(high_noise=tiny_expert_file(), low_noise=tiny_expert_file())
     registry = ExpertsRegistry(open_pair)
     plain, kept = registry.get(ref), registry.get(replace(ref, storage="fp8"))
     assert kept is not plain
-    assert (plain.storage, kept.storage) == ("as stored", "fp8")
-    assert kept.stored_bytes < plain.stored_bytes
+    forms = (plain.block_bytes.quantised_to, kept.block_bytes.quantised_to)
+    assert forms == ("as stored", "fp8")
+    assert kept.block_bytes.stored < plain.block_bytes.stored
     registry.free()
 
 
-def test_free_closes_and_the_next_get_opens_again(registry: ExpertsRegistry, log: list[str]) -> None:
+def test_free_closes_and_the_next_get_opens_again(
+    registry: ExpertsRegistry, log: list[str]
+) -> None:
     registry.free()
     registry.get(_ref("a"))
     registry.free()
@@ -88,7 +99,9 @@ def test_free_closes_and_the_next_get_opens_again(registry: ExpertsRegistry, log
     assert log == ["open a", "close a", "open a"]
 
 
-def test_a_pair_that_cannot_be_opened_leaves_none(registry: ExpertsRegistry, log: list[str]) -> None:
+def test_a_pair_that_cannot_be_opened_leaves_none(
+    registry: ExpertsRegistry, log: list[str]
+) -> None:
     registry.get(_ref("a"))
     with pytest.raises(OSError, match="bad file"):
         registry.get(_ref("bad"))

@@ -1,4 +1,4 @@
-"""Experts that several processes of a machine open: only one of them reads the RAM-resident blocks."""
+"""Experts that several processes of a machine open: only one reads the RAM-resident blocks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import torch
 
 from wanstream.host import auto_policy
 from wanstream.offload.host_memory.shared_segment import PREFIX, SHM
-from wanstream.plan import step_visits
-from wanstream.schema import OffloadPolicy, Storage
+from wanstream.plan.programs import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import Storage
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts what the system reads")
 
 PINNED = OffloadPolicy.layerwise(1, source="pinned")
-SOME = OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=8)
+SOME = OffloadPolicy(
+    kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=8
+)
 
 
 def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], int]:
@@ -37,7 +40,9 @@ def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], in
     return seen, _read_bytes() - before
 
 
-@pytest.mark.parametrize(("policy", "storage"), [(PINNED, "as stored"), (SOME, "as stored"), (PINNED, "fp8")])
+@pytest.mark.parametrize(
+    ("policy", "storage"), [(PINNED, "as stored"), (SOME, "as stored"), (PINNED, "fp8")]
+)
 def test_the_second_pair_finds_what_the_first_one_has_read(
     tiny_expert_file: Callable[..., Path], policy: OffloadPolicy, storage: Storage
 ) -> None:
@@ -49,14 +54,19 @@ def test_the_second_pair_finds_what_the_first_one_has_read(
         open_experts(*files, compute_dtype=torch.float32, storage=storage, shared=True) as second,
     ):
         (one, read), (two, read_again) = run(first, policy), run(second, policy)
-        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, one, two, strict=True))
+        assert all(
+            torch.equal(a, b) and torch.equal(a, c)
+            for a, b, c in zip(expected, one, two, strict=True)
+        )
         assert read >= whole / 2 > 10**6
         if storage == "as stored":  # each process computes the scales of rows from the file
             assert read_again < whole / 100
     assert not _segments()
 
 
-def test_a_pair_that_streams_from_files_takes_no_shared_memory(tiny_expert_file: Callable[..., Path]) -> None:
+def test_a_pair_that_streams_from_files_takes_no_shared_memory(
+    tiny_expert_file: Callable[..., Path],
+) -> None:
     file = tiny_expert_file(seed=1)
     with open_experts(file, file, compute_dtype=torch.float32, shared=True) as pair:
         run(pair, OffloadPolicy.layerwise(1))
@@ -77,7 +87,7 @@ def test_blocks_that_another_process_has_filled_count_as_memory_for_the_plan(
         assert first.shared_bytes == 0
         run(first, PINNED)
         blocks = restarted.shared_bytes
-        assert blocks == sum(first.block_counts.values()) * first.stored_bytes
+        assert blocks == sum(first.block_counts.values()) * first.block_bytes.stored
         assert auto_policy.free_memory(restarted, torch.device("cpu"), 0).ram_bytes == blocks
         assert auto_policy.free_memory(apart, torch.device("cpu"), 0).ram_bytes == 0
         assert first.engine(PINNED, "cpu").host_bytes == first.host_bytes > 0
@@ -87,7 +97,9 @@ def test_blocks_that_another_process_has_filled_count_as_memory_for_the_plan(
 def _segments() -> set[str]:
     """Return the files in shared memory that this process has mapped."""
     lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
-    return {line.split()[-1] for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line}
+    return {
+        line.split()[-1] for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line
+    }
 
 
 def _read_bytes() -> int:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.offload.formats.decode import CHUNK_VALUES
+from wanstream.offload.formats.chunk_size import CHUNK_VALUES
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.offload.weight_patch import WeightPatch, write_sum
+from wanstream.offload.transfers.weight_patch import WeightPatch, write_sum
 from wanstream.testing.model import FAMILIES
 from wanstream.wan.checkpoint.detect import WanConfig
 from wanstream.wan.checkpoint.files import CheckpointError
@@ -43,15 +43,28 @@ def config():
 
 
 def layer(rows=256, columns=256, *, rank=4, name=Q):
-    return {f"{name}.lora_down.weight": torch.ones(rank, columns), f"{name}.lora_up.weight": torch.ones(rows, rank)}
+    return {
+        f"{name}.lora_down.weight": torch.ones(rank, columns),
+        f"{name}.lora_up.weight": torch.ones(rows, rank),
+    }
 
 
 def products(lora: LoraFile) -> dict[str, Change]:
-    return {name: change for name, changes in lora.changes.items() for change in changes if change.is_product}
+    return {
+        name: change
+        for name, changes in lora.changes.items()
+        for change in changes
+        if change.is_product
+    }
 
 
 def differences(lora: LoraFile) -> dict[str, Change]:
-    return {name: change for name, changes in lora.changes.items() for change in changes if change.is_difference}
+    return {
+        name: change
+        for name, changes in lora.changes.items()
+        for change in changes
+        if change.is_difference
+    }
 
 
 class TestOpened:
@@ -70,7 +83,8 @@ class TestOpened:
         assert {key for key in load_file(path) if not key.endswith(".alpha")} == set(lora.tensors)
 
     @pytest.mark.parametrize(
-        ("alpha", "scale"), [(None, 1.0), (4.0, 1.0), (1.0, 0.25), (8.0, 2.0), (0.0, 0.0), (-4.0, -1.0)]
+        ("alpha", "scale"),
+        [(None, 1.0), (4.0, 1.0), (1.0, 0.25), (8.0, 2.0), (0.0, 0.0), (-4.0, -1.0)],
     )
     @pytest.mark.parametrize("shape", [(), (1,)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -103,7 +117,9 @@ class TestOpened:
     def test_identity_and_currency(self, lora_file):
         path = lora_file()
         lora = open_lora(path)
-        assert open_lora(path.parent / ".." / path.parent.name / path.name).identity == lora.identity
+        assert (
+            open_lora(path.parent / ".." / path.parent.name / path.name).identity == lora.identity
+        )
         assert hash(lora.identity) == hash(open_lora(path).identity)
         assert lora.is_current()
         lora_file(seed=1, biases=False).replace(path)
@@ -125,7 +141,9 @@ class TestUnmatched:
         *("diffusion_model.blocks.0.audio_attn.k", "diffusion_model.blocks.0.audio_attn.norm_k"),
     )
 
-    def test_keys_of_no_parameter_are_listed_once_and_the_rest_counts(self, lora_file, lightning, caplog):
+    def test_keys_of_no_parameter_are_listed_once_and_the_rest_counts(
+        self, lora_file, lightning, caplog
+    ):
         tensors = lightning() | {key: torch.ones(4, 4) for key in self.OTHERS}
         with caplog.at_level(logging.WARNING, logger="wanstream.lora"):
             path = lora_file(tensors)
@@ -137,10 +155,14 @@ class TestUnmatched:
         assert record.name == "wanstream.lora"
         message = record.getMessage()
         assert (message,) == lora.warnings
-        assert message.startswith("lora_0.safetensors is used in part: 3 of 43 layers do not belong to a Wan expert")
+        assert message.startswith(
+            "lora_0.safetensors is used in part: 3 of 43 layers do not belong to a Wan expert"
+        )
         assert message.endswith("are left out: " + ", ".join(self.LAYERS))
 
-    @pytest.mark.parametrize("key", ["diffusion_model.blocks.2.self_attn.q.alpha", "anything", f"{Q}.diff_m"])
+    @pytest.mark.parametrize(
+        "key", ["diffusion_model.blocks.2.self_attn.q.alpha", "anything", f"{Q}.diff_m"]
+    )
     def test_what_changes_nothing_is_listed(self, lora_file, key):
         lora = open_lora(lora_file(layer() | {key: torch.ones(())}))
         assert (lora.unmatched, lora.warnings) == ((key,), ()), "one number is no layer"
@@ -149,7 +171,10 @@ class TestUnmatched:
     def test_a_layer_or_a_part_of_one_is_counted(self, lora_file, key):
         lora = open_lora(lora_file(layer() | {key: torch.ones(2)}))
         assert lora.unmatched == (key,)
-        assert f"1 of 2 layers do not belong to a Wan expert and are left out: {key}" in lora.warnings[0]
+        assert (
+            f"1 of 2 layers do not belong to a Wan expert and are left out: {key}"
+            in lora.warnings[0]
+        )
 
     def test_nothing_is_said_about_a_file_that_fits(self, lora_file, caplog):
         open_lora(lora_file())
@@ -159,7 +184,8 @@ class TestUnmatched:
 REFUSED = {
     "mixed ranks": (
         {f"{Q}.lora_down.weight": (8, 256), f"{Q}.lora_up.weight": (256, 4)},
-        rf"mixed ranks: {Q}.lora_up.weight \[256, 4\] has rank 4, {Q}.lora_down.weight \[8, 256\] has rank 8",
+        rf"mixed ranks: {Q}.lora_up.weight \[256, 4\] has rank 4, {Q}.lora_down.weight \[8, 256\] "
+        r"has rank 8",
     ),
     "no up": ({f"{Q}.lora_down.weight": (4, 256)}, rf"{Q}.lora_down.weight has no up factor"),
     "no down": ({f"{Q}.lora_B.weight": (256, 4)}, rf"{Q}.lora_B.weight has no down factor"),
@@ -173,7 +199,8 @@ REFUSED = {
     ),
     "two spellings": (
         {f"{Q}.diff": (256, 256), "transformer.blocks.1.attn1.to_q.diff": (256, 256)},
-        r"self_attn.q.diff and transformer.blocks.1.attn1.to_q.diff mean the same: give one file for each expert",
+        r"self_attn.q.diff and transformer.blocks.1.attn1.to_q.diff mean the same: give one file "
+        r"for each expert",
     ),
     "both experts": (
         {f"transformer{n}.blocks.1.attn1.to_q.lora_A.weight": (4, 256) for n in ("", "_2")},
@@ -190,8 +217,8 @@ REFUSED = {
     "nothing": ({}, "holds no tensors"),
     "Flux": (
         {"lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight": (9216, 4)},
-        r"none of its 1 keys belongs to a Wan expert \(lora_unet_double_blocks_0_img_attn_qkv.*\): it was "
-        "probably made for Flux or HunyuanVideo",
+        r"none of its 1 keys belongs to a Wan expert \(lora_unet_double_blocks_0_img_attn_qkv.*\): "
+        "it was probably made for Flux or HunyuanVideo",
     ),
     "SDXL": (
         {"lora_unet_down_blocks_1_attentions_0_proj_in.lora_down.weight": (4, 640)},
@@ -201,21 +228,42 @@ REFUSED = {
         {"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": (4, 768)},
         "probably made for a text encoder",
     ),
-    "Qwen": ({"transformer_blocks.0.attn.to_q.lora_A.weight": (4, 3072)}, "probably made for Qwen-Image"),
-    "unknown": ({"layers.0.q.lora_A.weight": (4, 8), "b": (1,)}, r"none of its 2 keys .* made for another model"),
-    "an expert": ({"blocks.0.self_attn.q.weight": (256, 256)}, "it holds whole weights: choose it as an expert"),
-    "DoRA": ({f"{Q}.dora_scale": (256, 1)}, rf"{Q}.dora_scale is the magnitude of a DoRA without the factors"),
+    "Qwen": (
+        {"transformer_blocks.0.attn.to_q.lora_A.weight": (4, 3072)},
+        "probably made for Qwen-Image",
+    ),
+    "unknown": (
+        {"layers.0.q.lora_A.weight": (4, 8), "b": (1,)},
+        r"none of its 2 keys .* made for another model",
+    ),
+    "an expert": (
+        {"blocks.0.self_attn.q.weight": (256, 256)},
+        "it holds whole weights: choose it as an expert",
+    ),
+    "DoRA": (
+        {f"{Q}.dora_scale": (256, 1)},
+        rf"{Q}.dora_scale is the magnitude of a DoRA without the factors",
+    ),
     **{
-        f"{role} alone": ({f"{Q}.{role}": (4, 4)}, rf"is a {name} with a part missing: {Q}.{role} needs {role[:4]}_")
+        f"{role} alone": (
+            {f"{Q}.{role}": (4, 4)},
+            rf"is a {name} with a part missing: {Q}.{role} needs {role[:4]}_",
+        )
         for role in LYCORIS_ROLES
         for name in ["LoKr" if role.startswith("lokr") else "LoHa"]
     },
     "half a LoKr": (
         {f"{Q}.lokr_w1": (16, 16), f"{Q}.lokr_w2_a": (16, 4)},
-        r"needs lokr_w2 or lokr_w2_a and lokr_w2_b and lokr_t2 or lokr_w2_a and lokr_w2_b of the same layer",
+        r"needs lokr_w2 or lokr_w2_a and lokr_w2_b and lokr_t2 or lokr_w2_a and lokr_w2_b of the "
+        r"same layer",
     ),
     "a LoKr and a LoRA": (
-        {f"{Q}.lokr_w1": (16, 16), f"{Q}.lokr_w2": (16, 16), f"{Q}.lora_A": (4, 256), f"{Q}.lora_B": (256, 4)},
+        {
+            f"{Q}.lokr_w1": (16, 16),
+            f"{Q}.lokr_w2": (16, 16),
+            f"{Q}.lora_A": (4, 256),
+            f"{Q}.lora_B": (256, 4),
+        },
         rf"has two algorithms for one layer: {Q}.lora_B and {Q}.lokr_w1",
     ),
     "two sizes in a LoHa": (
@@ -227,11 +275,21 @@ REFUSED = {
         r"belong to matrices of \[256, 8\] and \[128, 8\]",
     ),
     "ranks of a LoHa": (
-        {f"{Q}.hada_w1_a": (256, 4), f"{Q}.hada_w1_b": (3, 8), f"{Q}.hada_w2_a": (256, 4), f"{Q}.hada_w2_b": (4, 8)},
+        {
+            f"{Q}.hada_w1_a": (256, 4),
+            f"{Q}.hada_w1_b": (3, 8),
+            f"{Q}.hada_w2_a": (256, 4),
+            f"{Q}.hada_w2_b": (4, 8),
+        },
         "mixed ranks",
     ),
     "a core that does not fit": (
-        {f"{Q}.lokr_w1": (4, 4), f"{Q}.lokr_w2_a": (2, 64), f"{Q}.lokr_w2_b": (3, 64), f"{Q}.lokr_t2": (3, 2)},
+        {
+            f"{Q}.lokr_w1": (4, 4),
+            f"{Q}.lokr_w2_a": (2, 64),
+            f"{Q}.lokr_w2_b": (3, 64),
+            f"{Q}.lokr_t2": (3, 2),
+        },
         r"lokr_t2 is \[3, 2\]; \[2, 3, ...\] is expected",
     ),
     "a magnitude that does not fit": (
@@ -242,8 +300,14 @@ REFUSED = {
         {"foo.blocks.1.self_attn.q.lora_A": (4, 256), "foo.blocks.1.self_attn.q.lora_B": (256, 4)},
         r"unknown prefix 'foo.' before blocks.1.self_attn.q: rename its keys without it",
     ),
-    "an unknown flat prefix": ({"lora_unet_foo_blocks_1_ffn_0.lora_A": (4, 256)}, "unknown prefix 'lora_unet_foo_'"),
-    "Stand-In": ({"diffusion_model.blocks.0.self_attn.q_loras.down.weight": (4, 256)}, "probably made for Stand-In"),
+    "an unknown flat prefix": (
+        {"lora_unet_foo_blocks_1_ffn_0.lora_A": (4, 256)},
+        "unknown prefix 'lora_unet_foo_'",
+    ),
+    "Stand-In": (
+        {"diffusion_model.blocks.0.self_attn.q_loras.down.weight": (4, 256)},
+        "probably made for Stand-In",
+    ),
     "other model with a layer of ours": (
         {
             "single_transformer_blocks.0.attn.to_q.lora_A.weight": (4, 256),
@@ -252,7 +316,10 @@ REFUSED = {
         "probably made for Flux",
     ),
     "OFT": ({f"{Q}.oft_blocks": (4, 8, 8)}, r"is an OFT"),
-    "reshape": ({"diffusion_model.patch_embedding.reshape_weight": (5,)}, "gives a weight another shape"),
+    "reshape": (
+        {"diffusion_model.patch_embedding.reshape_weight": (5,)},
+        "gives a weight another shape",
+    ),
 }
 
 
@@ -275,7 +342,11 @@ class TestRefused:
             open_lora(lora_file(tensors))
 
     def test_what_is_no_safetensors_file(self, lora_file, tmp_path):
-        whole, short, text = lora_file(), tmp_path / "short.safetensors", tmp_path / "text.safetensors"
+        whole, short, text = (
+            lora_file(),
+            tmp_path / "short.safetensors",
+            tmp_path / "text.safetensors",
+        )
         short.write_bytes(whole.read_bytes()[:-1])
         text.write_text("no LoRA")
         pickled = tmp_path / "pickle.safetensors"
@@ -294,7 +365,9 @@ class TestRefused:
 class TestSettingsInTheHeader:
     def open(self, lora_file, settings):
         text = settings if isinstance(settings, str) else json.dumps(settings)
-        return open_lora(lora_file(style="diffusers", biases=False, metadata={"lora_adapter_metadata": text}))
+        return open_lora(
+            lora_file(style="diffusers", biases=False, metadata={"lora_adapter_metadata": text})
+        )
 
     @pytest.mark.parametrize(
         ("settings", "scale", "first"),
@@ -332,7 +405,10 @@ class TestSettingsInTheHeader:
             ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
             ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]"),
             ({"alpha_pattern": {"blocks.0.attn1.to_q": None}}, "blocks.0.attn1.to_q is None"),
-            ({"alpha_pattern": {"(a+)+": 1}}, "only names of layers and simple expressions are read"),
+            (
+                {"alpha_pattern": {"(a+)+": 1}},
+                "only names of layers and simple expressions are read",
+            ),
         ],
     )
     def test_refused(self, lora_file, settings, message):
@@ -343,12 +419,18 @@ class TestSettingsInTheHeader:
 class TestFit:
     K_IMG = "diffusion_model.blocks.0.cross_attn.k_img"
 
-    def test_changes_of_an_image_branch_are_left_out_where_there_is_none(self, lora_file, lightning, config, caplog):
+    def test_changes_of_an_image_branch_are_left_out_where_there_is_none(
+        self, lora_file, lightning, config, caplog
+    ):
         image = {
             f"{self.K_IMG}.lora_down.weight": torch.ones(4, 256),
             f"{self.K_IMG}.lora_up.weight": torch.ones(256, 4),
         }
-        lora = open_lora(lora_file(lightning() | image | {"diffusion_model.img_emb.proj.4.diff_b": torch.ones(256)}))
+        lora = open_lora(
+            lora_file(
+                lightning() | image | {"diffusion_model.img_emb.proj.4.diff_b": torch.ones(256)}
+            )
+        )
         assert len(products(lora)) == 4 * 10 + 1
         with caplog.at_level(logging.INFO, logger="wanstream.lora"):
             left = fit_lora(lora, config)
@@ -371,23 +453,30 @@ class TestFit:
             (
                 layer(1536, 1536),
                 rf"{Q}.lora_up.weight and {Q}.lora_down.weight change a weight of \[1536, 1536\]; "
-                r"blocks.1.attn1.to_q.weight \(natively blocks.1.self_attn.q.weight\) of the expert is \[256, 256\]: "
-                "this LoRA is for Wan2.1 1.3B",
+                r"blocks.1.attn1.to_q.weight \(natively blocks.1.self_attn.q.weight\) "
+                r"of the expert is \[256, 256\]: this LoRA is for Wan2.1 1.3B",
             ),
             (layer(3072, 3072), r"\[3072, 3072\].*this LoRA is for Wan2.2 5B"),
             (layer(5120, 5120), r"\[5120, 5120\].*this LoRA is for a 14B model"),
             (layer(256, 255), r"\[256, 255\]; .* \[256, 256\]$"),
             (layer(255, 256), r"\[255, 256\]; .* \[256, 256\]$"),
-            ({f"{Q}.diff_b": torch.ones(3072)}, r"diff_b is \[3072\]; .* is \[256\]: this LoRA is for Wan2.2 5B"),
+            (
+                {f"{Q}.diff_b": torch.ones(3072)},
+                r"diff_b is \[3072\]; .* is \[256\]: this LoRA is for Wan2.2 5B",
+            ),
             ({f"{Q}.diff": torch.ones(256, 1)}, r"diff is \[256, 1\]; .* is \[256, 256\]$"),
-            ({"head.modulation.diff": torch.ones(2, 256)}, r"diff is \[2, 256\]; .* is \[1, 2, 256\]$"),
+            (
+                {"head.modulation.diff": torch.ones(2, 256)},
+                r"diff is \[2, 256\]; .* is \[1, 2, 256\]$",
+            ),
             (
                 layer(name="diffusion_model.blocks.4.self_attn.q"),
                 r"changes blocks.4.attn1.to_q.weight .*; the expert has 4 blocks, from 0 on",
             ),
             (
                 layer(256, 48 * 4, name="patch_embedding"),
-                r"change a weight of \[256, 192\]; patch_embedding.weight of the expert is \[256, 64\]",
+                r"change a weight of \[256, 192\]; patch_embedding.weight of the expert is \[256, "
+                r"64\]",
             ),
             (layer(255, 36 * 4, name="patch_embedding"), r"\[255, 144\]; .* \[256, 64\]"),
         ],
@@ -405,7 +494,9 @@ class TestFit:
 
     @pytest.mark.parametrize("channels", [16, 36])
     @pytest.mark.parametrize("kind", ["product", "difference", "both"])
-    def test_the_latents_of_the_other_family_are_left_out(self, lora_file, config, caplog, channels, kind):
+    def test_the_latents_of_the_other_family_are_left_out(
+        self, lora_file, config, caplog, channels, kind
+    ):
         """A text-to-video LoRA works with image to video, as in ComfyUI."""
         other = 52 - channels
         tensors = layer()
@@ -427,14 +518,22 @@ class TestFit:
 
 class TestCombined:
     def test_products_lie_side_by_side_and_differences_are_summed(self, lora_file):
-        one = open_lora(lora_file(layer(rank=2) | {f"{Q}.alpha": torch.tensor(1.0), f"{Q}.diff": torch.ones(256, 256)}))
+        one = open_lora(
+            lora_file(
+                layer(rank=2) | {f"{Q}.alpha": torch.tensor(1.0), f"{Q}.diff": torch.ones(256, 256)}
+            )
+        )
         two = open_lora(lora_file(layer(rank=3) | {f"{Q}.diff": torch.ones(256, 256)}))
-        patch = combine_patches("blocks.1.attn1.to_q.weight", [(one, 4.0), (two, -1.0)], LoraFactors())
+        patch = combine_patches(
+            "blocks.1.attn1.to_q.weight", [(one, 4.0), (two, -1.0)], LoraFactors()
+        )
         assert torch.equal(patch.up, torch.tensor([2.0, 2.0, -1.0, -1.0, -1.0]).expand(256, 5))
         assert torch.equal(patch.down, torch.ones(5, 256))
         assert torch.equal(patch.full, torch.full((256, 256), 3.0))
 
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+    )
     def test_what_is_scaled_is_fp32(self, lora_file, dtype):
         lora = open_lora(lora_file({key: tensor.to(dtype) for key, tensor in layer().items()}))
         patch = combine_patches("blocks.1.attn1.to_q.weight", [(lora, 0.5)], LoraFactors())
@@ -447,14 +546,18 @@ class TestCombined:
         other = open_lora(path)
         path.unlink()
         lora = open_lora(lora_file(layer()))
-        assert combine_patches("blocks.1.attn1.to_q.weight", [(other, 1.0), (lora, 1.0)], factors).up.shape == (256, 4)
+        assert combine_patches(
+            "blocks.1.attn1.to_q.weight", [(other, 1.0), (lora, 1.0)], factors
+        ).up.shape == (256, 4)
         assert list(factors._tensors) == [lora.identity]
         factors.keep_only([other])
         assert not factors._tensors
 
     @pytest.mark.parametrize("shape", [(6,), (6, 4), (1, 6, 4), (6, 2, 1, 2, 1)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_a_difference_is_added_in_the_shape_and_dtype_of_the_parameter_and_rounded_once(self, shape, dtype):
+    def test_a_difference_is_added_in_the_shape_and_dtype_of_the_parameter_and_rounded_once(
+        self, shape, dtype
+    ):
         base = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         change = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         found = torch.empty_like(base)
@@ -464,7 +567,10 @@ class TestCombined:
     @pytest.mark.parametrize("columns", [40, CHUNK_VALUES // 7, CHUNK_VALUES + 1])
     def test_a_product_is_added_however_many_rows_are_done_at_once(self, columns):
         generator = torch.Generator().manual_seed(2)
-        base, up, down = (torch.randn(shape, generator=generator) for shape in ((4, columns), (4, 3), (3, columns)))
+        base, up, down = (
+            torch.randn(shape, generator=generator)
+            for shape in ((4, columns), (4, 3), (3, columns))
+        )
         found = torch.empty_like(base)
         write_sum(base, WeightPatch(up=up, down=down), found)
         torch.testing.assert_close(found, base + up @ down)

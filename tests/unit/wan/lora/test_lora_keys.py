@@ -50,33 +50,63 @@ KNOWN = {
     "diffusion_model.head.modulation.diff": ("scale_shift_table", "diff"),
     "diffusion_model.head.head.diff": ("proj_out.weight", "diff"),
     "diffusion_model.time_projection.1.diff_b": ("condition_embedder.time_proj.bias", "diff"),
-    "diffusion_model.text_embedding.2.lora_up.weight": ("condition_embedder.text_embedder.linear_2.weight", "up"),
+    "diffusion_model.text_embedding.2.lora_up.weight": (
+        "condition_embedder.text_embedder.linear_2.weight",
+        "up",
+    ),
     "diffusion_model.patch_embedding.lora_A.weight": ("patch_embedding.weight", "down"),
     "blocks.7.cross_attn.o.lora_B.default.weight": ("blocks.7.attn2.to_out.0.weight", "up"),
     "blocks.7.self_attn.q.bias.diff": (f"{Q}.bias", "diff"),
     "transformer.blocks.7.attn1.to_q.lora_B.bias": (f"{Q}.bias", "up bias"),
-    "base_model.model.transformer.blocks.7.ffn.net.0.proj.lora_A": ("blocks.7.ffn.net.0.proj.weight", "down"),
+    "base_model.model.transformer.blocks.7.ffn.net.0.proj.lora_A": (
+        "blocks.7.ffn.net.0.proj.weight",
+        "down",
+    ),
     "lora_unet_blocks_7_ffn_2.lora_down.weight": ("blocks.7.ffn.net.2.weight", "down"),
     "lora_unet__blocks_11_cross_attn_k.lora_up.weight": ("blocks.11.attn2.to_k.weight", "up"),
-    "lora_unet_time_embedding_0.alpha": ("condition_embedder.time_embedder.linear_1.weight", "alpha"),
-    "lora_transformer_blocks_7_attn2_to_out_0.lora_up.weight": ("blocks.7.attn2.to_out.0.weight", "up"),
+    "lora_unet_time_embedding_0.alpha": (
+        "condition_embedder.time_embedder.linear_1.weight",
+        "alpha",
+    ),
+    "lora_transformer_blocks_7_attn2_to_out_0.lora_up.weight": (
+        "blocks.7.attn2.to_out.0.weight",
+        "up",
+    ),
 }
 
 KNOWN |= {
     "base_model.model.blocks.7.attn1.to_q.lora_A.my_style.weight": (f"{Q}.weight", "down"),
     "base_model.model.blocks.7.attn1.to_q.lora_B.my_style": (f"{Q}.weight", "up"),
     "base_model.model.blocks.7.attn1.to_q.lora_B.my_style.bias": (f"{Q}.bias", "up bias"),
-    "base_model.model.blocks.7.attn1.to_q.lora_magnitude_vector.default.weight": (f"{Q}.weight", "magnitude"),
+    "base_model.model.blocks.7.attn1.to_q.lora_magnitude_vector.default.weight": (
+        f"{Q}.weight",
+        "magnitude",
+    ),
     "base_model.model.blocks.7.attn1.to_q.lokr_w2_a.default": (f"{Q}.weight", "lokr_w2_a"),
-    "diffusion_model.blocks.7.cross_attn.k_img.lora_down.weight": ("blocks.7.attn2.add_k_proj.weight", "down"),
-    "lora_unet_blocks_7_cross_attn_v_img.lora_up.weight": ("blocks.7.attn2.add_v_proj.weight", "up"),
-    "diffusion_model.blocks.7.cross_attn.norm_k_img.diff": ("blocks.7.attn2.norm_added_k.weight", "diff"),
-    "transformer.blocks.7.attn2.add_k_proj.lora_B.weight": ("blocks.7.attn2.add_k_proj.weight", "up"),
+    "diffusion_model.blocks.7.cross_attn.k_img.lora_down.weight": (
+        "blocks.7.attn2.add_k_proj.weight",
+        "down",
+    ),
+    "lora_unet_blocks_7_cross_attn_v_img.lora_up.weight": (
+        "blocks.7.attn2.add_v_proj.weight",
+        "up",
+    ),
+    "diffusion_model.blocks.7.cross_attn.norm_k_img.diff": (
+        "blocks.7.attn2.norm_added_k.weight",
+        "diff",
+    ),
+    "transformer.blocks.7.attn2.add_k_proj.lora_B.weight": (
+        "blocks.7.attn2.add_k_proj.weight",
+        "up",
+    ),
     "diffusion_model.img_emb.proj.1.lora_up.weight": (
         "condition_embedder.image_embedder.ff.net.0.proj.weight",
         "up",
     ),
-    "diffusion_model.img_emb.proj.4.diff_b": ("condition_embedder.image_embedder.norm2.bias", "diff"),
+    "diffusion_model.img_emb.proj.4.diff_b": (
+        "condition_embedder.image_embedder.norm2.bias",
+        "diff",
+    ),
 }
 
 MEANINGLESS = [
@@ -122,9 +152,30 @@ def test_other_keys_mean_nothing(key):
 
 # Prefixes written by trainers and frameworks.
 PREFIXES = (
-    *("_orig_mod.", "base_model.model._orig_mod.", "diffusion_model._orig_mod.", "module.", "model.", "unet.", "dit."),
-    *("high_noise_model.", "low_noise_model.", "net.", "wan.", "base_model.model.model.", "transformer_2."),
-    *("module._orig_mod.", "_fsdp_wrapped_module.", "model._orig_mod.dit.", "wan_model.", "pipe.transformer."),
+    *(
+        "_orig_mod.",
+        "base_model.model._orig_mod.",
+        "diffusion_model._orig_mod.",
+        "module.",
+        "model.",
+        "unet.",
+        "dit.",
+    ),
+    *(
+        "high_noise_model.",
+        "low_noise_model.",
+        "net.",
+        "wan.",
+        "base_model.model.model.",
+        "transformer_2.",
+    ),
+    *(
+        "module._orig_mod.",
+        "_fsdp_wrapped_module.",
+        "model._orig_mod.dit.",
+        "wan_model.",
+        "pipe.transformer.",
+    ),
     *("video_model.", "generator.", "model.net.", "ema_model.module.", "wan2_2.high_noise."),
 )
 
@@ -185,7 +236,10 @@ def test_unknown_prefixes_are_named(layer, prefix):
         ("lora_unet_single_transformer_blocks_0_attn_to_q.lora_down.weight", "Flux"),
         ("lora_unet_double_blocks_0_img_mlp_fc1.lora_down.weight", "HunyuanVideo"),
         ("diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight", "Flux or HunyuanVideo"),
-        ("lora_unet_up_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q.alpha", "Stable Diffusion or SDXL"),
+        (
+            "lora_unet_up_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q.alpha",
+            "Stable Diffusion or SDXL",
+        ),
         ("transformer.transformer_blocks.0.attn1.to_q.lora_A.weight", "LTX-Video"),
         ("transformer_blocks.0.img_mod.1.lora_A.weight", "Qwen-Image"),
         ("diffusion_model.context_refiner.0.attention.to_q.lora_A.weight", "Lumina or Z-Image"),
@@ -201,17 +255,28 @@ def test_every_weight_is_found_under_every_prefix_and_both_names():
         module = name.removesuffix(".weight")
         native = native_transformer_name(name).removesuffix(".weight")
         for spelling in (module, native):
-            for prefix in ("", "model.diffusion_model.", "pipe.dit.", "base_model.model.diffusion_model."):
-                assert key_meaning(f"{prefix}{spelling}.diff") == KeyMeaning(parameter=name, role="diff"), spelling
+            for prefix in (
+                "",
+                "model.diffusion_model.",
+                "pipe.dit.",
+                "base_model.model.diffusion_model.",
+            ):
+                assert key_meaning(f"{prefix}{spelling}.diff") == KeyMeaning(
+                    parameter=name, role="diff"
+                ), spelling
             for prefix in (*FLAT_PREFIXES, "lora_unet__"):
                 flat = spelling.replace(".", "_")
-                assert key_meaning(f"{prefix}{flat}.diff") == KeyMeaning(parameter=name, role="diff"), flat
+                assert key_meaning(f"{prefix}{flat}.diff") == KeyMeaning(
+                    parameter=name, role="diff"
+                ), flat
 
 
 def test_every_parameter_can_be_named_in_full():
     for name in PARAMETERS:
         for spelling in (name, native_transformer_name(name)):
-            assert key_meaning(f"diffusion_model.{spelling}.diff") == KeyMeaning(parameter=name, role="diff"), spelling
+            assert key_meaning(f"diffusion_model.{spelling}.diff") == KeyMeaning(
+                parameter=name, role="diff"
+            ), spelling
 
 
 def test_every_bias_has_its_difference():
@@ -229,7 +294,9 @@ def test_no_two_spellings_of_one_kind_mean_different_parameters():
             assert flat.setdefault(key, name) == name
 
 
-@pytest.mark.parametrize("ending", [ending for ending, (_, leaf) in ENDINGS.items() if leaf != "modulation"])
+@pytest.mark.parametrize(
+    "ending", [ending for ending, (_, leaf) in ENDINGS.items() if leaf != "modulation"]
+)
 def test_endings_are_told_apart(ending):
     role, leaf = ENDINGS[ending]
     expected = KeyMeaning(parameter=f"{Q}.{leaf}", role=role)

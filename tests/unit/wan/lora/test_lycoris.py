@@ -1,4 +1,4 @@
-"""LoKr, LoHa and DoRA: patched weights against the formulas in fp64 and against PEFT, and their bits when streamed."""
+"""LoKr, LoHa and DoRA: patched weights against fp64 formulas and PEFT, and bits when streamed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.weight_patch import add_patch, write_sum
+from wanstream.offload.transfers.weight_patch import add_patch, write_sum
 from wanstream.wan.lora.apply import LoraFactors, combine_patches
 from wanstream.wan.lora.file import open_lora
 
@@ -35,7 +35,11 @@ LOKR_W1_FACTORS = {"lokr_w1_a": (4, 2), "lokr_w1_b": (2, 16)}
 LOKR_W2 = {"lokr_w2": (64, 32)}
 LOKR_W2_FACTORS = {"lokr_w2_a": (64, RANK), "lokr_w2_b": (RANK, 32)}
 LOKR_TUCKER = {"lokr_w2_a": (3, 64), "lokr_w2_b": (RANK, 32), "lokr_t2": (3, RANK)}
-LOHA = {f"hada_{w}_{f}": (ROWS, RANK) if f == "a" else (RANK, COLUMNS) for w in ("w1", "w2") for f in "ab"}
+LOHA = {
+    f"hada_{w}_{f}": (ROWS, RANK) if f == "a" else (RANK, COLUMNS)
+    for w in ("w1", "w2")
+    for f in "ab"
+}
 LOHA_TUCKER = {
     **{f"hada_{w}_{f}": (RANK, ROWS if f == "a" else COLUMNS) for w in ("w1", "w2") for f in "ab"},
     "hada_t1": (RANK, RANK),
@@ -71,7 +75,9 @@ def change(tensors: Tensors) -> torch.Tensor:
     if "lora_up.weight" in tensors:
         return tensors["lora_up.weight"].double() @ tensors["lora_down.weight"].double()
     if any(name.startswith("lokr") for name in tensors):
-        return torch.kron(matrix(tensors, "lokr_w1", "lokr_t1"), matrix(tensors, "lokr_w2", "lokr_t2"))
+        return torch.kron(
+            matrix(tensors, "lokr_w1", "lokr_t1"), matrix(tensors, "lokr_w2", "lokr_t2")
+        )
     return matrix(tensors, "hada_w1", "hada_t1") * matrix(tensors, "hada_w2", "hada_t2")
 
 
@@ -95,14 +101,18 @@ def base():
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_formula(lora_file, base, monkeypatch, kind, magnitude):
-    monkeypatch.setattr("wanstream.offload.weight_patch.CHUNK_VALUES", 100 * COLUMNS)  # unequal pieces
+    monkeypatch.setattr(
+        "wanstream.offload.transfers.weight_patch.CHUNK_VALUES", 100 * COLUMNS
+    )  # unequal pieces
     shapes, scale = KINDS[kind]
     tensors = drawn(**shapes)
     if MAGNITUDES[magnitude] is not None:
         tensors["dora_scale"] = 20 + drawn(magnitude=MAGNITUDES[magnitude])["magnitude"]
     spelling = list(LAYERS)[list(KINDS).index(kind) % len(LAYERS)]
     stored = {**tensors, "alpha": torch.tensor(ALPHA)}
-    lora = open_lora(lora_file({LAYERS[spelling] + name: tensor for name, tensor in stored.items()}))
+    lora = open_lora(
+        lora_file({LAYERS[spelling] + name: tensor for name, tensor in stored.items()})
+    )
     assert (lora.unmatched, lora.warnings) == ((), ())
     patch = combine_patches(WEIGHT, [(lora, 0.7)], LoraFactors())
     expected = patched(base, tensors, scale, 0.7)
@@ -120,7 +130,14 @@ def test_loras_of_all_kinds_add_up_in_any_order(lora_file, base):
         tensors = drawn(**shapes)
         tensors |= {"dora_scale": torch.full((ROWS, 1), 20.0)} if kind in {"LoRA", "LoHa"} else {}
         stored = {**tensors, "alpha": torch.tensor(ALPHA)}
-        loras.append((open_lora(lora_file({LAYERS["musubi"] + name: each for name, each in stored.items()})), 0.5))
+        loras.append(
+            (
+                open_lora(
+                    lora_file({LAYERS["musubi"] + name: each for name, each in stored.items()})
+                ),
+                0.5,
+            )
+        )
         expected = expected + patched(base, tensors, scale, 0.5) - base.double()
     for stack in (loras, loras[::-1]):
         found = base.clone()
@@ -132,7 +149,11 @@ PEFT_CONFIGS = {
     "LoRA": peft.LoraConfig(r=RANK, lora_alpha=3, use_rslora=True, target_modules=["to_q"]),
     "DoRA": peft.LoraConfig(r=RANK, lora_alpha=3, use_dora=True, target_modules=["to_q"]),
     "rank and alpha patterns": peft.LoraConfig(
-        r=8, lora_alpha=3, rank_pattern={"attn1.to_q": RANK}, alpha_pattern={"attn1.to_q": 5}, target_modules=["to_q"]
+        r=8,
+        lora_alpha=3,
+        rank_pattern={"attn1.to_q": RANK},
+        alpha_pattern={"attn1.to_q": 5},
+        target_modules=["to_q"],
     ),
     "LoHa": peft.LoHaConfig(r=RANK, alpha=3, target_modules=["to_q"]),
     "LoKr": peft.LoKrConfig(r=RANK, alpha=3, target_modules=["to_q"]),

@@ -1,4 +1,4 @@
-"""LoRA scales without alpha tensors: header fields, and PEFT's adapter_config.json next to the file."""
+"""LoRA scales without alpha tensors: header fields, PEFT's adapter_config.json next to the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ NATIVE, DIFFUSERS = "diffusion_model.blocks.0.self_attn.q", "base_model.model.bl
 def write(folder, *, name="adapter_model", config=None, metadata=None, kohya=False, alpha=None):
     """Write a LoRA with two layers and rank 4, and return the path."""
     folder.mkdir(exist_ok=True)
-    down, up = ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
+    down, up = (
+        ("lora_down.weight", "lora_up.weight") if kohya else ("lora_A.weight", "lora_B.weight")
+    )
     tensors = {f"{layer}.{down}": torch.ones(4, 256) for layer in (NATIVE, DIFFUSERS)}
     tensors |= {f"{layer}.{up}": torch.ones(256, 4) for layer in (NATIVE, DIFFUSERS)}
     if alpha is not None:
@@ -27,7 +29,9 @@ def write(folder, *, name="adapter_model", config=None, metadata=None, kohya=Fal
     path = folder / f"{name}.safetensors"
     save_file(tensors, path, {"format": "pt", **(metadata or {})})
     if config is not None:
-        (folder / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        (folder / "adapter_config.json").write_text(
+            config if isinstance(config, str) else json.dumps(config)
+        )
     return path
 
 
@@ -53,19 +57,34 @@ def scales(path):
         ({**PLAIN, "alpha_pattern": {"blocks.(0|3).self_attn.(q|k)": 8, ".*": 1}}, [2.0, 0.25]),
         ({**PLAIN, "alpha_pattern": {r"^blocks\.1\d?\..*q$": 8}}, [4.0, 2.0]),
         ({**PLAIN, "alpha_pattern": {"attn": 8, ".*ffn.*": 1}}, [4.0, 4.0]),
-        *(({**PLAIN, "init_lora_weights": name}, [4.0, 4.0]) for name in (True, False, None, "gaussian", "eva")),
+        *(
+            ({**PLAIN, "init_lora_weights": name}, [4.0, 4.0])
+            for name in (True, False, None, "gaussian", "eva")
+        ),
         ({"r": 4}, [1.0, 1.0]),
     ],
 )
 def test_the_config_next_to_the_file_is_honoured(tmp_path, config, expected):
     assert scales(write(tmp_path, config=config)) == expected
-    assert scales(write(tmp_path / "header", metadata={"lora_adapter_metadata": json.dumps(config)})) == expected
+    assert (
+        scales(write(tmp_path / "header", metadata={"lora_adapter_metadata": json.dumps(config)}))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"metadata": {"lora_adapter_metadata": json.dumps({f"transformer.{k}": v for k, v in RSLORA.items()})}}, 8.0),
+        (
+            {
+                "metadata": {
+                    "lora_adapter_metadata": json.dumps(
+                        {f"transformer.{k}": v for k, v in RSLORA.items()}
+                    )
+                }
+            },
+            8.0,
+        ),
         ({"metadata": {"lora_config": json.dumps(RSLORA)}}, 8.0),
         ({"metadata": {"lora_alpha": "16"}}, 4.0),
         ({"metadata": {"lora_alpha": "2.0"}}, 0.5),
@@ -83,7 +102,10 @@ def test_fields_of_the_header_count_before_the_config(tmp_path, settings, expect
 
 
 def test_alpha_tensors_count_first(tmp_path):
-    assert scales(write(tmp_path, metadata={"lora_config": json.dumps(PLAIN)}, alpha=2.0)) == [0.5, 4.0]
+    assert scales(write(tmp_path, metadata={"lora_config": json.dumps(PLAIN)}, alpha=2.0)) == [
+        0.5,
+        4.0,
+    ]
     path = write(tmp_path, config=RSLORA, alpha=2.0)
     assert scales(path) == [0.5, 1.0], "a file with alphas is not one of PEFT's"
 
@@ -105,20 +127,36 @@ def test_a_config_that_may_be_another_files_is_noted(tmp_path):
         ("[]", "is not a JSON object"),
         ({"lora_alpha": "16"}, "adapter_config.json: lora_alpha is '16'; a number is expected"),
         ({"lora_alpha": 1, "r": [4]}, r"adapter_config.json: r is \[4\]"),
-        ({"lora_alpha": 1, "r": -4}, "adapter_config.json: r is -4; a number from 1 on is expected"),
+        (
+            {"lora_alpha": 1, "r": -4},
+            "adapter_config.json: r is -4; a number from 1 on is expected",
+        ),
         *(
-            ({"r": 4, "init_lora_weights": name}, f"init_lora_weights is '{name}', which changes the model")
+            (
+                {"r": 4, "init_lora_weights": name},
+                f"init_lora_weights is '{name}', which changes the model",
+            )
             for name in ("pissa", "pissa_niter_16", "olora", "corda", "loftq")
         ),
-        ({"lora_alpha": 1, "rank_pattern": {"to_q": 0}}, "rank_pattern: to_q is 0; a number from 1 on"),
+        (
+            {"lora_alpha": 1, "rank_pattern": {"to_q": 0}},
+            "rank_pattern: to_q is 0; a number from 1 on",
+        ),
         ({"lora_alpha": 1, "rank_pattern": [4]}, r"rank_pattern is \[4\]; numbers by layer"),
         *(
-            ({"alpha_pattern": {pattern: 1}}, "only names of layers and simple expressions are read")
+            (
+                {"alpha_pattern": {pattern: 1}},
+                "only names of layers and simple expressions are read",
+            )
             for pattern in ("(a|b)+", "((a*)*)*", "(?=a)a", "(a", "(" * 9999, "a{2}", r"\w*", "a**")
         ),
         *(
             ({"alpha_pattern": pattern}, "ways to match; only names of layers and simple")
-            for pattern in ({".?" * 30: 1}, {"(.|.)" * 20: 1}, {f".*a.*{at}": 1 for at in range(21)})
+            for pattern in (
+                {".?" * 30: 1},
+                {"(.|.)" * 20: 1},
+                {f".*a.*{at}": 1 for at in range(21)},
+            )
         ),
         ({"use_rslora": "false"}, "use_rslora is 'false'; true or false is expected"),
         ({"use_dora": 1}, "use_dora is 1; true or false"),

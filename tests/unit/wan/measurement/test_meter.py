@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from wanstream.schema import ExpertShape
-from wanstream.wan import measure_block
+from wanstream.shapes import ExpertShape
+from wanstream.wan.measurement import measure_block
 
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from wanstream.devices import auto_dtype
-from wanstream.schema import ExpertShape
+from wanstream.shapes import ExpertShape
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan.measurement.probe import block_pass, probe_block, random_block
 
@@ -23,7 +23,10 @@ def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertSha
     block = random_block(shape, CPU)
     matrices = [p for p in block.parameters() if p.ndim == 2]
     assert sum(p.numel() for p in matrices) == shape.streamed_parameters
-    assert sum(p.numel() for p in block.parameters()) == shape.streamed_parameters + shape.small_parameters
+    assert (
+        sum(p.numel() for p in block.parameters())
+        == shape.streamed_parameters + shape.small_parameters
+    )
     assert {p.dtype for p in matrices} == {auto_dtype(CPU)}
     assert block.scale_shift_table.dtype == torch.float32
     seen: list[torch.Tensor] = []

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import EmbeddedHost, Folders
-from wanstream.wan import open_text_encoder
+from wanstream.host.embedded.adapter import EmbeddedHost
+from wanstream.host.embedded.files import Folders
+from wanstream.wan.text import open_text_encoder
 from wanstream.wan.text.embedding_cache import EmbeddingCache
 
 CPU = torch.device("cpu")
@@ -33,11 +34,15 @@ class CountedEncoder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def encode(self, texts: Sequence[str], *, device: torch.device, check: Callable[[], None]) -> list[torch.Tensor]:
+    def encode(
+        self, texts: Sequence[str], *, device: torch.device, check: Callable[[], None]
+    ) -> list[torch.Tensor]:
         self.calls.append(list(texts))
         embeddings = [torch.zeros(1, 16, 4) for _ in texts]
         for text, embedding in zip(texts, embeddings, strict=True):
-            embedding[0, : len(text)] = torch.tensor([ord(letter) for letter in text])[:, None].float()
+            embedding[0, : len(text)] = torch.tensor([ord(letter) for letter in text])[
+                :, None
+            ].float()
         return embeddings
 
 
@@ -46,7 +51,9 @@ def kept(tmp_path: Path) -> SimpleNamespace:
     path, encoder = tmp_path / "encoder.safetensors", CountedEncoder()
     path.touch()
     return SimpleNamespace(
-        path=path, encoder=encoder, texts=EmbeddingCache(max_bytes=16 * 4 * 4 * 2, open_encoder=encoder)
+        path=path,
+        encoder=encoder,
+        texts=EmbeddingCache(max_bytes=16 * 4 * 4 * 2, open_encoder=encoder),
     )
 
 
@@ -58,7 +65,9 @@ def test_equal_texts_are_encoded_once_and_only_new_ones_again(kept: SimpleNamesp
     same = kept.texts.encode(kept.path, ["car", "car"], device=CPU)
     assert kept.encoder.calls == [["boat", "blurry"], ["car"]]
     assert [tuple(embedding.shape) for embedding in (*again, *other, *same)] == [(1, 16, 4)] * 6
-    assert again[0][0, :5, 0].tolist() == [*map(ord, "boat"), 0], "a caller may change its embeddings"
+    assert again[0][0, :5, 0].tolist() == [*map(ord, "boat"), 0], (
+        "a caller may change its embeddings"
+    )
     assert torch.equal(other[1], again[1])
 
 
@@ -95,7 +104,9 @@ def test_embeddings_are_those_of_the_encoder_to_the_bit(tiny_pipeline: Callable[
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_the_tokenizer_of_a_folder_counts_too(tiny_pipeline: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_folder_counts_too(
+    tiny_pipeline: Callable[..., Path], tmp_path: Path
+) -> None:
     for part in ("text_encoder", "tokenizer"):
         (tmp_path / part).mkdir()
         for file in (tiny_pipeline() / part).iterdir():
@@ -119,9 +130,11 @@ def test_the_embedded_host_keeps_texts_from_run_to_run(
         opened.append(path)
         return open_text_encoder(path, **options)
 
-    monkeypatch.setattr(EmbeddingCache.__init__, "__kwdefaults__", {"max_bytes": 1 << 20, "open_encoder": counted})
+    monkeypatch.setattr(
+        EmbeddingCache.__init__, "__kwdefaults__", {"max_bytes": 1 << 20, "open_encoder": counted}
+    )
     host = EmbeddedHost()
     for _ in range(2):
         with host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path), device=CPU):
-            host.encode_texts(tiny_pipeline(), ["boat", "blurry"])
+            host.models.encode_texts(tiny_pipeline(), ["boat", "blurry"])
     assert opened == [tiny_pipeline()]

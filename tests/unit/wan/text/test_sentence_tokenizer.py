@@ -14,7 +14,12 @@ from transformers import AutoTokenizer
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.testing.tokenizer import VOCABULARY, save_tokenizer, sentencepiece_model
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.text.tokenizer import SENTENCE_MODEL, SentenceTokenizer, clean_prompt, open_sentence_tokenizer
+from wanstream.wan.text.tokenizer import (
+    SENTENCE_MODEL,
+    SentenceTokenizer,
+    clean_prompt,
+    open_sentence_tokenizer,
+)
 
 ROWS = len(VOCABULARY)
 
@@ -39,7 +44,15 @@ PROMPTS = [
 
 def random_prompts(count: int) -> list[str]:
     draw = random.Random(0)
-    signs = [*map(chr, range(32, 127)), *map(chr, range(0xA1, 0x180)), "\u3042", "\U0001f408", "</s>", "<pad>", "  "]
+    signs = [
+        *map(chr, range(32, 127)),
+        *map(chr, range(0xA1, 0x180)),
+        "\u3042",
+        "\U0001f408",
+        "</s>",
+        "<pad>",
+        "  ",
+    ]
     return ["".join(draw.choices(signs, k=draw.randint(1, 60))) for _ in range(count)]
 
 
@@ -60,7 +73,9 @@ def as_bytes(data: bytes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [1, 7, 512])
-def test_tokens_are_those_of_the_folder(stored: Callable[..., SentenceTokenizer], tmp_path: Path, length: int) -> None:
+def test_tokens_are_those_of_the_folder(
+    stored: Callable[..., SentenceTokenizer], tmp_path: Path, length: int
+) -> None:
     save_tokenizer(tmp_path / "tokenizer")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     ours = stored(as_bytes(sentencepiece_model()))
@@ -68,7 +83,9 @@ def test_tokens_are_those_of_the_folder(stored: Callable[..., SentenceTokenizer]
     # Both tokenizers get cleaned texts, without white space at the ends and without double spaces.
     texts = [" ".join(prompt.split()) for prompt in PROMPTS + random_prompts(500)]
     found = ours.tokens(texts, length=length)
-    expected = theirs(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    expected = theirs(
+        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    )
 
     for index, text in enumerate(texts):
         assert torch.equal(found.ids[index], expected.input_ids[index]), text
@@ -77,7 +94,9 @@ def test_tokens_are_those_of_the_folder(stored: Callable[..., SentenceTokenizer]
 
 
 def test_prompts_are_cleaned_first(stored: Callable[..., SentenceTokenizer]) -> None:
-    tokens = stored(as_bytes(sentencepiece_model())).tokens([clean_prompt(" a\n&amp;amp; b ")], length=8)
+    tokens = stored(as_bytes(sentencepiece_model())).tokens(
+        [clean_prompt(" a\n&amp;amp; b ")], length=8
+    )
 
     expected = ["\u2581", "a", "\u2581", "&", "\u2581", "b", "</s>", "<pad>"]
     assert [VOCABULARY[token] for token in tokens.ids[0].tolist()] == expected
@@ -92,20 +111,31 @@ class TestBadFiles:
             (torch.zeros(0, dtype=torch.uint8), r"torch\.uint8 \[0\]"),
             (as_bytes(b"garbage"), "spiece_model is not a tokenizer .*; download the file again"),
             (as_bytes(sentencepiece_model()[:-3]), "is not a tokenizer"),
-            (as_bytes(sentencepiece_model()[: len(sentencepiece_model()) // 2]), "is not a tokenizer"),
+            (
+                as_bytes(sentencepiece_model()[: len(sentencepiece_model()) // 2]),
+                "is not a tokenizer",
+            ),
         ],
         ids=["fp32", "empty", "garbage", "cut short", "cut in half"],
     )
-    def test_damaged(self, stored: Callable[..., SentenceTokenizer], tensor: torch.Tensor, message: str) -> None:
+    def test_damaged(
+        self, stored: Callable[..., SentenceTokenizer], tensor: torch.Tensor, message: str
+    ) -> None:
         with pytest.raises(CheckpointError, match=message):
             stored(tensor)
 
-    def test_more_tokens_than_the_table_has_rows(self, stored: Callable[..., SentenceTokenizer]) -> None:
-        with pytest.raises(CheckpointError, match=f"has {ROWS} tokens, but the token table has {ROWS - 1} rows"):
+    def test_more_tokens_than_the_table_has_rows(
+        self, stored: Callable[..., SentenceTokenizer]
+    ) -> None:
+        with pytest.raises(
+            CheckpointError, match=f"has {ROWS} tokens, but the token table has {ROWS - 1} rows"
+        ):
             stored(as_bytes(sentencepiece_model()), rows=ROWS - 1)
 
     @pytest.mark.parametrize("token", ["<pad>", "</s>"])
-    def test_a_token_that_umt5_has_is_missing(self, stored: Callable[..., SentenceTokenizer], token: str) -> None:
+    def test_a_token_that_umt5_has_is_missing(
+        self, stored: Callable[..., SentenceTokenizer], token: str
+    ) -> None:
         renamed = sentencepiece_model().replace(token.encode(), b"x" * len(token))
         with pytest.raises(CheckpointError, match="has no padding or no end token"):
             stored(as_bytes(renamed))

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, UMT5EncoderModel
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.offload.sources.file import FileSource
-from wanstream.plan import BlockKey
+from wanstream.plan.programs import BlockKey
 from wanstream.schema import OffloadPolicy
-from wanstream.wan.text import encoder as text_encoder
+from wanstream.wan.checkpoint import block_stack
 from wanstream.wan.text.encoder import PromptError, open_text_encoder
 from wanstream.wan.text.tokenizer import clean_prompt
 
@@ -61,7 +61,9 @@ def pipeline_copy(tiny_pipeline, tmp_path):
 class TestAgainstDiffusers:
     @pytest.mark.slow  # whole models
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_every_prompt_is_equal_to_the_bit_alone_and_in_company(self, tiny_pipeline, diffusers_encode, dtype):
+    def test_every_prompt_is_equal_to_the_bit_alone_and_in_company(
+        self, tiny_pipeline, diffusers_encode, dtype
+    ):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=dtype)
         # Half precision takes a hundred times as long where the CPU has no units for it.
         prompts, length = (PROMPTS, 512) if dtype == torch.float32 else (PROMPTS[::2], 48)
@@ -99,7 +101,7 @@ class TestAgainstDiffusers:
                 read.append(key)
                 super().read_block(key, into)
 
-        monkeypatch.setattr(text_encoder, "FileSource", RecordingSource)
+        monkeypatch.setattr(block_stack, "FileSource", RecordingSource)
         open_text_encoder(tiny_pipeline()).encode(PROMPTS, device="cpu")
 
         assert sorted(read) == [BlockKey("umt5", 0), BlockKey("umt5", 1)]
@@ -118,13 +120,24 @@ class TestAgainstDiffusers:
 
         assert torch.equal(encoder.encode(["x"], device="cpu")[0], inside)
 
-    def test_sharded_weights_and_the_other_name_of_the_token_table(self, pipeline_copy, diffusers_encode):
+    def test_sharded_weights_and_the_other_name_of_the_token_table(
+        self, pipeline_copy, diffusers_encode
+    ):
         folder = pipeline_copy / "text_encoder"
-        shard_by_hand(folder, {"encoder.embed_tokens.weight": load_file(folder / "model.safetensors")["shared.weight"]})
+        shard_by_hand(
+            folder,
+            {
+                "encoder.embed_tokens.weight": load_file(folder / "model.safetensors")[
+                    "shared.weight"
+                ]
+            },
+        )
 
         encoder = open_text_encoder(folder, compute_dtype=torch.float32)
 
-        assert torch.equal(encoder.encode(["a"], device="cpu")[0], diffusers_encode(torch.float32, "a"))
+        assert torch.equal(
+            encoder.encode(["a"], device="cpu")[0], diffusers_encode(torch.float32, "a")
+        )
 
 
 def shard_by_hand(folder, extra=None):
@@ -135,7 +148,10 @@ def shard_by_hand(folder, extra=None):
         tensors |= extra
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+    shards = {
+        "model-00001-of-00002.safetensors": names[:9],
+        "model-00002-of-00002.safetensors": names[9:],
+    }
     for shard, members in shards.items():
         save_file({name: tensors[name] for name in members}, folder / shard)
     weight_map = {name: shard for shard, members in shards.items() for name in members}
@@ -166,10 +182,22 @@ class TestEmbedding:
         encoder = open_text_encoder(tiny_pipeline())
         encoder.encode(["a cat"], device="cpu")
 
-        on_meta = {name for name, parameter in encoder._model.named_parameters() if parameter.is_meta}
-        streamed = (".q.weight", ".k.weight", ".v.weight", ".o.weight", ".wi_0.weight", ".wi_1.weight", ".wo.weight")
+        on_meta = {
+            name for name, parameter in encoder._stack.model.named_parameters() if parameter.is_meta
+        }
+        streamed = (
+            ".q.weight",
+            ".k.weight",
+            ".v.weight",
+            ".o.weight",
+            ".wi_0.weight",
+            ".wi_1.weight",
+            ".wo.weight",
+        )
         # transformers 5.0 does not tie the table's two names before it loads a file.
-        rest = {name for name in on_meta if not name.endswith(streamed)} - {"encoder.embed_tokens.weight"}
+        rest = {name for name in on_meta if not name.endswith(streamed)} - {
+            "encoder.embed_tokens.weight"
+        }
         assert rest == {"shared.weight"}
 
 
@@ -215,10 +243,19 @@ class TestBadFiles:
             ({"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}, {}),
             ({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}, {}),
             ({"auto_map": ["evil.Evil", None], "tokenizer_class": "Evil"}, {}),
-            ({"tokenizer_class": "Evil"}, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}),
+            (
+                {"tokenizer_class": "Evil"},
+                {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}},
+            ),
             ({}, {"model_type": "umt5", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}),
         ],
-        ids=["of a known class", "of its own class", "as a list", "of a config", "of an old config"],
+        ids=[
+            "of a known class",
+            "of its own class",
+            "as a list",
+            "of a config",
+            "of an old config",
+        ],
     )
     def test_python_in_a_tokenizer_folder_never_runs_and_nobody_is_asked(
         self, pipeline_copy, monkeypatch, settings, config
@@ -228,7 +265,9 @@ class TestBadFiles:
         path.write_text(json.dumps(json.loads(path.read_text()) | settings))
         if config:
             (folder / "config.json").write_text(json.dumps(config))
-        (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(folder / 'ran')!r}).touch()\nEvil = dict\n")
+        (folder / "evil.py").write_text(
+            f"import pathlib\npathlib.Path({str(folder / 'ran')!r}).touch()\nEvil = dict\n"
+        )
         monkeypatch.setattr("sys.stdin", answers)
 
         # transformers releases differ in which of these open with their own class.

@@ -32,7 +32,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _block_bytes(folder: Path) -> int:
     with torch.device("meta"):
-        block = UMT5EncoderModel(UMT5Config.from_pretrained(folder / "text_encoder")).encoder.block[0]
+        block = UMT5EncoderModel(UMT5Config.from_pretrained(folder / "text_encoder")).encoder.block[
+            0
+        ]
     return sum(4 * math.prod(block.get_parameter(name).shape) for name in streamed_names(block))
 
 
@@ -53,13 +55,22 @@ def test_the_peak_is_two_blocks_and_the_result_is_the_plain_one(pipeline: Path) 
     diffusers = WanPipeline(tokenizer, plain, vae=None, scheduler=None)
     for prompt, embedding in zip(PROMPTS, encoded, strict=True):
         with torch.no_grad():
-            expected, _ = diffusers.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=TOKENS)
+            expected, _ = diffusers.encode_prompt(
+                prompt, do_classifier_free_guidance=False, max_sequence_length=TOKENS
+            )
         assert torch.equal(embedding, expected)
 
 
-@pytest.mark.parametrize(("policy", "blocks"), [(OffloadPolicy.layerwise(3), 4), (OffloadPolicy.resident(), BLOCKS)])
-def test_another_policy_takes_what_it_says(pipeline: Path, policy: OffloadPolicy, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "blocks"), [(OffloadPolicy.layerwise(3), 4), (OffloadPolicy.resident(), BLOCKS)]
+)
+def test_another_policy_takes_what_it_says(
+    pipeline: Path, policy: OffloadPolicy, blocks: int
+) -> None:
     encoded, peak = _encode(pipeline, policy)
     block = _block_bytes(pipeline)
     assert blocks * block <= peak <= (blocks + 0.25) * block
-    assert all(torch.equal(one, other) for one, other in zip(encoded, _encode(pipeline, None)[0], strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(encoded, _encode(pipeline, None)[0], strict=True)
+    )

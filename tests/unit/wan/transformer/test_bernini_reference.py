@@ -1,4 +1,4 @@
-"""The float64 reference of Bernini-R: text to video as diffusers computes it, and contexts by their definition."""
+"""Float64 reference of Bernini-R: text to video as in diffusers, contexts by their definition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _raw(latent: torch.Tensor) -> torch.Tensor:
-    mean, std = (torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1, 1) for each in (MEAN, STD))
+    mean, std = (
+        torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1, 1) for each in (MEAN, STD)
+    )
     return latent * std + mean
 
 
@@ -44,16 +46,25 @@ def _raw(latent: torch.Tensor) -> torch.Tensor:
 def model(
     make_tiny_expert: Callable[..., WanTransformer3DModel], monkeypatch: pytest.MonkeyPatch
 ) -> WanTransformer3DModel:
-    """A tiny expert that computes in float64 throughout: diffusers' casts to fp32 are replaced, as are its tables."""
+    """A tiny expert that computes in float64 throughout.
+
+    Casts to fp32 in diffusers are replaced, and so are the tables.
+    """
     model = make_tiny_expert(seed=4, layers=3, text_dim=TEXT[-1]).double()
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     sizes = (44, 42, 42)
-    frequencies = [10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size) for size in sizes]
-    angles = torch.cat([torch.outer(torch.arange(1024.0).double(), each) for each in frequencies], dim=1)
+    frequencies = [
+        10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size) for size in sizes
+    ]
+    angles = torch.cat(
+        [torch.outer(torch.arange(1024.0).double(), each) for each in frequencies], dim=1
+    )
     for name in ("cos", "sin"):
         table = getattr(angles, name)().repeat_interleave(2, dim=1)
         # The table in fp32, which is diffusers' own, is this one rounded.
-        torch.testing.assert_close(getattr(model.rope, f"freqs_{name}").double(), table, rtol=0, atol=1e-7)
+        torch.testing.assert_close(
+            getattr(model.rope, f"freqs_{name}").double(), table, rtol=0, atol=1e-7
+        )
         setattr(model.rope, f"freqs_{name}", table)
     monkeypatch.setattr(model.condition_embedder.timesteps_proj, "forward", timestep_sinusoid)
     return model
@@ -67,7 +78,7 @@ def weights(model: WanTransformer3DModel) -> Tensors:
 
 @pytest.fixture
 def forward(weights: Tensors) -> Callable[..., torch.Tensor]:
-    """`forward(contexts=(), source_ids=None)`: the reference with the same latent, timesteps and texts."""
+    """`forward(contexts=(), source_ids=None)`: the reference for fixed latent, timesteps, texts."""
 
     def forward(contexts: Sequence[torch.Tensor] = (), **settings: object) -> torch.Tensor:
         latent, text = _normal(*LATENT, seed=1), _normal(*TEXT, seed=2)
@@ -94,7 +105,9 @@ def _contexts() -> list[torch.Tensor]:
 def test_without_contexts_it_is_the_text_to_video_transformer(
     model: WanTransformer3DModel, forward: Callable[..., torch.Tensor]
 ) -> None:
-    expected = model(_normal(*LATENT, seed=1), TIMESTEPS, _normal(*TEXT, seed=2), return_dict=False)[0]
+    expected = model(
+        _normal(*LATENT, seed=1), TIMESTEPS, _normal(*TEXT, seed=2), return_dict=False
+    )[0]
     found = forward()
     assert found.dtype == expected.dtype == torch.float64
     assert _distance(found, expected) <= EXACT
@@ -104,7 +117,9 @@ def test_one_timestep_is_that_of_every_sample(weights: Tensors) -> None:
     latent, text = _normal(*LATENT, seed=1), _normal(*TEXT, seed=2)
     both = bernini_forward(weights, latent, 500.0, text, _contexts())
     for i in range(2):
-        alone = bernini_forward(weights, latent[i : i + 1], torch.tensor([500.0]), text[i : i + 1], _contexts())
+        alone = bernini_forward(
+            weights, latent[i : i + 1], torch.tensor([500.0]), text[i : i + 1], _contexts()
+        )
         assert _distance(alone, both[i : i + 1]) <= EXACT
 
 
@@ -122,15 +137,22 @@ def test_angles_are_those_of_the_definition() -> None:
     assert angles[16, 22:24].tolist() == pytest.approx([1, 10000 ** (-2 / 42)], rel=1e-14)
     assert angles[16, 43:45].tolist() == pytest.approx([1, 10000 ** (-2 / 42)], rel=1e-14)
     assert angles[0].abs().max() == 0
-    assert further[[0, 1, 63]].tolist() == pytest.approx([1, 10000 ** (-2 / 128), 10000 ** (-126 / 128)], rel=1e-14)
+    assert further[[0, 1, 63]].tolist() == pytest.approx(
+        [1, 10000 ** (-2 / 128), 10000 ** (-126 / 128)], rel=1e-14
+    )
 
 
 def test_contexts_are_tokens_behind_the_video_in_diffusers_blocks(
     model: WanTransformer3DModel, forward: Callable[..., torch.Tensor]
 ) -> None:
-    """Blocks of diffusers over the joined tokens: turned by `exp(i s f)` as complex numbers, cut before the head."""
+    """Blocks of diffusers over the joined tokens, cut before the head.
+
+    Tokens are turned by `exp(i s f)` as complex numbers.
+    """
     contexts, latent = _contexts(), _normal(*LATENT, seed=1)
-    mean, std = (torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1, 1) for each in (MEAN, STD))
+    mean, std = (
+        torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1, 1) for each in (MEAN, STD)
+    )
     streams = [latent, *((each - mean).div(std).repeat(2, 1, 1, 1, 1) for each in contexts)]
     tables = []
     for source, stream in enumerate(streams):
@@ -151,7 +173,9 @@ def test_contexts_are_tokens_behind_the_video_in_diffusers_blocks(
     assert _distance(found, forward()) > 0.1
 
 
-def test_the_order_of_streams_matters_by_their_ids_alone(forward: Callable[..., torch.Tensor]) -> None:
+def test_the_order_of_streams_matters_by_their_ids_alone(
+    forward: Callable[..., torch.Tensor],
+) -> None:
     first, second, third = _contexts()
     expected = forward([first, second, third])
     assert torch.equal(forward([first, second, third], source_ids=(1, 2, 3)), expected)
@@ -159,15 +183,26 @@ def test_the_order_of_streams_matters_by_their_ids_alone(forward: Callable[..., 
     assert _distance(forward([second, third, first]), expected) > 1e-3
 
 
-def test_a_copy_of_the_video_with_id_0_changes_nothing(forward: Callable[..., torch.Tensor]) -> None:
-    """Every key is there twice, at the same position, so that all averages remain; with id 1 they do not."""
+def test_a_copy_of_the_video_with_id_0_changes_nothing(
+    forward: Callable[..., torch.Tensor],
+) -> None:
+    """Every key is there twice, at the same position, so that all averages remain.
+
+    With id 1 they do not.
+    """
     copy, plain = _raw(_normal(*LATENT, seed=1)), forward()
     assert _distance(forward([copy], source_ids=(0,)), plain) <= EXACT
     assert _distance(forward([copy, copy], source_ids=(0, 0)), plain) <= EXACT
     assert _distance(forward([copy], source_ids=(1,)), plain) > 1e-3
-    assert _distance(forward([_normal(*LATENT, seed=1)], source_ids=(0,)), plain) > 1e-3, "contexts are raw"
+    assert _distance(forward([_normal(*LATENT, seed=1)], source_ids=(0,)), plain) > 1e-3, (
+        "contexts are raw"
+    )
 
 
-def test_a_latent_that_does_not_divide_into_patches_is_refused(forward: Callable[..., torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match=r"a latent of \(1, 5, 4\) does not divide into patches of \(1, 2, 2\)"):
+def test_a_latent_that_does_not_divide_into_patches_is_refused(
+    forward: Callable[..., torch.Tensor],
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"a latent of \(1, 5, 4\) does not divide into patches of \(1, 2, 2\)"
+    ):
         forward([torch.zeros(1, 16, 1, 5, 4)])

@@ -10,13 +10,11 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
+from wanstream.block_kernels import EXACT, Int8Linear, Kernels
+from wanstream.block_kernels.multiplication import Multiplications
 from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers_block
-from wanstream.wan import BlockSettings
-from wanstream.wan.kernels.attention import Kernels
-from wanstream.wan.kernels.block_math import EXACT
-from wanstream.wan.kernels.int8_linear import Int8Linear, int8_linear
 from wanstream.wan.measurement.meter import _set_codes
-from wanstream.wan.transformer.block import WanBlock
+from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import BlockCompiler, get_compiler
 
 
@@ -45,15 +43,23 @@ def _no_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_one_graph_for_blocks_texts_and_tokens_in_any_layout(originals: list[WanTransformerBlock]) -> None:
+def test_one_graph_for_blocks_texts_and_tokens_in_any_layout(
+    originals: list[WanTransformerBlock],
+) -> None:
     compiler = Counting()
     blocks = [WanBlock(each, BlockSettings(compiler=compiler)) for each in originals]
     hidden, text, *others = block_inputs(9, words=3)
     transposed = hidden.transpose(1, 2).contiguous().transpose(1, 2)
-    given = [(hidden, text), (transposed, text), *((hidden, block_inputs(9, words=words)[1]) for words in (5, 2))]
+    given = [
+        (hidden, text),
+        (transposed, text),
+        *((hidden, block_inputs(9, words=words)[1]) for words in (5, 2)),
+    ]
     for block, original in zip(blocks, originals, strict=True):
         for tokens, words in given:
-            assert torch.equal(computed(block, tokens, words, *others), original(tokens, words, *others))
+            assert torch.equal(
+                computed(block, tokens, words, *others), original(tokens, words, *others)
+            )
     assert compiler.graphs == len(compiler.nodes) == 1
 
 
@@ -76,12 +82,12 @@ def test_replaced_weights_need_no_new_graph(originals: list[WanTransformerBlock]
 def test_loras_of_any_rank_beside_int8_need_no_new_graph(
     originals: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a patch, comfy-kitchen's kernel cannot activate its tokens: no graph may depend on it."""
-    by_torch = lambda self, tokens: int8_linear(tokens, self.weight, self.weight_scale, self.bias, [], self.patch)  # noqa: E731
-    monkeypatch.setattr(Int8Linear, "compute", by_torch)
+    """With a patch, comfy-kitchen's kernel cannot activate tokens: no graph may depend on it."""
+    monkeypatch.setattr(Int8Linear, "compute", Int8Linear._by_torch)
     compiler = Counting()
     block = WanBlock(originals[0], BlockSettings(compiler=compiler))
-    layers = _set_codes(block, "int8", torch.device("cpu"), 0)
+    layers = _set_codes(block, "int8", 0)
+    Multiplications(device=torch.device("cpu")).prepare(layers)
     given, results = block_inputs(9), []
     for rank in (0, 4, 8):
         for layer in layers:
@@ -101,10 +107,20 @@ def test_chunks_go_without_graphs_and_both_come_and_go(
     originals: list[WanTransformerBlock], caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = BlockSettings()
-    block, plain, compiled = WanBlock(originals[0], settings), originals[0](*block_inputs(9)), Kernels(compiler="eager")
+    block, plain, compiled = (
+        WanBlock(originals[0], settings),
+        originals[0](*block_inputs(9)),
+        Kernels(compiler="eager"),
+    )
     before = get_compiler("eager").graphs
     assert settings.graphs == 0
-    for chosen, chunk in ((compiled, None), (compiled, 4), (Kernels(), 4), (compiled, 4), (compiled, None)):
+    for chosen, chunk in (
+        (compiled, None),
+        (compiled, 4),
+        (Kernels(), 4),
+        (compiled, 4),
+        (compiled, None),
+    ):
         caplog.clear()
         settings.set(chosen, EXACT, chunk)
         warned = "4 tokens at once to save memory: they are not compiled" in caplog.text

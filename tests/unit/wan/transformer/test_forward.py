@@ -10,17 +10,23 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.tests.support.wan_blocks import with_our_blocks
-from wanstream.wan.transformer.forward import Lane, forward_lanes
+from wanstream.wan.transformer.forward import forward_lanes
+from wanstream.wan.transformer.lane import Lane
 
 DTYPES = [torch.float32, torch.bfloat16]
 T2V, I2V = 16, 36
 
 
 def expert(in_channels, dtype):
-    """Return a tiny expert in `dtype`, with the parameters in fp32 that `from_pretrained` keeps in fp32."""
+    """Return a tiny expert in `dtype`, except parameters that `from_pretrained` keeps in fp32."""
     torch.manual_seed(in_channels)
     model = WanTransformer3DModel(
-        num_attention_heads=2, num_layers=3, ffn_dim=256, text_dim=64, in_channels=in_channels, out_channels=16
+        num_attention_heads=2,
+        num_layers=3,
+        ffn_dim=256,
+        text_dim=64,
+        in_channels=in_channels,
+        out_channels=16,
     )
     for name, parameter in model.named_parameters():
         if not set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules):
@@ -56,7 +62,9 @@ def test_a_lane_equals_the_models_own_forward(in_channels, dtype, time):
     model = expert(in_channels, dtype)
     timestep = torch.tensor([time])
     [lane] = lanes_for(model, [(3, 8, 12, 7)])
-    [velocity] = forward_lanes(with_our_blocks(model), [lane], timestep, lambda block: nullcontext())
+    [velocity] = forward_lanes(
+        with_our_blocks(model), [lane], timestep, lambda block: nullcontext()
+    )
     assert velocity.shape == (1, 16, 3, 8, 12)
     assert torch.equal(velocity, model_forward(model, lane, timestep))
 
@@ -81,10 +89,14 @@ def test_odd_sides_repeat_the_first_row_and_column(in_channels, size):
     rows, columns = (torch.arange(side + side % 2) % side for side in size)
     whole = replace(lanes[0], latents=lanes[0].latents[..., rows, :][..., columns])
     timestep = torch.tensor([875.0])
-    velocity, other = forward_lanes(with_our_blocks(model), lanes, timestep, lambda block: nullcontext())
+    velocity, other = forward_lanes(
+        with_our_blocks(model), lanes, timestep, lambda block: nullcontext()
+    )
     assert torch.equal(velocity, model_forward(model, whole, timestep)[..., : size[0], : size[1]])
     assert torch.equal(other, model_forward(model, lanes[1], timestep))
-    assert lanes[0].tokens((1, 2, 2)) == whole.tokens((1, 2, 2)) == 3 * len(rows) * len(columns) // 4
+    assert (
+        lanes[0].tokens((1, 2, 2)) == whole.tokens((1, 2, 2)) == 3 * len(rows) * len(columns) // 4
+    )
 
 
 def test_each_block_is_visited_once_for_all_lanes_and_computes_inside_its_visit():
@@ -99,8 +111,14 @@ def test_each_block_is_visited_once_for_all_lanes_and_computes_inside_its_visit(
         yield
         events.append(f"leave {index}")
 
-    forward_lanes(model, lanes_for(model, [(1, 4, 4, 3), (1, 4, 4, 5)]), torch.tensor([500.0]), visit)
-    assert events == [event for i in range(3) for event in (f"enter {i}", f"block {i}", f"block {i}", f"leave {i}")]
+    forward_lanes(
+        model, lanes_for(model, [(1, 4, 4, 3), (1, 4, 4, 5)]), torch.tensor([500.0]), visit
+    )
+    assert events == [
+        event
+        for i in range(3)
+        for event in (f"enter {i}", f"block {i}", f"block {i}", f"leave {i}")
+    ]
 
 
 def test_hooks_of_the_outer_modules_fire():
@@ -110,6 +128,9 @@ def test_hooks_of_the_outer_modules_fire():
     for name in ("rope", "patch_embedding", "condition_embedder", "proj_out"):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: fired.append(name))
     forward_lanes(
-        with_our_blocks(model), lanes_for(model, [(1, 4, 4, 3)]), torch.tensor([500.0]), lambda block: nullcontext()
+        with_our_blocks(model),
+        lanes_for(model, [(1, 4, 4, 3)]),
+        torch.tensor([500.0]),
+        lambda block: nullcontext(),
     )
     assert sorted(fired) == ["condition_embedder", "patch_embedding", "proj_out", "rope"]

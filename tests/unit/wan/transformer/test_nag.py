@@ -26,10 +26,14 @@ class TestFormula:
             ratio = guided.norm(p=1, dim=-1, keepdim=True) / kept.norm(p=1, dim=-1, keepdim=True)
             guided = guided * ratio.clamp(max=nag.tau) / ratio
             expected = nag.alpha * guided + (1 - nag.alpha) * kept
-            torch.testing.assert_close(guide(positive, negative, nag).double(), expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                guide(positive, negative, nag).double(), expected, rtol=1e-5, atol=1e-6
+            )
             assert (ratio[:, 10:] > nag.tau).all()
         within = kept[:, :10] * (STRONG.alpha * (1 + 4 * 0.1) + 1 - STRONG.alpha)
-        torch.testing.assert_close(guide(positive, negative, STRONG)[:, :10].double(), within, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            guide(positive, negative, STRONG)[:, :10].double(), within, rtol=1e-5, atol=1e-6
+        )
 
     @pytest.mark.parametrize("nag", [Nag(alpha=0.0), Nag(scale=1.0, tau=1.0)])
     def test_nothing_to_guide_changes_nothing(self, nag: Nag) -> None:
@@ -39,10 +43,15 @@ class TestFormula:
     def test_zeros_stay_zeros_without_a_nan(self) -> None:
         nothing = torch.zeros(1, 2, WIDTH)
         assert torch.equal(guide(nothing, nothing, Nag()), nothing)
-        assert torch.equal(guide(nothing, nothing + 1, Nag()), nothing), "tau times zero is the limit"
+        assert torch.equal(guide(nothing, nothing + 1, Nag()), nothing), (
+            "tau times zero is the limit"
+        )
 
     def test_bf16_is_computed_in_fp32(self) -> None:
-        positive, negative = normal(1, 9, WIDTH, seed=6).bfloat16(), normal(1, 9, WIDTH, seed=7).bfloat16()
+        positive, negative = (
+            normal(1, 9, WIDTH, seed=6).bfloat16(),
+            normal(1, 9, WIDTH, seed=7).bfloat16(),
+        )
         exact = guide(positive.float(), negative.float(), Nag())
         assert torch.equal(guide(positive, negative, Nag()), exact.bfloat16())
 
@@ -57,6 +66,8 @@ class TestFormula:
             ({"alpha": -0.1}, "NAG alpha -0.1"),
         ],
     )
-    def test_numbers_that_make_no_sense_are_refused(self, given: dict[str, float], message: str) -> None:
+    def test_numbers_that_make_no_sense_are_refused(
+        self, given: dict[str, float], message: str
+    ) -> None:
         with pytest.raises(ValueError, match=message):
             Nag(**given)

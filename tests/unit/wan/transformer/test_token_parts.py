@@ -1,4 +1,4 @@
-"""Parts of a lane next to its video: Bernini's contexts, Fun's reference, positions and timesteps of their own."""
+"""Parts next to a lane's video: Bernini's contexts, Fun's reference, positions and timesteps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.tests.support.bernini_reference import bernini_forward, timestep_sinusoid
 from wanstream.tests.support.wan_blocks import with_our_blocks
-from wanstream.wan import Lane, SkipDecision, denormalise, forward_lanes
+from wanstream.wan import Lane, SkipDecision, forward_lanes
 from wanstream.wan.checkpoint.key_names import native_transformer_name
+from wanstream.wan.latents import denormalise
 from wanstream.wan.transformer.forward import _local_slice
 from wanstream.wan.transformer.token_parts import FROM_ORIGIN, Positions, TokenPart, layout_tables
 
@@ -39,7 +40,8 @@ def _contexts(sizes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
 
 def _behind(contexts: Sequence[torch.Tensor]) -> tuple[TokenPart, ...]:
     return tuple(
-        TokenPart(latents=context, positions=Positions(source=source)) for source, context in enumerate(contexts, 1)
+        TokenPart(latents=context, positions=Positions(source=source))
+        for source, context in enumerate(contexts, 1)
     )
 
 
@@ -65,7 +67,7 @@ def model(make_tiny_expert: Experts) -> WanTransformer3DModel:
 def test_contexts_are_those_of_the_float64_reference(
     model: WanTransformer3DModel, sizes: list[tuple[int, int, int]]
 ) -> None:
-    """The reference was written from the same description: neither was checked against the original."""
+    """The reference follows the same description: neither was checked against the original."""
     contexts = _contexts(sizes)
     lane = _lane(behind=_behind(contexts))
     (velocity,) = _forward(model, lane)
@@ -75,7 +77,12 @@ def test_contexts_are_those_of_the_float64_reference(
     sinusoid = timestep_sinusoid(torch.tensor([TIME]))
     expected = bernini_forward(weights, lane.latents, TIME, lane.text, raw, sinusoid=sinusoid)
     assert _distance(velocity, expected) <= 1e-5
-    assert _distance(velocity, bernini_forward(weights, lane.latents, TIME, lane.text, sinusoid=sinusoid)) > 0.01
+    assert (
+        _distance(
+            velocity, bernini_forward(weights, lane.latents, TIME, lane.text, sinusoid=sinusoid)
+        )
+        > 0.01
+    )
 
 
 def test_lanes_with_other_parts_equal_separate_passes(model: WanTransformer3DModel) -> None:
@@ -84,7 +91,9 @@ def test_lanes_with_other_parts_equal_separate_passes(model: WanTransformer3DMod
         assert torch.equal(together, _forward(model, lane)[0])
 
 
-def test_the_tables_of_a_part_from_the_origin_are_diffusers_own(model: WanTransformer3DModel) -> None:
+def test_the_tables_of_a_part_from_the_origin_are_diffusers_own(
+    model: WanTransformer3DModel,
+) -> None:
     own = layout_tables(model, [((3, 2, 3), FROM_ORIGIN)])
     for table, expected in zip(own, model.rope(torch.empty(VIDEO)), strict=True):
         assert torch.equal(table, expected)
@@ -100,11 +109,18 @@ def test_positions_start_anywhere_on_every_axis(model: WanTransformer3DModel) ->
     assert torch.allclose(between[0][0, 0, 0, 0], torch.tensor(0.5).cos())
 
 
-def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(make_tiny_expert: Experts) -> None:
-    """The same tokens at the same positions, put together in another way; parts have the timestep of the step."""
+def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(
+    make_tiny_expert: Experts,
+) -> None:
+    """The same tokens at the same positions, put together in another way.
+
+    Parts have the timestep of the step.
+    """
     model = with_our_blocks(make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48))
     latents = _normal(1, 48, 4, 4, 6, seed=1)
-    whole = Lane(latents=latents, text=_normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(1.0, 0.0, 0.5, 1.0))
+    whole = Lane(
+        latents=latents, text=_normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(1.0, 0.0, 0.5, 1.0)
+    )
     parted = replace(
         whole,
         latents=latents[:, :, 1:3],
@@ -141,7 +157,7 @@ def test_parts_count_as_tokens(model: WanTransformer3DModel) -> None:
 
 
 class Measured:
-    """A block cache that skips nothing and keeps the place of the video among the tokens of each lane."""
+    """A block cache that skips nothing and keeps the video's place among each lane's tokens."""
 
     whole = False
 
@@ -178,6 +194,8 @@ def test_a_cache_measures_the_video_alone(
     lane, seen = _lane(front=(front,), behind=_behind(_contexts([(1, 4, 8)]))), Measured()
     with torch.no_grad():
         found = _local_slice(slice(6, 24), 32, lambda tokens: tokens.chunk(shares, dim=1)[rank])
-        forward_lanes(model, [lane], torch.tensor([TIME]), lambda block: nullcontext(), shortcut=seen)
+        forward_lanes(
+            model, [lane], torch.tensor([TIME]), lambda block: nullcontext(), shortcut=seen
+        )
     assert found == expected
     assert seen.videos == [slice(6, 24)]

@@ -20,10 +20,14 @@ def test_frames_and_edges_take_the_estimated_memory(
 ) -> None:
     frames, tiling = 4 * (latent_frames - 1) + 1, Tiling.of(pixels)
     with TensorMemoryTracker() as tracker:
-        blender = TileBlender(tiling, into=torch.empty(frames, 8 * height, 8 * width, 3, dtype=dtype))
+        blender = TileBlender(
+            tiling, into=torch.empty(frames, 8 * height, 8 * width, 3, dtype=dtype)
+        )
         for tile in tiling.tiles(height, width):
             for count in (1, *[4] * (latent_frames - 1)):
-                blender.add_frames(tile, torch.zeros(3, count, 8 * len(tile.rows), 8 * len(tile.columns)))
+                blender.add_frames(
+                    tile, torch.zeros(3, count, 8 * len(tile.rows), 8 * len(tile.columns))
+                )
     needs = DecodeNeeds(
         height=height,
         width=width,

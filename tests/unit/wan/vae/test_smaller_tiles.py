@@ -1,4 +1,7 @@
-"""Decoding with smaller tiles after an out-of-memory error; a failed attempt leaves no tensors behind."""
+"""Decoding with smaller tiles after an out-of-memory error.
+
+A failed attempt leaves no tensors behind.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,17 @@ from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, open_vae, retry_with_smaller_tiles
 
-NEEDS = DecodeNeeds(height=13, width=20, frames=5, pixel_bytes=1000, value_bytes=4, keeps_frames=True)
+NEEDS = DecodeNeeds(
+    height=13, width=20, frames=5, pixel_bytes=1000, value_bytes=4, keeps_frames=True
+)
 
 
 class Tries:
     """Decode that raises `error` for tiles above a size."""
 
-    def __init__(self, fits: int, error: Callable[[], RuntimeError] = torch.OutOfMemoryError) -> None:
+    def __init__(
+        self, fits: int, error: Callable[[], RuntimeError] = torch.OutOfMemoryError
+    ) -> None:
         self._fits, self._error = fits, error
         self.sizes: list[int] = []
         self.left: list[weakref.ref[torch.Tensor]] = []
@@ -54,7 +61,9 @@ def test_what_fits_is_tried_once() -> None:
 
 def test_the_smallest_tile_is_the_last_try() -> None:
     tries = Tries(fits=0)
-    with pytest.raises(DecodeOutOfMemoryError, match="tiles of 64 pixels, the smallest size: OutOfMemoryError") as none:
+    with pytest.raises(
+        DecodeOutOfMemoryError, match="tiles of 64 pixels, the smallest size: OutOfMemoryError"
+    ) as none:
         retry_with_smaller_tiles(tries, NEEDS, Tiling.of(72))
     assert tries.sizes == [72, 64]
     assert isinstance(none.value, VaeMemoryError)
@@ -62,9 +71,14 @@ def test_the_smallest_tile_is_the_last_try() -> None:
 
 
 def test_ram_that_cannot_be_had_is_a_shortage_too() -> None:
-    said = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+    said = (
+        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 8"
+    )
     assert (
-        retry_with_smaller_tiles(Tries(fits=64, error=lambda: RuntimeError(said)), NEEDS, Tiling.of(72))
+        retry_with_smaller_tiles(
+            Tries(fits=64, error=lambda: RuntimeError(said)), NEEDS, Tiling.of(72)
+        )
         == "decoded in 64"
     )
 

@@ -1,4 +1,4 @@
-"""Tiny VAEs: their definition in float64, numbers of frames, portions, scale of the latents, refused files."""
+"""Tiny VAEs: definition in float64, frame counts, portions, scale of latents, refused files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload import CheckpointFileError
+from wanstream.offload.formats import CheckpointFileError
 from wanstream.testing.weights import TINY_VAE_WIDTHS, make_tiny_vae
 from wanstream.tests.support import tiny_vae_reference
 from wanstream.tests.support.tiny_vae_reference import reference_frames
-from wanstream.wan import WAN21, WAN22, LatentSpace, TinyDecoder, TinyVaeConfig, TinyVaeError, normalise, open_vae
+from wanstream.wan.latents import WAN21, WAN22, LatentSpace, normalise
+from wanstream.wan.vae import TinyDecoder, open_vae
 from wanstream.wan.vae.memory import TensorMemoryTracker
 from wanstream.wan.vae.tiles import Tiling, crop
-from wanstream.wan.vae.tiny import tiny_frames
+from wanstream.wan.vae.tiny import TinyVaeError, tiny_frames
 from wanstream.wan.vae.vae import VaeInputError, open_tiny_vae
 
 SPACES = {"wan21": WAN21, "wan22": WAN22}
@@ -39,14 +40,18 @@ def saved(folder: Path, tensors: Mapping[str, torch.Tensor], name: str = "lightt
     return path
 
 
-def latents_of(space: LatentSpace, frames: int, height: int = 5, width: int = 6, videos: int = 1) -> torch.Tensor:
+def latents_of(
+    space: LatentSpace, frames: int, height: int = 5, width: int = 6, videos: int = 1
+) -> torch.Tensor:
     shape = (videos, space.channels, frames, height, width)
     return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def decoder_of(space: LatentSpace, tensors: Mapping[str, torch.Tensor]) -> TinyDecoder:
-    decoder = TinyDecoder(TinyVaeConfig(space=space, widths=(16, 12, 8, 8))).requires_grad_(False)
-    decoder.load_state_dict({name: tensor for name, tensor in tensors.items() if name.startswith("decoder.")})
+    decoder = TinyDecoder(space, (16, 12, 8, 8)).requires_grad_(False)
+    decoder.load_state_dict(
+        {name: tensor for name, tensor in tensors.items() if name.startswith("decoder.")}
+    )
     return decoder
 
 
@@ -56,7 +61,9 @@ class TestDefinition:
         for name, space in SPACES.items():
             made = make_tiny_vae(space, seed=0, widths=TINY_VAE_WIDTHS)
             assert len(made) == 128
-            decoder = sum(tensor.numel() for key, tensor in made.items() if key.startswith("decoder."))
+            decoder = sum(
+                tensor.numel() for key, tensor in made.items() if key.startswith("decoder.")
+            )
             counts[name] = (sum(tensor.numel() for tensor in made.values()), decoder)
         assert counts["wan21"] == (11_315_539, 9_844_611)
         assert counts["wan22"][0] == 11_418_108
@@ -78,19 +85,32 @@ class TestDefinition:
         tensors = make_tiny_vae(space, seed=4, widths=TINY_VAE_WIDTHS)
         latents = latents_of(space, 2, 3, 4)
         with open_vae(saved(tmp_path, tensors)) as vae:
-            assert (vae.decode(latents, device="cpu")[0] - reference_frames(tensors, latents[0])).abs().max() <= 1e-5
+            assert (
+                vae.decode(latents, device="cpu")[0] - reference_frames(tensors, latents[0])
+            ).abs().max() <= 1e-5
 
     def test_the_reference_shares_no_code_with_the_decoder(self) -> None:
-        imported = [line for line in inspect.getsource(tiny_vae_reference).splitlines() if "import" in line]
+        imported = [
+            line for line in inspect.getsource(tiny_vae_reference).splitlines() if "import" in line
+        ]
         assert not [line for line in imported if "wanstream" in line]
 
-    @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "limit"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str
+    )
     def test_half_precision(
-        self, space: LatentSpace, tensors: dict[str, torch.Tensor], tmp_path: Path, dtype: torch.dtype, limit: float
+        self,
+        space: LatentSpace,
+        tensors: dict[str, torch.Tensor],
+        tmp_path: Path,
+        dtype: torch.dtype,
+        limit: float,
     ) -> None:
         latents = latents_of(space, 2, 4, 4)
         with open_vae(saved(tmp_path, tensors), dtype) as vae:
-            error = (vae.decode(latents, device="cpu")[0] - reference_frames(tensors, latents[0])).abs()
+            error = (
+                vae.decode(latents, device="cpu")[0] - reference_frames(tensors, latents[0])
+            ).abs()
         assert 0 < error.max() <= limit
         assert error.mean() <= limit / 10
 
@@ -100,8 +120,11 @@ class TestPortions:
         self, space: LatentSpace, tensors: dict[str, torch.Tensor]
     ) -> None:
         latents = latents_of(space, 4)
-        # In float64, where the number of frames in one convolution does not change the seventh digit.
-        frames = torch.cat([*decoder_of(space, tensors).double()(latents[0].double().movedim(1, 0))])
+        # In float64, where the number of frames in one convolution does not change the seventh
+        # digit.
+        frames = torch.cat(
+            [*decoder_of(space, tensors).double()(latents[0].double().movedim(1, 0))]
+        )
         assert len(frames) == 13
         assert (frames.movedim(1, -1) - reference_frames(tensors, latents[0])).abs().max() <= 1e-12
 
@@ -125,7 +148,9 @@ class TestPortions:
         assert [len(part) for part in parts] == [1, 4, 4]
         assert torch.equal(torch.cat(parts), (images * 255).round().to(torch.uint8))
 
-    def test_memory_does_not_grow_with_the_length(self, space: LatentSpace, tensors: dict[str, torch.Tensor]) -> None:
+    def test_memory_does_not_grow_with_the_length(
+        self, space: LatentSpace, tensors: dict[str, torch.Tensor]
+    ) -> None:
         decoder, peaks = decoder_of(space, tensors), []
         for frames in (3, 12):
             latents = latents_of(space, frames, 8, 8)
@@ -156,7 +181,9 @@ class TestPortions:
             tiled = vae.decode(latents, device="cpu", tiling=tiling)[0]
             first = tiling.tiles(12, 20)[0]
             corner = (vae.decode_tile(crop(latents, first), device="cpu") + 1).movedim(0, -1) / 2
-        assert torch.equal(tiled[:, :48, :48], corner[:, :48, :48].clamp(0, 1)), "the first tile, up to its overlap"
+        assert torch.equal(tiled[:, :48, :48], corner[:, :48, :48].clamp(0, 1)), (
+            "the first tile, up to its overlap"
+        )
         assert 0 < (tiled - whole).abs().mean() < 0.1
 
 
@@ -186,7 +213,9 @@ class TestScale:
 
     def test_another_name_needs_the_setting(self, tmp_path: Path) -> None:
         path = saved(tmp_path, make_tiny_vae(WAN21, seed=3), "taehv")
-        with pytest.raises(TinyVaeError, match=r"taehv\.safetensors .*raw for lighttae\*, normalised for taew\*"):
+        with pytest.raises(
+            TinyVaeError, match=r"taehv\.safetensors .*raw for lighttae\*, normalised for taew\*"
+        ):
             open_vae(path)
 
 
@@ -196,21 +225,33 @@ class TestRefused:
             open_vae(saved(tmp_path, make_tiny_vae(WAN21, seed=3), "taew2_1")) as of_16,
             open_vae(saved(tmp_path, make_tiny_vae(WAN22, seed=3), "taew2_2")) as of_48,
         ):
-            wanted = r"\[1, 48, 2, 5, 6\], of Wan2\.2 5B, .*taew2_1\.safetensors .* 16 channels: take lighttaew2_2"
+            wanted = (
+                r"\[1, 48, 2, 5, 6\], of Wan2\.2 5B, .*taew2_1\.safetensors .* 16 channels: take "
+                r"lighttaew2_2"
+            )
             with pytest.raises(VaeInputError, match=wanted):
                 of_16.decode(latents_of(WAN22, 2), device="cpu")
-            with pytest.raises(VaeInputError, match=r"\[1, 16, 2, 5, 6\].* 48 channels: take lighttaew2_1"):
+            with pytest.raises(
+                VaeInputError, match=r"\[1, 16, 2, 5, 6\].* 48 channels: take lighttaew2_1"
+            ):
                 of_48.check_latents(latents_of(WAN21, 2))
 
     def test_a_tiny_vae_of_another_model(self, tmp_path: Path) -> None:
         tensors = make_tiny_vae(WAN21, seed=3)
         tensors["decoder.1.weight"] = torch.zeros(16, 32, 3, 3)
-        with pytest.raises(CheckpointFileError, match="is a tiny VAE for 32 latent channels, not of Wan; use"):
+        with pytest.raises(
+            CheckpointFileError, match="is a tiny VAE for 32 latent channels, not of Wan; use"
+        ):
             open_vae(saved(tmp_path, tensors))
 
     def test_another_file(self, sample_models: Path) -> None:
-        for name in ("vae/wan_2.1_vae.safetensors", "loras/wan2.2_i2v_lightx2v_4steps_lora_v1_low_noise.safetensors"):
-            with pytest.raises(CheckpointFileError, match=r"is not a tiny VAE of Wan: it has \d+ tensors \(first: "):
+        for name in (
+            "vae/wan_2.1_vae.safetensors",
+            "loras/wan2.2_i2v_lightx2v_4steps_lora_v1_low_noise.safetensors",
+        ):
+            with pytest.raises(
+                CheckpointFileError, match=r"is not a tiny VAE of Wan: it has \d+ tensors \(first: "
+            ):
                 open_tiny_vae(sample_models / name)
 
     @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
@@ -225,8 +266,16 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("key", "value", "message"),
         [
-            ("decoder.22.weight", torch.zeros(12, 8, 3, 3), r"decoder.22.weight is \[12, 8, 3, 3\]; .* \[3, 8, 3, 3\]"),
-            ("decoder.8.weight", torch.zeros(12), r"decoder.8.weight is \[12\]; \[out, in, 3, 3\] is expected"),
+            (
+                "decoder.22.weight",
+                torch.zeros(12, 8, 3, 3),
+                r"decoder.22.weight is \[12, 8, 3, 3\]; .* \[3, 8, 3, 3\]",
+            ),
+            (
+                "decoder.8.weight",
+                torch.zeros(12),
+                r"decoder.8.weight is \[12\]; \[out, in, 3, 3\] is expected",
+            ),
             ("decoder.8.weight", None, "decoder.8.weight is missing"),
             ("decoder.9.conv.2.bias", None, r"decoder.9.conv.2.bias \[12\] is missing"),
             ("decoder.16.conv.0.weight", torch.zeros(8, 8, 3, 3), "decoder.16.conv.0.weight is"),
@@ -234,7 +283,9 @@ class TestRefused:
             ("decoder.22.bias", torch.zeros(3, dtype=torch.int8), "decoder.22.bias is torch.int8"),
         ],
     )
-    def test_a_damaged_file(self, tmp_path: Path, key: str, value: torch.Tensor | None, message: str) -> None:
+    def test_a_damaged_file(
+        self, tmp_path: Path, key: str, value: torch.Tensor | None, message: str
+    ) -> None:
         tensors = make_tiny_vae(WAN21, seed=3)
         tensors.pop(key, None)
         path = saved(tmp_path, tensors if value is None else {**tensors, key: value})
@@ -245,7 +296,9 @@ class TestRefused:
         video = torch.zeros(1, 16, 16, 3)
         with open_vae(saved(tmp_path, make_tiny_vae(WAN21, seed=3))) as vae:
             for use in (vae.encode_needs, lambda frames: vae.encode(frames, device="cpu")):
-                with pytest.raises(VaeInputError, match=r"only decodes: take wan_2\.1_vae\.safetensors to encode"):
+                with pytest.raises(
+                    VaeInputError, match=r"only decodes: take wan_2\.1_vae\.safetensors to encode"
+                ):
                     use(video)
 
     def test_fp16_with_the_full_vae(self, sample_models: Path) -> None:

@@ -50,11 +50,15 @@ class TestAgainstDiffusers:
         assert torch.equal(raw, expected)
 
     @pytest.mark.slow  # decodes whole videos
-    def test_an_encode_in_tiles_is_that_of_diffusers_and_the_next_one_is_whole_again(self, tiny_pipeline, own_vae):
+    def test_an_encode_in_tiles_is_that_of_diffusers_and_the_next_one_is_whole_again(
+        self, tiny_pipeline, own_vae
+    ):
         video = noise(5, 72, 96, 3).sigmoid()
 
         with open_vae(tiny_pipeline()) as vae:
-            tiled, whole = (vae.encode(video, device="cpu", tiling=tiling) for tiling in (Tiling.of(64), None))
+            tiled, whole = (
+                vae.encode(video, device="cpu", tiling=tiling) for tiling in (Tiling.of(64), None)
+            )
 
         pixels = video.permute(3, 0, 1, 2)[None] * 2 - 1
         with torch.no_grad():
@@ -128,7 +132,11 @@ class TestBadFiles:
         ("change", "message"),
         [
             ({"_class_name": "AutoencoderKL"}, "_class_name is 'AutoencoderKL'"),
-            ({"z_dim": 32}, "z_dim is 32, 16 is expected: give the VAE of Wan2.1 and Wan2.2 A14B or of Wan2.2 5B"),
+            (
+                {"z_dim": 32},
+                "z_dim is 32, 16 is expected: give the VAE of Wan2.1 and Wan2.2 A14B or of Wan2.2 "
+                "5B",
+            ),
             ({"z_dim": 48}, "is_residual is False, True is expected"),
             ({"base_dim": 32}, r"encoder\.conv_in\.weight is \[8, 3, 3, 3, 3\]"),
             ({"base_dim": "wide"}, "base_dim is 'wide'; a whole number"),

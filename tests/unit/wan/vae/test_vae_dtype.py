@@ -42,14 +42,18 @@ def test_whole_frames_and_latents_are_those_of_diffusers(
 def test_frames_are_close_to_those_of_fp32(tiny_pipeline: Callable[[], Path], tile: int) -> None:
     tiling = Tiling.of(tile) if tile else None
     with open_vae(tiny_pipeline()) as exact, open_vae(tiny_pipeline(), BF16) as vae:
-        expected, frames = (each.decode(_latents(), device="cpu", tiling=tiling) for each in (exact, vae))
+        expected, frames = (
+            each.decode(_latents(), device="cpu", tiling=tiling) for each in (exact, vae)
+        )
         shown = torch.cat(list(vae.stream(_latents(), device="cpu", tiling=tiling)))
     assert 0 < (frames - expected).norm() / expected.norm() < 0.02
     assert torch.equal(shown, frames[0].mul(255).round().to(torch.uint8))
 
 
 @pytest.mark.slow  # decodes whole videos
-def test_it_takes_half_the_memory(tiny_pipeline: Callable[[], Path], own_vae: AutoencoderKLWan) -> None:
+def test_it_takes_half_the_memory(
+    tiny_pipeline: Callable[[], Path], own_vae: AutoencoderKLWan
+) -> None:
     with open_vae(tiny_pipeline()) as exact, open_vae(tiny_pipeline(), BF16) as vae:
         whole, half = exact.decode_needs(_latents()), vae.decode_needs(_latents())
         assert vae.weight_bytes * 2 == exact.weight_bytes
@@ -68,4 +72,6 @@ def test_it_takes_the_estimated_memory(own_vae: AutoencoderKLWan) -> None:
     with torch.no_grad(), TensorMemoryTracker() as tracker:
         for frames in decoded_frames(own_vae, torch.zeros(1, 16, 3, 6, 6, dtype=BF16)):
             del frames
-    assert tracker.convolution_peak == pytest.approx(decode_pixel_bytes(own_vae.config, 3, BF16) * 36, rel=0.01)
+    assert tracker.convolution_peak == pytest.approx(
+        decode_pixel_bytes(own_vae.config, 3, BF16) * 36, rel=0.01
+    )

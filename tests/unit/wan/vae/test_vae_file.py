@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.testing.components import save_vae_file, save_vae_folder
+from wanstream.testing.components import save_vae_file
 from wanstream.testing.quantised import quantise
 from wanstream.testing.weights import make_vae
-from wanstream.wan.latent_space import WAN22
+from wanstream.wan.latents.space import WAN22
 from wanstream.wan.vae.vae import VaeInputError, open_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -65,26 +65,28 @@ def assert_equal(path: Path, other: Path) -> None:
 
 class TestAgainstTheFolder:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_both_ways_equal_to_the_bit(self, changed: Callable[..., Path], tmp_path: Path, dtype: torch.dtype) -> None:
+    def test_both_ways_equal_to_the_bit(
+        self, changed: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
+    ) -> None:
         def cast(tensors: Tensors) -> None:
             tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
         vae = make_vae(seed=0)
-        save_vae_folder(vae, tmp_path / "vae")
+        vae.save_pretrained(tmp_path / "vae")
         weights = {name: tensor.to(dtype) for name, tensor in vae.state_dict().items()}
         save_file(weights, tmp_path / "vae" / WEIGHTS, {"format": "pt"})
 
         assert_equal(changed(cast), tmp_path)
 
     def test_names_of_diffusers_in_a_single_file(self, vae_file: Path, tmp_path: Path) -> None:
-        save_vae_folder(make_vae(seed=0), tmp_path / "vae")
+        make_vae(seed=0).save_pretrained(tmp_path / "vae")
 
         assert_equal(tmp_path / "vae" / WEIGHTS, vae_file)
 
     def test_the_width_follows_from_shapes(self, tmp_path: Path) -> None:
         vae = make_vae(seed=0, base_dim=16)
         save_vae_file(vae, tmp_path / "vae.safetensors")
-        save_vae_folder(vae, tmp_path / "vae")
+        vae.save_pretrained(tmp_path / "vae")
 
         assert json.loads((tmp_path / "vae" / "config.json").read_text())["base_dim"] == 16
         assert_equal(tmp_path / "vae.safetensors", tmp_path)
@@ -99,11 +101,15 @@ def renamed(prefix: str) -> Callable[[Tensors], None]:
 
 
 def with_more(**more: torch.Tensor) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({key.replace("__", "."): tensor for key, tensor in more.items()})
+    return lambda tensors: tensors.update(
+        {key.replace("__", "."): tensor for key, tensor in more.items()}
+    )
 
 
 def head(channels: int) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({"decoder.head.2.weight": torch.zeros(channels, 8, 3, 3, 3)})
+    return lambda tensors: tensors.update(
+        {"decoder.head.2.weight": torch.zeros(channels, 8, 3, 3, 3)}
+    )
 
 
 def decoded(path: Path, channels: int = 16) -> torch.Tensor:
@@ -125,7 +131,9 @@ class TestFilesThatPeopleHave:
     )
 
     @pytest.mark.parametrize("prefix", PREFIXES)
-    def test_a_prefix_is_removed(self, changed: Callable[..., Path], vae_file: Path, prefix: str) -> None:
+    def test_a_prefix_is_removed(
+        self, changed: Callable[..., Path], vae_file: Path, prefix: str
+    ) -> None:
         assert_same_weights(changed(renamed(prefix)), vae_file)
 
     @pytest.mark.parametrize(
@@ -136,15 +144,25 @@ class TestFilesThatPeopleHave:
                 with_more(optimizer__state__0__step=torch.zeros(1), global_step=torch.zeros(1)),
                 "2 tensors .*global_step",
             ),
-            (with_more(loss__discriminator__0__weight=torch.zeros(2), logvar=torch.zeros(())), "logvar"),
             (
-                lambda t: renamed("vae.")(t) or with_more(model__diffusion_model__blocks__0__bias=torch.zeros(3))(t),
+                with_more(loss__discriminator__0__weight=torch.zeros(2), logvar=torch.zeros(())),
+                "logvar",
+            ),
+            (
+                lambda t: (
+                    renamed("vae.")(t)
+                    or with_more(model__diffusion_model__blocks__0__bias=torch.zeros(3))(t)
+                ),
                 r"blocks\.0\.bias",
             ),
         ],
     )
     def test_tensors_that_a_vae_does_not_use_are_ignored_with_a_line(
-        self, changed: Callable[..., Path], vae_file: Path, edit: Callable[[Tensors], Any], ignored: str
+        self,
+        changed: Callable[..., Path],
+        vae_file: Path,
+        edit: Callable[[Tensors], Any],
+        ignored: str,
     ) -> None:
         path = changed(edit)
         assert_same_weights(path, vae_file)
@@ -166,7 +184,9 @@ class TestFilesThatPeopleHave:
     ) -> None:
         def cast(tensors: Tensors) -> None:
             for key, tensor in tensors.items():
-                if which == "all" or (tensor.ndim > 1 if which == "matrices" else key == "decoder.conv1.weight"):
+                if which == "all" or (
+                    tensor.ndim > 1 if which == "matrices" else key == "decoder.conv1.weight"
+                ):
                     tensors[key] = tensor.to(dtype)
 
         path = changed(cast)
@@ -174,15 +194,23 @@ class TestFilesThatPeopleHave:
             (warning,) = vae.warnings
             assert str(dtype).removeprefix("torch.") in warning
             assert "wan_2.1_vae.safetensors" in warning
-        save_file({key: tensor.float() for key, tensor in load_file(path).items()}, tmp_path / "plain.safetensors")
+        save_file(
+            {key: tensor.float() for key, tensor in load_file(path).items()},
+            tmp_path / "plain.safetensors",
+        )
         assert_same_weights(path, tmp_path / "plain.safetensors")
 
     def test_a_folder_is_named_by_its_weights(self, tmp_path: Path) -> None:
-        save_vae_folder(make_vae(seed=0), tmp_path / "vae")
-        weights = {key: tensor.to(torch.float8_e4m3fn) for key, tensor in load_file(tmp_path / "vae" / WEIGHTS).items()}
+        make_vae(seed=0).save_pretrained(tmp_path / "vae")
+        weights = {
+            key: tensor.to(torch.float8_e4m3fn)
+            for key, tensor in load_file(tmp_path / "vae" / WEIGHTS).items()
+        }
         save_file(weights | {"epoch": torch.zeros(1)}, tmp_path / "vae" / WEIGHTS)
         with open_vae(tmp_path) as vae:
-            assert [text.split(" holds")[0].split(":")[0] for text in (*vae.warnings, *vae.notes)] == [WEIGHTS, WEIGHTS]
+            assert [
+                text.split(" holds")[0].split(":")[0] for text in (*vae.warnings, *vae.notes)
+            ] == [WEIGHTS, WEIGHTS]
 
     def test_scales_are_applied(self, changed: Callable[..., Path], tmp_path: Path) -> None:
         plain: Tensors = {}
@@ -212,7 +240,7 @@ class TestFilesThatPeopleHave:
         self, vae_file: Path, wan22_vae: Path, tmp_path: Path, names: str, dropped: str
     ) -> None:
         if names == "diffusers":
-            save_vae_folder(make_vae(seed=0), tmp_path / "vae")
+            make_vae(seed=0).save_pretrained(tmp_path / "vae")
         path = {
             "native": vae_file,
             "diffusers": tmp_path / "vae" / WEIGHTS,
@@ -223,8 +251,13 @@ class TestFilesThatPeopleHave:
         kept = {key: tensor for key, tensor in load_file(path).items() if not key.startswith(gone)}
         save_file(kept, tmp_path / "decoder.safetensors")
         channels = 48 if "2.2" in names else 16
-        assert torch.equal(decoded(tmp_path / "decoder.safetensors", channels), decoded(path, channels))
-        with open_vae(tmp_path / "decoder.safetensors") as vae, pytest.raises(VaeInputError, match="has no encoder"):
+        assert torch.equal(
+            decoded(tmp_path / "decoder.safetensors", channels), decoded(path, channels)
+        )
+        with (
+            open_vae(tmp_path / "decoder.safetensors") as vae,
+            pytest.raises(VaeInputError, match="has no encoder"),
+        ):
             vae.encode(torch.zeros(1, 32, 32, 3), device="cpu")
 
 
@@ -232,7 +265,9 @@ class TestWan22:
     def test_the_single_file_is_the_folder(self, wan22_vae: Path) -> None:
         with open_vae(wan22_vae / "wan2.2_vae.safetensors") as file, open_vae(wan22_vae) as folder:
             latents, video = noise(1, 48, 2, 2, 2), noise(1, 32, 32, 3).sigmoid()
-            assert torch.equal(file.decode(latents, device="cpu"), folder.decode(latents, device="cpu"))
+            assert torch.equal(
+                file.decode(latents, device="cpu"), folder.decode(latents, device="cpu")
+            )
             assert torch.equal(file.encode(video, device="cpu"), folder.encode(video, device="cpu"))
             assert file.space == folder.space == WAN22
 
@@ -250,7 +285,8 @@ class TestWan22:
             ),
             (
                 lambda t: t.update({"encoder.conv1.weight": torch.zeros(4, 3, 3, 3, 3)}),
-                r"encoder\.conv1\.weight is \[4, 3, 3, 3, 3\]; the rest of the file requires \[4, 12, 3, 3, 3\]",
+                r"encoder\.conv1\.weight is \[4, 3, 3, 3, 3\]; the rest of the file requires \[4, "
+                r"12, 3, 3, 3\]",
             ),
         ],
         ids=["no width", "one parameter", "the encoder of Wan2.1"],
@@ -280,7 +316,10 @@ class TestBadFiles:
         ("tensors", "message"),
         [
             (
-                {"decoder.up.0.block.0.conv1.weight": (128, 256, 3, 3), "encoder.conv_in.weight": (128, 3, 3, 3)},
+                {
+                    "decoder.up.0.block.0.conv1.weight": (128, 256, 3, 3),
+                    "encoder.conv_in.weight": (128, 3, 3, 3),
+                },
                 r"of an image model \(decoder\.up\.0\.block\.0\.conv1\.weight \[128, 256, 3, 3\]\)",
             ),
             (
@@ -292,22 +331,34 @@ class TestBadFiles:
             ),
             (
                 {"blocks.0.attn.q.weight": (8, 8)},
-                r"is not a VAE of Wan: it has 1 tensors \(first: blocks.* \[8, 8\]\); use wan_2\.1_vae\.safetensors "
-                r"\(Wan2\.1 and Wan2\.2 A14B\), or wan2\.2_vae\.safetensors \(Wan2\.2 5B\)",
+                r"is not a VAE of Wan: it has 1 tensors \(first: blocks.* \[8, 8\]\); use "
+                r"wan_2\.1_vae\.safetensors \(Wan2\.1 and Wan2\.2 A14B\), or "
+                r"wan2\.2_vae\.safetensors \(Wan2\.2 5B\)",
             ),
         ],
         ids=["SD and Flux", "SD of diffusers", "no VAE"],
     )
-    def test_another_model(self, tmp_path: Path, tensors: dict[str, tuple[int, ...]], message: str) -> None:
-        made = {name: torch.zeros(1).expand(shape).to(torch.float8_e5m2) for name, shape in tensors.items()}
-        save_file({name: tensor.contiguous() for name, tensor in made.items()}, tmp_path / "vae.safetensors")
+    def test_another_model(
+        self, tmp_path: Path, tensors: dict[str, tuple[int, ...]], message: str
+    ) -> None:
+        made = {
+            name: torch.zeros(1).expand(shape).to(torch.float8_e5m2)
+            for name, shape in tensors.items()
+        }
+        save_file(
+            {name: tensor.contiguous() for name, tensor in made.items()},
+            tmp_path / "vae.safetensors",
+        )
         with pytest.raises(CheckpointFileError, match=message):
             open_vae(tmp_path / "vae.safetensors")
 
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
-            (lambda t: t.pop("decoder.head.0.gamma"), r"decoder\.head\.0\.gamma \[8, 1, 1, 1\] is missing"),
+            (
+                lambda t: t.pop("decoder.head.0.gamma"),
+                r"decoder\.head\.0\.gamma \[8, 1, 1, 1\] is missing",
+            ),
             (lambda t: t.pop("encoder.conv1.weight"), r"encoder\.conv1\.weight is missing"),
             (
                 lambda t: t.update({"encoder.conv1.weight": torch.zeros(16, 3, 3, 3)}),
@@ -315,23 +366,28 @@ class TestBadFiles:
             ),
             (
                 lambda t: t.update({"conv2.weight": torch.zeros(48, 48, 1, 1, 1)}),
-                r"conv2\.weight is \[48, 48, 1, 1, 1\]; the rest of the file requires \[16, 16, 1, 1, 1\]",
+                r"conv2\.weight is \[48, 48, 1, 1, 1\]; the rest of the file requires \[16, 16, 1, "
+                r"1, 1\]",
             ),
             (
                 lambda t: t.update({"conv1.bias": t["conv1.bias"].to(torch.int8)}),
-                r"conv1\.bias is torch\.int8; one of float32, float16, bfloat16, float64, .* is expected",
+                r"conv1\.bias is torch\.int8; one of float32, float16, bfloat16, float64, .* is "
+                r"expected",
             ),
             (
                 lambda t: t.update({"_orig_mod.conv1.bias": t["conv1.bias"] + 1}),
                 r"holds conv1\.bias twice, as .*_orig_mod",
             ),
             (
-                lambda t: t.update({f"ema.{key}": tensor.clone() for key, tensor in list(t.items())}),
+                lambda t: t.update(
+                    {f"ema.{key}": tensor.clone() for key, tensor in list(t.items())}
+                ),
                 "2 models of one kind, under the prefixes .*'ema.'",
             ),
             (
                 head(12),
-                r"a VAE that doubles the size of the video.*decoder\.head\.2\.weight has 12 channels.*: use wan_",
+                r"a VAE that doubles the size of the video.*decoder\.head\.2\.weight has 12 "
+                r"channels.*: use wan_",
             ),
             (head(27), "a VAE that enlarges the video 3 times"),
             (head(5), r"head\.2\.weight has 5 channels; 3 are expected: use wan_2\.1_vae"),

@@ -43,10 +43,22 @@ def test_no_two_names_of_wan22_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("name", "native"),
     [
-        ("encoder.down_blocks.1.resnets.0.conv_shortcut.bias", "encoder.downsamples.1.downsamples.0.shortcut.bias"),
-        ("encoder.down_blocks.2.downsampler.time_conv.weight", "encoder.downsamples.2.downsamples.2.time_conv.weight"),
-        ("decoder.up_blocks.0.resnets.2.conv2.weight", "decoder.upsamples.0.upsamples.2.residual.6.weight"),
-        ("decoder.up_blocks.2.upsampler.resample.1.bias", "decoder.upsamples.2.upsamples.3.resample.1.bias"),
+        (
+            "encoder.down_blocks.1.resnets.0.conv_shortcut.bias",
+            "encoder.downsamples.1.downsamples.0.shortcut.bias",
+        ),
+        (
+            "encoder.down_blocks.2.downsampler.time_conv.weight",
+            "encoder.downsamples.2.downsamples.2.time_conv.weight",
+        ),
+        (
+            "decoder.up_blocks.0.resnets.2.conv2.weight",
+            "decoder.upsamples.0.upsamples.2.residual.6.weight",
+        ),
+        (
+            "decoder.up_blocks.2.upsampler.resample.1.bias",
+            "decoder.upsamples.2.upsamples.3.resample.1.bias",
+        ),
         ("decoder.mid_block.attentions.0.to_qkv.weight", "decoder.middle.1.to_qkv.weight"),
     ],
 )
@@ -54,7 +66,9 @@ def test_names_of_wan22_that_are_easy_to_get_wrong(name: str, native: str) -> No
     assert WAN22.native_name(name) == native
 
 
-@pytest.mark.parametrize("name", ["blocks.0.norm3.weight", "decoder.up_blocks.x.resnets.0.norm1.gamma", ""])
+@pytest.mark.parametrize(
+    "name", ["blocks.0.norm3.weight", "decoder.up_blocks.x.resnets.0.norm1.gamma", ""]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_name_outside_the_vae_is_refused(family: VaeFamily, name: str) -> None:
     with pytest.raises(ValueError, match="not a parameter"):

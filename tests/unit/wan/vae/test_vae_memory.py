@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.wan.latent_space import WAN22
+from wanstream.wan.latents.space import WAN22
 from wanstream.wan.vae.memory import TensorMemoryTracker, decode_pixel_bytes, encode_pixel_bytes
 from wanstream.wan.vae.tiles import decoded_frames
 from wanstream.wan.vae.weights import family_of
@@ -27,7 +27,11 @@ def _on_meta(base_dim: int) -> AutoencoderKLWan:
 def _wan22_on_meta(base_dim: int, decoder_base_dim: int) -> AutoencoderKLWan:
     widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
     with torch.device("meta"):
-        return AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths}).eval().requires_grad_(False)
+        return (
+            AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths})
+            .eval()
+            .requires_grad_(False)
+        )
 
 
 def _peak(vae: AutoencoderKLWan, latents: torch.Tensor) -> int:
@@ -42,17 +46,20 @@ THIN_WAN22 = _wan22_on_meta(8, 8)
 
 
 @pytest.mark.slow  # decodes several sizes
-# Sizes are small because attention of the middle block needs quadratic memory on `meta`, which has no fused kernel.
+# Sizes are small because attention of the middle block needs quadratic memory on `meta`, which has
+# no fused kernel.
 @given(st.integers(8, 20), st.integers(8, 20), st.integers(1, 6))
 @settings(max_examples=4, deadline=None)
-def test_a_decode_takes_at_most_the_estimate_and_little_less(height: int, width: int, count: int) -> None:
+def test_a_decode_takes_at_most_the_estimate_and_little_less(
+    height: int, width: int, count: int
+) -> None:
     peak = _peak(THIN, torch.empty(1, 16, count, height, width, device="meta"))
     estimate = decode_pixel_bytes(THIN.config, count) * height * width
     assert 0.9 * estimate <= peak <= estimate
 
 
 def test_the_real_width_takes_23_kilobytes_for_a_pixel() -> None:
-    """Tooltips and help pages state 21 GB for full frames of 1280x720 and 1.5 GB for a tile of 256 pixels."""
+    """Tooltips and help pages state 21 GB for full 1280x720 frames, 1.5 GB for a 256-pixel tile."""
     pixel = decode_pixel_bytes(_on_meta(REAL_WIDTH).config, 21)
     assert 20.5e9 < pixel * 90 * 160 < 21.5e9
     assert 1.45e9 < pixel * 32 * 32 < 1.55e9
@@ -97,7 +104,8 @@ def test_the_vae_of_wan22_takes_at_most_the_estimate(height: int, width: int, co
     video = torch.empty(1, 3, 4 * (count - 1) + 1, 16 * height, 16 * width, device="meta")
     with torch.no_grad(), TensorMemoryTracker() as tracker:
         THIN_WAN22.encode(video)
-    # This VAE first copies the whole video into patches, which `encode_needs` counts as a second copy of the video.
+    # This VAE first copies the whole video into patches, which `encode_needs` counts as a second
+    # copy of the video.
     patches = video.numel() * 4
     estimate = encode_pixel_bytes(THIN_WAN22.config, count) * height * width
     assert 0.85 * estimate - patches <= tracker.convolution_peak <= estimate + patches

@@ -1,4 +1,7 @@
-"""Tiles by memory: the choice fits and computes least; a budget into which nothing fits is refused with numbers."""
+"""Tiles by memory: the choice fits and computes least.
+
+A budget into which nothing fits is refused with numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.wan.vae.memory import DecodeNeeds, VaeMemoryError, choose_tiling, shared_tiling, smaller_tiling
+from wanstream.wan.vae.memory import (
+    DecodeNeeds,
+    VaeMemoryError,
+    choose_tiling,
+    shared_tiling,
+    smaller_tiling,
+)
 from wanstream.wan.vae.tiles import Tiling
 
 MB = 1_000_000
 
 
-def _needs(height: int, width: int, frames: int = 81, *, to_file: bool = False, per_latent: int = 8) -> DecodeNeeds:
+def _needs(
+    height: int, width: int, frames: int = 81, *, to_file: bool = False, per_latent: int = 8
+) -> DecodeNeeds:
     return DecodeNeeds(
         height=height,
         width=width,
@@ -30,7 +41,15 @@ sizes = st.integers(1, 160)
 budgets = st.integers(0, 30_000 * MB)
 
 
-@given(sizes, sizes, st.sampled_from([1, 5, 81]), budgets, st.booleans(), st.booleans(), st.sampled_from([8, 16]))
+@given(
+    sizes,
+    sizes,
+    st.sampled_from([1, 5, 81]),
+    budgets,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([8, 16]),
+)
 def test_the_choice_fits_and_computes_least_of_the_large_ones(
     height: int, width: int, frames: int, budget: int, shared: bool, to_file: bool, per_latent: int
 ) -> None:
@@ -48,9 +67,15 @@ def test_the_choice_fits_and_computes_least_of_the_large_ones(
     else:
         assert chosen in fitting
         assert chosen.blended * 4 == chosen.pixels
-        large = [tiling for tiling in fitting if tiling.pixels >= 0.75 * max(each.pixels for each in fitting)]
+        large = [
+            tiling
+            for tiling in fitting
+            if tiling.pixels >= 0.75 * max(each.pixels for each in fitting)
+        ]
         assert chosen in large
-        assert chosen.computed(height, width) == min(tiling.computed(height, width) for tiling in large)
+        assert chosen.computed(height, width) == min(
+            tiling.computed(height, width) for tiling in large
+        )
 
 
 @given(sizes, sizes, st.integers(1, 8), st.integers(1, 3), budgets, st.booleans())
@@ -58,7 +83,10 @@ def test_workers_get_tiles_that_fit_and_each_gets_one_where_there_are_enough(
     height: int, width: int, workers: int, videos: int, budget: int, shared: bool
 ) -> None:
     needs = _needs(height, width)
-    if not any(needs.fit(Tiling.of(size), budget, shared=shared) for size in (64, 8 * max(8, height, width))):
+    if not any(
+        needs.fit(Tiling.of(size), budget, shared=shared)
+        for size in (64, 8 * max(8, height, width))
+    ):
         with pytest.raises(VaeMemoryError, match=f"{budget / 1e9:.2f} GB given"):
             shared_tiling(needs, budget, shared=shared, workers=workers, videos=videos)
         return
@@ -92,7 +120,9 @@ def test_smaller_tiles_take_about_half_until_there_are_none(height: int, width: 
     for before, after in pairwise(tries):
         assert after < before
         assert after <= 0.5 * before or after == tries[-1], "the smallest tile ends it"
-    assert tries[-1] == needs.pixel_bytes * min(height, 8) * min(width, 8) or max(height, width) <= 8
+    assert (
+        tries[-1] == needs.pixel_bytes * min(height, 8) * min(width, 8) or max(height, width) <= 8
+    )
 
 
 def test_of_1280x720_a_gigabyte_is_tiles_of_about_200_pixels() -> None:
@@ -123,8 +153,13 @@ def test_a_file_takes_no_room_for_whole_frames_that_have_left() -> None:
 
 
 def test_a_budget_for_which_the_smallest_tile_is_too_large_is_refused_with_numbers() -> None:
-    said = r"decoding 1280x720 frames in tiles of 64 pixels, .* takes 0\.09 GB of working memory; 0\.05 GB given: give"
+    said = (
+        r"decoding 1280x720 frames in tiles of 64 pixels, .* takes 0\.09 GB of working memory; "
+        r"0\.05 GB given: give"
+    )
     with pytest.raises(VaeMemoryError, match=said):
         choose_tiling(_needs(90, 160), 50 * MB, shared=False)
-    with pytest.raises(VaeMemoryError, match=r"0\.09 GB of working memory and 1\.\d\d GB for its 81 frames; 0\.1"):
+    with pytest.raises(
+        VaeMemoryError, match=r"0\.09 GB of working memory and 1\.\d\d GB for its 81 frames; 0\.1"
+    ):
         choose_tiling(_needs(90, 160), 100 * MB, shared=True)

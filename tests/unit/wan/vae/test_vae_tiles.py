@@ -17,7 +17,9 @@ def test_every_latent_pixel_lies_in_a_tile(eighths: int, height: int, width: int
         (y, x) for y in range(height) for x in range(width)
     }
     assert all(len(tile.rows) <= eighths and len(tile.columns) <= eighths for tile in tiles)
-    assert [(tile.row, tile.column) for tile in tiles] == sorted({(tile.row, tile.column) for tile in tiles})
+    assert [(tile.row, tile.column) for tile in tiles] == sorted(
+        {(tile.row, tile.column) for tile in tiles}
+    )
     assert tiling.cuts(height, width) == (len(tiles) > 1)
 
 

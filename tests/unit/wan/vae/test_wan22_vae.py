@@ -33,7 +33,9 @@ def noise(*shape: int) -> torch.Tensor:
     return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def decoded(own_vae: AutoencoderKLWan, latents: torch.Tensor, tiling: Tiling | None = None) -> torch.Tensor:
+def decoded(
+    own_vae: AutoencoderKLWan, latents: torch.Tensor, tiling: Tiling | None = None
+) -> torch.Tensor:
     """Decode with diffusers, one video at a time."""
     if tiling is not None:
         own_vae.enable_tiling(tiling.pixels, tiling.pixels, tiling.stride, tiling.stride)
@@ -46,7 +48,9 @@ def decoded(own_vae: AutoencoderKLWan, latents: torch.Tensor, tiling: Tiling | N
 
 
 class TestDecode:
-    def test_whole_frames_are_those_of_diffusers(self, vae: WanVae, own_vae: AutoencoderKLWan) -> None:
+    def test_whole_frames_are_those_of_diffusers(
+        self, vae: WanVae, own_vae: AutoencoderKLWan
+    ) -> None:
         latents = noise(2, 48, 3, 2, 3)
 
         videos = vae.decode(latents, device="cpu")
@@ -60,17 +64,20 @@ class TestDecode:
         tiled = vae.decode(latents, device="cpu", tiling=TILING)
 
         assert torch.equal(tiled, decoded(own_vae, latents, TILING))
-        assert not torch.equal(tiled, decoded(own_vae, latents)), "tiles of an untrained VAE differ from the whole"
+        assert not torch.equal(tiled, decoded(own_vae, latents)), (
+            "tiles of an untrained VAE differ from the whole"
+        )
 
     def test_tiles_in_any_order_are_the_same(self, vae: WanVae) -> None:
         latents = noise(1, 48, 1, 9, 9)
         tiles = list(TILING.tiles(9, 9))
         random.Random(1).shuffle(tiles)
-        mosaic = TileBlender(TILING, into=torch.empty(1, 144, 144, 3))
+        frames = torch.empty(1, 144, 144, 3)
+        mosaic = TileBlender(TILING, into=frames)
         for tile in tiles:
             mosaic.put(tile, vae.decode_tile(crop(latents, tile), device="cpu"))
 
-        assert torch.equal(mosaic.frames, vae.decode(latents, device="cpu", tiling=TILING)[0])
+        assert torch.equal(frames, vae.decode(latents, device="cpu", tiling=TILING)[0])
 
     def test_frames_leave_as_they_are_made(self, vae: WanVae) -> None:
         latents, checks = noise(1, 48, 3, 2, 2), itertools.count()
@@ -84,7 +91,9 @@ class TestDecode:
 
 class TestEncode:
     @pytest.mark.parametrize("frames", [1, 5])
-    def test_the_mode_of_the_latents_of_diffusers(self, vae: WanVae, own_vae: AutoencoderKLWan, frames: int) -> None:
+    def test_the_mode_of_the_latents_of_diffusers(
+        self, vae: WanVae, own_vae: AutoencoderKLWan, frames: int
+    ) -> None:
         video = noise(frames, 32, 48, 3).sigmoid()
 
         raw = vae.encode(video, device="cpu")
@@ -99,11 +108,17 @@ class TestEncode:
     ) -> None:
         video = noise(1, 144, 160, 3).sigmoid()
 
-        tiled, small = (vae.encode(given, device="cpu", tiling=TILING) for given in (video, video[:, :128, :128]))
+        tiled, small = (
+            vae.encode(given, device="cpu", tiling=TILING)
+            for given in (video, video[:, :128, :128])
+        )
 
         pixels = video.permute(3, 0, 1, 2)[None] * 2 - 1
         with torch.no_grad():
-            whole, one = (own_vae.encode(given).latent_dist.mode() for given in (pixels, pixels[..., :128, :128]))
+            whole, one = (
+                own_vae.encode(given).latent_dist.mode()
+                for given in (pixels, pixels[..., :128, :128])
+            )
             own_vae.enable_tiling(64, 64, 48, 48)
             try:
                 assert torch.equal(tiled, own_vae.encode(pixels).latent_dist.mode())
@@ -119,8 +134,15 @@ class TestEncode:
 
 class TestTheWrongPair:
     def test_latents_of_wan21(self, vae: WanVae) -> None:
-        said = r"\[1, 16, 1, 2, 2\], of Wan2\.1 and Wan2\.2 A14B.*of Wan2\.2 5B, for 48 channels: take wan_2\.1_vae"
-        for use in (vae.decode, vae.decode_tile, lambda given, device: list(vae.stream(given, device=device))):
+        said = (
+            r"\[1, 16, 1, 2, 2\], of Wan2\.1 and Wan2\.2 A14B.*of Wan2\.2 5B, for 48 channels: "
+            r"take wan_2\.1_vae"
+        )
+        for use in (
+            vae.decode,
+            vae.decode_tile,
+            lambda given, device: list(vae.stream(given, device=device)),
+        ):
             with pytest.raises(VaeInputError, match=said):
                 use(noise(1, 16, 1, 2, 2), device="cpu")
         with pytest.raises(VaeInputError, match=said):
@@ -134,7 +156,9 @@ class TestTheWrongPair:
             other.decode(noise(1, 48, 1, 2, 2), device="cpu")
 
     def test_latents_of_neither(self, vae: WanVae) -> None:
-        with pytest.raises(VaeInputError, match=r"\[1, 4, 1, 2, 2\]: give \[B, 16 or 48, T, h, w\]"):
+        with pytest.raises(
+            VaeInputError, match=r"\[1, 4, 1, 2, 2\]: give \[B, 16 or 48, T, h, w\]"
+        ):
             vae.decode(noise(1, 4, 1, 2, 2), device="cpu")
 
 
@@ -142,7 +166,9 @@ def test_a_decode_says_its_sizes_in_pixels_of_16(vae: WanVae) -> None:
     needs = vae.decode_needs(noise(1, 48, 2, 3, 4), to_file=True)
 
     assert (needs.height, needs.width, needs.per_latent, needs.frames) == (3, 4, 16, 5)
-    assert needs.host_bytes(None) == 4 * 3 * 48 * 64 * 5, "a latent frame in fp32, and as it is stored"
+    assert needs.host_bytes(None) == 4 * 3 * 48 * 64 * 5, (
+        "a latent frame in fp32, and as it is stored"
+    )
 
 
 def test_a_start_image_is_there_twice_as_pixels_and_as_patches(vae: WanVae, tiny_pipeline) -> None:

@@ -1,0 +1,1 @@
+"""Batch journal: the state of every row, in an SQLite file."""

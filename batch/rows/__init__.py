@@ -1,0 +1,1 @@
+"""Batch rows, and the jobs they become."""

@@ -1,0 +1,1 @@
+"""ComfyUI servers as backends of a batch."""

@@ -1,1 +1,0 @@
-"""Batches on actors of Ray: the backends of the driver, and the service in the process of each actor."""

@@ -1,0 +1,1 @@
+"""Decisions for several workers: layout, jobs, machines, and the placement of weights."""

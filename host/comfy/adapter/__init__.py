@@ -1,0 +1,1 @@
+"""`ComfyHost`, the host inside ComfyUI: progress, events, settings, workflow constants."""

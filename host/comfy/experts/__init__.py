@@ -1,0 +1,1 @@
+"""Streamed experts inside ComfyUI: the memory manager entry and the sampling guider."""

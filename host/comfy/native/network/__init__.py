@@ -1,0 +1,1 @@
+"""Modules, tensors and blocks in ComfyUI's networks."""

@@ -1,0 +1,1 @@
+"""Runs of streamed native models and text encoders."""

@@ -1,0 +1,1 @@
+"""ComfyUI models with streamed weights, and their patchers."""

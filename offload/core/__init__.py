@@ -1,0 +1,1 @@
+"""Memory, states and threads shared by all parts of the engine."""

@@ -1,0 +1,23 @@
+"""Probes for this machine: rates of disks, buses, devices and links between workers."""
+
+from __future__ import annotations
+
+from .gather import probe_gather
+from .machine import (
+    probe_bus,
+    probe_copy,
+    probe_decode,
+    probe_disk,
+    probe_quantise,
+    wrong_decodings,
+)
+
+__all__ = [
+    "probe_bus",
+    "probe_copy",
+    "probe_decode",
+    "probe_disk",
+    "probe_gather",
+    "probe_quantise",
+    "wrong_decodings",
+]

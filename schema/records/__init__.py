@@ -1,0 +1,40 @@
+"""Records for a run: the timeline, and notices to the user."""
+
+from __future__ import annotations
+
+from .notices import Notice, NoticeLevel
+from .timeline import (
+    PHASES,
+    RATE_BORDERS,
+    STEP_FIGURES,
+    MemorySample,
+    PhaseRecord,
+    RateRange,
+    StepMemory,
+    StepRecord,
+    Timeline,
+    Transfers,
+    largest_known,
+    limit_share,
+    run_phases,
+    together,
+)
+
+__all__ = [
+    "PHASES",
+    "RATE_BORDERS",
+    "STEP_FIGURES",
+    "MemorySample",
+    "Notice",
+    "NoticeLevel",
+    "PhaseRecord",
+    "RateRange",
+    "StepMemory",
+    "StepRecord",
+    "Timeline",
+    "Transfers",
+    "largest_known",
+    "limit_share",
+    "run_phases",
+    "together",
+]

@@ -1,0 +1,300 @@
+"""Tiny text encoders of ComfyUI, for runs in its own Python: files, prompts, and ComfyUI's CLIP.
+
+The architectures are ComfyUI's, with fewer and thinner layers, by the options with which it
+configures them. `ENCODERS` has those that this ComfyUI detects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import comfy.sd
+import comfy.text_encoders.llama
+import comfy.text_encoders.qwen_vl
+import comfy.utils
+import torch
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+Prompt = dict[str, list[list[tuple[Any, float]]]]
+
+VOCABULARY = 300
+T5 = {"num_layers": 4, "num_heads": 2, "d_kv": 16, "d_ff": 96, "d_model": 64, "vocab_size": 300}
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+VISION = {"hidden_size": 64, "intermediate_size": 96}
+SIGLIP = {
+    **VISION,
+    "num_channels": 3,
+    "hidden_act": "gelu_pytorch_tanh",
+    "image_size": 224,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "patch_size": 14,
+}
+LAST_OF_T5 = "encoder.block.23.layer.1.DenseReluDense.wi_1.weight"
+"""Tensor by which ComfyUI detects T5-XXL and UMT5-XXL, if it has the real size."""
+MARK_OF_T5 = {LAST_OF_T5: (96, 64)}
+
+
+@contextmanager
+def thin_encoders() -> Iterator[None]:
+    """Let ComfyUI detect thin encoders, and make their parts that see images thin.
+
+    Texts are given as tokens, and ComfyUI's tokenizers, some of which need files, are not made.
+    """
+    with ExitStack() as patched:
+        patched.enter_context(patch("comfy.sd1_clip.SDTokenizer.__init__", _no_tokenizer))
+        own = comfy.text_encoders.qwen_vl.Qwen2VLVisionTransformer
+        thin = partial(_with, own, {**VISION, "num_heads": 2, "num_layers": 3})
+        patched.enter_context(patch.object(comfy.text_encoders.qwen_vl, own.__name__, thin))
+        gemma = getattr(comfy.text_encoders.llama, "Gemma3_12B_Config", None)
+        if gemma is not None:
+            patched.enter_context(patch.object(gemma, "vision_config", SIGLIP))
+        patched.enter_context(patch("comfy.sd.detect_te_model", partial(_detected, DETECT)))
+        # For a longer CLIP-L it would replace our configuration.
+        long_clip = "comfy.text_encoders.long_clipl.model_options_long_clip"
+        patched.enter_context(patch(long_clip, lambda _tensors, *given: given))
+        if find_spec("comfy.text_encoders.qwen3vl"):
+            from comfy.text_encoders import qwen3vl
+
+            settings = {**VISION, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]}
+            for name in qwen3vl.QWEN3VL_VISION:
+                patched.enter_context(patch.dict(qwen3vl.QWEN3VL_VISION, {name: settings}))
+        yield
+
+
+DETECT = comfy.sd.detect_te_model
+
+
+def _detected(detect: Callable[[Tensors], Any], tensors: Tensors) -> Any:
+    return comfy.sd.TEModel.T5_XXL if LAST_OF_T5 in tensors else detect(tensors)
+
+
+def _no_tokenizer(self: Any, *_: Any, **__: Any) -> None:
+    self.min_length = 1
+
+
+def _with(own: Callable[..., Any], changed: Mapping[str, Any], **settings: Any) -> Any:
+    return own(**{**settings, **changed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """A CLIP of one or several files."""
+
+    kind: str
+    """Type in ComfyUI's loaders."""
+    parts: Mapping[str, str]
+    """Key of the tokens of each encoder, by the name of the encoder. One file each."""
+    config: Mapping[str, Mapping[str, Any]]
+    """Configuration by the name of the encoder."""
+    marks: tuple[Mapping[str, tuple[int, ...]], ...]
+    """Tensors by which ComfyUI detects the encoder of each file."""
+    detected: str
+    """Name that ComfyUI has for the largest encoder."""
+    sees: bool = False
+    """True for encoders that see images."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Starts of the keys of the network, and those of distributed files."""
+
+    @property
+    def have(self) -> bool:
+        """True if this ComfyUI detects it."""
+        return hasattr(comfy.sd.TEModel, self.detected) and hasattr(
+            comfy.sd.CLIPType, self.kind.upper()
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {f"{name}_model_config": dict(config) for name, config in self.config.items()}
+
+    @property
+    def type(self) -> Any:
+        return comfy.sd.CLIPType[self.kind.upper()]
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float16) -> tuple[Path, ...]:
+        """Write files with random weights, and return their paths."""
+        files: list[Tensors] = [
+            {key: torch.zeros(shape, dtype=torch.uint8) for key, shape in marks.items()}
+            for marks in self.marks
+        ]
+        options = {**self.options, "dtype": dtype}
+        clip = comfy.sd.load_text_encoder_state_dicts(
+            [dict(each) for each in files], clip_type=self.type, model_options=options
+        )
+        generator = torch.Generator().manual_seed(1)
+        paths = []
+        for name, tensors in zip(self.parts, files, strict=True):
+            network = clip.cond_stage_model.get_submodule(f"{name}.transformer".lstrip("."))
+            for key, tensor in network.state_dict().items():
+                values = torch.randn(tensor.shape, generator=generator)
+                if tensor.dim() < 2:
+                    values = 1 + 0.1 * values
+                elif not key.endswith("text_projection.weight"):
+                    values = values / tensor.shape[-1] ** 0.5
+                tensors[self._key(key)] = values.to(dtype)
+            tensors.pop("text_projection.weight", None)  # of which distributed files have none
+            paths.append(folder / f"{name or self.kind}.safetensors")
+            save_file(tensors, paths[-1])
+        return tuple(paths)
+
+    def _key(self, key: str) -> str:
+        for start, renamed in self.renames:
+            if key.startswith(start):
+                return renamed + key.removeprefix(start)
+        return key
+
+    def load(self, paths: tuple[Path, ...]) -> Any:
+        """Return ComfyUI's own CLIP."""
+        tensors = []
+        for path in paths:
+            if hasattr(comfy.utils, "convert_old_quants"):
+                read, metadata = comfy.utils.load_torch_file(
+                    str(path), safe_load=True, return_metadata=True
+                )
+                read, _ = comfy.utils.convert_old_quants(read, model_prefix="", metadata=metadata)
+            else:  # before ComfyUI 0.4
+                read = comfy.utils.load_torch_file(str(path), safe_load=True)
+            tensors.append(read)
+        return comfy.sd.load_text_encoder_state_dicts(
+            tensors, clip_type=self.type, model_options=self.options
+        )
+
+    def prompt(self, length: int, image: torch.Tensor | None = None) -> Any:
+        """Return the tokens of a text, some with a weight, and of an image in it."""
+        tokens: list[tuple[Any, float]] = [
+            (3 + 7 * place % (VOCABULARY - 3), 1.0) for place in range(length)
+        ]
+        if "t5" in [*self.parts][-1]:  # the others compare with a token that is not in VOCABULARY
+            tokens[length // 3] = (tokens[length // 3][0], 1.2)
+        if image is not None:
+            tokens.insert(length // 2, ({"type": "image", "data": image}, 1.0))
+        if "" in self.parts:
+            return [tokens]
+        prompt = {key: [list(tokens)] for key in self.parts.values()}
+        if "l" in prompt:
+            prompt["l"] = [[(49406, 1.0), *tokens[:20], *[(49407, 1.0)] * 56]]
+        return prompt
+
+
+def _llama(
+    kind: str,
+    name: str,
+    detected: str,
+    marks: Mapping[str, tuple[int, ...]],
+    *,
+    sees: bool = False,
+    renames: tuple[tuple[str, str], ...] = (),
+    **config: Any,
+) -> Encoder:
+    return Encoder(
+        kind=kind,
+        parts={name: name},
+        config={name: {**LLAMA, **config}},
+        detected=detected,
+        marks=(marks,),
+        sees=sees,
+        renames=renames,
+    )
+
+
+LAYER = "model.layers.0."
+FEED = f"{LAYER}post_feedforward_layernorm.weight"
+CLIP_L = {"num_hidden_layers": 2, "intermediate_size": 96}
+MARK_OF_CLIP_L = {"text_model.encoder.layers.0.mlp.fc1.weight": (96, 768)}
+QWEN_3_VL = (("model.", "model.language_model."), ("visual.", "model.visual."))
+
+
+def _t5(kind: str, name: str, **config: Any) -> Encoder:
+    return Encoder(
+        kind=kind,
+        parts={name: name},
+        config={name: {**T5, **config}},
+        detected="T5_XXL",
+        marks=(MARK_OF_T5,),
+    )
+
+
+def _qwen_3_vl(layers: int) -> Encoder:
+    marks = {
+        "model.visual.deepstack_merger_list.0.norm.weight": (256,),
+        "model.visual.merger.linear_fc2.weight": (2560, 256),
+    }
+    config = {"num_hidden_layers": layers, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return _llama(
+        "krea2", "qwen3vl_4b", "QWEN3VL_4B", marks, sees=True, renames=QWEN_3_VL, **config
+    )
+
+
+def _gemma_2(**config: Any) -> Encoder:
+    marks = {FEED: (64,)}
+    return _llama("lumina2", "gemma2_2b", "GEMMA_2_2B", marks, hidden_size=64, **config)
+
+
+def _gemma_3(layers: int) -> Encoder:
+    marks = {
+        FEED: (64,),
+        "model.layers.47.self_attn.q_norm.weight": (256,),
+        "model.layers.5.self_attn.v_proj.weight": (1024, 64),
+    }
+    config = {"num_hidden_layers": layers, "hidden_size": 64}
+    return _llama("ltxv", "", "GEMMA_3_12B", marks, sees=True, **config)
+
+
+CANDIDATES = {
+    "umt5": _t5("wan", "umt5xxl"),
+    "umt5, 24 layers": _t5("wan", "umt5xxl", num_layers=24),
+    "t5": _t5("mochi", "t5xxl"),
+    "clip-l and t5": Encoder(
+        kind="flux",
+        parts={"clip_l": "l", "t5xxl": "t5xxl"},
+        config={"clip_l": CLIP_L, "t5xxl": T5},
+        detected="T5_XXL",
+        marks=(MARK_OF_CLIP_L, MARK_OF_T5),
+    ),
+    "clip-l and llama": Encoder(
+        kind="hunyuan_video",
+        parts={"clip_l": "l", "llama": "llama"},
+        config={"clip_l": CLIP_L, "llama": {**LLAMA, "hidden_size": 64}},
+        detected="LLAMA3_8",
+        marks=(MARK_OF_CLIP_L, {f"{LAYER}post_attention_layernorm.weight": (64,)}),
+    ),
+    "qwen2.5-vl": _llama(
+        "qwen_image",
+        "qwen25_7b",
+        "QWEN25_7B",
+        {f"{LAYER}self_attn.k_proj.bias": (512,)},
+        sees=True,
+        hidden_size=64,
+    ),
+    "qwen3": _llama(
+        "lumina2",
+        "qwen3_4b",
+        "QWEN3_4B",
+        {
+            f"{LAYER}post_attention_layernorm.weight": (2560,),
+            f"{LAYER}self_attn.q_norm.weight": (128,),
+        },
+    ),
+    "qwen3-vl": _qwen_3_vl(layers=5),
+    "qwen3-vl, 36 layers": _qwen_3_vl(layers=36),
+    "gemma2": _gemma_2(),
+    "gemma2 with a head": _gemma_2(lm_head=True),
+    "gemma3": _gemma_3(layers=6),
+    "gemma3, 48 layers": _gemma_3(layers=48),
+}
+ENCODERS = {name: each for name, each in CANDIDATES.items() if each.have}

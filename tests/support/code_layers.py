@@ -1,0 +1,27 @@
+"""Layers that multiply codes, with given codes, scales, bias and patch."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from wanstream.block_kernels import ScaledLinear
+
+LayerT = TypeVar("LayerT", bound=ScaledLinear)
+
+
+def loaded(
+    layer: LayerT,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    patch: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> LayerT:
+    """Return `layer` with these tensors."""
+    layer.weight = nn.Parameter(codes, requires_grad=False)
+    layer.weight_scale = scale
+    layer.bias = bias if bias is None else nn.Parameter(bias, requires_grad=False)
+    layer.patch_up, layer.patch_down = patch
+    return layer

@@ -1,0 +1,90 @@
+"""Pages of `docs/` are short and linked, and their nodes, commands and paths exist."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from wanstream.cli import _parser, options
+from wanstream.nodes import WanStreamExtension
+
+ROOT = Path(__file__).parent.parent
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+TEXTS = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ROOT_PAGES}
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EACH_TEXT = pytest.mark.parametrize("name", sorted(TEXTS))
+TITLES = {
+    node.define_schema().display_name for node in asyncio.run(WanStreamExtension().get_node_list())
+}
+NODES = TITLES | {title.partition(" (")[0] for title in TITLES}
+FAMILIES = {"Wan Animate", "Wan Bernini", "Wan Dancer"}
+"""Native models, not nodes."""
+NEVER_RUN = re.compile(r"never run|nothing on this page was measured|no figure here|we measured no")
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_a_page_has_120_lines_at_most(name: str) -> None:
+    assert len(PAGES[name].splitlines()) <= 120
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached: set[str] = set()
+    waiting = ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            links = re.findall(r"\]\((?:docs/|\.\./)?([\w-]+\.md)[#)]", TEXTS[page])
+            waiting += [link for link in links if link in TEXTS]
+    assert {*TEXTS} <= reached
+
+
+def test_pages_for_several_gpus_begin_with_what_was_never_run() -> None:
+    section = PAGES["start.md"].partition("### Several GPUs")[2].partition("\n### ")[0]
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", section)
+    prefixes = ("workers", "scaling", "batch-ray", "batch-servers")
+    assert {*listed} == {name for name in PAGES if name.startswith(prefixes)}
+    for name in listed:
+        assert NEVER_RUN.search(" ".join(PAGES[name].lower().splitlines()[:5])), name
+
+
+@EACH_TEXT
+def test_every_node_in_bold_or_in_a_table_is_ours(name: str) -> None:
+    bold = re.findall(r"\*\*((?:Wan|Load |Stream |Join |Split )[^*]*?)\*\*", TEXTS[name])
+    assert {text for text in bold if not text.endswith((".", ":"))} <= NODES
+    rows = "\n".join(line for line in TEXTS[name].splitlines() if line.startswith("|"))
+    for node in sorted(NODES, key=len, reverse=True):
+        rows = rows.replace(node, "")
+    assert {*re.findall(r"\bWan(?:Stream)? [A-Z][a-z]+\b", rows)} <= FAMILIES
+    assert "(streamed)" not in rows
+
+
+@EACH_TEXT
+def test_every_command_line_is_accepted(name: str) -> None:
+    lines = [line for block in FENCED.findall(TEXTS[name]) for line in block.splitlines()]
+    for line in lines:
+        if line.startswith("wanstream "):
+            parsed = _parser().parse_args(shlex.split(line, comments=True)[1:])
+            options.parsed_options(parsed.kind, parsed)
+
+
+@EACH_TEXT
+def test_every_command_in_a_sentence_has_these_options(name: str) -> None:
+    (commands,) = (
+        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
+    )
+    for command, words in re.findall(r"`wanstream ([\w-]+)([^`]*)`", FENCED.sub("", TEXTS[name])):
+        flags = {word for word in words.split() if word.startswith("--")}
+        assert flags <= {*commands[command]._option_string_actions}, command
+
+
+@EACH_TEXT
+def test_every_path_of_this_repository_is_there(name: str) -> None:
+    found = re.findall(r"(?<![\w./-])(?:\.\./)?((?:benchmarks|docs|tests)/[\w./*-]+)", TEXTS[name])
+    for path in found:
+        assert [*ROOT.glob(path.rstrip("./"))], path

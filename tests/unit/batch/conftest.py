@@ -1,0 +1,7 @@
+"""A folder in memory for the tests of this folder."""
+
+from __future__ import annotations
+
+from wanstream.tests.support.memory_folder import tmp_path
+
+__all__ = ["tmp_path"]

@@ -1,0 +1,187 @@
+"""`wanstream plan FILE`: blocks and costs of a model file by its header."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from wanstream.cli import main
+from wanstream.cli.model_file import FileRun, read_model_file, tokens_of
+from wanstream.plan import Budgets, memory_needs, plan_offload
+from wanstream.plan.machine import expected_machine
+
+BYTES = {"BF16": 2, "F32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+MACHINE = ["--gpu", "RTX 4070", "--ram", "32", "--ssd", "5"]
+
+
+def write_header(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Path:
+    """Write a file without values: sparse, of the real size."""
+    header, end = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        begin, end = end, end + math.prod(shape) * BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return path
+
+
+def flux2(prefix: str = "", dtype: str = "BF16", double: int = 8, single: int = 48) -> dict:
+    """Return the matrices of FLUX.2 dev's blocks, and one beside them."""
+    wide, hidden = 6144, 18432
+    shapes = {}
+    for at in range(double):
+        for stream in ("img", "txt"):
+            name = f"{prefix}double_blocks.{at}.{stream}_"
+            shapes[f"{name}attn.qkv.weight"] = (dtype, (3 * wide, wide))
+            shapes[f"{name}attn.proj.weight"] = (dtype, (wide, wide))
+            shapes[f"{name}mlp.0.weight"] = (dtype, (2 * hidden, wide))
+            shapes[f"{name}mlp.2.weight"] = (dtype, (wide, hidden))
+            shapes[f"{name}attn.norm.query_norm.scale"] = ("BF16", (128,))
+    for at in range(single):
+        name = f"{prefix}single_blocks.{at}."
+        shapes[f"{name}linear1.weight"] = (dtype, (3 * wide + 2 * hidden, wide))
+        shapes[f"{name}linear2.weight"] = (dtype, (wide, wide + hidden))
+    shapes[f"{prefix}img_in.weight"] = ("BF16", (wide, 128))
+    return shapes
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_blocks_have_the_sizes_of_the_header(tmp_path: Path, prefix: str) -> None:
+    """Those that `docs/native-families.md` lists for FLUX.2 dev."""
+    shapes = flux2(prefix)
+    if prefix:
+        shapes["text_encoders.t5xxl.encoder.block.0.layer.weight"] = ("BF16", (4096, 4096))
+    model = read_model_file(write_header(tmp_path / "flux2.safetensors", shapes))
+    assert [round(block.sizes.file / 1e6) for block in model.blocks] == [1963] * 8 + [981] * 48
+    assert {block.width for block in model.blocks} == {6144}
+    assert model.describe().startswith("flux2.safetensors: 62.8 GB, 100.0% in blocks that stream")
+
+
+def test_sequences_are_no_lists_and_large_layers_are_blocks(tmp_path: Path) -> None:
+    """As in Wan 14B, and in a model with a stack of experts."""
+    shapes = {
+        "text_embedding.0.weight": ("BF16", (5120, 4096)),
+        "time_projection.1.weight": ("BF16", (30720, 5120)),
+        "blocks.0.ffn.0.weight": ("BF16", (13824, 5120)),
+        "blocks.0.experts.weight": ("BF16", (8, 1024, 1024)),
+    }
+    model = read_model_file(write_header(tmp_path / "a.safetensors", shapes))
+    assert [block.sizes.file for block in model.blocks] == [
+        2 * (13824 * 5120 + 8 * 1024**2),
+        2 * 30720 * 5120,
+    ]
+    assert model.outside_bytes == 2 * 5120 * 4096
+
+
+@pytest.mark.parametrize(
+    ("dtype", "computed", "parameters"),
+    [("BF16", 2, 1), ("F32", 2, 1), ("I8", 1, 1), ("F8_E4M3", 1, 1), ("U8", 1, 2)],
+)
+def test_bytes_to_compute_with(tmp_path: Path, dtype: str, computed: int, parameters: int) -> None:
+    shapes = {"layers.0.ffn.weight": (dtype, (4096, 4096))}
+    [block] = read_model_file(write_header(tmp_path / "a.safetensors", shapes)).blocks
+    assert block.sizes == (4096**2 * BYTES[dtype], 4096**2 * BYTES[dtype], 4096**2 * computed)
+    assert block.parameters == 4096**2 * parameters
+
+
+def test_operations_are_those_of_the_matrices_and_an_attention(tmp_path: Path) -> None:
+    path = write_header(tmp_path / "a.safetensors", flux2(double=2, single=2))
+    machine = expected_machine("RTX 4070", ram_bytes=32 << 30, disk_bytes_per_s=5e9)
+    run = FileRun(model=read_model_file(path), tokens=4096, lanes=2, steps=(0, 1))
+    parameters = sum(block.parameters for block in run.model.blocks)
+    operations = 2 * (2 * parameters * 4096 + 4 * 4 * 4096**2 * 6144)
+    hardware = run.costs(machine).hardware
+    visits_s = [hardware.visit_s["model"] * share for share in hardware.visit_shares]
+    assert sum(visits_s) * machine.flops_per_s == pytest.approx(operations)
+    assert run.calibrated(machine, 2 * sum(visits_s) / 4, None).flops_per_s == pytest.approx(
+        machine.flops_per_s / 2
+    )
+
+
+def test_unequal_blocks_are_planned_with_their_own_sizes(tmp_path: Path) -> None:
+    """With buffers and slots of the largest block, FLUX.2 dev would wait for the disk."""
+    run = FileRun(
+        model=read_model_file(write_header(tmp_path / "a.safetensors", flux2())),
+        tokens=4096,
+        lanes=1,
+        steps=tuple(range(4)),
+    )
+    machine = expected_machine("RTX 4070", ram_bytes=32 << 30, disk_bytes_per_s=5e9)
+    plan = plan_offload(run, machine, Budgets())
+    assert plan.device_bytes <= machine.vram_bytes
+    hardware = run.costs(machine).hardware
+    computed_s = hardware.visit_s["model"] * sum(hardware.visit_shares)
+    assert plan.last_step_s < 1.05 * computed_s
+    largest = replace(run.blocks, sizes=())
+    alike = memory_needs(largest, plan.policy, has_bus=True)
+    assert alike.device_bytes + alike.host_bytes > 1.2 * (plan.device_bytes + plan.host_bytes)
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens"),
+    [("1024x1024", 4096), ("1000x1000", 3969), ("832x480x81", 32760), ("a", None), ("0x9", None)],
+)
+def test_tokens_of_a_size(size: str, tokens: int | None) -> None:
+    assert tokens_of(size) == tokens
+
+
+def test_the_command_plans_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_header(tmp_path / "a.safetensors", flux2(dtype="I8", double=2, single=4))
+    command = ["plan", str(path), *MACHINE, "--size", "1024x1024", "--steps", "4", "--cfg", "none"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("a.safetensors: 3.9")
+    assert "1 x 4096 tokens, multiplied in int8 at" in lines[1]
+    assert lines[-2].startswith("best: ")
+    figures = r"from Queue: open 0\.0 s .*, first step (.+) s, all 4 (.+) s, latent after (.+) s; "
+    found = re.match(figures, lines[-1])
+    assert found is not None
+    first, steps, latent = map(float, found.groups())
+    assert first < steps <= latent
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "simulated"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--size", "1024"], "write WIDTHxHEIGHT"),
+        (["--size", "banana", "--tokens", "9"], "write WIDTHxHEIGHT"),
+        (["--size", "64x64", "--model", "5b"], "--model is for Wan's experts"),
+        (["--size", "64x64", "--steps", "0"], "give at least 1 step"),
+        (["--size", "64x64", "--workers", "2"], "--workers is for Wan's experts"),
+        (["--size", "64x64", "--compare"], "--compare is for Wan's experts"),
+        (["--size", "64x64", "--storage", "fp8"], "--storage is for Wan's experts"),
+    ],
+)
+def test_refused_options(
+    tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_header(tmp_path / "a.safetensors", flux2(double=1, single=1))
+    assert main(["plan", str(path), *MACHINE, *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", None], ids=["empty", "pickle", "missing"])
+def test_files_that_are_no_models(
+    tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["plan", str(path), *MACHINE, "--size", "64x64"]) == 2
+    assert "a.safetensors" in capsys.readouterr().err
+
+
+def test_a_file_without_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_header(tmp_path / "a.safetensors", {"to_q.weight": ("BF16", (4096, 4096))})
+    assert main(["plan", str(path), *MACHINE, "--size", "64x64"]) == 2
+    assert "has no list of blocks" in capsys.readouterr().err

@@ -1,0 +1,355 @@
+"""Schedule of jobs in any order of events: each is done once, and no group idles without need."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanstream.distributed.plan.jobs import (
+    WAITING_PER_GROUP,
+    Assignment,
+    GroupId,
+    JobSchedule,
+)
+from wanstream.schema import StateError
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
+    """(steps of each item by stage, data degree); some stages have no steps for some items."""
+    stages = draw(st.integers(1, 3))
+    items = []
+    for _ in range(draw(st.integers(1, 7))):
+        counts = draw(st.lists(st.integers(0, 3), min_size=stages, max_size=stages).filter(any))
+        first, steps = draw(st.integers(0, 2)), []
+        for count in counts:
+            steps.append(range(first, first + count))
+            first += count
+        items.append(steps)
+    return items, draw(st.integers(1, 3))
+
+
+def schedule_of(
+    items: list[list[range]], *, data: int, max_restarts: int = 0, ahead: int = sys.maxsize
+) -> JobSchedule:
+    groups = [
+        GroupId(row, stage) for row in range(data) for stage in range(len(items[0]) if items else 1)
+    ]
+    return JobSchedule(items, groups, max_restarts=max_restarts, ahead=ahead)
+
+
+class Simulation:
+    """Simulation of groups that step, finish, are lost and repaired in a random order.
+
+    Checks all invariants.
+    """
+
+    def __init__(self, schedule: JobSchedule, seed: int, *, losses: float) -> None:
+        self.schedule, self.losses = schedule, losses
+        self.chance = random.Random(seed)
+        self.computed: list[tuple[GroupId, int, int]] = []
+        """(group, item, step) of every step."""
+        self.finished: list[tuple[int, int]] = []
+        """(item, stage) of every job."""
+        self.stands: dict[GroupId, Assignment] = {}
+        self.next_step: dict[int, int] = {}
+        self.lost = Counter[GroupId]()
+
+    def play(self) -> JobSchedule:
+        while self.schedule.is_running:
+            self._hand_out()
+            self._check_idle()
+            self._advance()
+        return self.schedule
+
+    def _hand_out(self) -> None:
+        while (assignment := self.schedule.next()) is not None:
+            self.schedule.start(assignment)
+            assert assignment.group not in self.stands
+            assert assignment.item <= self._furthest()
+            assert assignment.steps.start == self.next_step.get(
+                assignment.item, assignment.steps.start
+            )
+            self.stands[assignment.group] = assignment
+            self.next_step[assignment.item] = assignment.steps.start
+
+    def _furthest(self) -> int:
+        return self.schedule.ahead + [item.is_done for item in self.schedule.items].index(False)
+
+    def _check_idle(self) -> None:
+        for group in self.schedule.groups:
+            if group in self.stands or group in self.schedule.repairing:
+                continue
+            computed = {assignment.item for assignment in self.stands.values()}
+            waits = [
+                number
+                for number, item in enumerate(self.schedule.items)
+                if item.stage == group.stage
+                and number not in computed
+                and number <= self._furthest()
+            ]
+            behind = sum(
+                item.stage == group.stage + 1
+                and number not in computed
+                and number <= self._furthest()
+                for number, item in enumerate(self.schedule.items)
+            )
+            begun = sum(other.stage == group.stage for other in self.stands)
+            data = len(self.schedule.groups) // self.schedule.stages
+            is_full = (
+                group.stage + 1 < self.schedule.stages
+                and behind + begun >= WAITING_PER_GROUP * data
+            )
+            assert not waits or is_full, f"{group} idles"
+
+    def _advance(self) -> None:
+        moves = [*self.stands, *self.schedule.repairing]
+        group = self.chance.choice(moves)
+        if group in self.schedule.repairing:
+            if self.chance.random() < self.losses:
+                self._lose(group)
+            else:
+                self.schedule.finish(group)
+            return
+        assignment = self.stands[group]
+        item, step = assignment.item, self.next_step[assignment.item]
+        if self.chance.random() < self.losses:
+            self._drop(group, assignment, step)
+        elif step < assignment.steps.stop:
+            self.schedule.step(group, step + 1)
+            self.computed.append((group, item, step))
+            self.next_step[item] = step + 1
+        else:
+            self._end(group, assignment)
+            self.schedule.finish(group)
+
+    def _drop(self, group: GroupId, assignment: Assignment, step: int) -> None:
+        if step == assignment.steps.stop:
+            self._end(group, assignment)
+        else:
+            del self.stands[group]
+        if self.chance.random() < 0.8:
+            self._lose(group)
+        else:
+            self.schedule.interrupt(group, counts_as_failure=False, now_s=0.0)
+
+    def _lose(self, group: GroupId) -> None:
+        self.lost[group] += 1
+        self.schedule.interrupt(group, counts_as_failure=True, now_s=0.0)
+
+    def _end(self, group: GroupId, assignment: Assignment) -> None:
+        del self.stands[group]
+        self.finished.append((assignment.item, group.stage))
+
+
+AHEAD = st.sampled_from([0, 1, 2, sys.maxsize])
+
+
+def _check_all_done(items: list[list[range]], played: Simulation) -> None:
+    jobs = {
+        (number, stage)
+        for number, steps in enumerate(items)
+        for stage, each in enumerate(steps)
+        if each
+    }
+    assert Counter(played.finished) == Counter(jobs)
+    taken = Counter((item, step) for _, item, step in played.computed)
+    assert taken == Counter(
+        (number, step) for number, steps in enumerate(items) for each in steps for step in each
+    )
+    for number, steps in enumerate(items):
+        own = [step for _, item, step in played.computed if item == number]
+        assert own == [step for each in steps for step in each], "steps in order"
+    for group, item, step in played.computed:
+        assert step in items[item][group.stage]
+
+
+@settings(max_examples=80, deadline=None)
+@given(grids(), st.integers(0, 10**6), AHEAD)
+def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
+    grid: tuple[list[list[range]], int], seed: int, ahead: int
+) -> None:
+    items, data = grid
+    played = Simulation(schedule_of(items, data=data, ahead=ahead), seed, losses=0)
+    assert played.play().is_done
+    _check_all_done(items, played)
+
+
+@settings(max_examples=80, deadline=None)
+@given(grids(), st.integers(0, 10**6), st.integers(0, 6), AHEAD)
+def test_losses_cost_no_reported_step_and_are_counted(
+    grid: tuple[list[list[range]], int], seed: int, max_restarts: int, ahead: int
+) -> None:
+    items, data = grid
+    played = Simulation(
+        schedule_of(items, data=data, max_restarts=max_restarts, ahead=ahead), seed, losses=0.2
+    )
+    ended = played.play()
+    assert ended.lost == played.lost.total()
+    if ended.is_done:
+        assert max(played.lost.values(), default=0) <= max_restarts + 1
+        _check_all_done(items, played)
+    else:
+        assert not ended.is_running
+        assert max(played.lost.values()) == max_restarts + 1
+        assert ended.next() is None
+
+
+HOUR_S = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "given_up_after"),
+    [
+        ([(0, 0.0), (0, 1.0), (0, 2.0)], 3),
+        ([(0, 0.0), (1, 1.0), (0, 2.0), (1, 3.0)], None),
+        ([(0, 0.0), (1, 1.0), (0, 2.0), (1, 3.0), (1, 4.0)], 5),
+        ([(0, 0.0), (0, 100.0), (0, HOUR_S + 50.0), (0, HOUR_S + 60.0)], 4),
+        ([(0, 0.0), (0, 100.0), (0, HOUR_S), (0, HOUR_S + 100.0), (0, 2 * HOUR_S)], None),
+        ([(0, number * (HOUR_S / 2 + 1)) for number in range(50)], None),
+        ([(0, number * (HOUR_S / 2 - 1)) for number in range(50)], 3),
+    ],
+    ids=[
+        "three at once",
+        "two each",
+        "three of the second",
+        "the first is old",
+        "old ones",
+        "a day",
+        "too often",
+    ],
+)
+def test_two_restarts_of_each_group_within_an_hour(
+    losses: list[tuple[int, float]], given_up_after: int | None
+) -> None:
+    schedule = schedule_of([[range(4)]] * 2, data=2, max_restarts=2)
+    for number, (data, now_s) in enumerate(losses, 1):
+        while (each := schedule.next()) is not None:
+            schedule.start(each)
+        schedule.interrupt(GroupId(data, 0), counts_as_failure=True, now_s=now_s)
+        schedule.finish(GroupId(data, 0))
+        assert schedule.is_running == (number != given_up_after), number
+        if not schedule.is_running:
+            break
+    assert schedule.lost == (given_up_after or len(losses))
+
+
+def test_items_that_are_done_already_get_no_job() -> None:
+    schedule = schedule_of(
+        [[range(4, 4), range(4, 4)], [range(1, 1), range(2, 4)]], data=1, max_restarts=0
+    )
+    each = schedule.next()
+    assert each == Assignment(GroupId(0, 1), 1, range(2, 4))
+    schedule.start(each)
+    schedule.step(each.group, 4)
+    schedule.finish(each.group)
+    assert schedule.is_done
+
+
+def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
+    """Two equally long stages and three items: the second group is one job behind the first."""
+    schedule = schedule_of([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
+    rounds = []
+    while schedule.is_running:
+        while (each := schedule.next()) is not None:
+            schedule.start(each)
+        rounds.append({group.stage: item for group, item in schedule.busy.items()})
+        for group, item in list(schedule.busy.items()):
+            schedule.step(group, schedule.items[item].remaining.stop)
+            schedule.finish(group)
+    assert rounds == [{0: 0}, {0: 1, 1: 0}, {0: 2, 1: 1}, {1: 2}]
+
+
+def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
+    schedule = schedule_of([[range(4)]] * 3, data=2, max_restarts=1)
+    for _ in range(2):
+        each = schedule.next()
+        assert each is not None
+        schedule.start(each)
+    schedule.step(GroupId(0, 0), 3)
+    schedule.interrupt(GroupId(0, 0), counts_as_failure=True, now_s=0.0)
+    assert schedule.next() is None, "the other group goes on undisturbed"
+    schedule.step(GroupId(1, 0), 4)
+    schedule.finish(GroupId(1, 0))
+    assert schedule.next() == Assignment(GroupId(1, 0), 0, range(3, 4))
+
+
+def test_a_fast_first_stage_waits_for_the_second() -> None:
+    schedule = schedule_of([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
+    begun = 0
+    while (each := schedule.next()) is not None:
+        schedule.start(each)
+        if each.group.stage == 0:
+            begun += 1
+            schedule.step(each.group, 1)
+            schedule.finish(each.group)
+    assert begun == WAITING_PER_GROUP + 1, "one in the second stage, the others before it"
+
+
+@pytest.mark.parametrize(("ahead", "started"), [(0, 1), (2, 3), (9, 5), (sys.maxsize, 5)])
+def test_items_far_ahead_of_an_unfinished_one_are_not_started(ahead: int, started: int) -> None:
+    schedule, slow = schedule_of([[range(1)]] * 5, data=2, ahead=ahead), GroupId(0, 0)
+    items = []
+    while (each := schedule.next()) is not None:
+        schedule.start(each)
+        items.append(each.item)
+        if each.group != slow:
+            schedule.step(each.group, 1)
+            schedule.finish(each.group)
+    assert items == [*range(started)]
+    schedule.step(slow, 1)
+    schedule.finish(slow)
+    assert schedule.is_done or schedule.next() == Assignment(slow, started, range(1))
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
+    schedule = schedule_of([[range(2)]], data=1, max_restarts=max_restarts)
+    each = schedule.next()
+    assert each is not None
+    schedule.start(each)
+    schedule.step(each.group, 2)
+    schedule.interrupt(each.group, counts_as_failure=True, now_s=0.0)
+    assert schedule.is_done
+
+
+def test_illegal_transitions_are_refused() -> None:
+    new, going = (schedule_of([[range(2), range(2, 4)]], data=1, max_restarts=1) for _ in range(2))
+    first, second = GroupId(0, 0), GroupId(0, 1)
+    assignment = going.next()
+    assert assignment is not None
+    going.start(assignment)
+    for wrong in (
+        lambda: new.start(Assignment(second, 0, range(2, 4))),
+        lambda: going.start(assignment),
+        lambda: new.step(first, 1),
+        lambda: going.step(first, 0),
+        lambda: going.step(first, 3),
+        lambda: going.step(second, 1),
+        lambda: new.finish(first),
+        lambda: going.finish(first),
+        lambda: going.finish(second),
+        lambda: new.interrupt(first, counts_as_failure=True, now_s=0.0),
+    ):
+        with pytest.raises(StateError):
+            wrong()
+    assert (new.busy, new.lost, going.busy, going.items[0].next_step) == ({}, 0, {first: 0}, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([], "at least one item"),
+        ([[range(2)], [range(1), range(1, 2)]], "as many stages"),
+        ([[range(0), range(0)]], "no item has steps"),
+        ([[range(2), range(3, 4)]], "gaps"),
+    ],
+)
+def test_items_that_cannot_be_scheduled_are_named(steps: list[list[range]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        schedule_of(steps, data=1, max_restarts=0)

@@ -1,0 +1,140 @@
+"""Plan of machines: one machine per group where it fits, consecutive ranks on each machine."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from wanstream.distributed.plan.machines import RankPart, nested_sizes, order_groups, plan_machines
+from wanstream.schema import Mesh
+
+
+def placed(free: list[int], count: int, *sizes: int) -> list[tuple[int, int | None]]:
+    """Return the number of ranks and the machine of each part, in the order of ranks."""
+    parts = sorted(plan_machines(free, count, sizes), key=lambda part: part.ranks.start)
+    return [(len(part.ranks), part.machine) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "sizes", "parts"),
+    [
+        ([8], 8, [4], [(4, 0), (4, 0)]),
+        ([4, 4], 8, [4], [(4, 0), (4, 1)]),
+        ([3, 5], 4, [4], [(4, 1)]),
+        ([3, 5], 8, [4], [(4, 1), (4, None)]),
+        ([3, 5], 6, [3], [(3, 1), (3, 0)]),
+        ([5, 3], 8, [2], [(2, 0), (2, 0), (2, 1), (2, None)]),
+        ([5, 5, 5, 5], 16, [4], [(4, 0), (4, 1), (4, 2), (4, 3)]),
+        ([5, 5], 8, [8, 4], [(4, 0), (4, 1)]),
+        ([5, 3], 8, [8, 4], [(4, 0), (4, None)]),
+        ([5, 3], 8, [8, 4, 2], [(4, 0), (2, 1), (2, None)]),
+        ([8, 8], 8, [4], [(4, 0), (4, 0)]),
+        ([2, 2], 4, [1], [(1, 0), (1, 0), (1, 1), (1, 1)]),
+        ([2, 2], 3, [3], [(3, None)]),
+        ([4], 5, [2], [(2, 0), (2, 0), (1, None)]),
+        ([1, 1], 4, [2], [(2, None), (2, None)]),
+        ([], 1, [1], [(1, None)]),
+    ],
+)
+def test_groups_are_on_one_machine_where_they_fit(
+    free: list[int], count: int, sizes: list[int], parts: list[tuple[int, int | None]]
+) -> None:
+    assert placed(free, count, *sizes) == parts
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        (Mesh(), (1,)),
+        (Mesh(data=8), (1,)),
+        (Mesh(data=2, cfg=2), (2,)),
+        (Mesh(ulysses=4), (4,)),
+        (Mesh(cfg=2, ulysses=4), (8, 4)),
+        (Mesh(stage=2, cfg=2, ring=2, ulysses=2), (8, 4, 2)),
+        (Mesh(ring=4), (4,)),
+    ],
+    ids=str,
+)
+def test_sizes_are_those_of_groups_and_of_workers_that_share_tokens(
+    mesh: Mesh, sizes: tuple[int, ...]
+) -> None:
+    assert nested_sizes(mesh) == sizes
+
+
+def machines_of(parts: tuple[RankPart, ...], free: list[int]) -> list[int]:
+    """Return the used slots of every machine by parts that have one."""
+    used = [0] * len(free)
+    for part in parts:
+        if part.machine is not None:
+            used[part.machine] += len(part.ranks)
+    return used
+
+
+def test_as_many_groups_as_possible_are_whole_and_every_rank_has_one_place() -> None:
+    chance = random.Random(0)
+    for _ in range(2000):
+        free = [chance.randint(0, 9) for _ in range(chance.randint(1, 6))]
+        size = chance.choice([1, 2, 3, 4, 6, 8])
+        groups = chance.randint(1, 8)
+        parts = plan_machines(free, groups * size, [size])
+        assert sorted(rank for part in parts for rank in part.ranks) == list(range(groups * size))
+        assert all(
+            used <= slots for used, slots in zip(machines_of(parts, free), free, strict=True)
+        )
+        whole = [part for part in parts if part.machine is not None]
+        assert len(whole) == min(groups, sum(slots // size for slots in free)), (free, size, groups)
+        assert all(part.ranks.start % size == 0 and len(part.ranks) == size for part in parts)
+        visited = [part.machine for part in sorted(whole, key=lambda part: part.ranks.start)]
+        changes = sum(one != other for one, other in pairwise(visited))
+        assert changes == len(set(visited)) - 1 if visited else changes == 0, (
+            "ranks of a machine are consecutive"
+        )
+
+
+def test_of_a_group_that_is_apart_the_workers_that_share_tokens_are_together() -> None:
+    chance = random.Random(1)
+    for _ in range(1000):
+        tokens = chance.choice([2, 4])
+        cell = 2 * tokens
+        free = [chance.randint(0, 9) for _ in range(chance.randint(1, 5))]
+        groups = chance.randint(1, 4)
+        parts = plan_machines(free, groups * cell, [cell, tokens])
+        assert sorted(rank for part in parts for rank in part.ranks) == list(range(groups * cell))
+        assert all(
+            used <= slots for used, slots in zip(machines_of(parts, free), free, strict=True)
+        )
+        whole = sum(part.machine is not None and len(part.ranks) == cell for part in parts)
+        assert whole == min(groups, sum(slots // cell for slots in free))
+        left = sum(
+            (slots - used) // tokens
+            for slots, used in zip(free, machines_of(parts, free), strict=True)
+        )
+        assert left == 0 or all(part.machine is not None for part in parts), (
+            "room for a part that has no machine"
+        )
+
+
+@pytest.mark.parametrize(
+    ("machines", "size", "ordered"),
+    [
+        ("AAAABBAB", 2, "AAAAABBB"),
+        ("AAAAABBB", 4, "AAAAABBB"),
+        ("AABBCCAC", 2, "AAACBBCC"),
+        ("BBAA", 2, "BBAA"),
+        ("ABAB", 1, "AABB"),
+        ("AABBA", 2, "AABBA"),
+        ("", 3, ""),
+    ],
+)
+def test_groups_with_a_machine_in_common_are_neighbours(
+    machines: str, size: int, ordered: str
+) -> None:
+    order = order_groups(machines, size)
+    assert sorted(order) == list(range(len(machines)))
+    assert "".join(machines[rank] for rank in order) == ordered
+    whole = len(machines) // size
+    assert {tuple(order[size * group : size * (group + 1)]) for group in range(whole)} <= {
+        tuple(range(first, first + size)) for first in range(0, len(machines), size)
+    }

@@ -1,0 +1,148 @@
+"""Choice of the placement of weights between workers, machine by machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanstream.distributed.plan.weights import (
+    MIN_GAIN,
+    PlacementChoice,
+    WeightFigures,
+    choose_weight_placement,
+)
+
+MS, GB = 1e-3, 10**9
+BLOCK, BLOCKS = 702_788_608, 80
+
+NVLINK = WeightFigures(
+    workers=8,
+    block_bytes=BLOCK,
+    blocks=BLOCKS,
+    visit_s=13 * MS,
+    h2d_s=28.1 * MS,
+    h2d_concurrent_s=28.2 * MS,
+    shard_h2d_s=3.6 * MS,
+    gather_s=3.0 * MS,
+    gather_during_h2d_s=3.2 * MS,
+    free_bytes=5 * GB,
+)
+"""Eight GPUs at 480p, each with a link of 25 GB/s, and 200 GB/s or more between them."""
+
+OWN_PORTS = replace(NVLINK, gather_s=24.6 * MS, gather_during_h2d_s=28.1 * MS, shard_h2d_s=5.0 * MS)
+"""The same links without NVLink: the gather uses them too, so each carries a whole block in any
+case."""
+
+SHARED_UPLINK = replace(
+    OWN_PORTS,
+    workers=4,
+    h2d_concurrent_s=112.0 * MS,
+    shard_h2d_s=29.0 * MS,
+    gather_s=21.0 * MS,
+    gather_during_h2d_s=30 * MS,
+)
+"""Four GPUs behind one uplink of 25 GB/s, with P2P between them."""
+
+NO_P2P = replace(
+    OWN_PORTS, workers=2, shard_h2d_s=31.0 * MS, gather_s=45.0 * MS, gather_during_h2d_s=59.0 * MS
+)
+"""Two GPUs whose gather goes through host memory."""
+
+
+def block_seconds(choice: PlacementChoice, figures: WeightFigures) -> float:
+    """Return the seconds per block: the larger one of compute and fetch time."""
+    fetches = {
+        "full": figures.h2d_concurrent_s,
+        "sharded": max(figures.shard_h2d_s, figures.gather_during_h2d_s),
+        "sharded in VRAM": figures.gather_s,
+    }
+    return max(figures.visit_s, fetches[choice.placement])
+
+
+@pytest.mark.parametrize(
+    ("figures", "placement", "block_s"),
+    [
+        (NVLINK, "sharded", 13),
+        (replace(NVLINK, free_bytes=8 * GB), "sharded in VRAM", 13),
+        (replace(NVLINK, visit_s=1 * MS, free_bytes=8 * GB), "sharded in VRAM", 3.0),
+        (replace(NVLINK, visit_s=105 * MS, free_bytes=80 * GB), "full", 105),
+        (replace(NVLINK, visit_s=27.5 * MS), "full", 28.2),
+        (OWN_PORTS, "full", 28.2),
+        (replace(OWN_PORTS, free_bytes=80 * GB), "sharded in VRAM", 24.6),
+        (SHARED_UPLINK, "sharded", 30),
+        (replace(SHARED_UPLINK, visit_s=120 * MS), "full", 120),
+        (replace(SHARED_UPLINK, free_bytes=20 * GB), "sharded in VRAM", 21),
+        (NO_P2P, "full", 28.2),
+        (replace(NO_P2P, free_bytes=80 * GB), "full", 28.2),
+    ],
+    ids=[
+        "NVLink, bound by the bus",
+        "NVLink, room in VRAM",
+        "NVLink, hardly any compute",
+        "compute hides all",
+        "not worth it",
+        "own ports over PCIe",
+        "own ports, room in VRAM",
+        "shared uplink",
+        "shared uplink, compute hides all",
+        "shared uplink, room in VRAM",
+        "no P2P",
+        "no P2P, room in VRAM",
+    ],
+)
+def test_the_shortest_stall_is_chosen(
+    figures: WeightFigures, placement: str, block_s: float
+) -> None:
+    choice = choose_weight_placement(figures)
+    assert choice.placement == placement
+    assert block_seconds(choice, figures) == pytest.approx(block_s * MS)
+
+
+def test_the_reason_has_the_numbers() -> None:
+    assert choose_weight_placement(SHARED_UPLINK).reason == (
+        "sharded weights: a block of 703 MB in 30.0 ms, not hidden behind compute (13.0 ms for "
+        "each); full 112.0 ms, sharded 30.0 ms; the bus gives 25.0 GB/s to one of 4 workers and "
+        "6.27 GB/s to each of them at once, a gather moves 33.5 GB/s; shards in VRAM need 14.06 "
+        "GB, 5.00 GB are free"
+    )
+    assert (
+        "25.0 GB/s to one of 8 workers and as much to each of them at once"
+        in choose_weight_placement(NVLINK).reason
+    )
+    assert (
+        "in 3.0 ms, hidden behind compute"
+        in choose_weight_placement(replace(NVLINK, free_bytes=8 * GB)).reason
+    )
+
+
+times = st.floats(min_value=1e-5, max_value=1.0)
+
+
+@given(times, times, times, times, times, times, st.integers(0, 100 * GB))
+def test_the_chosen_placement_is_the_fastest(
+    visit_s: float,
+    alone: float,
+    concurrent: float,
+    shard: float,
+    gather: float,
+    during: float,
+    free_bytes: int,
+) -> None:
+    figures = replace(
+        NVLINK,
+        visit_s=visit_s,
+        h2d_s=alone,
+        h2d_concurrent_s=concurrent,
+        shard_h2d_s=shard,
+        gather_s=gather,
+        gather_during_h2d_s=during,
+        free_bytes=free_bytes,
+    )
+    choice: PlacementChoice = choose_weight_placement(figures)
+    fetches = [concurrent, max(shard, during)] + [gather] * (figures.shards_bytes <= free_bytes)
+    assert block_seconds(choice, figures) <= max(visit_s, min(fetches)) + MIN_GAIN * visit_s
+    if choice.placement == "sharded in VRAM":
+        assert figures.shards_bytes <= free_bytes

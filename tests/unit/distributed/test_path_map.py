@@ -1,0 +1,156 @@
+"""Paths of experts, as they are on the machine of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.path_map import (
+    DifferentFilesError,
+    MissingPathError,
+    check_paths,
+    paths_of,
+    places,
+    resolve_experts,
+    resolve_path,
+    weight_bytes,
+)
+from wanstream.schema.refs import ExpertsRef, LoraRef, PathMap
+
+MODELS = PathMap(here="/models", there="/mnt/share/models")
+LORAS = PathMap(here="/models/loras", there="/fast/loras")
+ROOT = PathMap(here="/", there="/net/desk")
+WINDOWS = PathMap(here="/models", there="D:\\models")
+
+FACTS = WorkerFacts(
+    pid=1,
+    node="rack",
+    address="127.0.0.1",
+    device="cpu",
+    versions={},
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "maps", "there"),
+    [
+        ("/models/a/high.safetensors", (), []),
+        ("/models/a/high.safetensors", (MODELS,), ["/mnt/share/models/a/high.safetensors"]),
+        ("/models", (MODELS,), ["/mnt/share/models"]),
+        ("/models2/high.safetensors", (MODELS,), []),
+        (
+            "/models/loras/l.safetensors",
+            (LORAS, MODELS),
+            ["/fast/loras/l.safetensors", "/mnt/share/models/loras/l.safetensors"],
+        ),
+        ("/models/high.safetensors", (LORAS, MODELS), ["/mnt/share/models/high.safetensors"]),
+        ("/anything", (MODELS, ROOT), ["/net/desk/anything"]),
+        ("/models/a/high.safetensors", (WINDOWS,), ["D:\\models\\a\\high.safetensors"]),
+        (
+            "/models/high",
+            (MODELS, replace(MODELS, there="/data"), MODELS),
+            ["/mnt/share/models/high", "/data/high"],
+        ),
+        ("/models/high", (PathMap(here="/models", there="/models"),), []),
+    ],
+)
+def test_a_path_has_a_place_for_each_map_whose_folder_holds_it_and_its_own(
+    path: str, maps: tuple[PathMap, ...], there: list[str]
+) -> None:
+    assert [str(place) for place in places(Path(path), maps)] == [*there, path]
+
+
+def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path: Path) -> None:
+    here, first, second = (tmp_path / name for name in ("here", "first", "second"))
+    maps = tuple(PathMap(here=str(here), there=str(there)) for there in (first, second))
+    assert resolve_path(here / "high", maps) == first / "high", (
+        "what is nowhere is told by where it should be"
+    )
+    for folder in (here, second, first):
+        folder.mkdir()
+        (folder / "high").touch()
+        assert resolve_path(here / "high", maps) == folder / "high"
+    assert resolve_path(here / "high", ()) == here / "high"
+
+
+def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path: Path) -> None:
+    maps = (PathMap(here="/models", there=str(tmp_path)),)
+    for name in ("pair", "low", "l.safetensors"):
+        (tmp_path / name).touch()
+    lora = LoraRef(high_noise=Path("/models/l.safetensors"), strength_high=0.5)
+    experts = ExpertsRef(
+        high_noise=Path("/models/pair"), compute_dtype="float32", storage="fp8", loras=(lora,)
+    )
+    assert resolve_experts(experts, maps) == replace(
+        experts,
+        high_noise=tmp_path / "pair",
+        loras=(replace(lora, high_noise=tmp_path / "l.safetensors"),),
+    )
+    both = replace(experts, low_noise=Path("/models/low"))
+    assert resolve_experts(both, maps).low_noise == tmp_path / "low"
+    assert resolve_experts(both, ()) == both
+    low = replace(both, loras=(LoraRef(low_noise=Path("/models/l.safetensors")),))
+    assert resolve_experts(low, maps).loras == (LoraRef(low_noise=tmp_path / "l.safetensors"),)
+
+
+def test_paths_of_experts_are_told_once_each() -> None:
+    lora = LoraRef(high_noise=Path("/l"), low_noise=Path("/l"))
+    experts = ExpertsRef(
+        high_noise=Path("/high"),
+        low_noise=Path("/low"),
+        loras=(lora, replace(lora, low_noise=None)),
+    )
+    assert paths_of(experts) == (Path("/high"), Path("/low"), Path("/l"))
+    assert paths_of(ExpertsRef(high_noise=Path("/pair"))) == (Path("/pair"),)
+
+
+def test_a_missing_path_is_told_with_its_machines() -> None:
+    check_paths([FACTS, FACTS], ())
+    workers = [
+        replace(FACTS, node="desk"),
+        replace(FACTS, node="rack", sizes={"/high": None, "/low": None}),
+        replace(FACTS, node="rack", sizes={"/high": None, "/low": None}),
+        replace(FACTS, node="box", sizes={"/low": None}),
+    ]
+    with pytest.raises(MissingPathError) as refused:
+        check_paths(workers, (MODELS,))
+    told = str(refused.value)
+    assert (
+        "/high does not exist on rack; /low does not exist on rack and box: copy the file there"
+        in told
+    )
+    assert "the map is /models -> /mnt/share/models" in told
+    with pytest.raises(MissingPathError, match="the map is empty"):
+        check_paths(workers, ())
+    with pytest.raises(
+        MissingPathError, match=r"^/mnt/share/models/high or /models/high does not exist on rack: "
+    ):
+        check_paths([replace(FACTS, sizes={"/models/high": None})], (MODELS,))
+
+
+def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_path: Path) -> None:
+    for name, nbytes in (("a.safetensors", 3), ("b.gguf", 4), ("notes.md", 50)):
+        (tmp_path / name).write_bytes(bytes(nbytes))
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "c.safetensors").write_bytes(bytes(100))
+    assert weight_bytes(tmp_path) == 7
+    assert weight_bytes(tmp_path / "a.safetensors") == 3
+
+
+def test_machines_with_other_weights_under_one_path_are_told_apart() -> None:
+    """Each of them alone would compute.
+
+    Their videos, or the sides of one, would not fit together.
+    """
+    desk = replace(FACTS, node="desk", sizes={"/models/high": 28, "/models/low": 30})
+    rack = replace(FACTS, node="rack", sizes={"/models/high": 28, "/models/low": 30})
+    check_paths([desk, rack, desk], ())
+    other = replace(rack, sizes={"/models/high": 28, "/models/low": 31})
+    with pytest.raises(
+        DifferentFilesError,
+        match=r"/models/low have 30 bytes on desk and 31 bytes on rack: .*same files",
+    ):
+        check_paths([desk, desk, other], ())

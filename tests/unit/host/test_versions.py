@@ -1,0 +1,216 @@
+"""Private names and versions of ComfyUI, which only `host/comfy/versions.py` may contain."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+COMFY = ROOT / "host" / "comfy"
+VERSIONS = COMFY / "versions.py"
+FILES = sorted(path for path in (ROOT / "host").rglob("*.py") if path != VERSIONS)
+
+TORCH = {
+    "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl",
+    "_version", "_is_param", "_orig_mod", "_load_from_state_dict",
+}  # fmt: skip
+"""Private names of torch."""
+
+SHARED = {
+    "APPLY_MODEL", "BaseModel", "CLIP", "INPUT_TYPES", "Linear", "ModelPatcher", "WAN21",
+    "WrappersMP", "arguments", "bias", "cfg",
+    "clone", "conds", "control", "current_patcher", "default", "get_dtype",
+    "get_user_directory", "get_wrappers", "hooks", "input", "instance", "is_injected",
+    "load_device", "lora", "memory_required", "model", "model_base", "model_detection",
+    "load_checkpoint_guess_config", "model_management", "model_options", "model_patcher", "nodes",
+    "noise", "not_loaded",
+    "object_patches", "offload_device", "ops", "parent", "patcher_extension", "patches",
+    "pinned", "pinned_bytes", "release_pinned", "required", "scaled_fp8", "sd", "sockets",
+    "unet_prefix_from_state_dict", "utils",
+    "weight", "weight_adapter", "weights", "wrappers",
+}  # fmt: skip
+"""Names in `versions.py` that are also ours, or public."""
+
+PROBES = {"hasattr", "getattr", "setattr", "delattr"}
+INSPECTED = {
+    "signature",
+    "getclosurevars",
+    "getsource",
+    "getattr_static",
+    "getmembers",
+    "find_spec",
+    "import_module",
+}
+VERSION = re.compile(r"\b0\.\d+\.\d+\b|ComfyUI 0\.\d+|comfyui_version")
+
+
+def _strings_and_attributes(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "versions":
+            yield node, node.attr
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.isidentifier()
+        ):
+            yield node, node.value
+
+
+def _known() -> set[str]:
+    """Return the names of Python and torch."""
+    kinds = [
+        str,
+        dict,
+        list,
+        tuple,
+        Path,
+        BaseException,
+        torch.Tensor,
+        torch.nn.Module,
+        torch.device,
+    ]
+    kinds += [builtins, uuid, torch, torch.nn]
+    return {name for kind in kinds for name in dir(kind)}
+
+
+def _private_names() -> set[str]:
+    """Return the private names in `versions.py`."""
+    found = {
+        name for _, name in _strings_and_attributes(ast.parse(VERSIONS.read_text(encoding="utf-8")))
+    }
+    return found - _known() - SHARED - TORCH - INSPECTED
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in TORCH
+
+
+def _own_names(tree: ast.AST) -> set[str]:
+    """Return what a file defines, as a function, a class, a variable or an attribute."""
+    found = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _is_stored_in_self(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _is_stored_in_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in {"self", "cls"}
+
+
+def _overridden(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the private methods of classes that inherit from one of ComfyUI's."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(_is_of_comfy(base) for base in node.bases):
+            for each in node.body:
+                if (
+                    isinstance(each, ast.FunctionDef)
+                    and _is_private(each.name)
+                    and _calls_super(each)
+                ):
+                    yield each, f"overrides {each.name}"
+
+
+def _is_of_comfy(base: ast.expr) -> bool:
+    return ast.unparse(base).startswith(("comfy", "versions.")) or "Patcher" in ast.unparse(base)
+
+
+def _calls_super(function: ast.FunctionDef) -> bool:
+    return "super()" in ast.unparse(function)
+
+
+def faults(source: str, private: set[str], *, in_comfy: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with private names or versions of ComfyUI, and the reasons."""
+    tree = ast.parse(source)
+    own = _own_names(tree)
+    for node, name in _strings_and_attributes(tree):
+        if name in private and name not in own:
+            yield node.lineno, f"{name} is a private name of ComfyUI"
+        if isinstance(node, ast.Attribute) and _is_private(name):
+            owner = ast.unparse(node.value)
+            if owner == "super()" or (name not in own and in_comfy):
+                yield node.lineno, f"{owner}.{name} is private"
+    for found, reason in _overridden(tree):
+        yield found.lineno, reason  # type: ignore[attr-defined]
+    if in_comfy:
+        yield from _probes(tree)
+        for number, line in enumerate(source.splitlines(), start=1):
+            if VERSION.search(line):
+                yield number, "names a version"
+
+
+def _probes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PROBES:
+            probed = node.args[1]
+            if isinstance(probed, ast.Constant) and not str(probed.value).startswith("__"):
+                yield node.lineno, f"{ast.unparse(node)} looks for a name"
+        elif isinstance(node, ast.Name | ast.Attribute | ast.alias):
+            name = (
+                getattr(node, "attr", None)
+                or getattr(node, "id", None)
+                or getattr(node, "name", "")
+            )
+            if name in INSPECTED:
+                yield node.lineno, f"{name} looks at an object of ComfyUI"
+        elif isinstance(node, ast.ExceptHandler) and re.search(
+            "ImportError|ModuleNotFoundError", ast.dump(node)
+        ):
+            yield node.lineno, "tries an import"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_other_file_touches_private_names_of_comfyui(path: Path) -> None:
+    found = faults(
+        path.read_text(encoding="utf-8"), _private_names(), in_comfy=path.is_relative_to(COMFY)
+    )
+    assert [f"{path.name}:{line} {reason}" for line, reason in found] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "layer.comfy_cast_weights = True",
+        "management.current_loaded_models",
+        'vars(layer)["comfy_patched_weights"] = True',
+        "management.TOTAL_PINNED_MEMORY += 1",
+        "patcher._load_list()",
+        "class A(comfy.model_patcher.ModelPatcher):\n    def load(self):\n        return "
+        "super()._load_list()",
+        "class A(StreamedPatcher):\n    def _load_list(self):\n        return super()._load_list()",
+        "comfy.samplers._calc_cond_batch(1)",
+        'hasattr(comfy.utils, "convert_old_quants")',
+        'getattr(model, "new_name", None)',
+        "inspect.signature(comfy.sd.load_checkpoint)",
+        "from inspect import getclosurevars",
+        'find_spec("comfy.quant_ops")',
+        "import comfyui_version",
+        'version >= "0.18.1"',
+        "pass  # ComfyUI 0.33 and later",
+        "try:\n    import comfy.new\nexcept ImportError:\n    pass",
+        'options["transformer_options"]',
+    ],
+)
+def test_a_line_that_touches_one_is_found(line: str) -> None:
+    assert [*faults(line, _private_names())]
+
+
+@pytest.mark.parametrize(
+    "line", ["self._count = 1\nself._count", "versions.is_dynamic(model)", "layer._parameters"]
+)
+def test_own_names_and_public_ones_are_allowed(line: str) -> None:
+    assert [*faults(line, _private_names())] == []

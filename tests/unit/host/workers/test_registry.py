@@ -1,0 +1,248 @@
+"""Workers are kept by value: one set at a time, from queue item to queue item."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.host.workers.registry import WorkerRegistry, start_pool
+from wanstream.schema import Mesh
+from wanstream.schema.refs import WorkersRef
+from wanstream.schema.refs.workers import IN_PROCESS, WorkersError
+
+ONE = WorkersRef(count=1, address=IN_PROCESS)
+CPU = torch.device("cpu")
+
+SETUP = """
+from wanstream.host.workers.registry import WorkerRegistry, check_ray
+from wanstream.schema import Mesh
+from wanstream.schema.refs import WorkersRef
+import torch
+ONE = WorkersRef(count=1, address="in-process")
+"""
+
+
+class FakeWorker:
+    """Answers at once, or never."""
+
+    def __init__(self, pool: FakePool, rank: int) -> None:
+        self._pool, self.rank = pool, rank
+
+    def call(self, method: str) -> Future[None]:
+        self._pool.said.append(method)
+        answer: Future[None] = Future()
+        if self._pool.hangs:
+            return answer
+        if self._pool.is_gone:
+            answer.set_exception(WorkerLostError("gone", 0))
+        else:
+            answer.set_result(None)
+        return answer
+
+    def kill(self) -> None:
+        self._pool.said.append("kill")
+
+
+class FakePool:
+    """Pool that records its calls."""
+
+    def __init__(self, ref: WorkersRef, device: torch.device) -> None:
+        self.ref, self.device = ref, device
+        self.said: list[str] = []
+        self.is_gone = self.hangs = False
+        self.usable = True
+        self.workers = [FakeWorker(self, rank) for rank in range(ref.count)]
+
+    def close(self) -> None:
+        self.said.append("end")
+
+
+@dataclass(eq=False)
+class FakeDriver:
+    pool: FakePool
+    ref: WorkersRef
+    mesh: Mesh
+    follows: FakeDriver | None
+    is_running: bool = False
+
+
+@pytest.fixture(autouse=True)
+def fake_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wanstream.host.workers.registry.Driver", FakeDriver)
+
+
+@pytest.fixture
+def started() -> list[FakePool]:
+    return []
+
+
+@pytest.fixture
+def kept(started: list[FakePool]) -> WorkerRegistry:
+    def start(ref: WorkersRef, device: torch.device) -> FakePool:
+        assert all("end" in pool.said for pool in started), "two sets share a device"
+        started.append(FakePool(ref, device))
+        return started[-1]
+
+    return WorkerRegistry(start)
+
+
+def test_equal_references_find_the_same_workers(
+    kept: WorkerRegistry, started: list[FakePool]
+) -> None:
+    driver = kept.get(ONE, Mesh(), CPU)
+    assert kept.get(replace(ONE), Mesh(), CPU) is driver
+    assert (driver.pool, driver.ref, driver.mesh) == (started[0], ONE, Mesh())
+    assert len(started) == 1
+
+
+def test_another_layout_is_another_driver_of_the_same_workers(
+    kept: WorkerRegistry, started: list[FakePool]
+) -> None:
+    two = replace(ONE, count=2)
+    sides = kept.get(two, Mesh(cfg=2), CPU)
+    stages = kept.get(two, Mesh(stage=2), CPU)
+    held = {"max_restarts": 9, "goal": "throughput"}
+    patient = kept.get(replace(two, mesh=Mesh(stage=2), **held), Mesh(stage=2), CPU)
+    assert len({id(driver) for driver in (sides, stages, patient)}) == 3
+    assert sides.pool is stages.pool is patient.pool
+    assert (sides.follows, stages.follows, patient.follows) == (None, sides, stages)
+    assert patient.ref.max_restarts == 9
+    assert (len(started), started[0].said) == (1, [])
+
+
+@pytest.mark.parametrize("other", [(replace(ONE, threads=1), CPU), (ONE, torch.device("meta"))])
+def test_another_reference_ends_the_former_workers_first(
+    kept: WorkerRegistry, started: list[FakePool], other: tuple[WorkersRef, torch.device]
+) -> None:
+    kept.get(ONE, Mesh(), CPU)
+    kept.get(other[0], Mesh(), other[1])
+    assert [pool.said for pool in started] == [["end"], []]
+    assert (started[1].ref, started[1].device) == (replace(other[0], mesh=Mesh()), other[1])
+
+
+def test_workers_that_cannot_be_replaced_any_more_are_started_anew(
+    kept: WorkerRegistry, started: list[FakePool]
+) -> None:
+    """As those of a cluster that has ended."""
+    kept.get(ONE, Mesh(), CPU)
+    started[0].usable = False
+    driver = kept.get(ONE, Mesh(), CPU)
+    assert driver.pool is started[1]
+    assert (started[0].said, len(started)) == (["end"], 2)
+
+
+def test_resting_keeps_them_and_closing_does_not(
+    kept: WorkerRegistry, started: list[FakePool]
+) -> None:
+    assert kept.release_memory()
+    kept.close()
+    two = replace(ONE, count=2)
+    driver = kept.get(two, Mesh(cfg=2), CPU)
+    driver.is_running = True
+    assert not kept.release_memory()
+    assert started[0].said == [], "what runs is left alone"
+    driver.is_running = False
+    assert kept.release_memory()
+    assert started[0].said == ["close", "close"], "each of them closes its experts"
+    started[0].is_gone = True
+    assert kept.release_memory(), "a dead worker has no memory"
+    started[0].said.clear()
+    kept.get(two, Mesh(cfg=2), CPU)
+    kept.close()
+    kept.close()
+    assert started[0].said == ["end"]
+    kept.get(two, Mesh(cfg=2), CPU)
+    assert len(started) == 2
+
+
+def test_a_worker_that_does_not_give_its_memory_back_is_ended(
+    started: list[FakePool],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ComfyUI releases memory to load another model, which must not fail if a worker hangs."""
+
+    def start(ref: WorkersRef, device: torch.device) -> FakePool:
+        started.append(FakePool(ref, device))
+        return started[-1]
+
+    monkeypatch.setattr("wanstream.host.workers.registry.RELEASE_TIMEOUT_S", 0.05)
+    kept = WorkerRegistry(start)
+    kept.get(replace(ONE, count=2), Mesh(cfg=2), CPU)
+    started[0].hangs = True
+    assert kept.release_memory()
+    assert sorted(started[0].said) == ["close", "close", "kill", "kill"]
+    assert "worker 1 has not released its memory in 0.05 s" in caplog.text
+
+
+def test_a_start_that_fails_leaves_nothing_behind() -> None:
+    def start(ref: WorkersRef, device: torch.device) -> FakePool:
+        raise OSError("the port is taken")
+
+    kept = WorkerRegistry(start)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the port is taken"):
+            kept.get(ONE, Mesh(), CPU)
+    kept.close()
+
+
+@pytest.mark.integration
+def test_they_end_with_the_process() -> None:
+    code = f"""{SETUP}
+class Pool:
+    def close(self): print("ended")
+kept = WorkerRegistry(lambda ref, device: Pool())
+kept.pool(ONE, torch.device("cpu"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "ended\n"
+
+
+@pytest.mark.integration
+def test_without_ray_the_remedy_is_told_and_one_worker_here_needs_none() -> None:
+    """In a Python that finds nothing but this package, as far as Ray goes."""
+    code = f"""
+import sys
+{SETUP}
+from dataclasses import replace
+check_ray(ONE)
+sys.path[:] = [place for place in sys.path if not place.endswith("-packages")]
+try:
+    check_ray(replace(ONE, address="local"))
+except ValueError as err:
+    print(type(err).__name__, err)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.startswith(
+        "RayMissingError several workers need Ray, which is not installed"
+    )
+    assert 'pip install "ray>=2.52"' in done.stdout
+
+
+@pytest.mark.integration
+def test_looking_for_ray_does_not_import_it() -> None:
+    code = f"{SETUP}\nimport sys, dataclasses\n" + (
+        "check_ray(dataclasses.replace(ONE, address='local'))\nprint('ray' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "False\n" or "RayMissingError" in done.stderr
+
+
+@pytest.mark.parametrize("family", ["xpu", "mps"])
+def test_processes_are_refused_for_devices_that_they_cannot_connect(family: str) -> None:
+    with pytest.raises(
+        WorkersError, match=f"NCCL and gloo connect, and this is {family}: compute without workers"
+    ):
+        start_pool(WorkersRef(count=2), torch.device(family, 0))

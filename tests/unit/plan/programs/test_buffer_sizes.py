@@ -1,0 +1,153 @@
+"""Buffers of several sizes: their bytes, and programs that use them, at any speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanstream.plan.programs import (
+    BlockKey,
+    TransferProgram,
+    check_program,
+    compile_program,
+    plan_buffers,
+    step_visits,
+)
+from wanstream.plan.programs.transfer_program import ProgramError
+from wanstream.schema import OffloadPolicy, Residency
+from wanstream.tests.support.plan_fixtures import final_contents
+
+PROPERTY = settings(deadline=None, max_examples=150)
+GB = 10**9
+FLUX = [680] * 19 + [283] * 38
+HIDREAM = [848] * 16 + [611] * 32 + [21] * 49
+
+Pool = tuple[Residency, Any]
+
+
+@st.composite
+def any_policy(draw: st.DrawFn, block_bytes: Mapping[str, list[int]]) -> OffloadPolicy:
+    swapped = draw(st.integers(0, min(map(len, block_bytes.values()))))
+    ahead = draw(st.integers(0, 3))
+    swap = OffloadPolicy.block_swap(swapped, ahead)
+    layerwise = OffloadPolicy.layerwise(ahead)
+    pinned = replace(swap, pin_first_block=True)
+    return draw(st.sampled_from([OffloadPolicy.resident(), layerwise, swap, swap, pinned]))
+
+
+def any_blocks() -> st.SearchStrategy[dict[str, list[int]]]:
+    sizes = st.lists(st.sampled_from([1000, 990, 700, 300, 20]), min_size=1, max_size=9)
+    return st.fixed_dictionaries({"high": sizes}, optional={"low": sizes})
+
+
+def check(program: TransferProgram) -> None:
+    """Check a program and, apart from `check_program`, that no block is larger than its buffer."""
+    check_program(program)
+    assert program.sizes is not None
+    for fetch in program.fetches:
+        needed = program.sizes.blocks[fetch.block.stored]
+        assert needed <= program.sizes.capacities[fetch.buffer]
+
+
+@PROPERTY
+@given(data=st.data(), blocks=any_blocks(), seed=st.integers(0, 2**16))
+def test_every_visit_finds_its_block_through_stops_and_skips(
+    new_machine: Callable[[int], Any], data: Any, blocks: dict[str, list[int]], seed: int
+) -> None:
+    """At any speed, from any contents that fit."""
+    counts = {expert: len(sizes) for expert, sizes in blocks.items()}
+    experts = data.draw(st.lists(st.sampled_from(sorted(counts)), max_size=5))
+    patches = [data.draw(st.integers(0, 1)) for _ in experts]
+    rest = step_visits(experts, counts, patches_of_steps=patches)
+    residency, sizes = plan_buffers(data.draw(any_policy(blocks)), blocks)
+    count = len(sizes.capacities)
+    machine = new_machine(seed)
+    contents: dict[int, BlockKey] = {}
+    for buffer, capacity in enumerate(sizes.capacities):
+        fitting = sorted(key for key, needed in sizes.blocks.items() if needed <= capacity)
+        if data.draw(st.booleans()):
+            contents[buffer] = data.draw(st.sampled_from(fitting))
+    machine.fill(contents)
+    for _ in range(3):
+        program = compile_program(rest, residency, count, sizes=sizes, contents=contents)
+        check(program)
+        stop = data.draw(st.integers(0, len(rest)))
+        contents = machine.run(program, stop)
+        rest = tuple(visit for visit in rest[stop:] if data.draw(st.integers(0, 3)))
+    program = compile_program(rest, residency, count, sizes=sizes, contents=contents)
+    check(program)
+    assert machine.run(program) == {**contents, **final_contents(program)}
+
+
+@PROPERTY
+@given(data=st.data(), blocks=any_blocks())
+def test_as_many_fetches_as_with_equal_buffers(data: Any, blocks: dict[str, list[int]]) -> None:
+    counts = {expert: len(sizes) for expert, sizes in blocks.items()}
+    visits = step_visits(data.draw(st.lists(st.sampled_from(sorted(counts)), max_size=5)), counts)
+    residency, sizes = plan_buffers(data.draw(any_policy(blocks)), blocks)
+    program = compile_program(visits, residency, len(sizes.capacities), sizes=sizes)
+    equal = compile_program(visits, residency, len(sizes.capacities))
+    assert [fetch.block for fetch in program.fetches] == [fetch.block for fetch in equal.fetches]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("sizes", [FLUX, HIDREAM, [700] * 40], ids=["Flux", "HiDream", "Wan"])
+def test_bytes_are_those_of_the_residents_and_of_the_largest_streamed_block(
+    sizes: list[int], ahead: int
+) -> None:
+    for swapped in range(len(sizes) + 1):
+        residency, planned = plan_buffers(
+            OffloadPolicy.block_swap(swapped, ahead), {"model": sizes}
+        )
+        residents = residency.residents["model"]
+        streamed = [nbytes for block, nbytes in enumerate(sizes) if block not in residents]
+        streaming = min(ahead + 1, swapped) * max(streamed, default=0)
+        assert planned.nbytes == sum(sizes[block] for block in residents) + streaming
+    _, resident = plan_buffers(OffloadPolicy.resident(), {"model": sizes})
+    assert resident.nbytes == sum(sizes)
+
+
+@PROPERTY
+@given(data=st.data(), count=st.integers(1, 12))
+def test_equal_blocks_have_the_program_without_sizes(data: Any, count: int) -> None:
+    blocks = {expert: [700] * count for expert in ("high", "low")}
+    policy = data.draw(any_policy(blocks))
+    visits = step_visits(["high", "high", "low", "high"], dict.fromkeys(blocks, count))
+    residency, sizes = plan_buffers(policy, blocks)
+    contents = {0: BlockKey("low", 0), 1: BlockKey("high", 0), 2: BlockKey("high", count - 1)}
+    found, plain = (
+        compile_program(visits, residency, len(sizes.capacities), sizes=each, contents=contents)
+        for each in (sizes, None)
+    )
+    assert replace(found, sizes=None) == plain
+
+
+def test_sizes_that_differ_by_little_share_buffers() -> None:
+    _, planned = plan_buffers(OffloadPolicy.resident(), {"model": [1000, 980, 960, 500]})
+    assert planned.capacities == (1000, 1000, 960, 500)
+
+
+def test_a_small_block_leaves_large_buffers_to_large_blocks() -> None:
+    """Block 0 is streamed and small: it takes the small buffer that is free as long."""
+    blocks = {"model": [20, 100, 20, 20]}
+    residency = Residency(residents={"model": frozenset({1, 3})})
+    _, sizes = plan_buffers(OffloadPolicy.block_swap(2, 0), blocks)
+    program = compile_program(step_visits(["model"], {"model": 4}), residency, 3, sizes=sizes)
+    assert sizes.capacities == (100, 20, 20)
+    assert [fetch.buffer for fetch in program.fetches] == [1, 0, 2, 1]
+
+
+def test_too_few_buffers_of_a_size_are_refused() -> None:
+    residency, sizes = plan_buffers(OffloadPolicy.block_swap(1, 0), {"model": [20, 100, 50]})
+    visits = step_visits(["model"] * 2, {"model": 3})
+    small = replace(sizes, capacities=(100, 20, 20))
+    with pytest.raises(ProgramError, match=r"1 buffers of a size are too few: .* need 2"):
+        compile_program(visits, residency, 3, sizes=small)
+    program = compile_program(visits, residency, 3, sizes=sizes)
+    with pytest.raises(ProgramError, match="needs 100 bytes, buffer 0 has 50"):
+        check_program(replace(program, sizes=replace(sizes, capacities=(50, 50, 20))))
