@@ -50,9 +50,10 @@ def without_advanced(node: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Return the node's inputs without the mark, and the names of the marked ones."""
     marked: set[str] = set()
     inputs = copy.deepcopy(node["input"])
-    for name, declared in [pair for inputs_ in inputs.values() for pair in inputs_.items()]:
-        if len(declared) > 1 and declared[1].pop("advanced", None):
-            marked.add(name)
+    for part in ("required", "optional"):
+        for name, declared in inputs.get(part, {}).items():
+            if len(declared) > 1 and declared[1].pop("advanced", None):
+                marked.add(name)
     return inputs, marked
 
 
