@@ -5,6 +5,7 @@ from __future__ import annotations
 from .chart import report_chart
 from .documents import csv_document, html_document, json_document, summary
 from .figures import Spread, memory_bytes
+from .ranking import Rank, ranking
 from .report import Report, Table, Trial, Variant
 from .report_tables import run_table
 from .results import Result, describe_machine, hardware, processor_name, versions
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_RUNS",
     "MAX_STEPS",
     "Policy",
+    "Rank",
     "Report",
     "Result",
     "Setting",
@@ -44,6 +46,7 @@ __all__ = [
     "memory_bytes",
     "policy_name",
     "processor_name",
+    "ranking",
     "report_chart",
     "run_table",
     "run_trials",

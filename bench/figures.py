@@ -149,10 +149,17 @@ def _peak(timeline: Timeline, name: str) -> float | None:
     return largest_known(getattr(memory, name, None) for memory in memories)
 
 
+TOTAL = Figure("Total denoising", "s", lambda run: run.wall_s, brief=True)
+PER_STEP = Figure("Average per step", "s", _mean_s)
+DEVICE_PEAK = Figure(
+    "Peak VRAM, allocated", "bytes", partial(_peak, name="device_bytes"), brief=True
+)
+RAM_PEAK = Figure("Most RAM of the process", "bytes", partial(_peak, name="rss_bytes"), brief=True)
+
 FIGURES = (
-    Figure("Total denoising", "s", lambda run: run.wall_s, brief=True),
+    TOTAL,
     Figure("Whole run, with what lies between steps", "s", _whole_s),
-    Figure("Average per step", "s", _mean_s),
+    PER_STEP,
     Figure("Steady step, high-noise expert", "s", partial(steady_s, expert="high"), brief=True),
     Figure("Steady step, low-noise expert", "s", partial(steady_s, expert="low"), brief=True),
     Figure("First step", "s", lambda run: _wall_s(next(iter(run.steps), None)), brief=True),
@@ -168,15 +175,14 @@ FIGURES = (
     Figure("Weights outside the blocks", "bytes", lambda run: run.non_block_bytes),
     Figure("Rate to buffers", "bytes/s", lambda run: run.transfers.copy_bytes_per_s, brief=True),
     Figure("Rate from files", "bytes/s", lambda run: run.transfers.read_bytes_per_s, brief=True),
-    Figure("Peak VRAM, allocated", "bytes", partial(_peak, name="device_bytes"), brief=True),
+    DEVICE_PEAK,
     Figure("Peak VRAM, held by torch", "bytes", partial(_peak, name="reserved_bytes")),
     Figure("Most VRAM used by all", "bytes", partial(_peak, name="device_used_bytes")),
     Figure("Most VRAM of ComfyUI's other models", "bytes", partial(_peak, name="dynamic_bytes")),
-    Figure("Most RAM of the process", "bytes", partial(_peak, name="rss_bytes"), brief=True),
+    RAM_PEAK,
     Figure("Most page-locked RAM", "bytes", partial(_peak, name="pinned_bytes")),
     Figure("Steps in which a cache skipped blocks", "share", _cached_share),
 )
-TOTAL = FIGURES[0]
 
 
 def figures_dict(variant: Variant) -> dict[str, Any]:

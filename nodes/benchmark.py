@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,19 @@ from ..bench import (
     MAX_PREFETCH,
     MAX_RUNS,
     MAX_STEPS,
+    Policy,
+    Rank,
     Report,
     TrialMatrix,
     TrialTimes,
+    ranking,
     summary,
 )
 from ..host import current_host, io, search_aliases
 from . import sockets
 from .decode import check_name
 from .inputs import known, limits, prefix_input
+from .offload import policy_node
 from .runs.benchmark import Benchmark, MeasuredModel, ReportFiles, measure, named_runs
 from .runs.run_experts import SamplerRun
 from .sampler import TIMELINE
@@ -31,6 +35,8 @@ TITLE = "WanStream benchmark"
 
 REPORT = "wanstream_report"
 """History key for the summary."""
+RANKING = "wanstream_ranking"
+"""History key for the variants from the fastest to the slowest."""
 
 
 BENCHMARK_INPUTS: tuple[io.Input, ...] = (
@@ -169,21 +175,33 @@ class WanStreamBenchmark(io.ComfyNode):
         benchmark = Benchmark(title=TITLE, runs=runs, matrix=matrix, times=times, traces=traces)
         with files:
             report = measure(host, benchmark, node_id=cls.hidden.unique_id, on_report=files.save)
-        return _output(report, files)
+        return _output(report, files, benchmark.policies)
 
 
-def _output(report: Report, files: ReportFiles) -> io.NodeOutput:
+def _output(report: Report, files: ReportFiles, policies: Sequence[Policy | None]) -> io.NodeOutput:
     """Write all report files, and show the report on the node."""
     chart = files.finish(report)
     text = summary(report)
     shown = {
         TIMELINE: _median_runs(report),
         REPORT: [text],
+        RANKING: [_ranked(rank, policies[rank.place]) for rank in ranking(report)],
         "text": [text],
         "images": [files.chart_preview()],
     }
     image = torch.from_numpy(np.array(chart)).float().div(255)
     return io.NodeOutput(image.unsqueeze(0), text, ui=shown)
+
+
+def _ranked(rank: Rank, policy: Policy | None) -> dict[str, Any]:
+    """Return a variant as JSON, with the node that makes its policy."""
+    return {
+        "name": rank.name,
+        "step_s": None if rank.step_s is None else asdict(rank.step_s),
+        "memory": rank.memory,
+        "failed": rank.failed,
+        "policy": None if policy is None else policy_node(policy),
+    }
 
 
 class WanStreamModelRun(io.ComfyNode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..host import io, search_aliases
 from ..plan import AutoOffload, Budgets
@@ -17,6 +18,8 @@ MOST_BLOCKS = 200
 """More blocks than any native model has."""
 
 _SOURCES: dict[str, SourceKind] = {"disk": "file", "RAM": "pinned"}
+_FIXED = {"layerwise": "WanStreamLayerwise", "block_swap": "WanStreamBlockSwap"}
+"""Node types by the kind of their policy. No node keeps both experts resident."""
 
 STREAM_INPUTS: tuple[io.Input, ...] = (
     io.Int.Input(
@@ -182,6 +185,28 @@ class WanStreamAutoOffload(io.ComfyNode):
     def execute(cls, vram_budget_gb: float, ram_budget_gb: float) -> io.NodeOutput:
         budgets = Budgets(vram_bytes=_bytes(vram_budget_gb), ram_bytes=_bytes(ram_budget_gb))
         return io.NodeOutput(AutoOffload(budgets=budgets))
+
+
+def policy_node(policy: OffloadPolicy | AutoOffload) -> dict[str, Any] | None:
+    """Return type and widget values of the node that makes `policy`, or None if none does."""
+    if isinstance(policy, AutoOffload):
+        budgets = policy.budgets
+        values = {
+            "vram_budget_gb": (budgets.vram_bytes or 0) / GB,
+            "ram_budget_gb": (budgets.ram_bytes or 0) / GB,
+        }
+        return {"type": "WanStreamAutoOffload", "values": values}
+    if policy.kind not in _FIXED:
+        return None
+    sources = {source: name for name, source in _SOURCES.items()}
+    shared = {
+        "prefetch_blocks": policy.prefetch_blocks,
+        "weights_source": sources[policy.source],
+        "ram_blocks": ALL_BLOCKS if policy.ram_blocks is None else policy.ram_blocks,
+        "chunk_tokens": policy.chunk_tokens or 0,
+    }
+    own = {"blocks_to_swap": policy.blocks_to_swap} if policy.kind == "block_swap" else {}
+    return {"type": _FIXED[policy.kind], "values": {**own, **shared}}
 
 
 def _bytes(gigabytes: float) -> int | None:

@@ -14,6 +14,8 @@ const MODULES = [
   "loader_exchange.mjs",
   "notices.mjs",
   "page.mjs",
+  "policy_nodes.mjs",
+  "ranking.mjs",
   "run_widget.mjs",
   "runs_table.mjs",
   "store.mjs"

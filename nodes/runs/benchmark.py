@@ -163,6 +163,15 @@ class Benchmark:
         """True if the benchmark makes runs itself, False if it only reports the given ones."""
         return not (self.matrix.is_empty and self.times.runs == 1 and self.traces is None)
 
+    @property
+    def policies(self) -> list[Policy | None]:
+        """Policies of the variants in report order. None for the run of a native model."""
+        if self.runs_again:
+            return [inputs.requested for _, inputs in self.candidates()]
+        return [
+            None if isinstance(run, MeasuredModel) else run.requested for run in self.runs.values()
+        ]
+
     def candidates(self) -> list[tuple[str, SamplerInputs]]:
         """Return every setting in the matrix for every run, each with a name.
 

@@ -243,19 +243,23 @@ function headText(run, length) {
 const LEAST_WAIT = 0.05
 
 /**
- * A sentence on what limits a run, and the remedy with its most possible gain; empty before the second step.
+ * Share of the steps' time that waits, and for what; null before the second step.
  *
  * The first step reads the weights for the first time, and does not count.
  */
-export function verdictText(run) {
+export function waitOf(run) {
   const { wall_s: wall, stall_s: stall, stall_on_read_s: reading } = totals(recordsOf(run).slice(1))
-  if (!wall) return ""
-  const waiting = stall / wall
-  if (waiting < LEAST_WAIT) return translate("verdictCompute", shareText(waiting))
+  if (!wall) return null
   const isDisk = reading > stall / 2
-  const share = isDisk ? reading / wall : waiting
+  const limit = stall < LEAST_WAIT * wall ? "Compute" : isDisk ? "Disk" : "Bus"
+  return { limit, share: (limit === "Disk" ? reading : stall) / wall }
+}
+
+/** A sentence on what limits a run, and the remedy with its most possible gain. */
+export function verdictText({ limit, share }) {
+  if (limit === "Compute") return translate("verdictCompute", shareText(share))
   const gain = 1 / (1 - Math.min(share, 0.99))
-  return translate(isDisk ? "verdictDisk" : "verdictBus", `${(100 * share).toFixed(0)} %`, gain.toFixed(1))
+  return translate(`verdict${limit}`, `${(100 * share).toFixed(0)} %`, gain.toFixed(1))
 }
 
 /** Phases of the queue item of a run; see `itemPhases`. */

@@ -10,12 +10,16 @@ import { mostMemory } from "./figures.mjs"
 import { executionIds, figuresAt } from "./graph_ids.mjs"
 import { counterpart, exchanged, menuItems } from "./loader_exchange.mjs"
 import { NoticeStrips, applies } from "./notices.mjs"
+import { givePolicy, hasPolicy, takesPolicy } from "./policy_nodes.mjs"
+import { BENCHMARK, Rankings } from "./ranking.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
-import { EVENTS, Store, isOf, itemPhases, lastItem, lastRun, leavesGap, recordsAt, runningRun } from "./store.mjs"
+import { EVENTS, Store, isOf, itemPhases, lastItem, lastRanking, lastRun, leavesGap, recordsAt, runningRun } from "./store.mjs"
 import { translate, setLanguage } from "./i18n.mjs"
 
-const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
+const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", BENCHMARK, "WanStreamLaneSampler"]
+/** The policy that the planner chooses, with the budgets that its node has. */
+const AUTOMATIC = { type: "WanStreamAutoOffload", values: {} }
 const BADGES_SETTING = "WanStream.Badges"
 const STRICT_SETTING = "WanStream.Strict"
 const SMALL_SETTING = "WanStream.SmallModels"
@@ -31,6 +35,7 @@ export function start(app, api) {
   const page = pageOf(app, store)
   const badges = new Badges(page)
   const strips = new NoticeStrips(page)
+  const rankings = new Rankings(page)
   const table = new RunsTable(page)
   const chip = new Chip(page)
   const refresh = () => {
@@ -39,6 +44,7 @@ export function start(app, api) {
     for (const node of page.othersShown()) if (!widgets.has(node)) attach(new RunWidget(node, page), widgets)
     for (const widget of widgets.values()) widget.refresh(other)
     strips.refresh(store.state)
+    rankings.refresh()
     badges.refresh()
     table.refresh(store.state)
     chip.refresh(runningRun(store.state, page.workflow()))
@@ -56,7 +62,7 @@ export function start(app, api) {
       followCanvas(app, () => badges.follow(), refresh)
       store.subscribe(refresh)
       showBadges(app.extensionManager?.setting?.get(BADGES_SETTING) ?? true)
-      setInterval(() => tick(store.state, widgets, badges, strips, chip), TICK_MS)
+      setInterval(() => tick(store.state, widgets, badges, strips, rankings, chip), TICK_MS)
       catchUp(api, store) // the page need not wait for it
     },
     commands: [exchangeCommand(app, page)],
@@ -72,12 +78,13 @@ export function start(app, api) {
   })
 }
 
-/** Update what changes without events: times of a run, and widgets whose values notices are about. */
-function tick(state, widgets, badges, strips, chip) {
+/** Update what changes without events: times of a run, and widgets whose values notices and rankings are about. */
+function tick(state, widgets, badges, strips, rankings, chip) {
   if (chip.run) chip.refresh(chip.run)
   if (state.items.at(-1)?.running) badges.refresh()
   for (const widget of widgets.values()) widget.tick()
   if (state.notices.length) strips.refresh(state)
+  if (state.rankings.length) rankings.refresh()
 }
 
 const TOAST_MS = 15_000
@@ -156,6 +163,18 @@ function pageOf(app, store) {
       const runs = [node, measuredBy(node)].filter(Boolean).map(last).filter(Boolean)
       return runs.sort((one, other) => other.at - one.at)[0] ?? null
     },
+    rankingAt: (ids) => lastRanking(store.state, root().id, ids),
+    samplerTakes: (node) => takesPolicy(measuredBy(node)),
+    policyIs: (node, policy) => hasPolicy(measuredBy(node), policy),
+    usePolicy(node, policy) {
+      asOneChange(app, () => givePolicy(measuredBy(node), policy))
+      this.changed()
+    },
+    canAutomate: (node) => takesPolicy(node) && !hasPolicy(node, AUTOMATIC),
+    automate(node) {
+      asOneChange(app, () => givePolicy(node, AUTOMATIC))
+      this.changed()
+    },
     phasesOf: (run) => itemPhases(store.state, run.prompt_id),
     figuresOf(node) {
       const item = lastItem(store.state, root().id)
@@ -184,18 +203,25 @@ const trackerOf = (app) => app.extensionManager?.workflow?.activeWorkflow?.chang
 
 /** Exchange loaders as one change for undo, and select the new ones if the old were. */
 function exchangeAll(app, page, nodes) {
-  const tracker = trackerOf(app)
-  tracker?.beforeChange()
-  try {
+  asOneChange(app, () => {
     for (const node of nodes) {
       const wasSelected = node.id in app.canvas.selected_nodes
       const made = exchanged(node)
       if (wasSelected) app.canvas.selectNode(made, true)
     }
+  })
+  page.changed()
+}
+
+/** Change the graph in one step of undo. */
+function asOneChange(app, change) {
+  const tracker = trackerOf(app)
+  tracker?.beforeChange()
+  try {
+    change()
   } finally {
     tracker?.afterChange()
   }
-  page.changed()
 }
 
 const exchangeCommand = (app, page) => ({
@@ -230,7 +256,7 @@ function badgesWidth(app, node) {
 
 /** Sampler of a benchmark node: without repetitions the benchmark shows the run of that sampler. */
 function measuredBy(node) {
-  if (node.comfyClass !== "WanStreamBenchmark") return null
+  if (node.comfyClass !== BENCHMARK) return null
   const slot = node.inputs.findIndex((input) => input.name === "run")
   return slot < 0 ? null : node.getInputNode(slot)
 }

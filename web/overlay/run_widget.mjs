@@ -8,7 +8,7 @@
 
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
 import { element, h } from "./dom.mjs"
-import { phasesText, recordsOf, runParts, shareOfStep, sizeText, stepText, verdictText } from "./figures.mjs"
+import { phasesText, recordsOf, runParts, shareOfStep, sizeText, stepText, verdictText, waitOf } from "./figures.mjs"
 import { translate } from "./i18n.mjs"
 
 const CLOSED_HEIGHT = 26
@@ -33,8 +33,8 @@ let made = 0
 
 export class RunWidget {
   /**
-   * `page` provides `runOf(node)`, `phasesOf(run)`, `knowsRuns()`, `now()`, `zoom()`, `resize(node, shrink)`, `shrink(node, height)` and
-   * `forward(element)`.
+   * `page` provides `runOf(node)`, `phasesOf(run)`, `knowsRuns()`, `canAutomate(node)`, `automate(node)`, `now()`, `zoom()`,
+   * `resize(node, shrink)`, `shrink(node, height)` and `forward(element)`.
    */
   constructor(node, page) {
     this.node = node
@@ -97,7 +97,12 @@ export class RunWidget {
       blur: () => this.choose(null)
     }
     this.plot = element(h("div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }))
+    this.sentence = element(h("span", { class: "wanstream-verdict-text" }))
+    const automate = () => this.page.automate(this.node)
+    const remedy = { type: "button", class: "wanstream-button", click: automate, keydown: keep, title: translate("automateWhy") }
+    this.remedy = element(h("button", remedy))
     this.verdict = element(h("div", { class: "wanstream-verdict" }))
+    this.verdict.append(this.sentence, this.remedy)
     this.numbers = element(h("div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }))
     this.root = element(h("div", { class: "wanstream-run" }))
     this.root.append(this.button, this.preview, this.plot, this.verdict, this.numbers)
@@ -218,12 +223,20 @@ export class RunWidget {
 
   updateNumbers() {
     if (!this.open) return
-    const verdict = verdictText(this.run)
-    if (this.verdict.textContent !== verdict) this.verdict.textContent = this.verdict.title = verdict
+    this.updateVerdict()
     const record = this.chosen === null ? null : recordsOf(this.run)[this.chosen]
     const text = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
     this.numbers.dataset.chosen = Boolean(record)
     if (this.numbers.textContent !== text) this.numbers.textContent = this.numbers.title = text
+  }
+
+  /** Update the verdict. A run that waits has a button for the policy that the planner would choose. */
+  updateVerdict() {
+    const wait = waitOf(this.run)
+    const text = wait ? verdictText(wait) : ""
+    if (this.sentence.textContent !== text) this.sentence.textContent = this.sentence.title = text
+    this.remedy.hidden = !wait || wait.limit === "Compute" || !this.run.ended || !this.page.canAutomate(this.node)
+    this.remedy.textContent = translate("automate")
   }
 
   summary() {

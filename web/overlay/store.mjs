@@ -13,7 +13,7 @@ const KEPT_NOTICES = 200
 const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000"
 
 /** `complete`: a snapshot of the server has come. */
-export const EMPTY = { runs: [], items: [], notices: [], complete: false }
+export const EMPTY = { runs: [], items: [], notices: [], rankings: [], complete: false }
 
 const begin = (state, payload, now) => ({
   ...state,
@@ -146,6 +146,15 @@ function snapshot(state, answer, now) {
   }
 }
 
+/** Keep the ranking of a benchmark, in place of the last one of its node. */
+function executed(state, { prompt_id, node, output }) {
+  const ranking = output?.wanstream_ranking
+  if (!ranking) return state
+  const workflow = state.items.find((item) => item.prompt_id === prompt_id)?.workflow ?? null
+  const others = state.rankings.filter((each) => each.node !== `${node}` || each.workflow !== workflow)
+  return { ...state, rankings: [...others, { node: `${node}`, workflow, ranking }].slice(-KEPT_RUNS) }
+}
+
 const HANDLERS = {
   "wanstream.begin": begin,
   "wanstream.visits": visits,
@@ -156,6 +165,7 @@ const HANDLERS = {
   execution_start: start,
   execution_cached: (state, { prompt_id, nodes }) => changeItem(state, prompt_id, () => ({ cached: nodes })),
   progress_state: progress,
+  executed,
   execution_success: finish,
   execution_error: finish,
   execution_interrupted: finish,
@@ -196,6 +206,10 @@ export function lastRun(state, workflow, nodeIds) {
   )
   return shown.at(-1) ?? null
 }
+
+/** The last ranking of one of these benchmark nodes, or null. */
+export const lastRanking = (state, workflow, nodeIds) =>
+  state.rankings.findLast((each) => isOf(each, workflow) && nodeIds.includes(each.node))?.ranking ?? null
 
 /** The run that is running now, of the open graph if there is one; null while nothing runs. */
 export function runningRun(state, workflow) {

@@ -10,19 +10,20 @@ from wanstream.tools.frontend import Frontend
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 VERDICT = f"""async records => {{
-    const {{ verdictText }} = await import('/extensions/{PACK}/overlay/figures.mjs')
+    const {{ verdictText, waitOf }} = await import('/extensions/{PACK}/overlay/figures.mjs')
     return records.map(([stall_s, stall_on_read_s]) => {{
         const first = {{ wall_s: 90, stall_s: 80, stall_on_read_s: 80 }}
-        return verdictText({{ records: [first, {{ wall_s: 10, stall_s, stall_on_read_s }}] }})
+        const second = {{ wall_s: 10, stall_s, stall_on_read_s }}
+        return verdictText(waitOf({{ records: [first, second] }}))
     }})
 }}"""
 
 
 def test_a_run_waits_for_the_disk_or_the_bus_or_computes(frontend: Frontend) -> None:
     disk, bus, most, compute = frontend.page.evaluate(VERDICT, [[6, 5], [2, 1], [10, 10], [0.3, 0]])
-    assert disk.startswith("Limited by the disk: 50 % of the time waits for files. Keep more ")
-    assert disk.endswith(" up to 2.0 times as fast.")
-    assert bus.startswith("Limited by the bus: 20 % of the time waits for weights. Keep more ")
-    assert bus.endswith(" up to 1.3 times as fast.")
-    assert most.endswith(" up to 100.0 times as fast."), "a finite number"
+    assert disk.startswith("Waits for the disk 50 % of the time. More blocks ")
+    assert disk.endswith(" up to 2.0 ×.")
+    assert bus.startswith("Waits for the bus 20 % of the time. More blocks ")
+    assert bus.endswith(" up to 1.3 ×.")
+    assert most.endswith(" up to 100.0 ×."), "a finite number"
     assert compute == "Limited by computing: 3.0 % of the time waits for weights."

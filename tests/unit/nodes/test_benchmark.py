@@ -174,6 +174,15 @@ def test_a_matrix_changes_the_transfers_and_not_a_bit_of_the_result(
     _, summary = history.results["benchmark"]
     assert summary.count("| equal to the bit |") == 4
     assert len(history.outputs["benchmark"][TIMELINE]) == 5
+    nodes = {
+        row["name"]: row["policy"] and (row["policy"]["type"], row["policy"]["values"])
+        for row in history.outputs["benchmark"]["wanstream_ranking"]
+    }
+    assert nodes.keys() == {variant["name"] for variant in report["variants"]}
+    assert nodes["resident"] is None
+    kind, values = nodes["block_swap 2, 1 ahead"]
+    assert kind == "WanStreamBlockSwap"
+    assert (values["blocks_to_swap"], values["prefetch_blocks"]) == (2, 1)
 
 
 @pytest.mark.slow  # runs whole workflows

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from wanstream.nodes.offload import WanStreamAutoOffload, WanStreamBlockSwap, WanStreamLayerwise
+from wanstream.nodes.offload import (
+    WanStreamAutoOffload,
+    WanStreamBlockSwap,
+    WanStreamLayerwise,
+    policy_node,
+)
 from wanstream.plan import AutoOffload, Budgets
 from wanstream.schema import OffloadPolicy
 
@@ -65,3 +71,22 @@ def test_old_workflows_mean_what_they_meant() -> None:
 def test_a_budget_of_0_leaves_it_to_the_planner(vram: float, ram: float, budgets: Budgets) -> None:
     found = _policy(WanStreamAutoOffload, vram_budget_gb=vram, ram_budget_gb=ram)
     assert found == AutoOffload(budgets=budgets)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        OffloadPolicy.layerwise(2),
+        replace(OffloadPolicy.layerwise(1, source="pinned"), ram_blocks=12, chunk_tokens=1024),
+        OffloadPolicy.block_swap(3, 0),
+        AutoOffload(),
+        AutoOffload(budgets=Budgets(vram_bytes=8 * 10**9, ram_bytes=24_500_000_000)),
+    ],
+)
+def test_the_node_for_a_policy_makes_that_policy(policy: Any) -> None:
+    nodes = (WanStreamLayerwise, WanStreamBlockSwap, WanStreamAutoOffload)
+    found = policy_node(policy)
+    assert found is not None
+    (node,) = (each for each in nodes if each.define_schema().node_id == found["type"])
+    assert _policy(node, **found["values"]) == policy
+    assert policy_node(OffloadPolicy.resident()) is None, "no node keeps both experts"

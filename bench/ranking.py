@@ -1,0 +1,52 @@
+"""Variants of a report by the seconds of a step, for the node."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .figures import DEVICE_PEAK, PER_STEP, RAM_PEAK, Spread
+from .report import Report, Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One variant in a ranking."""
+
+    place: int
+    """Index in the report."""
+    name: str
+    step_s: Spread | None
+    """Mean seconds of a step, over the measured runs. None without a run."""
+    memory: tuple[str, float] | None
+    """Kind, VRAM or RAM, and the most bytes of all runs. None if unknown."""
+    failed: str
+    """Reason why the variant could not be run. Empty if it could."""
+
+
+def ranking(report: Report) -> tuple[Rank, ...]:
+    """Return the variants from the fastest step to the slowest, and those without a run last."""
+    ranks = [_rank(place, variant) for place, variant in enumerate(report.variants)]
+    return tuple(sorted(ranks, key=_order))
+
+
+def _order(rank: Rank) -> float:
+    return math.inf if rank.step_s is None else rank.step_s.median
+
+
+def _rank(place: int, variant: Variant) -> Rank:
+    return Rank(
+        place=place,
+        name=variant.name,
+        step_s=PER_STEP.spread(variant),
+        memory=_memory(variant),
+        failed=variant.failed,
+    )
+
+
+def _memory(variant: Variant) -> tuple[str, float] | None:
+    for kind, figure in (("VRAM", DEVICE_PEAK), ("RAM", RAM_PEAK)):
+        peaks = figure.spread(variant)
+        if peaks is not None:
+            return kind, peaks.high
+    return None

@@ -1,0 +1,137 @@
+"""Bars of a benchmark on its node, and their buttons, with both renderers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wanstream.tests.integration.browser.test_overlay import (
+    FIND,
+    SAMPLER,
+    WAIT_MS,
+    Page,
+    last_history,
+    page,
+    renderer,
+)
+from wanstream.tools.frontend import GRAPH
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
+
+__all__ = ["page", "renderer"]  # fixtures
+
+BENCHMARK = "Benchmark"
+ADD = f"""title => {{ {FIND}
+    const sampler = find(title), benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
+    benchmark.title = '{BENCHMARK}'
+    benchmark.pos = [sampler.pos[0] + 1000, sampler.pos[1]];
+    {GRAPH}.add(benchmark)
+    sampler.connect(sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN'), benchmark)
+}}"""
+RANKING = f"""title => {{ {FIND}
+    const root = find(title).widgets.find(each => each.name === 'wanstream_ranking')?.element
+    return root && [...root.children].map(row => ({{
+        name: row.querySelector('.wanstream-rank-name').textContent,
+        text: row.querySelector('.wanstream-rank-text').textContent,
+        width: row.querySelector('.wanstream-rank-bar').getBoundingClientRect().width
+            / row.querySelector('.wanstream-rank-room').getBoundingClientRect().width,
+        fastest: row.dataset.fastest,
+        action: row.querySelector('.wanstream-rank-action').textContent,
+    }}))
+}}"""
+
+
+def ranking(page: Page) -> list[dict[str, Any]]:
+    page.page.wait_for_function(
+        f"title => ({RANKING})(title)?.length", arg=BENCHMARK, timeout=WAIT_MS
+    )
+    page.page.wait_for_timeout(300)
+    rows: list[dict[str, Any]] = page.page.evaluate(RANKING, BENCHMARK)
+    return rows
+
+
+def policy(page: Page) -> dict[str, Any]:
+    """Return the node at the sampler's policy input in the exported graph."""
+    prompt = page.frontend.export().prompt
+    sampler = next(node for node in prompt.values() if node["class_type"] == "WanStreamSampler")
+    return dict(prompt[sampler["inputs"]["policy"][0]])
+
+
+def test_variants_are_ranked_and_a_click_gives_the_sampler_their_policy(
+    page: Page, renderer: str
+) -> None:
+    page.load(steps=2)
+    page.page.evaluate(ADD, SAMPLER)
+    page.set(BENCHMARK, policies="layerwise, block_swap 3, resident", prefetch="2")
+    page.look_at(BENCHMARK)
+    before = policy(page)
+    page.queue()
+    rows = ranking(page)
+    page.idle()
+    (output,) = [
+        output
+        for output in last_history(page.server)["outputs"].values()
+        if "wanstream_ranking" in output
+    ]
+    variants = output["wanstream_ranking"]
+    names = [variant["name"] for variant in variants]
+    assert [row["name"] for row in rows] == [f"✓ {names[0]}", *names[1:]]
+    medians = [variant["step_s"]["median"] for variant in variants]
+    assert medians == sorted(medians)
+    assert [row["width"] for row in rows] == pytest.approx(
+        [median / medians[-1] for median in medians], abs=0.02
+    )
+    assert [row["fastest"] for row in rows] == ["true", "false", "false"]
+    assert rows[1]["text"].count(" × · RAM") == 1
+    actions = dict(zip(names, (row["action"] for row in rows), strict=True))
+    assert actions == {
+        "layerwise, 2 ahead": "Use",
+        "block_swap 3, 2 ahead": "Use",
+        "resident": "",
+    }
+    page.picture(f"benchmark_ranking_{renderer}", x=440, width=300, y=100, height=760)
+    for kind, name, widgets in (
+        ("WanStreamLayerwise", "layerwise, 2 ahead", {"prefetch_blocks": 2}),
+        (
+            "WanStreamBlockSwap",
+            "block_swap 3, 2 ahead",
+            {"prefetch_blocks": 2, "blocks_to_swap": 3},
+        ),
+    ):
+        row = page.page.locator(".wanstream-rank", has_text=name)
+        row.get_by_role("button").click()
+        row.get_by_text("in use").wait_for(timeout=WAIT_MS)
+        used = policy(page)
+        assert used["class_type"] == kind
+        assert used["inputs"].items() >= widgets.items()
+    for _ in range(2):
+        page.page.keyboard.press("Control+z")
+        page.page.wait_for_timeout(500)
+    assert policy(page) == before
+
+
+WAITING_RUN = """([node, workflow]) => {
+    const step = index => ({ index, expert: 'low', wall_s: 4, compute_s: 1, stall_s: 3,
+        stall_on_read_s: 3, bytes_moved: 1, read_bytes: 1, copy_s: 1, read_s: 3, rss_bytes: 5 })
+    const run = { run: 'waits', prompt_id: 'p', node, shown_at: node, workflow, steps: 2,
+        experts: ['low', 'low'], switch_step: null, predicted: null, at: 1e12 }
+    const timeline = { steps: [step(0), step(1)], changes: [], memory: [] }
+    window.app.api.dispatchCustomEvent('wanstream.begin', run)
+    window.app.api.dispatchCustomEvent('wanstream.end', { ...run, timeline, error: null })
+}"""
+
+
+def test_a_run_that_waits_gets_the_automatic_policy_by_a_click(page: Page, renderer: str) -> None:
+    workflow_id = page.load(steps=2)
+    page.page.evaluate(WAITING_RUN, [page.id_of(SAMPLER), workflow_id])
+    verdict = page.page.locator(".wanstream-verdict")
+    verdict.get_by_text("Waits for the disk 75 % of the time.").wait_for(timeout=WAIT_MS)
+    assert policy(page)["class_type"] == "WanStreamLayerwise"
+    page.picture(f"overlay_waiting_{renderer}")
+    verdict.get_by_role("button", name="Auto policy").press("Enter")
+    verdict.get_by_role("button").wait_for(state="hidden", timeout=WAIT_MS)
+    assert policy(page)["class_type"] == "WanStreamAutoOffload"
+    page.page.locator("canvas#graph-canvas").press("Control+z")
+    page.page.wait_for_timeout(500)
+    assert policy(page)["class_type"] == "WanStreamLayerwise"

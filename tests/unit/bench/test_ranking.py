@@ -1,0 +1,28 @@
+"""Order of the variants of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wanstream.bench import Report, Variant, ranking
+
+Make = Callable[..., Any]
+
+
+def test_variants_are_ranked_by_their_seconds_per_step(
+    make_timeline: Make, make_variant: Make, make_report: Callable[..., Report]
+) -> None:
+    runs = [make_timeline(each, each, each, rss_bytes=each) for each in (4, 2, 3)]
+    # Named by place: the whole run of the first is shorter, with fewer steps.
+    variants: list[Variant] = [
+        make_variant("0", make_timeline(5, 5)),
+        make_variant("1", failed="out of memory"),
+        make_variant("2", *runs),
+    ]
+    fast, slow, failed = ranking(make_report(*variants))
+    assert [rank.name for rank in (fast, slow, failed)] == ["2", "0", "1"]
+    assert [rank.place for rank in (fast, slow, failed)] == [2, 0, 1]
+    assert (fast.step_s.median, fast.step_s.low, fast.step_s.high) == (3, 2, 4)
+    assert (failed.step_s, failed.memory, failed.failed) == (None, None, "out of memory")
+    assert fast.memory == ("RAM", 4)
