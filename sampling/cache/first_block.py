@@ -111,5 +111,6 @@ def _abs_distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _abs_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the L1 norm in fp32, because not every device has float64."""
     parts = tensor.split(OUTPUT_TOKENS, dim=1)
-    return torch.stack([part.abs().sum(dtype=torch.float32) for part in parts]).double().sum()
+    return torch.stack([part.abs().sum(dtype=torch.float32) for part in parts]).sum()

@@ -14,7 +14,7 @@ from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
 from wanstream.sampling import denoise
 from wanstream.sampling.cache.base import LaneName, PassStart, Stage
-from wanstream.sampling.cache.first_block import FirstBlockSteps
+from wanstream.sampling.cache.first_block import FirstBlockSteps, _abs_distance
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import RequestError, RunSlice, SamplingCancelled
@@ -297,3 +297,10 @@ def test_a_request_with_a_cache_travels(make_eight_steps: Request) -> None:
     request = pickle.loads(pickle.dumps(make_eight_steps(cache=SOME)))  # noqa: S301 - our own
     assert request.options.cache == SOME
     assert changed_request(request, cache=None).options.cache is None
+
+
+def test_a_device_needs_no_float64() -> None:
+    now = torch.randn(1, 9000, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = _abs_distance(now, torch.zeros_like(now))
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(now.double().abs().sum().item(), rel=1e-5)
