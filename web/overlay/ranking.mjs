@@ -87,11 +87,13 @@ export class Ranking {
     const key = JSON.stringify([rows, far, states, translate("usePolicy")])
     if (key === this.key) return
     this.key = key
+    const before = this.height()
     this.rows = rows
     this.root.dataset.far = far
     this.root.replaceChildren(...rows.map((row, place) => element(this.line(row, states[place]))))
     this.root.style.minHeight = `${this.height() - 2 * MARGIN}px`
-    if (this.widget) this.page.resize(this.node)
+    // Another size would be a step of undo.
+    if (this.widget && this.height() > before) this.page.resize(this.node)
   }
 
   line({ name, text, share, policy, isFastest }, state) {

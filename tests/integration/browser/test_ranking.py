@@ -15,7 +15,6 @@ from wanstream.tests.integration.browser.test_overlay import (
     page,
     renderer,
 )
-from wanstream.tools.comfyui import find_comfyui
 from wanstream.tools.frontend import GRAPH
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
@@ -106,8 +105,7 @@ def test_variants_are_ranked_and_a_click_gives_the_sampler_their_policy(
         used = policy(page)
         assert used["class_type"] == kind
         assert used["inputs"].items() >= widgets.items()
-    # Before 0.4 the new height of the node is a step of its own.
-    for _ in range(2 if find_comfyui().version() >= (0, 4) else 4):
+    for _ in range(2):
         page.page.keyboard.press("Control+z")
         page.page.wait_for_timeout(500)
     assert policy(page) == before
