@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from wanstream.cli.options import MachineOptions, PlanOptions
 from wanstream.cli.plan import run_shape
 from wanstream.nodes import WanStreamExtension
 from wanstream.plan import Budgets, OffloadPlan, expected_machine, plan_offload
+from wanstream.tools.templates import TITLES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -114,10 +116,9 @@ def test_every_node_and_every_workflow_is_in_its_table() -> None:
         node.define_schema().display_name
         for node in asyncio.run(WanStreamExtension().get_node_list())
     }
-    workflows = {
-        name for cell in rows[1] for name in re.findall(r"\(\.\./workflows/(\w+)\.json\)", cell)
-    }
-    assert workflows == {path.stem for path in (ROOT / "workflows").glob("*.json")}
+    links = [re.findall(r"\[([^]]+)\]\(\.\./workflows/([^)]+)\.json\)", cell) for cell in rows[1]]
+    titles = [title for row in links for title, address in row if unquote(address) == title]
+    assert sorted(titles) == sorted(TITLES.values())
 
 
 def test_every_file_the_readme_names_is_there() -> None:
@@ -132,7 +133,7 @@ def test_every_file_the_readme_names_is_there() -> None:
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
 def test_every_file_a_page_links_to_is_there(page: Path) -> None:
     for name, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text(encoding="utf-8")):
-        target = page.parent / name if name else page
+        target = page.parent / unquote(name) if name else page
         assert target.exists(), name
         if anchor:
             headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)

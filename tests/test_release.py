@@ -89,8 +89,12 @@ def test_the_archive_has_what_runs_in_comfyui_and_nothing_else() -> None:
     runs = {source.modules[module].relative_to(ROOT).as_posix() for module in reached}
     assert {name for name in archive if name.endswith(".py")} == {"__init__.py", *runs}
     other = {name for name in archive if not name.endswith(".py")}
-    served = {name for name in other if re.match(r"web/|workflows/\w+\.|locales/\w+/", name)}
-    assert served >= {"web/wanstream.js", "workflows/t2v.json", "locales/zh/nodeDefs.json"}
+    served = {name for name in other if re.match(r"web/|workflows/[^/]+\.|locales/\w+/", name)}
+    assert served >= {
+        "web/wanstream.js",
+        "workflows/Wan2.2 text to video.json",
+        "locales/zh/nodeDefs.json",
+    }
     assert {PurePath(name).suffix for name in served} == {
         *(".js", ".mjs", ".css", ".md", ".json", ".jpg")
     }

@@ -25,9 +25,9 @@ from wanstream.nodes.runs import write_video
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tools.arrange import MODEL_FILES, NOTE_TYPE, TITLE, models_of
 from wanstream.tools.graphs import by_name, names_of
+from wanstream.tools.templates import TITLES, WORKFLOWS, template, template_path
 from wanstream.tools.thumbnails import thumbnail
 
-WORKFLOWS = Path(__file__).parent.parent / "workflows"
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
 NODES = {
     node.define_schema().node_id: node for node in asyncio.run(WanStreamExtension().get_node_list())
@@ -90,11 +90,6 @@ def prompt_of(name: str) -> Prompt:
     return prompt
 
 
-def canvas_of(name: str) -> dict[str, Any]:
-    canvas: dict[str, Any] = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
-    return canvas
-
-
 def classes(prompt: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return {node["class_type"] for node in prompt.values()}
 
@@ -106,8 +101,9 @@ EACH = pytest.mark.parametrize("name", NAMES)
 
 def test_every_workflow_comes_in_three_files() -> None:
     assert {"t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "native_mixed"} <= {*NAMES}
-    assert sorted(path.stem for path in WORKFLOWS.glob("*.json")) == NAMES
-    assert sorted(path.stem for path in WORKFLOWS.glob("*.jpg")) == NAMES
+    assert sorted(TITLES) == NAMES
+    for suffix in ("json", "jpg"):
+        assert {path.stem for path in WORKFLOWS.glob(f"*.{suffix}")} == {*TITLES.values()}
 
 
 def test_comfyui_takes_templates_from_this_folder_alone() -> None:
@@ -130,7 +126,7 @@ def canvas_names(canvas: Mapping[str, Any]) -> dict[int, str]:
 
 @EACH
 def test_the_thumbnail_is_small_and_wide(name: str) -> None:
-    path = WORKFLOWS / f"{name}.jpg"
+    path = template_path(name).with_suffix(".jpg")
     assert path.stat().st_size < 100_000
     with Image.open(path) as picture:
         assert (picture.format, picture.size) == ("JPEG", (800, 450))
@@ -139,7 +135,7 @@ def test_the_thumbnail_is_small_and_wide(name: str) -> None:
 @EACH
 def test_nodes_are_ours_or_comfyuis(name: str) -> None:
     assert classes(prompt_of(name)) <= {*NODES, *CORE}
-    assert {node["type"] for node in canvas_of(name)["nodes"]} == classes(prompt_of(name)) | {
+    assert {node["type"] for node in template(name)["nodes"]} == classes(prompt_of(name)) | {
         NOTE_TYPE
     }
 
@@ -177,7 +173,7 @@ def test_values_are_within_the_limits_of_the_schema(name: str) -> None:
 def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(
     name: str, sample_models: Path
 ) -> None:
-    prompt, canvas = prompt_of(name), canvas_of(name)
+    prompt, canvas = prompt_of(name), template(name)
     named = {
         value
         for node in prompt.values()
@@ -204,7 +200,7 @@ def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
 
     Only nodes of the same class need one.
     """
-    prompt, canvas = prompt_of(name), canvas_of(name)
+    prompt, canvas = prompt_of(name), template(name)
     counts = Counter(node["class_type"] for node in prompt.values())
     for node in prompt.values():
         title, kind = node["_meta"]["title"], node["class_type"]
@@ -219,7 +215,7 @@ def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
 @EACH
 def test_a_note_can_be_read_in_nodes_2(name: str) -> None:
     """Nodes 2.0 draws text in backticks blue on grey-blue, so notes do not use backticks."""
-    (note,) = (node for node in canvas_of(name)["nodes"] if node["type"] == NOTE_TYPE)
+    (note,) = (node for node in template(name)["nodes"] if node["type"] == NOTE_TYPE)
     assert "`" not in note["widgets_values"][0]
 
 
@@ -228,7 +224,7 @@ def test_a_note_can_be_read_in_nodes_2(name: str) -> None:
 def test_a_thumbnail_is_drawn_for_its_workflow(name: str) -> None:
     drawn = thumbnail(name)
     assert all(drawn.tobytes() != thumbnail(other).tobytes() for other in NAMES if other != name)
-    with Image.open(WORKFLOWS / f"{name}.jpg") as kept:
+    with Image.open(template_path(name).with_suffix(".jpg")) as kept:
         difference = ImageChops.difference(drawn, kept.convert("RGB"))
     assert max(ImageStat.Stat(difference).mean) < 5, "run scripts/workflows"
 
@@ -241,7 +237,7 @@ def test_experts_compute_in_what_the_machine_is_fast_in(name: str) -> None:
 
 @EACH
 def test_every_link_of_the_canvas_has_two_ends_that_know_it(name: str) -> None:
-    canvas = canvas_of(name)
+    canvas = template(name)
     nodes = {node["id"]: node for node in canvas["nodes"]}
     assert all(isinstance(node_id, int) for node_id in nodes)
     ids = [link[0] for link in canvas["links"]]
@@ -264,7 +260,7 @@ def test_every_link_of_the_canvas_has_two_ends_that_know_it(name: str) -> None:
 @EACH
 def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
     """Links of all nodes, and the widgets of ours, whose order the schemas give."""
-    prompt, canvas = prompt_of(name), canvas_of(name)
+    prompt, canvas = prompt_of(name), template(name)
     inputs_by_name = by_name(prompt)
     names = canvas_names(canvas)
     origin = {link[0]: (names[link[1]], link[2]) for link in canvas["links"]}
@@ -299,7 +295,7 @@ def _widgets(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @EACH
 def test_no_two_nodes_overlap(name: str) -> None:
-    canvas = canvas_of(name)
+    canvas = template(name)
     names = canvas_names(canvas)
     boxes = {names[node["id"]]: (*node["pos"], *node["size"]) for node in canvas["nodes"]}
     for (one, (x, y, width, height)), (other, (right, low, wide, high)) in combinations(

@@ -1,10 +1,10 @@
 """Build the canvas workflows and their thumbnails from the API files, with ComfyUI's frontend.
 
 Each `workflows/api/<name>.json` is loaded in a real server's frontend, laid out, completed with a
-note and model file links, and saved by the frontend as `workflows/<name>.json`. The layout uses
-node heights after a run, with chart, preview and result, in the renderer that draws them higher.
-`thumbnails.py` draws `workflows/<name>.jpg`. Run `scripts/workflows` after any change to a node's
-inputs or to an API file.
+note and model file links, and saved by the frontend under its title in `templates.py`. The layout
+uses node heights after a run, with chart, preview and result, in the renderer that draws them
+higher. `thumbnails.py` draws the picture beside it. Run `scripts/workflows` after any change to a
+node's inputs or to an API file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .arrange import NOTE, NOTE_TYPE, Box, Layout, Size, columns, least_size, models_of, note, place
-from .comfyui import ROOT, NoComfyUIError, find_comfyui, populate, running_server
+from .comfyui import NoComfyUIError, find_comfyui, populate, running_server
 from .frontend import (
     CLASSIC,
     EMPTY,
@@ -31,9 +31,9 @@ from .frontend import (
 )
 from .graphs import numbered
 from .shown_run import populate_results, show_run
+from .templates import WORKFLOWS, template_path
 from .thumbnails import thumbnail
 
-WORKFLOWS = ROOT / "workflows"
 VIEW = (2600, 1600)
 SCREEN = (1600, 900)
 """Screen size that a workflow fills when it is opened."""
@@ -134,7 +134,7 @@ def build(files: Sequence[Path], base: Path) -> None:
         ) as frontend:
             for file in files:
                 _build_one(frontend, file, heights[file])
-                print(f"workflows/{file.stem}.json")
+                print(f"workflows/{template_path(file.stem).name}")
 
 
 def _prompt(file: Path, *, first: int = 1) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None
     frontend.page.evaluate(DRESS, [name, linked, frames])
     frontend.page.evaluate(SHOW, _view(layout, SCREEN))
     saved = frontend.export().workflow
-    target = WORKFLOWS / file.name
+    target = template_path(file.stem)
     target.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     thumbnail(file.stem).save(target.with_suffix(".jpg"), quality=QUALITY, optimize=True)
 

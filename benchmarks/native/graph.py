@@ -1,16 +1,19 @@
 """Time around a graph's steps in a real server: Load Diffusion Model, streamed and whole.
 
-python benchmarks/native/graph.py
+python benchmarks/native/graph.py [--before CHECKOUT]
 
 `COMFYUI_PATH` and `COMFYUI_PYTHON` name the ComfyUI. Each loader has a separate server. For each
 family it runs a graph with 4 steps at CFG 1 and a LoRA: first, with another LoRA, with another
-seed, and with a larger latent.
+seed, and with a larger latent. `--before` also runs the pack in another checkout, such as an older
+one.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,9 @@ from typing import Any
 from wanstream.benchmarks.record import record
 from wanstream.tools.comfyui import Server, find_comfyui, running_server
 
-STEPS, ROUNDS = 4, 3
+STEPS, ROUNDS = 4, 5
 FAMILIES = ("wan", "z_image")
-LOADERS = {"streamed": "WanStreamLoadDiffusionModel", "whole": "UNETLoader"}
+STREAMED, WHOLE = "WanStreamLoadDiffusionModel", "UNETLoader"
 RUNS = {
     "first": {"lora": "first", "seed": 1, "larger": False},
     "another LoRA": {"lora": "second", "seed": 1, "larger": False},
@@ -83,17 +86,23 @@ def measure(server: Server, loader: str) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT")
+    before = parser.parse_args().before
+    packs = {"streamed": (ROOT, STREAMED), "whole": (ROOT, WHOLE)}
+    if before is not None:
+        packs["before"] = (before.resolve(), STREAMED)
     comfyui = find_comfyui()
-    rounds: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in LOADERS}
+    rounds: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in packs}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(ROUNDS):
-            for name, loader in LOADERS.items():
+            for name, (pack, loader) in packs.items():
                 base = Path(folder) / f"{name} {number}"
                 nodes = base / "custom_nodes"
                 nodes.mkdir(parents=True)
                 (user := base / "user" / "default").mkdir(parents=True)
                 (user / "comfy.settings.json").write_text('{"WanStream.SmallModels": true}')
-                (nodes / "wanstream").symlink_to(ROOT, target_is_directory=True)
+                (nodes / "wanstream").symlink_to(pack, target_is_directory=True)
                 (nodes / "graph.py").symlink_to(Path(__file__).with_name("graph_nodes.py"))
                 if number or name != "streamed":
                     (base / "models").symlink_to(Path(folder) / "streamed 0" / "models")
@@ -114,6 +123,10 @@ def main() -> None:
         "execution_success, and from the start of the first to the end of the last model call; "
         f"medians of {ROUNDS} servers, made in turns"
     )
+    if before is not None:
+        commit = ["git", "-C", str(before), "rev-parse", "--short", "HEAD"]
+        made = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+        method += f"; before: the pack at {made}"
     print(record("native-graph", method=method, figures=figures).read_text(encoding="utf-8"))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from wanstream.tools.comfyui import find_comfyui
 from wanstream.tools.frontend import GRAPH, SharedFrontends
+from wanstream.tools.templates import template
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -40,9 +40,7 @@ def test_the_page_of_the_sampler_is_shown_in_its_language_and_fits_the_panel(
     if find_comfyui().version() < (0, 4):
         pytest.skip("the panel of this ComfyUI is opened in another way")
     frontend = frontends.get(settings={"Comfy.Locale": language})
-    frontend.load_workflow(
-        json.loads((ROOT / "workflows" / "t2v.json").read_text(encoding="utf-8"))
-    )
+    frontend.load_workflow(template("t2v"))
     frontend.page.evaluate(SELECT, "WanStreamSampler")
     frontend.page.locator('[data-testid="info-button"]').click()
     frontend.page.locator("h2", has_text=HEADS[language]).wait_for()

@@ -26,6 +26,7 @@ from wanstream.tools.build_workflows import SHOW
 from wanstream.tools.comfyui import PACK, Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
 from wanstream.tools.graphs import numbered
+from wanstream.tools.templates import template
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -102,7 +103,7 @@ class Page:
         A run that an API client started without a graph is shown at nodes with the ids of its
         nodes. `ids_from` is added to all ids, so that no node has such a run.
         """
-        workflow = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
+        workflow = template("t2v")
         workflow["id"] = workflow_id or str(uuid.uuid4())
         for node in workflow["nodes"]:
             node["id"] += ids_from

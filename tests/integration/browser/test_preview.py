@@ -7,23 +7,22 @@ none are kept.
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
 
 from wanstream.tools.comfyui import Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, Frontend, opened_frontend
+from wanstream.tools.templates import template
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
-WORKFLOW = Path(__file__).parents[3] / "workflows" / "draft.json"
 RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
 WAIT_MS = 120_000
 SMALL = {
@@ -79,7 +78,7 @@ def test_frames_move_on_the_sampler_while_it_runs_and_stay_afterwards(
 ) -> None:
     if renderer == "nodes-2" and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
-    workflow: dict[str, Any] = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    workflow = template("draft")
     settings = {
         **SMALL,
         "WanStreamSampler": {"steps": 20, "seed": 77 + [*RENDERERS].index(renderer)},

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
@@ -17,19 +18,14 @@ from wanstream.tools.comfyui import PACK, Server, find_comfyui
 from wanstream.tools.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
 from wanstream.tools.graphs import by_name, numbered
 from wanstream.tools.shown_run import charted_classes, populate_results, show_run
+from wanstream.tools.templates import TITLES, WORKFLOWS, template, template_path
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
-WORKFLOWS = Path(__file__).parents[3] / "workflows"
-NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
-
-
-def canvas(name: str) -> dict[str, Any]:
-    workflow: dict[str, Any] = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
-    return workflow
+NAMES = sorted(TITLES)
 
 
 def api(name: str) -> dict[str, dict[str, Any]]:
@@ -63,7 +59,7 @@ def content(
 def test_the_frontend_misses_nothing_and_exports_the_api_twin(
     frontend: Frontend, name: str
 ) -> None:
-    workflow = canvas(name)
+    workflow = template(name)
     frontend.load_workflow(workflow)
     assert frontend.complaints() == []
     exported = frontend.export()
@@ -129,7 +125,7 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
     faults = []
     with opened_frontend(browser, server, width=2600, height=1600, settings=renderer) as frontend:
         for number, name in enumerate(NAMES):
-            workflow = shifted(canvas(name), 100 * number)
+            workflow = shifted(template(name), 100 * number)
             workflow["extra"].pop("ds", None)
             frontend.load_workflow(workflow)
             frontend.page.evaluate(SHOW, [0.9, 60, 60])
@@ -179,7 +175,7 @@ def test_an_api_file_dropped_on_the_canvas_is_the_same_graph(frontend: Frontend)
 
 
 def test_a_node_that_is_missing_would_be_seen(browser: Browser, server: Server) -> None:
-    workflow = canvas("t2v")
+    workflow = template("t2v")
     workflow["nodes"][0]["type"] = "WanStreamNoSuchNode"
     with opened_frontend(browser, server) as frontend:
         frontend.load_workflow(workflow)
@@ -187,7 +183,7 @@ def test_a_node_that_is_missing_would_be_seen(browser: Browser, server: Server) 
 
 
 def test_a_model_that_is_missing_would_be_seen(browser: Browser, server: Server) -> None:
-    workflow = canvas("t2v")
+    workflow = template("t2v")
     (node,) = (node for node in workflow["nodes"] if node["type"] == "WanStreamExperts")
     node["widgets_values"][0] = node["properties"]["models"][0]["name"] = "no_such_file.safetensors"
     with opened_frontend(browser, server) as frontend:
@@ -197,7 +193,7 @@ def test_a_model_that_is_missing_would_be_seen(browser: Browser, server: Server)
 
 
 def test_a_link_that_is_missing_would_be_seen(frontend: Frontend) -> None:
-    workflow = canvas("t2v")
+    workflow = template("t2v")
     _, _, _, target, socket, _ = workflow["links"].pop()
     (node,) = (node for node in workflow["nodes"] if node["id"] == target)
     node["inputs"][socket]["link"] = None
@@ -206,11 +202,10 @@ def test_a_link_that_is_missing_would_be_seen(frontend: Frontend) -> None:
 
 
 def test_templates_are_listed_with_their_thumbnails(server: Server, frontend: Frontend) -> None:
-    assert sorted(server.get("/api/workflow_templates")[PACK]) == NAMES
-    for name in NAMES:
-        picture = frontend.page.request.get(
-            f"{server.url}/api/workflow_templates/{PACK}/{name}.jpg"
-        )
+    assert sorted(server.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
+    for name, title in TITLES.items():
+        address = f"/api/workflow_templates/{PACK}/{quote(title)}"
+        picture = frontend.page.request.get(f"{server.url}{address}.jpg")
         assert (picture.status, picture.headers["content-type"]) == (200, "image/jpeg")
-        assert picture.body() == (WORKFLOWS / f"{name}.jpg").read_bytes()
-        assert server.get(f"/api/workflow_templates/{PACK}/{name}.json") == canvas(name)
+        assert picture.body() == template_path(name).with_suffix(".jpg").read_bytes()
+        assert server.get(f"{address}.json") == template(name)

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from PIL import Image
 
 from wanstream.testing.model import write_tiny_model
 from wanstream.tools.comfyui import PACK, ComfyUI, Server, running_server
+from wanstream.tools.templates import TITLES, template
 
 pytestmark = [
     pytest.mark.comfy,
@@ -358,8 +360,7 @@ def test_the_last_runs_are_listed_for_who_comes_later(api: Server, desk: Path) -
 
 def test_every_shipped_workflow_is_served_as_a_template(api: Server) -> None:
     """ComfyUI takes templates from one folder of a pack: `examples` would hide `workflows`."""
-    names = sorted(file.stem for file in (ROOT / "workflows").glob("*.json"))
-    assert sorted(api.get("/api/workflow_templates")[PACK]) == names
-    for name in names:
-        expected = json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
-        assert api.get(f"/api/workflow_templates/{PACK}/{name}.json") == expected
+    assert sorted(api.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
+    for name, title in TITLES.items():
+        served = api.get(f"/api/workflow_templates/{PACK}/{quote(title)}.json")
+        assert served == template(name)
