@@ -54,19 +54,6 @@ class TestGate:
 NODE_CLASS_MAPPINGS = {"TestGate": TestGate}
 """
 
-# ComfyUI's own modules, imported in the order in which its main.py does.
-IMPORTS = """
-import json, sys
-arguments, base, cases = json.loads(sys.argv[1]), *sys.argv[2:]
-sys.argv, sys.path[:0] = ["main.py", "--cpu", "--base-directory", base], [".", cases]
-import comfy.options
-comfy.options.enable_args_parsing()
-import utils.extra_config
-import folder_paths, nodes
-from comfy_api.latest import io, ui
-"""
-
-
 GUIDER_CASES = """
 import guider_cases
 answer = guider_cases.answers(*arguments)
@@ -160,36 +147,39 @@ def _create_named_files(base: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def in_comfyui(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
-    """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python.
+def in_comfyui(
+    comfyui: ComfyUI, base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Any]]:
+    """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python, in a process of its own.
 
     It returns the JSON value of the variable `answer` of the code, and may take `seconds`. The code
     sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and the modules of this folder can be
-    imported.
+    imported. ComfyUI, which takes seconds to import, is imported before the process is forked.
     """
+    files = {
+        name: str(tmp_path_factory.mktemp("in_comfyui") / name) for name in ("stdout", "stderr")
+    }
+    command = [comfyui.python, Path(__file__).with_name("warm_comfyui.py")]
+    with subprocess.Popen(
+        [*command, base, Path(__file__).parent],
+        cwd=comfyui.path,
+        env=comfyui.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as warm:
+        assert warm.stdin is not None
+        assert warm.stdout is not None
 
-    def in_comfyui(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
-        script = f"{IMPORTS}\n{code}\nprint(json.dumps(answer))"
-        command = [
-            str(comfyui.python),
-            "-c",
-            script,
-            json.dumps(arguments),
-            str(base),
-            str(Path(__file__).parent),
-        ]
-        done = subprocess.run(
-            command,
-            cwd=comfyui.path,
-            env=comfyui.environment(),
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        def in_comfyui(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
+            request = {"code": code, "arguments": arguments, "seconds": seconds, "files": files}
+            print(json.dumps(request), file=warm.stdin, flush=True)
+            status = warm.stdout.readline()
+            assert status == "0\n", f"{status}{Path(files['stderr']).read_text()}"
+            return json.loads(Path(files["stdout"]).read_text().splitlines()[-1])
 
-    return in_comfyui
+        yield in_comfyui
+        warm.stdin.close()
 
 
 @pytest.fixture(scope="session")
