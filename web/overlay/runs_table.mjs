@@ -1,11 +1,11 @@
 /**
  * Table of the last runs for the bottom panel: a row per run, a comparison of ticked runs above, and export.
  *
- * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page.
+ * The layout is pure (`tableOf`, `comparisonOf`, `fastestText`, `csvOf`, `jsonOf`); the class puts it on the page.
  */
 
 import { element, h } from "./dom.mjs"
-import { figuresOf, settingsOf, stateText } from "./figures.mjs"
+import { figuresOf, mostMemory, perStepText, recordsOf, secondsPerStep, settingsOf, stateText } from "./figures.mjs"
 import { translate } from "./i18n.mjs"
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
@@ -87,6 +87,18 @@ export function comparisonOf(runs) {
   )
 }
 
+/** A sentence on the fastest of some runs and the next one; empty if fewer than two have steps. */
+export function fastestText(runs) {
+  const known = runs.filter((run) => secondsPerStep(run)).sort((one, other) => secondsPerStep(one) - secondsPerStep(other))
+  if (known.length < 2) return ""
+  const [fastest, next] = known
+  const [pace, memory] = [secondsPerStep, peakBytes].map((of) => (of(next) / of(fastest)).toFixed(2))
+  const words = [`${clock(fastest.at)} ${name(fastest)}`, perStepText(secondsPerStep(fastest)), pace]
+  return peakBytes(fastest) && peakBytes(next) ? translate("fastestWithMemory", ...words, memory) : translate("fastest", ...words)
+}
+
+const peakBytes = (run) => mostMemory(recordsOf(run))?.bytes
+
 /** The begin of a formula in a spreadsheet: some ignore spaces, and take full-width signs for plain ones. */
 const FORMULA = /^[\s\0\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff20\u2212\ufe63\ufe62\ufe66\ufe6b]|^[\t\r\n]/
 
@@ -153,7 +165,8 @@ export class RunsTable {
       this.refresh(state)
     }
     const chosen = this.chosen()
-    const comparison = chosen.length > 1 ? [comparisonOf(chosen)] : []
+    const words = h("p", { class: "wanstream-fastest", role: "status" }, fastestText(chosen))
+    const comparison = chosen.length > 1 ? [words, comparisonOf(chosen)] : []
     const all = this.runs.length
       ? tableOf(this.runs, { ticked: this.ticked, onTick })
       : h("p", { class: "wanstream-hint" }, translate("noRun"))

@@ -895,6 +895,12 @@ def test_a_comparison_has_ratios_where_figures_differ(modules: Modules) -> None:
     assert rows["steps"] == ["2", "2", "-"]
     assert rows["wall"] == ["4.00 s", "6.00 s (1.50 x)", "-"]
     assert rows["moved"] == ["200 B", "200 B", "-"]
+    words = modules.call("runs_table", "fastestText", [other, one, refused])
+    assert words.startswith("Fastest: ")
+    assert words.endswith(
+        " Sampler, 2.00 s/step. The next one takes 1.50 × as long, with 1.00 × the memory."
+    )
+    assert modules.call("runs_table", "fastestText", [one, refused]) == ""
     first, *_ = table[3][2:]
     figures = [cell[2] for cell in first[2:] if "data-figure" in cell[1]]
     assert {*figures} == {"-"}, "the last run was refused before its first step"
