@@ -16,11 +16,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.testing import TinyShape, make_expert, save_expert_file, save_expert_folder
+from wanstream.testing import (
+    TinyShape,
+    make_expert,
+    save_expert_file,
+    save_expert_folder,
+    write_tiny_model,
+)
 from wanstream.testing.components import save_text_encoder_folders
 from wanstream.testing.model import make_image_encoder
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import make_text_encoder, make_tiny_vae, make_vae
+from wanstream.tools.comfyui import PACK as PLAIN_PACK
 from wanstream.tools.comfyui import (
     START_SECONDS,
     ComfyUI,
@@ -185,6 +192,19 @@ def in_comfyui(
 @pytest.fixture(scope="session")
 def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
     """A ComfyUI server of the session's own."""
+    with running_server(comfyui, base) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def stocked_server(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that has only this pack, a node for texts and the test model, four blocks deep."""
+    base = tmp_path_factory.mktemp("stocked")
+    for folder in ("custom_nodes", "input", "output"):
+        (base / folder).mkdir()
+    (base / "custom_nodes" / PLAIN_PACK).symlink_to(ROOT, target_is_directory=True)
+    (base / "custom_nodes" / "clip_node.py").symlink_to(Path(__file__).with_name("clip_node.py"))
+    write_tiny_model(base / "models", layers=4)
     with running_server(comfyui, base) as server:
         yield server
 

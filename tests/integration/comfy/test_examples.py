@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,8 +15,7 @@ from urllib.parse import quote
 import pytest
 from PIL import Image
 
-from wanstream.testing.model import write_tiny_model
-from wanstream.tools.comfyui import PACK, ComfyUI, Server, running_server
+from wanstream.tools.comfyui import PACK, ComfyUI, Server
 from wanstream.tools.templates import TITLES, template
 
 pytestmark = [
@@ -37,15 +36,8 @@ Example = Callable[..., Done]
 
 
 @pytest.fixture(scope="module")
-def api(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of this module's own, with the test model, four blocks deep."""
-    base = tmp_path_factory.mktemp("examples")
-    for folder in ("custom_nodes", "input", "output"):
-        (base / folder).mkdir()
-    (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
-    write_tiny_model(base / "models", layers=4)
-    with running_server(comfyui, base) as server:
-        yield server
+def api(stocked_server: Server) -> Server:
+    return stocked_server
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ The latents equal those of single runs to the bit, with fewer bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE
 from wanstream.schema.records import Timeline
-from wanstream.testing.model import write_tiny_model
-from wanstream.tools.comfyui import PACK, ComfyUI, Server, running_server
+from wanstream.tools.comfyui import Server
 
 pytestmark = pytest.mark.comfy
 
@@ -27,19 +26,6 @@ SMALL = {"width": 64, "height": 48, "frames": 9, "length": 9, "steps": 4}
 
 Prompt = dict[str, dict[str, Any]]
 Batch = Callable[..., list[Timeline]]
-
-
-@pytest.fixture(scope="module")
-def stocked_server(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of this module's own, with the test model, four blocks deep."""
-    base = tmp_path_factory.mktemp("lanes")
-    for folder in ("custom_nodes", "input", "output"):
-        (base / folder).mkdir()
-    (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
-    (base / "custom_nodes" / "clip_node.py").symlink_to(Path(__file__).with_name("clip_node.py"))
-    write_tiny_model(base / "models", layers=4)
-    with running_server(comfyui, base) as server:
-        yield server
 
 
 @pytest.fixture
