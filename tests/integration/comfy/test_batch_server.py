@@ -325,7 +325,7 @@ def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
     assert rows_in(tmp_path / "out", "attempts") == [(1,), (1,), (1,)]
 
 
-JOBS = 50
+JOBS = 20
 KILLS = ("server", "server", "client", "client", "client")
 
 
@@ -356,7 +356,7 @@ def tiny_video() -> dict[str, Any]:
 def test_server_and_client_are_killed_at_random(
     comfyui: ComfyUI, video_base: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Fifty videos.
+    """Twenty videos.
 
     The server is killed twice, the client three times, wherever the seed wants it.
     """
