@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import comfy.hooks
+import comfy.ldm.wan.model
 import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
@@ -27,6 +28,7 @@ import comfy.utils
 import native_families as families
 import torch
 import torch._dynamo
+from comfy.ldm.modules.attention import attention_pytorch
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras import nodes_lora_extract, nodes_model_merging, nodes_torch_compile
 from installed_pack import load_pack
@@ -587,6 +589,8 @@ def hooks_case(side: Side) -> object:
     return found
 
 
+# ComfyUI's attention for a CPU is many graphs, and their number depends on the free memory.
+@patch.object(comfy.ldm.wan.model, "optimized_attention", attention_pytorch)
 def compile_case(side: Side) -> object:
     """Compiled blocks, by ComfyUI's wrapper and by object patches, and compiled whole models."""
     graphs: list[int] = []
