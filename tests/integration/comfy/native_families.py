@@ -314,6 +314,12 @@ def _short_face_encoder() -> type:
     return ShortEncoder
 
 
+def _narrow_audio_projection() -> Callable[..., Any]:
+    from comfy.ldm.wan.model import AudioProjModel
+
+    return lambda **options: AudioProjModel(**{**options, "intermediate_dim": 16})
+
+
 def _animate(positive: bool) -> dict[str, Any]:
     face = _normal(1, 3, 1, FACE_PIXELS, FACE_PIXELS, seed=36).tanh()
     return {
@@ -473,7 +479,13 @@ WAN_FAMILIES = (
         unet_config={"audio_inject_layers": [0, 2, 5]},
     ),
     _wan_family(
-        "wan_humo", "WAN21_HuMo", "model.HumoWanModel", channels=36, layers=4, conditions=_humo
+        "wan_humo",
+        "WAN21_HuMo",
+        "model.HumoWanModel",
+        channels=36,
+        layers=4,
+        conditions=_humo,
+        patches={"comfy.ldm.wan.model.AudioProjModel": _narrow_audio_projection},
     ),
     _wan_family(
         "wan_camera",
