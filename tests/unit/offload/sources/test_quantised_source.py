@@ -38,17 +38,24 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
+    # Few bits, so that rotated sums are exact: a CPU may add one row in another order than many.
     torch.manual_seed(0)
     plain = {
         f"{key.expert}.{key.block}.{name}": torch.randn(shape)
         .pow(3)
+        .mul(1024)
+        .round()
+        .div(1024)
         .to(DTYPES.get(name, torch.bfloat16))
         for key in KEYS
         for name, shape in SHAPES.items()
     }
     cast = {f"{key.expert}.{key.block}.cast.weight": torch.randn(5, 4).to(FP8) for key in KEYS}
     scaled = {f"{key.expert}.{key.block}.scaled.weight": torch.randn(6, 4).to(FP8) for key in KEYS}
-    scales = {f"{key.expert}.{key.block}.scale": torch.rand(()) for key in KEYS}
+    scales = {
+        f"{key.expert}.{key.block}.scale": torch.tensor(0.75 + 0.125 * number)
+        for number, key in enumerate(KEYS)
+    }
     return {**plain, **cast, **scaled, **scales}
 
 
