@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -122,6 +123,14 @@ def canvas_names(canvas: Mapping[str, Any]) -> dict[int, str]:
         node["id"]: node["type"] if counts[node["type"]] == 1 else node["title"]
         for node in canvas["nodes"]
     }
+
+
+@pytest.mark.parametrize("folder", ["tools/notes", "web/docs"])
+def test_notes_and_help_pages_name_templates_by_their_titles(folder: str) -> None:
+    short = re.compile(rf"(?<![/.\w])({'|'.join(n for n in NAMES if '_' in n or '2v' in n)})(?!\w)")
+    pages = (WORKFLOWS.parent / folder).rglob("*.md")
+    found = {page.name: short.findall(page.read_text(encoding="utf-8")) for page in pages}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 @EACH

@@ -31,7 +31,7 @@ from .frontend import (
 )
 from .graphs import numbered
 from .shown_run import populate_results, show_run
-from .templates import WORKFLOWS, template_path
+from .templates import TITLES, WORKFLOWS, template_path
 from .thumbnails import thumbnail
 
 VIEW = (2600, 1600)
@@ -99,6 +99,10 @@ def main(names: Sequence[str]) -> int:
     unknown = {*names} - {file.stem for file in files}
     if unknown:
         print(f"no workflows/api/{{{', '.join(sorted(unknown))}}}.json", file=sys.stderr)
+        return 2
+    untitled = {file.stem for file in files} - TITLES.keys()
+    if untitled:
+        print(f"no title in tools/templates.py: {', '.join(sorted(untitled))}", file=sys.stderr)
         return 2
     try:
         with tempfile.TemporaryDirectory() as base:
