@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .figures import DEVICE_PEAK, PER_STEP, RAM_PEAK, Spread
+from .figures import DEVICE_PEAK, PER_STEP, RAM_PEAK
 from .report import Report, Variant
 
 
@@ -16,8 +16,8 @@ class Rank:
     place: int
     """Index in the report."""
     name: str
-    step_s: Spread | None
-    """Mean seconds of a step, over the measured runs. None without a run."""
+    step_s: float | None
+    """Mean seconds of a step: the median over the measured runs. None if the variant failed."""
     memory: tuple[str, float] | None
     """Kind, VRAM or RAM, and the most bytes of all runs. None if unknown."""
     failed: str
@@ -25,20 +25,21 @@ class Rank:
 
 
 def ranking(report: Report) -> tuple[Rank, ...]:
-    """Return the variants from the fastest step to the slowest, and those without a run last."""
+    """Return the variants from the fastest step to the slowest, and those that failed last."""
     ranks = [_rank(place, variant) for place, variant in enumerate(report.variants)]
     return tuple(sorted(ranks, key=_order))
 
 
 def _order(rank: Rank) -> float:
-    return math.inf if rank.step_s is None else rank.step_s.median
+    return math.inf if rank.step_s is None else rank.step_s
 
 
 def _rank(place: int, variant: Variant) -> Rank:
+    steps = None if variant.failed else PER_STEP.spread(variant)
     return Rank(
         place=place,
         name=variant.name,
-        step_s=PER_STEP.spread(variant),
+        step_s=None if steps is None else steps.median,
         memory=_memory(variant),
         failed=variant.failed,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -178,14 +178,14 @@ class WanStreamBenchmark(io.ComfyNode):
         return _output(report, files, benchmark.policies)
 
 
-def _output(report: Report, files: ReportFiles, policies: Sequence[Policy | None]) -> io.NodeOutput:
+def _output(report: Report, files: ReportFiles, policies: Sequence[Policy]) -> io.NodeOutput:
     """Write all report files, and show the report on the node."""
     chart = files.finish(report)
     text = summary(report)
     shown = {
         TIMELINE: _median_runs(report),
         REPORT: [text],
-        RANKING: [_ranked(rank, policies[rank.place]) for rank in ranking(report)],
+        RANKING: [_ranked(rank, policies) for rank in ranking(report)],
         "text": [text],
         "images": [files.chart_preview()],
     }
@@ -193,14 +193,15 @@ def _output(report: Report, files: ReportFiles, policies: Sequence[Policy | None
     return io.NodeOutput(image.unsqueeze(0), text, ui=shown)
 
 
-def _ranked(rank: Rank, policy: Policy | None) -> dict[str, Any]:
-    """Return a variant as JSON, with the node that makes its policy."""
+def _ranked(rank: Rank, policies: Sequence[Policy]) -> dict[str, Any]:
+    """Return a variant as JSON, with the node for its policy if the first sampler can run it."""
+    is_of_first = rank.place < len(policies) and not rank.failed
     return {
         "name": rank.name,
-        "step_s": None if rank.step_s is None else asdict(rank.step_s),
+        "step_s": rank.step_s,
         "memory": rank.memory,
         "failed": rank.failed,
-        "policy": None if policy is None else policy_node(policy),
+        "policy": policy_node(policies[rank.place]) if is_of_first else None,
     }
 
 

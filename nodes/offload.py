@@ -191,24 +191,26 @@ def policy_node(policy: OffloadPolicy | AutoOffload) -> dict[str, Any] | None:
     """Return type and widget values of the node that makes `policy`, or None if none does."""
     if isinstance(policy, AutoOffload):
         budgets = policy.budgets
-        values = {
+        gigabytes = {
             "vram_budget_gb": (budgets.vram_bytes or 0) / GB,
             "ram_budget_gb": (budgets.ram_bytes or 0) / GB,
         }
-        return {"type": "WanStreamAutoOffload", "values": values}
+        return {"type": "WanStreamAutoOffload", "values": gigabytes}
     if policy.kind not in _FIXED:
         return None
     sources = {source: name for name, source in _SOURCES.items()}
-    shared = {
+    values: dict[str, Any] = {
         "prefetch_blocks": policy.prefetch_blocks,
         "weights_source": sources[policy.source],
-        "ram_blocks": ALL_BLOCKS if policy.ram_blocks is None else policy.ram_blocks,
         "chunk_tokens": policy.chunk_tokens or 0,
     }
-    own = {"blocks_to_swap": policy.blocks_to_swap} if policy.kind == "block_swap" else {}
-    return {"type": _FIXED[policy.kind], "values": {**own, **shared}}
+    if policy.source == "pinned":
+        values["ram_blocks"] = ALL_BLOCKS if policy.ram_blocks is None else policy.ram_blocks
+    if policy.kind == "block_swap":
+        values["blocks_to_swap"] = policy.blocks_to_swap
+    return {"type": _FIXED[policy.kind], "values": values}
 
 
 def _bytes(gigabytes: float) -> int | None:
     """Return a budget in bytes, or None for 0: the planner then uses the free memory."""
-    return int(gigabytes * GB) if gigabytes else None
+    return round(gigabytes * GB) if gigabytes else None

@@ -164,13 +164,12 @@ class Benchmark:
         return not (self.matrix.is_empty and self.times.runs == 1 and self.traces is None)
 
     @property
-    def policies(self) -> list[Policy | None]:
-        """Policies of the variants in report order. None for the run of a native model."""
-        if self.runs_again:
-            return [inputs.requested for _, inputs in self.candidates()]
-        return [
-            None if isinstance(run, MeasuredModel) else run.requested for run in self.runs.values()
-        ]
+    def policies(self) -> list[Policy]:
+        """Policies of the first run's variants, which come first in the report."""
+        first = next(iter(self.runs.values()))
+        if isinstance(first, MeasuredModel):
+            return []
+        return [setting.policy for setting in self.matrix.settings(first.requested)]
 
     def candidates(self) -> list[tuple[str, SamplerInputs]]:
         """Return every setting in the matrix for every run, each with a name.

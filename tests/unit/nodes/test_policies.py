@@ -80,6 +80,7 @@ def test_a_budget_of_0_leaves_it_to_the_planner(vram: float, ram: float, budgets
         replace(OffloadPolicy.layerwise(1, source="pinned"), ram_blocks=12, chunk_tokens=1024),
         OffloadPolicy.block_swap(3, 0),
         AutoOffload(),
+        WanStreamAutoOffload.execute(vram_budget_gb=4.1, ram_budget_gb=0.0).args[0],
         AutoOffload(budgets=Budgets(vram_bytes=8 * 10**9, ram_bytes=24_500_000_000)),
     ],
 )
@@ -89,4 +90,5 @@ def test_the_node_for_a_policy_makes_that_policy(policy: Any) -> None:
     assert found is not None
     (node,) = (each for each in nodes if each.define_schema().node_id == found["type"])
     assert _policy(node, **found["values"]) == policy
+    assert found["values"].get("vram_budget_gb", 4.1) in (0.0, 4.1, 8.0), "as on the widget"
     assert policy_node(OffloadPolicy.resident()) is None, "no node keeps both experts"
