@@ -18,7 +18,8 @@ const MODULES = [
   "ranking.mjs",
   "run_widget.mjs",
   "runs_table.mjs",
-  "store.mjs"
+  "store.mjs",
+  "widgets.mjs"
 ]
 
 // ComfyUI lets browsers keep .mjs files for as long as they like: after an update some would be old and some new.

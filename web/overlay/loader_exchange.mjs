@@ -6,6 +6,7 @@
  */
 
 import { translate } from "./i18n.mjs"
+import { setValue } from "./widgets.mjs"
 
 /** Streaming loaders by the loaders whose inputs and outputs they have. */
 const STREAMED = new Map([
@@ -74,12 +75,6 @@ function passOptions(node, made) {
     for (const key of Object.keys(before)) delete before[key]
     Object.assign(before, options)
   }
-}
-
-function setValue(widget, value) {
-  if (!widget || widget.value === value) return
-  widget.value = value
-  widget.callback?.(value)
 }
 
 function copyLook(node, made) {

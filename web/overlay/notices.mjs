@@ -7,6 +7,7 @@
 
 import { element, h } from "./dom.mjs"
 import { translate } from "./i18n.mjs"
+import { isLinked, setValue } from "./widgets.mjs"
 import { isFar } from "./run_widget.mjs"
 import { isOf } from "./store.mjs"
 
@@ -36,10 +37,9 @@ export function noticesById(state, workflow) {
  */
 export function applies(notice, node) {
   if (notice.type && notice.type !== node.comfyClass) return false
-  const isLinked = (name) => node.inputs?.some((input) => input.widget?.name === name && input.link != null)
   return Object.entries(notice.values ?? {}).every(([name, value]) => {
     const widget = node.widgets?.find((each) => each.name === name)
-    return !widget || isLinked(name) || widget.value === value || isListedAs(value, widget, node)
+    return !widget || isLinked(node, name) || widget.value === value || isListedAs(value, widget, node)
   })
 }
 
@@ -58,10 +58,8 @@ export const ordered = (notices) =>
 export function exchange(node, names) {
   const [first, second] = names.map((name) => node.widgets.find((widget) => widget.name === name))
   const [one, other] = [first.value, second.value]
-  for (const [widget, value] of [[first, other], [second, one]]) {
-    widget.value = value
-    widget.callback?.(value)
-  }
+  setValue(first, other)
+  setValue(second, one)
 }
 
 export class NoticeStrip {

@@ -14,7 +14,8 @@ import { givePolicy, hasPolicy, takesPolicy } from "./policy_nodes.mjs"
 import { BENCHMARK, Rankings } from "./ranking.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
-import { EVENTS, Store, isOf, itemPhases, lastItem, lastRanking, lastRun, leavesGap, recordsAt, runningRun } from "./store.mjs"
+import { EVENTS, Store, isOf, itemPhases, lastItem, lastRanking, lastRun } from "./store.mjs"
+import { leavesGap, recordsAt, runningRun } from "./store.mjs"
 import { translate, setLanguage } from "./i18n.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", BENCHMARK, "WanStreamLaneSampler"]

@@ -1,44 +1,54 @@
 /** Policy of a sampler in the graph of the canvas: the node at its `policy` input. */
 
+import { isLinked, setValue } from "./widgets.mjs"
+
 const INPUT = "policy"
+const POLICIES = ["WanStreamLayerwise", "WanStreamBlockSwap", "WanStreamAutoOffload"]
+/** LiteGraph's mode of a node that runs. */
+const ALWAYS = 0
 
 const slotOf = (sampler) => sampler?.inputs?.findIndex((input) => input.name === INPUT) ?? -1
 
-/** Node whose policy a sampler has; null without one. */
-const sourceOf = (sampler) => (slotOf(sampler) < 0 ? null : sampler.getInputNode(slotOf(sampler)))
-
-/** Return true if a sampler has the policy `type` with these values of its widgets. */
-export function hasPolicy(sampler, { type, values }) {
-  const source = sourceOf(sampler)
-  const valueOf = (name) => source?.widgets?.find((widget) => widget.name === name)?.value
-  return source?.type === type && Object.entries(values).every(([name, value]) => valueOf(name) === value)
+/**
+ * The policy node at a sampler: null if nothing is linked, undefined if a link comes from elsewhere, such as the input
+ * of a subgraph or a reroute node.
+ */
+function sourceOf(sampler) {
+  const slot = slotOf(sampler)
+  if (sampler.inputs[slot].link == null) return null
+  const node = sampler.getInputNode(slot)
+  return node && POLICIES.includes(node.type) ? node : undefined
 }
 
-/** Return true if a sampler has an input for a policy. */
-export const takesPolicy = (sampler) => slotOf(sampler) >= 0
+/** Return true if a sampler has an input for a policy whose node may be changed or exchanged. */
+export const takesPolicy = (sampler) => slotOf(sampler) >= 0 && sourceOf(sampler) !== undefined
+
+/** Return true if a sampler runs with the policy `type` and these values of its widgets. */
+export function hasPolicy(sampler, { type, values }) {
+  const source = sourceOf(sampler)
+  const has = ([name, value]) => !isLinked(source, name) && widgetOf(source, name)?.value === value
+  return source?.type === type && source.mode === ALWAYS && Object.entries(values).every(has)
+}
+
+const widgetOf = (node, name) => node.widgets?.find((widget) => widget.name === name)
 
 /**
  * Give a sampler a policy.
  *
- * Values go to the node that is there if its type is the same and no other node uses it. Otherwise a new one takes its
- * place, and an unused one leaves the graph.
+ * Values go to the node that is there, if it has this type, runs, and no other node or link uses it. Otherwise a new
+ * node takes its place, and a policy node without links leaves the graph.
  */
 export function givePolicy(sampler, { type, values }) {
   const source = sourceOf(sampler)
-  const shared = linksOf(source) > 1
-  const node = source?.type === type && !shared ? source : placed(sampler, source, type, shared)
-  for (const [name, value] of Object.entries(values)) {
-    const widget = node.widgets?.find((each) => each.name === name)
-    if (!widget) continue
-    widget.value = value
-    widget.callback?.(value)
-  }
-  if (node === source) return
+  const isShared = source && source.outputs[0].links.length > 1
+  const isFixed = source && (source.mode !== ALWAYS || Object.keys(values).some((name) => isLinked(source, name)))
+  const keeps = source?.type === type && !isShared && !isFixed
+  const node = keeps ? source : placed(sampler, source, type, isShared)
+  for (const [name, value] of Object.entries(values)) setValue(widgetOf(node, name), value)
+  if (keeps) return
   node.connect(0, sampler, slotOf(sampler))
-  if (source && !linksOf(source)) source.graph.remove(source)
+  if (source && !isShared) source.graph.remove(source)
 }
-
-const linksOf = (node) => node?.outputs?.[0]?.links?.length ?? 0
 
 /** A new node in place of `source`, below it if it stays, or left of the sampler. */
 function placed(sampler, source, type, stays) {

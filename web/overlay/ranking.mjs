@@ -13,47 +13,47 @@ export const BENCHMARK = "WanStreamBenchmark"
 const MARGIN = 6
 const ROW_HEIGHT = 36
 const FAR_ROW_HEIGHT = 54
-const SHOWN_ROWS = 6
 
 /** Rows of a ranking: name, share of the longest bar, texts, and the node of the policy. */
 export function rowsOf(ranking) {
-  const medians = ranking.map(({ step_s: step }) => step?.median ?? null)
-  const [fastest] = medians
-  const slowest = Math.max(...medians.map((median) => median ?? 0))
-  return ranking.map(({ name, memory, failed, policy }, place) => {
-    const median = medians[place]
-    const isRun = median !== null
+  const fastest = ranking[0].step_s
+  const slowest = Math.max(...ranking.map(({ step_s: seconds }) => seconds ?? 0))
+  return ranking.map(({ name, memory, failed, policy, step_s: seconds }, place) => {
+    const isRun = seconds !== null
     return {
       name,
       policy,
       isFastest: isRun && place === 0,
-      share: isRun && slowest > 0 ? median / slowest : 0,
-      text: isRun ? measuredText(median, fastest, memory) : failed || translate("notRun")
+      share: isRun && slowest > 0 ? seconds / slowest : 0,
+      text: isRun ? measuredText(seconds, fastest, memory) : failed || translate("notRun")
     }
   })
 }
 
-function measuredText(median, fastest, memory) {
-  const parts = [perStepText(median)]
-  if (median > fastest) parts.push(`${(median / fastest).toFixed(2)} ×`)
+function measuredText(seconds, fastest, memory) {
+  const parts = [perStepText(seconds)]
+  if (seconds > fastest) parts.push(`${(seconds / fastest).toFixed(2)} ×`)
   if (memory) parts.push(translate(memory[0], sizeText(memory[1])))
   return parts.join(" · ")
 }
 
 export class Ranking {
-  /** `page` provides `samplerTakes(node)`, `policyIs(node, policy)`, `usePolicy(node, policy)`, `zoom()`, `resize(node)`, `shrink(node, height)` and `forward(element)`. */
+  /**
+   * `page` provides `samplerTakes(node)`, `policyIs(node, policy)`, `usePolicy(node, policy)`, `zoom()`,
+   * `resize(node)`, `shrink(node, height)` and `forward(element)`.
+   */
   constructor(node, page) {
     this.node = node
     this.page = page
     this.rows = []
-    this.root = element(h("div", { class: "wanstream-ranking", role: "list" }))
+    this.root = element(h("div", { class: "wanstream-ranking", role: "list", tabindex: -1 }))
     page.forward(this.root)
   }
 
   /** Height of the widget in pixels of the canvas. */
   height() {
     const row = isFar(this.page.zoom()) ? FAR_ROW_HEIGHT : ROW_HEIGHT
-    return row * Math.min(SHOWN_ROWS, this.rows.length) + 2 * MARGIN
+    return row * this.rows.length + 2 * MARGIN
   }
 
   /** Attach the widget after all others: workflows store the values of widgets by position. */
@@ -83,43 +83,49 @@ export class Ranking {
     const rows = rowsOf(ranking)
     const far = isFar(this.page.zoom())
     const canUse = this.page.samplerTakes(this.node)
-    const states = rows.map(({ policy }) => policy && canUse && (this.page.policyIs(this.node, policy) ? "used" : "other"))
+    const stateOf = (policy) => (this.page.policyIs(this.node, policy) ? "used" : "other")
+    const states = rows.map(({ policy }) => policy && canUse && stateOf(policy))
     const key = JSON.stringify([rows, far, states, translate("usePolicy")])
     if (key === this.key) return
     this.key = key
     const before = this.height()
     this.rows = rows
     this.root.dataset.far = far
+    const hadFocus = this.root.contains(document.activeElement)
     this.root.replaceChildren(...rows.map((row, place) => element(this.line(row, states[place]))))
+    if (hadFocus) this.root.focus() // the button that was pressed is gone
     this.root.style.minHeight = `${this.height() - 2 * MARGIN}px`
     // Another size would be a step of undo.
     if (this.widget && this.height() > before) this.page.resize(this.node)
   }
 
   line({ name, text, share, policy, isFastest }, state) {
-    const bar = h("span", { class: "wanstream-rank-bar", style: `width: ${(100 * share).toFixed(1)}%`, "aria-hidden": "true" })
+    const style = `width: ${(100 * share).toFixed(1)}%`
+    const bar = h("span", { class: "wanstream-rank-bar", style, "aria-hidden": "true" })
     const head = h("span", { class: "wanstream-rank-name" }, `${isFastest ? "✓ " : ""}${name}`)
     const figures = h("span", { class: "wanstream-rank-text" }, text)
     const room = h("div", { class: "wanstream-rank-room", title: `${name}: ${text}` }, bar, head, figures)
     const row = { class: "wanstream-rank", role: "listitem", "data-fastest": `${isFastest}` }
     // The same room for every action, so that the bars compare.
-    return h("div", row, room, h("div", { class: "wanstream-rank-action" }, ...this.action(policy, state)))
+    return h("div", row, room, h("div", { class: "wanstream-rank-action" }, ...this.action(name, policy, state)))
   }
 
   /** The button of a policy that the sampler does not have, or a word on the one that it has. */
-  action(policy, state) {
+  action(name, policy, state) {
     if (!state) return []
     if (state === "used") return [h("span", {}, translate("usedPolicy"))]
     const keep = (event) => ["Enter", " "].includes(event.key) && event.stopPropagation()
     const use = () => this.page.usePolicy(this.node, policy)
-    const button = { type: "button", class: "wanstream-button", click: use, keydown: keep, title: translate("usePolicyWhy") }
+    const label = `${translate("usePolicy")}: ${name}`
+    const told = { title: translate("usePolicyWhy"), "aria-label": label }
+    const button = { type: "button", class: "wanstream-button", click: use, keydown: keep, ...told }
     return [h("button", button, translate("usePolicy"))]
   }
 }
 
 /** The rankings of a page: one on each benchmark of the open graph with two variants or more. */
 export class Rankings {
-  /** `page` is that of `Ranking`, and provides `nodes()`, pairs of node and ids, and `rankingAt(ids)`. */
+  /** `page` also provides `nodes()`, pairs of node and ids, and `rankingAt(ids)`. */
   constructor(page) {
     this.page = page
     this.shown = new Map()

@@ -8,7 +8,8 @@
 
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
 import { element, h } from "./dom.mjs"
-import { phasesText, recordsOf, runParts, shareOfStep, sizeText, stepText, verdictText, waitOf } from "./figures.mjs"
+import { phasesText, recordsOf, runParts, shareOfStep, sizeText, stepText } from "./figures.mjs"
+import { verdictText, waitOf } from "./figures.mjs"
 import { translate } from "./i18n.mjs"
 
 const CLOSED_HEIGHT = 26
@@ -99,8 +100,7 @@ export class RunWidget {
     this.plot = element(h("div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }))
     this.sentence = element(h("span", { class: "wanstream-verdict-text" }))
     const automate = () => this.page.automate(this.node)
-    const remedy = { type: "button", class: "wanstream-button", click: automate, keydown: keep, title: translate("automateWhy") }
-    this.remedy = element(h("button", remedy))
+    this.remedy = element(h("button", { type: "button", class: "wanstream-button", click: automate, keydown: keep }))
     this.verdict = element(h("div", { class: "wanstream-verdict" }))
     this.verdict.append(this.sentence, this.remedy)
     this.numbers = element(h("div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }))
@@ -235,8 +235,11 @@ export class RunWidget {
     const wait = waitOf(this.run)
     const text = wait ? verdictText(wait) : ""
     if (this.sentence.textContent !== text) this.sentence.textContent = this.sentence.title = text
-    this.remedy.hidden = !wait || wait.limit === "Compute" || !this.run.ended || !this.page.canAutomate(this.node)
-    this.remedy.textContent = translate("automate")
+    const hides = !wait || wait.limit === "Compute" || !this.run.ended || !this.page.canAutomate(this.node)
+    if (hides && this.remedy === document.activeElement) this.plot.focus()
+    this.remedy.hidden = hides
+    if (this.remedy.textContent !== translate("automate")) this.remedy.textContent = translate("automate")
+    this.remedy.title = translate("automateWhy")
   }
 
   summary() {

@@ -89,15 +89,19 @@ export function comparisonOf(runs) {
 
 /** A sentence on the fastest of some runs and the next one; empty if fewer than two have steps. */
 export function fastestText(runs) {
-  const known = runs.filter((run) => secondsPerStep(run)).sort((one, other) => secondsPerStep(one) - secondsPerStep(other))
+  const bySpeed = (one, other) => secondsPerStep(one) - secondsPerStep(other)
+  const known = runs.filter((run) => secondsPerStep(run)).sort(bySpeed)
   if (known.length < 2) return ""
   const [fastest, next] = known
-  const [pace, memory] = [secondsPerStep, peakBytes].map((of) => (of(next) / of(fastest)).toFixed(2))
-  const words = [`${clock(fastest.at)} ${name(fastest)}`, perStepText(secondsPerStep(fastest)), pace]
-  return peakBytes(fastest) && peakBytes(next) ? translate("fastestWithMemory", ...words, memory) : translate("fastest", ...words)
+  const ratio = (one, other) => (one / other).toFixed(2)
+  const pace = secondsPerStep(fastest)
+  const words = [`${clock(fastest.at)} ${name(fastest)}`, perStepText(pace), ratio(secondsPerStep(next), pace)]
+  const [least, most] = [fastest, next].map((run) => mostMemory(recordsOf(run)))
+  const isComparable = least && least.kind === most?.kind
+  return isComparable
+    ? translate("fastestWithMemory", ...words, ratio(most.bytes, least.bytes))
+    : translate("fastest", ...words)
 }
-
-const peakBytes = (run) => mostMemory(recordsOf(run))?.bytes
 
 /** The begin of a formula in a spreadsheet: some ignore spaces, and take full-width signs for plain ones. */
 const FORMULA = /^[\s\0\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff20\u2212\ufe63\ufe62\ufe66\ufe6b]|^[\t\r\n]/
@@ -133,9 +137,10 @@ export class RunsTable {
     this.ticked = new Set()
     this.runs = []
     this.tools = element(h("div", { class: "wanstream-tools" }))
+    this.words = element(h("p", { class: "wanstream-fastest", role: "status" }))
     this.body = element(h("div", { class: "wanstream-tables" }))
     this.root = element(h("div", { class: "wanstream-panel" }))
-    this.root.append(this.tools, this.body)
+    this.root.append(this.tools, this.words, this.body)
   }
 
   /** Redraw everything after a change of language. */
@@ -165,8 +170,9 @@ export class RunsTable {
       this.refresh(state)
     }
     const chosen = this.chosen()
-    const words = h("p", { class: "wanstream-fastest", role: "status" }, fastestText(chosen))
-    const comparison = chosen.length > 1 ? [words, comparisonOf(chosen)] : []
+    const words = fastestText(chosen)
+    if (this.words.textContent !== words) this.words.textContent = words
+    const comparison = chosen.length > 1 ? [comparisonOf(chosen)] : []
     const all = this.runs.length
       ? tableOf(this.runs, { ticked: this.ticked, onTick })
       : h("p", { class: "wanstream-hint" }, translate("noRun"))

@@ -146,13 +146,11 @@ function snapshot(state, answer, now) {
   }
 }
 
-/** Keep the ranking of a benchmark, in place of the last one of its node. */
+/** Keep the ranking of a benchmark. Its item may get its workflow later. */
 function executed(state, { prompt_id, node, output }) {
   const ranking = output?.wanstream_ranking
   if (!ranking) return state
-  const workflow = state.items.find((item) => item.prompt_id === prompt_id)?.workflow ?? null
-  const others = state.rankings.filter((each) => each.node !== `${node}` || each.workflow !== workflow)
-  return { ...state, rankings: [...others, { node: `${node}`, workflow, ranking }].slice(-KEPT_RUNS) }
+  return { ...state, rankings: [...state.rankings, { node: `${node}`, prompt_id, ranking }].slice(-KEPT_RUNS) }
 }
 
 const HANDLERS = {
@@ -209,7 +207,9 @@ export function lastRun(state, workflow, nodeIds) {
 
 /** The last ranking of one of these benchmark nodes, or null. */
 export const lastRanking = (state, workflow, nodeIds) =>
-  state.rankings.findLast((each) => isOf(each, workflow) && nodeIds.includes(each.node))?.ranking ?? null
+  state.rankings.findLast((each) => nodeIds.includes(each.node) && isOf(itemOf(state, each), workflow))?.ranking ?? null
+
+const itemOf = (state, { prompt_id }) => state.items.find((item) => item.prompt_id === prompt_id) ?? {}
 
 /** The run that is running now, of the open graph if there is one; null while nothing runs. */
 export function runningRun(state, workflow) {

@@ -21,9 +21,9 @@ VERDICT = f"""async records => {{
 
 def test_a_run_waits_for_the_disk_or_the_bus_or_computes(frontend: Frontend) -> None:
     disk, bus, most, compute = frontend.page.evaluate(VERDICT, [[6, 5], [2, 1], [10, 10], [0.3, 0]])
-    assert disk.startswith("Waits for the disk 50 % of the time. More blocks ")
-    assert disk.endswith(" up to 2.0 ×.")
-    assert bus.startswith("Waits for the bus 20 % of the time. More blocks ")
-    assert bus.endswith(" up to 1.3 ×.")
-    assert most.endswith(" up to 100.0 ×."), "a finite number"
+    assert disk.startswith("Waits 50 % for the disk. More blocks ")
+    assert disk.endswith(" up to 2.0 × as fast.")
+    assert bus.startswith("Waits 20 % for the bus. More blocks ")
+    assert bus.endswith(" up to 1.3 × as fast.")
+    assert most.endswith(" up to 100.0 × as fast."), "a finite number"
     assert compute == "Limited by computing: 3.0 % of the time waits for weights."
