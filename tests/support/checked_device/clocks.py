@@ -101,6 +101,13 @@ class History:
     def _overlapping(self, start: int, stop: int) -> list[Segment]:
         found, segments = [], []
         for segment in self._segments:
+            if start <= segment.start and segment.stop <= stop:
+                segments.append(segment)
+                found.append(segment)
+                continue
+            if segment.stop <= start or stop <= segment.start:
+                segments.append(segment)
+                continue
             parts = [segment]
             for at in (start, stop):
                 if parts[-1].start < at < parts[-1].stop:

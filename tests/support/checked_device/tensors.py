@@ -136,18 +136,20 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _view(func, args, kwargs)
     if func in READ_BY_HOST:
         return _read_by_host(func, args, kwargs)
-    schema = func._schema.arguments
-    written = [
-        index
-        for index, arg in enumerate(schema)
+    named = [
+        args[index] if index < len(args) else kwargs.get(name) for index, name in _written(func)
+    ]
+    return _launch(func, args, kwargs, writes=[each for each in _leaves(named) if each is not None])
+
+
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Return the index and the name of every argument that an operation changes."""
+    return [
+        (index, arg.name)
+        for index, arg in enumerate(func._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     ]
-    named = [
-        args[index] if index < len(args) else kwargs.get(schema[index].name) for index in written
-    ]
-    return _launch(
-        func, args, kwargs, writes=[each for each in pytree.tree_leaves(named) if each is not None]
-    )
 
 
 @functools.cache
@@ -170,9 +172,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.inference_mode(
         source.is_inference()
     ):  # a view is an inference tensor only if its source is one
-        return pytree.tree_map_only(
-            torch.Tensor, lambda base: CheckedTensor(base, source.block), result
-        )
+        if isinstance(result, torch.Tensor):
+            return CheckedTensor(result, source.block)
+        return type(result)(CheckedTensor(base, source.block) for base in result)
 
 
 def _launch(
@@ -183,22 +185,24 @@ def _launch(
     `writes` are its arguments that it changes.
     """
     machine = active()
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves = _leaves((args, kwargs))
     given = [each for each in leaves if isinstance(each, CheckedTensor)]
     device = _device_of(given, kwargs)
     _check_devices(func, given, device)
     ranges = [each.range(write=any(each is one for one in writes)) for each in given]
     on_cpu = [_value_on_cpu(each) for each in leaves]
 
+    # Here: work in a queue must not keep the tensors of the device.
+    bases, named = _rebuilt((args, kwargs), iter(on_cpu))
+
     def compute() -> Any:
-        bases, named = pytree.tree_unflatten(on_cpu, structure)
         return func(*bases, **named)
 
     if writes:
         _issue(device, compute, ranges, func)
         machine.launches += 1
         return writes[0] if len(writes) == 1 else tuple(writes)
-    likes, shape = _outputs(func, leaves, structure)
+    likes, shape = _outputs(func, args, kwargs)
     outputs = [
         _allocate(like, device) if isinstance(like, torch.Tensor) else like for like in likes
     ]
@@ -206,7 +210,7 @@ def _launch(
     targets = [each.base for each in made]
 
     def compute_into() -> None:
-        results = [each for each in pytree.tree_leaves(compute()) if isinstance(each, torch.Tensor)]
+        results = [each for each in _leaves(compute()) if isinstance(each, torch.Tensor)]
         for target, result in zip(targets, results, strict=True):
             target.copy_(result)
 
@@ -220,23 +224,54 @@ _OUTPUTS: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
 
 def _outputs(
-    func: Any, leaves: list[Any], structure: pytree.TreeSpec
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves of the result as meta tensors, and its structure.
 
     They depend on no values.
     """
-    key = (func, structure, *map(_key, leaves))
+    key = (func, _key(args), _key(kwargs))
     if key not in _OUTPUTS:
-        args, kwargs = pytree.tree_unflatten([_on_meta(each) for each in leaves], structure)
-        _OUTPUTS[key] = pytree.tree_flatten(func(*args, **kwargs))
+        on_meta = map(_on_meta, _leaves((args, kwargs)))
+        positional, named = _rebuilt((args, kwargs), on_meta)
+        _OUTPUTS[key] = pytree.tree_flatten(func(*positional, **named))
     return _OUTPUTS[key]
 
 
-def _key(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype
-    return type(leaf), leaf
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_key, value)
+    if isinstance(value, dict):
+        return dict, *value, *map(_key, value.values())
+    return type(value), value
+
+
+# torch's own functions for trees accept every registered class, and took a quarter of a test's
+# time. Arguments and results of operations consist of tuples, lists and dicts.
+def _leaves(values: Any) -> list[Any]:
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return [values]
+    leaves = []
+    for each in values:
+        if isinstance(each, (tuple, list, dict)):
+            leaves += _leaves(each)
+        else:
+            leaves.append(each)
+    return leaves
+
+
+def _rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
+    """Return `values` with other leaves."""
+    if isinstance(values, dict):
+        return {name: _rebuilt(each, leaves) for name, each in values.items()}
+    if isinstance(values, (tuple, list)):
+        made = [_rebuilt(each, leaves) for each in values]
+        return made if isinstance(values, list) else tuple(made)
+    return next(leaves)
 
 
 def _on_meta(leaf: Any) -> Any:
@@ -257,6 +292,7 @@ def _value_on_cpu(leaf: Any) -> Any:
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
+@functools.cache
 def _has_values(func: Any) -> bool:
     """False for functions that return fresh memory."""
     return not str(func).startswith(("aten.empty", "aten.new_empty"))
@@ -336,7 +372,7 @@ def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, CheckedTensor)]
+    given = [*tensors_of((args, kwargs))]
     device = given[0].block.stream.device
     _check_devices(func, given, device)
     work = _issue(device, lambda: None, [each.range(write=False) for each in given], func)
@@ -395,7 +431,15 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bases(values: Any) -> Any:
-    return pytree.tree_map_only(CheckedTensor, lambda tensor: tensor.base, values)
+    """Return `values` with the CPU tensor of each tensor on the device."""
+    if isinstance(values, CheckedTensor):
+        return values.base
+    if isinstance(values, dict):
+        return {name: _bases(each) for name, each in values.items()}
+    if isinstance(values, (tuple, list)):
+        made = [_bases(each) for each in values]
+        return made if isinstance(values, list) else tuple(made)
+    return values
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
@@ -465,4 +509,4 @@ def _made(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def tensors_of(values: Any) -> Iterator[CheckedTensor]:
     """Yield the tensors on the device."""
-    yield from (each for each in pytree.tree_leaves(values) if isinstance(each, CheckedTensor))
+    yield from (each for each in _leaves(values) if isinstance(each, CheckedTensor))
