@@ -190,10 +190,8 @@ def _launch(
     device = _device_of(given, kwargs)
     _check_devices(func, given, device)
     ranges = [each.range(write=any(each is one for one in writes)) for each in given]
-    on_cpu = [_value_on_cpu(each) for each in leaves]
-
     # Here: work in a queue must not keep the tensors of the device.
-    bases, named = _rebuilt((args, kwargs), iter(on_cpu))
+    bases, named = _mapped((args, kwargs), _value_on_cpu)
 
     def compute() -> Any:
         return func(*bases, **named)
@@ -232,8 +230,7 @@ def _outputs(
     """
     key = (func, _key(args), _key(kwargs))
     if key not in _OUTPUTS:
-        on_meta = map(_on_meta, _leaves((args, kwargs)))
-        positional, named = _rebuilt((args, kwargs), on_meta)
+        positional, named = _mapped((args, kwargs), _on_meta)
         _OUTPUTS[key] = pytree.tree_flatten(func(*positional, **named))
     return _OUTPUTS[key]
 
@@ -264,14 +261,14 @@ def _leaves(values: Any) -> list[Any]:
     return leaves
 
 
-def _rebuilt(values: Any, leaves: Iterator[Any]) -> Any:
-    """Return `values` with other leaves."""
+def _mapped(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `values` with every leaf changed, in the order of `_leaves`."""
     if isinstance(values, dict):
-        return {name: _rebuilt(each, leaves) for name, each in values.items()}
+        return {name: _mapped(each, change) for name, each in values.items()}
     if isinstance(values, (tuple, list)):
-        made = [_rebuilt(each, leaves) for each in values]
+        made = [_mapped(each, change) for each in values]
         return made if isinstance(values, list) else tuple(made)
-    return next(leaves)
+    return change(values)
 
 
 def _on_meta(leaf: Any) -> Any:
@@ -432,14 +429,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _bases(values: Any) -> Any:
     """Return `values` with the CPU tensor of each tensor on the device."""
-    if isinstance(values, CheckedTensor):
-        return values.base
-    if isinstance(values, dict):
-        return {name: _bases(each) for name, each in values.items()}
-    if isinstance(values, (tuple, list)):
-        made = [_bases(each) for each in values]
-        return made if isinstance(values, list) else tuple(made)
-    return values
+    return _mapped(values, lambda leaf: leaf.base if isinstance(leaf, CheckedTensor) else leaf)
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
