@@ -14,7 +14,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.processes import Processes
-from wanstream.tests.support.rounding import difference
+from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.split_jobs import SplitProcesses, job_leave_while_it_waits
 
 pytestmark = [
@@ -86,7 +86,7 @@ def test_ulysses_in_fp32_gives_what_one_worker_gives(
     given = wide("float32"), request_of_48_tokens, LAYERWISE
     alone = split.alone(*given)
     for worker in split.run(*given):
-        assert difference(worker["latents"], alone) <= 1e-6
+        assert difference(worker["latents"], alone) <= ROUNDING
 
 
 def test_the_same_processes_meet_five_times_and_leave_while_one_waits(

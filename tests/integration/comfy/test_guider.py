@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from wanstream.tests.support.rounding import ROUNDING
+
 CLOSE = 1e-4
 
 # fmt: off
@@ -153,7 +155,7 @@ def test_a_policy_that_is_left_to_the_planner_changes_no_bit(case: Case) -> None
 def test_split_sigmas_go_on_where_they_were_cut(case: Case) -> None:
     found = case("split")
     assert max(found["differences"]) <= CLOSE
-    assert found["as one"] <= 1e-5
+    assert found["as one"] <= ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_image_conditioning(case: Case, images: str) -> None:
 
 def test_euler_is_our_own_sampler(case: Case) -> None:
     found = case("same_as_our_sampler")
-    assert found["difference"] <= 1e-6
+    assert found["difference"] <= ROUNDING
     for what in ("bytes", "experts", "sigmas"):
         ours, theirs = found[what]
         assert ours == theirs, what

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from wanstream.tests.support.rounding import ROUNDING
+
 Case = Callable[[str], Any]
 
 SAME = [
@@ -38,7 +40,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("settings", SAME)
 def test_a_setting_does_what_it_does_in_our_own_sampler(case: Case, settings: str) -> None:
     found = case(f"settings same {settings}")
-    assert found["difference"] <= 2e-6
+    assert found["difference"] <= ROUNDING
     assert found["effect"] > 0.01, "and not what it would be without"
     assert found["alike"], "expert, noise level, and what was left out of every call"
     assert found["recompiled"] == 0

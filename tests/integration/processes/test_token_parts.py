@@ -23,7 +23,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes import ContextWindows
-from wanstream.tests.support.rounding import difference
+from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.split_jobs import SplitProcesses, job_run, job_run_compiled, job_seen
 from wanstream.wan import Nag
 from wanstream.wan.experts.open import ExpertsRegistry
@@ -32,7 +32,6 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 SHAPE = (1, 16, 3, 4, 8)
 """8 tokens in each of 3 frames."""
-ROUNDING = 1e-6
 
 Given = Callable[..., tuple[ExpertsRef, DenoiseRequest]]
 
