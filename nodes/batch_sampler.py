@@ -62,7 +62,7 @@ class WanStreamLane(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     tooltip="Of the same size as those of the other lanes. Each video costs its "
-                    "full compute time, and 0.7 GB of device memory at 832x480x81, 1.5 GB at "
+                    "full compute time, and 0.7 GB of device memory at 832x480x81, 1.6 GB at "
                     "1280x720x81 (bf16; half of it without guidance); its weights cost nothing "
                     "more.",
                 ),

@@ -34,9 +34,9 @@ STREAM_INPUTS: tuple[io.Input, ...] = (
         "weights_source",
         options=list(_SOURCES),
         default="disk",
-        tooltip="disk: blocks are read from disk in every step; costs no RAM and needs an SSD (2.5 "
-        "GB/s at 832x480x81 on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per "
-        "expert in bf16, 14 GB in fp8.",
+        tooltip="disk: blocks are read from disk in every step; costs no RAM and needs an SSD (1.5 "
+        "GB/s at 832x480x81 on an RTX 4090, simulated). RAM: read once, then kept; costs 28 GB of "
+        "RAM per expert in bf16, 14 GB in fp8.",
     ),
     io.Int.Input(
         "ram_blocks",
@@ -52,7 +52,7 @@ STREAM_INPUTS: tuple[io.Input, ...] = (
         default=0,
         **limits(0, 1_000_000, step=1024),
         optional=True,
-        tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 4.6 GB at "
+        tooltip="Tokens per chunk of feed-forward and norms; 0: all. 8192 saves 3.9 GB at "
         "1280x720x81 (75600 tokens), and costs a little time in every block. Last digits may "
         "differ.",
     ),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import shlex
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from wanstream.cli import _parser, options
 from wanstream.nodes import WanStreamExtension
+from wanstream.tools.code_counts import SourceTree
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
@@ -88,3 +92,48 @@ def test_every_path_of_this_repository_is_there(name: str) -> None:
     found = re.findall(r"(?<![\w./-])(?:\.\./)?((?:benchmarks|docs|tests)/[\w./*-]+)", TEXTS[name])
     for path in found:
         assert [*ROOT.glob(path.rstrip("./"))], path
+
+
+WORD = re.compile(r"[\w\0][\w\0'./-]*")
+FILLED = re.compile(r"\.\.\.|'[^']*'|\[[^]]*\]|\b(?:[NM]|PATH|MACHINE)\b|(?<![\w.])\d[\d.,]*\b")
+"""Parts of a quoted message that a run fills in."""
+
+
+def _texts(module: ast.Module) -> Iterator[str]:
+    """Yield the texts in a module, except docstrings, with NUL for each value filled in."""
+    docstrings = {id(each.value) for each in ast.walk(module) if isinstance(each, ast.Expr)}
+    for node in ast.walk(module):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield str(node.value)
+
+
+def _words(text: str) -> list[str]:
+    return ["\0" if "\0" in word else word for word in WORD.findall(text)]
+
+
+def test_every_quoted_message_has_the_words_of_the_code() -> None:
+    """Each two words of it follow each other in a text, or a value stands between them there."""
+    modules = SourceTree(ROOT).trees.values()
+    known = {
+        pair for module in modules for text in _texts(module) for pair in pairwise(_words(text))
+    }
+    pages = [ROOT / "docs" / "workers-faults.md", *(ROOT / "web" / "docs").glob("*.md")]
+    messages = [
+        message
+        for page in pages
+        for line in page.read_text(encoding="utf-8").partition("## Errors")[2].splitlines()
+        for message in re.findall("`([^`]+)`", line.split("|")[1] if line[:1] == "|" else "")
+    ]
+    assert len(messages) > 300
+    foreign = {
+        message: f"{first} {second}"
+        for message in messages
+        for part in FILLED.split(message)
+        for first, second in pairwise(_words(part))
+        if not {(first, second), (first, "\0"), ("\0", second)} & known
+    }
+    assert foreign == {}

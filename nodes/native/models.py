@@ -82,7 +82,7 @@ class WanStreamLoadDiffusionModel(FileNode):
                 cls.file_input(
                     "unet_name",
                     tooltip="A .safetensors or .gguf file of diffusion_models. Opening it reads "
-                    "its header and what is outside the blocks, 0.2 to 4.4 % of the file; "
+                    "its header and what is outside the blocks, 0.2 to 3.5 % of the file; "
                     "streamed blocks are read from disk in every step.",
                 ),
                 io.Combo.Input(

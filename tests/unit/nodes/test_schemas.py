@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from wanstream.host.embedded.workflow.validate import converted, rules_of, socke
 from wanstream.host.folders import MODEL_KINDS
 from wanstream.nodes import WanStreamExtension, inputs
 from wanstream.nodes.loaders import WanStreamLora
+from wanstream.plan.machine import expected_machine
+from wanstream.shapes import T2V_A14B
 from wanstream.tests.support.embedded import embedded_host
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -268,3 +271,32 @@ def test_inputs_are_advanced_only_in_a_comfyui_that_can_hide_them(
 ) -> None:
     monkeypatch.setattr(inputs, "_INPUT_ARGUMENTS", arguments)
     assert inputs.advanced() == ({"advanced": True} if "advanced" in arguments else {})
+
+
+SHORT, LONG = 32_760, 75_600
+"""Tokens of 832x480x81 and 1280x720x81."""
+
+
+def _memory_gb(tokens: int, lanes: int = 2, chunk_tokens: int | None = None) -> float:
+    return T2V_A14B.working_bytes([tokens] * lanes, chunk_tokens=chunk_tokens) / 1e9
+
+
+def test_tooltips_have_the_figures_of_the_planner() -> None:
+    tooltips = {
+        f"{schema.node_id}.{each.id}": each.tooltip or ""
+        for schema in (node.define_schema() for node in NODES)
+        for each in schema.inputs
+    }
+    saved = _memory_gb(LONG) - _memory_gb(LONG, chunk_tokens=8192)
+    assert f"8192 saves {saved:.1f} GB" in tooltips["WanStreamLayerwise.chunk_tokens"]
+    more = [_memory_gb(tokens, lanes=4) - _memory_gb(tokens) for tokens in (SHORT, LONG)]
+    words = "{:.1f} GB of device memory at 832x480x81, {:.1f} GB at 1280x720x81".format(*more)
+    assert words in tooltips["WanStreamLane.latent"]
+    card = expected_machine("RTX 4090", ram_bytes=2**35, disk_bytes_per_s=1e9)
+    rate = T2V_A14B.streamed_bytes() * card.flops_per_s / T2V_A14B.block_flops(SHORT) / 1e9
+    assert f"({rate:.1f} GB/s at 832x480x81" in tooltips["WanStreamLayerwise.weights_source"]
+    page = Path(wanstream.nodes.__file__).parents[1] / "docs" / "native-families.md"
+    inside = re.findall(r" GB \| ([\d.]+) % \|", page.read_text(encoding="utf-8"))
+    outside = sorted(100 - float(share) for share in inside)
+    words = f"outside the blocks, {outside[0]:.1f} to {outside[-1]:.1f} % of the file"
+    assert words in tooltips["WanStreamLoadDiffusionModel.unet_name"]
