@@ -346,10 +346,13 @@ def loading_clip_by(load: Callable[..., Any]) -> Iterator[None]:
 
 
 def encoder_linear_layers(network: nn.Module) -> tuple[type, ...]:
-    """Return the linear layer classes in text encoders."""
+    """Return the classes of linear layers, and of banks of experts, in text encoders."""
     found: list[Any] = [getattr(module, "operations", None) for module in network.modules()]
-    linear: set[type] = {each.Linear for each in found if each is not None}
-    return nn.Linear, *linear
+    operations = [each for each in found if each is not None]
+    linear: set[type] = {each.Linear for each in operations}
+    # Absent in 0.18.1, and in operations of plain layers.
+    banks: set[type] = {each.MoEExperts for each in operations if hasattr(each, "MoEExperts")}
+    return nn.Linear, *linear, *banks
 
 
 def intended_dtype(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:

@@ -34,7 +34,8 @@ class FileSource(RangeSource):
 
     Args:
         blocks: tensors in each block by parameter name. The layout keeps their order.
-        computed_dtypes: compute dtype: one for all parameters, or one for each parameter name.
+        computed_dtypes: compute dtype: one for all parameters, or one for each block and parameter
+            name.
         scales: scales for stored tensors by parameter name, with one value per tensor or one per
             row.
         multiplied: dtypes of codes that are multiplied as stored.
@@ -55,7 +56,7 @@ class FileSource(RangeSource):
         self,
         blocks: Mapping[BlockKey, TensorsOfBlock],
         *,
-        computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
+        computed_dtypes: Mapping[BlockKey, Mapping[str, torch.dtype]] | torch.dtype,
         scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
         multiplied: Collection[torch.dtype] = (),
         decoded: Mapping[BlockKey, Collection[str]] | None = None,
@@ -70,9 +71,14 @@ class FileSource(RangeSource):
         for key, tensors in blocks.items():
             scaled = self._stored_scales.get(key, {})
             _check_shapes(scaled, tensors)
+            dtypes = (
+                computed_dtypes
+                if isinstance(computed_dtypes, torch.dtype)
+                else computed_dtypes[key]
+            )
             self.formats[key] = block_format(
                 {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
-                computed_dtypes,
+                dtypes,
                 scaled,
                 _packings(tensors),
                 multiplied=multiplied,

@@ -82,7 +82,9 @@ class BlockStack:
 
         dtypes = {name: dtype_of(name) for name in streamed_names(self.blocks[0])}
         source = FileSource(
-            stored(file.weights), computed_dtypes=dtypes, scales=stored(file.scales)
+            stored(file.weights),
+            computed_dtypes=dict.fromkeys(self.names, dtypes),
+            scales=stored(file.scales),
         )
         policy = policy or OffloadPolicy.layerwise(1)
         with (

@@ -19,6 +19,8 @@ Case = Callable[[str], Any]
 ENCODERS = (
     *("umt5", "t5", "clip-l and t5", "clip-l and llama", "qwen2.5-vl", "qwen3", "qwen3-vl"),
     *("gemma2", "gemma3", "umt5, 24 layers", "qwen3-vl, 36 layers", "gemma3, 48 layers"),
+    *("clip-l, clip-g and t5", "clip-l, clip-g, t5 and llama", "gemma4"),
+    *("gemma4 without vision layers", "t5-gemma", "gpt-oss"),
 )
 CHANGED = ("umt5", "clip-l and t5", "qwen2.5-vl")
 
@@ -37,11 +39,11 @@ def test_encodings_have_the_bits_of_comfyuis_loader_in_two_blocks_of_memory(
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "scaled fp8"])
-@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("name", [*CHANGED, "clip-l and llama", "gpt-oss"])
 def test_files_of_all_formats_have_the_bits_of_comfyuis_loader(
-    case: Case, name: str, form: str
+    newer_case: Case, name: str, form: str
 ) -> None:
-    assert case(f"{name}, {form}") == [True, True]
+    assert newer_case(f"{name}, {form}") == [True, True]
 
 
 @pytest.mark.parametrize("name", CHANGED)

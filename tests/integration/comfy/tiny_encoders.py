@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +35,28 @@ LLAMA = {
     "num_key_value_heads": 4,
 }
 VISION = {"hidden_size": 64, "intermediate_size": 96}
+GEMMA_4_VISION = {
+    **VISION,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "position_embedding_size": 64,
+}
+GEMMA_4_AUDIO = {
+    **VISION,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "output_proj_dims": 48,
+}
+GEMMA_4_PATCHES = {"mm_embed_dim": 64, "mm_posemb_size": 32, "output_proj_dims": 64}
+T5_GEMMA = {
+    "vocab_size": VOCABULARY,
+    **VISION,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 SIGLIP = {
     **VISION,
     "num_channels": 3,
@@ -74,6 +96,18 @@ def thin_encoders() -> Iterator[None]:
             settings = {**VISION, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]}
             for name in qwen3vl.QWEN3VL_VISION:
                 patched.enter_context(patch.dict(qwen3vl.QWEN3VL_VISION, {name: settings}))
+        if find_spec("comfy.text_encoders.gemma4"):
+            from comfy.text_encoders import gemma4, sa3
+
+            for settings, thin in (
+                (gemma4.GEMMA4_VISION_CONFIG, GEMMA_4_VISION),
+                (gemma4.GEMMA4_AUDIO_CONFIG, GEMMA_4_AUDIO),
+                (gemma4.GEMMA4_UNIFIED_VISION_CONFIG, GEMMA_4_PATCHES),
+            ):
+                patched.enter_context(patch.dict(settings, thin))
+            config = sa3.T5GemmaEncoderConfig()
+            vars(config).update(T5_GEMMA)
+            patched.enter_context(patch.object(sa3, "T5GemmaEncoderConfig", lambda: config))
         yield
 
 
@@ -110,6 +144,8 @@ class Encoder:
     """True for encoders that see images."""
     renames: tuple[tuple[str, str], ...] = ()
     """Starts of the keys of the network, and those of distributed files."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Other ComfyUI model options."""
 
     @property
     def have(self) -> bool:
@@ -120,7 +156,8 @@ class Encoder:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {f"{name}_model_config": dict(config) for name, config in self.config.items()}
+        configs = {f"{name}_model_config": dict(config) for name, config in self.config.items()}
+        return {**configs, **self.settings}
 
     @property
     def type(self) -> Any:
@@ -129,7 +166,7 @@ class Encoder:
     def write(self, folder: Path, dtype: torch.dtype = torch.float16) -> tuple[Path, ...]:
         """Write files with random weights, and return their paths."""
         files: list[Tensors] = [
-            {key: torch.zeros(shape, dtype=torch.uint8) for key, shape in marks.items()}
+            {key: torch.zeros(shape, dtype=dtype) for key, shape in marks.items()}
             for marks in self.marks
         ]
         options = {**self.options, "dtype": dtype}
@@ -140,14 +177,12 @@ class Encoder:
         paths = []
         for name, tensors in zip(self.parts, files, strict=True):
             network = clip.cond_stage_model.get_submodule(f"{name}.transformer".lstrip("."))
-            for key, tensor in network.state_dict().items():
-                values = torch.randn(tensor.shape, generator=generator)
-                if tensor.dim() < 2:
-                    values = 1 + 0.1 * values
-                elif not key.endswith("text_projection.weight"):
-                    values = values / tensor.shape[-1] ** 0.5
+            for key, shape in _shapes(network):
+                values = torch.randn(shape, generator=generator)
+                values = 1 + 0.1 * values if len(shape) < 2 else values / shape[-1] ** 0.5
                 tensors[self._key(key)] = values.to(dtype)
-            tensors.pop("text_projection.weight", None)  # of which distributed files have none
+            if name == "clip_l" and self.kind != "hidream":
+                tensors.pop("text_projection.weight")  # of which distributed files have none
             paths.append(folder / f"{name or self.kind}.safetensors")
             save_file(tensors, paths[-1])
         return tuple(paths)
@@ -186,9 +221,21 @@ class Encoder:
         if "" in self.parts:
             return [tokens]
         prompt = {key: [list(tokens)] for key in self.parts.values()}
-        if "l" in prompt:
-            prompt["l"] = [[(49406, 1.0), *tokens[:20], *[(49407, 1.0)] * 56]]
+        # With a textual inversion, of one row, and in sections.
+        words = [*tokens[:20], (torch.linspace(-1, 1, 64), 1.1), (9, 1.3)]
+        for key in prompt.keys() & {"l", "g"}:
+            prompt[key] = [[(49406, 1.0), *words, *[(49407, 1.0)] * 54]] * (1 + length // 60)
         return prompt
+
+
+def _shapes(network: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the key and shape of each tensor of a file. Some layers get a weight when loading."""
+    for key, tensor in network.state_dict().items():
+        yield key, tuple(tensor.shape)
+    for name, layer in network.named_modules():
+        if getattr(layer, "weight", ()) is None:
+            shape = getattr(layer, "_orig_shape", (layer.out_features, layer.in_features))
+            yield f"{name}.weight", shape
 
 
 def _llama(
@@ -214,8 +261,10 @@ def _llama(
 
 LAYER = "model.layers.0."
 FEED = f"{LAYER}post_feedforward_layernorm.weight"
-CLIP_L = {"num_hidden_layers": 2, "intermediate_size": 96}
-MARK_OF_CLIP_L = {"text_model.encoder.layers.0.mlp.fc1.weight": (96, 768)}
+CLIP = {**VISION, "num_hidden_layers": 3, "num_attention_heads": 2}
+MARK_OF_CLIP_L = {"text_model.encoder.layers.0.mlp.fc1.weight": (96, 64)}
+MARK_OF_CLIP_G = {"text_model.encoder.layers.30.mlp.fc1.weight": (96, 64)}
+MARK_OF_LLAMA = {f"{LAYER}post_attention_layernorm.weight": (64,)}
 QWEN_3_VL = (("model.", "model.language_model."), ("visual.", "model.visual."))
 
 
@@ -255,6 +304,23 @@ def _gemma_3(layers: int) -> Encoder:
     return _llama("ltxv", "", "GEMMA_3_12B", marks, sees=True, **config)
 
 
+def _gemma_4(detected: str, last: int, **config: int) -> Encoder:
+    marks = {FEED: (64,), f"model.layers.{last}.self_attn.q_norm.weight": (256,)}
+    config |= {"hidden_size": 64, "num_hidden_layers": 9, "num_key_value_heads": 2}
+    return _llama("stable_diffusion", "gemma4", detected, marks, sees=True, **config)
+
+
+GPT_OSS = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CANDIDATES = {
     "umt5": _t5("wan", "umt5xxl"),
     "umt5, 24 layers": _t5("wan", "umt5xxl", num_layers=24),
@@ -262,16 +328,30 @@ CANDIDATES = {
     "clip-l and t5": Encoder(
         kind="flux",
         parts={"clip_l": "l", "t5xxl": "t5xxl"},
-        config={"clip_l": CLIP_L, "t5xxl": T5},
+        config={"clip_l": CLIP, "t5xxl": T5},
         detected="T5_XXL",
         marks=(MARK_OF_CLIP_L, MARK_OF_T5),
     ),
     "clip-l and llama": Encoder(
         kind="hunyuan_video",
         parts={"clip_l": "l", "llama": "llama"},
-        config={"clip_l": CLIP_L, "llama": {**LLAMA, "hidden_size": 64}},
+        config={"clip_l": CLIP, "llama": {**LLAMA, "hidden_size": 64}},
         detected="LLAMA3_8",
-        marks=(MARK_OF_CLIP_L, {f"{LAYER}post_attention_layernorm.weight": (64,)}),
+        marks=(MARK_OF_CLIP_L, MARK_OF_LLAMA),
+    ),
+    "clip-l, clip-g and t5": Encoder(
+        kind="sd3",
+        parts={"clip_l": "l", "clip_g": "g", "t5xxl": "t5xxl"},
+        config={"clip_l": CLIP, "clip_g": CLIP, "t5xxl": {**T5, "d_model": 4096}},
+        detected="T5_XXL",
+        marks=(MARK_OF_CLIP_L, MARK_OF_CLIP_G, MARK_OF_T5),
+    ),
+    "clip-l, clip-g, t5 and llama": Encoder(
+        kind="hidream",
+        parts={"clip_l": "l", "clip_g": "g", "t5xxl": "t5xxl", "llama": "llama"},
+        config={"clip_l": CLIP, "clip_g": CLIP, "t5xxl": T5, "llama": {**LLAMA, "hidden_size": 64}},
+        detected="LLAMA3_8",
+        marks=(MARK_OF_CLIP_L, MARK_OF_CLIP_G, MARK_OF_T5, MARK_OF_LLAMA),
     ),
     "qwen2.5-vl": _llama(
         "qwen_image",
@@ -296,5 +376,27 @@ CANDIDATES = {
     "gemma2 with a head": _gemma_2(lm_head=True),
     "gemma3": _gemma_3(layers=6),
     "gemma3, 48 layers": _gemma_3(layers=48),
+    "gemma4": _gemma_4("GEMMA_4_E4B", 41, hidden_size_per_layer_input=16, num_kv_shared_layers=2),
+    "gemma4 without vision layers": _gemma_4("GEMMA_4_12B", 47),
+    "t5-gemma": Encoder(
+        kind="stable_audio",
+        parts={"t5gemma": "t5gemma"},
+        config={},
+        detected="T5_GEMMA",
+        marks=({"model.encoder.layers.0.pre_self_attn_layernorm.weight": (64,)},),
+    ),
+    "gpt-oss": Encoder(
+        kind="lens",
+        parts={"gpt_oss": "gpt_oss"},
+        config={},
+        settings={"gpt_oss_config": GPT_OSS, "selected_layers": (1, 3), "txt_offset": 7},
+        detected="GPT_OSS_20B",
+        marks=(
+            {
+                "layers.0.self_attn.sinks": (4,),
+                "layers.0.mlp.experts.gate_up_proj.weight": (4, 128, 64),
+            },
+        ),
+    ),
 }
 ENCODERS = {name: each for name, each in CANDIDATES.items() if each.have}

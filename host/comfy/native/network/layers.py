@@ -98,7 +98,8 @@ def _mixed(base: Any) -> type:
         ) -> None:
             """Load the layer with `meta` tensors for the matrices.
 
-            ComfyUI would convert or copy them.
+            ComfyUI would convert or copy them. It only refers to a bias, of which a bank of
+            experts has a matrix.
             """
             matrices = {
                 key: each for key, each in state_dict.items() if each.dim() > 1 and each.numel() > 1
@@ -106,7 +107,7 @@ def _mixed(base: Any) -> type:
             matrices = {
                 key: each
                 for key, each in matrices.items()
-                if key.rpartition(".")[0] + "." == prefix
+                if key.rpartition(".")[0] + "." == prefix and key != f"{prefix}bias"
             }
             state_dict |= {
                 key: torch.empty_like(each, device="meta") for key, each in matrices.items()

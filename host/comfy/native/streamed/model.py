@@ -131,7 +131,6 @@ def stream_from_files(  # noqa: PLR0913 (of a model, its files and the kinds of 
 
     Raises:
         NotStreamedError: as `blocks_to_stream`.
-        CheckpointFileError: a tensor's dtype differs between blocks.
     """
     root = model.get_submodule(network)
     located = _located(root, files, linear, large_parameter)
@@ -268,7 +267,8 @@ def _weights(
 ) -> NativeWeights:
     matrices: dict[BlockKey, dict[str, FileTensor]] = {}
     quantised: dict[BlockKey, dict[str, torch.Tensor]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    # Several encoders may have the same names, but each has the dtype of its own file.
+    dtypes: dict[BlockKey, dict[str, torch.dtype]] = {}
     for each in streamed:
         for piece, place in each.places.items():
             name = each.name
@@ -277,9 +277,7 @@ def _weights(
                 name = piece_name(each.name, piece)
                 dtype = place.dtype  # of bytes, which are joined into a weight unchanged
             matrices.setdefault(each.key, {})[name] = place
-            if dtypes.setdefault(name, dtype) != dtype:
-                found = f"{name} computes in {dtypes[name]} in one block, and in {dtype} in another"
-                raise CheckpointFileError(place.path, found)
+            dtypes.setdefault(each.key, {})[name] = dtype
         if is_joined(each.entry.tensor):
             quantised.setdefault(each.key, {})[each.name] = each.entry.tensor
     return NativeWeights(
@@ -315,7 +313,8 @@ def _streamed(
 
 
 def _is_matrix(entry: Entry, linear: tuple[type, ...]) -> bool:
-    return entry.tensor.dim() == 2 and isinstance(entry.module, linear)
+    # A bank of experts has one more dimension.
+    return entry.tensor.dim() >= 2 and isinstance(entry.module, linear)
 
 
 def _locate(tensor: torch.Tensor, files: Sequence[StoredFile]) -> Places:

@@ -80,7 +80,7 @@ def test_a_parameter_is_joined_of_views_once_per_block_and_buffer(path: Path) ->
         joined.codes, joined.scales = pieces["codes"], pieces["scales"]
         return joined
 
-    source = FileSource(stored, computed_dtypes=dtypes)
+    source = FileSource(stored, computed_dtypes=dict.fromkeys(stored, dtypes))
     engine = attach_offload(
         {STACK: blocks},
         policy=OffloadPolicy.layerwise(),

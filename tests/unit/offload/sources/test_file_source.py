@@ -95,13 +95,17 @@ def test_blocks_arrive_as_they_are_stored(source, tensors):
         assert source.scales(key) == {}
 
 
-def test_computed_dtypes_are_one_for_all_or_by_name(path):
+def test_computed_dtypes_are_one_for_all_or_by_block_and_name(path):
     blocks = blocks_of(path)
     own = FileSource(blocks, computed_dtypes=torch.bfloat16)
     assert own.formats[KEYS[0]].is_raw
+    of_block = dict.fromkeys(NAMES, torch.bfloat16)
     named = FileSource(
-        blocks, computed_dtypes=dict.fromkeys(NAMES, torch.bfloat16) | {"q.weight": torch.float32}
+        blocks,
+        computed_dtypes=dict.fromkeys(blocks, of_block)
+        | {KEYS[0]: of_block | {"q.weight": torch.float32}},
     )
+    assert named.formats[KEYS[1]].is_raw
     assert not named.formats[KEYS[0]].is_raw
     assert [tensor.dtype for tensor in named.formats[KEYS[0]].computed.tensors] == [
         torch.bfloat16,
