@@ -6,14 +6,22 @@ import ast
 import asyncio
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from wanstream.cli import _parser, options
+from wanstream.block_kernels import ATTENTIONS
+from wanstream.cli import _COMMANDS, _parser, options
+from wanstream.distributed.clusters import OPTIONAL, REQUIRED
 from wanstream.nodes import WanStreamExtension
+from wanstream.sampling.cache import PRESETS
+from wanstream.schema import Mesh
+from wanstream.schema.records.timeline import STEP_FIGURES
+from wanstream.schema.refs import WEIGHT_PLACEMENTS, KernelSet
 from wanstream.tools.code_counts import SourceTree
 
 ROOT = Path(__file__).parent.parent
@@ -137,3 +145,25 @@ def test_every_quoted_message_has_the_words_of_the_code() -> None:
         if not {(first, second), (first, "\0"), ("\0", second)} & known
     }
     assert foreign == {}
+
+
+LISTED: dict[tuple[str, str], Iterable[str]] = {
+    ("caching", "preset | threshold"): [f"{name} {value:g}" for name, value in PRESETS.items()],
+    ("cli", "command"): _COMMANDS,
+    ("kernels", "`attention`"): ATTENTIONS,
+    ("kernels", "`kernels`"): get_args(KernelSet),
+    ("timeline", "field"): STEP_FIGURES,
+    ("workers", "key"): [*REQUIRED, *OPTIONAL],
+    ("workers-splits", "`weights`"): WEIGHT_PLACEMENTS,
+    ("workers-splits", "split"): [field.name for field in fields(Mesh)],
+}
+"""Choices and names of the code by page and head of the first columns of a table."""
+
+
+@pytest.mark.parametrize(("page", "head"), LISTED)
+def test_a_table_lists_what_the_code_has(page: str, head: str) -> None:
+    rows = PAGES[f"{page}.md"].partition(f"| {head} |")[2].partition("\n\n")[0].splitlines()[2:]
+    columns = head.count("|") + 1
+    cells = [" ".join(row.strip("| ").split(" | ")[:columns]) for row in rows]
+    found = [name for cell in cells for name in re.findall("`([^`]+)`", cell) or [cell]]
+    assert sorted(found) == sorted(LISTED[page, head])

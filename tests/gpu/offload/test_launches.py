@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from wanstream.offload.formats.decode import (
     decode_tensor,
     decode_work_bytes,
 )
-from wanstream.offload.formats.packing import MXFP8, NVFP4, QUANT_FORMATS, EightBit, Packing
+from wanstream.offload.formats.packing import (
+    MXFP8,
+    NVFP4,
+    QUANT_FORMATS,
+    Constants,
+    EightBit,
+    Packing,
+)
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import Storage
@@ -34,6 +42,8 @@ from wanstream.tests.support.number_formats import ENCODERS, MixedLayout
 from wanstream.tests.support.quantised_files import Fp8Layout, matrices
 from wanstream.wan import open_experts
 from wanstream.wan.lora.file import open_lora
+
+PAGE = (Path(__file__).parents[3] / "docs" / "number-formats.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -233,3 +243,37 @@ def test_the_resident_parameters_are_copied_together(
             assert len(list(engine.models[name].parameters())) > 60
         assert machine.copies - before == 2 * 3, "the parameters, and two position tables"
         del engine
+
+
+SHAPES = [(80, 5120)] * 8 + [(216, 5120), (80, 13824)]
+"""Ten matrices of Wan2.2 A14B, with a 64th of their rows."""
+DECODED: dict[str, Packing] = {
+    "int8": EightBit(by_row=False),
+    "int8 ConvRot": EightBit(group=256),
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_the_table_of_launches_has_those_of_a_block(
+    gpu: Accelerator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    machine = gpu.need_fake("it counts launches")
+    monkeypatch.setattr(chunk_size, "CHUNK_VALUES", 1)
+    constants: Constants = {}
+    counted = []
+    for gib in (24, 24, 141):  # the first time also makes the constants
+        monkeypatch.setattr(chunk_size, "_vram_bytes", lambda _, gib=gib: gib * 2**30 // 64)
+        before = machine.launches
+        for shape in SHAPES:
+            stored, scale = ENCODERS[name](torch.ones(shape)).in_memory
+            scale = None if scale is None else scale.to(gpu.device)
+            into = torch.empty(shape, dtype=torch.bfloat16, device=gpu.device)
+            decode_tensor(
+                stored.to(gpu.device), into, packing=DECODED[name], scale=scale, constants=constants
+            )
+        counted.append(machine.launches - before)
+    assert re.findall(rf"^\| {name} \| \d \| (\d+) \| (\d+) \|", PAGE, re.MULTILINE) == [
+        (str(counted[1]), str(counted[2]))
+    ]
