@@ -101,9 +101,9 @@ _COMMANDS: dict[str, tuple[str, type[Any], str, str]] = {
         ".plan:plan",
         options.PlanOptions,
         "predict time and memory of a run on any machine",
-        "Simulates a run of Wan2.2 A14B or 5B under every offload policy that fits, and prints the "
-        "best ones with the reason. Nothing is loaded, and all figures are simulated. Only `--gpu "
-        "this` measures, unless `wanstream probe` has done so.",
+        "Simulates a run of Wan2.2 A14B or 5B, or of the model in FILE, under every offload policy "
+        "that fits, and prints the best ones with the reason. Nothing is loaded, and all figures "
+        "are simulated. Only `--gpu this` measures, unless `wanstream probe` has done so.",
     ),
     "bench": (
         ".bench.command:bench",

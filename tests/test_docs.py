@@ -14,15 +14,30 @@ from typing import get_args
 
 import pytest
 
-from wanstream.block_kernels import ATTENTIONS
+from wanstream.batch.running.collector import MAX_FILES
+from wanstream.batch.running.failures import MAX_LOSSES
+from wanstream.batch.running.runner import GRACE_SECONDS
+from wanstream.batch.servers.server_backend import MAX_BODY_BYTES, MAX_FILE_BYTES
+from wanstream.block_kernels import ATTENTIONS, int8_attention
 from wanstream.cli import _COMMANDS, _parser, options
+from wanstream.cli.batch.ray_backend import PIECE
+from wanstream.cli.selftest.device_checks import LOCK_BYTES
 from wanstream.distributed.clusters import OPTIONAL, REQUIRED
+from wanstream.distributed.driver import driver, heartbeat
+from wanstream.distributed.ray.pool import START_TIMEOUT_S
+from wanstream.host.run_events import KEPT_RUNS
 from wanstream.nodes import WanStreamExtension
+from wanstream.offload.formats.safetensors_header import MAX_HEADER_BYTES
+from wanstream.sampling import saved_states
 from wanstream.sampling.cache import PRESETS
 from wanstream.schema import Mesh
+from wanstream.schema.policy import SMALLEST_BLOCK, SMALLEST_LAYER
 from wanstream.schema.records.timeline import STEP_FIGURES
 from wanstream.schema.refs import WEIGHT_PLACEMENTS, KernelSet
+from wanstream.shapes.block_times import WORTHWHILE
+from wanstream.telemetry.trace import MAX_SPANS
 from wanstream.tools.code_counts import SourceTree
+from wanstream.wan.measurement.meter import METERED_TOKENS
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
@@ -167,3 +182,51 @@ def test_a_table_lists_what_the_code_has(page: str, head: str) -> None:
     cells = [" ".join(row.strip("| ").split(" | ")[:columns]) for row in rows]
     found = [name for cell in cells for name in re.findall("`([^`]+)`", cell) or [cell]]
     assert sorted(found) == sorted(LISTED[page, head])
+
+
+LIMITS: dict[str, list[str]] = {
+    "SECURITY.md": [
+        f"{MAX_BODY_BYTES >> 20} MB for a JSON response after decompression, "
+        f"{MAX_FILE_BYTES >> 30} GB for a file, {MAX_FILES:,} files for a row",
+        f"A header has at most {MAX_HEADER_BYTES / 1e6:g} MB",
+    ],
+    "api.md": [f"lists the last {KEPT_RUNS} runs"],
+    "arithmetic.md": [
+        f"at most {WORTHWHILE} times a visit in the compute dtype",
+        f"with up to {METERED_TOKENS:,} tokens",
+    ],
+    "batch-ray.md": [f"in pieces of {PIECE >> 20} MB", f"After {GRACE_SECONDS:g} seconds other"],
+    "batch-servers.md": [f"to the others after {GRACE_SECONDS:g} seconds"],
+    "hardware.md": [f"page-locks up to {LOCK_BYTES >> 30} GB of RAM"],
+    "kernels.md": [f"a relative error above {int8_attention.LARGEST_ERROR:.0%}".replace("%", " %")],
+    "native-models.md": [
+        f"{SMALLEST_BLOCK / 1e6:g} MB of matrices or more, and linear layers of "
+        f"{SMALLEST_LAYER / 1e6:g} MB or more",
+    ],
+    "overlay.md": [f"the server's last {KEPT_RUNS} runs"],
+    "timeline.md": [f"in the first {MAX_SPANS:,} slices"],
+    "workers-faults.md": [
+        f"older than {saved_states.MAX_AGE_S / 86400:g} days, and the oldest ones above "
+        f"{saved_states.MAX_BYTES >> 30} GB",
+        f"at most {driver.HANDOVER_BYTES_PER_S / 1e6:g} MB a second",
+        f"did not start within {START_TIMEOUT_S:g} s",
+    ],
+}
+"""Words around a limit, with the value of the code, by page."""
+IN_WORDS = {
+    "fails after five such losses": MAX_LOSSES == 5,
+    "and once a minute": driver.HANDOVER_S == 60,
+    "two minutes longer before the first block": heartbeat.OPENING_S == 120,
+    "ten times the slowest step": heartbeat.SLOWER == 10,
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_is_that_of_the_code(name: str) -> None:
+    words = " ".join(TEXTS[name].split())
+    assert [limit for limit in LIMITS[name] if limit not in words] == []
+
+
+def test_limits_in_words_are_those_of_the_code() -> None:
+    words = " ".join(" ".join(PAGES.values()).split())
+    assert [limit for limit, is_true in IN_WORDS.items() if not is_true or limit not in words] == []
