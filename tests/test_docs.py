@@ -37,6 +37,7 @@ from wanstream.schema.refs import WEIGHT_PLACEMENTS, KernelSet
 from wanstream.shapes.block_times import WORTHWHILE
 from wanstream.telemetry.trace import MAX_SPANS
 from wanstream.tools.code_counts import SourceTree
+from wanstream.tools.model_files import MODEL_FILES
 from wanstream.wan.measurement.meter import METERED_TOKENS
 
 ROOT = Path(__file__).parent.parent
@@ -230,3 +231,24 @@ def test_a_limit_is_that_of_the_code(name: str) -> None:
 def test_limits_in_words_are_those_of_the_code() -> None:
     words = " ".join(" ".join(PAGES.values()).split())
     assert [limit for limit, is_true in IN_WORDS.items() if not is_true or limit not in words] == []
+
+
+def _kind(file: str) -> str:
+    """Return the name that both experts' files share, of text and of images."""
+    return re.sub("high|low", "", file.lower()).replace("i2v", "t2v").replace("v1.1", "v1")
+
+
+def test_the_files_of_all_workflows_are_listed() -> None:
+    used = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "workflows" / "api").glob("*.json")
+    )
+    section = PAGES["workflows.md"].partition("## Model files")[2]
+    named = [_kind(name) for name in re.findall(r"`([\w.-]+)`", section)]
+    beginnings = tuple(name.removesuffix("...") for name in named if name[-3:] == "...")
+    files = [name for name in MODEL_FILES if f'"{name}"' in used]
+    assert len(files) > 30
+    assert [
+        name
+        for name in files
+        if _kind(name) not in named and not _kind(name).startswith(beginnings)
+    ] == []

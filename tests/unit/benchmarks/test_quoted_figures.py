@@ -35,7 +35,30 @@ def quantised(name: str, last: str = "{0[480p81][%s][resident][median_step_s]:.3
     return f"| {name} | {times} | {whole} | {peak} |".replace("|  |", "| |")
 
 
+def beside(frames: int) -> str:
+    run = f"{{0[runs][480p{frames}][%s][median_step_s]:.2f}} s, "
+    run += f"{{0[runs][480p{frames}][%s][device_peak_gb]:.1f}} GB"
+    return " | ".join(run.replace("%s", how) for how in ("resident", "streamed"))
+
+
+LOADER = "{0[queue_items][%d][between_progress_events_s][k1][1]:.2f}"
+LOADER_GB = "{0[queue_items][%d][device_used_gb]:.1f} GB"
+
 QUOTED: dict[tuple[str, str], list[str]] = {
+    ("README", "kernels-gpu"): [f"| {beside(81)} | H100, 81", f"| {beside(17)} | H100, 17"],
+    ("README", "offload-gpu"): [
+        "| {0[parts][480p17][variants][group-block-record][median_step_s]:.2f} s, "
+        "{0[parts][480p17][variants][group-block-record][device_peak_gb]:.1f} GB | "
+        "{0[parts][480p17][variants][pinned][median_step_s]:.2f} s, "
+        "{0[parts][480p17][variants][pinned][device_peak_gb]:.1f} GB | H100, 17",
+    ],
+    ("README", "native-gpu"): [
+        f"| {LOADER % 0} s, {LOADER_GB % 0} | {LOADER % 1} s, {LOADER_GB % 1} | H100, 17",
+    ],
+    ("performance", "native-gpu"): [
+        f"| about {LOADER % 0} | {LOADER_GB % 0} |",
+        f"layerwise from RAM | {LOADER % 1} | {LOADER_GB % 1} |",
+    ],
     ("performance", "kernels-gpu"): [
         f"| resident, s/step | {cells('[runs][%s][resident][median_step_s]', 3)} |",
         f"| streamed from RAM, s/step | {cells('[runs][%s][streamed][median_step_s]', 3)} |",
@@ -172,7 +195,8 @@ QUOTED: dict[tuple[str, str], list[str]] = {
 
 @pytest.mark.parametrize(("page", "case"), QUOTED)
 def test_a_page_has_the_figures_of_the_result(page: str, case: str) -> None:
-    text = " ".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split())
+    folder = ROOT if page == "README" else ROOT / "docs"
+    text = " ".join((folder / f"{page}.md").read_text(encoding="utf-8").split())
     figures = RESULTS[case].figures
     for template in QUOTED[page, case]:
         expected = template.format(figures).replace("%", " %").replace("  %", " %")
