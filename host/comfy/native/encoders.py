@@ -203,7 +203,9 @@ def _streamed(
         if not dtypes:
             dtypes.update(_dtypes(network))
             refer_to_tensors(network, versions.encoder_linear_layers(network))
-        with _assigning(network):
+        # In dynamic VRAM, ComfyUI converts all tensors to the network's dtypes on use.
+        changeable = {} if versions.is_dynamic(clip.patcher) else dtypes
+        with _assigning(network, changeable):
             try:
                 return load_sd(clip, *args, **settings)
             except RuntimeError as err:  # torch's error for different shapes
@@ -295,18 +297,29 @@ def _dtypes(network: nn.Module) -> Dtypes:
 
 
 @contextmanager
-def _assigning(network: nn.Module) -> Iterator[None]:
-    """Make the modules in a network refer to the tensors they load."""
+def _assigning(network: nn.Module, dtypes: dict[tuple[int, str], torch.dtype]) -> Iterator[None]:
+    """Make the modules in a network refer to the tensors they load.
+
+    Remove tensors from `dtypes` that an encoder loads in the dtypes of the file.
+    """
     with ExitStack() as replaced:
         for module in network.modules():
-            assign = partial(_assign, module.load_state_dict)
+            assign = partial(_assign, module, module.load_state_dict, dtypes)
             replaced.enter_context(versions.loading_by(module, assign))
         yield
 
 
 def _assign(
-    load: Callable[..., Any], tensors: Mapping[str, torch.Tensor], strict: bool = True, **_: object
+    module: nn.Module,
+    load: Callable[..., Any],
+    dtypes: dict[tuple[int, str], torch.dtype],
+    tensors: Mapping[str, torch.Tensor],
+    strict: bool = True,
+    assign: bool = False,
 ) -> Any:
+    if assign:
+        for entry in entries(module):
+            dtypes.pop(entry.place, None)
     # Without `assign`, torch would copy the values and so read the whole file.
     return load(tensors, strict=strict, assign=True)
 

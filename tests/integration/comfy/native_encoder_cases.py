@@ -39,7 +39,7 @@ from wanstream.offload.engine.run import EngineRun  # noqa: E402
 from wanstream.offload.formats import CheckpointFileError  # noqa: E402
 from wanstream.schema import OffloadPolicy  # noqa: E402
 
-LIMITS = {"smallest_block": 20_000, "smallest_model": 1_000}
+LIMITS = {"smallest_block": 10_000, "smallest_model": 1_000}
 CHANGED = ("umt5", "clip-l and t5", "qwen2.5-vl")
 ANY_LAYER = {**LIMITS, "smallest_layer": 1}
 """Limits with which layers outside the lists would be blocks, if encoders had such blocks."""
@@ -117,6 +117,7 @@ def encoded(encoder: Encoder, folder: Path) -> dict[str, Any]:
 
 
 def stored_as(form: str, encoder: Encoder, folder: Path) -> list[bool]:
+    """Texts without and with a LoRA, and whether the table of tokens stays in its file."""
     if form == "scaled fp8":
         paths = encoder.write(folder)
         for path in paths:
@@ -124,15 +125,21 @@ def stored_as(form: str, encoder: Encoder, folder: Path) -> list[bool]:
     else:
         paths = encoder.write(folder, getattr(torch, form))
     pair = Pair(encoder, paths)
-    return [pair.equal(encoder.prompt(length)) for length in (50, 90)]
+    in_file = pair.streamed.cond_stage_model.in_file
+    return [
+        *(pair.equal(encoder.prompt(length)) for length in (50, 90)),
+        pair.equal(encoder.prompt(50), partial(_with_lora, 0.5, pair.own)),
+        any(key.endswith(("shared.weight", "embed_tokens.weight")) for key in in_file),
+    ]
 
 
 def _scale(path: Path) -> None:
     stored = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
     for key, tensor in load_file(path).items():
+        is_table = key == "embed_tokens.weight"  # of GPT-OSS: old versions know no scales there
         is_matrix = tensor.dim() == 2 or key.endswith("_proj.weight")  # a bank of experts
         is_matrix = is_matrix and tensor.is_floating_point() and "embed" not in key
-        if is_matrix and "bias" not in key and (".block." in key or ".layers." in key):
+        if is_table or (is_matrix and "bias" not in key and (".block." in key or "layers." in key)):
             scale = tensor.float().abs().amax() / 400
             stored[key] = (tensor.float() / scale).to(torch.float8_e4m3fn)
             stored[f"{key.removesuffix('weight')}scale_weight"] = scale

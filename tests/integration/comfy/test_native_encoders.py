@@ -43,7 +43,10 @@ def test_encodings_have_the_bits_of_comfyuis_loader_in_two_blocks_of_memory(
 def test_files_of_all_formats_have_the_bits_of_comfyuis_loader(
     newer_case: Case, name: str, form: str
 ) -> None:
-    assert newer_case(f"{name}, {form}") == [True, True]
+    *equal, in_file = newer_case(f"{name}, {form}")
+    assert equal == [True] * 3
+    # ComfyUI converts some fp32 tables when it loads them.
+    assert in_file or form == "float32"
 
 
 @pytest.mark.parametrize("name", CHANGED)

@@ -43,18 +43,30 @@ def _rows(base: Any) -> type:
     class Embedding(base):  # type: ignore[misc]
         def forward(self, input: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
             table = self._parameters["weight"]
-            if not isinstance(table, StoredTensor):
+            if not is_in_file(table):
                 return super().forward(input, *args, **settings)  # type: ignore[no-any-return]
             # Only the rows in use: the table of a large encoder has gigabytes.
             used, places = input.unique(return_inverse=True)
-            rows = table.read_rows(used.tolist()).to(input.device)
-            self._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
+            self._parameters["weight"] = _rows_of(table, used.tolist(), input.device)
             try:
                 return super().forward(places, *args, **settings)  # type: ignore[no-any-return]
             finally:
                 self._parameters["weight"] = table
 
     return Embedding
+
+
+def _rows_of(table: Any, rows: list[int], device: torch.device) -> torch.Tensor:
+    """Return a parameter with these rows of a table in its file."""
+    if not is_joined(table):
+        return nn.Parameter(table.read_rows(rows).to(device), requires_grad=False)
+    inner = inner_tensors(table)
+    for name, tensor in inner.items():
+        if tensor.shape[:1] == table.shape[:1]:  # codes, or a scale for each row
+            taken = tensor.read_rows(rows) if isinstance(tensor, StoredTensor) else tensor[rows]
+            inner[name] = taken
+        inner[name] = inner[name].to(device)
+    return joined(table, inner)
 
 
 def _plain(base: Any) -> type:
@@ -168,7 +180,13 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_in_memory(tensor: torch.Tensor) -> bool:
     """Return False for a tensor that streams or reads the values from a file on use."""
-    return not tensor.is_meta and not isinstance(tensor, StoredTensor)
+    return not tensor.is_meta and not is_in_file(tensor)
+
+
+def is_in_file(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that reads the values from a file on use."""
+    tensors = inner_tensors(tensor).values() if is_joined(tensor) else (tensor,)
+    return any(isinstance(each, StoredTensor) for each in tensors)
 
 
 def is_joined(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .....offload.formats import CheckpointFileError, FileTensor, decode_tensor, piece_name
-from .....offload.sources import FileSource, StoredFile, StoredTensor, read_tensors
+from .....offload.sources import FileSource, StoredFile, read_tensors
 from .....plan.programs import BlockKey
 from .....schema import SMALLEST_BLOCK
 from ... import versions
@@ -26,7 +26,7 @@ from ...patcher_memory import PolicyMemory
 from ..network.block_lists import NotStreamedError, blocks_to_stream, listed
 from ..network.build import build_model
 from ..network.entries import Dtypes, Entry, dtype_of, entries, parameters
-from ..network.layers import inner_tensors, is_in_memory, is_joined, joined
+from ..network.layers import inner_tensors, is_in_file, is_in_memory, is_joined, joined
 from .weights import DIFFUSION_MODEL, STACK, NativeWeights
 
 MODEL_LOADER = "Load Diffusion Model"
@@ -187,7 +187,7 @@ def _kept(
         if not isinstance(module, kinds):
             continue
         for name, tensor in module.named_parameters(recurse=False):
-            is_stored = isinstance(tensor, StoredTensor) and id(module) not in in_lists
+            is_stored = is_in_file(tensor) and id(module) not in in_lists
             is_large = tensor.nbytes >= smallest
             is_same = dtype_of(Entry(module, name, tensor), dtypes) == tensor.dtype
             if tensor.is_meta or (is_stored and is_large and is_same):
