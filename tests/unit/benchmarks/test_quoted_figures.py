@@ -84,6 +84,15 @@ QUOTED: dict[tuple[str, str], list[str]] = {
         "| {0[limits][bf16_product_tflops][0]}, {0[limits][bf16_product_tflops][1]} TFLOP/s |",
         "| {0[limits][int8_product_tops][0]}, {0[limits][int8_product_tops][1]} TOP/s |",
         "| {0[limits][page_locking_gb_per_s]} GB/s |",
+        "| matrix products (10) | {0[visit][products_ms]} | "
+        "{0[visit][at_the_limits][products_ms]} |",
+        "| attention (2) | {0[visit][attention_ms]} | {0[visit][at_the_limits][attention_ms]} |",
+        "({0[visit][rest_launches]} launches, nearly all in fp32) | {0[visit][rest_ms]} | "
+        "{0[visit][at_the_limits][rest_ms]} |",
+        "| sum | {0[visit][sum_ms]} | {0[visit][at_the_limits][sum_ms]} |",
+        "take {0[visit][fp8_products_ms]:.1f} ms per visit in place of "
+        "{0[visit][products_ms]:.1f}, but quantising the tokens in separate passes takes "
+        "{0[visit][fp8_quantising_ms]} ms.",
     ],
     ("performance-kernels", "kernels-gpu"): [
         "| bf16, `kernels` `exact` | {0[sets][exact 17][median_step_s]:.3f} | "
