@@ -41,6 +41,7 @@ from wanstream.schema import OffloadPolicy  # noqa: E402
 
 LIMITS = {"smallest_block": 10_000, "smallest_model": 1_000}
 CHANGED = ("umt5", "clip-l and t5", "qwen2.5-vl")
+STORED = ("clip-l and llama", "gpt-oss", "gemma4 and projection")
 ANY_LAYER = {**LIMITS, "smallest_layer": 1}
 """Limits with which layers outside the lists would be blocks, if encoders had such blocks."""
 POLICIES = {
@@ -385,7 +386,7 @@ def answers(folder: str) -> dict[str, Any]:
     cases: dict[str, Callable[[Path], Any]] = {}
     for name, encoder in ENCODERS.items():
         cases[name] = partial(encoded, encoder)
-    for name in ENCODERS.keys() & {*CHANGED, "clip-l and llama", "gpt-oss"}:
+    for name in ENCODERS.keys() & {*CHANGED, *STORED}:
         for form in ("float32", "bfloat16", "scaled fp8"):
             cases[f"{name}, {form}"] = partial(stored_as, form, ENCODERS[name])
     for name in CHANGED:

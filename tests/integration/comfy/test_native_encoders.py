@@ -20,9 +20,10 @@ ENCODERS = (
     *("umt5", "t5", "clip-l and t5", "clip-l and llama", "qwen2.5-vl", "qwen3", "qwen3-vl"),
     *("gemma2", "gemma3", "umt5, 24 layers", "qwen3-vl, 36 layers", "gemma3, 48 layers"),
     *("clip-l, clip-g and t5", "clip-l, clip-g, t5 and llama", "gemma4"),
-    *("gemma4 without vision layers", "t5-gemma", "gpt-oss"),
+    *("gemma4 and projection", "gemma4 without vision layers", "t5-gemma", "gpt-oss"),
 )
 CHANGED = ("umt5", "clip-l and t5", "qwen2.5-vl")
+STORED = ("clip-l and llama", "gpt-oss", "gemma4 and projection")
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -39,7 +40,7 @@ def test_encodings_have_the_bits_of_comfyuis_loader_in_two_blocks_of_memory(
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "scaled fp8"])
-@pytest.mark.parametrize("name", [*CHANGED, "clip-l and llama", "gpt-oss"])
+@pytest.mark.parametrize("name", [*CHANGED, *STORED])
 def test_files_of_all_formats_have_the_bits_of_comfyuis_loader(
     newer_case: Case, name: str, form: str
 ) -> None:

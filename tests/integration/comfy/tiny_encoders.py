@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -176,7 +176,8 @@ class Encoder:
         generator = torch.Generator().manual_seed(1)
         paths = []
         for name, tensors in zip(self.parts, files, strict=True):
-            network = clip.cond_stage_model.get_submodule(f"{name}.transformer".lstrip("."))
+            part = clip.cond_stage_model.get_submodule(name)
+            network = getattr(part, "transformer", part)
             for key, shape in _shapes(network):
                 values = torch.randn(shape, generator=generator)
                 values = 1 + 0.1 * values if len(shape) < 2 else values / shape[-1] ** 0.5
@@ -310,6 +311,19 @@ def _gemma_4(detected: str, last: int, **config: int) -> Encoder:
     return _llama("stable_diffusion", "gemma4", detected, marks, sees=True, **config)
 
 
+def _ltx_2() -> Encoder:
+    gemma = _gemma_4("GEMMA_4_E4B", 41)
+    start = "text_embedding_projection.aggregate_embed."
+    return replace(
+        gemma,
+        kind="ltxv",
+        parts={"gemma3_12b": "gemma4", "text_embedding_projection": "gemma4"},
+        config={"": gemma.config["gemma4"]},
+        marks=(*gemma.marks, {f"{start}weight": (3840, 640)}),
+        renames=(("weight", f"{start}weight"), ("bias", f"{start}bias")),
+    )
+
+
 GPT_OSS = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -377,6 +391,7 @@ CANDIDATES = {
     "gemma3": _gemma_3(layers=6),
     "gemma3, 48 layers": _gemma_3(layers=48),
     "gemma4": _gemma_4("GEMMA_4_E4B", 41, hidden_size_per_layer_input=16, num_kv_shared_layers=2),
+    "gemma4 and projection": _ltx_2(),
     "gemma4 without vision layers": _gemma_4("GEMMA_4_12B", 47),
     "t5-gemma": Encoder(
         kind="stable_audio",

@@ -119,7 +119,7 @@ def _mixed(base: Any) -> type:
             matrices = {
                 key: each
                 for key, each in matrices.items()
-                if key.rpartition(".")[0] + "." == prefix and key != f"{prefix}bias"
+                if key.rpartition(".")[0] == prefix[:-1] and key != f"{prefix}bias"
             }
             state_dict |= {
                 key: torch.empty_like(each, device="meta") for key, each in matrices.items()
