@@ -44,7 +44,7 @@ Run = Callable[..., History]
 
 
 def workflow(changes: Mapping[str, Any] = {}, *, sampler: Mapping[str, Any] = {}) -> Workflow:
-    """Text to video in three small steps, measured; `changes` are inputs of the benchmark."""
+    """Text to video in three small steps, measured; `changes` sets benchmark inputs."""
     nodes: Workflow = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
     for node_id in ("frames", "save"):
         del nodes[node_id]
@@ -64,7 +64,7 @@ def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def run(folders: dict[str, Path]) -> Iterator[Run]:
-    """`run(workflow, **options)` runs it on the test model and closes the experts at the end."""
+    """Return a function to run a workflow on the test model; close the experts at the end."""
 
     def run(nodes: Workflow, **options: Any) -> History:
         return run_workflow(nodes, nodes=NODES, only=["sampler", "benchmark"], **folders, **options)
@@ -107,7 +107,7 @@ def test_a_run_is_reported_in_four_files_an_image_and_a_text(
 def test_every_place_shows_the_numbers_of_the_samplers_timeline(
     run: Run, folders: dict[str, Path]
 ) -> None:
-    """History of the sampler, of the benchmark, JSON, CSV and summary: one timeline."""
+    """Sampler, benchmark, JSON, CSV, summary and page show one timeline."""
     history = run(workflow())
     (said,) = history.outputs["sampler"][TIMELINE]
     timeline = Timeline.from_dict(said)
@@ -271,7 +271,7 @@ def test_more_blocks_than_there_are_is_refused_before_a_run_is_repeated(
 def test_a_stop_ends_the_benchmark_at_the_next_block_and_leaves_what_was_measured(
     run: Run, folders: dict[str, Path]
 ) -> None:
-    """Two runs of three steps finish; the third one is stopped in its first step."""
+    """Two runs of three steps finish, and the third stops in the first step."""
 
     def stop_in_the_third_run(progress: NodeProgress) -> None:
         if progress.node_id == "benchmark" and (progress.done, progress.total) == (7, 15):
@@ -304,7 +304,7 @@ def test_a_stop_ends_a_pause(run: Run, folders: dict[str, Path]) -> None:
 def test_a_name_that_comes_from_another_node_is_judged_before_a_run_is_made(
     run: Run, folders: dict[str, Path]
 ) -> None:
-    """The text encoder's negative output is linked in place of a name from another node."""
+    """The prefix comes from a linked node, so it is known only at the run."""
     from wanstream.host import io
 
     class Text(io.ComfyNode):

@@ -1,4 +1,4 @@
-"""Runs of a benchmark: their order, and the report of failed ones. No model is opened."""
+"""Benchmark runs: order, and reports after failures. No model is opened."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _no_state() -> RunState:
 
 
 class Experts:
-    """Fake of `run_experts` that records its calls and fails where `fails` returns an error."""
+    """Fake `run_experts`: records calls, fails where `fails` returns an error."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Settings of a benchmark: times of its trials, digests of its requests, and the words for them."""
+"""Benchmark settings: trial times, request digests and request descriptions."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Run = Callable[..., History]
 def workflow(
     cache: dict[str, Any] | None = None, *, calibrates: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """The shipped workflow, small and of 4 steps, 2 of them high-noise."""
+    """The shipped workflow, small, with 4 steps, 2 of them high-noise."""
     nodes: dict[str, Any] = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
     size = {"width": 32, "height": 32, "frames": 5, "steps": STEPS, "switch_step": 2}
     for node in nodes.values():

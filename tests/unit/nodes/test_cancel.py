@@ -1,4 +1,4 @@
-"""Cancel around sampling: at most the chunk, layer, block or frame in work is still computed."""
+"""Cancel around sampling: only the current chunk, layer, block or frame is still computed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PHASES: dict[str, tuple[str, dict[str, Any], tuple[type, str]]] = {
     ),
     "saving": ("WanStreamSaveVideo", {"images": VIDEO, **SAVED}, (video_file, "_picture")),
 }
-"""Node, inputs, and the function that computes one chunk, layer, block or frame."""
+"""Node, inputs, and the function for one chunk, layer, block or frame."""
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -1,4 +1,4 @@
-"""Videos of clips without ComfyUI: continued, saved, loaded, joined, and refused combinations."""
+"""Videos from clips without ComfyUI: continued, saved, loaded, joined; refused combinations."""
 
 from __future__ import annotations
 
@@ -341,8 +341,7 @@ def test_clips_are_joined_in_the_order_of_their_inputs() -> None:
     clips = {f"clip_{number}": frames(*[number] * 13) for number in (1, 2, 5, 4)}
     (video,) = WanStreamJoinClips.execute(**clips, overlap=2).args
     assert len(video) == 4 * 13 - 3 * 9
-    # Of 13 frames, the first nine and the last nine of an inner clip are shared: its middle frames
-    # twice.
+    # An inner clip shares the first nine and the last nine of 13 frames, so the middle ones twice.
     assert values_of(video)[:5] == [1, 1, 1, 1, 1.1]
     assert values_of(video)[-5:] == [4.9, 5, 5, 5, 5]
     (plain,) = WanStreamJoinClips.execute(**clips, overlap=2, shared_frames=0).args
@@ -351,9 +350,9 @@ def test_clips_are_joined_in_the_order_of_their_inputs() -> None:
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_clips_of_one_scene_join_without_a_stutter(overlap: int) -> None:
-    """The value of a frame is its time.
+    """Frame values are times.
 
-    Latent frame 0 of a clip is its frame 0, latent frame k frames 4k-3 to 4k.
+    Latent frame 0 holds frame 0, latent frame k holds frames 4k-3 to 4k.
     """
     latent_frames, length = 6, 4 * 5 + 1
     times = (
@@ -363,8 +362,7 @@ def test_clips_of_one_scene_join_without_a_stutter(overlap: int) -> None:
     )
     condition = continued([[None, {}]], previous={"samples": times}, overlap=overlap, frames=length)
     repeated = condition[0][0][1]["concat_latent_image"][0, 0, 1 : 1 + overlap, 0, 0].tolist()
-    # Frame 1 of the new clip shows what the first frame of the repeated latent frames shows in the
-    # clip before.
+    # Frame 1 of the new clip shows the same as the first frame repeated from the clip before.
     begin = 4 * int(repeated[0]) - 3 - 1
     second = frames(*range(begin, begin + length))
     (video,) = WanStreamJoinClips.execute(

@@ -42,8 +42,6 @@ Decode = Callable[..., History]
 
 
 class Given(io.ComfyNode):
-    """Source of a latent."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(node_id="Given", outputs=[io.Latent.Output()])
@@ -54,7 +52,7 @@ class Given(io.ComfyNode):
 
 
 class Kept(io.ComfyNode):
-    """Sink for images, so that the decoder runs."""
+    """Sink for images, to make the decoder run."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -72,7 +70,7 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode]:
-    """`decode(class_type, on_progress=None, **inputs)` runs that node on `LATENT`."""
+    """`decode(class_type, on_progress=None, **inputs)` runs the node on `LATENT`."""
 
     def run(
         class_type: str, *, on_progress: Callable[[NodeProgress], None] | None = None, **inputs: Any
@@ -109,7 +107,7 @@ def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode
 
 @pytest.fixture(scope="module")
 def frames(sample_models: Path) -> dict[int, torch.Tensor]:
-    """Return frames by tile size, 0 for whole frames.
+    """Return frames by tile size, with 0 for whole frames.
 
     One tile of 80 pixels covers a frame too, with other bits.
     """
@@ -120,7 +118,7 @@ def frames(sample_models: Path) -> dict[int, torch.Tensor]:
 
 
 def budget_for(sample_models: Path, tile: int, *, to_file: bool) -> float:
-    """Return the GB that are just enough for tiles of that size."""
+    """Return a budget in GB with just enough room for such tiles."""
     with open_vae(sample_models / "vae" / VAE) as vae:
         needs = vae.decode_needs(LATENT, to_file=to_file)
     tiling = Tiling.of(tile)
@@ -138,7 +136,7 @@ def pictures(path: Path) -> torch.Tensor:
 
 
 def short_once(node: str = "decode", at: int = 3) -> Callable[[NodeProgress], None]:
-    """Make the device run out of memory once, at the third latent frame."""
+    """Raise out of memory once, at the third latent frame."""
     seen: list[int] = []
 
     def on_progress(progress: NodeProgress) -> None:

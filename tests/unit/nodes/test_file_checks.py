@@ -54,7 +54,7 @@ USES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def models(tmp_path: Path, sample_models: Path) -> Path:
-    """A folder with copies of the small files, which a test may damage, and no others."""
+    """A folder with copies of the small files only, for tests to damage."""
     for kind, name in (
         ("vae", "wan_2.1_vae"),
         ("clip_vision", "clip_vision_h"),

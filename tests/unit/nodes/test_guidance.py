@@ -32,7 +32,7 @@ WINDOWS = {"frames": 9, "overlap": 4, "stride": 1, "blend": "linear", "repeat_im
 
 
 def workflow(frames: int = 5, *, name: str = "t2v", **more: Any) -> dict[str, dict[str, Any]]:
-    """The shipped workflow, small, of 2 steps, with `sampler` settings and nodes linked to it."""
+    """The shipped workflow, small, in 2 steps, with `sampler` settings and nodes linked to it."""
     nodes: dict[str, dict[str, Any]] = json.loads(
         (WORKFLOWS / f"{name}.json").read_text(encoding="utf-8")
     )
@@ -169,7 +169,7 @@ def test_what_is_no_list_of_scales_is_refused(text: str) -> None:
 
 
 def test_the_nodes_give_values() -> None:
-    """Equal settings are equal values, which ComfyUI keeps in its cache."""
+    """Equal settings make equal values, as ComfyUI's cache needs."""
     made = WanStreamGuidance.execute(
         **{**GUIDANCE, "guidance_steps": "4, 1", "nag_scale": 9.0}
     ).args[0]

@@ -1,4 +1,4 @@
-"""Help pages of the nodes agree with their schemas."""
+"""Help pages agree with node schemas."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def page_of(node: type[io.ComfyNode]) -> str:
 
 
 def chinese_page_of(node: type[io.ComfyNode]) -> str:
-    """Return the page that ComfyUI reads with Chinese as its language."""
+    """Return the page shown when ComfyUI's language is Chinese."""
     return (DOCS / node.__name__ / "zh.md").read_text(encoding="utf-8")
 
 
 class InputLine(NamedTuple):
-    """Line of the list of inputs: - `name` (default `value`; limits): text."""
+    """Line in the list of inputs: - `name` (default `value`; limits): text."""
 
     name: str
     default: str
-    """Of an input without one: `connected`, `optional`, or words."""
+    """`connected`, `optional` or words for an input without a default."""
     limits: str
     what: str
 
@@ -57,7 +57,7 @@ def input_lines(page: str) -> list[InputLine]:
 
 
 def fixed_options(options: dict[str, Any]) -> list[str]:
-    """Return the choices that do not depend on the installed models; [] if all do."""
+    """Return the choices shipped with the node, [] if they depend on installed models."""
     return list(options.get("options", ())) if "default" in options else []
 
 
@@ -72,7 +72,7 @@ def test_there_is_a_page_for_every_node_and_no_other() -> None:
 
 
 def test_web_holds_one_script_that_comfyui_loads_and_it_names_every_module() -> None:
-    """ComfyUI imports every .js below the folder into its page.
+    """ComfyUI imports every .js below the folder into the page.
 
     Browsers may cache old .mjs files.
     """
@@ -111,7 +111,7 @@ def test_the_list_has_the_defaults_and_the_limits_of_the_schema(node: type[io.Co
             assert "`" not in default, f"{socket.id} has no default"
             assert (default == "optional") == bool(socket.optional), socket.id
         if "min" in options:
-            # A number of 20 digits cannot be broken and would be wider than the panel.
+            # A 20-digit number cannot be broken and would be wider than the panel.
             most = "2^64-1" if options["max"] == 2**64 - 1 else options["max"]
             assert limits == f"`{options['min']}..{most}`", socket.id
         for option in fixed_options(options):
@@ -153,10 +153,7 @@ def test_the_example_sets_every_widget_to_a_value_it_takes(node: type[io.ComfyNo
 
 @EACH_NODE
 def test_what_a_page_refers_to_exists(node: type[io.ComfyNode]) -> None:
-    """Other nodes are named in bold.
-
-    The help panel resolves links against the canvas, so pages name no file there.
-    """
+    """The help panel resolves links against the canvas, so pages name nodes in bold, not files."""
     page = page_of(node)
     names = {other.define_schema().display_name for other in NODES}
     assert set(re.findall(r"\*\*(.+?)\*\*", page)) <= names
@@ -166,7 +163,7 @@ def test_what_a_page_refers_to_exists(node: type[io.ComfyNode]) -> None:
 
 @EACH_NODE
 def test_a_page_names_only_settings_that_exist(node: type[io.ComfyNode]) -> None:
-    """A word in code that looks like a setting is an input, an option or an output of some node."""
+    """A word in code that looks like a setting is a node's input, output or option."""
     known = {"text_encoder", "diffusion_models", "wanstream_timeline", "fp8_scaled"}
     for other in NODES:
         for socket in other.define_schema().inputs:
@@ -221,7 +218,7 @@ def test_the_chinese_page_has_the_figures_and_names_the_nodes_of_the_english_one
     assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english))
     named = {names[name] for name in re.findall(r"\*\*(.+?)\*\*", english)}
     assert set(re.findall(r"\*\*(.+?)\*\*", chinese)) == named
-    # Emphasis that ends in a bracket does not end before an ideograph.
+    # Emphasis closed right after a bracket does not end before an ideograph.
     assert not re.search(r"）\*\*[\u4e00-\u9fff]", chinese)
     words = Counter(word for word in CODE.findall(english))
     assert {*words} == {*CODE.findall(chinese)}

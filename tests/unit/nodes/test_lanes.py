@@ -1,4 +1,4 @@
-"""Lanes in the embedded host: each video is that of a separate run, and the weights move once."""
+"""Lanes in the embedded host: videos equal separate runs, and weights move once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = Callable[..., History]
 
 
 class TextOfLength(io.ComfyNode):
-    """Conditioning as long as its text, like that of CLIPTextEncode."""
+    """Conditioning as long as the text, as from CLIPTextEncode."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -52,7 +52,7 @@ class TextOfLength(io.ComfyNode):
 
 @pytest.fixture
 def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
-    """`run(workflow)` runs it on the test model, from experts that are not open yet."""
+    """`run(workflow)` frees the experts, then runs it on the test model."""
     (tmp_path / "input").mkdir()
     for colour in COLOURS:
         Image.new("RGB", (48, 48), colour).save(tmp_path / "input" / f"{colour}.png")
@@ -95,10 +95,7 @@ def timeline(history: History) -> Timeline:
 
 
 def check_lanes(run: Run, rows: Sequence[Workflow]) -> list[torch.Tensor]:
-    """Compare lanes of one run with separate runs: bit-equal latents and total bytes.
-
-    Returns the latents.
-    """
+    """Compare lanes with separate runs: bit-equal latents, total bytes. Return the latents."""
     merged, _ = merge_lanes(rows)
     lanes = [f"lane{number}_sampler" for number in range(1, len(rows) + 1)]
     together = run(merged, keep=lanes)

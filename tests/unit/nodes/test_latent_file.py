@@ -1,4 +1,4 @@
-"""Safety copy of a latent: written before its video, removed only after success."""
+"""Safety copy for a latent: written before the video, removed only after success."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATENT = torch.arange(512.0).view(1, 16, 2, 4, 4)
 
 
 class Made(io.ComfyNode):
-    """Five grey frames, their latent, and a frame rate and a name that no widget can give."""
+    """Five grey frames, their latent, and a frame rate and name no widget can give."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -91,7 +91,7 @@ def save(tmp_path: Path, output: Path) -> Callable[..., None]:
 
 @pytest.fixture
 def opened(tmp_path: Path, output: Path) -> Iterator[Path]:
-    """Open the embedded host and yield its output folder."""
+    """Open the embedded host and yield the output folder."""
     with embedded_host.opened(Folders(models=tmp_path, output=output, input=tmp_path)):
         yield output
 
@@ -340,8 +340,7 @@ def test_only_a_folder_of_our_own_goes_with_the_copy(opened: Path, there: bool) 
     assert [path.name for path in folder.iterdir()] == ["other.latent"]
 
 
-# A limit on the file size simulates a full disk: the same failing write, without mounting a file
-# system.
+# A limit on the file size acts like a full disk: the write fails in the same way.
 SAVE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Kernels chosen on the loaders: in the reference, and the loader reports missing packages."""
+"""Kernels chosen on the loaders: kept in the reference; missing packages are reported."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_auto_is_resolved_where_it_is_used_and_stays_auto_for_workers(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A driver without a GPU must not choose the dtype of workers with GPUs."""
+    """A driver without a GPU must not choose the dtype for workers with GPUs."""
     monkeypatch.setattr(compute_dtype, "auto_dtype", {torch.device("cpu"): dtype}.__getitem__)
     with caplog.at_level(logging.INFO):
         ref = loader.execute(**files, compute_dtype="auto").args[0]  # type: ignore[attr-defined]

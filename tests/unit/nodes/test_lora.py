@@ -1,4 +1,4 @@
-"""LoRA node in the embedded host: its output, and errors of bad files on the right node."""
+"""LoRA node in the embedded host: output, and errors about bad files on the right node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Run = Callable[..., History]
 
 @pytest.fixture
 def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
-    """Return the folders of the test model with a separate `loras` folder."""
+    """Return the test model's folders with a separate `loras` folder."""
     models = tmp_path / "models"
     models.mkdir()
     for folder in sample_models.iterdir():

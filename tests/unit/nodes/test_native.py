@@ -1,4 +1,4 @@
-"""Nodes for native models: inputs of ComfyUI's loader, the file on disk, no embedded host."""
+"""Nodes for native models: inputs as in ComfyUI's loader, the file on disk, no embedded host."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def models(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def host(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedHost]:
-    """A host that returns the arguments of `load_model` or of `stream_model` as its MODEL."""
+    """A host whose `load_model` and `stream_model` return their arguments."""
     host = EmbeddedHost()
     for name in ("load_model", "stream_model"):
         monkeypatch.setattr(host.native, name, lambda *arguments: arguments)

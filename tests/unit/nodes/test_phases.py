@@ -1,4 +1,4 @@
-"""Phases of a whole workflow: those of the sampler next to those of the other nodes."""
+"""Phases in a whole workflow: the sampler's next to other nodes'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_THE_RUN = ["open", "text", "first block", "high", "switch", "low"]
 
 
 class Peek(io.ComfyNode):
-    """Node that stores the ledger of its queue item."""
+    """Node to store the ledger of the current queue item."""
 
     seen: ClassVar[list[tuple[str | None, QueueItemPhases]]] = []
 

@@ -1,4 +1,4 @@
-"""Moving previews: when they are due, what they show and cost, and that they change no run."""
+"""Moving previews: when they are due, what they show and cost, and no change to a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DENOISED = torch.randn(2, 16, 4, 4, 6, generator=torch.Generator().manual_seed(0
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """Seconds set by the test alone."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -58,7 +58,7 @@ class Clock:
 
 
 class Watched(EmbeddedEvents):
-    """Events of a host with a page."""
+    """Events with a page open."""
 
     def has_viewers(self) -> bool:
         return True
@@ -265,7 +265,7 @@ def test_a_run_goes_on_without_previews_that_fail(
 
 
 class HostInterrupt(Exception):
-    """Like ComfyUI's, which is not one of our classes."""
+    """Stand-in for ComfyUI's own class."""
 
 
 @pytest.mark.parametrize("interrupt", [Cancelled, HostInterrupt])
@@ -349,7 +349,7 @@ class TestInARun:
     def run(
         self, sample_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[Callable[..., Any]]:
-        """`run(preview, viewers)` returns a run's latents and events, with a preview per step."""
+        """`run(preview, viewers)` returns latents and events. A preview is due at every step."""
         monkeypatch.setattr(previews_module, "is_due", lambda *_: True)
 
         def run(
@@ -414,7 +414,7 @@ class TestInARun:
 
     @pytest.mark.slow  # runs whole workflows
     def test_a_batch_shows_its_first_video(self, run: Callable[..., Any]) -> None:
-        """The seed of the shipped workflow is 42."""
+        """The shipped workflow has seed 42."""
         alone, one = run({"frames": 5})
         first, both = run({"frames": 5}, seeds=(42, 43))
         assert torch.equal(first, alone)
@@ -428,10 +428,7 @@ class TestInARun:
     def test_a_step_of_another_part_of_a_batch_shows_nothing(
         self, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Workers in parts report the steps of all videos.
-
-        Here each step is reported for a second part too.
-        """
+        """Workers in parts report every video's steps: here each step comes twice."""
 
         def in_two_parts(
             *args: Any, on_step: Callable[[StepProgress], None], **more: Any

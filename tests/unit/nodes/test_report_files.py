@@ -1,4 +1,4 @@
-"""Files of a report on a working disk and on a full one."""
+"""Report files on a working disk and on a full one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_last_report_takes_the_place_of_the_one_before(tmp_path: Path) -> No
 
 
 def test_a_file_name_in_another_encoding_spoils_no_report(tmp_path: Path) -> None:
-    """As on Linux: Python decodes a byte that is not UTF-8 to a lone surrogate."""
+    """Linux file names may hold bytes outside UTF-8: Python decodes them to lone surrogates."""
     (variant,) = report(3).variants
     named = replace(variant, name="caf\udce9", settings={"Experts": "caf\udce9.safetensors"})
     files(tmp_path).finish(replace(report(3), variants=(named,)))
@@ -107,8 +107,7 @@ def test_a_folder_that_is_gone_is_told_by_the_name_of_the_file(tmp_path: Path) -
         files(tmp_path / "gone").save(report(0))
 
 
-# A limit on the file size simulates a full disk: the same failing write, without mounting a file
-# system.
+# A limit on the file size acts like a full disk: the write fails in the same way.
 WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])

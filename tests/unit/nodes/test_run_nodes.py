@@ -133,7 +133,7 @@ def test_a_workflow_from_before_there_was_storage_runs_and_fp8_moves_half_the_by
     assert torch.equal(samples[0], samples[1])
     assert not torch.equal(samples[1], samples[2])
     for before, after in zip(timeline(plain).steps, timeline(kept).steps, strict=True):
-        assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # the scales of rows
+        assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # the rows' scales
         assert after.decode_s > 0
 
 
@@ -148,10 +148,7 @@ def test_each_guidance_belongs_to_its_expert(run: Run) -> None:
 
 
 def in_two(first: Mapping[str, Any] = {}, second: Mapping[str, Any] = {}) -> Workflow:
-    """Text to video with euler in 4 steps, by two samplers that are joined at step 2.
-
-    Further settings for each.
-    """
+    """Text to video with euler in 4 steps: two samplers, each with changes, joined at step 2."""
     nodes = workflow("t2v", {"sampler": {"solver": "euler"}})
     inputs = nodes["sampler"]["inputs"]
     rest = {**inputs, "latent": ["first", 0], "start_step": 2, "add_noise": False, **second}
@@ -242,7 +239,7 @@ def test_the_policy_changes_nothing_but_the_transfers(run: Run, policy: dict[str
 def test_the_planner_chooses_for_the_machine_that_it_has_measured(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run measures this machine; its profile goes into a cache folder of the test."""
+    """The first run measures this machine and saves the profile below the test's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     auto = {
         "class_type": "WanStreamAutoOffload",
@@ -270,7 +267,7 @@ def test_the_planner_chooses_for_the_machine_that_it_has_measured(
 def test_the_planner_serves_a_run_of_three_stages_whose_first_step_corrects_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedded_host.free_experts()  # only a run of empty experts is corrected
+    embedded_host.free_experts()  # the plan is corrected only if the experts start empty
     monkeypatch.setattr(embedded_host.memory, "planner", AutoPlanner(lambda *_: CPU_MACHINE))
     auto = {
         "class_type": "WanStreamAutoOffload",
@@ -412,7 +409,7 @@ def test_a_number_that_comes_from_another_node_is_judged_when_it_is_known(
 
 @pytest.mark.slow  # runs whole workflows
 def test_a_negative_that_nothing_reads_may_be_any(run: Run) -> None:
-    """A negative that bypasses the image-to-video node is refused with guidance, else ignored."""
+    """A negative from before the image-to-video node is refused with guidance, else ignored."""
     negative = {"negative": ["text", 1]}
     with pytest.raises(NodeFailedError, match="different start images"):
         run(workflow("i2v", {"sampler": {**negative, "guidance_high": 1.0, "guidance_low": 2.0}}))

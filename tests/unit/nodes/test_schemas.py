@@ -274,7 +274,7 @@ def test_inputs_are_advanced_only_in_a_comfyui_that_can_hide_them(
 
 
 SHORT, LONG = 32_760, 75_600
-"""Tokens of 832x480x81 and 1280x720x81."""
+"""Tokens at 832x480x81 and 1280x720x81."""
 
 
 def _memory_gb(tokens: int, lanes: int = 2, chunk_tokens: int | None = None) -> float:

@@ -94,7 +94,7 @@ def test_tiles_that_make_no_picture_are_refused_before_the_run(tile_size: int, s
 def given(
     vae: str, start: torch.Tensor, end: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the values that the node adds to the prompts."""
+    """Return the values added to the prompts."""
     positive, negative, _ = WanStreamImageToVideo.execute(
         TEXT, TEXT, vae, start, 1, end, **SIZE
     ).args

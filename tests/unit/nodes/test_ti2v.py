@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B in a graph of our nodes: text, image, workers, and refused combinations."""
+"""Wan2.2 TI2V-5B in a graph of our nodes: text, image, workers, refused combinations."""
 
 from __future__ import annotations
 

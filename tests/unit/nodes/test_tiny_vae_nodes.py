@@ -1,7 +1,4 @@
-"""Tiny VAEs in the decoding nodes: whole, in tiles, over a worker, to a file.
-
-What is refused, and where.
-"""
+"""Tiny VAEs in the decoding nodes: whole, in tiles, over a worker, to a file, and refusals."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ ONE_WORKER |= {"count": 1, "cluster": "in-process"}
 
 
 class Given(io.ComfyNode):
-    """Source of a latent."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(node_id="Given", outputs=[io.Latent.Output()])
@@ -43,7 +38,7 @@ class Given(io.ComfyNode):
 
 
 class Kept(io.ComfyNode):
-    """Sink for images, so that the decoder runs."""
+    """Sink for images, to make the decoder run."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -56,7 +51,7 @@ class Kept(io.ComfyNode):
 
 @pytest.fixture
 def models(sample_models: Path, tmp_path: Path) -> Path:
-    """The test model's VAEs, with one tiny VAE under another name, and one that is cut off."""
+    """The test model's VAEs, a tiny VAE under another name, and a truncated one."""
     folder = tmp_path / "models"
     shutil.copytree(sample_models / "vae", folder / "vae")
     shutil.copytree(sample_models / "vae_approx", folder / "vae_approx")
@@ -68,7 +63,7 @@ def models(sample_models: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def decode(models: Path, tmp_path: Path) -> Iterator[Callable[..., History]]:
-    """`decode(class_type, **inputs)` runs that node on `LATENT`."""
+    """`decode(class_type, **inputs)` runs the node on `LATENT`."""
 
     def run(class_type: str, **inputs: Any) -> History:
         prompt: dict[str, Any] = {
@@ -114,7 +109,7 @@ def test_images_are_those_of_the_vae(
     )
     images = history.results["decode"][0]
     assert images.shape == (10, 72, 80, 3)
-    # Without a tile size, the only worker decodes one tile of the size of the frame.
+    # Without a tile size, the only worker decodes one tile as large as the frame.
     assert (images - expected).abs().max() <= (1e-6 if workers else 0)
 
 

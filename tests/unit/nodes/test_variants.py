@@ -1,4 +1,4 @@
-"""Nodes for the inputs of Fun Control and Bernini, and their loaders, on the test model."""
+"""Nodes for Fun Control and Bernini inputs, and their loaders, on the test model."""
 
 from __future__ import annotations
 

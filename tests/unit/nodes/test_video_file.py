@@ -143,7 +143,7 @@ def test_frame_rates_need_not_be_whole(tmp_path: Path, fps: float) -> None:
 
 
 M_PERTURB = -6
-"""Option of glibc's mallopt: fill pattern of uninitialised memory."""
+"""Option for glibc's mallopt: fill pattern for uninitialised memory."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is filled by glibc")

@@ -1,4 +1,4 @@
-"""Nodes with the VAE of Wan2.2 5B: sizes, decoding, a start image, and refused combinations."""
+"""Nodes with Wan2.2 5B's VAE: sizes, decoding, a start image, refused combinations."""
 
 from __future__ import annotations
 

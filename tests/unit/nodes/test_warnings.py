@@ -36,7 +36,7 @@ Open = Callable[..., History]
 
 
 class Opened(io.ComfyNode):
-    """Output node of a workflow that only opens experts."""
+    """Output node, to run a workflow that only opens experts."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -75,7 +75,7 @@ def graph(high: str = HIGH, low: str = LOW, loras: tuple[str, str] | None = None
 
 @pytest.fixture
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[Open]:
-    """Run the loaders of a workflow on the test model."""
+    """Run a workflow's loaders on the test model."""
 
     def run(prompt: dict[str, Any], *, strict: bool = False) -> History:
         return run_workflow(

@@ -1,4 +1,4 @@
-"""Workers node: its widgets, and refusals before anything runs."""
+"""Workers node: widgets, and refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_as_it_is_it_names_two_workers_that_the_planner_lays_out() -> None:
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write a list of clusters with an entry `lab`."""
+    """Write a cluster list with an entry `lab`."""
     entry = {
         "address": "10.0.0.7:6379",
         "token_file": "/token",
@@ -53,7 +53,7 @@ def test_every_setting_reaches_the_value(lab: None) -> None:
 
 
 def test_degrees_are_read_with_their_layout_only() -> None:
-    """The degrees of an earlier manual layout may stay on the node while the planner chooses."""
+    """Degrees from an earlier manual layout may stay on the node while the planner chooses."""
     ref = workers_ref(gpus=None, **{**AS_IT_IS, "layout": "throughput", "ulysses": 7})
     assert ref == WorkersRef(count=2, goal="throughput")
 
@@ -102,7 +102,7 @@ NOT_ASKED = ("weights", "threads", "max_restarts", "timeout_s")
 
 @pytest.mark.parametrize("linked", ["count", "layout", "cluster", "ulysses"])
 def test_a_setting_that_another_node_gives_is_judged_when_it_is_known(linked: str) -> None:
-    """A linked value is None here; each of these alone could make the rest valid."""
+    """A linked value is None here, and each one alone could make the rest valid."""
     degrees = {
         "layout": "manual",
         "data": 1,

@@ -1,6 +1,4 @@
-"""Samplers with the workers node in front of them, in the embedded host.
-
-One worker in this process needs no Ray.
+"""Samplers behind the workers node, in the embedded host, with one worker and no Ray.
 
 Two workers behind Ray: `tests/test_workflows.py` and `tests/integration/comfy/test_workers.py`.
 """
@@ -37,7 +35,7 @@ Run = Callable[..., History]
 
 
 def workflow(workers: Mapping[str, Any] | None, **sampler: Any) -> Workflow:
-    """The shipped workflow up to its latent, small; None: without workers."""
+    """The shipped workflow, small, up to the latent; with None, without workers."""
     nodes: Workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     for name in ("frames", "save"):
         del nodes[name]
@@ -227,7 +225,7 @@ def test_workers_that_cannot_be_are_refused_before_anything_runs(
 def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guidance and heads are unknown before the run; workers at this address would not answer."""
+    """Guidance and heads are unknown before the run. No worker would answer at this address."""
     (tmp_path / "clusters.json").write_text('{"nowhere": {"address": "127.0.0.1:1"}}')
     monkeypatch.setenv(VARIABLE, str(tmp_path / "clusters.json"))
     nowhere = {"count": 2, "layout": "manual", "cluster": "nowhere"}
