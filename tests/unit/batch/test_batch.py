@@ -45,7 +45,7 @@ def small_workflow() -> dict[str, Any]:
 
 @pytest.fixture
 def batch(tmp_path: Path, sample_models: Path) -> Batch:
-    """`batch(*rows, workflow=..., more=())`: the command line of a batch with these JSON lines."""
+    """Return a function from JSON rows to a `wanstream batch` command line."""
 
     def arguments(
         *rows: object, workflow: dict[str, Any] | None = None, more: Sequence[str] = ()
@@ -74,7 +74,7 @@ def made(folder: Path) -> list[str]:
 
 
 def seed_of(path: Path) -> int:
-    """The seed in the graph that the video carries."""
+    """Return the seed from the graph in a video."""
     with av.open(str(path)) as container:
         seed: int = json.loads(container.metadata["prompt"])["sampler"]["inputs"]["seed"]
     return seed
@@ -175,7 +175,7 @@ def test_a_row_loads_a_latent_of_the_output_folder(batch: Batch, tmp_path: Path)
 def test_states_of_a_row_are_found_again_by_the_next_command(
     batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output folder of a row has another name in each attempt."""
+    """A row's output folder has another name in each attempt."""
     places: list[Folders] = []
 
     def refuse(prompt: object, *, folders: Folders, **_: object) -> None:

@@ -76,7 +76,7 @@ def test_rows_of_several_actors_count_as_far_as_each_is(capsys: pytest.CaptureFi
 
 
 class Clocked:
-    """A bar of one row and more at a time that the test sets."""
+    """A one-row bar, and the time as set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -184,7 +184,7 @@ def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
 
 
 def test_a_bar_starts_no_thread() -> None:
-    """The start of a thread may never return if memory is short."""
+    """Starting a thread may never return if memory is short."""
     before = threading.active_count()
     with BatchBar(rows=2, ended=0):
         assert threading.active_count() == before

@@ -1,4 +1,4 @@
-"""Values of a row in a workflow: lookup of node and input, and conversion of CSV cells."""
+"""Row values in a workflow: lookup by node and input, and conversion from CSV cells."""
 
 from __future__ import annotations
 

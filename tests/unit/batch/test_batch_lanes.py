@@ -28,9 +28,9 @@ Batch = Callable[..., int]
 
 @pytest.fixture
 def batch(tmp_path: Path, sample_models: Path) -> Batch:
-    """`batch(rows, *arguments, out="out", name="t2v")` runs rows of a workflow into a folder.
+    """`batch(rows, *arguments, out="out", name="t2v")` runs rows into a folder.
 
-    The workflow is shipped and small. `run` is given the command line.
+    The workflow is a shipped one, made small. `run` receives the command line.
     """
 
     def batch(
@@ -60,7 +60,7 @@ def batch(tmp_path: Path, sample_models: Path) -> Batch:
 
 
 def videos(folder: Path) -> dict[str, np.ndarray]:
-    """The frames of every video in a folder."""
+    """Return each video's frames, by file name."""
     found = {}
     for path in sorted(folder.glob("*.mp4")):
         with av.open(str(path)) as container:
@@ -71,12 +71,12 @@ def videos(folder: Path) -> dict[str, np.ndarray]:
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:
-    """Difference of two videos: x264 does not encode equal frames to equal bits every time."""
+    """Difference between two videos: x264 may encode equal frames to different bits."""
     return float(abs(one - other).mean())
 
 
 def prompt_ids(folder: Path) -> list[str]:
-    """Under which id every row was posted last, in the order of the rows."""
+    """Return the last posted id for every row, in row order."""
     with sqlite3.connect(folder / "journal.sqlite") as connection:
         return [row[0] for row in connection.execute("SELECT prompt_id FROM rows ORDER BY line")]
 

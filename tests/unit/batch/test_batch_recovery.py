@@ -1,7 +1,4 @@
-"""Recovery by `wanstream batch`: a damaged journal, finished videos, latents.
-
-Computing is replaced.
-"""
+"""Recovery in a batch with computing replaced: a damaged journal, finished videos, latents."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ Batch = Callable[..., int]
 
 @pytest.fixture
 def batch(tmp_path: Path) -> Iterator[Batch]:
-    """`batch(rows=ROWS, more=())` runs a batch into `out`.
-
-    The rows that were computed are in `batch.seeds`.
-    """
+    """`batch(rows=ROWS, *more)` runs a batch into `out`."""
     workflow = json.loads(T2V.read_text(encoding="utf-8"))
     (tmp_path / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
     models = named_models(tmp_path / "models", workflow)
@@ -50,7 +44,7 @@ def batch(tmp_path: Path) -> Iterator[Batch]:
 
 @pytest.fixture
 def computed(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The seeds that were computed so far."""
+    """Return the list with the seeds computed so far."""
     seeds: list[int] = []
     inner = Workflow.run
 
@@ -256,7 +250,7 @@ def test_files_that_the_journal_has_are_not_opened_at_the_start(
 
 @pytest.fixture
 def runs(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of videos that each run of a workflow has saved."""
+    """Return the list with the number of videos in each workflow run."""
     saved: list[int] = []
     inner = Workflow.run
 
@@ -279,7 +273,7 @@ def forget(out: Path) -> None:
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
-    """The frames of every video, by the name of the file."""
+    """Return each video's frames, by file name."""
     found = {}
     for path in sorted(folder.glob("*.mp4")):
         with av.open(str(path)) as container:
@@ -325,9 +319,7 @@ def test_rows_with_several_files_are_known_when_all_are_there(
     made = contents(out)
     assert len(made) == 6
     forget(out)
-    (out / "shot~2.mp4").rename(
-        parts / "shot~2.mp4"
-    )  # as of a client that was killed between the two
+    (out / "shot~2.mp4").rename(parts / "shot~2.mp4")  # as after a kill between the two renames
     runs.clear()
     assert batch(ROWS) == DONE
     assert runs == []

@@ -1,4 +1,4 @@
-"""Files of rows: formats, faults of single rows, and faults of whole files."""
+"""Row files: formats, faults in single rows, and faults in whole files."""
 
 from __future__ import annotations
 

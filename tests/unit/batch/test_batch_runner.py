@@ -1,7 +1,7 @@
-"""Main loop of a batch against an unreliable server and with a client that is killed at any point.
+"""Main loop against an unreliable server and with a client killed at any point.
 
-`Chance` decides before and after every call if the response is lost, the server restarts, or the
-client is killed; a killed client is started again on the same folder.
+Before and after every call, `Chance` may lose the response, restart the server, or kill the
+client. A killed client starts again in the same folder.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def test_every_row_has_its_file_and_none_is_posted_twice(tmp_path: Path) -> None
 
 
 class Chance:
-    """Mishaps before and after calls.
-
-    On this side: kills and Ctrl-C (twice). On the other one: restarts and silence.
-    """
+    """Mishaps before and after calls: kills and Ctrl-C here, restarts and silence there."""
 
     def __init__(self, seed: int, server: Server) -> None:
         self.mishaps, self.server = Mishaps(seed, 25, 0.08), server
@@ -75,7 +72,7 @@ class Chance:
 
 
 class Wire:
-    """A host as it is seen over a network that fails."""
+    """A host seen over an unreliable network."""
 
     name = address = "http://there"
     window = 2
@@ -127,10 +124,7 @@ class MortalJournal(Journal):
 
 
 class MortalStore(OutputStore):
-    """A store at which the client may die before and after each step of a file.
-
-    The steps: the file is checked, has its name, or is removed.
-    """
+    """A store in which the client may die before and after a file is checked, named or removed."""
 
     chance: Chance
 
@@ -187,7 +181,7 @@ def test_a_row_that_takes_the_server_down_fails_and_the_others_are_done(tmp_path
 
 
 class Withholding(Server):
-    """Answers everything but the requests for the files of some rows."""
+    """Server that does not send the files of some rows."""
 
     def __init__(self, *withheld: str) -> None:
         super().__init__()
@@ -241,7 +235,7 @@ def test_a_file_that_comes_late_is_fetched(tmp_path: Path) -> None:
 
 
 class Refusing(Server):
-    """Answers questions, but takes no workflow before so many seconds were waited."""
+    """Server that responds, but accepts no workflow until `seconds` have been slept."""
 
     def __init__(self, slept: list[float], seconds: float) -> None:
         super().__init__()
@@ -299,7 +293,7 @@ def test_a_copy_that_cannot_be_written_costs_a_note(
 
 
 class Broken(Server):
-    """Cannot take one of the rows: something in it breaks this server."""
+    """Server that cannot accept row 4, because something in it breaks the server."""
 
     def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
         if "4" in prompt:
@@ -430,7 +424,7 @@ def test_what_a_killed_client_had_half_fetched_is_removed(tmp_path: Path) -> Non
 
 
 class Impatient(Server):
-    """A server whose user presses Ctrl-C while it works on the third workflow."""
+    """Server whose user presses Ctrl-C during the third workflow."""
 
     def __init__(self, stop: StopRequest, times: int) -> None:
         super().__init__(steps=5)

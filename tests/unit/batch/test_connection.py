@@ -1,4 +1,4 @@
-"""States of a runner's connection: the usual order, and the refusal of any other one."""
+"""States of a runner's connection: the usual order, and any other one refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that continue other ones: links, the workflow's input, the order of jobs, and failures."""
+"""Rows that continue others: links, the workflow's input, job order, and failures."""
 
 from __future__ import annotations
 
@@ -239,10 +239,7 @@ IN_MEMORY = pytest.mark.usefixtures("text_for_latents")
 
 
 class Machine:
-    """A backend in memory.
-
-    Its videos are hashes of their seed and of the latent that they continue.
-    """
+    """A backend in memory, with hashes of seed and continued latent as videos."""
 
     name = address = "http://there"
     window = 2
@@ -313,10 +310,7 @@ def plan(rows: Sequence[Row]) -> list[BatchJob]:
 def run(
     folder: Path, machine: Any, rows: Sequence[Row], *others: Any, max_failures: int | None = None
 ) -> tuple[dict[str, State], list[str]]:
-    """Run a batch on one or several machines.
-
-    The states by the names of the rows, and the failures.
-    """
+    """Run a batch on some machines, and return the states by row name and the failures."""
     bench = Bench(folder, machine, *others, rows=rows)
     bench.planner, bench.max_failures = plan, max_failures
     entries = bench.run().journal.entries
@@ -325,7 +319,7 @@ def run(
 
 @pytest.fixture
 def text_for_latents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept the files of `Machine`, which are text."""
+    """Accept `Machine`'s files, which are text."""
     monkeypatch.setattr("wanstream.batch.output_store.check_media", lambda path: None)
 
 
@@ -334,7 +328,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def ten(folder: Path) -> list[Row]:
-    """Ten rows of which each continues the one before, in another order in the file."""
+    """Return ten rows in random order, where each one continues the one before by number."""
     rows = [{"name": f"r{number}", "sampler.seed": number} for number in range(10)]
     rows = [
         {**row, "continues": f"r{number - 1}"} if number else row for number, row in enumerate(rows)
@@ -362,7 +356,7 @@ def test_rows_run_after_those_that_they_continue(tmp_path: Path) -> None:
 
 @IN_MEMORY
 def test_a_chain_goes_on_at_another_server(tmp_path: Path) -> None:
-    """The latent of the row before is here, whichever server has made it."""
+    """The client has the previous row's latent, whichever server made it."""
     lost, other = Machine(), Machine()
     other.name = other.address = "http://other"
 
@@ -575,7 +569,7 @@ def test_a_latent_that_the_backend_refuses_fails_its_row(tmp_path: Path) -> None
 
 
 def test_the_digest_of_a_plain_row_is_that_of_earlier_versions(tmp_path: Path) -> None:
-    """Otherwise a batch of an earlier version would run again."""
+    """Otherwise a batch from an earlier version would run again."""
     (row,) = rows_of(tmp_path, {"sampler.seed": 1})
     text = json.dumps({"sampler.seed": 1}, sort_keys=True)
     assert row.hash == hashlib.sha256(json.dumps([text, 0]).encode()).hexdigest()
@@ -583,7 +577,7 @@ def test_the_digest_of_a_plain_row_is_that_of_earlier_versions(tmp_path: Path) -
 
 
 def small() -> dict[str, Any]:
-    """The workflow, small enough for a test."""
+    """Return the workflow, small enough for a test."""
     workflow: dict[str, Any] = json.loads(json.dumps(WORKFLOW))
     workflow["start"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
     workflow["clip"]["inputs"]["frames"] = 5

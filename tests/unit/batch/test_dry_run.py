@@ -1,4 +1,4 @@
-"""Faults of a workflow by a server's `/object_info`, in both forms that describe choices."""
+"""Workflow faults by a server's `/object_info`, with choices described in both forms."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ T2V = json.loads(
 
 @pytest.fixture
 def server_url(tmp_path: Path) -> Iterator[str]:
-    """A server that speaks as ComfyUI with this pack does; it has the models of the workflow."""
+    """A server with this pack and the workflow's models."""
     state = State(tmp_path, named_models(tmp_path / "models", T2V))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state, Trouble()))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -195,7 +195,7 @@ def test_a_dry_run_judges_a_row_for_a_server_as_it_does_for_this_process(
     row: dict[str, Any],
     reason: str,
 ) -> None:
-    """The server itself has no way to judge a workflow without running it."""
+    """The server itself can judge a workflow only by running it."""
     models = tmp_path / "models"
     (tmp_path / "workflow.json").write_text(json.dumps(T2V), encoding="utf-8")
     (tmp_path / "jobs.jsonl").write_text(json.dumps(row), encoding="utf-8")
@@ -220,7 +220,7 @@ def test_a_dry_run_judges_a_row_for_a_server_as_it_does_for_this_process(
 def test_a_dry_run_for_a_server_names_every_bad_row(
     server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks of several inputs raise a refusal. The other rows must be judged all the same."""
+    """Checks on several inputs raise a refusal. The other rows must still be judged."""
     rows = [
         {"latent.width": 70},
         {"sampler.seed": 5},
@@ -251,10 +251,7 @@ WORKERS = json.loads((WORKFLOWS / "workers.json").read_text(encoding="utf-8"))
 
 @pytest.fixture
 def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectInfo:
-    """The nodes of a server that has the cluster "lab".
-
-    This machine has the cluster "mine" and one GPU.
-    """
+    """Nodes from a server with the cluster "lab"; here are the cluster "mine" and one GPU."""
     lists = {}
     for name in ("lab", "mine"):
         lists[name] = tmp_path / f"{name}.json"

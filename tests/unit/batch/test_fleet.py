@@ -1,4 +1,4 @@
-"""Batches on several servers: sharing, servers that go and return, resumption, and kills."""
+"""Batches on several servers: sharing, servers that leave and return, resumption, and kills."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ from wanstream.tests.support.fake_batch import (
 
 
 class SlowDisk(OutputStore):
-    """A store whose syncs take a moment on any machine.
-
-    No server then makes all rows before another one starts.
-    """
+    """A store with slow syncs, so no server makes all rows before another one starts."""
 
     def check_file(self, path: Path) -> KeptFile:
         time.sleep(0.01)
@@ -53,7 +50,7 @@ class SlowDisk(OutputStore):
 
 
 class Fleet(Bench):
-    """A client of several servers that can be started again and again on one folder."""
+    """A client with several servers, restarted at will on one folder."""
 
     def __init__(
         self, folder: Path, servers: Sequence[Any], *, rows: int = 24, size: int = 1
@@ -254,8 +251,8 @@ def test_a_short_fault_after_a_long_download_moves_no_rows(tmp_path: Path) -> No
 def test_a_server_whose_last_post_failed_takes_the_rows_of_one_that_is_lost_later(
     tmp_path: Path,
 ) -> None:
-    # The other server takes all rows meanwhile, so that no post shows that the first one accepts
-    # them again.
+    # The other server takes all rows meanwhile, so the first one cannot show by a post that it
+    # accepts rows again.
     first, second = Server("first"), Server("second", steps=10**6)
     calls = 0
 
@@ -464,7 +461,7 @@ def test_rows_of_a_server_that_is_not_in_the_next_command_are_made_elsewhere(
 
 
 class Desk:
-    """A queue of two servers without runners."""
+    """A two-server queue without runners."""
 
     def __init__(self, folder: Path, rows: int) -> None:
         self.a, self.b = Server("a"), Server("b")
@@ -486,14 +483,14 @@ class Desk:
         return taken[0]
 
     def fail(self, server: Server) -> list[Row]:
-        """Let a server fail its next row."""
+        """Fail a server's next row."""
         taken = self.take(server)
         self.queue.fail(taken.rows[0], "CUDA error", on=server.name)
         self.queue.end(server.name, taken)
         return taken.rows
 
     def finish(self, server: Server) -> None:
-        """Let a server finish its next row."""
+        """Finish a server's next row."""
         taken = self.take(server)
         (row,) = taken.rows
         files = [KeptFile(name=f"{row.position:05}.txt", size=1, sha256="0")]
@@ -548,7 +545,7 @@ def test_a_row_that_another_server_has_taken_is_not_reclaimed(tmp_path: Path) ->
     assert taken.rows == first.rows
     assert desk.where(1) == (State.posted, "http://b", taken.prompt_id)
     assert not desk.queue.reclaim("http://a", first)
-    # Also if it waits again, after the other server has lost it.
+    # The same holds once the row waits again, after the other server has lost it.
     desk.queue.wait_again("http://b", taken, first=True)
     assert not desk.queue.reclaim("http://a", first)
 
@@ -584,7 +581,7 @@ def test_a_queued_row_is_withdrawn_for_an_idle_server_when_no_row_waits(tmp_path
 
 
 def failures_of(losses: Mapping[str, int], reasons: Mapping[str, str]) -> FailureLog:
-    """The log after these losses and failures of the row `row`, by server."""
+    """Return the log after losses and failures for `row`, by server."""
     log = FailureLog("abc")
     for name, count in losses.items():
         for _ in range(count):

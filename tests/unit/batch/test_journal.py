@@ -1,4 +1,4 @@
-"""Journal: states of a row, persistence, refusals, and locking."""
+"""Journal: row states, persistence, refusals, and locking."""
 
 from __future__ import annotations
 
@@ -119,13 +119,12 @@ def test_rows_may_come_go_and_move(tmp_path: Path) -> None:
         journal.enter([at(1, 1), at(2, 2), at(3, 3, "shot")], compared=list)
         for number, name in ((1, "00001.mp4"), (3, "shot.mp4")):
             run_to_done(journal, f"hash {number}", name)
-        # A new first row; the second one is gone without files; the third was changed but keeps its
-        # name.
+        # A new first row; the second is gone without files; the third changed but kept the name.
         journal.enter([at(4, 1), at(1, 2), at(5, 3, "Shot")], compared=list)
         stems = {digest: entry.stem for digest, entry in journal.entries.items()}
         assert stems == {"hash 3": "shot", "hash 4": "00004", "hash 1": "00001", "hash 5": None}
         assert "is used by the files of a former row" in str(journal.entries["hash 5"].error)
-        # The files of the former row are moved away: the name is free.
+        # The former row's files are moved away, so the name is free.
         journal.enter(
             [at(4, 1), at(1, 2), at(5, 3, "Shot")],
             compared=lambda files: None if files[0].name.startswith("shot") else files,
@@ -218,7 +217,7 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path, kind: str) -> None:
 
 
 def crafted(path: Path, *changes: str) -> Path:
-    """A journal with one posted row, changed by another program."""
+    """Return a journal with one posted row, changed by another program."""
     with Journal(path, workflow="w") as journal:
         journal.enter([row_of(1)], compared=list)
         journal.post({"hash 1": None}, "id")
@@ -254,13 +253,13 @@ def named(name: str) -> str:
 def test_a_journal_of_somebody_else_cannot_name_a_file_outside_its_folder(
     tmp_path: Path, name: str
 ) -> None:
-    """`placing` moves the file that it names."""
+    """A file named in `placing` is moved."""
     with pytest.raises(DamagedJournalError, match=r"line 2 is invalid: .* is not"):
         Journal(crafted(tmp_path / "journal.sqlite", named(name)), workflow="w")
 
 
 def test_a_journal_of_somebody_else_cannot_have_a_folder_removed(tmp_path: Path) -> None:
-    """The folder of a prompt id is removed when its row is over."""
+    """When a row is over, the folder named after the prompt id is removed."""
     for prompt_id in ("../../../home", "/home", "..", ""):
         path = tmp_path / f"{len(prompt_id)}.sqlite"
         with pytest.raises(DamagedJournalError, match="is not a prompt id"):
@@ -336,7 +335,7 @@ def test_a_journal_that_is_damaged_while_it_is_open_keeps_its_last_good_copy(
         journal.back_up()
         good = copy_of(path).read_bytes()
         with path.open("r+b") as file:
-            file.seek(24)  # the counter of changes: SQLite drops the pages that it has read
+            file.seek(24)  # the change counter: SQLite drops pages it has read
             file.write(b"\xff" * 4)
             file.seek(8 * 4096)
             file.write(b"\xa5" * 8 * 4096)
@@ -349,7 +348,7 @@ def test_a_journal_that_is_damaged_while_it_is_open_keeps_its_last_good_copy(
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
 @pytest.mark.parametrize("limit", [1, 4000, 10_000])
 def test_the_cause_behind_a_disk_io_error_is_named(tmp_path: Path, limit: int) -> None:
-    """A limit on the size of any file stands for a full disk."""
+    """A file size limit acts like a full disk."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -519,7 +518,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def test_every_region_of_a_journal_may_be_overwritten(tmp_path: Path, build: str) -> None:
-    """Either the damage is noticed, or it changes nothing."""
+    """Damage is either noticed or harmless."""
     path, chance = tmp_path / "journal.sqlite", random.Random(3)
     whole = filled(path)
     assert (whole[20] == 12) == (build == "reserved bytes")

@@ -1,4 +1,4 @@
-"""Rows of a batch as jobs of several lanes: each row's files, and why rows run alone."""
+"""Batch rows as jobs with several lanes: each row's files, and why rows run alone."""
 
 from __future__ import annotations
 

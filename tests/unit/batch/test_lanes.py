@@ -1,4 +1,4 @@
-"""Rows as lanes of one pass: shared nodes, nodes of each row, and why rows run alone."""
+"""Rows as lanes in one pass: shared nodes, each row's nodes, and why rows run alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def seeds(*numbers: int, **changes: Any) -> dict[int, Prompt]:
 
 
 def jobs_of(prompts: dict[int, Prompt], lanes: int) -> list[BatchJob]:
-    """The jobs of rows with these workflows, by their lines."""
+    """Return the jobs for rows with these workflows, by line."""
     return lane_jobs(
         {Row(line=n, position=n, hash=str(n)): prompt for n, prompt in prompts.items()}, lanes
     )
@@ -66,7 +66,7 @@ def only(prompts: dict[int, Prompt], lanes: int = 4) -> BatchJob:
 
 
 def ids_of(made: BatchJob) -> list[dict[str, str]]:
-    """For each row: the nodes that it alone has, by their ids in its own workflow."""
+    """Return each row's own nodes in the merged workflow, by their ids in the row's workflow."""
     return [
         {each.removeprefix(f"lane{number}_"): each for each in own or ()}
         for number, own in enumerate(made.saves.values(), 1)
@@ -196,7 +196,7 @@ def test_every_link_leads_to_a_node_of_the_pass() -> None:
 
 
 def test_the_lane_sampler_takes_what_the_sampler_takes_but_for_what_lanes_bring() -> None:
-    """Else a setting of a row would be lost on the way."""
+    """Otherwise a row's setting would be lost on the way."""
 
     def names(node: str) -> list[str]:
         return [socket.id for socket in SCHEMAS[node].inputs]

@@ -1,4 +1,4 @@
-"""Output folder of a batch: checks, names, and repeated renames of files."""
+"""Batch output folder: checks, names, and repeated renames."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_file_that_is_cut_off_is_refused(
 
 
 def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> None:
-    """A decoder does not report this cut; only the number of frames shows it."""
+    """A decoder does not report this cut. Only the frame count shows it."""
     store = OutputStore(tmp_path)
     part = video(store.part_path("a.mp4"))
     with av.open(str(part)) as container:

@@ -1,7 +1,4 @@
-"""Foreign things in a batch's working folder and next to the journal.
-
-They are refused by name and never followed.
-"""
+"""Foreign things in a batch's working folder and next to the journal: refused, never followed."""
 
 from __future__ import annotations
 
@@ -109,7 +106,7 @@ def test_files_of_file_managers_are_left_alone(tmp_path: Path) -> None:
     for path in kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    os.link(kept[0], out / "twin")  # never written, so their other names do not matter
+    os.link(kept[0], out / "twin")  # never written, so other names do not matter
     check(out)
     store = OutputStore(out)
     assert store.remove_leftovers(lambda prompt_id: None) == []

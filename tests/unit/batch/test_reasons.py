@@ -1,4 +1,4 @@
-"""Reasons of failed rows: equal ones are merged, over servers and over rows."""
+"""Reasons for failed rows: equal ones are merged, over servers and over rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ REFUSAL = {
         }
     },
 }
-"""The answer of ComfyUI to a workflow with a number out of range."""
+"""ComfyUI's response to a workflow with a number out of range."""
 
 
 def test_rows_that_all_servers_refuse_have_one_line_in_the_summary(

@@ -34,8 +34,7 @@ from wanstream.batch.servers import server_backend
 from wanstream.batch.servers.server_backend import NotComfyUIError, ServerBackend
 
 Answer = tuple[int, Any] | None
-"""A status and a body (JSON, or bytes as they are); None: the connection is closed without an
-answer."""
+"""Status and body (JSON, or bytes as they are); None closes the connection without a response."""
 
 
 class Canned:
@@ -291,7 +290,7 @@ def test_a_download_replaces_a_link_and_does_not_follow_it(canned: Canned, tmp_p
 
 
 def test_a_queue_that_answers_with_an_error_has_not_taken_a_row_out(canned: Canned) -> None:
-    """A row that counts as taken back while the server still runs it would be computed twice."""
+    """A row taken back while the server still runs it would be computed twice."""
     canned.answers |= {"/queue": (500, b""), "/interrupt": (500, b"")}
     client = ServerBackend(canned.url)
     for call in (client.withdraw, client.interrupt):
@@ -348,7 +347,7 @@ def test_a_post_in_all_its_ways(canned: Canned) -> None:
     }
     with pytest.raises(RefusedError, match=r"node 2 \(Save\): Too big: fps"):
         post((200, {"prompt_id": "id", "number": 1, "node_errors": faults}))
-    # The rest of it must not run.
+    # The remaining outputs must not run.
     assert canned.asked[1:] == [("/queue", {"delete": ["id"]}), ("/interrupt", {"prompt_id": "id"})]
     with pytest.raises(RefusedError, match="No outputs: none"):
         post(
@@ -435,7 +434,7 @@ def test_a_server_is_asked_for_its_queue_and_history(canned: Canned) -> None:
 def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was_dropped(
     canned: Canned,
 ) -> None:
-    """A client that is killed during a post has not received `node_errors`."""
+    """A client killed during a post has not received `node_errors`."""
     canned.answers["/queue"] = (200, IDLE)
     canned.answers["/history/id"] = (200, history(SAVED, executed=["2"]))
     assert host_of(canned).outcome("id") == Unknown()
@@ -545,7 +544,7 @@ def test_a_latent_is_uploaded_under_its_name_and_replaces_an_earlier_one(
 
 
 def test_a_latent_is_uploaded_once_but_again_after_a_failure(canned: Canned, latent: Path) -> None:
-    """Another row may be reading the file that an upload truncates."""
+    """An upload truncates the file while another row may be reading it."""
     backend = host_of(canned)
     canned.answers["/upload/image"] = (500, b"oops")
     with pytest.raises(UnreachableError):
@@ -614,7 +613,7 @@ def test_a_workflow_may_take_longer_than_a_short_request_and_a_file_while_bytes_
             connection, _ = slow.accept()
             with connection, connection.makefile("rb") as request:
                 request.readline()
-                # Unread bytes of the body would turn the close below into a reset.
+                # Unread body bytes would turn the close below into a reset.
                 request.read(int(parse_headers(request).get("Content-Length", 0)))
                 time.sleep(pause_s)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))

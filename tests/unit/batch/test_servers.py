@@ -1,4 +1,4 @@
-"""Servers of one batch: what is refused before a row is queued, and what is only noted."""
+"""Servers for one batch: what is refused before a row is queued, and what is only noted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Serve = Callable[..., tuple[str, State]]
 
 @contextmanager
 def served(state: State) -> Iterator[str]:
-    """A server that speaks as ComfyUI with this pack does."""
+    """Run a server with this pack."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state, Trouble()))
     server.daemon_threads = True
     threading.Thread(target=state.work, daemon=True).start()
@@ -58,10 +58,7 @@ def served(state: State) -> Iterator[str]:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """`serve(comfyui=..., about=...)`: the address and the state of a server.
-
-    The server has the models of the workflow.
-    """
+    """`serve(comfyui=..., about=...)` returns the address and state of a server with all models."""
     with ExitStack() as opened:
 
         def start(**settings: Any) -> tuple[str, State]:
@@ -74,7 +71,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def call_of(folder: Path, *urls: str, rows: int = 6, more: tuple[str, ...] = ()) -> list[str]:
-    """The command line of a batch of these servers."""
+    """Return the command line for a batch on these servers."""
     lines = [json.dumps({"sampler.seed": seed}) for seed in range(1, rows + 1)]
     (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (folder / "workflow.json").write_text(json.dumps(T2V), encoding="utf-8")
@@ -89,7 +86,7 @@ def call_of(folder: Path, *urls: str, rows: int = 6, more: tuple[str, ...] = ())
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], *urls: str) -> str:
-    """The message of a batch that is refused."""
+    """Run a batch to be refused, and return the message."""
     assert main(call_of(folder, *urls)) == INVALID
     assert not (folder / "out").exists(), "nothing was written or queued"
     return capsys.readouterr().err
@@ -368,11 +365,11 @@ def test_choices_of_a_workflow_without_a_list_are_any() -> None:
 
 
 LIMIT_S = 30.0
-"""Less than the time that a request for a file or a workflow may take."""
+"""Seconds below the timeout for a request for a file or a workflow."""
 
 
 class Hang:
-    """Requests to a server wait between two turns, from the next one for its queue on."""
+    """Hang: requests wait from the next `/queue` request after `turn(on=True)` on."""
 
     def __init__(self, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
         self._free, self._answer, self._begins = threading.Event(), state.answer, False
@@ -394,7 +391,7 @@ class Hang:
 
 
 def seeds_of(*states: State) -> list[int]:
-    """The seeds of the workflows that servers have made."""
+    """Return the seeds of the workflows made by servers."""
     return [
         node["inputs"]["seed"]
         for state in states
@@ -496,7 +493,7 @@ def test_a_batch_that_gives_up_prints_how_many_rows_are_done(
 def test_a_file_that_is_not_in_the_list_but_that_the_server_takes_runs(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """The own check of a node may accept it."""
+    """The node's own check may accept it."""
     url, state = serve()
     (state.models / "diffusion_models" / T2V["experts"]["inputs"]["high_noise"]).unlink()
     assert main(call_of(tmp_path, url, rows=2)) == DONE

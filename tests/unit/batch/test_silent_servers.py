@@ -1,4 +1,4 @@
-"""Servers of a batch that do not respond: the bar and the messages meanwhile and at the end."""
+"""Batch servers that do not respond: the bar and the messages, meanwhile and at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wanstream.tests.support.fake_batch import Bench, Reporter, Server
 
 
 class Named(Reporter):
-    """A reporter that also records the servers that do not respond: now, and at any time."""
+    """Reporter that also lists the servers silent now and the ones silent at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_server_that_hangs_at_the_end_is_named_with_the_rows_that_it_may_still
     def hang(call: str) -> None:
         if call == "outcome" and not timed_out and len(hung.queue) == 2:
             timed_out.append(call)
-            raise UnreachableError("timed out")  # the rows are given to the other server
+            raise UnreachableError("timed out")  # the rows go to the other server
         if timed_out:
             ended.wait(30)
 
@@ -111,7 +111,7 @@ def test_a_row_does_not_advance_while_its_server_is_silent(
     def passed_at(seconds: float) -> float:
         nonlocal now
         now = seconds
-        bar.running("a", "2", 1)  # it is polled again, without an answer
+        bar.running("a", "2", 1)  # polled again, without a response
         return bar.passed
 
     with BatchBar(rows=4, ended=0, clock=lambda: now) as bar:
@@ -129,7 +129,7 @@ def test_a_row_does_not_advance_while_its_server_is_silent(
         assert bar.passed == 1.2
         now = 103.0
         assert bar.passed == 1.5
-        bar.running("a", "3", 1)  # the server was started again, without the row
+        bar.running("a", "3", 1)  # the server has restarted without the row
         assert bar.passed == 1.0
 
 
