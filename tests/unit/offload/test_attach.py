@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def snapshot(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return identity and address of every tensor, and the hooks."""
+    """Return every tensor's identity and address, and the hook counts."""
     tensors = {name: (id(p), p.data_ptr()) for name, p in module.named_parameters()}
     tensors |= {name: (id(b), b.data_ptr()) for name, b in module.named_buffers()}
     tensors |= {

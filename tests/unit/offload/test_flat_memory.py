@@ -1,4 +1,4 @@
-"""Memory of a separate process over many runs, as the operating system reports it.
+"""Memory in a separate process over many runs, as the operating system reports it.
 
 After other tests in the same process, a gap in the heap could take a buffer in one run and not in
 the next.
@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 BLOCKS, WIDTH = 3, 3072
-"""A block takes 38 MB, so glibc maps it separately and returns it; glibc may keep freed blocks of
-up to 32 MB."""
+"""A block takes 38 MB, so glibc maps it separately and returns it. Freed blocks up to 32 MB may
+stay with glibc."""
 RUNS, POLICIES = 12, 4
 
 RUN = """
@@ -81,7 +81,7 @@ with attach_offload(
 
 @pytest.mark.slow
 def test_memory_stays_flat_over_many_runs_and_policies(tmp_path: Path) -> None:
-    """226 MB of weights; every run has another seed and another policy than the one before it."""
+    """226 MB in weights. Every run has another seed and policy than the run before."""
     path = tmp_path / "blocks.safetensors"
     generator = torch.Generator().manual_seed(0)
     names = [f"{name}.{block}" for name in ("high", "low") for block in range(BLOCKS)]

@@ -1,4 +1,4 @@
-"""Measured routes of an engine run, against the kernel's counters and against known amounts."""
+"""Measured engine routes, against the kernel's counters and against known amounts."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ needs_counters = pytest.mark.skipif(
 
 
 def counted(name: str) -> int:
-    """Return the kernel's counters of this process."""
+    """Return a kernel counter for this process."""
     lines = dict(line.split(": ") for line in COUNTERS.read_text(encoding="ascii").splitlines())
     return int(lines[name])
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four blocks of one bf16 matrix, 8 MB each, on the disk."""
+    """Four blocks on the disk, each an 8 MB bf16 matrix."""
     path = tmp_path_factory.mktemp("weights") / "blocks.safetensors"
     generator = torch.Generator().manual_seed(0)
     save_file(
@@ -145,7 +145,7 @@ def test_bytes_past_the_page_cache_are_those_that_the_kernel_counts(
 def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
     """A CPU copies RAM-resident blocks.
 
-    Other blocks are read directly into buffers, or decoded out of the slot.
+    Other blocks are read directly into buffers, or decoded from the slot.
     """
     straight = measured(
         source_of(weights, direct=False, computed=torch.bfloat16), LAYERWISE, torch.bfloat16
@@ -177,7 +177,7 @@ def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
 
 
 def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
-    """All blocks are read once into RAM slots, and copied out of them in every step."""
+    """All blocks are read once into RAM slots, and copied from them in every step."""
     policy = replace(LAYERWISE, source="pinned")
     run = measured(
         source_of(weights, direct=False, computed=torch.bfloat16), policy, torch.bfloat16
@@ -188,7 +188,7 @@ def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
 
 
 def spans_held() -> int:
-    """Number of live ReadSpan objects in the process."""
+    """Count live ReadSpan objects in the process."""
     gc.collect()
     return sum(type(each) is ReadSpan for each in gc.get_objects())
 
@@ -220,7 +220,7 @@ def test_a_long_run_keeps_no_reading_of_steps_that_are_over(
 
 
 class GatedSource:
-    """Source that blocks the read of one block until the test releases it."""
+    """Source with one block's read held until the test releases it."""
 
     def __init__(self, inner: ModuleSource, gated: BlockKey) -> None:
         self._inner, self._gated = inner, gated
@@ -238,7 +238,7 @@ class GatedSource:
 def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(
     make_stack: Callable[..., nn.ModuleList],
 ) -> None:
-    """The read of block 2 is blocked until its visit waits: most of the stall is on the read."""
+    """Block 2 is read only after the visit waits for it: most stall time is on the read."""
     blocks = {"high": make_stack(4)}
     source = GatedSource(ModuleSource(blocks), BlockKey("high", 2))
     recorder = Recorder(CPU)
@@ -261,7 +261,7 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(
 
 
 class Noted(NvtxRanges):
-    """Ranges that record their calls; any thread may call."""
+    """Ranges with recorded calls from any thread."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

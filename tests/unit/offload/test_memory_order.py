@@ -1,4 +1,4 @@
-"""Memory of each policy as the operating system reports it, each in a separate process."""
+"""Each policy's memory as the operating system reports it, in a separate process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-# glibc does not return the memory of blocks of less than 32 MiB, because we configure it to keep
-# that.
+# We configure glibc to keep freed memory below 32 MiB.
 BLOCKS, WIDTH, MIB = 6, 3072, 36  # MiB per block, in fp32
 
 RUN = """
@@ -100,6 +99,6 @@ def test_peak_memory_follows_the_policy_and_is_given_back(checkpoint: Path) -> N
     assert peaks == sorted(peaks), dict(zip(policies, peaks, strict=True))
     blocks = [2, 4, 5, 12]
     for policy, (peak, given_back), count in zip(policies, seen, blocks, strict=True):
-        # The buffers and little else: within half a block of the figure of the policy.
+        # The buffers and little else: within half a block.
         assert abs(peak - MIB * count) < MIB / 2, (policy, peak)
         assert abs(given_back - MIB * count) < 1, (policy, given_back)

@@ -22,7 +22,7 @@ def three_threads() -> Iterator[None]:
 
 
 def arithmetic() -> torch.Tensor:
-    """Start torch's thread pool: a product, and element-wise work above its grain of 32 Ki."""
+    """Start torch's thread pool: a product, and element-wise work above the 32 Ki grain."""
     torch.manual_seed(0)
     matrix = torch.randn(512, 512)
     return (matrix @ matrix).mul_(0.5).to(torch.float8_e4m3fn).float()
@@ -56,20 +56,20 @@ def test_no_second_pool_of_torch_is_started():
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         pytest.skip("threads are counted in /proc")
-    arithmetic()  # starts the pool of this thread
+    arithmetic()  # starts this thread's pool
 
     def task_ids() -> set[int]:
         return {int(task.name) for task in tasks.iterdir()}
 
     def foreign() -> set[int]:
-        """Return the threads that were started since, by torch alone.
+        """Return new threads started by torch.
 
-        A pool of torch lives as long as its thread.
+        A torch pool ends with the thread using it.
         """
         return task_ids() - before - {thread.native_id for thread in threading.enumerate()}
 
     before = task_ids()
     with torch_thread_pool(1, "alone") as pool:
         pool.submit(arithmetic).result()
-        # A thread of Python that has ended is still listed for a moment.
+        # An ended Python thread stays in /proc for a moment.
         assert eventually(lambda: not foreign()), foreign()

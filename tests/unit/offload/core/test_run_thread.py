@@ -1,4 +1,4 @@
-"""Waits between the threads of a run: each ends by its event or by the end of the run."""
+"""Waits between a run's threads: each ends with an event or with the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine executes the program exactly, with the bits of the plain blocks at any timing."""
+"""The engine executes the program exactly, bit-equal to the plain blocks at any timing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_streamed_equals_plain_with_reads_delayed_at_random(
     with attach_offload(
         stacks, policy=policy, device=CPU, source=source, follow_forward=False
     ) as handle:
-        for _ in range(2):  # the second run starts from the buffers of the first one
+        for _ in range(2):  # the second run starts from the first one's buffers
             value = hidden
             with handle.run(step_visits(STEPS, handle.block_counts)) as run:
                 for visit in run.program.visits:
@@ -123,7 +123,7 @@ def test_the_recorder_counts_the_bytes_of_the_program(
 
 
 class Moment(float):
-    """A CPU event; `alive` counts the existing ones."""
+    """CPU event. `alive` counts existing events."""
 
     alive = 0
 
@@ -144,7 +144,7 @@ class CountedClock(CpuClock):
 def test_a_long_run_holds_no_more_marks_than_a_short_one(
     make_stack: Callable[..., nn.ModuleList], policy: OffloadPolicy
 ) -> None:
-    """On a GPU each of them is a CUDA event, and a run may have 400,000 visits."""
+    """On a GPU each mark is a CUDA event, and a run may have 400,000 visits."""
     stacks, steps = {"high": make_stack(4)}, 50
     recorder = Recorder(CPU)
     recorder.clock = CountedClock()

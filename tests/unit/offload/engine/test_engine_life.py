@@ -1,4 +1,4 @@
-"""An engine between runs: exclusive starts, failed starts, interrupts, and the end of its life."""
+"""An engine between runs: exclusive starts, failed starts, interrupts and detaching."""
 
 from __future__ import annotations
 
@@ -186,16 +186,13 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
     gate = Gate()
 
     def interrupt_again() -> None:
-        # Long enough for the first interrupt to reach the end of the run; a shorter time would
-        # prove less.
+        # Long enough for the first interrupt to reach the run's end. Less time would prove less.
         time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.2)
         gate.open.set()
 
     class CountingBackend:
-        """Backend that counts the ends of runs."""
-
         def __init__(self, inner: CpuBackend) -> None:
             self.inner, self.ended = inner, 0
 

@@ -60,7 +60,7 @@ def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngin
 def run(
     handle: OffloadEngine, stacks: Stacks, steps: list[str] = STEPS
 ) -> tuple[torch.Tensor, list[BlockKey]]:
-    """Return the outputs, and the blocks that were fetched."""
+    """Return the output and the fetched blocks."""
     value = torch.ones(1, WIDTH)
     with handle.run(step_visits(steps, handle.block_counts)) as going:
         for visit in going.program.visits:

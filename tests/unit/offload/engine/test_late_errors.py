@@ -29,7 +29,7 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 
 
 class Broken:
-    """Raises a device error from a numbered call on."""
+    """Callable that raises a device error after `at` calls."""
 
     def __init__(self, call: Callable[..., object], at: int, error: Exception) -> None:
         self.call, self.left, self.error = call, at, error
@@ -144,14 +144,14 @@ def test_the_first_place_is_named_if_the_end_of_the_run_fails_too(
 
 
 class Event(float):
-    """An event that can be referred to weakly."""
+    """Event with weak references."""
 
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_visit_frees_its_events_before_the_exception_goes_on(
     make_stack: Callable[..., nn.ModuleList], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """Python frees a context itself during the exception. A CUDA event does not survive that."""
+    """Python frees a context itself during the exception. A CUDA event does not survive this."""
     made: list[weakref.ref[Event]] = []
     stack = make_stack(1)
     with attach_offload(

@@ -1,4 +1,4 @@
-"""Runs that stop early: blocks fetched for skipped visits serve the next run."""
+"""Runs stopped early: blocks fetched for skipped visits serve the next run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wanstream.tests.support.accelerator import checked_accelerator
 
 BLOCKS, WIDTH = 6, 32
 LIMIT_S = 60.0
-"""Timeout in seconds, for tests that hang."""
+"""Timeout in seconds for hung tests."""
 CUDA = pytest.param(
     "cuda",
     marks=[
@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     with checked_accelerator(sum(request.node.name.encode())):
         yield "checked:0"
-        request.node.funcargs.clear()  # other fixtures of the test have tensors on the device
+        request.node.funcargs.clear()  # the test's other fixtures have tensors on the device
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def stop_after(
 ) -> int:
     """Visit some blocks, wait until `fetched` fetches were issued, and stop early.
 
-    Return the bytes of that step.
+    Return the bytes moved.
     """
     recorder = Recorder(handle.device)
     with recorder.step(0, "high"):
@@ -75,7 +75,7 @@ def stop_after(
 
 
 def patches() -> dict[BlockKey, BlockPatch]:
-    """Patches of all blocks; on a CPU the compute thread adds them before a block is complete."""
+    """Patches for all blocks. On a CPU the compute thread adds them before a block is complete."""
     weight = WeightPatch(up=torch.full((3 * WIDTH, 2), 0.1), down=torch.ones(2, WIDTH))
     return {
         BlockKey("high", block): BlockPatch(identity=1, weights={"up.weight": weight})
@@ -86,7 +86,7 @@ def patches() -> dict[BlockKey, BlockPatch]:
 def whole_pass(
     handle: OffloadEngine, stack: nn.ModuleList, value: torch.Tensor
 ) -> tuple[torch.Tensor, int]:
-    """Return the output of all blocks for `value`, and the number of blocks fetched for it."""
+    """Return the last block's output and the fetch count."""
     with handle.run(step_visits(["high"], handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):

@@ -1,4 +1,4 @@
-"""Calls in lockstep: the results of separate passes with half the fetches, and clean ends."""
+"""Calls in lockstep: results as in separate passes, half the fetches, and clean ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOM: ContextVar[str] = ContextVar("room", default="none")
 
 
 class Model:
-    """A stack of blocks whose calls enter a lockstep, as hooks of a model do."""
+    """Block stack whose calls enter a lockstep, as a model's hooks do."""
 
     def __init__(self, stack: nn.ModuleList, engine: OffloadEngine) -> None:
         self.stack, self.engine = stack, engine

@@ -1,4 +1,4 @@
-"""Parameters that are stored in pieces and joined when their block is bound."""
+"""Parameters stored in pieces and joined when their block is bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STACK = "model"
 
 
 class Coded(nn.Module):
-    """A layer whose weight is made of two stored tensors."""
+    """Layer whose weight is made from two stored tensors."""
 
     def __init__(self) -> None:
         super().__init__()

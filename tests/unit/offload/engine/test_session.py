@@ -1,4 +1,4 @@
-"""Sessions of forward passes: every block is there, and later passes fetch nothing twice."""
+"""Forward-pass sessions: every block is there, and later passes fetch nothing twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def attached(
 
 
 class Passes:
-    """Sessions of one engine that learn from each other."""
+    """Consecutive sessions: each starts with the orders learned before."""
 
     def __init__(self, engine: OffloadEngine, orders: PassOrders | None = None) -> None:
         self.orders = orders or PassOrders(blocks=BLOCKS)
@@ -131,7 +131,7 @@ def test_a_course_like_the_one_before_needs_one_program_and_one_fetch_per_visit(
         one_pass(course, stack, order)
     course.close()
     assert course.session.recompiled == 0
-    kept = len(engine.buffers)  # blocks that the course before has left in buffers
+    kept = len(engine.buffers)  # blocks left in buffers by the course before
     assert len(order) * 3 - kept <= course.session.fetches <= len(order) * 3
 
 

@@ -46,7 +46,7 @@ def run(
     steps: Sequence[str] = STEPS,
     value: torch.Tensor = ONES,
 ) -> tuple[torch.Tensor, list[BlockKey]]:
-    """Return the outputs, and the blocks that were fetched."""
+    """Return the output and the fetched blocks."""
     with handle.run(step_visits(steps, handle.block_counts)) as going:
         for visit in going.program.visits:
             with going.visit(*visit):

@@ -1,4 +1,4 @@
-"""Calls of a sampler on two experts: the switch is predicted, and both share one pool."""
+"""Sampler calls on two experts: the switch is predicted, and both share one pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORDERS = {stack: PassOrders(blocks=BLOCKS) for stack in (H, L)}
 
 
 class NoChanges:
-    """Policy of a session that is never changed."""
+    """Session policy without changes."""
 
     def revised(self, record: object) -> None:
         return None
@@ -47,7 +47,7 @@ def run(
     predicted: Sequence[str],
     course: Sequence[StackPass] = (),
 ) -> tuple[StreamSession, StackCalls]:
-    """Make calls of an expert and a number of passes each, and return the closed session."""
+    """Make calls (an expert and a pass count each), and return the closed session."""
     source = StackCalls(ORDERS, predicted, course)
     session = StreamSession(
         source, lambda: engine, policy=NoChanges(), recorder=Recorder(torch.device("cpu"))
@@ -68,7 +68,7 @@ def run(
 
 COURSES = {
     "as predicted": ([(H, 1)] * 3 + [(L, 1)] * 2, 0),
-    # The second pass of the first call, and no other, is not the one that was predicted.
+    # Only the first call's second pass was not predicted.
     "two passes per call": ([(H, 2)] * 3 + [(L, 2)] * 2, 1),
     "one pass from the second call on": ([(H, 2)] + [(H, 1)] * 2 + [(L, 1)] * 2, 2),
     "skipped call": ([(H, 1), (H, 0), (H, 1), (L, 1), (L, 1)], 1),
@@ -111,7 +111,7 @@ def test_a_joined_source_reads_each_stack_from_its_own(stacks: dict[str, nn.Modu
     assert isinstance(in_memory, TensorSource)
 
     class Other:
-        """Source that is not in memory."""
+        """Source outside memory."""
 
         formats = own[L].formats
 

@@ -32,7 +32,7 @@ def decoded(
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return values over the whole range of the dtype, subnormals included, without NaN."""
+    """Return values over the dtype's whole range, subnormals included, without NaN."""
     return (torch.randn(shape) * torch.exp2(torch.randint(-20, 6, shape).float())).to(dtype)
 
 

@@ -27,7 +27,7 @@ def test_every_code_is_the_number_that_torch_makes_of_it(dtype):
     assert_same(widened(every), every.float())
     numbers = every[~every.float().isnan()]
     assert_same(widened(numbers), numbers.float())
-    for code in EVERY:  # one at a time: a NaN changes the code path of all other values
+    for code in EVERY:  # one at a time: a NaN changes the code path for all other values
         one = code.reshape(1).view(dtype)
         assert_same(widened(one), one.float())
 

@@ -1,4 +1,4 @@
-"""GGUF headers against the gguf package, and invalid headers, which all raise our own error."""
+"""GGUF headers against the gguf package. Invalid headers all raise our own error."""
 
 from __future__ import annotations
 
@@ -56,10 +56,7 @@ def written(path: Path, content: bytes) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> Path:
-    """A file with every readable type and every field type.
-
-    It also has a tensor of five dimensions with a shape field.
-    """
+    """File with every readable type, every field type, and a 5D tensor with a shape field."""
     path, random = tmp_path_factory.mktemp("gguf") / "all.gguf", np.random.default_rng(0)
     writer = GGUFWriter(path, "wan")
     writer.add_string("note", "smörgås")
@@ -324,7 +321,7 @@ def test_bad_files_are_refused_by_name_and_reason(tmp_path, case):
 
 @pytest.mark.parametrize("kind", GGMLQuantizationType, ids=lambda kind: kind.name)
 def test_every_type_of_ggml_is_known_by_its_name(tmp_path, kind):
-    """The types of the installed gguf package; a later version may have more."""
+    """A later gguf version may have more types than the installed one."""
     path = written(tmp_path / "x.gguf", file_bytes(entry(dims=(256,), kind=kind.value), data=4096))
     if kind.name in DTYPES:
         assert read_gguf_header(path).tensors["a"].packing is None
@@ -396,7 +393,7 @@ SOUND = file_bytes(
 @example(flips=[], length=len(SOUND))
 @example(flips=[(192, 32)], length=640)
 def test_damage_of_any_kind_is_refused_or_harmless(tmp_path, flips, length):
-    """No other error, no endless loop; tensors that are accepted lie inside the file."""
+    """No other error, no endless loop. Accepted tensors lie inside the file."""
     content = bytearray(SOUND)
     for place, bits in flips:
         content[place] ^= bits

@@ -1,4 +1,4 @@
-"""Decoding of int8, rotated and microscaled matrices: bytes, definitions, and pieces of rows."""
+"""Decoded int8, rotated and microscaled matrices: bytes, definitions and row pieces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKINGS: dict[str, Packing] = {
 
 
 def ramp() -> torch.Tensor:
-    """Return the row of the byte vectors: (j - 16) / 64 for j < 32, then zeros up to 256."""
+    """Return the byte vectors' row: (j - 16) / 64 for j < 32, then zeros up to 256."""
     row = torch.zeros(1, 256)
     row[0, :32] = (torch.arange(32) - 16) / 64
     return row
@@ -87,7 +87,7 @@ def test_the_published_bytes_are_read(
 ) -> None:
     """The codes by hand.
 
-    int8 by the scale of the row, e4m3fn by 2**(117 - 127), e2m1 by 448 (0x7e) and `overall`.
+    int8 by the row's scale, e4m3fn by 2**(117 - 127), e2m1 by 448 (0x7e) and `overall`.
     """
     stored = bytes.fromhex(codes)
     if isinstance(packing, EightBit):
@@ -121,7 +121,7 @@ def test_the_published_bytes_are_read(
     ids=str,
 )
 def test_bytes_of_the_feed_forward_of_a14b(packing: Packing, first: int, second: int) -> None:
-    """The sums of the published table, without the 4 bytes of the scale of a whole nvfp4 matrix."""
+    """The published sums, without the 4-byte scale for a whole nvfp4 matrix."""
     assert packing.bytes_of((13824, 5120)) == first
     assert packing.bytes_of((5120, 13824)) == second
 

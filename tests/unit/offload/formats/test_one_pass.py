@@ -1,7 +1,4 @@
-"""Decoding in one pass.
-
-Choice of a kernel, kernels that fail, and the bits of all of them in Triton's interpreter.
-"""
+"""Decoding in one pass: kernel choice, failing kernels, and bits in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[ModuleType]:
-    """The kernels for Triton's interpreter.
+    """Kernels for Triton's interpreter.
 
-    Their own module, if it is imported, keeps those for a device.
+    The kernel module itself, if imported, keeps the device kernels.
     """
     pytest.importorskip("triton")
     name = "wanstream.offload.formats.interpreted_kernels"
@@ -58,7 +55,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     one_pass.refusal.cache_clear()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of products of infinity
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinite products
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_kernel_has_the_bits_of_torch(
@@ -137,7 +134,7 @@ def _wrong(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
 
 
 def _fails(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
-    raise ValueError("at 1:1: here\nno assembler")  # as a compiler does, of a kind of its own
+    raise ValueError("at 1:1: here\nno assembler")  # compilers raise their own types
 
 
 @pytest.mark.parametrize(

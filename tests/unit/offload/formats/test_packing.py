@@ -29,7 +29,7 @@ KEYS = [BlockKey("high", 0), BlockKey("low", 0)]
 
 
 def packs_of(name: str, *, rows: int = ROWS, seed: int = 0, scale: float = 0.01) -> torch.Tensor:
-    """Return groups [n, bytes] of a matrix with that many rows of 512 values."""
+    """Return groups [n, bytes] for a matrix with 512 values per row."""
     packing = QUANT_FORMATS[name]
     random = np.random.default_rng(seed)
     return torch.from_numpy(
@@ -83,7 +83,7 @@ class TestLayouts:
         assert not both.is_raw
 
     def test_bytes_of_a_block_of_wan(self):
-        """The ten matrices of one A14B block, with the mix of formats in published files."""
+        """Ten matrices in one A14B block, all in the same format."""
         matrices = [(5120, 5120)] * 8 + [(13824, 5120), (5120, 13824)]
         sizes = {
             name: sum(packing.bytes_of(shape) for shape in matrices)

@@ -30,7 +30,7 @@ def quantised(
 
 
 def heavy_tailed(rows: int, columns: int) -> torch.Tensor:
-    """Return rows of very different size, each with a few values far above the rest."""
+    """Return rows with very different magnitudes, each with a few large outliers."""
     torch.manual_seed(0)
     sizes = torch.logspace(-6, 1, rows).unsqueeze(1)
     return torch.randn(rows, columns).pow(5) * sizes
@@ -59,7 +59,7 @@ def test_values_are_divided_by_the_scale_and_not_multiplied_with_its_reciprocal(
 
 
 def test_every_bf16_number_is_quantised_as_the_formula_says():
-    """All values of the scale's range, next to a large one, with subnormal results and ties."""
+    """All values in the scale's range, next to a large one, with subnormal results and ties."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
     for largest in (448.0, 3.0, 0.0173, 1e-30):
@@ -120,9 +120,9 @@ def test_scales_alone_are_those_of_the_whole():
 
 
 def test_each_row_keeps_the_precision_of_fp8():
-    """Half a unit in the last of 3 bits is 1/16 of the value.
+    """The error is at most half a unit in the last place.
 
-    Below 2^-6 of the scale, half of the smallest step.
+    With 3 mantissa bits it is 1/16. Below 2^-6 scales it is half the smallest step.
     """
     values = heavy_tailed(64, 512)
     into, scales = quantised(values)

@@ -79,7 +79,7 @@ def test_a_header_whose_length_looks_like_a_pickle_is_read(tmp_path):
     header = json.dumps(ONE_TENSOR).encode()
     padded = header + b" " * (
         0x280 - len(header)
-    )  # the length is stored as 80 02 00 ..., like the start of a pickle of protocol 2
+    )  # the length is stored as 80 02 00 ..., like a protocol 2 pickle
     assert list(
         read_header(written(tmp_path / "x.safetensors", file_bytes(padded, bytes(8)))).tensors
     ) == ["a"]
@@ -220,4 +220,4 @@ def test_only_the_header_is_read(tmp_path):
     assert bytes_read() - reads_before < 64 * 1024
     assert (
         page_faults() - faults_before < 1000
-    )  # a mapped file read to its end would take 4 million
+    )  # reading the whole mapped file would take 4 million

@@ -1,4 +1,4 @@
-"""GGUF groups of every format, bit-equal in fp32 to the arithmetic of the gguf package."""
+"""GGUF groups in every format, bit-equal in fp32 to the gguf package's arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reference(groups, packing):
 
 
 def assert_same_bits(values, expected):
-    """Compare bits; NaNs with different payloads are equal."""
+    """Compare bits. NaNs with different payloads are equal."""
     nan = expected.isnan()
     assert torch.equal(values.isnan(), nan)
     assert torch.equal(values[~nan].view(torch.int32), expected[~nan].view(torch.int32))
@@ -62,7 +62,7 @@ def test_random_bytes(packing):
 
 
 def test_every_integer_takes_every_place(packing):
-    """Vary one byte of the group at a time over its 256 values, with the others constant."""
+    """Vary one byte at a time over all 256 values, with the others constant."""
     random = np.random.default_rng(3)
     base = random_groups(GGMLQuantizationType[packing.name], 1, random, scale=0.5)
     groups = np.repeat(base, packing.nbytes * 256, axis=0).reshape(

@@ -86,7 +86,7 @@ def test_a_forked_process_finds_zeros_and_its_end_changes_nothing(nbytes):
 def test_memory_goes_with_its_last_view():
     process = psutil.Process()
     memory = map_memory(64 * HUGE_PAGE).fill_(1)
-    gc.collect()  # memory that earlier tests have left must not go later
+    gc.collect()  # memory left by earlier tests must not go later
     rss, view = process.memory_info().rss, memory[:10]
     del memory
     gc.collect()

@@ -219,7 +219,7 @@ def test_a_device_locks_slots_and_shared_blocks_where_they_lie(gpu, tmp_path):
     nbytes = 5 * PAGE + 100
     segment = SharedSegment(
         str(tmp_path), {KEY: nbytes}
-    )  # in /dev/shm: pages of a disk's file cannot be locked
+    )  # in /dev/shm: a disk file's pages cannot be locked
     slots = HostPages(lock=gpu.runtime, shared=segment)
     shared = fill(slots, 0, KEY, nbytes, filled_with(7))
     own = fill(slots, 1, BlockKey("high", 1), nbytes, filled_with(8), capacity=9 * PAGE)

@@ -1,7 +1,4 @@
-"""RAM-resident blocks: the policy determines the number of reads.
-
-It does so also after errors, interrupts and changes.
-"""
+"""RAM-resident blocks: reads follow the policy, also after errors, interrupts and changes."""
 
 from __future__ import annotations
 
@@ -100,12 +97,12 @@ def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
         (
             some(6),
             [6 + 18, 18],
-        ),  # three of each expert; its other three are read in each of its steps
+        ),  # three per expert. The other three are read in each step.
         (some(12), [12, 0]),
         (
             some(6, blocks_to_swap=3),
             [6 + 6, 6],
-        ),  # the blocks that stream; residents are read once a stage
+        ),  # streamed blocks. Residents are read once a stage.
     ],
     ids=str,
 )
@@ -126,7 +123,7 @@ def test_reads_of_two_runs(stacks, source, policy, reads):
 @pytest.mark.parametrize("fail_at", [0, 3, 7])
 @pytest.mark.parametrize("policy", [ALL_IN_RAM, some(5)], ids=str)
 def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, fail_at):
-    """Every visit before the one that needs the block succeeds: its blocks were read before."""
+    """Every earlier visit succeeds: the block for it was read before."""
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
     with attach(stacks, policy, source) as handle:
@@ -175,7 +172,7 @@ def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source,
 
 
 def test_an_early_end_wakes_every_wait(stacks):
-    """The read thread waits for a slot and the fetch thread for a visit; both are woken."""
+    """The read thread waits for a slot and the fetch thread for a visit. Both are woken."""
     gate = threading.Event()
 
     class Gate(ModuleSource):
@@ -193,7 +190,7 @@ def test_an_early_end_wakes_every_wait(stacks):
 
 @pytest.fixture
 def fp16_file(tmp_path: Path) -> Callable[[], FileSource]:
-    """Blocks of one matrix that are decoded to fp32 on arrival."""
+    """One-matrix blocks, decoded to fp32 on arrival."""
     generator = torch.Generator().manual_seed(0)
     weights = {f"{i}": torch.randn(WIDTH, WIDTH, generator=generator).half() for i in range(BLOCKS)}
     save_file(weights, tmp_path / "blocks.safetensors")

@@ -1,4 +1,4 @@
-"""RAM program reads: several blocks in flight, and the end of a run with a failed block."""
+"""RAM program reads: several blocks in flight, and a run's end after a failed block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RAM slots: memory, page-locking, and the blocks that remain when the residency changes."""
+"""RAM slots: memory, page-locking, and blocks kept when the residency changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = dict(zip(KEYS, (2 * PAGE, PAGE, 5, 3 * PAGE + 1), strict=True))
 
 
 class Numbers:
-    """Source that fills every block with its number and records the calls."""
+    """Source with numbered blocks and recorded reads."""
 
     def __init__(self) -> None:
         self.formats = {
@@ -214,7 +214,7 @@ def test_how_much_room_slots_will_take(slots, wanted, staging, nbytes):
 
 
 class Segment:
-    """Fake of a shared segment. Another rank has filled block 0 of the high-noise expert."""
+    """Fake shared segment. Another rank has filled the high-noise expert's block 0."""
 
     def __init__(self) -> None:
         self.blocks = {KEYS[0]: torch.full((SIZES[KEYS[0]],), 1, dtype=torch.uint8)}

@@ -1,4 +1,4 @@
-"""Engines of several ranks whose RAM-resident blocks are in one shared segment."""
+"""Engines on several ranks with RAM-resident blocks in one shared segment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def path(stack: nn.ModuleList, tmp_path: Path) -> Path:
 
 
 class Rank:
-    """Copy of the blocks, streamed from the file through a shared segment."""
+    """Copied blocks, streamed from the file through a shared segment."""
 
     def __init__(
         self, stack: nn.ModuleList, path: Path, folder: Path, *, shared_blocks: int = BLOCKS

@@ -50,8 +50,8 @@ def fill_slot(
     return reservation.memory
 
 
-# A rank: executes one command per line and prints one line for each. `hang` blocks after it has
-# read half of a block.
+# A rank: executes one command per line and prints one line for each. `hang` blocks after
+# half a block.
 RANK = """
 import sys, time, hashlib
 from pathlib import Path
@@ -281,7 +281,7 @@ def test_threads_with_segments_of_their_own_exclude_each_other_too(folder):
 
 
 def test_many_come_and_go_at_once(folder):
-    """Opening and removing race with each other; no thread may join a segment that was removed."""
+    """Opening and removing race with each other. No thread may join a removed segment."""
     failures: list[str] = []
 
     def visit(number: int) -> None:
@@ -471,8 +471,7 @@ def test_slots_hold_shared_blocks_and_their_own_side_by_side(folder, limited_pag
         assert fill_slot(others, index, KEYS[index], read_of(index)).equal(content(index))
     assert reads == [0, 1, 2, 2], "the third has no place in the segment"
     assert (slots.locked.nbytes, slots.nbytes) == (3 * NBYTES, others.nbytes)
-    # Blocks that are filled need no more RAM. A slot of a shared block gets other memory for a
-    # private one.
+    # Filled blocks need no more RAM. A shared block's slot gets other memory for a private one.
     HostPages(lock=None, shared=other).check_available(2, 2 * NBYTES, available=0)
     assert fill_slot(slots, 0, KEYS[3], read_of(3)).equal(content(3))
     assert fill_slot(others, 0, KEYS[0], read_of(0)).equal(content(0))
@@ -514,7 +513,7 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
 
 
 def expected_path(folder: Path) -> Path:
-    """Return the predictable path of the segment, which does not exist."""
+    """Return the segment's predictable path, still free."""
     segment = SharedSegment("model", SIZES, folder=folder)
     segment.close()
     return segment.path

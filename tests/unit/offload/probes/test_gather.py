@@ -1,4 +1,4 @@
-"""Probe of the transfers of a group."""
+"""Probe for group transfers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wanstream.tests.support.accelerator import Accelerator
 
 
 class GroupOfOne:
-    """See `Gather`; counts the gathers."""
+    """`Gather` for a single rank, with a gather count."""
 
     rank, size = 0, 1
 

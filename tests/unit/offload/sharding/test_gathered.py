@@ -1,4 +1,4 @@
-"""Sharded blocks, ranks as threads of one process: equal bits, and a share of the bytes each."""
+"""Sharded blocks, with ranks as threads: equal bits, and an equal share per rank."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ MADE: list[Rank] = []
 
 @pytest.fixture(autouse=True)
 def detached_ranks() -> Iterator[None]:
-    """Detach the ranks of a test, so that the threads of their readers end with it."""
+    """Detach a test's ranks, so their reader threads end with the test."""
     yield
     while MADE:
         MADE.pop().handle.detach()
 
 
 class Rank:
-    """A copy of two stacks, streamed from their file."""
+    """Two copied stacks, streamed from their file."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ def patches() -> dict[BlockKey, BlockPatch]:
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run each job on a separate thread; return their results or errors."""
+    """Run each job on a separate thread, and return results or errors."""
     results: list[Any] = [None] * len(jobs)
 
     def do(number: int) -> None:
@@ -161,7 +161,7 @@ def make_ranks(stack: nn.ModuleList, path: Path) -> Callable[..., list[Rank]]:
 
 @pytest.mark.parametrize(
     ("policy", "fp8", "on_device"),
-    # Shards in RAM and on the device with every policy, and each of both with fp8.
+    # Shards in RAM and on the device with every policy, and both with fp8.
     [
         (policy, at % 2 == on_device, on_device)
         for at, policy in enumerate(POLICIES)
@@ -204,7 +204,7 @@ def test_each_rank_reads_its_share_of_the_file(
     read = [rank.files.reader.bytes_read for rank in ranks]
     ahead = (
         BLOCKS * BLOCK_BYTES if passes > 1 else 0
-    )  # at most: prefetched for the run that was expected next
+    )  # at most: prefetched for the expected next run
     assert passes * BLOCKS * BLOCK_BYTES <= sum(read) <= passes * BLOCKS * BLOCK_BYTES + ahead
     assert max(read) - min(read) <= passes * BLOCKS * size * 256 + ahead
     shard = shard_bytes(BLOCK_BYTES, size)
@@ -305,7 +305,7 @@ def test_no_gather_is_more_than_a_few_blocks_ahead(make_ranks, thread_group):
 
     def look(visit: int) -> None:
         if visit in (0, 4):
-            time.sleep(0.2)  # ranks that can continue have done so by then
+            time.sleep(0.2)  # time for all ranks to go as far as they can
         seen.append(max(group.gathers) - visit)
 
     in_threads([lambda rank=rank: rank.run(before=look) for rank in ranks])

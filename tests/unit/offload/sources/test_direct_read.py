@@ -167,10 +167,7 @@ def _overlap(pieces: list[ReadPiece]) -> bool:
 
 @pytest.mark.parametrize("data_start", [4_712, 4_096, 96_008])
 def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
-    """Ten matrices with their biases and norms in between, as a diffusers file has them.
-
-    The matrices are in pieces as they are cut.
-    """
+    """Ten matrices with biases and norms in between, as in a diffusers file, cut into pieces."""
     order = [("bias", 10_240), ("w", 52_428_800), ("norm", 10_240)] * 8 + [
         ("bias", 27_648),
         ("w", 141_557_760),

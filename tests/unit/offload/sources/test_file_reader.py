@@ -59,7 +59,7 @@ def reader(request: pytest.FixtureRequest, route: str):
 
 
 class Layer:
-    """OpenFiles whose read number `at` fails, or returns only that many bytes."""
+    """OpenFiles whose read number `at` fails, or returns only `short` bytes."""
 
     def __init__(
         self, inner: OpenFiles, *, at: int | None = None, error: int | None = None, short: int = 0
@@ -85,7 +85,7 @@ class Layer:
 
 
 def layered(route: str, *, readers: int = 2, **how) -> tuple[FileReader, Layer]:
-    """A reader that reads through a layer."""
+    """Return a reader over a layer, and the layer."""
     inner = OpenFiles(O_DIRECT if route == "direct" else 0, positional=route != "seek")
     layer = Layer(inner, **how)
     reader = FileReader(readers=readers, **ROUTES[route])
@@ -136,7 +136,7 @@ def test_a_file_that_shrank_is_named_with_its_tensors_and_offset(reader, path):
         SourceError, match=r"content\.bin: reading a, b at byte \d+ failed: the file ends here"
     ):
         reader.read(whole)
-    path.write_bytes(CONTENT)  # the same file with its old content: the reader is still good
+    path.write_bytes(CONTENT)  # the same file with the old content: the reader is still good
     memory[:] = bytes(len(CONTENT))
     reader.read(whole)
     assert memory == CONTENT

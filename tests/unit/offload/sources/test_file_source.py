@@ -24,7 +24,7 @@ from wanstream.offload.sources.read_plan import ALIGNMENT
 from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV
 from wanstream.plan.programs import BlockKey
 
-NAMES = ("ffn.weight", "q.weight", "k.weight")  # not the order in the file, which is by name
+NAMES = ("ffn.weight", "q.weight", "k.weight")  # the file has them sorted by name
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
 
 
@@ -260,8 +260,7 @@ def test_another_file_under_the_same_name_is_never_taken_for_the_one_that_was_op
     told = pytest.raises(
         SourceError, match=r"model\.safetensors: .* was changed after it was opened"
     )
-    # The file that was opened is still there, it only has no name; a thread that had not opened it
-    # finds the other one.
+    # The opened file is still there without a name. A thread opening it later finds the other one.
     may_succeed = opened and how == "replaced"
     with contextlib.suppress(SourceError) if may_succeed else told:
         source.read_block(KEYS[0], flat)

@@ -38,7 +38,7 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
-    # Few bits, so that rotated sums are exact: a CPU may add one row in another order than many.
+    # Few bits make rotated sums exact: a CPU may add one row in another order than many.
     torch.manual_seed(0)
     plain = {
         f"{key.expert}.{key.block}.{name}": torch.randn(shape)
@@ -124,7 +124,7 @@ def assert_block(
             assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), tensor.name
 
 
-@pytest.mark.slow  # many runs of the engine
+@pytest.mark.slow  # many engine runs
 def test_blocks_are_quantised_as_they_arrive(source, tensors):
     assert list(source.formats) == KEYS
     for key in [*KEYS, *KEYS[::-1]]:
@@ -228,7 +228,7 @@ def test_int8_is_the_same_in_any_pieces_and_takes_scaled_fp8(
 @pytest.mark.parametrize("storage", ["fp8", "int8 ConvRot"])
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_ranges_together_are_the_block(path, storage, parts, monkeypatch):
-    """Rows are read for a range that has their scales only, too."""
+    """A range with only the scales reads the rows, too."""
     monkeypatch.setattr(quantised, "QUANTISED_BYTES", 999)
     source = QuantisedSource(file_source(path), storage, threads=1)
     layout = source.formats[KEYS[0]].stored

@@ -1,4 +1,4 @@
-"""Reads that end between two block pieces, because the run has ended."""
+"""Reads end between two block pieces when the run has ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def source_of(kind: str, tensors, path):
 @pytest.mark.parametrize("pieces", range(PIECES + 1))
 @pytest.mark.parametrize("kind", ["file", "quantised", "tensors"])
 def test_a_read_stops_after_any_piece_and_can_be_repeated(tmp_path, kind, pieces):
-    # 80 bytes each: no two are contiguous in a block, because tensors start at multiples of 256.
+    # 80 bytes each: tensors in a block start every 256 bytes, so no two are contiguous.
     tensors = {str(number): torch.randn(1, 20) for number in range(PIECES)}
     save_file(tensors, tmp_path / "a.safetensors")
     source = source_of(kind, tensors, tmp_path / "a.safetensors")

@@ -1,4 +1,4 @@
-"""Views of file tensors, found again by place after renaming, slicing and reshaping."""
+"""File tensor views, found again by place after renaming, slicing and reshaping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured reads of a block source."""
+"""Measured block source reads."""
 
 from __future__ import annotations
 

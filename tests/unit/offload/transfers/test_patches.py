@@ -142,9 +142,9 @@ def write_raw(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
 
 
 def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """Write a file in fp8 with scales, one per matrix `up` and one per row of `down`.
+    """Write a file in fp8 with scales, one per `up` matrix and one per `down` row.
 
-    Changes the weights to the values of the file.
+    Change the weights to the file's values.
     """
     tensors = {}
     for n, i, block, w in weights_of(stacks):
@@ -173,9 +173,9 @@ def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
 
 
 def write_packed(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """Write a file in Q8_0 (32 signed bytes after their scale).
+    """Write a file in Q8_0 (32 signed bytes after a scale).
 
-    Change the weights to the values of the file.
+    Change the weights to the file's values.
     """
     packing, whole = QUANT_FORMATS["Q8_0"], b""
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
