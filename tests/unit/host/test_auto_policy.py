@@ -1,4 +1,4 @@
-"""Policies that the planner chooses for a run, with the free memory and the known machine."""
+"""Policies chosen by the planner for a run, from the free memory and the known machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_budgets_below_the_minimum_are_refused_with_numbers() -> None:
 
 
 def _record(policy: OffloadPolicy, machine: Machine, index: int = 0) -> StepRecord:
-    """Record of the first step on `machine`."""
+    """Return a record for the first step on `machine`."""
     (first, *_) = predicted(RUN, machine, policy).timeline.steps
     return replace(first, index=index)
 
@@ -136,7 +136,7 @@ def test_a_slow_bus_is_learned_from_and_the_next_run_knows_it() -> None:
     step, *_ = predicted(
         few, believed.with_figures(h2d_bytes_per_s=0.4e9), first.policy
     ).timeline.steps
-    better = first.revise(replace(step, index=3))  # a run that started late
+    better = first.revise(replace(step, index=3))  # a run with a late start
     assert better is not None
     assert better.kind == "block_swap"
     assert _choose(planner, room, few).policy.kind == "block_swap"
@@ -151,10 +151,7 @@ def test_a_slow_bus_is_learned_from_and_the_next_run_knows_it() -> None:
 def test_another_policy_must_save_a_twentieth_of_the_rest(
     vram: int, ram: int, swapped: int | None
 ) -> None:
-    """One block more saves 1.9 %, three save 5.8 %.
-
-    If others have taken the memory, the policy is kept.
-    """
+    """One block more saves 1.9 %, three save 5.8 %. Without free memory the policy is kept."""
     few, slow = replace(RUN, video_tokens=4_000), GPU.with_figures(h2d_bytes_per_s=1e9)
     start = plan_offload(
         few, GPU.with_figures(h2d_bytes_per_s=1e12), Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB)
@@ -205,14 +202,12 @@ def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
         return Budgets(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
 
     choice = _choose(AutoPlanner(lambda *_: GPU), room)
-    choice.revise(
-        _record(choice.policy, GPU)
-    )  # does not raise: the memory of the plan is allocated
+    choice.revise(_record(choice.policy, GPU))  # does not raise: the plan's memory is allocated
     assert evicting == [True, False]
 
 
 def test_a_first_call_that_no_step_predicted_teaches_nothing() -> None:
-    """A sampler of ComfyUI may begin with another expert than its sigmas.
+    """A ComfyUI sampler may begin with another expert than the sigmas suggest.
 
     It may also call the model twice in its only step.
     """

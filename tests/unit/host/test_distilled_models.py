@@ -1,4 +1,4 @@
-"""CFG with a distilled model or LoRA, found by the file names in front of a ComfyUI sampler."""
+"""CFG with a distilled model or LoRA, found by file names in front of a ComfyUI sampler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def graph(
 
 
 def switched(value: object) -> Any:
-    """The same with a switch between model and model with LoRA, as in ComfyUI's templates."""
+    """Return the graph with a switch between model and LoRA, as in ComfyUI's templates."""
     branches = {"switch": value, "on_false": ["1", 0], "on_true": ["2", 0]}
     return {
         **graph(),

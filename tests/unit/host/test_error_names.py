@@ -1,4 +1,4 @@
-"""Names of our errors in ComfyUI, which names them by their module."""
+"""Names for our errors in ComfyUI, taken from their module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OURS: list[Callable[[], Exception]] = [
 
 
 def full_type_name(error: BaseException) -> str:
-    """As ComfyUI's execution.py."""
+    """Return the name as ComfyUI's execution.py does."""
     return f"{type(error).__module__}.{type(error).__qualname__}"
 
 
@@ -90,8 +90,7 @@ def test_a_refusal_of_inputs_has_a_plain_name_and_the_inputs_keep_theirs() -> No
     before = inspect.getfullargspec(Node.validate_inputs)
     name_errors_of(Node)
     name_errors_of(Plain)
-    # ComfyUI reads the signature: a check that takes any keyword would switch off the limits of
-    # every input.
+    # ComfyUI reads the signature: arbitrary keywords would switch off all input limits.
     assert inspect.getfullargspec(Node.validate_inputs) == before
     assert not hasattr(Plain, "validate_inputs")
     with pytest.raises(RequestError, match="0 steps") as refused:

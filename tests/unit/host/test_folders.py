@@ -89,7 +89,7 @@ def test_a_name_under_which_nothing_can_be_written_is_refused(
     _touch(output / "there")
     (output / "dangling").symlink_to(tmp_path / "gone")
     (output / "locked").mkdir()
-    # root may write everywhere.
+    # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != output / "locked")
     before = sorted(output.rglob("*"))
     with pytest.raises(OutputNameError, match=reason) as refused:
@@ -198,7 +198,7 @@ def test_a_name_that_is_known_in_the_run_only_is_repaired(
         Folders(models=tmp_path, output=tmp_path, input=tmp_path, finished=tmp_path),
     )
     with host.opened(folders):
-        host.files.check_output(prefix)  # the rows of a batch have names of their own
+        host.files.check_output(prefix)  # batch rows have other names
 
 
 def test_models_are_listed_by_what_they_are(tmp_path: Path) -> None:

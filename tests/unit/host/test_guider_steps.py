@@ -1,4 +1,4 @@
-"""Steps of model calls in ComfyUI's samplers: guidance, windows, lanes, and refused settings."""
+"""Model-call steps in ComfyUI's samplers: guidance, windows, lanes, refused settings."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_settings_that_do_not_fit_the_steps_are_refused(
 
 @pytest.mark.parametrize("sigmas", [(0.5,), ()])
 def test_a_run_without_steps_refuses_nothing(sigmas: tuple[float, ...]) -> None:
-    """As BasicScheduler makes them for a denoise of 0."""
+    """BasicScheduler returns such sigmas for a denoise of 0."""
     assert (
         guider_steps(
             sigmas=sigmas, guidance=Guidance(scales=SCALES, nag=Nag()), windows=WINDOWS

@@ -1,4 +1,4 @@
-"""Constants that would become another value without a message."""
+"""Constants refused because they would silently become another value."""
 
 from __future__ import annotations
 

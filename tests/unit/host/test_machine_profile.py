@@ -1,4 +1,4 @@
-"""The profile of a machine is kept, and is used only where it holds."""
+"""Machine profile: kept, and used only where it holds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def measured(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 @pytest.fixture
 def kept(measured: Profile, tmp_path: Path) -> Path:
-    """A cache folder with a copy of the profile in it, marked so that it is known again."""
+    """A cache folder with a copy of the profile, marked by an odd figure."""
     assert measured.kept_in is not None
     data = json.loads(measured.kept_in.read_text(encoding="utf-8"))
     data["machine"]["copy_bytes_per_s"] = 12345.0
@@ -247,9 +247,7 @@ def test_no_space_for_the_profile_leaves_the_old_one(
     path = profile_path(CPU, kept)
     before = path.read_text(encoding="utf-8")
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (10, usual[1])
-    )  # no file of ours may get longer than 10 bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))  # our files must stay below 10 bytes
     try:
         profile = measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=kept)
     finally:
@@ -268,7 +266,7 @@ def test_a_file_of_weights_may_be_named_itself(models: Path, tmp_path: Path) -> 
 
 @pytest.fixture
 def scratch_folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Folders in which temporary folders were made."""
+    """Return the list of folders where temporary folders were made."""
     made: list[Path] = []
     original = tempfile.TemporaryDirectory
 
@@ -301,10 +299,7 @@ def test_without_weights_a_file_is_written_read_and_removed(
 def test_without_a_folder_of_models_the_disk_of_the_cache_is_read(
     tmp_path: Path, scratch_folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder for temporary files lies in RAM on many systems.
-
-    It would look like the fastest disk there is.
-    """
+    """Temporary files often lie in RAM, where a test file would show the fastest disk of all."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     profile = measure_machine(CPU, expert=TINY, tokens=300)
     assert (profile.notes[0], scratch_folders) == (NO_WEIGHTS, [tmp_path])

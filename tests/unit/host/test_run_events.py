@@ -1,4 +1,4 @@
-"""Events of a run: in order, as plain JSON, with an end event for every kind of end."""
+"""Run events: in order, as plain JSON, with an end event for every kind of end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PREDICTED = Timeline(steps=(record(0),), kind="simulated")
 
 
 class Told(list[tuple[str, dict[str, Any]]]):
-    """Recorder of announced events after a JSON round trip."""
+    """List of announced events after a JSON round trip."""
 
     def __call__(self, event: str, payload: Mapping[str, Any]) -> None:
         self.append((event, json.loads(json.dumps(payload))))

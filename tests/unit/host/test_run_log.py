@@ -1,4 +1,4 @@
-"""Run log: the state that a page needs if it is opened later, with a bounded number of runs."""
+"""Run log: the state needed by a page opened later, for a bounded number of runs."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ DISTILLED = "wan2.2_lightx2v_4steps.safetensors"
 def sampled(
     file: str = DISTILLED, *, cfg: object = 4.0, seed: int = 0, guider: bool = False
 ) -> dict[str, Any]:
-    """A sampler of ComfyUI, the node "3"; with a guider, that is the node "3"."""
+    """Return a ComfyUI sampler as node "3"; with `guider`, node "3" is a guider."""
     model = {"class_type": "Loader", "inputs": {"unet_name": file}}
     sampler = {"class_type": "KSampler", "inputs": {"model": ["1", 0], "cfg": cfg, "seed": seed}}
     return {

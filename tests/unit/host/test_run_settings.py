@@ -1,4 +1,4 @@
-"""Settings of runs in the table of runs."""
+"""Run settings in the table of runs."""
 
 from __future__ import annotations
 

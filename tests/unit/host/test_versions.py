@@ -1,4 +1,4 @@
-"""Private names and versions of ComfyUI, which only `host/comfy/versions.py` may contain."""
+"""Private names and versions of ComfyUI: only `host/comfy/versions.py` may contain them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH = {
     "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_compiled_call_impl",
     "_version", "_is_param", "_orig_mod", "_load_from_state_dict",
 }  # fmt: skip
-"""Private names of torch."""
+"""Private names in torch."""
 
 SHARED = {
     "APPLY_MODEL", "BaseModel", "CLIP", "INPUT_TYPES", "Linear", "ModelPatcher", "WAN21",
@@ -36,7 +36,7 @@ SHARED = {
     "unet_prefix_from_state_dict", "utils",
     "weight", "weight_adapter", "weights", "wrappers",
 }  # fmt: skip
-"""Names in `versions.py` that are also ours, or public."""
+"""Names in `versions.py` also used by us, or public."""
 
 PROBES = {"hasattr", "getattr", "setattr", "delattr"}
 INSPECTED = {
@@ -64,7 +64,7 @@ def _strings_and_attributes(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _known() -> set[str]:
-    """Return the names of Python and torch."""
+    """Return names in Python and torch."""
     kinds = [
         str,
         dict,
@@ -93,7 +93,7 @@ def _is_private(name: str) -> bool:
 
 
 def _own_names(tree: ast.AST) -> set[str]:
-    """Return what a file defines, as a function, a class, a variable or an attribute."""
+    """Return what a file defines: functions, classes, variables and attributes."""
     found = {
         node.attr
         for node in ast.walk(tree)
@@ -113,7 +113,7 @@ def _is_stored_in_self(node: ast.Attribute) -> bool:
 
 
 def _overridden(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yield the private methods of classes that inherit from one of ComfyUI's."""
+    """Yield private methods of classes derived from ComfyUI's."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(_is_of_comfy(base) for base in node.bases):
             for each in node.body:
@@ -134,7 +134,7 @@ def _calls_super(function: ast.FunctionDef) -> bool:
 
 
 def faults(source: str, private: set[str], *, in_comfy: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with private names or versions of ComfyUI, and the reasons."""
+    """Yield lines with private names or versions of ComfyUI, and the reasons."""
     tree = ast.parse(source)
     own = _own_names(tree)
     for node, name in _strings_and_attributes(tree):

@@ -25,7 +25,7 @@ Load = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Sink(io.ComfyNode):
-    """Reads an image, so that it is loaded."""
+    """Output node, to load an image."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -93,7 +93,7 @@ def test_deep_grey_and_palettes(load: Load, tmp_path: Path) -> None:
 
 
 def _png16(values: np.ndarray[Any, Any]) -> bytes:
-    """A PNG with 16 bits per channel. Pillow writes only grey ones."""
+    """Return a PNG with 16 bits per channel. Pillow writes only grey ones."""
     height, width, channels = values.shape
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
 

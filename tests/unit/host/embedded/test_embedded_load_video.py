@@ -46,7 +46,7 @@ print(status("VmHWM") - before)
 
 
 class Sink(io.ComfyNode):
-    """Reads images, so that they are loaded."""
+    """Output node, to load images."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -116,7 +116,7 @@ def test_what_is_no_video_is_refused(
 
 
 def _write_jpegs(path: Path, frames: Sequence[tuple[int, int] | bytes]) -> None:
-    """Write an MKV of JPEG: per frame a picture (width, height), or the given bytes as packet."""
+    """Write an MJPEG video: a picture (width, height) or packet bytes for each frame."""
     with av.open(path, "w") as file:
         stream = file.add_stream("mjpeg", rate=12, width=48, height=32, pix_fmt="yuvj420p")
         for index, frame in enumerate(frames):
@@ -138,7 +138,7 @@ def _write_jpegs(path: Path, frames: Sequence[tuple[int, int] | bytes]) -> None:
 
 @pytest.fixture
 def short_video(tmp_path: Path) -> str:
-    """Write 7 frames of 48x32."""
+    """Write 7 frames at 48x32."""
     write_video(tmp_path / "input" / "a.mp4", torch.rand(7, 32, 48, 3), fps=12, crf=1, metadata={})
     return "a.mp4"
 

@@ -1,4 +1,4 @@
-"""LoRAs in the registry: they change the open pair and never open another one."""
+"""LoRAs in the registry: they change the open pair and open no other one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PINNED = OffloadPolicy.layerwise(1, source="pinned")
 
 @pytest.fixture
 def models(sample_models: Path, tmp_path: Path) -> Path:
-    """The T2V experts and LoRAs of the test model, the test's own to change."""
+    """A copy of the test model's T2V experts and LoRAs, for tests to change."""
     for folder in ("diffusion_models", "loras"):
         (tmp_path / folder).mkdir()
         for file in (sample_models / folder).glob("wan2.2_t2v*"):
@@ -63,7 +63,7 @@ def registry(opened: list[ExpertsRef]) -> ExpertsRegistry:
 
 
 def run(pair: ExpertPair) -> torch.Tensor:
-    """The velocity of one step of each expert."""
+    """Return both experts' velocities for one step."""
     generator = torch.Generator().manual_seed(0)
     lane = Lane(
         latents=torch.randn(1, 16, 1, 2, 2, generator=generator),
@@ -82,7 +82,7 @@ def run(pair: ExpertPair) -> torch.Tensor:
 
 
 def bytes_read() -> int:
-    """Bytes allocated by this process."""
+    """Return the bytes read by this process so far."""
     with open("/proc/self/io", encoding="ascii") as counters:
         return int(counters.readline().removeprefix("rchar: "))
 
@@ -117,7 +117,7 @@ def test_other_loras_and_strengths_open_no_pair_and_read_no_base_weight(
         before = bytes_read()
         assert registry.get(replace(ref, loras=loras)) is pair
         results.append(run(pair))
-        # Each file at most once, and its header once each time that it is named.
+        # At most, each file is read once, and each header once per mention.
         assert bytes_read() - before < 4 * sum(sizes)
     assert opened == [ref]
     assert torch.equal(results[-1], plain)

@@ -1,4 +1,4 @@
-"""Execution without ComfyUI: the environment of nodes, and the results of runs."""
+"""Execution without ComfyUI: the environment for nodes, and run results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.schema import Cancelled, StateError
 from wanstream.tests.support.embedded import embedded_host
 
-# 1 is read twice, and 5 not at all.
+# Node 1 is read twice, and node 5 not at all.
 PROMPT: dict[str, Any] = {
     "4": {"class_type": "Show", "inputs": {"number": ["3", 0]}},
     "3": {"class_type": "Add", "inputs": {"a": ["1", 0], "b": ["2", 0]}},
@@ -142,7 +142,7 @@ def test_two_runs_at_once_are_refused(run: Callable[..., History]) -> None:
 
 
 def test_two_hosts_run_in_one_process_at_once(nodes: SimpleNamespace, tmp_path: Path) -> None:
-    """Each node reaches the host that runs it, inside another run as well as on another thread."""
+    """Each node reaches the host running it, inside another run as well as on another thread."""
     hosts = {name: EmbeddedHost() for name in ("outer", "inner", "thread")}
 
     def start(name: str, on_progress: Callable[[NodeProgress], None] | None = None) -> History:
@@ -198,7 +198,7 @@ def test_results_must_match_the_promised_outputs(
 
 def test_nodes_of_a_real_comfyui_are_refused() -> None:
     class Foreign:
-        """Derives from another `io.ComfyNode` than the embedded one."""
+        """Class derived from another `io.ComfyNode` than the embedded one."""
 
     with pytest.raises(UnsupportedNodeError, match="Foreign was built for the ComfyUI"):
         nodes_by_id([Foreign])  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""The place of the list of clusters, and a list that cannot be read."""
+"""Cluster list: its place, and unreadable lists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_without_the_variable_it_is_in_the_folder_of_the_users_settings(
 def test_a_token_file_is_found_from_the_folder_of_the_list(
     listed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not from the start folder of this process, which workers and commands do not share."""
+    """Workers and commands do not share the start folder of this process."""
     home = listed.parent / "home"
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))

@@ -1,4 +1,4 @@
-"""Plans of runs on workers keep the user's choices and plan the rest, alike for equal runs."""
+"""Run plans on workers: the user's choices are kept, the rest is planned, always alike."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_videos_on_workers_of_their_own_are_checked_one_by_one() -> None:
 
 
 def test_videos_of_a_cell_are_lanes_of_one_pass() -> None:
-    """Two videos without guidance are two lanes, which two sides can share."""
+    """Two videos without guidance are two lanes, to be shared by two sides."""
     both = a_run(WorkersRef(count=4, mesh=Mesh(data=2, cfg=2)), videos=4, shape=a_shape(4, lanes=1))
     assert plan_workers(both, nobody).reasons == ()
     one_each = a_run(

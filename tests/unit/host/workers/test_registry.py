@@ -29,7 +29,7 @@ ONE = WorkersRef(count=1, address="in-process")
 
 
 class FakeWorker:
-    """Answers at once, or never."""
+    """Worker that responds at once, or never."""
 
     def __init__(self, pool: FakePool, rank: int) -> None:
         self._pool, self.rank = pool, rank
@@ -50,7 +50,7 @@ class FakeWorker:
 
 
 class FakePool:
-    """Pool that records its calls."""
+    """Pool with recorded calls."""
 
     def __init__(self, ref: WorkersRef, device: torch.device) -> None:
         self.ref, self.device = ref, device
@@ -129,7 +129,7 @@ def test_another_reference_ends_the_former_workers_first(
 def test_workers_that_cannot_be_replaced_any_more_are_started_anew(
     kept: WorkerRegistry, started: list[FakePool]
 ) -> None:
-    """As those of a cluster that has ended."""
+    """For example, their cluster has ended."""
     kept.get(ONE, Mesh(), CPU)
     started[0].usable = False
     driver = kept.get(ONE, Mesh(), CPU)
@@ -166,7 +166,7 @@ def test_a_worker_that_does_not_give_its_memory_back_is_ended(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ComfyUI releases memory to load another model, which must not fail if a worker hangs."""
+    """ComfyUI releases memory to load another model: a hung worker must not make that fail."""
 
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         started.append(FakePool(ref, device))
@@ -208,7 +208,7 @@ kept.pool(ONE, torch.device("cpu"))
 
 @pytest.mark.integration
 def test_without_ray_the_remedy_is_told_and_one_worker_here_needs_none() -> None:
-    """In a Python that finds nothing but this package, as far as Ray goes."""
+    """Without site-packages, Ray cannot be found."""
     code = f"""
 import sys
 {SETUP}

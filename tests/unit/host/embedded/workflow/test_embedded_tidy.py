@@ -1,4 +1,4 @@
-"""Parts added to exported workflows by ComfyUI's frontend, and settings that look like them."""
+"""Parts added to exported workflows by ComfyUI's frontend, and settings similar to them."""
 
 from __future__ import annotations
 

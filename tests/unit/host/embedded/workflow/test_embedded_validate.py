@@ -1,4 +1,4 @@
-"""Every way in which a workflow can be wrong, by ComfyUI's name for it."""
+"""All faults in a workflow, by ComfyUI's names."""
 
 from __future__ import annotations
 
