@@ -1,4 +1,4 @@
-"""One thread for the tests of this folder."""
+"""One thread for these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of clusters: its entries, and the addresses that need permission and a token."""
+"""Cluster list: entries, and remote addresses, which need permission and a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of this pack keep their type and arguments on the way from another process."""
+"""Our errors keep their type and arguments on the way from another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about a lost worker behind Ray, and the end of its process; Ray is replaced."""
+"""Messages about a worker lost behind a fake Ray, and the end of the worker's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Lose = Callable[..., str]
 
 @pytest.fixture
 def lose(monkeypatch: pytest.MonkeyPatch) -> Lose:
-    """`lose(address, logs, node=HERE)`: the message of a worker with these logs."""
+    """`lose(address, logs, node=HERE)` returns the message about a worker with such logs."""
 
     def message(address: str, logs: tuple[str, ...], node: str = HERE) -> str:
         monkeypatch.setattr(CONNECTION, "address", address)

@@ -1,4 +1,4 @@
-"""Paths of experts, as they are on the machine of a worker."""
+"""Expert paths on a worker's machine."""
 
 from __future__ import annotations
 
@@ -141,10 +141,7 @@ def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_
 
 
 def test_machines_with_other_weights_under_one_path_are_told_apart() -> None:
-    """Each of them alone would compute.
-
-    Their videos, or the sides of one, would not fit together.
-    """
+    """Each machine alone would compute, but their videos or sides would not fit together."""
     desk = replace(FACTS, node="desk", sizes={"/models/high": 28, "/models/low": 30})
     rack = replace(FACTS, node="rack", sizes={"/models/high": 28, "/models/low": 30})
     check_paths([desk, rack, desk], ())

@@ -132,8 +132,7 @@ def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
             assert go_on.wait(LIMIT_S), "nobody stopped to hand out tiles"
 
     def looked() -> None:
-        # The driver polls again and submits nothing to an idle worker: all tiles that may run have
-        # been submitted.
+        # The driver polls again and leaves an idle worker idle: it has submitted all tiles it may.
         worker = workers.workers[1]
         done.append(worker.tiles if worker.tiles == worker.given else -1)
         if (
@@ -199,7 +198,7 @@ def test_the_other_workers_decode_while_a_lost_one_is_replaced(
 
     def replace_late(rank: int) -> Any:
         assert all_decoded.wait(LIMIT_S), "no tiles were decoded during the replacement"
-        time.sleep(0.2)  # a decode that did not wait for it would have returned
+        time.sleep(0.2)  # a decode would have returned meanwhile if it did not wait
         return replace_now(rank)
 
     def on_tile(done: int, total: int) -> None:
@@ -245,7 +244,7 @@ def test_a_replacement_that_is_lost_too_counts_and_any_other_failure_of_it_ends_
 
 
 def lose(workers: Any, *ranks: int) -> None:
-    """End these workers of a `ThreadPool` between two decodes."""
+    """End some `ThreadPool` workers between two decodes."""
     for rank in ranks:
         lost = WorkerLostError("gone between two decodes", rank)
 
@@ -337,9 +336,7 @@ def test_the_time_limit_of_a_tile_starts_with_it(
         TileGroup(workers, 0, [job], 0.25),
         Assignment(GroupId(0, 0), item=0, steps=range(1)),
     )
-    time.sleep(
-        0.6
-    )  # longer than the limit, twice 0.25 s: other workers may take all tiles for so long
+    time.sleep(0.6)  # longer than twice the timeout: other workers may take all tiles for so long
     try:
         assert group.start(tile, queue.SimpleQueue()).check_time() is None
         assert not workers.workers[0].killed
@@ -412,14 +409,14 @@ def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded
 def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
     max_restarts: int, tile_pools: Callable[..., Any], job: DecodeTask, alone: torch.Tensor
 ) -> None:
-    """Not in its first tile, and after it has begun some frames of that one."""
+    """The worker hangs in its second tile, some frames after the start."""
     go_on = threading.Event()
 
     def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 0:
             time.sleep(
                 0.02
-            )  # on a busy machine it could make every tile before the other one takes its second
+            )  # on a busy machine this worker could make all tiles before the other takes a second
         if worker.rank == 1 and worker.tiles == 1:
             enough, until = worker.begun + 3, time.monotonic() + LIMIT_S
             while worker.begun < enough and time.monotonic() < until:
@@ -464,7 +461,7 @@ def test_latents_of_another_shape_are_refused_before_anybody_is_asked(
 
 
 class ShortOnce(TileDecoder):
-    """Decoder that runs out of memory until memory is freed."""
+    """Decoder with one out-of-memory error."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

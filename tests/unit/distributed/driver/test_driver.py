@@ -51,7 +51,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def request_of(make_task: MakeTask) -> Callable[..., DenoiseRequest]:
-    """`request_of(batch=1, seed=1, **changes)`: 6 steps, 3 of them high-noise."""
+    """Return a function for requests with 6 steps, 3 high-noise ones."""
 
     def make(batch: int = 1, *, seed: int = 1, **changes: Any) -> DenoiseRequest:
         asked = {
@@ -127,7 +127,7 @@ def test_every_mesh_gives_what_one_worker_gives(
 def test_three_of_four_workers_are_replaced_side_by_side(
     mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one group, and in several: no replacement ends before all three have begun."""
+    """No replacement ends before all three have begun, in one group or in several."""
     pool, starting = fakes.FakePool(4), threading.Barrier(3)
     for rank in (1, 2, 3):
         pool.workers[rank].kill()
@@ -206,7 +206,7 @@ def test_all_workers_of_a_run_compute_in_the_same_dtype(
 def test_all_workers_of_a_run_multiply_in_the_same_formats(
     workers: Any, computed: str, fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
-    """An fp8 file on an RTX 3090 next to an RTX 4090, say."""
+    """For example, an fp8 file on an RTX 3090 next to an RTX 4090."""
     pool = fakes.FakePool(4, multiplied=workers)
     for asked in ("as stored", "auto", "decoded"):
         pool.sent.clear()
@@ -288,7 +288,7 @@ def test_workers_that_die_cost_no_step_that_was_reported(
     assert torch.equal(result.latents, fakes.expected(request_of(3).noise, range(STEPS)))
     died = len(faults) - len(pool.faults)
     assert result.restarts == len(result.timeline.changes)
-    # Two that die in the same step are one loss.
+    # Two deaths in one step are one loss.
     assert min(died, 1) <= result.restarts <= died
     assert len(pool.replaced) <= died
     assert [step.done for step in steps] == list(range(1, steps[-1].total + 1)), (
@@ -298,7 +298,7 @@ def test_workers_that_die_cost_no_step_that_was_reported(
 
 @pytest.fixture
 def states_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaders hand over their state after every step."""
+    """Make leaders hand over their state after every step."""
     monkeypatch.setattr(
         "wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: 0.0
     )
@@ -364,10 +364,7 @@ def test_requests_are_shared_for_the_run_and_tasks_have_the_same(
 
 
 def interrupt_at(number: int) -> Callable[[StepProgress], None]:
-    """Return a callback that raises KeyboardInterrupt in the step with that number.
-
-    The end of a process raises it in the same way.
-    """
+    """Return a callback to raise KeyboardInterrupt at that step, as the end of a process does."""
 
     def on_step(step: StepProgress) -> None:
         if step.done == number:
@@ -507,7 +504,7 @@ def test_a_full_disk_is_reported_once_and_the_run_goes_on(
     [(0.1, 1, 60.0), (77.4, 1, 60.0), (77.4, 8, 61.92), (77.4, 64, 495.36)],
 )
 def test_many_groups_hand_over_less_often(megabytes: float, groups: int, seconds: float) -> None:
-    """77.4 MB is the state of one video of 1280x720x81."""
+    """The state for one 1280x720x81 video has 77.4 MB."""
     assert handover_interval_s(round(megabytes * 1e6), groups) == pytest.approx(seconds)
 
 
@@ -717,7 +714,7 @@ def test_a_worker_that_died_between_two_runs_is_replaced_for_the_next(
 def test_workers_that_left_for_another_driver_join_again(
     fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
-    """They were closed by their host, or another driver joined them in between."""
+    """The host closed them, or another driver joined them in between."""
     pool = fakes.FakePool(2)
     first, second = driver_of(pool, Mesh(cfg=2)), driver_of(pool, Mesh(ulysses=2))
     for driver in (first, second, first):
@@ -733,7 +730,7 @@ def test_workers_that_left_for_another_driver_join_again(
 def test_a_repair_of_a_former_driver_is_awaited(
     fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
-    """Otherwise both drivers would replace the same worker, and join it to different groups."""
+    """Otherwise both drivers would replace the same worker and join it to different groups."""
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, failure="dies")])
     replace, repairing, go_on = pool.replace, threading.Event(), threading.Event()
 

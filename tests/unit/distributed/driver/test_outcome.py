@@ -1,4 +1,4 @@
-"""Outcome of a task from its workers' errors: the error that caused the others is returned."""
+"""Task outcome from worker errors: the root cause is returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tile size by the memory of the workers, and smaller tiles after an out-of-memory error."""
+"""Tile size by worker memory, and smaller tiles after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def needs(vae: Path) -> DecodeNeeds:
 
 @pytest.fixture
 def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
-    """`decode(pool, **changes)` decodes `LATENTS` in tiles of `FIRST`."""
+    """`decode(pool, **changes)` decodes `LATENTS` with `FIRST` as tiling."""
 
     def run(pool: Any, **changes: Any) -> torch.Tensor:
         ref = WorkersRef(count=len(pool.workers), max_restarts=0, timeout_s=60.0)
@@ -55,10 +55,7 @@ def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
 
 
 def no_room_above(size: int) -> Callable[[Any, DecodeTask], None]:
-    """Two workers. The first has no memory for tiles wider than `size` latents.
-
-    It gets the first tile.
-    """
+    """Return a callback to fail the first worker's tiles wider than `size` latents."""
 
     def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 0 and task.latents.shape[4] > size:
@@ -111,7 +108,7 @@ def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
 
 
 class Telling:
-    """Workers that return facts, or raise; a lost one is replaced by one that returns `later`."""
+    """Pool whose workers return facts or raise. Replacements return `later`."""
 
     def __init__(
         self, *told: WorkerFacts | Exception, later: WorkerFacts | Exception | None = None

@@ -1,4 +1,4 @@
-"""Scheduling loop with groups that take their steps on threads."""
+"""Scheduling loop with groups stepping on threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StepFunction = Callable[[int, int], Any]
 
 
 class StepGroup:
-    """Group whose step function takes an item and a step; implements `StageGroup`."""
+    """`StageGroup` with a step function of item and step."""
 
     def __init__(self, step: StepFunction) -> None:
         self.step = step
@@ -39,10 +39,7 @@ class StepGroup:
 
 
 class StepJob:
-    """Job of a `StepGroup`, or a repair, which does nothing; implements `Job`.
-
-    Its messages are calls of one step.
-    """
+    """`Job` for a `StepGroup`, empty for a repair. Each message calls one step."""
 
     def __init__(self, step: StepFunction, assignment: Assignment | None, inbox: Inbox) -> None:
         self.run_id = f"{id(self)}"
@@ -126,10 +123,7 @@ def test_every_item_passes_all_stages_in_order_and_is_reported_once_per_step(dat
 
 
 def test_items_overlap_in_the_stages() -> None:
-    """Two items wait for each other, so that they end only together.
-
-    They are the first stage's second item and the second stage's first one.
-    """
+    """The first stage's second item and the second stage's first one end only together."""
     together = threading.Barrier(2, timeout=20)
 
     def first(item: int, step: int) -> None:
@@ -201,9 +195,9 @@ def test_a_stop_ends_all_jobs_after_the_step() -> None:
 def test_time_limits_are_checked_after_all_messages_that_wait_and_strange_ones_are_dropped() -> (
     None
 ):
-    """A report that waited while the loop was busy is a sign of life.
+    """Reports left waiting by a busy loop count as signs of life.
 
-    One of an ended job must not reach the next.
+    Reports from an ended job must not reach the next one.
     """
     go_on, checks = threading.Event(), list[int]()
 

@@ -1,4 +1,4 @@
-"""Task on a group's workers: how it ends, and whether they can compute another one as they are."""
+"""Tasks on a group's workers: how they end, and whether the workers can go on as they are."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GROUP = GroupId(0, 0)
 
 
 class Handle:
-    """See `WorkerHandle`; the test ends its task."""
+    """`WorkerHandle` with a task ended by the test."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -86,7 +86,7 @@ class Handle:
 
 
 class Running:
-    """Group with a job; `poll` passes all messages to the job, as `StageRun` does."""
+    """Group with a job. `poll` passes all messages to the job, as `StageRun` does."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.rendezvous = group.rendezvous
@@ -117,14 +117,14 @@ StartGroup = Callable[..., tuple[Running, list[Handle]]]
 
 @pytest.fixture
 def report(make_task: Callable[..., RunTask]) -> StepReport:
-    """Report of the leader after the first step."""
+    """Return the leader's report after the first step."""
     state = RunState(next_step=1, latents=make_task().request.noise, history={})
     return StepReport(run_id="", place=0, record=RECORD, state=state)
 
 
 @pytest.fixture
 def start_group(make_task: Callable[..., RunTask]) -> StartGroup:
-    """`start_group(2, timeout_s=60.0)`: a group with a started job, and its workers' handles."""
+    """`start_group(2, timeout_s=60.0)` returns a group with a started job, and worker handles."""
 
     def start(count: int, *, timeout_s: float = 60.0, log: TaskLog | None = None) -> Any:
         handles, task = [Handle(rank) for rank in range(count)], make_task()
@@ -139,7 +139,7 @@ def start_group(make_task: Callable[..., RunTask]) -> StartGroup:
 
 
 def ended(group: Running) -> JobEnd:
-    """Return the end of the job, which must be its only event left."""
+    """Return the job's end, which must be the only event left."""
     (event,) = group.poll()
     assert event.end is not None
     assert group.poll() == []
@@ -239,11 +239,11 @@ def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
 def test_a_stop_waits_for_the_step_of_a_group_on_several_machines(
     apart: bool, start_group: StartGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its workers stop before their next step, which may be further away than the timeout."""
+    """Workers stop before their next step, which may start after the timeout."""
     killed: list[int] = []
     monkeypatch.setattr(Handle, "kill", lambda handle: killed.append(handle.rank))
     clock = [0.0]
-    # A busy machine may pause the test for longer than the silence limit.
+    # A busy machine may pause the test beyond the silence limit.
     for module in (heartbeat, worker_group):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     group, handles = start_group(2, timeout_s=5.0)
@@ -263,10 +263,7 @@ def test_a_stop_waits_for_the_step_of_a_group_on_several_machines(
 
 
 def test_the_silence_limit_is_somewhat_longer_than_the_timeout_of_workers() -> None:
-    """A worker without waiting peers is found after ten minutes.
-
-    One with waiting peers is found after five.
-    """
+    """A worker without waiting peers is found after ten minutes, one with peers after five."""
     opening, begun, short, slow = (Heartbeat([], timeout_s) for timeout_s in (300, 300, 1, 1))
     begun.record_sign()
     slow.record_sign(60)

@@ -1,4 +1,4 @@
-"""Schedule of jobs in any order of events: each is done once, and no group idles without need."""
+"""Job schedule under random events: each job is done once, no group idles without need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wanstream.schema import StateError
 
 @st.composite
 def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
-    """(steps of each item by stage, data degree); some stages have no steps for some items."""
+    """Draw steps by item and stage, and a data degree. A stage may have no step for an item."""
     stages = draw(st.integers(1, 3))
     items = []
     for _ in range(draw(st.integers(1, 7))):
@@ -44,18 +44,15 @@ def schedule_of(
 
 
 class Simulation:
-    """Simulation of groups that step, finish, are lost and repaired in a random order.
-
-    Checks all invariants.
-    """
+    """Groups that step, finish, fail and are repaired in random order, with invariants checked."""
 
     def __init__(self, schedule: JobSchedule, seed: int, *, losses: float) -> None:
         self.schedule, self.losses = schedule, losses
         self.chance = random.Random(seed)
         self.computed: list[tuple[GroupId, int, int]] = []
-        """(group, item, step) of every step."""
+        """(group, item, step) for every step."""
         self.finished: list[tuple[int, int]] = []
-        """(item, stage) of every job."""
+        """(item, stage) for every job."""
         self.stands: dict[GroupId, Assignment] = {}
         self.next_step: dict[int, int] = {}
         self.lost = Counter[GroupId]()
@@ -252,7 +249,7 @@ def test_items_that_are_done_already_get_no_job() -> None:
 
 
 def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
-    """Two equally long stages and three items: the second group is one job behind the first."""
+    """Two equally long stages, three items: the second group is one job behind the first."""
     schedule = schedule_of([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
     rounds = []
     while schedule.is_running:

@@ -1,4 +1,4 @@
-"""The layout that the rule chooses, and the part of a run and of a machine that one worker has."""
+"""Layout chosen by the rule, and a worker's part in a run and on a machine."""
 
 from __future__ import annotations
 
@@ -52,10 +52,7 @@ def a14b() -> RunShape:
 def test_the_rule_gives_the_layouts_of_the_published_tables(
     workers: int, one: Mesh, thousand: Mesh
 ) -> None:
-    """Layouts of docs/scaling.md.
-
-    For one video the fastest of its splits, for 1000 the splits proposed for RTX 4090.
-    """
+    """Layouts from docs/scaling.md: fastest for one video, and as proposed for 1000 on RTX 4090."""
     machine = expected_machine("RTX 4090", ram_bytes=2**39, disk_bytes_per_s=7e9)
     assert choose_layout(workers, a14b(), machine, NO_LIMIT) == one
     assert choose_layout(workers, a14b(), machine, NO_LIMIT, samples=1000) == thousand
@@ -122,7 +119,7 @@ def test_ulysses_shares_any_number_of_tokens(rate_machine: MakeMachine) -> None:
 
 
 def test_references_that_workers_cannot_share(rate_machine: MakeMachine) -> None:
-    """999 tokens of the video; the references of one side divide, those of the other do not."""
+    """The video has 999 tokens. One side's references divide, the other's do not."""
     run = run_shape(high=1, low=1, tokens=999 + 30, extra_tokens=(30, 25))
     message = (
         r"3 workers .* of 1029 tokens \(positive\) and 1024 \(negative\) and 2 heads evenly: use "
@@ -143,7 +140,7 @@ def test_references_that_workers_cannot_share(rate_machine: MakeMachine) -> None
 def test_two_cfg_ranks_share_long_and_short_lanes_evenly(
     videos: int, share: tuple[int, ...], rate_machine: MakeMachine
 ) -> None:
-    """Lanes without context are half as long, and in the middle."""
+    """Lanes without context are half as long, and come in the middle."""
     run = run_shape(
         tokens=2000,
         extra_tokens=(1000, 0, 1000),
@@ -166,7 +163,7 @@ def test_two_cfg_ranks_share_long_and_short_lanes_evenly(
 
 
 def test_a_short_lane_on_both_cfg_ranks_counts_as_a_loss(rate_machine: MakeMachine) -> None:
-    """The short one is computed twice, which costs more than sharing tokens."""
+    """Computing the short lane twice costs more than sharing tokens."""
     three = dict.fromkeys(GUIDED, 3)
     run = run_shape(tokens=2 * 32_760, extra_tokens=(32_760, 0, 32_760), sides=three)
     assert choose_layout(2, run, rate_machine(vram_bytes=10**12), NO_LIMIT) == Mesh(ulysses=2)
@@ -231,10 +228,7 @@ def test_a_stage_has_the_lora_strengths_and_the_skips_of_its_steps(
 
 
 def test_one_copy_in_ram_and_one_disk_serve_a_machine(rate_machine: MakeMachine) -> None:
-    """Two stages keep one expert each in the same RAM.
-
-    Workers of another machine have their own.
-    """
+    """Two stages keep one expert each in the same RAM. Another machine's workers have their own."""
     run, machine = run_shape(), rate_machine()
     one = worker_share(Mesh(), run, machine, NO_LIMIT, workers_per_machine=8)
     eight = worker_share(Mesh(data=8), run, machine, NO_LIMIT, workers_per_machine=8)
@@ -289,9 +283,9 @@ def test_a_layout_is_described_by_shared_work() -> None:
 
 
 VELOCITY = 2 * 16 * 21 * 90 * 160
-"""Bytes of a bf16 velocity of 1280x720x81."""
+"""Bytes in a bf16 velocity at 1280x720x81."""
 HIDDEN = 2 * 75600 * 5120
-"""Bytes of a bf16 hidden state of 1280x720x81."""
+"""Bytes in a bf16 hidden state at 1280x720x81."""
 
 
 @pytest.mark.parametrize(
@@ -322,10 +316,7 @@ def test_the_traffic_between_machines_is_that_of_the_splits(
 
 
 def test_the_traffic_of_short_lanes_is_their_own() -> None:
-    """A source doubles the tokens of two of three lanes.
-
-    Both cfg ranks compute the third, which has half of them.
-    """
+    """A source doubles the tokens in two lanes. Both cfg ranks compute the third, short one."""
     video = a14b().tokens
     three = dict.fromkeys(GUIDED, 3)
     run = replace(a14b(), extra_tokens=(video, 0, video), sides=three)

@@ -1,4 +1,4 @@
-"""Layouts that suit a run, and those that are refused."""
+"""Layouts suited to a run, and refused ones."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from wanstream.schema import Mesh
 
 
 def placed(free: list[int], count: int, *sizes: int) -> list[tuple[int, int | None]]:
-    """Return the number of ranks and the machine of each part, in the order of ranks."""
+    """Return each part's rank count and machine, in rank order."""
     parts = sorted(plan_machines(free, count, sizes), key=lambda part: part.ranks.start)
     return [(len(part.ranks), part.machine) for part in parts]
 
@@ -64,7 +64,7 @@ def test_sizes_are_those_of_groups_and_of_workers_that_share_tokens(
 
 
 def machines_of(parts: tuple[RankPart, ...], free: list[int]) -> list[int]:
-    """Return the used slots of every machine by parts that have one."""
+    """Return the slots used on every machine."""
     used = [0] * len(free)
     for part in parts:
         if part.machine is not None:

@@ -27,7 +27,7 @@ def _switches(experts: Sequence[str]) -> set[int]:
 
 
 def _by_trying_all(experts: Sequence[str], costs: Sequence[float], stages: int) -> float:
-    """Return the cost of the slowest stage in the best division with a cut at every switch."""
+    """Return the slowest stage's cost in the best division with a cut at every switch."""
     slowest = []
     for cuts in combinations(range(1, len(experts)), stages - 1):
         if _switches(experts) <= set(cuts):

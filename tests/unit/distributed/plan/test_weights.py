@@ -1,4 +1,4 @@
-"""Choice of the placement of weights between workers, machine by machine."""
+"""Weight placement between workers, chosen machine by machine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ NVLINK = WeightFigures(
     gather_during_h2d_s=3.2 * MS,
     free_bytes=5 * GB,
 )
-"""Eight GPUs at 480p, each with a link of 25 GB/s, and 200 GB/s or more between them."""
+"""Eight GPUs at 480p, each with a 25 GB/s link, and 200 GB/s or more between them."""
 
 OWN_PORTS = replace(NVLINK, gather_s=24.6 * MS, gather_during_h2d_s=28.1 * MS, shard_h2d_s=5.0 * MS)
-"""The same links without NVLink: the gather uses them too, so each carries a whole block in any
-case."""
+"""Same links without NVLink: the gather uses them too, so each one carries whole blocks anyway."""
 
 SHARED_UPLINK = replace(
     OWN_PORTS,
@@ -44,16 +43,16 @@ SHARED_UPLINK = replace(
     gather_s=21.0 * MS,
     gather_during_h2d_s=30 * MS,
 )
-"""Four GPUs behind one uplink of 25 GB/s, with P2P between them."""
+"""Four GPUs behind one 25 GB/s uplink, with P2P between them."""
 
 NO_P2P = replace(
     OWN_PORTS, workers=2, shard_h2d_s=31.0 * MS, gather_s=45.0 * MS, gather_during_h2d_s=59.0 * MS
 )
-"""Two GPUs whose gather goes through host memory."""
+"""Two GPUs with a gather through host memory."""
 
 
 def block_seconds(choice: PlacementChoice, figures: WeightFigures) -> float:
-    """Return the seconds per block: the larger one of compute and fetch time."""
+    """Return the seconds per block: compute or fetch time, whichever is longer."""
     fetches = {
         "full": figures.h2d_concurrent_s,
         "sharded": max(figures.shard_h2d_s, figures.gather_during_h2d_s),

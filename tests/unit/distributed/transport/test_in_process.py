@@ -1,4 +1,4 @@
-"""Pool of one worker in this process: the guarantees of every pool."""
+"""One-worker pool in this process: same guarantees as every pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Version check of driver and workers."""
+"""Version check between driver and workers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_series_of_a_version(version: str, first_two: str) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_starts_with_another_wanstream_is_refused_and_ended(tmp_path: Path) -> None:
-    """It takes the code from where the path map says, as on another machine."""
+    """The worker's code comes from the path map, as on another machine."""
     pytest.importorskip("ray")
     there = tmp_path / "wanstream"
     there.mkdir()

@@ -1,4 +1,4 @@
-"""Collectives that torch.distributed does not end."""
+"""Collectives never ended by torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wanstream.schema import Mesh
 
 
 class Unfinished:
-    """Work of a collective which gloo goes on waiting for."""
+    """Collective work that never ends."""
 
     def __init__(self) -> None:
         self.future: torch.futures.Future[None] = torch.futures.Future()

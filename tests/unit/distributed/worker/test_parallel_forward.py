@@ -1,4 +1,4 @@
-"""The share of a step that one worker of a group computes."""
+"""One worker's share in a group's step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[4] / "docs" / "kernels.md").read_text(encoding="u
 
 
 def test_a_worker_that_has_left_reports_the_loss_of_its_peers() -> None:
-    """The driver resumes a run after it, and not after an error of the worker's own."""
+    """After a lost peer the driver resumes the run, but not after a worker's own error."""
     place = RendezvousSpec(
         rank=0, mesh=Mesh(cfg=2), host="127.0.0.1", port=0, generation=0, timeout_s=1.0
     )

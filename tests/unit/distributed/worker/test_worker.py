@@ -313,7 +313,7 @@ def test_a_stage_takes_the_strengths_of_its_steps(
     tmp_path: Path,
     make_tiny_expert: Any,
 ) -> None:
-    """Each worker begins in the middle of the schedule, with the strengths of its first step."""
+    """Each worker begins in the middle of the schedule, with the strengths for its first step."""
     save_lora(make_lora(make_tiny_expert(), seed=3), tmp_path / "lora", dtype=torch.float32)
     ranges = parse_step_strengths("0: 0, 3: 0.5")
     lora = LoraRef(high_noise=tmp_path / "lora", low_noise=tmp_path / "lora", steps=ranges)
