@@ -17,7 +17,7 @@ STEPS = ["high", "low"]
 
 
 def bytes_from_storage() -> int:
-    """Bytes that this process has caused to be read from disks, not from the page cache."""
+    """Return this process's bytes read from disks, not from the page cache."""
     with open("/proc/self/io", encoding="ascii") as counters:
         return next(int(line.split()[1]) for line in counters if line.startswith("read_bytes"))
 

@@ -287,7 +287,7 @@ def test_the_middle_of_a_picture_is_what_clips_own_processor_takes() -> None:
     theirs = CLIPImageProcessor()(images=pixels.numpy(), return_tensors="pt")["pixel_values"]
     ours = clip_pixels(pixels[None] / 255, 224, crop=True)
     assert ours.shape == theirs.shape == (1, 3, 224, 224)
-    assert (ours - theirs).abs().max() < 0.031  # two steps of 8 bits
+    assert (ours - theirs).abs().max() < 0.031  # two 8-bit steps
     assert (clip_pixels(pixels[None] / 255, 224) - theirs).abs().max() > 0.3
 
 

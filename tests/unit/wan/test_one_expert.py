@@ -110,7 +110,7 @@ def test_it_is_known_in_every_form(
     tiny_expert_folder: Folder,
     tmp_path: Path,
 ) -> None:
-    """Detect the model by its tensors; an exact file gives the same bits as the folder."""
+    """Detect the model by its tensors. An exact file gives the same bits as the folder."""
     if form == "gguf":
         path = tmp_path / "wan.gguf"
         save_expert_gguf(

@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B as a single model: every format, per-frame timesteps, all kernels of blocks."""
+"""Wan2.2 TI2V-5B as a single model: every format, per-frame timesteps, all block kernels."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _streamed(pair: ExpertPair, lanes: list[Lane]) -> list[torch.Tensor]:
 
 
 def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
-    """Return the velocity of the model's forward, with a timestep for every token."""
+    """Return the model's own velocity, with a timestep for every token."""
     dtype, tokens = model.patch_embedding.weight.dtype, 2 * 3
     timestep_scales = lane.timestep_scales or (1.0,) * 3
     times = (torch.tensor(timestep_scales) * TIME).repeat_interleave(tokens)[None]
@@ -136,7 +136,7 @@ def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
     model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
     with open_single_model(folder, compute_dtype=dtype) as pair:
         found, company = _streamed(pair, [_lane(timestep_scales), _lane((1.0, 0.0, 1.0))])
-        # A row of a matrix product is rounded otherwise alone than among those of all tokens.
+        # A row is rounded differently in a matrix product with all tokens than alone.
         assert _distance(found, _reference(model, _lane(timestep_scales))) <= (
             1e-6 if dtype == torch.float32 else 1e-2
         )
@@ -183,7 +183,7 @@ def _by_token(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("math", [EXACT, TorchMath()], ids=lambda math: math.name)
 def test_blocks_compute_it_in_every_way(math: BlockMath, block: WanTransformerBlock) -> None:
-    """Compare rows of spans with diffusers' block, which takes a row for every token."""
+    """Compare span rows with diffusers' block, given a row for every token."""
     given = _inputs(40, 2)
     expected = block(*_by_token(given))
     ours = WanBlock(block, BlockSettings(math=math))
@@ -229,7 +229,7 @@ def test_timesteps_are_float32_products() -> None:
 
 
 def test_no_token_gets_a_copy_of_its_rows(block: WanTransformerBlock) -> None:
-    """Whole or in chunks, no tensor of six rows for each token is created."""
+    """Whole or in chunks, no tensor with six rows per token is created."""
     given = _inputs(4096, 2)
     everything = 4096 * 6 * 128
     made: list[int] = []

@@ -1,4 +1,4 @@
-"""Variants of Wan, which are refused by their class name, header or tensors."""
+"""Wan variants, refused by class name, header or tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ REFUSED = {
     "no object within": (json.dumps({"transformer": "t2v"}), "is not a JSON object"),
     "nothing within": (json.dumps({"transformer": None}), "is not a JSON object"),
 }
-"""Config in the header, and the refusal. ComfyUI cannot load a config that is not an object
-either."""
+"""Header config, and the refusal. ComfyUI cannot load a non-object config either."""
 
 ACCEPTED = {
     "t2v": _config(model_type="t2v"),
@@ -56,7 +55,7 @@ ACCEPTED = {
 
 @pytest.fixture
 def with_config(tiny_expert_file: Write, tmp_path: Path) -> Write:
-    """`with_config(config, in_channels=16)`: a tiny expert file whose header has that config."""
+    """`with_config(config, in_channels=16)`: a tiny expert file with this config in the header."""
 
     def write(config: str, **shape: int) -> Path:
         path = tmp_path / "expert.safetensors"
@@ -142,8 +141,7 @@ def test_a_folder_of_the_original_class_is_opened_where_its_type_can_run(
             open_expert(tmp_path)
 
 
-# The tensor by which ComfyUI detects each variant (comfy/model_detection.py), and its name in our
-# refusal.
+# Tensors by which ComfyUI detects variants (comfy/model_detection.py), and names in our refusal.
 VARIANTS = {
     "vace_patch_embedding.weight": "VACE",
     "vace_blocks.0.after_proj.weight": "VACE",

@@ -1,4 +1,4 @@
-"""Opening of experts: location and value of each parameter in every layout, and named faults."""
+"""Opened experts: each parameter's location and value in every layout, and named faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def dequantised(expert):
-    """Return every parameter of an opened expert in fp32."""
+    """Return an opened expert's parameters in fp32."""
     stored, scales, values = read_tensors(expert.weights), read_scales(expert.scales), {}
     for name, weight in expert.weights.items():
         values[name] = torch.empty(weight.shape)
@@ -33,7 +33,7 @@ def dequantised(expert):
 
 
 def assert_holds(expert, model):
-    """Assert that the expert's files contain exactly the parameters of `model`."""
+    """Compare the expert's files with the parameters in `model`, no more and no fewer."""
     values, expected = dequantised(expert), model.state_dict()
     assert values.keys() == expected.keys()
     for name, value in values.items():
@@ -58,7 +58,7 @@ def rounded_matrices(model, dtype):
 
 @pytest.fixture
 def edited(tiny_expert_file, tmp_path):
-    """`edited(change, **file)`: a copy of a tiny file after `change(tensors, metadata)`.
+    """`edited(change, **file)`: a tiny file after `change(tensors, metadata)`.
 
     Keys are ComfyUI's.
     """
@@ -95,7 +95,7 @@ class TestLayouts:
 
     def test_fp8_file(self, tiny_expert_file, make_tiny_expert, fp8_layout):
         expert = open_expert(tiny_expert_file(fp8=fp8_layout, dtype=torch.float16, prefix=PREFIX))
-        assert len(expert.scales) == 40  # ten matrices in each of four blocks
+        assert len(expert.scales) == 40  # ten matrices in each block
         assert_holds(expert, make_tiny_expert(dequantised_from=torch.float16))
 
     def test_fp8_metadata_may_name_layers_with_the_prefix(self, edited, make_tiny_expert):
@@ -220,7 +220,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def without_scales_and_marks(tensors, metadata):
-    """Remove all layers from the metadata of an fp8 file, and their scales."""
+    """Remove an fp8 file's layer metadata and scales."""
     metadata["_quantization_metadata"] = json.dumps({"layers": {}})
     for key in [key for key in tensors if key.endswith(".weight_scale")]:
         del tensors[key]
@@ -382,7 +382,7 @@ class TestFp8:
     def test_a_plain_cast_is_loaded_with_one_note(
         self, edited, make_tiny_expert, caplog, dtype, everything
     ):
-        """Cast only the matrices of the blocks, or every tensor of the file."""
+        """Cast only block matrices, or every tensor in the file."""
 
         def chosen(key):
             return everything or (
@@ -466,7 +466,7 @@ class TestRefused:
 class TestRefusedFolders:
     @pytest.fixture
     def sharded(self, tiny_expert_folder, tmp_path):
-        """Yield a sharded folder, its index, and a function that writes the index."""
+        """Return a sharded folder and the parsed index."""
         folder = shutil.copytree(tiny_expert_folder(shards=3), tmp_path / "transformer")
         return folder, json.loads((folder / INDEX).read_text())
 

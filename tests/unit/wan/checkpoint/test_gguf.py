@@ -48,9 +48,9 @@ def gguf_expert(tmp_path_factory, make_tiny_expert):
 
 @pytest.fixture
 def edited(gguf_expert, tmp_path):
-    """`edited(name=tensor, ..., fields=...)`: a copy of a Q8_0 file with these tensors replaced.
+    """`edited(changes, architecture="wan")`: a Q8_0 file with these tensors replaced.
 
-    A tensor is an array, an array and its type, or None for none; keys are native ones.
+    A tensor is an array, an array and its type, or None for none. Keys are native.
     """
 
     def write(changes=None, architecture="wan"):
@@ -90,7 +90,7 @@ def lane():
 
 
 def held(expert):
-    """Return every parameter of an opened expert in fp32."""
+    """Return an opened expert's parameters in fp32."""
     values = {}
     for name, stored in read_tensors(expert.weights).items():
         values[name] = torch.empty(expert.weights[name].shape)
@@ -135,7 +135,7 @@ class TestOpened:
         assert_holds(open_expert(edited(architecture=architecture)), gguf_expert(types="Q8_0")[1])
 
     def test_leading_ones_may_be_gone(self, edited, gguf_expert):
-        """Files by ggml, which counts dimensions from the other end and so drops leading ones."""
+        """ggml counts dimensions from the other end and so drops leading ones in files."""
         model = gguf_expert(types="Q8_0")[1]
         tables = {
             f"blocks.{i}.modulation": block.scale_shift_table
@@ -263,7 +263,7 @@ class TestRefused:
 
 
 def plain_velocities(models, lane, dtype):
-    """Return the velocities of whole models, step by step."""
+    """Return whole models' velocities, step by step."""
     velocities = []
     for step, expert in enumerate(STEPS):
         model, timestep = models[expert], torch.tensor([990.0 - step])
@@ -274,7 +274,7 @@ def plain_velocities(models, lane, dtype):
 
 
 def in_compute_dtype(model, dtype):
-    """Convert as from_pretrained does: all parameters except those kept in fp32."""
+    """Convert as from_pretrained does, which keeps some parameters in fp32."""
     islands = set(model._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
         if not islands & set(name.split(".")):

@@ -1,4 +1,4 @@
-"""Native names, which must be the exact inverse of diffusers' converter."""
+"""Native names must be the exact inverse of diffusers' converter."""
 
 from __future__ import annotations
 

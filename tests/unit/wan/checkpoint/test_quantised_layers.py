@@ -1,4 +1,4 @@
-"""Int8 and microscaled layers: formats, markers, mixtures in one block, errors that name them."""
+"""Int8 and microscaled layers: formats, markers, mixtures in one block, named errors."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_a_scale_that_is_no_number_is_refused(
 def test_a_scale_of_a_group_that_is_no_number_is_refused(
     name: str, bad: int, model: WanTransformer3DModel, tmp_path: Path
 ) -> None:
-    """Queries and keys that are NaN in a few channels may give finite latents."""
+    """Queries and keys with NaN in a few channels may give finite latents."""
     path = tmp_path / "a.safetensors"
     save_expert_file(
         model, path, dtype=torch.bfloat16, quantised=MixedLayout(format_of=lambda _: name)

@@ -1,4 +1,4 @@
-"""Scales without a marker, in other dtypes: bits of the dequantised file, refusals by name."""
+"""Scales without a marker, in other dtypes: the dequantised file's bits, refusals by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Form of quantised matrices in a file."""
+    """Form of a file's quantised matrices."""
 
     dtype: torch.dtype = E4M3
     scale: torch.dtype = FP32
@@ -67,7 +67,7 @@ FORMS = [
     Form(dtype=INT8, scale=FP16, shape="[out]"),
     Form(dtype=INT8, scale=FP64),
     Form(shape="[out]", scale=FP16),
-    # a marker of the file that was lost, ModelOpt, and other spellings
+    # a lost file marker, ModelOpt, and other spellings
     Form(shape="[]", key="scale_weight"),
     Form(shape="[1]", key="scale_weight", scale=BF16),
     Form(shape="[1, 1]", dtype=E5M2, key="scale_weight"),
@@ -297,7 +297,7 @@ def test_codes_without_a_scale_in_a_model_of_any_family(
     edit: dict[str, torch.Tensor | None],
     message: str,
 ) -> None:
-    """`scaled_fp8` leaves layers without a scale to ComfyUI, which takes them as a plain cast.
+    """Next to `scaled_fp8`, ComfyUI takes layers without a scale as a plain cast.
 
     Next to a known scale, others belong to inputs and outputs. ComfyUI ignores them.
     """

@@ -1,4 +1,4 @@
-"""Pair with quantising storage: its byte counts, unchanged tensors and refusals."""
+"""Pair with quantising storage: byte counts, unchanged tensors and refusals."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from wanstream.wan.transformer.compiled_block import get_compiler
 
 POLICY = OffloadPolicy.layerwise(1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512
-"""Values in the matrices of a tiny block."""
+"""Matrix values in a tiny block."""
 ROWS = 8 * 256 + 512 + 256
 QUANTISED = VALUES + 4 * ROWS
-"""Bytes of a block in fp8 or int8 with the scales of the rows."""
+"""Bytes of a block in fp8 or int8, with row scales."""
 
 
 def velocity(pair: ExpertPair, lane: Lane, expert: str = "high") -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_two_pairs_of_one_file_with_different_storage_do_not_touch_each_other(
 
 @pytest.fixture
 def cast_file(tiny_expert_file, tmp_path) -> Path:
-    """A file whose matrices were cast to fp8 without scales."""
+    """File with matrices cast to fp8 without scales."""
     tensors = load_file(tiny_expert_file(dtype=torch.bfloat16))
     cast = {
         key: tensor.to(torch.float8_e4m3fn)

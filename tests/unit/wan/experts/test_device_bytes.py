@@ -1,4 +1,4 @@
-"""Predicted device memory of a pair, against figures of the real model and against an engine."""
+"""A pair's predicted device memory, against the real model's figures and against an engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_real_model() -> None:
 
 
 class Only:
-    """A group of one rank."""
+    """Single-rank group."""
 
     rank, size = 0, 1
 
@@ -94,8 +94,8 @@ def test_an_engine_takes_what_was_told(
             for parameter in model.parameters()
             if not parameter.is_meta
         ]
-        # Streamed weights are empty while their block is not in a buffer; those of the embedders
-        # are on meta.
+        # Streamed weights are empty while their block is not in a buffer. Embedder weights are
+        # on meta.
         buffers = 4 * (8 * 256 * 256 + 2 * 256 * 512) * dtype.itemsize
         tables = 2 * 2 * 1024 * 128 * 4
         assert (

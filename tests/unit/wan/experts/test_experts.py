@@ -1,4 +1,4 @@
-"""Expert pair: streamed forwards against `from_pretrained`, lifetime of the engine, refusals."""
+"""Expert pair: streamed forwards against `from_pretrained`, engine lifetime, refusals."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ STEPS = ["high", "high", "low"]
 
 
 def bytes_read():
-    """Return the bytes of all reads of this process."""
+    """Return all bytes read by this process."""
     with open("/proc/self/io", encoding="ascii") as counters:
         return int(counters.readline().removeprefix("rchar: "))
 
 
 @pytest.fixture
 def reference(tiny_expert_folder):
-    """`reference(folder, dtype)`: the model that from_pretrained loads, copied to memory of torch.
+    """`reference(folder, dtype)`: the model loaded by from_pretrained, copied to torch memory.
 
-    from_pretrained maps the pages of the file. Another alignment alone changes the last bits of
-    results.
+    from_pretrained maps the file's pages. Another alignment alone changes last bits.
     """
 
     def load(folder, dtype):
@@ -66,7 +65,7 @@ def reference_forward(model, lane, timestep):
 
 
 def streamed(pair, policy, lane, steps=STEPS):
-    """Return the velocities of one run of single steps."""
+    """Return velocities for one run with single steps."""
     engine = pair.engine(policy, "cpu")
     velocities = []
     with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as run:
@@ -109,7 +108,7 @@ class TestStreamed:
     def test_outer_parameters_are_those_of_from_pretrained(
         self, tiny_expert_folder, tiny_expert_file, reference, stored, compute
     ):
-        """Compare values and dtypes, those kept in fp32 included, for every dtype of the file."""
+        """Compare values and dtypes, also in parameters kept in fp32, for every file dtype."""
         model = reference(tiny_expert_folder(dtype=stored), compute)
         file = tiny_expert_file(dtype=stored)
         with open_experts(file, file, compute_dtype=compute) as pair:
@@ -121,7 +120,7 @@ class TestStreamed:
             }
             embedders = (
                 2 * 5
-            )  # weight and bias of two of time, of two of text, and of the projection
+            )  # weight and bias: two time layers, two text layers and the projection
             assert len(resident) == len(list(model.parameters())) - 4 * 10 - embedders
             for name, tensor in resident.items():
                 expected = model.get_parameter(name)
@@ -222,7 +221,7 @@ class TestEngine:
         before = set(threading.enumerate())
         engine = pair.engine(
             OffloadPolicy.layerwise(), "cpu"
-        )  # held, so that closing has to do it, not the collector
+        )  # held, so closing has to do it, not the collector
         streamed(pair, OffloadPolicy.layerwise(), lane)
         assert set(threading.enumerate()) > before
         pair.close()
@@ -384,7 +383,7 @@ def test_opening_two_experts_of_1_gb_takes_less_than_64_mb(tmp_path):
 
 
 def write_hollow_file(path, shapes):
-    """Write a bf16 safetensors file of full size, with a hole as data to save disk space."""
+    """Write a full-size bf16 safetensors file, with a hole as data to save disk space."""
     header, end = {}, 0
     for name, shape in shapes.items():
         nbytes = 2 * math.prod(shape)

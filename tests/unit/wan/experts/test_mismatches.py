@@ -1,4 +1,4 @@
-"""Warnings about swapped or mismatched files: names of real files, headers and a few tensors."""
+"""Warnings about swapped or mismatched files: real file names, headers and a few tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wanstream.wan.experts.mismatches import (
 
 Write = Callable[..., Path]
 
-# Names of files as they are published: the experts and LoRAs of one model, {} stands for the place.
+# Published file names: one model's experts and LoRAs, with {} for the place.
 EXPERTS = [
     ("wan2.2_t2v_{}_noise_14B_fp8_scaled", "high", "low"),
     ("wan2.2_i2v_{}_noise_14B_fp16", "high", "low"),
@@ -64,7 +64,7 @@ FOR_BOTH = [
     "Highland_cow",
     "allow_list",
 ]
-"""LoRAs that are used for both experts, or have a name that only seems to state one."""
+"""LoRAs for both experts, or with a name that only seems to state one."""
 
 
 def _names(names: tuple[str, str, str]) -> list[str]:
@@ -236,7 +236,7 @@ def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Exper
 
 
 def _i2v_like(expert: Expert) -> Expert:
-    """Return a copy of another family, so that the tensors of a LoRA are not checked."""
+    """Return a copy in another family, so LoRA tensors are not checked."""
     from dataclasses import replace
 
     return replace(expert, config=replace(expert.config, in_channels=36))

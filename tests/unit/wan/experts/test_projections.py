@@ -60,7 +60,7 @@ def _rows(engine: ExpertEngine, expert: str, time: float, *texts: torch.Tensor) 
 
 
 def _watch(engine: ExpertEngine, expert: str) -> list[tuple[str, int]]:
-    """Record each call of an embedder from now on, with its number of rows."""
+    """Record each embedder call from now on, with the row count."""
     seen: list[tuple[str, int]] = []
     embedder = engine.models[expert].condition_embedder
     for name in ("time_embedder", "time_proj", "text_embedder"):
@@ -222,7 +222,7 @@ class TestWeights:
         _rows(engine, H, TIMES[H][0], _text(1))
         assert 0 < wait_for_embedders(engine) <= one
         assert seen == []
-        engine.models[H]  # the look-up of another step of the first expert
+        engine.models[H]  # the look-up in the first expert's next step
         assert [name for name, _ in seen].count("time_proj") == len(TIMES[L])
         assert wait_for_embedders(engine) == 0
 

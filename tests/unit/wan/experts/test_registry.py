@@ -1,4 +1,4 @@
-"""The registry of open experts."""
+"""Open expert registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that several processes of a machine open: only one reads the RAM-resident blocks."""
+"""Experts opened by several processes: only one reads the RAM-resident blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOME = OffloadPolicy(
 
 
 def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], int]:
-    """Return one matrix of every block during a run, and the bytes read for the run."""
+    """Return one matrix per block during a run, and the bytes read."""
     engine = pair.engine(policy, "cpu")
     assert all(engine.models[name] for name in ("high", "low"))  # loads the resident parameters
     before, seen = _read_bytes(), []
@@ -59,7 +59,7 @@ def test_the_second_pair_finds_what_the_first_one_has_read(
             for a, b, c in zip(expected, one, two, strict=True)
         )
         assert read >= whole / 2 > 10**6
-        if storage == "as stored":  # each process computes the scales of rows from the file
+        if storage == "as stored":  # each process computes row scales from the file
             assert read_again < whole / 100
     assert not _segments()
 
@@ -95,7 +95,7 @@ def test_blocks_that_another_process_has_filled_count_as_memory_for_the_plan(
 
 
 def _segments() -> set[str]:
-    """Return the files in shared memory that this process has mapped."""
+    """Return this process's mapped files in shared memory."""
     lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
     return {
         line.split()[-1] for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line

@@ -1,4 +1,4 @@
-"""Opening of LoRA files by their header: matched parameters, scales and refusals."""
+"""LoRA files opened by header: matched parameters, scales and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Q = "diffusion_model.blocks.1.self_attn.q"
 
 @pytest.fixture
 def config():
-    """Return a config of the tiny experts."""
+    """Return the tiny experts' config."""
     return WanConfig(
         num_attention_heads=2,
         num_layers=4,
@@ -109,7 +109,7 @@ class TestOpened:
         assert differences(open_lora(lora_file(tensors)))["blocks.1.attn1.to_q.bias"].scale == 0.5
 
     def test_only_the_header_and_the_alphas_are_read(self, lora_file, lightning):
-        """A factor that is not finite is refused when it is read."""
+        """A non-finite factor is refused when it is read."""
         tensors = lightning()
         tensors[f"{Q}.lora_up.weight"][:] = float("nan")
         assert products(open_lora(lora_file(tensors)))["blocks.1.attn1.to_q.weight"].scale == 0.5

@@ -1,4 +1,4 @@
-"""LoRAs that change between the runs of one pair: reads, fetches and refusals."""
+"""LoRAs changed between one pair's runs: reads, fetches and refusals."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def pair(tiny_expert_folder):
 
 @pytest.fixture(scope="module")
 def of_fresh_pairs():
-    """Velocities of each change on a separate pair, computed once: bit-equal under every policy."""
+    """Velocities per change on a separate pair, computed once: bit-equal under every policy."""
     return {}
 
 
 def run(pair, lane, policy=POLICIES["layerwise"], steps=STEPS):
-    """Return the concatenated velocities of one run of single steps."""
+    """Return concatenated velocities for one run with single steps."""
     engine = pair.engine(policy, "cpu")
     velocities = []
     with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as engine_run:
@@ -105,12 +105,12 @@ def test_the_ram_in_addition_to_slots_is_predicted(pair, lora_file, lane):
         tensor.nbytes for tensors in pair._factors._tensors.values() for tensor in tensors.values()
     )
     taken = factors + pair.host_bytes
-    # The factors of a block are padded to a page; biases are not stored with them.
+    # A block's factors are padded to a page. Biases are not stored with them.
     assert abs(taken - predicted) < 8 * 4096
 
 
 class TestChanges:
-    """Between runs of one engine."""
+    """Changes between an engine's runs."""
 
     @pytest.mark.slow  # whole models
     @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -227,7 +227,7 @@ class TestChanges:
 
     @pytest.mark.slow  # whole models
     def test_a_lora_on_the_time_embedder_reads_only_that_again(self, pair, lora_file, lane):
-        """Its rows are computed again; the other expert keeps its rows."""
+        """Only the changed expert's rows are computed again."""
         block, time = open_lora(lora_file(seed=3)), open_lora(lora_file(time_lora()))
         embeds_time = sum(
             tensor.nbytes
@@ -266,7 +266,7 @@ class TestChanges:
             found = run(pair, lane)
         assert torch.equal(found, before)
         pair.set_loras([], [])
-        run(pair, lane)  # releases its factors
+        run(pair, lane)  # releases the factors
         pair.set_loras([(lora, 1.0)], [])
         with pytest.raises(OSError, match="lora_0"):
             run(pair, lane)

@@ -1,4 +1,4 @@
-"""Keys of LoRA files: the meaning of each spelling, and keys without a meaning."""
+"""LoRA file keys: each spelling's meaning, and keys without a meaning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARAMETERS = list(parameter_shapes(CONFIG))
 WEIGHTS = [name for name in PARAMETERS if not name.endswith(".bias")]
 Q = "blocks.7.attn1.to_q"
 
-# Written out by hand, from files of the trainers.
+# Written out by hand, from trainers' files.
 KNOWN = {
     "diffusion_model.blocks.7.self_attn.q.lora_down.weight": (f"{Q}.weight", "down"),
     "diffusion_model.blocks.7.self_attn.q.lora_up.weight": (f"{Q}.weight", "up"),
@@ -286,7 +286,7 @@ def test_every_bias_has_its_difference():
 
 
 def test_no_two_spellings_of_one_kind_mean_different_parameters():
-    """Every spelling of a weight maps to that weight only."""
+    """Every spelling of a weight maps to this weight only."""
     flat = {}
     for name in WEIGHTS:
         for spelling in {name, native_transformer_name(name)}:

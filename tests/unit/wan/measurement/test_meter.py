@@ -1,4 +1,4 @@
-"""Times of a block in each arithmetic, and its parts."""
+"""Block times in each arithmetic, and by part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cache of text embeddings: bit-equality, invalidation by replaced files, bounded memory."""
+"""Text embedding cache: bit-equality, invalidation by replaced files, bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class CountedEncoder:
-    """Encoder that embeds a text as its letters and records the calls."""
+    """Encoder that embeds a text letter by letter and records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""Tokenizer of a single file: tokens equal to those of the encoder's tokenizer folder."""
+"""Single-file tokenizer: tokens equal to the tokenizer folder's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def random_prompts(count: int) -> list[str]:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Callable[..., SentenceTokenizer]:
-    """Return `stored(tensor, rows=ROWS)`, which opens a tokenizer that is stored as this tensor."""
+    """Return `stored(tensor, rows=ROWS)`, to open a tokenizer stored as this tensor."""
 
     def open_it(tensor: torch.Tensor, *, rows: int = ROWS) -> SentenceTokenizer:
         path = tmp_path / "umt5.safetensors"

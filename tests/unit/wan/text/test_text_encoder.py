@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PROMPTS = [
     "a cat walks through the snow",
     "",
-    "words " * 200,  # far more than 512 characters, of which each is a token
+    "words " * 200,  # far more than 512 characters, each a token
     "  fish &amp;amp; chips,\n\tcaf\u00e9  \u65e5\u672c ",
 ]
 
@@ -54,7 +54,7 @@ def diffusers_encode(tiny_pipeline):
 
 @pytest.fixture
 def pipeline_copy(tiny_pipeline, tmp_path):
-    """Return a pipeline folder that the test may damage."""
+    """Return a pipeline folder for the test to damage."""
     return shutil.copytree(tiny_pipeline(), tmp_path / "pipeline")
 
 

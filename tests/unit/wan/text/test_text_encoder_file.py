@@ -77,7 +77,7 @@ print(status("VmHWM") - before)
 
 @pytest.fixture(scope="module")
 def encoder_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return `encoder_file(dtype=torch.float16, fp8=None)`, which makes a read-only file.
+    """Return `encoder_file(dtype=torch.float16, fp8=None)`, for read-only files.
 
     `fp8` is in FP8_LAYOUTS.
     """
@@ -96,7 +96,7 @@ def encoder_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 @pytest.fixture
 def changed(encoder_file: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """Return `changed(edit, **file)`, a copy of the file whose tensors `edit` changes in place."""
+    """Return `changed(edit, **file)`, a copy with tensors changed in place by `edit`."""
 
     def change(edit: Callable[[Tensors], Any], **file: Any) -> Path:
         tensors = load_file(encoder_file(**file))
@@ -249,7 +249,7 @@ ORIGINAL = (
 
 
 def original_names(tensors: Tensors) -> None:
-    """Change to the names in Wan's own release, which has no tokenizer."""
+    """Rename as in Wan's own release, without a tokenizer."""
     del tensors["spiece_model"]
     for key in list(tensors):
         name = key
@@ -583,8 +583,8 @@ class TestMemory:
         )
 
         # The file has ten blocks and a token table as large as six. Threads, activations and fp8
-        # values that are copied to a buffer take as much memory as two or three more blocks, which
-        # depends on the processor (up to 4.7).
+        # values copied to a buffer take two or three blocks more, depending on the processor (up
+        # to 4.7).
         assert 2 < peak / block < 6
 
 

@@ -1,4 +1,4 @@
-"""Streamed text encoder: peak memory of two blocks, results of the plain encoder."""
+"""Streamed text encoder: peak memory of two blocks, the plain encoder's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float64 reference of Bernini-R: text to video as in diffusers, contexts by their definition."""
+"""Float64 Bernini-R reference: text to video as in diffusers, contexts by definition."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _raw(latent: torch.Tensor) -> torch.Tensor:
 def model(
     make_tiny_expert: Callable[..., WanTransformer3DModel], monkeypatch: pytest.MonkeyPatch
 ) -> WanTransformer3DModel:
-    """A tiny expert that computes in float64 throughout.
+    """Tiny expert with float64 arithmetic throughout.
 
     Casts to fp32 in diffusers are replaced, and so are the tables.
     """
@@ -61,7 +61,7 @@ def model(
     )
     for name in ("cos", "sin"):
         table = getattr(angles, name)().repeat_interleave(2, dim=1)
-        # The table in fp32, which is diffusers' own, is this one rounded.
+        # diffusers' own fp32 table is this one rounded.
         torch.testing.assert_close(
             getattr(model.rope, f"freqs_{name}").double(), table, rtol=0, atol=1e-7
         )
@@ -72,7 +72,7 @@ def model(
 
 @pytest.fixture
 def weights(model: WanTransformer3DModel) -> Tensors:
-    """The weights of the model by their native names."""
+    """The model's weights by native name."""
     return {native_transformer_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
@@ -97,7 +97,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def _contexts() -> list[torch.Tensor]:
-    """A video of the canvas's size, a shorter one, and a picture of another aspect ratio."""
+    """A canvas-sized video, a shorter one, and a picture with another aspect ratio."""
     sizes = ((3, 4, 6), (2, 4, 6), (1, 6, 4))
     return [_raw(_normal(1, 16, *size, seed=3 + i)) for i, size in enumerate(sizes)]
 
@@ -145,7 +145,7 @@ def test_angles_are_those_of_the_definition() -> None:
 def test_contexts_are_tokens_behind_the_video_in_diffusers_blocks(
     model: WanTransformer3DModel, forward: Callable[..., torch.Tensor]
 ) -> None:
-    """Blocks of diffusers over the joined tokens, cut before the head.
+    """diffusers' blocks over the joined tokens, cut before the head.
 
     Tokens are turned by `exp(i s f)` as complex numbers.
     """
@@ -186,7 +186,7 @@ def test_the_order_of_streams_matters_by_their_ids_alone(
 def test_a_copy_of_the_video_with_id_0_changes_nothing(
     forward: Callable[..., torch.Tensor],
 ) -> None:
-    """Every key is there twice, at the same position, so that all averages remain.
+    """Every key is there twice, at the same position, so all averages remain.
 
     With id 1 they do not.
     """

@@ -25,8 +25,8 @@ from wanstream.wan.transformer.per_frame_timestep import FrameModulation
 
 CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 ERROR = {FP32: 1e-5, BF16: 1e-2}
-"""Relative error of a block, apart from its input, against the exact set; comfy-kitchen rounds the
-modulation to bf16 too."""
+"""Relative error in a block's change to the input, against the exact set. comfy-kitchen rounds
+the modulation to bf16 too."""
 NAG = Nag(scale=5.0, tau=1.5, alpha=0.5)
 TOKENS, IMAGE = 271, 17
 
@@ -49,7 +49,7 @@ def _equal_rows(equal_bf16_rows: None) -> None:
 
 
 def by_hand(block: WanTransformerBlock, given: tuple[Any, ...]) -> torch.Tensor:
-    """Return the tokens after a block of diffusers, with NAG if there are two texts."""
+    """Return the tokens after diffusers' block, with NAG if there are two texts."""
     hidden, text, temb, tables = given
     if isinstance(temb, FrameModulation):
         temb = temb.rows[temb.row_of_token][None]
@@ -72,7 +72,7 @@ def by_hand(block: WanTransformerBlock, given: tuple[Any, ...]) -> torch.Tensor:
 
 
 def case_of(form: str, dtype: torch.dtype) -> tuple[WanTransformerBlock, tuple[Any, ...]]:
-    """Return a block of diffusers, and inputs of this form."""
+    """Return diffusers' block, and inputs in this form."""
     block = diffusers_block(
         2, 345, dtype, **({"added_kv_proj_dim": 256} if form == "image" else {})
     )
@@ -99,7 +99,7 @@ def case_of(form: str, dtype: torch.dtype) -> tuple[WanTransformerBlock, tuple[A
 def test_values_are_those_of_diffusers(
     name: KernelSet, form: str, dtype: torch.dtype, chunk: int | None
 ) -> None:
-    """The exact set has them to the bit, and every set has those of all tokens in chunks."""
+    """The exact set is bit-equal to diffusers, and chunks change no bit in any set."""
     block, given = case_of(form, dtype)
     expected, before = by_hand(block, given), given[0].clone()
     ours = WanBlock(block, BlockSettings(math=math_of(name, dtype), nag=NAG))
@@ -110,7 +110,7 @@ def test_values_are_those_of_diffusers(
     if name == "exact" and form in (
         "one row",
         "image",
-    ):  # NAG attends in parts, which have other last bits
+    ):  # NAG attends in parts, with other last bits
         assert torch.equal(found, expected)
     added = (expected.float() - before.float()).norm()
     assert (found.float() - expected.float()).norm() <= ERROR[dtype] * added
@@ -120,9 +120,9 @@ def test_values_are_those_of_diffusers(
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 254])
 def test_chunks_of_any_size(chunk: int) -> None:
-    """Compare with a tolerance, because last bits of fp32 differ.
+    """Compare with a tolerance, because last bits in fp32 differ.
 
-    MKL uses another kernel for some numbers of rows.
+    MKL uses another kernel for some row counts.
     """
     block, given = case_of("rows", FP32)
     found = computed(
@@ -149,7 +149,7 @@ def test_settings_are_restored_after_an_error() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Records rows of matrix products, tokens of attentions, and values of the largest result."""
+    """Recorder for matrix product rows, attention tokens, and values in the largest result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,8 +187,8 @@ def test_products_are_of_a_chunk_and_the_attention_of_all(
     ours = WanBlock(diffusers_block(), BlockSettings(chunk_tokens=chunk))
     with Operations() as operations:
         computed(ours, *block_inputs(tokens))
-    # q, k, v and out; q and out; the two of the feed-forward. Keys and values of the 7 tokens of
-    # the text.
+    # q, k, v and out, then q and out, then two in the feed-forward. Keys and values for the 7
+    # text tokens.
     assert Counter(operations.rows) == Counter(sizes * 8) + Counter([7, 7])
     assert operations.attended == [tokens, tokens]
     assert [at.stop - at.start for at in chunk_slices(tokens, chunk)] == sizes
@@ -196,7 +196,7 @@ def test_products_are_of_a_chunk_and_the_attention_of_all(
 
 @pytest.mark.parametrize("chunk", [None, 512])
 def test_no_token_gets_a_copy_of_its_rows(chunk: int | None) -> None:
-    """In contrast to diffusers' block, no tensor of six rows for each token is created."""
+    """In contrast to diffusers' block, no tensor with six rows per token is created."""
     hidden, text, temb, tables = block_inputs(4096)
     spans = ((0, 2048, 0), (2048, 4096, 1))
     rows = FrameModulation(rows=torch.cat([temb, temb]), spans=spans)
@@ -244,7 +244,7 @@ class TestTwoTexts:
 class TestOnADevice:
     @pytest.mark.parametrize("chunk", [1024, 4096])
     def test_values_and_peak_of_the_real_width(self, gpu: Accelerator, chunk: int) -> None:
-        """Compare peak memory and results of one A14B block at 832x480x33."""
+        """Compare peak memory and results for one A14B block at 832x480x33."""
         gpu.need_kernels("a block of the real width takes minutes on a CPU")
         tokens = VideoShape(width=832, height=480, frames=33).tokens
         block = diffusers_block(40, 13824, BF16).to("cuda")

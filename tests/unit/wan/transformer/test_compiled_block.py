@@ -1,4 +1,4 @@
-"""Compiled blocks: number of graphs, and chunks without them."""
+"""Compiled blocks: graph counts, and chunks without graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wanstream.wan.transformer.compiled_block import BlockCompiler, get_compiler
 
 
 class Counting(BlockCompiler):
-    """Compiler that runs graphs eagerly and records their numbers of nodes."""
+    """Compiler that runs graphs eagerly and records their node counts."""
 
     def __init__(self) -> None:
         super().__init__("eager")

@@ -18,7 +18,7 @@ T2V, I2V = 16, 36
 
 
 def expert(in_channels, dtype):
-    """Return a tiny expert in `dtype`, except parameters that `from_pretrained` keeps in fp32."""
+    """Return a tiny expert in `dtype`, except parameters kept in fp32 by `from_pretrained`."""
     torch.manual_seed(in_channels)
     model = WanTransformer3DModel(
         num_attention_heads=2,
@@ -122,7 +122,7 @@ def test_each_block_is_visited_once_for_all_lanes_and_computes_inside_its_visit(
 
 
 def test_hooks_of_the_outer_modules_fire():
-    """Context parallelism hooks these modules; calling their submodules would bypass it."""
+    """Context parallelism hooks these modules. Calling their submodules would bypass it."""
     model = expert(T2V, torch.float32)
     fired = []
     for name in ("rope", "patch_embedding", "condition_embedder", "proj_out"):

@@ -1,4 +1,4 @@
-"""Compute kernels of the blocks: choices, refusals with messages, effect on the computation."""
+"""Compute kernels for blocks: choices, refusals with messages, effect on the computation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PACKAGES = {name: kernel.package for name, kernel in ATTENTIONS.items() if kerne
 
 
 class Operations(TorchDispatchMode):
-    """Records the names of torch operations."""
+    """Recorder for torch operation names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_the_choice_is_what_computes_attention(chunk: int | None) -> None:
             computed(block, *block_inputs(9))
         return operations.fused
 
-    # "default" follows diffusers' process-wide setting; an explicit choice does not.
+    # "default" follows diffusers' process-wide setting. An explicit choice does not.
     assert [fused(each) for each in ("default", "sdpa", "default")] == [False, True, False]
 
 

@@ -1,4 +1,4 @@
-"""Normalized attention guidance: its formula; `test_block.py` has the attention to both texts."""
+"""Normalized attention guidance: formula. `test_block.py` has the attention to both texts."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(
 ) -> None:
     """The same tokens at the same positions, put together in another way.
 
-    Parts have the timestep of the step.
+    Parts have the step's timestep.
     """
     model = with_our_blocks(make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48))
     latents = _normal(1, 48, 4, 4, 6, seed=1)
@@ -131,14 +131,14 @@ def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(
         behind=(TokenPart(latents=latents[:, :, 3:], positions=Positions(start=(3.0, 0.0, 0.0))),),
     )
     (expected,), (velocity,) = _forward(model, whole), _forward(model, parted)
-    # Not to the last bit: the patch embedding chooses its kernel by the number of patches.
+    # Not to the last bit: the patch embedding chooses its kernel by patch count.
     assert _distance(velocity, expected[:, :, 1:3]) <= ROUNDING
     (untimed,) = _forward(model, replace(parted, timestep_scales=None))
     assert _distance(untimed, velocity) > 0.01
 
 
 def test_a_reference_goes_through_its_own_convolution(make_tiny_expert: Experts) -> None:
-    """The tokens of a linear patch embedding whose weights are the convolution's."""
+    """The same tokens as from a patch embedding with the convolution's weights."""
     model = with_our_blocks(make_tiny_expert(seed=6, layers=3, text_dim=TEXT_DIM, reference=True))
     reference, after = _normal(1, 16, 1, 4, 6, seed=3), Positions(start=(1.0, 0.0, 0.0))
     lane = _lane(front=(TokenPart(latents=reference, through_ref_conv=True),), positions=after)
@@ -158,7 +158,7 @@ def test_parts_count_as_tokens(model: WanTransformer3DModel) -> None:
 
 
 class Measured:
-    """A block cache that skips nothing and keeps the video's place among each lane's tokens."""
+    """Block cache that skips nothing and keeps the video's place among each lane's tokens."""
 
     whole = False
 
@@ -190,7 +190,7 @@ class Measured:
 def test_a_cache_measures_the_video_alone(
     model: WanTransformer3DModel, shares: int, rank: int, expected: slice
 ) -> None:
-    """Of 32 tokens, those from the 6th to the 23rd are the video's; a rank has one part of them."""
+    """Tokens 6 to 23 among 32 are the video's. A rank has one part."""
     front = TokenPart(latents=_normal(1, 16, 1, 4, 6, seed=3))
     lane, seen = _lane(front=(front,), behind=_behind(_contexts([(1, 4, 8)]))), Measured()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""RAM of a `TileBlender` against the estimate of `DecodeNeeds`."""
+"""`TileBlender` RAM against the `DecodeNeeds` estimate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding and blending of tiles in any order, against diffusers' tiled decode."""
+"""Tiles decoded and blended in any order, against diffusers' tiled decode."""
 
 from __future__ import annotations
 

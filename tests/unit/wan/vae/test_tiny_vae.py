@@ -1,4 +1,4 @@
-"""Tiny VAEs: definition in float64, frame counts, portions, scale of latents, refused files."""
+"""Tiny VAEs: definition in float64, frame counts, portions, latent scale, refused files."""
 
 from __future__ import annotations
 
@@ -120,8 +120,7 @@ class TestPortions:
         self, space: LatentSpace, tensors: dict[str, torch.Tensor]
     ) -> None:
         latents = latents_of(space, 4)
-        # In float64, where the number of frames in one convolution does not change the seventh
-        # digit.
+        # In float64, where the frame count in one convolution does not change the seventh digit.
         frames = torch.cat(
             [*decoder_of(space, tensors).double()(latents[0].double().movedim(1, 0))]
         )

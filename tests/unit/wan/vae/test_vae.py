@@ -23,7 +23,7 @@ def own_vae(tiny_pipeline):
 
 @pytest.fixture
 def vae_copy(tiny_pipeline, tmp_path):
-    """Return a `vae` folder that the test may damage."""
+    """Return a `vae` folder for the test to damage."""
     return shutil.copytree(tiny_pipeline() / "vae", tmp_path / "vae")
 
 

@@ -1,4 +1,4 @@
-"""VAE in bf16: frames of diffusers' VAE, in half the memory."""
+"""VAE in bf16: diffusers' frames in half the memory."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def vae_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(vae_file: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return `changed(edit)`, which copies the file and lets `edit` change its tensors in place."""
+    """Return `changed(edit)`, a copy with tensors changed in place by `edit`."""
 
     def change(edit: Callable[[Tensors], Any]) -> Path:
         tensors = load_file(vae_file)

@@ -1,4 +1,4 @@
-"""Parameter names of VAEs in ComfyUI's single files."""
+"""VAE parameter names in ComfyUI's single files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wanstream.wan.vae.weights import FAMILIES, VaeFamily
 
 WAN21, WAN22 = FAMILIES
 
-# Names of Wan-AI/Wan2.2-TI2V-5B-Diffusers, for which diffusers has no single-file converter.
+# Wan-AI/Wan2.2-TI2V-5B-Diffusers. diffusers has no single-file converter for it.
 WAN22_CONFIG = {
     "base_dim": 160,
     "decoder_base_dim": 256,

@@ -1,4 +1,4 @@
-"""Estimated memory of a decode and an encode against the tensors that they allocate."""
+"""Estimated memory for a decode and an encode against the tensors allocated."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ THIN_WAN22 = _wan22_on_meta(8, 8)
 
 
 @pytest.mark.slow  # decodes several sizes
-# Sizes are small because attention of the middle block needs quadratic memory on `meta`, which has
-# no fused kernel.
+# Sizes are small because the middle block's attention needs quadratic memory on `meta`, which
+# has no fused kernel.
 @given(st.integers(8, 20), st.integers(8, 20), st.integers(1, 6))
 @settings(max_examples=4, deadline=None)
 def test_a_decode_takes_at_most_the_estimate_and_little_less(
@@ -104,15 +104,15 @@ def test_the_vae_of_wan22_takes_at_most_the_estimate(height: int, width: int, co
     video = torch.empty(1, 3, 4 * (count - 1) + 1, 16 * height, 16 * width, device="meta")
     with torch.no_grad(), TensorMemoryTracker() as tracker:
         THIN_WAN22.encode(video)
-    # This VAE first copies the whole video into patches, which `encode_needs` counts as a second
-    # copy of the video.
+    # This VAE first copies the whole video into patches. `encode_needs` counts them as a second
+    # copy.
     patches = video.numel() * 4
     estimate = encode_pixel_bytes(THIN_WAN22.config, count) * height * width
     assert 0.85 * estimate - patches <= tracker.convolution_peak <= estimate + patches
 
 
 def test_the_real_widths_of_wan22_take_6_megabytes_for_a_pixel_of_16() -> None:
-    """Help pages state 22 GB for full frames of 1280x704 and 1.6 GB for a tile of 256 pixels."""
+    """Help pages state 22 GB for full 1280x704 frames, 1.6 GB for a 256-pixel tile."""
     pixel = decode_pixel_bytes(_wan22_on_meta(160, 256).config, 31)
     assert 21.0e9 < pixel * 44 * 80 < 22.0e9
     assert 1.55e9 < pixel * 16 * 16 < 1.6e9

@@ -1,6 +1,6 @@
 """Tiles by memory: the choice fits and computes least.
 
-A budget into which nothing fits is refused with numbers.
+A budget too small for any tile is refused with numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""VAE of Wan2.2 5B: equality with diffusers in full frames and tiles, refused latents of Wan2.1."""
+"""Wan2.2 5B VAE: equality with diffusers in full frames and tiles, refused Wan2.1 latents."""
 
 from __future__ import annotations
 
