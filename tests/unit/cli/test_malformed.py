@@ -1,7 +1,4 @@
-"""Malformed workflows and rows for `wanstream run` and `batch`: refusals in words.
-
-They never give a traceback.
-"""
+"""Malformed workflows and rows for `wanstream run` and `batch`: a clear refusal, no traceback."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def deep(levels: int) -> Any:
 
 
 def broken(document: Any, chance: random.Random) -> Any:
-    """A copy with one to three places in it replaced, removed or added."""
+    """Return a copy with one to three places replaced, removed or added."""
     document = json.loads(json.dumps(document))
     for _ in range(chance.randint(1, 3)):
         place, way = document, []

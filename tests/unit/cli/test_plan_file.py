@@ -1,4 +1,4 @@
-"""`wanstream plan FILE`: blocks and costs of a model file by its header."""
+"""`wanstream plan FILE`: a model file's blocks and costs, from the header."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MACHINE = ["--gpu", "RTX 4070", "--ram", "32", "--ssd", "5"]
 
 
 def write_header(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> Path:
-    """Write a file without values: sparse, of the real size."""
+    """Write a sparse file with the real size but no values."""
     header, end = {}, 0
     for name, (dtype, shape) in shapes.items():
         begin, end = end, end + math.prod(shape) * BYTES[dtype]
@@ -34,7 +34,7 @@ def write_header(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) 
 
 
 def flux2(prefix: str = "", dtype: str = "BF16", double: int = 8, single: int = 48) -> dict:
-    """Return the matrices of FLUX.2 dev's blocks, and one beside them."""
+    """Return the matrices in FLUX.2 dev's blocks, and one outside them."""
     wide, hidden = 6144, 18432
     shapes = {}
     for at in range(double):
@@ -55,7 +55,7 @@ def flux2(prefix: str = "", dtype: str = "BF16", double: int = 8, single: int = 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_blocks_have_the_sizes_of_the_header(tmp_path: Path, prefix: str) -> None:
-    """Those that `docs/native-families.md` lists for FLUX.2 dev."""
+    """The sizes equal the ones for FLUX.2 dev in `docs/native-families.md`."""
     shapes = flux2(prefix)
     if prefix:
         shapes["text_encoders.t5xxl.encoder.block.0.layer.weight"] = ("BF16", (4096, 4096))
@@ -66,7 +66,7 @@ def test_blocks_have_the_sizes_of_the_header(tmp_path: Path, prefix: str) -> Non
 
 
 def test_sequences_are_no_lists_and_large_layers_are_blocks(tmp_path: Path) -> None:
-    """As in Wan 14B, and in a model with a stack of experts."""
+    """Wan 14B has such layers, and so has a model with a stack of experts."""
     shapes = {
         "text_embedding.0.weight": ("BF16", (5120, 4096)),
         "time_projection.1.weight": ("BF16", (30720, 5120)),
@@ -107,7 +107,7 @@ def test_operations_are_those_of_the_matrices_and_an_attention(tmp_path: Path) -
 
 
 def test_unequal_blocks_are_planned_with_their_own_sizes(tmp_path: Path) -> None:
-    """With buffers and slots of the largest block, FLUX.2 dev would wait for the disk."""
+    """If all buffers and slots had the largest block's size, FLUX.2 dev would wait for the disk."""
     run = FileRun(
         model=read_model_file(write_header(tmp_path / "a.safetensors", flux2())),
         tokens=4096,

@@ -1,4 +1,4 @@
-"""`wanstream plan --workers`: the layouts of `choose_layout`, with the plan of one worker."""
+"""`wanstream plan --workers`: `choose_layout`'s layouts, with one worker's plan."""
 
 from __future__ import annotations
 

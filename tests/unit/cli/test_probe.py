@@ -1,4 +1,4 @@
-"""`wanstream probe` prints the measured figures and the path of the stored profile."""
+"""`wanstream probe` prints measured figures and the stored profile's path."""
 
 from __future__ import annotations
 

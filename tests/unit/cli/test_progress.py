@@ -1,4 +1,4 @@
-"""The progress of a run: bars for a terminal, a few lines for a log."""
+"""Run progress: bars for a terminal, a few lines for a log."""
 
 from __future__ import annotations
 

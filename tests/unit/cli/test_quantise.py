@@ -1,4 +1,4 @@
-"""`wanstream quantise`: the file against int8 ConvRot's definition, for every kind of expert."""
+"""`wanstream quantise`: files against int8 ConvRot's definition, for every kind of expert."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_the_file_is_the_quantised_model(
     for layer, linear in layers.items():
         expected = int8_convrot(linear.weight)
         codes, scale = stored[f"{layer}.weight"], stored[f"{layer}.weight_scale"]
-        # Formats of the source round the weights, and rotations in fp32 and float64 differ in their
-        # last bits.
+        # The source format rounds the weights, and rotations differ in the last bits between fp32
+        # and float64.
         loss = {"fp8": 0.05, "GGUF": 0.02}.get(form, 0.005)
         assert (
             codes.float() * scale

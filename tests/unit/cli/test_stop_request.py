@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals are POS
 
 @pytest.fixture(autouse=True)
 def as_in_a_terminal() -> Iterator[None]:
-    """A shell that starts a program in the background lets it ignore Ctrl-C."""
+    """Restore Ctrl-C, which a shell makes background programs ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Actors of a batch, with their services in this process, and the computing replaced."""
+"""Batch actors with services in this process and with computing replaced."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def options(
     (tmp_path / "input").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     models = named_models(tmp_path / "models", workflow)
-    # By `monkeypatch`, as tests do: a context that ends before it would be set again when
-    # `monkeypatch` is undone.
+    # Tests use `monkeypatch` too. A context would end first, and `monkeypatch` would then set the
+    # replacement again.
     monkeypatch.setattr(Workflow, "run", run_replaced)
     with rows_ended():
         yield BatchOptions(
@@ -100,7 +100,7 @@ def options(
 def actor(
     request: pytest.FixtureRequest, options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
 ) -> Iterator[LocalActor]:
-    """An actor on a machine with, or without, the output folder of the driver."""
+    """An actor that shares the driver's output folder or has another one."""
     output = tmp_path / "made" if request.param == "shared folder" else tmp_path / "elsewhere"
     actor = LocalActor(row_service(options, output))
     yield actor
@@ -122,7 +122,7 @@ def backend(
 
 
 def ended(backend: RayBackend, prompt_id: str) -> Outcome:
-    """The outcome of a workflow when it has ended."""
+    """Wait for a workflow's end, and return the outcome."""
     until = time.monotonic() + LIMIT_S
     while isinstance(outcome := backend.outcome(prompt_id), UnderWay):
         assert time.monotonic() < until
@@ -228,7 +228,7 @@ def test_an_actor_that_does_not_answer_is_unreachable(
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Event for which every run waits, as long as nobody stops it."""
+    """Event awaited by every run, unless the run is stopped."""
     event, inner = threading.Event(), Workflow.run
 
     def waiting(workflow: Workflow, *, on_progress: Callable[[NodeProgress], None]) -> Any:
@@ -364,7 +364,7 @@ def test_input_files_are_sent_once_unless_the_machine_has_them(
     backend.post("second", IMAGE)
     assert actor.calls.count("write_input") == 1
     (options.local.input / "scene.png").write_bytes(b"two")
-    os.utime(options.local.input / "scene.png", ns=(1, 1))  # of the same size, and older
+    os.utime(options.local.input / "scene.png", ns=(1, 1))  # same size, but older
     backend.post("third", IMAGE)
     assert actor.calls.count("write_input") == 2
     sent = actor.service._own_folder() / "input"
@@ -476,10 +476,10 @@ def test_model_files_are_those_that_the_workflow_or_a_row_names(tmp_path: Path) 
 def test_folders_of_killed_processes_are_removed(actor: LocalActor, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     kept = {temporary / f"{TEMPORARY}{os.getpid()}-x", temporary / f"{TEMPORARY}x-y"}
-    gone = 4_194_305  # above the largest process id of Linux
+    gone = 4_194_305  # above Linux's largest process id
     kept.add(
         temporary / f"wanstream-batch-another.machine-{gone}-x"
-    )  # in a folder that machines share
+    )  # in a folder shared by machines
     for folder in (*kept, temporary / f"{TEMPORARY}{gone}-x"):
         (folder / "output").mkdir(parents=True)
     own = actor.service._own_folder()
@@ -609,7 +609,7 @@ def test_a_folder_of_the_same_name_without_the_mark_is_not_shared(
 
 
 class OneWorker:
-    """The worker of an actor's process, on a machine with the files of this one."""
+    """Worker in an actor's process, with this machine's files."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.changes = rank, dict[str, Any]()
@@ -629,7 +629,7 @@ def services(
     paths: Sequence[Path],
     maps: Sequence[PathMap] = (),
 ) -> Iterator[Callable[[OneWorker], None]]:
-    """The check of the machine of a restarted worker, from `open_services` with these workers."""
+    """Yield the check for a restarted worker's machine, from `open_services` with these workers."""
     pool = SimpleNamespace(workers=workers)
     monkeypatch.setattr(services_module, "RayPool", lambda *_, **__: nullcontext(pool))
     monkeypatch.setattr(
@@ -784,7 +784,7 @@ BROKEN = "CUDA error: an illegal memory access was encountered"
 
 
 def break_device(*_: Any, **__: Any) -> Any:
-    """Replace `Workflow.run` as if the device had failed."""
+    """Fail in place of `Workflow.run`, as with a broken device."""
     cause = torch.AcceleratorError(f"{BROKEN}\nCUDA kernel errors might be asynchronously reported")
     raise NodeFailedError("sampler", "WanStreamSampler", cause) from cause
 
@@ -811,7 +811,7 @@ def test_a_process_whose_device_is_broken_ends_and_its_row_is_lost(
         while not actor.service._broken:
             time.sleep(0.01)
     backend.post("next", workflow)
-    fetched(backend, ended(backend, "before"), tmp_path / "part")  # what it has made can be fetched
+    fetched(backend, ended(backend, "before"), tmp_path / "part")  # still fetched afterwards
     assert ended(backend, "next") == Unknown(), "nothing more runs in this process"
     outcome = ended(backend, "row")
     assert isinstance(outcome, Lost)

@@ -26,7 +26,7 @@ ON_TWO = ("--ray", "--device", "cpu", "--workers", "2")
 
 @pytest.fixture
 def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
-    """`batch(rows)`: the exit code of a batch of so many rows on two actors."""
+    """`batch(rows)` runs a batch with as many rows on two actors, and returns the exit code."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(Workflow, "run", run_replaced)

@@ -1,4 +1,4 @@
-"""Checks of --ray and --workers before Ray starts: the entry, and the number of local actors."""
+"""Checks on --ray and --workers before Ray starts: the entry, and the number of local actors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_as_many_actors_as_there_are_gpus_or_cores_are_accepted(
 def refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
-    """`refused(*arguments)`: the message of a batch that is refused before Ray starts."""
+    """`refused(*arguments)` runs a batch refused before Ray starts, and returns the message."""
     monkeypatch.setattr(ray_backend, "check_ray", lambda ref: None)
     monkeypatch.setattr(
         ray_backend, "open_services", lambda *_, **__: pytest.fail("Ray is started")

@@ -1,4 +1,4 @@
-"""Actors of a batch whose Ray has ended."""
+"""Batch actors after Ray has ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Batches on several actors in this process, whatever is killed.
-
-Computing is replaced by a line of text.
-"""
+"""Batches on several actors in this process, with kills anywhere and computing replaced by text."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ from wanstream.tests.support.local_actor import LocalActor, local_backend, row_s
 
 T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
 KINDS = ("actor", "actor while it answers", "driver", "answer")
-"""Kills of an actor or of the driver, and an answer that is lost."""
+"""Killed actors, killed drivers, and a lost response."""
 
 
 def plan(rows: Sequence[Row]) -> list[BatchJob]:
@@ -83,7 +80,7 @@ class UnluckyActor(LocalActor):
 
 
 class ActorFleet(Bench):
-    """A driver that can be started again and again on one folder; its actors end with it."""
+    """A driver restarted at will on one folder, along with its actors."""
 
     def __init__(
         self, folder: Path, make: Callable[[], Sequence[LocalActor]], options: BatchOptions
@@ -123,7 +120,7 @@ def test_fifty_mishaps_in_a_hundred_rows_on_four_actors_cost_nothing(
     shared: bool, options: BatchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mishaps = Mishaps(int(shared), 50, 0.2)
-    # So many may meet one row five times while the driver lives, and it would rightly fail.
+    # So many mishaps may hit one row five times while the driver lives, and it would rightly fail.
     monkeypatch.setattr(failures, "MAX_LOSSES", mishaps.left + 1)
     output = (
         OutputStore.backend_folder_of(options.output) if shared else tmp_path / "of another machine"
@@ -143,7 +140,7 @@ def test_fifty_mishaps_in_a_hundred_rows_on_four_actors_cost_nothing(
 
 
 Fault = Callable[[Workflow, LocalActor], Exception | None]
-"""Return the error of a node for a workflow on an actor, or None."""
+"""Return a node's error for a workflow on an actor, or None."""
 
 
 def full_disk() -> Exception:
@@ -159,7 +156,7 @@ def broken_device() -> Exception:
 def faulty_fleet(
     options: BatchOptions, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> ActorFleet:
-    """Three actors on machines of their own, with 40 rows, some of which fail."""
+    """Return a fleet with three actors on separate machines and 40 rows, some with faults."""
     actors: list[LocalActor] = []
 
     def run(workflow: Workflow, **given: Any) -> History:

@@ -1,4 +1,4 @@
-"""`wanstream bench`: its cases, its report and its files."""
+"""`wanstream bench`: cases, report and files."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_without_one_worker_there_is_no_speedup_and_a_case_without_runs_has_no_f
 
 
 def test_a_worker_that_did_nothing_in_one_run_has_the_memory_of_the_others() -> None:
-    """Of two cells of a stage the faster one may take every video of a run."""
+    """The faster cell in a stage may take every video in a run."""
     runs = case_runs(Mesh(data=2, stage=2), 6, 6, 6)
     idle = [
         replace(run, ranks={rank: run.ranks[rank] for rank in kept})
