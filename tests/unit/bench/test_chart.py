@@ -1,4 +1,4 @@
-"""Pixels and texts of the chart."""
+"""The chart's pixels and texts."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def pixels(report: Report) -> Pixels:
 
 
 def painted(chart: Pixels, colour: str, top: int = HEAD) -> Pixels:
-    """Return a mask of the pixels of that colour, from `top` down and right of the labels."""
+    """Return a mask for this colour, from `top` down and right of the labels."""
     return np.all(
         chart[top * SCALE :, LEFT * SCALE :] == ImageColor.getrgb(COLOURS[colour]), axis=2
     )
 
 
 def heights(chart: Pixels, colour: str, top: int = HEAD) -> list[int]:
-    """Return the height in pixels of each bar of that colour in a panel, from left to right."""
+    """Return the bar heights in pixels for this colour in a panel, from left to right."""
     columns = painted(chart, colour, top + 30)[: (PANEL - 68) * SCALE].sum(axis=0)
     return [max(group) for painted, group in groupby(columns, key=bool) if painted]
 
@@ -248,7 +248,7 @@ def _brightness(colour: str) -> float:
     ],
 )
 def test_texts_and_bars_have_enough_contrast(name: str, least: float) -> None:
-    """Contrast as the accessibility guidelines define it: 4.5 for small text, 3 for bars."""
+    """The accessibility guidelines ask for 4.5 for small text and 3 for bars."""
     bright, dim = sorted(
         (_brightness(COLOURS[part]) + 0.05 for part in (name, "paper")), reverse=True
     )

@@ -1,4 +1,4 @@
-"""The numbers of the documents are those of the timelines, and the page loads and runs nothing."""
+"""Documents show the timelines' numbers, and the page loads and runs nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEASURED = {**TIMES, **SIZES, "rss_bytes": 7}
 def report(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> Report:
-    """Two variants; the first one's trials are a warm-up and a run that counts."""
+    """Two variants. The first one has two trials: a warm-up and a counted run."""
     walls = (2.5, 1.25, 1.5, 3.75, 1.125)
     one = make_variant("a", make_timeline(9, 9, 9, 9, 9), make_timeline(*walls, **MEASURED))
     cold, warm = one.trials
@@ -47,7 +47,7 @@ def report(
 
 
 class Page(HTMLParser):
-    """The tables of a page by title, its other words, and the tags and attributes in it."""
+    """A page's tables by title, the remaining words, and all tags and attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(
     make_variant: MakeVariant,
     make_report: MakeReport,
 ) -> None:
-    """Names are titles of nodes, which come with a workflow."""
+    """Names are node titles, which come with a workflow."""
     written = csv_document(make_report(make_variant(name, make_timeline(1, 1))))
     assert [line["variant"] for line in csv.DictReader(io.StringIO(written, newline=""))] == [
         cell,
@@ -142,7 +142,6 @@ def test_no_name_is_a_formula_in_a_spreadsheet(
 
 
 def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) -> None:
-    """The report shows the values of the timeline."""
     timeline = report.variants[0].measured[0]
     table = step_table(report.variants[0])
     assert table is not None

@@ -1,4 +1,4 @@
-"""Order of the variants of a report."""
+"""Variant order in a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_variants_are_ranked_by_their_seconds_per_step(
     make_timeline: Make, make_variant: Make, make_report: Callable[..., Report]
 ) -> None:
     runs = [make_timeline(each, each, each, rss_bytes=each) for each in (4, 2, 3)]
-    # Named by place: the whole run of the first is shorter, with fewer steps.
+    # Named by place. The first one's whole run is shorter, with fewer steps.
     variants: list[Variant] = [
         make_variant("0", make_timeline(5, 5)),
         make_variant("1", make_timeline(1, 1), failed="out of memory"),

@@ -1,7 +1,4 @@
-"""Result files: named by case, machine and day, read as written, the newest of each case first.
-
-Their machine.
-"""
+"""Result files and their machine: file names, reading, and the newest file for each case first."""
 
 from __future__ import annotations
 

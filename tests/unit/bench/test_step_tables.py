@@ -130,7 +130,7 @@ def rates(border: int, fetches: int, nbytes: int, busy_s: float) -> RateRange:
 def test_the_histogram_counts_fetches_with_their_data_and_time(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    """Two steps with forty fetches each are eighty fetches at any rates of the steps."""
+    """Two steps with forty fetches each make eighty fetches, whatever the steps' rates."""
     one = make_timeline(
         2, 2, copy_rates=(rates(1, 3, 6 * 10**9, 3.0), rates(20, 77, 54 * 10**9, 2.0))
     )
@@ -163,10 +163,7 @@ def test_each_route_that_moved_something_has_a_histogram(
 def test_bytes_read_by_only_some_runs_are_shown_by_their_median(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    """The first run read blocks that the others have in RAM.
-
-    One of them had to wait for a file again.
-    """
+    """The first run read blocks that the others had in RAM. One run waited for a file again."""
     given = ((4 * 10**9, 1.0), (0, 0.0), (2 * 10**9, 0.5))
     runs = [
         make_timeline(2, stall_s=1, read_bytes=read, stall_on_read_s=stall) for read, stall in given

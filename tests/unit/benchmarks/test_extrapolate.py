@@ -1,4 +1,4 @@
-"""A run of more blocks is simulated from the rates of a shorter one."""
+"""Runs with more blocks are simulated from a shorter run's rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCKS, VISIT_S, OUTSIDE_S = 8, 0.25, 0.5
 
 
 def measured(stall_s: float, *, moved: int = 8_000) -> Timeline:
-    """Four steps of two experts that compute 8 blocks each."""
+    """Return four steps by two experts, with 8 blocks each."""
     compute_s = BLOCKS * VISIT_S
     steps = [
         StepRecord.of(

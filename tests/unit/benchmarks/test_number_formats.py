@@ -1,4 +1,4 @@
-"""Error of whole runs in each number format, on smaller experts than the recorded ones."""
+"""Whole-run error in each number format, on smaller experts than the recorded ones."""
 
 from __future__ import annotations
 

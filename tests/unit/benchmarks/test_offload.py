@@ -1,4 +1,4 @@
-"""The offload case: the plan of its runs, their summary, and one tiny run of each kind."""
+"""Offload case: run plan, summary, and one tiny run for each kind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(
     repetition: int = 0,
     **changed: Any,
 ) -> dict[str, Any]:
-    """One line of a session."""
+    """Return one line for a session."""
     report = {
         "import_rss_bytes": 4e8,
         "load_s": 0.5,
@@ -145,7 +145,7 @@ def test_only_disturbed_runs_count_but_are_marked() -> None:
 
 
 def test_a_prediction_is_compared_with_its_own_run() -> None:
-    """Machines are measured before each round: a busy one is wrong for its own round only."""
+    """Machines are measured before each round, so a busy one spoils only one round."""
     lines = []
     for repetition, (speed, expected_s) in enumerate([(1.0, 0.9), (2.0, 2.0), (1.0, 7.0)]):
         line = run(steps=(speed,) * 4, repetition=repetition)
@@ -206,7 +206,7 @@ def test_a_task_travels_as_json(tmp_path: Path) -> None:
 
 
 def forked(task: Task) -> dict[str, Any]:
-    """The report of a run in a forked process, which need not import torch and diffusers again."""
+    """Return a report from a forked process, which need not import torch and diffusers again."""
     wanted: Literal["files", "run"]
     for wanted in ("files", "run") if task.case_variant.prepares else ("run",):
         process = get_context("fork").Process(
@@ -223,7 +223,7 @@ def forked(task: Task) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="runs are forked, and measured in /proc")
 def test_one_tiny_run_of_each_kind(tmp_path: Path) -> None:
-    """Two in processes of their own, as the benchmark makes all of them."""
+    """Two run in separate processes, as in the benchmark."""
     whole = ("resident", "layerwise")
     command = [
         sys.executable,
@@ -279,7 +279,7 @@ def test_one_tiny_run_of_each_kind(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_gpu_part_on_the_cpu(tmp_path: Path) -> None:
-    """Programs of the GPU case, on a tiny pair: capped and free runs, and their merged result."""
+    """Programs in the GPU case, on a tiny pair: capped and free runs, and their merged result."""
     gpu = [sys.executable, str(PROGRAM), "gpu", str(tmp_path)]
     tiny = ["--device", "cpu", "--threads", "1", "--results", str(tmp_path)]
     only = ["--only", "resident", "pinned"]

@@ -1,4 +1,4 @@
-"""Rows and sentences of pages have the figures of the results, rounded."""
+"""Table rows and sentences in pages have the rounded figures from the results."""
 
 from __future__ import annotations
 

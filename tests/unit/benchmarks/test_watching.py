@@ -1,4 +1,4 @@
-"""Measurement of a run: cold files, memory limits, and sampling from outside."""
+"""Watching a run: cold files, memory limits, and samples from outside."""
 
 from __future__ import annotations
 

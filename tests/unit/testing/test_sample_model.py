@@ -1,4 +1,4 @@
-"""Test model: real names, openable by every opener of the real files, folder safe to name."""
+"""Test model: real names, accepted by all openers for real files, folder safe to name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample tokenizer: every reader of its files gives the same tokens."""
+"""Sample tokenizer: every reader returns the same tokens."""
 
 from __future__ import annotations
 

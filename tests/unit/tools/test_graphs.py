@@ -1,4 +1,4 @@
-"""Comparison of graphs in API format, independent of their ids."""
+"""Graphs in API format are compared whatever their ids."""
 
 from __future__ import annotations
 

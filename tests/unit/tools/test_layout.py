@@ -11,7 +11,7 @@ from wanstream.tools.arrange import TITLE, Box, Group, Layout, Size, place
 
 
 def whole(layout: Layout, sizes: dict[str, Size], node: str) -> Box:
-    """A node with its title bar."""
+    """Return a node's box with the title bar."""
     x, y = layout.nodes[node]
     return Box(x, y - TITLE, sizes[node].width, sizes[node].height + TITLE)
 

@@ -1,4 +1,4 @@
-"""The English locale equals the schemas, and the Chinese locale is a translation of it."""
+"""The English locale equals the schemas, and the Chinese locale translates it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MADE_FROM = read(LOCALES / "zh" / "made_from.json")
 PAGE = (LOCALES.parent / "web" / "overlay" / "page.mjs").read_text(encoding="utf-8")
 I18N = (LOCALES.parent / "web" / "overlay" / "i18n.mjs").read_text(encoding="utf-8")
 
-# Terms that are the same in Chinese, or written in Latin letters.
+# Terms left as they are in Chinese, or written in Latin letters.
 SAME = {"VAE", "Latent", "Sigmas"}
 IDEOGRAPH = re.compile(r"[\u4e00-\u9fff]")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -46,7 +46,7 @@ PAIRS = {
 
 
 def glossary() -> list[tuple[str, str]]:
-    """English and Chinese terms, the longest first: `noise level` is found before `noise`."""
+    """Return English and Chinese terms, longest first to find `noise level` before `noise`."""
     page = (LOCALES / "zh" / "glossary.md").read_text(encoding="utf-8")
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -58,7 +58,7 @@ def glossary() -> list[tuple[str, str]]:
 
 
 def names(kind: str) -> dict[str, str]:
-    """English and Chinese names of all nodes, or of all inputs, as they stand in prose."""
+    """Return English and Chinese names for all nodes or inputs, as written in prose."""
     if kind == "nodes":
         return {
             node["display_name"]: CHINESE["nodeDefs"][node_id]["display_name"]
@@ -93,7 +93,7 @@ def test_the_english_locale_has_all_that_a_schema_says() -> None:
 
 
 def test_the_english_locale_has_what_the_page_registers() -> None:
-    """ComfyUI looks up texts of settings and of commands that show a panel by their ids."""
+    """ComfyUI looks up texts for settings and panel commands by id."""
     ids = re.findall(r"""^const \w+_SETTING = "(.+)\"""", PAGE, re.MULTILINE)
     assert [*ENGLISH["settings"]] == [name.replace(".", "_") for name in ids]
     (tab,) = re.findall(r"""id: "([\w-]+)",\n +get title\(\)""", PAGE)
@@ -130,7 +130,7 @@ def test_everything_is_chinese() -> None:
 
 
 def test_one_thing_has_one_name() -> None:
-    """An input of one name and type is called the same in every node, and so is an output."""
+    """Inputs and outputs with one name and type have one Chinese name in all nodes."""
     called: dict[tuple[str, str], set[str]] = {}
     for node in NODES:
         schema = node.define_schema()
@@ -170,14 +170,14 @@ def test_a_translation_keeps_to_the_glossary() -> None:
         for name in nodes:
             english = english.replace(name, "").replace(name.partition(" (")[0], "")
         for term, translated in terms:
-            # Before a colon stands a choice of the list, which stays as it is.
+            # A word before a colon is a choice in a list, which stays as it is.
             english, found = re.subn(rf"\b{term}\b(?!:)", "", english)
             assert not found or translated in chinese, f"{key}: {term}"
 
 
 @pytest.mark.parametrize("locale", [ENGLISH, CHINESE], ids=["en", "zh"])
 def test_no_text_holds_what_the_frontend_takes_for_a_command(locale: dict[str, Any]) -> None:
-    """Its texts are patterns, in which these signs stand for values, links and plurals."""
+    """Texts are patterns for the frontend: these signs mark values, links and plurals."""
     for key, text in texts(locale).items():
         assert not {*text} & {*"{}@|"}, key
 

@@ -1,4 +1,4 @@
-"""Counts of heavy words, and their rates in this project."""
+"""Heavy words: counts, and rates in this project."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_code_of_a_page_does_not_count() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "more"),
-    # Pages include help pages, which repeat the tooltips of the nodes.
+    # Pages include help pages, which repeat tooltips.
     [("code", {}), ("pages", {"of": 29, "its": 3.7, ";": 9, "those": 0.6})],
 )
 def test_rates_of_the_project_stay_below_their_limits(kind: str, more: dict[str, float]) -> None:
