@@ -1,9 +1,9 @@
 """A custom node for tests: `TestClip` replaces `CLIPLoader` and loads sample text encoders.
 
-`CLIPLoader` identifies UMT5-XXL by a tensor of its 24th block and takes every size from a bundled
+`CLIPLoader` identifies UMT5-XXL by a tensor in block 24 and takes every size from a bundled
 configuration. This node has the same inputs and calls the same loader, but adds such a tensor and
-derives the sizes from the model file. The module belongs in the `custom_nodes` folder of a ComfyUI,
-whose modules it imports.
+derives the sizes from the model file. The module belongs in ComfyUI's `custom_nodes` folder and
+imports ComfyUI's modules.
 """
 
 import re
@@ -18,7 +18,7 @@ FIRST = "encoder.block.0.layer."
 
 
 def sizes(tensors):
-    """The sizes of an encoder, by the names that ComfyUI's own configuration has for them."""
+    """Encoder sizes, by ComfyUI's own configuration names."""
     heads = tensors[FIRST + "0.SelfAttention.relative_attention_bias.weight"].shape[1]
     blocks = {found[1] for name in tensors if (found := re.match(r"encoder\.block\.(\d+)\.", name))}
     return {

@@ -1,6 +1,6 @@
-"""Runs in ComfyUI's own Python: the conditioning of every native Wan node, through our sampler.
+"""Runs in ComfyUI's own Python: every native Wan node's conditioning, through our sampler.
 
-`answers(folder)` returns one value per node and way to connect it; `test_conditioning.py` checks
+`answers(folder)` returns one value per node and way to connect it. `test_conditioning.py` checks
 the values.
 """
 
@@ -32,7 +32,7 @@ MODULES = [name for name in FILES if importlib.util.find_spec(f"comfy_extras.{na
 
 
 class Vae:
-    """A VAE of Wan2.1 that encodes to noise."""
+    """A Wan2.1 VAE that encodes to noise."""
 
     latent_channels = 16
 
@@ -46,7 +46,7 @@ class Vae:
 
 
 class Model:
-    """The part of a model that InfiniteTalk patches."""
+    """The methods InfiniteTalk calls on a model."""
 
     def __init__(self) -> None:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
@@ -65,7 +65,7 @@ class Model:
 
 
 class AudioProjection:
-    """Of InfiniteTalk."""
+    """InfiniteTalk's."""
 
     seq_len, blocks, channels, intermediate_dim, context_tokens, output_dim = (
         5,
@@ -97,7 +97,7 @@ def _audio(width: int, layers: int) -> dict[str, Any]:
 
 
 def _values(node: str) -> dict[str, Any]:
-    """Something for every input of these nodes, by name."""
+    """Something for every input on these nodes, by name."""
     picture, video = torch.full((1, SIZE, SIZE, 3), 0.25), torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
     audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}.get(
         node, (1024, 25)
@@ -150,7 +150,7 @@ def _values(node: str) -> dict[str, Any]:
 
 
 def wan_nodes() -> dict[str, Any]:
-    """Every node of ComfyUI's Wan modules that puts out a conditioning."""
+    """Every node in ComfyUI's Wan modules with a conditioning output."""
     found = {}
     for module in (importlib.import_module(f"comfy_extras.{name}") for name in MODULES):
         for _, value in inspect.getmembers(module, inspect.isclass):
@@ -170,7 +170,7 @@ def _given(node: str, schema: Any, optional: list[str]) -> dict[str, Any]:
 
 
 def _outcome(folder: Path, results: tuple[Any, ...]) -> dict[str, Any]:
-    """Result of our sampler for the first conditioning, the last one, and the latent of a node."""
+    """Our sampler's result for a node's first conditioning, last conditioning and latent."""
     sides = [value for value in results if isinstance(value, list)]
     latent = next(value for value in results if isinstance(value, dict) and "samples" in value)
     keys = sorted(
@@ -214,7 +214,7 @@ def answers(folder: str) -> dict[str, Any]:
                     TypeError,
                     UnboundLocalError,
                     AttributeError,
-                ) as err:  # the node itself needs more than that
+                ) as err:  # the node itself needs more
                     found[f"{node}: {way}"] = {"node failed": repr(err)}
                     continue
                 found[f"{node}: {way}"] = _outcome(Path(folder), results)

@@ -1,6 +1,6 @@
-"""A real ComfyUI with this pack: one isolated server per session, and calls into its Python.
+"""A real ComfyUI with this pack: one isolated server per session, and calls into ComfyUI's Python.
 
-These tests are skipped without a ComfyUI on this machine; `wanstream.tools.comfyui` documents the
+These tests are skipped without a ComfyUI on this machine. `wanstream.tools.comfyui` documents the
 search path.
 """
 
@@ -40,7 +40,7 @@ from wanstream.wan.latents import WAN21
 
 ROOT = Path(__file__).parents[3]
 PACK = "ComfyUI-WanStream.test-1"
-"""The folder name of the pack: a dot and a dash, which no Python name may have."""
+"""The pack's folder name: a dot and a dash, illegal in a Python name."""
 
 # A node for the tests alone: it keeps the server busy until a file appears.
 GATE = """
@@ -67,7 +67,7 @@ answer = guider_cases.answers(*arguments)
 """
 
 
-# A module that fails must not take the results of the others with it.
+# A failing module must not take the other modules' results with it.
 NATIVE_CASES = """
 import gc, importlib, pathlib, traceback
 import comfy.model_management
@@ -94,7 +94,7 @@ def comfyui() -> ComfyUI:
 
 @pytest.fixture(scope="session")
 def vae_width(comfyui: ComfyUI) -> int:
-    """Return the `base_dim` of a VAE that this ComfyUI can load.
+    """Return the `base_dim` for a VAE this ComfyUI can load.
 
     Older versions support only the real width.
     """
@@ -104,7 +104,7 @@ def vae_width(comfyui: ComfyUI) -> int:
 
 @pytest.fixture(scope="session")
 def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with this pack, test nodes, a picture, and the names of a few models."""
+    """A base directory with this pack, test nodes, a picture, and a few model names."""
     base = tmp_path_factory.mktemp("comfyui")
     _create_named_files(base)
     (base / "custom_nodes").mkdir()
@@ -116,10 +116,7 @@ def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with the files that `base` has before any test adds models or latents to it.
-
-    Read only.
-    """
+    """A read-only base directory with the files in `base` before tests add models or latents."""
     base = tmp_path_factory.mktemp("names")
     _create_named_files(base)
     return base
@@ -157,11 +154,11 @@ def _create_named_files(base: Path) -> None:
 def in_comfyui(
     comfyui: ComfyUI, base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Any]]:
-    """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python, in a process of its own.
+    """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python, in a separate process.
 
-    It returns the JSON value of the variable `answer` of the code, and may take `seconds`. The code
-    sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and the modules of this folder can be
-    imported. ComfyUI, which takes seconds to import, is imported before the process is forked.
+    It returns the JSON value assigned to `answer`, and may take `seconds`. The code sees
+    `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and can import the modules in this folder.
+    ComfyUI, which takes seconds to import, is imported before the process is forked.
     """
     files = {
         name: str(tmp_path_factory.mktemp("in_comfyui") / name) for name in ("stdout", "stderr")
@@ -191,14 +188,14 @@ def in_comfyui(
 
 @pytest.fixture(scope="session")
 def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
-    """A ComfyUI server of the session's own."""
+    """The session's own ComfyUI server."""
     with running_server(comfyui, base) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def stocked_server(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that has only this pack, a node for texts and the test model, four blocks deep."""
+    """A server with this pack, a node for texts and the test model, four blocks deep."""
     base = tmp_path_factory.mktemp("stocked")
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
@@ -215,7 +212,7 @@ def guider_answers(
     tiny_expert_file: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """The value of every case of `guider_cases.py`."""
+    """The value for every case in `guider_cases.py`."""
     folder = tmp_path_factory.mktemp("guider")
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
@@ -232,7 +229,7 @@ def native_answers(
     in_comfyui: Callable[..., Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, dict[str, Any]]:
-    """The values of all cases of native models, by the module of the cases.
+    """The values for all native model cases, by case module.
 
     One process runs the modules that the selected tests name in `NATIVE_CASES`, because ComfyUI
     takes seconds to start.
@@ -251,7 +248,7 @@ def native_answers(
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The value of every case of a test module: of its `NATIVE_CASES`, else `guider_cases.py`."""
+    """The value for every case in a test module's `NATIVE_CASES`, else in `guider_cases.py`."""
     name = getattr(request.module, "NATIVE_CASES", None)
     if name is None:
         results: dict[str, Any] = request.getfixturevalue("guider_answers")

@@ -1,8 +1,8 @@
 """Runs in ComfyUI's own Python: clips continued by latent.
 
 They are compared with ComfyUI's samplers under the same conditions. `answers(folder)` returns one
-JSON value per case; `test_continue_video.py` checks the values. The native conditions are written
-by hand with ComfyUI's own functions, from the description of SVI 2.0 Pro.
+JSON value per case. `test_continue_video.py` checks the values. The native conditions are written
+by hand with ComfyUI's own functions, from the SVI 2.0 Pro description.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _native_condition(
 
 
 class Pair:
-    """A pair of I2V experts as ComfyUI loads them, and as we do."""
+    """Two I2V experts as ComfyUI loads them, and as we do."""
 
     def __init__(self, folder: Path) -> None:
         files = {name: folder / f"i2v_{name}.safetensors" for name in ("high", "low")}
@@ -126,7 +126,7 @@ class Pair:
 
 
 def _three_clips(pair: Pair, overlap: int) -> dict[str, Any]:
-    """Return the difference of each clip, and how much the second depends on the first."""
+    """Return the difference per clip, and how much the second depends on the first."""
     anchor = _normal(1, 16, 1, HEIGHT // 8, WIDTH // 8, seed=3)
     native: torch.Tensor | None = None
     ours: dict[str, Any] | None = None
@@ -145,7 +145,7 @@ def _three_clips(pair: Pair, overlap: int) -> dict[str, Any]:
 
 
 def _files(pair: Pair) -> dict[str, bool]:
-    """Return if files that are saved here and there are read there and here."""
+    """Return whether each side can read files saved by the other."""
     first = pair.our_clip(
         1, anchor={"samples": _normal(1, 16, 1, HEIGHT // 8, WIDTH // 8, seed=3)}, overlap=1
     )
@@ -167,7 +167,7 @@ def _files(pair: Pair) -> dict[str, bool]:
 
 
 def _refused_outside(latent: dict[str, Any]) -> bool:
-    """Return True if a name that leads out of the output folder is refused and writes nothing."""
+    """Return True if a name leading out of the output folder is refused and writes nothing."""
     folder = Path(folder_paths.get_output_directory()).parent
     before = {*folder.glob("x_*")}
     try:

@@ -1,9 +1,9 @@
 """Runs in ComfyUI's own Python: Wan Fun models, ComfyUI's conditioning for them, and native runs.
 
-`FUN_CASES` has tiny models of the shapes of Fun-Control and Fun-InP. `inputs_of` runs ComfyUI's own
-nodes for their conditioning. `native_forward` and `native_run` return what ComfyUI computes from
-the files of a `FunFiles`, so that another sampler can compute the same from the same files and
-inputs. `answers(folder)` returns figures of the native side alone, one value per case;
+`FUN_CASES` has tiny models shaped like Fun-Control and Fun-InP. `inputs_of` runs ComfyUI's own
+nodes for their conditioning. `native_forward` and `native_run` return ComfyUI's results for the
+files in a `FunFiles`, so another sampler can compute the same from the same files and inputs.
+`answers(folder)` returns figures for the native side alone, one value per case.
 `test_fun_native.py` checks them.
 """
 
@@ -36,34 +36,33 @@ import nodes
 
 SHIFT, STEPS, SWITCH, SEED = 5.0, 5, 2, 7
 GUIDANCE = (4.0, 3.0)
-"""Guidance scales of the high-noise and the low-noise expert."""
+"""Guidance scales for the high-noise and the low-noise expert."""
 BOUNDARY = 0.875
 """Sigma from which the high-noise expert computes. `SWITCH` is the first step below it."""
 SIGMAS = (0.95, 0.5)
-"""Sigmas of single forward passes: one of each expert."""
+"""Sigmas for single forward passes, one per expert."""
 FRAMES, LATENT_HEIGHT, LATENT_WIDTH = 9, 4, 6
 TOKENS = (12, 9)
-"""Tokens of the positive and of the negative text of a model without a CLIP branch."""
+"""Positive and negative text tokens for a model without a CLIP branch."""
 TOKENS_BESIDE_CLIP = (512, 512)
-"""Likewise of a model with one: diffusers takes the 512 last rows for text, and those before for
-the image."""
+"""Likewise for a model with one: diffusers takes the last 512 rows for text, and the rows before
+for the image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunCase:
-    """A Fun model and the node of ComfyUI that makes its conditioning."""
+    """A Fun model and the ComfyUI node that makes the conditioning for it."""
 
     family: Family
     node: type
     """Class in `comfy_extras.nodes_wan`."""
     optional: tuple[str, ...]
-    """Optional inputs of the node that are connected. "reference" is the input of a separate
-    ReferenceLatent."""
+    """Connected optional inputs. "reference" is the input to a separate ReferenceLatent."""
     pair: bool = False
     """True for a high-noise and a low-noise expert."""
     latent_format: type = comfy.latent_formats.Wan21
     mask_index: int = 0
-    """Number of image channels in front of the mask."""
+    """Number of image channels before the mask."""
 
     @property
     def name(self) -> str:
@@ -80,7 +79,7 @@ class FunCase:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of the positive and of the negative text."""
+        """Positive and negative text tokens."""
         return TOKENS_BESIDE_CLIP if "clip_vision_output" in self.optional else TOKENS
 
     @property
@@ -88,13 +87,13 @@ class FunCase:
         return ("high", "low") if self.pair else ("high",)
 
     def expert_at(self, sigma: float) -> str:
-        """Return the name of the expert that computes at a sigma."""
+        """Return the name of the expert for a sigma."""
         return "low" if self.pair and sigma < BOUNDARY else "high"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunInputs:
-    """Inputs of a sampler, made by ComfyUI's nodes."""
+    """Sampler inputs, made by ComfyUI's nodes."""
 
     positive: list[Any]
     negative: list[Any]
@@ -102,7 +101,7 @@ class FunInputs:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Values of the positive conditioning next to the text."""
+        """Positive conditioning values next to the text."""
         return dict(self.positive[0][1])
 
     def changed(self, **values: Any) -> FunInputs:
@@ -125,7 +124,7 @@ class Vae:
         return self._pixels
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the latents of pictures [frames, height, width, 3].
+        """Return latents for pictures [frames, height, width, 3].
 
         The first picture is a latent frame by itself.
         """
@@ -168,8 +167,7 @@ FUN_CASES: Mapping[str, FunCase] = {
             node=nodes_wan.WanFunControlToVideo,
             optional=("clip_vision_output", "start_image", "control_video"),
         ),
-        # The later files of Fun-Control 2.1 have a reference, for which ComfyUI's node has no
-        # input.
+        # Later Fun-Control 2.1 files have a reference, but ComfyUI's node has no input for it.
         FunCase(
             family=_family("fun_control_21_reference", 48, model_type="i2v", in_dim_ref_conv=16),
             node=nodes_wan.WanFunControlToVideo,
@@ -200,7 +198,7 @@ FUN_CASES: Mapping[str, FunCase] = {
 
 
 class FunFiles:
-    """Checkpoints of cases in fp32, written once, and the models that ComfyUI loads from them."""
+    """Case checkpoints in fp32, written once, and ComfyUI's models for them."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -208,7 +206,7 @@ class FunFiles:
         self._forwards: dict[str, list[torch.Tensor]] = {}
 
     def paths(self, case: FunCase) -> dict[str, Path]:
-        """Return the file of every expert: "high" and "low", or "high" alone."""
+        """Return the file for every expert: "high" and "low", or "high" alone."""
         found = {}
         for seed, expert in enumerate(case.experts, start=1):
             path = found[expert] = self.folder / f"{case.name}_{expert}.safetensors"
@@ -230,7 +228,7 @@ class FunFiles:
         return self._models[path]
 
     def forwards(self, case: FunCase) -> list[torch.Tensor]:
-        """Return `native_forward` at each of `SIGMAS` with the case's own inputs, computed once."""
+        """Return `native_forward` at each sigma in `SIGMAS` with the case inputs, computed once."""
         if case.name not in self._forwards:
             self._forwards[case.name] = [
                 native_forward(self, case, sigma=sigma) for sigma in SIGMAS
@@ -248,9 +246,9 @@ def inputs_of(
     """Return the outputs of the case's node.
 
     Args:
-        without: Optional inputs of the case that are not connected.
+        without: Optional case inputs to leave unconnected.
         other: Optional inputs that get other pictures.
-        batch: Number of samples of the latent.
+        batch: Number of samples in the latent.
     """
     vae, height, width = (
         Vae(case.latent_channels, case.pixels),
@@ -260,8 +258,7 @@ def inputs_of(
     given: dict[str, Any] = {}
     for seed, name in enumerate(case.optional, start=70):
         frames, seed = FRAMES if name == "control_video" else 1, seed + 100 * (name in other)
-        # Pictures are larger than the video, as those of users are, but for the reference of
-        # ReferenceLatent.
+        # Pictures are larger than the video, as users' pictures are, but not for ReferenceLatent.
         larger = 1 if name == "reference" else 2
         given[name] = _pictures(frames, larger * height, larger * width, seed=seed)
         if name == "clip_vision_output":
@@ -283,10 +280,10 @@ def inputs_of(
 
 @torch.inference_mode()
 def forward_by(guider: Any, inputs: FunInputs, sigma: float) -> torch.Tensor:
-    """Return a guider's velocity of one model call, in normalised space: (x - denoised) / sigma.
+    """Return a guider's velocity in one model call, in normalised space: (x - denoised) / sigma.
 
-    x is `SEED`'s noise at that sigma over the latent of the inputs. Any guider of ComfyUI will do,
-    with any guidance.
+    x is `SEED`'s noise at `sigma` over the input latent. Any ComfyUI guider will do, with any
+    guidance.
     """
     seen: list[torch.Tensor] = []
 
@@ -300,7 +297,7 @@ def forward_by(guider: Any, inputs: FunInputs, sigma: float) -> torch.Tensor:
     latent = inputs.latent["samples"]
     sampler, noise = comfy.samplers.KSAMPLER(once), comfy.sample.prepare_noise(latent, SEED)
     guider.sample(noise, latent, sampler, torch.tensor([sigma, 0.0]), disable_pbar=True, seed=SEED)
-    # A guider may try the sampler with a model of its own before.
+    # A guider may have tried the sampler before, with a model of its own.
     return seen[-1].cpu()
 
 
@@ -312,9 +309,9 @@ def native_forward(
     sigma: float = SIGMAS[0],
     cfg: float = 1.0,
 ) -> torch.Tensor:
-    """Return `forward_by` of ComfyUI's CFGGuider over the expert of a sigma.
+    """Return `forward_by` for ComfyUI's CFGGuider over the expert at a sigma.
 
-    With cfg 1, of the positive side alone.
+    With cfg 1, for the positive side alone.
     """
     inputs = inputs or inputs_of(case)
     guider = comfy.samplers.CFGGuider(files.model(case, case.expert_at(sigma)))
@@ -358,7 +355,7 @@ def native_run(files: FunFiles, case: FunCase, inputs: FunInputs | None = None) 
 
 
 def _normalised(case: FunCase, raw: torch.Tensor) -> torch.Tensor:
-    """Normalise each of several latents that lie behind each other in the channels."""
+    """Normalise several latents stacked in the channels."""
     return torch.cat(
         [case.latent_format().process_in(part) for part in raw.split(case.latent_channels, dim=1)],
         dim=1,
@@ -374,7 +371,7 @@ def described_channels(case: FunCase, inputs: FunInputs) -> torch.Tensor:
 
 
 class Seen:
-    """The arguments and the result of the last call of a MODEL's network."""
+    """Arguments and result of the last network call in a MODEL."""
 
     def __init__(self, model: Any) -> None:
         self.x = self.velocity = torch.empty(0)
@@ -395,7 +392,7 @@ class Seen:
 
 @torch.inference_mode()
 def native_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
-    """Return figures of a case: keys left over, the network's inputs, and that results repeat."""
+    """Return a case's leftover keys, the network inputs, and whether results repeat."""
     with _warnings() as warnings:
         models = [files.model(case, expert) for expert in case.experts]
     network, inputs = models[0].model.diffusion_model, inputs_of(case)
@@ -432,7 +429,7 @@ def native_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
 
 @torch.inference_mode()
 def effect_case(files: FunFiles, case: FunCase, changed: FunInputs) -> list[float]:
-    """Return how far a forward pass of each expert with changed inputs is from the plain one."""
+    """Return the distance between forward passes with changed inputs and plain ones, per expert."""
     results = [native_forward(files, case, changed, sigma=sigma) for sigma in SIGMAS]
     return [
         _difference(result, plain)
@@ -442,7 +439,7 @@ def effect_case(files: FunFiles, case: FunCase, changed: FunInputs) -> list[floa
 
 @torch.inference_mode()
 def batch_case(files: FunFiles, case: FunCase) -> dict[str, Any]:
-    """Return the size of a run of two samples and how far these are from each other."""
+    """Return the shape of a two-sample run, and the distance between the samples."""
     both = native_run(files, case, inputs_of(case, batch=2))
     return {"shape": list(both.shape), "between": _difference(both[:1], both[1:])}
 
@@ -451,7 +448,7 @@ def changes_of(case: FunCase) -> dict[str, FunInputs]:
     """Return the case's inputs with one left out, with other pictures, and with another mask."""
     plain = inputs_of(case)
     changes = {f"other {name}": inputs_of(case, other=(name,)) for name in case.optional}
-    # A model with a CLIP branch but without its input is not what these models are for.
+    # These models are not meant to run with a CLIP branch but no CLIP input.
     changes |= {
         f"no {name}": inputs_of(case, without=(name,))
         for name in case.optional
@@ -463,7 +460,7 @@ def changes_of(case: FunCase) -> dict[str, FunInputs]:
 
 
 def answers(folder: str) -> dict[str, Any]:
-    """Return a value per case, and one per input that is changed."""
+    """Return a value per case, and one per changed input."""
     torch.set_num_threads(1)
     files = FunFiles(folder)
     cases: dict[str, Callable[[], object]] = {"names": lambda: list(FUN_CASES)}

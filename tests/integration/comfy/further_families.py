@@ -1,6 +1,6 @@
-"""Tiny models of further families of ComfyUI, most of them newer than 0.18.1, with inputs.
+"""Tiny models from further ComfyUI families, most newer than 0.18.1, with inputs.
 
-Some have lists of blocks that run before a pass or in another order than they are built in.
+Some have block lists that run before a pass, or in another order than built.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs in ComfyUI's own Python: our guider against one over the same experts loaded by ComfyUI.
 
-`answers(folder)` returns one JSON value per case; `test_guider.py` checks the values.
+`answers(folder)` returns one JSON value per case. `test_guider.py` checks the values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHAPE = (1, 16, 2, 8, 6)
 GUIDANCE = (4.0, 3.0)
 ADVANCED = comfy.samplers.KSampler
 SEEDLESS = {"euler_ancestral", "dpmpp_sde", "heunpp2", "lcm", "sa_solver", "seeds_2"}
-"""Samplers that draw from the global random state where they are given no seed."""
+"""Samplers that draw from the global random state if they get no seed."""
 
 
 def _normal(*shape: int, seed: int) -> torch.Tensor:
@@ -62,9 +62,9 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _results(node: type, **inputs: Any) -> tuple[Any, ...]:
-    """Return the results of a ComfyUI node.
+    """Return a ComfyUI node's results.
 
-    The set of V3 nodes depends on the version of ComfyUI.
+    The set of V3 nodes depends on the ComfyUI version.
     """
     if hasattr(node, "execute"):
         return node.execute(**inputs).args
@@ -72,7 +72,7 @@ def _results(node: type, **inputs: Any) -> tuple[Any, ...]:
 
 
 class NativePair(comfy.samplers.CFGGuider):
-    """Both experts as ComfyUI loads them; the expert of a call is that of its sigma."""
+    """Both experts as ComfyUI loads them. The sigma selects the expert for a call."""
 
     def __init__(
         self, experts: dict[str, Any], boundary: float, guidance: tuple[float, float]
@@ -100,14 +100,14 @@ class NativePair(comfy.samplers.CFGGuider):
 
 
 class Unpredicted(ExpertsGuider):
-    """Our guider, which tries no sampler beforehand."""
+    """Our guider without a dry run."""
 
     def _predict_sigmas(self, *_: Any) -> list[float]:
         return []
 
 
 class Side:
-    """Both guiders for one kind of experts, and runs of them that differ in nothing else."""
+    """Both guiders for one kind of expert, and runs with no other difference."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.files = {name: folder / f"{kind}_{name}.safetensors" for name in ("high", "low")}
@@ -184,7 +184,7 @@ def sampled(
 
 
 def _simple(name: str = "euler") -> torch.Tensor:
-    """Sigmas as KSampler makes them for that sampler."""
+    """Sigmas as KSampler makes them for a sampler."""
     discard = name in ADVANCED.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
     sigmas = current_host().models.sigmas("simple", STEPS + discard, 1.0, SHIFT)
     return torch.cat([sigmas[:-2], sigmas[-1:]]) if discard else sigmas
@@ -250,7 +250,7 @@ def cfg_case(side: Side, guidance: tuple[float, float], name: str) -> dict[str, 
 
 
 def hooks_case(side: Side) -> dict[str, object]:
-    """Options of other packs that change guidance, used by the real function and seen to matter."""
+    """Guidance options from other packs: the real function uses them, with an effect."""
 
     def rescaled(call: dict[str, Any]) -> torch.Tensor:
         return call["uncond"] + (call["cond"] - call["uncond"]) * call["cond_scale"] * 0.5
@@ -340,7 +340,7 @@ def _slow_machine() -> Machine:
 
 
 def predicted_case(side: Side) -> dict[str, object]:
-    """Prediction before the first call of a run, on machines with and without a stored profile."""
+    """Prediction before a run's first call, on machines with and without a stored profile."""
     sampler, reported = comfy.samplers.sampler_object("heun"), []
     current_host().open_experts.free()
     current_host().events.announce = lambda event, payload: (
@@ -376,9 +376,9 @@ def predicted_case(side: Side) -> dict[str, object]:
 
 
 def chosen_case(side: Side) -> dict[str, object]:
-    """Policies left to the planner, twice, on a machine whose disk is slow.
+    """Policies left to the planner, twice, on a machine with a profiled slow disk.
 
-    And its first step says it is not.
+    The first step shows a fast disk.
     """
     machine = _slow_machine()
     sampler = comfy.samplers.sampler_object("heun")
@@ -423,7 +423,7 @@ def split_case(side: Side) -> dict[str, object]:
 
 
 def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
-    """Conditioning of WanImageToVideo or WanFirstLastFrameToVideo, in both guiders.
+    """Conditioning from WanImageToVideo or WanFirstLastFrameToVideo, in both guiders.
 
     The first has one mask channel, the second has four.
     """
@@ -437,7 +437,7 @@ def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
 
 
 def odd_sizes_case(side: Side) -> dict[str, object]:
-    """Latents with sides that do not divide into patches: ComfyUI pads them.
+    """Latents whose sides do not divide into patches: ComfyUI pads them.
 
     They run in the guider and in our sampler.
     """
@@ -495,7 +495,7 @@ def image_by_mask_case(side: Side) -> dict[str, object]:
 
 
 def endless_case(side: Side) -> int:
-    """Number of calls predicted for a sampler that never accepts a step."""
+    """Number of predicted calls for a sampler that never accepts a step."""
     sampler = comfy.samplers.ksampler("dpm_adaptive", {"accept_safety": 1e9})
     patcher = side.ours().model_patcher
     guider = Namespace(inner_model=patcher.model, model_patcher=patcher)
@@ -558,7 +558,7 @@ def interrupt_case(side: Side) -> dict[str, object]:
 
 
 def error_case(side: Side) -> dict[str, object]:
-    """A sampler that fails in the middle leaves all usable."""
+    """A failure in the middle of sampling leaves everything usable."""
     guider, sampler = side.ours(), comfy.samplers.sampler_object("euler")
     whole = sampled(guider, sampler, _simple())
 
@@ -575,7 +575,7 @@ def error_case(side: Side) -> dict[str, object]:
 
 
 def evicted_case(side: Side) -> dict[str, object]:
-    """A preview that loads its VAE in the middle of a run, into too little memory."""
+    """A preview loads a VAE in the middle of a run, with too little free memory."""
     guider, sampler = side.ours(), comfy.samplers.sampler_object("euler")
     whole = sampled(guider, sampler, _simple())
     patcher, cpu = guider.model_patcher, torch.device("cpu")
@@ -597,7 +597,7 @@ def evicted_case(side: Side) -> dict[str, object]:
 
 
 def random_state_case(side: Side) -> dict[str, object]:
-    """Random state is restored after a trial in which a sampler draws and seeds, or which fails."""
+    """Random state is restored after a trial in which a sampler draws and seeds, or fails."""
     before = _state()
 
     def draw() -> None:
@@ -617,7 +617,7 @@ def random_state_case(side: Side) -> dict[str, object]:
 
 
 def foreign_case(side: Side) -> dict[str, object]:
-    """A sampler of another pack: never tried beforehand, and right all the same."""
+    """A sampler from another pack: never dry-run, and right all the same."""
     runs = []
 
     def midpoint(
@@ -659,7 +659,7 @@ def foreign_case(side: Side) -> dict[str, object]:
 
 
 def core_nodes_case(side: Side) -> dict[str, object]:
-    """The samplers of ComfyUI's own nodes, with functions as options or from other modules."""
+    """Samplers from ComfyUI's own nodes, with functions as options or from other modules."""
     basic = nodes_custom_sampler
     samplers = {
         "er_sde": _results(
@@ -693,9 +693,9 @@ def core_nodes_case(side: Side) -> dict[str, object]:
 
 
 def _write_small_vae() -> bool:
-    """The small VAE of previews, with random weights.
+    """Write the small preview VAE with random weights.
 
-    False for a ComfyUI that has none for Wan yet.
+    False if this ComfyUI has none for Wan yet.
     """
     if find_spec("comfy.taesd.taehv") is None:
         return False
@@ -703,13 +703,13 @@ def _write_small_vae() -> bool:
 
     file = Path(folder_paths.get_folder_paths("vae_approx")[0]) / "lighttaew2_1.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)  # that of the test model, which is narrower than ComfyUI expects
+    file.unlink(missing_ok=True)  # the test model's file is narrower than ComfyUI expects
     save_file(TAEHV(latent_channels=16).state_dict(), file)
     return True
 
 
 def preview_case(side: Side) -> dict[str, object]:
-    """Previews that ComfyUI's sampling node and our progress bar send to the browser, by method."""
+    """Previews sent to the browser by ComfyUI's sampling node and our progress bar, by method."""
     shown: dict[str, list[object]] = {}
     methods = latent_preview.LatentPreviewMethod
     there = _write_small_vae()
@@ -824,7 +824,7 @@ def _refusal(call: Callable[[], object]) -> list[str]:
 
 
 def _told(case: Callable[[], object]) -> object:
-    """The case's value; a case that fails says where, and the others go on."""
+    """Return the case's value, or a traceback if it failed, and the others go on."""
     try:
         return case()
     except Exception:  # noqa: BLE001 - the test of this case fails with the traceback

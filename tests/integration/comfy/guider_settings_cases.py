@@ -84,8 +84,7 @@ def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, obj
     )
     raw = guider.model_patcher.model.process_latent_out(run.latents)
     plain = run_long(side.ours())
-    # Not the bytes: which call a fetch lies in that was on its way when blocks were left out is
-    # chance.
+    # Not the bytes: a fetch under way when blocks are left out counts for either call, by chance.
     names = ("expert", "sigma", "skipped_lanes", "skipped_visits")
     steps = [
         [[asdict(step)[name] for name in names] for step in each.timeline.steps]
@@ -102,7 +101,7 @@ def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, obj
 
 
 def nothing_changes_case(side: Side) -> dict[str, object]:
-    """Settings that say nothing, each in a sampler that calls twice in a step."""
+    """Neutral settings, each in a sampler with two calls per step."""
     plain = run_long(side.ours(), "heun")
     silent = {
         "cache": {"cache": FirstBlockCache(threshold=0.0)},
@@ -117,9 +116,9 @@ def nothing_changes_case(side: Side) -> dict[str, object]:
 
 
 def many_calls_case(side: Side) -> dict[str, object]:
-    """All settings together in a sampler that calls twice in a step, predicted and not.
+    """All settings together in a sampler with two calls per step, predicted and not.
 
-    And it can run again.
+    A second run is possible.
     """
     settings = {"cache": SOME, "windows": WINDOWS, "guidance": HELD}
     guider = side.ours(**settings)
@@ -150,7 +149,7 @@ def _nag_left(side: Side) -> bool:
 
 
 def held_beside_negative_case(side: Side) -> dict[str, object]:
-    """NAG in a sampler that reads the negative where guidance is 1: its own lane holds nothing."""
+    """NAG in a sampler that reads the negative where guidance is 1: that lane holds nothing."""
     ones = (1.0, 1.0)
     off, on = (
         run_long(side.ours(ones, guidance=Guidance(nag=nag)), "euler_cfg_pp")
@@ -176,7 +175,7 @@ def room_case(side: Side) -> dict[str, object]:
 
 
 def first_stays_case(side: Side) -> dict[str, object]:
-    """A first-block cache keeps its block, also under a policy that the planner chose."""
+    """A first-block cache keeps the first block, also under a policy from the planner."""
     whole = run_long(side.ours(cache=SOME))
     machine, before = _slow_machine(), current_host().memory.planner
     current_host().open_experts.free()

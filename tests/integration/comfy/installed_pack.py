@@ -1,4 +1,4 @@
-"""Runs in ComfyUI's own Python: this pack under its own name, as an installed one would be."""
+"""Runs in ComfyUI's own Python: this pack named as an installed one would be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def load_pack() -> None:
-    """Import the pack as `wanstream`, once, whatever the location and the name of its folder."""
+    """Import the pack as `wanstream`, once, whatever the folder's name and location."""
     if "wanstream" in sys.modules:
         return
     spec = spec_from_file_location(

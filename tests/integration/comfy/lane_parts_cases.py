@@ -1,7 +1,7 @@
 """Runs in ComfyUI's own Python: Fun models and Bernini's contexts in our sampler and guider.
 
-They are compared with ComfyUI's. `answers(folder)` returns one value per case;
-`test_lane_parts.py` checks the values.
+They are compared with ComfyUI's. `answers(folder)` returns one value per case. `test_lane_parts.py`
+checks the values.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.wan.latents import WAN21, WAN22
 
 TWO_VIDEOS = ("fun_control_22", "fun_control_21_reference", "fun_control_5b")
-"""Together they have every value that is per video: image, mask, reference and CLIP, in a pair and
-with 48 channels."""
+"""Together they have every per-video value: image, mask, reference and CLIP, in a pair and with 48
+channels.
+"""
 
 CONTEXTS = {
     "a source": [(3, 4, 6)],
     "a source and images": [(3, 4, 6), (1, 8, 4), (1, 2, 10)],
     "images": [(1, 6, 6), (1, 4, 4)],
 }
-"""Sizes of context latents."""
+"""Context latent sizes."""
 
 
 class Sampler(WanStreamSampler):
@@ -83,7 +84,7 @@ def ref_of(files: FunFiles, case: FunCase) -> ExpertsRef:
 def by_our_sampler(
     files: FunFiles, case: FunCase, inputs: FunInputs, **changes: Any
 ) -> torch.Tensor:
-    """Return the raw latent of our sampler, set as `native_run` is."""
+    """Return our sampler's raw latent, with the settings from `native_run`."""
     given: dict[str, Any] = {"seed": SEED, "steps": STEPS, "solver": "euler", "schedule": "simple"}
     given |= {
         "flow_shift": SHIFT,
@@ -111,7 +112,7 @@ def guider_of(files: FunFiles, case: FunCase, inputs: FunInputs, **changes: Any)
 
 
 def by_guider(files: FunFiles, case: FunCase, inputs: FunInputs) -> torch.Tensor:
-    """Return the raw latent of ComfyUI's Euler over our guider, at the sigmas of `native_run`."""
+    """Return the raw latent from ComfyUI's Euler over our guider, at `native_run`'s sigmas."""
     sampling, samples = (
         files.model(case).get_model_object("model_sampling"),
         inputs.latent["samples"],
@@ -129,7 +130,7 @@ def by_guider(files: FunFiles, case: FunCase, inputs: FunInputs) -> torch.Tensor
 
 @torch.inference_mode()
 def parity_case(files: FunFiles, case: FunCase, inputs: FunInputs) -> dict[str, Any]:
-    """Return differences from ComfyUI, of forward passes of each expert and of whole runs.
+    """Return differences from ComfyUI for each expert's forward passes and for whole runs.
 
     Forward passes are with and without guidance.
     """
@@ -148,13 +149,13 @@ def parity_case(files: FunFiles, case: FunCase, inputs: FunInputs) -> dict[str, 
 
 
 def bernini(*, pair: bool) -> FunCase:
-    """Experts with the tensors of text to video, which Bernini has too."""
+    """Experts with text-to-video tensors, as Bernini has."""
     family = _family("bernini_pair" if pair else "bernini", 16, model_type="t2v")
     return FunCase(family=family, node=object, optional=(), pair=pair)
 
 
 def context_inputs(sizes: list[tuple[int, int, int]], *, batch: int = 1) -> FunInputs:
-    """Return what BerniniConditioning hands on, for contexts of these sizes."""
+    """Return BerniniConditioning's outputs for contexts in these sizes."""
     context = [_normal(1, 16, *size, seed=90 + number) for number, size in enumerate(sizes)]
     values = {"pooled_output": None, **({"context_latents": context} if context else {})}
     sides = [[[_normal(1, tokens, 4096, seed=tokens), dict(values)]] for tokens in (12, 9)]
@@ -178,7 +179,7 @@ def context_case(
 
 @torch.inference_mode()
 def masked_case(files: FunFiles, case: FunCase) -> float:
-    """Return the difference of a run that keeps its first latent frame, without reference image."""
+    """Return the difference in a run with a kept first latent frame and no reference image."""
     inputs = inputs_of(case, without=("ref_image",))
     samples, mask = (
         _normal(*inputs.latent["samples"].shape, seed=95),
@@ -200,7 +201,7 @@ def _without_context(side: list[Any]) -> list[Any]:
 
 
 def native_dual_run(files: FunFiles, case: FunCase, inputs: FunInputs) -> torch.Tensor:
-    """Return the raw latent of Dual CFG Guider, with steps, noise and guidance of `native_run`."""
+    """Return the Dual CFG Guider's raw latent, with steps, noise and guidance from `native_run`."""
     samples = latent = inputs.latent["samples"]
     sampling = files.model(case).get_model_object("model_sampling")
     sigmas, sampler = (
@@ -222,7 +223,7 @@ def native_dual_run(files: FunFiles, case: FunCase, inputs: FunInputs) -> torch.
 
 @torch.inference_mode()
 def dual_case(files: FunFiles, case: FunCase, batch: int = 1) -> dict[str, Any]:
-    """Return differences of `context_guidance` runs from ComfyUI's, and from ours without it."""
+    """Return differences between `context_guidance` runs and ComfyUI's, and ours without it."""
     if importlib.util.find_spec("comfy_extras.nodes_bernini") is None:
         return {"skip_reason": "this ComfyUI does not read context latents"}
     inputs = context_inputs(CONTEXTS["a source and images"], batch=batch)
@@ -237,11 +238,11 @@ def dual_case(files: FunFiles, case: FunCase, batch: int = 1) -> dict[str, Any]:
 
 
 SIZE = {"width": 48, "height": 32}
-"""Pixels of a video of 4 x 6 latent pixels."""
+"""Pixel size for 4 x 6 latent pixels."""
 
 
 def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
-    """Return what a node of ours hands on, with the VAE of the tests in place of a file."""
+    """Return our node's outputs, with the test VAE in place of a file."""
     space = WAN22 if vae.latent_channels == WAN22.channels else WAN21
     with (
         patch(f"{vae_of.__module__}.open_vae", lambda path: Namespace(space=space)),
@@ -258,7 +259,7 @@ def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
 
 
 def _worst(ours: Any, theirs: Any) -> float:
-    """Return the largest difference of two entries, or infinity if their keys or shapes differ."""
+    """Return the largest difference between two entries, or infinity if keys or shapes differ."""
     if isinstance(theirs, torch.Tensor):
         return float((ours - theirs).abs().max()) if ours.shape == theirs.shape else torch.inf
     if isinstance(theirs, list):
@@ -276,7 +277,7 @@ def _options(results: list[Any], side: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def node_cases() -> dict[str, float]:
-    """Return the largest difference of our nodes' outputs from ComfyUI's.
+    """Return the largest difference between our nodes' outputs and ComfyUI's.
 
     The inputs have other sizes and lengths.
     """
@@ -347,7 +348,7 @@ def node_cases() -> dict[str, float]:
 
 @torch.inference_mode()
 def refusal_cases(files: FunFiles) -> dict[str, list[str]]:
-    """Return what our sampler and guider say to conditioning of another model."""
+    """Return our sampler's and guider's messages about conditioning for another model."""
     control, inp = FUN_CASES["fun_control_22"], FUN_CASES["fun_inp_22"]
     older, nothing = inputs_of(FUN_CASES["fun_control_21"]), context_inputs([])
     context = inputs_of(control).changed(context_latents=[_normal(1, 16, 1, 4, 4, seed=1)])

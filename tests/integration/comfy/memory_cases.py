@@ -1,8 +1,8 @@
-"""Runs in ComfyUI's Python: its memory manager loads and evicts our experts on a simulated device.
+"""Runs in ComfyUI's Python: the memory manager loads and evicts our experts on a simulated device.
 
-`answers(high, low)` returns one JSON value per case, for experts of 12 blocks; `test_memory.py`
-checks the values. Each case sets the capacity of the device in bytes, and loaded models use it up;
-the experts compute on the CPU.
+`answers(high, low)` returns one JSON value per case, for experts with 12 blocks. `test_memory.py`
+checks the values. Each case sets the device capacity in bytes, and loaded models use it up. The
+experts compute on the CPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PLENTY = 100 * 2**30
 WORKING = 3 * 2**30
 SCALE = 1000
-"""A tiny block counts as 0.8 GB: ComfyUI's own margins are of that size."""
+"""A tiny block counts as 0.8 GB, because ComfyUI's own margins are as large."""
 UNGUIDED = {"high": (0,), "low": (0,)}
 BLOCK_SWAP, LAYERWISE, RESIDENT = (
     OffloadPolicy.block_swap(6),
@@ -61,9 +61,9 @@ BLOCK_SWAP, LAYERWISE, RESIDENT = (
 
 
 class OnCpu:
-    """A pair that ComfyUI takes for one on the made-up device.
+    """Experts that ComfyUI sees on the made-up device.
 
-    Every byte of it counts as a thousand (SCALE).
+    Every byte counts as a thousand (SCALE).
     """
 
     def __init__(self, pair: Any) -> None:
@@ -96,7 +96,7 @@ class OnCpu:
 
 
 class Neighbour(comfy.model_patcher.ModelPatcher):
-    """Another model of `nbytes`, which loads and gives back any number of bytes."""
+    """Another model with `nbytes`, which loads and gives back any number of bytes."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(torch.nn.Module(), GPU, CPU, size=nbytes)
@@ -129,7 +129,7 @@ class Neighbour(comfy.model_patcher.ModelPatcher):
 
 
 class World:
-    """A device of `capacity` bytes, an empty list of loaded models, and a door."""
+    """A device with `capacity` bytes, an empty list of loaded models, and a door."""
 
     def __init__(self, high: str, low: str, capacity: int = PLENTY) -> None:
         self.ref = ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
@@ -181,7 +181,7 @@ class World:
 
     @property
     def wanted(self) -> float:
-        """Bytes that ComfyUI requires to be free in addition to the weights."""
+        """Free bytes that ComfyUI requires in addition to the weights."""
         return max(mm.minimum_inference_memory(), WORKING + mm.extra_reserved_memory())
 
 
@@ -189,7 +189,7 @@ class World:
 def world(
     files: tuple[str, str], capacity: int = PLENTY, **settings: Any
 ) -> Iterator[tuple[World, list[str]]]:
-    """A world with these settings of the memory manager, and the messages of our log in it."""
+    """A world with these memory manager settings, and our log messages in it."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -226,7 +226,7 @@ def case(function: Callable[[Files], Any]) -> Callable[[Files], Any]:
 
 @case
 def room_for_what_is_planned(files: Files) -> Any:
-    """A neighbour, and the room that ComfyUI wants for our plan: 0 or a thousand bytes too few."""
+    """Plan next to a neighbour, with the room ComfyUI requires, or a thousand bytes less."""
     found = []
     for short in (0, 1000):
         with world(files) as (here, _):
@@ -259,7 +259,7 @@ def weights_stay_for_the_next_run(files: Files) -> Any:
 
 @case
 def evicted_block_by_block(files: Files) -> Any:
-    """Another model needs a little more than there is, thrice; after each a run."""
+    """Another model needs a little more than there is, thrice, with a run after each."""
     with world(files) as (here, messages):
         whole = here.run(BLOCK_SWAP)
         full, found = here.pair.loaded_bytes, []
@@ -309,7 +309,7 @@ def evicted_as_a_whole(files: Files) -> Any:
 
 @case
 def flags(files: Files) -> Any:
-    """Policy in half of the free memory that it needs, and residency after a small model loads."""
+    """Policy in half the free memory it needs, and residency after a small model loads."""
     states = mm.VRAMState
     settings: dict[str, dict[str, Any]] = {
         "normal": {},
@@ -360,7 +360,7 @@ def reserve_counts(files: Files) -> Any:
 
 @case
 def room_that_comes_back(files: Files) -> Any:
-    """Less free memory, then plenty again: the policy of each load, and equality of latents."""
+    """Less free memory, then plenty again: each load's policy, and whether latents are equal."""
     with world(files) as (here, _):
         kinds, latents = [], []
         for policy in (BLOCK_SWAP, OffloadPolicy.block_swap(10), LAYERWISE, BLOCK_SWAP):
@@ -368,7 +368,7 @@ def room_that_comes_back(files: Files) -> Any:
                 PLENTY if policy is BLOCK_SWAP else int(here.planned(policy) + here.wanted) + 1
             )
             if policy is not BLOCK_SWAP:
-                # Older versions of ComfyUI do not shrink a model that is loaded already.
+                # Older ComfyUI versions do not shrink a loaded model.
                 mm.unload_all_models()
             latents.append(here.run(BLOCK_SWAP).latents)
             kinds.append(here.load(BLOCK_SWAP).policy == policy)
@@ -389,7 +389,7 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
         return {"skip_reason": "this ComfyUI has no dynamic VRAM"}
 
     class Dynamic(comfy.model_patcher.ModelPatcherDynamic):
-        """All of it but the pages, which need a device."""
+        """Everything but the pages, which need a device."""
 
         def load(self, device_to: Any = None, *_: Any, **__: Any) -> None:
             self.model.device = device_to
@@ -420,9 +420,9 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
 
 @case
 def other_experts(files: Files) -> Any:
-    """List of loaded models after other experts were loaded.
+    """Length of the loaded-model list after other experts were loaded.
 
-    One of the cases is a guider that still references the first ones.
+    In one case a guider still references the first experts.
     """
     with world(files) as (here, _):
         first = here.run(LAYERWISE).latents
@@ -456,7 +456,7 @@ def other_experts(files: Files) -> Any:
 
 @case
 def pins(files: Files) -> Any:
-    """ComfyUI's count of page-locked bytes, which starts at 100 bytes that are not ours."""
+    """ComfyUI's count of page-locked bytes, starting with 100 foreign bytes."""
     if not hasattr(mm, "TOTAL_PINNED_MEMORY"):
         return None
     pinned = OffloadPolicy.layerwise(1, source="pinned")
@@ -522,7 +522,7 @@ def evicted_while_running(files: Files) -> Any:
 
 @case
 def experts_of_a_guider_that_is_gone(files: Files) -> Any:
-    """List of loaded models after a new guider, a refused policy, and a deletion.
+    """Length of the loaded-model list after a new guider, a refused policy, and a deletion.
 
     The deleted guider has other experts.
     """
@@ -549,7 +549,7 @@ def experts_of_a_guider_that_is_gone(files: Files) -> Any:
 
 @case
 def out_of_memory(files: Files) -> Any:
-    """While we are loaded, and in a run, which ComfyUI ends by unloading everything."""
+    """Out of memory while we load, and in a run, after which everything is unloaded."""
     found: dict[str, Any] = {}
     with world(files) as (here, _):
         whole = here.run(BLOCK_SWAP)
@@ -578,7 +578,7 @@ def out_of_memory(files: Files) -> Any:
 def short_of_memory_in_a_step(files: Files) -> Any:
     """Out of memory twice in one run.
 
-    The values are the list of loaded models, the loaded bytes, and the policy of the next load.
+    The values are the loaded-model count, the loaded bytes, and the next load's policy.
     """
     with world(files) as (here, _):
         whole = here.run(BLOCK_SWAP)
@@ -607,7 +607,7 @@ def short_of_memory_in_a_step(files: Files) -> Any:
 
 @case
 def chosen_by_the_planner(files: Files) -> Any:
-    """Resident blocks of the chosen policy next to an evictable neighbour.
+    """Resident blocks in the chosen policy next to an evictable neighbour.
 
     The reserve is zero or four blocks.
     """
@@ -617,7 +617,7 @@ def chosen_by_the_planner(files: Files) -> Any:
         origin="made up",
         vram_bytes=PLENTY,
         ram_bytes=10**12,
-        # So slow that as many blocks as fit are resident.
+        # Slow enough to make as many blocks resident as fit.
         bus=Bus(h2d_bytes_per_s=1e6, h2d_pageable_bytes_per_s=1e6, d2h_bytes_per_s=1e6),
         disk_bytes_per_s=1e6,
         flops_per_s=1e12,
@@ -650,7 +650,7 @@ def chosen_by_the_planner(files: Files) -> Any:
 def room_to_measure(files: Files) -> Any:
     """A neighbour that fills the device makes room for the probes.
 
-    The value is the surplus bytes, and if some of the neighbour remains.
+    The value is the surplus bytes, and whether some of the neighbour remains.
     """
     with world(files) as (here, _):
         neighbour = here.neighbour(10 * 2**30)
@@ -663,8 +663,7 @@ def room_to_measure(files: Files) -> Any:
 def room_for_a_decode(files: Files) -> Any:
     """Decode next to a 4 GB neighbour or experts, with some bytes less than whole frames need.
 
-    Reports the tile size, the surplus of free bytes, and the bytes that the other models have
-    freed.
+    Reports the tile size, the surplus of free bytes, and the bytes freed by the other models.
     """
     vae = SimpleNamespace(weight_bytes=2**29)
     needs = DecodeNeeds(
@@ -694,7 +693,7 @@ def room_for_a_decode(files: Files) -> Any:
 
 
 def _scaled(shape: RunShape) -> RunShape:
-    """Return the shape with a thousand times the bytes of a block."""
+    """Return the shape with a thousand times the bytes per block."""
     costs = shape.blocks
     scaled = {
         name: SCALE * getattr(costs, name)
@@ -706,7 +705,7 @@ def _scaled(shape: RunShape) -> RunShape:
 
 @case
 def as_a_model(files: Files) -> Any:
-    """Model interface that ComfyUI's samplers and nodes use."""
+    """The model interface used by ComfyUI's samplers and nodes."""
     from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
     with world(files) as (here, _):

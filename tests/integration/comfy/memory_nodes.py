@@ -11,7 +11,7 @@ import torch
 
 
 class TestHeld:
-    """Memory of this process after the prompt, without garbage and the allocator's free lists."""
+    """Process memory after the prompt, without garbage and the allocator's free lists."""
 
     RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "report", True, "test"
 
@@ -58,7 +58,7 @@ class TestOutOfMemory:
 
 
 class TestTakeDevice:
-    """Takes all but `leave` bytes of the device until the next prompt, and passes a latent on."""
+    """Takes all but `leave` device bytes until the next prompt, and passes a latent on."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "take", "test"
     taken = None

@@ -1,7 +1,7 @@
 """Runs in ComfyUI's Python: streamed native models against ComfyUI's own, sampler by sampler.
 
-`answers(folder)` returns one JSON value per case; `test_native_models.py` checks the values. Both
-models come from one file of `native_families`, and run with the same input.
+`answers(folder)` returns one JSON value per case. `test_native_models.py` checks the values. Both
+models come from one file by `native_families`, and run with the same input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wanstream.schema import OffloadPolicy  # noqa: E402
 
 ALL_FAMILIES = {**FAMILIES, **FURTHER}
 LIMITS = {"smallest_block": 20_000, "smallest_model": 1_000}
-"""Sizes of the blocks of the tiny models."""
+"""Size limits for blocks in the tiny models."""
 
 FORMATS = {
     "bf16": ("bf16", "default"),
@@ -43,8 +43,8 @@ FORMATS = {
     "fp8": ("fp8", "default"),
     "fp8 kept": ("fp8", "fp8_e4m3fn"),
 }
-"""Number format of a file, and the weight type with which it is loaded: only the last keeps fp8 on
-the device."""
+"""A file's number format and the weight type to load it with: only the last keeps fp8 on the
+device."""
 
 POLICIES: dict[str, Callable[[int], OffloadPolicy]] = {
     "layerwise": lambda _: OffloadPolicy.layerwise(1),
@@ -52,19 +52,19 @@ POLICIES: dict[str, Callable[[int], OffloadPolicy]] = {
     "resident": lambda _: OffloadPolicy.resident(),
     "RAM": lambda _: replace(OffloadPolicy.layerwise(1), source="pinned"),
 }
-"""Policies for a number of blocks."""
+"""Policies by block count."""
 
 Run = Callable[[Any], torch.Tensor]
 """Samples with a MODEL."""
 
 
 class Traffic:
-    """Visits and fetches of all engines."""
+    """Visits and fetches in all engines."""
 
     def __init__(self) -> None:
         self.visits = self.nbytes = 0
         self.fetched: list[int] = []
-        """Indices of blocks."""
+        """Block indices."""
 
     def count(self, run: EngineRun) -> None:
         self.visits += run._next
@@ -94,12 +94,12 @@ def with_little_room(run: Run, model: Any) -> torch.Tensor:
 
 
 def recompiled(model: Any) -> int:
-    """Return the recompilations of the last run of a streamed MODEL."""
+    """Return the recompilations in the last run of a streamed MODEL."""
     return int(model.model.runs.last.session.recompiled)
 
 
 def block_bytes(model: Any) -> list[int]:
-    """Return the bytes of each block of a streamed MODEL in its file, by the index of the block."""
+    """Return the bytes per block in a streamed MODEL's file, by block index."""
     stored = model.model.stored
     starts = [f"diffusion_model.{path}." for path in model.model.weights.blocks]
     return [
@@ -109,7 +109,7 @@ def block_bytes(model: Any) -> list[int]:
 
 
 class Files:
-    """Checkpoints, written once, and the models of their files."""
+    """Checkpoints, written once, and the models loaded from them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -123,7 +123,7 @@ class Files:
         return path
 
     def native(self, family: Family, form: str = "fp32") -> Any:
-        """Return the MODEL that ComfyUI loads, the same one for each call."""
+        """Return ComfyUI's MODEL, the same one for each call."""
         dtype, weight_dtype = FORMATS[form]
         if (family.name, form) not in self._natives:
             loaded = native_families.native(
@@ -133,7 +133,7 @@ class Files:
         return self._natives[family.name, form]
 
     def unpatched(self, family: Family) -> torch.Tensor:
-        """Return the result of a native model without patches, the same one for each call."""
+        """Return the result without patches, the same one for each call."""
         if family.name not in self._unpatched:
             self._unpatched[family.name] = sample(self.native(family), family, steps=STEPS)
         return self._unpatched[family.name]
@@ -146,7 +146,7 @@ class Files:
     def streamed(
         self, family: Family, form: str = "fp32", policy: str = "layerwise", **limits: int
     ) -> Any:
-        """Return a new MODEL of ours."""
+        """Return a new streamed MODEL."""
         dtype, weight_dtype = FORMATS[form]
         limits = {**LIMITS, **limits}
         with native_families.given_configuration(family):
@@ -167,7 +167,7 @@ class Files:
         plain: torch.Tensor | None = None,
         **limits: int,
     ) -> dict[str, Any]:
-        """Return figures of two runs of a streamed model, compared with a native one.
+        """Return figures for two runs of a streamed model, compared with a native one.
 
         With `shared`, both have room for one condition at a time, and ours lets conditions share
         visits. "effect" is True if the native result is not `plain`.
@@ -207,7 +207,7 @@ class Files:
 def family_cases(files: Files) -> dict[str, Callable[[], Any]]:
     """Return a case per family and number format, under each policy by turns.
 
-    All pairs of format and policy are those of Wan and Flux.
+    Only Wan and Flux have all pairs of format and policy.
     """
     cases = {}
     for start, (name, family) in enumerate(FAMILIES.items()):
@@ -258,7 +258,7 @@ TEXT_TO_VIDEO, FLUX = FAMILIES["wan_t2v"], FAMILIES["flux"]
 
 
 def _advanced(model: Any, family: Family, latent: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """Return the result of KSampler (Advanced)."""
+    """Return KSampler (Advanced)'s result."""
     positive, negative = family.conditioning()
     common = {
         "noise_seed": 7,
@@ -274,7 +274,7 @@ def _advanced(model: Any, family: Family, latent: torch.Tensor, **settings: Any)
 
 
 def halves(high: Any, low: Any, family: Family) -> torch.Tensor:
-    """Sample the first steps with one model and the rest with another, as graphs of Wan2.2 do."""
+    """Sample the first steps with one model and the rest with another, as Wan2.2 graphs do."""
     start = {
         "add_noise": "enable",
         "start_at_step": 0,
@@ -293,7 +293,7 @@ def halves(high: Any, low: Any, family: Family) -> torch.Tensor:
 
 
 def halves_case(files: Files) -> dict[str, Any]:
-    """Two models, each loaded once, which run by turns."""
+    """Two models, each loaded once, running by turns."""
     family = TEXT_TO_VIDEO
     expected = halves(files.native(family, "fp32"), files.native(family, "fp8"), family)
     high, low = files.streamed(family, "fp32", "block swap"), files.streamed(family, "fp8")
@@ -308,7 +308,7 @@ def halves_case(files: Files) -> dict[str, Any]:
 
 
 def custom(model: Any, family: Family, guider: str) -> torch.Tensor:
-    """Return the result of SamplerCustomAdvanced with a guider."""
+    """Return SamplerCustomAdvanced's result with a guider."""
     custom_sampler = nodes_custom_sampler
     positive, negative = family.conditioning()
     middle = [[positive[0][0] * 0.5, positive[0][1]]]
@@ -341,7 +341,7 @@ def custom(model: Any, family: Family, guider: str) -> torch.Tensor:
 
 
 def run_cases(files: Files) -> dict[str, Callable[[], Any]]:
-    """Return cases of other nodes that sample, and of other settings."""
+    """Return cases for other sampling nodes and other settings."""
     runs: dict[str, tuple[Family, Run]] = {}
     for family in (TEXT_TO_VIDEO, FLUX):
         run = partial(sample, family=family)
@@ -404,7 +404,7 @@ def _as(kind: type[Family], family: Family) -> Family:
 
 
 def patch_cases(files: Files) -> dict[str, Callable[[], Any]]:
-    """Return cases of patched models, and of other inputs."""
+    """Return cases for patched models and other inputs."""
 
     def case(
         family: Family, changed: Patch, given: Family, policy: str, shared: bool

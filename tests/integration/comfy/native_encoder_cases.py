@@ -43,7 +43,7 @@ LIMITS = {"smallest_block": 10_000, "smallest_model": 1_000}
 CHANGED = ("umt5", "clip-l and t5", "qwen2.5-vl")
 STORED = ("clip-l and llama", "gpt-oss", "gemma4 and projection")
 ANY_LAYER = {**LIMITS, "smallest_layer": 1}
-"""Limits with which layers outside the lists would be blocks, if encoders had such blocks."""
+"""Limits that would make blocks of layers outside the lists, if encoders had such blocks."""
 POLICIES = {
     "layerwise": OffloadPolicy.layerwise(1),
     "block swap": OffloadPolicy.block_swap(2),
@@ -53,7 +53,7 @@ POLICIES = {
 
 
 class Pair:
-    """ComfyUI's CLIP of files, and a streamed one."""
+    """ComfyUI's CLIP from files, and a streamed one."""
 
     def __init__(
         self, encoder: Encoder, paths: tuple[Path, ...], policy: str = "layerwise"
@@ -87,7 +87,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def encoded(encoder: Encoder, folder: Path) -> dict[str, Any]:
-    """Prompts of two lengths twice, and an image."""
+    """Prompts in two lengths, each twice, and an image."""
     pair = Pair(encoder, encoder.write(folder))
     peaks: list[int] = []
     fetched: list[int] = []
@@ -118,7 +118,7 @@ def encoded(encoder: Encoder, folder: Path) -> dict[str, Any]:
 
 
 def stored_as(form: str, encoder: Encoder, folder: Path) -> list[bool]:
-    """Texts without and with a LoRA, and whether the table of tokens stays in its file."""
+    """Texts without and with a LoRA, and whether the token table stays in the file."""
     if form == "scaled fp8":
         paths = encoder.write(folder)
         for path in paths:
@@ -137,8 +137,8 @@ def stored_as(form: str, encoder: Encoder, folder: Path) -> list[bool]:
 def _scale(path: Path) -> None:
     stored = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
     for key, tensor in load_file(path).items():
-        is_table = key == "embed_tokens.weight"  # of GPT-OSS: old versions know no scales there
-        is_matrix = tensor.dim() == 2 or key.endswith("_proj.weight")  # a bank of experts
+        is_table = key == "embed_tokens.weight"  # in GPT-OSS: old versions know no scales there
+        is_matrix = tensor.dim() == 2 or key.endswith("_proj.weight")  # an expert bank
         is_matrix = is_matrix and tensor.is_floating_point() and "embed" not in key
         if is_table or (is_matrix and "bias" not in key and (".block." in key or "layers." in key)):
             scale = tensor.float().abs().amax() / 400
@@ -150,7 +150,7 @@ def _scale(path: Path) -> None:
 
 
 def _with_lora(strength: float, own: Any, clip: Any) -> Any:
-    """Return a clone with a LoRA on all matrices, also on the table of tokens."""
+    """Return a clone with a LoRA on all matrices, also on the token table."""
     if not strength:
         return clip
     generator = torch.Generator().manual_seed(3)
@@ -169,7 +169,7 @@ def _with_lora(strength: float, own: Any, clip: Any) -> Any:
 
 
 def patched(encoder: Encoder, folder: Path) -> dict[str, Any]:
-    """LoRAs of several strengths in turn, and none."""
+    """LoRAs with several strengths in turn, and none."""
     pair = Pair(encoder, encoder.write(folder))
     prompt = encoder.prompt(50)
     plain = pair.own.encode_from_tokens(prompt)
@@ -195,7 +195,7 @@ def _refused_hook(clip: Any, strength: float = 1.0) -> str:
 
 
 def stopped_early(encoder: Encoder, folder: Path) -> list[bool]:
-    """CLIPSetLastLayer, which some encoders compute by skipping blocks."""
+    """CLIPSetLastLayer: some encoders compute it by skipping blocks."""
     pair = Pair(encoder, encoder.write(folder))
 
     def ending_at(layer: int | None, clip: Any) -> Any:
@@ -264,7 +264,7 @@ def under(policy: str, encoder: Encoder, folder: Path) -> dict[str, Any]:
 
 
 def stream_clips(encoder: Encoder, folder: Path) -> dict[str, Any]:
-    """CLIPs of ComfyUI's loader, with and without a LoRA and an earlier last layer."""
+    """CLIPs from ComfyUI's loader, with and without a LoRA and an earlier last layer."""
     paths = encoder.write(folder)
     names = [str(path) for path in paths]
     own = comfy.sd.load_clip(names, clip_type=encoder.type, model_options=encoder.options)
@@ -286,7 +286,7 @@ def stream_clips(encoder: Encoder, folder: Path) -> dict[str, Any]:
 
 
 def refusals(encoder: Encoder, folder: Path) -> dict[str, str]:
-    """Errors: two files that are too small, a wrong policy, and a file that is cut."""
+    """Errors: two files that are too small, a wrong policy, a wrong file, and a cut file."""
     paths = encoder.write(folder)
     files = EncoderFiles(paths=paths, kind=encoder.kind)
     found: dict[str, str] = {}
@@ -318,7 +318,7 @@ def refusals(encoder: Encoder, folder: Path) -> dict[str, str]:
 
 
 def without_vision(encoder: Encoder, folder: Path) -> dict[str, Any]:
-    """A text and an image for a file of the part that reads only."""
+    """A text and an image for a file without the vision part."""
     (path,) = encoder.write(folder)
     save_file({key: each for key, each in load_file(path).items() if "visual" not in key}, path)
     files = EncoderFiles(paths=(path,), kind=encoder.kind)
@@ -359,7 +359,7 @@ def checkpoint(folder: Path, prefix: str) -> dict[str, Any]:
         if parts.clip is not None:
             prompt = encoder.prompt(50)
             texts = [clip.encode_from_tokens(prompt) for clip in (own_clip, parts.clip)]
-            # Of a limit between the two: the MODEL streams, and ComfyUI loads the CLIP.
+            # With a limit between the two, the MODEL streams and ComfyUI loads the CLIP.
             small = read({**LIMITS, "smallest_block": 100_000})
             texts.append(small.clip.encode_from_tokens(prompt))
             found["clip"] = [torch.equal(texts[0], text) for text in texts[1:]]
@@ -382,7 +382,7 @@ def _thin_umt5(own: Callable[..., Any], *, model_options: Any, **settings: Any) 
 
 
 def answers(folder: str) -> dict[str, Any]:
-    """Return the value of every case."""
+    """Return every case's value."""
     cases: dict[str, Callable[[Path], Any]] = {}
     for name, encoder in ENCODERS.items():
         cases[name] = partial(encoded, encoder)

@@ -1,10 +1,9 @@
-"""Runs in ComfyUI's own Python: tiny checkpoints of native models, their inputs, and native runs.
+"""Runs in ComfyUI's own Python: tiny checkpoints for native models, their inputs, and native runs.
 
 `FAMILIES` has the families whose classes this ComfyUI has. Models come from ComfyUI's own classes
-and have random weights; files have the keys and the metadata with which such models are
-distributed. `answers()` returns the figures of native runs of each family;
-`test_native_families.py` checks them. Models load and run in inference mode, in which ComfyUI runs
-its nodes.
+and have random weights. Files have the keys and the metadata of distributed files. `answers()`
+returns figures for native runs of each family. `test_native_families.py` checks them. Models load
+and run in inference mode, as ComfyUI's nodes do.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ DTYPES = {
     "fp32": torch.float32,
     "fp8": torch.float8_e4m3fn,
 }
-"""Number formats of files. In "fp8" files the matrices are fp8 and all other tensors bf16."""
+"""File number formats. In "fp8" files the matrices are fp8 and all other tensors bf16."""
 
 WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -47,17 +46,16 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
     "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
-"""Options of `load_diffusion_model` for the values of the `weight_dtype` of Load Diffusion
-Model."""
+"""`load_diffusion_model` options for each `weight_dtype` in Load Diffusion Model."""
 
 SCALED_LAYOUTS = ("comfy_quant", "metadata", "scaled_fp8")[
     0 if hasattr(comfy.utils, "convert_old_quants") else 2 :
 ]
-"""Ways in which files mark scaled fp8: a tensor per layer, the file's metadata, or one tensor (the
+"""Marks for scaled fp8 in a file: a tensor per layer, the file's metadata, or one tensor (the
 oldest way)."""
 
 Conditions = Callable[[bool], dict[str, Any]]
-"""Values of a conditioning next to the text, for the positive (True) or the negative one."""
+"""Conditioning values next to the text, for the positive (True) or the negative one."""
 
 
 def _normal(*shape: int, seed: int) -> torch.Tensor:
@@ -70,36 +68,35 @@ def _nothing(_positive: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A native model, its input and the marks of its files."""
+    """A native model, an input for it and the marks of its files."""
 
     name: str
     base: str
     """The class in `comfy.model_base`."""
     network: str
-    """The module and the class of the diffusion model."""
+    """The diffusion model's module and class."""
     settings: Mapping[str, Any]
-    """Arguments of the diffusion model's class."""
+    """Arguments for the diffusion model's class."""
     lists: tuple[str, ...]
-    """Names of the lists of blocks."""
+    """Names of the block lists."""
     sizes: tuple[tuple[int, ...], ...]
-    """Shapes of the parts of a latent."""
+    """Shapes of the latent parts."""
     text: tuple[int, int, int]
-    """Width of the text embeddings, tokens of the positive and of the negative one."""
+    """Text embedding width, positive tokens, negative tokens."""
     conditions: Conditions = _nothing
     given_frames: int = 0
-    """Latent frames that the noise mask keeps."""
+    """Latent frames kept by the noise mask."""
     unet_config: Mapping[str, Any] = field(default_factory=dict)
-    """The part of the configuration that ComfyUI does not read from a file."""
+    """Configuration that ComfyUI does not read from a file."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
-    """The part of the configuration that distributed files have in their metadata."""
+    """Configuration in the metadata of distributed files."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Replacements that turn keys of the class into keys of distributed files."""
+    """Replacements from the class's keys to the keys in distributed files."""
     prefix: str = ""
     patches: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    """Replacements in ComfyUI, by full name, of what has a fixed size that is too large for a
-    test."""
+    """Replacements in ComfyUI, by full name, for parts with a fixed size too large for a test."""
     seed: int = 1
-    """Seed of the weights."""
+    """Seed for the weights."""
 
     @property
     def have(self) -> bool:
@@ -120,13 +117,13 @@ class Family:
         )
 
     def key(self, name: str) -> str:
-        """Return the key that a distributed file has for a parameter of the class."""
+        """Return a parameter's key in a distributed file."""
         for old, new in self.renames:
             name = name.replace(old, new)
         return self.prefix + name
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return random fp32 weights under the names of the class."""
+        """Return random fp32 weights under the class's names."""
         module, _, name = self.network.rpartition(".")
         settings = {**self.settings, **self.transformer}
         operations = comfy.ops.disable_weight_init
@@ -145,11 +142,11 @@ class Family:
         return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
 
     def is_in_block(self, name: str) -> bool:
-        """Return True for a parameter of one of the blocks."""
+        """Return True for a parameter in a block."""
         return name.startswith(tuple(f"{blocks}." for blocks in self.lists))
 
     def write(self, path: Path | str, dtype: str) -> None:
-        """Write a checkpoint in a number format of `DTYPES`."""
+        """Write a checkpoint in a number format from `DTYPES`."""
         stored = {}
         for name, tensor in self.weights().items():
             small = dtype == "fp8" and not _is_matrix(name, tensor)
@@ -157,7 +154,7 @@ class Family:
         save_file(stored, path, metadata=self.metadata)
 
     def latent(self) -> Any:
-        """Return the samples of a LATENT, nested if it has several parts."""
+        """Return the samples for a LATENT, nested if it has several parts."""
         parts = [_normal(*size, seed=10 + i) for i, size in enumerate(self.sizes)]
         if len(parts) == 1:
             return parts[0]
@@ -166,7 +163,7 @@ class Family:
         return NestedTensor(parts)
 
     def mask(self) -> torch.Tensor | None:
-        """Return the noise mask of a LATENT."""
+        """Return the noise mask for a LATENT."""
         if not self.given_frames:
             return None
         mask = torch.ones(1, 1, *self.sizes[0][2:])
@@ -189,7 +186,7 @@ class Family:
 
 @contextmanager
 def _marked_memory() -> Iterator[None]:
-    """Fill new memory with NaN, so that a buffer that only a file fills can be found."""
+    """Fill new memory with NaN to find buffers that are filled only from a file."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -202,20 +199,20 @@ def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill with normals of a size that keeps activations near one, so that each block matters."""
+    """Fill with normals that keep activations near one, to make each block matter."""
     parameter.normal_(generator=generator)
     if name.startswith("motion_encoder."):
-        # These layers divide by the root of their width themselves.
+        # These layers themselves divide by the root of their width.
         return
     if parameter.ndim >= 2 and not name.endswith("audio_encoder.weights"):
         parameter.mul_((parameter.numel() / parameter.shape[0]) ** -0.5)
         return
-    # Weights of norms, and weights that are divided by their sum.
+    # Norm weights, and weights divided by their sum.
     parameter.mul_(0.1).add_(float(not name.endswith("bias")))
 
 
 def _clip(*, tokens: int, width: int, seed: int = 30) -> comfy.clip_vision.Output:
-    """Return the output of a CLIP or SigLIP image encoder."""
+    """Return a CLIP or SigLIP image encoder's output."""
     output = comfy.clip_vision.Output()
     output.penultimate_hidden_states = output.last_hidden_state = _normal(
         1, tokens, width, seed=seed
@@ -299,8 +296,7 @@ def _vace(contexts: int) -> Conditions:
 
 
 FACE_PIXELS = 64
-"""Height and width of the face pictures that Wan Animate's motion encoder takes if it has three
-halvings fewer."""
+"""Face picture height and width for Wan Animate's motion encoder with three halvings fewer."""
 
 
 def _short_face_encoder() -> type:
@@ -466,7 +462,7 @@ WAN_FAMILIES = (
         conditions=_animate,
         patches={"comfy.ldm.wan.model_animate.EncoderApp": _short_face_encoder},
     ),
-    # The height and the width have to be multiples of 8 for the motion frames.
+    # The motion frames need a height and a width divisible by 8.
     _wan_family(
         "wan22_s2v",
         "WAN22_S2V",
@@ -506,7 +502,7 @@ WAN_FAMILIES = (
     _wan_family("wan_scail", "WAN21_SCAIL", "model.SCAILWanModel", channels=20, conditions=_scail),
 )
 
-# ComfyUI 0.3.64 does not read the width of Flux from the file.
+# ComfyUI 0.3.64 does not read Flux's width from the file.
 FLUX = {"hidden_size": 128, "num_heads": 1}
 HUNYUAN_NEWER = {
     "byt5": False,
@@ -670,7 +666,7 @@ FAMILIES: dict[str, Family] = {
 def results_of(
     cases: Mapping[str, Callable[[], object]], *, unload: bool = False
 ) -> dict[str, object]:
-    """Return the value of each case, or its traceback, with which its test fails.
+    """Return each case's value, or a traceback that makes the test fail.
 
     `unload` all models after each.
     """
@@ -702,9 +698,9 @@ def given_configuration(family: Family) -> Iterator[None]:
 
 
 def write_scaled_fp8(family: Family, path: Path | str, *, layout: str = "comfy_quant") -> None:
-    """Write a checkpoint of fp8 matrices with a scale each, marked in a way of `SCALED_LAYOUTS`.
+    """Write a checkpoint with scaled fp8 matrices, marked in a `SCALED_LAYOUTS` way.
 
-    In files of the oldest way that is so for all matrices, in others for those of the blocks.
+    The oldest way scales all matrices, the others scale only those in blocks.
     """
     stored, layers, metadata = {}, {}, dict(family.metadata)
     largest = torch.finfo(DTYPES["fp8"]).max
@@ -777,18 +773,18 @@ LORAS: dict[str, Callable[[Sequence[int], Random], dict[str, torch.Tensor]]] = {
     "offset": _lora,
     "diff": lambda shape, random: {"diff": random(*shape) * 0.3 * shape[-1] ** -0.5},
 }
-"""Tensors of each kind of LoRA for a matrix.
+"""LoRA tensors for a matrix, by LoRA kind.
 
-"kohya" is "lora" with other keys and an alpha, "offset" is "lora" for the first rows of a matrix
-(Flux only), and "diff" is for all weights, biases and modulations.
+"kohya" is "lora" with other keys and an alpha, "offset" is "lora" for a matrix's first rows (Flux
+only), and "diff" is for all weights, biases and modulations.
 """
 
 BESIDE_THE_BLOCKS = ("text_embedding.0.weight", "txt_in.weight")
-"""Matrices outside the blocks that the LoRAs of `write_lora` change as well."""
+"""Matrices outside the blocks, also changed by `write_lora`."""
 
 
 def _lora_key(kind: str, name: str) -> str | None:
-    """Return the key that a LoRA has for a parameter, or None if it does not change it."""
+    """Return a parameter's key in a LoRA, or None if the LoRA does not change it."""
     bare = name.removesuffix(".weight")
     if kind == "offset":
         return f"diffusion_model.{bare}_qkv" if name.endswith(".linear1.weight") else None
@@ -800,9 +796,9 @@ def _lora_key(kind: str, name: str) -> str | None:
 def write_lora(
     kind: str, path: Path | str, model_state_shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Write a LoRA of a kind of `LORAS` for the blocks and one other matrix of a Wan or Flux model.
+    """Write a LoRA kind from `LORAS` for the blocks and one other matrix in a Wan or Flux model.
 
-    The shapes are those of the parameters of the diffusion model, by name.
+    The shapes are the diffusion model's parameter shapes, by name.
     """
     generator, stored = torch.Generator().manual_seed(5), {}
 
@@ -815,7 +811,7 @@ def write_lora(
         if not wanted or key is None:
             continue
         if kind == "diff" and name.endswith(".bias"):
-            # ComfyUI finds these by the key of the weight.
+            # ComfyUI finds these by the weight's key.
             stored[f"{key.removesuffix('.bias')}.diff_b"] = random(*shape) * 0.1
             continue
         if kind != "diff" and not (name.endswith(".weight") and len(shape) == 2):
@@ -830,7 +826,7 @@ def write_lora(
 
 @torch.inference_mode()
 def load_lora(model: Any, path: Path | str) -> Any:
-    """Return a clone of a MODEL with a LoRA, as Load LoRA makes it."""
+    """Return a MODEL clone with a LoRA, as Load LoRA makes it."""
     lora = comfy.utils.load_torch_file(str(path), safe_load=True)
     return comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0)[0]
 
@@ -843,7 +839,7 @@ def native(
     weight_dtype: str = "default",
     loras: Iterable[Path | str] = (),
 ) -> Any:
-    """Return the MODEL that Load Diffusion Model and one Load LoRA for each file make."""
+    """Return the MODEL from Load Diffusion Model and one Load LoRA per file."""
     with given_configuration(family):
         model = comfy.sd.load_diffusion_model(
             str(path), model_options=dict(WEIGHT_DTYPES[weight_dtype])
@@ -865,9 +861,9 @@ def sample(
     seed: int = 7,
     denoise: float = 1.0,
 ) -> torch.Tensor:
-    """Return the latent that KSampler makes, on the CPU.
+    """Return KSampler's latent, on the CPU.
 
-    The parts of a nested latent as one vector.
+    A nested latent's parts are joined into one vector.
     """
     latent, mask = family.latent(), family.mask()
     positive, negative = family.conditioning()
@@ -882,7 +878,7 @@ def sample(
 
 
 class Watch:
-    """Forward passes of a MODEL and the blocks that they call."""
+    """Forward passes of a MODEL and the blocks they call."""
 
     def __init__(self, model: Any, family: Family) -> None:
         self.network = model.model.diffusion_model
@@ -892,9 +888,9 @@ class Watch:
             for i, block in enumerate(self.network.get_submodule(name))
         }
         self.passes: list[list[str]] = []
-        """Blocks that each pass called, in their order."""
+        """Blocks called in each pass, in order."""
         self.outside: list[str] = []
-        """Blocks that were called outside of all passes."""
+        """Blocks called outside all passes."""
         self.running = False
         self.network.register_forward_pre_hook(self._begin)
         self.network.register_forward_hook(self._end)
@@ -927,7 +923,7 @@ def _zeroed(block: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect what ComfyUI logs about keys that are missing, unexpected or left over."""
+    """Collect ComfyUI's warnings about missing, unexpected or leftover keys."""
     found: list[str] = []
 
     def look(record: logging.LogRecord) -> bool:
@@ -962,7 +958,7 @@ def _sizes(blocks: Iterable[torch.nn.Module]) -> list[int]:
 
 @torch.inference_mode()
 def check_family(family: Family, folder: Path) -> dict[str, Any]:
-    """Return figures of native runs of a family."""
+    """Return figures for a family's native runs."""
     path, outputs = folder / f"{family.name}.safetensors", {}
     with _warnings() as warnings:
         for dtype in ("fp8", "fp32"):
@@ -1001,9 +997,9 @@ def check_family(family: Family, folder: Path) -> dict[str, Any]:
 
 @torch.inference_mode()
 def check_layouts(family: Family, folder: Path) -> dict[str, Any]:
-    """Return the differences of scaled fp8 and of LoRAs to the plain model.
+    """Return differences between the plain model and scaled fp8 or LoRAs.
 
-    The result also has the number of patches of each LoRA.
+    The result also has the number of patches per LoRA.
     """
     path, lora = folder / f"{family.name}.safetensors", folder / "lora.safetensors"
     family.write(path, "fp32")
@@ -1031,7 +1027,7 @@ def check_layouts(family: Family, folder: Path) -> dict[str, Any]:
 
 
 def answers(folder: str) -> dict[str, Any]:
-    """Return one value per family, and those of the other layouts and of LoRAs for Wan and Flux."""
+    """Return one value per family, and values for other layouts and LoRAs on Wan and Flux."""
     torch.set_num_threads(1)
     found = {name: check_family(family, Path(folder)) for name, family in FAMILIES.items()}
     layouts = {name: check_layouts(FAMILIES[name], Path(folder)) for name in ("wan_t2v", "flux")}

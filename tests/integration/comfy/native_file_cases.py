@@ -1,4 +1,4 @@
-"""Runs in ComfyUI's own Python: native model files in the forms that people have, streamed.
+"""Runs in ComfyUI's own Python: common forms of native model files, streamed.
 
 `answers(folder)` returns "equal", a difference or a refusal for each case. `test_native_files.py`
 checks them.
@@ -36,7 +36,7 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 FORMATS = {E4M3: "float8_e4m3fn", E5M2: "float8_e5m2", INT8: "int8_tensorwise"}
 
 WRONG = ("float8_e4m3fn", "nvfp4")
-"""Formats in the markers of broken files."""
+"""Formats in broken files' markers."""
 
 PREFIXES = (
     *(
@@ -195,7 +195,7 @@ def marked(stored: Tensors) -> Tensors:
 
 
 def unmarked(folder: Path, name: str) -> dict[str, str]:
-    """A file without markers, next to the file of values and to the marked file.
+    """A file without markers, next to a file with the values and a marked file.
 
     The marked file is compared only where ComfyUI has the format.
     """

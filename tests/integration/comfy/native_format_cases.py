@@ -1,6 +1,6 @@
 """Runs in ComfyUI's Python: native files in every number format, streamed and loaded by ComfyUI.
 
-`answers(folder)` returns one JSON value per case; `test_native_formats.py` checks the values.
+`answers(folder)` returns one JSON value per case. `test_native_formats.py` checks the values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MARKED_LAYERS = [
         for kind in ("float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8")
     ),
 ]  # fmt: skip
-"""Cases that ComfyUI 0.3.64 cannot run."""
+"""Cases ComfyUI 0.3.64 cannot run."""
 
 LIMITS = {"smallest_block": 50_000, "smallest_model": 1000}
 LAYERWISE = OffloadPolicy.layerwise(1)
@@ -95,7 +95,7 @@ def buffer_bytes(model: Any) -> int:
 def compare(
     path: Path, family: Family, reference: Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return what two streamed runs of a file show next to a native run of it or `reference`."""
+    """Return how two streamed runs of a file compare with a native run of it or `reference`."""
     expected = sample(native(reference or path, family), family)
     found: dict[str, Any] = {"finite": bool(expected.isfinite().all()), "equal": []}
     for policy in (LAYERWISE, OffloadPolicy.block_swap(2)):
@@ -114,7 +114,7 @@ def scaled(folder: Path, name: str, layout: str) -> dict[str, Any]:
 
 
 def write_mixed(family: Family, path: Path, format_of: Callable[[int], str | None]) -> None:
-    """Write a file whose block matrices have the quantisation that `format_of` gives by number."""
+    """Write a file with block matrix number n quantised as `format_of(n)`."""
     stored, number = {}, 0
     for name, tensor in family.weights().items():
         key, layer = family.key(name), family.key(name).removesuffix(".weight")
@@ -143,13 +143,13 @@ def mixed(folder: Path, name: str, formats: tuple[str | None, ...]) -> dict[str,
     path = folder / "mixed.safetensors"
     try:
         write_mixed(FAMILIES[name], path, lambda number: formats[number % len(formats)])
-    except NotImplementedError as err:  # no kernel of this format for a CPU
+    except NotImplementedError as err:  # no CPU kernel for this format
         return {"skip_reason": str(err)}
     return compare(path, FAMILIES[name])
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """Quantised layers that stream, saved, and loaded again by ComfyUI."""
+    """Streamed quantised layers, saved, and loaded again by ComfyUI."""
     path, again, family = (
         folder / "quantised.safetensors",
         folder / "again.safetensors",
@@ -189,7 +189,7 @@ def quantised_patches(folder: Path, quantised: str) -> dict[str, Any]:
         if quantised == "by row":
             scale_rows(path)
         unpatched = sample(native(path, family), family)
-    except NotImplementedError as err:  # no kernel of this format for a CPU
+    except NotImplementedError as err:  # no CPU kernel for this format
         return {"skip_reason": str(err)}
     with products() as counts:
         expected = sample(native(path, family, loras=[lora]), family)
@@ -203,7 +203,7 @@ def quantised_patches(folder: Path, quantised: str) -> dict[str, Any]:
 
 
 def scale_rows(path: Path) -> None:
-    """Give each row of a matrix a scale of its own."""
+    """Give each matrix row a separate scale."""
     stored = load_file(path)
     for key in [key for key in stored if key.endswith(".weight_scale")]:
         rows = stored[key.removesuffix("_scale")].shape[0]
@@ -213,7 +213,7 @@ def scale_rows(path: Path) -> None:
 
 @contextmanager
 def products() -> Iterator[list[int]]:
-    """Count the products of quantised weights in the last value of the list."""
+    """Count products with quantised weights in the last value of the list."""
     counts, linear = [0], torch.nn.functional.linear
 
     def counting(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
@@ -266,7 +266,7 @@ def _q8(tensor: torch.Tensor) -> bytes:
 
 
 def _q4k(tensor: torch.Tensor) -> bytes:
-    """Return random groups with values of a useful size."""
+    """Return random groups with usefully sized values."""
     groups = np.random.default_rng(tensor.numel()).integers(
         0, 256, (tensor.numel() // 256, 144), dtype=np.uint8
     )
@@ -280,7 +280,7 @@ def write_gguf(
     type_of: Callable[[str, torch.Tensor], str],
     architecture: str,
 ) -> None:
-    """Write a GGUF file of version 3."""
+    """Write a GGUF version 3 file."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -350,7 +350,7 @@ def gguf_refusals(folder: Path) -> dict[str, str]:
 
 
 def large_parameters(folder: Path) -> dict[str, Any]:
-    """Modulations of [1, 6, dim], which are bare parameters of Wan's blocks, as large ones."""
+    """Bare [1, 6, dim] modulation parameters in Wan's blocks, as large ones."""
     path, family = folder / "large.safetensors", FAMILIES["wan_t2v"]
     family.write(path, "bf16")
     usual = buffer_bytes(streamed(path, family).model)
@@ -361,9 +361,9 @@ WIDE = {"dim": 1536, "num_heads": 12, "ffn_dim": 8960, "num_layers": 4}
 
 
 def write_sparse(path: Path, kind: str) -> int:
-    """Write a file of a wide Wan model that takes no space on the disk.
+    """Write a file for a wide Wan model without taking space on the disk.
 
-    Return the bytes of its blocks.
+    Return the bytes in blocks.
     """
     family = FAMILIES["wan_t2v"]
     module, _, name = family.network.rpartition(".")
@@ -411,7 +411,7 @@ def anonymous_bytes() -> int:
 def opening(folder: Path, kind: str) -> dict[str, int]:
     path = folder / "wide.safetensors"
     in_blocks = write_sparse(path, kind)
-    # Memory that earlier cases have freed would hide new allocations.
+    # Memory freed by earlier cases would hide new allocations.
     ctypes.CDLL(None).malloc_trim(0)
     before = anonymous_bytes()
     model = streamed(path, FAMILIES["wan_t2v"]).model
@@ -453,7 +453,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def diffusers(folder: Path) -> dict[str, Any]:
-    """Flux with diffusers keys: ComfyUI joins the three matrices of query, key and value."""
+    """Flux with diffusers keys: ComfyUI joins the query, key and value matrices."""
     path, family = folder / "diffusers.safetensors", FAMILIES["flux"]
     settings, weights, stored = family.settings, family.weights(), {}
     written = set()
@@ -484,7 +484,7 @@ def diffusers(folder: Path) -> dict[str, Any]:
 
 
 def without_lists(folder: Path) -> str:
-    """Refuse a UNet with the topology of SDXL, whose blocks have very different sizes."""
+    """Refuse a UNet with SDXL's topology, whose blocks have very different sizes."""
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     settings = {
@@ -555,7 +555,7 @@ def changed_file(folder: Path) -> dict[str, Any]:
 
 
 def answers(folder: str) -> dict[str, Any]:
-    """Return the result of each case, or its traceback."""
+    """Return each case's result or traceback."""
     torch.set_num_threads(1)
     at = Path(folder)
     kinds = ("fp16", "nvfp4") if QUANT_ALGOS else ("fp16",)

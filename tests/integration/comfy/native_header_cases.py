@@ -1,6 +1,6 @@
-"""Runs in ComfyUI's own Python: the loader on headers of real architectures.
+"""Runs in ComfyUI's own Python: the loader on real architectures' headers.
 
-The files have the size of bf16 models and no content, and nothing of them is read.
+The files are as large as bf16 models, without content, and none is read.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from wanstream.host.comfy.native.streamed import model as native_model  # noqa: 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A diffusion model in its real size."""
+    """A diffusion model in real size."""
 
     base: str
-    """The class in `comfy.model_base` that ComfyUI detects."""
+    """The detected class in `comfy.model_base`."""
     network: str
     """The class below `comfy.ldm`."""
     settings: Mapping[str, Any]
-    """Arguments of the class."""
+    """Class arguments."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration in the metadata of a file."""
+    """Configuration in a file's metadata."""
 
 
 LTX_2_3 = {
@@ -45,7 +45,7 @@ LTX_2_3 = {
     "caption_proj_before_connector": True,
     "cross_attention_adaln": True,
 }
-"""Settings of LTX-2.3 in addition to LTX-2."""
+"""LTX-2.3 settings in addition to LTX-2."""
 
 
 def _wan(
@@ -167,11 +167,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
 }  # fmt: skip
-"""Architectures in real sizes, by ComfyUI's class of model."""
+"""Architectures in real sizes, by ComfyUI's model class."""
 
 
 def write_header(path: Path, architecture: Architecture) -> int:
-    """Write a safetensors file with a header and a hole of the size of the tensors; return it."""
+    """Write a safetensors header and a tensor-sized hole. Return the hole's bytes."""
     module, _, name = architecture.network.rpartition(".")
     with torch.device("meta"):
         model = getattr(import_module(f"comfy.ldm.{module}"), name)(
@@ -198,7 +198,7 @@ def write_header(path: Path, architecture: Architecture) -> int:
 
 
 def opened(folder: Path, architecture: Architecture) -> dict[str, Any]:
-    """Return what the loader finds in a file of an architecture."""
+    """Return the loader's findings in a file for an architecture."""
     path = folder / "model.safetensors"
     total = write_header(path, architecture)
 
@@ -225,7 +225,7 @@ def opened(folder: Path, architecture: Architecture) -> dict[str, Any]:
 
 @torch.inference_mode()
 def answers(folder: str) -> dict[str, object]:
-    """Return one value per architecture; none in versions that lack some."""
+    """Return one value per architecture, or none in versions that lack some."""
     if not hasattr(comfy.model_base, "WAN_Animate2"):
         return {}
     return results_of(

@@ -1,4 +1,4 @@
-"""Runs in ComfyUI's own Python: blocks that are entered from the modules in them."""
+"""Runs in ComfyUI's own Python: blocks entered from their inner modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def in_parts(model: Any, *, below: float = 2.0) -> Any:
-    """Compute blocks from their modules in the steps `below` a sigma, the MLP token by token.
+    """Compute blocks from their modules in the steps `below` a sigma, the MLP in token chunks.
 
     Packs with other kinds of attention do so.
     """
@@ -53,7 +53,7 @@ def changed(change: Callable[[Any], Any], family: Family = WAN, **settings: Any)
 
 
 def nested(model: Any, *, whole: bool) -> torch.Tensor:
-    """Sample with an adapter in block 3 that is a module of block 1, or the `whole` of it."""
+    """Sample with an adapter in block 3, made from a module of block 1 or the `whole` block."""
     blocks = model.model.diffusion_model.blocks
     given: list[Any] = []
 
@@ -77,7 +77,7 @@ def nested(model: Any, *, whole: bool) -> torch.Tensor:
 
 
 def outside(files: Files) -> dict[str, Any]:
-    """Modules of a block that are used outside a run, and an interrupt in a block there."""
+    """Modules used outside a run, and an interrupt in their block there."""
     native, model = files.native(WAN), files.streamed(WAN)
     hidden = torch.ones(1, 4, WAN.settings["dim"])
     found: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def hooks_inside(files: Files) -> list[int]:
 
 
 def refused(files: Files) -> str:
-    """A node that reads a weight of a block directly."""
+    """A node that directly reads a block's weight."""
     model = files.streamed(WAN).clone()
     network = model.model.diffusion_model
 
@@ -128,7 +128,7 @@ def refused(files: Files) -> str:
 
 
 def failed(files: Files, error: Callable[[], BaseException], at: int) -> dict[str, Any]:
-    """An error in a module of a block that is entered from there, and the run after it."""
+    """An error in a module of a block entered from there, and the run after it."""
     family = FURTHER["wan_animate2"]
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(files.native(family)), files.streamed(family, policy="block swap")
@@ -145,7 +145,7 @@ def failed(files: Files, error: Callable[[], BaseException], at: int) -> dict[st
 
 
 def with_lora(files: Files, dtype: str, model: Any) -> torch.Tensor:
-    """Sample Animate 2 with a LoRA on its blocks."""
+    """Sample Animate 2 with a LoRA on the blocks."""
     family = FURTHER["wan_animate2"]
     path = files.folder / "lora.safetensors"
     if not path.exists():
@@ -158,7 +158,7 @@ def with_lora(files: Files, dtype: str, model: Any) -> torch.Tensor:
 
 
 def long(family: Family) -> Family:
-    """Return Animate 2 with inputs of seven latent frames."""
+    """Return Animate 2 with inputs for seven latent frames."""
     size = 1, 16, 7, *family.sizes[0][3:]
     mask = torch.ones(1, 1, *size[2:])
 
@@ -171,7 +171,7 @@ def long(family: Family) -> Family:
 
 
 def with_cache(model: Any, *, windows: bool) -> torch.Tensor:
-    """Sample Animate 2 with its cache: later steps compute parts of each block only.
+    """Sample Animate 2 with the node's cache: later steps compute only parts of each block.
 
     With context `windows`, the first step passes through all blocks twice.
     """
@@ -185,7 +185,7 @@ def with_cache(model: Any, *, windows: bool) -> torch.Tensor:
 
 
 def three(files: Files, run: Run, policy: str, *, share: ShareVisits) -> dict[str, Any]:
-    """Three runs, the first of which has blocks that were always called before."""
+    """Three runs. Before the first, blocks were only called whole."""
     if share is ShareVisits.ON:
         run = partial(with_little_room, run)
     expected, model = run(files.native(WAN)), files.streamed(WAN, policy=policy)
@@ -200,7 +200,7 @@ def three(files: Files, run: Run, policy: str, *, share: ShareVisits) -> dict[st
 
 
 def animate(files: Files) -> dict[str, Callable[[], Any]]:
-    """Return the cases of Wan Animate 2, which never calls a block itself."""
+    """Return cases for Wan Animate 2, which never calls a block itself."""
     family = FURTHER["wan_animate2"]
     interrupt = comfy.model_management.InterruptProcessingException
     errors = {"error": ValueError, "interrupt": interrupt, "shortage": out_of_memory}

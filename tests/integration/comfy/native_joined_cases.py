@@ -1,6 +1,6 @@
 """Runs in ComfyUI's Python: two experts as one MODEL against ComfyUI's own models.
 
-`answers(folder)` returns one JSON value per case; `test_native_joined.py` checks the values.
+`answers(folder)` returns one JSON value per case. `test_native_joined.py` checks the values.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Models:
 
 
 def switching(high: Any, low: Any, boundary: float = BOUNDARY) -> Any:
-    """Return ComfyUI's MODEL of the high-noise expert, which calls the other at low noise."""
+    """Return ComfyUI's high-noise expert as a MODEL that calls the other expert at low noise."""
     inner = high.model_options.get("model_function_wrapper")
 
     def call(apply_model: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
@@ -119,7 +119,7 @@ def sigmas_of(model: Any, steps: int) -> torch.Tensor:
 def run_custom(
     model: Any, sampler: Any, *, steps: int = 4, cfg: float = 1.0, sigmas: Any = None
 ) -> torch.Tensor:
-    """Return the latent of SamplerCustomAdvanced with a SAMPLER."""
+    """Return SamplerCustomAdvanced's latent with a SAMPLER."""
     guider = comfy.samplers.CFGGuider(model)
     guider.set_conds(*HIGH.conditioning())
     guider.set_cfg(cfg)
@@ -136,7 +136,7 @@ def run_custom(
 
 @torch.inference_mode()
 def run_advanced(high: Any, low: Any, *, steps: int, switch: int) -> torch.Tensor:
-    """Return the latent of ComfyUI's graph of two KSamplerAdvanced."""
+    """Return the latent from ComfyUI's graph with two KSamplerAdvanced."""
     positive, negative = HIGH.conditioning()
     latent = {"samples": HIGH.latent()}
     sampler = nodes.KSamplerAdvanced()
@@ -151,7 +151,7 @@ def switch_step(model: Any, steps: int) -> int:
 
 
 class Midpoints(comfy.samplers.Sampler):
-    """SAMPLER with a loop of its own: two calls per step, the second in the middle of it."""
+    """SAMPLER with its own loop: two calls per step, the second halfway through."""
 
     def sample(
         self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None,
@@ -185,7 +185,7 @@ def back_and_forth(model, x, sigmas, extra_args=None, callback=None, disable=Non
 
 
 def shifted(model, x, sigmas, extra_args=None, callback=None, disable=None):
-    """Sampler function around Euler's, whose calls have other noise levels than its steps."""
+    """Sampler function around Euler's: calls and steps have different noise levels."""
 
     class Shifted:
         def __init__(self) -> None:
@@ -206,7 +206,7 @@ NATIVE = ("euler", "heun", "dpm_2", "dpmpp_2m", "uni_pc", "res_multistep")
 
 
 def room_for_one(self: Any, input_shape: list[int], **_: Any) -> float:
-    """Bytes for activations, so many for a batch that ComfyUI computes conditions one by one."""
+    """Activation bytes, so many for a batch that ComfyUI computes conditions one by one."""
     return 1e30 if input_shape[0] > 1 else 1e6
 
 
@@ -221,7 +221,7 @@ def figures(model: Any) -> dict[str, Any]:
 
 
 def compared(run: Run, expected: torch.Tensor, model: Any, *, runs: int = 2) -> dict[str, Any]:
-    """Return whether runs have the bits of ComfyUI's model, and the figures of each."""
+    """Return whether runs equal ComfyUI's model bit by bit, and figures for each."""
     found = [(torch.equal(run(model), expected), figures(model)) for _ in range(runs)]
     return {"equal": [equal for equal, _ in found], "runs": [each for _, each in found]}
 
@@ -246,7 +246,7 @@ def samplers(models: Models) -> dict[str, Any]:
 
 
 def template(models: Models) -> dict[str, Any]:
-    """The graph of two KSamplerAdvanced, by ComfyUI's models and by the joined one."""
+    """The graph with two KSamplerAdvanced, by ComfyUI's models and by the joined one."""
     found = {}
     for steps in (4, 20):
         high, low = models.plain()
@@ -286,7 +286,7 @@ def with_lora(model: Any, models: Models) -> Any:
 
 
 def patches(models: Models) -> dict[str, Any]:
-    """Patches of one expert in front of the join, of both behind it, and of one behind a split."""
+    """Patches on one expert before the join, on both behind it, and on one behind a split."""
     run = partial(sample, family=HIGH, steps=4, cfg=3.0)
     added = partial(with_lora, models=models)
     changes = {
@@ -294,7 +294,7 @@ def patches(models: Models) -> dict[str, Any]:
         "LoRA": added,
         "context windows": context_windows,
     }
-    # A cache that counts passes, which two models would count for two.
+    # A pass-counting cache counts separately in two models.
     for name in ("first-block cache", "TeaCache", "cache in a function wrapper"):
         del changes[name]
     found = {}
@@ -322,11 +322,11 @@ def patches(models: Models) -> dict[str, Any]:
 
 
 IN_ONE = ("LoRA", "replaced forward")
-"""Patches that ComfyUI's two models keep apart: they are not in the options of the call."""
+"""Patches kept apart by ComfyUI's two models: they are not in the call's options."""
 
 
 def one_expert_options(models: Models) -> dict[str, Any]:
-    """Options of one expert, which ComfyUI has in the options of its sampler: two samplers."""
+    """Options on one expert. ComfyUI has them in the sampler's options, hence two samplers."""
     found = {}
     for name, change in {"attention": attention_1, "guidance": layer_guidance}.items():
         for place in (0, 1):
@@ -341,7 +341,7 @@ def one_expert_options(models: Models) -> dict[str, Any]:
 
 
 def shifts(models: Models) -> dict[str, Any]:
-    """Shift of one expert in front of the join, and of both behind it."""
+    """Shift on one expert before the join, and on both behind it."""
     high, low = models.plain()
     run = partial(sample, family=HIGH, steps=4, cfg=1.0)
     streamed = models.streamed()
@@ -357,7 +357,7 @@ def shifts(models: Models) -> dict[str, Any]:
 
 
 def formats(models: Models) -> dict[str, Any]:
-    """Experts of different number formats, and of the same quantised one."""
+    """Experts with different number formats, and with the same quantised one."""
     run = partial(sample, family=HIGH, steps=4, cfg=3.0)
     found = {}
     for dtypes in (("fp32", "bf16"), ("fp8", "bf16"), ("fp16", "fp8"), ("bf16", "bf16")):
@@ -367,7 +367,7 @@ def formats(models: Models) -> dict[str, Any]:
 
 
 def shared_visits(models: Models) -> dict[str, Any]:
-    """Positive and negative one after the other, and in one visit of each block."""
+    """Positive and negative one after the other, and in one visit per block."""
     run = partial(sample, family=HIGH, steps=6, cfg=3.0)
     found = {}
     with patch.object(comfy.model_base.BaseModel, "memory_required", room_for_one):
@@ -378,7 +378,7 @@ def shared_visits(models: Models) -> dict[str, Any]:
 
 
 def chunks(models: Models) -> dict[str, Any]:
-    """Feed-forwards of both experts in chunks of tokens."""
+    """Feed-forwards of both experts in token chunks."""
     run = partial(sample, family=HIGH, steps=4, cfg=1.0)
     joined = models.joined(policy=replace(POLICIES["layerwise"], chunk_tokens=8))
     return compared(run, run(switching(*models.plain())), joined)
@@ -409,7 +409,7 @@ def lives(models: Models) -> dict[str, Any]:
 
 
 def conditioned(models: Models) -> dict[str, Any]:
-    """Experts for images, whose conditioning has latents and features of the picture."""
+    """Image experts, whose conditioning has latents and features of the picture."""
     found = {}
     for name in ("wan22_i2v", "wan_vace"):
         family = FAMILIES[name]
@@ -421,7 +421,7 @@ def conditioned(models: Models) -> dict[str, Any]:
 
 
 def own_conditioning(models: Models) -> bool:
-    """An expert that computes its conditioning otherwise than the other one."""
+    """Experts with different ways to compute their conditioning."""
     original = comfy.model_base.WAN21.extra_conds
 
     def scaled(self: Any, **values: Any) -> dict[str, Any]:
@@ -446,7 +446,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def refusals(models: Models) -> dict[str, str]:
-    """Errors of pairs that cannot be joined."""
+    """Errors for pairs that cannot be joined."""
     high, low = models.streamed()
     joined = models.join(high, low, BOUNDARY)
 
@@ -495,7 +495,7 @@ def refusals(models: Models) -> dict[str, str]:
 
 
 def at_the_boundary(models: Models) -> list[str]:
-    """Experts of fp32 noise levels that are the boundary, which most fp32 numbers only round."""
+    """Experts at fp32 noise levels on the boundary, which fp32 mostly rounds."""
     model = models.joined().model
     found = []
     for boundary in (0.7, 0.875, 0.9, 0.95):
@@ -505,7 +505,7 @@ def at_the_boundary(models: Models) -> list[str]:
 
 
 def foreign_lora(models: Models) -> list[bool]:
-    """A LoRA for another family: ComfyUI skips its keys."""
+    """A LoRA for another family: ComfyUI skips all keys in it."""
     path = models.folder / "flux_lora.safetensors"
     down, up = torch.ones(4, 64), torch.ones(64, 4)
     keys = "transformer.single_transformer_blocks.0.attn.to_q"

@@ -1,6 +1,6 @@
-"""Runs in ComfyUI's Python: life of streamed native models, from errors to the end of the model.
+"""Runs in ComfyUI's Python: a streamed native model's life, from errors to the end.
 
-`answers(folder)` returns one JSON value per case; `test_native_life.py` checks the values.
+`answers(folder)` returns one JSON value per case. `test_native_life.py` checks the values.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from wanstream.schema import OffloadPolicy
 FLUX, TEXT_TO_VIDEO = FAMILIES["flux"], FAMILIES["wan_t2v"]
 CPU = torch.device("cpu")
 FREE = 64 * 2**30
-"""Bytes of memory that the device seems to have free."""
+"""Bytes the device seems to have free."""
 
 
 READERS = "wanstream-read_"
-"""Start of the names of the threads that read parts of blocks: they stay as long as the engine."""
+"""Name prefix of threads that read parts of blocks. They stay as long as the engine."""
 
 
 def threads(*, readers: bool = False) -> list[str]:
-    """Return the names of the threads of runs; with `readers` those of engines too."""
+    """Return the names of run threads. With `readers`, include engine threads."""
     names = [
         thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-")
     ]
@@ -46,7 +46,7 @@ def threads(*, readers: bool = False) -> list[str]:
 
 
 def listed(model: Any) -> int:
-    """Return how often a MODEL or a clone of it is in ComfyUI's list of loaded models."""
+    """Return how often a MODEL or a clone is in ComfyUI's list of loaded models."""
     return sum(
         entry.model is not None and entry.model.model is model.model
         for entry in mm.current_loaded_models
@@ -54,12 +54,12 @@ def listed(model: Any) -> int:
 
 
 def openings(path: Path) -> list[int]:
-    """Return the numbers of open handles and of mappings of a file."""
+    """Return the number of open handles and the number of mappings for a file."""
     handles = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
             handles += link.readlink() == path
-        except FileNotFoundError:  # the handle of this very listing
+        except FileNotFoundError:  # the handle for this very listing
             continue
     return [handles, Path("/proc/self/maps").read_text().count(str(path))]
 
@@ -85,9 +85,9 @@ def messages() -> Iterator[list[str]]:
 
 
 class Incident:
-    """Something that happens inside a block of a pass, both counted from 0, once.
+    """A single event inside a given block and pass, both counted from 0.
 
-    And the blocks that run after it.
+    Also records the blocks that run after it.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ def _fail() -> None:
 
 
 def incident_cases(files: Files) -> dict[str, Callable[[], Any]]:
-    """Return cases of errors and interrupts: the first pass does not know the order of blocks."""
+    """Return cases with errors and interrupts: in the first pass, the block order is not known."""
     cases = {}
     for policy in ("layerwise", "block swap"):
         for number, (in_pass, in_block) in enumerate(((0, 1), (2, 5), (3, 6))):
@@ -163,7 +163,7 @@ def incident_cases(files: Files) -> dict[str, Callable[[], Any]]:
 
 
 def retried_case(files: Files) -> dict[str, Any]:
-    """A wrapper of another pack catches an error in a block and computes the pass again."""
+    """Another pack's wrapper catches an error in a block and computes the pass again."""
     expected = sample(files.native(FLUX), FLUX, steps=4)
     model = files.streamed(FLUX)
     incident = Incident(model, in_pass=1, in_block=3, happens=_fail)
@@ -199,7 +199,7 @@ def free_case(files: Files) -> dict[str, Any]:
 
 
 def evicted_case(files: Files, policy: str) -> dict[str, Any]:
-    """Another model needs the memory of one block, of three, and of everything."""
+    """Another model needs the memory of one block, then three, then everything."""
     expected, model = sample(files.native(FLUX), FLUX), files.streamed(FLUX, policy=policy)
     found: dict[str, Any] = {"equal": [], "freed": [], "listed": []}
     block = model.weights.device_bytes(model.policy) // 8
@@ -232,7 +232,7 @@ def _load_vae() -> Any:
 
 
 def neighbour_case(files: Files) -> dict[str, Any]:
-    """A preview loads its VAE during the run, and requires more memory than there is."""
+    """A preview loads a VAE during the run, and requires more memory than there is."""
     expected, model = (
         sample(files.native(FLUX), FLUX),
         files.streamed(FLUX, policy="block swap").clone(),
@@ -252,7 +252,7 @@ def neighbour_case(files: Files) -> dict[str, Any]:
 
 
 def types_case(files: Files) -> dict[str, Any]:
-    """Two models of one file with different types, run by turns."""
+    """Two models from one file with different types, run by turns."""
     expected = {form: sample(files.native(FLUX, form), FLUX) for form in ("fp8", "fp8 kept")}
     models = {form: files.streamed(FLUX, form) for form in expected}
     equal = [
@@ -275,7 +275,7 @@ def types_case(files: Files) -> dict[str, Any]:
 
 
 def clones_case(files: Files) -> dict[str, Any]:
-    """Clones share one engine and one entry of the list of loaded models."""
+    """Clones share one engine and one entry in the list of loaded models."""
     expected, model = sample(files.native(FLUX), FLUX), files.streamed(FLUX)
     clones = [model.clone() for _ in range(3)]
     equal = [torch.equal(sample(each, FLUX), expected) for each in (*clones, model)]
@@ -309,7 +309,7 @@ def deleted_case(files: Files, loaded: bool) -> dict[str, Any]:
 
 
 def removed_case(files: Files) -> dict[str, Any]:
-    """The file goes during a run; what is open goes on, and the next load says it."""
+    """The file disappears during a run: open models go on, and the next load fails."""
     family: Family = TEXT_TO_VIDEO
     expected = sample(files.native(family, "fp16"), family)
     path, model = files.path(family, "fp16"), files.streamed(family, "fp16")
@@ -357,13 +357,13 @@ def _resident_bytes() -> int:
 
 
 def write_expert(path: Path | str) -> None:
-    """Write a file of 200 MB with six blocks."""
+    """Write a 200 MB file with six blocks."""
     sizes = {"dim": 1024, "ffn_dim": 4096, "num_heads": 8, "num_layers": 6}
     replace(TEXT_TO_VIDEO, settings={**TEXT_TO_VIDEO.settings, **sizes}).write(path, "fp16")
 
 
 class Room:
-    """A device that has much room, until a VAE needs it."""
+    """A device with much room, until a VAE needs it."""
 
     def __init__(self) -> None:
         self.nbytes = FREE
@@ -374,10 +374,10 @@ class Room:
 
 @torch.inference_mode()
 def queue_items(folder: str, items: int) -> dict[str, Any]:
-    """Return the process's resident bytes per queue item: with two experts loaded, and without.
+    """Return the process's resident bytes per queue item, with two experts loaded and without.
 
-    Between the items a VAE evicts the experts; the second item is followed by `/free` with its
-    models dropped.
+    Between items a VAE evicts the experts. After the second item, `/free` runs and the models are
+    dropped.
     """
     torch.set_num_threads(1)
     family, path = TEXT_TO_VIDEO, Path(folder) / "expert.safetensors"

@@ -1,4 +1,4 @@
-"""Native models that stream from a file, with limits on the smallest ones."""
+"""Native models streamed from a file, with limits on the smallest ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Nodes for servers that run tiny native models: their checkpoints, conditioning and latents.
+"""Nodes for servers that run tiny native models: checkpoints, conditioning and latents.
 
-Loaded by the server as a custom node, with `native_families.py` next to it. It writes the
-checkpoints before the page requests the names of models, and lets the pack stream models of any
-size.
+The server loads this as a custom node, with `native_families.py` next to it. It writes the
+checkpoints before the page requests model names, and lets the pack stream models of any size.
 """
 
 import pathlib
@@ -28,7 +27,7 @@ def allow_small_models():
 
 
 class TestFamily:
-    """CONDITIONING and LATENT for the tiny model of a family."""
+    """CONDITIONING and LATENT for a family's tiny model."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING", "CONDITIONING", "LATENT"), "make", "test"
 
@@ -44,7 +43,7 @@ class TestFamily:
 
 
 class TestDigest:
-    """Bytes of a latent as text."""
+    """A latent's bytes as text."""
 
     RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "digest", True, "test"
 

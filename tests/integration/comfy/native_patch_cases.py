@@ -1,6 +1,6 @@
-"""Runs in ComfyUI's own Python: patches of streamed native models, compared with ComfyUI's.
+"""Runs in ComfyUI's own Python: patches on streamed native models, compared with ComfyUI's.
 
-`answers(folder)` returns one JSON value per case; `test_native_patches.py` checks the values.
+`answers(folder)` returns one JSON value per case. `test_native_patches.py` checks the values.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ POLICY = OffloadPolicy.layerwise(1)
 SWAP = OffloadPolicy.block_swap(2, prefetch_blocks=1)
 LIMITS = {"smallest_block": 200_000, "smallest_model": 1000}
 NUMBER_FORMATS = {"fp32": "default", "bf16": "bf16", "fp8": "fp8_e4m3fn"}
-"""Loader's weight type by number format of the file; "bf16" keeps bf16 weights, which the CPU casts
-to compute."""
+"""Loader weight type by the file's number format. "bf16" keeps bf16 weights, which the CPU casts to
+compute."""
 
 
 def stream_model(model: Any, policy: OffloadPolicy, **limits: int) -> Any:
@@ -57,7 +57,7 @@ def stream_model(model: Any, policy: OffloadPolicy, **limits: int) -> Any:
 
 
 class Side:
-    """One model: its file in every number format, loaded by ComfyUI and by us, and LoRAs for it."""
+    """One model: files in every number format, loaded by ComfyUI and by us, and LoRAs."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.family = folder, families.FAMILIES[name]
@@ -80,7 +80,7 @@ class Side:
             return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **limits)
 
     def lora(self, kind: str, *, streamed: bool = False) -> Path:
-        """Return a LoRA, of everything or of layers that stream only."""
+        """Return a LoRA for everything, or only for layers that stream."""
         path = self.folder / f"{self.family.name}_{kind}_{streamed}.safetensors"
         shapes = self.shapes
         if streamed:
@@ -105,7 +105,7 @@ def _with_lora(model: Any, path: Path, strength: float = 1.0) -> Any:
 
 @contextmanager
 def counted_patches() -> Iterator[list[int]]:
-    """Count the weights that get their patches in the last value of the list."""
+    """Count the weights that get patches in the last value of the list."""
     counts, patched = [0], versions.patched_weight
 
     def counting(*args: Any, **settings: Any) -> torch.Tensor:
@@ -117,7 +117,7 @@ def counted_patches() -> Iterator[list[int]]:
 
 
 def kind_case(side: Side, kind: str, dtype: str) -> object:
-    """LoRAs of one kind in one number format, which ComfyUI adds when it loads the weights."""
+    """LoRAs of one kind in one number format, which ComfyUI adds while loading the weights."""
     lora = side.lora(kind)
     theirs = side.sample(_with_lora(side.native(dtype), lora))
     streamed = side.streamed(dtype)
@@ -159,7 +159,7 @@ def clones_case(side: Side) -> object:
 
 
 def arrival_case(side: Side) -> object:
-    """Additions of a LoRA to the blocks in RAM, and no function in a layer."""
+    """LoRA additions to the blocks in RAM, without a function in a layer."""
     found: dict[str, Any] = {}
     lora = side.lora("lora", streamed=True)
     for dtype in NUMBER_FORMATS:
@@ -177,7 +177,7 @@ def arrival_case(side: Side) -> object:
 
 
 def multigpu_case(side: Side) -> object:
-    """Clones for further GPUs, which ComfyUI makes with the loader of a MODEL."""
+    """Clones for further GPUs, which ComfyUI makes with a MODEL's loader."""
     if not hasattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu"):
         return {"skip_reason": "not in this ComfyUI"}
     native = side.native("fp32")
@@ -206,7 +206,7 @@ def compute_dtype_case(side: Side) -> object:
 
 
 def wrapper_case(side: Side) -> object:
-    """Functions of other nodes on weights that stream, and on one that does not."""
+    """Other nodes' functions on streamed weights, and on one that does not stream."""
     results = []
     for model in (side.native("fp32"), side.streamed("fp32")):
         changed = model.clone()
@@ -217,7 +217,7 @@ def wrapper_case(side: Side) -> object:
 
 
 def foreign_lora_case(side: Side, other: Side) -> object:
-    """A LoRA for another architecture, of which ComfyUI loads nothing."""
+    """A LoRA for another architecture: ComfyUI loads none of it."""
     lora = other.lora("lora")
     native, ours = (
         _with_lora(model, lora) for model in (side.native("fp32"), side.streamed("fp32"))
@@ -229,7 +229,7 @@ def foreign_lora_case(side: Side, other: Side) -> object:
 
 
 def _decorated(model: Any) -> tuple[Any, list[str]]:
-    """Return a clone with one of everything that nodes add to a MODEL, and a list of calls."""
+    """Return a clone with every kind of addition to a MODEL, and a list of calls."""
     changed, calls = model.clone(), []
     extension = comfy.patcher_extension
 
@@ -337,7 +337,7 @@ def _of_unknown_file(model: Any) -> Any:
 
 
 class Logged:
-    """Lines that a logger writes in the body of a `with`."""
+    """Lines logged in the body of a `with`."""
 
     def __init__(self, name: str) -> None:
         self.lines: list[str] = []
@@ -356,7 +356,7 @@ class Logged:
 
 
 def merge_case(side: Side) -> object:
-    """Nodes that merge models, on pairs of native and streamed MODELs, the second with a LoRA."""
+    """Model merging nodes on pairs of native and streamed MODELs, the second with a LoRA."""
     nodes = nodes_model_merging
     merging = {
         "simple": lambda one, two: nodes.ModelMergeSimple().merge(one, two, 0.3),
@@ -368,9 +368,9 @@ def merge_case(side: Side) -> object:
     }
 
     def matrices(one: Any, two: Any) -> tuple[Any]:
-        """Merge as the nodes do, but nothing that does not stream.
+        """Merge as the nodes do, but only streamed matrices.
 
-        ComfyUI rounds what does not stream to fp8 only if it is loaded.
+        ComfyUI rounds other weights to fp8 only if they are loaded.
         """
         merged = one.clone()
         for key, weight in two.get_key_patches("diffusion_model.blocks.1.ffn").items():
@@ -394,7 +394,7 @@ def merge_case(side: Side) -> object:
 
 
 def cast_merge_case(side: Side) -> object:
-    """Weights that ComfyUI rounds when it loads a file are rounded for merging as well."""
+    """Weights that ComfyUI rounds while loading a file are rounded for merging as well."""
     path = side.file("fp32")
     models = [
         families.native(path, side.family, weight_dtype="fp8_e4m3fn"),
@@ -417,7 +417,7 @@ def cast_merge_case(side: Side) -> object:
 
 
 def save_case(side: Side) -> object:
-    """Save Model of models without and with a LoRA, byte by byte.
+    """Save Model for models without and with a LoRA, byte by byte.
 
     The reason where ComfyUI is too old for it.
     """
@@ -441,7 +441,7 @@ def save_case(side: Side) -> object:
 
 
 def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], object]]:
-    """Everything that reads the weights of a streamed MODEL."""
+    """Everything that reads a streamed MODEL's weights."""
 
     def merged(model: Any) -> object:
         (both,) = nodes_model_merging.ModelMergeSimple().merge(side.native(dtype), model, 0.5)
@@ -460,7 +460,7 @@ def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], ob
         )
 
     def state(model: Any) -> list[torch.Tensor]:
-        # Without the quantised weights, which not every ComfyUI version can copy.
+        # Without quantised weights, because some ComfyUI versions cannot copy them.
         return [each for key, each in model.model_state_dict().items() if key in model.model.stored]
 
     return {
@@ -494,7 +494,7 @@ def _change(path: Path, kind: str) -> None:
 
 
 def changed_file_case(side: Side) -> object:
-    """The outcome of everything that reads weights from a file changed after opening."""
+    """Outcomes when a file changes after opening, for everything that reads weights."""
     found: dict[str, dict[str, str]] = {}
     changes = {
         "fp32": ("cut", "empty", "rewritten", "replaced", "gone"),
@@ -520,7 +520,7 @@ def changed_file_case(side: Side) -> object:
 
 
 def extract_case(side: Side) -> object:
-    """Extract and Save Lora of the difference of a model with a LoRA and without.
+    """Extract and Save Lora for the difference between a model with a LoRA and without.
 
     The reason where it is refused.
     """
@@ -554,7 +554,7 @@ def extract_case(side: Side) -> object:
 
 
 def hooks_case(side: Side) -> object:
-    """Hooks of conditions: those without weights work, and a LoRA as a hook is refused."""
+    """Condition hooks: hooks without weights work, and a LoRA as a hook is refused."""
     found: dict[str, Any] = {}
     lora = load_file(side.lora("lora"))
     hooks = {
@@ -668,7 +668,7 @@ def _refused(call: Callable[[], object]) -> str:
 
 
 def refused_case(side: Side) -> object:
-    """Models that Stream Model refuses, and a node that needs all weights."""
+    """Models refused by Stream Model, and a node that needs all weights."""
     small, bare, quantised, dynamic = (_of_unknown_file(side.native("fp32")) for _ in range(4))
     bare.model.diffusion_model.blocks = torch.nn.Sequential(*bare.model.diffusion_model.blocks)
     weight = quantised.model.diffusion_model.blocks[0].ffn[0]
@@ -689,7 +689,7 @@ def refused_case(side: Side) -> object:
 
 
 class _Quantised(torch.Tensor):
-    """Tensor of another pack."""
+    """Another pack's tensor."""
 
 
 @torch.inference_mode()

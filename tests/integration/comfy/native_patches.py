@@ -1,7 +1,6 @@
-"""Runs in ComfyUI's own Python: what other packs do to a MODEL, for `native_cases.py`.
+"""Runs in ComfyUI's own Python: changes by other packs to a MODEL, for `native_cases.py`.
 
-`PATCHES` has functions that return a patched clone of a MODEL. Each call gives the patch a state of
-its own.
+`PATCHES` has functions that return a patched MODEL clone. Each call gives the patch its own state.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ Patch = Callable[[Any], Any]
 
 
 def node_results(node: Any, **inputs: Any) -> tuple[Any, ...]:
-    """Return the results of a ComfyUI node, called with those inputs that this version of it has.
+    """Return a ComfyUI node's results, called only with inputs in this version.
 
-    The set of V3 nodes depends on the version of ComfyUI.
+    The set of V3 nodes depends on the ComfyUI version.
     """
     function = node.execute if hasattr(node, "execute") else getattr(node(), node.FUNCTION)
     taken = inspect.signature(function).parameters
@@ -43,7 +42,7 @@ def attention_1(model: Any) -> Any:
     clone = model.clone()
 
     def change(*args: Any, **_: Any) -> Any:
-        if isinstance(args[0], dict):  # Wan's patches change the result, those of Flux the query
+        if isinstance(args[0], dict):  # Wan's patches change the result, Flux's change the query
             return args[0]["x"] * 0.9
         return {"q": args[0] * 0.9}
 
@@ -70,7 +69,7 @@ def double_block(model: Any) -> Any:
 
 
 Values = dict[str, Any]
-"""Arguments or results of a block."""
+"""A block's arguments or results."""
 
 
 def _replaced(
@@ -128,7 +127,7 @@ def repeated_layer(model: Any) -> Any:
 
 
 def _cached(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call`, which repeats its last result in every second call."""
+    """Return a `call` that repeats its last result every second time."""
     calls, last = 0, None
 
     def caching(*args: Any, **options: Any) -> Any:
@@ -142,7 +141,7 @@ def _cached(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tea_cache(model: Any) -> Any:
-    """Skip every second pass in a wrapper of the diffusion model."""
+    """Skip every second pass in a wrapper around the diffusion model."""
     clone = model.clone()
     cached = _cached(lambda executor, *args, **options: executor(*args, **options))
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", cached)
@@ -186,7 +185,7 @@ def wrappers(model: Any) -> Any:
 
 
 def replaced_forward(model: Any) -> Any:
-    """Replace the method of a layer inside a block, as packs do for other attention kernels."""
+    """Replace a layer's method inside a block, as packs do for other attention kernels."""
     clone = model.clone()
     layer = (
         "blocks.1.self_attn"
@@ -211,7 +210,7 @@ def shift(model: Any) -> Any:
 
 
 def layer_guidance(model: Any) -> Any:
-    """Make a third pass per step without two of the blocks (Skip Layer Guidance)."""
+    """Make a third pass per step without two blocks (Skip Layer Guidance)."""
     inputs = {
         "double_layers": "1, 2",
         "single_layers": "1",
@@ -225,7 +224,7 @@ def layer_guidance(model: Any) -> Any:
 
 
 def context_windows(model: Any) -> Any:
-    """Sample windows of four latent frames."""
+    """Sample in windows with four latent frames."""
     inputs = {
         "context_length": 13, "context_overlap": 5, "context_schedule": "standard_static",
         "context_stride": 1,
@@ -235,16 +234,16 @@ def context_windows(model: Any) -> Any:
 
 
 def _by_node(module: Any, name: str, **inputs: Any) -> Patch:
-    """Return a patch by a node of ComfyUI."""
+    """Return a patch by a ComfyUI node."""
     return lambda model: node_results(getattr(module, name), model=model, **inputs)[0]
 
 
 ALWAYS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False}
-"""Settings of a step cache with which it skips steps of random weights too."""
+"""Step cache settings that skip steps even with random weights."""
 
 
 class TinyControl(comfy.controlnet.ControlBase):  # type: ignore[misc]
-    """A control net of one layer, whose weights ComfyUI loads next to the model."""
+    """A one-layer control net, whose weights ComfyUI loads next to the model."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -302,4 +301,4 @@ PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "RescaleCFG": (_by_node(nodes_model_advanced, "RescaleCFG", multiplier=0.7), ("wan_t2v",)),
     **_attention_guidance(),
 }
-"""Patches, and the families on which they are tried."""
+"""Patches and the families to try them on."""

@@ -1,4 +1,4 @@
-"""Runs of streamed native models whose conditions share visits, in ComfyUI's own Python.
+"""Runs with shared visits on streamed native models, in ComfyUI's own Python.
 
 Other cases check events, memory and policies. `answers(folder)` returns one JSON value per case.
 `test_native_run.py` checks the values.
@@ -57,12 +57,12 @@ Run = Callable[[Any], torch.Tensor]
 
 
 def room_for_one(input_shape: list[int], **_: Any) -> float:
-    """Bytes for activations, so many for a batch that ComfyUI computes conditions one by one."""
+    """Activation bytes, so many for a batch that ComfyUI computes conditions one by one."""
     return 1e30 if input_shape[0] > 1 else 1e6
 
 
 class Models:
-    """Native and streamed models of the same files: no two conditions fit into one pass."""
+    """Native and streamed models from the same files: no two conditions fit into one pass."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,7 +81,7 @@ class Models:
     def streamed(self, family: Family, policy: Any = None, *, share: bool | str = True) -> Any:
         """Return a MODEL.
 
-        `share` is the value of share_visits, or True for "on" and False for "off".
+        `share` is the share_visits value, or True for "on" and False for "off".
         """
         mode = ShareVisits(share if isinstance(share, str) else ("off", "on")[share])
         with native_families.given_configuration(family):
@@ -92,7 +92,7 @@ class Models:
 
 
 def figures(model: Any) -> dict[str, Any]:
-    """Return what the last run of a streamed model counted."""
+    """Return the counts from a streamed model's last run."""
     run = model.model.runs.last
     steps = run.shown.timeline.steps
     return {
@@ -106,9 +106,9 @@ def figures(model: Any) -> dict[str, Any]:
 
 
 def threads() -> list[str]:
-    """Return the threads of runs.
+    """Return the run threads.
 
-    Those that read files belong to the source, which lives longer.
+    File readers belong to the source, which lives longer.
     """
     names = [
         thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-")
@@ -159,7 +159,7 @@ def three_conditions(models: Models) -> dict[str, Any]:
 
 
 def prevented(models: Models, change: Callable[[Any], Any], share: str) -> dict[str, Any]:
-    """Two runs with a change of another node, which may count passes or blocks."""
+    """Two runs with another node's change, which may count passes or blocks."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
     expected, model = (
@@ -222,7 +222,7 @@ def with_attention_override(model: Any) -> Any:
 
 
 class BlockCounter:
-    """A forward of another pack, whose result depends on how often it was called."""
+    """Another pack's forward, whose result depends on its call count."""
 
     def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
         self.forward, self.calls = forward, 0
@@ -259,9 +259,9 @@ def with_injection(model: Any) -> Any:
 
 
 def with_method(model: Any) -> Any:
-    """Return the model with a method assigned to its instance.
+    """Return the model with a method assigned to the instance.
 
-    Each of the tests opens its own model.
+    Each test opens a new model.
     """
     network = model.model.diffusion_model
     network.forward_orig = BlockCounter(partial(type(network).forward_orig, network))
@@ -353,25 +353,25 @@ def replaced_function(models: Models) -> dict[str, Any]:
 
 
 def tested_models(_: Models) -> list[str]:
-    """Classes of this ComfyUI that share visits by themselves."""
+    """Classes in this ComfyUI that share visits by themselves."""
     return sorted(name for name in versions.LOCKSTEP_MODELS if hasattr(comfy.model_base, name))
 
 
 def untested_class(models: Models) -> dict[str, Any]:
-    """Runs of a model whose class is not among the tested ones."""
+    """Runs of a model whose class is not a tested one."""
     with patch.object(versions, "LOCKSTEP_MODELS", frozenset()):
         return prevented(models, lambda model: model, "auto")
 
 
 def short_of_room(models: Models) -> dict[str, Any]:
-    """Runs on a device whose free memory is that of one pass."""
+    """Runs on a device with free memory for one pass."""
     with patch.object(type(current_host().memory), "free_vram", lambda _: int(room_for_one([1]))):
         return prevented(models, lambda model: model, "auto")
 
 
 @contextmanager
 def predicted(faster: float) -> Iterator[list[int]]:
-    """Let a call with shared visits be predicted to take the share `faster` of the time.
+    """Predict a time share of `faster` for calls with shared visits.
 
     Yield the predicted passes.
     """
@@ -388,7 +388,7 @@ def predicted(faster: float) -> Iterator[list[int]]:
 def chosen_lanes(models: Models, faster: float) -> dict[str, Any]:
     """Two runs under an automatic policy.
 
-    Sharing visits takes the share `faster` of the time of a call.
+    Shared visits reduce a call's time to the share `faster`.
     """
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
@@ -417,7 +417,7 @@ def chosen_lanes(models: Models, faster: float) -> dict[str, Any]:
 
 
 def changed_settings(models: Models) -> dict[str, Any]:
-    """Runs of clones with other settings, after runs that could not share visits."""
+    """Runs with other settings on clones, after runs that could not share visits."""
     family, found = FAMILIES["wan_t2v"], {}
     expected = sample(models.native(family), family, steps=STEPS)
 
@@ -444,7 +444,7 @@ def changed_settings(models: Models) -> dict[str, Any]:
 
 
 def room_later(models: Models) -> dict[str, Any]:
-    """Two runs of a kind; there is room for all conditions in one pass of the second."""
+    """Two equal runs: in the second, one pass has room for all conditions."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
     native, model = models.native(family), models.streamed(family, share="auto")
@@ -458,7 +458,7 @@ def room_later(models: Models) -> dict[str, Any]:
 
 
 def out_of_memory_once(models: Models) -> dict[str, Any]:
-    """Two runs, the first of which is out of memory in a call with shared visits."""
+    """Two runs. The first is out of memory in a call with shared visits."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family, share="auto")
@@ -491,7 +491,7 @@ def in_blocks(model: Any, does: Callable[[torch.Tensor], object]) -> Iterator[No
 
 
 class Doing:
-    """Action that is done `times` times, from call number `at` on."""
+    """Action done `times` times, from call number `at` on."""
 
     def __init__(self, does: Callable[[], object], at: int, times: int = 1) -> None:
         self.does, self.wait, self.left = does, at, times
@@ -504,7 +504,7 @@ class Doing:
 
 
 def hooks_allowed() -> AbstractContextManager[object]:
-    """Let the hooks of `in_blocks` count as tested code."""
+    """Let hooks from `in_blocks` count as tested code."""
     return patch.object(lanes, "foreign_layers", lambda _: iter(()))
 
 
@@ -520,7 +520,7 @@ def _raise(error: BaseException) -> None:
 
 
 def failed(models: Models, error: Callable[[], BaseException], at: int) -> dict[str, Any]:
-    """An error in one of two conditions that share visits, and the run after it."""
+    """An error in one condition while two share visits, and the run after it."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family)
@@ -561,8 +561,8 @@ def short_memory(
 def in_chunks(models: Models, name: str) -> dict[str, Any]:
     """Runs of a family with feed-forwards in chunks: by the policy, then after an error.
 
-    Latents have enough tokens for the chunks. Attention to those of an error takes seconds, so that
-    one family has them.
+    Latents have enough tokens for the chunks. Attention over the tokens for an error takes seconds,
+    so one family has them.
     """
     family = FAMILIES[name]
     fails = name == "qwen_image"
@@ -590,7 +590,7 @@ def in_chunks(models: Models, name: str) -> dict[str, Any]:
 
 
 def automatic(models: Models) -> dict[str, Any]:
-    """Three runs with an automatic policy, for which one resident block is chosen."""
+    """Three runs with an automatic policy that chooses one resident block."""
     family, chosen = FAMILIES["wan_t2v"], OffloadPolicy.block_swap(3)
     run = partial(sample, family=family, steps=STEPS)
     expected, model = (
@@ -615,7 +615,7 @@ def automatic(models: Models) -> dict[str, Any]:
 
 
 def loaded_again(models: Models, *, share: bool) -> dict[str, Any]:
-    """A run in which a patch uses its VAE and reloads all models in a pass, as ControlNets do."""
+    """A run with a patch that uses a VAE and reloads all models in a pass, as ControlNets do."""
     family, management = FAMILIES["wan_t2v"], comfy.model_management
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family, share=share)
@@ -644,7 +644,7 @@ def loaded_with_other_patches(models: Models) -> dict[str, Any]:
 
 
 def refused_load(models: Models) -> dict[str, Any]:
-    """A request for all weights at once, of a model that is loaded."""
+    """A request for all weights at once, on a loaded model."""
     family = FAMILIES["wan_t2v"]
     model = models.streamed(family)
     sample(model, family, steps=STEPS)
@@ -659,7 +659,7 @@ def refused_load(models: Models) -> dict[str, Any]:
 
 @contextmanager
 def better_policy(policy: OffloadPolicy) -> Iterator[list[float]]:
-    """Let every measurement find a better policy; yield the bytes that the device had for it."""
+    """Let every measurement find a better policy, and yield the device bytes for it."""
     limits: list[float] = []
 
     def choose(*_: Any, budgets: Budgets, **__: Any) -> Any:
@@ -671,7 +671,7 @@ def better_policy(policy: OffloadPolicy) -> Iterator[list[float]]:
 
 
 def refused_policy(models: Models, error: Callable[[], BaseException], name: str) -> dict[str, Any]:
-    """A better policy for which the memory is missing when it is to be used."""
+    """A better policy whose memory is missing at the time of use."""
     family = FAMILIES["wan_t2v"]
     run = partial(sample, family=family, steps=STEPS)
     expected, model = run(models.native(family)), models.streamed(family, AutoOffload())
@@ -700,7 +700,7 @@ def refused_policy(models: Models, error: Callable[[], BaseException], name: str
 
 
 def room_for_a_batch(models: Models) -> dict[str, Any]:
-    """Memory of an automatic policy on a device that had room for two conditions in one pass."""
+    """Memory for an automatic policy on a device with room for two conditions in one pass."""
     family, free = FAMILIES["wan_t2v"], 10**9
     limits = {}
 
@@ -815,7 +815,7 @@ def kept_by_an_error(models: Models, *, share: bool) -> list[bool]:
 
 
 def decoded_on_a_device(models: Models) -> dict[str, int]:
-    """Predicted and used bytes of a device with streams, on which blocks are decoded."""
+    """Predicted and used bytes on a device with streams, where blocks are decoded."""
     family, policy = FAMILIES["wan_t2v"], OffloadPolicy.layerwise(1)
     path = models.folder / "decoded.safetensors"
     family.write(path, "fp8")
@@ -839,7 +839,7 @@ def decoded_on_a_device(models: Models) -> dict[str, int]:
 
 
 def first_policy(models: Models) -> dict[str, Any]:
-    """Policy for a first call on a device with streams, and the blocks that three passes read."""
+    """Policy for a first call on a device with streams, and the blocks read in three passes."""
     family = FAMILIES["wan_t2v"]
     opened = load_native(models.path(family), "default", OffloadPolicy.layerwise(1), **LIMITS)
     sources = []
@@ -878,7 +878,7 @@ def first_policy(models: Models) -> dict[str, Any]:
 
 
 def first_load(models: Models, *, lacks_ram: bool) -> dict[str, Any]:
-    """Policy of a first load on a machine with a bus, where RAM may turn out to be short."""
+    """Policy for a first load on a machine with a bus, with and without enough RAM."""
     family = FAMILIES["wan_t2v"]
     model = models.streamed(family, AutoOffload())
     weights = model.weights
@@ -900,9 +900,9 @@ def first_load(models: Models, *, lacks_ram: bool) -> dict[str, Any]:
 
 
 def in_turns(models: Models) -> dict[str, Any]:
-    """Bytes of two models on a device with streams, after the runs of each.
+    """Bytes of two models on a device with streams, after each one's runs.
 
-    The last bytes are those with both models loaded for one run.
+    The last bytes are with both models loaded for one run.
     """
 
     def free(_: Any = None, torch_free_too: bool = False) -> Any:
@@ -935,7 +935,7 @@ def in_turns(models: Models) -> dict[str, Any]:
 
 
 def announced(models: Models) -> dict[str, Any]:
-    """Events of a run."""
+    """A run's events."""
     family, events = FAMILIES["wan_t2v"], list[tuple[str, dict[str, Any]]]()
     model = models.streamed(family, share=False)
     events_of_host = current_host().events

@@ -31,7 +31,7 @@ WIDTH, HEIGHT, FRAMES = 48, 32, 9
 EMPTY = {"samples": torch.zeros(1, 16, 3, HEIGHT // 8, WIDTH // 8)}
 SAMPLERS = ["euler", "dpmpp_2m", "heun", "uni_pc", "euler_cfg_pp"]
 OF_A_PAIR = {"boundary_ratio": 0.875, "guidance_low": 1.0}
-"""Settings that a single model ignores."""
+"""Settings a single model ignores."""
 
 Sides = tuple[list[Any], list[Any]]
 
@@ -139,7 +139,7 @@ def with_image(vae: Any, clip_vision_output: Any) -> tuple[Sides, dict[str, Any]
 
 
 def image_case(one: One, vae: Any) -> dict[str, object]:
-    """An image with its CLIP vision embedding, and with a different embedding."""
+    """An image with its own CLIP vision embedding, and with a different embedding."""
     sides, latent = with_image(vae, seen(3))
     others, _ = with_image(vae, seen(4))
     expected, other = one.natively(sides, latent), one.natively(others, latent)
@@ -156,9 +156,9 @@ def image_case(one: One, vae: Any) -> dict[str, object]:
 
 
 def frames_case(one: One) -> dict[str, object]:
-    """TI2V-5B from text, and from a first latent frame that stays.
+    """TI2V-5B from text, and from a kept first latent frame.
 
-    The frame is as Wan22ImageToVideoLatent hands it on.
+    Wan22ImageToVideoLatent provides such a frame.
     """
     found: dict[str, object] = {}
     latent, mask = _normal(1, 48, 3, 4, 6, seed=6), torch.ones(1, 1, 3, 4, 6)

@@ -1,4 +1,4 @@
-"""The archive of the Comfy Registry, unpacked into a real ComfyUI."""
+"""The Comfy Registry archive, unpacked into a real ComfyUI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.comfy
 
 @pytest.fixture(scope="module")
 def served(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The responses of a server whose only pack is the archive, by their routes."""
+    """Responses by route, from a server whose only pack is the archive."""
     base = tmp_path_factory.mktemp("archive")
     for name in archived_files():
         file = base / "custom_nodes" / "wanstream" / name

@@ -1,6 +1,6 @@
 """`wanstream batch --server` against a real ComfyUI.
 
-Most rows are pictures of one colour. They are videos where all is killed.
+Most rows are one-colour pictures. They are videos where all is killed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def batch(server: Server, tmp_path: Path) -> Batch:
 
 
 def colours(folder: Path) -> dict[str, int]:
-    """The colour of each picture by its name."""
+    """Each picture's colour by name."""
     found = {}
     for path in sorted(folder.glob("*.png")):
         with Image.open(path) as picture:
@@ -147,7 +147,7 @@ def test_rows_that_the_server_refuses_fail_in_its_words(
 def test_half_a_workflow_is_none(
     batch: Batch, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The server would run the output that is valid, and answers 200."""
+    """ComfyUI would run the valid output, and respond with 200."""
     status, answer = server.post(
         "/prompt", {"prompt": {**TWO, "3": {**TWO["3"], "inputs": {"width": 0}}}}
     )
@@ -170,7 +170,7 @@ def id_in(folder: Path) -> str:
 
 
 def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTURE) -> list[str]:
-    """Leave the state of a client killed while it posted its first row. Return the command line."""
+    """Leave the state of a client killed while posting the first row. Return the command line."""
     from wanstream.batch.journal.journal import Journal
     from wanstream.batch.output_store import OutputStore
 
@@ -331,7 +331,7 @@ KILLS = ("server", "server", "client", "client", "client")
 
 @pytest.fixture
 def video_base(tmp_path: Path, sample_models: Path) -> Path:
-    """A base directory with this pack and the test model, for a server that is killed."""
+    """A base directory with this pack and the test model, for a server to be killed."""
     base = tmp_path / "base"
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir(parents=True)
@@ -391,9 +391,9 @@ def test_server_and_client_are_killed_at_random(
 
 
 def check_videos(out: Path, served: Path) -> None:
-    """One checked file per row, each with the seed of its row, nothing else.
+    """One checked file per row, with that row's seed, and nothing else.
 
-    The journal says the same.
+    The journal agrees.
     """
     made = {
         path.name: path
@@ -413,28 +413,28 @@ def check_videos(out: Path, served: Path) -> None:
         content = made[f"{stem}.mp4"].read_bytes()
         assert (state, file["name"], file["size"]) == ("done", f"{stem}.mp4", len(content))
         assert file["sha256"] == hashlib.sha256(content).hexdigest()
-    # Jobs that were lost with the server ran again; jobs that a killed client had posted did not.
+    # Jobs lost with the server ran again. Jobs posted by a killed client did not.
     again = sum(attempts - 1 for *_, attempts in known)
     assert 1 <= again <= 2 * len(KILLS)
     assert len([*served.rglob("*.mp4")]) >= JOBS
 
 
 def clip_workflow(name: str) -> dict[str, Any]:
-    """A workflow of clips, small enough for a test."""
+    """A clip workflow, small enough for a test."""
     workflow: dict[str, Any] = json.loads(
         (ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8")
     )
     workflow["start"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
     for node in workflow.values():
         if node["class_type"] == "WanStreamContinueVideo":
-            node["inputs"]["frames"] = 9  # more than the 5 that clips share
+            node["inputs"]["frames"] = 9  # more than the 5 shared by clips
         if node["class_type"] == "WanStreamSampler":
             node["inputs"]["steps"] = 2
     return workflow
 
 
 def latents_of_one_run(server: Server) -> list[torch.Tensor]:
-    """The latents of the three clips of `long_video`, sampled in one run."""
+    """Latents for the three `long_video` clips, sampled in one run."""
     workflow = clip_workflow("long_video")
     samplers = ("sampler", "sampler_2", "sampler_3")
     for name in samplers:
@@ -456,9 +456,9 @@ def latents_of_one_run(server: Server) -> list[torch.Tensor]:
 def test_rows_continue_each_other_on_a_killed_server(
     comfyui: ComfyUI, video_base: Path, tmp_path: Path
 ) -> None:
-    """Eight rows in a chain; server and client are killed once each.
+    """Eight rows in a chain. Server and client are killed once each.
 
-    The first three are the clips of `long_video`.
+    The first three are the `long_video` clips.
     """
     Image.linear_gradient("L").convert("RGB").save(video_base / "input" / "example.png")
     port, log, out = free_port(), tmp_path / "client.log", tmp_path / "out"

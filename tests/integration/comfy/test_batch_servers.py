@@ -1,4 +1,4 @@
-"""`wanstream batch` on two real ComfyUI servers: a killed one, and checks of unfit ones."""
+"""`wanstream batch` on two real ComfyUI servers: a killed one, and checks on unfit ones."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def base_of(folder: Path, models: Path) -> Path:
 
 
 def videos_in(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """The seed and the encoded frames of each video.
+    """Each video's seed and encoded frames.
 
-    ComfyUI adds hashes of inputs to the prompt in a file.
+    ComfyUI adds input hashes to the prompt in a file.
     """
     found = {}
     for path in folder.glob("*.mp4"):

@@ -1,4 +1,4 @@
-"""Conditioning of every Wan node of a real ComfyUI, through our sampler.
+"""Conditioning from every Wan node in a real ComfyUI, through our sampler.
 
 It is read, refused by name, or harmless.
 """
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.comfy
 RUNS = "runs"
 """All keys are read, or ignored as native sampling ignores them for these weights."""
 
-# By node and way to connect it, "*" for all others: `RUNS`, or the key by which it is refused.
+# By node and way to connect it, "*" for all others: `RUNS`, or the refused key.
 EXPECTED: dict[str, dict[str, str]] = {
     "WanImageToVideo": {"*": RUNS},
     "WanFirstLastFrameToVideo": {"*": RUNS},
     "WanFunInpaintToVideo": {"*": RUNS},
     "WanTrackToVideo": {"*": RUNS},
     "WanMoveTrackToVideo": {"*": RUNS},
-    # Its audio is a patch of the MODEL, for which our nodes have no input; its conditioning is that
-    # of a start image.
+    # The audio is a patch on the MODEL, which our nodes cannot take. The conditioning is a start
+    # image.
     "WanInfiniteTalkToVideo": {"*": RUNS},
     # Without a camera it is an ordinary start image.
     "WanCameraImageToVideo": {
@@ -41,15 +41,15 @@ EXPECTED: dict[str, dict[str, str]] = {
         "camera_conditions": "camera_conditions",
         "all": "camera_conditions",
     },
-    # Without a face or a pose it is an ordinary start image; the weights of Animate are refused
-    # when they are opened.
+    # Without a face or a pose it is an ordinary start image. Animate weights are refused on
+    # opening.
     "WanAnimateToVideo": {
         "*": RUNS,
         "face_video": "face_video_pixels",
         "pose_video": "pose_video_latent",
         "all": "pose_video_latent",
     },
-    # Its reference image alone is reference_latents, which plain weights ignore, in native sampling
+    # The reference image alone is reference_latents, ignored by plain weights in native sampling
     # too.
     "WanSCAILToVideo": {
         "*": RUNS,
@@ -123,9 +123,9 @@ KEYS: dict[str, str] = {
         "refused",
     ),
 }
-"""Every key that these nodes write."""
+"""Every key these nodes write."""
 
-# Numbers and flags that models of ComfyUI read of a conditioning: nothing that could be a picture.
+# Numbers and flags that ComfyUI's models read from a conditioning: nothing that could be a picture.
 NUMBERS = {
     *(
         "aesthetic_score",
@@ -176,9 +176,9 @@ NUMBERS = {
     ),
 }
 OVERWRITTEN = {"noise", "device"}
-"""Keys of a conditioning that the sampler overwrites."""
+"""Conditioning keys overwritten by the sampler."""
 SAMPLERS_OWN = {"latent_image"}
-"""The sampler's unless a conditioning has one, which no node writes; refused as an unknown
+"""The sampler's, unless a conditioning has one. No node writes one, and it is refused as an unknown
 tensor."""
 
 
@@ -188,7 +188,7 @@ def found(
     tiny_expert_file: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """The result of each node and way to connect it."""
+    """Results by node and way to connect it."""
     folder = tmp_path_factory.mktemp("conditioning")
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
@@ -201,7 +201,7 @@ def found(
 
 @pytest.fixture(scope="module")
 def has_all_nodes(comfyui: ComfyUI) -> bool:
-    """False for a ComfyUI older than the nodes of the table."""
+    """False for a ComfyUI without some nodes in the table."""
     return (comfyui.path / "comfy_extras" / "nodes_wandancer.py").exists()
 
 

@@ -16,7 +16,7 @@ answer = continue_cases.answers(*arguments)
 pytestmark = pytest.mark.comfy
 
 TOLERANCE = 1e-4
-"""Relative L2 norm, of latents at the end of a clip."""
+"""Relative L2 norm, for latents at the end of a clip."""
 
 
 @pytest.fixture(scope="module")

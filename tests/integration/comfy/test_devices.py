@@ -1,4 +1,4 @@
-"""Our experts in a ComfyUI that computes on another device than CUDA.
+"""Our experts in a ComfyUI that computes on a non-CUDA device.
 
 The device is the checked one, with streams and without.
 """

@@ -1,4 +1,4 @@
-"""Every example of `docs/examples/` and command of `docs/api.md`, unchanged on a real server."""
+"""Every example in `docs/examples/` and command in `docs/api.md`, unchanged on a real server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def api(stocked_server: Server) -> Server:
 def desk(tmp_path: Path) -> Path:
     """A folder that looks like the repository to an example.
 
-    Its workflows are small enough for a CPU.
+    The workflows are small enough for a CPU.
     """
     (tmp_path / "workflows" / "api").mkdir(parents=True)
     (tmp_path / "docs").symlink_to(ROOT / "docs", target_is_directory=True)
@@ -60,7 +60,7 @@ def desk(tmp_path: Path) -> Path:
 
 
 def set_inputs(desk: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Change inputs of a workflow of the desk, by node; a node that is not there is added.
+    """Change inputs in a desk workflow, by node, and add missing nodes.
 
     Returns the workflow.
     """
@@ -103,7 +103,7 @@ def _run(command: list[str], comfyui: ComfyUI, desk: Path, url: str) -> Done:
 
 
 def saved(api: Server) -> set[bytes]:
-    """The contents of all videos that the server has written."""
+    """Contents of all videos saved by the server."""
     return {file.read_bytes() for file in (api.base / "output").rglob("*.mp4")}
 
 

@@ -1,7 +1,7 @@
 """Fun-Control and Fun-InP in a real ComfyUI: tiny models load and run natively.
 
 Every input changes the result. `fun_cases.py` has the models, their conditioning and the native
-runs with which other samplers are compared.
+runs to compare other samplers with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLIP, IMAGE, REFERENCE = "clip_vision_output", "concat_latent_image", "reference
 MASK, INDEX = "concat_mask", "concat_mask_index"
 CONTROL_22 = [IMAGE, MASK, INDEX, REFERENCE]
 
-# The class of ComfyUI, the input channels of the network, and the keys of the conditioning.
+# ComfyUI's class, the network's input channels, and the conditioning keys.
 MODELS = {
     "fun_control_22": ("WAN21", 52, CONTROL_22),
     "fun_inp_22": ("WAN21", 36, [IMAGE, MASK]),
@@ -30,7 +30,7 @@ MODELS = {
     "fun_inp_5b": ("WAN22", 100, [IMAGE, MASK]),
 }
 EFFECT = 0.01
-"""A hundred times the distance within which other samplers must be."""
+"""A hundred times the largest distance allowed to other samplers."""
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(1800)]
 

@@ -1,8 +1,8 @@
-"""Every sampler and schedule of a real ComfyUI through our guider.
+"""Every sampler and schedule in a real ComfyUI through our guider.
 
 The results are compared with native experts behind a test guider. One process runs all cases
 (`guider_cases.py`). Here each has a separate test. A case's `difference` is the relative L2
-distance of the two results, from the same sampler object, sigmas, noise and random state.
+distance between the two results, from the same sampler object, sigmas, noise and random state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SAMPLERS = [
 ]
 # fmt: on
 NEWER = {"exp_heun_2_x0", "exp_heun_2_x0_sde"}
-"""Samplers that ComfyUI 0.3.64 does not have yet."""
+"""Samplers missing in ComfyUI 0.3.64."""
 ADAPTIVE = {"dpm_adaptive"}
-"""Samplers whose calls depend on the latents, so that they cannot be predicted."""
+"""Samplers whose calls depend on the latents, and so cannot be predicted."""
 # fmt: off
 SCHEDULES = [
     "simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal",
@@ -174,7 +174,7 @@ def test_euler_is_our_own_sampler(case: Case) -> None:
 
 
 def test_cancel_ends_the_run_before_the_next_block(case: Case) -> None:
-    # The third lane cancels the run: the other lane of its block is finished, and no further block
+    # The third lane cancels the run: the other lane finishes the block, and no further block
     # begins.
     assert case("interrupt") == {"raised": "interrupt", "blocks": 4, "flag": False, "again": True}
 

@@ -1,6 +1,6 @@
-"""The guider of a real ComfyUI with a cache, more guidance and context windows.
+"""A real ComfyUI's guider with a cache, more guidance and context windows.
 
-It is compared with our own sampler. The cases (`guider_settings_cases.py`) run in the process of
+It is compared with our own sampler. The cases (`guider_settings_cases.py`) run in the process for
 `test_guider.py`.
 """
 
@@ -32,7 +32,7 @@ LANES = {
     "magnitudes in still windows": 6,
     "all": 8,
 }
-"""The most that a step has, of runs with a cache."""
+"""Most lanes per step, in runs with a cache."""
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 

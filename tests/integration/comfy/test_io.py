@@ -194,7 +194,7 @@ def test_images_are_loaded_as_comfyui_loads_them(
     theirs = in_comfyui(LOAD, *names)
     assert len(theirs) >= 4
     for name in theirs:
-        if name == "deep.tif":  # these versions cut off what 8 bits cannot hold, which ours keeps
+        if name == "deep.tif":  # these versions cut to 8 bits, ours keeps the rest
             found, expected = (torch.tensor(each[name][0]) * 255 for each in (ours, theirs))
             assert torch.equal((found + 1e-3).floor(), expected.round())
             continue
@@ -202,7 +202,7 @@ def test_images_are_loaded_as_comfyui_loads_them(
 
 
 def _write_pictures(folder: Path) -> list[str]:
-    """Small pictures of every kind that is treated specially."""
+    """Small pictures, one for every kind with special treatment."""
     colors = Image.effect_noise((6, 4), 90).convert("RGB")
     exif = Image.Exif()
     exif[0x0112] = 8

@@ -1,6 +1,6 @@
 """Fun models and Bernini's contexts in our sampler and guider.
 
-The results are compared with ComfyUI's own sampling of the same files.
+The results are compared with ComfyUI's own sampling from the same files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*FUN, *(f"{name}, two videos" for name in TWO_VIDEOS)])
 def test_a_fun_model_is_sampled_as_by_comfyui(case: Case, name: str) -> None:
-    """One forward pass of each expert, with and without guidance, and whole runs."""
+    """One forward pass per expert, with and without guidance, and whole runs."""
     _check(case(name))
 
 
@@ -51,7 +51,7 @@ def test_a_fun_model_is_sampled_as_by_comfyui(case: Case, name: str) -> None:
     ],
 )
 def test_contexts_are_read_as_by_comfyui(case: Case, name: str) -> None:
-    """ComfyUI's own implementation; neither was checked against the original."""
+    """ComfyUI's own implementation. Neither was checked against the original."""
     found = case(name)
     _check(found)
     assert found["effect"] > 0.01
@@ -61,14 +61,14 @@ def test_contexts_are_read_as_by_comfyui(case: Case, name: str) -> None:
 def test_frames_that_a_fun_model_keeps_have_their_own_timestep(case: Case, name: str) -> None:
     """Runs without a reference image.
 
-    With one, ComfyUI spreads the timesteps of the frames over other tokens than ours.
+    With one, ComfyUI spreads the frames' timesteps over other tokens than ours.
     """
     assert case(f"{name}, first frame kept") <= NEAR
 
 
 @pytest.mark.parametrize("name", ["single, 1", "pair, 1", "pair, 2"])
 def test_context_guidance_is_that_of_comfyuis_dual_guider(case: Case, name: str) -> None:
-    """A whole run of each expert or pair, for one and two videos.
+    """A whole run per expert or pair, for one and two videos.
 
     Not checked against the original.
     """

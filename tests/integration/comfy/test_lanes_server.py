@@ -1,6 +1,6 @@
 """`wanstream batch --share-weights` on a real ComfyUI server.
 
-The latents equal those of single runs to the bit, with fewer bytes.
+The latents equal the latents from single runs to the bit, with fewer bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def batch(stocked_server: Server, tmp_path: Path) -> Batch:
 
 
 def small(name: str) -> Prompt:
-    """A shipped workflow, small, that saves its latent."""
+    """A small shipped workflow that saves the latent."""
     prompt: Prompt = json.loads(
         (ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8")
     )
@@ -79,7 +79,7 @@ def small(name: str) -> Prompt:
 def native_texts() -> Prompt:
     """ComfyUI's own text and latent nodes before our sampler.
 
-    Texts of more than 512 tokens are as long as they are.
+    Texts with more than 512 tokens keep their length.
     """
     prompt = small("native_mixed")
     prompt["clip"]["class_type"] = "TestClip"
@@ -89,7 +89,7 @@ def native_texts() -> Prompt:
 
 
 def latents(folder: Path) -> dict[str, torch.Tensor]:
-    """The latent of every row, by the name of its file."""
+    """Every row's latent by file name."""
     return {path.name: load_file(path)["latent_tensor"] for path in sorted(folder.glob("*.latent"))}
 
 

@@ -1,4 +1,4 @@
-"""Both locales on a real ComfyUI server: they translate the texts of its node definitions."""
+"""Both locales on a real ComfyUI server: they translate the texts in node definitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def translations(server: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_server_hands_out_a_locale(translations: dict[str, Any], language: str) -> None:
-    """Its main.json is the root, the other files are branches."""
+    """The root is main.json, the branches are the other files."""
     files = {
         file.stem: json.loads(file.read_text(encoding="utf-8"))
         for file in (LOCALES / language).glob("*.json")

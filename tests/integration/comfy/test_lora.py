@@ -82,10 +82,10 @@ def _spelt(
 
 
 def _differences(expert: Path) -> dict[str, torch.Tensor]:
-    """A difference for every weight and bias, as ComfyUI names them.
+    """A difference for every weight and bias, by ComfyUI's names.
 
-    Those of bare parameters (modulation) are left out: ComfyUI 0.18 takes them and then does not
-    add them.
+    Bare parameters (modulation) are left out: ComfyUI 0.18 accepts their differences and then does
+    not add them.
     """
     generator = torch.Generator().manual_seed(8)
     found = {}
@@ -151,7 +151,7 @@ def _of_lycoris(expert: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def loras(tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a LoRA of each kind for the tiny expert."""
+    """A folder with every LoRA kind for the tiny expert."""
     folder = tmp_path_factory.mktemp("loras")
     lightning = make_lora(make_expert(TinyShape(), seed=1), seed=3)
     files = {

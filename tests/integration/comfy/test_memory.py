@@ -208,7 +208,7 @@ def test_other_models_make_room_for_measuring_and_no_more(case: Case) -> None:
 def test_other_models_make_room_for_a_decode_and_no_more(case: Case) -> None:
     """Whole frames as long as neighbours can free the missing bytes.
 
-    Tiles if all of their memory is not enough.
+    Tiles if all their memory is not enough.
     """
     beside = case("room_for_a_decode")
     assert beside["neighbour"][:3] == [[None, 1, 0, 0], [None, 1, 1001, 0], [None, 1, 2**30 + 1, 0]]

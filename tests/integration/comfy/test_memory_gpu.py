@@ -26,7 +26,7 @@ FLAGS = [
     ("--reserve-vram", "2"),
 ]
 KEPT_BYTES = 64 * 2**20
-"""Device bytes that libraries keep after their first use."""
+"""Device bytes kept by libraries after first use."""
 
 Prompt = dict[str, dict[str, Any]]
 
@@ -89,7 +89,7 @@ def _native() -> Prompt:
 
 @pytest.fixture(scope="module")
 def on_gpu(comfyui: ComfyUI) -> ComfyUI:
-    """ComfyUI, where its Python finds a CUDA device."""
+    """ComfyUI, if its Python finds a CUDA device."""
     look = [
         str(comfyui.python),
         "-c",
@@ -104,7 +104,7 @@ def on_gpu(comfyui: ComfyUI) -> ComfyUI:
 def life(
     request: pytest.FixtureRequest, on_gpu: ComfyUI, sample_models: Path, tmp_path: Path
 ) -> Iterator[Server]:
-    """A server on the GPU with the flags of the parameter, this pack and the test model."""
+    """A server on the GPU with the parameter's flags, this pack and the test model."""
     nodes = tmp_path / "custom_nodes"
     nodes.mkdir()
     (nodes / "wanstream").symlink_to(ROOT, target_is_directory=True)
@@ -119,7 +119,7 @@ def _said(server: Server) -> str:
 
 
 def _active(server: Server) -> int:
-    """Bytes of device memory that torch's tensors take."""
+    """Device memory bytes in torch tensors."""
     (device, *_) = server.get("/system_stats")["devices"]
     return int(device["torch_vram_total"] - device["torch_vram_free"])
 

@@ -1,4 +1,4 @@
-"""Life of a server: our workflow and a native one in turn, and the process's memory at the end."""
+"""A server's life: our workflow and a native one in turn, and the process's memory at the end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _ours(item: int) -> Prompt:
 
 
 def _native(item: int) -> Prompt:
-    """A native checkpoint of one expert, one step, decoded."""
+    """A native one-expert checkpoint, one step, decoded."""
     sides = {
         "positive": ["text", 0],
         "negative": ["text", 1],
@@ -138,9 +138,9 @@ def life(
     sample_models: Path,
     tmp_path: Path,
 ) -> Iterator[Server]:
-    """A separate server with the flags of the parameter, this pack and the test model."""
-    # One heap for all threads, without large blocks: the free lists of the allocator must not count
-    # as a leak.
+    """A separate server with the parameter's flags, this pack and the test model."""
+    # One heap for all threads, without large blocks: the allocator's free lists must not count as a
+    # leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
     nodes = tmp_path / "custom_nodes"
@@ -162,9 +162,9 @@ def _said(server: Server) -> str:
 
 
 def _free(server: Server, times: int) -> None:
-    """POST /free until we were unloaded so many times.
+    """POST /free until we were unloaded `times` times.
 
-    ComfyUI may sleep through a request that comes as it falls asleep.
+    ComfyUI may sleep through a request that arrives as it falls asleep.
     """
     deadline = time.monotonic() + 60
     while _said(server).count("the experts are unloaded") < times:
@@ -185,7 +185,7 @@ def test_ten_items_hold_no_more_than_four(life: Server) -> None:
             _free(life, item // 2)
     for first in (STEADY, STEADY + 1):
         rss = [entry["rss"][0] for entry in held[first - 1 :: 2]]
-        # The lower of two: a leak raises both.
+        # The lower value, because a leak raises both.
         assert min(rss[-2:]) <= rss[0] * (1 + ROOM), [
             f"{entry['rss'][0] / 1e6:.1f} MB" for entry in held
         ]

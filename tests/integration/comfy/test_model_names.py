@@ -1,4 +1,4 @@
-"""Model lists in ComfyUI: its own lists without unreadable files, plus GGUF files for experts."""
+"""Model lists in ComfyUI: the usual lists without unreadable files, plus GGUF files for experts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_encodings_have_the_bits_of_comfyuis_loader_in_two_blocks_of_memory(
 ) -> None:
     found = newer_case(name)
     assert found["equal"] in ([True] * 3, [True] * 5)
-    # In the first encoding only, a part that the text does not need may be fetched once.
+    # Only the first encoding may fetch one part that the text does not need.
     assert found["fetched"] <= found["blocks"] + 1
     assert found["buffers"] == 2
     assert found["outside"] < 1  # the tokens' table, by far the largest tensor, is not among them
@@ -101,7 +101,7 @@ def test_an_encoding_keeps_only_what_the_policy_asks_for(
 def test_the_clip_of_another_loader_streams_with_its_patches(case: Case) -> None:
     found = case("stream clips")
     assert found["equal"] == [True] * 3
-    assert found["weights"] == 2  # that of a CLIP that streams already is used again
+    assert found["weights"] == 2  # a streaming CLIP's weights are used again
 
 
 def test_an_image_for_a_file_without_vision_is_refused(case: Case) -> None:

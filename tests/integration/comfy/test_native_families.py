@@ -1,4 +1,4 @@
-"""Tiny checkpoints of ComfyUI's native models, with which streamed runs are compared."""
+"""Tiny checkpoints for ComfyUI's native models, to compare streamed runs with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERLEAVED = {
     "hunyuan_video": "t t d d s s s s",
     "hunyuan_video_15": "t t d d d d",
 }
-"""Orders of the blocks of a pass, by one letter of the name of their lists."""
+"""Block orders in a pass, one letter per block, from the list's name."""
 
 LETTERS = {
     "injector": "i",
@@ -38,7 +38,7 @@ def _letter(block: str) -> str:
 
 
 def test_every_family_is_whole(answers: dict[str, Any]) -> None:
-    """Each block of each family changes the result, and ComfyUI finds all weights, also in fp8."""
+    """Each block in each family changes the result, and ComfyUI finds all weights, even in fp8."""
     families = answers["families"]
     assert {"wan_t2v", "wan_vace", "flux"} <= families.keys()
     for name, found in families.items():
@@ -50,14 +50,14 @@ def test_every_family_is_whole(answers: dict[str, Any]) -> None:
         assert all(size < 5e6 for sizes in found["block bytes"].values() for size in sizes), name
         if name in INTERLEAVED:
             assert "".join(map(_letter, found["order"])) == INTERLEAVED[name].replace(" ", ""), name
-        # LTX-2 runs the connectors of its text embeddings before the first pass.
+        # LTX-2 runs text embedding connectors before the first pass.
         visited = {block.rpartition(".")[0] for block in (*found["order"], *found["outside"])}
         assert visited == set(found["blocks"]), name
         assert bool(found["outside"]) == (name == "ltx_2"), name
 
 
 def test_scaled_fp8_and_loras(answers: dict[str, Any]) -> None:
-    """Every layout of scaled fp8 is close to the whole model, and every kind of LoRA changes it."""
+    """Every scaled fp8 layout is close to the whole model, and every LoRA kind changes it."""
     for name, found in answers["layouts"].items():
         assert found["warnings"] == [], name
         assert found["unpatched"], name

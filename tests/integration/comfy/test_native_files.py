@@ -1,6 +1,6 @@
-"""Native model files in the forms that people have, streamed or refused by name.
+"""Common forms of native model files, streamed or refused by name.
 
-Streamed files have the values of the usual form. One process runs all cases
+Streamed files have the same values as the usual form. One process runs all cases
 (`native_file_cases.py`). Here each has a separate test.
 """
 
@@ -51,7 +51,7 @@ MARKED = [
     *(f"comfy_quant torch.{dtype}" for dtype in ("bfloat16", "float16", "float64")),
     *(f"marker {name}" for name in ("string", "bare", "NUL", "strings")),
 ]
-"""Cases that ComfyUI 0.3.64 cannot run."""
+"""Cases ComfyUI 0.3.64 cannot run."""
 
 
 def lacks_marks(answers: dict[str, Any]) -> bool:

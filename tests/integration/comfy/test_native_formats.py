@@ -1,4 +1,4 @@
-"""Files of native models in every number format, streamed with little RAM.
+"""Native model files in every number format, streamed with little RAM.
 
 The results are bit-equal to ComfyUI's own runs. One process runs all cases
 (`native_format_cases.py`). Here each has a separate test.
@@ -17,7 +17,7 @@ SCALED_LAYOUTS = ["comfy_quant", "metadata", "scaled_fp8"]
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"]
 BYTES_PER_VALUE = {"float8_e4m3fn": 1.0, "float8_e5m2": 1.0, "nvfp4": 0.5625, "mxfp8": 1.03125}
 FLUX_VALUES, WAN_VALUES = 589824, 1048576
-"""Values in the matrices of the largest block."""
+"""Values in the largest block's matrices."""
 MEGABYTE = 1_000_000
 
 Case = Callable[[str], Any]
@@ -113,7 +113,7 @@ def test_opening_takes_no_memory_for_blocks(case: Case, kind: str) -> None:
     assert result["blocks"] == 4
     assert result["in blocks"] > 100 * MEGABYTE
     assert result["grown"] < result["outside"] + 64 * MEGABYTE
-    # The limit is of use only if blocks in memory would exceed it.
+    # The limit means something only if blocks in memory would exceed it.
     assert result["in blocks"] > 64 * MEGABYTE
 
 

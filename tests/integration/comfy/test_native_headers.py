@@ -1,4 +1,4 @@
-"""Headers of real architectures: ComfyUI's class is found, and the blocks that the docs list."""
+"""Real architectures' headers: the loader finds ComfyUI's class and the blocks in the docs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "native-families.md"
 
 
 def _rows() -> dict[str, list[str]]:
-    """Return sizes in the tables of the docs by family."""
+    """Return sizes in the docs' tables by family."""
     rows = {}
     for line in DOCS.read_text(encoding="utf-8").splitlines():
         _, *cells, _ = line.split(" | ") if line.startswith("| ") else ("", "")

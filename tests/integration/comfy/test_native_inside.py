@@ -1,4 +1,4 @@
-"""Blocks of native models that are entered from the modules in them, by the model or by a node."""
+"""Native model blocks that a model or a node enters from their inner modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICIES = ["layerwise", "block swap", "resident", "RAM"]
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_node_may_compute_blocks_from_their_modules(case: Case, policy: str) -> None:
-    """An MLP that is called for each piece of the tokens is fetched once per visit."""
+    """An MLP called for each piece of the tokens is fetched once per visit."""
     found = case(f"in parts, {policy}")
     assert found["effect"]
     assert found["equal"] == [True, True]

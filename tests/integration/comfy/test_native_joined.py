@@ -1,4 +1,4 @@
-"""Two experts as one MODEL have the bits of ComfyUI's own models, whatever drives them."""
+"""Two experts as one MODEL equal ComfyUI's own models bit by bit, whatever drives them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_any_sampler_drives_both_experts_with_the_bits_of_comfyui(
         first, second = result["runs"]
         assert {"high", "low"} == set(first["experts"]), name
         assert first["experts"] == second["experts"], name
-        # ComfyUI's samplers are dry-run, so that the switch is predicted in the first run too.
+        # ComfyUI's samplers are dry-run, so the switch is predicted in the first run too.
         assert second["recompiled"] == 0, name
         if not name.startswith(FOREIGN):
             assert first["recompiled"] == 0, name

@@ -30,7 +30,7 @@ Case = Callable[[str], Any]
 def test_a_run_ends_before_the_next_block(
     case: Case, kind: str, error: str, place: int, policy: str
 ) -> None:
-    """In the first pass, whose order is not known, and later; the next run is right."""
+    """In the first pass, whose order is not known, and later. The next run is right."""
     result = case(f"{kind} {place}, {policy}")
     assert result["raised"] == error
     assert result["later"] == []
@@ -93,9 +93,9 @@ def test_a_model_that_nobody_holds_is_gone(case: Case, when: str) -> None:
 
 
 def test_a_file_that_is_removed(case: Case) -> None:
-    """A loaded model keeps its handle.
+    """A loaded model keeps the handle.
 
-    After it was unloaded, the next run says what it cannot read.
+    After unloading, the next run names the file it cannot read.
     """
     result = case("file removed")
     assert result["equal"] == [True, True]
@@ -109,7 +109,7 @@ def test_a_file_that_is_removed(case: Case) -> None:
 def test_queue_items_leave_no_memory_behind(
     in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Resident bytes of the process are flat within 2 % after two items.
+    """The process's resident bytes are flat within 2 % after two items.
 
     By then all threads have their heaps.
     """

@@ -1,4 +1,4 @@
-"""Streamed native models give the bits of ComfyUI's own and move each block once.
+"""Streamed native models equal ComfyUI's own bit by bit and move each block once.
 
 `native_cases.py` has the cases.
 """
@@ -25,7 +25,7 @@ FURTHER = [
     "kandinsky5", "ernie", "hidream", "cosmos_predict2",
 ]  # fmt: skip
 NEWER = {"wan_scail", "hunyuan_video_15", "ltx_2"}
-"""Families that ComfyUI 0.3.64 does not have."""
+"""Families missing in ComfyUI 0.3.64."""
 
 SAMPLERS = ["euler", "dpm_adaptive", "heun", "uni_pc", "dpmpp_2m_sde", "dpm_fast", "dpm_2", "lcm"]
 
@@ -36,7 +36,7 @@ Case = Callable[[str], Any]
 def _check_fetches(found: dict[str, Any], *, layerwise: bool) -> None:
     """Check that the second run fetches a block once per visit, or less with resident blocks."""
     (_, fetches), (_, visits) = found["fetches"], found["visits"]
-    # A run may start with the two blocks that the last one has left.
+    # A run may start with the two blocks left over from the last one.
     least = visits - 2 if layerwise else 0
     assert least <= fetches <= visits
     assert all(moved == stored > 0 for moved, stored in found["bytes"][:1])
@@ -69,7 +69,7 @@ def test_a_further_family_gives_the_same_bits(newer_case: Case, family: str, run
     assert result["finite"]
     assert result["equal"] == [True, True]
     first, again = result["recompiled"]
-    # One more for the second pass of a call, or where the conditions share visits from there on.
+    # One more for a call's second pass, or where the conditions share visits from there on.
     assert (first <= 3 + (run != "layerwise"), again) == (True, 0)
 
 
@@ -108,7 +108,7 @@ def test_other_runs_give_the_same_bits(case: Case, family: str, run: str) -> Non
 def test_two_models_by_turns_stay_loaded(case: Case) -> None:
     """KSampler (Advanced) twice, as for Wan2.2.
 
-    Each model computes a part of the steps, with leftover noise between them.
+    Each model computes some steps, with leftover noise in between.
     """
     result = case("two models by turns")
     assert result == {
@@ -147,13 +147,13 @@ PATCHES = {
     "control net": ["flux"],
     "batch of two": ["wan_t2v", "flux", "wan_vace"],
 }
-"""Patches of other packs and inputs of other graphs, and the families on which they are tried."""
+"""Patches from other packs and inputs from other graphs, and the families to try them on."""
 
 NEWER_PATCHES = {"NAG"}
-"""Patches by nodes that ComfyUI 0.3.64 does not have."""
+"""Patches by nodes missing in ComfyUI 0.3.64."""
 
 WITHOUT_EFFECT_IN_OLDER = {"attn1 patch", "attn2 patch", "attn1 output patch"}
-"""Patches that Wan and Flux ignore in ComfyUI 0.3.64."""
+"""Patches ignored by Wan and Flux in ComfyUI 0.3.64."""
 
 
 @pytest.mark.parametrize(
@@ -202,12 +202,12 @@ HINDERED = {
     "EasyCache": "the calc_cond_batch wrapper easycache",
     "control net": "a ControlNet",
 }
-"""Patches with which conditions do not share visits, and the reason. None: they are no passes of
-their own anyway."""
+"""Patches that prevent shared visits, and the reason. None: they are no passes of their own anyway.
+"""
 
 
 def _first_call(run: str, result: dict[str, Any]) -> int:
-    """Extra visits of a run's first call, which computes its conditions as ComfyUI does."""
+    """Extra visits in a run's first call, which computes conditions as ComfyUI does."""
     passes = 1 if run in ONE_CONDITION else 3 if run in {"DualCFGGuider", "regions"} else 2
     return int((passes - 1) * result["blocks"])
 
@@ -241,9 +241,9 @@ def test_a_patched_model_with_shared_visits_gives_the_same_bits(
         once = case(f"patch {patch}, {family}")["visits"][1]
         if (
             family == "qwen_image"
-        ):  # texts of different lengths, which ComfyUI never computes in one pass
+        ):  # texts with different lengths: ComfyUI never computes them in one pass
             once //= 2
-        if patch == "regions":  # one pass for each region of the positive, in place of two for all
+        if patch == "regions":  # one pass per positive region, in place of two for all
             once = once * 3 // 2
         assert result["visits"][1] == once + _first_call(patch, result)
     elif reason := HINDERED[patch]:

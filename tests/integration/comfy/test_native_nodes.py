@@ -1,4 +1,4 @@
-"""Loaders of native models in a real ComfyUI: schema of its own loader, results, templates."""
+"""Native model loaders in a real ComfyUI: inputs as in the loaders there, results, templates."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_nodes_give_the_results_of_comfyuis_own_loader_and_refuse_a_wrong_po
 
 
 def test_inputs_choices_and_output_are_those_of_comfyuis_own_loader(server: Server) -> None:
-    """So that a graph stays valid when the class of its loader is exchanged."""
+    """A graph stays valid when the loader class is exchanged."""
     shown = server.get("/object_info")
     own, ours = shown["UNETLoader"], shown["WanStreamLoadDiffusionModel"]
     assert [*ours["input"]["required"]] == [*own["input"]["required"]]
@@ -138,7 +138,7 @@ def test_loaders_of_checkpoints_and_encoders_have_the_inputs_of_comfyuis(
 
 
 def _choices(info: dict[str, Any], name: str) -> list[str]:
-    """Choices of an input in `/object_info`, where older nodes list them in place of the type."""
+    """An input's choices in `/object_info`, where older nodes list them in place of the type."""
     kind, *options = info["input"]["required"][name]
     return list(kind if isinstance(kind, list) else options[0]["options"])
 
@@ -156,7 +156,7 @@ answer = sorted(
 
 
 def loaders(workflow: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield ComfyUI's own loaders of a canvas file and of its subgraphs."""
+    """Yield ComfyUI's own loaders in a canvas file and the subgraphs."""
     for graph in (workflow, *workflow.get("definitions", {}).get("subgraphs", ())):
         yield from (node for node in graph["nodes"] if node["type"] == "UNETLoader")
 
@@ -164,7 +164,7 @@ def loaders(workflow: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _faults(
     node: Mapping[str, Any], sockets: Mapping[str, Socket], outputs: list[str]
 ) -> Iterator[str]:
-    """Yield what a canvas node of our class has and the server's description of it lacks."""
+    """Yield features of a canvas node that are missing in the server's description of our class."""
     for saved in node.get("inputs", ()):
         if saved["name"] not in sockets or saved["type"] != sockets[saved["name"]].io_type:
             yield f"input {saved['name']} of type {saved['type']}"
@@ -179,7 +179,7 @@ def _faults(
         yield f"values {values}"
     for socket, value in zip(widgets, values, strict=False):
         if socket.name == "unet_name":
-            # The file is not installed here: only its format is checked.
+            # The file is not installed here, so only the format is checked.
             if not str(value).endswith((".safetensors", ".sft")):
                 yield f"the file {value}"
             continue
@@ -195,7 +195,7 @@ def test_the_loader_can_be_exchanged_in_every_template_of_comfyui(
     templates, nodes, faults = 0, 0, []
     for path in map(Path, in_comfyui(TEMPLATES)):
         workflow = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(workflow, dict) or "nodes" not in workflow:  # a list of templates
+        if not isinstance(workflow, dict) or "nodes" not in workflow:  # a template list
             continue
         found = list(loaders(workflow))
         templates += bool(found)

@@ -1,8 +1,8 @@
 """One expert (Wan2.1, TI2V-5B) in a real ComfyUI, through our sampler and our guider.
 
 The results are compared with ComfyUI's own KSampler. Both sides load the same fp32 file, draw the
-same noise and take the same conditioning, that of WanImageToVideo with a CLIP Vision output where
-there is an image. One process runs all cases (`one_expert_cases.py`).
+same noise and take the same conditioning, from WanImageToVideo with a CLIP Vision output if there
+is an image. One process runs all cases (`one_expert_cases.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def found(
     tiny_expert_file: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Any]:
-    """`found(case)` returns the result of a case or fails with the traceback of the case."""
+    """`found(case)` returns a case's result or fails with the traceback."""
     folder = tmp_path_factory.mktemp("one_expert")
     (folder / "t2v.safetensors").symlink_to(tiny_expert_file(seed=1))
     (folder / "i2v.safetensors").symlink_to(

@@ -1,4 +1,4 @@
-"""LoRAs, merging, saving, hooks and compiled blocks of native models that stream.
+"""LoRAs, merging, saving, hooks and compiled blocks on streamed native models.
 
 The results are compared with ComfyUI's own. One process runs all cases (`native_patch_cases.py`).
 Here each has a separate test.
@@ -76,7 +76,7 @@ def test_stream_model_carries_everything_over(case: Case, source: str) -> None:
     assert found["equal"]
     theirs, ours = found["calls"]
     assert sorted(ours) == sorted(theirs)
-    assert len(ours) - ours.count("attn2") == 8  # which Wan has not in ComfyUI 0.3.64
+    assert len(ours) - ours.count("attn2") == 8  # Wan lacks attn2 in ComfyUI 0.3.64
     assert found["attached"] == "attached"
     assert found["bound"], "object patches that are methods belong to the model that streams"
     assert found["again"] == [True, True, True], "another policy for what streams already"

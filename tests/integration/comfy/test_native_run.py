@@ -19,7 +19,7 @@ SHARED = "the conditions share each visit"
 IN_OTHER_TESTS = {
     "Chroma", "ErnieImage", "Krea2", "Lumina2", "MiniMaxH3", "SD3", "WAN_Animate2",
 }  # fmt: skip
-"""Classes of the families that `test_native_models.py` runs with shared visits."""
+"""Family classes that `test_native_models.py` runs with shared visits."""
 
 
 def test_conditions_that_share_visits_give_the_same_bits_for_half_the_bytes(
@@ -37,7 +37,7 @@ def test_conditions_that_share_visits_give_the_same_bits_for_half_the_bytes(
         # The first call shows whether ComfyUI computes the conditions one after the other.
         assert together["visits"] * 2 * STEPS == apart["visits"] * (STEPS + 1), family
         assert together["recompiled"] == apart["recompiled"] == 0, family
-        # Blocks of a step that the step before has left in buffers are fetched once less.
+        # Blocks left in buffers by the step before are fetched once less.
         assert sum(together["bytes"][1:]) <= 0.55 * sum(apart["bytes"][1:]), family
         assert together["fetches"] <= together["visits"], family
         assert result["threads"] == []
@@ -76,8 +76,7 @@ def test_passes_stay_apart_where_another_node_may_count_them(
 
 
 APART = ("attention", "override", "state", "compiled block")
-"""Code of other packs that keeps no state, so that its result does not depend on the order of the
-passes."""
+"""Stateless code from other packs: the result does not depend on the pass order."""
 
 
 @pytest.mark.parametrize(
@@ -270,7 +269,7 @@ def test_feed_forwards_in_chunks_give_the_same_bits(
 
 
 def test_a_first_call_keeps_in_ram_what_it_reads(case: Callable[[str], Any]) -> None:
-    """Room for three and a half blocks: some stay, next to the staging slots of the others."""
+    """Room for three and a half blocks: some stay, next to staging slots for the others."""
     result = case("first policy")
     assert 0 < result["kept"] < result["blocks"] == result["all fit"]
     assert result["reads"] == 3 * result["blocks"] - 2 * result["kept"]
@@ -339,7 +338,7 @@ def test_an_automatic_policy_leaves_room_for_conditions_that_are_computed_togeth
     assert result["lanes"] == 2_000_000
     assert (
         result["together"] == 3_000_000
-    )  # 1.5 times the estimate for both, below which ComfyUI computes them apart
+    )  # 1.5 times the estimate for both: with less, ComfyUI computes them apart
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -383,7 +382,7 @@ def test_models_whose_runs_take_turns_need_the_buffers_of_one(case: Callable[[st
 
 def test_a_run_is_announced_at_the_node_that_executes(case: Callable[[str], Any]) -> None:
     result = case("announced")
-    calls = 2 * STEPS - 1  # heun calls the model once in its last step
+    calls = 2 * STEPS - 1  # heun's last step calls the model once
     heun = ["wanstream.begin", *["wanstream.step"] * calls, "wanstream.end"]
     assert result["names"] == [*heun, *heun, "wanstream.begin", "wanstream.end"]
     assert result["nodes"] == ["12:3"]

@@ -1,6 +1,6 @@
 """Whole runs against ComfyUI's own nodes, samplers and experts, in one ComfyUI process.
 
-Distances are the rel L2 of the latents. Both sides start from the same fp16 files and compute in
+Distances are relative L2 between latents. Both sides start from the same fp16 files and compute in
 fp32, with the same noise, euler and `simple`.
 """
 
@@ -38,7 +38,7 @@ EXPERTS = {
     "i2v_high": (4, 36),
     "i2v_low": (5, 36),
 }
-"""Seed and input channels of each file."""
+"""Seed and input channels per file."""
 
 RUNS = """
 import asyncio, sys
@@ -260,7 +260,7 @@ def _given() -> dict[str, torch.Tensor]:
 
 
 class Runs:
-    """Results of each run on both sides."""
+    """Results for each run on both sides."""
 
     def __init__(
         self, found: dict[str, torch.Tensor], refusals: dict[str, str], folder: Path
@@ -362,7 +362,7 @@ def test_samplers_that_do_not_fit_together_are_refused(runs: Runs, name: str, nu
 def _pipeline(
     request: DenoiseRequest, vae_width: int, make_tiny_expert: Any, **images: torch.Tensor
 ) -> torch.Tensor:
-    """The latents of diffusers' pipeline.
+    """Latents from diffusers' pipeline.
 
     `images` are `image` and, for a last frame, `last_image`.
     """

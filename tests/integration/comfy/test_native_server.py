@@ -1,6 +1,6 @@
-"""Queue items of a server with two streamed native models, a VAE and `/free` between them.
+"""Queue items on a server with two streamed native models, a VAE and `/free` between them.
 
-The tests check what is held then.
+The tests check the memory held afterwards.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def life(
     vae_width: int,
     tmp_path: Path,
 ) -> Iterator[Server]:
-    """A separate server with this pack, two experts of 200 MB and a VAE."""
-    # One heap for all threads, without large blocks: the free lists of the allocator must not count
-    # as a leak.
+    """A separate server with this pack, two 200 MB experts and a VAE."""
+    # One heap for all threads, without large blocks: the allocator's free lists must not count as a
+    # leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
     nodes, models = tmp_path / "custom_nodes", tmp_path / "models" / "diffusion_models"

@@ -1,4 +1,4 @@
-"""Matrices that comfy-kitchen has quantised, and its operations in our blocks, on a CPU."""
+"""Matrices quantised by comfy-kitchen, and comfy-kitchen's operations in our blocks, on a CPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_values_equal_those_of_comfy_kitchen(quantised: dict[str, torch.Tensor],
     stored, scale = Encoded(tensors, {}, expected).in_memory
     decoded = torch.empty(expected.shape)
     decode_tensor(stored, decoded, packing=PACKINGS[name], scale=scale)
-    if name == "int8 ConvRot":  # comfy-kitchen sums the products with the scale, which are rounded
+    if name == "int8 ConvRot":  # comfy-kitchen sums scaled, rounded products
         assert torch.allclose(decoded, expected, rtol=1e-5, atol=1e-7)
     else:
         assert torch.equal(decoded, expected)
@@ -254,8 +254,7 @@ def test_the_layout_of_comfy_kitchen_reads_what_quantise_writes(
         linear = loaded(Int8Linear(torch.nn.Linear(*weight.T.shape), group=256), codes, scale, bias)
         linear.rotation = rotation
         result = linear.compute(found[f"{layer}/tokens"])
-        # Sums of the rotation differ in their last bits, and with them one of many codes of the
-        # tokens.
+        # Rotation sums differ in their last bits, and so does one token code in many.
         assert (result - found[f"{layer}/result"]).norm() < 2e-3 * result.norm(), name
 
 

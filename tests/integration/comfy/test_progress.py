@@ -36,7 +36,7 @@ answer, sys.stderr = [*said, console.getvalue()], stderr
 def test_the_console_shows_steps_their_rate_and_an_end(
     in_comfyui: Callable[..., Any], is_terminal: bool, done: int
 ) -> None:
-    """A run that was cancelled ends its line too."""
+    """A cancelled run ends the line too."""
     start, *_, end = in_comfyui(STEPS, is_terminal, "step", done)
     assert "0/2 [00:00<?, ?step/s]" in start
     assert f"{done}/2 [" in end

@@ -1,4 +1,4 @@
-"""The host's view of the queue item that ComfyUI executes: id, ledger and dynamic VRAM."""
+"""The host's view of the queue item in ComfyUI: id, ledger and dynamic VRAM."""
 
 from __future__ import annotations
 

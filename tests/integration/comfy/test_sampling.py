@@ -98,5 +98,5 @@ def test_latent_spaces(answer: dict[str, torch.Tensor], model: str) -> None:
 def test_image_condition(answer: dict[str, torch.Tensor], mask: str) -> None:
     given = _given()
     ours = image_condition(given["image"], given[f"mask {mask}"])
-    # ComfyUI repeats the condition over the batch; a request is given it once.
+    # ComfyUI repeats the condition over the batch. A request gets it once.
     assert torch.equal(ours.expand(SHAPE[0], -1, -1, -1, -1), answer[f"condition {mask}"])

@@ -30,13 +30,13 @@ ADVANCED = {
     *("schedule", "boundary_ratio", "switch_step", "start_step", "end_step"),
     *("add_noise", "leftover_noise", "weight_dtype", "share_visits", "device"),
 }
-"""Inputs that newer frontends fold away."""
+"""Inputs folded away by newer frontends."""
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 
 
 @pytest.fixture(scope="module")
 def described(server: Any) -> dict[str, Any]:
-    """Node definitions that the server sends to its frontend."""
+    """Node definitions as the server sends them to the frontend."""
     info: dict[str, Any] = server.get("/object_info")
     return info
 
@@ -48,7 +48,7 @@ def test_every_node_of_the_pack_is_loaded(described: dict[str, Any]) -> None:
 
 
 def without_advanced(node: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the node's inputs without the mark, and the names of the marked ones."""
+    """Return the node's inputs without the mark, and the marked inputs' names."""
     marked: set[str] = set()
     inputs = copy.deepcopy(node["input"])
     for part in ("required", "optional"):

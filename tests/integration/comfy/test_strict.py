@@ -1,4 +1,4 @@
-"""The setting that makes an error of a warning, in a real ComfyUI.
+"""The setting that turns a warning into an error, in a real ComfyUI.
 
 ComfyUI's own route writes it, and the door reads it.
 """

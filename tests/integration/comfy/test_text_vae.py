@@ -22,7 +22,7 @@ from wanstream.wan.vae import open_vae
 
 pytestmark = pytest.mark.comfy
 
-# None has the marks that ComfyUI reads as weights of words, "(" and ")", and all are clean.
+# None has "(" or ")", which ComfyUI reads as word weights, and all are clean.
 PROMPTS = ["a cat walks through the snow", "", "caf\u00e9 \u65e5\u672c, 100 %!", "words " * 60]
 ENCODERS = {
     "fp16": None,
@@ -40,7 +40,7 @@ GIVEN = {
     "first and last": (1, 1),
     "many of both": (6, 4),
 }
-"""Number of start images and of end images."""
+"""Start image count and end image count."""
 
 ASK_TEXT = """
 import clip_node
@@ -83,8 +83,7 @@ save_file(found, arguments[4])
 answer = None
 """
 
-# ComfyUI supports only the widths of the real file, which is too large for a test: patch in those
-# of the test file.
+# ComfyUI supports only the real file's widths, too large for a test: patch in the test file's.
 ASK_WAN22_VAE = """
 import comfy.ldm.wan.vae2_2, comfy.sd, comfy.utils
 from comfy_extras import nodes_wan
@@ -109,7 +108,7 @@ answer = None
 
 
 def skip_without(comfyui: Any, file: str, feature: str) -> None:
-    """Skip the test if the source of this ComfyUI does not contain the feature."""
+    """Skip the test if this ComfyUI's source does not contain the feature."""
     if feature not in (comfyui.path / "comfy" / file).read_text(encoding="utf-8"):
         pytest.skip(f"AN OLDER COMFYUI: {file} has no {feature}")
 
@@ -161,7 +160,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def inputs() -> dict[str, torch.Tensor]:
-    """Images of two sizes, neither of which is the video's, and a latent."""
+    """Images in two sizes, neither equal to the video's, and a latent."""
     generator = torch.Generator().manual_seed(0)
     return {
         "start": torch.rand(6, 45, 90, 3, generator=generator),

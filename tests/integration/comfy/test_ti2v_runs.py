@@ -1,6 +1,6 @@
 """Whole runs of Wan2.2 TI2V-5B against ComfyUI's own nodes, in one ComfyUI process.
 
-Distances are the rel L2 of the latents. Both sides start from the same fp16 file and compute in
+Distances are relative L2 between latents. Both sides start from the same fp16 file and compute in
 fp32, with the same noise, euler and `simple`.
 """
 
@@ -142,7 +142,7 @@ def _given() -> dict[str, torch.Tensor]:
 def found(
     in_comfyui: Callable[..., Any], tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
-    """Results of each run on both sides."""
+    """Results for each run on both sides."""
     folder = tmp_path_factory.mktemp("ti2v_runs")
     path = tiny_expert_file(seed=1, dtype=torch.float16, in_channels=48, layers=3)
     (folder / "model.safetensors").symlink_to(path)

@@ -1,4 +1,4 @@
-"""Tiny VAEs next to ComfyUI's own decoder, and moving previews of a real server.
+"""Tiny VAEs next to ComfyUI's own decoder, and moving previews from a real server.
 
 Both decoders read the same files. The previews arrive on the websocket.
 """
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.comfy
 
 ROOT = Path(__file__).parents[3]
 OTHER_SPACE = "taew2_2.safetensors"
-"""A tiny VAE for the latents of another model than the workflow's."""
+"""A tiny VAE for another model's latents than the workflow's."""
 FILES = {"lighttaew2_1": WAN21, "lighttaew2_2": WAN22}
 
-# Files of 16 channels in fp32 are those of Wan for ComfyUI.
+# ComfyUI takes fp32 files with 16 channels for Wan's.
 THEIRS = """
 import comfy.sd, comfy.utils
 from safetensors.torch import load_file, save_file
@@ -44,8 +44,7 @@ save_file(found, arguments[2])
 answer = None
 """
 
-# Queues a prompt and returns all events of ours until it ends, as a client on the websocket gets
-# them.
+# Queues a prompt and returns all our events until it ends, as a websocket client gets them.
 LISTEN = """
 import asyncio, json, sys
 import aiohttp
@@ -86,7 +85,7 @@ def latents_of(space: LatentSpace) -> torch.Tensor:
 def their_frames(
     comfyui: ComfyUI, in_comfyui: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The folder of the files, and ComfyUI's frames."""
+    """The files' folder, and ComfyUI's frames."""
     if not (comfyui.path / "comfy" / "taesd" / "taehv.py").exists():
         pytest.skip("AN OLDER COMFYUI: it decodes no tiny VAE for videos")
     folder = tmp_path_factory.mktemp("tiny")
@@ -109,7 +108,7 @@ def test_frames_are_those_of_comfyui(
     folder, theirs = their_frames
     with open_vae(folder / f"{name}.safetensors") as vae:
         (ours,) = vae.decode(latents_of(FILES[name]), device="cpu")
-    found = theirs[name].reshape(ours.shape).clamp(0, 1)  # ComfyUI leaves that to the nodes behind
+    found = theirs[name].reshape(ours.shape).clamp(0, 1)  # ComfyUI leaves this to the nodes behind
     assert found.std() > 0.03
     assert (found - ours).abs().max() <= 1e-5
 
@@ -129,7 +128,7 @@ def stocked(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def draft(seed: int, **preview: Any) -> dict[str, Any]:
     """The shipped workflow, small enough for a CPU.
 
-    Without previews if no settings of them are given.
+    Without previews if they get no settings.
     """
     prompt: dict[str, Any] = json.loads(
         (ROOT / "workflows" / "api" / "draft.json").read_text(encoding="utf-8")

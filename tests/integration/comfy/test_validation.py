@@ -1,12 +1,12 @@
-"""200 generated workflows of our nodes, sound and broken.
+"""200 generated workflows with our nodes, sound and broken.
 
 The embedded host and a real server must agree on each. Unknown inputs are not among the faults:
 ComfyUI ignores them, while the embedded host refuses them. Constants that ComfyUI would change
-without a message are refused by both, on the server by a handler of queued workflows.
+without a message are refused by both, on the server by a handler for queued workflows.
 
 Every workflow is drawn from a seed. A broken one has either one fault that ends ComfyUI's
 validation of a node early (the order in which it checks inputs varies, so other faults would be
-found by chance), or up to three that do not.
+found by chance), or up to three faults that do not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS = {
 }
 
 RENAMED = {"invalid_prompt": "missing_node_type"}
-"""Error type in ComfyUI 0.3.64, and its current name."""
+"""Error type in ComfyUI 0.3.64, and the current name."""
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
@@ -65,10 +65,10 @@ MAKERS = {
     for name, node in CLASSES.items()
     if "MODEL" not in {*OUTPUTS[name], *(each.io_type for each in node.define_schema().inputs)}
 }
-"""Output types of the nodes that the embedded host runs."""
+"""Output types from the embedded host's nodes."""
 
 VIDEO_FILES = {"WanStreamSaveVideo", "WanStreamDecodeVideo"}
-"""Nodes with which a workflow ends."""
+"""Nodes that end a workflow."""
 
 Prompt = dict[str, dict[str, Any]]
 Sockets = Mapping[str, list[Socket]]
@@ -99,7 +99,7 @@ class Weaver:
             s
             for s in self.sockets[class_type]
             if s.required
-            # None of our nodes makes AUDIO.
+            # Our nodes make no AUDIO.
             or (depth < DEEPEST and s.io_type != "AUDIO" and self.rng.random() < 0.5)
         ]
         inputs = {socket.name: self._value(socket, depth + 1) for socket in wanted}
@@ -135,7 +135,7 @@ class Weaver:
         return node_id
 
     def _course(self) -> dict[str, object]:
-        """Steps that fit together: each is drawn within its own limits only."""
+        """Compatible steps, because drawing alone keeps each only within its own limits."""
         steps = self.rng.randint(1, 1000)
         switch, start = self.rng.randint(-1, steps), self.rng.randrange(steps)
         end = self.rng.choice([10000, self.rng.randint(start + 1, 10000)])
@@ -155,12 +155,12 @@ class Weaver:
         }
 
     def _pair(self) -> dict[str, object]:
-        """Two experts that belong together."""
+        """Two matching experts."""
         high, low = self.rng.sample(["high.safetensors", "low.safetensors"], 2)
         return {"high_noise": high, "low_noise": low}
 
     def _matrix(self) -> dict[str, object]:
-        """Words that a benchmark understands, and no more runs than it takes."""
+        """Words a benchmark understands, and no more runs than it takes."""
         policies, prefetch = self.rng.choice(
             [("", ""), ("layerwise", ""), ("layerwise", "1, 2"), ("resident, auto", "")]
         )
@@ -173,7 +173,7 @@ class Weaver:
         }
 
     def _crew(self) -> dict[str, object]:
-        """Workers of this machine whose degrees multiply to their count."""
+        """Workers on this machine, with degrees that multiply to their count."""
         ring, ulysses = self.rng.choice([(1, 1), (1, 2), (2, 1), (2, 2)])
         degrees = {"data": self.rng.choice([1, 2]), "stage": 1, "cfg": self.rng.choice([1, 2])}
         layout = self.rng.choice(["latency", "throughput", "manual"])
@@ -225,7 +225,7 @@ def _is_link_socket(socket: Socket) -> bool:
 def _put(
     rng: random.Random, prompt: Prompt, sockets: Sockets, fits: Callable[[Socket], bool], make: Any
 ) -> None:
-    """Set one given input that fits, and that its node does not check, to `make(its socket)`."""
+    """Set one given input that fits, and that its node does not check, to `make(socket)`."""
     found = [
         (node_id, socket)
         for node_id, node in prompt.items()
@@ -402,7 +402,7 @@ ENDING = [
 
 
 def _draw(number: int, sockets: Sockets) -> tuple[Prompt, str]:
-    """Return workflow `number` and the names of its faults."""
+    """Return workflow `number` and the names of the faults in it."""
     rng = random.Random(number)
     prompt = Weaver(rng, sockets).weave()
     if number < SOUND:
@@ -430,9 +430,9 @@ def _verdict(
 
 @pytest.fixture(scope="module")
 def sockets(named_files: Path) -> Sockets:
-    """The inputs of all nodes.
+    """Every node's inputs.
 
-    Their lists have no files of other tests, on which the drawn workflows would depend.
+    Their lists have no files from other tests, on which the drawn workflows would depend.
     """
     folders = Folders(
         models=named_files / "models", output=named_files / "output", input=named_files / "input"
@@ -446,8 +446,7 @@ def _is_ambiguous(prompt: Prompt) -> bool:
 
     ComfyUI validates them in set order, which differs per process.
 
-    The order decides if the exception of a node is reported as that of an output or as that of an
-    inner node.
+    The order decides whether a node's exception is reported for an output or for an inner node.
     """
     outputs = [name for name, node in CLASSES.items() if node.define_schema().is_output_node]
     return sum(node.get("class_type") in outputs for node in prompt.values()) > 1
@@ -461,7 +460,7 @@ def _either(verdict: tuple[str, dict[str, list[str]]]) -> object:
 
 
 def _judge_twice(server: Any, prompt: Prompt) -> tuple[Any, Any]:
-    """Return the verdicts of the embedded host and of the server."""
+    """Return the embedded host's verdict and the server's."""
     folders = {
         "models": server.base / "models",
         "input_dir": server.base / "input",
@@ -481,7 +480,7 @@ def test_generated_workflows_are_judged_alike(
     drawn = [_draw(number, sockets) for number in range(WORKFLOWS)]
     kinds = KINDS
     if "io.Combo.io_type" not in (comfyui.path / "execution.py").read_text(encoding="utf-8"):
-        # As 0.3.64: no choice of a node like ours is checked, so it is the node that refuses it.
+        # 0.3.64 checks no choices in nodes like ours, so the node refuses them.
         drawn = [(prompt, done) for prompt, done in drawn if "not_in_list" not in done]
         kinds = KINDS - {"value_not_in_list"}
     with server.held():

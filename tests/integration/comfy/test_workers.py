@@ -1,4 +1,4 @@
-"""Workers behind a sampler in a real ComfyUI server, on its CPU, with a real Ray."""
+"""Workers behind a sampler in a real ComfyUI server, on the CPU, with a real Ray."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def with_ray(comfyui: ComfyUI) -> ComfyUI:
 def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the test model.
 
-    It ends as by Ctrl-C, together with all processes that its tests have started.
+    It ends as by Ctrl-C, together with all processes started by tests.
     """
     base = tmp_path_factory.mktemp("workers")
     populate(base, workflows=["workers", *(f"{name}_workers" for name in VARIANTS)])
-    # A shell in the background lets its programs ignore Ctrl-C, and so would the server.
+    # A background shell lets programs ignore Ctrl-C, and so would the server.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with running_server(with_ray, base) as server:
         signal.signal(signal.SIGINT, before)
@@ -75,7 +75,7 @@ def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
-    """The shipped workflow up to its latent, small; without `workers` this process computes it."""
+    """The shipped workflow up to the latent, small. Without `workers`, this process computes it."""
     nodes: Prompt = json.loads(
         (ROOT / "workflows" / "api" / "workers.json").read_text(encoding="utf-8")
     )
@@ -93,7 +93,7 @@ def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
 
 
 def variant_prompt(name: str, *, workers: bool) -> Prompt:
-    """The shipped workflow of a variant over workers, small and with a tap.
+    """A shipped workflow variant over workers, small and with a tap.
 
     Without `workers` this process computes.
     """
@@ -142,7 +142,7 @@ def alone(served: Server) -> dict[int, torch.Tensor]:
 
 @pytest.fixture
 def watch(with_ray: ComfyUI, served: Server, tmp_path: Path) -> Callable[[Prompt], list[str]]:
-    """`watch(prompt)` runs a prompt and returns the output lines of `docs/examples/progress.py`."""
+    """`watch(prompt)` runs a prompt and returns the output of `docs/examples/progress.py`."""
 
     def watch(nodes: Prompt) -> list[str]:
         file = tmp_path / "prompt.json"
@@ -205,7 +205,7 @@ def test_the_next_queue_item_finds_the_same_workers_and_computes_what_the_graph_
     before = workers_of(served)
     assert len(before) == 2
     for seed in reversed(SEEDS):
-        # Another end beyond the last step is the same run, and ComfyUI keeps no result of it.
+        # Another end beyond the last step is the same run, and ComfyUI keeps no result for it.
         history = served.run(prompt(seed, workers=True, end_step=9999))
         assert torch.equal(latent_of(served, history), alone[seed])
     assert workers_of(served) == before
@@ -228,9 +228,9 @@ def test_cancel_ends_the_run_and_leaves_the_workers(
 def test_unloading_models_empties_the_workers_and_keeps_them(
     served: Server, alone: dict[int, torch.Tensor]
 ) -> None:
-    """ComfyUI's memory manager counts the memory of workers.
+    """ComfyUI's memory manager counts worker memory.
 
-    The button of its menu posts the same request.
+    The menu button posts the same request.
     """
     before = workers_of(served)
     log = served.base / "server.log"
@@ -238,7 +238,7 @@ def test_unloading_models_empties_the_workers_and_keeps_them(
     while "the workers have unloaded their experts" not in log.read_text(
         encoding="utf-8", errors="replace"
     ):
-        # ComfyUI may sleep through one that comes as it falls asleep.
+        # ComfyUI may sleep through a request that arrives as it falls asleep.
         served.post("/free", {"unload_models": True})
         assert time.monotonic() < deadline, "no request reached the workers"
         time.sleep(1)

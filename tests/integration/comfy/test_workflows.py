@@ -47,8 +47,7 @@ EXPERTS = {
     "fun_inp": ["high"] * 2 + ["low"] * 2,
     "bernini": ["high"] * 3 + ["low"],
 }
-"""Of four steps, or six in three stages, at the switch, boundaries and flow shifts that the
-workflows set."""
+"""Four steps, or six in three stages, at the workflows' own switch, boundaries and flow shifts."""
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
 CLIPS = ["long_video", "continue_video"]
@@ -65,7 +64,7 @@ NATIVE = [
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
 
-# This package uses the embedded host in a Python that cannot import ComfyUI.
+# This package uses the embedded host in a Python without ComfyUI.
 EMBEDDED = """
 import asyncio, json, sys
 from pathlib import Path
@@ -92,11 +91,11 @@ PLACES = ("high_noise", "low_noise")
 
 
 def _prompt(workflow: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """A shipped workflow, small enough for a CPU, with `changes` of inputs by node.
+    """A shipped workflow, small enough for a CPU, with `changes` to inputs by node.
 
     Nothing else is changed.
 
-    ComfyUI's loader of text encoders supports only the real one, so the test node replaces it.
+    ComfyUI's text encoder loader supports only the real one, so the test node replaces it.
     """
     prompt: dict[str, Any] = json.loads(
         (ROOT / "workflows" / "api" / f"{workflow}.json").read_text(encoding="utf-8")
@@ -152,7 +151,7 @@ def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory
 def embedded(
     comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, torch.Tensor]:
-    """The latents of all runs, made by the embedded host."""
+    """All runs' latents, made by the embedded host."""
     folder = tmp_path_factory.mktemp("embedded")
     (folder / "wanstream").symlink_to(ROOT, target_is_directory=True)
     prompts = json.dumps(_embedded_prompts())
@@ -170,7 +169,7 @@ Run = Callable[[dict[str, Any]], tuple[torch.Tensor, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def run_in_server(server: Any, stocked: Path) -> Run:
-    """`run_in_server(prompt)` returns a workflow's latent at node "sampler", and its history."""
+    """`run_in_server(prompt)` returns a workflow's latent at node "sampler", and the history."""
 
     def run(prompt: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         tap = {
@@ -272,7 +271,8 @@ def test_a_workflow_gives_the_same_latent_in_both_hosts(
     if comfyui.version() >= (0, 33) and "LoadVideo" in {
         node["class_type"] for node in _prompt(name).values()
     }:
-        # ComfyUI's LoadVideo converts colours with another filter, which random experts amplify.
+        # ComfyUI's LoadVideo converts colours with another filter, and random experts amplify the
+        # difference.
         assert (latent - embedded[name]).norm() < 0.1 * embedded[name].norm()
     else:
         assert torch.equal(latent, embedded[name])
@@ -281,7 +281,7 @@ def test_a_workflow_gives_the_same_latent_in_both_hosts(
 
 
 def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
-    """ComfyUI's own graph that is equivalent to `mixed`.
+    """ComfyUI's own graph equivalent to `mixed`.
 
     Two loaders, two shifts and two samplers replace our nodes.
     """
@@ -323,8 +323,7 @@ def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
 def test_among_native_nodes_our_sampler_does_what_two_of_comfyuis_do(
     comfyui: ComfyUI, run_in_server: Run, stocked: Path
 ) -> None:
-    # ComfyUI computes in fp32 on a CPU for every dtype of the files; 0.3.64 does so for all but
-    # fp8.
+    # On a CPU, ComfyUI computes in fp32 for every file dtype, and 0.3.64 does so for all but fp8.
     mixed = _prompt("native_mixed", experts={"compute_dtype": "fp32"})
     if comfyui.version() < (0, 4):
         for name in ("high_noise", "low_noise"):
@@ -402,7 +401,7 @@ def test_the_benchmarks_workflow_measures_and_leaves_its_report(
 def test_another_seed_uses_the_right_experts_and_reloads_nothing(
     run_in_server: Run, embedded: dict[str, torch.Tensor]
 ) -> None:
-    run_in_server(_prompt("t2v", experts={"storage": "fp8"}))  # closes the pair that is open
+    run_in_server(_prompt("t2v", experts={"storage": "fp8"}))  # closes the open pair
     _, first = run_in_server(_prompt("t2v", sampler={"seed": 45}))
     latent, history = run_in_server(_prompt("t2v", sampler={"seed": 43}))
     assert {"experts", "policy", "text", "latent"} <= _cached(history)
@@ -418,7 +417,7 @@ def test_cancel_ends_a_run_and_leaves_the_server_usable(
     server: Any, run_in_server: Run, embedded: dict[str, torch.Tensor]
 ) -> None:
     prompt_id = server.queue(_prompt("t2v", sampler={"seed": 44, "steps": 1000}))
-    time.sleep(2)  # most likely inside the sampler by now; the outcome is the same if not
+    time.sleep(2)  # most likely inside the sampler by now, and otherwise with the same outcome
     server.post("/interrupt", {})
     events = [event for event, _ in server.wait(prompt_id)["status"]["messages"]]
     assert events[-1] == "execution_interrupted"

@@ -1,7 +1,7 @@
-"""Tiny text encoders of ComfyUI, for runs in its own Python: files, prompts, and ComfyUI's CLIP.
+"""Tiny text encoders for runs in ComfyUI's own Python: files, prompts, and ComfyUI's CLIP.
 
-The architectures are ComfyUI's, with fewer and thinner layers, by the options with which it
-configures them. `ENCODERS` has those that this ComfyUI detects.
+The architectures are ComfyUI's, with fewer and thinner layers, by ComfyUI's configuration options.
+`ENCODERS` has the ones this ComfyUI detects.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ SIGLIP = {
     "patch_size": 14,
 }
 LAST_OF_T5 = "encoder.block.23.layer.1.DenseReluDense.wi_1.weight"
-"""Tensor by which ComfyUI detects T5-XXL and UMT5-XXL, if it has the real size."""
+"""A tensor that identifies T5-XXL and UMT5-XXL to ComfyUI, if it has the real size."""
 MARK_OF_T5 = {LAST_OF_T5: (96, 64)}
 
 
 @contextmanager
 def thin_encoders() -> Iterator[None]:
-    """Let ComfyUI detect thin encoders, and make their parts that see images thin.
+    """Let ComfyUI detect thin encoders, and make their vision parts thin.
 
-    Texts are given as tokens, and ComfyUI's tokenizers, some of which need files, are not made.
+    Texts are given as tokens. ComfyUI's tokenizers, some of which need files, are not made.
     """
     with ExitStack() as patched:
         patched.enter_context(patch("comfy.sd1_clip.SDTokenizer.__init__", _no_tokenizer))
@@ -128,22 +128,22 @@ def _with(own: Callable[..., Any], changed: Mapping[str, Any], **settings: Any) 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A CLIP of one or several files."""
+    """A CLIP from one or several files."""
 
     kind: str
     """Type in ComfyUI's loaders."""
     parts: Mapping[str, str]
-    """Key of the tokens of each encoder, by the name of the encoder. One file each."""
+    """Each encoder's token key, by encoder name. One file each."""
     config: Mapping[str, Mapping[str, Any]]
-    """Configuration by the name of the encoder."""
+    """Configuration by encoder name."""
     marks: tuple[Mapping[str, tuple[int, ...]], ...]
-    """Tensors by which ComfyUI detects the encoder of each file."""
+    """Tensors that identify each file's encoder to ComfyUI."""
     detected: str
-    """Name that ComfyUI has for the largest encoder."""
+    """ComfyUI's name for the largest encoder."""
     sees: bool = False
-    """True for encoders that see images."""
+    """True for vision encoders."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Starts of the keys of the network, and those of distributed files."""
+    """Key prefixes in the network, and in distributed files."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Other ComfyUI model options."""
 
@@ -183,7 +183,7 @@ class Encoder:
                 values = 1 + 0.1 * values if len(shape) < 2 else values / shape[-1] ** 0.5
                 tensors[self._key(key)] = values.to(dtype)
             if name == "clip_l" and self.kind != "hidream":
-                tensors.pop("text_projection.weight")  # of which distributed files have none
+                tensors.pop("text_projection.weight")  # distributed files have none
             paths.append(folder / f"{name or self.kind}.safetensors")
             save_file(tensors, paths[-1])
         return tuple(paths)
@@ -211,18 +211,18 @@ class Encoder:
         )
 
     def prompt(self, length: int, image: torch.Tensor | None = None) -> Any:
-        """Return the tokens of a text, some with a weight, and of an image in it."""
+        """Return tokens for a text, some with a weight, and for an image in it."""
         tokens: list[tuple[Any, float]] = [
             (3 + 7 * place % (VOCABULARY - 3), 1.0) for place in range(length)
         ]
-        if "t5" in [*self.parts][-1]:  # the others compare with a token that is not in VOCABULARY
+        if "t5" in [*self.parts][-1]:  # the others compare with a token missing in VOCABULARY
             tokens[length // 3] = (tokens[length // 3][0], 1.2)
         if image is not None:
             tokens.insert(length // 2, ({"type": "image", "data": image}, 1.0))
         if "" in self.parts:
             return [tokens]
         prompt = {key: [list(tokens)] for key in self.parts.values()}
-        # With a textual inversion, of one row, and in sections.
+        # With a one-row textual inversion, and in sections.
         words = [*tokens[:20], (torch.linspace(-1, 1, 64), 1.1), (9, 1.3)]
         for key in prompt.keys() & {"l", "g"}:
             prompt[key] = [[(49406, 1.0), *words, *[(49407, 1.0)] * 54]] * (1 + length // 60)
@@ -230,7 +230,7 @@ class Encoder:
 
 
 def _shapes(network: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the key and shape of each tensor of a file. Some layers get a weight when loading."""
+    """Yield key and shape for each tensor in a file. Some layers get a weight when loading."""
     for key, tensor in network.state_dict().items():
         yield key, tuple(tensor.shape)
     for name, layer in network.named_modules():

@@ -1,7 +1,7 @@
-"""Runs in ComfyUI's own Python: the names of `host/comfy/versions.py`, used on ComfyUI's objects.
+"""Runs in ComfyUI's own Python: the names in `host/comfy/versions.py`, used on ComfyUI's objects.
 
-`answers()` returns the traceback of each case that fails, by the name in `versions`, and "" for the
-others; `test_versions.py` shows them. `OLD` cores are like 0.3.64, all others like 0.18.1 and
+`answers()` returns a traceback for each failed case, by the name in `versions`, and "" for the
+others. `test_versions.py` shows them. `OLD` cores are like 0.3.64, all others like 0.18.1 and
 0.33.0.
 """
 
@@ -69,7 +69,7 @@ CLASSES = (
     ExpertsGuider,
     FlowSampling,
 )
-"""Our classes that inherit from ComfyUI's."""
+"""Our subclasses of ComfyUI's classes."""
 
 CARRIED = {
     "additional_models", "attachments", "callbacks", "force_cast_weights", "forced_hooks",
@@ -78,19 +78,19 @@ CARRIED = {
     "wrappers",
     "clone_base_uuid", "is_multigpu_base_clone",  # not in 0.18.1
 }  # fmt: skip
-"""Attributes of a ModelPatcher that `carry_over` copies."""
+"""ModelPatcher attributes copied by `carry_over`."""
 
 PUBLIC_VARIABLES = {"SCHEDULER_NAMES", "args"}
-"""Variables of ComfyUI's modules that node packs use."""
+"""Variables in ComfyUI's modules used by node packs."""
 
 Case = Callable[[Any], object]
 CASES: dict[str, Case] = {}
 
 
 def case(*names: str) -> Callable[[Case], Case]:
-    """Mark a function as the case of names in `versions`.
+    """Mark a function as the case for names in `versions`.
 
-    It gets a MODEL of its own, and raises if one is wrong.
+    It gets a separate MODEL, and raises if a name is wrong.
     """
 
     def mark(function: Case) -> Case:
@@ -417,7 +417,7 @@ def _(model: Any) -> None:
 
 
 def with_lora(model: Any, *more: object, strength: float = 0.5) -> Any:
-    """Return a clone of a MODEL with a LoRA of rank 3 on the weight `KEY`."""
+    """Return a MODEL clone with a rank-3 LoRA on the weight `KEY`."""
     rows, columns = layer_of(model).weight.shape
     factors = (torch.randn(rows, 3), torch.randn(3, columns), 6.0, *(more or (None, None, None)))
     model = model.clone()
@@ -507,7 +507,7 @@ def quantised(weight: torch.Tensor) -> torch.Tensor:
 
 
 def layer_with(layer: nn.Module, weight: torch.Tensor) -> Any:
-    """Return a layer of ComfyUI's mixed precision with a weight, or the layer itself."""
+    """Return ComfyUI's mixed precision layer with a weight, or the layer itself."""
     if isinstance(weight, nn.Parameter) or type(weight) is torch.Tensor:
         return layer
     made = comfy.ops.mixed_precision_ops().Linear(2, 2, bias=False)
@@ -516,7 +516,7 @@ def layer_with(layer: nn.Module, weight: torch.Tensor) -> Any:
 
 
 def in_dynamic_vram(layer: nn.Module, weight: torch.Tensor, patches: Any) -> torch.Tensor:
-    """Return a patched weight of a layer in dynamic VRAM, from ComfyUI's function for it."""
+    """Return a layer's patched weight in dynamic VRAM, from ComfyUI's function for it."""
     used = SimpleNamespace(
         weight=weight,
         bias=None,
@@ -612,7 +612,7 @@ def _(model: Any) -> None:
 
 @case("OF_THE_WEIGHTS", "carry_over")
 def _(model: Any) -> None:
-    """A new attribute of ComfyUI's must be put into one of the two sets."""
+    """A new attribute in ComfyUI must be put into one of the two sets."""
     absent = {"pinned", "backup_buffers", "cached_patcher_init"} if OLD else set()
     assert versions.OF_THE_WEIGHTS - vars(model).keys() == absent
     assert vars(model).keys() - versions.OF_THE_WEIGHTS <= CARRIED
@@ -670,7 +670,7 @@ def _(model: Any) -> None:
 @case("noise_of_run", "estimated_bytes")
 @case("in_layers", "IN_LAYERS", "WRAPPERS", "REPLACEMENTS", "PATCHES", "FUNCTION_WRAPPER")
 def _(model: Any) -> None:
-    """A run with all kinds of functions of nodes."""
+    """A run with all kinds of node functions."""
     runs, calls = [], []
 
     def sampler_sample(
@@ -761,7 +761,7 @@ def _(_: Any) -> None:
 
 
 def answers() -> dict[str, dict[str, str]]:
-    """Return the results of the cases, and the faults of public names and of overridden methods."""
+    """Return the case results, and the faults in public names and overridden methods."""
     results: dict[str, str] = {}
     model = native(checkpoint(), FAMILY)
     done: dict[Case, str] = {}
@@ -812,11 +812,11 @@ def public_faults() -> Iterator[tuple[str, str]]:
 
 
 class _Other(Exception):
-    """An expression is no member of a module of ComfyUI."""
+    """An expression that is no member of a ComfyUI module."""
 
 
 def _imported(node: ast.stmt) -> Iterator[tuple[str, object]]:
-    """Yield the names of ComfyUI's modules and members that a statement imports."""
+    """Yield the ComfyUI modules and members imported by a statement."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             top = alias.name.split(".")[0]
@@ -841,7 +841,7 @@ def _member(node: ast.expr, imported: dict[str, Any]) -> Any:
 
 
 def _check_member(node: ast.expr, imported: dict[str, Any]) -> None:
-    """Raise AttributeError for a member that is absent, and for a variable of a module."""
+    """Raise AttributeError for an absent member, and for a module's variable."""
     member = _member(node, imported)
     if not isinstance(node, ast.Attribute) or node.attr in PUBLIC_VARIABLES:
         return
@@ -870,7 +870,7 @@ def _call_fault(call: ast.Call, function: Any) -> str:
 
 
 def override_faults() -> Iterator[tuple[str, str]]:
-    """Yield overrides that do not take ComfyUI's arguments, and absent attributes of `self`."""
+    """Yield overrides that do not take ComfyUI's arguments, and absent attributes on `self`."""
     for kind in CLASSES:
         ours = [each for each in kind.__mro__ if each.__module__.startswith("wanstream.")]
         core = [each for each in kind.__mro__ if each.__module__.startswith("comfy.")]
@@ -896,7 +896,7 @@ def _syntax(kind: type) -> ast.Module:
 
 
 def _of_self(kind: type, context: type[ast.expr_context]) -> set[str]:
-    """Return the attributes of `self`, and of `super()`, in the source of a class."""
+    """Return the attributes on `self` and `super()` in a class's source."""
     return {
         node.attr
         for node in ast.walk(_syntax(kind))
@@ -915,7 +915,7 @@ def _read(kind: type) -> set[str]:
 
 
 def _override_fault(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str:
-    """Return "" if `ours` takes all arguments of `theirs`, all by name or all by position."""
+    """Return "" if `ours` takes all arguments from `theirs`, all by name or all by position."""
     parameters = inspect.signature(theirs).parameters.values()
     _, *named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     signature = inspect.signature(ours)

@@ -1,7 +1,7 @@
 """Runs in ComfyUI's own Python: programs in forks of one process that has imported ComfyUI.
 
-The arguments are a base directory and the folder of the programs' modules. Each line of stdin is a
-request, and the line printed for it is the exit code.
+The arguments are a base directory and the folder with the programs' modules. Each line on stdin is
+a request, and the line printed for it is the exit code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 from typing import Any
 
 BASE, CASES = sys.argv[1:]
-# ComfyUI's own modules, imported in the order in which its main.py does.
+# ComfyUI's own modules, imported in `main.py` order.
 sys.argv, sys.path[:0] = ["main.py", "--cpu", "--base-directory", BASE], [".", CASES]
 import comfy.options  # noqa: E402
 
@@ -27,7 +27,7 @@ from comfy_api.latest import io, ui  # noqa: E402, F401
 
 
 def _run(code: str, arguments: list[Any], seconds: int, files: dict[str, str]) -> int:
-    """Run code, with its results in files, as a process of its own would. Return the exit code."""
+    """Run code, with results in files, as in a separate process. Return the exit code."""
     signal.alarm(seconds)  # ends the process
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         with open(files[name], "wb") as file:
@@ -44,7 +44,7 @@ def _run(code: str, arguments: list[Any], seconds: int, files: dict[str, str]) -
 
 
 def main() -> int:
-    gc.freeze()  # else a fork copies the memory of all that was imported when it collects garbage
+    gc.freeze()  # else a fork copies all imported memory when it collects garbage
     requests = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - no buffer, which forks copy
     while request := requests.readline():
         process = os.fork()
