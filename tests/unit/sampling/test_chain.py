@@ -33,7 +33,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _handed_on(result: DenoiseResult) -> dict[str, Any]:
-    """Arguments for the next run, from the LATENT of the last one."""
+    """Return the next run's arguments from the last one's LATENT."""
     latent = native_latent(result.latents, {}, sigma=result.sigma)
     inputs = native_inputs([[torch.zeros(1, 1, 4096), {}]], None, latent)
     return {"latent": inputs.latent, "latent_sigma": inputs.latent_sigma, "add_noise": False}

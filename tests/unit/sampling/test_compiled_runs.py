@@ -25,8 +25,7 @@ from wanstream.wan.lora.file import open_lora
 from wanstream.wan.transformer.compiled_block import get_compiler
 
 EAGER, TRACED = "eager", "aot_eager"
-"""Backends of torch that trace graphs without compiling them, so that results are bit-equal to
-eager blocks."""
+"""torch backends that trace graphs without compiling, so results are bit-equal to eager blocks."""
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = {
@@ -36,7 +35,7 @@ POLICIES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("exact_blocks")  # those that compiled blocks trace
+pytestmark = pytest.mark.usefixtures("exact_blocks")  # as traced by compiled blocks
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +52,7 @@ def pair(open_pair: Callable[..., ExpertPair]) -> ExpertPair:
 
 
 def graphs() -> int:
-    """Counts of torch's compilations since the test began."""
+    """Count torch's compilations since the test began."""
     return int(counters["stats"]["unique_graphs"])
 
 

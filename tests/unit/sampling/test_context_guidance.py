@@ -1,4 +1,4 @@
-"""Guidance of context tokens (Bernini).
+"""Context token guidance (Bernini).
 
 Guided steps have lanes with the negative text and without context.
 """
@@ -81,7 +81,7 @@ def test_the_velocity_is_that_of_two_scales(context_scale: float) -> None:
 def test_a_step_combines_three_forward_passes(
     batch: int, open_pair: OpenPair, make_guided: Request
 ) -> None:
-    """Latents of one Euler step are affine in the velocity, and the three weights add up to 1."""
+    """Latents after one Euler step are affine in the velocity. The three weights add up to 1."""
     pair = open_pair()
     both = ExtraTokens(context=(torch.cat([SOURCE, -SOURCE])[:batch], IMAGE))
     one = {"batch": batch, "tokens": both, "solver": "euler", "end_step": 1, "leftover_noise": True}
@@ -96,7 +96,7 @@ def test_a_step_combines_three_forward_passes(
     assert difference(run(pair, guided).latents.double(), expected) <= ROUNDING
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_scale_of_one_is_plain_guidance(open_pair: OpenPair, make_guided: Request) -> None:
     pair, plain = open_pair(), make_guided(context_guidance=1.0)
     assert [name.side for name in names_at(plain, 0)] == [Side.POSITIVE, Side.NEGATIVE]
@@ -131,7 +131,7 @@ def test_the_reference_of_fun_control_stays(make_request: Request) -> None:
     assert [(len(lane.front), len(lane.behind)) for lane in lanes] == [(1, 1), (1, 0), (1, 1)]
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(
     "policy",
     [LAYERWISE, OffloadPolicy.block_swap(2), OffloadPolicy.layerwise(1, source="pinned")],
@@ -154,7 +154,7 @@ def test_weights_move_once_for_all_sides(open_pair: OpenPair, make_guided: Reque
     assert moved[0] == moved[1]
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_samples_of_a_batch_equal_single_runs(open_pair: OpenPair, make_guided: Request) -> None:
     pair = open_pair()
     request = make_guided(
@@ -172,7 +172,7 @@ def test_requests_of_other_scales_are_not_merged(make_guided: Request) -> None:
         merge_requests([make_guided(), make_guided(context_guidance=2.0)])
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_windows_have_lanes_without_context(open_pair: OpenPair, make_guided: Request) -> None:
     pair, long = open_pair(), _normal(1, 16, 5, 4, 6, seed=1)
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
@@ -234,7 +234,7 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(
 CACHES = {"first block": FirstBlockCache(threshold=1e9), "easycache": EasyCache(threshold=1e9)}
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 def test_a_cache_skips_all_sides(cache: Any, open_pair: OpenPair, make_guided: Request) -> None:
     pair, request = open_pair(), make_guided(steps=8, switch_step=4, cache=cache)
@@ -244,7 +244,7 @@ def test_a_cache_skips_all_sides(cache: Any, open_pair: OpenPair, make_guided: R
     assert torch.equal(never.latents, run(pair, changed_request(request, cache=None)).latents)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_magcache_needs_a_table_of_all_sides(open_pair: OpenPair, make_guided: Request) -> None:
     pair, request = open_pair(), make_guided(steps=8, switch_step=4)
     rule = SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.25)

@@ -52,7 +52,7 @@ def _latents(pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWI
 
 @pytest.fixture(scope="module")
 def textbook() -> list[torch.Tensor]:
-    """Latents of the reference loop, computed by the first test that needs them."""
+    """Reference loop latents, computed by the first test to need them."""
     return []
 
 
@@ -91,7 +91,7 @@ def test_a_batch_is_the_textbook_loop_to_the_bit(
     assert torch.equal(_latents(open_pair(dtype=dtype), request), expected)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_an_image_condition_is_the_textbook_loop_to_the_bit(
     open_pair: OpenPair, plain_models: Any, plain_denoise: Any, make_request: Request
 ) -> None:
@@ -122,7 +122,7 @@ def test_the_experts_do_differ(open_pair: OpenPair, make_request: Request) -> No
     assert not torch.allclose(ends[1], ends[2])
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("solver", ["euler", "unipc"])
 def test_samples_of_a_batch_are_single_runs_to_the_bit(
     solver: str, open_pair: OpenPair, make_request: Request

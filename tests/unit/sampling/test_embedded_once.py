@@ -25,7 +25,7 @@ POLICY = OffloadPolicy.layerwise(1)
 
 
 def _bytes_of(pair: ExpertPair, part: str) -> int:
-    """Blocks of both experts."""
+    """Return an embedder part's bytes in both experts."""
     experts = (pair.high, pair.low)
     return sum(
         t.nbytes
@@ -35,7 +35,7 @@ def _bytes_of(pair: ExpertPair, part: str) -> int:
     )
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_equal_run_reads_nothing_and_another_text_what_embeds_texts(
     open_pair: OpenPair, make_request: Request, dtype: torch.dtype
@@ -73,14 +73,14 @@ def test_the_weights_that_embed_are_gone_before_the_first_block(
     assert not any(there)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [16, 256])
 @pytest.mark.usefixtures("equal_bf16_rows")
 def test_a_run_in_chunks_is_the_run_without(
     open_pair: OpenPair, make_request: Request, dtype: torch.dtype, chunk: int
 ) -> None:
-    """4 x 6 patches in each of 3 latent frames: 72 tokens, 5 chunks or one."""
+    """3 latent frames with 4 x 6 patches: 72 tokens, 5 chunks or one."""
     noise = torch.randn(1, 16, 3, 8, 12, generator=torch.Generator().manual_seed(1))
     request: Any = make_request(noise=noise)
     pair = open_pair(dtype=dtype)

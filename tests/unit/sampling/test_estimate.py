@@ -1,4 +1,4 @@
-"""The planner's run for a pair of experts: its estimates are equal to the engine's figures."""
+"""The planner's run for an expert pair: estimates equal the engine's figures."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(
             for device in (CPU, GPU)
         )
         assert on_cpu.blocks.decodes == on_gpu.blocks.decodes == decodes
-        # A CPU decodes from RAM slots, and reads straight into its buffers if there is nothing to
-        # decode.
+        # A CPU decodes from RAM slots, or reads straight into buffers with nothing to decode.
         engine = pair.engine(OffloadPolicy.layerwise(1), CPU)
         visits = step_visits(["high"], engine.block_counts)
         with engine.run(visits) as run:
@@ -47,8 +46,8 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(
                 with run.visit(*visit):
                     pass
         assert pair.host_bytes == (2 * in_pages(on_cpu.blocks.stored_bytes) if decodes else 0)
-        # A GPU's memory is counted once: resident tensors, two buffers, and two blocks that are
-        # being decoded.
+        # A GPU's memory is counted once: resident tensors, two buffers, and two blocks during
+        # decoding.
         device_bytes = pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)
         raw = 2 * on_gpu.blocks.stored_bytes if decodes else 0
         assert 2 * on_gpu.blocks.computed_bytes + raw + on_gpu.blocks.outside_bytes == device_bytes

@@ -53,7 +53,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Bernini": ({}, {"tokens": CONTEXT}),
     "Fun Control": (CONTROL, CONTROLLED),
 }
-"""Shape of the experts and changes of the request."""
+"""Expert shape and request changes."""
 
 
 def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE) -> Any:
@@ -96,7 +96,7 @@ def test_chunks_of_tokens_are_parts_of_all_of_them(
     assert _differ(chunked, run(pair, request).latents) <= ROUNDING
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_every_part_is_read(
     open_pair: OpenPair, make_request: Request, shape: dict[str, Any], changes: dict[str, Any]
@@ -131,7 +131,7 @@ def test_a_reference_is_ignored_by_experts_without_its_convolution(
     assert torch.equal(given, run(pair, make_request()).latents)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_samples_of_a_batch_equal_single_runs(
     open_pair: OpenPair, make_request: Request, shape: dict[str, Any], changes: dict[str, Any]
@@ -158,7 +158,7 @@ def test_requests_with_other_shapes_are_not_merged(make_request: Request) -> Non
         merge_requests([one, other])
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_ignored_references_keep_no_requests_apart(
     open_pair: OpenPair, make_request: Request
 ) -> None:
@@ -265,7 +265,7 @@ CACHES = {
 }
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize(("shape", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_a_cache_skips_steps_with_all_their_tokens(
@@ -283,7 +283,7 @@ def test_a_cache_skips_steps_with_all_their_tokens(
     assert torch.equal(never.latents, run(pair, changed_request(request, cache=None)).latents)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_magcache_measures_and_skips(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(steps=8, switch_step=4, tokens=CONTEXT)
     table = calibrate(request, lambda calibrated: run(pair, calibrated), source="test")
@@ -357,7 +357,7 @@ OTHERS = {
     "another model": torch.zeros(1, 128, 2, 2),
     "an odd size": torch.zeros(1, 16, 1, 5, 7),
 }
-"""`reference_latents` of graphs for several models."""
+"""`reference_latents` from graphs for several models."""
 
 
 @pytest.mark.parametrize("latents", OTHERS.values(), ids=OTHERS)

@@ -1,4 +1,4 @@
-"""Runs of a pair stored in fp8.
+"""Runs with a pair stored in fp8.
 
 They are bit-equal wherever a block is resident, with half the bytes. Decoding time is recorded.
 """
@@ -41,7 +41,7 @@ Models = Mapping[str, WanTransformer3DModel]
 
 @pytest.fixture
 def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
-    """`pair(dtype, **options)`: experts with that dtype in their files and as compute dtype."""
+    """`pair(dtype, **options)`: experts with one dtype for files and computation."""
     opened: list[ExpertPair] = []
 
     def make(dtype: torch.dtype = torch.bfloat16, **options: str) -> ExpertPair:
@@ -55,7 +55,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., Expe
 
 
 def quantised(models: Models) -> Models:
-    """The same models, with all matrices of their blocks rounded by the plain formula."""
+    """Round all block matrices by the plain formula."""
     for model in models.values():
         for block in model.blocks:
             for module in block.modules():
@@ -82,19 +82,19 @@ def test_it_is_the_model_whose_rows_were_quantised(
     assert torch.equal(run(pair(dtype, storage="fp8"), request).latents, expected)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_where_a_block_lives_changes_no_bit(pair, make_request):
     request = make_request()
     streamed = pair(storage="fp8")
     expected = run(streamed, request).latents
     for name, policy in POLICIES.items():
         assert torch.equal(run(streamed, request, policy).latents, expected), name
-    # The second run starts with blocks in its buffers.
+    # The second run starts with blocks in the buffers.
     assert torch.equal(run(streamed, request, policy).latents, expected)
     assert not torch.equal(run(pair(), request).latents, expected)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("policy", [LAYERWISE, PINNED], ids=["file", "RAM"])
 def test_half_the_bytes_move_and_decoding_takes_its_time(pair, make_request, policy):
     request = make_request()
@@ -103,7 +103,7 @@ def test_half_the_bytes_move_and_decoding_takes_its_time(pair, make_request, pol
         run(pair(storage="fp8"), request, policy).timeline,
     )
     for before, after in zip(plain.steps, kept.steps, strict=True):
-        assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # the scales of rows
+        assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # row scales
         assert before.decode_s == 0
         assert after.decode_s > 0
         assert (

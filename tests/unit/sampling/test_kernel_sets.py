@@ -1,4 +1,4 @@
-"""Streamed blocks give the bits of resident ones under each set of kernels."""
+"""Streamed and resident blocks are bit-equal under each kernel set."""
 
 from __future__ import annotations
 

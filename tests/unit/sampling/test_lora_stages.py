@@ -1,4 +1,4 @@
-"""Runs whose LoRA strengths differ between ranges of steps."""
+"""Runs with LoRA strengths that differ between step ranges."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ POLICIES = {
         OffloadPolicy.block_swap(2, 1, source="pinned"), ram_blocks=3
     ),
 }
-# 1 - sigma is a power of two where a stage ends, so that handing the latent on to the next sampler
-# rounds nothing.
+# 1 - sigma is a power of two where a stage ends, so the hand-over to the next sampler rounds
+# nothing.
 SIGMAS = (1.0, 0.9, 0.75, 0.6, 0.5, 0.25, 0.0)
 ENDS = (0, 2, 4, 6)
-"""Ends of three stages: the high-noise expert without a LoRA, with it, and the low-noise expert."""
+"""Stage ends: the high-noise expert without a LoRA, with it, and the low-noise expert."""
 STAGES = {
     "steps": None,
     "sigmas": SIGMAS,
@@ -59,9 +59,9 @@ Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
 def loras(
     lora_file: Callable[..., Path], lightning: Callable[..., dict[str, torch.Tensor]]
 ) -> list[LoraFile]:
-    """A LoRA for each expert: of blocks, of a bias, and of the time embedder.
+    """A LoRA for each expert, with blocks, a bias and the time embedder.
 
-    The rows of the time embedder are computed ahead.
+    Time embedder rows are computed ahead.
     """
     found = []
     for seed in (3, 4):
@@ -99,7 +99,7 @@ def set_both(pair: ExpertPair, loras: Sequence[LoraFile], strengths: StepStrengt
 def in_three_samplers(
     pair: ExpertPair, loras: Sequence[LoraFile], request: Request
 ) -> torch.Tensor:
-    """Return the latents of three samplers that hand a latent with its noise on.
+    """Return the latents after three samplers. Each hands on a latent with noise.
 
     Each sampler has fixed strengths.
     """
@@ -124,9 +124,7 @@ def test_one_run_of_three_stages_is_three_samplers_in_sequence(
     pair = open_pair()
     expected = in_three_samplers(open_pair(), loras, make_request)
     set_both(pair, loras, WITHOUT_AT_FIRST)
-    for _ in range(
-        2
-    ):  # the second run starts from the blocks and strengths that the first one leaves
+    for _ in range(2):  # the second run starts from the first one's blocks and strengths
         assert torch.equal(run(pair, make_request(**STAGES), policy).latents, expected)
     set_both(pair, loras, 0.8)
     assert not torch.allclose(
@@ -138,7 +136,7 @@ def test_one_run_of_three_stages_is_three_samplers_in_sequence(
 def test_the_solver_keeps_its_history_across_a_change(
     solver: str, open_pair: OpenPair, make_request: Request, loras: list[LoraFile]
 ) -> None:
-    """The reference continues from the state of the step before, with other strengths."""
+    """The reference continues from the previous part's state, with other strengths."""
     pair, request = open_pair(), make_request(**{**STAGES, "solver": solver})
     set_both(pair, loras, WITHOUT_AT_FIRST)
     states: list[RunState] = []
@@ -184,7 +182,7 @@ def test_fetches_at_a_change_are_those_of_residents_and_as_predicted(
         for ours, theirs in zip(predicted.steps, measured.steps, strict=True):
             patches = sum(engine_bytes(pair, policy, theirs.index))
             fetched = ours.bytes_moved // pair.block_bytes.stored
-            # The prediction counts the stored bytes, as for every run with a LoRA; factors come on
+            # The prediction counts the stored bytes, as for every run with a LoRA. Factors come on
             # top.
             assert theirs.bytes_moved == ours.bytes_moved + fetched * patches // LAYERS
             assert theirs.transfers.read_bytes == ours.transfers.read_bytes
@@ -196,7 +194,7 @@ def test_fetches_at_a_change_are_those_of_residents_and_as_predicted(
                 policy.kind, LAYERS - policy.blocks_to_swap
             )
             streamed = LAYERS - residents
-            # All blocks before the first step, and once more where the strength changes; else the
+            # All blocks before the first step and where the strength changes, otherwise the
             # streamed ones.
             assert [fetched_for.count(step) for step in range(6)] == [
                 4,
@@ -209,7 +207,7 @@ def test_fetches_at_a_change_are_those_of_residents_and_as_predicted(
 
 
 def engine_bytes(pair: ExpertPair, policy: OffloadPolicy, step: int) -> list[int]:
-    """Return the bytes of the factors of each block of the high-noise expert in a step."""
+    """Return factor bytes in a step, for each block in the high-noise expert."""
     engine, patch = pair.current_engine(policy, CPU), pair.patch_at("high", step)
     assert engine is not None
     keys = [key._replace(patch=patch) for key in engine.formats if key.expert == "high"]
@@ -221,7 +219,7 @@ def test_a_resident_run_hands_its_buffers_on_at_a_change(
 ) -> None:
     """A block is fetched again once its last visit with the old strength has ended.
 
-    It does not wait for the end of the step.
+    It does not wait for the step's end.
     """
     set_both(watched.pair, loras, WITHOUT_AT_FIRST)
     run(watched, make_request(**STAGES), POLICIES["resident"])

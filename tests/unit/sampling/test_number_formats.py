@@ -1,4 +1,4 @@
-"""Runs of pairs in every number format, bit-equal to plain models with the decoded weights."""
+"""Runs in every number format, bit-equal to plain models with the decoded weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("policy", [LAYERWISE, OffloadPolicy.resident(source="pinned")], ids=str)
 @pytest.mark.parametrize("types", [q4_k_m, matrices("Q8_0")], ids=["Q4_K_M", "Q8_0"])
 def test_a_run_of_gguf_is_the_textbook_loop_to_the_bit(
@@ -68,7 +68,7 @@ def test_a_run_of_gguf_is_the_textbook_loop_to_the_bit(
 
 
 SHORT = {"steps": 3, "switch_step": 1}
-"""Settings of a request with one step of the high-noise expert and two of the other."""
+"""Request settings with one high-noise step and two low-noise steps."""
 
 LAYOUTS: dict[str, MixedLayout | Fp8Layout] = {
     **{name: MixedLayout(format_of=lambda _, name=name: name) for name in ENCODERS},
@@ -94,12 +94,12 @@ def test_a_run_of_marked_layers_is_the_textbook_loop_to_the_bit(
     assert torch.equal(latents, plain_denoise(models, request))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("storage", ["as stored", "fp8"])
 def test_mixed_blocks_have_one_result_whatever_keeps_them(
     storage: Storage, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
 ) -> None:
-    """With fp8 storage, only the matrix that is not quantised in the file changes."""
+    """With fp8 storage, only the unquantised matrix in the file changes."""
     files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["mixed"])
     request, every = make_request(**SHORT), []
     for policy in POLICIES.values():
@@ -114,7 +114,7 @@ def save_pair(
     layout: MixedLayout | Fp8Layout | None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Mapping[str, Path], Mapping[str, Any]]:
-    """Write both experts, and return their files and the models with the values in them."""
+    """Write both experts, and return the files and models with the same values."""
     files, models = {}, {}
     for seed, name in enumerate(("high", "low")):
         model = make_tiny_expert(seed=seed, layers=2)
@@ -132,9 +132,9 @@ def save_pair(
 def plain_models(
     files: Mapping[str, Path], models: Mapping[str, Any], storage: Storage = "as stored"
 ) -> Mapping[str, Any]:
-    """Replace layers of plain models by layers that multiply codes.
+    """Replace layers in plain models by layers that multiply codes.
 
-    Their bytes are as a whole read of blocks gives them.
+    Their bytes come from whole block reads.
     """
     experts = {name: open_expert(file) for name, file in files.items()}
     precision = Precision(compute_dtype=torch.float32, storage=storage, arithmetic="as stored")
@@ -177,7 +177,7 @@ CODES: Mapping[str, tuple[Any, Storage]] = {
     "int8 ConvRot of fp8_scaled": (Fp8Layout(), "int8 ConvRot"),
     "int8 ConvRot, others mixed": (LAYOUTS["mixed"], "int8 ConvRot"),
 }
-"""Layout of the file, and the storage."""
+"""File layout and storage."""
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_a_run_of_codes_is_the_textbook_loop_with_such_layers_to_the_bit(
     assert torch.equal(latents, plain_denoise(plain_models(files, models, storage), request))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("layout", [LAYOUTS["int8 ConvRot"], Fp8Layout()], ids=["int8", "fp8"])
 def test_blocks_of_codes_have_one_graph(
     layout: Any, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
 ) -> None:
-    """Two experts, LoRAs of two ranks, and none."""
+    """Two experts, LoRAs with two ranks, and none."""
     files, _ = save_pair(tmp_path, make_tiny_expert, layout)
     stacks: list[Any] = [[]]
     for rank in (2, 5):
@@ -257,7 +257,7 @@ def test_codes_halve_the_buffers(
     )
     assert 0.5 < int8.block_bytes.computed / decoded.block_bytes.computed < 0.51
     assert int8.block_bytes.computed == int8.block_bytes.stored
-    # The only scale of a matrix of fp8_scaled is apart from it, if it is decoded.
+    # Decoding keeps an fp8_scaled matrix's only scale outside the block.
     assert 0 <= int8.block_bytes.stored - decoded.block_bytes.stored <= 10 * 256
     assert decoded.block_bytes.decoded
     assert not int8.block_bytes.decoded
@@ -282,11 +282,11 @@ def test_codes_halve_the_buffers(
         "",
         "bfloat16",
     )
-    # Three fp32 copies of the inner state of a feed-forward layer are more than a norm takes.
+    # Three fp32 copies of a feed-forward layer's inner state take more than a norm.
     assert working_bytes(int8, shape, sides=(0,)) > working_bytes(decoded, shape, sides=(0,))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_step_in_int8_moves_half_the_bytes(
     make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
 ) -> None:
@@ -305,7 +305,7 @@ def test_a_step_in_int8_moves_half_the_bytes(
     assert all(0.5 < after / before < 0.51 for before, after in zip(*moved, strict=True))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(
     ("layout", "noise"),
     [(LAYOUTS["int8 ConvRot"], 0.2), (LAYOUTS["mixed"], 0.2), (Fp8Layout(), 0.4)],
@@ -388,7 +388,7 @@ def test_the_arithmetic_is_checked(tmp_path: Path) -> None:
         open_experts(tmp_path, tmp_path, arithmetic="int4")  # type: ignore[arg-type]
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(
     "how",
     [

@@ -1,4 +1,4 @@
-"""Telemetry of a run of both experts: times, phases, memory, and a trace on request."""
+"""Telemetry for a run with both experts: times, phases, memory, and a trace on request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_figure_of_a_step_is_told(open_pair: OpenPair, make_request: Reque
 
 
 def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request: Request) -> None:
-    """For some start of the run, steps end before their report, and the next begins afterwards."""
+    """For some run start, each step ends before the report, and the next begins afterwards."""
     reported = list[float]()
     result = denoise(
         open_pair(),

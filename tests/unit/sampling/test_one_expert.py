@@ -61,7 +61,7 @@ def _settings(request: DenoiseRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def one_request(make_request: Request) -> Request:
-    """A request for a single model, with the settings of the pipelines here."""
+    """Request for a single model, with the settings of the pipelines here."""
 
     def make(**changes: Any) -> DenoiseRequest:
         step_plan = {
@@ -106,7 +106,7 @@ def test_text_to_video_is_wan_pipeline(open_one: OpenOne, one_request: Request) 
     assert distance(_run(pair, request), expected) <= TOLERANCE
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_image_to_video_is_wan_image_to_video_pipeline(
     open_one: OpenOne, image_request: Request, tmp_path: Path
 ) -> None:
@@ -143,7 +143,7 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
     assert distance(_run(pair, other), expected) > 1e-3, "what CLIP sees counts"
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_lanes_with_images_of_their_own_come_out_as_alone(
     open_one: OpenOne, image_request: Request
 ) -> None:
@@ -156,7 +156,7 @@ def test_lanes_with_images_of_their_own_come_out_as_alone(
 
 
 def test_an_expert_is_fetched_once_per_step(open_one: OpenOne, one_request: Request) -> None:
-    """There is one set of weights and of buffers."""
+    """There is one set of weights and buffers."""
     pair = open_one()
     result = denoise(pair, one_request(), policy=OffloadPolicy.layerwise(1), device="cpu")
     assert [step.expert for step in result.timeline.steps] == ["high"] * STEPS

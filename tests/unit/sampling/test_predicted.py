@@ -37,7 +37,7 @@ Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
 def test_the_bytes_predicted_are_the_bytes_moved(
     policy: OffloadPolicy, dtype: torch.dtype, open_pair: OpenPair, make_request: Request
 ) -> None:
-    """The second run, which starts with blocks in its buffers, is predicted as well."""
+    """The second run starts with blocks in the buffers, and is predicted as well."""
     pair, request = open_pair(dtype=dtype), make_request()
     for _ in range(2):
         predicted = predicted_timeline(pair, request, policy, machine=CPU_MACHINE, device=CPU)

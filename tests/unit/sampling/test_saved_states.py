@@ -1,4 +1,4 @@
-"""States on disk: a run of the same inputs finds them, any other ignores them."""
+"""States on disk: a run with the same inputs finds them, any other ignores them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def states_of() -> Callable[[RunTask], list[RunState]]:
     return run
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("solver", ["euler", "unipc", "dpm++", "lcm"])
 def test_a_run_that_continues_from_a_file_gives_the_same_bits(
     solver: str, make_task: MakeTask, states_of: Any, tmp_path: Path
@@ -162,7 +162,7 @@ def test_a_state_of_other_size_or_without_finite_values_is_ignored(
         assert run.load() == [None]
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_states_of_a_part_are_no_states_of_another(
     make_task: MakeTask, states_of: Any, tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def text_request(make_request: Request) -> Request:
 
 
 def _given(latent: torch.Tensor, *, frames: int = 1) -> dict[str, torch.Tensor]:
-    """A latent with given first frames, and its mask."""
+    """Return a latent with given first frames, and the mask."""
     mask = torch.ones(1, 1, *SHAPE[2:])
     mask[:, :, :frames] = 0
     return {"latent": latent * (1 - mask), "mask": mask}
@@ -97,11 +97,11 @@ def test_text_to_video_is_wan_pipeline(pair: ExpertPair, text_request: Request) 
     assert distance(_run(pair, request), expected) <= TOLERANCE
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_image_to_video_is_wan_image_to_video_pipeline(
     pair: ExpertPair, text_request: Request
 ) -> None:
-    """Both sides start from the image, which the pipeline's VAE encodes."""
+    """Both sides start from the image, encoded by the pipeline's VAE."""
     pipeline = _pipeline(WanImageToVideoPipeline, pair)
     image = torch.rand(1, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(4))
     plain = text_request()
@@ -128,7 +128,7 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
     assert distance(_run(pair, plain), expected) > 1e-2, "the first frame counts"
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("given", ["half a frame", "two frames", "one of two samples"])
 def test_masks_of_any_kind_are_timesteps_of_frames(
     given: str, pair: ExpertPair, text_request: Request
@@ -184,7 +184,7 @@ def test_a_mask_that_keeps_nothing_is_no_mask(pair: ExpertPair, text_request: Re
 def test_the_embedder_comes_once_for_all_timesteps(
     pair: ExpertPair, image_request: Request
 ) -> None:
-    """Given frames need timestep 0 in every step; it is embedded with the others in advance."""
+    """Given frames need timestep 0 in every step. It is embedded with the others in advance."""
     request = image_request()
     _run(pair, request)
     engine = pair.engine(WHOLE, "cpu")
@@ -219,7 +219,7 @@ def test_a_cache_at_threshold_0_changes_nothing_and_a_high_one_skips(
     assert distance(result.latents[:, :, :1], frame) <= TOLERANCE
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_one_window_is_none_and_several_know_their_own_frames(
     pair: ExpertPair, image_request: Request
 ) -> None:

@@ -37,7 +37,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def make_long(make_request: Request) -> Request:
-    """A request of 7 latent frames, by default in windows of 3."""
+    """Request with 7 latent frames, by default in 3-frame windows."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         noise = normal(batch, 16, FRAMES, 4, 6, seed=20)
@@ -99,7 +99,7 @@ def test_one_window_of_all_frames_is_no_window_to_the_bit(
     assert torch.equal(latents_of(pair, one), latents_of(pair, request))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_one_window_of_all_frames_with_an_image_and_a_batch_too(
     open_pair: OpenPair, make_long: Request
 ) -> None:
@@ -109,7 +109,7 @@ def test_one_window_of_all_frames_with_an_image_and_a_batch_too(
     assert torch.equal(latents_of(pair, one), latents_of(pair, request))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(
     "windows", [WINDOWS, ContextWindows(frames=3, overlap=2, stride=2, blend="pyramid")]
 )
@@ -122,7 +122,7 @@ def test_windows_are_forwards_of_their_own_put_together(
     )
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("repeat_image", [True, False])
 def test_the_start_image_is_seen_by_every_window_or_by_the_first(
     repeat_image: bool, open_pair: OpenPair, plain_models: Any, make_long: Request
@@ -137,7 +137,7 @@ def test_the_start_image_is_seen_by_every_window_or_by_the_first(
     )
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_windows_change_the_result(open_pair: OpenPair, make_long: Request) -> None:
     pair = open_pair()
     ends = [
@@ -166,7 +166,7 @@ def test_weights_move_once_for_all_windows(open_pair: OpenPair, make_long: Reque
     assert calls == expected > whole_calls == 10
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_samples_of_a_batch_are_single_runs_to_the_bit(
     open_pair: OpenPair, make_long: Request
 ) -> None:

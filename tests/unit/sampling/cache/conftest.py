@@ -1,4 +1,4 @@
-"""Requests of the tests of step caches."""
+"""Requests for the step cache tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wanstream.sampling.inputs import DenoiseRequest
 
 @pytest.fixture
 def make_eight_steps(make_request: Callable[..., DenoiseRequest]) -> Callable[..., DenoiseRequest]:
-    """`make_eight_steps(**changes)`: a request of 8 steps, 4 of them high-noise."""
+    """`make_eight_steps(**changes)`: a request with 8 steps, the first 4 high-noise."""
 
     def make(**changes: Any) -> DenoiseRequest:
         return make_request(**{"steps": 8, "switch_step": 4, **changes})

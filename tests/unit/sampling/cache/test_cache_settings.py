@@ -1,7 +1,4 @@
-"""Effects of a request's cache.
-
-They are on memory, the planner's run, the prediction, merged requests and reports.
-"""
+"""A cache's effects on memory, planner run, prediction, merged requests and reports."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ OpenPair = Callable[..., ExpertPair]
 
 @pytest.fixture
 def magnitudes(make_eight_steps: Request) -> MagCache:
-    """Settings that skip two of three steps, except for the first step of each expert."""
+    """Settings that skip two in three steps, but never an expert's first step."""
     step_plan = make_eight_steps().step_plan
     table = MagTable(
         sigmas=tuple(step_plan.schedule.sigmas),
@@ -69,7 +66,7 @@ def test_memory_counts_what_a_cache_keeps(
     assert needed(magnitudes) - needed(None) == state
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(("lanes", "chunk"), [(1, None), (2, 64)])
 def test_what_is_counted_is_what_two_steps_really_hold(
     lanes: int, chunk: int | None, make_tiny_expert: Any

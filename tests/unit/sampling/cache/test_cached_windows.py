@@ -1,4 +1,4 @@
-"""Step caches with context windows: each window of each text has separate residuals."""
+"""Step caches with context windows: each window has separate residuals for each text."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ Models = Mapping[str, WanTransformer3DModel]
 
 @pytest.fixture
 def make_windowed(make_request: Request) -> Request:
-    """`make_windowed(**changes)`: a request of 7 latent frames and 8 steps in fixed windows.
+    """`make_windowed(**changes)`: a request with 7 latent frames and 8 steps in fixed windows.
 
-    4 of the steps are high-noise.
+    The first 4 steps are high-noise.
     """
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
@@ -74,7 +74,7 @@ def skipped(result: Any) -> list[int]:
 def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
     """Reference loop on whole models in windows, with diffusers' cache around each model.
 
-    A cache serves one text and one window, as long as every step has that window.
+    A cache serves one text and one window, as long as every step has the window.
     """
     assert request.options.windows is not None
     for model in models.values():
@@ -106,7 +106,7 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     return latents
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, make_windowed: Request) -> None:
     pair, plain = open_pair(), make_windowed(windows=MOVING)
     cached = run(pair, changed_request(plain, cache=FirstBlockCache(threshold=0.0)))
@@ -114,7 +114,7 @@ def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, make_windowed: Req
     assert not any(step.skipped_lanes for step in cached.timeline.steps)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(
     ("windows", "threshold"),
     [(STILL, 0.55), (MOVING, 0.55), (replace(MOVING, overlap=0, stride=2), 1e9)],
@@ -133,7 +133,7 @@ def test_each_window_takes_over_what_diffusers_takes_over_for_it(
     assert any(step.skipped_lanes for step in found.timeline.steps)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("windows", [MOVING, replace(MOVING, overlap=0, stride=2)])
 def test_a_window_that_was_not_there_in_the_step_before_is_computed(
     windows: ContextWindows, open_pair: OpenPair, make_windowed: Request
@@ -165,7 +165,7 @@ def test_windows_that_stay_leave_out_what_a_whole_video_does(
         assert sum(step.bytes_moved for step in steps) <= 2 * pair.block_bytes.stored
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_video_among_others_is_the_video_alone(
     open_pair: OpenPair, make_windowed: Request
 ) -> None:
@@ -179,11 +179,11 @@ def test_a_video_among_others_is_the_video_alone(
         assert torch.equal(run(pair, part).latents[0], sample)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_step_that_is_taken_again_decides_as_it_did(
     open_pair: OpenPair, make_windowed: Request
 ) -> None:
-    """Raise one out-of-memory error after the blocks of each of the first steps."""
+    """Raise one out-of-memory error after the blocks, once early and once later."""
     request = make_windowed(windows=MOVING, cache=FirstBlockCache(threshold=0.55))
     whole = run(open_pair(), request, OffloadPolicy.layerwise(2))
     for use in (1, 15):
@@ -208,7 +208,7 @@ def table(open_pair: OpenPair, make_windowed: Request) -> MagTable:
     return calibrate(make_windowed(), partial(run, open_pair()), source="a test")
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_magnitudes_leave_steps_out_where_windows_stay(
     open_pair: OpenPair, make_windowed: Request, table: MagTable
 ) -> None:
@@ -247,7 +247,7 @@ def test_magnitudes_with_windows_that_never_stay_are_refused(
         make_windowed(windows=MOVING, cache=cache)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_run_in_windows_can_be_calibrated(open_pair: OpenPair, make_windowed: Request) -> None:
     def ratios(windows: ContextWindows | None) -> tuple[tuple[float, ...], ...]:
         return calibrate(

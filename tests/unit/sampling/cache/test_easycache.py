@@ -1,4 +1,4 @@
-"""EasyCache: equality with a plain loop by its definition, bytes saved, and failing runs."""
+"""EasyCache: equality with a plain loop by definition, bytes saved, and failing runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POLICIES = [
 ALWAYS = EasyCache(threshold=1e9)
 SOME = EasyCache(threshold=0.8)
 THRESHOLDS = [0.5, 0.67, 0.8, 1e9]
-"""The outputs of these experts change a lot in steps that change their input little."""
+"""Large, because these experts' outputs change a lot when the input changes little."""
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
@@ -104,7 +104,7 @@ def test_a_run_is_that_of_the_definition(
     assert torch.equal(result.latents, latents)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_these_thresholds_differ(plain_models: Any, make_eight_steps: Request) -> None:
     found = [defined(plain_models(), make_eight_steps(), threshold)[1] for threshold in THRESHOLDS]
     assert found == [[], [6], [2, 6], [2, 3, 6]]
@@ -134,7 +134,7 @@ def test_a_cache_that_skips_nothing_changes_no_bit(
     assert skipped(cached) == []
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_video_among_others_is_the_video_alone(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_skipped_step_moves_no_more_than_lies_ahead_and_the_next_one_uses_it(
     assert [step.skipped_visits for step in steps] == [0, 0, LAYERS, LAYERS, 0, 0, LAYERS, 0]
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:

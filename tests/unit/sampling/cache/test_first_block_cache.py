@@ -40,7 +40,7 @@ POLICIES = [
 ]
 ALWAYS = FirstBlockCache(threshold=1e9)
 SOME = FirstBlockCache(threshold=0.55)
-"""Hits in some steps of these experts, and in some steps for one lane only."""
+"""Hits in some steps, and in some steps for one lane only."""
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
@@ -59,7 +59,7 @@ def skipped(result: Any) -> list[int]:
 
 @torch.inference_mode()
 def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
-    """Reference loop on whole models, with diffusers' cache around each of them."""
+    """Reference loop on whole models, with diffusers' cache around each."""
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     step_plan, latents = request.step_plan, request.noise
@@ -113,7 +113,7 @@ def test_these_thresholds_hit_all_lanes_one_lane_and_none(
     assert all((step.skipped_visits == LAYERS - 1) == (step.skipped_lanes == 2) for step in steps)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_no_policy_changes_a_bit_of_what_a_cache_makes(
     policy: OffloadPolicy, open_pair: OpenPair, make_eight_steps: Request
@@ -126,7 +126,7 @@ def test_no_policy_changes_a_bit_of_what_a_cache_makes(
         assert skipped(found) == skipped(expected) != []
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_video_among_others_is_the_video_alone(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
@@ -143,7 +143,7 @@ def test_a_video_among_others_is_the_video_alone(
     ("change", "going"), [(0.25, ()), (0.75, (0,))], ids=["skipped", "computed"]
 )
 def test_a_change_is_measured_in_the_video_alone(change: float, going: tuple[int, ...]) -> None:
-    """Residuals of 1 in the video change by less and by more than the threshold.
+    """The video's residuals change by less and by more than the threshold.
 
     The residuals next to the video are huge.
     """
@@ -161,8 +161,7 @@ def test_a_change_is_measured_in_the_video_alone(change: float, going: tuple[int
         return decision.lanes
 
     assert tuple(decided(0, 1.0, 1e6)) == (0,), "nothing to compare with"
-    # In all tokens, the first change would be far above the threshold, and the second one far below
-    # it.
+    # In all tokens, the first change would be far above the threshold, the second far below.
     assert tuple(decided(1, 1.0 + change, 1e6 if going else -1e6)) == going
 
 
@@ -175,7 +174,7 @@ def test_a_skipped_step_moves_no_more_than_lay_ahead_and_the_next_one_uses_it(
     blocks = [step.bytes_moved / pair.block_bytes.stored for step in steps]
     assert blocks[0] == LAYERS
     for first, last in ((0, SWITCH), (SWITCH, STEPS)):
-        # In the last step of an expert, its buffers are refilled for the next expert.
+        # In an expert's last step, the buffers are refilled for the next expert.
         assert sum(blocks[first + 1 : last - 1]) <= ahead + 1, (
             "all skipped steps of an expert together"
         )
@@ -185,7 +184,7 @@ def test_a_skipped_step_moves_no_more_than_lay_ahead_and_the_next_one_uses_it(
 def test_every_block_that_was_fetched_is_used(
     ahead: int, watched: Any, make_eight_steps: Request
 ) -> None:
-    """Exception: blocks prefetched at the end of an expert.
+    """Exception: blocks prefetched at an expert's end.
 
     A fetch issued for a skipped step serves the next one.
     """
@@ -194,16 +193,16 @@ def test_every_block_that_was_fetched_is_used(
     computed = [step for step in timeline.steps if not step.skipped_visits]
     assert 2 < len(computed) < STEPS
     fetched = sum(len(each.fetched) for each in watched.runs)
-    needed = len(computed) * (LAYERS - 1) + 2  # the first block of each expert is resident
-    # A run that ends before its next fetch is issued leaves the last block of its step, which the
-    # next run keeps.
+    needed = len(computed) * (LAYERS - 1) + 2  # each expert's first block is resident
+    # A run ended before the next fetch is issued leaves the step's last block. The next run
+    # keeps it.
     kept = sum(len(each.program.initial) for each in watched.runs)
     assert needed - kept <= fetched <= needed + 2 * (ahead + 1)
     assert timeline.bytes_moved == fetched * watched.pair.block_bytes.stored
     assert len(watched.runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_kept(
     tiny_expert_file: Any, make_tiny_expert: Any, tmp_path: Path, make_eight_steps: Request
 ) -> None:
@@ -221,7 +220,7 @@ def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_
     assert all(torch.equal(each.latents, found[0].latents) for each in found)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
@@ -235,13 +234,13 @@ def test_a_step_that_memory_was_short_in_decides_as_it_would_have(
         assert len(disturbed.timeline.changes) == 1
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
     open_pair: OpenPair, make_eight_steps: Request
 ) -> None:
     request = make_eight_steps(cache=SOME)
     whole = run(open_pair(), request, OffloadPolicy.layerwise(3))
-    for use in (1, 2 * SWITCH + 1):  # the second lane of the first step of each expert
+    for use in (1, 2 * SWITCH + 1):  # the second lane in each expert's first step
         disturbed = run(
             ShortOnce(open_pair(), use, behind=True), request, OffloadPolicy.layerwise(3)
         )
@@ -249,7 +248,7 @@ def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
         assert skipped(disturbed) == skipped(whole)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("polls", [1, LAYERS + 1, LAYERS + 2, 3 * LAYERS])
 def test_a_run_that_is_stopped_leaves_the_pair_usable(
     polls: int, open_pair: OpenPair, make_eight_steps: Request

@@ -1,4 +1,4 @@
-"""MagCache: ratios and results equal to diffusers', and refusals of tables of another run."""
+"""MagCache: ratios and results equal to diffusers', and refused tables from another run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tables() -> list[MagTable]:
 
 @pytest.fixture
 def table(open_pair: OpenPair, make_eight_steps: Request, tables: list[MagTable]) -> MagTable:
-    """The table of a calibration, which the first test that needs it runs."""
+    """Calibration table, measured by the first test to need it."""
     if not tables:
         tables.append(measured(open_pair(), make_eight_steps()))
     return tables[0]
@@ -53,7 +53,7 @@ def table(open_pair: OpenPair, make_eight_steps: Request, tables: list[MagTable]
 
 @pytest.fixture
 def made_up(make_eight_steps: Request) -> MagTable:
-    """A table for such a request, with marks that fit no model."""
+    """Table for such a request, with marks for no model."""
     step_plan = make_eight_steps().step_plan
     ratios = tuple(1 - 0.01 * step for step in range(STEPS))
     marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}
@@ -104,7 +104,7 @@ def with_diffusers_cache(
 def test_ratios_are_those_that_diffusers_measures(
     open_pair: OpenPair, plain_models: Any, make_eight_steps: Request, capsys: Any
 ) -> None:
-    """Ratios that diffusers prints after the last step of a model."""
+    """diffusers prints ratios after a model's last step."""
     request = make_eight_steps(guidance=(1.0, 1.0), negative=None)
     steps = {"high": SWITCH, "low": STEPS - SWITCH}
     configs = {
@@ -163,7 +163,7 @@ def test_measuring_changes_no_bit(open_pair: OpenPair, make_eight_steps: Request
 
 @pytest.mark.parametrize("of_others", [0.0, 1e6, torch.inf])
 def test_ratios_are_those_of_the_video_alone(of_others: float) -> None:
-    """Residuals of the video that halve, and any others in the tokens next to it."""
+    """The video's residuals halve, next to tokens with any residuals."""
     calibration, name, video = Calibration(), LaneName(0, 0), slice(2, 6)
     model = torch.nn.Module()
     model.register_parameter("scale_shift_table", torch.nn.Parameter(torch.zeros(1, 2, 4)))

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize(
     ("case", "sizes"), [(case, ((1, 2), (1, 1, 1))[at % 2]) for at, case in enumerate(CASES)]
 )

@@ -21,7 +21,7 @@ EMPTY = {"samples": torch.zeros(1, 16, 3, 4, 6)}
 
 
 def _start_mask() -> torch.Tensor:
-    """ComfyUI's mask of a start image: 0 where it is known."""
+    """Return ComfyUI's start image mask: 0 where it is known."""
     mask = torch.ones(1, 1, 3, 4, 6)
     mask[:, :, :1] = 0
     return mask
@@ -243,7 +243,7 @@ def test_values_that_make_no_request(
 
 
 class TestWhatClipSees:
-    """ComfyUI's CLIP_VISION_OUTPUT is an object with attributes, one of which is read."""
+    """ComfyUI's CLIP_VISION_OUTPUT is an object with attributes. Only one is read."""
 
     STATES = torch.randn(1, 17, 80, generator=torch.Generator().manual_seed(9))
 

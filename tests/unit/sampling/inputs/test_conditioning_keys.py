@@ -1,4 +1,4 @@
-"""Every key of a CONDITIONING is read, known to be harmless, or refused by its name."""
+"""Every CONDITIONING key is read, known to be harmless, or refused by name."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_the_image_is_the_first_frame_and_the_rest_is_grey() -> None:
     [
         (50, 100, slice(0, 50), slice(25, 75)),
         (100, 50, slice(25, 75), slice(0, 50)),
-        # A margin of 2.5 pixels: rounded to even, as ComfyUI does.
+        # A 2.5 pixel margin: rounded to even, as ComfyUI does.
         (40, 45, slice(0, 40), slice(2, 43)),
         (64, 64, slice(0, 64), slice(0, 64)),
     ],

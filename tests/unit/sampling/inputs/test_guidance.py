@@ -75,7 +75,7 @@ def test_a_step_of_scale_one_computes_no_negative_lane(
 def test_texts_that_a_late_step_needs_are_embedded_with_the_rest(
     open_pair: OpenPair, make_request: Request
 ) -> None:
-    """The embedders are read once, as in a run that is guided from its first step on."""
+    """The embedders are read once, as in a run guided from the first step on."""
 
     def non_block_bytes(scales: tuple[float, ...]) -> int:
         with open_pair() as pair:

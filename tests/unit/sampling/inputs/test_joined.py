@@ -1,4 +1,4 @@
-"""merge_requests: each sample is bit-equal to its own run, and requests that differ are refused."""
+"""merge_requests: each sample is bit-equal to its own run, and unequal requests are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def lanes_of(make_request: Request, count: int, **changes: Any) -> list[DenoiseRequest]:
-    """Requests with different noise and texts, of different lengths."""
+    """Return requests with different noise, texts and text lengths."""
     return [
         make_request(
             noise=normal(*SHAPE, seed=20 + number),
@@ -66,12 +66,12 @@ def test_lanes_with_texts_of_different_lengths_are_single_runs_to_the_bit(
     check_apart(open_pair(), lanes_of(make_request, 4, solver=solver, guidance=guidance))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_in_bf16_too(open_pair: OpenPair, make_request: Request) -> None:
     check_apart(open_pair(dtype=torch.bfloat16), lanes_of(make_request, 3))
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_images_are_each_lanes_own(open_pair: OpenPair, make_request: Request) -> None:
     requests = [
         changed_request(request, image_condition=normal(1, 20, *SHAPE[2:], seed=50 + number))
@@ -111,7 +111,7 @@ def test_a_latent_that_noise_was_left_in_goes_on(
     check_apart(open_pair(), requests)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_lane_may_be_a_batch(open_pair: OpenPair, make_request: Request) -> None:
     one, three = lanes_of(make_request, 2)
     every = changed_request(
@@ -126,7 +126,7 @@ def test_a_lane_may_be_a_batch(open_pair: OpenPair, make_request: Request) -> No
     )
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_weights_move_once_for_all_lanes(open_pair: OpenPair, make_request: Request) -> None:
     requests = lanes_of(make_request, 4)
 
@@ -208,7 +208,7 @@ def test_a_latent_with_noise_in_it_does_not_join_one_that_gets_it_here(
 
 
 def test_steps_of_equal_sigmas_and_other_timesteps_are_others(make_request: Request) -> None:
-    """The wan schedule truncates timesteps to integers; explicit sigmas keep their fractions."""
+    """The wan schedule truncates timesteps to integers. Explicit sigmas keep fractions."""
     first, second = lanes_of(make_request, 2)
     by_hand = changed_request(second, sigmas=first.step_plan.schedule.sigmas, steps=None)
     with pytest.raises(RequestError, match="timestep of step"):

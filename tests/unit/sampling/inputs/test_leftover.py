@@ -1,4 +1,4 @@
-"""Noise level stored in a LATENT: valid for the samples that it was made for only."""
+"""Noise level stored in a LATENT: valid only for the samples it was made for."""
 
 from __future__ import annotations
 

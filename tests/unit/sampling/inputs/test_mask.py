@@ -1,4 +1,4 @@
-"""Noise masks: accepted shapes, refusals, and the kept part of a run."""
+"""Noise masks: accepted shapes, refusals, and a run's kept part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPE = torch.Size((4, 16, 3, 4, 6))
 
 
 def _left_half(*shape: int) -> torch.Tensor:
-    """Mask that is 1 in the left half of each frame."""
+    """Return a mask with 1 in each frame's left half."""
     mask = torch.zeros(shape)
     mask[..., : shape[-1] // 2] = 1
     return mask
@@ -56,7 +56,7 @@ def test_what_lies_before_height_and_width_is_frames() -> None:
 
 
 def test_other_numbers_of_frames_are_blended() -> None:
-    """ComfyUI scales a mask of all video frames linearly to the fewer latent frames."""
+    """ComfyUI scales a mask for all video frames linearly to the fewer latent frames."""
     off_then_on = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
     assert latent_mask(off_then_on, SHAPE)[0, 0, :, 0, 0].tolist() == [0.0, 0.5, 1.0]
 

@@ -127,7 +127,7 @@ def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
     assert pair.engine(LAYERWISE, CPU).models.settings.nag is None
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_samples_of_a_batch_are_single_runs_to_the_bit(
     open_pair: OpenPair, make_request: Request
 ) -> None:

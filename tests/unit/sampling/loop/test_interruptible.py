@@ -1,7 +1,4 @@
-"""Stops within a block: at the next linear layer or piece of attention.
-
-Bit-equal results without a stop.
-"""
+"""Stops within a block, at the next linear layer or attention piece. Bit-equal runs without."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 BLOCKS = 4
 LINEARS = 10
-"""Linear layers of a block."""
+"""Linear layers per block."""
 
 
 @pytest.fixture
@@ -85,7 +82,7 @@ def test_a_mask_keeps_attention_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stop_after(after: int) -> tuple[Callable[[], bool], list[int]]:
-    """Return a `should_stop` that is true after `after` polls, and the list of polls so far."""
+    """Return a `should_stop` that is true after `after` polls, and the polls so far."""
     polls: list[int] = []
 
     def should_stop() -> bool:

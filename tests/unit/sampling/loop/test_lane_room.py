@@ -1,4 +1,4 @@
-"""Checks that lanes and steps fit into memory, and the remedies of their errors."""
+"""Memory checks for lanes and steps, and remedies in error messages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from wanstream.wan import ExpertPair
 CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 LARGE = (16, 5, 128, 160)
-"""Latents of 25600 tokens, so that chunks make a difference."""
+"""Latents with 25600 tokens, so chunks make a difference."""
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
 def needed(pair: ExpertPair, samples: int, *, guided: bool = True, chunk: int | None = None) -> int:
-    """Bytes of a run with two buffers."""
+    """Return the bytes for a run with two buffers."""
     working = working_bytes(
         pair, (samples, *LARGE), sides=(0, 0) if guided else (0,), chunk_tokens=chunk
     )
@@ -125,7 +125,7 @@ def test_lanes_without_guidance_take_half(
 def test_tokens_next_to_the_video_take_room(
     side: str, on_positive: int, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
 ) -> None:
-    """A context of the video's size: on both sides it takes the room of a video twice as long."""
+    """A video-sized context takes the room of a twice as long video, if on both sides."""
     pair, context = (
         open_pair(),
         ExtraTokens(context=(torch.zeros(1, 1, 1, 1, 1).expand(1, *LARGE),)),
@@ -211,7 +211,7 @@ def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
     denoise(pair, request, policy=OffloadPolicy.layerwise(1, source="pinned"), device="cpu")
     kept = pair.host_bytes - without
     needed = working_bytes(pair, request.computed_shape, sides=(0, 0), chunk_tokens=None)
-    # Just enough once the blocks of the former policy are freed.
+    # Just enough once the former policy's blocks are freed.
     left = needed + LATENT_COPIES * prod(request.computed_shape) * 4
 
     def memory() -> SimpleNamespace:
@@ -239,7 +239,7 @@ def test_what_a_gpu_has_no_room_for_is_tried_in_less(open_pair: OpenPair) -> Non
 def test_a_video_that_no_machine_has_ram_for_is_refused_before_its_first_block(
     open_pair: OpenPair, make_request: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4096x4096x1025, whose 16.8 million tokens take some 200 GB in experts 256 wide."""
+    """4096x4096x1025: 16.8 million tokens take some 200 GB in experts 256 wide."""
     pair, size = open_pair(), (1, 16, 257, 512, 512)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=25 * 10**9))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=10**9))

@@ -1,4 +1,4 @@
-"""Lanes of a step: number, names and contents."""
+"""A step's lanes: number, names and contents."""
 
 from __future__ import annotations
 

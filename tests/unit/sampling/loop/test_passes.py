@@ -1,4 +1,4 @@
-"""Model calls in a predicted order, compared with whole models, and costs of wrong predictions."""
+"""Model calls in a predicted order, compared with whole models, and wrong predictions' cost."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ PREDICTIONS = [
         [H, L, L],
         [H, H, H, L],
         2,
-    ),  # two high calls more; then the low ones come sooner than predicted
+    ),  # two high calls more, then the low ones come sooner than predicted
     ([H, L], [L, L], 2),
     ([], [H, L], 2),
     ([L], [L] * 4, 1),
@@ -146,7 +146,7 @@ def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_cal
         (2, L, _sigma(2)),
     ]
     assert len({step.bytes_moved for step in steps}) == 1
-    # The first block of the low-noise expert is fetched while the high-noise expert still computes.
+    # The low-noise expert's first block is fetched while the high-noise expert still computes.
     first_low = next(fetch for fetch in run.program.fetches if fetch.block.expert == L)
     assert first_low.start_after < 2 * LAYERS - 1
 
@@ -299,7 +299,7 @@ def test_nag_is_in_the_blocks_as_long_as_passes_are_open(open_pair: OpenPair) ->
 
 
 class _Failing(list[Lane]):
-    """Lanes that raise when they are read."""
+    """Lanes that raise when read."""
 
     def __iter__(self) -> Iterator[Lane]:
         raise ZeroDivisionError

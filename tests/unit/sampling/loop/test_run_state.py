@@ -1,4 +1,4 @@
-"""A run that is interrupted between two steps and resumed elsewhere is equal to the whole run."""
+"""A run interrupted between two steps and resumed elsewhere equals the whole run."""
 
 from __future__ import annotations
 

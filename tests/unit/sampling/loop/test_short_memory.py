@@ -37,7 +37,7 @@ OpenPair = Callable[..., ExpertPair]
 
 
 class ShortPair:
-    """Wrapper of a pair that raises out-of-memory errors at chosen uses of a block.
+    """Pair wrapper that raises out-of-memory errors at chosen block uses.
 
     The uses are counted over the run.
     """
@@ -102,15 +102,15 @@ def _once(*uses: int) -> Callable[[int, OffloadPolicy], bool]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    """Result of each solver without memory errors; other tests compare the policies."""
+    """Results by solver without memory errors. Other tests compare the policies."""
     return {}
 
 
 @pytest.mark.parametrize(
     ("policy", "uses", "solver"),
     [
-        (RESIDENT(), [0], "euler"),  # the first use of all
-        (RESIDENT(), [2 * LAYERS - 1], "unipc"),  # the last of a step
+        (RESIDENT(), [0], "euler"),  # the very first use
+        (RESIDENT(), [2 * LAYERS - 1], "unipc"),  # a step's last use
         (RESIDENT(), [21, 22], "unipc"),  # twice in one step
         (BLOCK_SWAP(1, 2), [5, 18], "unipc"),  # before and after the switch
         (LAYERWISE(3), [30], "euler"),
@@ -162,7 +162,7 @@ def test_the_smaller_policy_stays_and_is_told(
 
 
 class DeviceError(RuntimeError):
-    """Stand-in for torch.AcceleratorError, which Python code cannot construct."""
+    """Stand-in for torch.AcceleratorError. Python code cannot construct the real one."""
 
     error_code = 2
 
@@ -214,7 +214,7 @@ def test_an_error_with_another_number_is_no_shortage() -> None:
     assert not is_out_of_memory(error)
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_where_two_buffers_are_all_there_is_fewer_tokens_are_computed_at_once(
     open_pair: OpenPair, make_request: Request, caplog: pytest.LogCaptureFixture
 ) -> None:

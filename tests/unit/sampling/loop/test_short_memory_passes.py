@@ -42,7 +42,7 @@ def _lanes() -> list[Lane]:
 
 
 class Calls:
-    """Model calls of a pair that raises out-of-memory errors at chosen uses of a block."""
+    """Model calls on a pair that raises out-of-memory errors at chosen block uses."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Calls:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, tuple[list[torch.Tensor], int]]:
-    """Velocities and the number of new programs of runs without memory errors."""
+    """Velocities and new program counts in runs without memory errors."""
     return {}
 
 
@@ -100,7 +100,7 @@ PREDICTIONS: list[list[str]] = [[H, H, L, L], [H, L], []]
 @pytest.mark.slow  # whole runs
 @pytest.mark.parametrize(
     ("predicted", "uses", "policy"),
-    # Every prediction with every use, and each of both with every policy.
+    # Every prediction with every use, and both with every policy.
     [
         (predicted, uses, POLICIES[(at + use) % 3])
         for at, predicted in enumerate(PREDICTIONS)
@@ -208,7 +208,7 @@ def test_a_policy_is_revised_after_an_undisturbed_first_call(
     assert going.recompiled == 0
 
 
-@pytest.mark.slow  # several runs of the loop
+@pytest.mark.slow  # several loop runs
 def test_a_call_in_which_blocks_were_compiled_teaches_nothing(open_pair: OpenPair) -> None:
     torch._dynamo.reset()
     records, pair = list[Any](), open_pair(layers=2)

@@ -1,8 +1,7 @@
-"""The estimate of working memory compared with the tensors that are alive during a forward pass.
+"""Estimated working memory compared with live tensors during a forward pass.
 
-Most forward passes run on fake tensors: operations make storages of the true sizes and compute
-nothing, so that latents can be large enough to make the small terms negligible, which the estimate
-ignores.
+Most forward passes run on fake tensors: operations make true-size storages and compute nothing.
+Latents can be so large that small terms ignored by the estimate are negligible.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def fake() -> Iterator[None]:
 
 
 def computed_in(model: torch.nn.Module, dtype: torch.dtype, **settings: Any) -> Any:
-    """Return a model of these tensors with our blocks.
+    """Return a model with these tensors and our blocks.
 
-    A copy of fake tensors would belong to another mode.
+    Copied fake tensors would belong to another mode.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -83,7 +82,7 @@ def test_the_estimate_is_what_a_forward_pass_holds_at_once(
     assert 0.9 * estimate <= alive.peak <= 1.02 * estimate
 
 
-@pytest.mark.slow  # measures the memory of large steps
+@pytest.mark.slow  # measures memory in large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("dtype", "chunk"),
@@ -106,7 +105,7 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
-@pytest.mark.slow  # measures the memory of large steps
+@pytest.mark.slow  # measures memory in large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("lanes", "dtype", "chunk"),
@@ -137,7 +136,7 @@ def test_the_estimate_counts_the_tokens_beside_the_video(
     assert 0.9 * (estimate - texts) <= alive.peak <= 1.02 * (estimate - texts) + patches
 
 
-@pytest.mark.slow  # measures the memory of large steps
+@pytest.mark.slow  # measures memory in large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("dtype", "chunk"), [(torch.bfloat16, None), (torch.float32, 200)], ids=str
@@ -177,9 +176,9 @@ def test_attention_in_int8_takes_no_more_than_the_estimate(
 def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
 ) -> None:
-    """One modulation row per token would take more memory than all of this.
+    """One modulation row per token would take more memory than all this.
 
-    The pipelines of diffusers have one per token.
+    diffusers' pipelines have one per token.
     """
     original = make_tiny_expert(heads=4, layers=2, ffn_dim=1382, in_channels=48)
     model = computed_in(original, dtype, chunk_tokens=chunk)
@@ -199,7 +198,7 @@ def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     assert by_token.peak > alive.peak + TOKENS * 6 * 512 * 4, f"{by_token.peak / alive.peak:.3f}"
 
 
-@pytest.mark.slow  # measures the memory of large steps
+@pytest.mark.slow  # measures memory in large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("lanes", "chunk"), [(1, 200), (2, None)])
 def test_the_estimate_of_an_image_branch_is_what_a_forward_pass_holds_at_once(
@@ -221,7 +220,7 @@ def test_the_estimate_of_an_image_branch_is_what_a_forward_pass_holds_at_once(
     assert 0.85 * estimate <= alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
-@pytest.mark.slow  # measures the memory of large steps
+@pytest.mark.slow  # measures memory in large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("shape", "chunk", "lanes", "dtype"), CHUNK_CASES, ids=str)
 def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
@@ -243,8 +242,7 @@ def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
     estimate = expert.working_bytes(
         [TOKENS] * lanes, value_bytes=dtype.itemsize, chunk_tokens=chunk
     )
-    # The estimate includes texts of 512 tokens, for both experts, but not the patches of the
-    # velocity.
+    # The estimate includes 512-token texts for both experts, but not the velocity's patches.
     texts = (2 * lanes + 2) * TEXT * width * dtype.itemsize
     patches = TOKENS * lanes * 64 * 4
     assert 0.9 * (estimate - texts) <= alive.peak <= 1.02 * (estimate - texts) + patches
@@ -257,10 +255,10 @@ CODE_CASES = [
     for index, chunk in enumerate((None, 200, 700))
     for at_once, ffn_dim in [((2**26, 2**18)[code ^ other], (512, 4096)[(code + index) % 2])]
 ]
-"""Every pair of values of two parameters."""
+"""Every pair of values for two parameters."""
 
 
-@pytest.mark.slow  # measures the memory of large steps
+@pytest.mark.slow  # measures memory in large steps
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("packing", "dtype", "chunk", "at_once", "ffn_dim"), CODE_CASES, ids=str)
 def test_the_estimate_has_the_scratch_memory_of_codes(
@@ -303,7 +301,7 @@ def test_the_estimate_has_the_scratch_memory_of_codes(
 
 
 def test_short_videos_need_memory_for_int8_and_long_ones_none() -> None:
-    """A block of 81 frames takes more in its norms than a linear layer with its scratch memory."""
+    """With 81 frames, norms take more than a linear layer with scratch memory."""
     for size, gigabytes in (((832, 480, 17), 0.5), ((832, 480, 81), 0), ((1280, 720, 81), 0)):
         width, height, frames = size
         tokens = VideoShape(width=width, height=height, frames=frames).tokens

@@ -1,4 +1,4 @@
-"""Noise compared with torch's global generator, from which ComfyUI draws."""
+"""Noise compared with torch's global generator, as used by ComfyUI."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_the_end_of_a_longer_schedule(name: str, steps: int, denoise: float, tot
 
 
 def test_a_schedule_may_be_shorter_than_asked_for() -> None:
-    """Some of ComfyUI's schedules drop sigmas that occur twice."""
+    """Some ComfyUI schedules drop duplicate sigmas."""
     assert partial_sigmas(lambda total: torch.tensor([1.0, 0.5, 0.0]), 20, 1.0).tolist() == [
         1.0,
         0.5,

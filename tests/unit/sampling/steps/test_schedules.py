@@ -1,4 +1,4 @@
-"""Schedules compared with ComfyUI's formula, diffusers' UniPC and a table of switch steps."""
+"""Schedules compared with ComfyUI's formula, diffusers' UniPC and a switch step table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wanstream.sampling.steps.schedules import (
 
 # First low-noise step at boundary 0.875 and 0.9, measured in ComfyUI 0.18.1 (`simple` behind
 # ModelSamplingSD3) and in diffusers 0.42.1 (WanPipeline with UniPC). At shift 3 both boundaries are
-# ties that float32 decides.
+# ties decided by float32.
 SWITCH = {
     # (steps, shift): (simple, wan)
     (4, 3): ((2, 1), (2, 2)),
@@ -118,7 +118,7 @@ def test_sigmas_may_start_late_and_end_early(sigmas: tuple[float, ...]) -> None:
 def test_a_cut_schedule_ends_at_zero_unless_noise_is_left_over(
     end_step: int, leftover_noise: bool, sigmas: tuple[float, ...]
 ) -> None:
-    """Sigmas whose last value is above 0 are not changed."""
+    """Sigmas with a last value above 0 are not changed."""
     cut = explicit_schedule([1.0, 0.75, 0.5, 0.25]).until(end_step, leftover_noise=leftover_noise)
     assert cut.sigmas == sigmas
     assert cut.timesteps == tuple(1000 * sigma for sigma in sigmas[:-1])

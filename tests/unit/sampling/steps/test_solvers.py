@@ -23,7 +23,7 @@ from wanstream.sampling.steps.solvers import Solver
 
 SHAPE = (2, 16, 2, 4, 6)
 SEEDS = (5, 2**64 - 1)
-"""A seed for each sample; the last one is the largest, so that the next step wraps to 0."""
+"""One seed per sample. The last one is the largest, so the next step wraps to 0."""
 
 
 def _velocity(latents: torch.Tensor, sigma: float) -> torch.Tensor:
