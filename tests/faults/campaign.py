@@ -1,7 +1,4 @@
-"""Fault campaign: faults in a seeded order, each on a separate stage.
-
-Their files are compared with the files of an undisturbed run.
-"""
+"""Fault campaign: seeded faults on separate stages, with files compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -49,12 +46,12 @@ SMALL = {
 }
 REAL_ROWS = 3
 _REAL = ("real", "run", "comfyui")
-"""Worlds in which videos are computed."""
+"""Worlds where videos are computed."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault: its kind, and its number among those of the kind."""
+    """One fault: a kind, and a number within the kind."""
 
     kind: Kind
     number: int
@@ -66,14 +63,13 @@ def small_workflow() -> dict[str, Any]:
     for node_id, inputs in SMALL.items():
         workflow[node_id]["inputs"] |= inputs
     workflow["experts"]["inputs"]["compute_dtype"] = "fp32"
-    # Validation makes a float of it, which only hosts do; files of all worlds shall have the same
-    # prompt in them.
+    # Only hosts validate, and would turn the number into a float. All files shall have one prompt.
     workflow["frames"]["inputs"]["memory_gb"] = 0.0
     return workflow
 
 
 class RealServer:
-    """A ComfyUI server that is killed and started again at the same port."""
+    """A ComfyUI server killed and restarted at the same port."""
 
     def __init__(self, comfyui: ComfyUI, base: Path, models: Path) -> None:
         self._comfyui, self._base, self._port = comfyui, base, free_port()
@@ -102,22 +98,22 @@ class RealServer:
 
 
 class Campaign:
-    """Makes stages below a folder; everything that is the same for all of them is made once."""
+    """Stages below a folder, with everything they share made once."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
         torch.set_num_threads(
             1
-        )  # A child of a process with a pool of threads would wait for threads that it lacks.
+        )  # A child forked from a process with a thread pool would wait for threads it lacks.
         self.folder, self.seed = folder, seed
         self.workflow = small_workflow()
         self._made = 0
 
     def cases(self, kinds: Sequence[Kind] = KINDS) -> list[Case]:
-        """All cases of these kinds, kind by kind."""
+        """Return all cases by kind."""
         return [Case(kind, number) for kind in kinds for number in range(self._count(kind))]
 
     def sample(self, count: int) -> list[Case]:
-        """Cases of as many kinds as there can be, chosen by the seed."""
+        """Return seeded cases with as many kinds as possible."""
         chance = random.Random(self.seed)
         kinds = [kind for kind in chance.sample(KINDS, len(KINDS)) if kind.world != "comfyui"]
         chosen = [Case(kind, chance.randrange(self._count(kind))) for kind in kinds]
@@ -188,10 +184,7 @@ class Campaign:
 
     @cached_property
     def other_models(self) -> Path:
-        """A copy of the test model in which each expert has the weights of the other one.
-
-        It is as valid as the original, with other results.
-        """
+        """A valid copy of the test model with exchanged expert weights, for other results."""
         folder = self.folder / "other"
         shutil.copytree(self.models, folder)
         first, second = sorted((folder / "diffusion_models").glob("*t2v*fp8*"))
@@ -202,7 +195,7 @@ class Campaign:
 
     @cached_property
     def points(self) -> int:
-        """The crash points of an undisturbed client."""
+        """Number of crash points in an undisturbed client."""
         with computing_replaced(), self._on_stage(KINDS[0]) as stage:
             points, counted = Points(), stage.folder / "points"
             stage.wait(
@@ -217,7 +210,7 @@ class Campaign:
 
     @cached_property
     def half_done(self) -> Path:
-        """The output folder of a batch without its last row."""
+        """A batch's output folder without the last row."""
         with (
             computing_replaced(),
             self._on_stage(next(kind for kind in KINDS if kind.world == "replaced")) as stage,
@@ -235,9 +228,9 @@ class Campaign:
 
     @cached_property
     def _swapped_files(self) -> dict[str, list[bytes]]:
-        """Expected files, and the results of runs in which one expert file has other weights."""
+        """Files from undisturbed runs, some with other weights in one expert file."""
         found = {name: list(contents) for name, contents in self._real_files.items()}
-        others = self.other_models  # before a file is renamed: it is made from the folder
+        others = self.other_models  # copied now, before a file is renamed in the original folder
         for file in sorted((self.models / "diffusion_models").glob("*t2v*fp8*")):
             kept = file.with_name(f"{file.name}.kept")
             file.rename(kept)
@@ -276,7 +269,7 @@ class Campaign:
         if kind.world == "comfyui":
             where = ["--server", self.comfyui.url, "--timeout", "300"]
         elif kind.world == "server":
-            where = []  # It is added when the server is there.
+            where = []  # added once the server is there
         stage = Stage(self.folder / f"stage{self._made}", self.workflow, rows, [*where, *more])
         if kind.world == "run":
             stage.command = [

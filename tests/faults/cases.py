@@ -1,7 +1,7 @@
-"""Kinds of faults, and the number of cases of each kind in the whole campaign.
+"""Kinds of faults, and the number of cases for each kind.
 
-Every case is a function that injects the fault on a stage with a separate random number generator.
-The campaign then runs the same command until it succeeds, and checks the folder.
+A case is a function to inject the fault on a stage, with a separate random number generator. The
+campaign then repeats the command until it succeeds, and checks the folder.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Restartable(Protocol):
     """A real ComfyUI server, always at the same port."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
 
     def start(self) -> None:
-        """Start it again, and wait until it answers."""
+        """Restart the server, and wait until it responds."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Inputs of a case: number of a client's crash points, number of the case, model folders."""
+    """Inputs for a case: a client's crash points, the case number, model folders."""
 
     points: int
     number: int
@@ -58,7 +58,7 @@ class Place:
 class Kind:
     """Kind of fault.
 
-    `world` selects the target of the batch: replaced, real, run, lanes or server.
+    `world` selects the batch's target: replaced, real, run, lanes or server.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Kind:
 
 
 class SkippedError(Exception):
-    """This machine cannot inject the fault; the message names the missing feature."""
+    """The machine cannot inject the fault. The message names the missing feature."""
 
 
 def _at_a_point(action: Callable[[str], None], *, every: int = 1, after: bool = False) -> Harm:
@@ -179,7 +179,7 @@ FIRST_BYTES = 200
 
 
 def _foreign(stage: Stage, chance: random.Random, place: Place) -> None:
-    """A foreign thing is refused by name, and gone again when the command is repeated."""
+    """Put a foreign thing in place for one command, which refuses it by name."""
     if os.geteuid() != 0:
         raise SkippedError("a file of another user needs root")
     assert place.half_done is not None
@@ -289,7 +289,7 @@ def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
 
 
 def _slowly(seconds: float) -> None:
-    """Let each row take at least so long."""
+    """Make each row take at least as long."""
     from wanstream.host.embedded.run import Workflow
 
     inner = Workflow.run
@@ -383,7 +383,7 @@ def _signalled(*numbers: int, pause: float = 0.3) -> Harm:
 
 
 def _checkpoint(stage: Stage, chance: random.Random, place: Place) -> None:
-    """One of both experts is cut, zeroed, removed or swapped while in use, and restored later."""
+    """Cut, zero, remove or swap one expert file while in use, and restore it later."""
     file = sorted((place.models / "diffusion_models").glob("*t2v*fp8*"))[chance.randrange(2)]
     kept = file.with_name(f"{file.name}.kept")
     pid = stage.start()
@@ -417,7 +417,7 @@ def _run_limited(stage: Stage, chance: random.Random, place: Place) -> None:
     stage.run(lambda: _limit(resource.RLIMIT_FSIZE, value))
 
 
-# A server that speaks as ComfyUI does.
+# A server with ComfyUI's protocol.
 
 
 def _on_server(harm: Callable[[Stage, random.Random, int, Path, Path], None]) -> Harm:
@@ -437,7 +437,7 @@ def _client_killed(
 ) -> None:
     with running_server(port, output, models, seconds=chance.choice([0.0, 0.05])):
         stage.run(Points(chance.randrange(150), kill, after=chance.random() < 0.5).install)
-        # The server is still there: nothing that it has made is lost.
+        # The server is still there, with everything it has made.
         stage.finish()
 
 
@@ -485,7 +485,7 @@ def _in_trouble(stage: Stage, chance: random.Random, port: int, output: Path, mo
 
 
 def _comfyui_killed(stage: Stage, chance: random.Random, place: Place) -> None:
-    """A real ComfyUI is killed while it works, at times the client too."""
+    """Kill a real ComfyUI at work, and in some cases the client too."""
     assert place.comfyui is not None
     pid = stage.start()
     time.sleep(chance.uniform(0.5, 8.0))

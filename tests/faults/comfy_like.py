@@ -1,7 +1,7 @@
-"""A small server that speaks as much of ComfyUI's HTTP as a batch needs.
+"""Small server with the part of ComfyUI's HTTP API used by a batch.
 
-It computes nothing, and can be in trouble. As ComfyUI, it keeps its queue and its history in
-memory: a restart loses both, and files in its output folder stay.
+It computes nothing, and can be in trouble. As in ComfyUI, a restart loses queue and history, and
+files in the output folder stay.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
 from wanstream.tests.support.embedded import embedded_host
 
 COMMANDS = ("drop", "late drop", "500", "502", "cut")
-"""Troubles: closed before or after the request was followed, errors after it was followed, half of
-an answer."""
+"""Troubles: closed before or after the request was followed, errors afterwards, half a response."""
 
 
 @dataclass(kw_only=True)
 class Trouble:
-    """The share of requests that something happens to, and a seed."""
+    """Share of requests in trouble, and a seed."""
 
     share: float = 0.0
     seed: int = 0
@@ -104,7 +103,7 @@ class State:
         }
 
     def answer(self, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
-        """The status, and JSON or bytes."""
+        """Return the status, and JSON or bytes."""
         if route == "/system_stats":
             return 200, {"system": {"comfyui_version": self.comfyui}}
         if route == "/wanstream/about":
@@ -140,7 +139,7 @@ _DESCRIBING = threading.Lock()
 
 
 def object_info(models: Path) -> dict[str, Any]:
-    """The description of its nodes by a ComfyUI with this pack alone."""
+    """Return the nodes as described by a ComfyUI with this pack alone."""
     with _DESCRIBING, embedded_host.opened(Folders(models=models, output=models, input=models)):
         return _described()
 
@@ -170,7 +169,7 @@ def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             parts = urllib.parse.urlsplit(self.path)
             kind = chance.choice(trouble.kinds) if chance.random() < trouble.share else ""
             if parts.path in {"/system_stats", "/object_info", "/wanstream/about"}:
-                kind = ""  # A command that finds no server at its start runs nothing: exit code 2.
+                kind = ""  # Without a server at its start, a command runs nothing and exits with 2.
             if kind == "drop":
                 return
             status, answer = state.answer(

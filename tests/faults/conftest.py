@@ -1,4 +1,4 @@
-"""A folder in memory for the tests of this folder."""
+"""In-memory folder for these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign things in the places of a batch's own files, as in a folder from a stranger."""
+"""Foreign things where a batch keeps files, as in a folder from a stranger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 Make = Callable[[Path, "Outside"], None]
-"""Puts something at a path."""
+"""Function to put something at a path."""
 
 PAGE = 4096
 MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
@@ -109,10 +109,7 @@ def of_another_user(path: Path, outside: Outside) -> None:
 
 
 def names_the_victim(path: Path, outside: Outside) -> None:
-    """A rollback journal with another file's name at the end.
-
-    SQLite removes this file afterwards.
-    """
+    """Write a rollback journal ending with another file's name: SQLite removes that file later."""
     of = path.with_name(path.name.removesuffix("-journal"))
     pages = (of.stat().st_size if of.is_file() else 0) // PAGE
     name = str(outside.victim).encode()
@@ -183,10 +180,7 @@ def foreign_thing(out: Path, number: int, outside: Outside) -> Iterator[Path]:
 
 @contextmanager
 def mounted(out: Path, chance: random.Random, outside: Outside) -> Iterator[Path]:
-    """Mount somebody else's folder in the working folder.
-
-    Raises OSError where this is not allowed.
-    """
+    """Mount somebody else's folder in the working folder. Raises OSError if not permitted."""
     path = out / ".wanstream" / chance.choice(["parts", "made", "made/some-id"])
     path.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(

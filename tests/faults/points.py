@@ -1,4 +1,4 @@
-"""Crash points of this process: counted disk or journal calls, and an action at one of them."""
+"""Crash points in this process: counted disk or journal calls, and an action at one point."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Action = Callable[[str], None]
-"""Fault at the point. It receives the name of the call, and its exceptions propagate from the
-call."""
+"""Fault at a point, with the name of the call. Exceptions propagate from the call."""
 
 _OF_OS = ("fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")
 _OF_SHUTIL = ("rmtree", "copyfile")
@@ -36,7 +35,7 @@ def interrupt_twice(name: str) -> None:
 
 
 def remove(folder: Path) -> Action:
-    """Return an action that removes a folder, as another process would."""
+    """Return an action to remove a folder, as another process would."""
 
     def action(name: str) -> None:
         shutil_rmtree(folder, ignore_errors=True)
@@ -48,7 +47,7 @@ shutil_rmtree = shutil.rmtree
 
 
 class Points:
-    """Counts the calls from `install` on, and acts before or after number `at`."""
+    """Counter of calls after `install`, with an action before or after number `at`."""
 
     def __init__(
         self, at: int | None = None, action: Action = kill, *, after: bool = False
@@ -58,7 +57,7 @@ class Points:
         self.count = 0
 
     def install(self) -> None:
-        """Replace the calls of this process; it is a child that ends soon."""
+        """Replace this process's calls for good: it is a child and ends soon."""
         for module, names in ((os, _OF_OS), (shutil, _OF_SHUTIL)):
             for name in names:
                 setattr(
@@ -84,7 +83,7 @@ class Points:
             self._action(name)
         try:
             return function(*arguments, **named)
-        finally:  # also after a call that fails, such as `mkdir` of a folder that exists
+        finally:  # also after a failed call, such as `mkdir` for an existing folder
             if number == self._at and self._after:
                 self._action(name)
 

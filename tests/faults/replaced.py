@@ -1,4 +1,4 @@
-"""Workflows without computing: save nodes write short videos whose frames depend on the seeds."""
+"""Workflows without computing: save nodes write short videos, with frames drawn from the seeds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ FRAMES, SIZE = 3, 16
 
 
 def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
-    """The seed of the sampler that a node's result comes from.
-
-    Of a lane latent that of its lane.
-    """
+    """Return the sampler seed behind a node's result, from the right lane for a lane latent."""
     lane = None
     while True:
         node = prompt[node_id]
@@ -49,10 +46,7 @@ def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
 
 
 def continued_seed(prompt: Mapping[str, Any], node_id: str, output: Path) -> int:
-    """The seed behind a node.
-
-    If the workflow continues a latent in `output`, the seed depends on the latent as well.
-    """
+    """Return the seed behind a node, changed by each latent that the workflow continues."""
     seed = seed_behind(prompt, node_id)
     files = {
         node["inputs"]["previous_file"]
@@ -65,12 +59,12 @@ def continued_seed(prompt: Mapping[str, Any], node_id: str, output: Path) -> int
 
 
 def latent_of(seed: int) -> torch.Tensor:
-    """The latent that stands for that of a seed."""
+    """Return the latent used for a seed."""
     return torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(seed))
 
 
 def _kept_latents(prompt: Mapping[str, Any], output: Path) -> dict[str, dict[str, Any]]:
-    """Write what the nodes that save a latent write; return what they show."""
+    """Write latents in place of the saving nodes, and return what the nodes show."""
     shown = {}
     for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == KEEP):
         path = output / "latents" / f"{node_id}_00001_.latent"
@@ -84,7 +78,7 @@ def _kept_latents(prompt: Mapping[str, Any], output: Path) -> dict[str, dict[str
 
 
 def frames_of(seed: int) -> torch.Tensor:
-    """The frames that stand for the video of a seed."""
+    """Return the frames used for a seed."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(0, 255, (FRAMES, SIZE, SIZE, 3), generator=random, dtype=torch.uint8)
 
@@ -119,16 +113,13 @@ def run_replaced(workflow: Workflow, *, on_progress: Any = None, **_: Any) -> Hi
 
 @contextmanager
 def computing_replaced() -> Iterator[None]:
-    """Inside, `wanstream batch` in this process computes nothing; everything else is as it is."""
+    """Replace only computing in this process's `wanstream batch`."""
     with mock.patch.object(Workflow, "run", run_replaced):
         yield
 
 
 def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
-    """Create a models folder with small files under the names in a workflow.
-
-    Only headers are read.
-    """
+    """Create a models folder with small files, valid by header, under a workflow's names."""
     kinds = {
         "WanStreamExperts": "diffusion_models",
         "WanStreamTextEncode": "text_encoders",

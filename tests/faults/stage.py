@@ -1,4 +1,4 @@
-"""Stage of one fault: a folder, clients in separate processes, and classes of the files left."""
+"""Stage for one fault: a folder, clients in separate processes, and a verdict on the files left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
 
 TRACEBACK = 99
-"""The exit code of a client that ended with an exception."""
+"""Exit code after an uncaught exception."""
 
 WAIT_SECONDS = 240.0
 MOST_RUNS = 8
@@ -32,8 +32,8 @@ _ALLOWED = ("journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock", ".
 
 
 def forked(work: Callable[[], int | None], log: Path, *, temporary: Path) -> int:
-    """Run `work` in a forked child that leads a new session, and return the id of the child."""
-    # A signal that comes before the child can take it would be one to the campaign's own code.
+    """Run `work` in a forked child with a new session, and return the child's id."""
+    # An early signal, before the child can take it, would reach the campaign's own code.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()
     if pid:
@@ -64,14 +64,14 @@ def forked(work: Callable[[], int | None], log: Path, *, temporary: Path) -> int
 
 @dataclass
 class Findings:
-    """Damage of a fault, in words; each list is empty if nothing has happened."""
+    """Damage in words. All lists are empty if nothing has happened."""
 
     lost: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
-    """The exit codes of the clients, in order; negative for a signal."""
+    """Exit codes in order, negative for a signal."""
 
     @property
     def clean(self) -> bool:
@@ -99,7 +99,7 @@ class Stage:
     def start(
         self, prepare: Callable[[], object] | None = None, after: Callable[[], object] | None = None
     ) -> int:
-        """Start a client; `prepare` runs in it before the command, `after` when that has ended."""
+        """Start a client, with `prepare` before the command and `after` when it has ended."""
 
         def work() -> int:
             if prepare is not None:
@@ -118,7 +118,7 @@ class Stage:
         return pid
 
     def wait(self, pid: int) -> int:
-        """The exit code of a client, negative for a signal."""
+        """Return a client's exit code, negative for a signal."""
         deadline, step = time.monotonic() + WAIT_SECONDS, 0.002
         while True:
             found, status = os.waitpid(pid, os.WNOHANG)
@@ -150,16 +150,13 @@ class Stage:
         self.findings.lost.append(f"not done after {MOST_RUNS} runs: {self.stderr()[-300:]}")
 
     def stderr(self) -> str:
-        """Output of all clients."""
+        """Return the output of all clients."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def judge(
         self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False
     ) -> Findings:
-        """Compare the folder with the files of an undisturbed run.
-
-        Each may have one of several contents.
-        """
+        """Compare the folder with undisturbed files, where each file may have several contents."""
         findings = self.findings
         made = (
             {path.name: path.read_bytes() for path in self.out.glob("*.mp4")}
@@ -178,10 +175,7 @@ class Stage:
         return findings
 
     def judge_run(self, expected: bytes) -> Findings:
-        """Judge the folder of `wanstream run`: at least one file, all whole and equal.
-
-        The command numbers its files.
-        """
+        """Judge the folder after `wanstream run`: one or more files, all whole and equal."""
         made = sorted(self.out.rglob("*.mp4"))
         self.findings.lost += [] if made else ["no video"]
         self.findings.broken += [path.name for path in made if path.read_bytes() != expected]

@@ -1,7 +1,4 @@
-"""Ten rows that continue each other, with clients killed at seeded points.
-
-Every row is there, once and unchanged.
-"""
+"""A chain of ten rows, with clients killed at seeded points: no row is lost, doubled or changed."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ SEED, COUNT, ROWS = 19, 20, 10
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
-    # Python warns about a fork in a process with threads; a client does not use the threads of the
-    # test run.
+    # Python warns about a fork with threads, but a client uses no threads from the test run.
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 
@@ -39,7 +35,7 @@ MakeStage = Callable[[str], Stage]
 
 
 def rows() -> list[dict[str, Any]]:
-    """A chain in another order than that of the file, and a branch from its middle."""
+    """Return a shuffled chain, with a branch from the middle."""
     chain = [{"name": f"r{number}", "sampler.seed": number} for number in range(ROWS)]
     for number in range(1, ROWS):
         chain[number]["continues"] = f"r{number - 1 if number < ROWS - 1 else 4}"
@@ -51,7 +47,7 @@ def rows() -> list[dict[str, Any]]:
 def make_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStage]:
     torch.set_num_threads(
         1
-    )  # A child of a process with a pool of threads would wait for threads that it lacks.
+    )  # A child forked from a process with a thread pool would wait for threads it lacks.
     folder = tmp_path_factory.mktemp("continued")
     workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     models = named_models(folder / "named", workflow)
@@ -64,7 +60,7 @@ def make_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStage]:
 
 @pytest.fixture(scope="module")
 def undisturbed(make_stage: MakeStage) -> tuple[Mapping[str, bytes], int]:
-    """The contents of all files of an undisturbed run, and the number of its points."""
+    """All files' contents after an undisturbed run, and the number of crash points."""
     stage, points = make_stage("undisturbed"), Points()
     counted = stage.folder / "points"
     code = stage.wait(
@@ -75,10 +71,7 @@ def undisturbed(make_stage: MakeStage) -> tuple[Mapping[str, bytes], int]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Whole files: a video as its bytes, a latent as its values.
-
-    The order of the metadata of a latent is not fixed.
-    """
+    """Return whole files: videos as bytes, latents as values because the metadata order varies."""
     found = {}
     for path in sorted((*folder.glob("*.mp4"), *folder.glob("*.latent"))):
         check_media(path)

@@ -1,6 +1,6 @@
-"""Twenty faults of the campaign, of twenty kinds.
+"""Twenty faults from the campaign, all different kinds.
 
-`python -m wanstream.tests.faults` runs all of them.
+`python -m wanstream.tests.faults` runs all faults.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ pytestmark = [
     pytest.mark.skipif(
         sys.platform != "linux", reason="clients are forked, and limits are those of Linux"
     ),
-    # Python warns about a fork in a process with threads; a client does not use the threads of the
-    # test run.
+    # Python warns about a fork with threads, but a client uses no threads from the test run.
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 

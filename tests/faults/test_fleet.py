@@ -1,7 +1,4 @@
-"""A hundred rows on four servers, with servers and the client killed at fifty seeded points.
-
-Each row is there, once.
-"""
+"""A hundred rows on four servers, with fifty seeded kills: each row is there, once."""
 
 from __future__ import annotations
 
@@ -33,14 +30,13 @@ PATIENCE_SECONDS = 60.0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
-    # Python warns about a fork in a process with threads; a client does not use the threads of the
-    # test run.
+    # Python warns about a fork with threads, but a client uses no threads from the test run.
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 
 
 class Machine:
-    """A server that is killed and started again at its port, after some time."""
+    """A server killed and restarted at the same port after some time."""
 
     def __init__(self, folder: Path, models: Path) -> None:
         self._output, self._models, self._port = folder, models, free_port()
@@ -55,17 +51,17 @@ class Machine:
         return self._pid is not None
 
     def start(self, *, now: bool = False) -> None:
-        """Start it, unless it runs, or its time has not come yet."""
+        """Start the server, unless it runs or must still wait."""
         if self._pid is None and (now or time.monotonic() >= self._starts_at):
             self._pid = forked_server(self._port, self._output, self._models, seconds=0.05)
 
     def hang(self, *, on: bool) -> None:
-        """Let it accept connections and answer nothing, or go on."""
+        """Accept connections without a response, or go on."""
         assert self._pid is not None
         os.kill(self._pid, signal.SIGSTOP if on else signal.SIGCONT)
 
     def kill(self, absence_s: float = 0.0) -> None:
-        """End it as `kill -9` does, for at least some seconds."""
+        """End the server as `kill -9` does, for at least some seconds."""
         if self._pid is None:
             return
         os.kill(self._pid, signal.SIGKILL)
@@ -76,7 +72,7 @@ class Machine:
 def undisturbed(
     folder: Path, models: Path, workflow: Mapping[str, Any], rows: Sequence[object]
 ) -> dict[str, list[bytes]]:
-    """The files of one process without servers."""
+    """Return files made by one process without servers."""
     stage = Stage(folder, workflow, rows, ["--models", str(models)])
     with computing_replaced():
         assert stage.run() == DONE, stage.stderr()
@@ -87,7 +83,7 @@ def undisturbed(
 def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(
         1
-    )  # A child of a process with a pool of threads would wait for threads that it lacks.
+    )  # A child forked from a process with a thread pool would wait for threads it lacks.
     chance, workflow = random.Random(SEED), small_workflow()
     models = named_models(tmp_path / "models", workflow)
     rows = [{"sampler.seed": 1000 + number} for number in range(ROWS)]
@@ -111,8 +107,7 @@ def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 time.sleep(0.005)
             time.sleep(chance.uniform(0.0, 0.1))
             alive = [machine for machine in machines if machine.alive]
-            # A command that finds no server at its start runs nothing, so one server is always
-            # there.
+            # Without a server at its start, a command runs nothing, so one always stays.
             if chance.random() < 0.6 and len(alive) > 1:
                 chance.choice(alive).kill(chance.choice([0.0, 0.3, 2.0]))
                 killed["server"] += 1
@@ -141,7 +136,7 @@ def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_server_that_is_stopped_for_a_while_costs_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
-    """`killed`: the client is killed meanwhile, and the next one finds a server that hangs."""
+    """With `killed`, the client is killed meanwhile, and the next one finds a hung server."""
     torch.set_num_threads(1)
     workflow = small_workflow()
     models = named_models(tmp_path / "models", workflow)
