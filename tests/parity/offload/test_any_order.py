@@ -1,6 +1,6 @@
 """Runs, aborted runs, early stops, new patches and released memory in any order.
 
-The results are compared with a fresh engine.
+Results are compared with a fresh engine's.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ HIDDEN = torch.linspace(-1, 1, WIDTH)[None]
 class Run(NamedTuple):
     steps: tuple[str, ...]
     stop_at: int | None
-    """Visit in which the run is interrupted; None: the run completes."""
+    """Visit with the interruption, or None for a complete run."""
 
 
 class ReleaseSource(NamedTuple):
     steps: tuple[str, ...]
     visits: int
-    """Number of visits before the run stops early."""
+    """Visits before the run stops early."""
 
 
 class Patch(NamedTuple):
     strengths: tuple[int, ...]
-    """Patch strength of each block of both experts; 0: no patch."""
+    """Patch strength for each block in both experts, 0 for no patch."""
 
 
 class GiveBack(NamedTuple):

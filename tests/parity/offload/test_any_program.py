@@ -28,10 +28,7 @@ Stacks = dict[str, nn.ModuleList]
 
 
 class HalfSource(ModuleSource):
-    """Source that stores some blocks in bf16, so that they must be decoded.
-
-    Their fp32 weights are exact in bf16.
-    """
+    """Source with some blocks stored in bf16, to be decoded to exact fp32 weights."""
 
     def __init__(self, stacks: Stacks, decoded: frozenset[BlockKey]) -> None:
         super().__init__(stacks)

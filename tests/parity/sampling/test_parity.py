@@ -46,7 +46,7 @@ def _settings(request: DenoiseRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def pipeline_request(make_request: Request) -> Request:
-    """A request for both experts, with the settings of the pipelines here."""
+    """A request for both experts, with these pipelines' settings."""
 
     def make(**changes: Any) -> DenoiseRequest:
         step_plan = {
@@ -101,10 +101,7 @@ def test_simple_and_euler_are_comfyuis_loop(
     plain_models: Any,
     make_request: Request,
 ) -> None:
-    """ComfyUI guides and steps with the denoised estimate, we with the velocity.
-
-    The results are equal up to rounding.
-    """
+    """ComfyUI steps with the denoised estimate, we with the velocity: equal up to rounding."""
     request = make_request(
         steps=steps,
         flow_shift=shift,

@@ -30,7 +30,7 @@ POLICIES = {
     "block swap": OffloadPolicy.block_swap(2, 1),
 }
 TIME = "diffusion_model.time_projection.1"
-# Spellings that diffusers reads, and whether it takes biases in them.
+# Spellings read by diffusers, and whether biases are read too.
 DIFFUSERS_READS = {
     "lightning": True,
     "lora_A": True,
@@ -53,7 +53,7 @@ def pair(tiny_expert_folder):
 
 
 def run(pair, lane, policy=POLICIES["layerwise"], steps=STEPS):
-    """Return the concatenated velocities of one run of single steps."""
+    """Return concatenated velocities for single steps in one run."""
     engine = pair.engine(policy, "cpu")
     velocities = []
     with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as engine_run:
@@ -237,7 +237,7 @@ class TestEveryParameter:
                 continue
             layer = "diffusion_model." + native_transformer_name(name).removesuffix(".weight")
             rank = rank % 5 + 1  # layers of different ranks
-            # The factors of a convolution have the dimensions of its kernel.
+            # A convolution's factors have the dimensions of the kernel.
             up = 0.05 * torch.randn(
                 parameter.shape[0], rank, *[1] * (parameter.ndim - 2), generator=generator
             )
@@ -263,7 +263,7 @@ class TestOtherFamily:
     def test_a_text_to_video_lora_on_image_to_video_experts(
         self, tiny_expert_file, lora_file, lightning
     ):
-        """All of it is added except for the patch embedding."""
+        """Everything is added except for the patch embedding."""
         shared = lightning(seed=3) | {
             "diffusion_model.blocks.1.diff_m": 0.1 * torch.ones(1, 6, 256)
         }
@@ -299,10 +299,7 @@ class TestPackedBase:
             )
 
     def test_fp8_scaled(self, tiny_expert_file, make_tiny_expert, lora_file, lightning, lane):
-        """Equal to the decoded model with the LoRA added.
-
-        No number of the LoRA goes through fp8.
-        """
+        """The result equals the decoded model plus LoRA. No LoRA value goes through fp8."""
         path = tiny_expert_file(fp8="scaled_fp8", dtype=torch.float16, **HIGH)
         model = make_tiny_expert(dequantised_from=torch.float16, **HIGH)
         by_hand(model, lightning(seed=3), 0.05)
