@@ -1,4 +1,4 @@
-"""Tiny random models for every room: four blocks, two heads, real text width.
+"""Tiny random models for all tests: four blocks, two heads, real text width.
 
 Each file is written once per session.
 """
@@ -48,9 +48,9 @@ SEEN = pytest.StashKey[dict[str, frozenset[str]]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests of servers, browsers and worker processes as `integration`, before `-m` selects.
+    """Mark tests with servers, browsers and worker processes as `integration`, before `-m` selects.
 
-    Other tests that start a Python process have the mark in their file.
+    Other tests with a Python process have the mark in their file.
     """
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
@@ -76,13 +76,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def collected(request: pytest.FixtureRequest) -> dict[str, frozenset[str]]:
-    """The marks of every test that this session collected, the deselected ones included."""
+    """The marks of every collected test, with deselected ones included."""
     return request.config.stash[SEEN]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Refuse a new Python process in a unit test: it imports torch again, which takes seconds."""
+    """Refuse a new Python process in a unit test: importing torch again takes seconds."""
     if any(item.get_closest_marker(name) for name in ("integration", "slow")):
         return (yield)
     start = subprocess.Popen.__init__
@@ -99,10 +99,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_tiny_expert() -> Callable[..., WanTransformer3DModel]:
-    """`make_tiny_expert(seed=0, **shape)`: a fresh fp32 expert, the caller's to change.
+    """`make_tiny_expert(seed=0, **shape)`: a fresh fp32 expert for the caller to change.
 
-    `dequantised_from=dtype` gives instead the fp32 model that an fp8 file with its other tensors in
-    `dtype` stands for. Shape: `layers=4, heads=2, in_channels=16 | 36, ffn_dim=512, text_dim=4096`.
+    With `dequantised_from=dtype`, the expert has the values of an fp8 file with other tensors in
+    `dtype`. Shape: `layers=4, heads=2, in_channels=16 | 36, ffn_dim=512, text_dim=4096`.
     """
 
     def make(
@@ -116,10 +116,10 @@ def make_tiny_expert() -> Callable[..., WanTransformer3DModel]:
 
 @pytest.fixture(scope="session")
 def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a diffusers transformer folder of a tiny expert.
+    """Make a tiny expert's diffusers transformer folder.
 
-    Call `tiny_expert_folder(seed=0, dtype=torch.float32, shards=1, **shape)`. Read only: the folder
-    is shared by the whole session.
+    Call `tiny_expert_folder(seed=0, dtype=torch.float32, shards=1, **shape)`. Read only: the whole
+    session shares the folder.
     """
 
     @functools.cache
@@ -139,11 +139,11 @@ def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 @pytest.fixture(scope="session")
 def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make ComfyUI's single file of a tiny expert.
+    """Make a tiny expert's single file for ComfyUI.
 
-    Call `tiny_expert_file(seed=0, dtype=torch.float32, prefix="", fp8=None, **shape)`. `fp8` is one
-    of the names that the fixture `fp8_layout` runs through; `dtype` is then that of all other
-    tensors. Read only: the file is shared by the whole session.
+    Call `tiny_expert_file(seed=0, dtype=torch.float32, prefix="", fp8=None, **shape)`. `fp8` is a
+    name from the fixture `fp8_layout`; then only other tensors have `dtype`. Read only: the whole
+    session shares the file.
     """
 
     @functools.cache
@@ -179,7 +179,7 @@ def fp8_layout(request: pytest.FixtureRequest) -> str:
 def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make a diffusers pipeline folder with the VAE (fp32), text encoder and tokenizer.
 
-    Call `tiny_pipeline(dtype=torch.float32)`. Read only: the folder is shared by the whole session.
+    Call `tiny_pipeline(dtype=torch.float32)`. Read only: the whole session shares the folder.
     """
 
     @functools.cache
@@ -196,9 +196,9 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
 
 @pytest.fixture(scope="session")
 def wan22_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny VAE of Wan2.2 5B. Read only.
+    """A folder with Wan2.2 5B's tiny VAE. Read only.
 
-    It contains `vae`, as diffusers has it, and `wan2.2_vae.safetensors`.
+    It contains `vae`, as in diffusers, and `wan2.2_vae.safetensors`.
     """
     path, vae = tmp_path_factory.mktemp("wan22"), make_wan22_vae(seed=0)
     vae.save_pretrained(path / "vae")
@@ -214,5 +214,5 @@ def sample_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def full_sample_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    """The whole model of `wanstream make-test-model`, as deep as the real one. Read only."""
+    """The whole model from `wanstream make-test-model`, as deep as the real one. Read only."""
     return write_tiny_model(tmp_path_factory.mktemp("models"))

@@ -1,4 +1,4 @@
-"""The nodes and settings that `docs/coming-from-wanvideowrapper.md` names exist."""
+"""The nodes and settings in `docs/coming-from-wanvideowrapper.md` exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_node_it_names_in_bold_is_ours() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
 def test_every_setting_is_one_of_ours(row: list[str]) -> None:
-    """A row that also names nodes has only settings of these nodes."""
+    """If a row names nodes, its settings belong to these nodes."""
     _, here = row
     named = [schema for schema in NODES if f"**{schema.display_name}**" in here]
     known: set[str] = set()

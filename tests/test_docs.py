@@ -1,4 +1,4 @@
-"""Pages of `docs/` are short and linked, and their nodes, commands and paths exist."""
+"""Pages in `docs/` are short and linked, and their nodes, commands and paths exist."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_every_path_of_this_repository_is_there(name: str) -> None:
 
 WORD = re.compile(r"[\w\0][\w\0'./-]*")
 FILLED = re.compile(r"\.\.\.|'[^']*'|\[[^]]*\]|\b(?:[NM]|PATH|MACHINE)\b|(?<![\w.])\d[\d.,]*\b")
-"""Parts of a quoted message that a run fills in."""
+"""Parts of a quoted message filled in by a run."""
 
 
 def _texts(module: ast.Module) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _words(text: str) -> list[str]:
 
 
 def test_every_quoted_message_has_the_words_of_the_code() -> None:
-    """Each two words of it follow each other in a text, or a value stands between them there."""
+    """Adjacent words in a message are adjacent in the code too, or have a value in between."""
     modules = SourceTree(ROOT).trees.values()
     known = {
         pair for module in modules for text in _texts(module) for pair in pairwise(_words(text))
@@ -173,7 +173,7 @@ LISTED: dict[tuple[str, str], Iterable[str]] = {
     ("workers-splits", "`weights`"): WEIGHT_PLACEMENTS,
     ("workers-splits", "split"): [field.name for field in fields(Mesh)],
 }
-"""Choices and names of the code by page and head of the first columns of a table."""
+"""Choices and names in the code, by page and by the head of a table's first columns."""
 
 
 @pytest.mark.parametrize(("page", "head"), LISTED)
@@ -213,7 +213,7 @@ LIMITS: dict[str, list[str]] = {
         f"did not start within {START_TIMEOUT_S:g} s",
     ],
 }
-"""Words around a limit, with the value of the code, by page."""
+"""Words around a limit, with the code's value, by page."""
 IN_WORDS = {
     "fails after five such losses": MAX_LOSSES == 5,
     "and once a minute": driver.HANDOVER_S == 60,
@@ -234,7 +234,7 @@ def test_limits_in_words_are_those_of_the_code() -> None:
 
 
 def _kind(file: str) -> str:
-    """Return the name that both experts' files share, of text and of images."""
+    """Return the name shared by both experts' files, for text and for images."""
     return re.sub("high|low", "", file.lower()).replace("i2v", "t2v").replace("v1.1", "v1")
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parent.parent
 
-# The way ComfyUI imports a folder of custom_nodes: the module's name is its path.
+# As ComfyUI imports a folder from custom_nodes: the module's name is the path.
 LOAD = """
 import importlib.util, json, logging, sys
 folder = sys.argv[1]
@@ -91,7 +91,7 @@ def test_entry_point_lists_nodes_under_any_folder_name_and_imports_no_model_libr
     modules = found["modules"]
     assert isinstance(modules, list)
     assert "wanstream" not in modules, "the pack imported itself under a second name"
-    # They take several times as long to import as all the rest, and nothing needs them before a
+    # Importing them takes several times as long as all the rest, and nothing needs them before a
     # model is opened.
     assert not {"diffusers", "transformers", "peft", "accelerate", "ray", "ftfy"}.intersection(
         modules

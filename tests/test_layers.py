@@ -1,4 +1,4 @@
-"""Order of packages and sub-packages, public surfaces, and other house rules for tools to check."""
+"""Package order, public surfaces, and other house rules for tools to check."""
 
 from __future__ import annotations
 
@@ -97,20 +97,16 @@ ORDER_INSIDE = {
         "comfy.adapter",
     ),
 }
-"""Sub-packages of a package, each of which imports the earlier ones only. "" has the modules of the
-package itself."""
+"""Sub-packages by package: each one imports only earlier ones. "" has the package's modules."""
 MOST_NAMES = 30
-"""Names that other packages may import from a package, or from a sub-package with a list."""
+"""Names for other packages to import from a package, or from a sub-package with a list."""
 
 EACH_PACKAGE = pytest.mark.parametrize("package", PACKAGES)
 
 
 @pytest.fixture(scope="module")
 def tree() -> SourceTree:
-    """Half a million objects, dropped after these tests.
-
-    They would slow down every garbage collection of other tests.
-    """
+    """Half a million objects, dropped after these tests to keep other garbage collections fast."""
     return SourceTree(ROOT, PACKAGES)
 
 
@@ -121,7 +117,7 @@ def _modules(tree: SourceTree, package: str) -> Iterator[tuple[Path, ast.Module]
 
 
 def _foreign_imports(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of each module that is not imported relatively."""
+    """Yield each module imported absolutely, with the line."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -181,14 +177,14 @@ def test_surfaces_are_narrow(tree: SourceTree) -> None:
 
 
 def test_chains_of_imports_stay_short(tree: SourceTree) -> None:
-    """Every module is behind at most so many others that a reader may have to open first."""
+    """A reader may have to open all modules in front of another one first."""
     depths = import_depths(tree.edges())
     deepest = max(depths, key=lambda module: depths[module])
     assert depths[deepest] <= LONGEST_CHAIN, f"{deepest} is behind {depths[deepest]} modules"
 
 
 def test_only_node_classes_look_the_host_up(tree: SourceTree) -> None:
-    """Functions get the host as an argument, or the part that they need."""
+    """Functions get the host, or the part they need, as an argument."""
     for path, module in tree.trees.items():
         classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
         in_classes = {
@@ -245,7 +241,7 @@ def _docstrings(module: ast.Module) -> Iterator[tuple[ast.AST, str]]:
 
 
 def test_docstrings_name_errors_that_exist(tree: SourceTree) -> None:
-    known = set(vars(builtins)) | {"OutOfMemoryError"}  # the last is of torch
+    known = set(vars(builtins)) | {"OutOfMemoryError"}  # the last comes from torch
     for module in tree.trees.values():
         known |= {node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef)}
     for path, module in tree.trees.items():
@@ -305,10 +301,7 @@ def test_only_devices_calls_the_modules_of_a_device(tree: SourceTree, package: s
 
 
 def test_the_plan_command_starts_without_torch(tree: SourceTree) -> None:
-    """torch takes seconds to import.
-
-    Packages count, because importing a module runs the `__init__` above it.
-    """
+    """Importing torch takes seconds, and importing a module runs every `__init__` above it."""
     at_start: dict[str, set[str]] = {}
     for found in tree.imports:
         if not found.in_function and not found.for_types:

@@ -1,4 +1,4 @@
-"""Statements of the migration pages about our nodes hold: names, settings, sums, switch steps."""
+"""Statements in the migration pages about our nodes: names, settings, sums, switch steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NODES = [node.define_schema() for node in asyncio.run(WanStreamExtension().get_n
 
 
 def rows(title: str) -> list[list[str]]:
-    """The cells of all table rows of a section, heads and rules left out."""
+    """Return the table cells in a section, without heads and rules."""
     found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, title
     lines = [

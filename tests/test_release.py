@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 CHECKLIST = (ROOT / "docs" / "releasing.md").read_text(encoding="ascii")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 RELEASED = re.sub(r"(?s)(## \[Unreleased\]\n).*?(?=\n## |$)", r"\1", CHANGELOG, count=1)
-"""The changelog without what came after the last release."""
+"""The changelog without changes after the last release."""
 REVIEWED = {
     *("subprocess", "socket", "ctypes", "sqlite3", "os.environ", "os.system", "os.popen"),
     *("multiprocessing", "aiohttp", "httpx", "requests", "urllib.request", "http.client"),
@@ -102,7 +102,7 @@ def test_the_archive_has_what_runs_in_comfyui_and_nothing_else() -> None:
 
 
 def used_modules(path: Path) -> set[str]:
-    """Return the modules that a reviewer of the Registry asks about and this file uses."""
+    """Return the modules used in a file that the Registry's reviewers ask about."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -146,7 +146,7 @@ def test_the_changelog_has_what_is_to_come_and_every_release_once() -> None:
 
 
 def test_the_checklist_names_only_what_exists(project: dict[str, Any]) -> None:
-    """A word in code with a slash or a known ending is a file or a folder of the checkout."""
+    """A word in code with a slash or a known ending is a file or folder in the checkout."""
     named = set(re.findall(r"`([\w./-]+)`", CHECKLIST))
     files = {name for name in named if "/" in name or name.endswith((".md", ".toml", ".py"))} - {
         "custom_nodes/"
@@ -162,7 +162,7 @@ def test_the_checklist_names_only_what_exists(project: dict[str, Any]) -> None:
 
 
 def released(checkout: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of pyproject.toml with the lines that the checklist has for it."""
+    """Return pyproject.toml's content with the checklist's lines for it."""
     lines = textwrap.dedent(re.findall(r" *```toml\n(.*?)```", CHECKLIST, re.DOTALL)[0])
     filled = tomllib.loads(lines.replace("OWNER/NAME", "someone/pack"))
     comfy = {**checkout["tool"]["comfy"], **filled["tool"]["comfy"]}
@@ -226,7 +226,7 @@ def test_a_release_without_addresses_is_refused(project: dict[str, Any]) -> None
 
 
 def test_workflows_run_files_that_exist() -> None:
-    """Every command of a workflow names files of this checkout, and every local action is here."""
+    """Commands in a workflow name files in this checkout, and all local actions exist."""
     named = set()
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         jobs = yaml.safe_load(path.read_text(encoding="ascii"))["jobs"].values()

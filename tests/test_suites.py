@@ -1,4 +1,4 @@
-"""Every test is in exactly one suite of `scripts/test`."""
+"""Every test is in exactly one suite in `scripts/test`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMPORT = re.compile(r"^ *from (wanstream[\w.]*) import (\w[\w, ]*)$", re.MULTILI
 
 @pytest.fixture(scope="module")
 def suites() -> dict[str, Expression]:
-    """The `-m` expression of every suite."""
+    """The `-m` expression for every suite."""
     found = re.findall(
         r'^(\w+)\) .*?pytest -m "([^"]+)"',
         SCRIPT.read_text(encoding="utf-8"),
@@ -100,7 +100,7 @@ def test_every_file_for_gpus_alone_has_a_reason() -> None:
 
 
 def test_programs_in_strings_import_what_exists() -> None:
-    """Other processes run them in slow tests only, so that a renamed module would stay unseen."""
+    """Only slow tests run them, in other processes, so a renamed module would stay unseen."""
     missing = set()
     for path in TESTS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

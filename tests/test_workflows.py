@@ -37,7 +37,7 @@ EXPERTS = ("WanStreamExperts", "WanStreamOneExpert")
 MODELS = ("WanStreamLoadDiffusionModel", "WanStreamStreamModel")
 WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
 
-# Of ComfyUI's own nodes, those that workflows use.
+# ComfyUI's own nodes in workflows.
 CORE = {
     *(
         "CLIPLoader",
@@ -77,7 +77,7 @@ CORE = {
 }
 
 EMBEDDED = {"LoadImage", "LoadVideo", "GetVideoComponents"}
-"""Nodes of ComfyUI in the embedded host."""
+"""ComfyUI nodes in the embedded host."""
 
 VARIANTS = {
     f"{name}{over}" for name in ("fun_control", "fun_inp", "bernini") for over in ("", "_workers")
@@ -108,16 +108,13 @@ def test_every_workflow_comes_in_three_files() -> None:
 
 
 def test_comfyui_takes_templates_from_this_folder_alone() -> None:
-    """ComfyUI accepts five names of such folders.
-
-    It serves the files of the first one that it finds in a pack.
-    """
+    """ComfyUI serves only the first folder in a pack with one of five names."""
     known = ("example_workflows", "example", "examples", "workflow", "workflows")
     assert [name for name in known if (WORKFLOWS.parent / name).exists()] == ["workflows"]
 
 
 def canvas_names(canvas: Mapping[str, Any]) -> dict[int, str]:
-    """The name of each node of a canvas by its id, as `names_of` gives it."""
+    """Return each canvas node's name by id, as `names_of` does."""
     counts = Counter(node["type"] for node in canvas["nodes"])
     return {
         node["id"]: node["type"] if counts[node["type"]] == 1 else node["title"]
@@ -151,7 +148,7 @@ def test_nodes_are_ours_or_comfyuis(name: str) -> None:
 
 @EACH
 def test_an_api_file_names_every_input_of_our_nodes_and_no_other(name: str) -> None:
-    """The frontend saves every widget, so a complete API file can be compared with its export."""
+    """The frontend saves every widget, so a complete API file can be compared with an export."""
     for node in prompt_of(name).values():
         if node["class_type"] in NODES:
             inputs = {
@@ -191,7 +188,7 @@ def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(
     }
     assert named <= MODEL_FILES.keys()
     for file in (MODEL_FILES[value] for value in named):
-        # The test model has no native models: only their names exist in the servers of the tests.
+        # The test model has no native models. The servers in tests have only their names.
         assert (sample_models / file.directory / file.name).is_file() or name in NATIVE
     (note,) = (node for node in canvas["nodes"] if node["type"] == NOTE_TYPE)
     (text,) = note["widgets_values"]
@@ -205,9 +202,9 @@ def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(
 
 @EACH
 def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
-    """A custom title hides the name that documents use, in every language.
+    """A custom title hides the name used in documents, in every language.
 
-    Only nodes of the same class need one.
+    Only nodes with the same class need one.
     """
     prompt, canvas = prompt_of(name), template(name)
     counts = Counter(node["class_type"] for node in prompt.values())
@@ -268,7 +265,7 @@ def test_every_link_of_the_canvas_has_two_ends_that_know_it(name: str) -> None:
 
 @EACH
 def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
-    """Links of all nodes, and the widgets of ours, whose order the schemas give."""
+    """Compare all nodes' links, and our nodes' widgets in schema order."""
     prompt, canvas = prompt_of(name), template(name)
     inputs_by_name = by_name(prompt)
     names = canvas_names(canvas)
@@ -292,7 +289,7 @@ def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
 
 
 def _widgets(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The widgets of one of our nodes; a seed's second widget is how it changes after a run."""
+    """Yield our nodes' widgets. A seed's second widget is how it changes after a run."""
     values = iter(node.get("widgets_values", ()))
     for socket in NODES[node["type"]].define_schema().inputs:
         if socket.io_type in WIDGETS:
@@ -322,7 +319,7 @@ def _small(name: str) -> Prompt:
         if "width" in node["inputs"]:
             node["inputs"] |= {"width": 32, "height": 32, "frames": 5}
         if node["class_type"] == "WanStreamContinueVideo":
-            node["inputs"]["frames"] = 9  # more than the 5 that clips share
+            node["inputs"]["frames"] = 9  # more than the 5 shared by clips
         if "steps" in node["inputs"]:
             node["inputs"]["steps"] = 4
         if "layout" in node["inputs"]:
