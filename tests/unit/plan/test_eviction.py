@@ -1,4 +1,4 @@
-"""Order of eviction."""
+"""Eviction order."""
 
 from __future__ import annotations
 

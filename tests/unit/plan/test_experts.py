@@ -1,4 +1,4 @@
-"""The split at the boundary, over the schedules of other implementations."""
+"""The split at the boundary, over other implementations' schedules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def comfy_simple(steps: int, shift: float) -> list[float]:
 
 
 def comfy_simple_unipc(steps: int, shift: float) -> list[float]:
-    """The schedule of one step more, its last sigma above 0 dropped."""
+    """Return the schedule for one step more, without the last sigma above 0."""
     return comfy_simple(steps + 1, shift)[:-1]
 
 

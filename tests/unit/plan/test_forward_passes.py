@@ -1,4 +1,4 @@
-"""Prediction of forward passes from the passes before."""
+"""Forward passes predicted from the passes before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preset GPUs become machines; an unknown GPU is refused with the list of the known ones."""
+"""Preset GPUs become machines. An unknown GPU is refused with a list of known ones."""
 
 from __future__ import annotations
 
@@ -77,10 +77,7 @@ def test_speed_ups_include_the_time_of_quantising(
 
 
 def ratio_to_bf16(card: str, linear_format: str, size: tuple[int, int, int]) -> tuple[float, float]:
-    """Return a visit's predicted time relative to bf16 and the share of linear layers.
-
-    The share is of the operations.
-    """
+    """Return a visit's predicted time relative to bf16, and the linear layers' share in FLOPs."""
     width, height, frames = size
     tokens = VideoShape(width=width, height=height, frames=frames).tokens
     machine = expected_machine(card, ram_bytes=2**36, disk_bytes_per_s=5e9)

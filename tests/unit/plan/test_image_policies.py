@@ -1,4 +1,4 @@
-"""Policies for image models, whose blocks have several sizes, on two imagined cards."""
+"""Policies for image models with several block sizes, on two imagined cards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISK, BUS = 5e9, 24e9
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Model in bf16: megabytes of its blocks and outside them, FLOPs of a call of 4,000 tokens."""
+    """Model in bf16: megabytes in blocks and outside, and FLOPs for a 4,000-token call."""
 
     blocks: list[int]
     outside: int
@@ -61,7 +61,7 @@ MODELS = {
 def test_a_call_takes_the_time_of_its_slowest_part(
     name: str, vram: int, flops_per_s: float, scale: float, ram: int
 ) -> None:
-    """That is computing, or the bytes that neither device nor RAM can hold, on the bus or disk."""
+    """Computing, or moving bytes without room on the device or in RAM, over bus or disk."""
     costs = MODELS[name].costs(scale)
     nbytes = sum(size.stored for size in costs.sizes)
     compute_s = MODELS[name].flops / flops_per_s
@@ -98,7 +98,7 @@ def test_a_call_takes_the_time_of_its_slowest_part(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_that_of_the_blocks(name: str) -> None:
-    """All blocks on the device, or in RAM and two of the largest on the device."""
+    """All blocks on the device, or in RAM with two largest ones on the device."""
     costs = MODELS[name].costs(1.0)
     nbytes = sum(size.stored for size in costs.sizes)
     resident = memory_needs(costs, OffloadPolicy.resident(), has_bus=True)

@@ -25,7 +25,7 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 
 
 def call(*, visit_s: float, copy_gb_per_s: float = 20, disk_gb_per_s: float = 2) -> StepRecord:
-    """Return the record of a call of 20 visits that has read and copied every block."""
+    """Return the record of a call with 20 visits, every block read and copied."""
     nbytes = BLOCKS.blocks * BLOCKS.stored_bytes
     return StepRecord.of(
         index=0,
@@ -45,7 +45,7 @@ def call(*, visit_s: float, copy_gb_per_s: float = 20, disk_gb_per_s: float = 2)
 def plan(
     record: StepRecord, *, vram: int | None = None, ram: int | None = None, **changes: Any
 ) -> PassPlan | None:
-    """Plan calls like `record`; None: no limit."""
+    """Plan calls like `record`. None means no limit."""
     budgets = Budgets(vram_bytes=vram, ram_bytes=ram)
     given = {"passes": 1, "present": LAYERWISE, "has_bus": True, **changes}
     return plan_passes(BLOCKS, record, budgets=budgets, **given)
@@ -62,7 +62,7 @@ def test_the_smallest_policy_stays_where_transfers_are_hidden() -> None:
 
 
 def two_passes(record: StepRecord) -> StepRecord:
-    """Return the record of a call of two passes like that of `record`."""
+    """Return the record of a call with two passes like `record`'s."""
     doubled = (
         "wall_s",
         "compute_s",

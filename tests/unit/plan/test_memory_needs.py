@@ -1,4 +1,4 @@
-"""Memory needs of a policy against sums by hand, and the error message when memory is too small."""
+"""A policy's memory needs against sums by hand, and the error message with too little memory."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def test_decoding_takes_two_raw_slots_on_a_gpu(rate_machine: Rated, rate_cpu: Ra
     plain, decoded = (needs_of(work, rate_machine(), LAYERWISE(1)) for work in (run, fp8))
     assert decoded.device_bytes - plain.device_bytes == 2 * fp8.blocks.stored_bytes
     assert decoded.host_bytes == plain.host_bytes // 2
-    # A CPU decodes from the slot, and reads straight into a buffer where there is nothing to
-    # decode.
+    # A CPU decodes from the slot, or reads straight into a buffer with nothing to decode.
     assert needs_of(fp8, rate_cpu(), LAYERWISE(1)).raw_bytes == 0
     assert needs_of(fp8, rate_cpu(), LAYERWISE(1)).ram_slots == (fp8.blocks.stored_bytes,) * 2
     assert needs_of(run, rate_cpu(), LAYERWISE(1)).ram_slots == ()

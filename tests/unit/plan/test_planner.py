@@ -22,14 +22,14 @@ from wanstream.tests.support.plan_fixtures import needs_of, predicted, run_shape
 Rated = Callable[..., Machine]
 
 BUS_BOUND = {"copy": 1.5, "read": 3.0}
-"""Streaming all blocks keeps the bus busier than the device; so does the disk."""
+"""Streaming all blocks keeps bus and disk busier than the device."""
 DISK_BOUND = {"copy": 0.1, "read": 2.0}
 """Streaming all blocks from the file takes twice as long as computing."""
 RATES = st.floats(0.05, 4.0)
 
 
 def _all_policies(run: RunShape) -> list[OffloadPolicy]:
-    """Return all policies that differ in other settings than `chunk_tokens`."""
+    """Return all policies, except variants in `chunk_tokens`."""
     blocks = run.blocks.blocks
     found = []
     for policy in device_policies(blocks):
@@ -83,7 +83,7 @@ def test_the_chosen_one_is_the_fastest_candidate_and_nothing_that_fits_is_much_f
             if five_in_ram.shortage(needs_of(run, machine, other)) is None
         ]
         assert chosen.policy in fitting
-        # Not every smaller number of RAM blocks is tried, and a larger one may be a little slower.
+        # Not every smaller RAM block count is tried, and a larger one may be a little slower.
         assert chosen.total_s <= 1.005 * min(
             predicted(run, machine, other).total_s for other in fitting
         )
@@ -115,7 +115,7 @@ def test_every_candidate_fits_and_has_its_own_simulated_total(rate_machine: Rate
 def test_where_nothing_waits_the_smallest_memory_is_chosen(rate_machine: Rated) -> None:
     chosen = plan_offload(run_shape(), rate_machine(), Budgets())
     assert chosen.policy == OffloadPolicy.layerwise(1)
-    # Of 8 x 8 visits of 1 s; the first block is read, then copied.
+    # 64 visits take 1 s each. The first block is read, then copied.
     assert chosen.total_s == 64.6
 
 
@@ -130,7 +130,7 @@ def test_more_device_memory_is_used_where_the_bus_is_slow(rate_machine: Rated) -
         plan_offload(run, machine, _budget(run, machine, device=fits, ram=everything))
         for fits in choices
     ]
-    # Half of the transfers hide behind compute; the rest happens before the switch.
+    # Half the transfers hide behind compute. The rest happens before the switch.
     assert [_residents(plan) for plan in plans] == [0, 2, 4, 4]
     assert plans[3].policy.prefetch_blocks > plans[2].policy.prefetch_blocks
     assert [plan.total_s for plan in plans] == sorted(
@@ -179,7 +179,7 @@ def test_a_rate_changes_the_choice(
 
 
 def test_no_more_ram_blocks_than_help(rate_machine: Rated) -> None:
-    """At 1.1 s a read and 1 s a visit most blocks may come from the file.
+    """At 1.1 s a read and 1 s a visit, most blocks may come from the file.
 
     Five blocks fit into RAM.
     """
@@ -388,8 +388,8 @@ def test_more_ram_makes_it_at_most_a_little_slower(
         )
         for count in (slots, slots + 1)
     )
-    # Fewer blocks in RAM than fit are tried with the best policy only, and another one may be
-    # faster with them.
+    # Fewer RAM blocks than fit are tried only with the best policy. Another one may be faster
+    # with them.
     assert after.total_s <= 1.005 * before.total_s
 
 

@@ -48,7 +48,7 @@ def test_an_unknown_speedup_is_learnt_and_the_rate_of_blocks_is_kept(
     found = calibrate_machine(believed, run, chosen, _first_step(run, real, chosen.policy))
     assert found.flops_per_s == believed.flops_per_s
     assert found.block.linear_speedups == {"int8": 3.0, "fp8": pytest.approx(speedup)}
-    # A step that is faster than its attention alone: the rate of the block is another one.
+    # A step faster than its attention alone: the block's rate is another one.
     fast = replace(real, flops_per_s=100 * believed.flops_per_s)
     assert (
         "fp8"

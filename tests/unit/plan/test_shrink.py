@@ -1,4 +1,4 @@
-"""Policies that are shrunk to fit into less memory."""
+"""Policies shrunk to fit into less memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanstream.schema import OffloadPolicy, plan_residency
 
 COUNTS = {"high": 40, "low": 40}
 OUTSIDE = 10
-"""Bytes that do not stream; a buffer takes 1."""
+"""Bytes outside streaming. A buffer takes 1."""
 
 RESIDENT, BLOCK_SWAP, LAYERWISE = (
     OffloadPolicy.resident,

@@ -68,7 +68,7 @@ def test_the_next_smaller_policy(
     [(75_600, 32768), (32_768, 16384), (20_280, 16384), (2049, 2048), (2048, None), (12, None)],
 )
 def test_a_chunk_is_smaller_than_the_sequence(tokens: int, chunk: int | None) -> None:
-    """A chunk of all tokens, or of more, would change nothing."""
+    """A chunk with all tokens, or more, would change nothing."""
     for policy in (LAYERWISE(1), replace(LAYERWISE(1), chunk_tokens=100_000)):
         found = _smaller(policy, tokens=tokens)
         assert (found and found.chunk_tokens) == chunk

@@ -1,4 +1,4 @@
-"""Steps that a cache skips: by hand, against diffusers' own rule, and by properties."""
+"""Steps skipped by a cache: by hand, against diffusers' own rule, and by properties."""
 
 from __future__ import annotations
 

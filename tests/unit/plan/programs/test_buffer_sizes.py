@@ -1,4 +1,4 @@
-"""Buffers of several sizes: their bytes, and programs that use them, at any speed."""
+"""Buffers in several sizes: bytes, and programs with them at any speed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def any_blocks() -> st.SearchStrategy[dict[str, list[int]]]:
 
 
 def check(program: TransferProgram) -> None:
-    """Check a program and, apart from `check_program`, that no block is larger than its buffer."""
+    """Check a program and, apart from `check_program`, block sizes against buffer sizes."""
     check_program(program)
     assert program.sizes is not None
     for fetch in program.fetches:
@@ -59,7 +59,7 @@ def check(program: TransferProgram) -> None:
 def test_every_visit_finds_its_block_through_stops_and_skips(
     new_machine: Callable[[int], Any], data: Any, blocks: dict[str, list[int]], seed: int
 ) -> None:
-    """At any speed, from any contents that fit."""
+    """At any speed, from any fitting contents."""
     counts = {expert: len(sizes) for expert, sizes in blocks.items()}
     experts = data.draw(st.lists(st.sampled_from(sorted(counts)), max_size=5))
     patches = [data.draw(st.integers(0, 1)) for _ in experts]
@@ -133,7 +133,7 @@ def test_sizes_that_differ_by_little_share_buffers() -> None:
 
 
 def test_a_small_block_leaves_large_buffers_to_large_blocks() -> None:
-    """Block 0 is streamed and small: it takes the small buffer that is free as long."""
+    """Block 0 is streamed and small: it takes the small buffer, free for as long."""
     blocks = {"model": [20, 100, 20, 20]}
     residency = Residency(residents={"model": frozenset({1, 3})})
     _, sizes = plan_buffers(OffloadPolicy.block_swap(2, 0), blocks)

@@ -1,4 +1,4 @@
-"""RAM programs: resident blocks, and reads for the bus at any speed of disk, bus and device."""
+"""RAM programs: resident blocks, and reads for the bus, with disk, bus and device at any speed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WAN = dict.fromkeys(EXPERTS, 40)
 
 
 def policy(blocks_to_swap: int | None = None, **in_ram: Any) -> OffloadPolicy:
-    """Return a policy that streams every block, or `blocks_to_swap` of them."""
+    """Return a policy that streams every block, or `blocks_to_swap` blocks."""
     if blocks_to_swap is None:
         return replace(OffloadPolicy.layerwise(source="pinned"), **in_ram)
     return replace(OffloadPolicy.block_swap(blocks_to_swap, source="pinned"), **in_ram)
@@ -77,7 +77,7 @@ def test_number_of_ram_residents(
 def test_device_residents_become_ram_residents_last() -> None:
     """Half is resident on the device: the first 20 RAM slots are for the other blocks.
 
-    10 slots are for every second one of them.
+    10 slots are for every second one.
     """
     on_device, one = spread_evenly(20, 40), {"high": 40}
     for blocks, in_ram in ((10, 10), (20, 20), (25, 20)):
@@ -113,8 +113,8 @@ def test_blocks_from_the_file_are_spread_evenly_over_the_streamed_ones(
 class Replay:
     """Disk, bus and device, each at any speed: all that a program pair allows may happen.
 
-    Asserts that no slot or buffer is written while it is read or before it was read, and that all
-    visits are reached in every case. Shares nothing with the compiler, the checks or the simulator.
+    Fails if a slot or buffer is overwritten before or while it is read, or if a visit is never
+    reached. Shares nothing with the compiler, the checks or the simulator.
     """
 
     def __init__(self, slots: Mapping[int, BlockKey], buffers: Mapping[int, BlockKey]) -> None:
@@ -128,7 +128,7 @@ class Replay:
         self._program, self._ram, self._bus = program, ram, bus
         self._at = {"disk": 0, "bus": 0, "device": 0}
         self._busy: set[str] = set()
-        self._emptied: set[int] = set()  # visits of RAM that are done
+        self._emptied: set[int] = set()  # RAM visits done
         pick = Random(seed)
         while self._at["device"] < len(program.visits):
             able = [who for who in self._at if who in self._busy or self._may_begin(who)]
@@ -195,7 +195,7 @@ class Replay:
             self._emptied.add(ram.visit_of_fetch[program.visit_fetch[number]])
 
     def _slot_of_visit(self, number: int) -> int | None:
-        """Return the slot that a visit of the device reads itself."""
+        """Return the slot that a device visit reads itself."""
         fetch = self._program.visit_fetch[number]
         if self._bus or fetch == KEPT or self._program.fetches[fetch].needed_by != number:
             return None
@@ -262,9 +262,9 @@ def test_every_visit_finds_its_block_whatever_is_fast_and_whatever_is_slow(
 def test_a_second_run_starts_from_the_reads_of_the_first(
     runs: Any, data: Any, ram_residency: RamResidency, staging: int, bus: bool
 ) -> None:
-    """Reads that were not done when the first run ended are dropped.
+    """Reads not done at the first run's end are dropped.
 
-    A slot that was being filled is empty.
+    A half-filled slot is empty.
     """
     slots: dict[int, BlockKey] = {}
     for seed in range(3):
@@ -316,7 +316,7 @@ def layerwise(
 
 
 def test_a_ram_program_that_fits_on_a_page() -> None:
-    """Two steps of three streamed blocks, block 1 RAM-resident, one staging slot."""
+    """Two steps with three streamed blocks, block 1 RAM-resident, one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
     ram_residency = RamResidency(
         residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1
@@ -390,7 +390,7 @@ def test_a_resident_takes_the_slot_of_a_former_resident() -> None:
 
 
 def test_a_resident_never_takes_the_slot_of_another() -> None:
-    """A non-resident block's slot is reused, not that of a resident that this run never visits."""
+    """A non-resident block's slot is reused, not a resident's that this run never visits."""
     ram_residency = RamResidency(
         residency=Residency(
             residents={"high": frozenset({1}), "low": frozenset({0})}, permanent=True
@@ -416,7 +416,7 @@ def test_contents_of_staging_slots_serve_the_next_run() -> None:
 
 
 def test_reads_count_for_the_step_that_asks_first() -> None:
-    """A device-resident block is fetched for the first step of its stage and used in all."""
+    """A device-resident block is fetched for the stage's first step and used in all."""
     visits = step_visits(["high"] * 3, {"high": 2})
     program = compile_program(visits, Residency(residents={"high": frozenset({0})}), 2)
     ram = compile_ram(program, ram_residency_of(OffloadPolicy.layerwise(), {"high": 2}), staging=1)
@@ -448,7 +448,7 @@ def test_too_few_slots_are_refused_with_the_number_that_is_needed() -> None:
 
 
 def pair() -> tuple[TransferProgram, RamProgram]:
-    """Two steps of three blocks; one RAM-resident block, one staging slot."""
+    """Two steps with three blocks, one RAM-resident, and one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
     ram_residency = RamResidency(
         residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1
@@ -513,9 +513,9 @@ def test_a_ram_program_that_does_not_serve_its_device_program_is_refused(
 
 
 def test_fetches_that_would_empty_ram_in_another_order_than_the_visits_are_refused() -> None:
-    """Both programs are right by themselves.
+    """Each program is right alone.
 
-    With one slot, a visit that reads it itself would wait for the next.
+    With one slot, a visit reading it directly would wait for the next.
     """
     block_counts = {"high": 2}
     program = layerwise(1, 0, block_counts=block_counts)

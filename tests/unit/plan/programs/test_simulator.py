@@ -1,4 +1,4 @@
-"""The simulator: properties of every program, and figures of the design's tables.
+"""The simulator: every program's properties, and figures from the design's tables.
 
 Figures are in visits: a visit takes 1 s and a copy r s.
 """
@@ -43,7 +43,7 @@ def from_ram(program: TransferProgram, machine: Hardware) -> Timeline:
 def run(
     machine: Hardware, residents: Iterable[int], streaming: int, high: int, low: int = 0
 ) -> Timeline:
-    """`high` + `low` steps of 40 blocks with the same residents in both experts."""
+    """Simulate `high` + `low` steps with 40 blocks and the same residents in both experts."""
     kept = frozenset(residents)
     visits = step_visits(["high"] * high + ["low"] * low, dict.fromkeys(EXPERTS, BLOCKS))
     residency = Residency(residents=dict.fromkeys(EXPERTS, kept))
@@ -51,15 +51,15 @@ def run(
 
 
 def steady_step(timeline: Timeline) -> float:
-    """Return a step in the middle.
+    """Return the median time in middle steps.
 
-    A first step is cold, and the residents of the last one need not be kept.
+    A first step is cold, and the last one need not keep residents.
     """
     return median(step.wall_s for step in timeline.steps[3:-1])
 
 
 def bound(residents: int, r: float) -> float:
-    """No steady step is shorter: everything computes, all that streams crosses the bus."""
+    """No steady step is shorter: everything computes, and streamed blocks cross the bus."""
     return max(BLOCKS, (BLOCKS - residents) * r)
 
 
@@ -234,7 +234,7 @@ def test_spreading_residents_pays_where_the_bus_is_the_limit(
     ],
 )
 def test_cost_of_the_switch(residents: int, expected: Mapping[float, float]) -> None:
-    """Twelve steps with a switch in the middle against twelve steps of one expert.
+    """Twelve steps with a switch in the middle against twelve steps with one expert.
 
     Both have two streaming buffers.
     """
@@ -249,9 +249,9 @@ def test_cost_of_the_switch(residents: int, expected: Mapping[float, float]) -> 
 
 @pytest.mark.parametrize("residents", [0, 1, 7, 20, 33, BLOCKS - 1, BLOCKS])
 def test_the_switch_costs_no_more_than_the_bytes_force(residents: int) -> None:
-    """Cost: transfers of the two steps at the switch, (2N - R) r, minus what these can hide.
+    """Cost: the two steps' transfers at the switch, (2N - R) r, minus what these can hide.
 
-    The first low step pays all of it. If every block is resident and no buffer is free, the switch
+    The first low step pays it all. If every block is resident and no buffer is free, the switch
     starts and ends one visit later.
     """
     kept = spread_evenly(residents, BLOCKS)
@@ -281,7 +281,7 @@ def test_up_to_where_the_switch_is_free(residents: int, free_up_to: float) -> No
 
 @pytest.mark.parametrize(("lanes", "hidden_up_to"), [(1, 1.0), (2, 2.0), (4, 4.0)])
 def test_lanes_share_the_transfers(lanes: int, hidden_up_to: float) -> None:
-    """r in visits of one lane: it may be as many times larger as there are lanes."""
+    """r in one-lane visits: it may be as many times larger as there are lanes."""
     for r, expected in ((hidden_up_to, 1.0), (2 * hidden_up_to, 2.0)):
         timeline = run(hardware(r, high_lanes=lanes), (), 2, high=10)
         assert steady_step(timeline) / (BLOCKS * lanes) == pytest.approx(expected)
@@ -289,7 +289,7 @@ def test_lanes_share_the_transfers(lanes: int, hidden_up_to: float) -> None:
 
 
 def test_a_pass_per_lane_moves_everything_again_and_hides_no_more() -> None:
-    """Two lanes at r = 2, ten steps: through one visit each, or in twenty passes of one lane."""
+    """Two lanes at r = 2, ten steps: through one visit each, or in twenty one-lane passes."""
     together = run(hardware(2.0, high_lanes=2), (), 2, high=10)
     apart = run(hardware(2.0), (), 2, high=20)
     assert (together.bytes_moved, apart.bytes_moved) == (400 * BLOCK_BYTES, 800 * BLOCK_BYTES)
@@ -327,7 +327,7 @@ def test_a_cold_start_waits_for_one_copy_and_then_only_for_the_bus(
 
 @pytest.mark.parametrize(("gigabytes_per_s", "stall"), [(3, 0.23), (7, 0.10), (25, 0.03)])
 def test_a_4090_at_480p_waits_once(gigabytes_per_s: float, stall: float) -> None:
-    """0.28 s of compute per block; the whole run waits for its first block and never again."""
+    """0.28 s compute per block. The whole run waits for the first block and never again."""
     machine = Hardware(
         bus_bytes_per_s=gigabytes_per_s * 1e9,
         block_bytes=T2V_A14B.streamed_bytes(),

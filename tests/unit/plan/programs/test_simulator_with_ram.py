@@ -1,6 +1,6 @@
 """The simulator with disk and RAM before the bus.
 
-Properties of every program, and figures of the design's tables.
+Every program's properties, and figures from the design's tables.
 
 Figures are in visits: a visit takes 1 s, a copy r s and a read d s.
 """
@@ -57,7 +57,7 @@ def hardware(r: float, d: float, **values: Any) -> Hardware:
 
 
 def pinned(blocks: int, *, experts: Sequence[str] = EXPERTS) -> RamResidencyOf:
-    """Return a function that makes `blocks` blocks of these experts RAM-resident.
+    """Return a function that makes `blocks` blocks in these experts RAM-resident.
 
     A user's policy does the same.
     """
@@ -137,7 +137,7 @@ def pairs(draw: st.DrawFn, runs: Any) -> tuple[TransferProgram, RamProgram]:
 def test_no_prefix_beats_compute_bus_disk_or_decoding(
     runs: Any, data: Any, machine: Hardware
 ) -> None:
-    """A step's true bound is over all steps until then: bytes may come in the step before."""
+    """A step's true bound is over all steps so far: bytes may come in the step before."""
     program, ram = data.draw(pairs(runs))
     copies = _bytes_over_the_bus(program, ram, machine)
     elapsed = computed = decoded = moved = read = 0.0
@@ -169,7 +169,7 @@ def test_no_prefix_beats_compute_bus_disk_or_decoding(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
-    """Runs of real size: both experts, any residents, RAM blocks and rates."""
+    """Real-size runs: both experts, any residents, RAM blocks and rates."""
     pick = Random(seed)
     residents, high, low = pick.randint(0, BLOCKS), pick.randint(0, 6), pick.randint(1, 6)
     machine = hardware(pick.choice((0.1, 0.9, 1.1, 3.0)), pick.choice((0.1, 0.9, 1.1, 3.0)))
@@ -189,7 +189,7 @@ def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
 def _bytes_over_the_bus(
     program: TransferProgram, ram: RamProgram, machine: Hardware
 ) -> Mapping[tuple[int, str], float]:
-    """Per step: bytes of its fetches at the bus rate, without fetches not copied from RAM."""
+    """Return bytes fetched at the bus rate per step, without fetches not copied from RAM."""
     moved: dict[tuple[int, str], float] = {}
     for fetch, visit in zip(program.fetches, ram.visit_of_fetch, strict=True):
         step = program.visits[fetch.needed_by].step, fetch.block.expert
@@ -260,7 +260,7 @@ def test_a_steady_step_is_within_two_percent_of_its_bound(
 
     Together critical, two staging slots are too few.
 
-    `bus` and `disk` are how long either works for a step, in steps' worth of computing.
+    `bus` and `disk` are how long either works for a step, in compute steps.
     """
     streamed = BLOCKS - residents
     from_file = data.draw(st.integers(1, streamed))
@@ -292,7 +292,7 @@ def test_a_steady_step_is_within_two_percent_of_its_bound(
 def test_two_staging_slots_hide_the_second_hop(
     staging: int, r: float, expected: Mapping[float, float]
 ) -> None:
-    """Everything from file: step over its bound, per d."""
+    """Everything from file: step over bound, per d."""
     found = {
         d: steady_step(run(hardware(r, d), pinned(0), staging=staging)) / (BLOCKS * max(1.0, d))
         for d in expected
@@ -321,7 +321,7 @@ def test_the_choice_of_ram_residents_decides_at_equal_ram(
 ) -> None:
     """Spread over the streamed blocks: the bound.
 
-    With the first of them instead: `contiguous`, per d.
+    With the first ones instead: `contiguous`, per d.
     """
     streamed = BLOCKS - residents
 
@@ -343,7 +343,7 @@ def test_the_choice_of_ram_residents_decides_at_equal_ram(
 def test_ram_slots_for_blocks_resident_on_the_device_are_wasted() -> None:
     """Half is resident on the device.
 
-    Of ten RAM blocks spread over all, half serve one fetch per stage.
+    With ten RAM blocks spread over all, half serve one fetch per stage.
     """
 
     def over_all(device: Residency) -> RamResidency:
@@ -396,14 +396,14 @@ def test_slots_filled_by_an_earlier_run_are_not_read_again() -> None:
 # --- figures: real cases --------------------------------------------------------------------------
 
 RTX_4090_81, FAST_81, FAST_17 = 0.280, 0.105, 0.0151
-"""Seconds of a lane in a block at 832x480: on an RTX 4090, and at 400 TFLOPS, with 81 and with 17
+"""Seconds per lane and block at 832x480: on an RTX 4090, and at 400 TFLOPS, with 81 and with 17
 frames."""
 
 
 def real(lane_s: float, lanes: tuple[int, int], steps: tuple[int, int]) -> Callable[..., Timeline]:
     """bf16, bus 25 GB/s, `lanes` in high and low steps.
 
-    Per rate of the disk (None: from RAM) and residents.
+    Per disk rate (None: from RAM) and residents.
     """
     size = T2V_A14B.streamed_bytes()
     visit_s = {expert: count * lane_s for expert, count in zip(EXPERTS, lanes, strict=True)}
@@ -449,7 +449,7 @@ def test_real_cases(
 ) -> None:
     """Total over computing, all from file.
 
-    With half the blocks resident and 2 GB/s also the cost of the switch.
+    With half the blocks resident and 2 GB/s, also the switch cost.
     """
     found = [
         timeline.wall_s / timeline.compute_s
@@ -490,7 +490,7 @@ def from_ram(program: TransferProgram, machine: Hardware) -> Timeline:
 def test_a_stall_is_the_files_as_long_as_the_block_has_not_left_it() -> None:
     """Behind a slow disk a block arrives every 2 s.
 
-    Its last 0.3 s are the bus's, and the visit before hides 1 s.
+    The last 0.3 s are the bus's, and the visit before hides 1 s.
     """
     slow_disk = run(hardware(0.3, 2.0), pinned(0))
     step = slow_disk.steps[5]
@@ -554,7 +554,7 @@ def test_two_raw_slots_let_the_bus_run_on_while_a_block_is_decoded() -> None:
 
 
 def test_copies_do_not_wait_for_the_buffer_that_their_block_is_decoded_into() -> None:
-    """Two buffers: a copy of 0.9 and decoding of 0.5 fit into a visit.
+    """Two buffers: a 0.9 s copy and 0.5 s decoding fit into a visit.
 
     The copy is there before the buffer is free.
     """
@@ -569,12 +569,12 @@ def test_decoding_waits_for_its_buffer() -> None:
 
 
 def test_copies_wait_for_a_raw_slot() -> None:
-    """One buffer, copies of 3 s: the only high visit sees copies of two low blocks, not four.
+    """One buffer, 3 s copies: the only high visit sees two low blocks copied, not four.
 
     The visit takes 10 s, and the copies are from 4 s on.
 
-    Decoding of the first one waits for the buffer until 14 s. Its raw slot is free at 15 s for the
-    third copy, which ends at 18 s; the fourth ends at 21 s and is decoded at 22 s.
+    Decoding the first one waits for the buffer until 14 s. The raw slot is free at 15 s for the
+    third copy, until 18 s. The fourth ends at 21 s and is decoded at 22 s.
     """
     program = compile_program(
         step_visits(EXPERTS, {"high": 1, "low": 4}), Residency(residents={}), 1
@@ -626,7 +626,7 @@ def test_a_block_without_a_slot_is_read_straight_into_its_buffer() -> None:
 def test_ram_slots_are_filled_while_direct_reads_wait_for_buffers() -> None:
     """Block 3 is RAM-resident.
 
-    Its read starts when the disk waits for a buffer, and delays no other read.
+    The read starts when the disk waits for a buffer, and delays no other read.
     """
     program = one_expert(steps=2, buffers=2)
     ram_residency = RamResidency(
@@ -640,7 +640,7 @@ def test_ram_slots_are_filled_while_direct_reads_wait_for_buffers() -> None:
 
 
 def test_ram_blocks_of_the_next_expert_are_read_while_the_disk_is_idle() -> None:
-    """High blocks are read directly and use half of the disk's time.
+    """High blocks are read directly and use half the disk's time.
 
     Low ones are RAM-resident and cannot hide.
     """
@@ -666,7 +666,7 @@ def test_one_disk_serves_reads_into_slots_and_into_buffers() -> None:
 
 
 def test_file_bytes_may_exceed_bus_bytes() -> None:
-    """A bf16 file that becomes fp8 in RAM."""
+    """A bf16 file becomes fp8 in RAM."""
     machine = hardware(0.5, 0.5, file_bytes=2 * BLOCK_BYTES)
     timeline = timeline_of(one_expert(), machine, 2)
     assert (timeline.bytes_moved, timeline.transfers.read_bytes) == (

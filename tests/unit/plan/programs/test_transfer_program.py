@@ -1,4 +1,4 @@
-"""The compiler: properties of every run, and tables of typical cases."""
+"""The compiler: every run's properties, and tables for typical cases."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def stages(visits: tuple[Visit, ...]) -> list[list[Visit]]:
 
 
 def overlap(visits: tuple[Visit, ...], residency: Residency) -> int:
-    """Most blocks that must be on the device at one visit.
+    """Return the most blocks needed on the device at one visit.
 
-    They are counted visit by visit from the definition of a resident.
+    Count visit by visit from the definition of a resident.
     """
     most = 0
     for now, current in enumerate(visits):
@@ -58,7 +58,7 @@ def overlap(visits: tuple[Visit, ...], residency: Residency) -> int:
         stage_first = max((i + 1 for i in other if i < now), default=0)
         stage_past = min((i for i in other if i > now), default=len(visits))
         before, after = (0, len(visits)) if residency.permanent else (stage_first, stage_past)
-        # Of a block with several patches: the one that was used last before, and first after.
+        # With several patches for a block: the last one used before, and the first one after.
         used_before = {visit.key.stored: visit.key for visit in visits[before : now + 1]}.values()
         used_after = {visit.key.stored: visit.key for visit in reversed(visits[now:after])}.values()
         stay = {key for key in {*used_before} & {*used_after} if residency.keeps(*key)}
@@ -121,8 +121,8 @@ def test_the_bus_goes_forward_only(runs: Any, data: Any) -> None:
         assert before.needed_by < after.needed_by
     for fetch in program.fetches:
         assert IMMEDIATE <= fetch.start_after < fetch.needed_by <= fetch.last
-    # The buffer is free from exactly then on: nothing waits longer than it must, and no two wait
-    # for the same visit.
+    # The buffer is free from exactly then on: no fetch waits longer than it must, and no two
+    # wait for the same visit.
     awaited = [fetch.start_after for fetch in program.fetches if fetch.start_after != IMMEDIATE]
     assert set(awaited) <= program.last_use
     assert len(set(awaited)) == len(awaited)
@@ -146,9 +146,7 @@ def test_bytes_are_one_pass_of_the_streamed_blocks_per_step(
         )
     if run.residency.permanent:
         keys = [visit.key for visit in run.visits if run.residency.keeps(*visit.key)]
-        for stored in {
-            key.stored for key in keys
-        }:  # once, and once more for each change of its patch
+        for stored in {key.stored for key in keys}:  # once, and once more for each patch change
             expected += sum(1 for _ in groupby(key for key in keys if key.stored == stored))
     assert len(program.fetches) == expected
 
@@ -158,7 +156,7 @@ def test_bytes_are_one_pass_of_the_streamed_blocks_per_step(
 def test_a_chain_of_recompilations_runs_as_one(
     runs: Any, new_machine: Callable[[int], Any], data: Any, seed: int
 ) -> None:
-    """Stop anywhere, skip some of the rest, continue from issued fetches, complete or not."""
+    """Stop anywhere, skip some later visits, continue from issued fetches, complete or not."""
     run = data.draw(runs)
     rest, contents, machine = run.visits, {}, new_machine(seed)
     buffers = buffers_needed(rest, run.residency) + run.spare_buffers
@@ -168,8 +166,8 @@ def test_a_chain_of_recompilations_runs_as_one(
         stop = data.draw(st.integers(0, len(rest)))
         contents = machine.run(program, stop)
         rest = tuple(visit for visit in rest[stop:] if data.draw(st.integers(0, 3)))
-        # A rest may do with fewer buffers; giving some up must not break it. It may need more where
-        # the stage between two others was skipped.
+        # A rest may do with fewer buffers, and giving some up must not break it. It may need more
+        # where the stage between two others was skipped.
         needed = buffers_needed(rest, run.residency)
         buffers = data.draw(st.integers(needed, max(needed, buffers)))
         contents = {buffer: block for buffer, block in contents.items() if buffer < buffers}
@@ -193,7 +191,7 @@ def test_stopping_and_going_on_costs_no_fetch(runs: Any, data: Any) -> None:
 
 
 def test_a_program_that_fits_on_a_page() -> None:
-    """Two steps of three blocks, block 0 resident, two more buffers."""
+    """Two steps with three blocks, block 0 resident, two more buffers."""
     visits = step_visits(["high", "high"], {"high": 3})
     program = compile_program(visits, Residency(residents={"high": frozenset({0})}), 3)
     high = [BlockKey("high", block) for block in range(3)]
@@ -217,7 +215,7 @@ def test_fetches_of_a_whole_run(residents: int) -> None:
 
 
 def test_the_switch_rolls() -> None:
-    """A resident's buffer is refilled right after its last use.
+    """A resident's buffer is refilled right after the last use.
 
     The last high step is computing then.
     """
@@ -301,7 +299,7 @@ def test_experts_of_different_depth_share_the_pool() -> None:
     check_program(program)
     assert len(program.fetches) == 3 * 20 + 20 + 3 * 25 + 5
     ahead = max(fetch.needed_by - fetch.start_after for fetch in program.fetches[-30:])
-    assert ahead > 2  # buffers that the smaller expert does not need deepen the prefetch
+    assert ahead > 2  # buffers unused by the smaller expert deepen the prefetch
 
 
 def test_permanent_residents_are_fetched_once_whatever_the_order_of_experts() -> None:
@@ -327,7 +325,7 @@ def test_permanent_residents_serve_the_next_run_too() -> None:
 
 
 def test_a_permanent_resident_is_kept_also_where_its_patch_returns() -> None:
-    """It occupies its buffer from the start in its first lifetime only: two buffers suffice."""
+    """It occupies a buffer from the start in the first lifetime only: two buffers suffice."""
     residency, contents = (
         Residency(residents={"high": frozenset({3})}, permanent=True),
         {1: BlockKey("high", 3)},
@@ -351,7 +349,7 @@ def test_a_next_run_starts_from_the_contents_of_the_last_one() -> None:
     residency = even(20)
     first = compile_program(wan_steps(0, 2), residency, 22)
     second = compile_program(wan_steps(0, 2), residency, 22, contents=final_contents(first))
-    # Half of the residents are gone: in the last step their buffers deepened the look-ahead.
+    # Half the residents are gone: in the last step their buffers deepened the look-ahead.
     assert len(second.initial) == 11
     assert len(second.fetches) == 2 * 20 + 20 - 11
 
@@ -397,9 +395,9 @@ def test_a_step_skipped_after_its_first_block_wastes_no_copy(residents: int) -> 
 
 
 def test_a_rest_without_returning_residents_may_use_fewer_buffers() -> None:
-    """The only buffer is not set aside for a resident that comes later.
+    """The only buffer is not set aside for a later resident.
 
-    None would be left for the block that comes first.
+    None would be left for the first block.
     """
     visits = step_visits(["high"], {"high": 10})
     residency = Residency(residents={"high": frozenset({5})})
@@ -417,7 +415,7 @@ def test_two_copies_of_one_block_serve_two_visits() -> None:
 
 
 def test_the_same_input_makes_the_same_program() -> None:
-    """Every rank of a group compiles for itself and must find the same order."""
+    """Every rank in a group compiles for itself and must find the same order."""
     contents = {3: BlockKey("low", 4), 0: BlockKey("high", 7), 9: BlockKey("high", 7)}
     programs: list[TransferProgram] = [
         compile_program(wan_steps(3, 3), even(8), 10, contents=dict(order))

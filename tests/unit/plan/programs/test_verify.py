@@ -1,4 +1,4 @@
-"""The static check accepts compiled programs and refuses any that reads a wrong block.
+"""The static check accepts compiled programs and refuses reads from a wrong block.
 
 The accepted programs are in `test_transfer_program`.
 """
@@ -26,7 +26,7 @@ from wanstream.tests.support.plan_fixtures import buffers_needed
 
 
 def program() -> TransferProgram:
-    """Three steps of three blocks in three buffers; block 0 is resident and there from before."""
+    """Three steps with three blocks in three buffers. Block 0 is resident and already there."""
     return compile_program(
         step_visits(["high"] * 3, {"high": 3}),
         Residency(residents={"high": frozenset({0})}),
@@ -42,7 +42,7 @@ def with_fetch(number: int, **values: Any) -> TransferProgram:
 
 
 def with_order(*order: int) -> TransferProgram:
-    """The fetches in another order on the bus; everything that points to them follows."""
+    """Return the fetches in another order on the bus, with every reference to them updated."""
     return replace(
         program(),
         fetches=tuple(program().fetches[number] for number in order),
