@@ -67,7 +67,7 @@ def test_the_result_is_that_of_the_definition(
 
 
 def test_small_tokens_keep_their_bits() -> None:
-    """A scale of 1 would round tokens of this size to zeros.
+    """A scale of 1 would round such small tokens to zeros.
 
     ComfyUI takes it for files without a scale.
     """

@@ -1,4 +1,4 @@
-"""Self-attention in int8: reasons against it in words, its test, and settings that come and go."""
+"""Self-attention in int8: reasons against it in words, the test, and settings coming and going."""
 
 from __future__ import annotations
 

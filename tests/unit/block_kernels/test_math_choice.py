@@ -1,7 +1,4 @@
-"""Sets of row-wise functions.
-
-Choice, refusals, errors against the exact set, operations and traffic of a visit.
-"""
+"""Row-wise function sets: choice, refusals, errors against the exact set, and costs per visit."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ def test_a_set_is_within_its_error_of_the_exact_one(math: BlockMath, dtype: torc
     assert choice.math_fault(math, CPU, dtype, WIDTH) is None
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of an exponential
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about an exponential
 def test_codes_are_of_the_tokens_and_of_their_gelu(triton_math: ModuleType) -> None:
     assert choice.math_fault(math := triton_math.TritonMath(), CPU, torch.bfloat16, WIDTH) is None
     assert math.quantises
@@ -130,7 +127,7 @@ def test_a_cpu_takes_torch_and_exact_needs_no_test(monkeypatch: pytest.MonkeyPat
 
 
 class Counted(TorchDispatchMode):
-    """Counts operations, and bytes of tokens that they read and write.
+    """Counter for operations, and for token bytes read and written.
 
     Products and attention are not in the bytes.
     """
@@ -151,7 +148,7 @@ class Counted(TorchDispatchMode):
         )
         writes = func._schema.is_mutable or "gelu_" in name
         if "empty" in name or (same and not writes):
-            return made  # views, conversions that change nothing, allocations
+            return made  # views, conversions without change, allocations
         reads = {key: each for key, each in (kwargs or {}).items() if key != "out"}
         self.add(name, *tree_leaves((args, reads, made)))
         return made
@@ -174,7 +171,7 @@ COSTS = {
         r"^\| `([\w-]+)` \| .* \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE
     )
 } | {"triton, fp8": (27, 24.6)}
-"""Operations, and token tensors read and written, of a visit."""
+"""Operations per visit, and token tensors read and written."""
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -183,7 +180,7 @@ def test_operations_and_traffic_of_a_visit(
 ) -> None:
     """Count a visit in bf16.
 
-    A launch of a Triton kernel is an operation on the tensors that it gets.
+    A Triton kernel launch is one operation on its tensors.
     """
     tokens, heads, ffn_dim = 192, 2, 691  # feed-forward: 2.7 times the width, as in Wan2.2
     counted = Counted(tokens * WIDTH // 2)
@@ -192,7 +189,7 @@ def test_operations_and_traffic_of_a_visit(
         made: BlockMath = module.TritonMath()
 
         class Launches:
-            """A kernel that counts instead of computing."""
+            """Kernel that counts instead of computing."""
 
             def __getitem__(self, grid: Any) -> Any:
                 return lambda *pointers, **_: counted.add("triton", *pointers)

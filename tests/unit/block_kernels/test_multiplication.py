@@ -1,7 +1,4 @@
-"""Choice of the code that multiplies codes as they are stored.
-
-Reasons in words, test products, and what follows.
-"""
+"""Code chosen to multiply stored codes: reasons in words, test products, and what follows."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ INT8_ROWS = MixedLayout(format_of=lambda _: "int8 rows")
 
 @pytest.fixture
 def nothing_multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products of torch are wrong in this process."""
+    """Make torch's products wrong in this process."""
     right = Int8Linear.compute
     choose_multiplication.cache_clear()
     monkeypatch.setattr(Int8Linear, "compute", lambda self, tokens: right(self, tokens) * 2)
@@ -169,7 +166,7 @@ def test_wrong_products_and_errors_are_found(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(Int8Linear, "compute", compute)
         assert str(module.product_fault("int8", by_torch, FP32)).startswith(fault)
     monkeypatch.setattr(Int8Linear, "compute", full)
-    with pytest.raises(torch.OutOfMemoryError):  # no fault of the code
+    with pytest.raises(torch.OutOfMemoryError):  # not the code's fault
         module.product_fault("int8", by_torch, FP32)
 
 
@@ -200,7 +197,7 @@ def test_without_code_matrices_are_decoded(
 
 @pytest.fixture
 def int8_file(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> Iterator[str]:
-    """Name of a model in int8, which the embedded host lists."""
+    """Name of an int8 model listed by the embedded host."""
     folder = tmp_path / "diffusion_models"
     folder.mkdir()
     save_expert_file(

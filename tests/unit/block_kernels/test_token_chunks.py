@@ -16,7 +16,7 @@ WIDTH, HIDDEN = 16, 64
 
 
 class Gated(nn.Module):
-    """A feed-forward with a gate of its own, which overwrites its input."""
+    """Gated feed-forward. It overwrites the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_module_that_mixes_tokens_is_computed_whole() -> None:
 
 
 def test_the_peak_of_a_block_is_at_most_half() -> None:
-    """32k tokens: the hidden state of all of them dominates."""
+    """32k tokens: their hidden state dominates."""
     blocks = blocks_of(sequential())
     x = torch.randn(1, 32768, WIDTH)
     chunks = TokenChunks(lambda: blocks, lambda _: None)
@@ -130,7 +130,7 @@ def test_the_peak_of_a_block_is_at_most_half() -> None:
 
 
 def test_code_of_others_stays() -> None:
-    """A method that was there before is not chunked, and one that came later is not removed."""
+    """A method set earlier is not chunked, and one set later is not removed."""
     blocks = blocks_of(sequential())
     before = blocks["blocks.0"].ffn
     after = blocks["blocks.1"].ffn
@@ -148,7 +148,7 @@ def test_code_of_others_stays() -> None:
 
 
 def test_a_block_of_another_format_is_compared_itself() -> None:
-    """As in a file whose first block is bf16, and whose others scale inputs by all tokens."""
+    """Some files have a bf16 first block, and others that scale inputs by all tokens."""
     blocks = {**blocks_of(sequential()), "blocks.2": Block(Mixer())}
     x = torch.randn(1, 700, WIDTH)
     expected = [block(x) for block in blocks.values()]
