@@ -1,4 +1,4 @@
-"""Phases of a queue item, collected from several nodes."""
+"""Queue item phases, collected from several nodes."""
 
 from __future__ import annotations
 

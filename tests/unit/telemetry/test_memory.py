@@ -1,4 +1,4 @@
-"""The thread that samples memory between events."""
+"""Thread that samples memory between events."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def test_a_peak_between_two_events_is_seen() -> None:
     with sampler() as running:
         assert eventually(lambda: bool(running.samples()))
         before = running.samples()[-1].rss_bytes
-        held = mmap.mmap(
-            -1, nbytes
-        )  # the allocator could give memory that earlier tests have freed
+        held = mmap.mmap(-1, nbytes)  # the allocator could return memory freed by earlier tests
         np.frombuffer(held, np.uint8).fill(1)
         assert eventually(lambda: running.samples()[-1].rss_bytes > before + nbytes // 2)
         del held

@@ -1,4 +1,4 @@
-"""Timelines of several workers become one: nothing lost or counted twice, times of the run."""
+"""Several workers' timelines become one, with run times: nothing is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_first_block_at_once_is_a_first_block() -> None:
 
 
 def test_videos_in_turn_add_up_and_workers_side_by_side_do_not() -> None:
-    """Row 0 takes two videos of 1 s per step, row 1 one of 1.5 s.
+    """Row 0 takes two videos with 1 s per step, row 1 one with 1.5 s.
 
     The step took 2 s, and three times the bytes.
     """

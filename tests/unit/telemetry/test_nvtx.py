@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Noted(NvtxRanges):
-    """Ranges that record their calls."""
+    """Ranges with recorded calls."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -10,7 +10,7 @@ from wanstream.telemetry import TelemetryOptions
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    """Replace both variables by those of `environment`."""
+    """Replace both variables by the values in `environment`."""
     for name in ("WANSTREAM_TRACE", "WANSTREAM_NVTX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -1,6 +1,6 @@
-"""Figures of a step from its events.
+"""A step's figures from events.
 
-On a CPU an event is a time of the host, so sums can be checked by hand.
+On a CPU an event is a host time, so sums can be checked by hand.
 """
 
 from __future__ import annotations

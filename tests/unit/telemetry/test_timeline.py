@@ -1,4 +1,4 @@
-"""The recorder against an independent clock, and the resources that it starts and stops."""
+"""The recorder against an independent clock, and the resources it starts and stops."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from wanstream.tests.support.accelerator import Accelerator
 CPU = torch.device("cpu")
 GB = 10**9
 CLOCKS_DIFFER = 0.001
-"""Share by which two clocks of one machine may drift."""
+"""Share by which two clocks on one machine may drift."""
 
 
 def outside() -> float:
-    """A clock that is independent of the recorder's and that nothing adjusts."""
+    """Read a clock independent from the recorder's and never adjusted."""
     return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
 
 
@@ -39,7 +39,7 @@ def samplers() -> list[threading.Thread]:
 
 
 def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, blocks: int = 2) -> None:
-    """Record a step whose visits wait, decode and compute for about a millisecond each."""
+    """Record a step with visits that wait, decode and compute for about a millisecond each."""
     with recorder.step(index, expert, sigma=0.5):
         for block in range(blocks):
             asked = recorder.clock.mark()
@@ -74,7 +74,7 @@ def test_visits_are_reported_only_within_a_step(monkeypatch: pytest.MonkeyPatch)
 
 @needs_raw_clock
 def test_a_step_takes_what_an_outside_clock_says() -> None:
-    """The step time lies between the time of the work inside it and the time of the whole call."""
+    """The step time lies between the inner work's time and the whole call's."""
     recorder = Recorder(CPU)
     for index in range(3):
         called = outside()
@@ -211,7 +211,7 @@ def test_phases_before_the_run_come_from_the_ledger_and_those_of_the_run_go_ther
 
 
 def test_what_was_opened_for_one_run_is_not_told_of_the_next() -> None:
-    """Repeated runs of a benchmark have no "open" phase.
+    """Repeated benchmark runs have no "open" phase.
 
     A second sampler gets the phases before itself only.
     """
@@ -254,7 +254,7 @@ def test_a_trace_is_left_only_where_one_is_asked_for(
 
 
 def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step has 20 spans: one wait and one computation for each of its visits."""
+    """Every step has 20 spans: one wait and one computation per visit."""
     monkeypatch.setattr(recorder_module, "MAX_SPANS", 200)
     recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path))
     with recorder.watching():

@@ -1,4 +1,4 @@
-"""Traces of runs: the format that the viewers need, and files that are complete or absent."""
+"""Run traces: the format needed by viewers, and files either complete or absent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def span(row: str, began: float, ended: float, **args: Any) -> TraceSpan:
 
 
 def slices(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the complete events by the name of their row."""
+    """Return the complete events by row name."""
     names = {
         event["tid"]: event["args"]["name"]
         for event in trace["traceEvents"]
@@ -90,7 +90,7 @@ def test_memory_is_a_counter_of_what_is_known() -> None:
 
 
 def test_spans_of_a_row_lie_side_by_side_even_where_clocks_are_coarse() -> None:
-    """A viewer shows overlapping slices of one thread as nested ones."""
+    """A viewer shows overlapping slices in one thread as nested ones."""
     given = [span("copy", 2.0, 3.0), span("copy", 1.0, 2.000004), span("copy", 1.2, 1.3)]
     events = slices(chrome_trace(Timeline(steps=(), kind="measured"), given))["copy"]
     reached = 0.0
@@ -123,8 +123,7 @@ def test_a_trace_says_of_how_many_steps_it_tells() -> None:
     assert "otherData" not in chrome_trace(two)
 
 
-# A limit on file sizes simulates a full disk: the write fails when a part of the file exists
-# already.
+# A limit on file sizes simulates a full disk: the write fails with part of the file written.
 WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path
