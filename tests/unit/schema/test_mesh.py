@@ -1,4 +1,4 @@
-"""Ranks, coordinates and groups of a mesh."""
+"""Mesh ranks, coordinates and groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESHES = st.builds(
 
 
 def coordinates(mesh: Mesh) -> dict[int, dict[str, int]]:
-    """Return the position of each rank along each axis; the last axis changes fastest."""
+    """Return each rank's position along each axis. The last axis changes fastest."""
     axes, degrees = zip(*mesh.degrees, strict=True)
     places = itertools.product(*map(range, degrees))
     return {rank: dict(zip(axes, place, strict=True)) for rank, place in enumerate(places)}

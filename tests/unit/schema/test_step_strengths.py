@@ -1,4 +1,4 @@
-"""Strengths of LoRAs by ranges of steps, and their text."""
+"""LoRA strengths by step range, and their text."""
 
 from __future__ import annotations
 

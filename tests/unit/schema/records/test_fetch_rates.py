@@ -1,4 +1,4 @@
-"""The ranges into which fetches fall by their rates."""
+"""Ranges for fetches by rate."""
 
 from __future__ import annotations
 

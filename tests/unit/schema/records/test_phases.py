@@ -1,4 +1,4 @@
-"""The phases of a run follow each other without gaps and have the right names."""
+"""A run's phases follow each other without gaps and have the right names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wanstream.schema.records.timeline import run_phases
 def steps(
     *experts: str, wall_s: float = 2.0, gap_s: float = 0.5, **figures: Any
 ) -> list[StepRecord]:
-    """Steps of 2 s with 0.5 s between them, the first after 1 s."""
+    """Return 2 s steps with 0.5 s between them, the first after 1 s."""
     return [
         StepRecord.of(
             index=index,

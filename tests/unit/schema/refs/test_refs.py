@@ -1,4 +1,4 @@
-"""Parsing of a user's description of workers."""
+"""User-written worker descriptions, parsed."""
 
 from __future__ import annotations
 
