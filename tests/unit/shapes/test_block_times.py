@@ -1,4 +1,4 @@
-"""Choice of the arithmetic from measured times."""
+"""Arithmetic chosen from measured times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _times(visit_s: float, decode_s: float = 0.0) -> BlockTimes:
 def test_eight_bits_are_chosen_only_if_they_pay(
     visits: dict[str, float], multiplied: tuple[str, ...]
 ) -> None:
-    # Decoding takes so long that 8 bits would win against it in each case.
+    # Decoding takes long enough for 8 bits to win in each case.
     choice = choose_arithmetic(
         {"": _times(1.0), **{name: _times(each, 9.0) for name, each in visits.items()}}
     )

@@ -1,4 +1,4 @@
-"""Context windows: the frames of each window, and their blend weights."""
+"""Context windows: each window's frames and blend weights."""
 
 from __future__ import annotations
 

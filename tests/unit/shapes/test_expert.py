@@ -1,4 +1,4 @@
-"""Sizes against parameter lists of diffusers' models, FLOPs against the sums of their layers."""
+"""Sizes against diffusers' parameter lists, FLOPs against sums over layers."""
 
 from __future__ import annotations
 
