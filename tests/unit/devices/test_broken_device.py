@@ -1,4 +1,4 @@
-"""Errors after which a device cannot be used again in the same process."""
+"""Errors that leave a device unusable in the same process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ needs_class = pytest.mark.skipif(
 
 
 def raised_from(cause: Exception) -> Exception:
-    """An error that another one has caused."""
+    """Return an error caused by another one."""
     try:
         try:
             raise cause

@@ -1,4 +1,4 @@
-"""Names of compute devices, and reasons why one cannot be used."""
+"""Compute device names, and reasons why one cannot be used."""
 
 from __future__ import annotations
 
