@@ -142,8 +142,8 @@ def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     """Make a tiny expert's single file for ComfyUI.
 
     Call `tiny_expert_file(seed=0, dtype=torch.float32, prefix="", fp8=None, **shape)`. `fp8` is a
-    name from the fixture `fp8_layout`; then only other tensors have `dtype`. Read only: the whole
-    session shares the file.
+    name from the fixture `fp8_layout`, and then only the other tensors have `dtype`. Read only: the
+    whole session shares the file.
     """
 
     @functools.cache

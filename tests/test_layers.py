@@ -177,7 +177,7 @@ def test_surfaces_are_narrow(tree: SourceTree) -> None:
 
 
 def test_chains_of_imports_stay_short(tree: SourceTree) -> None:
-    """A reader may have to open all modules in front of another one first."""
+    """A reader may have to open every module along a chain."""
     depths = import_depths(tree.edges())
     deepest = max(depths, key=lambda module: depths[module])
     assert depths[deepest] <= LONGEST_CHAIN, f"{deepest} is behind {depths[deepest]} modules"

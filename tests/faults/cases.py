@@ -289,7 +289,7 @@ def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
 
 
 def _slowly(seconds: float) -> None:
-    """Make each row take at least as long."""
+    """Make each row take at least this long."""
     from wanstream.host.embedded.run import Workflow
 
     inner = Workflow.run

@@ -33,7 +33,7 @@ from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
 from wanstream.tests.support.embedded import embedded_host
 
 COMMANDS = ("drop", "late drop", "500", "502", "cut")
-"""Troubles: closed before or after the request was followed, errors afterwards, half a response."""
+"""Troubles: closed before or after handling the request, errors after it, half a response."""
 
 
 @dataclass(kw_only=True)

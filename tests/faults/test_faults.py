@@ -1,4 +1,4 @@
-"""Twenty faults from the campaign, all different kinds.
+"""Twenty faults from the campaign, all of different kinds.
 
 `python -m wanstream.tests.faults` runs all faults.
 """

@@ -34,7 +34,7 @@ HIDDEN = torch.linspace(-1, 1, WIDTH)[None]
 class Run(NamedTuple):
     steps: tuple[str, ...]
     stop_at: int | None
-    """Visit with the interruption, or None for a complete run."""
+    """Visit where the run is interrupted, or None for a complete run."""
 
 
 class ReleaseSource(NamedTuple):

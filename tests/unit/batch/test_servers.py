@@ -365,11 +365,11 @@ def test_choices_of_a_workflow_without_a_list_are_any() -> None:
 
 
 LIMIT_S = 30.0
-"""Seconds below the timeout for a request for a file or a workflow."""
+"""Seconds, fewer than the timeout for a file or workflow request."""
 
 
 class Hang:
-    """Hang: requests wait from the next `/queue` request after `turn(on=True)` on."""
+    """Hang from the first `/queue` request after `turn(on=True)` until `turn(on=False)`."""
 
     def __init__(self, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
         self._free, self._answer, self._begins = threading.Event(), state.answer, False

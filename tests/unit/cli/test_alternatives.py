@@ -97,7 +97,7 @@ def test_weights_that_are_in_another_form_already_are_not_quantised(
 def test_int8_halves_ram_bus_and_buffers_and_doubles_the_residents(rate_machine: Rated) -> None:
     run = run_shape()
     int8 = in_int8(run)
-    # Rows: 8 matrices with 256, and the feed-forward's with 512 and 256.
+    # Rows: 256 in each of 8 matrices, and 512 and 256 in the feed-forward.
     nbytes = run.blocks.stored_bytes // 2 + 4 * (8 * 256 + 512 + 256)
     stored = {"stored_bytes": nbytes, "computed_bytes": nbytes, "quantised_to": "int8 ConvRot"}
     assert int8.blocks == replace(run.blocks, **stored)  # type: ignore[arg-type]

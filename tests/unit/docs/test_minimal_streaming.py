@@ -1,4 +1,4 @@
-"""The smallest use case for the engine, as in `docs/examples/`."""
+"""The smallest use of the engine, as in `docs/examples/`."""
 
 from __future__ import annotations
 

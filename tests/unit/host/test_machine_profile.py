@@ -247,7 +247,7 @@ def test_no_space_for_the_profile_leaves_the_old_one(
     path = profile_path(CPU, kept)
     before = path.read_text(encoding="utf-8")
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))  # our files must stay below 10 bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))  # our files may have at most 10 bytes
     try:
         profile = measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=kept)
     finally:

@@ -1,4 +1,4 @@
-"""Phases in a whole workflow: the sampler's next to other nodes'."""
+"""Phases in a whole workflow, from the sampler and from other nodes."""
 
 from __future__ import annotations
 

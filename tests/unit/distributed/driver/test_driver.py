@@ -504,7 +504,7 @@ def test_a_full_disk_is_reported_once_and_the_run_goes_on(
     [(0.1, 1, 60.0), (77.4, 1, 60.0), (77.4, 8, 61.92), (77.4, 64, 495.36)],
 )
 def test_many_groups_hand_over_less_often(megabytes: float, groups: int, seconds: float) -> None:
-    """The state for one 1280x720x81 video has 77.4 MB."""
+    """One 1280x720x81 video's state takes 77.4 MB."""
     assert handover_interval_s(round(megabytes * 1e6), groups) == pytest.approx(seconds)
 
 

@@ -1,4 +1,4 @@
-"""LoRAs in the registry: they change the open pair and open no other one."""
+"""LoRAs in the registry: they change the open pair and never open another one."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_results_must_match_the_promised_outputs(
 
 def test_nodes_of_a_real_comfyui_are_refused() -> None:
     class Foreign:
-        """Class derived from another `io.ComfyNode` than the embedded one."""
+        """Class derived from a foreign `io.ComfyNode`, not the embedded one."""
 
     with pytest.raises(UnsupportedNodeError, match="Foreign was built for the ComfyUI"):
         nodes_by_id([Foreign])  # type: ignore[list-item]
