@@ -1,4 +1,4 @@
-"""Device of the gpu tests: the checked device, or a real one where there is one."""
+"""The gpu tests' device: the checked device, or a real one if present."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wanstream.devices import DeviceRuntime, gpu_count, runtime_for
 from .checked_device import Machine, checked_machine
 
 LONG = 4_000_000
-"""Cycles of some milliseconds: several copies long."""
+"""Cycles for some milliseconds, as long as several copies."""
 
 _ONCE = "once per run"
 _LOOKED_UP = "once, when a model is looked up"
@@ -62,7 +62,7 @@ HOST_WAITS = {
     "wan/vae/vae.py _decode_video": "frames that leave the device",
     "wan/vae/vae.py _load": _LOOKED_UP,
 }
-"""Functions of the product in which a thread may wait for the device, with the reason."""
+"""Product functions in which a thread may wait for the device, with the reason."""
 
 REAL_ONLY = {
     "tests/gpu/distributed/test_driver_gpu.py": "workers in processes of their own, over NCCL",
@@ -73,7 +73,7 @@ REAL_ONLY = {
     ),
     "tests/integration/ray/test_ray_pool.py": "Ray assigns GPUs",
 }
-"""Files with tests that run on a GPU only, and the reason; other such tests call
+"""Files with tests that run only on a GPU, and the reason. Other such tests call
 `Accelerator.need_kernels`."""
 
 HAS_REAL = gpu_count() > 0
@@ -85,11 +85,10 @@ LONGEST_S = 100
 """Time limit for a test on a real device. The self-test takes 51 s on an otherwise unused H100."""
 
 CAPACITY = 2**30
-"""Bytes of a checked device."""
+"""Bytes on a checked device."""
 
 DTYPE = torch.bfloat16 if HAS_REAL else torch.float32
-"""Compute dtype: products of bf16 take 50 times as long as those of fp32 on a CPU without
-AVX-512."""
+"""Compute dtype: bf16 products take 50 times as long as fp32 products on a CPU without AVX-512."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,11 +97,11 @@ class Accelerator:
 
     runtime: DeviceRuntime
     machine: Machine | None
-    """The machine of a checked device; None for a real one."""
+    """The checked device's machine, or None for a real device."""
 
     @property
     def other(self) -> torch.device:
-        """A second device; skips the test if there is none."""
+        """A second device. Skips the test if there is none."""
         if self.runtime.count() < 2:
             pytest.skip("needs two devices")
         return torch.device(self.device.type, 1)
@@ -119,7 +118,7 @@ class Accelerator:
             self.machine.current_stream(self.machine.current_device).delay()
 
     def need_kernels(self, reason: str) -> None:
-        """Skip, on the checked device, a test that proves something only with real kernels."""
+        """Skip a test on the checked device if it proves something only with real kernels."""
         if self.machine is not None:
             pytest.skip(f"needs real kernels: {reason}")
 
@@ -129,7 +128,7 @@ class Accelerator:
             pytest.skip(f"needs a GPU without other processes: {reason}")
 
     def need_fake(self, reason: str) -> Machine:
-        """Return the machine of the checked device; skip a test on a real one."""
+        """Return the checked device's machine, or skip a test on a real device."""
         if self.machine is None:
             pytest.skip(f"needs the checked device: {reason}")
         return self.machine
@@ -155,8 +154,8 @@ def _accelerator(device: torch.device, machine: Machine | None) -> Accelerator:
 
 @contextmanager
 def checked_accelerator(seed: int) -> Iterator[Accelerator]:
-    """Provide a checked device inside the `with`; see `checked_machine`."""
-    # Two devices, so that a thread that has not set its own is reported.
+    """Provide a checked device inside the `with`, as from `checked_machine`."""
+    # Two devices, so a thread that has set none is reported.
     with checked_machine(seed, devices=2, capacity=CAPACITY) as machine:
         machine.set_device(0)
         yield _accelerator(torch.device("checked", 0), machine)
@@ -173,7 +172,7 @@ def checked_accelerator(seed: int) -> Iterator[Accelerator]:
     ]
 )
 def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
-    """The device of a test: everything is checked at the end of a test on the checked one."""
+    """The device for a test. At the end of a test on the checked device, everything is checked."""
     if request.param == "real":
         if not HAS_REAL:
             pytest.skip("needs a GPU")
@@ -181,7 +180,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
             torch.set_num_threads(2)  # one process per two cores
         yield _accelerator(torch.device("cuda", 0), None)
         return
-    # The seed is that of the test's name, so that every run of a test takes the same order.
+    # The seed depends on the test's name: every run of a test takes the same order.
     with checked_accelerator(sum(request.node.name.encode())) as accelerator:
         yield accelerator
-        request.node.funcargs.clear()  # other fixtures of the test have tensors on the device
+        request.node.funcargs.clear()  # the test's other fixtures have tensors on the device

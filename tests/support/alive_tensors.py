@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive at the same time."""
+"""Bytes of simultaneously live tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Mode that counts the bytes of live results of operations; `besides` are not counted."""
+    """Mode that counts the bytes of live results. `besides` are not counted."""
 
     def __init__(self, besides: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()

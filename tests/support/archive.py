@@ -1,4 +1,4 @@
-"""Files of the archive that goes to the Comfy Registry."""
+"""Files in the archive for the Comfy Registry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def archived_files() -> set[str]:
-    """Return the files that `comfy node pack` archives: those of git without `.comfyignore`'s."""
+    """Return the files archived by `comfy node pack`: git's files without `.comfyignore`'s."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()

@@ -29,8 +29,8 @@ def _step(
 def make_timeline() -> Callable[..., Timeline]:
     """`make_timeline(*walls, switch=3, first=0, **values)`: a measured run with these wall times.
 
-    From step number `switch` on the low-noise expert runs; `values` are those of every step, or of
-    the run.
+    The low-noise expert runs from step number `switch` on. `values` are for every step, or for the
+    run.
     """
 
     def make(*walls: float, switch: int = 3, first: int = 0, **values: Any) -> Timeline:
@@ -49,7 +49,7 @@ def make_timeline() -> Callable[..., Timeline]:
 def make_variant() -> Callable[..., Variant]:
     """`make_variant(name, *runs, latents="ab...", job="one", **values)`: a variant.
 
-    `runs` are its measured runs.
+    `runs` are the measured runs.
     """
 
     def make(
@@ -65,7 +65,7 @@ def make_variant() -> Callable[..., Variant]:
 
 @pytest.fixture(scope="session")
 def make_report() -> Callable[..., Report]:
-    """`make_report(*variants, **values)`: a finished report of these variants."""
+    """`make_report(*variants, **values)`: a finished report with these variants."""
 
     def make(*variants: Variant, **values: Any) -> Report:
         given = {

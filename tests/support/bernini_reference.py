@@ -1,25 +1,25 @@
 """Bernini-R in float64: one forward pass of a Wan2.1 text-to-video model with context latents.
 
-It was written from a description of the model, apart from the implementation that it checks, and
-imports nothing of it. No original implementation was at hand, so an agreement shows that two
+It was written from a description of the model, independently of the implementation under test, and
+imports nothing from it. No original implementation was at hand, so agreement shows that two
 readings of the description are the same.
 
-The description: the tokens of every context latent, embedded by the same convolution, follow those
-of the video. Each context starts at position (0, 0, 0). Each token of source s is turned further,
-in all pairs j of a head of d elements, by s * 10000^(-2j / d). Every token attends to all tokens,
-and has the modulation of the step's timestep. The head computes the tokens of the video alone.
+The description: the tokens of every context latent, embedded by the same convolution, follow the
+video's tokens. Each context starts at position (0, 0, 0). Each token from source s is turned
+further, in all pairs j in a head with d elements, by s * 10000^(-2j / d). Every token attends to
+all tokens, and is modulated for the step's timestep. The head computes the video's tokens alone.
 
 The description leaves these points open. They are decided here as follows:
 
 * The latent is in the model's normalised space. Contexts are raw and are always normalised, also
   where they are zero.
-* The video has source id 0, and contexts have 1, 2, ... in the order of the list.
-* Pair j counts through the whole head: first the pairs of the time axis, then those of height and
+* The video has source id 0, and contexts have 1, 2, ... in list order.
+* Pair j counts through the whole head: first the time axis pairs, then the pairs for height and
   width.
-* A context belongs to each sample of the batch. Its size is independent of the video's, but must
-  divide into patches; the reference neither pads nor crops.
+* A context belongs to each sample in the batch. The size is independent of the video's, but must
+  divide into patches. The reference neither pads nor crops.
 * Text is used as given: it is not padded, and no row is masked.
-* The sinusoid of the timestep is exact. Implementations in fp32 are up to 4e-5 away from it near
+* The timestep's sinusoid is exact. fp32 implementations are up to 4e-5 away from it near
   timestep 1000, so `sinusoid` accepts theirs.
 """
 
@@ -110,7 +110,7 @@ def bernini_forward(
 
 
 def normalised(raw: torch.Tensor) -> torch.Tensor:
-    """Return a raw latent of the VAE of Wan2.1 in float64, normalised per channel.
+    """Return a raw Wan2.1 VAE latent in float64, normalised per channel.
 
     The mean is 0 and the standard deviation 1.
     """
@@ -121,7 +121,7 @@ def normalised(raw: torch.Tensor) -> torch.Tensor:
 
 
 def patch_grid(latent: torch.Tensor) -> tuple[int, int, int]:
-    """Return the numbers of patches of a latent along time, height and width."""
+    """Return a latent's number of patches along time, height and width."""
     sizes = latent.shape[2:]
     if any(size % step for size, step in zip(sizes, PATCH, strict=True)):
         raise ValueError(
@@ -132,10 +132,10 @@ def patch_grid(latent: torch.Tensor) -> tuple[int, int, int]:
 
 
 def position_angles(grid: tuple[int, int, int], head_dim: int) -> torch.Tensor:
-    """Return the angle of every token and pair of elements, in radians, [tokens, head_dim / 2].
+    """Return the angle for every token and element pair, in radians, [tokens, head_dim / 2].
 
-    Tokens are in the order time, height, width. The pairs of an axis follow each other, in the same
-    order.
+    Tokens are in the order time, height, width. The pairs for an axis follow each other, in the
+    same order.
     """
     side = 2 * (head_dim // 6)
     sizes = (head_dim - 2 * side, side, side)
@@ -146,23 +146,23 @@ def position_angles(grid: tuple[int, int, int], head_dim: int) -> torch.Tensor:
 
 
 def source_angles(head_dim: int) -> torch.Tensor:
-    """Return the angle that source id 1 adds to each element pair, in radians, [head_dim / 2]."""
+    """Return the angle added by source id 1 to each element pair, in radians, [head_dim / 2]."""
     return _frequencies(head_dim)
 
 
 def timestep_sinusoid(timesteps: torch.Tensor) -> torch.Tensor:
-    """Return cosines, then sines, of timesteps [B] in float64, [B, 256]."""
+    """Return cosines, then sines, for timesteps [B] in float64, [B, 256]."""
     angles = timesteps.double()[:, None] * _frequencies(SINUSOID)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def _frequencies(size: int) -> torch.Tensor:
-    """Return 10000^(-2k / size) for the pairs k of `size` elements."""
+    """Return 10000^(-2k / size) for each pair k in `size` elements."""
     return THETA ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
 
 
 def _rotated(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Turn neighbouring elements of [B, heads, tokens, head_dim] as complex numbers."""
+    """Turn neighbouring elements in [B, heads, tokens, head_dim] as complex numbers."""
     pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
@@ -185,7 +185,7 @@ def _rms_norm(weights: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def _patches(weights: Tensors, latent: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of a latent, [B, tokens, dim]: a matrix product for each patch."""
+    """Return a latent's tokens, [B, tokens, dim]: a matrix product for each patch."""
     (time, height, width), (_, rows, columns) = patch_grid(latent), PATCH
     cut = latent.unflatten(4, (width, columns)).unflatten(3, (height, rows))
     # [B, channels, time, height, rows, width, columns] to a row for each patch.
@@ -194,7 +194,7 @@ def _patches(weights: Tensors, latent: torch.Tensor) -> torch.Tensor:
 
 
 def _unpatched(rows: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-    """Return the latent of the head's rows; a row holds a patch, its channels last."""
+    """Return the latent for the head's rows. A row holds a patch, channels last."""
     _, patch_rows, columns = PATCH
     parts = rows.unflatten(2, (patch_rows, columns, -1)).unflatten(1, grid)
     # [B, time, height, width, rows, columns, channels] to [B, channels, time, height, rows, width,
@@ -231,7 +231,7 @@ def _attention(
     heads: int,
     angles: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of x to `source`.
+    """Return the attention from x to `source`.
 
     Queries and keys are normalised over all heads, then turned by angles.
     """

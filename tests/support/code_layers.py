@@ -1,4 +1,4 @@
-"""Layers that multiply codes, with given codes, scales, bias and patch."""
+"""Layers that multiply codes, made from codes, scales, bias and patch."""
 
 from __future__ import annotations
 

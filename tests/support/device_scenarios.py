@@ -1,9 +1,9 @@
-"""Scenarios of the engine on a device with streams, each as small as it can be.
+"""Engine scenarios on a device with streams, each as small as it can be.
 
 Every visit checks the bits it finds.
 
-`SCENARIOS` has them by name. They run unchanged on the checked device and on a real one, and the
-test of removed waits runs them with one wait, event or unlock missing.
+`SCENARIOS` has them by name. They run unchanged on the checked device and on a real one. The test
+of removed waits runs them with one wait, event or unlock missing.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ PINNED = OffloadPolicy.layerwise(1, source="pinned")
 PARTLY_PINNED = replace(PINNED, ram_blocks=2)
 
 ENGINES: WeakSet[OffloadEngine] = WeakSet()
-"""Engines of scenarios that were not deleted yet."""
+"""Engines in scenarios, not deleted yet."""
 
 Scenario = Callable[[Accelerator], None]
 SCENARIOS: dict[str, Scenario] = {}
 
 
 class Interrupted(Exception):
-    """Ends a run before its last visit."""
+    """Ends a run before the last visit."""
 
 
 class StoppedEarly(StoppedTogether):
@@ -75,14 +75,14 @@ class StoppedEarly(StoppedTogether):
 
 
 class MemorySource(RangeSource):
-    """Blocks of one random matrix each, as fp32 or as fp8 with a scale.
+    """Blocks with one random matrix each, as fp32 or as fp8 with a scale.
 
     Reads take up to `longest_s`.
 
     Args:
         fp8: blocks are fp8.
         growing: each block has more rows than the one before.
-        longest_s: time of a read, at most.
+        longest_s: longest time for a read.
     """
 
     def __init__(self, *, fp8: bool, growing: bool, longest_s: float) -> None:
@@ -141,17 +141,17 @@ class MemorySource(RangeSource):
 
 
 class Case:
-    """An engine on `gpu`, and the weights that its visits must find.
+    """An engine on `gpu`, and the weights that visits must find.
 
     Args:
-        gpu: device of the engine.
+        gpu: the engine's device.
         policy: policy to start with.
         fp8: blocks must be decoded on arrival.
         patched: every second block has a patch.
         computed: the patches are functions, whose results stay in the RAM slots.
         growing: each block is larger than the one before.
         sharded: the group of ranks, if this engine is one of several.
-        longest_s: time of a read, at most.
+        longest_s: longest time for a read.
         in_place: blocks are copied from source memory, not from slots.
     """
 
@@ -173,9 +173,9 @@ class Case:
         rows = [self.source.formats[key].computed.tensors[0].shape[0] for key in KEYS]
         self.blocks = [nn.Linear(WIDTH, count, bias=False, device="meta") for count in rows]
         self.seen: list[tuple[BlockKey, int, torch.Tensor]] = []
-        """Block, strength of its patch, and contents of every visit."""
+        """Block, patch strength, and contents at every visit."""
         self.ends: list[Event] = []
-        """End of every run on its stream."""
+        """Every run's end on its stream."""
         self.strength = 0
         self.computed = computed
         self.computations: list[str] = []
@@ -192,7 +192,7 @@ class Case:
             self.patch(1)
 
     def patch(self, strength: int) -> None:
-        """Patch every second block with this strength; 0 for no patches."""
+        """Patch every second block with this strength, or 0 for no patches."""
         patches = {}
         for key in KEYS[::2] if strength else ():
             weight = self._patch(key, strength)
@@ -216,19 +216,19 @@ class Case:
         error: type[Exception] = Interrupted,
         recorder: Recorder | None = None,
     ) -> None:
-        """Stream some passes without waiting for the device at their end.
+        """Stream some passes without waiting for the device at the end.
 
         Args:
             passes: passes through the blocks.
-            delay: every visit of a multiple of this number keeps the device busy before it reads
-                its block.
-            pause_s: time that the host computes between two visits.
-            stop_at: visit before the end of which `error` is raised.
-            issued: fetches that are issued by then.
+            delay: every visit at a multiple of this number keeps the device busy before it reads
+                a block.
+            pause_s: host compute time between two visits.
+            stop_at: visit before whose end `error` is raised.
+            issued: fetches issued by then.
             leave: end the run before the visit `stop_at`, without an error, and keep the blocks
-                that are under way.
+                under way.
             error: raised at `stop_at`.
-            recorder: recorder of the run.
+            recorder: the run's recorder.
         """
         visits = step_visits(["high"] * passes, self.engine.block_counts)
         with self._ended(), torch.inference_mode(), self.engine.run(visits, recorder) as run:
@@ -283,7 +283,7 @@ class Case:
         self.check()
 
     def drop(self) -> None:
-        """Delete the engine without detaching it, as after an error that nobody handles."""
+        """Delete the engine without detaching it, as after an unhandled error."""
         del self.engine
         gc.collect()
         self.check()
@@ -327,7 +327,7 @@ def await_fetches(run: EngineRun, count: int) -> None:
 def scenario(
     function: Callable[..., None], name: str | None = None, **how: Any
 ) -> Callable[..., None]:
-    """Add a function to the scenarios; `how` are its arguments after the device."""
+    """Add a function to the scenarios. `how` are the arguments after the device."""
     SCENARIOS[name or function.__name__] = lambda gpu: function(gpu, **how)
     return function
 
@@ -351,7 +351,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"fp8": True},
     "patched_fp8": {"patched": True, "fp8": True},
 }
-"""Kinds of blocks."""
+"""Block kinds."""
 IN_PLACE = {"in_place": True}
 
 
@@ -389,7 +389,7 @@ def slow_reads(gpu: Accelerator) -> None:
 
 @scenario
 def slow_host(gpu: Accelerator) -> None:
-    """Fetches that are due before the visits that free their buffers."""
+    """Fetches due before the visits that free their buffers."""
     case = Case(gpu, PARTLY_PINNED, patched=True)
     case.run(pause_s=0.005)
     case.detach()
@@ -402,7 +402,7 @@ def recorded(gpu: Accelerator, **how: Any) -> None:
     case.run(recorder=recorder)
     for step in recorder.timeline().steps:
         assert step.transfers.copy_s > 0
-        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance of two clocks
+        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance between two clocks
     case.detach()
 
 
@@ -421,7 +421,7 @@ def copied_once(gpu: Accelerator) -> None:
 
 @scenario
 def pace(gpu: Accelerator) -> None:
-    """The host is at most `PACE` visits ahead of the device, so that it can cancel."""
+    """The host is at most `PACE` visits ahead of the device, to be able to cancel."""
     case, ends = Case(gpu, RESIDENT), []
     case.run()
     with case.engine.run(step_visits(["high"] * 2, case.engine.block_counts)) as run:
@@ -442,7 +442,7 @@ def pace(gpu: Accelerator) -> None:
     }
 )
 def cut_short(gpu: Accelerator, at: int, **how: Any) -> None:
-    """A run with copies under way ends with an error; the next one is on another stream."""
+    """A run with copies under way ends with an error. The next one is on another stream."""
     case = Case(gpu, DEEP, **how)
     case.stop(at)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
@@ -452,7 +452,7 @@ def cut_short(gpu: Accelerator, at: int, **how: Any) -> None:
 
 @scenario
 def patched_cut_short(gpu: Accelerator) -> None:
-    """The next run fetches into buffers of blocks that are still being patched.
+    """The next run fetches into buffers whose blocks are still being patched.
 
     No visit has waited for these blocks.
     """
@@ -465,7 +465,7 @@ def patched_cut_short(gpu: Accelerator) -> None:
 
 @scenarios(**KINDS)
 def stopped_early(gpu: Accelerator, **how: Any) -> None:
-    """A run that skips visits keeps the blocks that are under way for the next run."""
+    """A run that skips visits keeps the blocks under way for the next run."""
     case = Case(gpu, DEEP, **how)
     case.run(delay=1, stop_at=2, leave=True, issued=COUNT)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
@@ -475,7 +475,7 @@ def stopped_early(gpu: Accelerator, **how: Any) -> None:
 
 @scenarios(raw={}, patched_fp8={"patched": True, "fp8": True}, swap={"policy": BLOCK_SWAP})
 def streams_apart(gpu: Accelerator, **how: Any) -> None:
-    """Every run computes on a stream of its own."""
+    """Every run computes on a separate stream."""
     case = Case(gpu, **how)
     for _ in range(3):
         with gpu.runtime.on_stream(gpu.runtime.stream()):
@@ -485,7 +485,7 @@ def streams_apart(gpu: Accelerator, **how: Any) -> None:
 
 @scenarios(**KINDS)
 def apart_once(gpu: Accelerator, **how: Any) -> None:
-    """The last blocks of a run were fetched in it, and a run on another stream keeps them."""
+    """A run fetches the last blocks, and the next run, on another stream, keeps them."""
     case = Case(gpu, RESIDENT, **how)
     case.run(1)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
@@ -507,7 +507,7 @@ def policy_changes(gpu: Accelerator, **how: Any) -> None:
 
 @scenarios(**KINDS)
 def policy_apart(gpu: Accelerator, **how: Any) -> None:
-    """The policy changes while a stream computes on which its blocks were not allocated."""
+    """The policy changes while a stream computes on which the blocks were not allocated."""
     case = Case(gpu, BLOCK_SWAP, **how)
     case.engine.allocate_buffers()
     for policy in (OffloadPolicy.layerwise(0), PINNED):
@@ -535,7 +535,7 @@ def computed_patches(
 ) -> None:
     """A block that stays in RAM is patched once, and read again for another patch.
 
-    With the policy `first`, a pass comes before that leaves blocks in staging slots.
+    With the policy `first`, a pass before leaves blocks in staging slots.
     """
     case = Case(gpu, first or policy, patched=True, computed=True, **how)
     if first is not None:
@@ -566,7 +566,7 @@ def patches_change(gpu: Accelerator) -> None:
 
 
 def ruin(gpu: Accelerator, count: int) -> None:
-    """Write into all free memory of the size of a block, as another user of the device would."""
+    """Write into all free block-sized memory, as another user of the device would."""
     for nbytes in (4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH, WIDTH * WIDTH):
         ruins = [
             torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device) for _ in range(count)
@@ -576,7 +576,7 @@ def ruin(gpu: Accelerator, count: int) -> None:
 
 @scenarios(**KINDS)
 def memory_released(gpu: Accelerator, **how: Any) -> None:
-    """Memory is released while another stream computes than the one that it was allocated on."""
+    """Memory is released while a stream computes on which it was not allocated."""
     case = Case(gpu, DEEP, **how)
     case.engine.allocate_buffers()
     for nbytes in (1, 1 << 60):
@@ -595,7 +595,7 @@ def memory_released(gpu: Accelerator, **how: Any) -> None:
 
 @scenarios(**KINDS)
 def passing_blocks_released(gpu: Accelerator, **how: Any) -> None:
-    """Blocks that are not resident are released while another stream computes."""
+    """Non-resident blocks are released while another stream computes."""
     case = Case(gpu, BLOCK_SWAP, **how)
     case.engine.allocate_buffers()
     for _ in range(2):
@@ -611,7 +611,7 @@ def passing_blocks_released(gpu: Accelerator, **how: Any) -> None:
 
 @scenarios(**KINDS)
 def buffers_elsewhere(gpu: Accelerator, **how: Any) -> None:
-    """Buffers take memory that earlier work still uses, and the run is on another stream."""
+    """Buffers take memory in use by earlier work, and the run is on another stream."""
     gpu.delay()
     ruin(gpu, COUNT)
     case = Case(gpu, DEEP, **how)
@@ -634,7 +634,7 @@ def buffers_elsewhere(gpu: Accelerator, **how: Any) -> None:
 def dropped(gpu: Accelerator, cycle: bool, **how: Any) -> None:
     """An engine is deleted without `detach` while copies are under way.
 
-    Its memory is used again at once.
+    The memory is used again at once.
     """
     case = Case(gpu, DEEP, **how)
     with gpu.runtime.on_stream(gpu.runtime.stream()):
@@ -648,7 +648,7 @@ def dropped(gpu: Accelerator, cycle: bool, **how: Any) -> None:
 class Ranks:
     """Two engines that keep one shard of every block each.
 
-    Their runs are threads of this process.
+    Their runs are threads in this process.
     """
 
     def __init__(
@@ -663,7 +663,7 @@ class Ranks:
         self.cases = [Case(gpu, policy, sharded=each, **how) for each in self._new_group()]
 
     def run(self, passes: int = 2, *, apart: bool = False, **how: Any) -> None:
-        """Run on both ranks; with `apart`, each of them on a new stream."""
+        """Run on both ranks. With `apart`, each runs on a new stream."""
         for error in self.try_run(passes, apart=apart, hows=(how, how)):
             if error is not None:
                 raise error
@@ -671,7 +671,7 @@ class Ranks:
     def try_run(
         self, passes: int = 2, *, apart: bool = False, hows: Sequence[Mapping[str, Any]]
     ) -> list[BaseException | None]:
-        """Run with different arguments of `Case.run` on the ranks; return the errors."""
+        """Run with different `Case.run` arguments on the ranks, and return the errors."""
         errors: list[BaseException | None] = [None, None]
 
         def work(rank: int) -> None:
@@ -694,7 +694,7 @@ class Ranks:
         return errors
 
     def stop(self, at: int, **how: Any) -> None:
-        """Run until the visit `at` on both ranks, which stay in step."""
+        """Run until the visit `at` on both ranks, in step."""
         how = {"delay": 1, "stop_at": at, "error": StoppedEarly, **how}
         errors = self.try_run(hows=(how, how))
         if [type(error) for error in errors] != [StoppedEarly, StoppedEarly]:
@@ -718,14 +718,14 @@ PLACES: Mapping[str, Mapping[str, Any]] = {
     "on_device": {"on_device": True},
     "on_device_patched_fp8": {"on_device": True, "patched": True, "fp8": True},
 }
-"""Kinds of blocks, and shards in RAM or on the device."""
+"""Block kinds, and shards in RAM or on the device."""
 
 
 @scenarios(
     **PLACES, deep={"policy": DEEP}, deep_patched_fp8={"policy": DEEP, "patched": True, "fp8": True}
 )
 def gathered(gpu: Accelerator, **how: Any) -> None:
-    """Two runs of two ranks, the second while the first one still computes."""
+    """Two runs on two ranks, the second while the first one still computes."""
     ranks = Ranks(gpu, **how)
     ranks.run(delay=1)
     ranks.run()
@@ -734,7 +734,7 @@ def gathered(gpu: Accelerator, **how: Any) -> None:
 
 @scenario
 def gathered_growing(gpu: Accelerator) -> None:
-    """Shards that stay on the device pass through host memory that grows with them."""
+    """Shards on the device pass through host memory that grows with them."""
     ranks = Ranks(gpu, on_device=True, growing=True)
     ranks.run(1)
     for case in ranks.cases:
@@ -746,9 +746,9 @@ def gathered_growing(gpu: Accelerator) -> None:
 
 @scenarios(**PLACES)
 def gathered_apart(gpu: Accelerator, **how: Any) -> None:
-    """Every run of every rank computes on a stream of its own.
+    """Every run on every rank computes on a separate stream.
 
-    The second one keeps blocks of the first.
+    The second one keeps blocks from the first.
     """
     ranks = Ranks(gpu, RESIDENT, **how)
     ranks.run(1, apart=True)
@@ -810,7 +810,7 @@ def gathered_dropped(gpu: Accelerator, **how: Any) -> None:
 
 @scenario
 def gathered_recorded(gpu: Accelerator) -> None:
-    """All times of a run of two ranks are read."""
+    """All times in a run on two ranks are read."""
     ranks = Ranks(gpu, patched=True, fp8=True)
     recorders = [Recorder(gpu.device) for _ in ranks.cases]
     errors = ranks.try_run(hows=[{"recorder": recorder} for recorder in recorders])

@@ -34,7 +34,7 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def experts_ref(tiny_expert_folder: Folder) -> Callable[..., ExpertsRef]:
-    """`experts_ref(high=1, low=2)`: the tiny experts with those seeds."""
+    """`experts_ref(high=1, low=2)`: the tiny experts with these seeds."""
 
     def make(*, high: int = 1, low: int = 2) -> ExpertsRef:
         folders = (tiny_expert_folder(seed=seed) for seed in (high, low))
@@ -73,7 +73,7 @@ def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
 
 @pytest.fixture(scope="session")
 def alone() -> Callable[[RunTask], torch.Tensor]:
-    """`alone(task)`: latents [1, 16, 2, 4, 6] float32 that this process makes without workers."""
+    """`alone(task)`: latents [1, 16, 2, 4, 6] float32, computed in this process without workers."""
 
     def run(task: RunTask) -> torch.Tensor:
         registry = ExpertsRegistry()
@@ -89,7 +89,7 @@ def alone() -> Callable[[RunTask], torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
-    """Processes of the whole session: call `at_least` with the number that a test needs."""
+    """Processes for the whole session: call `at_least` with the number a test needs."""
     started = Processes()
     yield started
     started.close()
@@ -97,7 +97,7 @@ def processes() -> Iterator[Processes]:
 
 @pytest.fixture
 def split(processes: Processes) -> Iterator[SplitProcesses]:
-    """Processes that join as the ranks of a mesh; they leave after the test."""
+    """Processes that join as the ranks of a mesh, and leave after the test."""
     made = SplitProcesses(processes)
     yield made
     made.leave()
@@ -105,13 +105,13 @@ def split(processes: Processes) -> Iterator[SplitProcesses]:
 
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
-    """`FakePool`, `Fault` and `expected` of `fake_pool.py`."""
+    """`FakePool`, `Fault` and `expected` from `fake_pool.py`."""
     return _neighbour("fake_pool")
 
 
 @pytest.fixture
 def tile_pools() -> Iterator[Callable[..., Any]]:
-    """`tile_pools(count, before=...)` makes a `ThreadPool` of `tile_pool.py`."""
+    """`tile_pools(count, before=...)` makes a `ThreadPool` from `tile_pool.py`."""
     made: list[Any] = []
 
     def make(
@@ -127,20 +127,20 @@ def tile_pools() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def process_pools() -> ModuleType:
-    """`ProcessPool` of `process_pool.py`."""
+    """`ProcessPool` from `process_pool.py`."""
     return _neighbour("process_pool")
 
 
 @pytest.fixture(scope="session")
 def namespaces() -> ModuleType:
-    """`Machines` of `machines.py`, and why there can be none."""
+    """`Machines` from `machines.py`, and why there can be none."""
     return _neighbour("machines")
 
 
 def _neighbour(name: str) -> ModuleType:
     """Import a helper file next to this one.
 
-    Pytest's importlib mode does not add its folder to `sys.path`.
+    Pytest's importlib mode does not add this folder to `sys.path`.
     """
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None

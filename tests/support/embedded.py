@@ -1,4 +1,4 @@
-"""Runs of workflows in one embedded host, which keeps experts open until a test frees them."""
+"""Workflow runs in one embedded host, which keeps experts open until a test frees them."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ RUN_OPTIONS = ("on_progress", "keep")
 
 
 def run_workflow(prompt: Prompt | None, *, only: Sequence[str] = (), **options: Any) -> History:
-    """Load and run; `options` are those of `load` and of `Workflow.run`.
+    """Load and run. `options` are for `load` and `Workflow.run`.
 
-    `on_event` gets the events that nodes announce. `only` are the nodes to keep: the rest of the
+    `on_event` gets the events announced by nodes. `only` are the nodes to keep: the rest of the
     valid workflow, such as a decode behind them, does not run.
     """
     on_event = options.pop("on_event", embedded_host.events.announce)

@@ -39,8 +39,8 @@ from wanstream.batch.running.stop_request import StopRequest
 
 ROWS = 12
 SPEED = 1000.0
-"""Seconds that a runner sleeps in a second of a test with several servers; with one server it
-sleeps no time."""
+"""Runner seconds slept per second in a test with several servers. With one server it does not
+sleep."""
 
 Planner = Callable[[Sequence[Row]], list[BatchJob]]
 
@@ -56,7 +56,7 @@ def rows_of(count: int) -> list[Row]:
 
 
 def plan_of(size: int) -> Planner:
-    """Jobs of up to `size` rows; the node `n` saves the file of row n."""
+    """Jobs with up to `size` rows. The node `n` saves the file for row n."""
 
     def plan(rows: Sequence[Row]) -> list[BatchJob]:
         jobs = []
@@ -77,7 +77,7 @@ class Server:
 
     A restart loses the first two.
 
-    Each poll advances the first job in its queue by one step. `called` is called before each call,
+    Each poll advances the first job in the queue by one step. `called` is called before each call,
     and every call fails while the server is `gone`.
     """
 
@@ -174,7 +174,7 @@ class Server:
 
 
 class Reporter:
-    """A reporter that records its messages."""
+    """A reporter that records messages."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -204,7 +204,7 @@ class Reporter:
 
 
 class Mishaps:
-    """Mishaps at calls that a seed chooses; at most so many, so that every run ends."""
+    """Mishaps at calls chosen by a seed, with a limit that lets every run end."""
 
     def __init__(self, seed: int, count: int, share: float) -> None:
         self.random, self.left, self._share = random.Random(seed), count, share
@@ -212,7 +212,7 @@ class Mishaps:
         self.happened: list[str] = []
 
     def next(self, *kinds: str) -> str:
-        """Return the mishap of these kinds that happens now; empty for none."""
+        """Return the mishap that happens now, among these kinds, or empty for none."""
         with self._lock:
             if not self.left or self.random.random() > self._share:
                 return ""
@@ -232,10 +232,10 @@ class Bench:
         self.planner: Planner = plan_of(size)
         self.reporter, self.stop = Reporter(), StopRequest()
         self.limits: dict[str, Any] = {}
-        """Of the runners."""
+        """The runners' limits."""
         self.max_failures: int | None = None
         self.unreachable: set[str] = set()
-        """Names of servers that do not respond at the start."""
+        """Servers that do not respond at the start, by name."""
         self.slept: list[float] = []
         self.wait: Callable[[], None] = lambda: time.sleep(0.001)
 
@@ -272,7 +272,7 @@ class Bench:
             try:
                 self.run()
             except Killed:
-                time.sleep(0.01)  # the other threads of the killed client end
+                time.sleep(0.01)  # the killed client's other threads end
                 continue
             break
 

@@ -1,8 +1,8 @@
 """Pool of workers on threads that compute next to nothing, and fail on request.
 
-They keep the guarantees of real workers: one task at a time, a vote of the whole group before every
-step, no messages of a process that is gone. A step is `latents * 0.75 + step`, so that the result
-shows the steps and their order.
+They keep real workers' guarantees: one task at a time, a vote in the whole group before every step,
+no messages from a dead process. A step is `latents * 0.75 + step`: the result shows the steps and
+their order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Failing = Literal["dies", "hangs", "dies after all reports"] | Exception
 
 @dataclass(kw_only=True)
 class Fault:
-    """Failure of a worker before a step; it happens once unless it is `always` there."""
+    """A worker's failure before a step. It happens once unless it is `always` there."""
 
     rank: int
     step: int
@@ -48,7 +48,7 @@ class Fault:
 
 
 class FakeRendezvous:
-    """Votes of one rendezvous."""
+    """Votes in one rendezvous."""
 
     def __init__(self, size: int) -> None:
         self._size, self._changed = size, threading.Condition()
@@ -80,7 +80,7 @@ class FakeRendezvous:
 
 
 class FakeWorker:
-    """Worker on a thread; implements `WorkerHandle`."""
+    """Worker on a thread. Implements `WorkerHandle`."""
 
     def __init__(self, pool: FakePool, rank: int, pid: int) -> None:
         self._pool, self._rank, self.pid = pool, rank, pid
@@ -225,7 +225,7 @@ class FakeWorker:
                 break
             if leads:
                 self._kept = task.run_id, state
-            # With an interval of 0 after every step; with another one, at the end.
+            # With an interval of 0 after every step, with another interval at the end.
             is_due = leads and (task.handover_s == 0 or state.next_step == task.until)
             denoised = state.latents if leads and task.preview_s == 0 else None
             handed_over = state if is_due else None
@@ -270,30 +270,30 @@ class FakeWorker:
 
 @dataclass(eq=False)
 class FakePool:
-    """Pool of `FakeWorker`; implements `Pool`."""
+    """Pool of `FakeWorker`. Implements `Pool`."""
 
     count: int
     faults: list[Fault] = field(default_factory=list)
     step_s: float = 0.0
     leave_s: dict[int, float] = field(default_factory=dict)
-    """Seconds that a worker takes to leave its rendezvous, by rank."""
+    """Seconds a worker takes to leave the rendezvous, by rank."""
     sent: list[tuple[int, RunTask]] = field(default_factory=list)
     joined: list[tuple[int, RendezvousSpec]] = field(default_factory=list)
     shared: list[DenoiseRequest] = field(default_factory=list)
-    """Requests that are shared now."""
+    """Currently shared requests."""
     killed: list[int] = field(default_factory=list)
     replaced: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
-    """Ports that are in use."""
+    """Ports in use."""
     missing: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Missing paths, by rank."""
     machines: dict[int, str] = field(default_factory=dict)
-    """Identifiers of machines by rank; one machine for the others."""
+    """Machine identifiers by rank. The others share one machine."""
     rendezvous: dict[tuple[int, int], FakeRendezvous] = field(default_factory=dict)
     auto_dtypes: dict[int, str] = field(default_factory=dict)
-    """Dtypes by rank; float32 for the others."""
+    """Dtypes by rank, float32 for the others."""
     multiplied: dict[int, tuple[CodeFormat, ...]] = field(default_factory=dict)
-    """Formats that a worker multiplies, by rank; int8 and fp8 for the others."""
+    """Formats a worker multiplies, by rank. The others multiply int8 and fp8."""
     facts: WorkerFacts = field(
         default_factory=lambda: WorkerFacts(
             pid=0,
@@ -331,7 +331,7 @@ class FakePool:
 
 
 def expected(noise: torch.Tensor, steps: range) -> torch.Tensor:
-    """Return the latents that these workers compute from a noise in these steps."""
+    """Return the workers' latents for a noise after these steps."""
     for step in steps:
         noise = noise * 0.75 + step
     return noise

@@ -1,6 +1,6 @@
-"""Service of a Ray actor that computes nothing.
+"""A Ray actor's service that computes nothing.
 
-The device or the disk of one process fails for each file in the input folder.
+One process's device or disk fails for each file in the input folder.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from wanstream.tests.faults.replaced import run_replaced
 
 PATH = "tests.support.faulty_service:FaultyRowService"
 DEVICE, DISK = "device fails", "disk fails"
-"""Names of the files. The first process that runs a row takes one away, and fails from then on."""
+"""File names. The first process that runs a row takes one away, and fails from then on."""
 
 
 class FaultyRowService(RowService):
-    """See `RowService`. Its machine does not have the folder of the driver."""
+    """A service on a machine without the driver's folder."""
 
     def __init__(self, device: str, processes: int, **settings: Any) -> None:
         marked = str(Path(settings["input"], "not on this machine", "mark"))

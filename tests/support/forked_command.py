@@ -17,23 +17,23 @@ class ForkedCommand:
     """`main(arguments)` in a forked process.
 
     Args:
-        arguments: those of `wanstream`.
-        temporary: folder for its temporary files.
-        largest_file: limit of the size of any file in bytes, which stands for a full disk.
+        arguments: arguments for `wanstream`.
+        temporary: folder for temporary files.
+        largest_file: limit in bytes for any file, in place of a full disk.
     """
 
     def __init__(
         self, arguments: Sequence[str], temporary: Path, *, largest_file: int | None = None
     ) -> None:
         reads, writes = os.pipe()
-        # A pipe too: a file would have the limit of the size. Results are shorter than a pipe.
+        # A pipe too: the size limit would apply to a file. Results are shorter than a pipe.
         reads_stdout, stdout = os.pipe()
 
         def work() -> int:
             os.close(reads)
             os.dup2(stdout, 1)
             os.dup2(writes, 2)
-            # It lacks the threads that torch may have in this process.
+            # It lacks any torch threads in this process.
             torch.set_num_threads(1)
             if largest_file is not None:
                 import resource
@@ -49,7 +49,7 @@ class ForkedCommand:
         self._stderr = os.fdopen(reads, encoding="utf-8", errors="replace", newline="")
 
     def wait_for(self, text: str) -> None:
-        """Read stderr up to `text`; bars end their lines with carriage returns."""
+        """Read stderr up to `text`. Bars end their lines with carriage returns."""
         said = ""
         while text not in said:
             piece = self._stderr.read(1)
@@ -60,7 +60,7 @@ class ForkedCommand:
         os.kill(self._pid, number)
 
     def end(self) -> tuple[int, str, str]:
-        """Return its exit code, negative for a signal, its stdout, and the rest of its stderr."""
+        """Return the exit code, negative for a signal, then stdout, then the rest of stderr."""
         with self._stderr, self._stdout:
             rest = self._stderr.read()
             printed = self._stdout.read()

@@ -1,4 +1,4 @@
-"""Graphs around one of our nodes: any latent, video and conditioning before, an output behind."""
+"""Graphs around one node of ours: any latent, video and conditioning before, an output behind."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Add(io.ComfyNode):
 
 
 class Show(io.ComfyNode):
-    """Output node that shows a number and the hidden values from the host."""
+    """Output node that shows a number and the host's hidden values."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -120,9 +120,9 @@ def nodes() -> SimpleNamespace:
 
 @pytest.fixture
 def run(nodes: SimpleNamespace, tmp_path: Path) -> Callable[..., History]:
-    """`run(prompt, **options)` runs a workflow of these nodes.
+    """`run(prompt, **options)` runs a workflow with these nodes.
 
-    The folders are models, output and input of `tmp_path`.
+    The folders are models, output and input in `tmp_path`.
     """
     for folder in ("models", "output", "input"):
         (tmp_path / folder).mkdir()
@@ -143,7 +143,7 @@ def run(nodes: SimpleNamespace, tmp_path: Path) -> Callable[..., History]:
 def opened_test_model(sample_models: Path, tmp_path: Path) -> Iterator[None]:
     """Open the embedded host with the test model on the CPU.
 
-    Free its experts and workers in the end.
+    Free experts and workers in the end.
     """
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_host.opened(folders, device=torch.device("cpu")):
@@ -154,5 +154,5 @@ def opened_test_model(sample_models: Path, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def text() -> list[list[Any]]:
-    """Return CONDITIONING of random embeddings."""
+    """Return CONDITIONING with random embeddings."""
     return [[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0)), {}]]

@@ -1,4 +1,4 @@
-"""Attention in int8 on a CPU, and a module that offers it under the name of comfy-kitchen."""
+"""Attention in int8 on a CPU, and a module that offers it under comfy-kitchen's name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 QUERY_ROWS, KEY_ROWS = 32, 64
-"""Rows that share a scale."""
+"""Rows per scale."""
 ACTIVE = {"available": True, "disabled": False, "unavailable_reason": None, "capabilities": []}
 
 

@@ -21,7 +21,7 @@ from wanstream.schema import Mesh
 from wanstream.schema.refs import WorkersRef
 
 Driven = tuple[torch.Tensor, tuple[str, ...], list[int]]
-"""Latents, changes, and `done` of every reported step, of a run that was not interrupted."""
+"""An uninterrupted run's latents, changes, and `done` in every reported step."""
 
 
 def drive(
@@ -35,7 +35,7 @@ def drive(
 
     over: "processes" or "ray".
     handover_s: interval between two states.
-    dies_at: this process is killed in the step with that number; None: it is not.
+    dies_at: step in which this process is killed, or None.
     """
     driver_module.handover_interval_s = lambda nbytes, groups: options["handover_s"]
     ref = WorkersRef(count=mesh.size, threads=1, timeout_s=60.0)
@@ -57,7 +57,7 @@ def _pool(here: SimpleNamespace, ref: WorkersRef, over: str) -> AbstractContextM
     if over == "ray":
         return RayPool(ref, "cpu", store_bytes=128 << 20)
     folder = Path(__file__).parent
-    # Processes of its own, which end with this one.
+    # Separate processes, which end with this one.
     processes = here.load(str(folder / "processes.py")).Processes()
     pool: AbstractContextManager[Any] = here.load(str(folder / "process_pool.py")).ProcessPool(
         processes, ref.count

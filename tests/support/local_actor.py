@@ -24,7 +24,7 @@ END_SECONDS = 30.0
 
 
 def is_plain(value: object) -> bool:
-    """Return True for values that a process can unpickle before it has imported the pack."""
+    """Return True for values a process can unpickle before it has imported the pack."""
     if isinstance(value, dict):
         return all(is_plain(each) for pair in value.items() for each in pair)
     if isinstance(value, list | tuple):
@@ -36,7 +36,7 @@ def is_plain(value: object) -> bool:
 def rows_ended() -> Iterator[None]:
     """After the `with`, no stopped service runs a row, and no service is still stopping.
 
-    A running row writes into its temporary folder, so that a test's folder could not be removed.
+    A running row writes into a temporary folder, so a test's folder could not be removed.
     """
     yield
     for thread in threading.enumerate():
@@ -46,9 +46,9 @@ def rows_ended() -> Iterator[None]:
 
 
 class LocalActor:
-    """See `Actor`.
+    """An `Actor` in this process.
 
-    A killed one does not answer `down` calls; then it has a new service without workflows.
+    A killed one does not answer `down` calls, then has a new service without workflows.
 
     Like a `RayWorkerHandle` it does not call the new service before `restarted`.
     """
@@ -62,14 +62,14 @@ class LocalActor:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """End the process; its thread goes on for a moment, as one on a machine that is cut off."""
+        """End the process. The thread goes on for a moment, as on a machine that was cut off."""
         with self._lock:
             if not self._killed:
                 service, self._left, self._killed = self.service, self._down, True
                 threading.Thread(target=service.stop, name=STOPPING, daemon=True).start()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """Return what the worker of the process returns."""
+        """Return the result from the process's worker."""
         with self._lock:
             return self._lost() or _answer(lambda: method)
 
@@ -77,7 +77,7 @@ class LocalActor:
         """See `Actor.serve`."""
         assert is_plain(args), (method, args)
         self.calls.append(method)
-        if method == "end":  # which would end this process
+        if method == "end":  # this would end the test process
             self.kill()
             return Future()
         with self._lock:
@@ -95,9 +95,9 @@ class LocalActor:
         return not self.without_ray
 
     def _lost(self, *, started: bool = True) -> Future[Any] | None:
-        """Return the answer of a process that is gone, or None.
+        """Return a dead process's answer, or None.
 
-        With `started` one that was restarted answers, too.
+        With `started`, a restarted process answers, too.
         """
         if not self._killed or (started and not self._left):
             return None
@@ -117,9 +117,9 @@ def _answer(call: Callable[[], Any]) -> Future[Any]:
 
 
 def row_service(options: BatchOptions, output: Path) -> Callable[[], RowService]:
-    """Return the constructor of a service.
+    """Return a service constructor.
 
-    Its hosts save in `output` if its machine has that folder.
+    The hosts save in `output` if the machine has that folder.
     """
     settings = {
         "strict": False,
@@ -130,7 +130,7 @@ def row_service(options: BatchOptions, output: Path) -> Callable[[], RowService]
 
 
 def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:
-    """Return the backend of an actor."""
+    """Return an actor's backend."""
     return RayBackend(
         actor, options, {}, MARK, check_machine=lambda _: None, stop=lambda: stop_all([actor])
     )

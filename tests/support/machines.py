@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 ADDRESSES = "198.18.0"
-"""A network that is set aside for measuring other networks."""
+"""A network reserved for measuring other networks."""
 WAIT_S = 30.0
 CHECKOUT = Path(__file__).parents[2]
 NEEDED = ("ip", "unshare", "nsenter", "mount", "hostname")
@@ -45,7 +45,7 @@ read -r _ || true
 
 
 def refusal() -> str:
-    """Return the reason that machines cannot be created here; empty if they can."""
+    """Return why machines cannot be created here, or empty if they can."""
     if sys.platform != "linux":
         return "namespaces are of Linux"
     if os.geteuid() != 0:
@@ -63,7 +63,7 @@ class Machine:
     """One machine.
 
     Args:
-        models: the folder that its model files are seen in; they lie in `folder / "models"`.
+        models: the folder where the machine sees model files. They lie in `folder / "models"`.
     """
 
     def __init__(self, name: str, network: str, address: str, folder: Path, models: str) -> None:
@@ -88,7 +88,7 @@ class Machine:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], **given: Any
     ) -> subprocess.Popen[str]:
-        """Start a program there; it has this environment and no other."""
+        """Start a program there, with only this environment."""
         enter = [
             "nsenter",
             "--target",
@@ -104,17 +104,17 @@ class Machine:
         )
 
     def write(self, path: str, text: str) -> None:
-        """Write a file that only its owner can read to the /tmp of the machine."""
+        """Write a file readable only by the owner to the machine's /tmp."""
         file = self._folder / "tmp" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)
         file.write_text(text, encoding="utf-8")
 
     def end(self) -> None:
-        """Switch it off: every process of it is killed at once. Ending twice is allowed."""
+        """Switch it off: every process in it is killed at once. Ending twice is allowed."""
         if self._first.poll() is None:
             processes = self._inside.children(recursive=True)
-            self._first.kill()  # the machine's first process goes with it, and all others with that
+            self._first.kill()  # the machine's first process goes too, and takes all others with it
             self._first.wait(WAIT_S)
             psutil.wait_procs(processes, timeout=WAIT_S)
         for pipe in (self._first.stdin, self._first.stdout):
@@ -123,10 +123,10 @@ class Machine:
 
 
 class Machines(Sequence[Machine]):
-    """Machines that reach each other, and nothing else. Use with `with`.
+    """Machines that reach each other, and nothing else. Use in a `with`.
 
     Args:
-        models: by machine, as of `Machine`.
+        models: by machine, as in `Machine`.
     """
 
     def __init__(self, folder: Path, models: Sequence[str]) -> None:
@@ -161,7 +161,7 @@ class Machines(Sequence[Machine]):
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """End all of them, and remove every trace. Closing twice is allowed."""
+        """End all machines, and remove every trace. Closing twice is allowed."""
         self._undo.close()
 
     def _network(self, name: str, undo: ExitStack) -> str:

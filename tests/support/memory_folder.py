@@ -1,7 +1,7 @@
-"""Folder in memory for tests of batches, which sync a journal and files to disk at every row.
+"""Folder in memory for batch tests, which sync a journal and files to disk at every row.
 
-These tests end clients and servers, but never the machine, so that a sync changes nothing that they
-can see. On a slow disk they waited for syncs for five sixths of their time.
+These tests end clients and servers, but never the machine, so a sync changes nothing they can see.
+On a slow disk they waited for syncs for five sixths of their time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFIX = "wanstream-test-"
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """Replace pytest's folder on Linux; it is removed after the test."""
+    """Replace pytest's folder on Linux. It is removed after the test."""
     if not SHARED_MEMORY.is_dir():
         yield tmp_path
         return
@@ -27,7 +27,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 
 def names_in_shared_memory() -> set[str]:
-    """Return what programs have there, without folders of tests that run at the same time."""
+    """Return names in shared memory, without folders from concurrent tests."""
     return {
         path.name for path in SHARED_MEMORY.iterdir() if not path.name.startswith((PREFIX, "sem."))
     }

@@ -1,8 +1,8 @@
-"""Removal of single waits, event records and unlocks from the product, without changing its files.
+"""Removal of single waits, event records and unlocks from the product, without file changes.
 
-Each function that contains one is compiled with a switch in front of it. Inside
-`Mutations.installed`, the product runs with these functions, and `removed` selects the calls that
-are left out.
+Each function with such a call is compiled with a switch in front of it. Inside
+`Mutations.installed`, the product runs with these functions, and `removed` selects the calls to
+leave out.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ KEPT = {
     "', '.join",
     "torch.get_device_module(self._family).synchronize",
 }
-"""Calls that only have the name of a wait, waits for RAM, and that of devices without streams,
-which `test_synchronous.py` covers."""
+"""Calls only named like a wait, waits for RAM, and the wait for devices without streams, covered by
+`test_synchronous.py`."""
 LOOPS = {"after", "self._streams"}
-"""Loops over streams or events: each of their rounds is removed alone, and all of them together."""
+"""Loops over streams or events: each round is removed alone, and all together."""
 
 SWITCH = "_is_removed"
 ROUND = "_round"
@@ -80,15 +80,15 @@ Node = TypeVar("Node", bound=ast.expr)
 
 
 class Mutation(NamedTuple):
-    """One call that can be removed."""
+    """One removable call."""
 
     site: str
-    """Qualified name of the function and text of the call; a number distinguishes equal calls of a
+    """The function's qualified name and the call's text. A number distinguishes equal calls in a
     function."""
     owner: str = ""
-    """Class of the object, if it is a subclass of the one that has the method."""
+    """Class of the object, if it is a subclass of the one with the method."""
     round: int | None = None
-    """Round of the loop; `EVERY_ROUND` for all of them; None outside loops."""
+    """Loop round, `EVERY_ROUND` for all rounds, or None outside loops."""
 
     def __str__(self) -> str:
         rounds = (
@@ -103,11 +103,11 @@ class Mutation(NamedTuple):
 
 
 class _Switches(ast.NodeTransformer):
-    """Puts a switch in front of every call that can be removed."""
+    """Puts a switch in front of every removable call."""
 
     def __init__(self) -> None:
         self.sites: dict[str, tuple[str, ...]] = {}
-        """Path of the function in its module, by site."""
+        """The function's path in the module, by site."""
         self._path: tuple[str, ...] = ()
         self._method_of = ""
         self._counts: Counter[str] = Counter()
@@ -183,14 +183,14 @@ class _Change:
 
 
 class Mutations:
-    """All calls of the product that can be removed.
+    """All removable calls in the product.
 
     Attributes:
-        sites: calls, without the classes and rounds in which they are made.
-        removed: the calls that are left out inside `installed`.
-        reached: calls that were made or left out inside `installed`.
-        cancelled: make all threads raise at their next such call, to end those of a test that
-            hangs.
+        sites: calls, without their classes and rounds.
+        removed: the calls left out inside `installed`.
+        reached: calls made or left out inside `installed`.
+        cancelled: make all threads raise at their next such call, to end the threads of a hung
+            test.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Number formats of quantised layers: writers, and the written values by the plain definitions.
+"""Number formats for quantised layers: writers, and the written values by the plain definitions.
 
 Values are computed in float64, one rounding after the other as each format defines them, and share
 no code with the readers.
@@ -20,22 +20,22 @@ from wanstream.testing.quantised import QuantisedLayers
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the 4-bit floats."""
+"""Magnitudes of 4-bit floats."""
 
 
 class Encoded(NamedTuple):
     """One quantised matrix."""
 
     tensors: Mapping[str, torch.Tensor]
-    """By the ending of the key: "weight", "weight_scale", ..."""
+    """By key ending: "weight", "weight_scale", ..."""
     settings: Mapping[str, Any]
-    """JSON of the marker."""
+    """The marker's JSON."""
     values: torch.Tensor
     """fp32 [rows, columns]: the stored values."""
 
     @property
     def in_memory(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The stored matrix as the engine keeps it, and its fp32 scale."""
+        """The stored matrix in engine layout, and the fp32 scale."""
         weight = self.tensors["weight"]
         scales = self.tensors["weight_scale"]
         stored = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in (weight, scales)])
@@ -57,7 +57,7 @@ def int8(weight: torch.Tensor, *, rows: bool = True) -> Encoded:
 
 
 def rotation(group: int) -> torch.Tensor:
-    """Return the matrix of ConvRot, float64 [group, group]."""
+    """Return ConvRot's matrix, float64 [group, group]."""
     four = torch.tensor(
         [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64
     )
@@ -68,7 +68,7 @@ def rotation(group: int) -> torch.Tensor:
 
 
 def rotated(weight: torch.Tensor, group: int) -> torch.Tensor:
-    """Rotate each group of columns, in float64."""
+    """Rotate each column group, in float64."""
     return (weight.double().reshape(-1, group) @ rotation(group)).view(weight.shape)
 
 
@@ -77,15 +77,15 @@ def int8_convrot(weight: torch.Tensor, *, group: int = 256) -> Encoded:
     plain = int8(rotated(weight, group).float())
     codes = plain.tensors["weight"]
     scale = plain.tensors["weight_scale"]
-    # The sums of the codes are exact, and so is the factor of the rotation: only the product with
-    # the scale is rounded.
+    # Code sums are exact, and so is the rotation factor: only the product with the scale is
+    # rounded.
     values = (rotated(codes, group) * scale).float()
     settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group}
     return Encoded(plain.tensors, settings, values)
 
 
 def mxfp8(weight: torch.Tensor) -> Encoded:
-    """Quantise to e4m3fn with a power of two for each 32 values."""
+    """Quantise to e4m3fn with a power of two per 32 values."""
     groups = weight.double().reshape(len(weight), -1, 32)
     largest = groups.abs().amax(-1)
     exponents = torch.where(largest > 0, (largest / E4M3_MAX).log2().ceil() + 127, 0).clamp(0, 254)
@@ -126,7 +126,7 @@ def nvfp4(weight: torch.Tensor, *, high_first: bool = True) -> Encoded:
 
 
 def tiled(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales [rows, columns] in the order of cuBLAS, with the shape of the padded matrix."""
+    """Return scales [rows, columns] in cuBLAS order, in the padded matrix's shape."""
     rows = -(-scales.shape[0] // 128) * 128
     columns = -(-scales.shape[1] // 4) * 4
     flat = torch.zeros(rows * columns, dtype=scales.dtype)
@@ -146,19 +146,19 @@ ENCODERS: Mapping[str, Callable[[torch.Tensor], Encoded]] = {
     "nvfp4": nvfp4,
     "nvfp4 LightX2V": lambda weight: nvfp4(weight, high_first=False),
 }
-"""Writers by the name of the format."""
+"""Writers by format name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedLayout:
-    """Layers of a single file in different formats.
+    """Layers in different formats in a single file.
 
     Args:
-        format_of: name of an encoder for each layer, by its native name; None: the layer is not
+        format_of: encoder name for each layer, by the layer's native name. None: the layer is not
             quantised.
         markers: "tensors", one with JSON text for each layer; "metadata", an object for each layer
-            in the header; "names", the bare name of the format there; "nested", tensors whose
-            settings are inside `params`.
+            in the header; "names", the bare format name there; "nested", tensors whose settings
+            are inside `params`.
     """
 
     format_of: Callable[[str], str | None]
@@ -193,12 +193,12 @@ class MixedLayout:
 
 
 def json_tensor(settings: Mapping[str, Any]) -> torch.Tensor:
-    """Return the JSON text of a marker."""
+    """Return a marker's JSON text."""
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
 def mixture(layer: str) -> str | None:
-    """Return the format of a layer by its native name: five per block, none for cross_attn.o."""
+    """Return a layer's format by native name: five per block, none for cross_attn.o."""
     if layer.endswith("cross_attn.o"):
         return None
     for part, name in {

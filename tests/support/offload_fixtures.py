@@ -1,4 +1,4 @@
-"""Small stacks of blocks, and a source that is slow in a repeatable way."""
+"""Small block stacks, and a source that is slow in a repeatable way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wanstream.plan.programs import BlockKey
 
 
 class Block(nn.Module):
-    """A residual block with the kinds of tensors of a Wan block: matrices, biases, norm, table."""
+    """A residual block with the kinds of tensors in a Wan block: matrices, biases, norm, table."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class SlowSource:
 
 
 class LimitedPageLock:
-    """A driver that locks up to `limit` pieces of memory and remembers which."""
+    """A driver that locks up to `limit` pieces of memory and remembers them."""
 
     def __init__(self, *, limit: int = 1000) -> None:
         self.limit = limit
@@ -119,9 +119,9 @@ def limited_page_lock() -> Callable[..., LimitedPageLock]:
 
 
 class ThreadGroup:
-    """Gathers of ranks that are threads of this process.
+    """Gathers for ranks on threads in this process.
 
-    `gathers[rank]` counts the calls of each.
+    `gathers[rank]` counts each rank's calls.
     """
 
     def __init__(self, size: int, *, wait_s: float = 30.0) -> None:
@@ -141,7 +141,7 @@ class ThreadGroup:
 
 
 class ThreadGather:
-    """Gather of one of the ranks."""
+    """Gather for one rank."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size
@@ -173,7 +173,7 @@ class ThreadGather:
         self.group.gathering.abort()
 
     def _order(self, runtime: DeviceRuntime, events: list[Event | None]) -> None:
-        """Order the current streams of all ranks behind each other.
+        """Order all ranks' current streams behind each other.
 
         The host does not wait for the device.
         """

@@ -1,4 +1,4 @@
-"""One torch thread in this process, for tests that compare it with worker processes."""
+"""One torch thread in this process, for comparing tests with worker processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread here as in the workers of these tests.
+    """Use one thread here as in the workers.
 
-    Sums in another number of threads end in other bits.
+    Sums over another number of threads end in other bits.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

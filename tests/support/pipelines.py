@@ -1,4 +1,4 @@
-"""Pipelines of diffusers with tiny models, to compare runs with."""
+"""Diffusers pipelines with tiny models, to compare runs with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wanstream.sampling.inputs import DenoiseRequest
 
 
 def make_pipeline(kind: Callable[..., Any], *, flow_shift: float, **components: Any) -> Any:
-    """Return a pipeline of class `kind` with UniPC and these components.
+    """Return a `kind` pipeline with UniPC and these components.
 
     It has no text encoder and no progress bar.
     """
@@ -27,7 +27,7 @@ def make_pipeline(kind: Callable[..., Any], *, flow_shift: float, **components: 
 def pipeline_arguments(
     request: DenoiseRequest, *, height: int, width: int, frames: int, steps: int
 ) -> dict[str, Any]:
-    """Return the arguments with which a pipeline computes the latents of `request`."""
+    """Return the arguments a pipeline needs to compute the latents for `request`."""
     return {
         "height": height,
         "width": width,
@@ -42,5 +42,5 @@ def pipeline_arguments(
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to that of `expected`."""
+    """Return the norm of the difference, relative to the norm of `expected`."""
     return float((found - expected).norm() / expected.norm())

@@ -33,7 +33,7 @@ EXPERTS = ("high", "low")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Arguments of `compile_program`.
+    """Arguments for `compile_program`.
 
     `contents` is arbitrary, with doubled, foreign and out-of-range entries.
     """
@@ -45,12 +45,12 @@ class Run:
 
 
 def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
-    """Return the smallest number of buffers with which `visits` can run."""
+    """Return the smallest number of buffers that `visits` can run with."""
     return max_overlap(list_lifetimes(visits, residency)[0])
 
 
 def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
-    """Return the contents of the buffers after the last fetch: `contents` for the next program."""
+    """Return the buffer contents after the last fetch: `contents` for the next program."""
     return {
         **program.untouched,
         **program.initial,
@@ -59,7 +59,7 @@ def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
 
 
 def kept_in_ram(program: TransferProgram) -> RamProgram:
-    """Return a RAM program that reads nothing: all blocks are in slots from an earlier run."""
+    """Return a RAM program without reads: all blocks are in slots from an earlier run."""
     blocks = sorted({fetch.block.stored for fetch in program.fetches})
     residents = {
         expert: frozenset(key.block for key in blocks if key.expert == expert)
@@ -73,7 +73,7 @@ def kept_in_ram(program: TransferProgram) -> RamProgram:
 
 @st.composite
 def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
-    """One expert or two, any switch points and changes of patches.
+    """One expert or two, any switch points and patch changes.
 
     Some visits skipped unless `whole_steps`.
     """
@@ -106,7 +106,7 @@ def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
 class Machine:
     """A bus and a device that run programs in turn, every copy and visit at a random speed.
 
-    Asserts the invariants at any speed: a visit finds its block, complete; no buffer is written
+    Asserts the invariants at any speed: a visit finds the complete block, and no buffer is written
     while it is read. Shares nothing with the compiler or with `check_program`.
     """
 
@@ -121,7 +121,7 @@ class Machine:
         self._holds.update({buffer: (block, 0.0) for buffer, block in contents.items()})
 
     def run(self, program: TransferProgram, visits: int | None = None) -> dict[int, BlockKey]:
-        """Run the first `visits` visits (default: all) and return the contents of the buffers.
+        """Run the first `visits` visits (default: all) and return the buffer contents.
 
         They are as the issued fetches leave them.
         """
@@ -188,7 +188,7 @@ TOKENS = 1000
 
 
 def block_costs(expert: ExpertShape = SMALL, **changes: Any) -> BlockCosts:
-    """Return the costs of bf16 blocks of two experts.
+    """Return the costs of bf16 blocks in two experts.
 
     Blocks are decoded on arrival if their stored size differs.
     """
@@ -210,9 +210,9 @@ def run_shape(
     linear_format: str = "",
     **changes: Any,
 ) -> RunShape:
-    """Return the shape of steps of two experts in bf16, one lane each.
+    """Return the shape of a two-expert run in bf16, with one lane each.
 
-    `tokens` are those of the longest lane.
+    `tokens` are for the longest lane.
     """
     names = {each.name for each in fields(BlockCosts)}
     blocks = block_costs(expert, **{name: changes.pop(name) for name in names & set(changes)})
@@ -233,7 +233,7 @@ def run_shape(
 
 
 def in_stored_form(run: RunShape, **changes: Any) -> RunShape:
-    """Return `run` with blocks of other sizes."""
+    """Return `run` with other block sizes."""
     return replace(run, blocks=replace(run.blocks, **changes))
 
 
@@ -246,7 +246,7 @@ def predicted(
 
 
 def needs_of(run: RunShape, machine: RatedMachine, policy: OffloadPolicy) -> MemoryNeeds:
-    """Return the memory needs of the run."""
+    """Return the run's memory needs."""
     working_bytes = run.working_bytes(policy.chunk_tokens)
     return memory_needs(run.blocks, policy, has_bus=machine.has_bus, working_bytes=working_bytes)
 
@@ -254,7 +254,7 @@ def needs_of(run: RunShape, machine: RatedMachine, policy: OffloadPolicy) -> Mem
 def visit_seconds(
     run: RunShape, machine: RatedMachine, expert: str, chunk_tokens: int | None = None
 ) -> float:
-    """Return the seconds of a visit with all lanes of an expert."""
+    """Return the seconds for a visit with all lanes in an expert."""
     return run.costs(machine, chunk_tokens).hardware.visit_s[expert]
 
 
@@ -262,8 +262,8 @@ def visit_seconds(
 def rate_machine() -> Callable[..., RatedMachine]:
     """`rate_machine(read=0.5, copy=0.1, visit=1.0, **changes)`: a GPU with spare memory.
 
-    The GPU has more memory than `make_job()` takes. `read`, `copy` and `visit` are the seconds of
-    one block of that job on the disk, on the bus, and in one lane.
+    The GPU has more memory than `make_job()` takes. `read`, `copy` and `visit` are that job's
+    seconds per block on the disk, on the bus, and in one lane.
     """
 
     def make(
@@ -292,7 +292,7 @@ def rate_machine() -> Callable[..., RatedMachine]:
 
 @pytest.fixture(scope="session")
 def rate_cpu(rate_machine: Callable[..., RatedMachine]) -> Callable[..., RatedMachine]:
-    """The same without a GPU and its bus."""
+    """The same without a GPU and bus."""
 
     def make(**changes: Any) -> RatedMachine:
         return rate_machine(**{"computes_on": "cpu", "vram_bytes": 0, **changes})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def eventually(condition: Callable[[], bool], *, limit_s: float = 30.0) -> bool:
-    """Poll `condition` until it is true or the time is up; return its last value."""
+    """Poll `condition` until it is true or the time is up. Return the last value."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:

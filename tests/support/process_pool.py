@@ -1,4 +1,4 @@
-"""Pool of real workers in the processes of `processes.py`, without Ray, called over a socket."""
+"""Pool of real workers in `processes.py` processes, without Ray, called over a socket."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from wanstream.wan.experts.open import ExpertsRegistry, open_pair
 WAIT_S = 60.0
 
 Processes = Any
-"""Of `processes.py`."""
+"""From `processes.py`."""
 
 
 class ShortPair:
-    """Passes on to a pair; memory is short at one use of a block, counted from the first."""
+    """Passes on to a pair. Memory is short at one block use, counted from the first."""
 
     def __init__(self, pair: ExpertPair, short_at: int) -> None:
         self._pair, self._short_at, self._uses = pair, short_at, itertools.count()
@@ -65,9 +65,9 @@ def serve(
     short_at: int | None,
     machine: str | None,
 ) -> None:
-    """Serve the calls of a worker until the driver hangs up.
+    """Serve a worker's calls until the driver hangs up.
 
-    All runs share one thread. Every other call has its own.
+    All runs share one thread. Every other call has a new one.
     """
 
     def opened(ref: ExpertsRef) -> Any:
@@ -137,7 +137,7 @@ class ProcessWorker:
                 self._process.signal(signal.SIGKILL)
 
     def hang_up(self) -> bool:
-        """Let the process do something else; False where it is gone."""
+        """Let the process do something else. False if it is gone."""
         with self._lock:
             if not self._gone:
                 self._connection.send_bytes(pickle.dumps((-1, "", ())))
@@ -193,13 +193,12 @@ class ProcessWorker:
 
 
 class ProcessPool:
-    """See `Pool`; use with `with`, which leaves the processes to others.
+    """A `Pool` to use in a `with`, which leaves the processes to others.
 
     Args:
-        first: the process that rank 0 has.
-        short_at: by rank: at which use of a block memory is short, in the first process that has
-            this rank.
-        machines: by rank: identifier of its machine; that of this one for the others.
+        first: rank 0's process.
+        short_at: by rank: at which use of a block memory is short, in the rank's first process.
+        machines: machine identifier by rank, by default this machine's.
     """
 
     def __init__(

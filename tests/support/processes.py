@@ -1,14 +1,13 @@
-"""Real processes for tests, forked from one that has imported what workers import.
+"""Real processes for tests, forked from one with everything imported that workers import.
 
-Each keeps the state of a job for the next job.
+Each keeps a job's state for the next job.
 
     answers = processes.all(job, *args, count=4)
     answer = processes[1].start(job, *args)
 
 A job is a plain function at the top of a test file, called as `job(here, *args)` in the process:
-`here` is a namespace that outlives it, `here.number` is the index of the process, and `here.load`
-imports a file. Arguments, answers and errors are sent through pipes. A process ends when its parent
-does.
+`here` is a namespace that outlives it, `here.number` is the process index, and `here.load` imports
+a file. Arguments, answers and errors are sent through pipes. A process ends when its parent does.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Asked = tuple[str, str, tuple[Any, ...]]
 
 
 class JobFailedError(RuntimeError):
-    """A job raised an exception that cannot be pickled; the message is its traceback."""
+    """A job raised an exception that cannot be pickled. The message is the traceback."""
 
 
 class ProcessGoneError(RuntimeError):
@@ -48,9 +47,9 @@ class ProcessGoneError(RuntimeError):
 
 
 class Source:
-    """The process that the others are forked from.
+    """The process to fork all others from.
 
-    It computes nothing, so that it has no threads.
+    It computes nothing, and so has no threads.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class Source:
         theirs.close()
 
     def fork(self, number: int) -> tuple[int, Connection]:
-        """A new process: its id, and the pipe to it."""
+        """Return a new process's id, and the pipe to it."""
         ours, theirs = socket.socketpair()
         socket.send_fds(self._socket, [number.to_bytes(8, "little")], [theirs.fileno()])
         theirs.close()
@@ -81,18 +80,18 @@ class Source:
 
 
 class Answer:
-    """Future result of a job."""
+    """A job's future result."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     def result(self, timeout: float = WAIT_S) -> Any:
-        """Return the result of the job, or raise its exception, caused by the traceback's text."""
+        """Return the job's result, or raise the exception, caused by the traceback's text."""
         return self._process.receive(timeout)
 
 
 class Process:
-    """One process; `start` one job at a time."""
+    """One process. `start` one job at a time."""
 
     def __init__(self, source: Source, number: int) -> None:
         self.number = number
@@ -140,7 +139,7 @@ class Processes(Sequence[Process]):
         self._every: list[Process] = []
 
     def at_least(self, count: int) -> Processes:
-        """Have so many or more, of which none hangs in a job of another test."""
+        """Have so many or more, none hanging in another test's job."""
         self._source = self._source or Source()
         while len(self._every) < count:
             self._every.append(Process(self._source, len(self._every)))
@@ -150,7 +149,7 @@ class Processes(Sequence[Process]):
         return self
 
     def all(self, job: StageJob, *args: Any, count: int, timeout: float = WAIT_S) -> list[Any]:
-        """Let the first `count` do the same job at once; their answers, in order."""
+        """Let the first `count` do the same job at once, and return their answers, in order."""
         answers = [process.start(job, *args) for process in self.at_least(count)._every[:count]]
         return [answer.result(timeout) for answer in answers]
 
@@ -178,7 +177,7 @@ class Processes(Sequence[Process]):
 
 
 def _fork_when_asked(handle: int) -> None:
-    """Fork one child per request until the socket closes; the system reaps the children."""
+    """Fork one child per request until the socket closes. The system reaps the children."""
     import torch
 
     from wanstream.distributed.worker.worker import import_models
@@ -218,7 +217,7 @@ def _serve(connection: Connection, number: int) -> None:
 
 
 def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
-    """Receive jobs also while one runs, so that a process does not outlive its parent."""
+    """Receive jobs also while one runs, because a process must not outlive its parent."""
     while True:
         try:
             jobs.put(_receive(connection))
@@ -227,7 +226,7 @@ def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
 
 
 def _send(connection: Connection, value: Any) -> None:
-    """Send by value: `Connection.send` would share the memory of tensors through open files."""
+    """Send by value: `Connection.send` would share tensor memory through open files."""
     connection.send_bytes(pickle.dumps(value))
 
 

@@ -1,6 +1,6 @@
-"""Files of tiny experts in every layout of fp8 matrices, in GGUF types and in shards.
+"""Tiny expert files in every fp8 layout, in GGUF types and in shards.
 
-The markers of fp8 matrices have changed over time; `Fp8Layout` selects one of the variants.
+The markers for fp8 matrices have changed over time. `Fp8Layout` selects one variant.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Layout:
-    """Layout of the fp8 layers of a single file.
+    """Layout of fp8 layers in a single file.
 
     Args:
         kind: "scaled_fp8", one marker tensor per file and a `scale_weight` per layer;
             "comfy_quant", a tensor with JSON text per layer; "metadata", the same text in the
-            header of the file. The last two name the scale `weight_scale`.
-        scale_shape: (), (1,) or (1, 1); a scale is always one number.
+            file's header. The last two name the scale `weight_scale`.
+        scale_shape: (), (1,) or (1, 1). A scale is always one number.
         input_scale: add a `scale_input` of 1 to each layer ("scaled_fp8" only).
         full_precision: request matrix products in the compute dtype instead of fp8.
-        marker_dtype: dtype of the marker tensor, whose values are ignored ("scaled_fp8" only);
-            None: that of the weights.
-        dtype: dtype of the weights, float8_e4m3fn or float8_e5m2.
+        marker_dtype: the marker tensor's dtype ("scaled_fp8" only), whose values are ignored. None:
+            the weights' dtype.
+        dtype: the weights' dtype, float8_e4m3fn or float8_e5m2.
     """
 
     kind: Literal["scaled_fp8", "comfy_quant", "metadata"] = "scaled_fp8"
@@ -100,7 +100,7 @@ FP8_E5M2_LAYOUTS = {
 def dequantised(
     model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype | MixedLayout = FP8
 ) -> WanTransformer3DModel:
-    """Return the fp32 model with the values of a quantised file with other tensors in `dtype`."""
+    """Return the fp32 model with values as from a quantised file with other tensors in `dtype`."""
     rounded = in_dtype(model, dtype).float()
     originals = block_linears(model)
     for name, linear in block_linears(rounded).items():
@@ -133,5 +133,5 @@ def save_shards(
 
 
 def matrices(kind: str, *, others: str = "F32") -> TypeOf:
-    """Return a mapping with all matrices of the model in one type, other tensors in `others`."""
+    """Return a mapping with all the model's matrices in one type, other tensors in `others`."""
     return lambda name: kind if is_matrix(name) else others

@@ -1,4 +1,4 @@
-"""Reports of a run on a worker, and the latents in the last one."""
+"""Reports from a run on a worker, and the latents in the last one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMIT_S = 120.0
 
 
 class Reports(list[StepReport]):
-    """Reports of a run in their order; call it with each of them."""
+    """A run's reports in order. Call it with each report."""
 
     def __call__(self, report: StepReport) -> None:
         self.append(report)
@@ -25,7 +25,7 @@ class Reports(list[StepReport]):
 
 
 def latents_of(worker: Worker | WorkerHandle, task: RunTask) -> torch.Tensor:
-    """Run a task, and return the latents after its last step."""
+    """Run a task, and return the latents after the last step."""
     reports = Reports()
     running = worker.run(task, reports)
     if not isinstance(worker, Worker):

@@ -1,6 +1,6 @@
 """Comparison of fp32 runs that add the same numbers in another order.
 
-A run that is split between workers does so.
+Runs split between workers do so.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 ROUNDING = 1e-5
-"""Upper limit of `difference`. It depends on the kernels of the processor: up to 1.3e-6 was
-measured."""
+"""Upper limit for `difference`. It depends on the processor's kernels: up to 1.3e-6 was measured.
+"""
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value of `other`."""
+    """Return the largest difference, relative to the largest value in `other`."""
     return float((one - other).abs().max() / other.abs().max())

@@ -25,7 +25,7 @@ from wanstream.wan.experts.open import open_experts, open_single_model
 
 SHAPE = (1, 16, 2, 4, 6)
 HIGH, LOW = 1, 2
-"""Seeds of the two experts."""
+"""Seeds for the two experts."""
 
 Models = Mapping[str, WanTransformer3DModel]
 
@@ -35,13 +35,13 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def changed_request(request: DenoiseRequest, **changes: Any) -> DenoiseRequest:
-    """Return a request with other values under these keywords of its constructor."""
+    """Return a request with other values for these constructor keywords."""
     return DenoiseRequest(**{**request.keywords(), **changes})
 
 
 @pytest.fixture
 def make_request() -> Callable[..., DenoiseRequest]:
-    """A small request of 5 steps, 2 of them high-noise.
+    """A small request with 5 steps, 2 of them high-noise.
 
     Each of the `batch` samples has different texts.
     """
@@ -63,7 +63,7 @@ def make_request() -> Callable[..., DenoiseRequest]:
 
 @pytest.fixture
 def open_pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
-    """`open_pair(high=1, low=2, dtype=float32, **shape)`: a pair with those seeds.
+    """`open_pair(high=1, low=2, dtype=float32, **shape)`: a pair with these seeds.
 
     The pair is closed after the test.
     """
@@ -159,7 +159,7 @@ def plain_velocity(
 
 
 class WatchedPair:
-    """Wrapper of a pair that collects the runs of its engine, for tests that read their fetches."""
+    """Wrapper around a pair that collects engine runs, for tests that read their fetches."""
 
     def __init__(self, pair: ExpertPair) -> None:
         self.pair, self.runs = pair, list[EngineRun]()
@@ -186,7 +186,7 @@ class WatchedPair:
 
 
 class WatchedEngine:
-    """Wrapper of an engine; see `WatchedPair`."""
+    """Engine wrapper for `WatchedPair`."""
 
     def __init__(self, engine: ExpertEngine, runs: list[EngineRun]) -> None:
         self._engine, self._runs = engine, runs
@@ -204,5 +204,5 @@ def watched(open_pair: Callable[..., ExpertPair]) -> WatchedPair:
 
 @pytest.fixture
 def exact_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute blocks in the order and dtypes of diffusers, to the bits of its models."""
+    """Compute blocks in diffusers' order and dtypes, bit by bit like its models."""
     monkeypatch.setattr(engine, "choose_math", lambda *_: EXACT)

@@ -1,4 +1,4 @@
-"""Pair of experts that runs out of memory once."""
+"""A pair that runs out of memory once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from wanstream.wan import ExpertPair
 
 
 class ShortOnce:
-    """Wrapper of a pair that runs out of memory once.
+    """Wrapper around a pair that runs out of memory once.
 
-    The out-of-memory error is raised at one use of a block, or after the blocks.
+    The out-of-memory error is raised at one block use, or after the blocks.
     """
 
     def __init__(self, pair: ExpertPair, use: int, *, behind: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Processes that share runs in the tests of splits, and their jobs.
+"""Processes that share runs in split tests, and their jobs.
 
 A job joins a rendezvous, computes a share and leaves.
 """
@@ -45,7 +45,7 @@ from wanstream.wan.transformer.compiled_block import get_compiler
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 100.0
-"""Timeout that only a hanging process reaches."""
+"""Timeout reached only by a hung process."""
 
 generations = itertools.count()
 
@@ -85,7 +85,7 @@ def join_groups(spec: RendezvousSpec, device: str = "cpu") -> ProcessGroups:
 
 
 class SplitProcesses:
-    """Processes on "cpu" or "cuda" that join as the ranks of one mesh; call `leave` at the end."""
+    """Processes on "cpu" or "cuda" that join as the ranks of one mesh. Call `leave` at the end."""
 
     def __init__(self, processes: Processes, device: str = "cpu") -> None:
         self.processes, self.device, self.count = processes, device, 0
@@ -101,13 +101,13 @@ class SplitProcesses:
             self.all(job_leave)
 
     def all(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """Return the results of this job of every rank."""
+        """Return this job's result on every rank."""
         return self.processes.all(job, *args, count=self.count)
 
     def run(
         self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
     ) -> list[dict[str, Any]]:
-        """Return the results of `job_run` of every rank."""
+        """Return the `job_run` result on every rank."""
         return self.all(job_run, experts, request, policy, self.device)
 
     def alone(
@@ -117,7 +117,7 @@ class SplitProcesses:
         policy: OffloadPolicy,
         device: str | None = None,
     ) -> torch.Tensor:
-        """Return the latents of the same run in the first process alone."""
+        """Return the latents for the same run in the first process alone."""
         latents: torch.Tensor = (
             self.processes[0]
             .start(job_run_alone, experts, request, policy, device or self.device)
@@ -127,7 +127,7 @@ class SplitProcesses:
 
     @contextmanager
     def attention_with_lse(self) -> Iterator[None]:
-        """Use attention that returns the log-sum-exp, which a ring needs, in every rank."""
+        """Use attention with log-sum-exp, which a ring needs, on every rank."""
         self.all(job_use_attention_with_lse)
         try:
             yield
@@ -136,7 +136,7 @@ class SplitProcesses:
 
     @contextmanager
     def int8_attention(self) -> Iterator[None]:
-        """Offer a kernel for attention "int8" in every rank, which computes exactly on its CPU."""
+        """Offer a kernel for attention "int8" on every rank, which computes exactly on the CPU."""
         self.all(job_offer_int8_attention, True)
         try:
             yield
@@ -165,7 +165,7 @@ def job_leave(here: SimpleNamespace) -> None:
 
 
 class Crossed(TorchDispatchMode):
-    """Dispatch mode that adds up the bytes that collectives bring here from other processes."""
+    """Dispatch mode that adds up the bytes brought here by collectives from other processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,9 +194,9 @@ def compute(
     device: str = "cpu",
     **options: Any,
 ) -> torch.Tensor:
-    """Return the latents of a run on "cpu" or on the "cuda" device of this process.
+    """Return a run's latents on "cpu" or on this process's "cuda" device.
 
-    The process keeps its experts open.
+    The process keeps the experts open.
     """
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     place = f"cuda:{here.number}" if device == "cuda" else device
@@ -212,7 +212,7 @@ def job_run(
     policy: OffloadPolicy,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Return the share of this process, and the bytes from other processes.
+    """Return this process's share, and the bytes from other processes.
 
     The bytes are counted by the groups and by torch.
     """
@@ -241,9 +241,9 @@ def job_run_alone(
 def job_run_compiled(
     here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
 ) -> list[dict[str, Any]]:
-    """Shares of this process: blocks as they are, compiled, compiled again.
+    """This process's shares: blocks as they are, compiled, compiled again.
 
-    And how often its compiler was at work.
+    And how often the compiler was at work.
     """
     shares = []
     for compiler in (None, "eager", "eager"):
@@ -262,7 +262,7 @@ def job_run_compiled(
 
 
 def compute_with(here: SimpleNamespace, experts: ExpertsRef, compiler: str | None) -> None:
-    """Open the experts, to be compiled by a backend of torch that writes no kernels."""
+    """Open the experts, to be compiled by a torch backend that writes no kernels."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     here.experts.get(experts).kernels = Kernels(
         math="exact", compiler=compiler
@@ -279,7 +279,7 @@ def job_run_until(
 ) -> tuple[int, int]:
     """Stop, or send the signal `sent` to itself, from a number of polls on.
 
-    `wishes` gives the number for this process.
+    `wishes` has the number for this process.
     """
     visits = itertools.count()
 
@@ -306,7 +306,7 @@ def job_run_and_leave(
 ) -> tuple[str, int]:
     """Leave the rendezvous at a poll, as the driver makes it.
 
-    Return the error of the run and the number of polls.
+    Return the run's error and the number of polls.
     """
     polls = 0
 
@@ -334,7 +334,7 @@ def job_run_and_leave(
 def job_count_votes(
     here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
 ) -> tuple[torch.Tensor, int, int]:
-    """Return the share of this process, its polls, and the group's decisions in between."""
+    """Return this process's share and polls, and the group's decisions in between."""
     polls, votes, decide = 0, 0, here.groups.any_wants
 
     def poll() -> bool:
@@ -358,9 +358,9 @@ def job_count_votes(
 def job_hold(
     here: SimpleNamespace, counting: str, dtype: torch.dtype, lanes: int, chunk_tokens: int | None
 ) -> tuple[int, int]:
-    """The most bytes that a forward pass holds at once here, by the `Alive` of that file.
+    """The most bytes held at once by a forward pass here, by the `Alive` in that file.
 
-    And the estimate of it.
+    And the estimate for it.
     """
     latent, text, width, ffn_dim = (5, 40, 56), 16, 512, 1382
     model = in_dtype(make_expert(TinyShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
@@ -383,14 +383,14 @@ def job_hold(
         chunk_tokens=chunk_tokens,
         workers=mesh,
     )
-    # The estimate counts texts of 512 tokens, and those of the other expert too.
+    # The estimate counts texts with 512 tokens, and the other expert's texts too.
     return alive.peak, estimate - (2 * lanes + 2) * 512 * width * dtype.itemsize
 
 
 def job_use_attention_with_lse(here: SimpleNamespace) -> None:
-    """Attention on a CPU that a ring can put together.
+    """Register CPU attention for a ring.
 
-    The attention of diffusers gives no log-sum-exp there.
+    Diffusers' attention returns no log-sum-exp there.
     """
     registry = attention_dispatch._AttentionBackendRegistry
     name = attention_dispatch.AttentionBackendName._NATIVE_FLASH
@@ -421,7 +421,7 @@ def attention_of_all_tokens(
 
 
 def job_seen(here: SimpleNamespace) -> tuple[int, ...]:
-    """Return the shape [B, H, S, D] of the last queries of the kernel for attention "int8"."""
+    """Return the shape [B, H, S, D] of the last queries to the kernel for attention "int8"."""
     return tuple(here.seen)
 
 
@@ -452,7 +452,7 @@ def attention_with_lse(
 def attended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and the log-sum-exp [B, S, heads] of its scores."""
+    """The result, and the scores' log-sum-exp [B, S, heads]."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) / query.shape[-1] ** 0.5
     lse = scores.logsumexp(-1)
     result = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), value.float())
@@ -462,7 +462,7 @@ def attended(
 def job_attach_and_detach(
     here: SimpleNamespace, experts: ExpertsRef, policy: OffloadPolicy
 ) -> tuple[list[str], list[str]]:
-    """Return the attributes of the models that differ in context parallelism, and afterwards."""
+    """Return the model attributes changed in context parallelism, and afterwards."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
     engine = here.experts.get(experts).engine(policy, torch.device("cpu"))
     before = everything_of(engine)
@@ -473,7 +473,7 @@ def job_attach_and_detach(
 
 
 def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
-    """Return the instance attributes of every module, and the settings of the blocks."""
+    """Return every module's instance attributes, and the block settings."""
     modules = {
         f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()
     }

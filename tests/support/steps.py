@@ -1,4 +1,4 @@
-"""Step records that differ in some figures."""
+"""Step records with some different figures."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from wanstream.schema.records import StepRecord
 
 
 def changed_step(step: StepRecord, **figures: Any) -> StepRecord:
-    """Return the step with other values of `STEP_FIGURES`."""
+    """Return the step with other values for `STEP_FIGURES`."""
     return StepRecord.of(**{**step.to_dict(), **figures})

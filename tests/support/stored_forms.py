@@ -1,4 +1,4 @@
-"""Stored forms with a kernel that decodes in one pass."""
+"""Stored forms whose kernel decodes in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers on threads of this process that decode tiles.
+"""Workers on threads in this process, to decode tiles.
 
 Each may be delayed or fail before a tile.
 """
@@ -22,7 +22,7 @@ Before = Callable[["ThreadWorker", DecodeTask], None]
 
 
 class ThreadWorker:
-    """Worker on a thread; `before` may delay a tile, or raise instead."""
+    """Worker on a thread. `before` may delay a tile, or raise instead."""
 
     def __init__(self, rank: int, before: Before) -> None:
         self.rank = rank
@@ -81,7 +81,7 @@ class ThreadWorker:
 
 
 class ThreadPool:
-    """Workers on threads; a lost one is replaced by one that loses nothing."""
+    """Workers on threads. A lost one is replaced by one that loses nothing."""
 
     def __init__(self, count: int, before: Before) -> None:
         self.workers = [ThreadWorker(rank, before) for rank in range(count)]

@@ -1,6 +1,6 @@
 """Definition of a tiny VAE's decoder in float64.
 
-It decodes whole videos, layer by layer, in the order of the published files.
+It decodes whole videos, layer by layer, in the published files' order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch.nn.functional import conv2d
 def reference_frames(tensors: Mapping[str, torch.Tensor], latents: torch.Tensor) -> torch.Tensor:
     """Decode latents [C, T, h, w] to frames [4T - 3, H, W, 3] in 0..1.
 
-    The latents are in the scale that the tensors were trained on.
+    The latents have the scale the tensors were trained on.
 
     Layers are numbered as in the files: 1 first convolution, 3 to 5 memory blocks, 6 doubling, 7
-    growth in time, 8 convolution, and so on to 22; 0, 2 and 21 have no tensors.
+    growth in time, 8 convolution, and so on to 22. 0, 2 and 21 have no tensors.
     """
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = latents.double().permute(1, 0, 2, 3)
@@ -37,7 +37,7 @@ def reference_frames(tensors: Mapping[str, torch.Tensor], latents: torch.Tensor)
             x = conv2d(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), padding=1)
     side = 1 if x.shape[1] == 3 else 2
     frames, _, height, width = x.shape
-    # A channel is (colour, row, column) of a patch.
+    # A channel is a patch's (colour, row, column).
     x = x.view(frames, 3, side, side, height, width).permute(0, 4, 2, 5, 3, 1)
     return x.reshape(frames, side * height, side * width, 3)[3:].clamp(0, 1)
 

@@ -24,7 +24,7 @@ def diffusers_block(
     seed: int = 0,
     **more: Any,
 ) -> WanTransformerBlock:
-    """Return a block in `dtype`, but in fp32 the parameters that `from_pretrained` keeps so."""
+    """Return a block in `dtype`, but in fp32 the parameters kept so by `from_pretrained`."""
     torch.manual_seed(seed)
     block = WanTransformerBlock(HEAD * heads, ffn_dim, heads, cross_attn_norm=True, **more)
     for name, parameter in block.named_parameters():
@@ -36,7 +36,7 @@ def diffusers_block(
 def block_inputs(
     tokens: int, heads: int = 1, dtype: torch.dtype = torch.float32, *, words: int = 7
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Return hidden state, text, modulation and rotary tables in the shapes of a model."""
+    """Return hidden state, text, modulation and rotary tables in a model's shapes."""
     draw = torch.Generator().manual_seed(tokens)
     angles = torch.rand(1, tokens, 1, HEAD // 2, generator=draw).repeat_interleave(2, dim=-1) * 6
     hidden, text, temb = (
@@ -55,7 +55,7 @@ def computed(
 
 
 class DirectEmbedder(CachedEmbedder):
-    """Embedder of a diffusers model without a cache: fake tensors have no values to look up."""
+    """A diffusers model's embedder without a cache: fake tensors have no values to look up."""
 
     def __init__(self, model: WanTransformer3DModel) -> None:
         self.dtype = model.patch_embedding.weight.dtype
@@ -78,7 +78,7 @@ class DirectEmbedder(CachedEmbedder):
 
 
 def with_our_blocks(model: WanTransformer3DModel, **settings: Any) -> WanTransformer3DModel:
-    """Return a model with this one's modules, but our blocks and embedder on its parameters."""
+    """Return a model with the same modules, but our blocks and embedder on the parameters."""
     made = copy.copy(model)
     made._modules = dict(model._modules)
     made.condition_embedder = DirectEmbedder(model)

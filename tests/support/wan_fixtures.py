@@ -1,4 +1,4 @@
-"""Fixtures: a lane, and LoRA files in the spellings of every trainer."""
+"""Fixtures: a lane, and LoRA files in every trainer's spelling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANK, ALPHA = 4, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Key spelling of a trainer; without `alpha` the scale is folded into the factors."""
+    """A trainer's key spelling. Without `alpha` the scale is folded into the factors."""
 
     prefix: str = "diffusion_model."
     down: str = ".lora_down.weight"
@@ -75,7 +75,7 @@ STYLES = {
 
 
 def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
-    """Return a lightning LoRA with the keys of another style.
+    """Return a lightning LoRA with another style's keys.
 
     Alpha / rank is a power of two, so values are exact.
     """
@@ -107,7 +107,7 @@ def _layers(lora: Tensors) -> list[str]:
 
 @pytest.fixture(scope="session")
 def lane() -> Lane:
-    """A T2V lane of 2 x 2 x 3 patches and 5 tokens."""
+    """A T2V lane with 2 x 2 x 3 patches and 5 tokens."""
     generator = torch.Generator().manual_seed(0)
     return Lane(
         latents=torch.randn(1, 16, 2, 4, 6, generator=generator),
@@ -121,20 +121,20 @@ def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     They do so most of all on a processor with AMX.
 
-    With them the last bits of a chunk differ from those of all tokens at once.
+    With them the last bits differ between a chunk and all tokens at once.
     """
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 @pytest.fixture(params=STYLES)
 def style(request: pytest.FixtureRequest) -> str:
-    """Name of every spelling of keys in turn, for `lora_file(style=...)`."""
+    """Every key spelling in turn, for `lora_file(style=...)`."""
     return request.param
 
 
 @pytest.fixture
 def lightning(make_tiny_expert: Callable[..., WanTransformer3DModel]) -> Callable[..., Tensors]:
-    """`lightning(seed=0, **shape)`: the tensors of a lightning LoRA for a tiny expert.
+    """`lightning(seed=0, **shape)`: a lightning LoRA's tensors for a tiny expert.
 
     They are in fp32, with rank 4 and alpha 2.
     """
@@ -189,21 +189,19 @@ def wait_for_embedders(engine: ExpertEngine) -> int:
 
 @pytest.fixture(scope="module")
 def triton_math() -> Iterator[ModuleType]:
-    """The module of Triton's set, with kernels for its interpreter."""
+    """The module with Triton's set, with kernels for Triton's interpreter."""
     pytest.importorskip("triton")
     folder, package = Path(block_kernels.__file__).parent, "wanstream.block_kernels"
     own = ("triton_rows", "triton_math")
 
     def imported() -> list[str]:
-        """Modules of Triton that are written in Python."""
+        """Triton modules written in Python."""
         parts = (name.split(".") for name in sys.modules)
         return [".".join(each) for each in parts if each[0] == "triton" and each[1:2] != ["_C"]]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in (
-            imported()
-        ):  # functions of Triton's language are made for the interpreter when they are imported
+        for name in imported():  # Triton makes functions for the interpreter on import
             patch.delitem(sys.modules, name)
         for name in own:
             spec = importlib.util.spec_from_file_location(

@@ -1,8 +1,8 @@
-"""Checked device: a device of CPU memory that runs work late, in any legal order.
+"""Checked device: a device in CPU memory that runs work late, in any legal order.
 
-It checks the order of accesses. Tensors report the device type `checked`. All of torch's operations
-on it, and the calls of its `DeviceRuntime`, arrive here: nothing of the product or of torch is
-patched for them.
+It checks the order of accesses. Tensors report the device type `checked`. All torch operations on
+it, and the calls of its `DeviceRuntime`, arrive here: nothing in the product or in torch is patched
+for them.
 """
 
 from __future__ import annotations

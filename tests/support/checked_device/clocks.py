@@ -1,8 +1,8 @@
-"""Vector clocks of host threads and streams, and the accesses to a range of memory that they order.
+"""Vector clocks for host threads and streams, and the accesses to a memory range they order.
 
-Two accesses to the same bytes, one of them a write, are a race unless the clock of the later one
-contains the time of the earlier one. One execution therefore stands for all device schedules that
-agree with its order of host calls.
+Two accesses to the same bytes, one of them a write, are a race unless the later one's clock
+contains the earlier one's time. One execution therefore stands for all device schedules with the
+same order of host calls.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 Clock: TypeAlias = dict[int, int]
-"""Time of every actor that is ordered before."""
+"""Time of every actor ordered before."""
 
 _NUMBERS = itertools.count()
 
 
 class Actor:
-    """Host thread or stream: a sequence of accesses with a time of its own."""
+    """Host thread or stream: a sequence of accesses with a separate time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,14 +32,14 @@ class Actor:
         return self.clock[self.number]
 
     def join(self, clock: Clock) -> None:
-        """Come after everything that `clock` contains."""
+        """Come after everything in `clock`."""
         for actor, time in clock.items():
             if self.clock.get(actor, -1) < time:
                 self.clock[actor] = time
 
 
 class Access(NamedTuple):
-    """Time and place of an access."""
+    """An access's time and place."""
 
     actor: int
     time: int
@@ -53,7 +53,7 @@ class Access(NamedTuple):
 class Segment:
     """Bytes `start` to `stop` of a memory with equal accesses.
 
-    The accesses are the last write, and the reads since it by actor.
+    The accesses are the last write, and the reads since, by actor.
     """
 
     start: int
@@ -69,10 +69,10 @@ class Segment:
 
 
 class History:
-    """Accesses to one memory of `nbytes` bytes.
+    """Accesses to one memory with `nbytes` bytes.
 
     Args:
-        nbytes: size of the memory.
+        nbytes: the memory's size.
         report: called with a message for each race.
     """
 
@@ -81,7 +81,7 @@ class History:
         self._report = report
 
     def add(self, start: int, stop: int, *, actor: Actor, words: str, write: bool) -> None:
-        """Add an access by `actor` at its current time, and report races with earlier accesses."""
+        """Add an access by `actor` at the current time, and report races with earlier accesses."""
         access = Access(actor.number, actor.clock[actor.number], words)
         for segment in self._overlapping(start, stop):
             earlier = [] if segment.write is None else [segment.write]

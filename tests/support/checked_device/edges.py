@@ -1,7 +1,6 @@
-"""Order between host threads: starts and ends of threads, futures, and the numbers of `ThreadSync`.
+"""Order between host threads: thread starts and ends, futures, and `ThreadSync` numbers.
 
-Only what a thread has really waited for is ordered before it, so that the checks do not depend on
-timing.
+Only real waits order anything before a thread, so the checks do not depend on timing.
 """
 
 from __future__ import annotations

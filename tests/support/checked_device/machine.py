@@ -1,8 +1,8 @@
 """Machine of the checked device: streams, events, late execution, memory, page locks, problems.
 
-Work is executed when the host waits for it, and before that in any order that the streams and
-events allow, chosen by a seed. Fresh memory is poisoned. A missing wait is reported as a race and
-usually gives a wrong value as well.
+Work is executed when the host waits for it, and before then in any order allowed by the streams and
+events, chosen by a seed. Fresh memory is poisoned. A missing wait is reported as a race and usually
+gives a wrong value as well.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .mappings import Pages
 
 ROOT = Path(__file__).parents[3]
 GRANULE = 512
-"""Allocations are multiples of this number of bytes, as in torch's allocator."""
+"""Allocations are multiples of this size, as in torch's allocator."""
 POISON = 0xFF
-"""Byte of fresh memory: NaN in every floating-point type."""
+"""Byte in fresh memory: NaN in every floating-point type."""
 
 
 class Work:
-    """Work of a stream that was issued, and executed or not."""
+    """Issued work on a stream, executed or not."""
 
     __slots__ = ("before", "end", "run", "slow", "stream")
 
@@ -47,9 +47,9 @@ class Work:
         self.stream, self.before = stream, before
         self.run: Callable[[], object] | None = run
         self.end = 0.0
-        """Time at which it was executed, for `Event.elapsed_time`."""
+        """Execution time, for `Event.elapsed_time`."""
         self.slow = slow
-        """True for work that is executed only when the host waits for it."""
+        """True for work executed only when the host waits for it."""
 
     @property
     def done(self) -> bool:
@@ -70,7 +70,7 @@ class Work:
 
 
 class Stream(Actor):
-    """Queue of work of one device. Implements `devices.Stream`."""
+    """Work queue on one device. Implements `devices.Stream`."""
 
     def __init__(self, device: Device, name: str) -> None:
         super().__init__(name)
@@ -87,7 +87,7 @@ class Stream(Actor):
         *,
         slow: bool = False,
     ) -> Work:
-        """Append work that reads and writes the ranges of `accesses`."""
+        """Append work that reads and writes the ranges in `accesses`."""
         machine = self.machine
         with machine.lock:
             machine.check_only_thread()
@@ -158,7 +158,7 @@ class Event:
         with self._machine.lock:
             stream.join(self._machine.host().clock)
             stream.tick()
-            # Waits without work behind them count too, so the event is a piece of work of its own.
+            # Waits without work behind them count too, so the event is a separate piece of work.
             self.work = stream.issue(lambda: None, (), "event")
             self.clock = dict(stream.clock)
 
@@ -185,7 +185,7 @@ class Event:
 
 
 class Range(NamedTuple):
-    """Bytes of one memory that a piece of work accesses."""
+    """Bytes in one memory accessed by a piece of work."""
 
     history: History
     start: int
@@ -194,7 +194,7 @@ class Range(NamedTuple):
 
 
 class Issued(NamedTuple):
-    """Work that a stream got, or memory that was released to it, which is no work."""
+    """Work issued to a stream, or memory released to it, which is no work."""
 
     stream: Stream
     work: Work | None
@@ -203,20 +203,20 @@ class Issued(NamedTuple):
 
 
 class StreamWait(NamedTuple):
-    """Wait of a stream for work of another."""
+    """A stream's wait for another stream's work."""
 
     stream: Stream
     work: Work
 
 
 class HostWait(NamedTuple):
-    """Wait of a host thread for work."""
+    """A host thread's wait for work."""
 
     work: Work
 
 
 class HostAccess(NamedTuple):
-    """Access of a host thread to page-locked memory."""
+    """A host thread's access to page-locked memory."""
 
     access: Range
     words: str
@@ -226,7 +226,7 @@ TraceEntry: TypeAlias = Issued | StreamWait | HostWait | HostAccess
 
 
 class Slab:
-    """Memory of a device that its allocator hands out as a whole."""
+    """Device memory that the allocator hands out as a whole."""
 
     def __init__(self, nbytes: int, report: Callable[[str], None]) -> None:
         memory = np.empty(nbytes + GRANULE, np.uint8)
@@ -241,7 +241,7 @@ class Slab:
 
 
 class Block:
-    """Allocated memory: a slab that is in use until the last tensor in it is deleted."""
+    """Allocated memory: a slab in use until the last tensor in it is deleted."""
 
     def __init__(self, slab: Slab, stream: Stream) -> None:
         self.slab, self.stream = slab, stream
@@ -249,15 +249,15 @@ class Block:
 
 
 class Device:
-    """Streams and allocator of one device.
+    """One device's streams and allocator.
 
-    As in torch's allocator, each stream has a pool, to which its memory returns.
+    As in torch's allocator, each stream has a pool for released memory.
     """
 
     def __init__(self, machine: Machine, index: int, capacity: int) -> None:
         self.machine, self.index, self.total = machine, index, capacity
         self.capacity = capacity
-        """Bytes that can be reserved; less than `total` under a limit."""
+        """Bytes that can be reserved, less than `total` under a limit."""
         self.default_stream = Stream(self, f"the default stream of device {index}")
         self.streams: list[Stream] = [self.default_stream]
         self._pool: dict[tuple[Stream, int], list[Slab]] = {}
@@ -265,7 +265,7 @@ class Device:
         self.peak_allocated = self.peak_reserved = 0
         self.allocations = 0
         self.fail_at: int | None = None
-        """Number of the allocation that fails as if memory were short; None for none."""
+        """Number of the allocation that fails as if memory were short, or None."""
 
     def new_stream(self) -> Stream:
         stream = Stream(self, f"stream {len(self.streams)} of device {self.index}")
@@ -323,7 +323,7 @@ class Device:
             self._pool.setdefault((stream, slab.nbytes), []).append(slab)
 
     def empty_cache(self) -> None:
-        """Return the memory of all pools to the device after all work is done, like `cudaFree`."""
+        """After all work is done, return the memory in all pools to the device, like `cudaFree`."""
         for stream in self.streams:
             self.machine.force(stream.last)
         self.reserved -= sum(slab.nbytes for slabs in self._pool.values() for slab in slabs)
@@ -332,7 +332,7 @@ class Device:
 
 @dataclass
 class LockedRange:
-    """Page-locked memory of the host."""
+    """Page-locked host memory."""
 
     nbytes: int
     history: History
@@ -340,7 +340,7 @@ class LockedRange:
 
 @dataclass
 class ThreadState(threading.local):
-    """Host thread: its actor, its current device, and its current stream on each device."""
+    """Host thread: actor, current device, and current stream on each device."""
 
     actor: Actor | None = None
     device: int | None = None
@@ -348,26 +348,26 @@ class ThreadState(threading.local):
 
 
 class Machine:
-    """Devices, host threads and page locks of one test.
+    """Devices, host threads and page locks for one test.
 
     Args:
-        seed: chooses the order of execution.
+        seed: chooses the execution order.
         devices: number of devices.
-        capacity: bytes of each device.
+        capacity: bytes per device.
     """
 
     def __init__(self, seed: int = 0, *, devices: int = 1, capacity: int = 2**33) -> None:
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self.eagerness = (0.0, 0.5, 0.9)[seed % 3]
-        """Share of the work that is executed before the host waits for it."""
+        """Share of work executed before the host waits for it."""
         self.problems: list[str] = []
         self.pageable_copies: set[str] = set()
-        """Product file and function that has copied memory without page-lock to a device."""
+        """Product file and function that copied memory without page-lock to a device."""
         self.host_waits: set[str] = set()
-        """File and function of the product in which a thread has waited for a device."""
+        """Product file and function in which a thread waited for a device."""
         self.trace: list[TraceEntry] | None = None
-        """All calls in the order of their arrival; None if they are not recorded."""
+        """All calls in order of arrival, or None if they are not recorded."""
         self.launches = 0
         self.copies = 0
         self.devices = [Device(self, index, capacity) for index in range(devices)]
@@ -379,7 +379,7 @@ class Machine:
         self._thread = ThreadState()
         self.executing = False
         self.only_thread: int | None = None
-        """Thread that alone may use devices without streams; None for devices with streams."""
+        """Thread that alone may use devices without streams. None for devices with streams."""
 
     def report(self, problem: str) -> None:
         """Note a problem once."""
@@ -405,14 +405,14 @@ class Machine:
         self._thread.device = index
 
     def check_thread(self) -> None:
-        """Report a call of a thread that has not set its device, if there are several."""
+        """Report a call from a thread without a device, if there are several devices."""
         if self._thread.device is None and len(self.devices) > 1:
             self.report(
                 f"thread {threading.current_thread().name} has not set its device, at {site()}"
             )
 
     def check_only_thread(self) -> None:
-        """Report work of a second thread for a device without streams."""
+        """Report work by a second thread for a device without streams."""
         if self.only_thread not in (None, threading.get_ident()):
             self.report(
                 f"thread {threading.current_thread().name} uses a device of another thread, at "
@@ -449,9 +449,8 @@ class Machine:
                     top.execute()
 
     def drift(self) -> None:
-        """Execute some of the work that could run now."""
-        # A tensor that is collected in the middle of work records events: nothing may overtake that
-        # work.
+        """Execute some runnable work."""
+        # A tensor collected in the middle of work records events: nothing may overtake that work.
         while not self.executing and self._random.random() < self.eagerness:
             heads = [
                 stream.pending[0]
@@ -552,11 +551,11 @@ class Machine:
                 self._touch(locked, start, stop, words)
 
     def is_locked(self, memory: torch.Tensor) -> bool:
-        """Return whether all of `memory` is page-locked, in one piece or in several."""
+        """Return whether all `memory` is page-locked, in one piece or in several."""
         return sum(stop - start for _, start, stop in self._locked_parts(memory)) == memory.nbytes
 
     def locked_range(self, memory: torch.Tensor) -> tuple[LockedRange, int] | None:
-        """Return the locked range of `memory`, which is copied, and its offset there.
+        """Return the locked range to copy for `memory`, and the offset in it.
 
         None if it is not locked.
         """
@@ -572,7 +571,7 @@ class Machine:
     def host_ranges(
         self, memory: torch.Tensor, locked: tuple[LockedRange, int], *, write: bool
     ) -> list[Range]:
-        """Return the bytes of page-locked `memory`, by its lock and by its mapping."""
+        """Return the byte ranges for page-locked `memory`, in the lock and in the mapping."""
         ranges = [Range(locked[0].history, locked[1], locked[1] + memory.nbytes, write)]
         if (pages := self.pages_of(memory)) is not None:
             start = memory.data_ptr() - pages.start
@@ -585,7 +584,7 @@ class Machine:
         return memory.detach() if pages is None else pages.view(memory)
 
     def _locked_parts(self, memory: torch.Tensor) -> list[tuple[LockedRange, int, int]]:
-        """Return the locked ranges in `memory`, with start and end of the shared bytes in each."""
+        """Return the locked ranges in `memory`, each with start and end of the shared bytes."""
         first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         parts = []
         # Copied, because another thread may lock memory meanwhile.
@@ -606,7 +605,7 @@ class Machine:
 
 
 def site() -> str:
-    """Return file and line of the innermost caller in the product, else in the tests."""
+    """Return file and line for the innermost caller in the product, else in the tests."""
     frame, found = sys._getframe(1), ""
     while frame is not None:
         file = _file_of_project(frame.f_code.co_filename)
@@ -620,7 +619,7 @@ def site() -> str:
 
 
 def waiting_function() -> str | None:
-    """Return file and function of the innermost caller in the project; None if that is a test."""
+    """Return file and function for the innermost caller in the project, or None for a test."""
     frame = sys._getframe(1)
     while frame is not None:
         file = _file_of_project(frame.f_code.co_filename)
@@ -632,7 +631,7 @@ def waiting_function() -> str | None:
 
 @functools.cache
 def _file_of_project(name: str) -> str | None:
-    """Return the path of a file of the product or of its tests.
+    """Return a path in the product or in the tests.
 
     None for libraries and the checked device.
     """

@@ -1,7 +1,7 @@
 """Host memory mapped by the product for copies, in place of `map_memory`.
 
-It is unmapped with the last tensor, then reused. The machine keeps the bytes, so that late work
-reads poison, or the next block at this address.
+It is unmapped with the last tensor, then reused. The machine keeps the bytes to make late work read
+poison, or the next block at this address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .clocks import History
 
 
 class Pages:
-    """Whole pages of host memory."""
+    """Whole pages in host memory."""
 
     history: History
 
@@ -37,7 +37,7 @@ class Pages:
             return torch.from_numpy(np.asarray(mapping))[:nbytes]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return contiguous `memory`, which lies in these pages, without keeping them mapped."""
+        """Return contiguous `memory` in these pages, without keeping them mapped."""
         start = memory.data_ptr() - self.start
         with torch.inference_mode(False):
             return self.bytes[start : start + memory.nbytes].view(memory.dtype).view(memory.shape)

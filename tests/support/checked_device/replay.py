@@ -1,8 +1,8 @@
-"""Replay of a machine's trace through torch's detector of races between streams.
+"""Replay of a machine's trace through torch's detector for races between streams.
 
 It is an independent second opinion. The detector assumes one host thread and follows data pointers.
-So a trace has the order in which the calls arrived from all threads, and every piece of memory
-between two boundaries of accesses counts as one data pointer.
+So a trace has the order in which calls arrived from all threads, and every piece of memory between
+two access boundaries counts as one data pointer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .machine import HostAccess, HostWait, Issued, Range, Stream, StreamWait, Tr
 
 
 def races(trace: Sequence[TraceEntry]) -> list[SynchronizationError]:
-    """Return the accesses of `trace` that torch finds unordered."""
+    """Return the accesses in `trace` that torch finds unordered."""
     pieces, handler, found = _Pieces(trace), EventHandler(), []
     numbers: defaultdict[Stream | Work | HostAccess, int] = defaultdict(itertools.count(1).__next__)
 
@@ -43,7 +43,7 @@ def races(trace: Sequence[TraceEntry]) -> list[SynchronizationError]:
             case HostWait():
                 handler._handle_event_synchronization(numbers[entry.work])
             case HostAccess():
-                # A new stream is ordered behind all that the host has waited for, and all streams
+                # A new stream is ordered behind everything the host has waited for, and all streams
                 # behind this access.
                 handler._handle_stream_creation(numbers[entry])
                 launch(numbers[entry], [entry.access], entry.words)
@@ -52,7 +52,7 @@ def races(trace: Sequence[TraceEntry]) -> list[SynchronizationError]:
 
 
 class _Pieces:
-    """Numbers of the pieces into which the accesses of a trace cut each memory."""
+    """Piece numbers for each memory, cut by the accesses in a trace."""
 
     def __init__(self, trace: Sequence[TraceEntry]) -> None:
         cuts: defaultdict[History, set[int]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""`DeviceRuntime` of the checked device."""
+"""The checked device's `DeviceRuntime`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class CheckedRuntime(DeviceRuntime):
 
 @contextmanager
 def registered(family: str, runtime: type[DeviceRuntime] | None) -> Iterator[None]:
-    """Use `runtime` for devices of the type `family` inside the `with`."""
+    """Use `runtime` for `family` devices inside the `with`."""
     pages = {family: LockedPages()}
     try:
         with patch.dict(FAMILIES, {family: runtime}), patch.dict(LOCKED_PAGES, pages):
@@ -119,7 +119,7 @@ def registered(family: str, runtime: type[DeviceRuntime] | None) -> Iterator[Non
 def checked_machine(
     seed: int = 0, *, devices: int = 1, capacity: int = 2**33, streams: bool = True
 ) -> Iterator[Machine]:
-    """Provide a machine of checked devices inside the `with`, then check that nothing is left.
+    """Provide a machine with checked devices inside the `with`, then check for leftovers.
 
     Without `streams` the devices have no runtime, and only the calling thread may use them.
 

@@ -1,8 +1,8 @@
-"""Tensors of the checked device, and the execution of torch's operations on them.
+"""Tensors on the checked device, and torch operations on them.
 
-The device is a backend of torch in Python ("PrivateUse1"), so its operations arrive at one
-function. Views are made at once; everything else is issued to the current stream and computed later
-by the CPU's kernels.
+The device is a torch backend in Python ("PrivateUse1"): operations arrive at one function.
+Views are made at once. Everything else is issued to the current stream and computed later by CPU
+kernels.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .machine import Block, Device, Machine, Range, site, waiting_function
 NAME = "checked"
 
 _machines: list[Machine] = []
-"""The active machine; empty between tests."""
+"""The active machine, or empty between tests."""
 
 VIEWS = {torch.ops.aten._unsafe_view.default}
-"""Operations that return a view although their schema does not say so."""
+"""Operations that return a view although their schema says otherwise."""
 
 READ_BY_HOST = {
     torch.ops.aten._local_scalar_dense.default,
@@ -33,17 +33,17 @@ READ_BY_HOST = {
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.nonzero.default,
 }
-"""Operations with a result that the host needs: they block it."""
+"""Operations whose result the host needs: they block it."""
 
 WHOLE = {F.scaled_dot_product_attention}
-"""Functions that torch would take apart on this device, and that are one kernel on a CPU."""
+"""Functions that torch would take apart on this device, but are one kernel on a CPU."""
 
 
 class CheckedTensor(torch.Tensor):
     """Tensor on a checked device.
 
     Attributes:
-        base: CPU tensor of its memory; its values are those of the executed work.
+        base: CPU tensor in the same memory, with the values after executed work.
         block: the allocation.
     """
 
@@ -75,7 +75,7 @@ class CheckedTensor(torch.Tensor):
             return _launch(func, args, dict(kwargs or {}), writes=())
         with (
             torch._C.DisableTorchFunctionSubclass()
-        ):  # `Tensor`'s own would make CPU results tensors of this class
+        ):  # `Tensor`'s own would turn CPU results into this class
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -111,7 +111,7 @@ class CheckedTensor(torch.Tensor):
 
 
 def activate(machine: Machine) -> Callable[[], None]:
-    """Make `machine` the checked device of this process, and return a function that ends it."""
+    """Make `machine` the checked device in this process. Return a function that ends it."""
     _register()
     assert not _machines, "another machine is active"
     _machines.append(machine)
@@ -124,7 +124,7 @@ def active() -> Machine:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Execute one operation of torch."""
+    """Execute one torch operation."""
     active().check_thread()
     if _is_composite(func):  # arrives whole in inference mode
         return func.decompose(*args, **kwargs)
@@ -144,7 +144,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _written(func: Any) -> list[tuple[int, str]]:
-    """Return the index and the name of every argument that an operation changes."""
+    """Return index and name for every argument changed by an operation."""
     return [
         (index, arg.name)
         for index, arg in enumerate(func._schema.arguments)
@@ -180,9 +180,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _launch(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: Sequence[torch.Tensor]
 ) -> Any:
-    """Issue an operation to the current stream of its device.
+    """Issue an operation to the device's current stream.
 
-    `writes` are its arguments that it changes.
+    `writes` are the changed arguments.
     """
     machine = active()
     leaves = _leaves((args, kwargs))
@@ -190,7 +190,7 @@ def _launch(
     device = _device_of(given, kwargs)
     _check_devices(func, given, device)
     ranges = [each.range(write=any(each is one for one in writes)) for each in given]
-    # Here: work in a queue must not keep the tensors of the device.
+    # Here: queued work must not keep tensors on the device.
     bases, named = _mapped((args, kwargs), _value_on_cpu)
 
     def compute() -> Any:
@@ -224,7 +224,7 @@ _OUTPUTS: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 def _outputs(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of the result as meta tensors, and its structure.
+    """Return the result's leaves as meta tensors, and the structure.
 
     They depend on no values.
     """
@@ -245,8 +245,8 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-# torch's own functions for trees accept every registered class, and took a quarter of a test's
-# time. Arguments and results of operations consist of tuples, lists and dicts.
+# torch's own tree functions accept every registered class, and took a quarter of a test's time.
+# Operation arguments and results consist of tuples, lists and dicts.
 def _leaves(values: Any) -> list[Any]:
     if isinstance(values, dict):
         values = values.values()
@@ -262,7 +262,7 @@ def _leaves(values: Any) -> list[Any]:
 
 
 def _mapped(values: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `values` with every leaf changed, in the order of `_leaves`."""
+    """Return `values` with every leaf changed, in `_leaves` order."""
     if isinstance(values, dict):
         return {name: _mapped(each, change) for name, each in values.items()}
     if isinstance(values, (tuple, list)):
@@ -324,7 +324,7 @@ def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool)
     ranges = [into.range(write=True)]
     locked = machine.locked_range(source) if source.is_contiguous() else None
     if locked is None:
-        # The driver copies pageable memory into memory of its own before it returns.
+        # The driver copies pageable memory into a buffer before it returns.
         machine.pageable_copies.add(waiting_function() or "")
         values = source.detach().clone()
     else:
@@ -379,8 +379,8 @@ def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _issue(device: Device, run: Callable[[], object], ranges: list[Range], words: object) -> Any:
     def compute() -> None:
-        # Any thread may execute it, in or out of a dispatch; only this mode may write into every
-        # tensor of the host.
+        # Any thread may execute it, in or out of a dispatch. Only this mode may write into every
+        # host tensor.
         with torch.inference_mode():
             run()
 
@@ -428,7 +428,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bases(values: Any) -> Any:
-    """Return `values` with the CPU tensor of each tensor on the device."""
+    """Return `values` with each device tensor replaced by a CPU tensor."""
     return _mapped(values, lambda leaf: leaf.base if isinstance(leaf, CheckedTensor) else leaf)
 
 
@@ -444,7 +444,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
 
 
 class _Module(types.ModuleType):
-    """Functions of `torch.checked` that torch calls."""
+    """Functions in `torch.checked` called by torch."""
 
     def is_initialized(self) -> bool:
         return bool(_machines)
