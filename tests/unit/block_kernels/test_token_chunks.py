@@ -16,7 +16,7 @@ WIDTH, HIDDEN = 16, 64
 
 
 class Gated(nn.Module):
-    """Gated feed-forward. It overwrites the input."""
+    """Gated feed-forward that overwrites its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_code_of_others_stays() -> None:
 
 
 def test_a_block_of_another_format_is_compared_itself() -> None:
-    """Some files have a bf16 first block, and others that scale inputs by all tokens."""
+    """Some files have a bf16 first block. Their other blocks scale inputs by all tokens."""
     blocks = {**blocks_of(sequential()), "blocks.2": Block(Mixer())}
     x = torch.randn(1, 700, WIDTH)
     expected = [block(x) for block in blocks.values()]

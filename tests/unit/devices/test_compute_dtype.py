@@ -1,4 +1,4 @@
-"""Choice of dtype for `compute_dtype="auto"`: device units, settings that disable them."""
+"""Choice of dtype for `compute_dtype="auto"`: units of the device, settings that disable them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-# We configure glibc to keep freed memory below 32 MiB.
+# We configure glibc to keep freed blocks smaller than 32 MiB.
 BLOCKS, WIDTH, MIB = 6, 3072, 36  # MiB per block, in fp32
 
 RUN = """

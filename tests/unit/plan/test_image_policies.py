@@ -98,7 +98,7 @@ def test_a_call_takes_the_time_of_its_slowest_part(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_that_of_the_blocks(name: str) -> None:
-    """All blocks on the device, or in RAM with two largest ones on the device."""
+    """All blocks on the device, or in RAM with two of the largest on the device."""
     costs = MODELS[name].costs(1.0)
     nbytes = sum(size.stored for size in costs.sizes)
     resident = memory_needs(costs, OffloadPolicy.resident(), has_bus=True)

@@ -27,7 +27,7 @@ def test_a_visit_is_all_lanes_and_the_cost_of_chunks(rate_machine: Rated) -> Non
     assert visit_seconds(run, machine, "low", None) == pytest.approx(2.0)
     assert visit_seconds(run, machine, "high", 300) == pytest.approx(
         3 * (2.0 + 3 * CHUNK_S)
-    )  # 1000 tokens
+    )  # of 1000 tokens
     assert visit_seconds(run, machine, "high", 1000) == pytest.approx(6.0)
 
 

@@ -42,7 +42,7 @@ def test_every_figure_of_a_step_is_told(open_pair: OpenPair, make_request: Reque
 
 
 def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request: Request) -> None:
-    """For some run start, each step ends before the report, and the next begins afterwards."""
+    """For some start time, steps end before their report, and the next begins afterwards."""
     reported = list[float]()
     result = denoise(
         open_pair(),

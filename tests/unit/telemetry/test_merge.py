@@ -1,4 +1,4 @@
-"""Several workers' timelines become one, with run times: nothing is lost or counted twice."""
+"""Several workers' timelines become one, on the run's clock: nothing is lost or counted twice."""
 
 from __future__ import annotations
 

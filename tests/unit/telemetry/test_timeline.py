@@ -25,7 +25,7 @@ CLOCKS_DIFFER = 0.001
 
 
 def outside() -> float:
-    """Read a clock independent from the recorder's and never adjusted."""
+    """Read a clock independent of the recorder's, never adjusted."""
     return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
 
 

@@ -144,7 +144,7 @@ def test_the_first_place_is_named_if_the_end_of_the_run_fails_too(
 
 
 class Event(float):
-    """Event with weak references."""
+    """Event that allows weak references."""
 
 
 @pytest.mark.parametrize("fails", [True, False])

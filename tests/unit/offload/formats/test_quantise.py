@@ -122,7 +122,7 @@ def test_scales_alone_are_those_of_the_whole():
 def test_each_row_keeps_the_precision_of_fp8():
     """The error is at most half a unit in the last place.
 
-    With 3 mantissa bits it is 1/16. Below 2^-6 scales it is half the smallest step.
+    With 3 mantissa bits it is 1/16 of the value. Below 2^-6 scales it is half the smallest step.
     """
     values = heavy_tailed(64, 512)
     into, scales = quantised(values)

@@ -123,7 +123,7 @@ def test_reads_of_two_runs(stacks, source, policy, reads):
 @pytest.mark.parametrize("fail_at", [0, 3, 7])
 @pytest.mark.parametrize("policy", [ALL_IN_RAM, some(5)], ids=str)
 def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, fail_at):
-    """Every earlier visit succeeds: the block for it was read before."""
+    """Earlier visits succeed: their blocks were read before."""
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
     with attach(stacks, policy, source) as handle:

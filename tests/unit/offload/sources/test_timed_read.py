@@ -1,4 +1,4 @@
-"""Measured block source reads."""
+"""Measured reads from a block source."""
 
 from __future__ import annotations
 

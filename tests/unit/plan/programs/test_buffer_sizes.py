@@ -133,7 +133,7 @@ def test_sizes_that_differ_by_little_share_buffers() -> None:
 
 
 def test_a_small_block_leaves_large_buffers_to_large_blocks() -> None:
-    """Block 0 is streamed and small: it takes the small buffer, free for as long."""
+    """Block 0 is streamed and small: it takes the small buffer, free just as long."""
     blocks = {"model": [20, 100, 20, 20]}
     residency = Residency(residents={"model": frozenset({1, 3})})
     _, sizes = plan_buffers(OffloadPolicy.block_swap(2, 0), blocks)

@@ -264,7 +264,7 @@ def test_a_second_run_starts_from_the_reads_of_the_first(
 ) -> None:
     """Reads not done at the first run's end are dropped.
 
-    A half-filled slot is empty.
+    A slot still being filled counts as empty.
     """
     slots: dict[int, BlockKey] = {}
     for seed in range(3):
@@ -513,7 +513,7 @@ def test_a_ram_program_that_does_not_serve_its_device_program_is_refused(
 
 
 def test_fetches_that_would_empty_ram_in_another_order_than_the_visits_are_refused() -> None:
-    """Each program is right alone.
+    """Each program alone is right.
 
     With one slot, a visit reading it directly would wait for the next.
     """

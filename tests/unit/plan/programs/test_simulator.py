@@ -51,7 +51,7 @@ def run(
 
 
 def steady_step(timeline: Timeline) -> float:
-    """Return the median time in middle steps.
+    """Return the middle steps' median time.
 
     A first step is cold, and the last one need not keep residents.
     """

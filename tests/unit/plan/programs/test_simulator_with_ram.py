@@ -189,7 +189,7 @@ def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
 def _bytes_over_the_bus(
     program: TransferProgram, ram: RamProgram, machine: Hardware
 ) -> Mapping[tuple[int, str], float]:
-    """Return bytes fetched at the bus rate per step, without fetches not copied from RAM."""
+    """Return the bytes per step copied from RAM at the bus rate."""
     moved: dict[tuple[int, str], float] = {}
     for fetch, visit in zip(program.fetches, ram.visit_of_fetch, strict=True):
         step = program.visits[fetch.needed_by].step, fetch.block.expert
@@ -260,7 +260,7 @@ def test_a_steady_step_is_within_two_percent_of_its_bound(
 
     Together critical, two staging slots are too few.
 
-    `bus` and `disk` are how long either works for a step, in compute steps.
+    `bus` and `disk` are how long either works for a step, in steps' worth of computing.
     """
     streamed = BLOCKS - residents
     from_file = data.draw(st.integers(1, streamed))

@@ -53,7 +53,7 @@ def table(open_pair: OpenPair, make_eight_steps: Request, tables: list[MagTable]
 
 @pytest.fixture
 def made_up(make_eight_steps: Request) -> MagTable:
-    """Table for such a request, with marks for no model."""
+    """Table for such a request, with marks that fit no model."""
     step_plan = make_eight_steps().step_plan
     ratios = tuple(1 - 0.01 * step for step in range(STEPS))
     marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}

@@ -1,4 +1,4 @@
-"""Condition for a clip after another one: SVI's filling, and refusals with numbers."""
+"""Condition for a clip that continues another one: SVI's filling, and refusals with numbers."""
 
 from __future__ import annotations
 

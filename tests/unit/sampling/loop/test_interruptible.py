@@ -1,4 +1,4 @@
-"""Stops within a block, at the next linear layer or attention piece. Bit-equal runs without."""
+"""Stops within a block, at the next linear layer or attention piece, and bit-equal full runs."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_lanes_without_guidance_take_half(
 def test_tokens_next_to_the_video_take_room(
     side: str, on_positive: int, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
 ) -> None:
-    """A video-sized context takes the room of a twice as long video, if on both sides."""
+    """On both sides, a video-sized context takes the room of a video twice as long."""
     pair, context = (
         open_pair(),
         ExtraTokens(context=(torch.zeros(1, 1, 1, 1, 1).expand(1, *LARGE),)),

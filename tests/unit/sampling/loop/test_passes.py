@@ -1,4 +1,4 @@
-"""Model calls in a predicted order, compared with whole models, and wrong predictions' cost."""
+"""Model calls in a predicted order, compared with whole models, and what wrong predictions cost."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class TestLayouts:
 
     def test_fp8_file(self, tiny_expert_file, make_tiny_expert, fp8_layout):
         expert = open_expert(tiny_expert_file(fp8=fp8_layout, dtype=torch.float16, prefix=PREFIX))
-        assert len(expert.scales) == 40  # ten matrices in each block
+        assert len(expert.scales) == 40  # four blocks with ten matrices
         assert_holds(expert, make_tiny_expert(dequantised_from=torch.float16))
 
     def test_fp8_metadata_may_name_layers_with_the_prefix(self, edited, make_tiny_expert):

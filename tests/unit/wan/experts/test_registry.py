@@ -1,4 +1,4 @@
-"""Open expert registry."""
+"""Registry of open experts."""
 
 from __future__ import annotations
 

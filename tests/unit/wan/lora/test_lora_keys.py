@@ -286,7 +286,7 @@ def test_every_bias_has_its_difference():
 
 
 def test_no_two_spellings_of_one_kind_mean_different_parameters():
-    """Every spelling of a weight maps to this weight only."""
+    """Every spelling of a weight maps to that weight only."""
     flat = {}
     for name in WEIGHTS:
         for spelling in {name, native_transformer_name(name)}:

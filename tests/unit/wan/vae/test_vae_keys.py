@@ -11,7 +11,7 @@ from wanstream.wan.vae.weights import FAMILIES, VaeFamily
 
 WAN21, WAN22 = FAMILIES
 
-# Wan-AI/Wan2.2-TI2V-5B-Diffusers. diffusers has no single-file converter for it.
+# From Wan-AI/Wan2.2-TI2V-5B-Diffusers, as diffusers has no single-file converter for it.
 WAN22_CONFIG = {
     "base_dim": 160,
     "decoder_base_dim": 256,
