@@ -32,7 +32,7 @@ WAIT_OF_VISIT = Mutation(
     "CudaStreams._wait_for: self._runtime.current_stream().wait_event(event)", "CudaBackend"
 )
 FORMATS = ("bf16", "fp8 with a LoRA", "GGUF Q4_K_M", run_checks.IN_INT8)
-"""Formats on the checked device; the others are those of other tests."""
+"""Formats on the checked device. Other tests cover the rest."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def checked_subject(gpu: Accelerator, subject: Subject) -> Iterator[Subject]:
     gpu.need_fake("a fault is planted in it")
     yield subject
     assert gpu.machine is not None
-    gpu.machine.problems.clear()  # those of the fault
+    gpu.machine.problems.clear()  # the planted fault's problems
 
 
 def found(check: Callable[..., Finding], subject: Subject, *args: object) -> Finding:

@@ -1,6 +1,6 @@
 """The driver with workers on GPUs.
 
-Splits that exchange nothing give the bits of one GPU, also after a loss.
+Splits without data exchange give the same bits as one GPU, also after a loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same splits on GPUs, over NCCL: one worker for each of two devices."""
+"""The same splits on GPUs, over NCCL: two devices with one worker each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 
 @pytest.fixture
 def split(processes: Processes) -> Iterator[SplitProcesses]:
-    """Processes that join as the ranks of a mesh, each on its own GPU.
+    """Processes that join as the ranks of a mesh, each on a different GPU.
 
     They leave after the test.
     """

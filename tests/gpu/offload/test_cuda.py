@@ -1,7 +1,7 @@
-"""The engine on a CUDA device: any order of copying and computing gives the plain result's bits.
+"""The engine on a CUDA device: copying and computing in any order gives the plain result's bits.
 
-Blocks are large enough (25 MB) for a copy to take about a millisecond, and some visits hold the
-device up for longer: a missing wait shows in the result.
+Blocks are large enough (25 MB) for a copy to take about a millisecond, and some visits delay the
+device for longer: a missing wait shows in the result.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def hidden(gpu: Accelerator) -> torch.Tensor:
 def plain(
     gpu: Accelerator, stacks: Stacks, hidden: torch.Tensor
 ) -> Iterator[Callable[[Sequence[str]], torch.Tensor]]:
-    """Return `plain(steps)`: the outputs of the same blocks when all of them are on the device."""
+    """Return `plain(steps)`: the outputs of the same blocks, all on the device."""
     resident = {name: copy.deepcopy(stack).to(gpu.device) for name, stack in stacks.items()}
 
     def run(steps: Sequence[str]) -> torch.Tensor:
@@ -102,7 +102,7 @@ def streamed(
     *,
     slow: int = 3,
 ) -> torch.Tensor:
-    """Stream one run; every `slow`-th visit delays the device before it reads the block."""
+    """Stream one run. Every `slow`-th visit delays the device before it reads the block."""
     with torch.inference_mode(), handle.run(step_visits(steps, handle.block_counts)) as run:
         for number, visit in enumerate(run.program.visits):
             with run.visit(*visit):
@@ -118,7 +118,7 @@ def attach(gpu: Accelerator, stacks: Stacks, policy: OffloadPolicy, **how: objec
 
 
 def some_patches(strength: float, *, rank: int = 16) -> dict[BlockKey, BlockPatch]:
-    """Patches for every second block of one expert and every third of the other.
+    """Patches for every second block in one expert and every third in the other.
 
     One has a full difference.
     """
@@ -183,7 +183,7 @@ def add_plainly(matrix: torch.Tensor, weight: WeightPatch) -> None:
 def patched(
     gpu: Accelerator, stacks: Stacks, hidden: torch.Tensor
 ) -> Callable[[dict[BlockKey, BlockPatch]], torch.Tensor]:
-    """Return `patched(patches)`: outputs of blocks on the device with patches in their weights."""
+    """Return `patched(patches)`: outputs of blocks on the device with patched weights."""
     originals = copy.deepcopy(stacks)
 
     def run(patches: dict[BlockKey, BlockPatch]) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_streamed_equals_plain(gpu, stacks, hidden, plain, slow_source, policy, 
     with attach(gpu, stacks, policy, source=source) as handle:
         for _ in range(
             2
-        ):  # the second run starts from the buffers of the first one, which may still compute
+        ):  # the second run starts from the first one's buffers, possibly still in use
             value = streamed(gpu, handle, stacks, hidden, slow=slow)
         assert torch.equal(value, expected)
 
@@ -296,9 +296,9 @@ def test_what_was_recorded_is_what_happened(gpu, stacks, hidden, policy):
     for step in timeline.steps:
         assert step.compute_s > 0
         assert step.stall_s >= 0
-        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance of two clocks
+        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance between two clocks
         assert step.memory.device_bytes >= loaded_bytes
-    if policy == "layerwise 0":  # one buffer: every visit waits for its copy
+    if policy == "layerwise 0":  # one buffer: every visit waits for a copy
         assert all(step.stall_s > 0 for step in timeline.steps)
         assert all(
             step.transfers.overlap is not None and step.transfers.overlap < 1
@@ -468,7 +468,7 @@ def test_a_streamed_fp8_expert_equals_the_dequantised_model(
 def test_patched_on_arrival_equals_patched_before(
     gpu, stacks, hidden, plain, patched, slow_source, policy, slow
 ):
-    """One slot holds the factors of all fetches: a copy that does not wait changes the result."""
+    """One slot holds all fetches' factors: a copy that does not wait changes the result."""
     source = slow_source(ModuleSource(stacks), seed=slow)
     wanted = [
         (each, patched(each))
@@ -585,7 +585,7 @@ def test_memory_is_given_back_while_the_device_still_computes(gpu, stacks, hidde
         assert handle.release_memory(1 << 60) == loaded
         assert handle.loaded_bytes == 0
         assert allocated - gpu.runtime.allocated_bytes() >= loaded
-        # The stream that allocated the buffers did not compute with them. It may write into their
+        # The stream that allocated the buffers did not compute with them. It may write into that
         # memory at once.
         ruins = torch.full((loaded // 4,), float("nan"), device=gpu.device)
         stream.synchronize()

@@ -68,7 +68,7 @@ def streamed(
     *,
     slow: int = 3,
 ) -> tuple[torch.Tensor, EngineRun]:
-    """One run; every `slow`-th visit holds the device up before it reads the block."""
+    """Stream one run. Every `slow`-th visit delays the device before it reads the block."""
     visits = step_visits(steps, handle.block_counts)
     with torch.inference_mode(), handle.run(visits) as run:
         for number, visit in enumerate(visits):
@@ -153,7 +153,7 @@ def test_blocks_that_both_policies_keep_are_neither_copied_nor_read_again(
 
 
 class Fp8:
-    """Blocks of one fp8 matrix with a scale, decoded to bf16, and patched if wanted."""
+    """Blocks with one scaled fp8 matrix, decoded to bf16, and patched if wanted."""
 
     def __init__(self, gpu: Accelerator, path: Path) -> None:
         random = torch.Generator().manual_seed(0)
@@ -206,7 +206,7 @@ def fp8(gpu: Accelerator, tmp_path: Path) -> Fp8:
     ids=str,
 )
 def test_copies_run_ahead_of_decoding(gpu, fp8, policy, slow, patched):
-    """Two raw slots serve all fetches: a copy into one that is still decoded shows in a weight."""
+    """Two raw slots serve all fetches: a copy into one during its decoding shows in a weight."""
     blocks = [nn.Linear(WIDTH, 4096, bias=False, device="meta") for _ in fp8.keys]
     wanted = fp8.patched if patched else fp8.decoded
     with attach(gpu, {"high": blocks}, policy, source=fp8.source()) as handle:

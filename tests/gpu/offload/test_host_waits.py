@@ -1,4 +1,4 @@
-"""Waits of the host: every product function that waits for a device is listed, others reported."""
+"""Host waits: every product function that waits for a device is listed, others are reported."""
 
 from __future__ import annotations
 

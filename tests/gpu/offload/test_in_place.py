@@ -77,11 +77,11 @@ KINDS = {
     "mapped": mapped,
 }
 IN_SLOTS = {"transposed", "mapped"}
-"""Kinds that are read into page-locked slots."""
+"""Kinds to be read into page-locked slots."""
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in whole pages without other tensors."""
+    """Return a tensor's bytes in whole pages without other tensors."""
     memory = tensor.detach().reshape(-1).view(torch.uint8)
     whole = whole_pages(memory)
     return memory[whole.start : whole.stop]
@@ -129,7 +129,7 @@ def test_every_copy_is_from_locked_memory_which_is_unlocked_on_detach(
         list(stack), policy=policy, device=gpu.device, follow_forward=False
     ) as engine:
         if gpu.machine is not None:
-            gpu.machine.pageable_copies.clear()  # the small tensors that stay
+            gpu.machine.pageable_copies.clear()  # the small tensors stay on the device
         for _ in range(2):
             assert torch.allclose(run(gpu, stack, engine, on_device).cpu(), on_cpu, atol=1e-4)
             with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Kernel launches of decoding on the checked device, and the values of the shorter way."""
+"""Kernel launches for decoding on the checked device, and values from the shorter way."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ PIECE = {
     "Q6_K": 11,
     "IQ4_XS": 16,
 }
-"""Launches for one piece of a quantised tensor; the table in docs/number-formats.md is made of
-these."""
+"""Launches for one piece of a quantised tensor, also the figures in the table in
+docs/number-formats.md."""
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
@@ -124,7 +124,7 @@ def test_a_quantised_piece(gpu: Accelerator, name: str) -> None:
 
 
 MATRIX = {"int8": 1, "int8 rows": 1, "int8 ConvRot": 5, "mxfp8": 5, "nvfp4": 6}
-"""Launches for a matrix that is decoded in one piece."""
+"""Launches for a matrix decoded in one piece."""
 
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -205,9 +205,9 @@ def test_a_visit(
     launches: int,
     lora: bool,
 ) -> None:
-    """One copy, one more for the factors of a LoRA and a launch for each matrix.
+    """One copy, one more for a LoRA's factors and a launch for each matrix.
 
-    No wait of the compute thread.
+    The compute thread does not wait.
     """
     machine = gpu.need_fake("it counts launches")
     model = make_expert(TinyShape(layers=4, ffn_dim=256), seed=1)
@@ -246,7 +246,7 @@ def test_the_resident_parameters_are_copied_together(
 
 
 SHAPES = [(80, 5120)] * 8 + [(216, 5120), (80, 13824)]
-"""Ten matrices of Wan2.2 A14B, with a 64th of their rows."""
+"""Ten Wan2.2 A14B matrices, with a 64th of their rows."""
 DECODED: dict[str, Packing] = {
     "int8": EightBit(by_row=False),
     "int8 ConvRot": EightBit(group=256),

@@ -1,4 +1,4 @@
-"""Every wait, event record and unlock of the device code is needed.
+"""Every wait, event record and unlock in the device code is needed.
 
 Without it, a scenario fails on the checked device. The others are in `REDUNDANT` with the reason.
 """
@@ -21,18 +21,18 @@ pytestmark = pytest.mark.slow
 
 SEEDS = range(3)
 LONGEST_S = 20.0
-"""Time after which a scenario hangs; it takes a tenth of a second."""
+"""Seconds after which a scenario counts as hung. It takes a tenth of a second."""
 
 TRIED_FIRST = {
     "EngineRun._end_threads: self._thread.join()": "gathered_cut_short raw",
     "EngineRun._end_threads: self._thread.join() #2": "patched_cut_short",
 }
-"""Scenarios for calls without which other scenarios take long."""
+"""Scenarios to try first, for calls without which other scenarios take long."""
 
 THREADS = "wanstream-"
-"""Start of the names of the threads of scenarios and runs."""
+"""Name prefix for threads in scenarios and runs."""
 
-# Rounds 0, 1 and 2 are those of the streams of copies, of decodings and of gathers.
+# Rounds 0, 1 and 2 are the streams for copies, decodings and gathers.
 REDUNDANT = {
     "CudaStreams.begin_run: current.wait_stream(stream) [CudaBackend, round 0]": (
         "at the end of a run the stream of decodings waits for the visits, and so for the copies "
@@ -71,15 +71,15 @@ REDUNDANT = {
         "only a CPU needs it, because it decodes from the slot when the visit computes"
     ),
 }
-"""Calls without which no scenario fails, and the reason."""
+"""Calls that no scenario needs, and the reason."""
 
 
 class Subject:
-    """The product with a switch in front of each of its waits.
+    """The product with a switch in front of each wait.
 
     Attributes:
-        mutations: the switches, in the order of the files.
-        scenarios: names of the scenarios that make a call, by call.
+        mutations: the switches, in file order.
+        scenarios: for each call, the names of the scenarios that make it.
     """
 
     def __init__(self, mutations: Mutations) -> None:
@@ -89,7 +89,7 @@ class Subject:
             mutations.reached.clear()
             problem = self._problem(name, SEEDS[0])
             assert problem is None, f"{name}: {problem}"
-            if not self.scenarios:  # the modules that the first one has imported
+            if not self.scenarios:  # the modules imported by the first one
                 gc.collect()
                 gc.freeze()
             for mutation in mutations.reached:
@@ -98,13 +98,13 @@ class Subject:
         """Scenarios that found a problem, the latest one last."""
 
     def problem_without(self, mutation: Mutation) -> str | None:
-        """Return the problem that the first scenario to find one has without a call.
+        """Return the first problem any scenario finds without a call.
 
         None if none does.
         """
         self.mutations.removed = {mutation}
-        # Neighbouring calls are often found missing by the same scenario. Calls that only a few
-        # scenarios make have one of their own.
+        # Neighbouring calls are often found missing by the same scenario. Calls made by only a few
+        # scenarios have one of their own.
         first = [TRIED_FIRST.get(mutation.site, ""), *reversed(self._last)]
         names = sorted(
             self.scenarios[mutation],
@@ -119,7 +119,7 @@ class Subject:
         return None
 
     def problem_without_all(self, removed: set[Mutation]) -> str | None:
-        """Return the first problem of any scenario that makes one of these calls; None if none."""
+        """Return the first problem in any scenario that makes one of these calls, or None."""
         self.mutations.removed = removed
         for name in SCENARIOS:
             if any(name in self.scenarios[mutation] for mutation in removed):
@@ -129,7 +129,7 @@ class Subject:
         return None
 
     def _problem(self, name: str, seed: int) -> str | None:
-        """Run a scenario and return its first problem."""
+        """Run a scenario and return the first problem."""
         found: list[str] = []
 
         def work() -> None:
@@ -144,7 +144,7 @@ class Subject:
                 thread = threading.Thread(target=work, name=f"{THREADS}scenario", daemon=True)
                 thread.start()
                 thread.join(LONGEST_S)
-                # Here, while its device exists: work and finalisers of a thread that goes on would
+                # Here, while the device exists: work and finalisers in a surviving thread would
                 # meet the next one.
                 if left := _threads_left():
                     found.insert(
@@ -161,7 +161,7 @@ class Subject:
         return found[0] if found else None
 
     def _end_threads(self) -> None:
-        """End the threads of a scenario that has failed."""
+        """End a failed scenario's threads."""
         self.mutations.cancelled = True
         for sync in gc.get_objects():
             if isinstance(sync, ThreadSync):
@@ -198,9 +198,9 @@ def test_no_call_can_be_removed(subject: Subject, site: str) -> None:
 
 @pytest.mark.parametrize("part", range(3))
 def test_calls_that_are_listed_are_redundant(subject: Subject, part: int) -> None:
-    """Many at once: what works without all of them works without each.
+    """Many at once: code that works without all listed calls works without each.
 
-    Of the rounds of a loop one may be needed, so they are in different parts.
+    One round of a loop may be needed without the others, so the rounds are in different parts.
     """
     listed = sorted(call for call in subject.scenarios if str(call) in REDUNDANT)
     rounds = groupby(listed, key=lambda call: (call.site, call.owner))

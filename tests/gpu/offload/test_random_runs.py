@@ -43,7 +43,7 @@ PARTS = 4
 
 
 def random_course(gpu: Accelerator, choose: random.Random) -> None:
-    """Make runs and changes between them; every visit checks the bits that it finds."""
+    """Make runs and changes between them. Every visit checks the bits it finds."""
     how = choose.choice([*KINDS.values()])
     case = Case(gpu, choose.choice(POLICIES), **how)
 
@@ -82,7 +82,7 @@ def test_random_courses(part: int) -> None:
 @pytest.mark.parametrize("policy", [DEEP, PARTLY_PINNED], ids=["from the file", "from RAM"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_allocation_may_fail(kind: str, policy: OffloadPolicy) -> None:
-    """In any thread: a recognised error, nothing left of the run, and the engine runs again."""
+    """In any thread: a recognised error, nothing left from the run, and the engine runs again."""
     failed, number = 0, 0
     while failed == number:
         number += 1
@@ -105,7 +105,7 @@ def test_every_allocation_may_fail(kind: str, policy: OffloadPolicy) -> None:
 
 @pytest.mark.parametrize("place", ["raw", "patched_fp8", "on_device_patched_fp8"])
 def test_every_allocation_of_two_ranks_may_fail(place: str) -> None:
-    """A rank that is out of memory ends the run of the other one too, and both meet again."""
+    """A rank out of memory ends the other one's run too, and both meet again."""
     failed, number = 0, 0
     while failed == number:
         number += 1

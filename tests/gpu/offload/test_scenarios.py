@@ -1,4 +1,4 @@
-"""Scenarios of the engine, in several orders of execution."""
+"""Engine scenarios, in several execution orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wanstream.tests.support.device_scenarios import (
 )
 
 
-# On the checked device the name of a test is its seed.
+# On the checked device a test's name is its seed.
 @pytest.mark.parametrize("order", range(3))
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_visit_finds_its_block(gpu: Accelerator, name: str, order: int) -> None:
@@ -55,7 +55,7 @@ def test_engines_after_each_other_use_the_same_streams(gpu: Accelerator) -> None
 
 
 def test_engines_side_by_side_share_no_stream(gpu: Accelerator) -> None:
-    Case(gpu).detach()  # its streams are idle
+    Case(gpu).detach()  # the streams are idle
     cases = [Case(gpu), Case(gpu, fp8=True)]
     streams = [stream for case in cases for stream in case.engine.backend._streams]
     assert len(set(map(id, streams))) == len(streams) == 4

@@ -1,4 +1,4 @@
-"""Sessions of forward passes and calls in lockstep on a device with streams."""
+"""Sessions of forward passes and lockstep calls on a device with streams."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from wanstream.tests.support.device_scenarios import (
 
 WHOLE = tuple(range(COUNT))
 PASSES = [WHOLE, (0, 2, 1, 3), (0,), WHOLE, (0, 0, 3), (), WHOLE]
-"""Passes in other orders than predicted, of which each makes programs that keep what lies in the
-buffers."""
+"""Passes in other orders than predicted. Each makes programs that keep the blocks in the buffers.
+"""
 
 CASES = {
     "layerwise": {"policy": LAYERWISE},
@@ -37,7 +37,7 @@ CASES = {
 
 
 def see(case: Case, block: int, *, delay: bool) -> None:
-    """Read the weights of a block, which the case compares at its end."""
+    """Read a block's weights, which the case compares at the end."""
     if delay:
         case.gpu.delay()
     key = next(key for key in case.source.formats if key.block == block)
@@ -45,7 +45,7 @@ def see(case: Case, block: int, *, delay: bool) -> None:
 
 
 def begun(case: Case, recorder: Recorder | None = None) -> StreamSession:
-    """Return a session of the case for two predicted passes, which has begun."""
+    """Return a begun session for the case and two predicted passes."""
     calls = PassCalls("high", PassOrders(blocks=COUNT), 2)
     session = StreamSession(calls, lambda: case.engine, recorder=recorder)
     session.begin()
@@ -71,7 +71,7 @@ def test_passes_in_other_orders_than_predicted_find_their_blocks(
 
 
 class Shared:
-    """Calls of a case in lockstep."""
+    """A case's calls in lockstep."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

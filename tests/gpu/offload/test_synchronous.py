@@ -1,7 +1,7 @@
 """Device without streams: the checked device without a runtime, as torch serves Apple GPUs.
 
-Its work still runs late, until the host waits. Use by a second thread is reported, and so is a copy
-that does not block.
+Work still runs late, until the host waits. Use by a second thread is reported, and so is a
+non-blocking copy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 
 
 def stand_in() -> torch.device:
-    """Return the device; its type has this name only once a machine was there."""
+    """Return the device. Its type has this name only once a machine was there."""
     return torch.device("checked", 0)
 
 
@@ -63,7 +63,7 @@ def stand_in() -> torch.device:
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     with checked_machine(sum(request.node.name.encode()), streams=False) as opened:
         yield opened
-        request.node.funcargs.clear()  # other fixtures of the test have tensors on the device
+        request.node.funcargs.clear()  # the test's other fixtures have tensors on the device
 
 
 def weights_of_visits(
@@ -75,7 +75,7 @@ def weights_of_visits(
     computed: bool = False,
     stop_at: int | None = None,
 ) -> list[torch.Tensor]:
-    """Stream blocks twice, first up to visit `stop_at`, and return the weights that visits find."""
+    """Stream blocks twice, first up to visit `stop_at`, and return the weights found by visits."""
     source = MemorySource(fp8=fp8, growing=True, longest_s=0.001)
     rows = [source.formats[key].computed.tensors[0].shape[0] for key in KEYS]
     blocks = [nn.Linear(WIDTH, count, bias=False, device="meta") for count in rows]

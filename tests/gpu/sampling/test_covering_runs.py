@@ -83,7 +83,7 @@ ORDERS = 5
 
 
 def covering(options: dict[str, Sequence[str]]) -> list[Run]:
-    """Return few runs in which every two values of different options meet."""
+    """Return few runs that together have every pair of values from different options."""
     choose = random.Random(0)
     wanted = {
         frozenset(pair)
@@ -133,7 +133,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device) -> torch.Tensor:
-    """Return the latents of one run."""
+    """Return one run's latents."""
     value = {name: OPTIONS[name][chosen] for name, chosen in run.items()}
     endings = {
         "fp8 in RAM": "raw",
@@ -169,7 +169,7 @@ def check(run: Run, files: Path, request: DenoiseRequest, seeds: Iterator[int] |
 
 @pytest.fixture(autouse=True)
 def _one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotate tokens by one matrix, as a device does: the two of a CPU sum in another order."""
+    """Rotate tokens by one matrix, as a device does: a CPU's two matrices sum in another order."""
 
     def one_matrix(group: int, device: torch.device) -> tuple[torch.Tensor]:
         return (signs(group).to(device, non_blocking=True).float(),)
@@ -181,7 +181,7 @@ def _one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_are_skipped_before_their_first_block(
     policy: str, files: Path, make_request: Callable[..., DenoiseRequest]
 ) -> None:
-    """A run is left while the first blocks of its step are fetched, and the next one finds them."""
+    """A run is left while a step's first blocks are fetched, and the next one finds them."""
     with open_experts(files / "high fp8", files / "low fp8", compute_dtype=torch.float32) as pair:
         request = make_request(steps=8, switch_step=4, cache=EasyCache(threshold=1e9))
         chosen = OPTIONS["policy"][policy]

@@ -1,4 +1,4 @@
-"""Lanes on a GPU: bits of single runs, one stream of weights, and memory within the estimate."""
+"""Lanes on a GPU: the bits of single runs, one weight stream, and memory within the estimate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 @pytest.fixture
 def lanes(make_request: Callable[..., DenoiseRequest]) -> list[DenoiseRequest]:
-    """Four requests with different noise and texts, of different lengths."""
+    """Four requests with different noise and texts, in different lengths."""
 
     def normal(*shape: int, seed: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

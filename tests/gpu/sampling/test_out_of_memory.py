@@ -1,4 +1,4 @@
-"""Whole runs on the checked device in which one allocation fails.
+"""Whole runs on the checked device with one failed allocation.
 
 The latents are the same, at once or in the next run.
 """
@@ -22,7 +22,7 @@ from wanstream.wan.lora.file import open_lora
 pytestmark = [pytest.mark.checked, pytest.mark.slow]
 
 TRIED = 20
-"""Allocations of each run that fail, at equal distances."""
+"""Failed allocations per test, evenly spaced."""
 
 
 @pytest.mark.parametrize(

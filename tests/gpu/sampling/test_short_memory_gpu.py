@@ -34,7 +34,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 @pytest.fixture
 def limit(gpu: Accelerator) -> Iterator[Callable[[int], None]]:
-    """`limit(nbytes)`: let torch allocate at most that much of the device during the test."""
+    """`limit(nbytes)`: let torch allocate at most so many device bytes during the test."""
 
     yield gpu.runtime.limit_memory
     gpu.runtime.limit_memory(None)
@@ -42,7 +42,7 @@ def limit(gpu: Accelerator) -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def wide(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
-    """Latents of 7680 tokens: a step needs many times the memory of a block."""
+    """Latents with 7680 tokens: a step needs many times the memory of a block."""
     draw = torch.Generator().manual_seed(10)
     return make_request(
         noise=torch.randn(*((1, 16, 5, 64, 96) if HAS_REAL else (1, 16, 3, 16, 24)), generator=draw)
@@ -58,7 +58,7 @@ def _run(
 def _peak(
     gpu: Accelerator, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy
 ) -> int:
-    """Bytes that torch allocates on the device for a run under `policy`."""
+    """Bytes allocated by torch on the device for a run under `policy`."""
     pair.close()
     gpu.empty_cache()
     gpu.runtime.reset_peaks()

@@ -1,6 +1,6 @@
-"""Lanes with tokens next to their video on a GPU.
+"""Lanes with tokens next to the video on a GPU.
 
-Runs of Bernini and Fun Control are streamed and compared with a CPU.
+Bernini and Fun Control runs are streamed and compared with a CPU.
 """
 
 from __future__ import annotations

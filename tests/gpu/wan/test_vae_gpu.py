@@ -27,7 +27,7 @@ def vae(
     wan22_vae: Path,
     tmp_path: Path,
 ) -> Iterator[WanVae]:
-    """Yield a VAE with its weights on the GPU and its libraries initialised."""
+    """Yield a VAE with weights on the GPU and initialised libraries."""
     path = wan22_vae if request.param == "Wan2.2 5B" else tiny_pipeline()
     if request.param == "tiny":
         path = tmp_path / "taew2_1.safetensors"
@@ -38,7 +38,7 @@ def vae(
 
 
 def latents_of(vae: WanVae) -> torch.Tensor:
-    """Return random latents of `HEIGHT` x `WIDTH` pixels."""
+    """Return random latents for `HEIGHT` x `WIDTH` pixels."""
     size = (HEIGHT // vae.space.pixels, WIDTH // vae.space.pixels)
     return torch.randn(1, vae.space.channels, 3, *size, generator=torch.Generator().manual_seed(0))
 
