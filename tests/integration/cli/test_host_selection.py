@@ -1,4 +1,4 @@
-"""Selection of the host."""
+"""Host selection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_comfyui_is_picked_if_it_can_be_found(tmp_path: Path, comfyui: bool) -> 
 
 
 def _write_stand_in(folder: Path) -> None:
-    """The modules that `host` imports, with no more in them than it reads on import."""
+    """The modules that `host` imports, with only the content it reads on import."""
     latest = folder / "comfy_api" / "latest"
     latest.mkdir(parents=True)
     (folder / "comfy").mkdir()

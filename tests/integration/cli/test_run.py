@@ -24,7 +24,7 @@ Arguments = Callable[..., list[str]]
 
 @pytest.fixture
 def arguments(tmp_path: Path, sample_models: Path) -> Arguments:
-    """`arguments(*changes, workflow=T2V)`: command line of a small run into the test's folders."""
+    """`arguments(*changes, workflow=T2V)`: a small run's command line, with the test's folders."""
 
     def arguments(*changes: str, workflow: Path = T2V, models: Path = sample_models) -> list[str]:
         folders = [
@@ -247,7 +247,7 @@ def test_a_test_model_for_a_workflow_that_it_cannot_run_is_refused(
 def test_a_test_model_for_a_workflow_is_small_and_runs_it(
     arguments: Arguments, tmp_path: Path
 ) -> None:
-    """As `scripts/demo` does; the README has the size."""
+    """As `scripts/demo` does. The README has the size."""
     models = tmp_path / "models"
     assert main(["make-test-model", str(models), "--workflow", str(T2V)]) == DONE
     files = [path for path in models.rglob("*.safetensors") if path.is_file()]
@@ -300,7 +300,7 @@ def test_a_full_disk_costs_the_video_but_not_the_latent(
 def test_a_shipped_workflow_of_our_nodes_runs_on_the_full_sample_model(
     arguments: Arguments, tmp_path: Path, full_sample_model: ModelFolder, workflow: str
 ) -> None:
-    """A model of forty blocks, the real depth, runs in a new process as a user starts it."""
+    """A model with forty blocks, the real depth, runs in a new process as a user starts it."""
     from PIL import Image
 
     Image.linear_gradient("L").save(tmp_path / "example.png")

@@ -31,10 +31,10 @@ STEPS = 8
 RANDOM = random.Random(7)
 THRESHOLDS = [RANDOM.uniform(0.35, 0.85) for _ in range(20)]
 EVERY = 5
-"""One of this many thresholds is compared with a single worker."""
+"""One in this many thresholds is compared with a single worker."""
 
 Decisions = list[tuple[int, int]]
-"""Per step: lanes that skipped blocks here, and skipped visits."""
+"""Per step: lanes with skipped blocks here, and skipped visits."""
 
 Kind = type[FirstBlockCache] | type[EasyCache]
 
@@ -65,7 +65,7 @@ def job_run_each(
 
 @pytest.fixture
 def group(processes: Processes) -> Callable[..., list[Any]]:
-    """`group(mesh, tasks, home="full")`: the results of each worker of that group.
+    """`group(mesh, tasks, home="full")`: the results on each worker in a group.
 
     `None` as mesh: a single worker.
     """
@@ -88,9 +88,9 @@ def group(processes: Processes) -> Callable[..., list[Any]]:
 def cached_task(
     make_task: Callable[..., RunTask], tiny_expert_folder: Callable[..., Path]
 ) -> Callable[..., RunTask]:
-    """`cached_task(threshold, batch=1, end_step=8)`: a task of 8 steps, 4 of them high-noise.
+    """`cached_task(threshold, batch=1, end_step=8)`: an 8-step task, 4 steps high-noise.
 
-    Lanes of 12 tokens.
+    Lanes with 12 tokens.
     """
     high, low = (tiny_expert_folder(seed=seed, heads=2) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
@@ -142,7 +142,7 @@ def test_two_workers_decide_as_one_does(
     assert visits_of(one) == visits_of(other) == visits_of(alone)
     for (expected, whole), (first, latents), (second, _) in zip(alone, one, other, strict=True):
         assert difference(latents, whole) <= ROUNDING
-        if mesh == CFG:  # each side has one of the two lanes
+        if mesh == CFG:  # each side has one lane
             both = [mine + theirs for (mine, _), (theirs, _) in zip(first, second, strict=True)]
             assert both == [lanes for lanes, _ in expected]
     assert 1 in [lanes for decided, _ in alone for lanes, _ in decided], (

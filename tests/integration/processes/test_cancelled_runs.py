@@ -62,6 +62,6 @@ def test_sixty_cancelled_runs_keep_no_memory(tiny_expert_folder, tmp_path: Path)
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         rss = json.loads(run.stdout)
-        # By then a run has been cancelled at each of its 14 polls, with the code that it loads.
+        # By then a run has been cancelled at all 14 polls, with the code that it loads.
         grown[kind] = rss[-1] - rss[14]
     assert grown["cancelled"] < max(4_000_000, 2 * grown["whole"]), grown

@@ -1,4 +1,4 @@
-"""Workers share the tokens of every lane through diffusers' context parallelism."""
+"""Workers share every lane's tokens through diffusers' context parallelism."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_windows_and_nag_on_shared_tokens(
     wide: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """Tokens of a window are split like those of a video; attention to both texts is local."""
+    """Window tokens are split like video tokens. Attention to both texts is local."""
     split.join(Mesh(ulysses=2))
     windows = ContextWindows(frames=2, overlap=1)
     request = make_request(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
@@ -163,7 +163,7 @@ def test_three_stages_on_two_workers(
     make_tiny_expert: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
-    """Both workers change the strength of a LoRA, biases included, before the same step."""
+    """Both workers change a LoRA's strength, biases included, before the same step."""
     split.join(mesh)
     path = tmp_path / "lora.safetensors"
     save_lora(make_lora(make_tiny_expert(heads=4), seed=1), path, dtype=torch.float32)

@@ -49,7 +49,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def batch_task(make_task: MakeTask) -> MakeTask:
-    """`batch_task(batch=4, ...)`: a task of several samples, each with different noise."""
+    """`batch_task(batch=4, ...)`: a task with several samples, each with different noise."""
 
     def make(
         batch: int = 4, *, request: dict[str, Any] | None = None, seed: int = 10, **changes: Any
@@ -90,7 +90,7 @@ def test_every_mesh_gives_what_one_worker_gives(
         record_property("difference", difference)
         assert difference <= ROUNDING
     assert len({worker.pid for worker in pool.workers[: mesh.size]} - {os.getpid()}) == mesh.size
-    # Of two rows the faster one may take all videos of a stage.
+    # The faster one of two rows may take all videos in a stage.
     assert set(ran.timelines) == set(range(mesh.size)) or mesh.data * mesh.stage == 4
     assert (ran.gathered_bytes > 0) == (mesh.cell_size > 1)
     assert [step.index for step in ran.timeline.steps] == list(range(len(ran.timeline.steps)))
@@ -179,7 +179,7 @@ def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(
     pool: Any, batch_task: MakeTask, alone: ComputeAlone
 ) -> None:
     short, frozen = batch_task(1), pool.workers[1].pid
-    # Enough steps that the worker is not done before this process comes to stop it.
+    # Enough steps to keep the worker busy until this process comes to stop it.
     request = DenoiseRequest(**{**short.request.keywords(), "steps": 60, "switch_step": 30})
     task = replace(short, request=request)
 
@@ -298,7 +298,7 @@ def test_memory_that_is_short_between_machines_lets_the_group_go_on_in_less(
 
 
 CONTEXT = {"tokens": ExtraTokens(context=(torch.ones(1, 16, 2, 4, 6),)), "context_guidance": 1.5}
-"""Lanes of 24, 12 and 24 tokens."""
+"""Lanes with 24, 12 and 24 tokens."""
 
 
 @pytest.mark.parametrize("changes", [{}, CONTEXT], ids=["two lanes", "three lanes"])
@@ -316,7 +316,7 @@ def test_the_predicted_traffic_between_machines_is_what_workers_receive(
         ((_, facts),) = driver.workers
     traffic = wire_traffic(mesh, [each.machine for each in facts], run)
     assert traffic is not None
-    # Each worker receives what the other one sends. Ulysses gathers its output too, once per lane.
+    # Each worker receives the other one's data. Ulysses gathers the output too, once per lane.
     tokens, shares = sum(run.lane_tokens("high")), 2
     output = tokens // shares * 64 * run.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)

@@ -1,6 +1,6 @@
 """Process groups: join, decide and leave.
 
-Loss or hang of a worker is reported, and the others can join again.
+A lost or hung worker is reported, and the others can join again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from wanstream.tests.support.split_jobs import job_leave_while_it_waits, join_gr
 LOOPBACK = "127.0.0.1"
 SHORT_S, LONG_S = 2.0, 50.0
 
-# Jobs of the processes.
+# Jobs for the processes.
 
 
 def listening() -> set[tuple[str, int]]:
-    """Return the addresses and ports that this process listens on."""
-    gc.collect()  # errors and hooks keep the groups of earlier runs in reference cycles
+    """Return the addresses and ports this process listens on."""
+    gc.collect()  # errors and hooks keep earlier runs' groups in reference cycles
     return {
         each.laddr
         for each in psutil.Process().net_connections()
@@ -42,7 +42,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
-    # Groups that earlier tests broke listen until nothing refers to their errors.
+    # Groups broken by earlier tests listen until nothing refers to their errors.
     here.before = listening()
     here.groups = join_groups(every[here.number])
     return {
@@ -66,7 +66,7 @@ def job_join_and_leave(
 def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
     """Leave twice.
 
-    Returns the state, and the number of ports that this process has listened on since it joined.
+    Returns the state, and the number of ports still open since this process joined.
     """
     here.groups.leave()
     here.groups.leave()
@@ -79,7 +79,7 @@ def job_leave_if_joined(here: SimpleNamespace) -> None:
 
 
 def job_decide(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
-    """Decide once per wish of this process."""
+    """Decide once per wish on this process."""
     return [here.groups.any_wants(wish) for wish in wishes[here.number]]
 
 
@@ -98,7 +98,7 @@ def job_die(here: SimpleNamespace) -> None:
 
 @pytest.fixture
 def joined(processes: Processes) -> Any:
-    """`joined(mesh)`: join with as many processes as the mesh has; leave after the test."""
+    """`joined(mesh)`: join with as many processes as the mesh has, and leave after the test."""
     count = 0
 
     def make(mesh: Mesh, **changes: Any) -> list[dict[str, Any]]:

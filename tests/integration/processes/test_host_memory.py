@@ -1,4 +1,4 @@
-"""Host memory of four workers of one machine with whole weights: RAM holds the weights once.
+"""Host memory for four workers on one machine with whole weights: RAM holds the weights once.
 
 The four take little more memory than one.
 """
@@ -43,7 +43,7 @@ pytestmark = [
 
 
 def pss() -> int:
-    """Bytes of this process, with a proportional share of shared pages."""
+    """Bytes in this process, with a proportional share of shared pages."""
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
@@ -55,7 +55,7 @@ def job_begin(here: SimpleNamespace) -> None:
 
 
 def job_own(here: SimpleNamespace) -> None:
-    """Bytes of a process that has imported everything."""
+    """Bytes in a process that has imported everything."""
     here.own = pss()
 
 
@@ -73,18 +73,18 @@ def job_close(here: SimpleNamespace) -> None:
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertsRef:
-    """Two experts of more than 1 GB each, all zeros: files with holes, which take no disk space."""
+    """Two experts with more than 1 GB each, all zeros: sparse files that take no disk space."""
     high, low = (_write_zeros(tmp_path_factory.mktemp("expert")) for _ in range(2))
     for folder in (high, low):
         weights = open_expert(folder).weights
         assert sum(tensor.nbytes for tensor in weights.values()) > 10**9
-    # In fp32, the private buffers of each rank would be twice as large.
+    # In fp32, each rank's private buffers would be twice as large.
     return ExpertsRef(high_noise=high, low_noise=low, compute_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
 def begun(processes: Processes) -> Iterator[Any]:
-    """Fresh processes that have imported everything and opened nothing."""
+    """Fresh processes with everything imported and nothing opened."""
     processes.at_least(RANKS)
     for number in range(RANKS):
         processes.replace(number)

@@ -23,7 +23,7 @@ MakeTask = Callable[..., RunTask]
 
 @pytest.fixture
 def drivers() -> Any:
-    """Processes for drivers, which have processes of their own."""
+    """Processes for drivers that start processes themselves."""
     started = Processes()
     yield started.at_least(1)
     started.close()

@@ -1,4 +1,4 @@
-"""Two workers share the lanes of every step: the result is that of one worker, bit for bit."""
+"""Two workers share each step's lanes: the result equals one worker's, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CFG = Mesh(cfg=2)
 STEPS = 4
 LANE_BYTES = 16 * 2 * 4 * 6 * 4
-"""Bytes of the fp32 velocity of one lane with the tests' shape."""
+"""Bytes in one lane's fp32 velocity with the tests' shape."""
 
 
 @pytest.fixture
 def split(split: SplitProcesses) -> SplitProcesses:
-    """Two processes that have joined as the cfg ranks of one group."""
+    """Two processes joined as one group's cfg ranks."""
     split.join(CFG)
     return split
 
 
 @pytest.fixture
 def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
-    """`make_request(batch=1, **changes)`: a request of 4 steps, 2 of them high-noise."""
+    """`make_request(batch=1, **changes)`: a request with 4 steps, 2 of them high-noise."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(20))
@@ -87,7 +87,7 @@ def test_windows_nag_and_noise_of_every_step_are_shared_too(
     experts_ref: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """Steps with one and with two lanes per window, and a lane that both ranks compute."""
+    """Steps with one and with two lanes per window, and a lane on both ranks."""
     noise = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(22))
     steps = {"solver": "lcm", "guidance_steps": (4.0, 1.0, 3.0, 1.0), "nag": Nag()}
     request = make_request(noise=noise, windows=ContextWindows(frames=3, overlap=1), **steps)
@@ -172,7 +172,7 @@ def test_between_machines_a_worker_that_has_left_ends_before_its_next_block(
     experts_ref: Callable[..., ExpertsRef],
     make_request: Callable[..., DenoiseRequest],
 ) -> None:
-    """After an error of one worker the driver makes all leave; a step may take minutes."""
+    """After one worker's error the driver makes all leave. A step may take minutes."""
     split.leave()
     split.join(CFG, spans_machines=True)
     given = experts_ref(), make_request(), LAYERWISE

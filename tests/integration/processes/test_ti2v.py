@@ -1,6 +1,6 @@
-"""Wan2.2 TI2V-5B with workers that share its tokens.
+"""Wan2.2 TI2V-5B with workers that share tokens.
 
-Each worker uses the timesteps of its tokens, also within a frame.
+Each worker uses the right timesteps for its tokens, also within a frame.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_two_workers_give_what_one_gives(
 
 
 def test_compiled_blocks_of_two_workers(split: SplitProcesses, given: Any) -> None:
-    """One graph for all blocks and steps, with tokens of both timesteps on each worker or not."""
+    """One graph for all blocks and steps, with both timesteps among a worker's tokens or not."""
     split.join(Mesh(ulysses=2))
     results = split.all(job_run_compiled, *given(), LAYERWISE)
     for plain, compiled, again in results:

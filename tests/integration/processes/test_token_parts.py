@@ -1,6 +1,6 @@
-"""Lanes with tokens next to their video, shared by workers.
+"""Lanes with tokens next to the video, shared by workers.
 
-The tokens are Bernini's contexts or the reference of Fun Control.
+The tokens are Bernini's contexts or the Fun Control reference.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONTROL: dict[str, Any] = {
     "tokens": ExtraTokens(reference=_normal(1, 16, 1, 4, 8, seed=4)),
 }
 SIDES: dict[str, Any] = {"negative_tokens": ExtraTokens()}
-"""Lanes of 27 and of 24 tokens, with `_odd`."""
+"""Lanes with 27 and 24 tokens, with `_odd`."""
 VARIANTS = {
     "Bernini": ({}, BERNINI),
     "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL),
@@ -85,7 +85,7 @@ def test_two_workers_give_what_one_gives(
 
 
 THREE_SIDES: dict[str, Any] = {**BERNINI, "context_guidance": 1.5}
-"""Lanes of 52, 24 and 52 tokens."""
+"""Lanes with 52, 24 and 52 tokens."""
 
 
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
@@ -93,7 +93,7 @@ THREE_SIDES: dict[str, Any] = {**BERNINI, "context_guidance": 1.5}
 def test_lanes_without_context_are_shared(
     mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Given
 ) -> None:
-    """With cfg 2 both ranks compute the lane in the middle, or half of two samples' lanes there."""
+    """With cfg 2 both ranks compute the middle lane, or half of it for two samples."""
     split.join(mesh)
     pictures = ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE))
     two = {"noise": _normal(2, *SHAPE[1:], seed=20), "tokens": pictures}
@@ -108,7 +108,7 @@ def test_lanes_without_context_are_shared(
 
 
 def _odd() -> dict[str, Any]:
-    """Return changes to a request by which a lane has 27 tokens."""
+    """Return request changes for a lane with 27 tokens."""
     return {"tokens": ExtraTokens(context=(_normal(1, 16, 1, 2, 6, seed=5),))}
 
 

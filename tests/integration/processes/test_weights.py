@@ -51,7 +51,7 @@ CASES = tuple(
 )
 """Every policy with blocks as stored, and every other storage format with one policy."""
 SHORT_S = 20.0
-"""Far below the timeout of the rendezvous, and far above the duration of any job here."""
+"""Far below the rendezvous timeout, and far above any job's duration here."""
 
 ComputeAlone = Callable[[RunTask], torch.Tensor]
 MakeTask = Callable[..., RunTask]
@@ -76,7 +76,7 @@ def job_run(here: SimpleNamespace, task: RunTask) -> dict[str, Any]:
 
 
 def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
-    """Request a stop on one worker after that many steps; all workers stop."""
+    """Request a stop on one worker after `after` steps. All workers stop."""
     reports = itertools.count(1)
 
     def record(_: Any) -> None:
@@ -91,7 +91,7 @@ def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
 
 
 def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int | None) -> None:
-    """Raise an error, or send a signal, on one worker at the report of its first step."""
+    """Raise an error, or send a signal, on one worker as it reports the first step."""
 
     def record(_: Any) -> None:
         if here.number == number:
