@@ -1,6 +1,6 @@
-"""A real ComfyUI with the test model, and its frontend in a headless Chromium.
+"""A real ComfyUI with the test model, and the frontend in a headless Chromium.
 
-Where one of them is missing on this machine, these tests are skipped and say which.
+If one is missing on this machine, these tests are skipped and name it.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def frontends(browser: Browser, server: Server) -> Iterator[SharedFrontends]:
 
 @pytest.fixture
 def frontend(frontends: SharedFrontends) -> Frontend:
-    """The frontend with the settings of a first start, and an empty graph."""
+    """The frontend with first-start settings, and an empty graph."""
     return frontends.get()

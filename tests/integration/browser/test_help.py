@@ -1,4 +1,4 @@
-"""The help pages in the side panel of ComfyUI's own frontend."""
+"""The help pages in the side panel, in ComfyUI's own frontend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SELECT = f"""kind => {{
     canvas.selectNodes([node])
     canvas.setDirty(true, true)
 }}"""
-# Elements wider than the panel that they stand in.
+# Elements wider than their panel.
 TOO_WIDE = """head => {
     const title = [...document.querySelectorAll('h2')].find(found => found.textContent === head)
     const page = title.parentElement, right = page.getBoundingClientRect().right

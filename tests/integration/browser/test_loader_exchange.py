@@ -1,4 +1,4 @@
-"""Exchange of ComfyUI's loaders for the streaming ones, by the context menu and the command."""
+"""Exchange between ComfyUI's loaders and streaming ones, by the context menu and the command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STREAMED = {
 LORA = {"class_type": "LoraLoader", "inputs": {"model": ["1", 0], "clip": ["3", 0]}}
 LOADERS = {str(n): {"class_type": kind, "inputs": {}} for n, kind in enumerate(STREAMED, start=1)}
 
-# Shared look, values and links of a loader and its counterpart, by id. One side lacks two widgets.
+# Shared look, values and links on a loader and the counterpart, by id. One side lacks two widgets.
 NODES = f"""() => Object.fromEntries({GRAPH}.nodes.filter(node => node.type !== 'LoraLoader')
     .map(({{ id, type, title, pos, size, mode, color, flags, widgets, outputs }}) => [id, {{
         type, look: JSON.stringify([title, [...pos], size[0], mode, color, flags]),
@@ -68,7 +68,7 @@ def test_the_menu_exchanges_a_loader_and_one_undo_takes_it_back(
         page = frontend.page
         frontend.load_prompt({"1": LOADERS["1"], "3": LOADERS["3"], "9": LORA})
         page.evaluate(PREPARE)
-        page.keyboard.press("Shift")  # the changes so far are a step of undo
+        page.keyboard.press("Shift")  # the changes so far are one undo step
         before = nodes(page)
         corner = page.locator("canvas#graph-canvas").bounding_box()
         title = {"x": corner["x"] + 300, "y": corner["y"] + 145}

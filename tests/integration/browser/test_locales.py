@@ -1,4 +1,4 @@
-"""Chinese texts of our nodes in ComfyUI's frontend."""
+"""Our nodes' Chinese texts in ComfyUI's frontend."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 ROOT = Path(__file__).parents[3]
 
-# By node type: its title in the menus, the labels of its widgets, of its sockets and of its
-# outputs.
+# By node type: the title in the menus, the labels on widgets, sockets and outputs.
 SAID = f"""() => Object.fromEntries({GRAPH}.nodes.map(node => [node.type, {{
     title: node.constructor.title,
     widgets: Object.fromEntries(
@@ -52,7 +51,7 @@ def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> No
 
 
 def test_a_tooltip_comes_through_whole(chinese: Frontend) -> None:
-    """Its text is a pattern to the frontend: a sign taken for a command is missing or breaks it."""
+    """The frontend reads tooltips as patterns: a sign taken for a command is lost or breaks them."""
     locale: dict[str, Any] = json.loads(
         (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
     )

@@ -1,7 +1,6 @@
-"""ComfyUI's own samplers with a streamed native model, in its page: the overlay is at the sampler.
+"""ComfyUI's own samplers with a streamed native model, in the page: the overlay is at the sampler.
 
-`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it
-none are kept.
+`WANSTREAM_IMAGES` names a folder for the documentation's pictures. Without it none are kept.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ENDED = f"type => ({SHOWN})(type)?.ended === 'true'"
 
 
 def k_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
-    """Return the API graph of a model and ComfyUI's sampler node."""
+    """Return the API graph for a model and ComfyUI's sampler node."""
     return {
         "1": {
             "class_type": "WanStreamLoadDiffusionModel",
@@ -71,7 +70,7 @@ def k_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
 
 
 def custom_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
-    """Return the same with the parts of a sampler as nodes."""
+    """Return the same with a sampler's parts as nodes."""
     graph = k_sampler(model, family, seed)
     graph["3"] = {
         "class_type": "SamplerCustomAdvanced",
@@ -95,7 +94,7 @@ def custom_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
 
 
 def keep_picture(page: Page, name: str, renderer: Mapping[str, Any], **size: int) -> None:
-    """Save a screenshot of the upper left part of the canvas, if pictures are enabled."""
+    """Save a screenshot of the canvas, upper left part, if pictures are enabled."""
     if folder := os.environ.get("WANSTREAM_IMAGES"):
         page.wait_for_timeout(1000)  # until the view has moved
         screenshot = page.screenshot(clip={"x": 80, "y": 78, **size})
@@ -160,15 +159,14 @@ def test_the_overlay_appears_at_a_sampler_of_comfyui(
 
 
 EXCHANGED = {"UNETLoader": "WanStreamLoadDiffusionModel", "CLIPLoader": "TestClip"}
-"""Our loader for ComfyUI's; the sample text encoder needs a loader of its own, with the same
-inputs."""
+"""Our loader for ComfyUI's. The sample text encoder needs another loader with the same inputs."""
 SIZE = [64, 48, 9, 1]
 
 
 def template(server: Server) -> dict[str, Any]:
     """Return ComfyUI's own Wan2.2 T2V template with two experts and LoRAs.
 
-    Its loaders are exchanged, and it is small and has 4 steps. Newer templates have everything in a
+    The loaders are exchanged, and it is small and has 4 steps. Newer templates have everything in a
     subgraph, with a switch for 4 steps and the duration in seconds.
     """
     workflow: dict[str, Any] = server.get("/templates/video_wan2_2_14B_t2v.json")
@@ -211,7 +209,7 @@ FROM_LOADERS_TO_SAMPLERS = f"""() => {{
     ds.offset = [100 / ds.scale - left, 150 / ds.scale - top]
     window.app.canvas.setDirty(true, true)
 }}"""
-"""Moves the view of the picture to the loaders, the LoRAs and the samplers."""
+"""Moves the view for the picture to the loaders, the LoRAs and the samplers."""
 INTO_THE_SUBGRAPH = f"""() => {{
     const outer = {GRAPH}.nodes.find(node => node.subgraph)
     if (outer) window.app.canvas.openSubgraph(outer.subgraph, outer)

@@ -1,4 +1,4 @@
-"""Notices on nodes, and the first step of a run, in ComfyUI's own frontend with both renderers."""
+"""Notices on nodes, and a run's first step, in ComfyUI's own frontend with both renderers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STRIP = f"""title => {{ {FIND}
 GONE = f"title => !({STRIP})(title)"
 VALUES = f"title => {{ {FIND}; return find(title).widgets.map(widget => widget.value) }}"
 
-# Widget elements that lie over each other, or reach out of their node.
+# Widget elements that overlap, or reach out of the node.
 COVERED = f"""title => {{ {FIND}
     const {{ ds, canvas }} = window.app.canvas
     const place = canvas.getBoundingClientRect(), node = find(title)

@@ -1,7 +1,6 @@
 """The overlay in ComfyUI's own frontend, classic canvas and Nodes 2.0, in runs on the test model.
 
-`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it
-none are kept.
+`WANSTREAM_IMAGES` names a folder for the documentation's pictures. Without it none are kept.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
 SAMPLER = "WanStreamSampler"
 WAIT_MS = 120_000
 
-# Finds the widget of a node by title or else by class, also in subgraphs, and reads the displayed
+# Finds a node's widget by title or else by class, also in subgraphs, and reads the displayed
 # values.
 FIND = f"""
 function* every(graph) {{
@@ -82,7 +81,7 @@ BADGES = (
 )
 
 SEEDS = itertools.count(1000)
-"""Unused seeds. The server caches the result of a seed, so the sampler would not run again."""
+"""Unused seeds. The server caches a seed's result, so the sampler would not run again."""
 
 SMALL = {
     "WanStreamEmptyLatent": {"width": 64, "height": 48, "frames": 9},
@@ -100,8 +99,8 @@ class Page:
     def load(self, *, steps: int = 12, workflow_id: str | None = None, ids_from: int = 0) -> str:
         """Open the shipped text-to-video graph, sized for a CPU, under a new id, and return the id.
 
-        A run that an API client started without a graph is shown at nodes with the ids of its
-        nodes. `ids_from` is added to all ids, so that no node has such a run.
+        A run by an API client without a graph is shown at nodes with the same ids. `ids_from` is
+        added to all ids, so that no node has such a run.
         """
         workflow = template("t2v")
         workflow["id"] = workflow_id or str(uuid.uuid4())
@@ -118,11 +117,11 @@ class Page:
         return str(workflow["id"])
 
     def set(self, title: str, **values: Any) -> None:
-        """Change widgets of a node."""
+        """Change a node's widgets."""
         self.page.evaluate(SET, [title, values])
 
     def look_at(self, title: str, zoom: float = 1.0) -> None:
-        """Put a node into the upper middle of the canvas."""
+        """Put a node into the canvas, at the upper middle."""
         self.page.evaluate(
             f"""([title, zoom]) => {{ {FIND}
                 const [x, y] = find(title).pos, {{ ds }} = window.app.canvas
@@ -162,7 +161,7 @@ class Page:
         return dict(self.page.evaluate(BADGES))
 
     def picture(self, name: str, **part: int) -> None:
-        """Save a screenshot of a part of the page, if pictures are enabled."""
+        """Save a screenshot of part of the page, if pictures are enabled."""
         folder = os.environ.get("WANSTREAM_IMAGES")
         if folder:
             clip = {"x": 380, "y": 60, "width": 720, "height": 850, **part}
@@ -172,7 +171,7 @@ class Page:
 
 @pytest.fixture(params=RENDERERS)
 def renderer(request: pytest.FixtureRequest, server: Server) -> str:
-    """Name of the renderer.
+    """The renderer's name.
 
     `server` is requested first because it skips if a requirement is missing.
     """
@@ -200,7 +199,7 @@ def last_history(server: Server) -> dict[str, Any]:
 
 
 def timeline_of(server: Server, title: str = SAMPLER) -> Timeline:
-    """The timeline in the history of the last queue item.
+    """The timeline in the last queue item's history.
 
     It belongs to the node with this title, or else this class.
     """
@@ -216,7 +215,7 @@ def timeline_of(server: Server, title: str = SAMPLER) -> Timeline:
 
 
 def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
-    """The bars are the steps of the timeline, to the last bit."""
+    """The bars are the timeline's steps, to the last bit."""
     fields = {"compute": "compute_s", "stall": "stall_s", "wall": "wall_s"}
     for name, field in fields.items():
         assert [float(bar[name]) for bar in shown["bars"]] == [
@@ -344,7 +343,7 @@ ALIVE = (
 
 
 def widgets_alive(page: Page) -> int:
-    """Return the number of overlays in the browser after a collection of unreachable objects."""
+    """Return the number of overlays in the browser after a garbage collection."""
     session = page.page.context.new_cdp_session(page.page)
     prototype = session.send("Runtime.evaluate", {"expression": ALIVE, "awaitPromise": True})[
         "result"
@@ -406,8 +405,7 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server:
 
 def test_what_was_predicted_is_drawn_as_an_outline(page: Page, renderer: str) -> None:
     page.load(steps=16)
-    # Choosing a policy measures the machine where it is not known; from then on every run is
-    # predicted.
+    # Choosing a policy measures an unknown machine. From then on every run is predicted.
     page.page.evaluate(
         f"""title => {{ {FIND}
             const policy = window.LiteGraph.createNode('WanStreamAutoOffload');
@@ -762,7 +760,7 @@ def test_nothing_of_a_posted_prompt_runs_in_the_page(classic: Page, title: Any) 
     )
     classic.page.wait_for_timeout(500)
     assert classic.page.evaluate("() => window.ran") is False
-    # A run has one picture of its own, the moving preview, which is hidden without a preview.
+    # A run has one picture, the moving preview, hidden without a preview.
     places = (".wanstream-panel", ".wanstream-run", ".wanstream-badges")
     assert (
         classic.page.locator(
@@ -827,7 +825,7 @@ def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(pa
         assert page.page.evaluate(ON_CORE_BADGES) == [], zoom
 
 
-# Heights of all samplers in the graph: with and without the chart.
+# All samplers' heights in the graph: with and without the chart.
 HEIGHTS = (
     f"() => {{ {FIND}; return [...every({GRAPH})].filter(n => n.type === '{SAMPLER}').map(n => "
     f"n.size[1]) }}"
@@ -878,15 +876,14 @@ def test_the_overlay_follows_its_node(page: Page, renderer: str) -> None:
     }
     assert (found["selected"]["covered"], found["selected"]["below"] > 0) == (False, True)
     assert [each["above"] > 0 for each in found.values()] == [False, True, True]
-    # The browser may snap a badge to the grid of the screen: less than a pixel.
+    # The browser may snap a badge to the screen grid: less than a pixel.
     assert found["collapsed"]["left"] > -1
-    if renderer == "classic":  # Nodes 2.0 dims its nodes
+    if renderer == "classic":  # Nodes 2.0 itself dims nodes
         assert [each["off"] for each in found.values()] == ["false", "true", "false"]
         assert [each["opacity"] < 1 for each in found.values()] == [False, True, False]
 
 
-# Badges that overlap the title of a group, which is drawn at its upper left in the font size of the
-# group.
+# Badges that overlap a group title, drawn at the group's upper left in the group's font size.
 ON_GROUP_TITLES = f"""() => {{
     const {{ ds, canvas }} = window.app.canvas, found = [], place = canvas.getBoundingClientRect()
     const pen = document.createElement('canvas').getContext('2d')
@@ -906,8 +903,7 @@ ON_GROUP_TITLES = f"""() => {{
 }}"""
 
 
-# Badges that reach over those that ComfyUI itself draws on the classic canvas, at the upper right
-# of nodes.
+# Badges that overlap ComfyUI's own, drawn on the classic canvas at the upper right of nodes.
 ON_CORE_BADGES = f"""() => {{
     if (window.LiteGraph.vueNodesMode) return []
     const {{ ds, canvas, ctx }} = window.app.canvas

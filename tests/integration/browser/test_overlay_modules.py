@@ -1,4 +1,4 @@
-"""Pure functions of the overlay, called in the page that loads them.
+"""Pure overlay functions, called in the page that loads them.
 
 They are state changes by events, and layout.
 """
@@ -20,8 +20,7 @@ from wanstream.tools.frontend import Frontend, SharedFrontends
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
-# Calls an export of a module of the overlay; functions of the state take the events received so
-# far.
+# Calls an export of an overlay module. State functions take the events received so far.
 CALL = f"""async ([module, name, values]) => {{
     const exports = await import(`/extensions/{PACK}/overlay/${{module}}.mjs`)
     return exports[name](...values)
@@ -35,7 +34,7 @@ Event = tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], float]
 
 
 class Modules:
-    """The modules of the overlay, called with plain values."""
+    """The overlay's modules, called with plain values."""
 
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
@@ -359,14 +358,14 @@ def test_a_run_that_begins_while_the_answer_is_under_way_goes_on(modules: Module
 
 
 def item(event: str, now: float = 0.0, **payload: Any) -> Event:
-    """An event of ComfyUI about the queue item "p"."""
+    """A ComfyUI event about the queue item "p"."""
     return event, {"prompt_id": "p", **payload}, now
 
 
 def parts(now: float, **states: str) -> Event:
-    """The states of all parts of nodes that have begun.
+    """The states of all begun parts of nodes.
 
-    "a.1" is a part of "a", as one that "a" has expanded into.
+    "a.1" is a part of "a", as if expanded from it.
     """
     names = {name.replace("_", "."): state for name, state in states.items()}
     nodes = {
@@ -384,7 +383,7 @@ GRAPH_OF_P = item(
 
 
 def figures_of(modules: Modules, events: Sequence[Event], now: float) -> dict[str, Any]:
-    """The figures of each node of the item "p"."""
+    """The figures for each node in the item "p"."""
     found = modules.call("store", "lastItem", modules.state(events), "here")
     nodes = {"a": "A", "b": "B", "c": "C"}
     return {
@@ -416,7 +415,7 @@ def test_a_node_takes_the_time_between_its_events(modules: Modules) -> None:
 
 
 def test_phases_of_an_item_add_up_to_the_time_from_queue_to_file(modules: Modules) -> None:
-    """Two samplers, the second of which begins 0.5 s after the first one."""
+    """Two samplers. The second one begins 0.5 s after the first one."""
 
     def at(event: Event, now: float) -> Event:
         return event[0], event[1], now
@@ -709,7 +708,7 @@ def test_samples_of_memory_lie_where_their_steps_are(modules: Modules) -> None:
     assert modules.call("chart", "samplesOf", run_of(4, 4), columns) == [], (
         "a run that goes on has none yet"
     )
-    steps[1]["start_s"] = None  # as in timelines of old
+    steps[1]["start_s"] = None  # as in old timelines
     assert len(modules.call("chart", "samplesOf", run, columns)) <= 3
     (line,) = (part for part in memory_parts(modules, run) if "data-samples" in part[1])
     assert min(float(point.split(",")[1]) for point in line[1]["points"].split()) >= 11, (
@@ -838,7 +837,7 @@ def test_hours_are_told_from_minutes(modules: Modules) -> None:
 
 
 def cells_of(part: Any, tag: str) -> list[str]:
-    """The texts of all elements of this tag, in depth."""
+    """The texts in all elements with this tag, in depth."""
     if not isinstance(part, list):
         return []
     own = (
@@ -957,7 +956,7 @@ def test_a_badge_says_what_a_node_took_or_why_it_did_not_run(
 
 
 PLANTED = ["img", {"src": "x", "onerror": "window.ran = true", "onclick": "window.ran = true"}]
-"""Values that would run a script, if a value of a prompt became an element."""
+"""Values that would run a script if one in a prompt became an element."""
 
 # Adds all elements that the overlay renders for a run to the page, and gives planted scripts a
 # moment to run.

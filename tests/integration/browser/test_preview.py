@@ -1,7 +1,6 @@
 """Moving previews on the sampler, in ComfyUI's own frontend, during a run on the test model.
 
-`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it
-none are kept.
+`WANSTREAM_IMAGES` names a folder for the documentation's pictures. Without it none are kept.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ NODE_PREVIEWS = (
 
 
 def colours(frontend: Frontend, box: dict[str, float]) -> bytes:
-    """The pixels of the preview on the screen."""
+    """The preview's pixels on the screen."""
     with Image.open(io.BytesIO(frontend.page.screenshot(clip=box))) as picture:
         return picture.convert("RGB").tobytes()
 

@@ -1,4 +1,4 @@
-"""Bars of a benchmark on its node, and their buttons, with both renderers."""
+"""A benchmark's bars on the node, and their buttons, with both renderers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words by which users look for our nodes, in the search of ComfyUI's own frontend."""
+"""Common search words for our nodes, in ComfyUI's own frontend search."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WORDS = {
     "torch compile": "WanStreamExperts",
 }
 
-# Results of the search in the "Add node" dialog, best first.
+# Search results in the "Add node" dialog, best first.
 SEARCH = """words => {
     const pinia = document.querySelector('#vue-app').__vue_app__.config.globalProperties.$pinia
     const search = word =>

@@ -38,9 +38,9 @@ def api(name: str) -> dict[str, dict[str, Any]]:
 def content(
     exported: dict[str, dict[str, Any]], twin: Mapping[str, tuple[str, Mapping[str, Any]]]
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """`by_name`, without inputs of ComfyUI's own nodes that the twin lacks.
+    """`by_name`, without inputs on ComfyUI's own nodes that the twin lacks.
 
-    Newer versions of ComfyUI add some, with defaults.
+    Newer ComfyUI versions add some, with defaults.
     """
     return {
         name: (
@@ -71,7 +71,7 @@ def test_the_frontend_misses_nothing_and_exports_the_api_twin(
     }
 
 
-# Nodes with their title bars, and the charts on them, in pixels of the graph.
+# Nodes with title bars, and the charts on them, in graph pixels.
 SHOWN = """() => Object.fromEntries(window.app.rootGraph.nodes.map(node => {
     const [x, y] = node.pos, [width, height] = node.size
     const widget = node.widgets?.find(widget => widget.name === 'wanstream_run')
@@ -88,7 +88,7 @@ TOLERANCE = 2
 def shifted(workflow: Mapping[str, Any], by: int) -> dict[str, Any]:
     """The same graph under other ids.
 
-    In Nodes 2.0 no node becomes lower than one of the same id was before.
+    In Nodes 2.0 no node becomes lower than a previous one with the same id.
     """
     nodes = [{**node, "id": node["id"] + by} for node in workflow["nodes"]]
     links = [
@@ -161,7 +161,7 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
 
 
 def keep_picture(frontend: Frontend, name: str) -> None:
-    """Save a screenshot of the page, if pictures are enabled."""
+    """Save a page screenshot, if pictures are enabled."""
     if folder := os.environ.get("WANSTREAM_WORKFLOW_IMAGES"):
         frontend.page.screenshot(path=Path(folder) / f"{name}.png")
 
