@@ -1,7 +1,7 @@
 """A process with workers that imports the pack as ComfyUI does.
 
 Usage: `comfy_like.py FOLDER HIGH LOW HOW`. It prints one JSON line when a worker computes. HOW
-selects the end: "returns" from its main module with the pool open, "waits" for a kill, or "closes"
+selects the end: "returns" from the main module with the pool open, "waits" for a kill, or "closes"
 the pool and prints the remaining processes and files.
 """
 
@@ -20,7 +20,7 @@ import psutil
 
 
 def load(folder: str) -> str:
-    """Import the pack as ComfyUI does; its name."""
+    """Import the pack as ComfyUI does, and return the name."""
     name = folder.replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py")
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""One thread for the tests of this folder."""
+"""One thread for the tests in this folder."""
 
 from __future__ import annotations
 

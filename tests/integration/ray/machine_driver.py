@@ -1,8 +1,8 @@
-"""Drives workers of a cluster by commands on stdin: `machine_driver.py MODELS`.
+"""Drives a cluster's workers by commands on stdin: `machine_driver.py MODELS`.
 
-It runs on one of the cluster's machines. A line of the input is `["run", {...}]`: a function below
-and its arguments. The output has progress lines, then `{"answer": ...}`, or `{"error": ...,
-"message": ...}` for an error that a user would see.
+It runs on one machine in the cluster. An input line is `["run", {...}]`: a function below and its
+arguments. The output has progress lines, then `{"answer": ...}`, or `{"error": ..., "message":
+...}` for an error visible to a user.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def request(videos: int, steps: int) -> DenoiseRequest:
 
 
 def begin(count: int, address: str, mesh: dict[str, int], **settings: Any) -> dict[str, Any]:
-    """Start workers, placed for a layout; where they are."""
+    """Start workers, placed for a layout, and return their places."""
     end()
     held["ref"] = WorkersRef(count=count, address=address, threads=1, timeout_s=60.0, **settings)
     held["pool"] = RayPool(replace(held["ref"], mesh=Mesh(**mesh)), store_bytes=STORE_BYTES)
@@ -74,12 +74,12 @@ def end() -> None:
 
 
 def nodes() -> list[str]:
-    """The machine of each worker."""
+    """Return each worker's machine."""
     return [worker.started.facts.node for worker in held["pool"].workers]
 
 
 def alone(videos: int, steps: int) -> dict[str, Any]:
-    """Result of one process without workers."""
+    """Return the result from one process without workers."""
     registry = ExpertsRegistry()
     held["alone"] = denoise(
         registry.get(experts), request(videos, steps), policy=policy, device="cpu"
@@ -89,7 +89,7 @@ def alone(videos: int, steps: int) -> dict[str, Any]:
 
 
 def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[str, Any]:
-    """Compute with the workers, report every step, and compare with the result of `alone`."""
+    """Compute with the workers, report every step, and compare with the result from `alone`."""
     began, ref = time.monotonic(), replace(held["ref"], paths=path_maps(path_map))
 
     def on_step(step: StepProgress) -> None:

@@ -1,7 +1,7 @@
 """A process in a separate network, with a Ray that other machines could reach there.
 
-Usage: `ray_exposed.py FOLDER`. Prints as JSON the refusals that pools raise for this Ray. It is
-started in a network namespace, so that it is not visible outside.
+Usage: `ray_exposed.py FOLDER`. Prints as JSON the refusals raised by pools for this Ray. It is
+started in a network namespace, and so is not visible outside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT_S = 120
 
 
 def lay_network() -> None:
-    """The only device there is, with one address that is none of loopback's."""
+    """Set up the only device with a non-loopback address."""
     for words in ("link set lo up", f"addr add {ADDRESS}/32 dev lo"):
         subprocess.run(["ip", *words.split()], check=True)
 

@@ -1,6 +1,6 @@
 """A process that starts workers in the cluster at ADDRESS twice.
 
-Usage: `ray_guest.py ADDRESS [TOKEN_FILE]`. Prints its findings as JSON.
+Usage: `ray_guest.py ADDRESS [TOKEN_FILE]`. Prints findings as JSON.
 """
 
 from __future__ import annotations

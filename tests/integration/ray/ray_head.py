@@ -1,6 +1,6 @@
-"""A Ray on loopback that others join, with the token of its environment: `ray_head.py FOLDER`.
+"""A Ray on loopback that others join, with the environment's token: `ray_head.py FOLDER`.
 
-Prints its address, and ends with its standard input.
+Prints the address, and ends with standard input.
 """
 
 from __future__ import annotations

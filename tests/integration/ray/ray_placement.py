@@ -1,7 +1,7 @@
-"""Reserves workers in a cluster of two machines with 5 and 3 GPUs, which are only numbers.
+"""Reserves workers in a cluster with two machines and 5 and 3 GPUs, which are only numbers.
 
-Usage: `ray_placement.py FOLDER`. The last line of the output has the machine of every rank in each
-case, as JSON.
+Usage: `ray_placement.py FOLDER`. The last output line has every rank's machine in each case, as
+JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def free_gpus() -> float:
 
 
 def wait_for_free(gpus: int) -> float:
-    """Wait until so many GPUs are free, which Ray reports late; return the number."""
+    """Wait until so many GPUs are free, as Ray reports late. Return the number."""
     until = time.monotonic() + WAIT_S
     while free_gpus() != gpus and time.monotonic() < until:
         time.sleep(0.05)
@@ -37,7 +37,7 @@ def wait_for_free(gpus: int) -> float:
 
 
 def reserve(names: dict[str, str], mesh: Mesh) -> dict[str, Any]:
-    """Reserve and release the workers of a mesh; return the letters of their machines."""
+    """Reserve and release a mesh's workers. Return the letters of their machines."""
     placement = Placement(ray, mesh.size, WAIT_S, sizes=nested_sizes(mesh))
     machines = "".join(names[placement.node_of(rank) or ""] for rank in range(mesh.size))
     shared = [placement.workers_on_machine_of(rank) for rank in (0, mesh.size - 1)]
@@ -75,7 +75,7 @@ def place(folder: str) -> dict[str, Any]:
         Mesh(data=8),
     ]
     found: dict[str, Any] = {str(mesh): reserve(names, mesh) for mesh in meshes}
-    # Another user has 4 of 8: a reservation of 6 is refused, and nothing of it stays reserved.
+    # Another user has 4 of 8: a reservation for 6 is refused, and no part of it stays reserved.
     other = ray.util.placement_group([{"GPU": 1}] * 4, strategy="PACK")
     other.wait(WAIT_S)
     wait_for_free(4)
@@ -89,7 +89,7 @@ def place(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Ray writes the address of the cluster to a folder there, which must exist.
+    # Ray writes the cluster's address to a folder there, which must exist.
     (Path(sys.argv[1]) / "ray").mkdir()
     with (
         temporary_environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[1]}),

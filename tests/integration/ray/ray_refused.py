@@ -29,7 +29,7 @@ def refusal(store_bytes: int) -> str:
 
 
 def left() -> list[str]:
-    """Processes that go on after a moment."""
+    """Processes still running after a moment."""
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=LIMIT_S)
     return [process.name() for process in alive]
 

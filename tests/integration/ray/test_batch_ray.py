@@ -1,6 +1,6 @@
-"""`wanstream batch --ray` on real actors of this machine.
+"""`wanstream batch --ray` on real actors on this machine.
 
-The files are those of one process, whatever is killed.
+The files equal one process's, whatever is killed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Command = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory, sample_models: Path) -> Command:
-    """`command(out, *more)`: the words of a batch of rows of the tiny model."""
+    """`command(out, *more)`: the words for a batch with the tiny model."""
     folder = tmp_path_factory.mktemp("batch")
     workflow = json.loads(T2V.read_text(encoding="utf-8"))
     for node_id, inputs in SMALL.items():
@@ -67,7 +67,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, sample_models: Path) -> Co
 
 @pytest.fixture(scope="module")
 def alone(command: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of one process, which is this one."""
+    """The files from this process alone."""
     out = tmp_path_factory.mktemp("alone")
     assert main(command(out)) == DONE
     return files(out)
@@ -82,7 +82,7 @@ Start = Callable[[], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(command: Command, tmp_path: Path) -> Iterator[Start]:
-    """Start the batch on two actors; each call starts the same command."""
+    """Start the batch on two actors. Each call starts the same command."""
     started: list[subprocess.Popen[str]] = []
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     program = [sys.executable, "-m", "wanstream.cli", *command(tmp_path, *ON_TWO)]
@@ -191,7 +191,7 @@ def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(
         psutil.Process(actor.started.facts.pid).kill()
         actor.wait_for_end(LIMIT_S)
         until = time.monotonic() + LIMIT_S
-        # No call is running now, so that none fails when Ray starts the next process.
+        # No call is running now, so none fails when Ray starts the next process.
         while (started := restarted(actor)) is None:
             assert time.monotonic() < until
             time.sleep(0.5)
@@ -203,7 +203,7 @@ def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(
 
 
 def restarted(actor: RayWorkerHandle) -> Any:
-    """The report of the new process of an actor; None while there is none."""
+    """The report from an actor's new process, or None while there is none."""
     with suppress(WorkerLostError):
         return actor.call("started").result(LIMIT_S)
     return None
@@ -215,7 +215,7 @@ def restarted(actor: RayWorkerHandle) -> Any:
 def test_actors_whose_device_or_disk_fails_cost_no_row(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of each, and Ray restarts only the one whose device has failed."""
+    """One of each, and Ray restarts only the actor with the failed device."""
     monkeypatch.setattr(ray_backend, "PATH", faulty_service.PATH)
     faults = [tmp_path / faulty_service.DEVICE, tmp_path / faulty_service.DISK]
     for fault in faults:

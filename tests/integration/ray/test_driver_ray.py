@@ -65,7 +65,7 @@ def pool() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def task(make_task: MakeTask) -> RunTask:
-    """Two videos of 8 steps, half of them of each expert."""
+    """Two videos with 8 steps, half of them on each expert."""
     changes = {
         "noise": normal(2, 16, 2, 4, 6, seed=1),
         "steps": STEPS,
@@ -101,7 +101,7 @@ def test_every_mesh_gives_what_one_worker_gives(
     else:
         assert (ran.latents - undisturbed).norm() / undisturbed.norm() <= ROUNDING
     assert len({pid_of(pool, rank) for rank in range(WORKERS)} - {os.getpid()}) == WORKERS
-    # Of two rows the faster one may take all videos of a stage.
+    # The faster one of two rows may take all videos in a stage.
     assert set(ran.timelines) == set(range(WORKERS)) or mesh.data > 1
     assert (ran.gathered_bytes > 0) == (mesh.cell_size > 1)
 
@@ -133,7 +133,7 @@ def test_a_worker_that_is_killed_costs_no_video(
     assert [step.done for step in steps] == list(range(1, 2 * STEPS + 1)), (
         "no reported step is repeated"
     )
-    # A stage that had nothing left to do needs no other worker, until the next run.
+    # A stage with nothing left to do needs no other worker, until the next run.
     assert ran.restarts <= 1
     again = driver.denoise(task.experts, task.request, task.policy)
     assert torch.equal(again.latents, undisturbed)
@@ -207,7 +207,7 @@ def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: R
 
 
 class TwoOf:
-    """The first two workers of a pool; counts the tiles that each is given."""
+    """A pool's first two workers. Counts the tiles given to each."""
 
     def __init__(self, pool: Any) -> None:
         self._pool, self.tiles = pool, Counter[int]()
@@ -221,7 +221,7 @@ class TwoOf:
 
 
 class Counting:
-    """A worker that counts the tiles that it is given."""
+    """A worker that counts the tiles given to it."""
 
     def __init__(self, worker: Any, tiles: Counter[int]) -> None:
         self._worker, self._tiles = worker, tiles
@@ -243,7 +243,7 @@ def tiles(tiny_pipeline: Callable[[], Path]) -> DecodeTask:
 
 @pytest.fixture(scope="module")
 def frames(tiles: DecodeTask) -> torch.Tensor:
-    """Frames that a single VAE decodes from the tiles."""
+    """Frames decoded from the tiles by a single VAE."""
     with open_vae(tiles.vae) as vae:
         return vae.decode(tiles.latents, device="cpu", tiling=TILING)
 
@@ -310,7 +310,7 @@ def test_a_decode_that_is_stopped_leaves_workers_that_decode(
 
 
 def _left_behind() -> set[str]:
-    """Return this process and its descendants, their listening ports, and shared memory files."""
+    """Return this process and all descendants, their listening ports, and shared memory files."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
     listening = {
         f"port {each.laddr.port}"
@@ -323,7 +323,7 @@ def _left_behind() -> set[str]:
 
 
 def _open_things(pids: list[int]) -> set[str]:
-    """Return resources that a stopped run could leak: worker sockets, shared memory, processes."""
+    """Return resources a stopped run could leak: worker sockets, shared memory, processes."""
     processes = {
         f"process number {place}"
         for place, _ in enumerate(psutil.Process().children(recursive=True))
@@ -337,9 +337,9 @@ def _open_things(pids: list[int]) -> set[str]:
 
 
 def _stays_open(opened: Callable[[], set[str]], before: set[str]) -> set[str]:
-    """Return the resources that were not there before and are still there after a minute.
+    """Return new resources still there after a minute.
 
-    A leak stays. Connections of Ray may end late on a busy machine, and other programs use shared
+    A leak stays. Ray's connections may end late on a busy machine, and other programs use shared
     memory too.
     """
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Workers in a Ray that was started elsewhere, and errors of a Ray that does not start."""
+"""Workers in a Ray started elsewhere, and errors when Ray does not start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def start_head(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """A Ray, and its address."""
+    """Start a Ray, and return it with the address."""
     head = subprocess.Popen(
         [sys.executable, str(HERE / "ray_head.py"), str(folder)],
         stdin=subprocess.PIPE,
@@ -56,7 +56,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> str:
-    """A file with the token of these clusters."""
+    """A file with these clusters' token."""
     file = tmp_path / "token"
     file.touch(mode=0o600)
     file.write_text(TOKEN["RAY_AUTH_TOKEN"])
@@ -68,7 +68,7 @@ def guest(folder: Path, *words: str, **changes: str) -> dict[str, Any]:
 
 
 def output_of(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
-    """Run a program, and return the JSON of its last line of output."""
+    """Run a program, and return the JSON in the last output line."""
     done = subprocess.run(
         program,
         stdout=subprocess.PIPE,
@@ -121,7 +121,7 @@ def test_without_its_token_a_cluster_refuses_in_words(address: str, tmp_path: Pa
 def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_guarded(
     apart: list[str], tmp_path: Path
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
+    with tempfile.TemporaryDirectory() as folder:  # a short name, as Ray makes sockets there
         found = output_of([*apart, sys.executable, str(HERE / "ray_exposed.py"), folder], tmp_path)
     message = found["without a token"]
     assert "worker 0 does not start" in message
@@ -148,8 +148,8 @@ def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) ->
 def test_a_group_is_reserved_on_one_machine_where_it_fits_and_all_or_nothing_is(
     tmp_path: Path,
 ) -> None:
-    """A cluster of two machines A and B with 5 and 3 GPUs."""
-    with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
+    """A cluster with two machines, A and B, with 5 and 3 GPUs."""
+    with tempfile.TemporaryDirectory() as folder:  # a short name, as Ray makes sockets there
         found = output_of([sys.executable, str(HERE / "ray_placement.py"), folder], tmp_path)
     refused = found.pop("refused")
     machines = {layout: each["machines"] for layout, each in found.items()}
@@ -192,7 +192,7 @@ os._exit(7)
 def test_a_cluster_that_ends_takes_nobody_with_it(
     tmp_path_factory: pytest.TempPathFactory, token_file: str
 ) -> None:
-    """By default Ray ends every process that has lost its server, after a timeout (here 3 s)."""
+    """By default Ray ends every process after a timeout without the server (here 3 s)."""
     folder = tmp_path_factory.mktemp("ends")
     head, address = start_head(folder)
     children = psutil.Process(head.pid).children(recursive=True)
@@ -210,7 +210,7 @@ def test_a_cluster_that_ends_takes_nobody_with_it(
         assert guest.stdout.readline() == "joined True\n"
         head.kill()
         for process in children:
-            with suppress(psutil.NoSuchProcess):  # whose parent was that process too
+            with suppress(psutil.NoSuchProcess):  # the parent was the head too
                 process.kill()
         output, _ = guest.communicate("\n", timeout=LIMIT_S)
         assert guest.returncode == 7

@@ -1,4 +1,4 @@
-"""Every worker and process of Ray ends with the process that started them, however it ends."""
+"""Every Ray worker and process ends with the process that started them, however it ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Start = Callable[[str], "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
-    """`start(how)`: `comfy_like.py`, with the pack in a folder of another name."""
+    """`start(how)`: `comfy_like.py`, with the pack in a folder with another name."""
     folder = tmp_path / "pack with.dots-and spaces"
     folder.symlink_to(ROOT, target_is_directory=True)
     started: list[subprocess.Popen[str]] = []

@@ -1,4 +1,4 @@
-"""A pool whose Ray starts late or not at all, loses its raylet, or has slow workers.
+"""A pool whose Ray starts late or not at all, loses the raylet, or has slow workers.
 
 Without a Ray.
 """
@@ -66,7 +66,7 @@ ERRORS = SimpleNamespace(
 
 
 class FakeRay:
-    """The part of the module `ray` that a pool uses.
+    """The part of the module `ray` used by a pool.
 
     An answer is a delay in seconds, or an error.
     """
@@ -125,7 +125,7 @@ def started(**changes: Any) -> Started:
 
 
 class FakePlacement:
-    """Placement that always succeeds."""
+    """Placement without failures."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         return
@@ -152,7 +152,7 @@ def ray() -> FakeRay:
 
 
 class FakeActor:
-    """An actor that can be in a set, with a handle of `call`."""
+    """A hashable actor with a handle for `call`."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = SimpleNamespace(remote=call)
@@ -160,7 +160,7 @@ class FakeActor:
 
 @pytest.fixture
 def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Exception]:
-    """Answers of starting workers, in order: a delay in seconds, or an error."""
+    """Answers from starting workers, in order: a delay in seconds, or an error."""
     every: list[float | Exception] = []
 
     def call(method: str, *_: Any) -> Any:
@@ -333,7 +333,7 @@ def test_a_raylet_that_was_killed_makes_the_connection_unusable(
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files of the test's own."""
+    """A separate folder for temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
@@ -428,7 +428,7 @@ def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(
 
 
 def test_paths_of_sockets_are_short_enough() -> None:
-    """In the usual folder for temporary files; the system takes 107 bytes."""
+    """In the usual folder for temporary files. The system takes 107 bytes."""
     session = "session_2026-11-22_15-08-00_123456_4194304/sockets/plasma_store"
     assert len(f"/tmp/{FOLDER_PREFIX}12345678/r/{session}.12") <= 107
 

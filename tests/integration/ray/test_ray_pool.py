@@ -1,6 +1,6 @@
 """Real workers in a real Ray on this machine.
 
-They compute the result of a single process, die, and are replaced.
+They compute a single process's result, die, and are replaced.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LocalForward = Callable[[RunTask], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def untouched() -> Iterator[tuple[dict[str, str], object]]:
-    """The environment and the handler of SIGTERM before any worker was there.
+    """The environment and the SIGTERM handler before any worker was there.
 
     Ray is to take its calls unguarded.
     """

@@ -1,4 +1,4 @@
-"""Errors of Ray's setup: Ray is missing, another Ray is connected, no Ray at the address."""
+"""Errors in Ray's setup: Ray is missing, another Ray is connected, no Ray at the address."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
 def test_the_processes_beside_ray_start_wherever_python_looks_for_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: str
 ) -> None:
-    """Files of the current folder are not imported, with and without PYTHONSAFEPATH."""
+    """Files in the current folder are not imported, with and without PYTHONSAFEPATH."""
     monkeypatch.setenv("PYTHONSAFEPATH", safe)
     real, planted = tmp_path / "real", tmp_path / "planted"
     for folder, does in (
@@ -208,7 +208,7 @@ def test_a_ray_that_was_imported_is_returned_while_another_thread_has_settings(
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> Path:
-    """A file with a token, readable by its user alone."""
+    """A file with a token, readable only by the user."""
     file = tmp_path / "token"
     file.touch(mode=0o600)
     file.write_text("cd" * 32)
@@ -267,7 +267,7 @@ def test_an_entry_without_a_token_gets_none_of_this_process(
             while True:
                 connection, _ = listening.accept()
                 connection.settimeout(5)
-                # The empty settings of an HTTP/2 server: gRPC then sends its call with all headers.
+                # Empty HTTP/2 server settings: gRPC then sends the call with all headers.
                 with connection, suppress(TimeoutError, ConnectionError):
                     connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
                     while got := connection.recv(1 << 16):
@@ -326,7 +326,7 @@ def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(
     monkeypatch.setattr(
         ray_environment, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: False)
     )
-    # A test run in the background of a shell ignores the signal.
+    # A test run in a shell's background ignores the signal.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Runs in a cluster of two machines in Linux namespaces.
+"""Runs in a cluster with two machines in Linux namespaces.
 
 A third machine joins the cluster, and a machine is lost. The first machine has the driver and Ray's
 server. Each machine has places for two workers. The other machines have their models at another
@@ -32,7 +32,7 @@ PORT = 6379
 PLACES = ("/srv", "/media", "/media")
 MAP = "/srv -> /media"
 HOME = "home"
-"""Of the programs on a machine, in its own /tmp; Ray's token lies there."""
+"""Home for programs on a machine, in a separate /tmp, with Ray's token."""
 HEADS = 4
 WORKERS = 4
 RAY_START = (
@@ -48,11 +48,11 @@ RAY_START = (
 
 
 class RefusedError(Exception):
-    """A command of the driver ended in an error that a user would see."""
+    """A driver command ended in an error visible to a user."""
 
 
 class Program:
-    """A program on a machine; its lines are read as they come."""
+    """A program on a machine. Lines are read as they come."""
 
     def __init__(self, machine: Any, command: Sequence[str], **environment: str) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
@@ -72,7 +72,7 @@ class Program:
     def call(
         self, job: str, on_step: Callable[[int], None] = lambda step: None, **given: Any
     ) -> Any:
-        """Let `machine_driver.py` do a job; raises RefusedError."""
+        """Let `machine_driver.py` do a job. Raises RefusedError."""
         self._process.stdin.write(json.dumps([job, given]) + "\n")
         self._process.stdin.flush()
         while True:
@@ -86,9 +86,9 @@ class Program:
                 return message["answer"]
 
     def end(self) -> None:
-        """Close its input, at which it ends, and wait.
+        """Close the input, which ends the program, and wait.
 
-        One whose machine has ended is gone already.
+        A program on an ended machine is gone already.
         """
         self._process.stdin.close()
         try:
@@ -137,9 +137,9 @@ def machines(
 
 @pytest.fixture(scope="module")
 def join(machines: Any) -> Iterator[Callable[[int], str]]:
-    """`join(number)`: that machine joins the cluster of the first one.
+    """`join(number)`: that machine joins the first one's cluster.
 
-    The address of the cluster.
+    Returns the cluster's address.
     """
     head = f"{machines[0].address}:{PORT}"
     started: list[Program] = []
@@ -173,7 +173,7 @@ def join(machines: Any) -> Iterator[Callable[[int], str]]:
 
 @pytest.fixture(scope="module")
 def address(join: Callable[[int], str]) -> str:
-    """Of a cluster of the first two machines."""
+    """Address of a cluster with the first two machines."""
     join(0)
     return join(1)
 
