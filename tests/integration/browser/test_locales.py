@@ -51,7 +51,7 @@ def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> No
 
 
 def test_a_tooltip_comes_through_whole(chinese: Frontend) -> None:
-    """The frontend reads tooltips as patterns: a sign taken for a command is lost or breaks them."""
+    """The frontend reads tooltips as patterns: a sign taken as a command is lost or breaks them."""
     locale: dict[str, Any] = json.loads(
         (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
     )
