@@ -18,7 +18,7 @@ TEXT = "() => document.querySelector('.wanstream-chip')?.innerText.replaceAll('\
 
 def test_the_chip_shows_a_run_and_jumps_to_its_node_inside_a_subgraph(classic: Page) -> None:
     page = classic.page
-    classic.load(steps=6)
+    classic.load(steps=100)
     page.evaluate(
         f"title => {{ {FIND}; {GRAPH}.convertToSubgraph(new Set([find(title)])) }}", SAMPLER
     )

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wanstream.tools.comfyui import Server
-from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, Frontend, opened_frontend
+from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, Frontend, SharedFrontends
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -62,31 +61,31 @@ def without_types(found: Mapping[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
 def test_the_menu_exchanges_a_loader_and_one_undo_takes_it_back(
-    browser: Browser, server: Server, renderer: Mapping[str, object]
+    frontends: SharedFrontends, renderer: Mapping[str, object]
 ) -> None:
-    with opened_frontend(browser, server, settings=renderer) as frontend:
-        page = frontend.page
-        frontend.load_prompt({"1": LOADERS["1"], "3": LOADERS["3"], "9": LORA})
-        page.evaluate(PREPARE)
-        page.keyboard.press("Shift")  # the changes so far are one undo step
-        before = nodes(page)
-        corner = page.locator("canvas#graph-canvas").bounding_box()
-        title = {"x": corner["x"] + 300, "y": corner["y"] + 145}
-        for step, text in enumerate(("Stream this model", "Stop streaming")):
-            page.mouse.click(**title, button="right")
-            page.wait_for_timeout(500)
-            item = page.get_by_text(text, exact=True)
-            if not item.count() and not page.evaluate("'collectNodeMenuItems' in window.app"):
-                return  # no such menus in ComfyUI 0.3.64
-            item.click()
-            after = nodes(page)
-            kind = "UNETLoader" if step else "WanStreamLoadDiffusionModel"
-            assert after["1"]["type"] == kind
-            assert without_types(after) == without_types(before)
-        page.keyboard.press("Control+z")
-        assert nodes(page)["1"]["type"] == "WanStreamLoadDiffusionModel"
-        page.keyboard.press("Control+z")
-        assert nodes(page) == before
+    frontend = frontends.get(settings=renderer)
+    page = frontend.page
+    frontend.load_prompt({"1": LOADERS["1"], "3": LOADERS["3"], "9": LORA})
+    page.evaluate(PREPARE)
+    page.keyboard.press("Shift")  # the changes so far are a step of undo
+    before = nodes(page)
+    corner = page.locator("canvas#graph-canvas").bounding_box()
+    title = {"x": corner["x"] + 300, "y": corner["y"] + 145}
+    for step, text in enumerate(("Stream this model", "Stop streaming")):
+        page.mouse.click(**title, button="right")
+        page.wait_for_timeout(500)
+        item = page.get_by_text(text, exact=True)
+        if not item.count() and not page.evaluate("'collectNodeMenuItems' in window.app"):
+            return  # no such menus in ComfyUI 0.3.64
+        item.click()
+        after = nodes(page)
+        kind = "UNETLoader" if step else "WanStreamLoadDiffusionModel"
+        assert after["1"]["type"] == kind
+        assert without_types(after) == without_types(before)
+    page.keyboard.press("Control+z")
+    assert nodes(page)["1"]["type"] == "WanStreamLoadDiffusionModel"
+    page.keyboard.press("Control+z")
+    assert nodes(page) == before
 
 
 def test_the_command_exchanges_all_kinds_of_loaders_also_in_a_subgraph(

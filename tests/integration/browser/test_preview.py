@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
 
 from wanstream.tools.comfyui import Server, find_comfyui
-from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, Frontend, opened_frontend
+from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, Frontend, SharedFrontends
 from wanstream.tools.templates import template
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -73,40 +70,38 @@ def colours(frontend: Frontend, box: dict[str, float]) -> bytes:
 
 @pytest.mark.parametrize("renderer", RENDERERS)
 def test_frames_move_on_the_sampler_while_it_runs_and_stay_afterwards(
-    browser: Browser, server: Server, renderer: str
+    frontends: SharedFrontends, server: Server, renderer: str
 ) -> None:
     if renderer == "nodes-2" and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
-    workflow = template("draft")
+    workflow = {**template("draft"), "id": str(uuid.uuid4())}  # without runs
     settings = {
         **SMALL,
         "WanStreamSampler": {"steps": 20, "seed": 77 + [*RENDERERS].index(renderer)},
     }
-    with opened_frontend(browser, server, height=1080, settings=RENDERERS[renderer]) as frontend:
-        page = frontend.page
-        frontend.load_workflow(workflow)
-        page.evaluate(SET, settings)
-        page.evaluate(LOOK, 0.9)
-        assert page.evaluate(f"() => ({IMAGE}).hidden"), "there was no run"
-        page.evaluate("() => window.app.queuePrompt(0)")
-        page.wait_for_function(VISIBLE, timeout=WAIT_MS)
-        live = page.evaluate(SHOWN)
-        assert live["ended"] == "false"
-        page.wait_for_function(ENDED, timeout=WAIT_MS)
-        page.wait_for_timeout(500)
-        shown = page.evaluate(SHOWN)
-        for found in (live, shown):
-            assert found["src"].startswith("data:image/webp;base64,")
-            assert (found["width"], found["height"]) == (128, 80)
-            assert found["alt"].startswith("The first frames of the video, as estimated in step ")
-        assert int(shown["alt"].split()[-1]) >= int(live["alt"].split()[-1]) >= 1
-        assert not page.evaluate(NODE_PREVIEWS), "ComfyUI's own preview is not shown as well"
-        seen = {
-            colours(frontend, shown["box"]) for _ in range(8) if page.wait_for_timeout(130) is None
-        }
-        assert len(seen) > 1, "the picture moves"
-        assert frontend.complaints() == []
-        if folder := os.environ.get("WANSTREAM_IMAGES"):
-            clip = {"x": 380, "y": 60, "width": 720, "height": 1000}
-            with Image.open(io.BytesIO(page.screenshot(clip=clip))) as picture:
-                picture.convert("RGB").save(Path(folder) / f"preview_{renderer}.png", optimize=True)
+    frontend = frontends.get(height=1080, settings=RENDERERS[renderer])
+    page = frontend.page
+    frontend.load_workflow(workflow)
+    page.evaluate(SET, settings)
+    page.evaluate(LOOK, 0.9)
+    assert page.evaluate(f"() => ({IMAGE}).hidden"), "there was no run"
+    page.evaluate("() => window.app.queuePrompt(0)")
+    page.wait_for_function(VISIBLE, timeout=WAIT_MS)
+    live = page.evaluate(SHOWN)
+    assert live["ended"] == "false"
+    page.wait_for_function(ENDED, timeout=WAIT_MS)
+    page.wait_for_timeout(500)
+    shown = page.evaluate(SHOWN)
+    for found in (live, shown):
+        assert found["src"].startswith("data:image/webp;base64,")
+        assert (found["width"], found["height"]) == (128, 80)
+        assert found["alt"].startswith("The first frames of the video, as estimated in step ")
+    assert int(shown["alt"].split()[-1]) >= int(live["alt"].split()[-1]) >= 1
+    assert not page.evaluate(NODE_PREVIEWS), "ComfyUI's own preview is not shown as well"
+    seen = {colours(frontend, shown["box"]) for _ in range(8) if page.wait_for_timeout(130) is None}
+    assert len(seen) > 1, "the picture moves"
+    assert frontend.complaints() == []
+    if folder := os.environ.get("WANSTREAM_IMAGES"):
+        clip = {"x": 380, "y": 60, "width": 720, "height": 1000}
+        with Image.open(io.BytesIO(page.screenshot(clip=clip))) as picture:
+            picture.convert("RGB").save(Path(folder) / f"preview_{renderer}.png", optimize=True)
