@@ -65,7 +65,7 @@ class Model:
 
 
 class AudioProjection:
-    """InfiniteTalk's."""
+    """InfiniteTalk's audio projection."""
 
     seq_len, blocks, channels, intermediate_dim, context_tokens, output_dim = (
         5,

@@ -420,7 +420,7 @@ def a_dynamic_model_evicts_us(files: Files) -> Any:
 
 @case
 def other_experts(files: Files) -> Any:
-    """Length of the loaded-model list after other experts were loaded.
+    """Loaded experts after other experts were loaded.
 
     In one case a guider still references the first experts.
     """

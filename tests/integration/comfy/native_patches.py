@@ -127,7 +127,7 @@ def repeated_layer(model: Any) -> Any:
 
 
 def _cached(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `call` that repeats its last result every second time."""
+    """Return `call`, repeating its last result every second time."""
     calls, last = 0, None
 
     def caching(*args: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ def translations(server: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_server_hands_out_a_locale(translations: dict[str, Any], language: str) -> None:
-    """The root is main.json, the branches are the other files."""
+    """main.json is the root, the other files are branches."""
     files = {
         file.stem: json.loads(file.read_text(encoding="utf-8"))
         for file in (LOCALES / language).glob("*.json")
