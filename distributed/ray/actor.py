@@ -111,15 +111,27 @@ def actor_class(ray: Any) -> Any:
             self._worker = None
 
         def _ready(self) -> Any:
-            import importlib
-
             # Calls run on several threads, and the worker must be created once.
             with self._lock:
                 if self._worker is None:
-                    import_pack(self._package, self._folders)
-                    module = importlib.import_module(f"{self._package}.distributed.ray.worker")
-                    self._worker = module.RayWorker(**self._settings)
+                    self._worker = self._start()
                 return self._worker
+
+        def _start(self) -> Any:
+            import gc
+            import importlib
+
+            # The imports create half a million objects, which are never garbage. Collections during
+            # them take a sixth of the start, and each later one, as in `Worker.join`, 0.3 s.
+            gc.disable()
+            try:
+                import_pack(self._package, self._folders)
+                module = importlib.import_module(f"{self._package}.distributed.ray.worker")
+                worker = module.RayWorker(**self._settings)
+                gc.freeze()
+            finally:
+                gc.enable()
+            return worker
 
         @ray.method(concurrency_group="calls")  # type: ignore[untyped-decorator]
         def call(self, method: str, args: tuple[Any, ...]) -> Any:

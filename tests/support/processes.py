@@ -178,11 +178,14 @@ class Processes(Sequence[Process]):
 
 def _fork_when_asked(handle: int) -> None:
     """Fork one child per request until the socket closes. The system reaps the children."""
+    import gc
+
     import torch
 
     from wanstream.distributed.worker.worker import import_models
 
     import_models()
+    gc.freeze()  # as in a worker of Ray: no collection in a child visits what is imported here
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connection = socket.socket(fileno=handle)
