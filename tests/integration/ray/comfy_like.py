@@ -2,7 +2,7 @@
 
 Usage: `comfy_like.py FOLDER HIGH LOW HOW`. It prints one JSON line when a worker computes. HOW
 selects the end: "returns" from the main module with the pool open, "waits" for a kill, or "closes"
-the pool and prints the remaining processes and files.
+the pool, prints the remaining processes and files, and compares the latents with one process.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ def main(folder: str, high: str, low: str, how: str) -> None:
     assert begun.wait(60)
     children = psutil.Process().children(recursive=True)
     say(
-        equal=bool((latents == alone(module, task)).all()),
-        wanstream="wanstream" in sys.modules,
         worker=worker.started.facts.pid,
         children=[child.pid for child in children],
         folders=[str(Path(log).parents[2]) for log in worker.started.logs],
@@ -100,6 +98,8 @@ def main(folder: str, high: str, low: str, how: str) -> None:
                 for each in own.net_connections()
                 if each.status == psutil.CONN_LISTEN
             ],
+            equal=bool((latents == alone(module, task)).all()),
+            wanstream="wanstream" in sys.modules,
         )
 
 

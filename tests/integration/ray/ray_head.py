@@ -21,6 +21,7 @@ with temporary_environment({"RAY_USAGE_STATS_ENABLED": "0"}), on_loopback():
         configure_logging=False,
         _node_ip_address="127.0.0.1",
         _temp_dir=sys.argv[1],
+        _system_config={"prestart_worker_first_driver": False},
     )
 sys.stdout.write(context.address_info["gcs_address"] + "\n")
 sys.stdout.flush()

@@ -92,7 +92,13 @@ if __name__ == "__main__":
     # Ray writes the cluster's address to a folder there, which must exist.
     (Path(sys.argv[1]) / "ray").mkdir()
     with (
-        temporary_environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[1]}),
+        temporary_environment(
+            {
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_TMPDIR": sys.argv[1],
+                "RAY_prestart_worker_first_driver": "0",  # nothing runs here
+            }
+        ),
         on_loopback(),
     ):
         answer = place(sys.argv[1])

@@ -29,8 +29,10 @@ from wanstream.cli.arguments import DONE, INTERRUPTED
 from wanstream.cli.batch import ray_backend
 from wanstream.cli.batch.row_messages import PATH
 from wanstream.distributed import WorkerLostError, open_services
+from wanstream.distributed.ray.connection import CONNECTION
 from wanstream.distributed.ray.pool import RayWorkerHandle
 from wanstream.schema.refs import WorkersRef
+from wanstream.testing.model import model_names, write_tiny_model
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support import faulty_service
 
@@ -42,7 +44,7 @@ ROWS = 12
 T2V = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"
 SMALL = {
     "latent": {"width": 32, "height": 32, "frames": 5},
-    "sampler": {"steps": 6},
+    "sampler": {"steps": 2},
     "save": {"crf": 30},
 }
 ON_TWO = ("--ray", "--device", "cpu", "--workers", "2")
@@ -51,7 +53,14 @@ Command = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory, sample_models: Path) -> Command:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workflow's files, two blocks deep."""
+    names = model_names(json.loads(T2V.read_text(encoding="utf-8")))
+    return write_tiny_model(tmp_path_factory.mktemp("models"), layers=2, names=names).folder
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Command:
     """`command(out, *more)`: the words for a batch with the tiny model."""
     folder = tmp_path_factory.mktemp("batch")
     workflow = json.loads(T2V.read_text(encoding="utf-8"))
@@ -61,7 +70,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, sample_models: Path) -> Co
     rows = [json.dumps({"sampler.seed": number}) for number in range(ROWS)]
     (folder / "jobs.jsonl").write_text("\n".join(rows), encoding="utf-8")
     words = ["batch", str(folder / "jobs.jsonl"), "--workflow", str(folder / "workflow.json")]
-    words += ["--models", str(sample_models), "--input", str(folder)]
+    words += ["--models", str(models), "--input", str(folder)]
     return lambda out, *more: [*words, "--out", str(out), *more]
 
 
@@ -173,17 +182,24 @@ def test_ctrl_c_lets_the_running_rows_finish(
     assert made.items() <= alone.items()
 
 
-def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(
-    sample_models: Path,
-) -> None:
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    """A Ray of this process, for the actors of several tests."""
+    CONNECTION.acquire(WorkersRef(count=1))
+    yield
+    CONNECTION.release()
+
+
+@pytest.mark.usefixtures("ray")
+def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(models: Path) -> None:
     settings = {
         "strict": False,
-        "models": str(sample_models),
+        "models": str(models),
         "input": "",
         "marked": "",
     }
     local, service = WorkersRef(count=1), (PATH, settings)
-    with open_services(local, service, device="cpu", count=1, paths=[sample_models]) as (
+    with open_services(local, service, device="cpu", count=1, paths=[models]) as (
         (actor,),
         check_machine,
     ):
@@ -209,6 +225,7 @@ def restarted(actor: RayWorkerHandle) -> Any:
     return None
 
 
+@pytest.mark.usefixtures("ray")
 @pytest.mark.skipif(
     not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no class for such errors"
 )

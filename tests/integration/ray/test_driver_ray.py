@@ -193,19 +193,6 @@ def test_a_worker_that_hangs_is_replaced(
     assert not psutil.pid_exists(frozen)
 
 
-def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: RunTask) -> None:
-    def on_step(step: StepProgress) -> None:
-        if step.done == 1:
-            os.kill(pid_of(pool, 2), signal.SIGKILL)
-
-    with pytest.raises(
-        RestartLimitError,
-        match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*after 0 worker restarts",
-    ):
-        driver = Driver(pool, ref_of(MESH, max_restarts=0), MESH)
-        driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
-
-
 class TwoOf:
     """A pool's first two workers. Counts the tiles given to each."""
 
@@ -307,6 +294,21 @@ def test_a_decode_that_is_stopped_leaves_workers_that_decode(
         decode(pool, tiles, on_tile=lambda done, total: decoded.append(done), check=check)
     assert torch.equal(decode(pool, tiles), frames)
     assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, undisturbed)
+
+
+def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: RunTask) -> None:
+    """The last test with the pool, as it leaves a worker less."""
+
+    def on_step(step: StepProgress) -> None:
+        if step.done == 1:
+            os.kill(pid_of(pool, 2), signal.SIGKILL)
+
+    with pytest.raises(
+        RestartLimitError,
+        match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*after 0 worker restarts",
+    ):
+        driver = Driver(pool, ref_of(MESH, max_restarts=0), MESH)
+        driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
 
 
 def _left_behind() -> set[str]:

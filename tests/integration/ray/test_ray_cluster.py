@@ -16,6 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from wanstream.distributed.ray.environment import RaySetupError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.schema.refs import WorkersRef
+
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
@@ -29,7 +33,11 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
-def start_head(folder: Path) -> tuple[subprocess.Popen[str], str]:
+Head = tuple["subprocess.Popen[str]", str]
+"""Process and address."""
+
+
+def start_head(folder: Path) -> Head:
     """Start a Ray, and return it with the address."""
     head = subprocess.Popen(
         [sys.executable, str(HERE / "ray_head.py"), str(folder)],
@@ -44,14 +52,20 @@ def start_head(folder: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    head, found = start_head(tmp_path_factory.mktemp("ray"))
-    yield found
-    children = psutil.Process(head.pid).children(recursive=True)
-    head.communicate(timeout=LIMIT_S)
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A Ray for several tests. The last one kills it."""
+    process, found = start_head(tmp_path_factory.mktemp("ray"))
+    yield process, found
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.communicate(timeout=LIMIT_S)
     _, alive = psutil.wait_procs(children, timeout=10)
-    for process in alive:
-        process.kill()
+    for child in alive:
+        child.kill()
+
+
+@pytest.fixture
+def address(head: Head) -> str:
+    return head[1]
 
 
 @pytest.fixture
@@ -63,11 +77,7 @@ def token_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def guest(folder: Path, *words: str, **changes: str) -> dict[str, Any]:
-    return output_of([sys.executable, str(HERE / "ray_guest.py"), *words], folder, **changes)
-
-
-def output_of(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
+def output_of(program: list[str], folder: Path) -> dict[str, Any]:
     """Run a program, and return the JSON in the last output line."""
     done = subprocess.run(
         program,
@@ -76,7 +86,7 @@ def output_of(program: list[str], folder: Path, **changes: str) -> dict[str, Any
         timeout=LIMIT_S,
         check=True,
         cwd=folder,
-        env=environment(**changes),
+        env=environment(),
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -97,7 +107,8 @@ def apart() -> list[str]:
 def test_a_cluster_is_joined_and_left_as_it_was(
     address: str, tmp_path: Path, token_file: str
 ) -> None:
-    found = guest(tmp_path, address, token_file)
+    program = [sys.executable, str(HERE / "ray_guest.py"), address, token_file]
+    found = output_of(program, tmp_path)
     assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
     assert (
         f"this process has workers at {address}: close those before starting others at local"
@@ -110,12 +121,17 @@ def test_a_cluster_is_joined_and_left_as_it_was(
     assert len({*found["pids"], found["own pid"]}) == 2
 
 
-def test_without_its_token_a_cluster_refuses_in_words(address: str, tmp_path: Path) -> None:
-    found = guest(tmp_path, address, **TOKEN)
-    assert f"the Ray cluster at {address} does not accept this process" in found["refused"], (
+def test_without_its_token_a_cluster_refuses_in_words(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in TOKEN.items():
+        monkeypatch.setenv(name, value)
+    # Another process joins first, and is refused.
+    with pytest.raises(RaySetupError, match="as token_file in the list") as refused:
+        RayPool(WorkersRef(count=1, threads=1, address=address))
+    assert f"the Ray cluster at {address} does not accept this process" in str(refused.value), (
         "a token was sent"
     )
-    assert "as token_file in the list" in found["refused"]
 
 
 def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_guarded(
@@ -190,25 +206,27 @@ os._exit(7)
 
 
 def test_a_cluster_that_ends_takes_nobody_with_it(
-    tmp_path_factory: pytest.TempPathFactory, token_file: str
+    head: Head, tmp_path: Path, token_file: str
 ) -> None:
-    """By default Ray ends every process after a timeout without the server (here 3 s)."""
-    folder = tmp_path_factory.mktemp("ends")
-    head, address = start_head(folder)
-    children = psutil.Process(head.pid).children(recursive=True)
+    """By default Ray ends every process after a timeout without the server (here 3 s).
+
+    The last test in this file, because it ends the Ray.
+    """
+    server, address = head
+    children = psutil.Process(server.pid).children(recursive=True)
     limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
     guest = subprocess.Popen(
         [sys.executable, "-c", SURVIVOR, address, token_file],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=folder,
+        cwd=tmp_path,
         env=environment(**limit),
     )
     try:
         assert guest.stdout is not None
         assert guest.stdout.readline() == "joined True\n"
-        head.kill()
+        server.kill()
         for process in children:
             with suppress(psutil.NoSuchProcess):  # the parent was the head too
                 process.kill()
@@ -220,4 +238,3 @@ def test_a_cluster_that_ends_takes_nobody_with_it(
     finally:
         guest.kill()
         guest.communicate(timeout=LIMIT_S)
-        head.communicate(timeout=LIMIT_S)

@@ -94,8 +94,8 @@ def test_the_pack_has_workers_under_any_folder_name_and_closes_without_a_trace(
     before = names_in_shared_memory()
     process = start("closes")
     begun, closed = next_message(process), next_message(process)
-    assert begun["equal"] is True
-    assert begun["wanstream"] is False, "the pack imported itself under a second name"
+    assert closed["equal"] is True
+    assert closed["wanstream"] is False, "the pack imported itself under a second name"
     assert (begun["environment"], begun["handler"]) == (True, True)
     assert begun["folders"]
     assert not [folder for folder in begun["folders"] if Path(folder).exists()]
