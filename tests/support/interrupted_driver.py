@@ -57,8 +57,9 @@ def _pool(here: SimpleNamespace, ref: WorkersRef, over: str) -> AbstractContextM
     if over == "ray":
         return RayPool(ref, "cpu", store_bytes=128 << 20)
     folder = Path(__file__).parent
+    module = here.load(str(folder / "processes.py"))
     # Separate processes, which end with this one.
-    processes = here.load(str(folder / "processes.py")).Processes()
+    processes = module.Processes(module.Source(here.source))
     pool: AbstractContextManager[Any] = here.load(str(folder / "process_pool.py")).ProcessPool(
         processes, ref.count
     )

@@ -7,7 +7,8 @@ Each keeps a job's state for the next job.
 
 A job is a plain function at the top of a test file, called as `job(here, *args)` in the process:
 `here` is a namespace that outlives it, `here.number` is the process index, and `here.load` imports
-a file. Arguments, answers and errors are sent through pipes. A process ends when its parent does.
+a file. `Processes(Source(here.source))` are processes of its own, from the same source. Arguments,
+answers and errors are sent through pipes. A process ends when its parent does.
 """
 
 from __future__ import annotations
@@ -50,11 +51,17 @@ class Source:
     """The process to fork all others from.
 
     It computes nothing, and so has no threads.
+
+    Args:
+        handle: `here.source` in a process that has been forked from one, to fork from the same one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handle: int | None = None) -> None:
+        self._popen: subprocess.Popen[bytes] | None = None
+        if handle is not None:
+            self._socket = socket.socket(fileno=os.dup(handle))
+            return
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(WAIT_S)
         self._popen = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -65,17 +72,24 @@ class Source:
     def fork(self, number: int) -> tuple[int, Connection]:
         """Return a new process's id, and the pipe to it."""
         ours, theirs = socket.socketpair()
-        socket.send_fds(self._socket, [number.to_bytes(8, "little")], [theirs.fileno()])
+        handles = [theirs.fileno(), self._socket.fileno()]
+        socket.send_fds(self._socket, [number.to_bytes(8, "little")], handles)
         theirs.close()
-        pid = self._socket.recv(8)
-        if not pid:
-            ours.close()
-            raise ProcessGoneError("the process to fork from has ended: see what it wrote")
-        return int.from_bytes(pid, "little"), Connection(ours.detach())
+        connection = Connection(ours.detach())
+        if not connection.poll(WAIT_S):
+            connection.close()
+            raise TimeoutError(f"process {number} did not start within {WAIT_S:g} s")
+        try:
+            # From the new process, because several processes may ask the source.
+            return _receive(connection), connection
+        except EOFError as err:
+            connection.close()
+            raise ProcessGoneError("the process to fork from has ended: see what it wrote") from err
 
     def close(self) -> None:
-        self._popen.kill()
-        self._popen.wait(WAIT_S)
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait(WAIT_S)
         self._socket.close()
 
 
@@ -134,8 +148,8 @@ class Process:
 class Processes(Sequence[Process]):
     """Processes that are started on demand and reused."""
 
-    def __init__(self) -> None:
-        self._source: Source | None = None
+    def __init__(self, source: Source | None = None) -> None:
+        self._source = source
         self._every: list[Process] = []
 
     def at_least(self, count: int) -> Processes:
@@ -190,23 +204,23 @@ def _fork_when_asked(handle: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connection = socket.socket(fileno=handle)
     while True:
-        number, handles, _, _ = socket.recv_fds(connection, 8, 1)
+        number, handles, _, _ = socket.recv_fds(connection, 8, 2)
         if not number:
             return
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             connection.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _serve(Connection(handles[0]), int.from_bytes(number, "little"))
-        os.close(handles[0])
-        connection.send(pid.to_bytes(8, "little"))
+            _serve(Connection(handles[0]), int.from_bytes(number, "little"), handles[1])
+        for given in handles:
+            os.close(given)
 
 
-def _serve(connection: Connection, number: int) -> None:
+def _serve(connection: Connection, number: int, source: int) -> None:
     """Run jobs from the connection until it closes."""
+    _send(connection, os.getpid())
     jobs = SimpleQueue[Asked]()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
-    here = SimpleNamespace(number=number, load=functools.cache(_load))
+    here = SimpleNamespace(number=number, source=source, load=functools.cache(_load))
     while True:
         file, name, args = jobs.get()
         try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,10 @@ MakeTask = Callable[..., RunTask]
 
 
 @pytest.fixture
-def drivers() -> Any:
+def drivers(processes: Processes) -> Iterator[Processes]:
     """Processes for drivers that start processes themselves."""
-    started = Processes()
-    yield started.at_least(1)
-    started.close()
+    yield processes.at_least(1)
+    processes.replace(0)  # the job has changed modules
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -48,7 +46,7 @@ def test_a_run_whose_driver_was_killed_continues_and_no_bit_changes(
     handover_s: float,
     dies_at: int,
     continued: tuple[str, ...] | None,
-    drivers: Any,
+    drivers: Processes,
     make_task: MakeTask,
     alone: Callable[[RunTask], torch.Tensor],
     tmp_path: Path,
