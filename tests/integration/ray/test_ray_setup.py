@@ -260,24 +260,30 @@ def test_an_entry_without_a_token_gets_none_of_this_process(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "ef" * 32)
     monkeypatch.setenv("HOME", str(tmp_path))  # without ~/.ray/auth_token
     received: list[bytes] = []
+    ended = threading.Event()
 
     def keep(listening: socket.socket) -> None:
-        listening.settimeout(30)
-        with suppress(TimeoutError):
-            while True:
+        listening.settimeout(0.5)
+        while True:
+            try:
                 connection, _ = listening.accept()
-                connection.settimeout(5)
-                # Empty HTTP/2 server settings: gRPC then sends the call with all headers.
-                with connection, suppress(TimeoutError, ConnectionError):
-                    connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
-                    while got := connection.recv(1 << 16):
-                        received.append(got)
+            except TimeoutError:
+                if ended.is_set():
+                    return
+                continue
+            connection.settimeout(5)
+            # Empty HTTP/2 server settings: gRPC then sends the call with all headers.
+            with connection, suppress(TimeoutError, ConnectionError):
+                connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+                while got := connection.recv(1 << 16):
+                    received.append(got)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         heard = run_in_thread("listener", keep, listening)
         with on_loopback(), token_of_cluster(""), pytest.raises(RaySetupError):
             check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=25)
+        ended.set()
         heard.result(60)
     assert b"".join(received), "nothing was sent at all"
     assert b"ef" * 32 not in b"".join(received)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,10 +310,12 @@ def test_where_every_case_is_refused_nothing_is_written(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_workers_behind_ray_are_held_against_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tiny_expert_folder: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("ray")
     options = [
+        "--experts",
+        *(str(tiny_expert_folder(seed=seed)) for seed in (1, 2)),
         "--distributed",
         "--workers",
         "1,2",
