@@ -31,7 +31,7 @@ from ..plan import (
     predict,
 )
 from ..schema import OffloadPolicy
-from ..schema.records import StepRecord
+from ..schema.records import Advice, StepRecord
 from ..shapes import ExpertShape, RunShape
 from ..wan import ExpertPair
 from .machine_profile import load_machine_profile, stored_machine
@@ -50,6 +50,8 @@ class PolicyChoice:
     reason: str = ""
     revise: Revise | None = None
     """Called with the first step's record. Returns a better policy for the rest, or None."""
+    advise: Callable[[OffloadPolicy], Advice | None] = lambda policy: None
+    """Called with the policy of the run when it has ended. See `AutoPlanner.advise`."""
 
     def revise_under(self, policy: OffloadPolicy) -> Revise | None:
         """Return `revise` if the host loaded the chosen policy, or None if a smaller one."""
@@ -173,6 +175,35 @@ class AutoPlanner:
 
         return PolicyChoice(
             policy=plan.policy, reason=reason, revise=revise if starts_empty else None
+        )
+
+    def advise(
+        self,
+        policy: OffloadPolicy,
+        shape: RunShape,
+        *,
+        device: torch.device,
+        weights: Path,
+        free_memory_now: Callable[[bool], Budgets],
+    ) -> Advice | None:
+        """Return the best policy for `shape` in free memory, and its simulated gain over `policy`.
+
+        None without a machine profile, or if no policy fits. Measures nothing. Arguments as for
+        `choose`.
+        """
+        machine = self.known_machine(device, shape.expert, weights)
+        if machine is None:
+            return None
+        budgets = limited(Budgets(), free_memory_now(True), machine)
+        try:
+            plan = plan_offload(shape, machine, budgets)
+        except DoesNotFitError:
+            return None
+        present = predict(shape.costs(machine, policy.chunk_tokens), policy)
+        on_device = describe_policy(plan.policy, shape.blocks.blocks)
+        return Advice(
+            policy=f"{on_device}, {describe_ram(plan.policy)}",
+            gain=present.total_s / plan.total_s,
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from ..distributed import Driver, Pool
-from ..plan import AutoOffload
+from ..plan import AutoOffload, Budgets
 from ..schema import Mesh, OffloadPolicy
 from ..schema.refs import ExpertsRef, WorkersRef
 from ..shapes import RunShape
@@ -68,19 +69,29 @@ class Memory(Protocol):
         Measures the machine (some seconds) if no profile exists. Raises DoesNotFitError if
         memory is too small for any policy.
         """
+        device, weights = self.device(), ref.high_noise
+
+        def free_memory_now(evicting: bool) -> Budgets:
+            return free_memory(pair, device, self.free_vram(evicting=evicting))
+
+        advise = partial(
+            self.planner.advise,
+            shape=shape,
+            device=device,
+            weights=weights,
+            free_memory_now=free_memory_now,
+        )
         if isinstance(policy, OffloadPolicy):
-            return PolicyChoice(policy=policy)
-        device = self.device()
-        return self.planner.choose(
+            return PolicyChoice(policy=policy, advise=advise)
+        choice = self.planner.choose(
             policy,
             shape,
             device=device,
-            weights=ref.high_noise,
-            free_memory_now=lambda evicting: free_memory(
-                pair, device, self.free_vram(evicting=evicting)
-            ),
+            weights=weights,
+            free_memory_now=free_memory_now,
             starts_empty=not pair.loaded_bytes,
         )
+        return replace(choice, advise=advise)
 
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
         """Return layout and policy for a run with the experts `ref` on workers.

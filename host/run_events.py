@@ -20,7 +20,7 @@ from ..bench import policy_name
 from ..devices import total_bytes
 from ..plan import AutoOffload
 from ..schema import OffloadPolicy, StateError
-from ..schema.records import StepRecord, Timeline
+from ..schema.records import Advice, StepRecord, Timeline
 from ..schema.refs import ExpertsRef, WorkersRef
 from ..shapes import FRAMES_PER_LATENT
 from ..wan.latents import space_of
@@ -156,6 +156,7 @@ class RunEvents:
             "shown_at": shown_at or node_id,
         }
         self._timeline: Timeline | None = None
+        self._advice: Advice | None = None
         self._ranks: dict[int, Timeline] = {}
         self._state = _State.NEW
         self._done = 0
@@ -218,7 +219,13 @@ class RunEvents:
         image = f"data:image/webp;base64,{base64.b64encode(webp).decode()}"
         self._send(PREVIEW, done=done, image=image)
 
-    def ended(self, timeline: Timeline, *, ranks: Mapping[int, Timeline] | None = None) -> None:
+    def ended(
+        self,
+        timeline: Timeline,
+        *,
+        ranks: Mapping[int, Timeline] | None = None,
+        advice: Advice | None = None,
+    ) -> None:
         """Set the run result, to be announced at the end of the `with`.
 
         Raises StateError outside the `with`.
@@ -226,10 +233,12 @@ class RunEvents:
         Args:
             timeline: the measured run.
             ranks: timeline for each worker, announced without memory samples.
+            advice: another policy, for a run that waited.
         """
         self._check_state(_State.RUNNING)
         self._ranks = dict(ranks or {})
         self._timeline = timeline
+        self._advice = advice
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._state = _State.OVER
@@ -240,6 +249,7 @@ class RunEvents:
             END,
             timeline=self._timeline and self._timeline.to_dict(),
             predicted=self._predicted,
+            advice=self._advice and asdict(self._advice),
             ranks={
                 str(rank): replace(ran, memory=()).to_dict()
                 for rank, ran in sorted(self._ranks.items())
@@ -449,6 +459,7 @@ def _apply(run: dict[str, Any], event: str, payload: Mapping[str, Any]) -> None:
     elif event == VISITS:
         run["visits"] = {name: payload[name] for name in ("step", "done", "total")}
     elif event == END:
-        run.update({name: payload[name] for name in ("timeline", "predicted", "error")}, ended=True)
+        ended = ("timeline", "predicted", "advice", "error")
+        run.update({name: payload[name] for name in ended}, ended=True)
         if run["timeline"] is not None:
             run["records"] = []  # the timeline contains them

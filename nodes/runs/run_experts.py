@@ -14,12 +14,12 @@ from ...devices import thread_notes
 from ...distributed import DistributedResult, part_sizes
 from ...host import Host, RunEvents, run_settings, telemetry_options
 from ...host.workers import SharedRun, wire_notes
-from ...plan import AutoOffload
+from ...plan import WORTH, AutoOffload
 from ...sampling import check_room, denoise, predicted_timeline, request_bytes, request_run_shape
 from ...sampling.inputs import DenoiseRequest
 from ...sampling.steps import DenoiseResult, SamplingCancelled, StepProgress
 from ...schema import OffloadPolicy
-from ...schema.records import Timeline
+from ...schema.records import Advice, Timeline
 from ...schema.refs import ExpertsRef, WorkersRef
 from ...wan import ExpertPair
 from ...wan.measurement import with_resolved_precision
@@ -64,6 +64,8 @@ class PreparedRun:
     device: torch.device
     compute: Callable[[OnStep, OnVisits], DenoiseResult]
     predicted: Timeline | None = None
+    advise: Callable[[Timeline], Advice | None] = lambda timeline: None
+    """Called with the measured run. Returns a faster policy for one that waited."""
     notes: tuple[str, ...] = ()
     """Sentences on the chosen policy and layout. May be empty."""
     parts: int = 1
@@ -91,6 +93,11 @@ def prepare_here(
 
     notes = (choice.reason, *thread_notes(device))
 
+    def advise(timeline: Timeline) -> Advice | None:
+        # Which visits a cache skips depends on the video, so such a run cannot be simulated.
+        is_simulated = request.options.cache is None and _waited(timeline)
+        return choice.advise(policy) if is_simulated else None
+
     def compute(on_step: OnStep, on_visits: OnVisits) -> DenoiseResult:
         options = replace(telemetry_options(host), on_visits=on_visits)
         if measured is not None and measured.traces is not None:
@@ -108,8 +115,19 @@ def prepare_here(
         return result.with_notes(*notes)
 
     return PreparedRun(
-        policy=policy, device=device, compute=compute, predicted=predicted, notes=notes
+        policy=policy,
+        device=device,
+        compute=compute,
+        predicted=predicted,
+        advise=advise,
+        notes=notes,
     )
+
+
+def _waited(timeline: Timeline) -> bool:
+    """Return whether the steps after the first, which reads all weights, waited noticeably."""
+    later = timeline.steps[1:]
+    return sum(step.stall_s for step in later) >= WORTH * sum(step.wall_s for step in later) > 0
 
 
 def prepare_shared(
@@ -238,7 +256,7 @@ def run_experts(
             result = prepared.compute(on_step, on_visits)
             result = replace(result, predicted=prepared.predicted)
             ranks = result.timelines if isinstance(result, DistributedResult) else None
-            events.ended(result.timeline, ranks=ranks)
+            events.ended(result.timeline, ranks=ranks, advice=prepared.advise(result.timeline))
     except SamplingCancelled:
         # Raise the host's own interrupt: ComfyUI would report any other exception as a node error.
         host.events.raise_if_stopped()

@@ -1,7 +1,8 @@
-"""Records for a run: the timeline, and notices to the user."""
+"""Records for a run: the timeline, advice on the policy, and notices to the user."""
 
 from __future__ import annotations
 
+from .advice import Advice
 from .notices import Notice, NoticeLevel
 from .timeline import (
     PHASES,
@@ -24,6 +25,7 @@ __all__ = [
     "PHASES",
     "RATE_BORDERS",
     "STEP_FIGURES",
+    "Advice",
     "MemorySample",
     "Notice",
     "NoticeLevel",

@@ -255,11 +255,19 @@ export function waitOf(run) {
   return { limit, share: (limit === "Disk" ? reading : stall) / wall }
 }
 
-/** A sentence on what limits a run, and the remedy with its most possible gain. */
-export function verdictText({ limit, share }) {
+const LEAST_GAIN = 1.05
+
+/** Whether the planner has no better policy than the run's. */
+export const isBest = (advice) => Boolean(advice) && advice.gain < LEAST_GAIN
+
+/** A sentence on what limits a run, and the remedy with its simulated gain, else with the most possible gain. */
+export function verdictText({ limit, share }, advice) {
   if (limit === "Compute") return translate("verdictCompute", shareText(share))
+  const waits = `${(100 * share).toFixed(0)} %`
+  if (isBest(advice)) return translate(`verdict${limit}Best`, waits)
+  if (advice) return translate(`verdict${limit}Gain`, waits, advice.gain.toFixed(1))
   const gain = 1 / (1 - Math.min(share, 0.99))
-  return translate(`verdict${limit}`, `${(100 * share).toFixed(0)} %`, gain.toFixed(1))
+  return translate(`verdict${limit}`, waits, gain.toFixed(1))
 }
 
 /** Phases of the queue item of a run; see `itemPhases`. */

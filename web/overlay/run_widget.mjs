@@ -9,7 +9,7 @@
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
 import { element, h } from "./dom.mjs"
 import { phasesText, recordsOf, runParts, shareOfStep, sizeText, stepText } from "./figures.mjs"
-import { verdictText, waitOf } from "./figures.mjs"
+import { isBest, verdictText, waitOf } from "./figures.mjs"
 import { translate } from "./i18n.mjs"
 
 const CLOSED_HEIGHT = 26
@@ -233,13 +233,15 @@ export class RunWidget {
   /** Update the verdict. A run that waits has a button for the policy that the planner would choose. */
   updateVerdict() {
     const wait = waitOf(this.run)
-    const text = wait ? verdictText(wait) : ""
+    const { advice } = this.run
+    const text = wait ? verdictText(wait, advice) : ""
     if (this.sentence.textContent !== text) this.sentence.textContent = this.sentence.title = text
-    const hides = !wait || wait.limit === "Compute" || !this.run.ended || !this.page.canAutomate(this.node)
+    const waits = wait && wait.limit !== "Compute" && this.run.ended
+    const hides = !waits || isBest(advice) || !this.page.canAutomate(this.node)
     if (hides && this.remedy === document.activeElement) this.plot.focus()
     this.remedy.hidden = hides
     if (this.remedy.textContent !== translate("automate")) this.remedy.textContent = translate("automate")
-    this.remedy.title = translate("automateWhy")
+    this.remedy.title = advice ? translate("automateNow", advice.policy) : translate("automateWhy")
   }
 
   summary() {

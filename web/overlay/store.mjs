@@ -28,6 +28,7 @@ const fresh = (payload, now) => ({
   preview: null,
   ended: false,
   timeline: null,
+  advice: null,
   error: null,
   since: now,
   stepAt: now
@@ -76,6 +77,7 @@ const end = (state, payload) =>
     ended: true,
     timeline: payload.timeline,
     predicted: payload.predicted ?? run.predicted,
+    advice: payload.advice ?? null,
     error: payload.error
   }))
 

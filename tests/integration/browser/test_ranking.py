@@ -122,28 +122,35 @@ def test_variants_are_ranked_and_a_click_gives_the_sampler_their_policy(
         undo(page, expected)
 
 
-WAITING_RUN = """([node, workflow]) => {
+WAITING_RUN = """([node, workflow, advice]) => {
     const step = index => ({ index, expert: 'low', wall_s: 4, compute_s: 1, stall_s: 3,
         stall_on_read_s: 3, bytes_moved: 1, read_bytes: 1, copy_s: 1, read_s: 3, rss_bytes: 5 })
     const run = { run: 'waits', prompt_id: 'p', node, shown_at: node, workflow, steps: 2,
         experts: ['low', 'low'], switch_step: null, predicted: null, at: 1e12 }
     const timeline = { steps: [step(0), step(1)], changes: [], memory: [] }
     window.app.api.dispatchCustomEvent('wanstream.begin', run)
-    window.app.api.dispatchCustomEvent('wanstream.end', { ...run, timeline, error: null })
+    window.app.api.dispatchCustomEvent('wanstream.end', { ...run, timeline, advice, error: null })
 }"""
 
 
 def test_a_run_that_waits_gets_the_automatic_policy_by_a_click(page: Page, renderer: str) -> None:
     workflow_id = page.load(steps=2)
-    page.page.evaluate(WAITING_RUN, [page.id_of(SAMPLER), workflow_id])
     verdict = page.page.locator(".wanstream-verdict")
-    verdict.get_by_text(
-        "Waits 75 % for the disk. More blocks in RAM: up to 4.0 × as fast."
-    ).wait_for(timeout=WAIT_MS)
+    advice = {"policy": "26 of 40 stream, 2 ahead, all in RAM", "gain": 2.1}
+    for said, gain, shown in (
+        ({**advice, "gain": 1.0}, "In the free memory no policy is faster.", 0),
+        (None, "More blocks in RAM: up to 4.0 × as fast.", 1),
+        (advice, "Auto policy: 2.1 × as fast, simulated.", 1),
+    ):
+        page.page.evaluate(WAITING_RUN, [page.id_of(SAMPLER), workflow_id, said])
+        verdict.get_by_text(f"Waits 75 % for the disk. {gain}").wait_for(timeout=WAIT_MS)
+        assert verdict.get_by_role("button").count() == shown
+    remedy = verdict.get_by_role("button", name="Auto policy")
+    assert advice["policy"] in remedy.get_attribute("title")
     before = policy(page)
     assert before["class_type"] == "WanStreamLayerwise"
     page.picture(f"overlay_waiting_{renderer}")
-    verdict.get_by_role("button", name="Auto policy").press("Enter")
+    remedy.press("Enter")
     verdict.get_by_role("button").wait_for(state="hidden", timeout=WAIT_MS)
     assert policy(page)["class_type"] == "WanStreamAutoOffload"
     undo(page, before)

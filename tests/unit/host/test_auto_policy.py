@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,21 @@ def test_a_machine_is_known_as_it_was_stored() -> None:
     assert planner.known_machine(CPU, RUN.expert, WEIGHTS) is None
     assert planner.known_machine(CPU, RUN.expert, WEIGHTS) is ONLY_CPU
     assert asked == [(CPU, RUN.expert, WEIGHTS)] * 2
+
+
+def test_advice_is_the_planners_choice_and_the_gain_is_simulated() -> None:
+    slow_disk = replace(GPU, disk_bytes_per_s=0.5e9)
+    stored: list[Machine | None] = [None, slow_disk, slow_disk, slow_disk]
+    planner = AutoPlanner(stored=lambda *_: stored.pop(0))
+    advise = partial(planner.advise, shape=RUN, device=CUDA, weights=WEIGHTS)
+    layerwise = OffloadPolicy.layerwise(1)
+    assert advise(layerwise, free_memory_now=_room()) is None, "an unknown machine"
+    plan = plan_offload(RUN, slow_disk, Budgets(vram_bytes=12 * GB, ram_bytes=32 * GB))
+    advice = advise(layerwise, free_memory_now=_room())
+    assert advice.gain == predicted(RUN, slow_disk, layerwise).total_s / plan.total_s > 1.2
+    assert advice.policy.endswith(" in RAM")
+    assert advise(plan.policy, free_memory_now=_room()).gain == 1
+    assert advise(layerwise, free_memory_now=_room(vram=1)) is None, "nothing fits"
 
 
 def test_what_a_first_step_has_taught_is_what_is_known() -> None:

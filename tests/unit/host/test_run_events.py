@@ -11,7 +11,7 @@ import pytest
 
 from wanstream.host.run_events import BEGIN, END, STEP, VISITS, RunEvents
 from wanstream.schema import StateError
-from wanstream.schema.records import MemorySample, StepRecord, Timeline
+from wanstream.schema.records import Advice, MemorySample, StepRecord, Timeline
 
 EXPERTS = ["high", "high", "low"]
 
@@ -79,6 +79,16 @@ def test_what_each_worker_did_is_told_at_the_end_without_its_memory() -> None:
         "0": PREDICTED,
         "1": TIMELINE,
     }
+
+
+def test_advice_is_announced_at_the_end() -> None:
+    told = Told()
+    with announced(told) as run:
+        run.ended(TIMELINE, advice=Advice(policy="all in RAM", gain=1.5))
+    with announced(told) as run:
+        run.ended(TIMELINE)
+    ends = [payload["advice"] for event, payload in told if event == END]
+    assert ends == [{"policy": "all in RAM", "gain": 1.5}, None]
 
 
 def test_two_runs_of_one_node_are_told_apart() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.host.models import LoadedExperts
-from wanstream.host.run_events import NOTICES_EVENT, VISITS
+from wanstream.host.run_events import END, NOTICES_EVENT, VISITS
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs import run_experts
+from wanstream.sampling import denoise
 from wanstream.schema import Cancelled, OffloadPolicy
 from wanstream.schema.records import Timeline
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
+from wanstream.tests.support.steps import changed_step
 from wanstream.wan.vae.vae import open_vae
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"
@@ -36,6 +39,8 @@ SMALL = {"width": 32, "height": 32, "frames": 5}
 FEW_STEPS = {"sampler": {"steps": 4}}
 
 Workflow = dict[str, dict[str, Any]]
+CACHE = {"kind": "first_block_cache", "preset": "usual", "threshold": 0.05}
+CACHED = {"cache": {"class_type": "WanStreamCache", "inputs": CACHE}}
 Run = Callable[..., History]
 
 
@@ -472,6 +477,43 @@ def test_progress_is_told_step_by_step(run: Run) -> None:
         on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None,
     )
     assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("stall_share", "cache", "advised"), [(0.5, {}, True), (0.01, {}, False), (0.5, CACHED, False)]
+)
+def test_a_run_that_waited_gets_advice(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    stall_share: float,
+    cache: Workflow,
+    advised: bool,
+) -> None:
+    """The first step, which reads all weights, does not count."""
+
+    def waiting(*given: Any, **options: Any) -> Any:
+        result = denoise(*given, **options)
+        first, *later = result.timeline.steps
+        steps = [changed_step(first, stall_s=first.wall_s)]
+        steps += [changed_step(step, stall_s=step.wall_s * stall_share) for step in later]
+        return replace(result, timeline=replace(result.timeline, steps=tuple(steps)))
+
+    monkeypatch.setattr(run_experts, "denoise", waiting)
+    machine = replace(CPU_MACHINE, disk_bytes_per_s=1e6)
+    monkeypatch.setattr(embedded_host.memory, "planner", AutoPlanner(stored=lambda *_: machine))
+    ends: list[Mapping[str, Any]] = []
+    nodes = workflow("t2v") | cache
+    if cache:
+        nodes["sampler"]["inputs"]["cache"] = ["cache", 0]
+    run(
+        nodes,
+        only=["sampler"],
+        on_event=lambda event, payload: ends.append(payload) if event == END else None,
+    )
+    (end,) = ends
+    assert (end["advice"] is not None) == advised
+    if advised:
+        assert end["advice"]["gain"] > 1.1
 
 
 def test_a_run_is_announced_with_the_numbers_that_the_history_keeps(
