@@ -36,7 +36,7 @@ def chinese_page_of(node: type[io.ComfyNode]) -> str:
 
 
 class InputLine(NamedTuple):
-    """Line in the list of inputs: - `name` (default `value`; limits): text."""
+    """Line in the list of inputs: - `name` (default `value`, limits): text."""
 
     name: str
     default: str
@@ -51,8 +51,9 @@ def input_lines(page: str) -> list[InputLine]:
         if line.startswith("- "):
             parts = re.fullmatch(r"- `(\w+)` \((.+?)\): (.+)", line)
             assert parts, line
-            default, _, limits = parts[2].partition("; ")
-            found.append(InputLine(parts[1], default.removeprefix("default "), limits, parts[3]))
+            told = re.fullmatch(r"(?:default )?(`[^`]*`|[^`,]+)(?:, (.+))?", parts[2])
+            assert told, line
+            found.append(InputLine(parts[1], told[1], told[2] or "", parts[3]))
     return found
 
 
