@@ -185,7 +185,7 @@ def test_a_worker_that_hangs_is_replaced(
         if step.done == 3:
             os.kill(frozen, signal.SIGSTOP)
 
-    driver = Driver(pool, ref_of(MESH, timeout_s=3.0), MESH)
+    driver = Driver(pool, ref_of(MESH, timeout_s=10.0), MESH)
     ran = driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
     assert torch.equal(ran.latents, undisturbed)
     assert ran.restarts == 1
