@@ -185,16 +185,17 @@ class AutoPlanner:
         device: torch.device,
         weights: Path,
         free_memory_now: Callable[[bool], Budgets],
+        requested: Budgets,
     ) -> Advice | None:
         """Return the best policy for `shape` in free memory, and its simulated gain over `policy`.
 
         None without a machine profile, or if no policy fits. Measures nothing. Arguments as for
-        `choose`.
+        `choose`, with the user budgets in `requested`.
         """
         machine = self.known_machine(device, shape.expert, weights)
         if machine is None:
             return None
-        budgets = limited(Budgets(), free_memory_now(True), machine)
+        budgets = limited(requested, free_memory_now(True), machine)
         try:
             plan = plan_offload(shape, machine, budgets)
         except DoesNotFitError:

@@ -82,7 +82,7 @@ class Memory(Protocol):
             free_memory_now=free_memory_now,
         )
         if isinstance(policy, OffloadPolicy):
-            return PolicyChoice(policy=policy, advise=advise)
+            return PolicyChoice(policy=policy, advise=partial(advise, requested=Budgets()))
         choice = self.planner.choose(
             policy,
             shape,
@@ -91,7 +91,7 @@ class Memory(Protocol):
             free_memory_now=free_memory_now,
             starts_empty=not pair.loaded_bytes,
         )
-        return replace(choice, advise=advise)
+        return replace(choice, advise=partial(advise, requested=policy.budgets))
 
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
         """Return layout and policy for a run with the experts `ref` on workers.

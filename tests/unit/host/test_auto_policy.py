@@ -322,9 +322,9 @@ def test_a_machine_is_known_as_it_was_stored() -> None:
 
 def test_advice_is_the_planners_choice_and_the_gain_is_simulated() -> None:
     slow_disk = replace(GPU, disk_bytes_per_s=0.5e9)
-    stored: list[Machine | None] = [None, slow_disk, slow_disk, slow_disk]
+    stored: list[Machine | None] = [None, *[slow_disk] * 4]
     planner = AutoPlanner(stored=lambda *_: stored.pop(0))
-    advise = partial(planner.advise, shape=RUN, device=CUDA, weights=WEIGHTS)
+    advise = partial(planner.advise, shape=RUN, device=CUDA, weights=WEIGHTS, requested=Budgets())
     layerwise = OffloadPolicy.layerwise(1)
     assert advise(layerwise, free_memory_now=_room()) is None, "an unknown machine"
     plan = plan_offload(RUN, slow_disk, Budgets(vram_bytes=12 * GB, ram_bytes=32 * GB))
@@ -333,6 +333,8 @@ def test_advice_is_the_planners_choice_and_the_gain_is_simulated() -> None:
     assert advice.policy.endswith(" in RAM")
     assert advise(plan.policy, free_memory_now=_room()).gain == 1
     assert advise(layerwise, free_memory_now=_room(vram=1)) is None, "nothing fits"
+    little = advise(layerwise, free_memory_now=_room(), requested=Budgets(ram_bytes=6 * GB))
+    assert 1 <= little.gain < advice.gain
 
 
 def test_what_a_first_step_has_taught_is_what_is_known() -> None:
