@@ -384,7 +384,10 @@ def test_server_and_client_are_killed_at_random(
             else:
                 process.kill()
                 process.wait()
+                written = log.stat().st_size
                 process = client(call, log)
+                # A client refuses a server that is absent at the start.
+                wait_until(lambda at=written: b"batch:" in log.read_bytes()[at:], 300, log)
         assert process.wait(600) == DONE, log.read_text(errors="replace")[-4000:]
         assert main(call) == DONE, "the same command again"
     check_videos(out, video_base / "output")
