@@ -107,6 +107,8 @@ With `of_graph`, they were found in the queued graph for a node that is not ours
 when a later graph no longer has them. An empty list then keeps the notices on our own nodes.
 """
 
+CANCELLED = "cancelled"
+
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 
 
@@ -130,9 +132,10 @@ class RunEvents:
         predicted: simulated timeline.
         settings: shown in the table of runs.
         notes: sentences known before the run. Empty ones are left out.
+        is_stop: returns True for the host's own error for a cancelled run, which has no text.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (of a run, and the host that may cancel it)
         self,
         announce: Announce,
         *,
@@ -143,8 +146,10 @@ class RunEvents:
         predicted: Timeline | None = None,
         settings: RunSettings | None = None,
         notes: Sequence[str] = (),
+        is_stop: Callable[[BaseException], bool] = lambda error: False,
     ) -> None:
         self._announce = announce
+        self._is_stop = is_stop
         self._experts = list(experts)
         self._predicted = predicted and predicted.to_dict()
         self._notes = [note for note in notes if note]
@@ -244,7 +249,8 @@ class RunEvents:
         self._state = _State.OVER
         message = None
         if error is not None:
-            message = str(error) or type(error).__name__
+            name = CANCELLED if self._is_stop(error) else type(error).__name__
+            message = str(error) or name
         self._send(
             END,
             timeline=self._timeline and self._timeline.to_dict(),

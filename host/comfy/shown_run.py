@@ -63,6 +63,7 @@ class ShownRun:
             predicted=predicted,
             settings=settings,
             notes=self._notes,
+            is_stop=events.is_stop,
         )
         self._block_counts = block_counts
         steps = max(1, steps)

@@ -306,4 +306,5 @@ def _events_of(
         predicted=prepared.predicted,
         settings=settings,
         notes=prepared.notes,
+        is_stop=host.events.is_stop,
     )

@@ -81,6 +81,14 @@ def test_what_each_worker_did_is_told_at_the_end_without_its_memory() -> None:
     }
 
 
+def test_the_hosts_own_interrupt_is_named_cancelled() -> None:
+    """ComfyUI's bar raises one without text if it notices the button first."""
+    told = Told()
+    with pytest.raises(LookupError), announced(told, is_stop=lambda e: isinstance(e, LookupError)):
+        raise LookupError
+    assert told[-1][1]["error"] == "cancelled"
+
+
 def test_advice_is_announced_at_the_end() -> None:
     told = Told()
     with announced(told) as run:
