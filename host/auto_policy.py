@@ -201,11 +201,7 @@ class AutoPlanner:
         except DoesNotFitError:
             return None
         present = predict(shape.costs(machine, policy.chunk_tokens), policy)
-        on_device = describe_policy(plan.policy, shape.blocks.blocks)
-        return Advice(
-            policy=f"{on_device}, {describe_ram(plan.policy)}",
-            gain=present.total_s / plan.total_s,
-        )
+        return Advice(policy=_words(plan, shape), gain=present.total_s / plan.total_s)
 
 
 def _better_policy(
@@ -226,8 +222,8 @@ def _better_policy(
 
 
 def _describe(plan: OffloadPlan, shape: RunShape) -> str:
-    on_device = describe_policy(plan.policy, shape.blocks.blocks)
-    return (
-        f"chosen: {on_device}, {describe_ram(plan.policy)} ({plan.total_s:.1f} s predicted): "
-        f"{plan.reason}"
-    )
+    return f"chosen: {_words(plan, shape)} ({plan.total_s:.1f} s predicted): {plan.reason}"
+
+
+def _words(plan: OffloadPlan, shape: RunShape) -> str:
+    return f"{describe_policy(plan.policy, shape.blocks.blocks)}, {describe_ram(plan.policy)}"

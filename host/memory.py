@@ -69,7 +69,8 @@ class Memory(Protocol):
         Measures the machine (some seconds) if no profile exists. Raises DoesNotFitError if
         memory is too small for any policy.
         """
-        device, weights = self.device(), ref.high_noise
+        device = self.device()
+        weights = ref.high_noise
 
         def free_memory_now(evicting: bool) -> Budgets:
             return free_memory(pair, device, self.free_vram(evicting=evicting))

@@ -107,8 +107,6 @@ With `of_graph`, they were found in the queued graph for a node that is not ours
 when a later graph no longer has them. An empty list then keeps the notices on our own nodes.
 """
 
-CANCELLED = "cancelled"
-
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
 
 
@@ -249,7 +247,7 @@ class RunEvents:
         self._state = _State.OVER
         message = None
         if error is not None:
-            name = CANCELLED if self._is_stop(error) else type(error).__name__
+            name = "cancelled" if self._is_stop(error) else type(error).__name__
             message = str(error) or name
         self._send(
             END,

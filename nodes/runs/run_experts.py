@@ -65,7 +65,7 @@ class PreparedRun:
     compute: Callable[[OnStep, OnVisits], DenoiseResult]
     predicted: Timeline | None = None
     advise: Callable[[Timeline], Advice | None] = lambda timeline: None
-    """Called with the measured run. Returns a faster policy for one that waited."""
+    """Called with the timeline of the run. Returns the planner's choice for one that waited."""
     notes: tuple[str, ...] = ()
     """Sentences on the chosen policy and layout. May be empty."""
     parts: int = 1
@@ -94,9 +94,11 @@ def prepare_here(
     notes = (choice.reason, *thread_notes(device))
 
     def advise(timeline: Timeline) -> Advice | None:
-        # Which visits a cache skips depends on the video, so such a run cannot be simulated.
-        is_simulated = request.options.cache is None and _waited(timeline)
-        return choice.advise(policy) if is_simulated else None
+        # A cache skips visits by the content of the video, and the simulator has none. Planning
+        # between measured runs would heat the CPU.
+        if request.options.cache is not None or measured is not None:
+            return None
+        return choice.advise(policy) if _waited(timeline) else None
 
     def compute(on_step: OnStep, on_visits: OnVisits) -> DenoiseResult:
         options = replace(telemetry_options(host), on_visits=on_visits)
@@ -127,7 +129,9 @@ def prepare_here(
 def _waited(timeline: Timeline) -> bool:
     """Return whether the steps after the first, which reads all weights, waited noticeably."""
     later = timeline.steps[1:]
-    return sum(step.stall_s for step in later) >= WORTH * sum(step.wall_s for step in later) > 0
+    stall_s = sum(step.stall_s for step in later)
+    wall_s = sum(step.wall_s for step in later)
+    return wall_s > 0 and stall_s >= WORTH * wall_s
 
 
 def prepare_shared(
