@@ -8,7 +8,7 @@ stack or several, as a sampler's calls need them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple, Protocol
@@ -185,15 +185,19 @@ class PassCalls:
         after = max(0, self._expected - number - 1)
         return predict_visits(self.orders, self._stack, visited, passes_after=after, number=number)
 
-    def predicted_pass(self, ahead: int, visited: Sequence[int] = ()) -> tuple[Visit, ...]:
-        """Return the predicted visits in one pass.
+    def predicted_passes(self, visited: Sequence[int], count: int) -> list[tuple[Visit, ...]]:
+        """Return the predicted visits in each of `count` passes from the present or next one on.
 
-        Args:
-            ahead: distance in passes from the present one, or from the next if none is in progress.
-            visited: blocks already visited in it.
+        Blocks already visited in the first one are given.
         """
-        number = self.passes - self._in_pass + ahead
-        return predict_visits(self.orders, self._stack, visited, passes_after=0, number=number)
+        number = self.passes - self._in_pass
+        visits = predict_visits(
+            self.orders, self._stack, visited, passes_after=count - 1, number=number
+        )
+        passes: list[list[Visit]] = [[] for _ in range(count)]
+        for visit in visits:
+            passes[visit.step - number].append(visit)
+        return [tuple(each) for each in passes]
 
     def expect(self, stack: str) -> bool:
         """Return True: all passes are through one stack."""
@@ -292,13 +296,11 @@ class StackCalls:
         """Return the predicted rest of the present pass, and the passes after it."""
         self._planned = self._stacks_ahead()
         self._planned_from = self._number
-        ahead = Counter[str]()
-        visits: list[Visit] = []
-        for stack in self._planned:
-            visits += self._of_stack[stack].predicted_pass(ahead[stack], visited)
-            ahead[stack] += 1
-            visited = ()
-        return tuple(visits)
+        passes: dict[str, Iterator[tuple[Visit, ...]]] = {}
+        for stack, count in Counter(self._planned).items():
+            seen = visited if stack == self._planned[0] else ()
+            passes[stack] = iter(self._of_stack[stack].predicted_passes(seen, count))
+        return tuple(visit for stack in self._planned for visit in next(passes[stack]))
 
     def expect(self, stack: str) -> bool:
         """Correct the prediction for a call to `stack`. Return False if it was not predicted."""

@@ -204,7 +204,7 @@ class PassOrders:
         It comes from the same pass in the run before, else from the latest pass with the same
         start, else it is the blocks left over. A pass that does not begin with block 0 begins with
         a list the model was built with later, whose blocks follow each other. Lists it has passed
-        over come last.
+        over come last. A list that others have interrupted twice is interrupted at such distances.
         """
         start = tuple(visited)
         for order in (*self.course[number : number + 1], *self.seen):
@@ -212,14 +212,61 @@ class PassOrders:
                 return order[len(start) :]
         if not start:
             return self.expected
-        passed = set(start)
+        in_turns = self._in_turns(start)
+        passed = {*start, *in_turns}
         first = start[-1] + 1 if start[0] else 0
         order = (*range(first, self.blocks), *range(first))
         begun = {self._list_of(block) for block in start}
         left = (block for block in order if block not in passed)
-        return tuple(
+        return in_turns + tuple(
             sorted(left, key=lambda block: block < start[-1] and self._list_of(block) not in begun)
         )
+
+    def _in_turns(self, start: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the rest of the longest list, with blocks of other lists in between.
+
+        Empty unless it was interrupted twice in the same way.
+        """
+        bounds = (0, *self.lists, self.blocks)
+        begun = {self._list_of(block) for block in start}
+        longest = max(begun, key=lambda each: bounds[each + 1] - bounds[each])
+        turns, at = self._interruptions(longest, start)
+        if len(turns) < 2:
+            return ()
+        (before, usual), (latest, present) = [*turns.items()][-2:]
+        distance = latest - before
+        shift = present[0] - usual[0]
+        usual = tuple(block + shift for block in usual)
+        expected = usual
+        if at == latest:  # the interruption may go on
+            expected = usual[: len(present)]
+        if present != expected or not latest <= at <= latest + distance:
+            return ()
+        rest: list[int] = []
+        for block in range(at, bounds[longest + 1]):
+            if block > at:
+                rest.append(block)
+            number, between = divmod(block - latest, distance)
+            if not between:
+                skipped = len(present) if block == latest else 0
+                for each in usual[skipped:]:
+                    moved = each + number * shift
+                    if moved < self.blocks and self._list_of(moved) == self._list_of(each):
+                        rest.append(moved)
+        return tuple(rest)
+
+    def _interruptions(
+        self, interrupted: int, start: tuple[int, ...]
+    ) -> tuple[dict[int, tuple[int, ...]], int]:
+        """Return blocks of other lists behind each block of a list, and the latest block of it."""
+        turns: dict[int, tuple[int, ...]] = {}
+        at = -1
+        for block in start:
+            if self._list_of(block) == interrupted:
+                at = block
+            elif at >= 0:
+                turns[at] = (*turns.get(at, ()), block)
+        return turns, at
 
     def _list_of(self, block: int) -> int:
         return bisect_right(self.lists, block)
