@@ -1,15 +1,16 @@
-"""Candidate policies for the planner, with memory needs and a lower bound on run time."""
+"""Candidate policies for the planner, with memory needs and lower bounds on times."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..schema import OffloadPolicy
-from .costs import RunCosts
+from .costs import BlockCosts, RunCosts
 from .memory import MemoryBudget, MemoryNeeds, memory_needs
-from .programs.ram_program import plan_ram
+from .programs.ram_program import STAGING_SLOTS, plan_ram
+from .programs.simulator import RAW_SLOTS
 
 # Not 0: without prefetch nothing overlaps.
 DEPTHS = (1, 2, 3)
@@ -49,6 +50,27 @@ class Candidates:
     costs: Callable[[int | None], RunCosts]
     chunks: Sequence[int] = ()
     budget: MemoryBudget
+
+    @staticmethod
+    def first_policy(blocks: BlockCosts, ram_bytes: int) -> OffloadPolicy:
+        """Return the policy for a first model call on a device with dedicated memory.
+
+        It keeps as many blocks in RAM as fit into `ram_bytes`. The call reads each block from the
+        file in any case, so rates would not change its time. A policy chosen afterwards would have
+        to read blocks again to keep them.
+        """
+        first = OffloadPolicy.layerwise()
+
+        def taken(ram_blocks: int) -> int:
+            kept = with_ram_blocks(first, ram_blocks)
+            return memory_needs(blocks, kept, has_bus=True).host_bytes
+
+        every = len(blocks.stacks) * blocks.blocks
+        if taken(every) <= ram_bytes:  # without slots for reading other blocks
+            return with_ram_blocks(first, every)
+        # `taken` grows with the number of blocks, so bisection finds the most that fit.
+        ram_blocks = bisect_right(range(1, every), ram_bytes, key=taken)
+        return with_ram_blocks(first, ram_blocks) if ram_blocks else first
 
     def fitting(self) -> tuple[list[Fit], list[Fit]]:
         """Return candidates within the budget, and usual policies that exceed it.
@@ -189,3 +211,40 @@ def lower_bound_s(costs: RunCosts, policy: OffloadPolicy) -> float:
         stage = expert
         seen.add(expert)
     return late_s + computed_s
+
+
+def last_step_bound_s(costs: RunCosts, policy: OffloadPolicy) -> float:
+    """Return a lower bound on the time of a run's last step under `policy`, in seconds.
+
+    All blocks are computed, and bytes that do not stay are moved. Earlier steps may have moved as
+    many blocks ahead as there are buffers and slots for streamed ones.
+    """
+    hardware = costs.hardware
+    blocks = range(costs.blocks.blocks)
+    stack = costs.steps[-1].expert
+    residency, sizes = costs.blocks.plan_buffers(policy)
+    in_ram = plan_ram(policy, residency, costs.blocks.counts).residency.residents.get(stack, ())
+    residents = residency.residents.get(stack, ())
+    fetched = [block for block in blocks if block not in residents]
+    transfers = hardware.fetch_costs(len(blocks))
+    shares = hardware.visit_shares or (1.0,) * len(blocks)
+    computed_s = sum(shares) * hardware.visit_s[stack] + hardware.step_overhead_s
+    copied: list[int] = []
+    if hardware.decode_computes:
+        computed_s += sum(transfers[block].decode_s for block in fetched)
+    elif costs.blocks.reads_directly(has_bus=costs.has_bus):
+        copied = [block for block in fetched if block in in_ram]
+    else:
+        copied = fetched
+    ahead = len(sizes.capacities) - len(residents) + RAW_SLOTS * costs.blocks.decodes
+    copy_s = _without_largest(ahead, (transfers[block].copy_s for block in copied))
+    from_file = [block for block in fetched if block not in in_ram]
+    read_s = _without_largest(
+        ahead + STAGING_SLOTS, (transfers[block].read_s for block in from_file)
+    )
+    return max(computed_s, copy_s, read_s)
+
+
+def _without_largest(count: int, times: Iterable[float]) -> float:
+    """Return the sum without the `count` largest numbers."""
+    return sum(sorted(times, reverse=True)[count:])

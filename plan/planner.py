@@ -12,7 +12,14 @@ from functools import cache, partial
 
 from ..schema import OffloadPolicy
 from ..schema.records import StepRecord
-from .candidates import Candidates, Fit, is_usual, lower_bound_s, with_ram_blocks
+from .candidates import (
+    Candidates,
+    Fit,
+    is_usual,
+    last_step_bound_s,
+    lower_bound_s,
+    with_ram_blocks,
+)
 from .costs import BlockCosts, Budgets, RunModel, measured_costs
 from .describe import plan_reason
 from .machine import Machine
@@ -126,16 +133,31 @@ class _Search:
         )
         return (bound_s, fit.needs.device_bytes, fit.needs.host_bytes)
 
-    def smallest_of_fastest(self, tolerance: float) -> Candidate | None:
-        """Return the candidate with the least memory among the shortest last steps.
+    def smallest_of_fastest(self, fits: list[Fit], tolerance: float) -> Candidate | None:
+        """Return the policy with the least memory among the shortest last steps.
 
-        None without candidates.
+        None without policies. Others are simulated until no further one can be the result.
         """
-        shortest_s = min((each.last_step_s for each in self.candidates.values()), default=0.0)
-        fast_enough = (1 + tolerance) * shortest_s
-        near = [each for each in self.candidates.values() if each.last_step_s <= fast_enough]
+        bounds = {fit.policy: last_step_bound_s(self.space.costs(None), fit.policy) for fit in fits}
+        least_s = min(bounds.values(), default=0.0)
+        near = 1 + tolerance
+        shortest_s = math.inf
+        by_memory = sorted(
+            fits,
+            key=lambda fit: (fit.needs.device_bytes, fit.needs.host_bytes, bounds[fit.policy]),
+        )
+        # With the most memory first: its last step is short, and excludes most others.
+        for fit in by_memory[-1:] + by_memory:
+            if bounds[fit.policy] <= near * shortest_s:
+                last_step_s = self.simulate(fit.policy).last_step_s
+                shortest_s = min(shortest_s, last_step_s)
+                if fit is not by_memory[-1] and last_step_s <= near * least_s:
+                    break
+        fast_enough = [
+            each for each in self.candidates.values() if each.last_step_s <= near * shortest_s
+        ]
         return min(
-            near,
+            fast_enough,
             key=lambda each: (each.device_bytes, each.host_bytes, each.last_step_s),
             default=None,
         )
@@ -233,11 +255,13 @@ def plan_passes(
         shared=not has_bus,
     )
     search = _Search(Candidates(costs=lambda _: costs, budget=budget))
-    for policy in _most_in_ram(search.space.fitting()[0]):
+    fits = [
+        fit
+        for fit in _most_in_ram(search.space.fitting()[0])
         # Without a copy, the rate from RAM is unknown.
-        if policy.source == "file" or measured.transfers.copied_bytes:
-            search.simulate(policy)
-    best = search.smallest_of_fastest(tolerance=0.01)
+        if fit.policy.source == "file" or measured.transfers.copied_bytes
+    ]
+    best = search.smallest_of_fastest(fits, tolerance=0.01)
     # After `best`, because the present policy need not fit into the budget.
     now = search.simulate(present)
     stays = keep_present or in_use.device_bytes <= budget.device
@@ -254,11 +278,11 @@ def plan_passes(
     )
 
 
-def _most_in_ram(fits: list[Fit]) -> Iterable[OffloadPolicy]:
-    """Return each device policy with no RAM-resident blocks, and with the most."""
+def _most_in_ram(fits: list[Fit]) -> Iterable[Fit]:
+    """Return the fits for each device policy with no RAM-resident blocks, and with the most."""
     # Fits with more RAM-resident blocks come later and replace earlier ones.
     found = {
-        (replace(fit.policy, source="file", ram_blocks=None), fit.policy.source): fit.policy
+        (replace(fit.policy, source="file", ram_blocks=None), fit.policy.source): fit
         for fit in fits
     }
     return found.values()

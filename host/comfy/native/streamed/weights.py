@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -14,7 +12,7 @@ from .....devices import compute_device, runtime_for
 from .....offload import OffloadEngine, StreamedWeights, attach_offload
 from .....offload.formats import copy_together, piece_name
 from .....offload.sources import BlockSource, TensorSource, joined_source
-from .....plan import BlockCosts, memory_needs
+from .....plan import BlockCosts, Candidates, memory_needs
 from .....plan.programs import BlockKey, BlockSize
 from .....schema import OffloadPolicy
 from ..network.layers import inner_tensors, joined
@@ -152,26 +150,11 @@ class NativeWeights(StreamedWeights):
     def first_policy(self, ram_bytes: int) -> OffloadPolicy:
         """Return the policy for a first model call, when no rates are known.
 
-        It keeps as many blocks in RAM as fit into `ram_bytes`. The call reads each block from the
-        file in any case. A policy chosen afterwards would have to read blocks again to keep them.
         Models with tensors in RAM stream from there.
         """
-        first = OffloadPolicy.layerwise()
         if not self.has_bus or self._in_memory:
-            return first
-
-        def keeping(ram_blocks: int) -> OffloadPolicy:
-            return replace(first, source="pinned", ram_blocks=ram_blocks)
-
-        def taken(ram_blocks: int) -> int:
-            return memory_needs(self.costs, keeping(ram_blocks), has_bus=True).host_bytes
-
-        blocks = sum(self.block_counts.values())
-        if taken(blocks) <= ram_bytes:  # without slots for reading other blocks
-            return keeping(blocks)
-        # `taken` grows with the number of blocks, so bisection finds the most that fit.
-        ram_blocks = bisect_right(range(1, blocks), ram_bytes, key=taken)
-        return keeping(ram_blocks) if ram_blocks else first
+            return OffloadPolicy.layerwise()
+        return Candidates.first_policy(self.costs, ram_bytes)
 
     def is_on(self, device: torch.device) -> bool:
         """Return True if the engine is loaded on this device."""
