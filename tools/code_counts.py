@@ -2,8 +2,7 @@
 
     python -m wanstream.tools.code_counts [CHECKOUT]
 
-Every figure is read from the syntax trees, so any commit can be counted. Give a checkout path.
-checkout.
+Every figure is read from the syntax trees, so any commit can be counted, by the path of a checkout.
 """
 
 from __future__ import annotations

@@ -172,8 +172,6 @@ def other_algorithm(key: str) -> str | None:
 
 def other_model(keys: Iterable[str]) -> str | None:
     """Return the known model other than Wan that a LoRA with `keys` is probably for, or None."""
-    # Not all dots: underscores behind a wrapper would make "transformer.blocks" another model's
-    # blocks.
     # Not all dots: underscores behind a wrapper would make "transformer.blocks" the blocks of
     # another model.
     flat = [_DOT_AT_NUMBER.sub("_", _FLAT_PREFIX.sub("", key, count=1)) for key in keys]

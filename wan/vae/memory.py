@@ -100,7 +100,10 @@ def encode_pixel_bytes(
     config: Mapping[str, Any], latent_frames: int, dtype: torch.dtype = torch.float32
 ) -> int:
     """Return the same for encoding to `latent_frames` latent frames, without the video itself."""
-    return _count_bytes(_key(config), min(latent_frames, STEADY_AFTER), dtype, decode=False)
+    counted = min(latent_frames, STEADY_AFTER)
+    # Finished latents, a mean and a variance per value, stay on the device until the last frame.
+    finished: int = 2 * config["z_dim"] * dtype.itemsize * (latent_frames - counted)
+    return _count_bytes(_key(config), counted, dtype, decode=False) + finished
 
 
 def _key(config: Mapping[str, Any]) -> str:
