@@ -1,14 +1,14 @@
 """Thumbnails for the template browser: workflow input left, model middle, output right.
 
 They consist of a few symbols (text, picture, film, chart, GPU, graph), so that templates differ at
-a glance.
+a glance. A line below has the size of the weights, and how much of them is in VRAM at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pi, sin
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -92,6 +92,35 @@ SCENES = {
 """Scene by workflow. A workflow missing here is a KeyError in the builder."""
 
 
+class Footprint(NamedTuple):
+    """Sizes of a model in GB, in the number format of the workflow's files."""
+
+    weights: float
+    """Diffusion model files together."""
+    buffers: float
+    """Two of the largest block under Layerwise Prefetch. Less where fp8 blocks are not decoded."""
+
+    def words(self) -> str:
+        return f"{self.weights:g} GB of weights, up to {self.buffers:g} GB in VRAM"
+
+
+FP8_PAIR = Footprint(weights=29, buffers=1.4)
+FOOTPRINTS = {
+    "Wan2.2 A14B": FP8_PAIR,
+    "Fun Control 2.2": FP8_PAIR,
+    "Fun InP 2.2": FP8_PAIR,
+    "Bernini-R": FP8_PAIR,
+    "Wan2.1 VACE": Footprint(weights=35, buffers=1.6),
+    "Wan2.2 Animate": Footprint(weights=35, buffers=1.6),
+    "Flux dev": Footprint(weights=24, buffers=1.4),
+    "Qwen-Image": Footprint(weights=20, buffers=0.7),
+    "Wan2.1 1.3B": Footprint(weights=2.8, buffers=0.2),
+    "Wan2.1 14B": Footprint(weights=16, buffers=1.6),
+    "Wan2.2 5B": Footprint(weights=10, buffers=0.7),
+}
+"""Footprint by model. The LTX-2 file mixes number formats, and its sizes are not known here."""
+
+
 def thumbnail(stem: str) -> Image.Image:
     """Draw the thumbnail for the workflow with this name."""
     scene = SCENES[stem]
@@ -113,6 +142,8 @@ def thumbnail(stem: str) -> Image.Image:
     pen.words((340, 352), scene.label, 30, INK)
     if scene.mark:
         pen.words((615, 360), scene.mark, 40, GREEN)
+    if scene.label in FOOTPRINTS:
+        pen.words((400, 420), FOOTPRINTS[scene.label].words(), 26, INK)
     return picture.resize(SIZE, Image.Resampling.LANCZOS)
 
 
