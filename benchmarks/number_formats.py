@@ -29,7 +29,7 @@ from wanstream.schema.refs import Arithmetic, Storage
 from wanstream.testing.experts import save_expert_file
 from wanstream.testing.quantised import scaled_fp8
 from wanstream.testing.weights import TinyShape, make_expert
-from wanstream.tests.support.number_formats import MixedLayout
+from wanstream.tests.support.wan.number_formats import MixedLayout
 from wanstream.wan import open_experts
 
 SHAPE = TinyShape(layers=8, heads=4, ffn_dim=2048)

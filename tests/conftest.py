@@ -30,16 +30,16 @@ from wanstream.testing.weights import (
     make_vae,
     make_wan22_vae,
 )
-from wanstream.tests.support.quantised_files import FP8_LAYOUTS, dequantised, save_shards
+from wanstream.tests.support.wan.quantised_files import FP8_LAYOUTS, dequantised, save_shards
 
 # A time limit per example would fail on a busy machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 pytest_plugins = [
-    f"wanstream.tests.support.{package}_fixtures"
-    for package in ("plan", "bench", "offload", "wan", "sampling", "distributed", "host")
-] + ["wanstream.tests.support.accelerator"]
+    f"wanstream.tests.support.{package}.fixtures"
+    for package in ("offload", "wan", "sampling", "distributed", "host")
+] + ["wanstream.tests.support.plan_fixtures", "wanstream.tests.support.accelerator"]
 
 INTEGRATION_MARKS = {"comfy", "browser"}
 INTEGRATION_FIXTURES = {"processes", "process_pools"}
@@ -156,14 +156,9 @@ def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
         **shape: int,
     ) -> Path:
         path = tmp_path_factory.mktemp("expert") / "expert.safetensors"
+        model = make_expert(TinyShape(**shape), seed=seed)
         layout = None if fp8 is None else FP8_LAYOUTS[fp8]
-        save_expert_file(
-            make_expert(TinyShape(**shape), seed=seed),
-            path,
-            dtype=dtype,
-            prefix=prefix,
-            quantised=layout,
-        )
+        save_expert_file(model, path, dtype=dtype, prefix=prefix, quantised=layout)
         return path
 
     return file
@@ -186,9 +181,8 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
     def folder(*, dtype: torch.dtype = torch.float32) -> Path:
         path = tmp_path_factory.mktemp("pipeline")
         make_vae(seed=0).save_pretrained(path / "vae")
-        save_text_encoder_folders(
-            make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), path, dtype=dtype
-        )
+        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
+        save_text_encoder_folders(encoder, path, dtype=dtype)
         return path
 
     return folder

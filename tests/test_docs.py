@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -26,7 +25,6 @@ from wanstream.distributed.clusters import OPTIONAL, REQUIRED
 from wanstream.distributed.driver import driver, heartbeat
 from wanstream.distributed.ray.pool import START_TIMEOUT_S
 from wanstream.host.run_events import KEPT_RUNS
-from wanstream.nodes import WanStreamExtension
 from wanstream.offload.formats.safetensors_header import MAX_HEADER_BYTES
 from wanstream.sampling import saved_states
 from wanstream.sampling.cache import PRESETS
@@ -36,6 +34,7 @@ from wanstream.schema.records.timeline import STEP_FIGURES
 from wanstream.schema.refs import WEIGHT_PLACEMENTS, KernelSet
 from wanstream.shapes.block_times import WORTHWHILE
 from wanstream.telemetry.trace import MAX_SPANS
+from wanstream.tests.support.host.given_nodes import PACK
 from wanstream.tools.code_counts import SourceTree
 from wanstream.tools.model_files import MODEL_FILES
 from wanstream.wan.measurement.meter import METERED_TOKENS
@@ -46,9 +45,7 @@ ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 TEXTS = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ROOT_PAGES}
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 EACH_TEXT = pytest.mark.parametrize("name", sorted(TEXTS))
-TITLES = {
-    node.define_schema().display_name for node in asyncio.run(WanStreamExtension().get_node_list())
-}
+TITLES = {node.define_schema().display_name for node in PACK}
 NODES = TITLES | {title.partition(" (")[0] for title in TITLES}
 FAMILIES = {"Wan Animate", "Wan Bernini", "Wan Dancer"}
 """Native models, not nodes."""
@@ -56,11 +53,11 @@ NEVER_RUN = re.compile(r"never run|nothing on this page was measured|no figure h
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
-def test_a_page_has_120_lines_at_most(name: str) -> None:
+def test_page_has_120_lines_at_most(name):
     assert len(PAGES[name].splitlines()) <= 120
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
+def test_every_page_is_reached_from_the_readme():
     reached: set[str] = set()
     waiting = ["README.md"]
     while waiting:
@@ -72,7 +69,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert {*TEXTS} <= reached
 
 
-def test_pages_for_several_gpus_begin_with_what_was_never_run() -> None:
+def test_pages_for_several_gpus_begin_with_what_was_never_run():
     section = PAGES["start.md"].partition("### Several GPUs")[2].partition("\n### ")[0]
     listed = re.findall(r"\]\(([\w-]+\.md)\)", section)
     prefixes = ("workers", "scaling", "batch-ray", "batch-servers")
@@ -82,7 +79,7 @@ def test_pages_for_several_gpus_begin_with_what_was_never_run() -> None:
 
 
 @EACH_TEXT
-def test_every_node_in_bold_or_in_a_table_is_ours(name: str) -> None:
+def test_every_node_in_bold_or_in_a_table_is_ours(name):
     bold = re.findall(r"\*\*((?:Wan|Load |Stream |Join |Split )[^*]*?)\*\*", TEXTS[name])
     assert {text for text in bold if not text.endswith((".", ":"))} <= NODES
     rows = "\n".join(line for line in TEXTS[name].splitlines() if line.startswith("|"))
@@ -93,7 +90,7 @@ def test_every_node_in_bold_or_in_a_table_is_ours(name: str) -> None:
 
 
 @EACH_TEXT
-def test_every_command_line_is_accepted(name: str) -> None:
+def test_every_command_line_is_accepted(name):
     lines = [line for block in FENCED.findall(TEXTS[name]) for line in block.splitlines()]
     for line in lines:
         if line.startswith("wanstream "):
@@ -102,7 +99,7 @@ def test_every_command_line_is_accepted(name: str) -> None:
 
 
 @EACH_TEXT
-def test_every_command_in_a_sentence_has_these_options(name: str) -> None:
+def test_every_command_in_a_sentence_has_these_options(name):
     (commands,) = (
         action.choices for action in _parser()._actions if isinstance(action.choices, dict)
     )
@@ -112,7 +109,7 @@ def test_every_command_in_a_sentence_has_these_options(name: str) -> None:
 
 
 @EACH_TEXT
-def test_every_path_of_this_repository_is_there(name: str) -> None:
+def test_every_path_of_this_repository_is_there(name):
     found = re.findall(r"(?<![\w./-])(?:\.\./)?((?:benchmarks|docs|tests)/[\w./*-]+)", TEXTS[name])
     for path in found:
         assert [*ROOT.glob(path.rstrip("./"))], path
@@ -139,7 +136,7 @@ def _words(text: str) -> list[str]:
     return ["\0" if "\0" in word else word for word in WORD.findall(text)]
 
 
-def test_every_quoted_message_has_the_words_of_the_code() -> None:
+def test_every_quoted_message_has_the_words_of_the_code():
     """Adjacent words in a message are adjacent in the code too, or have a value in between."""
     modules = SourceTree(ROOT).trees.values()
     known = {
@@ -177,7 +174,7 @@ LISTED: dict[tuple[str, str], Iterable[str]] = {
 
 
 @pytest.mark.parametrize(("page", "head"), LISTED)
-def test_a_table_lists_what_the_code_has(page: str, head: str) -> None:
+def test_table_lists_what_the_code_has(page, head):
     rows = PAGES[f"{page}.md"].partition(f"| {head} |")[2].partition("\n\n")[0].splitlines()[2:]
     columns = head.count("|") + 1
     cells = [" ".join(row.strip("| ").split(" | ")[:columns]) for row in rows]
@@ -223,12 +220,12 @@ IN_WORDS = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_limit_is_that_of_the_code(name: str) -> None:
+def test_limit_is_that_of_the_code(name):
     words = " ".join(TEXTS[name].split())
     assert [limit for limit in LIMITS[name] if limit not in words] == []
 
 
-def test_limits_in_words_are_those_of_the_code() -> None:
+def test_limits_in_words_are_those_of_the_code():
     words = " ".join(" ".join(PAGES.values()).split())
     assert [limit for limit, is_true in IN_WORDS.items() if not is_true or limit not in words] == []
 
@@ -238,7 +235,7 @@ def _kind(file: str) -> str:
     return re.sub("high|low", "", file.lower()).replace("i2v", "t2v").replace("v1.1", "v1")
 
 
-def test_the_files_of_all_workflows_are_listed() -> None:
+def test_files_of_all_workflows_are_listed():
     used = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "workflows" / "api").glob("*.json")
     )

@@ -42,7 +42,7 @@ def _run(code: str, *args: str) -> dict[str, object]:
     return result
 
 
-def test_import_as_comfyui_does_changes_nothing(tmp_path: Path) -> None:
+def test_import_as_comfyui_does_changes_nothing(tmp_path):
     folder = tmp_path / "ComfyUI-Wan2.2-Stream"
     folder.symlink_to(ROOT, target_is_directory=True)
     found = _run(LOAD, str(folder))
@@ -76,9 +76,7 @@ print(json.dumps({"ids": ids, "called": called, "path": sys.path == path, "modul
 """
 
 
-def test_entry_point_lists_nodes_under_any_folder_name_and_imports_no_model_library(
-    tmp_path: Path,
-) -> None:
+def test_entry_point_lists_nodes_without_model_libraries(tmp_path):
     folder = tmp_path / "pack with.dots-and spaces"
     folder.symlink_to(ROOT, target_is_directory=True)
     found = _run(ENTRY, str(folder))

@@ -6,8 +6,10 @@ import ast
 import builtins
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,88 +22,33 @@ from wanstream.tools.code_counts import (
 )
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    "schema",
-    "plan",
-    "shapes",
-    "devices",
-    "telemetry",
-    "bench",
-    "offload",
-    "block_kernels",
-    "wan",
-    "sampling",
-    "distributed",
-    "host",
-    "nodes",
-    "batch",
-    "testing",
-    "cli",
-    "tools",
-)
+ORDER = """
+    schema plan shapes devices telemetry bench offload block_kernels wan sampling distributed host
+    nodes batch testing cli tools
+"""
+PACKAGES = ORDER.split()
 LEVEL = {package: level for level, package in enumerate(PACKAGES)}
-COMFY = {
-    "comfy",
-    "comfy_api",
-    "comfyui_version",
-    "comfy_execution",
-    "comfy_extras",
-    "folder_paths",
-    "server",
-    "latent_preview",
-    "nodes",
-}
+COMFY = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version"}
+COMFY |= {"folder_paths", "latent_preview", "nodes", "server"}
 LONGEST_CHAIN = 25
 STDLIB_ONLY = {"schema", "plan", "shapes"}
 NO_WAN = {"schema", "plan", "shapes", "devices", "telemetry", "bench", "offload"}
 ORDER_INSIDE = {
-    "offload": (
-        "core",
-        "formats",
-        "sources",
-        "sharding",
-        "transfers",
-        "host_memory",
-        "engine",
-        "probes",
-    ),
-    "wan": (
-        "latents",
-        "checkpoint",
-        "",
-        "text",
-        "vae",
-        "lora",
-        "transformer",
-        "experts",
-        "measurement",
-    ),
-    "sampling": ("steps", "cache", "inputs", "loop", ""),
-    "distributed": ("", "plan", "worker", "transport", "ray", "driver"),
-    "batch": ("folder", "rows", "journal", "", "running", "servers"),
-    "nodes": ("runs", "", "native", "clips", "variants"),
-    "schema": ("text", "records", "", "refs"),
-    "plan": ("programs", ""),
-    "devices": ("machine", ""),
-    "host": (
-        "workers",
-        "",
-        "embedded.workflow",
-        "embedded",
-        "comfy",
-        "comfy.native.network",
-        "comfy.native.streamed",
-        "comfy.native.runs",
-        "comfy.native",
-        "comfy.experts",
-        "comfy.adapter",
-    ),
+    "offload": "core formats sources sharding transfers host_memory engine probes",
+    "wan": "latents checkpoint . text vae lora transformer experts measurement",
+    "sampling": "steps cache inputs loop .",
+    "distributed": ". plan worker transport ray driver",
+    "batch": "folder rows journal . running servers",
+    "nodes": "runs . native clips variants",
+    "schema": "text records . refs",
+    "plan": "programs .",
+    "devices": "machine .",
+    "host": "workers . embedded.workflow embedded comfy comfy.native.network "
+    "comfy.native.streamed comfy.native.runs comfy.native comfy.experts comfy.adapter",
 }
-"""Sub-packages by package: each one imports only earlier ones. "" has the package's modules."""
+"""Sub-packages by package: each one imports only earlier ones. "." has the package's modules."""
 MOST_NAMES = 30
 """Names for other packages to import from a package, or from a sub-package with a list."""
-
-EACH_PACKAGE = pytest.mark.parametrize("package", PACKAGES)
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +57,31 @@ def tree() -> SourceTree:
     return SourceTree(ROOT, PACKAGES)
 
 
-def _modules(tree: SourceTree, package: str) -> Iterator[tuple[Path, ast.Module]]:
+KINDS = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Module, ast.ClassDef, ast.FunctionDef)
+Nodes = dict[type[ast.AST], list[tuple[Path, Any]]]
+
+
+@pytest.fixture(scope="module")
+def nodes(tree: SourceTree) -> Nodes:
+    """Syntax nodes of all modules by type, each with the file's path in the project."""
+    found: Nodes = defaultdict(list)
     for path, module in tree.trees.items():
-        if path.relative_to(ROOT).parts[0] == package:
-            yield path, module
+        for node in ast.walk(module):
+            if isinstance(node, KINDS):
+                found[type(node)].append((path.relative_to(ROOT), node))
+    return found
 
 
-def _foreign_imports(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield each module imported absolutely, with the line."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.lineno, node.module or ""
+def _foreign_imports(nodes: Nodes) -> Iterator[tuple[Path, int, str]]:
+    """Yield each module imported absolutely, with the file and the line."""
+    for place, node in nodes[ast.Import]:
+        yield from ((place, node.lineno, alias.name) for alias in node.names)
+    for place, node in nodes[ast.ImportFrom]:
+        if node.level == 0:
+            yield place, node.lineno, node.module or ""
 
 
-def test_imports_point_upwards(tree: SourceTree) -> None:
+def test_imports_point_upwards(tree):
     for found in tree.imports:
         source, target = found.source.split(".")[0], found.target.split(".")[0]
         where = f"{found.source}:{found.line} imports {found.target}"
@@ -133,37 +89,37 @@ def test_imports_point_upwards(tree: SourceTree) -> None:
         assert target == source or LEVEL[target] < LEVEL[source], where
 
 
-@EACH_PACKAGE
-def test_packages_import_only_the_libraries_of_their_layer(tree: SourceTree, package: str) -> None:
-    for path, module in _modules(tree, package):
-        for line, name in _foreign_imports(module):
-            where = f"{path.relative_to(ROOT)}:{line} imports {name}"
-            top = name.split(".")[0]
-            assert top != "wanstream", f"{where}: inside the pack imports are relative"
-            assert package == "host" or top not in COMFY, where
-            assert package not in STDLIB_ONLY or top in sys.stdlib_module_names, where
-            assert package not in NO_WAN or top not in {"diffusers", "transformers"}, where
+def test_packages_import_only_the_libraries_of_their_layer(nodes):
+    for place, line, name in _foreign_imports(nodes):
+        package = place.parts[0]
+        where = f"{place}:{line} imports {name}"
+        top = name.split(".")[0]
+        assert top != "wanstream", f"{where}: inside the pack imports are relative"
+        assert package == "host" or top not in COMFY, where
+        assert package not in STDLIB_ONLY or top in sys.stdlib_module_names, where
+        assert package not in NO_WAN or top not in {"diffusers", "transformers"}, where
 
 
-def test_modules_do_not_import_each_other_in_cycles(tree: SourceTree) -> None:
+def test_modules_do_not_import_each_other_in_cycles(tree):
     """Imports inside functions and for type checkers count too."""
     assert not [cycle for cycle in components(tree.edges()) if len(cycle) > 1]
 
 
-def test_sub_packages_do_not_import_each_other_in_cycles(tree: SourceTree) -> None:
+def test_sub_packages_do_not_import_each_other_in_cycles(tree):
     cycles = [cycle for cycle in components(tree.sub_package_edges()) if len(cycle) > 1]
     assert not cycles
 
 
 @pytest.mark.parametrize("package", ORDER_INSIDE)
-def test_sub_packages_import_the_earlier_ones(tree: SourceTree, package: str) -> None:
-    level = {f"{package}.{part}".strip("."): at for at, part in enumerate(ORDER_INSIDE[package])}
+def test_sub_packages_import_the_earlier_ones(tree, package):
+    parts = ORDER_INSIDE[package].split()
+    level = {f"{package}.{part}".strip("."): at for at, part in enumerate(parts)}
     for source, targets in tree.sub_package_edges().items():
         for target in targets if source.split(".")[0] == package else ():
             assert level[target] < level[source], f"{source} imports {target}"
 
 
-def test_other_packages_are_imported_by_their_public_surface(tree: SourceTree) -> None:
+def test_other_packages_are_imported_by_their_public_surface(tree):
     # tools/walks.py measures calls behind the surface of offload.
     past = [each for each in past_surface(tree) if each.source != "tools.walks"]
     assert not past, "\n".join(
@@ -171,41 +127,36 @@ def test_other_packages_are_imported_by_their_public_surface(tree: SourceTree) -
     )
 
 
-def test_surfaces_are_narrow(tree: SourceTree) -> None:
+def test_surfaces_are_narrow(tree):
     for surface, count in surfaces(tree).items():
         assert count <= MOST_NAMES, f"other packages import {count} names from {surface}"
 
 
-def test_chains_of_imports_stay_short(tree: SourceTree) -> None:
+def test_chains_of_imports_stay_short(tree):
     """A reader may have to open every module along a chain."""
     depths = import_depths(tree.edges())
     deepest = max(depths, key=lambda module: depths[module])
     assert depths[deepest] <= LONGEST_CHAIN, f"{deepest} is behind {depths[deepest]} modules"
 
 
-def test_only_node_classes_look_the_host_up(tree: SourceTree) -> None:
+def _calls(node: ast.AST, name: str, *, in_classes: bool) -> Iterator[int]:
+    """Yield the lines of a function's calls."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.Call) and getattr(each.func, "id", "") == name:
+            yield each.lineno
+        if in_classes or not isinstance(each, ast.ClassDef):
+            yield from _calls(each, name, in_classes=in_classes)
+
+
+def test_only_node_classes_look_the_host_up(nodes):
     """Functions get the host, or the part they need, as an argument."""
-    for path, module in tree.trees.items():
-        classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
-        in_classes = {
-            id(node)
-            for each in classes
-            for node in ast.walk(each)
-            if path.is_relative_to(ROOT / "nodes")
-        }
-        for node in ast.walk(module):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id == "current_host"
-            ):
-                assert id(node) in in_classes, f"{path.relative_to(ROOT)}:{node.lineno}"
+    for place, module in nodes[ast.Module]:
+        forbidden = _calls(module, "current_host", in_classes=place.parts[0] != "nodes")
+        assert [*forbidden] == [], place
 
 
-@pytest.mark.parametrize(
-    "package", [package for package in PACKAGES if package not in {"cli", "tools"}]
-)
-def test_public_surfaces_list_their_names(tree: SourceTree, package: str) -> None:
+@pytest.mark.parametrize("package", sorted({*PACKAGES} - {"cli", "tools"}))
+def test_public_surfaces_list_their_names(tree, package):
     imported = {
         alias.asname or alias.name
         for node in ast.walk(tree.trees[ROOT / package / "__init__.py"])
@@ -218,89 +169,64 @@ def test_public_surfaces_list_their_names(tree: SourceTree, package: str) -> Non
         assert listed == imported
 
 
-@EACH_PACKAGE
-def test_module_docstrings_start_with_a_noun_or_a_verb(tree: SourceTree, package: str) -> None:
-    for path, module in _modules(tree, package):
+def test_module_docstrings_start_with_a_noun_or_a_verb(nodes):
+    for place, module in nodes[ast.Module]:
         docstring = ast.get_docstring(module)
-        assert docstring, path
-        assert docstring.split(maxsplit=1)[0] not in {
-            "What",
-            "Which",
-            "Where",
-            "Whether",
-            "How",
-            "Who",
-        }, path
-        assert path.stem not in {"utils", "common", "helpers", "manager"}, path
+        assert docstring, place
+        assert not re.match(r"(What|Which|Where|Whether|How|Who)\b", docstring), place
+        assert place.stem not in {"utils", "common", "helpers", "manager"}, place
 
 
-def _docstrings(module: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    for node in ast.walk(module):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            yield node, ast.get_docstring(node) or ""
+def _docstrings(nodes: Nodes) -> Iterator[tuple[Path, ast.AST, str]]:
+    for kind in (ast.Module, ast.ClassDef, ast.FunctionDef):
+        for place, node in nodes[kind]:
+            yield place, node, ast.get_docstring(node) or ""
 
 
-def test_docstrings_name_errors_that_exist(tree: SourceTree) -> None:
+def test_docstrings_name_errors_that_exist(nodes):
     known = set(vars(builtins)) | {"OutOfMemoryError"}  # the last comes from torch
-    for module in tree.trees.values():
-        known |= {node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef)}
-    for path, module in tree.trees.items():
-        for _, text in _docstrings(module):
-            assert set(re.findall(r"\b[A-Z]\w+Error\b", text)) <= known, path
+    known |= {node.name for _, node in nodes[ast.ClassDef]}
+    for place, _, text in _docstrings(nodes):
+        assert set(re.findall(r"\b[A-Z]\w+Error\b", text)) <= known, place
 
 
-@EACH_PACKAGE
-def test_docstrings_describe_arguments_that_exist(tree: SourceTree, package: str) -> None:
-    documented = [
-        (path, *each) for path, module in _modules(tree, package) for each in _docstrings(module)
+def _documented_function(node: ast.AST) -> ast.AST:
+    """Return a class's constructor, if there is one, or the node itself."""
+    body = node.body if isinstance(node, ast.ClassDef) else []
+    return next((each for each in body if getattr(each, "name", "") == "__init__"), node)
+
+
+def test_docstrings_describe_arguments_that_exist(nodes):
+    for place, documented, text in _docstrings(nodes):
+        node = _documented_function(documented)
+        if isinstance(node, ast.FunctionDef):
+            _, _, section = text.partition("Args:\n")
+            described = re.findall(r"^    (\w+): ", section.split("\n\n")[0], re.MULTILINE)
+            arguments = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+            assert set(described) <= arguments, f"{place}:{node.lineno}"
+
+
+def test_only_one_file_may_synchronise_a_device(nodes):
+    attributes = nodes[ast.Attribute]
+    found = {place.as_posix() for place, node in attributes if node.attr == "synchronize"}
+    # A fetch or read thread may wait for its own copies.
+    own = {"offload/transfers/cuda.py", "offload/host_memory/device_slots.py"}
+    assert found <= {"devices/clock.py", *own}
+
+
+def test_only_devices_calls_the_modules_of_a_device(nodes):
+    """Others use devices.DeviceRuntime."""
+    families = {"cuda", "xpu", "mps", "accelerator"}
+    found = [
+        f"{place}:{node.lineno}"
+        for place, node in nodes[ast.Attribute]
+        if node.attr in families and ast.unparse(node.value) == "torch"
+        if place.parts[0] != "devices"
     ]
-    for path, node, text in documented:
-        if isinstance(node, ast.ClassDef):
-            inits = [
-                each
-                for each in node.body
-                if isinstance(each, ast.FunctionDef) and each.name == "__init__"
-            ]
-            node = inits[0] if inits else node
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        _, _, section = text.partition("Args:\n")
-        described = re.findall(r"^    (\w+): ", section.split("\n\n")[0], re.MULTILINE)
-        arguments = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
-        assert set(described) <= arguments, f"{path}:{node.lineno}"
+    assert found == []
 
 
-@EACH_PACKAGE
-def test_only_one_file_may_synchronise_a_device(tree: SourceTree, package: str) -> None:
-    for path, module in _modules(tree, package):
-        for node in ast.walk(module):
-            if isinstance(node, ast.Attribute) and node.attr == "synchronize":
-                # A fetch or read thread may wait for its own copies.
-                assert path.relative_to(ROOT).as_posix() in {
-                    "devices/clock.py",
-                    "offload/transfers/cuda.py",
-                    "offload/host_memory/device_slots.py",
-                }, f"{path}:{node.lineno}"
-
-
-@pytest.mark.parametrize("package", sorted(set(PACKAGES) - {"devices"}))
-def test_only_devices_calls_the_modules_of_a_device(tree: SourceTree, package: str) -> None:
-    for path, module in _modules(tree, package):
-        for node in ast.walk(module):
-            called = isinstance(node, ast.Attribute) and node.attr in {
-                "cuda",
-                "xpu",
-                "mps",
-                "accelerator",
-            }
-            if called and isinstance(node.value, ast.Name) and node.value.id == "torch":
-                pytest.fail(
-                    f"{path.relative_to(ROOT)}:{node.lineno} calls torch.{node.attr}: use "
-                    "devices.DeviceRuntime"
-                )
-
-
-def test_the_plan_command_starts_without_torch(tree: SourceTree) -> None:
+def test_plan_command_starts_without_torch(tree):
     """Importing torch takes seconds, and importing a module runs every `__init__` above it."""
     at_start: dict[str, set[str]] = {}
     for found in tree.imports:
@@ -312,13 +238,6 @@ def test_the_plan_command_starts_without_torch(tree: SourceTree) -> None:
     reached = {"cli.plan"}
     while more := {target for module in reached for target in at_start.get(module, ())} - reached:
         reached |= more
-    heavy = [
-        module
-        for module in reached & tree.modules.keys()
-        if re.search("^import torch", _source(tree, module), re.M)
-    ]
-    assert not heavy
-
-
-def _source(tree: SourceTree, module: str) -> str:
-    return tree.modules[module].read_text(encoding="utf-8")
+    paths = (tree.modules[module] for module in reached & tree.modules.keys())
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    assert [path for path, text in texts.items() if re.search("^import torch", text, re.M)] == []

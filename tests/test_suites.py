@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import shutil
@@ -18,6 +17,9 @@ from wanstream.tests.support.accelerator import REAL_ONLY
 TESTS = Path(__file__).parent
 SCRIPT = TESTS.parent / "scripts" / "test"
 IMPORT = re.compile(r"^ *from (wanstream[\w.]*) import (\w[\w, ]*)$", re.MULTILINE)
+STRING = re.compile(r'"""(.*?)"""|"((?:[^"\\\n]|\\.)*)"', re.DOTALL)
+IN_COMFYUI = ("wanstream.host.comfy", "wanstream.tests.integration.comfy.inside")
+"""Packages that import ComfyUI."""
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,7 @@ def suites() -> dict[str, Expression]:
         (["slow", "-k", "cli"], "slow"),
     ],
 )
-def test_the_suite_follows_from_files_and_not_from_values_of_options(
-    tmp_path: Path, arguments: list[str], suite: str
-) -> None:
+def test_suite_follows_from_files_among_the_arguments(tmp_path, arguments, suite):
     for folder in ("scripts", "cli", "tests/unit/cli", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "test_a.py").touch()
@@ -72,13 +72,11 @@ def test_the_suite_follows_from_files_and_not_from_values_of_options(
         assert words == f"-m pytest {' '.join(arguments)}"
 
 
-def test_there_are_four_suites(suites: dict[str, Expression]) -> None:
+def test_there_are_four_suites(suites):
     assert list(suites) == ["unit", "device", "integration", "slow"]
 
 
-def test_every_test_is_in_exactly_one_suite(
-    suites: dict[str, Expression], collected: dict[str, frozenset[str]]
-) -> None:
+def test_every_test_is_in_exactly_one_suite(suites, collected):
     assert collected
     for test, marks in collected.items():
         chosen = [
@@ -89,7 +87,7 @@ def test_every_test_is_in_exactly_one_suite(
         assert len(chosen) == 1, f"{test} is in {chosen}"
 
 
-def test_every_file_for_gpus_alone_has_a_reason() -> None:
+def test_every_file_for_gpus_alone_has_a_reason():
     root = Path(__file__).parent
     marked = {
         f"tests/{path.relative_to(root).as_posix()}"
@@ -99,15 +97,13 @@ def test_every_file_for_gpus_alone_has_a_reason() -> None:
     assert marked - {"tests/test_suites.py"} == set(REAL_ONLY)
 
 
-def test_programs_in_strings_import_what_exists() -> None:
+def test_programs_in_strings_import_what_exists():
     """Only slow tests run them, in other processes, so a renamed module would stay unseen."""
     missing = set()
     for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
-                continue
-            for module, names in IMPORT.findall(node.value):
-                if module.startswith("wanstream.host.comfy"):  # imports ComfyUI
+        for parts in STRING.findall(path.read_text(encoding="utf-8")):
+            for module, names in IMPORT.findall("".join(parts).replace("\\n", "\n")):
+                if module.startswith(IN_COMFYUI):
                     continue
                 found = importlib.import_module(module)
                 for name in re.findall(r"\w+", re.sub(r" as \w+", "", names)):

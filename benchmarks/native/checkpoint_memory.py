@@ -8,6 +8,7 @@ process's anonymous memory is sampled every 5 ms.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import tempfile
@@ -15,17 +16,27 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from comfyui_process import INSIDE, enter_comfyui, run_in_comfyui
 
+ENCODERS = {
+    "umt5": {
+        "num_layers": 8, "num_heads": 32, "d_kv": 64, "d_ff": 8192, "d_model": 2048,
+        "vocab_size": 50_000,
+    },
+    "qwen3-vl, 36 layers": {"hidden_size": 2560, "intermediate_size": 2048, "vocab_size": 50_000},
+    "gemma3, 48 layers": {"intermediate_size": 4096, "vocab_size": 50_000},
+}  # fmt: skip
+"""Sizes of encoders: a UMT5 with few blocks, and others in real depth with thin layers."""
+LOADERS = ("ComfyUI's loader", "streamed")
+CHECKPOINTS = ("checkpoint", "checkpoint with UMT5 and VAE")
 WAYS = (
-    "checkpoint: ComfyUI's loader",
+    *(f"{name}: {loader}" for name in (*CHECKPOINTS, *ENCODERS) for loader in LOADERS),
     "checkpoint: ComfyUI's loader and Stream Model",
-    "checkpoint: streamed",
-    "encoder: ComfyUI's loader",
-    "encoder: streamed",
 )
 WRITE = "write"
 SECONDS = 0.005
@@ -53,6 +64,8 @@ def measured() -> Iterator[dict[str, float]]:
     try:
         yield found
     finally:
+        # Freed tensors below 32 MB stay in the process's heap.
+        ctypes.CDLL(None).malloc_trim(0)
         found["afterwards"] = anonymous_mib() - before
         ended.set()
         thread.join()
@@ -60,49 +73,74 @@ def measured() -> Iterator[dict[str, float]]:
 
 def family() -> Any:
     """Return a Wan model with 8 blocks, 67 MB each in fp32."""
-    import native_families
+    from inside import families
 
     settings = {"model_type": "t2v", "dim": 1024, "layers": 8}
-    found = native_families._wan_family("wan_mid", "WAN21", "model.WanModel", **settings)
+    found = families._wan_family("wan_mid", "WAN21", "model.WanModel", **settings)
     return replace(found, sizes=((1, 16, 1, 16, 16),))
 
 
 def write(folder: Path) -> None:
-    """Write the checkpoint, and a UMT5 with 8 blocks, 134 MB each in fp16."""
-    from safetensors.torch import save_file
-    from tiny_encoders import thin_encoders
+    """Write the checkpoints and the encoders. An encoder's file is in a folder of its name."""
+    from inside.tiny_encoders import thin_encoders
+    from safetensors.torch import load_file, save_file
 
+    with thin_encoders():
+        for name in ENCODERS:
+            (folder / name).mkdir()
+            encoder(name).write(folder / name)
     of_model = family()
     weights = of_model.weights()
     stored = {f"model.diffusion_model.{of_model.key(key)}": each for key, each in weights.items()}
     save_file(stored, folder / "checkpoint.safetensors")
-    with thin_encoders():
-        encoder().write(folder)
+    text = load_file(folder / "umt5" / "umt5xxl.safetensors")
+    stored |= {f"text_encoders.umt5xxl.transformer.{key}": each for key, each in text.items()}
+    stored |= {f"vae.{key}": each for key, each in vae().items()}
+    save_file(stored, folder / "checkpoint with UMT5 and VAE.safetensors")
 
 
-def encoder() -> Any:
-    from tiny_encoders import CANDIDATES
+def encoder(name: str) -> Any:
+    from inside.tiny_encoders import CANDIDATES, _gemma_3
 
-    sizes = {"num_layers": 8, "num_heads": 32, "d_kv": 64, "d_ff": 8192, "d_model": 2048}
-    config = {"umt5xxl": {**sizes, "vocab_size": 50_000}}
-    return replace(CANDIDATES["umt5"], config=config)
+    found = _gemma_3(48, width=1024) if name.startswith("gemma3") else CANDIDATES[name]
+    config = {part: {**sizes, **ENCODERS[name]} for part, sizes in found.config.items()}
+    return replace(found, config=config)
+
+
+def vae() -> dict[str, Any]:
+    """Return the weights of Wan's VAE in fp16."""
+    from comfy.ldm.wan.vae import WanVAE
+
+    return {key: each.half() for key, each in WanVAE(dim=96, z_dim=16).state_dict().items()}
 
 
 def run(way: str, folder: Path) -> dict[str, float]:
     """Return the figures for one way."""
+    import comfy.text_encoders.wan
     import torch
-    from tiny_encoders import thin_encoders
+    from inside.tiny_encoders import thin_encoders
 
-    with torch.inference_mode():
-        if way.startswith("checkpoint"):
-            return _checkpoint(way, folder / "checkpoint.safetensors")
-        with thin_encoders():
-            return _encoder(way, folder / "umt5xxl.safetensors")
+    name, _, loader = way.partition(": ")
+    thin = partial(_thin_umt5, comfy.text_encoders.wan.UMT5XXlModel)
+    with (
+        torch.inference_mode(),
+        thin_encoders(),
+        patch.object(comfy.text_encoders.wan, "UMT5XXlModel", thin),
+    ):
+        if name in CHECKPOINTS:
+            return _checkpoint(loader, folder / f"{name}.safetensors")
+        (path,) = (folder / name).iterdir()
+        return _encoder(loader, path, encoder(name))
 
 
-def _checkpoint(way: str, path: Path) -> dict[str, float]:
+def _thin_umt5(own: Any, *, model_options: Any, **settings: Any) -> Any:
+    """Make the text encoder of a checkpoint, whose loader takes no options for it."""
+    return own(model_options={**model_options, **encoder("umt5").options}, **settings)
+
+
+def _checkpoint(loader: str, path: Path) -> dict[str, float]:
     import comfy.sd
-    from native_families import sample
+    from inside.families import sample
 
     from wanstream.host import current_host
     from wanstream.host.comfy.native.load import load_checkpoint
@@ -113,36 +151,43 @@ def _checkpoint(way: str, path: Path) -> dict[str, float]:
     limits = {"smallest_block": 30_000, "smallest_model": 1_000}
     streaming = ModelStreaming(policy=OffloadPolicy.layerwise(1))
     with measured() as found:
-        if way.endswith(" streamed"):
-            model = load_checkpoint(path, streaming, current_host(), limits).model
+        if loader == "streamed":
+            parts = load_checkpoint(path, streaming, current_host(), limits)
+            model = parts.model
+            clip = parts.clip
         else:
             # Kept, as in ComfyUI's node cache.
-            own = comfy.sd.load_checkpoint_guess_config(str(path))[0]
-            model = own
-        if way.endswith("Stream Model"):
-            model = ModelStreamer(current_host()).stream(own, streaming, **limits)
+            own = comfy.sd.load_checkpoint_guess_config(str(path))
+            model, clip = own[:2]
+        if loader.endswith("Stream Model"):
+            model = ModelStreamer(current_host()).stream(model, streaming, **limits)
         loaded = anonymous_mib()
         sample(model, family(), steps=2, cfg=1.0)
         found["in steps"] = anonymous_mib() - loaded
+        if clip is not None:
+            _encode(clip, encoder("umt5"))
     return found
 
 
-def _encoder(way: str, path: Path) -> dict[str, float]:
+def _encoder(loader: str, path: Path, of_text: Any) -> dict[str, float]:
     from wanstream.host.comfy.native.encoders import load_encoders
     from wanstream.host.native_models import EncoderFiles
     from wanstream.schema import OffloadPolicy
 
-    of_text = encoder()
     limits = {"smallest_block": 30_000, "smallest_model": 1_000}
     with measured() as found:
-        if way.endswith(" streamed"):
+        if loader == "streamed":
             files = EncoderFiles(paths=(path,), kind=of_text.kind)
             clip = load_encoders(files, OffloadPolicy.layerwise(), limits, of_text.options)
         else:
             clip = of_text.load((path,))
-        for _ in range(2):
-            clip.encode_from_tokens(of_text.prompt(90))
+        _encode(clip, of_text)
     return found
+
+
+def _encode(clip: Any, of_text: Any) -> None:
+    for _ in range(2):
+        clip.encode_from_tokens(of_text.prompt(90))
 
 
 def in_comfyui(way: str, folder: Path) -> None:
@@ -171,14 +216,16 @@ def main() -> None:
             print(f"{way}: {figures[way]}", flush=True)
         sizes = {
             path.stem: round(path.stat().st_size / 1e6)
-            for path in Path(folder).glob("*.safetensors")
+            for path in Path(folder).rglob("*.safetensors")
         }
     path = record(
         "checkpoint-memory",
         method="anonymous memory of a process beyond that before loading, in MiB, sampled every 5 "
-        "ms: a Wan model of 8 blocks in fp32 below the prefix of checkpoints, loaded and sampled "
-        "in 2 steps at CFG 1; a UMT5 of 8 blocks in fp16, loaded, and two texts of 90 tokens "
-        "encoded; layerwise with one block ahead from disk",
+        "ms, and afterwards without the freed heap: a Wan model of 8 blocks in fp32 below the "
+        "prefix of checkpoints, loaded and sampled in 2 steps at CFG 1, alone and with the UMT5 "
+        "and a VAE of Wan in fp16 in the file; a UMT5 of 8 blocks, a Qwen3-VL of 36 and a Gemma 3 "
+        "of 48 thin layers in fp16, loaded, and two texts of 90 tokens encoded; layerwise with "
+        "one block ahead from disk",
         figures={"file_mb": sizes, "anonymous_mib": figures},
         versions={**versions(libraries=()), **found["versions"]},
     )

@@ -47,7 +47,7 @@ def enter_comfyui(*options: str) -> dict[str, str]:
     import comfyui_version
     import torch
     import utils.extra_config  # noqa: F401 (before other modules called utils)
-    from installed_pack import load_pack
+    from inside.pack import load_pack
 
     import nodes  # noqa: F401 (in the order in which ComfyUI imports)
 

@@ -14,8 +14,7 @@ import comfy.samplers
 import folder_paths
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests/integration/comfy"))
-import further_families
-import native_families
+from inside import families, further_families
 
 WIDTH, LAYERS = 1024, 8
 CALLS = pathlib.Path(folder_paths.get_output_directory()).parent / "calls.jsonl"
@@ -24,7 +23,7 @@ CALLS = pathlib.Path(folder_paths.get_output_directory()).parent / "calls.jsonl"
 lumina = {**further_families.LUMINA, "dim": WIDTH, "n_heads": 8, "n_kv_heads": 8}
 FAMILIES = {
     "wan": replace(
-        native_families._wan_family(
+        families._wan_family(
             "wan", "WAN21", "model.WanModel", model_type="t2v", dim=WIDTH, layers=LAYERS
         ),
         sizes=((1, 16, 2, 16, 16),),
@@ -67,9 +66,9 @@ def write_files():
         if path.exists():
             continue
         family.write(path, "bf16")
-        shapes = {key: tuple(tensor.shape) for key, tensor in family.weights().items()}
+        weights = family.weights()
         for lora in ("first", "second"):
-            native_families.write_lora("lora", loras / f"{name}_{lora}.safetensors", shapes)
+            families.write_lora("lora", loras / f"{name}_{lora}.safetensors", weights)
 
 
 def timed(calc_cond_batch):

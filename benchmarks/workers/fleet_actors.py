@@ -47,7 +47,7 @@ from wanstream.nodes.runs.video_file import write_video
 from wanstream.testing import write_tiny_model
 from wanstream.tests.faults.campaign import small_workflow
 from wanstream.tests.faults.replaced import named_models
-from wanstream.tests.support.local_actor import LocalActor, local_backend, row_service
+from wanstream.tests.support.distributed.local_actor import LocalActor, local_backend, row_service
 
 REAL_ROWS = 12
 REAL_STEPS = 12

@@ -12,7 +12,7 @@ Private names appear only in this file:
 * everything missing in a supported version.
 
 Supported versions are 0.3.64 and later. Comments mark names absent from 0.3.64, 0.18.1 or 0.33.0.
-`tests/integration/comfy/test_versions.py` tries each name on real ComfyUI objects.
+`tests/integration/comfy/inside/host/versions.py` tries each name on real ComfyUI objects.
 """
 
 from __future__ import annotations

@@ -19,14 +19,11 @@ _COSTS = ("lost", "doubled", "broken", "leaked")
 
 def run() -> int:
     parser = argparse.ArgumentParser(prog="python -m wanstream.tests.faults", description=__doc__)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="the same seed is the same campaign (default: 0)"
-    )
-    parser.add_argument("--kind", default="", help="only kinds with this text in their names")
-    parser.add_argument("--first", type=int, help="of each kind only so many cases")
-    parser.add_argument(
-        "--from", dest="begin", default="", help="only this kind and those after it"
-    )
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="the same seed is the same campaign (default: 0)")
+    add("--kind", default="", help="only kinds with this text in their names")
+    add("--first", type=int, help="of each kind only so many cases")
+    add("--from", dest="begin", default="", help="only this kind and those after it")
     args = parser.parse_args()
     names = [kind.name for kind in KINDS]
     begin = names.index(args.begin) if args.begin else 0
@@ -36,36 +33,35 @@ def run() -> int:
         tempfile.TemporaryDirectory() as folder,
         closing(Campaign(Path(folder), seed=args.seed)) as campaign,
     ):
-        print(
-            "| fault | n | lost | doubled | broken | leaked | exit codes of all clients | seconds |"
-        )
+        print(f"| fault | n | {' | '.join(_COSTS)} | exit codes of all clients | seconds |")
         print("|---|--:|--:|--:|--:|--:|---|--:|")
         for kind in kinds:
             start, found = time.monotonic(), []
-            cases = campaign.cases([kind])[: args.first]
-            for case in cases:
+            for case in campaign.cases([kind])[: args.first]:
                 try:
                     found.append(campaign.run(case))
                 except SkippedError as err:
                     print(f"SKIPPED: {kind.name}: {err}", file=sys.stderr, flush=True)
                     break
-                _tell(kind.name, case.number, found[-1])
-            costs = {cost: sum(bool(getattr(each, cost)) for each in found) for cost in _COSTS}
-            codes = Counter(code for each in found for code in each.codes)
-            listed = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
-            numbers = " | ".join(str(costs[cost]) for cost in _COSTS)
-            print(
-                f"| {kind.name} | {len(found)} | {numbers} | {listed} | "
-                f"{time.monotonic() - start:.0f} |",
-                flush=True,
+                _print_costs(kind.name, case.number, found[-1])
+            costs = Counter({"n": len(found)})
+            costs.update(
+                {cost: sum(bool(getattr(each, cost)) for each in found) for cost in _COSTS}
             )
-            totals.update({"n": len(found), **costs})
-    numbers = " | ".join(str(totals[cost]) for cost in ("n", *_COSTS))
-    print(f"| sum, seed {args.seed} | {numbers} | | {time.monotonic() - begun:.0f} |")
+            codes = sorted(Counter(code for each in found for code in each.codes).items())
+            listed = ", ".join(f"{code}: {count}" for code, count in codes)
+            _print_row(kind.name, costs, listed, start)
+            totals.update(costs)
+    _print_row(f"sum, seed {args.seed}", totals, "", begun)
     return int(any(totals[cost] for cost in _COSTS))
 
 
-def _tell(kind: str, number: int, findings: Findings) -> None:
+def _print_row(name: str, costs: Counter[str], codes: str, begun: float) -> None:
+    numbers = " | ".join(str(costs[cost]) for cost in ("n", *_COSTS))
+    print(f"| {name} | {numbers} | {codes} | {time.monotonic() - begun:.0f} |", flush=True)
+
+
+def _print_costs(kind: str, number: int, findings: Findings) -> None:
     for cost in _COSTS:
         for what in getattr(findings, cost):
             print(f"{kind}, case {number}: {cost}: {what}", file=sys.stderr, flush=True)

@@ -19,7 +19,6 @@ import torch
 from wanstream.batch.output_store import check_media
 from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
-from wanstream.tests.faults.points import Points
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
 from wanstream.tools.comfyui import (
@@ -34,10 +33,8 @@ from wanstream.tools.comfyui import (
 
 T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 ROWS: tuple[dict[str, Any], ...] = (
-    {"sampler.seed": 1},
-    {"sampler.seed": 2, "name": "shot"},
-    {"sampler.seed": 3},
-    {"sampler.seed": 4},
+    *({"sampler.seed": 1}, {"sampler.seed": 2, "name": "shot"}),
+    *({"sampler.seed": 3}, {"sampler.seed": 4}),
 )
 SMALL = {
     "latent": {"width": 32, "height": 32, "frames": 5},
@@ -47,6 +44,10 @@ SMALL = {
 REAL_ROWS = 3
 _REAL = ("real", "run", "comfyui")
 """Worlds where videos are computed."""
+
+
+def _first_kind(world: str) -> Kind:
+    return next(kind for kind in KINDS if kind.world == world)
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,8 @@ class Campaign:
     """Stages below a folder, with everything they share made once."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        torch.set_num_threads(
-            1
-        )  # A child forked from a process with a thread pool would wait for threads it lacks.
+        # A child forked from a process with a thread pool would wait for threads it lacks.
+        torch.set_num_threads(1)
         self.folder, self.seed = folder, seed
         self.workflow = small_workflow()
         self._made = 0
@@ -197,11 +197,7 @@ class Campaign:
     def points(self) -> int:
         """Number of crash points in an undisturbed client."""
         with computing_replaced(), self._on_stage(KINDS[0]) as stage:
-            points, counted = Points(), stage.folder / "points"
-            stage.wait(
-                stage.start(points.install, after=lambda: counted.write_text(str(points.count)))
-            )
-            return int(counted.read_text())
+            return stage.count_points()
 
     @cached_property
     def _replaced_files(self) -> dict[str, list[bytes]]:
@@ -211,14 +207,10 @@ class Campaign:
     @cached_property
     def half_done(self) -> Path:
         """A batch's output folder without the last row."""
-        with (
-            computing_replaced(),
-            self._on_stage(next(kind for kind in KINDS if kind.world == "replaced")) as stage,
-        ):
+        with computing_replaced(), self._on_stage(_first_kind("replaced")) as stage:
             jobs = stage.folder / "jobs.jsonl"
-            jobs.write_text(
-                "\n".join(jobs.read_text(encoding="utf-8").splitlines()[:-1]), encoding="utf-8"
-            )
+            lines = jobs.read_text(encoding="utf-8").splitlines()
+            jobs.write_text("\n".join(lines[:-1]), encoding="utf-8")
             assert stage.run() == 0, stage.stderr()
             return Path(shutil.copytree(stage.out, self.folder / "half_done"))
 
@@ -242,18 +234,18 @@ class Campaign:
 
     @cached_property
     def _run_file(self) -> bytes:
-        with self._on_stage(next(kind for kind in KINDS if kind.world == "run")) as stage:
+        with self._on_stage(_first_kind("run")) as stage:
             assert stage.run() == 0, stage.stderr()
             (made,) = stage.out.rglob("*.mp4")
             return made.read_bytes()
 
     def _undisturbed(self, world: str, models: Path) -> dict[str, list[bytes]]:
-        with self._on_stage(next(kind for kind in KINDS if kind.world == world), models) as stage:
+        with self._on_stage(_first_kind(world), models) as stage:
             assert stage.run() == 0, stage.stderr()
-            made = {path.name: [path.read_bytes()] for path in stage.out.glob("*.mp4")}
+            made = {name: [content] for name, content in stage.videos().items()}
             assert len(made) == len(self._rows(world)), made.keys()
-            for path in stage.out.glob("*.mp4"):
-                check_media(path)
+            for name in made:
+                check_media(stage.out / name)
             return made
 
     @contextmanager
@@ -262,9 +254,8 @@ class Campaign:
         models = models or (self.models if real else self.named_models)
         self._made += 1
         rows = [*self._rows(kind.world), *kind.rows]
-        more = {"lanes": ["--share-weights", "3"], "server": ["--timeout", "60"]}.get(
-            kind.world, []
-        )
+        by_world = {"lanes": ["--share-weights", "3"], "server": ["--timeout", "60"]}
+        more = by_world.get(kind.world, [])
         where = ["--models", str(models)]
         if kind.world == "comfyui":
             where = ["--server", self.comfyui.url, "--timeout", "300"]
@@ -272,13 +263,8 @@ class Campaign:
             where = []  # added once the server is there
         stage = Stage(self.folder / f"stage{self._made}", self.workflow, rows, [*where, *more])
         if kind.world == "run":
-            stage.command = [
-                "run",
-                str(stage.folder / "workflow.json"),
-                "--out",
-                str(stage.out),
-                *where,
-            ]
+            workflow = str(stage.folder / "workflow.json")
+            stage.command = ["run", workflow, "--out", str(stage.out), *where]
         stage.done_code = kind.done_code
         try:
             yield stage

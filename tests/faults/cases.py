@@ -16,10 +16,10 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_server
 from wanstream.tests.faults.foreign import FOREIGN, Outside, foreign_thing, mounted
@@ -54,7 +54,7 @@ class Place:
     """An output folder without the last row done."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """Kind of fault.
 
@@ -120,34 +120,11 @@ def _journal_damaged(stage: Stage, chance: random.Random, place: Place) -> None:
 def _zero_a_page(chance: random.Random) -> Callable[[Path], object]:
     def zero(path: Path) -> None:
         content = bytearray(path.read_bytes())
-        page = chance.randrange(max(len(content) // 4096, 1))
-        content[page * 4096 : page * 4096 + 4096] = bytes(
-            len(content[page * 4096 : page * 4096 + 4096])
-        )
+        page = 4096 * chance.randrange(max(len(content) // 4096, 1))
+        content[page : page + 4096] = bytes(len(content[page : page + 4096]))
         path.write_bytes(content)
 
     return zero
-
-
-def _journal_crafted(stage: Stage, chance: random.Random, place: Place) -> None:
-    stage.run(Points(chance.randrange(30, place.points), kill).install)
-    victim = stage.folder / "victim.txt"
-    victim.write_text("victim")
-    there = '[{"name": "../../victim.txt", "size": 6, "sha256": "0"}]'
-    crafts = [
-        f"UPDATE rows SET state = 'placing', files = '{there}'",
-        f"UPDATE rows SET state = 'posted', prompt_id = '../../../{stage.temporary.name}'",
-        "UPDATE rows SET state = 'nonsense'",
-        "CREATE TRIGGER t AFTER INSERT ON rows BEGIN DELETE FROM rows; END",
-        "UPDATE rows SET files = 'no json'",
-        "UPDATE rows SET stem = '../x' WHERE line = 1",
-    ]
-    with closing(sqlite3.connect(stage.out / "journal.sqlite")) as journal:
-        journal.execute(crafts[place.number % len(crafts)])
-        journal.commit()
-    stage.run()
-    assert victim.read_text() == "victim"
-    assert stage.temporary.is_dir()
 
 
 def _region_damaged(*, copy: bool) -> Harm:
@@ -182,88 +159,42 @@ def _foreign(stage: Stage, chance: random.Random, place: Place) -> None:
     """Put a foreign thing in place for one command, which refuses it by name."""
     if os.geteuid() != 0:
         raise SkippedError("a file of another user needs root")
-    assert place.half_done is not None
-    shutil.copytree(place.half_done, stage.out)
-    outside = Outside(stage.folder / "outside")
-    with foreign_thing(stage.out, place.number, outside) as path:
-        _refused(stage, path)
-        stage.findings.lost += outside.touched
+    _outside(stage, place, lambda outside: foreign_thing(stage.out, place.number, outside))
 
 
 def _mounted(stage: Stage, chance: random.Random, place: Place) -> None:
-    assert place.half_done is not None
-    shutil.copytree(place.half_done, stage.out)
-    outside = Outside(stage.folder / "outside")
     try:
-        with mounted(stage.out, chance, outside) as path:
-            _refused(stage, path)
-            stage.findings.lost += outside.touched
+        _outside(stage, place, lambda outside: mounted(stage.out, chance, outside))
     except OSError as err:
         raise SkippedError(f"a folder cannot be mounted: {err}") from err
 
 
+def _outside(
+    stage: Stage, place: Place, put: Callable[[Outside], AbstractContextManager[Path]]
+) -> None:
+    assert place.half_done is not None
+    shutil.copytree(place.half_done, stage.out)
+    outside = Outside(stage.folder / "outside")
+    with put(outside) as path:
+        _refused(stage, path)
+        stage.findings.lost += outside.touched
+
+
 def _refused(stage: Stage, path: Path) -> None:
-    made = {each.name for each in stage.out.glob("*.mp4")}
-    if (
-        stage.run() != 2
-        or path.name not in stage.stderr()
-        or {each.name for each in stage.out.glob("*.mp4")} != made
-    ):
-        stage.findings.broken.append(
-            f"{path} was not refused before a row was computed: {stage.stderr()[-500:]}"
-        )
+    made = stage.videos()
+    code = stage.run()
+    if code != 2 or path.name not in stage.stderr() or stage.videos() != made:
+        told = stage.stderr()[-500:]
+        stage.findings.broken.append(f"{path} was not refused before a row was computed: {told}")
 
 
-NAMES = (
-    *(
-        "journal",
-        "JOURNAL.sqlite",
-        "journal.sqlite-journal",
-        "Journal.sqlite-wal",
-        "journal.sqlite-shm",
-    ),
-    *(
-        "journal.sqlite.lock",
-        "journal.sqlite.before",
-        "journal.sqlite.copy",
-        "journal.sqlite.x",
-        "con",
-        "AUX",
-        "nul.x",
-    ),
-    *(
-        "com1",
-        "COM\u00b9",
-        "lpt\u00b3.mp4",
-        "aux .x",
-        "a:b",
-        "x.",
-        "x ",
-        " x",
-        ".",
-        "..",
-        ".wanstream",
-        "a/b",
-        "a\\b",
-    ),
-    *(
-        "x~1",
-        "e\u0301",
-        "x\0y",
-        "x\ny",
-        "\u202ex",
-        "~",
-        "",
-        "-x",
-        "x" * 101,
-        "../x",
-        "/x",
-        "lock:",
-        "*",
-        "?",
-        "SHOT",
-    ),
+_WITHOUT_SPACES = (
+    "journal JOURNAL.sqlite journal.sqlite-journal Journal.sqlite-wal journal.sqlite-shm "
+    "journal.sqlite.lock journal.sqlite.before journal.sqlite.copy journal.sqlite.x con AUX nul.x "
+    "com1 COM\u00b9 lpt\u00b3.mp4 a:b x. . .. .wanstream a/b a\\b x~1 e\u0301 x\0y \u202ex ~ -x "
+    "../x /x lock: * ?"
 )
+NAMES = (*_WITHOUT_SPACES.split(), "aux .x", "x ", " x", "x\ny", "", "x" * 101, "SHOT")
 """Names forbidden for rows on every system. The last one is another row's, in other letters."""
 
 
@@ -277,12 +208,11 @@ def _named(stage: Stage, chance: random.Random, place: Place) -> None:
 
 
 def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
+    journal = stage.out / "journal.sqlite"
     pid = stage.start(lambda: _slowly(0.2))
-    while not (stage.out / "journal.sqlite").exists():
+    while not journal.exists():
         time.sleep(0.002)
-    with closing(
-        sqlite3.connect(stage.out / "journal.sqlite", isolation_level=None, timeout=10)
-    ) as other:
+    with closing(sqlite3.connect(journal, isolation_level=None, timeout=10)) as other:
         other.execute("BEGIN EXCLUSIVE")
         time.sleep((1.0, 7.0)[place.number % 2])
     stage.wait(pid)
@@ -329,19 +259,19 @@ def _address_space(chance: random.Random, number: int) -> int:
     return pages * resource.getpagesize() + chance.choice([1, 4, 20, 100]) * (1 << 20)
 
 
+def _file_size(chance: random.Random, number: int) -> int:
+    return 1 if number == 0 else chance.randrange(1, 40_000)
+
+
 def _small_disk(stage: Stage, chance: random.Random, place: Place) -> None:
     if os.geteuid() != 0:
         raise SkippedError("a small tmpfs needs root")
     stage.out.mkdir()
-    size = chance.choice([24, 32, 44, 60]) * 1024
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", stage.out],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode:
-        raise SkippedError(f"a small tmpfs cannot be mounted: {mounted.stderr.strip()}")
+    size = f"size={chance.choice([24, 32, 44, 60]) * 1024}"
+    mount = ["mount", "-t", "tmpfs", "-o", size, "none", str(stage.out)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SkippedError(f"a small tmpfs cannot be mounted: {done.stderr.strip()}")
     try:
         stage.run()
         subprocess.run(["mount", "-o", "remount,size=64m", stage.out], check=True)
@@ -370,14 +300,11 @@ def _some_time(stage: Stage, chance: random.Random) -> None:
     time.sleep(chance.uniform(0.0, 3.0))
 
 
-def _signalled(*numbers: int, pause: float = 0.3) -> Harm:
+def _signalled(*numbers: int) -> Harm:
     def harm(stage: Stage, chance: random.Random, place: Place) -> None:
         pid = stage.start()
         _some_time(stage, chance)
-        for number in numbers:
-            stage.signal(pid, number)
-            time.sleep(chance.uniform(0, pause))
-        stage.wait(pid)
+        stage.signal_each(pid, numbers, chance, pause=0.3)
 
     return harm
 
@@ -385,25 +312,23 @@ def _signalled(*numbers: int, pause: float = 0.3) -> Harm:
 def _checkpoint(stage: Stage, chance: random.Random, place: Place) -> None:
     """Cut, zero, remove or swap one expert file while in use, and restore it later."""
     file = sorted((place.models / "diffusion_models").glob("*t2v*fp8*"))[chance.randrange(2)]
-    kept = file.with_name(f"{file.name}.kept")
+    kept, changed = (file.with_name(f"{file.name}.{end}") for end in ("kept", "changed"))
     pid = stage.start()
     _some_time(stage, chance)
     os.link(file, kept)
     try:
-        changed = file.with_name(f"{file.name}.changed")
         match ("cut", "zeroed", "removed", "swapped")[place.number % 4]:
             case "cut":
                 changed.write_bytes(file.read_bytes()[: chance.randrange(file.stat().st_size)])
-                changed.replace(file)
             case "zeroed":
                 changed.write_bytes(bytes(file.stat().st_size))
-                changed.replace(file)
             case "removed":
                 file.unlink()
             case "swapped":
                 assert place.other_models is not None
                 shutil.copyfile(place.other_models / "diffusion_models" / file.name, changed)
-                changed.replace(file)
+        if changed.exists():
+            changed.replace(file)
         stage.wait(pid)
     finally:
         kept.replace(file)
@@ -420,32 +345,46 @@ def _run_limited(stage: Stage, chance: random.Random, place: Place) -> None:
 # A server with ComfyUI's protocol.
 
 
-def _on_server(harm: Callable[[Stage, random.Random, int, Path, Path], None]) -> Harm:
+@dataclass(frozen=True)
+class Served:
+    """A server's port and folders."""
+
+    port: int
+    output: Path
+    models: Path
+
+    def run(self, **settings: Any) -> AbstractContextManager[int]:
+        return running_server(self.port, self.output, self.models, **settings)
+
+    def fork(self) -> int:
+        return forked_server(self.port, self.output, self.models, seconds=0.1)
+
+
+ServerHarm = Callable[[Stage, random.Random, Served], None]
+
+
+def _on_server(harm: ServerHarm) -> Harm:
     def on_server(stage: Stage, chance: random.Random, place: Place) -> None:
-        port, output = free_port(), stage.folder / "served"
-        output.mkdir()
-        stage.command = [*stage.command, "--server", f"http://127.0.0.1:{port}"]
-        harm(stage, chance, port, output, place.models)
-        with running_server(port, output, place.models):
+        served = Served(free_port(), stage.folder / "served", place.models)
+        served.output.mkdir()
+        stage.command = [*stage.command, "--server", f"http://127.0.0.1:{served.port}"]
+        harm(stage, chance, served)
+        with served.run():
             stage.finish()
 
     return on_server
 
 
-def _client_killed(
-    stage: Stage, chance: random.Random, port: int, output: Path, models: Path
-) -> None:
-    with running_server(port, output, models, seconds=chance.choice([0.0, 0.05])):
+def _client_killed(stage: Stage, chance: random.Random, served: Served) -> None:
+    with served.run(seconds=chance.choice([0.0, 0.05])):
         stage.run(Points(chance.randrange(150), kill, after=chance.random() < 0.5).install)
         # The server is still there, with everything it has made.
         stage.finish()
 
 
-def _server_killed(
-    times: int, client_too: bool
-) -> Callable[[Stage, random.Random, int, Path, Path], None]:
-    def harm(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
-        server = forked_server(port, output, models, seconds=0.1)
+def _server_killed(times: int, client_too: bool) -> ServerHarm:
+    def harm(stage: Stage, chance: random.Random, served: Served) -> None:
+        server = served.fork()
         pid = stage.start()
         for _ in range(times):
             time.sleep(chance.uniform(0.0, 0.7))
@@ -453,30 +392,26 @@ def _server_killed(
             if client_too:
                 stage.signal(pid, signal.SIGKILL)
             time.sleep(chance.uniform(0.0, 0.3))
-            server = forked_server(port, output, models, seconds=0.1)
+            server = served.fork()
         stage.wait(pid)
         _kill(server)
 
     return harm
 
 
-def _client_signalled(*numbers: int) -> Callable[[Stage, random.Random, int, Path, Path], None]:
-    def harm(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
-        with running_server(port, output, models, seconds=0.1):
+def _client_signalled(*numbers: int) -> ServerHarm:
+    def harm(stage: Stage, chance: random.Random, served: Served) -> None:
+        with served.run(seconds=0.1):
             pid = stage.start()
             time.sleep(chance.uniform(0.0, 1.0))
-            for number in numbers:
-                stage.signal(pid, number)
-                time.sleep(chance.uniform(0.0, 0.2))
-            stage.wait(pid)
+            stage.signal_each(pid, numbers, chance, pause=0.2)
 
     return harm
 
 
-def _in_trouble(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
+def _in_trouble(stage: Stage, chance: random.Random, served: Served) -> None:
     trouble = Trouble(share=0.15, seed=chance.randrange(1 << 30))
-    with ExitStack() as opened:
-        opened.enter_context(running_server(port, output, models, trouble=trouble, seconds=0.02))
+    with served.run(trouble=trouble, seconds=0.02):
         pid = stage.start()
         if chance.random() < 0.4:
             time.sleep(chance.uniform(0.0, 1.5))
@@ -509,138 +444,55 @@ _BAD = (
     "[" * 9000,
 )
 
+_INT = signal.SIGINT
+_REPLACED = (
+    Kind("SIGKILL before each disk or journal call", _at_a_point(kill), None),
+    Kind("SIGKILL after every second call", _at_a_point(kill, every=2, after=True), 60),
+    Kind("full disk at every second call", _at_a_point(full_disk, every=2), 60),
+    Kind("Ctrl-C twice at every third call", _at_a_point(interrupt_twice, every=3), 40),
+    Kind("SIGKILL twice, the second time in the recovery", _killed_twice, 20),
+    Kind("output folder removed", _folder_removed("out"), 8),
+    Kind(".wanstream removed", _folder_removed(".wanstream"), 8),
+    Kind("journal damaged, its copy too at times", _journal_damaged, 28),
+    Kind("journal region overwritten, with its copy", _region_damaged(copy=True), 120),
+    Kind("journal region overwritten, without a copy", _region_damaged(copy=False), 120),
+    Kind("foreign thing in the working folder or next to the journal", _foreign, len(FOREIGN)),
+    Kind("folder of somebody else mounted in the working folder", _mounted, 3),
+    Kind("name that no row may have", _named, len(NAMES), done_code=1),
+    Kind("journal locked by another program", _journal_locked, 2),
+    Kind("two or three clients on one folder", _two_clients, 4),
+    Kind("file size limit (RLIMIT_FSIZE)", _limited(resource.RLIMIT_FSIZE, _file_size), 12),
+    Kind("memory limit (RLIMIT_AS)", _limited(resource.RLIMIT_AS, _address_space), 6),
+    Kind("small disk, then a larger one", _small_disk, 4),
+    Kind("rows that are invalid, and SIGKILL", _nothing, 6, done_code=1, rows=_BAD),
+)
+_REAL = (
+    Kind("all real: SIGKILL", _signalled(signal.SIGKILL), 8, "real"),
+    Kind("all real: SIGTERM", _signalled(signal.SIGTERM), 2, "real"),
+    Kind("all real: Ctrl-C once", _signalled(_INT), 2, "real"),
+    Kind("all real: Ctrl-C twice", _signalled(_INT, _INT), 3, "real"),
+    Kind("all real: Ctrl-C three times", _signalled(_INT, _INT, _INT), 2, "real"),
+    Kind("all real: checkpoint cut, zeroed, removed, swapped", _checkpoint, 8, "real"),
+    Kind("run: SIGKILL", _signalled(signal.SIGKILL), 4, "run"),
+    Kind("run: SIGTERM", _signalled(signal.SIGTERM), 1, "run"),
+    Kind("run: Ctrl-C once, twice", _signalled(_INT, _INT), 3, "run"),
+    Kind("run: file size limit", _run_limited, 3, "run"),
+)
+_SERVERS = (
+    Kind("server: client SIGKILL at a call", _on_server(_client_killed), 16, "server"),
+    Kind("server: SIGKILL and restart", _on_server(_server_killed(1, False)), 12, "server"),
+    Kind("server: both SIGKILL", _on_server(_server_killed(1, True)), 8, "server"),
+    Kind("server: restarted three times", _on_server(_server_killed(3, False)), 6, "server"),
+    Kind("server: Ctrl-C once", _on_server(_client_signalled(_INT)), 8, "server"),
+    Kind("server: Ctrl-C twice", _on_server(_client_signalled(_INT, _INT)), 8, "server"),
+    Kind("server: SIGTERM", _on_server(_client_signalled(signal.SIGTERM)), 4, "server"),
+    Kind("real ComfyUI: SIGKILL and restart", _comfyui_killed, 20, "comfyui"),
+    Kind("server: drops, 500, 502, half answers", _on_server(_in_trouble), 24, "server"),
+)
 KINDS: tuple[Kind, ...] = (
-    Kind(name="SIGKILL before each disk or journal call", harm=_at_a_point(kill), cases=None),
-    Kind(
-        name="SIGKILL after every second call",
-        harm=_at_a_point(kill, every=2, after=True),
-        cases=60,
-    ),
-    Kind(name="full disk at every second call", harm=_at_a_point(full_disk, every=2), cases=60),
-    Kind(
-        name="Ctrl-C twice at every third call",
-        harm=_at_a_point(interrupt_twice, every=3),
-        cases=40,
-    ),
-    Kind(name="SIGKILL twice, the second time in the recovery", harm=_killed_twice, cases=20),
-    Kind(name="output folder removed", harm=_folder_removed("out"), cases=8),
-    Kind(name=".wanstream removed", harm=_folder_removed(".wanstream"), cases=8),
-    Kind(name="journal damaged, its copy too at times", harm=_journal_damaged, cases=28),
-    Kind(name="journal crafted", harm=_journal_crafted, cases=12),
-    Kind(
-        name="journal region overwritten, with its copy", harm=_region_damaged(copy=True), cases=120
-    ),
-    Kind(
-        name="journal region overwritten, without a copy",
-        harm=_region_damaged(copy=False),
-        cases=120,
-    ),
-    Kind(
-        name="foreign thing in the working folder or next to the journal",
-        harm=_foreign,
-        cases=len(FOREIGN),
-    ),
-    Kind(name="folder of somebody else mounted in the working folder", harm=_mounted, cases=3),
-    Kind(name="name that no row may have", harm=_named, cases=len(NAMES), done_code=1),
-    Kind(name="journal locked by another program", harm=_journal_locked, cases=2),
-    Kind(name="two or three clients on one folder", harm=_two_clients, cases=4),
-    Kind(
-        name="file size limit (RLIMIT_FSIZE)",
-        harm=_limited(
-            resource.RLIMIT_FSIZE,
-            lambda chance, number: 1 if number == 0 else chance.randrange(1, 40_000),
-        ),
-        cases=12,
-    ),
-    Kind(
-        name="memory limit (RLIMIT_AS)", harm=_limited(resource.RLIMIT_AS, _address_space), cases=6
-    ),
-    Kind(name="small disk, then a larger one", harm=_small_disk, cases=4),
-    Kind(name="rows that are invalid, and SIGKILL", harm=_nothing, cases=6, done_code=1, rows=_BAD),
-    Kind(name="lanes, SIGKILL at a random call", harm=_killed_twice, cases=20, world="lanes"),
-    Kind(
-        name="lanes, journal damaged, its copy too at times",
-        harm=_journal_damaged,
-        cases=14,
-        world="lanes",
-    ),
-    Kind(name="all real: SIGKILL", harm=_signalled(signal.SIGKILL), cases=8, world="real"),
-    Kind(name="all real: SIGTERM", harm=_signalled(signal.SIGTERM), cases=2, world="real"),
-    Kind(name="all real: Ctrl-C once", harm=_signalled(signal.SIGINT), cases=2, world="real"),
-    Kind(
-        name="all real: Ctrl-C twice",
-        harm=_signalled(signal.SIGINT, signal.SIGINT),
-        cases=3,
-        world="real",
-    ),
-    Kind(
-        name="all real: Ctrl-C three times",
-        harm=_signalled(signal.SIGINT, signal.SIGINT, signal.SIGINT),
-        cases=2,
-        world="real",
-    ),
-    Kind(
-        name="all real: checkpoint cut, zeroed, removed, swapped",
-        harm=_checkpoint,
-        cases=8,
-        world="real",
-    ),
-    Kind(name="run: SIGKILL", harm=_signalled(signal.SIGKILL), cases=4, world="run"),
-    Kind(name="run: SIGTERM", harm=_signalled(signal.SIGTERM), cases=1, world="run"),
-    Kind(
-        name="run: Ctrl-C once, twice",
-        harm=_signalled(signal.SIGINT, signal.SIGINT),
-        cases=3,
-        world="run",
-    ),
-    Kind(name="run: file size limit", harm=_run_limited, cases=3, world="run"),
-    Kind(
-        name="server: client SIGKILL at a call",
-        harm=_on_server(_client_killed),
-        cases=16,
-        world="server",
-    ),
-    Kind(
-        name="server: SIGKILL and restart",
-        harm=_on_server(_server_killed(1, False)),
-        cases=12,
-        world="server",
-    ),
-    Kind(
-        name="server: both SIGKILL",
-        harm=_on_server(_server_killed(1, True)),
-        cases=8,
-        world="server",
-    ),
-    Kind(
-        name="server: restarted three times",
-        harm=_on_server(_server_killed(3, False)),
-        cases=6,
-        world="server",
-    ),
-    Kind(
-        name="server: Ctrl-C once",
-        harm=_on_server(_client_signalled(signal.SIGINT)),
-        cases=8,
-        world="server",
-    ),
-    Kind(
-        name="server: Ctrl-C twice",
-        harm=_on_server(_client_signalled(signal.SIGINT, signal.SIGINT)),
-        cases=8,
-        world="server",
-    ),
-    Kind(
-        name="server: SIGTERM",
-        harm=_on_server(_client_signalled(signal.SIGTERM)),
-        cases=4,
-        world="server",
-    ),
-    Kind(name="real ComfyUI: SIGKILL and restart", harm=_comfyui_killed, cases=20, world="comfyui"),
-    Kind(
-        name="server: drops, 500, 502, half answers",
-        harm=_on_server(_in_trouble),
-        cases=24,
-        world="server",
-    ),
+    *_REPLACED,
+    Kind("lanes, SIGKILL at a random call", _killed_twice, 20, "lanes"),
+    Kind("lanes, journal damaged, its copy too at times", _journal_damaged, 14, "lanes"),
+    *_REAL,
+    *_SERVERS,
 )

@@ -30,7 +30,7 @@ from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.video_file import write_video
 from wanstream.schema import VERSION
 from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
-from wanstream.tests.support.embedded import embedded_host
+from wanstream.tests.support.host.embedded import embedded_host
 
 COMMANDS = ("drop", "late drop", "500", "502", "cut")
 """Troubles: closed before or after handling the request, errors after it, half a response."""
@@ -81,26 +81,16 @@ class State:
         for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
             time.sleep(self.seconds)
             if prompt_id in self.stopped:
-                return {
-                    "status": {"status_str": "error", "messages": [["execution_interrupted", {}]]}
-                }
-            number = len([*self.output.glob("*.mp4")]) + 1
-            name = f"video_{number:05}_.mp4"
+                messages = [["execution_interrupted", {}]]
+                return {"status": {"status_str": "error", "messages": messages}}
+            name = f"video_{len([*self.output.glob('*.mp4')]) + 1:05}_.mp4"
             frames = frames_of(seed_behind(prompt, node_id))
-            write_video(
-                self.output / name,
-                frames,
-                fps=16,
-                crf=30,
-                metadata={"prompt": prompt, SAVING_NODE: node_id},
-            )
+            metadata = {"prompt": prompt, SAVING_NODE: node_id}
+            write_video(self.output / name, frames, fps=16, crf=30, metadata=metadata)
             outputs[node_id] = {"images": [{"filename": name, "subfolder": "", "type": "output"}]}
         status = {"status_str": "success", "messages": []}
-        return {
-            "prompt": [0, prompt_id, prompt, {}, [*outputs]],
-            "outputs": outputs,
-            "status": status,
-        }
+        ran = [0, prompt_id, prompt, {}, [*outputs]]
+        return {"prompt": ran, "outputs": outputs, "status": status}
 
     def answer(self, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         """Return the status, and JSON or bytes."""
@@ -119,15 +109,12 @@ class State:
                 return 200, {"prompt_id": body["prompt_id"], "number": 1, "node_errors": {}}
             if route.startswith("/history/"):
                 prompt_id = route.rpartition("/")[2]
-                return 200, {
-                    prompt_id: self.history[prompt_id]
-                } if prompt_id in self.history else {}
+                found = {prompt_id: self.history[prompt_id]} if prompt_id in self.history else {}
+                return 200, found
             if route == "/queue" and body is None:
                 running = [[0, self.running]] if self.running else []
-                return 200, {
-                    "queue_running": running,
-                    "queue_pending": [[0, queued] for queued, _ in self.pending],
-                }
+                pending = [[0, queued] for queued, _ in self.pending]
+                return 200, {"queue_running": running, "queue_pending": pending}
             if route == "/queue":
                 self.pending = [item for item in self.pending if item[0] not in body["delete"]]
             if route == "/interrupt" and body["prompt_id"] == self.running:
@@ -148,13 +135,13 @@ def _described() -> dict[str, Any]:
     info = {}
     for name, node in nodes_by_id(asyncio.run(WanStreamExtension().get_node_list())).items():
         schema = node.define_schema()
-        described = {
-            kind: {key: list(value) for key, value in inputs.items()}
-            for kind, inputs in node.INPUT_TYPES().items()
-            if kind != "hidden"
+        kinds = dict(node.INPUT_TYPES())
+        kinds.pop("hidden", None)
+        inputs = {
+            kind: {key: list(value) for key, value in each.items()} for kind, each in kinds.items()
         }
         outputs = [output.io_type for output in schema.outputs]
-        info[name] = {"input": described, "output": outputs, "output_node": schema.is_output_node}
+        info[name] = {"input": inputs, "output": outputs, "output_node": schema.is_output_node}
     described: dict[str, Any] = json.loads(json.dumps(info, default=str))
     return described
 
@@ -172,9 +159,8 @@ def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
                 kind = ""  # Without a server at its start, a command runs nothing and exits with 2.
             if kind == "drop":
                 return
-            status, answer = state.answer(
-                parts.path, dict(urllib.parse.parse_qsl(parts.query)), body
-            )
+            query = dict(urllib.parse.parse_qsl(parts.query))
+            status, answer = state.answer(parts.path, query, body)
             if kind == "late drop":
                 return
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()

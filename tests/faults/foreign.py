@@ -31,13 +31,8 @@ class Outside:
     def __post_init__(self) -> None:
         (self.folder / "parts").mkdir(parents=True)
         (self.folder / "made" / "id").mkdir(parents=True)
-        for name in (
-            "victim.mp4",
-            "lock",
-            "parts/00004.mp4",
-            "made/id/x.mp4.part",
-            "made/id/x.mp4",
-        ):
+        names = ("victim.mp4", "lock", "parts/00004.mp4", "made/id/x.mp4.part", "made/id/x.mp4")
+        for name in names:
             (self.folder / name).write_bytes(b"of somebody else")
         self.victim.write_bytes(b"\0" * 9000)  # SQLite takes such a file for an empty journal
         self.before = self.contents()
@@ -55,11 +50,8 @@ class Outside:
     @property
     def touched(self) -> list[str]:
         after = self.contents()
-        return sorted(
-            path
-            for path in self.before.keys() | after.keys()
-            if self.before.get(path) != after.get(path)
-        )
+        paths = self.before.keys() | after.keys()
+        return sorted(path for path in paths if self.before.get(path) != after.get(path))
 
 
 def link(path: Path, outside: Outside) -> None:
@@ -67,9 +59,8 @@ def link(path: Path, outside: Outside) -> None:
 
 
 def link_to_folder(path: Path, outside: Outside) -> None:
-    path.symlink_to(
-        outside.folder / path.name if (outside.folder / path.name).is_dir() else outside.folder
-    )
+    inner = outside.folder / path.name
+    path.symlink_to(inner if inner.is_dir() else outside.folder)
 
 
 def dangling(path: Path, outside: Outside) -> None:
@@ -113,27 +104,19 @@ def names_the_victim(path: Path, outside: Outside) -> None:
     of = path.with_name(path.name.removesuffix("-journal"))
     pages = (of.stat().st_size if of.is_file() else 0) // PAGE
     name = str(outside.victim).encode()
-    outside.victim.write_bytes(
-        b"of somebody else"
-    )  # SQLite reads it as a list of journals still needed
+    # SQLite reads it as a list of journals still needed.
+    outside.victim.write_bytes(b"of somebody else")
     head = MAGIC + struct.pack(">IIIII", 0, 0, pages, 512, PAGE)
     path.write_bytes(head.ljust(512, b"\0") + struct.pack(">I", (1 << 30) // PAGE + 1) + name)
     with path.open("ab") as file:
         file.write(struct.pack(">II", len(name), sum(name)) + MAGIC)
 
 
+FOLDERS: tuple[Make, ...] = (link_to_folder, dangling, regular, pipe)
 LINKS: tuple[Make, ...] = (link, dangling, hard_link, pipe, socket_file, folder_with_a_file)
-JOURNALS = (
-    "journal.sqlite",
-    "journal.sqlite.lock",
-    "journal.sqlite.copy",
-    "journal.sqlite.recovered",
-)
+JOURNALS = tuple(f"journal.sqlite{end}" for end in ("", ".lock", ".copy", ".recovered"))
 PLACES: tuple[tuple[str, tuple[Make, ...]], ...] = (
-    (".wanstream", (link_to_folder, dangling, regular, pipe)),
-    (".wanstream/parts", (link_to_folder, dangling, regular, pipe)),
-    (".wanstream/made", (link_to_folder, dangling, regular, pipe)),
-    (".wanstream/states", (link_to_folder, dangling, regular, pipe)),
+    *((f".wanstream{end}", FOLDERS) for end in ("", "/parts", "/made", "/states")),
     (".wanstream/lock", (*LINKS, of_another_user)),
     (".wanstream/lock-journal", (*LINKS, names_the_victim)),
     (".wanstream/lock-wal", (link, regular)),

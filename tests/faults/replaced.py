@@ -48,14 +48,18 @@ def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
 def continued_seed(prompt: Mapping[str, Any], node_id: str, output: Path) -> int:
     """Return the seed behind a node, changed by each latent that the workflow continues."""
     seed = seed_behind(prompt, node_id)
-    files = {
-        node["inputs"]["previous_file"]
-        for node in prompt.values()
-        if node["class_type"] == CONTINUE
-    } - {"none"}
-    for file in files:
+    nodes = (node["inputs"] for node in prompt.values() if node["class_type"] == CONTINUE)
+    for file in {inputs["previous_file"] for inputs in nodes} - {"none"}:
         seed = zlib.crc32(read_latent(output / file).samples.numpy().tobytes(), seed)
     return seed
+
+
+def _saving(prompt: Mapping[str, Any], class_type: str) -> list[str]:
+    return [node_id for node_id, node in prompt.items() if node["class_type"] == class_type]
+
+
+def _shown(kind: str, folder: str, name: str) -> dict[str, Any]:
+    return {kind: [{"filename": name, "subfolder": folder, "type": "output"}]}
 
 
 def latent_of(seed: int) -> torch.Tensor:
@@ -66,14 +70,12 @@ def latent_of(seed: int) -> torch.Tensor:
 def _kept_latents(prompt: Mapping[str, Any], output: Path) -> dict[str, dict[str, Any]]:
     """Write latents in place of the saving nodes, and return what the nodes show."""
     shown = {}
-    for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == KEEP):
+    for node_id in _saving(prompt, KEEP):
         path = output / "latents" / f"{node_id}_00001_.latent"
         path.parent.mkdir(parents=True, exist_ok=True)
         seed = continued_seed(prompt, node_id, output)
         write_latent(path, latent_of(seed), metadata={"prompt": prompt, SAVING_NODE: node_id})
-        shown[node_id] = {
-            "latents": [{"filename": path.name, "subfolder": "latents", "type": "output"}]
-        }
+        shown[node_id] = _shown("latents", "latents", path.name)
     return shown
 
 
@@ -87,27 +89,19 @@ def run_replaced(workflow: Workflow, *, on_progress: Any = None, **_: Any) -> Hi
     """Replace `Workflow.run`: the latent is on disk while the video is made, as with real nodes."""
     prompt, output = workflow.verdict.prompt, workflow.folders.output
     shown = _kept_latents(prompt, output)
-    for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
+    for node_id in _saving(prompt, SAVE):
         workflow.host.events.raise_if_stopped()
         if on_progress is not None:
             on_progress(NodeProgress(node_id=node_id, class_type=SAVE, done=0, total=1))
         seed = continued_seed(prompt, node_id, output)
-        folder = output / "video"
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"{node_id}_00001_"
-        latent = folder / f"{name}.latent"
+        video = output / "video" / f"{node_id}_00001_.mp4"
+        video.parent.mkdir(parents=True, exist_ok=True)
+        latent = video.with_suffix(".latent")
         write_latent(latent, torch.full((1,), float(seed)))
-        write_video(
-            folder / f"{name}.mp4",
-            frames_of(seed),
-            fps=16,
-            crf=30,
-            metadata={"prompt": prompt, SAVING_NODE: node_id},
-        )
+        metadata = {"prompt": prompt, SAVING_NODE: node_id}
+        write_video(video, frames_of(seed), fps=16, crf=30, metadata=metadata)
         latent.unlink()
-        shown[node_id] = {
-            "images": [{"filename": f"{name}.mp4", "subfolder": "video", "type": "output"}]
-        }
+        shown[node_id] = _shown("images", "video", video.name)
     return History(outputs=shown, results={}, node_errors={})
 
 
@@ -128,12 +122,12 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
         "WanStreamVAEDecode": "vae",
     }
     for node in workflow.values():
-        for name in (
-            value for value in node["inputs"].values() if str(value).endswith(".safetensors")
-        ):
-            path = folder / kinds[node["class_type"]] / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(_small_file(kinds[node["class_type"]], name))
+        for name in node["inputs"].values():
+            if str(name).endswith(".safetensors"):
+                kind = kinds[node["class_type"]]
+                path = folder / kind / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(_small_file(kind, name))
     return folder
 
 
@@ -141,6 +135,5 @@ def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
 def _small_file(kind: str, name: str) -> bytes:
     """Return the content of a test model file."""
     with tempfile.TemporaryDirectory() as folder:
-        return (
-            write_tiny_model(Path(folder) / "models", layers=1, names={name}).folder / kind / name
-        ).read_bytes()
+        made = write_tiny_model(Path(folder) / "models", layers=1, names={name})
+        return (made.folder / kind / name).read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ import numpy as np
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
+from wanstream.tests.faults.points import Points
 
 TRACEBACK = 99
 """Exit code after an uncaught exception."""
@@ -64,7 +66,7 @@ def forked(work: Callable[[], int | None], log: Path, *, temporary: Path) -> int
 
 @dataclass
 class Findings:
-    """Damage in words. All lists are empty if nothing has happened."""
+    """Damage in words. All lists but `codes` are empty if nothing has happened."""
 
     lost: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
@@ -139,8 +141,28 @@ class Stage:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
+    def signal_each(
+        self, pid: int, numbers: Sequence[int], chance: random.Random, *, pause: float
+    ) -> None:
+        """Send signals with pauses, and wait for the end."""
+        for number in numbers:
+            self.signal(pid, number)
+            time.sleep(chance.uniform(0, pause))
+        self.wait(pid)
+
+    def videos(self) -> dict[str, bytes]:
+        """Return the videos in the output folder by name."""
+        return {path.name: path.read_bytes() for path in self.out.glob("*.mp4")}
+
     def run(self, prepare: Callable[[], object] | None = None) -> int:
         return self.wait(self.start(prepare))
+
+    def count_points(self) -> int:
+        """Run an undisturbed client, and return the number of its crash points."""
+        points = Points()
+        counted = self.folder / "points"
+        self.wait(self.start(points.install, lambda: counted.write_text(str(points.count))))
+        return int(counted.read_text())
 
     def finish(self) -> None:
         """Run the same command again until it is done."""
@@ -158,19 +180,14 @@ class Stage:
     ) -> Findings:
         """Compare the folder with undisturbed files, where each file may have several contents."""
         findings = self.findings
-        made = (
-            {path.name: path.read_bytes() for path in self.out.glob("*.mp4")}
-            if self.out.is_dir()
-            else {}
-        )
+        made = self.videos()
         findings.lost += sorted(expected.keys() - made.keys())
         findings.doubled += sorted(made.keys() - expected.keys())
         same = _frames if frames_alone else bytes
         for name in made.keys() & expected.keys():
             if same(made[name]) not in [same(content) for content in expected[name]]:
                 findings.broken.append(name)
-        if findings.codes.count(TRACEBACK) or "Traceback" in self.stderr():
-            findings.broken.append("a traceback: " + self.stderr().partition("Traceback")[2][:3000])
+        self._judge_traceback()
         findings.leaked += self._leaked()
         return findings
 
@@ -179,12 +196,14 @@ class Stage:
         made = sorted(self.out.rglob("*.mp4"))
         self.findings.lost += [] if made else ["no video"]
         self.findings.broken += [path.name for path in made if path.read_bytes() != expected]
-        if self.findings.codes.count(TRACEBACK) or "Traceback" in self.stderr():
-            self.findings.broken.append(
-                "a traceback: " + self.stderr().partition("Traceback")[2][:3000]
-            )
+        self._judge_traceback()
         self.findings.leaked += self._processes()
         return self.findings
+
+    def _judge_traceback(self) -> None:
+        if self.findings.codes.count(TRACEBACK) or "Traceback" in self.stderr():
+            words = self.stderr().partition("Traceback")[2][:3000]
+            self.findings.broken.append(f"a traceback: {words}")
 
     def _processes(self) -> list[str]:
         left = []
@@ -200,12 +219,8 @@ class Stage:
         announced = self.stderr()
         for path in sorted((*self.out.rglob("*"), *self.temporary.rglob("*"))):
             name = str(path.relative_to(self.out)) if path.is_relative_to(self.out) else str(path)
-            kept = (
-                name in _ALLOWED
-                or name.startswith("journal.sqlite.damaged")
-                or str(path) in announced
-            )
-            if path.is_file() and path.suffix != ".mp4" and not kept:
+            kept = name in _ALLOWED or name.startswith("journal.sqlite.damaged")
+            if path.is_file() and path.suffix != ".mp4" and not kept and str(path) not in announced:
                 leaked.append(name)
         return leaked
 

@@ -7,9 +7,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,110 +71,107 @@ class Machine:
         self._pid, self._starts_at = None, time.monotonic() + absence_s
 
 
-def undisturbed(
-    folder: Path, models: Path, workflow: Mapping[str, Any], rows: Sequence[object]
-) -> dict[str, list[bytes]]:
-    """Return files made by one process without servers."""
-    stage = Stage(folder, workflow, rows, ["--models", str(models)])
-    with computing_replaced():
-        assert stage.run() == DONE, stage.stderr()
-    return {path.name: [path.read_bytes()] for path in stage.out.glob("*.mp4")}
+class Fleet:
+    """Servers, a batch on them, and the files of one process without servers."""
+
+    def __init__(self, folder: Path, *, rows: int, servers: int) -> None:
+        # A child forked from a process with a thread pool would wait for threads it lacks.
+        torch.set_num_threads(1)
+        workflow = small_workflow()
+        models = named_models(folder / "models", workflow)
+        seeds = [{"sampler.seed": 1000 + number} for number in range(rows)]
+        alone = Stage(folder / "one", workflow, seeds, ["--models", str(models)])
+        with computing_replaced():
+            assert alone.run() == DONE, alone.stderr()
+        self._expected = {name: [content] for name, content in alone.videos().items()}
+        assert len(self._expected) == rows
+        comfy_like.object_info(models)  # kept for the servers, which would need seconds for it
+        self.machines = [Machine(folder / f"served{number}", models) for number in range(servers)]
+        where = [word for machine in self.machines for word in ("--server", machine.url)]
+        self.stage = Stage(folder / "fleet", workflow, seeds, [*where, "--timeout", "60"])
+
+    def wait_for(self, count: int, poll: Callable[[], object] = lambda: None) -> None:
+        """Wait until so many rows are there."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len([*self.stage.out.glob("*.mp4")]) < count:
+            assert time.monotonic() < deadline, self.stage.stderr()[-3000:]
+            poll()
+            time.sleep(0.005)
+
+    def start_machines(self, *, now: bool = False) -> None:
+        for machine in self.machines:
+            machine.start(now=now)
+
+    def restart_client(self, client: int) -> int:
+        self.stage.signal(client, signal.SIGKILL)
+        assert self.stage.wait(client) == -signal.SIGKILL, self.stage.stderr()[-3000:]
+        return self.stage.start()
+
+    def check(self) -> None:
+        findings = self.stage.judge(self._expected)
+        assert findings.clean, findings
+
+    def close(self) -> None:
+        for machine in self.machines:
+            machine.kill()
+        self.stage.clear()
+
+
+@pytest.fixture
+def make_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fleet]]:
+    """`make_fleet(rows=..., servers=...)`."""
+    monkeypatch.setattr(comfy_like, "object_info", cache(comfy_like.object_info))
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.5)
+    with ExitStack() as opened:
+
+        def make(**given: int) -> Fleet:
+            return opened.enter_context(closing(Fleet(tmp_path, **given)))
+
+        yield make
 
 
 @pytest.mark.timeout(600)
-def test_fifty_kills_cost_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(
-        1
-    )  # A child forked from a process with a thread pool would wait for threads it lacks.
-    chance, workflow = random.Random(SEED), small_workflow()
-    models = named_models(tmp_path / "models", workflow)
-    rows = [{"sampler.seed": 1000 + number} for number in range(ROWS)]
-    expected = undisturbed(tmp_path / "one", models, workflow, rows)
-    assert len(expected) == ROWS
-    info = comfy_like.object_info(models)
-    monkeypatch.setattr(comfy_like, "object_info", lambda models: info)
-    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.5)
-    machines = [Machine(tmp_path / f"served{number}", models) for number in range(SERVERS)]
-    where = [word for machine in machines for word in ("--server", machine.url)]
-    stage = Stage(tmp_path / "four", workflow, rows, [*where, "--timeout", "60"])
-    killed = {"client": 0, "server": 0}
-    try:
-        client = stage.start()
-        for number in range(1, KILLS + 1):
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while len([*stage.out.glob("*.mp4")]) < number * (ROWS - 10) // KILLS:
-                assert time.monotonic() < deadline, stage.stderr()[-3000:]
-                for machine in machines:
-                    machine.start()
-                time.sleep(0.005)
-            time.sleep(chance.uniform(0.0, 0.1))
-            alive = [machine for machine in machines if machine.alive]
-            # Without a server at its start, a command runs nothing, so one always stays.
-            if chance.random() < 0.6 and len(alive) > 1:
-                chance.choice(alive).kill(chance.choice([0.0, 0.3, 2.0]))
-                killed["server"] += 1
-                continue
-            stage.signal(client, signal.SIGKILL)
-            assert stage.wait(client) == -signal.SIGKILL, stage.stderr()[-3000:]
-            killed["client"] += 1
-            client = stage.start()
-        for machine in machines:
-            machine.start(now=True)
-        stage.wait(client)
-        stage.finish()
-        findings = stage.judge(expected)
-        assert findings.clean, findings
-        assert sum(killed.values()) == KILLS
-        assert min(killed.values()) >= 10, killed
-        assert "other backends take its" in stage.stderr(), "rows have changed servers"
-    finally:
-        for machine in machines:
-            machine.kill()
-        stage.clear()
+def test_fifty_kills_cost_no_row(make_fleet):
+    fleet = make_fleet(rows=ROWS, servers=SERVERS)
+    chance = random.Random(SEED)
+    killed = Counter[str]()
+    client = fleet.stage.start()
+    for number in range(1, KILLS + 1):
+        fleet.wait_for(number * (ROWS - 10) // KILLS, fleet.start_machines)
+        time.sleep(chance.uniform(0.0, 0.1))
+        alive = [machine for machine in fleet.machines if machine.alive]
+        # Without a server at its start, a command runs nothing, so one always stays.
+        if chance.random() < 0.6 and len(alive) > 1:
+            chance.choice(alive).kill(chance.choice([0.0, 0.3, 2.0]))
+            killed["server"] += 1
+            continue
+        client = fleet.restart_client(client)
+        killed["client"] += 1
+    fleet.start_machines(now=True)
+    fleet.stage.wait(client)
+    fleet.stage.finish()
+    fleet.check()
+    assert killed.total() == KILLS
+    assert min(killed.values()) >= 10, killed
+    assert "other backends take its" in fleet.stage.stderr(), "rows have changed servers"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_server_that_is_stopped_for_a_while_costs_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
-) -> None:
+def test_a_server_that_is_stopped_for_a_while_costs_no_row(make_fleet, monkeypatch, killed):
     """With `killed`, the client is killed meanwhile, and the next one finds a hung server."""
-    torch.set_num_threads(1)
-    workflow = small_workflow()
-    models = named_models(tmp_path / "models", workflow)
-    rows = [{"sampler.seed": 1000 + number} for number in range(40)]
-    expected = undisturbed(tmp_path / "one", models, workflow, rows)
-    info = comfy_like.object_info(models)
-    monkeypatch.setattr(comfy_like, "object_info", lambda models: info)
-    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.5)
     monkeypatch.setattr(server_backend, "_SLOW", ())  # it may be stopped while it takes a workflow
-    machines = [Machine(tmp_path / f"served{number}", models) for number in range(2)]
-    where = [word for machine in machines for word in ("--server", machine.url)]
-    stage = Stage(tmp_path / "two", workflow, rows, [*where, "--timeout", "60"])
-
-    def wait_for(count: int) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while len([*stage.out.glob("*.mp4")]) < count:
-            assert time.monotonic() < deadline, stage.stderr()[-3000:]
-            time.sleep(0.005)
-
-    try:
-        client = stage.start()
-        wait_for(6)
-        machines[1].hang(on=True)
-        wait_for(12)
-        if killed:
-            stage.signal(client, signal.SIGKILL)
-            assert stage.wait(client) == -signal.SIGKILL
-            client = stage.start()
-        wait_for(20)
-        machines[1].hang(on=False)
-        assert stage.wait(client) == DONE, stage.stderr()[-3000:]
-        findings = stage.judge(expected)
-        assert findings.clean, findings
-        assert killed or f"{machines[1].url} has not responded for" in stage.stderr()
-    finally:
-        for machine in machines:
-            machine.kill()
-        stage.clear()
+    fleet = make_fleet(rows=40, servers=2)
+    hung = fleet.machines[1]
+    client = fleet.stage.start()
+    fleet.wait_for(6)
+    hung.hang(on=True)
+    fleet.wait_for(12)
+    if killed:
+        client = fleet.restart_client(client)
+    fleet.wait_for(20)
+    hung.hang(on=False)
+    assert fleet.stage.wait(client) == DONE, fleet.stage.stderr()[-3000:]
+    fleet.check()
+    assert killed or f"{hung.url} has not responded for" in fleet.stage.stderr()

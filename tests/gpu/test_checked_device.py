@@ -13,13 +13,13 @@ from wanstream.offload.core import pages
 from wanstream.offload.transfers.cuda import CudaStreams
 from wanstream.tests.support.accelerator import Accelerator, checked_accelerator
 from wanstream.tests.support.checked_device import HostWait, Issued, StreamWait, TraceEntry, races
-from wanstream.tests.support.device_scenarios import KINDS, LAYERWISE, PINNED, Case
+from wanstream.tests.support.offload.device_scenarios import KINDS, LAYERWISE, PINNED, Case
 
 pytestmark = pytest.mark.checked
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_work_of_inference_mode_is_executed_by_a_later_wait(seed: int) -> None:
+def test_work_of_inference_mode_is_executed_by_a_later_wait(seed):
     with checked_accelerator(seed) as gpu:
         with torch.inference_mode():
             host, values = torch.zeros(9), torch.ones(9, device=gpu.device)
@@ -32,11 +32,10 @@ def test_work_of_inference_mode_is_executed_by_a_later_wait(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_finds_the_waits_that_are_missing(kind: str) -> None:
+def test_torch_finds_the_waits_that_are_missing(kind):
     trace: list[TraceEntry] = []
     with checked_accelerator(1) as gpu:
-        assert gpu.machine is not None
-        gpu.machine.trace = trace
+        gpu.need_fake("").trace = trace
         case = Case(gpu, LAYERWISE, **KINDS[kind])
         case.run(2)
         case.detach()
@@ -105,9 +104,7 @@ PLANTS: dict[Callable[[Accelerator, pytest.MonkeyPatch], None], str] = {
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_an_end_under_use_is_reported(
-    plant: Callable[[Accelerator, pytest.MonkeyPatch], None],
-) -> None:
+def test_an_end_under_use_is_reported(plant):
     with (
         pytest.raises(AssertionError, match=PLANTS[plant]),
         pytest.MonkeyPatch.context() as patch,
@@ -117,7 +114,7 @@ def test_an_end_under_use_is_reported(
         gc.collect()
 
 
-def test_memory_that_could_not_be_unlocked_stays_mapped() -> None:
+def test_memory_that_could_not_be_unlocked_stays_mapped():
     with checked_accelerator(0) as gpu:
         refused_unlocks(gpu)
         gc.collect()

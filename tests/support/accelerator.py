@@ -69,7 +69,7 @@ REAL_ONLY = {
     "tests/gpu/distributed/test_splits_cuda.py": "NCCL",
     "tests/gpu/sampling/test_kernels_gpu.py": "torch.compile and kernels of attention packages",
     "tests/integration/comfy/test_memory_gpu.py": (
-        "a ComfyUI server on CUDA; test_devices.py has its memory manager"
+        "a ComfyUI server on CUDA; inside/host/adapter.py has its memory manager"
     ),
     "tests/integration/ray/test_ray_pool.py": "Ray assigns GPUs",
 }

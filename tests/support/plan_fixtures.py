@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
@@ -62,13 +62,23 @@ def kept_in_ram(program: TransferProgram) -> RamProgram:
     """Return a RAM program without reads: all blocks are in slots from an earlier run."""
     blocks = sorted({fetch.block.stored for fetch in program.fetches})
     residents = {
-        expert: frozenset(key.block for key in blocks if key.expert == expert)
+        expert: [key.block for key in blocks if key.expert == expert]
         for expert in {key.expert for key in blocks}
     }
-    residency = RamResidency(
-        residency=Residency(residents=residents, permanent=True), slots=len(blocks)
-    )
-    return compile_ram(program, residency, staging=0, contents=dict(enumerate(blocks)))
+    contents = dict(enumerate(blocks))
+    return compile_ram(program, ram_residents(**residents), staging=0, contents=contents)
+
+
+def ram_residents(**blocks: Iterable[int]) -> RamResidency:
+    """Return permanent RAM residents by expert, with a slot for each."""
+    residents = {expert: frozenset(each) for expert, each in blocks.items()}
+    residency = Residency(residents=residents, permanent=True)
+    return RamResidency(residency=residency, slots=sum(map(len, residents.values())))
+
+
+def any_ram_residency() -> st.SearchStrategy[RamResidency]:
+    blocks = st.frozensets(st.integers(0, 9))
+    return st.builds(ram_residents, **dict.fromkeys(EXPERTS, blocks))
 
 
 @st.composite
@@ -167,22 +177,6 @@ CPU_MACHINE = RatedMachine(
 """A machine without a GPU, with round rates."""
 
 
-@pytest.fixture(scope="session")
-def runs() -> st.SearchStrategy[Run]:
-    return any_run()
-
-
-@pytest.fixture(scope="session")
-def runs_of_whole_steps() -> st.SearchStrategy[Run]:
-    return any_run(whole_steps=True)
-
-
-@pytest.fixture(scope="session")
-def new_machine() -> Callable[[int], Machine]:
-    """Create a machine from a seed."""
-    return Machine
-
-
 SMALL = ExpertShape(width=256, ffn_width=512, blocks=8)
 TOKENS = 1000
 
@@ -232,11 +226,6 @@ def run_shape(
     return RunShape(**{**values, "steps": tuple(values["steps"]), "blocks": blocks})
 
 
-def in_stored_form(run: RunShape, **changes: Any) -> RunShape:
-    """Return `run` with other block sizes."""
-    return replace(run, blocks=replace(run.blocks, **changes))
-
-
 def predicted(
     run: RunShape, machine: RatedMachine, policy: OffloadPolicy, *, by_step: bool = False
 ) -> Prediction:
@@ -258,43 +247,43 @@ def visit_seconds(
     return run.costs(machine, chunk_tokens).hardware.visit_s[expert]
 
 
-@pytest.fixture(scope="session")
-def rate_machine() -> Callable[..., RatedMachine]:
-    """`rate_machine(read=0.5, copy=0.1, visit=1.0, **changes)`: a GPU with spare memory.
+def rated(read: float = 0.5, copy: float = 0.1, visit: float = 1.0, **changes: Any) -> RatedMachine:
+    """Return a GPU with spare memory.
 
-    The GPU has more memory than `make_job()` takes. `read`, `copy` and `visit` are that job's
+    The GPU has more memory than `run_shape()` takes. `read`, `copy` and `visit` are that run's
     seconds per block on the disk, on the bus, and in one lane.
     """
+    block = SMALL.streamed_bytes()
+    figures: dict[str, Any] = {
+        "name": "test",
+        "origin": "made up",
+        "computes_on": "cuda",
+        "vram_bytes": 100 * block + 2 * 10**9,
+        "ram_bytes": 200 * block,
+        "h2d_bytes_per_s": block / copy,
+        "h2d_pageable_bytes_per_s": block / copy / 4,
+        "d2h_bytes_per_s": block / copy,
+        "disk_bytes_per_s": block / read,
+        "flops_per_s": SMALL.block_flops(TOKENS) / visit,
+        "decode_bytes_per_s": block / 0.01,
+        "copy_bytes_per_s": block / 0.05,
+        "quantise_bytes_per_s": block / 0.2,
+    }
+    return RatedMachine.from_dict({**figures, **changes})
 
-    def make(
-        read: float = 0.5, copy: float = 0.1, visit: float = 1.0, **changes: Any
-    ) -> RatedMachine:
-        block = SMALL.streamed_bytes()
-        figures: dict[str, Any] = {
-            "name": "test",
-            "origin": "made up",
-            "computes_on": "cuda",
-            "vram_bytes": 100 * block + 2 * 10**9,
-            "ram_bytes": 200 * block,
-            "h2d_bytes_per_s": block / copy,
-            "h2d_pageable_bytes_per_s": block / copy / 4,
-            "d2h_bytes_per_s": block / copy,
-            "disk_bytes_per_s": block / read,
-            "flops_per_s": SMALL.block_flops(TOKENS) / visit,
-            "decode_bytes_per_s": block / 0.01,
-            "copy_bytes_per_s": block / 0.05,
-            "quantise_bytes_per_s": block / 0.2,
-        }
-        return RatedMachine.from_dict({**figures, **changes})
 
-    return make
+def rated_cpu(**changes: Any) -> RatedMachine:
+    """Return the same without a GPU and bus."""
+    return rated(**{"computes_on": "cpu", "vram_bytes": 0, **changes})
 
 
 @pytest.fixture(scope="session")
-def rate_cpu(rate_machine: Callable[..., RatedMachine]) -> Callable[..., RatedMachine]:
-    """The same without a GPU and bus."""
+def rate_machine() -> Callable[..., RatedMachine]:
+    """Create a machine as `rated` does."""
+    return rated
 
-    def make(**changes: Any) -> RatedMachine:
-        return rate_machine(**{"computes_on": "cpu", "vram_bytes": 0, **changes})
 
-    return make
+@pytest.fixture(scope="session")
+def rate_cpu() -> Callable[..., RatedMachine]:
+    """Create a machine as `rated_cpu` does."""
+    return rated_cpu

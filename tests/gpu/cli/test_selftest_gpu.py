@@ -25,14 +25,26 @@ from wanstream.testing import TinyShape
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
 from wanstream.tests.support.checked_device import machine as checked
 from wanstream.tests.support.checked_device import tensors
-from wanstream.tests.support.mutations import Mutation, Mutations
+from wanstream.tests.support.offload.mutations import Mutation, Mutations
 from wanstream.wan.experts.models import ExpertModels
 
 WAIT_OF_VISIT = Mutation(
     "CudaStreams._wait_for: self._runtime.current_stream().wait_event(event)", "CudaBackend"
 )
-FORMATS = ("bf16", "fp8 with a LoRA", "GGUF Q4_K_M", run_checks.IN_INT8)
+FORMATS = ("bf16", "fp8 with a LoRA", run_checks.IN_INT8)
 """Formats on the checked device. Other tests cover the rest."""
+
+
+SMALL: list[tuple[Any, str, object]] = [
+    (device_checks, "SIZES", (1, 4097)),
+    (run_checks, "STEPS", 2),
+    (run_checks, "VIDEO", VideoShape(width=32, height=32, frames=5)),
+    (probe, "PROBED_BYTES", 2**20),
+    (probe, "SIDE", 256),
+    (machine_profile, "BUSY_TOKENS", 64),
+    (machine_profile, "SCRATCH_FILE_BYTES", 2**24),
+]
+"""Sizes of checks on the checked device."""
 
 
 @pytest.fixture
@@ -40,33 +52,22 @@ def subject(gpu: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if HAS_REAL:
         return Subject(device=gpu.device, models=None, tiny=LARGE, block=T2V_A14B)
-    monkeypatch.setattr(device_checks, "SIZES", (1, 4097))
-    monkeypatch.setattr(run_checks, "STEPS", 2)
-    for module, name, small in (
-        (probe, "PROBED_BYTES", 2**20),
-        (probe, "SIDE", 256),
-        (machine_profile, "BUSY_TOKENS", 64),
-    ):
+    for module, name, small in SMALL:
         monkeypatch.setattr(module, name, small)
-    monkeypatch.setattr(machine_profile, "SCRATCH_FILE_BYTES", 2**24)
     write = run_checks._write_experts
 
-    def write_some(shape: TinyShape, folder: Path, device: torch.device) -> dict[str, ExpertsRef]:
-        return {name: ref for name, ref in write(shape, folder, device).items() if name in FORMATS}
+    def write_some(*given: Any) -> dict[str, ExpertsRef]:
+        return {name: ref for name, ref in write(*given).items() if name in FORMATS}
 
     monkeypatch.setattr(run_checks, "_write_experts", write_some)
-    return Subject(
-        device=gpu.device,
-        models=None,
-        tiny=TinyShape(layers=6, ffn_dim=512),
-        block=replace(T2V_A14B, width=256, ffn_width=512, blocks=4),
-        tokens=64,
-        video=VideoShape(width=64, height=64, frames=5),
-        lock_bytes=2**16,
-    )
+    tiny = TinyShape(layers=6, ffn_dim=512)
+    block = replace(T2V_A14B, width=256, ffn_width=512, blocks=4)
+    sizes = {"tokens": 64, "metered_tokens": 64, "lock_bytes": 2**16}
+    video = VideoShape(width=64, height=64, frames=5)
+    return Subject(device=gpu.device, models=None, tiny=tiny, block=block, video=video, **sizes)
 
 
-def test_every_check_passes(subject: Subject) -> None:
+def test_every_check_passes(subject):
     findings = run_all(subject)
     works, _ = verdict(findings)
     assert works, findings
@@ -75,14 +76,13 @@ def test_every_check_passes(subject: Subject) -> None:
 
 @pytest.fixture
 def checked_subject(gpu: Accelerator, subject: Subject) -> Iterator[Subject]:
-    gpu.need_fake("a fault is planted in it")
+    machine = gpu.need_fake("a fault is planted in it")
     yield subject
-    assert gpu.machine is not None
-    gpu.machine.problems.clear()  # the planted fault's problems
+    machine.problems.clear()  # the planted fault's problems
 
 
-def found(check: Callable[..., Finding], subject: Subject, *args: object) -> Finding:
-    return run_check(partial(check, subject, *args), subject.device)
+def found(check: Callable[..., Finding], subject: Subject) -> Finding:
+    return run_check(partial(check, subject), subject.device)
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def runs_found(subject: Subject, folder: Path) -> Iterator[Callable[..., Finding
         yield lambda check, *args: run_check(partial(check, runs, *args), subject.device)
 
 
-def test_copies_that_lose_a_byte(checked_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_lose_a_byte(checked_subject, monkeypatch):
     copy = tensors._to_device
 
     def loses_one(into: Any, source: torch.Tensor, *, non_blocking: bool) -> None:
@@ -105,17 +105,14 @@ def test_copies_that_lose_a_byte(checked_subject: Subject, monkeypatch: pytest.M
     assert "4.10 KB of page-locked RAM" in finding.words
 
 
-def test_streams_that_do_not_wait(
-    checked_subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_that_do_not_wait(checked_subject, monkeypatch):
     monkeypatch.setattr(checked.Stream, "wait_event", lambda stream, event: None)
     finding = found(device_checks.check_streams, checked_subject)
     assert finding.outcome == "failed"
     assert "did not wait for the work before them" in finding.words
 
 
-def test_page_locks_that_are_refused(gpu: Accelerator, checked_subject: Subject) -> None:
-    assert gpu.machine is not None
+def test_page_locks_that_are_refused(gpu, checked_subject):
     gpu.machine.refuse_locks_beyond = 2**15
     finding = found(device_checks.check_page_locks, checked_subject)
     assert finding.outcome == "limited"
@@ -123,9 +120,7 @@ def test_page_locks_that_are_refused(gpu: Accelerator, checked_subject: Subject)
     assert "wslconfig" in finding.remedy
 
 
-def test_a_decoding_kernel_that_rounds_otherwise(
-    checked_subject: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoding_kernel_that_rounds_otherwise(checked_subject, monkeypatch):
     decode = probe.decode_tensor
 
     def rounds(stored: torch.Tensor, into: torch.Tensor, **settings: Any) -> None:
@@ -140,10 +135,7 @@ def test_a_decoding_kernel_that_rounds_otherwise(
     assert finding.words.endswith(": Q6_K")
 
 
-def test_a_visit_that_does_not_wait_for_its_copy(
-    gpu: Accelerator, checked_subject: Subject, tmp_path: Path
-) -> None:
-    assert gpu.machine is not None
+def test_a_visit_that_does_not_wait_for_its_copy(gpu, checked_subject, tmp_path):
     gpu.machine.eagerness = 0.0  # without the wait, the copy has not even begun
     mutations = Mutations()
     with mutations.installed(), runs_found(checked_subject, tmp_path) as check:
@@ -153,16 +145,12 @@ def test_a_visit_that_does_not_wait_for_its_copy(
     assert finding.outcome == "failed", "by other latents, or by times that cannot be read yet"
 
 
-def test_a_shortage_that_is_not_recognised(
-    checked_subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shortage_that_is_not_recognised(checked_subject, tmp_path, monkeypatch):
     allocate = checked.Device.allocate
 
-    def fails_in_other_words(
-        device: checked.Device, nbytes: int, stream: checked.Stream
-    ) -> checked.Block:
+    def fails_in_other_words(*given: Any) -> checked.Block:
         try:
-            return allocate(device, nbytes, stream)
+            return allocate(*given)
         except torch.OutOfMemoryError as err:
             raise RuntimeError("driver error 77") from err
 
@@ -172,9 +160,7 @@ def test_a_shortage_that_is_not_recognised(
     assert (finding.outcome, finding.words) == ("failed", "RuntimeError: driver error 77")
 
 
-def test_memory_that_is_kept_after_closing(
-    checked_subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_is_kept_after_closing(checked_subject, tmp_path, monkeypatch):
     kept = []
     close = ExpertModels.close
 
@@ -190,9 +176,7 @@ def test_memory_that_is_kept_after_closing(
     assert "kept after closing" in finding.words
 
 
-def test_a_device_that_is_full(
-    gpu: Accelerator, checked_subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_full(gpu, checked_subject, tmp_path):
     with runs_found(checked_subject, tmp_path) as check:
         gpu.runtime.limit_memory(gpu.runtime.reserved_bytes() + 2**20)
         finding = check(run_checks.check_policies, "bf16")

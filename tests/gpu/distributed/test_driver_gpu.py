@@ -20,6 +20,7 @@ from wanstream.sampling import denoise
 from wanstream.sampling.steps import StepProgress
 from wanstream.schema import Mesh
 from wanstream.schema.refs import WorkersRef
+from wanstream.tests.support.sampling.runs import normal
 from wanstream.wan.experts.open import ExpertsRegistry
 
 pytestmark = [
@@ -29,34 +30,25 @@ pytestmark = [
 
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 
-MakeTask = Callable[..., RunTask]
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
 
 @pytest.fixture
-def task(make_task: MakeTask) -> RunTask:
-    return make_task(
-        request={
-            "noise": normal(3, 16, 2, 4, 6, seed=1),
-            "steps": 6,
-            "switch_step": 3,
-            "solver": "unipc",
-        }
-    )
+def task(make_task: Callable[..., RunTask]) -> RunTask:
+    noise = normal(3, 16, 2, 4, 6, seed=1)
+    return make_task(request={"noise": noise, "steps": 6, "switch_step": 3, "solver": "unipc"})
 
 
 @pytest.fixture
 def on_one_gpu(task: RunTask) -> torch.Tensor:
     experts = ExpertsRegistry()
     try:
-        return denoise(
-            experts.get(task.experts), task.request, policy=task.policy, device="cuda"
-        ).latents
+        pair = experts.get(task.experts)
+        return denoise(pair, task.request, policy=task.policy, device="cuda").latents
     finally:
         experts.free()
+
+
+def run(driver: Driver, task: RunTask, **how: Any) -> Any:
+    return driver.denoise(task.experts, task.request, task.policy, **how)
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +60,10 @@ def pool() -> Iterator[Any]:
         yield started
 
 
-def test_one_worker_in_this_process(task: RunTask, on_one_gpu: torch.Tensor) -> None:
+def test_one_worker_in_this_process(task, on_one_gpu):
     pool = InProcessPool("cuda")
     try:
-        ran = Driver(pool, WorkersRef(count=1), Mesh()).denoise(
-            task.experts, task.request, task.policy
-        )
+        ran = run(Driver(pool, WorkersRef(count=1), Mesh()), task)
     finally:
         pool.close()
     assert torch.equal(ran.latents, on_one_gpu)
@@ -83,24 +73,19 @@ def test_one_worker_in_this_process(task: RunTask, on_one_gpu: torch.Tensor) -> 
 @several
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(stage=2), Mesh(cfg=2)], ids=str)
-def test_two_gpus_give_what_one_gives(
-    mesh: Mesh, pool: Any, task: RunTask, on_one_gpu: torch.Tensor
-) -> None:
-    ran = Driver(pool, WorkersRef(count=2), mesh).denoise(task.experts, task.request, task.policy)
+def test_two_gpus_give_what_one_gives(mesh, pool, task, on_one_gpu):
+    ran = run(Driver(pool, WorkersRef(count=2), mesh), task)
     assert torch.equal(ran.latents, on_one_gpu)
 
 
 @several
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(stage=2), Mesh(cfg=2)], ids=str)
-def test_a_worker_that_is_killed_costs_no_video(
-    mesh: Mesh, pool: Any, task: RunTask, on_one_gpu: torch.Tensor
-) -> None:
+def test_a_worker_that_is_killed_costs_no_video(mesh, pool, task, on_one_gpu):
     def on_step(step: StepProgress) -> None:
         if step.done == 4:
             os.kill(pool.workers[1].started.facts.pid, signal.SIGKILL)
 
-    driver = Driver(pool, WorkersRef(count=2, timeout_s=60.0), mesh)
-    ran = driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
+    ran = run(Driver(pool, WorkersRef(count=2, timeout_s=60.0), mesh), task, on_step=on_step)
     assert torch.equal(ran.latents, on_one_gpu)
     assert ran.restarts == 1

@@ -10,93 +10,76 @@ import pytest
 import torch
 
 from wanstream.distributed.worker.rendezvous import PeerLostError
-from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import ExpertsRef
-from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.distributed.processes import Processes
+from wanstream.tests.support.distributed.split_jobs import SplitProcesses, job_leave_while_it_waits
 from wanstream.tests.support.rounding import ROUNDING, difference
-from wanstream.tests.support.split_jobs import SplitProcesses, job_leave_while_it_waits
+from wanstream.tests.support.sampling.runs import LAYERWISE, normal
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two workers need two GPUs"),
 ]
 
-LAYERWISE = OffloadPolicy.layerwise(1)
+Runs = tuple[SplitProcesses, Callable[[str], tuple[Any, ...]]]
 
 
 @pytest.fixture
-def split(processes: Processes) -> Iterator[SplitProcesses]:
-    """Processes that join as the ranks of a mesh, each on a different GPU.
+def runs(
+    processes: Processes, tiny_expert_folder: Callable[..., Path], make_task: Callable[..., Any]
+) -> Iterator[Runs]:
+    """Processes that join as the ranks of a mesh, each on a different GPU, and a run's arguments.
 
-    They leave after the test.
+    The run has 48 tokens and experts with four heads. The processes leave after the test.
     """
-    made = SplitProcesses(processes, "cuda")
-    yield made
-    made.leave()
+    split = SplitProcesses(processes, "cuda")
+    request = make_task(request={"noise": normal(1, 16, 2, 8, 12, seed=20)}).request
+
+    def run_in(dtype: str) -> tuple[Any, ...]:
+        how = {"dtype": getattr(torch, dtype), "heads": 4}
+        high, low = (tiny_expert_folder(seed=seed, **how) for seed in (1, 2))
+        experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype=dtype)
+        return experts, request, LAYERWISE
+
+    yield split, run_in
+    split.leave()
 
 
-@pytest.fixture
-def wide(tiny_expert_folder: Callable[..., Path]) -> Callable[[str], ExpertsRef]:
-    """`wide(dtype)`: experts with four heads."""
-
-    def make(dtype: str) -> ExpertsRef:
-        folders = (
-            tiny_expert_folder(seed=seed, dtype=getattr(torch, dtype), heads=4) for seed in (1, 2)
-        )
-        return ExpertsRef(high_noise=next(folders), low_noise=next(folders), compute_dtype=dtype)
-
-    return make
-
-
-@pytest.fixture
-def request_of_48_tokens(make_task: Callable[..., Any]) -> Any:
-    noise = torch.randn(1, 16, 2, 8, 12, generator=torch.Generator().manual_seed(20))
-    return make_task(request={"noise": noise}).request
-
-
-def test_cfg_sides_give_what_one_worker_gives(
-    split: SplitProcesses, wide: Any, request_of_48_tokens: Any
-) -> None:
+def test_cfg_sides_give_what_one_worker_gives(runs):
+    split, run_in = runs
     split.join(Mesh(cfg=2))
-    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE
-    alone = split.alone(*given)
-    for side in split.run(*given):
+    alone = split.alone(*run_in("bfloat16"))
+    for side in split.run(*run_in("bfloat16")):
         assert torch.equal(side["latents"], alone)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
-def test_shared_tokens_round_no_worse_than_one_worker_does(
-    mesh: Mesh, split: SplitProcesses, wide: Any, request_of_48_tokens: Any
-) -> None:
+def test_shared_tokens_round_no_worse_than_one_worker_does(mesh, runs):
+    split, run_in = runs
     split.join(mesh)
-    exact = split.alone(wide("float32"), request_of_48_tokens, LAYERWISE, "cpu")
-    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE
-    alone = split.alone(*given)
-    results = split.run(*given)
-    assert torch.equal(results[0]["latents"], results[1]["latents"])
-    assert difference(results[0]["latents"], exact) <= 1.5 * difference(alone, exact)
-    assert results[0]["gathered"] == results[0]["crossed"] > 0
+    exact = split.alone(*run_in("float32"), "cpu")
+    alone = split.alone(*run_in("bfloat16"))
+    first, second = split.run(*run_in("bfloat16"))
+    assert torch.equal(first["latents"], second["latents"])
+    assert difference(first["latents"], exact) <= 1.5 * difference(alone, exact)
+    assert first["gathered"] == first["crossed"] > 0
 
 
-def test_ulysses_in_fp32_gives_what_one_worker_gives(
-    split: SplitProcesses, wide: Any, request_of_48_tokens: Any
-) -> None:
+def test_ulysses_in_fp32_gives_what_one_worker_gives(runs):
+    split, run_in = runs
     split.join(Mesh(ulysses=2))
-    given = wide("float32"), request_of_48_tokens, LAYERWISE
-    alone = split.alone(*given)
-    for worker in split.run(*given):
+    alone = split.alone(*run_in("float32"))
+    for worker in split.run(*run_in("float32")):
         assert difference(worker["latents"], alone) <= ROUNDING
 
 
-def test_the_same_processes_meet_five_times_and_leave_while_one_waits(
-    split: SplitProcesses, wide: Any, request_of_48_tokens: Any
-) -> None:
-    given = wide("bfloat16"), request_of_48_tokens, LAYERWISE
+def test_processes_meet_five_times(runs):
+    split, run_in = runs
     results = []
     for _ in range(5):
         split.join(Mesh(ulysses=2))
-        results.append(split.run(*given)[0]["latents"])
+        results.append(split.run(*run_in("bfloat16"))[0]["latents"])
         with pytest.raises(PeerLostError):
             split.processes[0].start(job_leave_while_it_waits, "ulysses").result()
         split.leave()

@@ -20,7 +20,7 @@ def waits(gpu: Accelerator) -> None:
     clock_for(gpu.device).settle()
 
 
-def test_a_wait_that_is_not_listed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_not_listed_is_reported(monkeypatch):
     with checked_accelerator(0) as gpu:
         waits(gpu)
     listed = {
@@ -34,7 +34,7 @@ def test_a_wait_that_is_not_listed_is_reported(monkeypatch: pytest.MonkeyPatch) 
             waits(gpu)
 
 
-def test_waits_of_a_test_itself_are_not_counted() -> None:
+def test_waits_of_a_test_itself_are_not_counted():
     with checked_accelerator(0) as gpu:
         assert float(torch.ones(1, device=gpu.device)) == 1.0
         assert gpu.machine is not None
@@ -42,6 +42,6 @@ def test_waits_of_a_test_itself_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("name", HOST_WAITS)
-def test_listed_functions_exist(name: str) -> None:
+def test_listed_functions_exist(name):
     file, function = name.split()
     assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")

@@ -14,8 +14,8 @@ import pytest
 
 from wanstream.offload.core.threads import ThreadSync
 from wanstream.tests.support.accelerator import checked_accelerator
-from wanstream.tests.support.device_scenarios import ENGINES, SCENARIOS
-from wanstream.tests.support.mutations import Mutation, Mutations
+from wanstream.tests.support.offload.device_scenarios import ENGINES, SCENARIOS
+from wanstream.tests.support.offload.mutations import Mutation, Mutations
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +185,7 @@ def subject() -> Iterator[Subject]:
 
 
 @pytest.mark.parametrize("site", Mutations().sites)
-def test_no_call_can_be_removed(subject: Subject, site: str) -> None:
+def test_no_call_can_be_removed(subject, site):
     calls = sorted(call for call in subject.scenarios if call.site == site)
     assert calls, "no scenario makes this call"
     missed = [
@@ -197,7 +197,7 @@ def test_no_call_can_be_removed(subject: Subject, site: str) -> None:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_calls_that_are_listed_are_redundant(subject: Subject, part: int) -> None:
+def test_calls_that_are_listed_are_redundant(subject, part):
     """Many at once: code that works without all listed calls works without each.
 
     One round of a loop may be needed without the others, so the rounds are in different parts.
@@ -210,5 +210,5 @@ def test_calls_that_are_listed_are_redundant(subject: Subject, part: int) -> Non
     assert problem is None, f"REDUNDANT has calls without which a scenario fails: {problem}"
 
 
-def test_the_list_names_calls_that_exist(subject: Subject) -> None:
+def test_the_list_names_calls_that_exist(subject):
     assert set(REDUNDANT) <= {str(call) for call in subject.scenarios}

@@ -9,12 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from wanstream.offload.formats import one_pass
 from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.one_pass import StoredForm, same_bits, sample, unavailable
+from wanstream.offload.formats.one_pass import same_bits, sample, unavailable
 from wanstream.offload.formats.packing import QUANT_FORMATS, Constants
 from wanstream.tests.support.accelerator import Accelerator
-from wanstream.tests.support.stored_forms import FORMS
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from wanstream.tests.support.offload.stored_forms import FORMS
 
 
 @pytest.fixture
@@ -25,58 +23,49 @@ def device(gpu: Accelerator) -> torch.device:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_bits_are_those_of_torch(
-    gpu: Accelerator,
-    device: torch.device,
-    form: StoredForm,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_bits_are_those_of_torch(gpu, device, form, monkeypatch, caplog):
     stored, shape, scale = sample(form)
-    stored, scale = stored.to(device), None if scale is None else scale.to(device)
-    constants: Constants = {}
-    for dtype in DTYPES:
+    stored = stored.to(device)
+    constants = Constants()
+    how = {"packing": form.packing, "scale": None if scale is None else scale.to(device)}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         expected, found = (torch.full(shape, 7, dtype=dtype, device=device) for _ in range(2))
         with monkeypatch.context() as patch:
             patch.setattr(one_pass, "FAMILIES", ())
-            decode_tensor(stored, expected, packing=form.packing, scale=scale)
-        decode_tensor(stored, found, packing=form.packing, scale=scale, constants=constants)
+            decode_tensor(stored, expected, **how)
+        decode_tensor(stored, found, **how, constants=constants)
         assert same_bits(found, expected).all()
         gpu.runtime.reset_peaks()
         before = gpu.runtime.allocated_bytes()
-        decode_tensor(stored, found, packing=form.packing, scale=scale, constants=constants)
+        decode_tensor(stored, found, **how, constants=constants)
         assert gpu.runtime.allocated_bytes(peak=True) == before
     assert not caplog.records, "a kernel was refused"
 
 
-def test_a_tensor_takes_one_launch(device: torch.device) -> None:
+def test_a_tensor_takes_one_launch(device):
     calls = []
-    constants: Constants = {}
+    constants = Constants()
     for form in FORMS:
         stored, shape, scale = sample(form)
         into = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        calls.append(
-            (stored.to(device), into, form.packing, None if scale is None else scale.to(device))
-        )
+        how = {"packing": form.packing, "scale": None if scale is None else scale.to(device)}
+        calls.append((stored.to(device), into, how))
 
     def decode() -> None:
-        for stored, into, packing, scale in calls:
-            decode_tensor(stored, into, packing=packing, scale=scale, constants=constants)
+        for stored, into, how in calls:
+            decode_tensor(stored, into, **how, constants=constants)
 
     decode()  # kernels are compiled and tested on their first use
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         decode()
         torch.cuda.synchronize()
     names = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
-    kernels = {
-        name: sum(name in each for each in names)
-        for name in ("groups_k", "microscaled_k", "rotated_k")
-    }
-    assert kernels == {"groups_k": len(QUANT_FORMATS), "microscaled_k": 3, "rotated_k": 4}
+    expected = {"groups_k": len(QUANT_FORMATS), "microscaled_k": 3, "rotated_k": 4}
+    assert {name: sum(name in each for each in names) for name in expected} == expected
     assert len([name for name in names if "Sync" not in name]) == len(FORMS), names
 
 
-def test_offsets_of_more_than_32_bits(gpu: Accelerator, device: torch.device) -> None:
+def test_offsets_of_more_than_32_bits(gpu, device):
     packing, count = QUANT_FORMATS["Q8_0"], 2**26 + 3
     if gpu.runtime.memory().free < 8e9:
         pytest.skip("needs 8 GB of device memory")

@@ -12,8 +12,7 @@ from wanstream.offload import Lockstep, PassCalls, StreamSession
 from wanstream.plan.programs import PassOrders
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
-from wanstream.tests.support.accelerator import Accelerator
-from wanstream.tests.support.device_scenarios import (
+from wanstream.tests.support.offload.device_scenarios import (
     BLOCK_SWAP,
     COUNT,
     DEEP,
@@ -53,9 +52,7 @@ def begun(case: Case, recorder: Recorder | None = None) -> StreamSession:
 
 
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
-def test_passes_in_other_orders_than_predicted_find_their_blocks(
-    gpu: Accelerator, how: dict[str, object]
-) -> None:
+def test_passes_in_other_orders_than_predicted_find_their_blocks(gpu, how):
     case, recorder = Case(gpu, **how), Recorder(gpu.device)
     with torch.inference_mode(), case._ended():
         session = begun(case, recorder)
@@ -92,7 +89,7 @@ class Shared:
 
 
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
-def test_calls_in_lockstep_find_their_blocks(gpu: Accelerator, how: dict[str, object]) -> None:
+def test_calls_in_lockstep_find_their_blocks(gpu, how):
     case = Case(gpu, **how)
     stream = gpu.runtime.stream()
     with torch.inference_mode(), gpu.runtime.on_stream(stream), case._ended():

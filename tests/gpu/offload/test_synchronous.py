@@ -7,7 +7,7 @@ non-blocking copy.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,9 @@ from wanstream.devices import (
 from wanstream.offload import BlockPatch, ComputedPatch, WeightPatch, attach_offload
 from wanstream.plan.programs import step_visits
 from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.checked_device import Machine, checked_machine
-from wanstream.tests.support.device_scenarios import (
+from wanstream.tests.support.offload.device_scenarios import (
     COUNT,
     KEYS,
     WIDTH,
@@ -51,6 +50,7 @@ POLICIES = {
     "block swap": OffloadPolicy.block_swap(3, 1),
     "resident": OffloadPolicy.resident(),
 }
+PATCHES = ["plain", "patched", "computed"]
 CPU = torch.device("cpu")
 
 
@@ -67,26 +67,19 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 
 def weights_of_visits(
-    device: torch.device,
-    policy: OffloadPolicy,
-    *,
-    fp8: bool = False,
-    patched: bool = False,
-    computed: bool = False,
-    stop_at: int | None = None,
+    device: torch.device, policy: OffloadPolicy, *, fp8: bool, patch: str, stop_at: int | None
 ) -> list[torch.Tensor]:
     """Stream blocks twice, first up to visit `stop_at`, and return the weights found by visits."""
     source = MemorySource(fp8=fp8, growing=True, longest_s=0.001)
     rows = [source.formats[key].computed.tensors[0].shape[0] for key in KEYS]
     blocks = [nn.Linear(WIDTH, count, bias=False, device="meta") for count in rows]
-    engine = attach_offload(
-        {"high": blocks}, policy=policy, device=device, source=source, follow_forward=False
-    )
-    if patched:
-        patch = WeightPatch(down=torch.full((2, WIDTH), 0.5), up=torch.ones(rows[0], 2))
-        if computed:
-            patch = ComputedPatch(parts=patch.parts, compute=partial(add_product, []))
-        engine.set_patches({KEYS[0]: BlockPatch(identity=1, weights={"weight": patch})})
+    given = {"policy": policy, "device": device, "follow_forward": False}
+    engine = attach_offload({"high": blocks}, source=source, **given)
+    change = WeightPatch(down=torch.full((2, WIDTH), 0.5), up=torch.ones(rows[0], 2))
+    if patch == "computed":
+        change = ComputedPatch(parts=change.parts, compute=partial(add_product, []))
+    if patch != "plain":
+        engine.set_patches({KEYS[0]: BlockPatch(identity=1, weights={"weight": change})})
     seen: list[torch.Tensor] = []
     visits = step_visits(["high"] * 2, engine.block_counts)
     for stop in (stop_at, None):
@@ -105,17 +98,21 @@ def weights_of_visits(
     return [weight.cpu() for weight in seen]
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("patch", ["plain", "patched", "computed"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["raw", "fp8"])
-@pytest.mark.parametrize("stop_at", [None, 2])
-def test_visits_find_the_bits_of_the_cpu(
-    machine: Machine, policy: OffloadPolicy, fp8: bool, patch: str, stop_at: int | None
-) -> None:
-    how = {"fp8": fp8, "patched": patch != "plain", "computed": patch == "computed"}
-    expected = weights_of_visits(CPU, policy, **how, stop_at=stop_at)
+@pytest.mark.parametrize(("fp8", "stop_at"), [(False, 2), (True, None)], ids=["raw", "fp8"])
+@pytest.mark.parametrize(
+    ("policy", "patch"),
+    [
+        *(("layerwise", patch) for patch in PATCHES),
+        *(("deep, from RAM", patch) for patch in PATCHES),
+        ("block swap", "computed"),
+        ("resident", "patched"),
+    ],
+)
+def test_visits_find_the_bits_of_the_cpu(machine, policy, fp8, patch, stop_at):
+    how = {"fp8": fp8, "patch": patch, "stop_at": stop_at}
+    expected = weights_of_visits(CPU, POLICIES[policy], **how)
     assert machine.devices[0].allocations == 0
-    found = weights_of_visits(stand_in(), policy, **how, stop_at=stop_at)
+    found = weights_of_visits(stand_in(), POLICIES[policy], **how)
     assert len(found) == 4 * COUNT if stop_at is None else 2 * COUNT + stop_at + 1
     assert all(map(torch.equal, found, expected))
     assert machine.copies >= COUNT
@@ -123,28 +120,23 @@ def test_visits_find_the_bits_of_the_cpu(
     assert machine.devices[0].allocated == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("storage", ["as stored", "fp8"])
-def test_a_run_is_that_of_the_cpu(
-    machine: Machine,
-    policy: OffloadPolicy,
-    storage: str,
-    tiny_expert_folder: Callable[..., Path],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
-    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, layers=4) for seed in (1, 2)]
-    latents = {}
+@pytest.mark.parametrize(
+    ("policy", "storage"), [("deep, from RAM", "as stored"), ("block swap", "fp8")]
+)
+def test_a_run_is_that_of_the_cpu(machine, policy, storage, tiny_expert_folder, make_request):
+    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
+    latents = []
     for device in (CPU, stand_in()):
         with open_experts(*folders, compute_dtype=torch.float32, storage=storage) as pair:
-            result = denoise(pair, make_request(), policy=policy, device=device)
-            latents[device] = result.latents.cpu()
+            result = denoise(pair, make_request(), policy=POLICIES[policy], device=device)
+            latents.append(result.latents.cpu())
             assert all(step.wall_s > 0 for step in result.timeline.steps)
             assert (pair.pinned_bytes, pair.loaded_bytes > 0) == (0, True)
-    assert torch.equal(*latents.values())
+    assert torch.equal(*latents)
     assert machine.devices[0].peak_allocated > 0
 
 
-def test_the_clock_waits_for_the_device(machine: Machine) -> None:
+def test_the_clock_waits_for_the_device(machine):
     clock, values = clock_for(stand_in()), torch.zeros(3, device=stand_in())
     machine.current_stream(0).delay()
     values.add_(1)
@@ -153,18 +145,17 @@ def test_the_clock_waits_for_the_device(machine: Machine) -> None:
     assert clock.seconds(start, clock.mark()) > 0
 
 
-def test_it_counts_as_a_device_whose_memory_is_ram(machine: Machine) -> None:
+def test_it_counts_as_a_device_whose_memory_is_ram(machine):
     assert compute_device("checked") == stand_in()
     assert runtime_for(stand_in()) is None
     assert free_bytes(stand_in()) is None
     assert auto_dtype(stand_in()) == torch.float16
-    with pytest.raises(
-        ValueError, match="checked:1 does not exist, torch finds 1: use a device up to checked:0"
-    ):
+    message = "checked:1 does not exist, torch finds 1: use a device up to checked:0"
+    with pytest.raises(ValueError, match=message):
         compute_device("checked:1")
 
 
-def test_a_second_thread_and_a_copy_that_does_not_block_are_reported() -> None:
+def test_second_thread_and_async_copy_are_reported():
     memory, values = [], torch.zeros(4)
     with pytest.raises(AssertionError, match="uses a device of another thread") as raised:
         with checked_machine(streams=False):
@@ -177,22 +168,14 @@ def test_a_second_thread_and_a_copy_that_does_not_block_are_reported() -> None:
     assert "a copy does not block on a device without streams" in str(raised.value)
 
 
-def test_a_workflow_gives_the_video_of_the_cpu(
-    machine: Machine, sample_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workflow_gives_the_video_of_the_cpu(machine, sample_models, tmp_path, monkeypatch):
     """Text encoder, experts, VAE and command line."""
     monkeypatch.setattr(compute_dtype, "DTYPE_WITHOUT_STREAMS", auto_dtype("cpu"))
     workflow = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"
-    # The other kernels round elsewhere on a CPU than on a device.
-    small = (
-        "latent.width=32",
-        "latent.height=32",
-        "latent.frames=5",
-        "sampler.steps=3",
-        "experts.kernels=exact",
-    )
-    changes = [part for change in small for part in ("--set", change)]
     videos = []
+    # The other kernels round elsewhere on a CPU than on a device.
+    small = ("latent.width=32", "latent.height=32", "latent.frames=5", "sampler.steps=3")
+    changes = [part for each in (*small, "experts.kernels=exact") for part in ("--set", each)]
     for device in ("cpu", "checked"):
         out = tmp_path / device
         folders = ["--out", str(out), "--models", str(sample_models), "--input", str(tmp_path)]

@@ -1,6 +1,6 @@
 """Whole runs on the checked device, equal to a CPU to the bit.
 
-Every pair of options is in some run, each run in five orders. The slow test makes a random sample
+Every pair of options is in some run, each run in two orders. The slow test makes a random sample
 of all combinations.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,16 @@ from wanstream.testing import (
 )
 from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.checked_device import TraceEntry, races
-from wanstream.tests.support.number_formats import MixedLayout, mixture
-from wanstream.tests.support.quantised_files import Fp8Layout
-from wanstream.tests.support.sampling_fixtures import changed_request
+from wanstream.tests.support.sampling.runs import (
+    CPU,
+    MakeRequest,
+    changed_request,
+    normal,
+    run,
+    skipped,
+)
+from wanstream.tests.support.wan.number_formats import MixedLayout, mixture
+from wanstream.tests.support.wan.quantised_files import Fp8Layout
 from wanstream.wan import Nag, open_experts
 from wanstream.wan.lora.file import open_lora
 
@@ -79,24 +85,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 Run = dict[str, str]
-ORDERS = 5
+ORDERS = 2
 
 
-def covering(options: dict[str, Sequence[str]]) -> list[Run]:
+def covering() -> list[Run]:
     """Return few runs that together have every pair of values from different options."""
     choose = random.Random(0)
-    wanted = {
-        frozenset(pair)
-        for first, second in itertools.combinations(options, 2)
-        for pair in itertools.product(
-            ((first, value) for value in options[first]), ((second, v) for v in options[second])
-        )
-    }
+    wanted = every_pair()
     runs: list[Run] = []
     while wanted:
         tried = []
         for _ in range(50):
-            run = {name: choose.choice(values) for name, values in options.items()}
+            run = {name: choose.choice([*values]) for name, values in OPTIONS.items()}
             run.update(choose.choice(sorted(map(sorted, wanted))))
             tried.append(run)
         best = max(tried, key=lambda run: len(wanted & _pairs(run)))
@@ -105,11 +105,27 @@ def covering(options: dict[str, Sequence[str]]) -> list[Run]:
     return runs
 
 
+def every_pair() -> set[frozenset[tuple[str, str]]]:
+    values = [[(name, value) for value in of_name] for name, of_name in OPTIONS.items()]
+    choices = itertools.combinations(values, 2)
+    return {frozenset(pair) for two in choices for pair in itertools.product(*two)}
+
+
 def _pairs(run: Run) -> set[frozenset[tuple[str, str]]]:
     return {frozenset(pair) for pair in itertools.combinations(run.items(), 2)}
 
 
-RUNS = covering({name: list(values) for name, values in OPTIONS.items()})
+RUNS = covering()
+
+
+LAYOUTS = {
+    "raw": None,
+    "fp8": Fp8Layout(),
+    "mixed": MixedLayout(format_of=mixture),
+    "int8": MixedLayout(format_of=lambda _: "int8 ConvRot"),
+}
+FILES = {"fp8 in RAM": "raw", "int8 in RAM": "raw", "mixed in int8": "mixed", "fp8 in fp8": "fp8"}
+"""Files of weights with another name."""
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +133,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     for place, seed in (("high", 1), ("low", 2)):
         model = make_expert(TinyShape(layers=LAYERS, ffn_dim=256), seed=seed)
-        save_expert_file(model, folder / f"{place} raw", dtype=torch.float32)
-        save_expert_file(model, folder / f"{place} fp8", dtype=torch.float32, quantised=Fp8Layout())
-        save_expert_file(
-            model,
-            folder / f"{place} mixed",
-            dtype=torch.float32,
-            quantised=MixedLayout(format_of=mixture),
-        )
-        layout = MixedLayout(format_of=lambda _: "int8 ConvRot")
-        save_expert_file(model, folder / f"{place} int8", dtype=torch.float32, quantised=layout)
+        for name, layout in LAYOUTS.items():
+            path = folder / f"{place} {name}"
+            save_expert_file(model, path, dtype=torch.float32, quantised=layout)
         save_expert_gguf(model, folder / f"{place} GGUF.gguf", types=q4_k_m)
         save_lora(make_lora(model, seed=seed + 2), folder / f"{place} LoRA", dtype=torch.float32)
     return folder
@@ -135,32 +144,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device) -> torch.Tensor:
     """Return one run's latents."""
     value = {name: OPTIONS[name][chosen] for name, chosen in run.items()}
-    endings = {
-        "fp8 in RAM": "raw",
-        "int8 in RAM": "raw",
-        "GGUF": "GGUF.gguf",
-        "mixed in int8": "mixed",
-    }
-    ending = {**endings, "fp8 in fp8": "fp8"}.get(run["weights"], run["weights"])
-    request = changed_request(
-        request,
-        solver=value["solver"],
-        cache=value["cache"],
-        windows=value["windows"],
-        **value["guidance"],
-    )
+    names = ("solver", "cache", "windows")
+    changes = {**{name: value[name] for name in names}, **value["guidance"]}
+    ending = FILES.get(run["weights"], run["weights"].replace("GGUF", "GGUF.gguf"))
     paths = (files / f"{place} {ending}" for place in ("high", "low"))
     with open_experts(*paths, compute_dtype=torch.float32, **value["weights"]) as pair:
         if value["LoRA"] is not None:
             high, low = value["LoRA"]
-            pair.set_loras(
-                [(open_lora(files / "high LoRA"), high)], [(open_lora(files / "low LoRA"), low)]
-            )
-        return denoise(pair, request, policy=value["policy"], device=device).latents
+            stacks = (("high LoRA", high), ("low LoRA", low))
+            pair.set_loras(*([(open_lora(files / name), strength)] for name, strength in stacks))
+        chosen = changed_request(request, **changes)
+        return denoise(pair, chosen, policy=value["policy"], device=device).latents
 
 
-def check(run: Run, files: Path, request: DenoiseRequest, seeds: Iterator[int] | range) -> None:
-    expected = latents(run, files, request, torch.device("cpu"))
+def check(run: Run, files: Path, request: DenoiseRequest, seeds: range) -> None:
+    expected = latents(run, files, request, CPU)
     assert expected.isfinite().all()
     for seed in seeds:
         with checked_accelerator(seed) as gpu:
@@ -177,54 +175,46 @@ def _one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiplication, "kronecker_factors", one_matrix)
 
 
-@pytest.mark.parametrize("policy", OPTIONS["policy"])
-def test_steps_are_skipped_before_their_first_block(
-    policy: str, files: Path, make_request: Callable[..., DenoiseRequest]
-) -> None:
+@pytest.mark.parametrize("policy", OPTIONS["policy"].values(), ids=OPTIONS["policy"])
+def test_steps_are_skipped_before_their_first_block(policy, files, make_request):
     """A run is left while a step's first blocks are fetched, and the next one finds them."""
+    request = make_request(steps=8, switch_step=4, cache=EasyCache(threshold=1e9))
     with open_experts(files / "high fp8", files / "low fp8", compute_dtype=torch.float32) as pair:
-        request = make_request(steps=8, switch_step=4, cache=EasyCache(threshold=1e9))
-        chosen = OPTIONS["policy"][policy]
-        expected = denoise(pair, request, policy=chosen, device=torch.device("cpu"))
-        assert [step.index for step in expected.timeline.steps if step.skipped_visits] == [2, 3, 6]
+        expected = run(pair, request, policy)
+        assert skipped(expected) == [2, 3, 6]
         for seed in range(ORDERS):
             with checked_accelerator(seed) as gpu:
-                found = denoise(pair, request, policy=chosen, device=gpu.device)
+                found = denoise(pair, request, policy=policy, device=gpu.device)
                 pair.close()
             assert torch.equal(found.latents, expected.latents), f"seed {seed}"
 
 
-def test_torch_finds_no_race_in_a_whole_run(files: Path, small: DenoiseRequest) -> None:
+@pytest.fixture
+def small(make_request: MakeRequest) -> DenoiseRequest:
+    return make_request(noise=normal(1, 16, 3, 4, 6, seed=3), steps=3, switch_step=1)
+
+
+def test_torch_finds_no_race_in_a_whole_run(files, small):
     trace: list[TraceEntry] = []
     with checked_accelerator(1) as gpu:
-        assert gpu.machine is not None
-        gpu.machine.trace = trace
+        gpu.need_fake("").trace = trace
         latents(RUNS[0] | {"weights": "GGUF", "LoRA": "LoRA"}, files, small, gpu.device)
     assert len(trace) > 1000
     assert not races(trace)
 
 
-@pytest.fixture
-def small(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
-    noise = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(3))
-    return make_request(noise=noise, steps=3, switch_step=1)
-
-
-def test_every_pair_of_options_is_in_some_run() -> None:
-    met = set().union(*map(_pairs, RUNS))
-    for first, second in itertools.combinations(OPTIONS, 2):
-        for pair in itertools.product(OPTIONS[first], OPTIONS[second]):
-            assert frozenset(((first, pair[0]), (second, pair[1]))) in met
+def test_every_pair_of_options_is_in_some_run():
+    assert every_pair() <= set().union(*map(_pairs, RUNS))
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_runs_have_the_bits_of_a_cpu(number: int, files: Path, small: DenoiseRequest) -> None:
+def test_runs_have_the_bits_of_a_cpu(number, files, small):
     check(RUNS[number], files, small, range(number, number + ORDERS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_a_sample_of_all_combinations(number: int, files: Path, small: DenoiseRequest) -> None:
+def test_a_sample_of_all_combinations(number, files, small):
     choose = random.Random(number)
-    run = {name: choose.choice([*values]) for name, values in OPTIONS.items()}
-    check(run, files, small, range(number, number + 1))
+    combination = {name: choose.choice([*values]) for name, values in OPTIONS.items()}
+    check(combination, files, small, range(number, number + 1))

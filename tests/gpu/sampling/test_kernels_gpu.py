@@ -12,10 +12,10 @@ from torch._dynamo.utils import counters
 from wanstream.block_kernels import ATTENTIONS, INDUCTOR, Kernels, check_usable
 from wanstream.block_kernels.attention import KernelsError
 from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import DenoiseResult
 from wanstream.schema import OffloadPolicy
-from wanstream.schema.refs import Attention
+from wanstream.tests.support.rounding import difference
+from wanstream.tests.support.sampling.runs import LAYERWISE, MakeRequest, normal
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
@@ -25,62 +25,50 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda")
-LATENT = (1, 16, 5, 32, 48)
-POLICIES = {
-    "layerwise": OffloadPolicy.layerwise(1),
-    "resident": OffloadPolicy.resident(source="pinned"),
-}
 CLOSE = 2e-2
 """Largest relative difference in bf16, 8-bit attention (sage) included."""
+
+Run = Callable[..., DenoiseResult]
 
 
 @pytest.fixture
 def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
-    shape = {"layers": 4, "heads": 8, "ffn_dim": 4096}
-    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, **shape) for seed in (1, 2)]
+    shape = {"layers": 4, "heads": 8, "ffn_dim": 4096, "dtype": torch.bfloat16}
+    folders = [tiny_expert_folder(seed=seed, **shape) for seed in (1, 2)]
     with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
         yield opened
 
 
 @pytest.fixture
-def request_of(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
-    return make_request(noise=torch.randn(LATENT, generator=torch.Generator().manual_seed(1)))
-
-
-def run(pair: ExpertPair, request: DenoiseRequest, policy: str = "layerwise") -> DenoiseResult:
-    return denoise(pair, request, policy=POLICIES[policy], device=CUDA)
-
-
-def difference(one: DenoiseResult, other: DenoiseResult) -> float:
-    return float((one.latents - other.latents).norm() / other.latents.norm())
+def run(pair: ExpertPair, make_request: MakeRequest) -> Run:
+    request = make_request(noise=normal(1, 16, 5, 32, 48, seed=1))
+    return lambda policy=LAYERWISE: denoise(pair, request, policy=policy, device=CUDA)
 
 
 @pytest.mark.slow
-def test_one_graph_serves_both_experts_and_every_policy(
-    pair: ExpertPair, request_of: DenoiseRequest
-) -> None:
+def test_one_graph_serves_both_experts_and_every_policy(pair, run):
     torch._dynamo.reset()
     counters.clear()
-    _, plain = run(pair, request_of), run(pair, request_of)
+    _ = run()
+    plain = run()
     pair.kernels = Kernels(compiler=INDUCTOR)
-    compiled = [run(pair, request_of, policy) for policy in ("layerwise", "resident", "layerwise")]
+    policies = (LAYERWISE, OffloadPolicy.resident(source="pinned"), LAYERWISE)
+    compiled = [run(policy) for policy in policies]
     assert counters["stats"]["unique_graphs"] == 1
     for each in compiled:
         assert torch.equal(each.latents, compiled[0].latents)
-        assert difference(each, plain) < CLOSE
+        assert difference(each.latents, plain.latents) < CLOSE
     moved = [[step.bytes_moved for step in each.timeline.steps] for each in (plain, compiled[0])]
     assert moved[0] == moved[1]
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "default"])
-def test_another_kernel_of_attention_makes_the_same_video(
-    attention: Attention, pair: ExpertPair, request_of: DenoiseRequest
-) -> None:
+def test_another_kernel_of_attention_makes_the_same_video(attention, pair, run):
     try:
         check_usable(Kernels(attention=attention), CUDA, torch.bfloat16)
     except KernelsError as err:
         pytest.skip(str(err))
-    plain = run(pair, request_of)
+    plain = run().latents
     pair.kernels = Kernels(attention=attention)
-    assert difference(run(pair, request_of), plain) < CLOSE
+    assert difference(run().latents, plain) < CLOSE

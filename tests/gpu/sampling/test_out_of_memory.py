@@ -5,14 +5,10 @@ The latents are the same, at once or in the next run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
 from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.testing import make_lora, q4_k_m, save_expert_file, save_expert_gguf, save_lora
 from wanstream.tests.support.accelerator import checked_accelerator
@@ -29,13 +25,7 @@ TRIED = 20
     "policy", [OffloadPolicy.resident(), OffloadPolicy.layerwise(1)], ids=["resident", "layerwise"]
 )
 @pytest.mark.parametrize("kind", ["raw", "GGUF with a LoRA"])
-def test_any_allocation_may_fail(
-    tmp_path: Path,
-    make_tiny_expert: Callable[..., torch.nn.Module],
-    make_request: Callable[..., DenoiseRequest],
-    kind: str,
-    policy: OffloadPolicy,
-) -> None:
+def test_any_allocation_may_fail(tmp_path, make_tiny_expert, make_request, kind, policy):
     model, path = make_tiny_expert(), tmp_path / ("expert" if kind == "raw" else "expert.gguf")
     if kind == "raw":
         save_expert_file(model, path, dtype=torch.float32)
@@ -47,21 +37,17 @@ def test_any_allocation_may_fail(
     def opened() -> ExpertPair:
         pair = open_experts(path, path, compute_dtype=torch.float32)
         if kind != "raw":
-            pair.set_loras(
-                [(open_lora(tmp_path / "lora"), 1.0)], [(open_lora(tmp_path / "lora"), 0.5)]
-            )
+            pair.set_loras(*([(open_lora(tmp_path / "lora"), each)] for each in (1.0, 0.5)))
         return pair
 
     with checked_accelerator(0) as gpu, opened() as pair:
-        assert gpu.machine is not None
         expected = denoise(pair, request, policy=policy, device=gpu.device).latents
-        allocations = gpu.machine.devices[0].allocations
+        allocations = gpu.need_fake("").devices[0].allocations
     assert allocations > 10 * TRIED
     retried = 0
     for number in range(1, allocations, allocations // TRIED):
         with checked_accelerator(number) as gpu, opened() as pair:
-            assert gpu.machine is not None
-            gpu.machine.devices[0].fail_at = number
+            gpu.need_fake("").devices[0].fail_at = number
             try:
                 result = denoise(pair, request, policy=policy, device=gpu.device)
             except torch.OutOfMemoryError:  # before the first step, or without a smaller policy
@@ -70,6 +56,5 @@ def test_any_allocation_may_fail(
                 retried += 1
             assert torch.equal(result.latents, expected), f"allocation {number}"
             del result
-    assert retried > TRIED // 2 or policy.kind == "layerwise", (
-        "nearly all allocations are those of a step"
-    )
+    # Nearly all allocations are those of a step.
+    assert retried > TRIED // 2 or policy.kind == "layerwise"

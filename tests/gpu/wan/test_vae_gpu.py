@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from wanstream.testing.weights import make_tiny_vae
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
+from wanstream.tests.support.sampling.runs import normal
 from wanstream.wan.latents import WAN21
 from wanstream.wan.vae.memory import choose_tiling
 from wanstream.wan.vae.tiles import Tiling
@@ -39,12 +40,12 @@ def vae(
 
 def latents_of(vae: WanVae) -> torch.Tensor:
     """Return random latents for `HEIGHT` x `WIDTH` pixels."""
-    size = (HEIGHT // vae.space.pixels, WIDTH // vae.space.pixels)
-    return torch.randn(1, vae.space.channels, 3, *size, generator=torch.Generator().manual_seed(0))
+    space = vae.space
+    return normal(1, space.channels, 3, HEIGHT // space.pixels, WIDTH // space.pixels, seed=0)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.2 if HAS_REAL else 0.4])
-def test_a_decode_stays_within_its_budget(gpu: Accelerator, vae: WanVae, share: float) -> None:
+def test_a_decode_stays_within_its_budget(gpu, vae, share):
     latents = latents_of(vae)
     needs = vae.decode_needs(latents)
     budget = int(share * needs.device_bytes(None))
@@ -56,24 +57,20 @@ def test_a_decode_stays_within_its_budget(gpu: Accelerator, vae: WanVae, share: 
     assert frames.shape == (1, 9, HEIGHT, WIDTH, 3)
 
 
-def test_a_shortage_leads_to_smaller_tiles(gpu: Accelerator, vae: WanVae) -> None:
+def test_a_shortage_leads_to_smaller_tiles(gpu, vae):
     latents = latents_of(vae)
-    needs, changes = vae.decode_needs(latents), []
+    changes = list[str]()
+    needs = vae.decode_needs(latents)
+
+    def decode(tiling: Tiling | None) -> torch.Tensor:
+        return vae.decode(latents, device=gpu.device, tiling=tiling)
+
     gpu.empty_cache()
     gpu.runtime.limit_memory(gpu.runtime.reserved_bytes() + needs.device_bytes(None) // 3)
     try:
-        frames = retry_with_smaller_tiles(
-            lambda tiling: vae.decode(latents, device=gpu.device, tiling=tiling),
-            needs,
-            None,
-            changes.append,
-        )
+        frames = retry_with_smaller_tiles(decode, needs, None, changes.append)
     finally:
         gpu.runtime.limit_memory(None)
-    assert changes
     pixels = int(changes[-1].split()[-2])
-    assert torch.allclose(
-        frames,
-        vae.decode(latents, device=gpu.device, tiling=Tiling.of(pixels, needs.per_latent)),
-        atol=1e-4,
-    )
+    expected = decode(Tiling.of(pixels, needs.per_latent))
+    assert torch.allclose(frames, expected, atol=1e-4)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from wanstream.tests.integration.browser.test_overlay import FIND, SAMPLER, WAIT_MS, Page, classic
+from wanstream.tests.integration.browser.test_overlay import FIND, SAMPLER, WAIT_MS, classic
 from wanstream.tools.frontend import GRAPH
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
@@ -16,7 +16,7 @@ __all__ = ["classic"]  # a fixture
 TEXT = "() => document.querySelector('.wanstream-chip')?.innerText.replaceAll('\\n', ' · ') ?? ''"
 
 
-def test_the_chip_shows_a_run_and_jumps_to_its_node_inside_a_subgraph(classic: Page) -> None:
+def test_chip_shows_a_run_and_jumps_to_its_node(classic):
     page = classic.page
     classic.load(steps=100)
     page.evaluate(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, Frontend, SharedFrontends
+from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -60,9 +60,7 @@ def without_types(found: Mapping[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
-def test_the_menu_exchanges_a_loader_and_one_undo_takes_it_back(
-    frontends: SharedFrontends, renderer: Mapping[str, object]
-) -> None:
+def test_the_menu_exchanges_a_loader_and_one_undo_takes_it_back(frontends, renderer):
     frontend = frontends.get(settings=renderer)
     page = frontend.page
     frontend.load_prompt({"1": LOADERS["1"], "3": LOADERS["3"], "9": LORA})
@@ -88,9 +86,7 @@ def test_the_menu_exchanges_a_loader_and_one_undo_takes_it_back(
     assert nodes(page) == before
 
 
-def test_the_command_exchanges_all_kinds_of_loaders_also_in_a_subgraph(
-    frontend: Frontend,
-) -> None:
+def test_command_exchanges_all_kinds_of_loaders(frontend):
     page = frontend.page
     frontend.load_prompt({**LOADERS, "9": LORA})
     before = nodes(page)

@@ -1,4 +1,4 @@
-"""Our nodes' Chinese texts in ComfyUI's frontend."""
+"""Our nodes' Chinese texts and the help pages in ComfyUI's frontend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from wanstream.tools.comfyui import find_comfyui
 from wanstream.tools.frontend import GRAPH, Frontend, SharedFrontends
 from wanstream.tools.graphs import by_name, numbered
+from wanstream.tools.templates import template
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -32,10 +34,15 @@ def chinese(frontends: SharedFrontends) -> Frontend:
     return frontends.get(settings={"Comfy.Locale": "zh"})
 
 
-def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> None:
-    locale: dict[str, Any] = json.loads(
-        (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
-    )
+@pytest.fixture(scope="module")
+def locale() -> dict[str, Any]:
+    """The Chinese texts by node type."""
+    text = (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese, locale):
     prompt = json.loads((ROOT / "workflows" / "api" / "i2v.json").read_text(encoding="utf-8"))
     chinese.load_prompt(numbered(prompt))
     labels = {kind: node for kind, node in chinese.page.evaluate(SAID).items() if kind in locale}
@@ -50,11 +57,8 @@ def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> No
     assert by_name(chinese.export().prompt) == by_name(prompt)
 
 
-def test_a_tooltip_comes_through_whole(chinese: Frontend) -> None:
+def test_tooltips_come_through_whole(chinese, locale):
     """The frontend reads tooltips as patterns: a sign taken as a command is lost or breaks them."""
-    locale: dict[str, Any] = json.loads(
-        (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
-    )
     i18n = "document.querySelector('#vue-app').__vue_app__.config.globalProperties.$t"
     expected = {
         f"nodeDefs.{kind}.inputs.{name}.tooltip": socket["tooltip"]
@@ -63,3 +67,37 @@ def test_a_tooltip_comes_through_whole(chinese: Frontend) -> None:
     }
     shown = chinese.page.evaluate(f"keys => keys.map(key => {i18n}(key))", [*expected])
     assert dict(zip(expected, shown, strict=True)) == expected
+
+
+HEADS = {"zh": "错误", "en": "Errors"}
+
+SELECT = f"""kind => {{
+    const {{ canvas }} = window.app
+    const node = {GRAPH}.nodes.find(node => node.type === kind)
+    canvas.ds.scale = 1
+    canvas.ds.offset = [700 - node.pos[0], 200 - node.pos[1]]
+    canvas.selectNodes([node])
+    canvas.setDirty(true, true)
+}}"""
+# Elements wider than their panel.
+TOO_WIDE = """head => {
+    const title = [...document.querySelectorAll('h2')].find(found => found.textContent === head)
+    const page = title.parentElement, right = page.getBoundingClientRect().right
+    return [...page.querySelectorAll('table, li, p')]
+        .filter(part => part.getBoundingClientRect().right > right + 1)
+        .map(part => part.textContent.slice(0, 60))
+}"""
+
+
+@pytest.mark.parametrize("language", HEADS)
+def test_help_page_has_its_language_and_fits_the_panel(frontends, language):
+    if find_comfyui().version() < (0, 4):
+        pytest.skip("the panel of this ComfyUI is opened in another way")
+    frontend = frontends.get(settings={"Comfy.Locale": language})
+    frontend.load_workflow(template("t2v"))
+    frontend.page.evaluate(SELECT, "WanStreamSampler")
+    frontend.page.locator('[data-testid="info-button"]').click()
+    frontend.page.locator("h2", has_text=HEADS[language]).wait_for()
+    assert frontend.page.evaluate(TOO_WIDE, HEADS[language]) == []
+    # It stays open otherwise, also in another graph.
+    frontend.page.locator('[data-testid="info-button"]').click()

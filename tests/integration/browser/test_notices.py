@@ -13,6 +13,7 @@ from wanstream.tests.integration.browser.test_overlay import (
     SAMPLER,
     WAIT_MS,
     Page,
+    classic,
     page,
     renderer,
 )
@@ -20,7 +21,7 @@ from wanstream.tools.frontend import READY
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
-__all__ = ["page", "renderer"]  # fixtures
+__all__ = ["classic", "page", "renderer"]  # fixtures
 
 LOADER = "WanStreamExperts"
 HIGH, LOW = (f"wan2.2_t2v_{place}_noise_14B_fp8_scaled.safetensors" for place in ("high", "low"))
@@ -59,7 +60,7 @@ def shown(page: Page, title: str) -> dict[str, Any]:
     return found
 
 
-def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer: str) -> None:
+def test_swapped_experts_are_shown_until_they_are_exchanged(page, renderer):
     workflow_id = page.load(steps=2)
     page.set(LOADER, high_noise=LOW, low_noise=HIGH)
     page.look_at(LOADER)
@@ -103,18 +104,18 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page: Page, renderer
     )
 
 
-def test_what_makes_the_video_wrong_is_a_message_too(page: Page) -> None:
-    page.load(steps=1)
-    page.set(LOADER, high_noise=HIGH, low_noise=HIGH)
-    page.queue()
-    toast = page.page.locator(".p-toast-message", has_text="is both experts")
+def test_what_makes_the_video_wrong_is_a_message_too(classic):
+    classic.load(steps=1)
+    classic.set(LOADER, high_noise=HIGH, low_noise=HIGH)
+    classic.queue()
+    toast = classic.page.locator(".p-toast-message", has_text="is both experts")
     toast.wait_for(timeout=WAIT_MS)
-    page.idle()
+    classic.idle()
 
 
-def test_guidance_with_a_lora_for_few_steps_is_noticed_on_the_sampler(page: Page) -> None:
-    page.load(steps=1)
-    page.page.evaluate(
+def test_guidance_with_a_lora_for_few_steps_is_noticed(classic):
+    classic.load(steps=1)
+    classic.page.evaluate(
         f"""title => {{ {FIND}
             const lora = window.LiteGraph.createNode('WanStreamLora'), sampler = find(title);
             window.app.rootGraph.add(lora)
@@ -125,8 +126,8 @@ def test_guidance_with_a_lora_for_few_steps_is_noticed_on_the_sampler(page: Page
         }}""",
         SAMPLER,
     )
-    page.look_at(SAMPLER, zoom=0.8)
-    page.page.evaluate(
+    classic.look_at(SAMPLER, zoom=0.8)
+    classic.page.evaluate(
         """() => {
             window.messages = []
             const { toast } = window.app.extensionManager, { add } = toast
@@ -136,22 +137,24 @@ def test_guidance_with_a_lora_for_few_steps_is_noticed_on_the_sampler(page: Page
             }
         }"""
     )
-    page.run()
-    page.set(SAMPLER, seed=2)
-    page.run()
-    about = [text for text in page.page.evaluate("window.messages") if "guidance_high is 4" in text]
+    classic.run()
+    classic.set(SAMPLER, seed=2)
+    classic.run()
+    about = [
+        text for text in classic.page.evaluate("window.messages") if "guidance_high is 4" in text
+    ]
     assert len(about) == 1, "once for a queue of runs"
-    strip = shown(page, SAMPLER)
+    strip = shown(classic, SAMPLER)
     assert "guidance_high is 4: set it to 1" in strip["texts"][0]
-    assert page.page.evaluate(COVERED, SAMPLER) == []
-    page.set(SAMPLER, guidance_high=1.0)
-    page.page.wait_for_function(GONE, arg=SAMPLER, timeout=WAIT_MS)
+    assert classic.page.evaluate(COVERED, SAMPLER) == []
+    classic.set(SAMPLER, guidance_high=1.0)
+    classic.page.wait_for_function(GONE, arg=SAMPLER, timeout=WAIT_MS)
 
 
-def test_the_first_step_tells_its_blocks_and_its_time(page: Page) -> None:
-    page.load(steps=2)
-    page.set("WanStreamEmptyLatent", width=640, height=480, frames=9)
-    page.page.evaluate(
+def test_first_step_shows_its_blocks_and_its_time(classic):
+    classic.load(steps=2)
+    classic.set("WanStreamEmptyLatent", width=640, height=480, frames=9)
+    classic.page.evaluate(
         """() => {
             window.shares = []
             window.app.api.addEventListener('progress_state', ({ detail }) => {
@@ -160,23 +163,23 @@ def test_the_first_step_tells_its_blocks_and_its_time(page: Page) -> None:
             })
         }"""
     )
-    page.queue()
+    classic.queue()
     line = (
         f"title => {{ {FIND}; return "
         f"overlay(title).querySelector('.wanstream-line-text').textContent }}"
     )
-    page.page.wait_for_function(
+    classic.page.wait_for_function(
         f"title => /^block [1-9]/.test(({line})(title))", arg=SAMPLER, timeout=WAIT_MS
     )
-    text = page.page.evaluate(line, SAMPLER)
+    text = classic.page.evaluate(line, SAMPLER)
     assert re.match(r"block \d+/4 · 0:\d\d elapsed · first step reads the weights", text), text
     share = (
         f"title => {{ {FIND}; return overlay(title).querySelector('.wanstream-share').style.width "
         f"}}"
     )
-    assert 0 < float(page.page.evaluate(share, SAMPLER).removesuffix("%")) <= 100
-    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    assert page.page.evaluate("() => window.shares.some(share => share > 0 && share < 1)"), (
+    assert 0 < float(classic.page.evaluate(share, SAMPLER).removesuffix("%")) <= 100
+    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    assert classic.page.evaluate("() => window.shares.some(share => share > 0 && share < 1)"), (
         "ComfyUI's own bar"
     )
-    assert " elapsed" not in page.shown()["line"]
+    assert " elapsed" not in classic.shown()["line"]

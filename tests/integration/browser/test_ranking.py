@@ -70,9 +70,8 @@ def undo(page: Page, expected: dict[str, Any]) -> None:
     assert policy(page) == expected
 
 
-def test_variants_are_ranked_and_a_click_gives_the_sampler_their_policy(
-    page: Page, renderer: str
-) -> None:
+@pytest.mark.parametrize("renderer", ["nodes-2"], indirect=True)
+def test_click_on_a_variant_gives_the_sampler_its_policy(page, renderer):
     page.load(steps=2)
     page.page.evaluate(ADD, SAMPLER)
     page.set(BENCHMARK, policies="layerwise, block_swap 3, resident", prefetch="2")
@@ -133,27 +132,26 @@ WAITING_RUN = """([node, workflow, advice]) => {
 }"""
 
 
-def test_a_run_that_waits_gets_the_automatic_policy_by_a_click(page: Page, renderer: str) -> None:
-    workflow_id = page.load(steps=2)
-    verdict = page.page.locator(".wanstream-verdict")
+def test_waiting_run_gets_the_automatic_policy_by_a_click(classic):
+    workflow_id = classic.load(steps=2)
+    verdict = classic.page.locator(".wanstream-verdict")
     advice = {"policy": "26 of 40 stream, 2 ahead, all in RAM", "gain": 2.1}
     for said, gain, shown in (
         ({**advice, "gain": 1.0}, "In the free memory no policy is faster.", 0),
         (None, "More blocks in RAM: up to 4.0 × as fast.", 1),
         (advice, "Auto policy: 2.1 × as fast, simulated.", 1),
     ):
-        page.page.evaluate(WAITING_RUN, [page.id_of(SAMPLER), workflow_id, said])
+        classic.page.evaluate(WAITING_RUN, [classic.id_of(SAMPLER), workflow_id, said])
         verdict.get_by_text(f"Waits 75 % for the disk. {gain}").wait_for(timeout=WAIT_MS)
         assert verdict.get_by_role("button").count() == shown
     remedy = verdict.get_by_role("button", name="Auto policy")
     assert advice["policy"] in remedy.get_attribute("title")
-    before = policy(page)
+    before = policy(classic)
     assert before["class_type"] == "WanStreamLayerwise"
-    page.picture(f"overlay_waiting_{renderer}")
     remedy.press("Enter")
     verdict.get_by_role("button").wait_for(state="hidden", timeout=WAIT_MS)
-    assert policy(page)["class_type"] == "WanStreamAutoOffload"
-    undo(page, before)
+    assert policy(classic)["class_type"] == "WanStreamAutoOffload"
+    undo(classic, before)
 
 
 GIVE = f"""async ([policy, change]) => {{
@@ -177,22 +175,16 @@ GIVE = f"""async ([policy, change]) => {{
 }}"""
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
+def test_only_a_policy_node_of_its_own_is_changed(classic):
+    same = {"type": "WanStreamLayerwise", "values": {"prefetch_blocks": 1}}
+    for change, expected in (
         ("none", [True, True, True, True]),
         ("mute", [True, False, True, False]),
-        ("share", [True, True, True, True]),
+        # The policy comes from outside the sampler's subgraph, and is left alone.
         ("inside", [False]),
-    ],
-)
-def test_only_a_policy_node_of_its_own_is_changed(
-    classic: Page, change: str, expected: list[bool]
-) -> None:
-    """`inside`: the policy comes from outside the sampler's subgraph, and is left alone."""
-    classic.load(steps=2)
-    same = {"type": "WanStreamLayerwise", "values": {"prefetch_blocks": 1}}
-    assert classic.page.evaluate(GIVE, [same, change]) == expected
-    if change == "share":
-        other = {"type": "WanStreamLayerwise", "values": {"prefetch_blocks": 3}}
-        assert classic.page.evaluate(GIVE, [other, "none"]) == [True, False, True, True]
+        ("share", [True, True, True, True]),
+    ):
+        classic.load(steps=2)
+        assert classic.page.evaluate(GIVE, [same, change]) == expected
+    other = {"type": "WanStreamLayerwise", "values": {"prefetch_blocks": 3}}
+    assert classic.page.evaluate(GIVE, [other, "none"]) == [True, False, True, True]

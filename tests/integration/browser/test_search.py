@@ -7,8 +7,6 @@ import asyncio
 import pytest
 
 from wanstream.nodes import WanStreamExtension
-from wanstream.tools.comfyui import Server
-from wanstream.tools.frontend import Frontend
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -55,7 +53,7 @@ SEARCH = """words => {
 }"""
 
 
-def test_each_word_finds_a_node(frontend: Frontend, server: Server) -> None:
+def test_each_word_finds_a_node(frontend, server):
     nodes = server.get("/object_info")
     if "search_aliases" not in nodes["KSampler"]:
         pytest.skip("this ComfyUI knows no other words for a node than its name")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -14,14 +12,14 @@ import pytest
 
 from wanstream.tools.arrange import NOTE
 from wanstream.tools.build_workflows import DRAWN, SHOW
-from wanstream.tools.comfyui import PACK, Server, find_comfyui
-from wanstream.tools.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
+from wanstream.tools.comfyui import PACK, find_comfyui
+from wanstream.tools.frontend import CLASSIC, NODES_2, opened_frontend
 from wanstream.tools.graphs import by_name, numbered
 from wanstream.tools.shown_run import charted_classes, populate_results, show_run
 from wanstream.tools.templates import TITLES, WORKFLOWS, template, template_path
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    pass
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -42,23 +40,15 @@ def content(
 
     Newer ComfyUI versions add some, with defaults.
     """
-    return {
-        name: (
-            kind,
-            {
-                key: value
-                for key, value in inputs.items()
-                if kind.startswith("WanStream") or key in twin[name][1]
-            },
-        )
-        for name, (kind, inputs) in by_name(exported).items()
-    }
+    found = {}
+    for name, (kind, inputs) in by_name(exported).items():
+        names = inputs if kind.startswith("WanStream") else inputs.keys() & twin[name][1].keys()
+        found[name] = kind, {key: inputs[key] for key in names}
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_frontend_misses_nothing_and_exports_the_api_twin(
-    frontend: Frontend, name: str
-) -> None:
+def test_the_frontend_misses_nothing_and_exports_the_api_twin(frontend, name):
     workflow = template(name)
     frontend.load_workflow(workflow)
     assert frontend.complaints() == []
@@ -116,9 +106,7 @@ def apart(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 @pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
-def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
-    browser: Browser, server: Server, renderer: Mapping[str, object]
-) -> None:
+def test_no_node_is_covered_or_outside_its_group_after_a_run(browser, server, renderer):
     if renderer is NODES_2 and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
     populate_results(server.base)
@@ -142,7 +130,6 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
                 if shown["title"] != NOTE
             }
             show_run(frontend, {str(node["id"]): node["type"] for node in workflow["nodes"]})
-            keep_picture(frontend, f"{name}_{'classic' if renderer is CLASSIC else 'nodes-2'}")
             nodes = frontend.page.evaluate(SHOWN)
             charts = any(shown["chart"] == "true" for shown in nodes.values())
             assert charts == bool(charted_classes([node["type"] for node in workflow["nodes"]])), (
@@ -160,13 +147,7 @@ def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
     assert not faults, "\n".join(faults)
 
 
-def keep_picture(frontend: Frontend, name: str) -> None:
-    """Save a page screenshot, if pictures are enabled."""
-    if folder := os.environ.get("WANSTREAM_WORKFLOW_IMAGES"):
-        frontend.page.screenshot(path=Path(folder) / f"{name}.png")
-
-
-def test_an_api_file_dropped_on_the_canvas_is_the_same_graph(frontend: Frontend) -> None:
+def test_an_api_file_dropped_on_the_canvas_is_the_same_graph(frontend):
     for name in NAMES:
         frontend.load_prompt(numbered(api(name)))
         twin = by_name(api(name))
@@ -174,34 +155,27 @@ def test_an_api_file_dropped_on_the_canvas_is_the_same_graph(frontend: Frontend)
     assert frontend.complaints() == []
 
 
-def test_a_node_that_is_missing_would_be_seen(browser: Browser, server: Server) -> None:
-    workflow = template("t2v")
-    workflow["nodes"][0]["type"] = "WanStreamNoSuchNode"
-    with opened_frontend(browser, server) as frontend:
-        frontend.load_workflow(workflow)
-        assert any("Missing" in text and "Node" in text for text in frontend.complaints())
-
-
-def test_a_model_that_is_missing_would_be_seen(browser: Browser, server: Server) -> None:
+def test_missing_models_nodes_and_links_are_seen(browser, server):
     workflow = template("t2v")
     (node,) = (node for node in workflow["nodes"] if node["type"] == "WanStreamExperts")
     node["widgets_values"][0] = node["properties"]["models"][0]["name"] = "no_such_file.safetensors"
     with opened_frontend(browser, server) as frontend:
         frontend.load_workflow(workflow)
         said = " ".join(frontend.complaints())
-    assert "Missing Models" in said or "missing a required model" in said, said
+        assert "Missing Models" in said or "missing a required model" in said, said
+        workflow = template("t2v")
+        workflow["nodes"][0]["type"] = "WanStreamNoSuchNode"
+        frontend.load_workflow(workflow)
+        assert any("Missing" in text and "Node" in text for text in frontend.complaints())
+        workflow = template("t2v")
+        _, _, _, target, socket, _ = workflow["links"].pop()
+        (node,) = (node for node in workflow["nodes"] if node["id"] == target)
+        node["inputs"][socket]["link"] = None
+        frontend.load_workflow(workflow)
+        assert by_name(frontend.export().prompt) != by_name(api("t2v"))
 
 
-def test_a_link_that_is_missing_would_be_seen(frontend: Frontend) -> None:
-    workflow = template("t2v")
-    _, _, _, target, socket, _ = workflow["links"].pop()
-    (node,) = (node for node in workflow["nodes"] if node["id"] == target)
-    node["inputs"][socket]["link"] = None
-    frontend.load_workflow(workflow)
-    assert by_name(frontend.export().prompt) != by_name(api("t2v"))
-
-
-def test_templates_are_listed_with_their_thumbnails(server: Server, frontend: Frontend) -> None:
+def test_templates_are_listed_with_their_thumbnails(server, frontend):
     assert sorted(server.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
     for name, title in TITLES.items():
         address = f"/api/workflow_templates/{PACK}/{quote(title)}"

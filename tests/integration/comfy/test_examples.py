@@ -9,13 +9,15 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
 from PIL import Image
 
-from wanstream.tools.comfyui import PACK, ComfyUI, Server
+from wanstream.tests.integration.comfy.conftest import PACK
+from wanstream.tests.integration.comfy.servers import ROOT, Prompt, small
+from wanstream.tests.support.host.shipped import node
+from wanstream.tools.comfyui import ComfyUI, Server
 from wanstream.tools.templates import TITLES, template
 
 pytestmark = [
@@ -25,19 +27,14 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="ascii")
 SECONDS = 180
-KINDS = pytest.mark.parametrize("kind", ["sh", "py"])
+EXPERTS = ["high"] * 3 + ["low"]
+"""Experts of the steps in a small `t2v`."""
 
 Done = subprocess.CompletedProcess[str]
 Example = Callable[..., Done]
-
-
-@pytest.fixture(scope="module")
-def api(stocked_server: Server) -> Server:
-    return stocked_server
 
 
 @pytest.fixture
@@ -49,70 +46,57 @@ def desk(tmp_path: Path) -> Path:
     (tmp_path / "workflows" / "api").mkdir(parents=True)
     (tmp_path / "docs").symlink_to(ROOT / "docs", target_is_directory=True)
     for name in ("t2v", "i2v"):
-        prompt = json.loads(
-            (ROOT / "workflows" / "api" / f"{name}.json").read_text(encoding="utf-8")
-        )
-        for node in prompt.values():
-            small = {"width": 64, "height": 48, "frames": 9, "steps": 4}
-            node["inputs"] |= {key: value for key, value in small.items() if key in node["inputs"]}
-        (tmp_path / "workflows" / "api" / f"{name}.json").write_text(json.dumps(prompt))
+        set_workflow(tmp_path, small(name), name)
     return tmp_path
 
 
-def set_inputs(desk: Path, name: str, **changes: dict[str, Any]) -> dict[str, Any]:
-    """Change inputs in a desk workflow, by node, and add missing nodes.
-
-    Returns the workflow.
-    """
-    file = desk / "workflows" / "api" / f"{name}.json"
-    prompt: dict[str, Any] = json.loads(file.read_text())
-    for node, inputs in changes.items():
-        prompt.setdefault(node, {"class_type": inputs.pop("class_type", None), "inputs": {}})[
-            "inputs"
-        ] |= inputs
-    file.write_text(json.dumps(prompt))
-    return prompt
+def set_workflow(desk: Path, prompt: Prompt, name: str = "t2v") -> None:
+    (desk / "workflows" / "api" / f"{name}.json").write_text(json.dumps(prompt))
 
 
 @pytest.fixture
-def example(comfyui: ComfyUI, api: Server, desk: Path) -> Example:
-    """`example("one_job.py", *arguments, url=None)` runs an example on the desk.
+def run(comfyui: ComfyUI, server: Server, desk: Path) -> Callable[..., Done]:
+    """`run(*command, url=None)` runs a command on the desk. Python is ComfyUI's own."""
 
-    Python is ComfyUI's own.
-    """
-
-    def run(name: str, *arguments: str, url: str | None = None) -> Done:
-        run_by = "bash" if name.endswith(".sh") else str(comfyui.python)
-        return _run([run_by, f"docs/examples/{name}", *arguments], comfyui, desk, url or api.url)
+    def run(*command: str, url: str | None = None) -> Done:
+        # No proxy stands between a test and its own machine.
+        own = {"COMFYUI_URL": url or server.url, "NO_PROXY": "*", "no_proxy": "*"}
+        given = {"cwd": desk, "env": {**comfyui.environment(), **own}, "timeout": SECONDS}
+        return subprocess.run(command, capture_output=True, text=True, check=False, **given)
 
     return run
 
 
-def _run(command: list[str], comfyui: ComfyUI, desk: Path, url: str) -> Done:
-    # No proxy stands between a test and its own machine.
-    environment = {**comfyui.environment(), "COMFYUI_URL": url, "NO_PROXY": "*", "no_proxy": "*"}
-    return subprocess.run(
-        command,
-        cwd=desk,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+@pytest.fixture
+def example(comfyui: ComfyUI, run: Callable[..., Done]) -> Example:
+    """`example("one_job.py", *arguments, fails=False, url=None)` runs an example on the desk."""
+
+    def example(name: str, *arguments: str, fails: bool = False, url: str | None = None) -> Done:
+        run_by = "bash" if name.endswith(".sh") else str(comfyui.python)
+        done = run(run_by, f"docs/examples/{name}", *arguments, url=url)
+        assert done.returncode in ((1, 7) if fails else (0,)), done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    return example
 
 
-def saved(api: Server) -> set[bytes]:
+@pytest.fixture(params=["sh", "py"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def wait_until_idle(server: Server) -> None:
+    while server.get("/prompt")["exec_info"]["queue_remaining"]:
+        time.sleep(0.1)
+
+
+def saved(server: Server) -> set[bytes]:
     """Contents of all videos saved by the server."""
-    return {file.read_bytes() for file in (api.base / "output").rglob("*.mp4")}
+    return {file.read_bytes() for file in (server.base / "output").rglob("*.mp4")}
 
 
-def history(api: Server) -> dict[str, Any]:
-    found: dict[str, Any] = api.get("/history")
-    return found
-
-
-def test_every_example_is_run_here() -> None:
+def test_every_example_is_run_here():
     tested = {
         f"{name}.{kind}"
         for name in ("one_job", "many_jobs", "upload_image", "cancel")
@@ -124,235 +108,153 @@ def test_every_example_is_run_here() -> None:
     assert there == {*re.findall(r"\]\(examples/(\w+\.\w+)\)", PAGE)}
 
 
-@KINDS
-def test_one_job(api: Server, example: Example, desk: Path, kind: str) -> None:
-    set_inputs(desk, "t2v", sampler={"flow_shift": 11.0 if kind == "sh" else 10.0})
+def test_one_job_and_the_same_again(server, example, desk, kind):
+    set_workflow(desk, small("t2v", sampler={"flow_shift": 11.0 if kind == "sh" else 10.0}))
     done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos")
-    assert done.returncode == 0, done.stderr
     file, *steps = done.stdout.splitlines()
-    assert (desk / file).read_bytes() in saved(api)
+    before = saved(server)
+    assert (desk / file).read_bytes() in before
     assert [file] == [str(path.relative_to(desk)) for path in (desk / "videos").iterdir()]
     assert [line.split(":")[0] for line in steps] == [
-        f"step {i} ({e})" for i, e in enumerate(["high"] * 3 + ["low"])
+        f"step {number} ({expert})" for number, expert in enumerate(EXPERTS)
     ]
-    *_, last = history(api).values()
+    *_, last = server.get("/history").values()
     assert last["prompt"][2]["sampler"]["inputs"]["seed"] == 7
     assert "lighthouse" in last["prompt"][2]["text"]["inputs"]["positive"]
-
-
-@KINDS
-def test_the_same_job_again_computes_nothing_and_names_the_same_file(
-    api: Server, example: Example, desk: Path, kind: str
-) -> None:
-    first = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos")
-    before = saved(api)
     again = example(f"one_job.{kind}", "workflows/api/t2v.json", "again")
-    assert again.returncode == 0, again.stderr
-    file = again.stdout.splitlines()[0]
-    assert Path(file).name == Path(first.stdout.splitlines()[0]).name
-    assert saved(api) == before
+    assert Path(again.stdout.splitlines()[0]).name == Path(file).name
+    assert saved(server) == before
 
 
-@KINDS
-def test_many_jobs_give_a_file_each(api: Server, example: Example, desk: Path, kind: str) -> None:
-    done = example(
-        f"many_jobs.{kind}", "workflows/api/t2v.json", "videos", "a red fox", "a kite", "a well"
-    )
-    assert done.returncode == 0, done.stderr
-    files = sorted((desk / "videos").iterdir())
-    assert len({file.read_bytes() for file in files}) == 3
-    assert {file.read_bytes() for file in files} <= saved(api)
+def test_many_jobs(server, example, desk, kind):
+    example(f"many_jobs.{kind}", "workflows/api/t2v.json", "videos", "a red fox", "a kite")
+    files = {file.read_bytes() for file in (desk / "videos").iterdir()}
+    assert len(files) == 2
+    assert files <= saved(server)
 
 
-@KINDS
-@pytest.mark.parametrize("name", ["one_job", "many_jobs"])
-def test_a_job_that_is_refused_is_told_in_words(
-    example: Example, desk: Path, name: str, kind: str
-) -> None:
-    set_inputs(desk, "t2v", sampler={"steps": 2000}, latent={"frames": -3})
-    done = example(
-        f"{name}.{kind}", "workflows/api/t2v.json", "videos", *["a fox"] * (name == "many_jobs")
-    )
-    assert done.returncode == 1
-    assert "2000" in done.stderr
-    assert "sampler" in done.stderr
-    assert "-3" in done.stderr
-    assert "latent" in done.stderr
-    assert "Traceback" not in done.stderr
+TEXTS = {"one_job": (), "many_jobs": ("a red fox", "a kite")}
 
 
-@KINDS
-def test_a_job_that_fails_is_told_in_words_and_stops_no_other(
-    example: Example, desk: Path, kind: str
-) -> None:
-    without_image = {
-        f"{noise}_noise": f"wan2.2_i2v_{noise}_noise_14B_fp8_scaled.safetensors"
-        for noise in ("high", "low")
-    }
-    set_inputs(desk, "t2v", experts=without_image)
-    done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos")
-    assert done.returncode == 1
-    assert "sampler (WanStreamSampler): " in done.stderr
-    assert "Traceback" not in done.stderr
-    done = example(f"many_jobs.{kind}", "workflows/api/t2v.json", "videos", "a red fox", "a kite")
-    assert done.returncode == 1
-    assert done.stderr.count("sampler (WanStreamSampler): ") == 2
+@pytest.mark.parametrize("name", TEXTS)
+def test_refused_job(example, desk, kind, name):
+    set_workflow(desk, small("t2v", sampler={"steps": 2000}, latent={"frames": -3}))
+    arguments = ("workflows/api/t2v.json", "videos", *TEXTS[name])
+    done = example(f"{name}.{kind}", *arguments, fails=True)
+    for words in ("2000", "sampler", "-3", "latent"):
+        assert words in done.stderr
 
 
-@KINDS
-def test_a_job_of_which_a_part_is_wrong_is_not_left_to_run(
-    api: Server, example: Example, desk: Path, kind: str
-) -> None:
+@pytest.mark.parametrize("name", TEXTS)
+def test_failing_job_stops_no_other(example, desk, kind, name):
+    files = small("i2v")["experts"]["inputs"]
+    without_image = {name: files[name] for name in ("high_noise", "low_noise")}
+    set_workflow(desk, small("t2v", experts=without_image))
+    arguments = ("workflows/api/t2v.json", "videos", *TEXTS[name])
+    done = example(f"{name}.{kind}", *arguments, fails=True)
+    assert done.stderr.count("sampler (WanStreamSampler): ") == max(1, len(TEXTS[name]))
+
+
+def test_partly_wrong_job_is_not_left_to_run(server, example, desk, kind):
     """The server accepts it, and answers 200."""
-    wrong = {
-        "class_type": "WanStreamSaveVideo",
-        "images": ["frames", 0],
-        "fps": 0,
-        "filename_prefix": "x",
-        "crf": 18,
-    }
-    set_inputs(desk, "t2v", again=wrong, sampler={"steps": 1000})
-    before = {*history(api)}
-    done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos")
-    assert done.returncode == 1
+    wrong = node("WanStreamSaveVideo", images=["frames", 0], fps=0, filename_prefix="x", crf=18)
+    set_workflow(desk, {**small("t2v", sampler={"steps": 1000}), "again": wrong})
+    before = server.get("/history")
+    done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos", fails=True)
     assert "again" in done.stderr
     assert "0.01" in done.stderr
-    assert api.get("/prompt")["exec_info"]["queue_remaining"] <= 1
-    while api.get("/prompt")["exec_info"]["queue_remaining"]:
-        time.sleep(0.1)
-    statuses = {
-        entry["status"]["status_str"] for id, entry in history(api).items() if id not in before
-    }
+    wait_until_idle(server)
+    entries = server.get("/history").items()
+    statuses = {entry["status"]["status_str"] for key, entry in entries if key not in before}
     assert statuses <= {"error"}
 
 
-@KINDS
-def test_a_wrong_address_is_told_in_words(example: Example, kind: str) -> None:
-    done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos", url="http://127.0.0.1:9")
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
+def test_wrong_address(example, kind):
+    arguments = ("workflows/api/t2v.json", "videos")
+    done = example(f"one_job.{kind}", *arguments, fails=True, url="http://127.0.0.1:9")
     assert re.search("refused|connect", done.stderr)
 
 
-@KINDS
-def test_an_image_is_uploaded_and_none_is_written_over(
-    api: Server, example: Example, desk: Path, kind: str
-) -> None:
-    folder, videos = api.base / "input", set()
-    for shade in (60, 180):
-        Image.new("RGB", (80, 60), (shade, 90, 30)).save(desk / f"my portrait {kind}.png")
-        done = example(
-            f"upload_image.{kind}",
-            "workflows/api/i2v.json",
-            f"my portrait {kind}.png",
-            f"videos{shade}",
-        )
-        assert done.returncode == 0, done.stderr
-        videos.add((desk / done.stdout.strip()).read_bytes())
+def test_image_upload_writes_over_none(server, example, desk, kind):
+    picture = f"my portrait {kind}.png"
+    videos = set()
+    shades = (60, 180, 180)
+    for shade in shades:
+        Image.new("RGB", (80, 60), (shade, 90, 30)).save(desk / picture)
+        done = example(f"upload_image.{kind}", "workflows/api/i2v.json", picture, f"videos{shade}")
+        videos.add((desk / done.stdout.splitlines()[0]).read_bytes())
     assert len(videos) == 2
-    assert videos <= saved(api)
-    uploaded = sorted(folder.glob(f"my portrait {kind}*"))
-    assert [file.name for file in uploaded] == [
-        f"my portrait {kind} (1).png",
-        f"my portrait {kind}.png",
-    ]
-    assert {Image.open(file).getpixel((0, 0)) for file in uploaded} == {(60, 90, 30), (180, 90, 30)}
-    again = example(
-        f"upload_image.{kind}", "workflows/api/i2v.json", f"my portrait {kind}.png", "again"
-    )
-    assert again.returncode == 0, again.stderr
-    assert sorted(folder.glob(f"my portrait {kind}*")) == uploaded
+    assert videos <= saved(server)
+    uploaded = sorted((server.base / "input").glob(f"my portrait {kind}*"))
+    assert [file.name for file in uploaded] == [f"my portrait {kind} (1).png", picture]
+    assert [Image.open(file).getpixel((0, 0))[0] for file in uploaded] == [180, 60]
 
 
-def test_progress_tells_every_node_and_step(example: Example, desk: Path) -> None:
-    set_inputs(desk, "t2v", sampler={"seed": time.time_ns()})
+def test_progress_of_every_node_and_step(example, desk):
+    set_workflow(desk, small("t2v", sampler={"seed": time.time_ns()}))
     done = example("progress.py", "workflows/api/t2v.json")
-    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "execution_success"
     # ComfyUI drops events that follow too quickly.
     assert [line for line in lines if line.startswith("sampler: ")][-1] == "sampler: 4 of 4"
     steps = [line.split(":")[0] for line in lines if line.startswith("step ")]
-    assert steps == [
-        f"step {n} of 4 ({expert})" for n, expert in enumerate(["high"] * 3 + ["low"], 1)
-    ]
+    assert steps == [f"step {number} of 4 ({expert})" for number, expert in enumerate(EXPERTS, 1)]
     assert lines.index("sampler (WanStreamSampler)") < lines.index("frames (WanStreamVAEDecode)")
+    set_workflow(desk, small("t2v", sampler={"steps": 2000}))
+    assert "sampler" in example("progress.py", "workflows/api/t2v.json", fails=True).stderr
 
 
-def test_progress_tells_how_a_job_failed_to_start(example: Example, desk: Path) -> None:
-    set_inputs(desk, "t2v", sampler={"steps": 2000})
-    done = example("progress.py", "workflows/api/t2v.json")
-    assert done.returncode == 1
-    assert "sampler" in done.stderr
-    assert "Traceback" not in done.stderr
+def _queued(server: Server, seed: int, steps: int) -> str:
+    sampler = {"seed": seed + time.time_ns() % 2**32, "steps": steps}
+    return server.queue(small("t2v", sampler=sampler))
 
 
-@KINDS
-def test_cancel_ends_the_jobs_it_is_told_and_no_other(
-    api: Server, example: Example, desk: Path, kind: str
-) -> None:
+def test_cancel_ends_no_other_job(server, example, kind):
     running, waiting, other = (
-        _queued(api, desk, seed, steps) for seed, steps in ((1, 1000), (2, 1000), (3, 2))
+        _queued(server, seed, steps) for seed, steps in ((1, 1000), (2, 1000), (3, 2))
     )
-    while not any(running == item[1] for item in api.get("/queue")["queue_running"]):
+    while not any(running == item[1] for item in server.get("/queue")["queue_running"]):
         time.sleep(0.1)
-    done = example(f"cancel.{kind}", waiting, running)
-    assert done.returncode == 0, done.stderr
-    assert api.wait(running)["status"]["messages"][-1][0] == "execution_interrupted"
-    assert api.wait(other)["status"]["status_str"] == "success"
-    assert api.get(f"/history/{waiting}") == {}
+    example(f"cancel.{kind}", waiting, running)
+    assert server.wait(running)["status"]["messages"][-1][0] == "execution_interrupted"
+    assert server.wait(other)["status"]["status_str"] == "success"
+    assert server.get(f"/history/{waiting}") == {}
+    shown = server.get("/wanstream/runs")["runs"]
+    (last,) = (each for each in shown if each["prompt_id"] == other)
+    assert (last["steps"], len(last["experts"]), last["error"]) == (2, 2, None)
+    assert len(last["timeline"]["steps"]) == 2
 
 
-def _queued(api: Server, desk: Path, seed: int, steps: int) -> str:
-    return api.queue(
-        set_inputs(desk, "t2v", sampler={"seed": seed + time.time_ns() % 2**32, "steps": steps})
-    )
+def test_waiting_for_a_lost_job_ends(comfyui, run):
+    shell = ". docs/examples/comfy_http.sh; wait_for no-such-job"
+    code = "import sys; sys.path.append('docs/examples'); import comfy_http as c; "
+    code += "c.wait('no-such-job')"
+    for command in (("bash", "-c", shell), (str(comfyui.python), "-c", code)):
+        done = run(*command)
+        assert done.returncode == 1
+        assert "does not know job no-such-job" in done.stderr
 
 
-@KINDS
-def test_waiting_for_a_job_that_is_gone_ends(
-    comfyui: ComfyUI, api: Server, desk: Path, kind: str
-) -> None:
-    wait = {
-        "sh": ["bash", "-c", ". docs/examples/comfy_http.sh; wait_for no-such-job"],
-        "py": [str(comfyui.python), "-c", "import comfy_http as c; c.wait('no-such-job')"],
-    }
-    folder = desk if kind == "sh" else EXAMPLES
-    done = _run(wait[kind], comfyui, folder, api.url)
-    assert done.returncode == 1
-    assert "does not know job no-such-job" in done.stderr
-
-
-def test_the_commands_of_the_page_run_in_their_order(
-    comfyui: ComfyUI, api: Server, desk: Path
-) -> None:
+def test_commands_of_the_page_in_order(server, run, desk):
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(blocks) >= 5
     commands = "\n".join(["set -euo pipefail", *blocks])
     assert commands.count("http://127.0.0.1:8188") == 1
     Image.new("RGB", (80, 60)).save(desk / "portrait.png")
-    script = commands.replace("http://127.0.0.1:8188", api.url)
-    done = _run(["bash", "-c", script], comfyui, desk, api.url)
+    done = run("bash", "-c", commands.replace("http://127.0.0.1:8188", server.url))
     assert done.returncode == 0, done.stderr
     answer, status, *steps, errors = done.stdout.splitlines()
     assert json.loads(answer)["node_errors"] == {}
     assert status == '"success"'
-    assert [line.split()[0] for line in steps] == ["high"] * 3 + ["low"]
+    assert [line.split()[0] for line in steps] == EXPERTS
     assert errors == "{}"
-    assert (desk / "video.mp4").read_bytes() in saved(api)
+    assert (desk / "video.mp4").read_bytes() in saved(server)
+    wait_until_idle(server)
 
 
-def test_the_last_runs_are_listed_for_who_comes_later(api: Server, desk: Path) -> None:
-    prompt_id = _queued(api, desk, seed=4, steps=2)
-    api.wait(prompt_id)
-    (run,) = (run for run in api.get("/wanstream/runs")["runs"] if run["prompt_id"] == prompt_id)
-    assert (run["steps"], len(run["experts"]), run["error"]) == (2, 2, None)
-    assert len(run["timeline"]["steps"]) == 2
-
-
-def test_every_shipped_workflow_is_served_as_a_template(api: Server) -> None:
+def test_every_shipped_workflow_is_served_as_a_template(server):
     """ComfyUI takes templates from one folder of a pack: `examples` would hide `workflows`."""
-    assert sorted(api.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
+    assert sorted(server.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
     for name, title in TITLES.items():
-        served = api.get(f"/api/workflow_templates/{PACK}/{quote(title)}.json")
+        served = server.get(f"/api/workflow_templates/{PACK}/{quote(title)}.json")
         assert served == template(name)

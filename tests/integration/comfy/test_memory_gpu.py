@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from wanstream.tests.integration.comfy.servers import (
+    Prompt,
+    error_of,
+    free_until,
+    make_base,
+    said,
+    wan_item,
+)
+from wanstream.tests.support.host.shipped import node
 from wanstream.tools.comfyui import START_SECONDS, ComfyUI, Server, running_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[3]
-HIGH, LOW = (f"wan2.2_t2v_{noise}_noise_14B_fp8_scaled.safetensors" for noise in ("high", "low"))
 FLAGS = [
     (),
     ("--disable-dynamic-vram",),
@@ -28,63 +33,24 @@ FLAGS = [
 KEPT_BYTES = 64 * 2**20
 """Device bytes kept by libraries after first use."""
 
-Prompt = dict[str, dict[str, Any]]
-
-
-def _node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
+LARGE = {"width": 128, "height": 128, "length": 9}
+NATIVE = wan_item(native=True, seed=1, **LARGE)
+SWAP = {"blocks_to_swap": 2, "prefetch_blocks": 1, "weights_source": "RAM"}
 
 
 def _ours(seed: int) -> Prompt:
-    sides = {
-        "positive": ["text", 0],
-        "negative": ["text", 1],
-        "latent": ["latent", 0],
-        "experts": ["files", 0],
-    }
-    numbers = {
-        "steps": 4,
-        "flow_shift": 5.0,
-        "boundary_ratio": 0.875,
-        "switch_step": -1,
-        "start_step": 0,
-    }
-    words = {"solver": "euler", "schedule": "simple", "guidance_high": 2.0, "guidance_low": 1.0}
-    encoder = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
-    return {
-        "text": _node(
-            "WanStreamTextEncode", text_encoder=encoder, positive="a boat", negative="blurry"
-        ),
-        "latent": _node("EmptyHunyuanLatentVideo", width=128, height=128, length=9, batch_size=1),
-        "files": _node("WanStreamExperts", high_noise=HIGH, low_noise=LOW, compute_dtype="bf16"),
-        "policy": _node(
-            "WanStreamBlockSwap", blocks_to_swap=2, prefetch_blocks=1, weights_source="RAM"
-        ),
-        "sampler": _node(
-            "WanStreamSampler", policy=["policy", 0], seed=seed, **sides, **numbers, **words
-        ),
-        "vae": _node("VAELoader", vae_name="wan_2.1_vae.safetensors"),
-        "frames": _node("VAEDecode", samples=["sampler", 0], vae=["vae", 0]),
-        "shown": _node("PreviewImage", images=["frames", 0]),
-        "held": _node("TestHeld", latent=["sampler", 0]),
-    }
+    prompt = wan_item(native=False, seed=seed, **LARGE)
+    prompt["policy"] = node("WanStreamBlockSwap", **SWAP)
+    prompt["sampler"]["inputs"]["policy"] = ["policy", 0]
+    return prompt
 
 
-def _native() -> Prompt:
-    ours = _ours(0)
-    sides = {
-        "positive": ["text", 0],
-        "negative": ["text", 1],
-        "latent_image": ["latent", 0],
-        "model": ["model", 0],
-    }
-    words = {"sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
-    kept = {name: ours[name] for name in ("text", "latent", "vae", "frames", "shown", "held")}
-    return {
-        **kept,
-        "model": _node("UNETLoader", unet_name=LOW, weight_dtype="default"),
-        "sampler": _node("KSampler", seed=1, steps=1, cfg=2.0, **words, **sides),
-    }
+def _taking(prompt: Prompt, name: str, leave: int) -> Prompt:
+    """Take all but some device bytes before the sampler, whose latent input has this name."""
+    taken = node("TestTakeDevice", leave=leave, latent=["latent", 0])
+    sampler = prompt["sampler"]
+    sampler = {**sampler, "inputs": {**sampler["inputs"], name: ["taken", 0]}}
+    return {**prompt, "taken": taken, "sampler": sampler}
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +71,10 @@ def life(
     request: pytest.FixtureRequest, on_gpu: ComfyUI, sample_models: Path, tmp_path: Path
 ) -> Iterator[Server]:
     """A server on the GPU with the parameter's flags, this pack and the test model."""
-    nodes = tmp_path / "custom_nodes"
-    nodes.mkdir()
-    (nodes / "wanstream").symlink_to(ROOT, target_is_directory=True)
-    (nodes / "memory_nodes.py").symlink_to(Path(__file__).with_name("memory_nodes.py"))
-    (tmp_path / "models").symlink_to(sample_models, target_is_directory=True)
-    with running_server(on_gpu, tmp_path, *request.param, cpu=False) as server:
+    base = make_base(tmp_path / "base", "memory.py")
+    (base / "models").symlink_to(sample_models, target_is_directory=True)
+    with running_server(on_gpu, base, *request.param, cpu=False) as server:
         yield server
-
-
-def _said(server: Server) -> str:
-    return (server.base / "server.log").read_text(errors="replace")
 
 
 def _active(server: Server) -> int:
@@ -124,47 +83,33 @@ def _active(server: Server) -> int:
     return int(device["torch_vram_total"] - device["torch_vram_free"])
 
 
-def _free(server: Server) -> None:
-    """POST /free until ComfyUI has come round to it, and torch's tensors are gone."""
-    deadline = time.monotonic() + 60
-    while _active(server) > KEPT_BYTES:
-        assert time.monotonic() < deadline, f"{_active(server)} bytes are still held"
-        server.post("/free", {"unload_models": True, "free_memory": True})
-        time.sleep(1)
-
-
 @pytest.mark.parametrize(
     "life", FLAGS, indirect=True, ids=lambda flags: "_".join(flags) or "default"
 )
-def test_we_and_native_models_take_turns(life: Server) -> None:
+def test_we_and_native_models_take_turns(life):
     first = life.run(_ours(1))["outputs"]["held"]["latent"]
-    life.run(_native())
+    life.run(NATIVE)
     assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
-    _free(life)
-    assert "the experts are unloaded" in _said(life)
+    free_until(life, lambda: _active(life) <= KEPT_BYTES)
+    assert "the experts are unloaded" in said(life)
     assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
 
 
 @pytest.mark.parametrize(
     "life", [(), ("--disable-dynamic-vram",)], indirect=True, ids=["dynamic", "legacy"]
 )
-def test_a_vae_that_finds_no_room_evicts_us(life: Server) -> None:
+def test_a_vae_that_finds_no_room_evicts_us(life):
     """Another allocation leaves one gigabyte, less than ComfyUI requires for computing."""
     first = life.run(_ours(1))["outputs"]["held"]["latent"]
-    taken = {**_native(), "taken": _node("TestTakeDevice", leave=2**30, latent=["latent", 0])}
-    taken["sampler"]["inputs"]["latent_image"] = ["taken", 0]
-    before = _said(life).count("freed ")
-    life.run(taken)
-    assert _said(life).count("freed ") > before
+    before = said(life).count("freed ")
+    life.run(_taking(NATIVE, "latent_image", 2**30))
+    assert said(life).count("freed ") > before
     assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
 
 
 @pytest.mark.parametrize("life", [()], indirect=True, ids=["default"])
-def test_the_next_item_works_after_one_that_ran_out_of_memory(life: Server) -> None:
+def test_the_next_item_works_after_one_that_ran_out_of_memory(life):
     first = life.run(_ours(1))["outputs"]["held"]["latent"]
-    crowded = {**_ours(2), "taken": _node("TestTakeDevice", leave=2**20, latent=["latent", 0])}
-    crowded["sampler"]["inputs"]["latent"] = ["taken", 0]
-    failed = life.wait(life.queue(crowded))
-    error = dict(failed["status"]["messages"])["execution_error"]
+    error = error_of(life.wait(life.queue(_taking(_ours(2), "latent", 2**20))))
     assert "OutOfMemoryError" in error["exception_type"]
     assert life.run(_ours(1))["outputs"]["held"]["latent"] == first

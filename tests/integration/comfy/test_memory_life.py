@@ -2,131 +2,61 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from wanstream.testing.components import save_vae_file
-from wanstream.testing.model import VAE_FILE
-from wanstream.testing.weights import make_vae
+from wanstream.tests.integration.comfy.servers import (
+    Prompt,
+    add_models,
+    error_of,
+    free_until,
+    make_base,
+    native_item,
+    said,
+    wan_item,
+)
+from wanstream.tests.support.host.shipped import node
 from wanstream.tools.comfyui import ComfyUI, Server, running_server
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[3]
 ITEMS = 10
 STEADY = 4
 """From this item on, nothing more is held than after the first one of its kind."""
 ROOM = 0.02
-HIGH, LOW = (f"wan2.2_t2v_{noise}_noise_14B_fp8_scaled.safetensors" for noise in ("high", "low"))
 LORA = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
-SIZE = {"width": 32, "height": 32, "batch_size": 1}
-
-Prompt = dict[str, dict[str, Any]]
-
-
-def _node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
-
-
-def _shared() -> Prompt:
-    texts = {"positive": "a boat", "negative": "blurry"}
-    encoder = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
-    return {
-        "text": _node("WanStreamTextEncode", text_encoder=encoder, **texts),
-        "latent": _node("EmptyHunyuanLatentVideo", length=5, **SIZE),
-        "held": _node("TestHeld", latent=["sampler", 0]),
-    }
-
-
-def _experts(strength: float) -> Prompt:
-    loras = {"high_noise": LORA.format("high"), "low_noise": LORA.format("low")}
-    return {
-        "files": _node("WanStreamExperts", high_noise=HIGH, low_noise=LOW, compute_dtype="bf16"),
-        "lora": _node(
-            "WanStreamLora",
-            experts=["files", 0],
-            strength_high=strength,
-            strength_low=strength,
-            **loras,
-        ),
-    }
+SHORT = {"width": 32, "height": 32, "length": 5}
 
 
 def _ours(item: int) -> Prompt:
     """Three seeds and three strengths in turn: item 7 is item 1 again, and item 9 item 3."""
-    sides = {
-        "positive": ["text", 0],
-        "negative": ["text", 1],
-        "latent": ["latent", 0],
-        "experts": ["lora", 0],
-    }
-    numbers = {
-        "steps": 4,
-        "flow_shift": 5.0,
-        "boundary_ratio": 0.875,
-        "switch_step": -1,
-        "start_step": 0,
-    }
-    words = {"solver": "euler", "schedule": "simple", "guidance_high": 2.0, "guidance_low": 1.0}
-    sampler = _node("WanStreamSampler", seed=item % 6, **sides, **numbers, **words)
-    return {**_shared(), **_experts([1.0, 0.5, 0.0][item // 2 % 3]), "sampler": sampler}
-
-
-def _native(item: int) -> Prompt:
-    """A native one-expert checkpoint, one step, decoded."""
-    sides = {
-        "positive": ["text", 0],
-        "negative": ["text", 1],
-        "latent_image": ["latent", 0],
-        "model": ["model", 0],
-    }
-    sampler = _node(
-        "KSampler",
-        seed=item,
-        steps=1,
-        cfg=2.0,
-        sampler_name="euler",
-        scheduler="simple",
-        denoise=1.0,
-        **sides,
-    )
-    return {
-        **_shared(),
-        "model": _node("UNETLoader", unet_name=LOW, weight_dtype="default"),
-        "sampler": sampler,
-        "vae": _node("VAELoader", vae_name="wan_2.1_vae.safetensors"),
-        "frames": _node("VAEDecode", samples=["sampler", 0], vae=["vae", 0]),
-        "shown": _node("PreviewImage", images=["frames", 0]),
-    }
+    prompt = wan_item(native=False, seed=item % 6, **SHORT)
+    strength = [1.0, 0.5, 0.0][item // 2 % 3]
+    files = {"high_noise": LORA.format("high"), "low_noise": LORA.format("low")}
+    strengths = {"strength_high": strength, "strength_low": strength}
+    prompt["lora"] = node("WanStreamLora", experts=["files", 0], **strengths, **files)
+    prompt["sampler"]["inputs"]["experts"] = ["lora", 0]
+    return prompt
 
 
 def _runs_out() -> Prompt:
-    ours = _experts(1.0)
-    sides = {"positive": ["text", 0], "negative": ["text", 1], "experts": ["lora", 0]}
-    ratio, guidance = (
-        {"boundary_ratio": 0.875},
-        {"guidance_high": 1.0, "guidance_low": 1.0, "flow_shift": 5.0},
-    )
-    return {
-        **_shared(),
-        **ours,
-        "guider": _node("WanStreamGuider", **sides, **ratio, **guidance),
-        "noise": _node("RandomNoise", noise_seed=1),
-        "sigmas": _node("WanStreamSigmas", schedule="simple", steps=4, flow_shift=5.0, denoise=1.0),
-        "solver": _node("TestOutOfMemory"),
-        "sampler": _node(
-            "SamplerCustomAdvanced",
-            noise=["noise", 0],
-            guider=["guider", 0],
-            sampler=["solver", 0],
-            sigmas=["sigmas", 0],
-            latent_image=["latent", 0],
-        ),
-    }
+    prompt = _ours(0)
+    sampler = prompt["sampler"]["inputs"]
+    names = ("positive", "negative", "experts", "boundary_ratio", "flow_shift")
+    taken = {name: sampler[name] for name in names}
+    prompt["guider"] = node("WanStreamGuider", guidance_high=1.0, guidance_low=1.0, **taken)
+    prompt["noise"] = node("RandomNoise", noise_seed=1)
+    sigmas = {"schedule": "simple", "steps": 4, "flow_shift": 5.0, "denoise": 1.0}
+    prompt["sigmas"] = node("WanStreamSigmas", **sigmas)
+    prompt["solver"] = node("TestOutOfMemory")
+    links = {name: [name, 0] for name in ("noise", "guider", "sigmas")}
+    links |= {"sampler": ["solver", 0], "latent_image": ["latent", 0]}
+    prompt["sampler"] = node("SamplerCustomAdvanced", **links)
+    return prompt
 
 
 @pytest.fixture
@@ -143,46 +73,27 @@ def life(
     # leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
-    nodes = tmp_path / "custom_nodes"
-    nodes.mkdir()
-    (nodes / "wanstream").symlink_to(ROOT, target_is_directory=True)
-    (nodes / "memory_nodes.py").symlink_to(Path(__file__).with_name("memory_nodes.py"))
-    models = tmp_path / "models"
-    models.mkdir()
-    for entry in sample_models.iterdir():
-        if entry.name != VAE_FILE.parent.name:
-            (models / entry.name).symlink_to(entry, target_is_directory=entry.is_dir())
-    save_vae_file(make_vae(seed=0, base_dim=vae_width), models / VAE_FILE)
-    with running_server(comfyui, tmp_path, *request.param) as server:
+    base = make_base(tmp_path / "base", "memory.py", "native.py")
+    add_models(base, sample_models, vae_width=vae_width)
+    with running_server(comfyui, base, *request.param) as server:
         yield server
 
 
-def _said(server: Server) -> str:
-    return (server.base / "server.log").read_text(errors="replace")
-
-
-def _free(server: Server, times: int) -> None:
-    """POST /free until we were unloaded `times` times.
-
-    ComfyUI may sleep through a request that arrives as it falls asleep.
-    """
-    deadline = time.monotonic() + 60
-    while _said(server).count("the experts are unloaded") < times:
-        assert time.monotonic() < deadline, _said(server)[-4000:]
-        server.post("/free", {"unload_models": True})
-        time.sleep(1)
+def _unloaded(server: Server, times: int) -> bool:
+    return said(server).count(" are unloaded") >= times
 
 
 @pytest.mark.parametrize(
     "life", [(), ("--cache-none",), ("--cache-lru", "3")], indirect=True, ids="_".join
 )
-def test_ten_items_hold_no_more_than_four(life: Server) -> None:
+def test_ten_items_hold_no_more_than_four(life):
     held: list[dict[str, Any]] = []
     for item in range(1, ITEMS + 1):
         ours = item % 2 == 1
-        held.append(life.run((_ours if ours else _native)(item))["outputs"]["held"])
+        prompt = _ours(item) if ours else wan_item(native=True, seed=item, **SHORT)
+        held.append(life.run(prompt)["outputs"]["held"])
         if ours and item > 1:
-            _free(life, item // 2)
+            free_until(life, partial(_unloaded, life, item // 2))
     for first in (STEADY, STEADY + 1):
         rss = [entry["rss"][0] for entry in held[first - 1 :: 2]]
         # The lower value, because a leak raises both.
@@ -197,12 +108,33 @@ def test_ten_items_hold_no_more_than_four(life: Server) -> None:
 
 
 @pytest.mark.parametrize("life", [()], indirect=True, ids=["default"])
-def test_the_next_item_works_after_one_that_ran_out_of_memory(life: Server) -> None:
+def test_items_of_a_streamed_native_model_hold_no_more_than_two(life):
+    """`inside/native/queue_items.py` has larger models, in one process."""
+    loader = {"unet_name": "tiny_wan_t2v.safetensors", "weight_dtype": "default"}
+    model = {
+        "family": node("TestFamily", family="wan_t2v"),
+        "model": node("WanStreamLoadDiffusionModel", **loader),
+    }
+    outputs = ("positive", "negative", "latent_image")
+    links = {name: ["family", place] for place, name in enumerate(outputs)}
+    held = []
+    for item in range(1, 6):
+        held.append(life.run(native_item(model, item % 4, **links))["outputs"]["held"])
+        free_until(life, partial(_unloaded, life, item))
+    rss = [entry["rss"][0] for entry in held[1:]]
+    assert max(rss) <= min(rss) * (1 + ROOM), rss
+    assert all(entry["loaded"] == ["NativePatcher"] for entry in held)
+    latents = [entry["latent"][0] for entry in held]
+    assert latents[4] == latents[0]
+    assert len({*latents}) == 4
+
+
+@pytest.mark.parametrize("life", [()], indirect=True, ids=["default"])
+def test_the_next_item_works_after_one_that_ran_out_of_memory(life):
     before = life.run(_ours(1))["outputs"]["held"]
-    failed = life.wait(life.queue(_runs_out()))
-    error = dict(failed["status"]["messages"])["execution_error"]
+    error = error_of(life.wait(life.queue(_runs_out())))
     assert "OutOfMemoryError" in error["exception_type"]
-    assert "the experts are unloaded" in _said(life)
+    assert "the experts are unloaded" in said(life)
     again = _ours(1)
     again["sampler"]["inputs"]["steps"] = 3
     life.run(again)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from wanstream.host.embedded.files import Folders
 from wanstream.nodes import WanStreamExtension
-from wanstream.tests.support.embedded import embedded_host
+from wanstream.tests.integration.comfy.conftest import PACK
+from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tools.comfyui import find_comfyui
 
 pytestmark = pytest.mark.comfy
@@ -41,38 +41,36 @@ def described(server: Any) -> dict[str, Any]:
     return info
 
 
-def test_every_node_of_the_pack_is_loaded(described: dict[str, Any]) -> None:
+def test_every_node_of_the_pack_is_loaded(server, described):
+    """The archive has all nodes, and the overlay."""
     loaded = {name for name in described if name.startswith("WanStream")}
     assert loaded == {node.define_schema().node_id for node in NODES}
-    assert described["WanStreamSampler"]["python_module"] == "custom_nodes.ComfyUI-WanStream.test-1"
+    assert described["WanStreamSampler"]["python_module"] == f"custom_nodes.{PACK}"
+    assert f"/extensions/{PACK}/wanstream.js" in server.get("/extensions")
 
 
 def without_advanced(node: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Return the node's inputs without the mark, and the marked inputs' names."""
-    marked: set[str] = set()
     inputs = copy.deepcopy(node["input"])
-    for part in ("required", "optional"):
-        for name, declared in inputs.get(part, {}).items():
-            if len(declared) > 1 and declared[1].pop("advanced", None):
-                marked.add(name)
+    declared = {**inputs.get("required", {}), **inputs.get("optional", {})}
+    marked = {
+        name
+        for name, (_, *options) in declared.items()
+        if options and options[0].pop("advanced", None)
+    }
     return inputs, marked
 
 
-def test_rare_inputs_are_advanced_where_comfyui_has_the_argument(
-    described: dict[str, Any],
-) -> None:
+def test_rare_inputs_are_advanced(described):
     ours = [node for name, node in described.items() if name.startswith("WanStream")]
     marked = set().union(*(without_advanced(node)[1] for node in ours))
     assert marked == (ADVANCED if find_comfyui().version() >= (0, 18) else set())
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
-def test_a_node_looks_the_same_to_both_hosts(
-    described: dict[str, Any], base: Path, node: Any
-) -> None:
-    with embedded_host.opened(
-        Folders(models=base / "models", output=base / "output", input=base / "input")
-    ):
+def test_node_looks_the_same_to_both_hosts(described, base, node):
+    folders = Folders(models=base / "models", output=base / "output", input=base / "input")
+    with embedded_host.opened(folders):
         schema = node.define_schema()
         inputs = json.loads(json.dumps(node.INPUT_TYPES()))
     theirs = described[schema.node_id]
@@ -84,12 +82,7 @@ def test_a_node_looks_the_same_to_both_hosts(
         ours["options"] = offered["options"]
     assert without_advanced(theirs)[0] == inputs
     assert theirs["output"] == [output.io_type for output in schema.outputs]
-    assert theirs["output_name"] == [
-        output.display_name or output.io_type for output in schema.outputs
-    ]
+    names = [output.display_name or output.io_type for output in schema.outputs]
+    assert theirs["output_name"] == names
     assert theirs["output_node"] == schema.is_output_node
     assert theirs["display_name"] == schema.display_name
-
-
-def test_the_server_serves_the_pack_alone_from_its_base(server: Any) -> None:
-    assert {"high.safetensors", "low.safetensors"} <= set(server.get("/models/diffusion_models"))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from wanstream.tests.integration.comfy.servers import Prompt, latent_of, small, tapped
 from wanstream.tools.comfyui import (
     POLL_SECONDS,
     RUN_SECONDS,
@@ -27,22 +25,15 @@ from wanstream.tools.comfyui import (
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[3]
 GONE_SECONDS = 60
-SEEDS = (5, 6)
-VARIANTS = ("fun_control", "fun_inp", "bernini")
-
-Prompt = dict[str, dict[str, Any]]
+SEED = 5
 
 
 @pytest.fixture(scope="module")
 def with_ray(comfyui: ComfyUI) -> ComfyUI:
     """A ComfyUI whose Python has Ray."""
-    looks = "from importlib.util import find_spec; print(find_spec('ray') is not None)"
-    found = subprocess.run(
-        [comfyui.python, "-c", looks], capture_output=True, text=True, timeout=START_SECONDS
-    )
-    if found.stdout.strip() != "True":
+    looks = [comfyui.python, "-c", "import ray"]
+    if subprocess.run(looks, capture_output=True, timeout=START_SECONDS, check=False).returncode:
         pytest.skip(
             "COMFYUI WITHOUT RAY, SO NO WORKERS RAN IN IT: "
             f'{comfyui.python} -m pip install "ray>=2.52"'
@@ -57,7 +48,7 @@ def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Itera
     It ends as by Ctrl-C, together with all processes started by tests.
     """
     base = tmp_path_factory.mktemp("workers")
-    populate(base, workflows=["workers", *(f"{name}_workers" for name in VARIANTS)])
+    populate(base, workflows=["workers"])
     # A background shell lets programs ignore Ctrl-C, and so would the server.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with running_server(with_ray, base) as server:
@@ -74,98 +65,42 @@ def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert found == [], "ComfyUI has left these behind"
 
 
-def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
-    """The shipped workflow up to the latent, small. Without `workers`, this process computes it."""
-    nodes: Prompt = json.loads(
-        (ROOT / "workflows" / "api" / "workers.json").read_text(encoding="utf-8")
-    )
-    kept = {name: nodes[name] for name in ("experts", "policy", "text", "latent", "sampler")}
-    kept["latent"]["inputs"] |= {"width": 64, "height": 48, "frames": 9}
-    kept["sampler"]["inputs"] |= {"seed": seed, "steps": 4, **sampler}
+def prompt(*, workers: bool = True, seed: int = SEED, **sampler: Any) -> Prompt:
+    """The shipped workflow up to the latent. Without `workers`, this process computes it."""
+    nodes = tapped(small("workers", sampler={"seed": seed, **sampler}))
+    del nodes["frames"], nodes["save"]
     if workers:
-        kept["workers"] = nodes["workers"]
         # The planner's choice, without a measurement of this machine.
-        kept["workers"]["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
-    else:
-        del kept["sampler"]["inputs"]["workers"]
-    save = {"samples": ["sampler", 0], "filename_prefix": "tap"}
-    return {**kept, "save": {"class_type": "SaveLatent", "inputs": save}}
-
-
-def variant_prompt(name: str, *, workers: bool) -> Prompt:
-    """A shipped workflow variant over workers, small and with a tap.
-
-    Without `workers` this process computes.
-    """
-    nodes: Prompt = json.loads(
-        (ROOT / "workflows" / "api" / f"{name}_workers.json").read_text(encoding="utf-8")
-    )
-    for node in nodes.values():
-        sizes = {"width": 64, "height": 48, "frames": 9, "steps": 4, "tile_size": 0}
-        node["inputs"] |= {
-            key: value for key, value in sizes.items() if isinstance(node["inputs"].get(key), int)
-        }
-    if workers:
         nodes["workers"]["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
     else:
-        del (
-            nodes["workers"],
-            nodes["sampler"]["inputs"]["workers"],
-            nodes["frames"]["inputs"]["workers"],
-        )
-    tap = {"samples": ["sampler", 0], "filename_prefix": "tap"}
-    nodes["video file"] = nodes.pop("save")
-    return {**nodes, "save": {"class_type": "SaveLatent", "inputs": tap}}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_over_workers_gives_the_latent_of_one_process(served: Server, name: str) -> None:
-    alone = latent_of(served, served.run(variant_prompt(name, workers=False)))
-    history = served.run(variant_prompt(name, workers=True))
-    assert torch.equal(latent_of(served, history), alone)
-    (video,) = history["outputs"]["video file"]["images"]
-    assert (served.base / "output" / video["subfolder"] / video["filename"]).stat().st_size > 0
-
-
-def latent_of(server: Server, history: dict[str, Any]) -> torch.Tensor:
-    (saved,) = history["outputs"]["save"]["latents"]
-    return load_file(server.base / "output" / saved["subfolder"] / saved["filename"])[
-        "latent_tensor"
-    ]
+        del nodes["workers"], nodes["sampler"]["inputs"]["workers"]
+    return nodes
 
 
 @pytest.fixture(scope="module")
-def alone(served: Server) -> dict[int, torch.Tensor]:
-    """The latents as ComfyUI's own process computes them."""
-    return {seed: latent_of(served, served.run(prompt(seed, workers=False))) for seed in SEEDS}
+def alone(served: Server) -> torch.Tensor:
+    """The latent as ComfyUI's own process computes it."""
+    return latent_of(served, served.run(prompt(workers=False)))
+
+
+Same = Callable[[int], None]
 
 
 @pytest.fixture
-def watch(with_ray: ComfyUI, served: Server, tmp_path: Path) -> Callable[[Prompt], list[str]]:
-    """`watch(prompt)` runs a prompt and returns the output of `docs/examples/progress.py`."""
+def same(served: Server, alone: torch.Tensor) -> Iterator[Same]:
+    """`same(end_step)` runs again. The workers before and after the test are the same.
 
-    def watch(nodes: Prompt) -> list[str]:
-        file = tmp_path / "prompt.json"
-        file.write_text(json.dumps(nodes))
-        command = [str(with_ray.python), str(ROOT / "docs" / "examples" / "progress.py"), str(file)]
-        environment = {**with_ray.environment(), "COMFYUI_URL": served.url}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+    Another end beyond the last step is the same run, and ComfyUI keeps no result for it.
+    """
+    before = workers_of(served)
 
-    return watch
+    def same(end_step: int) -> None:
+        history = served.run(prompt(end_step=end_step))
+        assert torch.equal(latent_of(served, history), alone)
 
-
-def until_a_step_is_told(server: Server, prompt_id: str) -> None:
-    deadline = time.monotonic() + RUN_SECONDS
-    while not any(
-        run["prompt_id"] == prompt_id and run["records"]
-        for run in server.get("/wanstream/runs")["runs"]
-    ):
-        assert time.monotonic() < deadline, "no step was run"
-        time.sleep(POLL_SECONDS)
+    yield same
+    assert len(before) == 2
+    assert workers_of(served) == before
 
 
 def workers_of(server: Server) -> set[int]:
@@ -177,71 +112,49 @@ def workers_of(server: Server) -> set[int]:
     }
 
 
-def test_workers_compute_what_this_process_does_and_the_node_shows_it(
-    served: Server,
-    with_ray: ComfyUI,
-    alone: dict[int, torch.Tensor],
-    watch: Callable[[Prompt], list[str]],
-) -> None:
-    lines = watch(prompt(SEEDS[0], workers=True))
-    assert lines[-1] == "execution_success"
-    assert [line for line in lines if line.startswith("sampler: ")][-1] == "sampler: 4 of 4"
-    steps = [line.split(":")[0] for line in lines if line.startswith("step ")]
-    assert steps == [
-        f"step {number} of 4 ({expert})" for number, expert in enumerate(["high"] * 3 + ["low"], 1)
-    ]
+def test_workers_compute_what_this_process_does(served, alone):
+    history = served.run(prompt())
+    assert torch.equal(latent_of(served, history), alone)
     run = served.get("/wanstream/runs")["runs"][-1]
     assert (run["node"], run["ended"], run["error"]) == ("sampler", True, None)
     assert [step["expert"] for step in run["timeline"]["steps"]] == run["experts"]
-    (history,) = (entry for entry in served.get("/history?max_items=1").values())
-    assert torch.equal(latent_of(served, history), alone[SEEDS[0]])
     (kept,) = history["outputs"]["sampler"]["wanstream_timeline"]
-    assert len(kept["steps"]) == 4
+    assert [step["expert"] for step in kept["steps"]] == ["high"] * 3 + ["low"]
 
 
-def test_the_next_queue_item_finds_the_same_workers_and_computes_what_the_graph_says(
-    served: Server, alone: dict[int, torch.Tensor]
-) -> None:
-    before = workers_of(served)
-    assert len(before) == 2
-    for seed in reversed(SEEDS):
-        # Another end beyond the last step is the same run, and ComfyUI keeps no result for it.
-        history = served.run(prompt(seed, workers=True, end_step=9999))
-        assert torch.equal(latent_of(served, history), alone[seed])
-    assert workers_of(served) == before
+def test_next_queue_items_find_the_same_workers(served, same, alone):
+    other = latent_of(served, served.run(prompt(seed=6)))
+    assert torch.equal(other, latent_of(served, served.run(prompt(workers=False, seed=6))))
+    assert not torch.equal(other, alone)
+    same(9999)
 
 
-def test_cancel_ends_the_run_and_leaves_the_workers(
-    served: Server, alone: dict[int, torch.Tensor]
-) -> None:
-    before = workers_of(served)
-    prompt_id = served.queue(prompt(7, workers=True, steps=1000))
-    until_a_step_is_told(served, prompt_id)
+def test_cancel_ends_the_run_and_leaves_the_workers(served, same):
+    prompt_id = served.queue(prompt(seed=7, steps=1000))
+    deadline = time.monotonic() + RUN_SECONDS
+    while not any(
+        run["prompt_id"] == prompt_id and run["records"]
+        for run in served.get("/wanstream/runs")["runs"]
+    ):
+        assert time.monotonic() < deadline, "no step was run"
+        time.sleep(POLL_SECONDS)
     served.post("/interrupt", {})
     events = [event for event, _ in served.wait(prompt_id)["status"]["messages"]]
     assert events[-1] == "execution_interrupted"
-    history = served.run(prompt(SEEDS[0], workers=True, end_step=9998))
-    assert torch.equal(latent_of(served, history), alone[SEEDS[0]])
-    assert workers_of(served) == before
+    same(9998)
 
 
-def test_unloading_models_empties_the_workers_and_keeps_them(
-    served: Server, alone: dict[int, torch.Tensor]
-) -> None:
+def test_unloading_models_empties_the_workers_and_keeps_them(served, same):
     """ComfyUI's memory manager counts worker memory.
 
     The menu button posts the same request.
     """
-    before = workers_of(served)
     log = served.base / "server.log"
+    said = "the workers have unloaded their experts"
     deadline = time.monotonic() + RUN_SECONDS
-    while "the workers have unloaded their experts" not in log.read_text(
-        encoding="utf-8", errors="replace"
-    ):
+    while said not in log.read_text(encoding="utf-8", errors="replace"):
         # ComfyUI may sleep through a request that arrives as it falls asleep.
         served.post("/free", {"unload_models": True})
         assert time.monotonic() < deadline, "no request reached the workers"
         time.sleep(1)
-    history = served.run(prompt(SEEDS[1], workers=True, end_step=9997))
-    assert torch.equal(latent_of(served, history), alone[SEEDS[1]])
-    assert workers_of(served) == before
+    same(9997)

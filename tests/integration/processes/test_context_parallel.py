@@ -19,16 +19,16 @@ from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.testing.experts import make_lora, save_lora
-from wanstream.tests.support.rounding import ROUNDING, difference
-from wanstream.tests.support.split_jobs import (
-    SplitProcesses,
+from wanstream.tests.support.distributed.split_jobs import (
     job_attach_and_detach,
     job_hold,
     job_run,
     job_run_compiled,
     job_run_until,
     job_seen,
+    row_id,
 )
+from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
@@ -59,18 +59,15 @@ def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str
+    ("mesh", "policy"),
+    [
+        (Mesh(ulysses=2), SWAP),
+        (Mesh(ulysses=4), CHUNKED),
+        (Mesh(cfg=2, ulysses=2), LAYERWISE),
+    ],
+    ids=row_id,
 )
-@pytest.mark.parametrize(
-    "policy", [LAYERWISE, SWAP, CHUNKED], ids=["layerwise", "block swap", "chunked"]
-)
-def test_ulysses_gives_what_one_worker_gives(
-    mesh: Mesh,
-    policy: OffloadPolicy,
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_ulysses_gives_what_one_worker_gives(mesh, policy, split, wide, make_request):
     split.join(mesh)
     given = wide(), make_request(), policy
     alone = split.alone(*given)
@@ -83,17 +80,11 @@ def test_ulysses_gives_what_one_worker_gives(
     assert torch.equal(again, alone)
 
 
-@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
-def test_the_kernel_of_int8_attention_gets_all_tokens_of_its_heads(
-    policy: OffloadPolicy,
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_int8_attention_gets_all_tokens_of_its_heads(split, wide, make_request):
     split.join(Mesh(ulysses=2))
-    plain = split.alone(wide(), make_request(), policy)
+    plain = split.alone(wide(), make_request(), CHUNKED)
     with split.int8_attention():
-        given = replace(wide(), attention="int8"), make_request(), policy
+        given = replace(wide(), attention="int8"), make_request(), CHUNKED
         assert difference(split.alone(*given), plain) <= ROUNDING
         results = split.run(*given)
         assert [shape[1:3] for shape in split.all(job_seen)] == [(2, 48)] * 2
@@ -101,37 +92,23 @@ def test_the_kernel_of_int8_attention_gets_all_tokens_of_its_heads(
     for worker in results:
         assert torch.equal(worker["latents"], results[0]["latents"])
         assert worker["gathered"] == worker["crossed"] > 0
-    assert torch.equal(split.alone(wide(), make_request(), policy), plain)
+    assert torch.equal(split.alone(wide(), make_request(), CHUNKED), plain)
 
 
-@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
-def test_windows_and_nag_on_shared_tokens(
-    policy: OffloadPolicy,
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_windows_and_nag_on_shared_tokens(split, wide, make_request):
     """Window tokens are split like video tokens. Attention to both texts is local."""
     split.join(Mesh(ulysses=2))
     windows = ContextWindows(frames=2, overlap=1)
     request = make_request(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
-    given = wide(), request, policy
+    given = wide(), request, CHUNKED
     alone = split.alone(*given)
     results = split.run(*given)
     assert difference(results[0]["latents"], alone) <= ROUNDING
     assert torch.equal(results[1]["latents"], results[0]["latents"])
 
 
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
-def test_images_and_loras_on_shared_tokens(
-    mesh: Mesh,
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-    make_tiny_expert: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
-    split.join(mesh)
+def test_images_and_loras_on_shared_tokens(split, wide, make_request, make_tiny_expert, tmp_path):
+    split.join(Mesh(cfg=2, ulysses=2))
     loras = []
     for seed in (1, 2):
         path = tmp_path / f"{seed}.safetensors"
@@ -152,17 +129,14 @@ def test_images_and_loras_on_shared_tokens(
     assert difference(plain, alone) > 1e-3
 
 
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
-@pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.resident()], ids=["block swap", "resident"])
+@pytest.mark.parametrize(
+    ("mesh", "policy"),
+    [(Mesh(ulysses=2), SWAP), (Mesh(cfg=2), OffloadPolicy.resident())],
+    ids=row_id,
+)
 def test_three_stages_on_two_workers(
-    mesh: Mesh,
-    policy: OffloadPolicy,
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-    make_tiny_expert: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
+    mesh, policy, split, wide, make_request, make_tiny_expert, tmp_path
+):
     """Both workers change a LoRA's strength, biases included, before the same step."""
     split.join(mesh)
     path = tmp_path / "lora.safetensors"
@@ -178,11 +152,7 @@ def test_three_stages_on_two_workers(
 
 
 @pytest.mark.slow
-def test_compiled_blocks_on_shared_tokens(
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_compiled_blocks_on_shared_tokens(split, wide, make_request):
     """Graphs break at collectives.
 
     Gathered bytes are counted in each run, traced or not, and for any video size.
@@ -203,14 +173,9 @@ def test_compiled_blocks_on_shared_tokens(
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str
+    "mesh", [Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str
 )
-def test_a_ring_gives_what_one_worker_gives(
-    mesh: Mesh,
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_a_ring_gives_what_one_worker_gives(mesh, split, wide, make_request):
     split.join(mesh)
     given = wide(), make_request(), LAYERWISE
     with split.attention_with_lse():
@@ -222,11 +187,7 @@ def test_a_ring_gives_what_one_worker_gives(
         assert worker["gathered"] == worker["crossed"] > 0
 
 
-def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(split, wide, make_request):
     mesh = Mesh(ring=2)
     split.join(mesh)
     given = wide(dtype=torch.bfloat16), make_request(), LAYERWISE
@@ -238,11 +199,10 @@ def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
     assert of_ring <= 1.5 * of_one
 
 
-@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
-def test_the_models_are_as_they_were(
-    mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, wide: Callable[..., ExpertsRef]
-) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "policy"), [(Mesh(ulysses=2), CHUNKED), (Mesh(ring=2), LAYERWISE)], ids=row_id
+)
+def test_the_models_are_as_they_were(mesh, policy, split, wide):
     split.join(mesh)
     with split.attention_with_lse():
         results = split.all(job_attach_and_detach, wide(), policy)
@@ -266,14 +226,8 @@ def test_the_models_are_as_they_were(
     ids=["tokens", "heads", "ring"],
 )
 def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    heads: int,
-    message: str,
-    split: SplitProcesses,
-    tiny_expert_folder: Callable[..., Path],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+    mesh, shape, heads, message, split, tiny_expert_folder, make_request
+):
     split.join(mesh)
     high, low = (tiny_expert_folder(seed=seed, heads=heads) for seed in (1, 2))
     given = (
@@ -289,7 +243,7 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
     assert split.alone(*given).isfinite().all()
 
 
-def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
+def test_a_backend_is_chosen_for_the_mesh_or_refused():
     cpu, cuda, half = torch.device("cpu"), torch.device("cuda:0"), torch.bfloat16
     assert backend_for(None, Mesh(ring=1, ulysses=2), cpu, torch.float32) is None
     assert backend_for(None, Mesh(ring=2, ulysses=2), cuda, half) == "_native_flash"
@@ -313,20 +267,16 @@ def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
     [(2, [(torch.float32, 3, None)]), (4, [(torch.bfloat16, 1, None), (torch.bfloat16, 2, 64)])],
     ids=["2", "4"],
 )
-def test_the_estimate_of_shared_tokens_is_what_a_worker_holds_at_once(
-    ulysses: int, cases: list[tuple[torch.dtype, int, int | None]], split: SplitProcesses
-) -> None:
+def test_estimate_of_shared_tokens(ulysses, cases, split):
     split.join(Mesh(ulysses=ulysses))
-    counting = str(Path(__file__).parents[2] / "support" / "alive_tensors.py")
+    counting = str(Path(__file__).parents[2] / "support" / "offload" / "alive_tensors.py")
     for case in cases:
         for alive, estimate in split.all(job_hold, counting, *case):
             assert 0.9 * estimate <= alive <= 1.03 * estimate
 
 
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2, ulysses=2)], ids=str)
-def test_a_wish_of_one_stops_all_before_the_same_block(
-    mesh: Mesh, split: SplitProcesses, wide: Callable[..., ExpertsRef], make_request: Any
-) -> None:
+def test_a_wish_of_one_stops_all_before_the_same_block(split, wide, make_request):
+    mesh = Mesh(cfg=2, ulysses=2)
     split.join(mesh)
     given = wide(), make_request(), LAYERWISE
     stopped = split.all(job_run_until, *given, {1: 9}, None)
@@ -339,12 +289,7 @@ def test_a_wish_of_one_stops_all_before_the_same_block(
 @pytest.mark.parametrize(
     "shape", [(1, 16, 2, 8, 12), (1, 16, 3, 6, 10)], ids=["48 tokens", "45 tokens"]
 )
-def test_between_machines_a_wish_of_one_stops_all_before_the_same_step(
-    shape: tuple[int, ...],
-    split: SplitProcesses,
-    wide: Callable[..., ExpertsRef],
-    make_request: Any,
-) -> None:
+def test_stop_between_machines_is_before_one_step(shape, split, wide, make_request):
     """With 45 tokens the shares are unequal, and the workers exchange their sizes."""
     mesh = Mesh(cfg=2, ulysses=2)
     split.join(mesh, spans_machines=True)
@@ -356,9 +301,7 @@ def test_between_machines_a_wish_of_one_stops_all_before_the_same_step(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hanging"])
-def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
-    sent: int, split: SplitProcesses, wide: Callable[..., ExpertsRef], make_request: Any
-) -> None:
+def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(sent, split, wide, make_request):
     mesh = Mesh(cfg=2, ulysses=2)
     split.join(mesh, timeout_s=3.0)
     given = wide(), make_request(), LAYERWISE

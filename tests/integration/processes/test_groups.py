@@ -22,8 +22,12 @@ from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
-from wanstream.tests.support.processes import Processes
-from wanstream.tests.support.split_jobs import job_leave_while_it_waits, join_groups, rendezvous
+from wanstream.tests.support.distributed.processes import Processes
+from wanstream.tests.support.distributed.split_jobs import (
+    job_leave_while_it_waits,
+    join_groups,
+    rendezvous,
+)
 
 LOOPBACK = "127.0.0.1"
 SHORT_S, LONG_S = 2.0, 50.0
@@ -110,9 +114,7 @@ def joined(processes: Processes) -> Any:
     processes.all(job_leave_if_joined, count=count)
 
 
-def test_workers_listen_on_loopback_only_and_leave_no_sockets(
-    processes: Processes, joined: Any
-) -> None:
+def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes, joined):
     reports = joined(Mesh(cfg=2))
     assert len({each["pid"] for each in reports} | {os.getpid()}) == 3
     assert all(each["state"] is GroupsState.JOINED for each in reports)
@@ -120,7 +122,7 @@ def test_workers_listen_on_loopback_only_and_leave_no_sockets(
     assert processes.all(job_leave, count=2) == [(GroupsState.LEFT, 0)] * 2
 
 
-def test_a_worker_can_leave_immediately_after_it_has_joined(processes: Processes) -> None:
+def test_a_worker_can_leave_immediately_after_it_has_joined(processes):
     every = [rendezvous(Mesh(ulysses=3)) for _ in range(8)]
     processes.at_least(3)
     assert (
@@ -129,7 +131,7 @@ def test_a_worker_can_leave_immediately_after_it_has_joined(processes: Processes
     )
 
 
-def test_every_group_has_the_workers_of_its_axis(processes: Processes, joined: Any) -> None:
+def test_every_group_has_the_workers_of_its_axis(processes, joined):
     joined(Mesh(cfg=2, ulysses=2))
     assert processes.all(job_reduce, "control", count=4) == [[0, 1, 2, 3]] * 4
     assert processes.all(job_reduce, "weights", count=4) == [[0, 1, 2, 3]] * 4
@@ -138,7 +140,7 @@ def test_every_group_has_the_workers_of_its_axis(processes: Processes, joined: A
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=4)])
-def test_a_decision_is_the_same_on_all_ranks(mesh: Mesh, processes: Processes, joined: Any) -> None:
+def test_a_decision_is_the_same_on_all_ranks(mesh, processes, joined):
     joined(mesh)
     wishes = [[rank == 1 and at == 2 for at in range(5)] for rank in range(mesh.size)]
     assert (
@@ -147,9 +149,7 @@ def test_a_decision_is_the_same_on_all_ranks(mesh: Mesh, processes: Processes, j
     )
 
 
-def test_the_same_processes_join_five_times_and_one_of_them_is_replaced(
-    processes: Processes, joined: Any
-) -> None:
+def test_processes_join_five_times(processes, joined):
     pids = []
     for turn in range(5):
         pids.append({each["pid"] for each in joined(Mesh(ulysses=3))})
@@ -172,7 +172,7 @@ def test_the_same_processes_join_five_times_and_one_of_them_is_replaced(
     assert len(pids[2] & pids[3]) == 2
 
 
-def test_a_worker_that_hangs_is_named(processes: Processes, joined: Any) -> None:
+def test_a_worker_that_hangs_is_named(processes, joined):
     joined(Mesh(ulysses=3), timeout_s=SHORT_S)
     processes[2].signal(signal.SIGSTOP)
     try:
@@ -192,9 +192,7 @@ def test_a_worker_that_hangs_is_named(processes: Processes, joined: Any) -> None
 
 
 @pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
-def test_a_worker_leaves_from_another_thread_while_it_waits_and_joins_again(
-    name: str, processes: Processes, joined: Any
-) -> None:
+def test_worker_leaves_from_another_thread(name, processes, joined):
     joined(Mesh(ulysses=3))
     processes[2].signal(signal.SIGSTOP)
     try:
@@ -212,7 +210,7 @@ def test_a_worker_leaves_from_another_thread_while_it_waits_and_joins_again(
     assert processes.all(job_decide, [[False], [True], [False]], count=3) == [[True]] * 3
 
 
-def test_the_loss_of_rank_0_is_reported(processes: Processes, joined: Any) -> None:
+def test_the_loss_of_rank_0_is_reported(processes, joined):
     joined(Mesh(ulysses=3))
     processes[0].start(job_die)
     answers = [processes[rank].start(job_decide, [[False]] * 3) for rank in (1, 2)]
@@ -223,7 +221,7 @@ def test_the_loss_of_rank_0_is_reported(processes: Processes, joined: Any) -> No
     processes.all(job_leave_if_joined, count=3)
 
 
-def test_missing_workers_are_named(processes: Processes) -> None:
+def test_missing_workers_are_named(processes):
     every = rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
     answers = [processes.at_least(4)[rank].start(job_join, every) for rank in (0, 2)]
     for answer in answers:
@@ -236,14 +234,14 @@ def test_missing_workers_are_named(processes: Processes) -> None:
         processes[1].start(job_join, every).result()
 
 
-def test_a_port_that_is_taken_is_named(processes: Processes) -> None:
+def test_a_port_that_is_taken_is_named(processes):
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} at {LOOPBACK} is taken"):
             processes.at_least(1)[0].start(job_join, rendezvous(Mesh(cfg=2), port=port)).result()
 
 
-def test_a_group_of_one_worker_opens_no_connection() -> None:
+def test_a_group_of_one_worker_opens_no_connection():
     groups = join_groups(rendezvous(Mesh())[0])
     assert group_forward(groups).alone
     assert group_forward(groups).any_stops(True, 3)
@@ -253,7 +251,7 @@ def test_a_group_of_one_worker_opens_no_connection() -> None:
     assert groups.state is GroupsState.LEFT
 
 
-def test_groups_out_of_order_are_refused() -> None:
+def test_groups_out_of_order_are_refused():
     groups = ProcessGroups(rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
     with pytest.raises(StateError, match="these are new"):
         groups.group("control")
@@ -262,7 +260,7 @@ def test_groups_out_of_order_are_refused() -> None:
         groups.join()
 
 
-def test_group_members_are_listed_in_one_order() -> None:
+def test_group_members_are_listed_in_one_order():
     assert group_members(Mesh(cfg=2)) == {"weights": [[0, 1]], "cfg": [[0, 1]]}
     assert group_members(Mesh(cfg=2, ring=2, ulysses=2)) == {
         "weights": [[0, 1, 2, 3, 4, 5, 6, 7]],

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from wanstream.distributed.messages import RunTask
 from wanstream.schema import Mesh
-from wanstream.tests.support.interrupted_driver import drive
-from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.distributed.interrupted_driver import drive
+from wanstream.tests.support.distributed.processes import Processes
 
 pytestmark = pytest.mark.integration
 
 NEVER_S = 1e9
-
-MakeTask = Callable[..., RunTask]
 
 
 @pytest.fixture
@@ -40,17 +36,9 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     ],
     ids=["cfg 2", "stage 2, at the end of a stage", "data 2"],
 )
-def test_a_run_whose_driver_was_killed_continues_and_no_bit_changes(
-    mesh: Mesh,
-    videos: int,
-    handover_s: float,
-    dies_at: int,
-    continued: tuple[str, ...] | None,
-    drivers: Processes,
-    make_task: MakeTask,
-    alone: Callable[[RunTask], torch.Tensor],
-    tmp_path: Path,
-) -> None:
+def test_run_of_a_killed_driver_continues(
+    mesh, videos, handover_s, dies_at, continued, drivers, make_task, alone, tmp_path
+):
     task = make_task(request={"noise": normal(videos, 16, 2, 4, 6, seed=5), "solver": "unipc"})
     states = tmp_path / "states"
     given = {"over": "processes", "handover_s": handover_s}

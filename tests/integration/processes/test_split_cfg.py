@@ -14,7 +14,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, lanes_of_rank
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes.context_windows import ContextWindows
-from wanstream.tests.support.split_jobs import (
+from wanstream.tests.support.distributed.split_jobs import (
     SplitProcesses,
     job_count_votes,
     job_run_and_leave,
@@ -52,7 +52,7 @@ def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]
     ("count", "sides"),
     [(1, ([0], [0])), (2, ([0], [1])), (3, ([0, 1], [1, 2])), (4, ([0, 1], [2, 3]))],
 )
-def test_lanes_are_shared_out_evenly(count: int, sides: tuple[list[int], list[int]]) -> None:
+def test_lanes_are_shared_out_evenly(count, sides):
     assert tuple(list(range(count))[lanes_of_rank(count, side)] for side in range(2)) == sides
 
 
@@ -66,13 +66,8 @@ def test_lanes_are_shared_out_evenly(count: int, sides: tuple[list[int], list[in
     ],
 )
 def test_two_sides_give_what_one_worker_gives(
-    batch: int,
-    guidance: tuple[float, float],
-    lanes_a_step: tuple[int, int],
-    split: SplitProcesses,
-    experts_ref: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+    batch, guidance, lanes_a_step, split, experts_ref, make_request
+):
     given = experts_ref(), make_request(batch=batch, guidance=guidance), LAYERWISE
     alone = split.alone(*given)
     results = split.run(*given)
@@ -82,11 +77,7 @@ def test_two_sides_give_what_one_worker_gives(
         assert side["gathered"] == side["crossed"] == sum(lanes_a_step) * STEPS // 2 * LANE_BYTES
 
 
-def test_windows_nag_and_noise_of_every_step_are_shared_too(
-    split: SplitProcesses,
-    experts_ref: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_windows_nag_and_noise_of_every_step_are_shared_too(split, experts_ref, make_request):
     """Steps with one and with two lanes per window, and a lane on both ranks."""
     noise = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(22))
     steps = {"solver": "lcm", "guidance_steps": (4.0, 1.0, 3.0, 1.0), "nag": Nag()}
@@ -100,11 +91,8 @@ def test_windows_nag_and_noise_of_every_step_are_shared_too(
 
 @pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.layerwise(0)])
 def test_images_condition_both_sides_under_any_policy(
-    policy: OffloadPolicy,
-    split: SplitProcesses,
-    tiny_expert_folder: Callable[..., Any],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+    policy, split, tiny_expert_folder, make_request
+):
     high, low = (tiny_expert_folder(seed=seed, in_channels=36) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     image = torch.randn(1, 20, 2, 4, 6, generator=torch.Generator().manual_seed(21))
@@ -115,13 +103,9 @@ def test_images_condition_both_sides_under_any_policy(
 
 
 @pytest.mark.parametrize(("rank", "visits"), [(0, 0), (1, 6), (1, 15)])
-def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
-    rank: int,
-    visits: int,
-    split: SplitProcesses,
-    experts_ref: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_stop_of_one_rank_stops_both_before_one_block(
+    rank, visits, split, experts_ref, make_request
+):
     given = experts_ref(), make_request(), LAYERWISE
     stopped = split.all(job_run_until, *given, {rank: visits}, None)
     assert stopped == [divmod(visits, 4)] * 2
@@ -131,12 +115,7 @@ def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
 
 
 @pytest.mark.parametrize("spans_machines", [False, True], ids=["one machine", "several machines"])
-def test_a_group_votes_before_every_block_or_between_machines_before_every_step(
-    spans_machines: bool,
-    split: SplitProcesses,
-    experts_ref: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_votes_before_blocks_or_steps(spans_machines, split, experts_ref, make_request):
     split.leave()
     split.join(CFG, spans_machines=spans_machines)
     given = experts_ref(), make_request(), LAYERWISE
@@ -150,14 +129,9 @@ def test_a_group_votes_before_every_block_or_between_machines_before_every_step(
 @pytest.mark.parametrize(
     ("rank", "visits", "stop"), [(0, 0, (0, 0)), (1, 5, (2, 0)), (0, 8, (2, 0))]
 )
-def test_between_machines_a_wish_of_one_stops_both_before_the_same_step_and_they_go_on_after(
-    rank: int,
-    visits: int,
-    stop: tuple[int, int],
-    split: SplitProcesses,
-    experts_ref: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_stop_between_machines_is_before_one_step(
+    rank, visits, stop, split, experts_ref, make_request
+):
     split.leave()
     split.join(CFG, spans_machines=True)
     given = experts_ref(), make_request(), LAYERWISE
@@ -167,11 +141,7 @@ def test_between_machines_a_wish_of_one_stops_both_before_the_same_step_and_they
         assert torch.equal(side["latents"], alone)
 
 
-def test_between_machines_a_worker_that_has_left_ends_before_its_next_block(
-    split: SplitProcesses,
-    experts_ref: Callable[..., ExpertsRef],
-    make_request: Callable[..., DenoiseRequest],
-) -> None:
+def test_worker_that_left_ends_before_its_next_block(split, experts_ref, make_request):
     """After one worker's error the driver makes all leave. A step may take minutes."""
     split.leave()
     split.join(CFG, spans_machines=True)

@@ -18,8 +18,8 @@ from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes.context_windows import ContextWindows
+from wanstream.tests.support.distributed.split_jobs import job_run_compiled
 from wanstream.tests.support.rounding import ROUNDING, difference
-from wanstream.tests.support.split_jobs import SplitProcesses, job_run_compiled
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
@@ -54,9 +54,7 @@ def given(
 
 @pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
-def test_two_workers_give_what_one_gives(
-    mesh: Mesh, policy: OffloadPolicy, split: SplitProcesses, given: Any
-) -> None:
+def test_two_workers_give_what_one_gives(mesh, policy, split, given):
     split.join(mesh)
     for changes in ({}, {"windows": ContextWindows(frames=2, overlap=1)}):
         job = *given(**changes), policy
@@ -69,7 +67,7 @@ def test_two_workers_give_what_one_gives(
     assert difference(plain, alone) > 1e-3
 
 
-def test_compiled_blocks_of_two_workers(split: SplitProcesses, given: Any) -> None:
+def test_compiled_blocks_of_two_workers(split, given):
     """One graph for all blocks and steps, with both timesteps among a worker's tokens or not."""
     split.join(Mesh(ulysses=2))
     results = split.all(job_run_compiled, *given(), LAYERWISE)

@@ -28,10 +28,10 @@ from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.schema.refs.workers import WeightPlacement
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import save_expert_gguf
-from wanstream.tests.support.processes import Processes
-from wanstream.tests.support.quantised_files import matrices
-from wanstream.tests.support.reports import Reports
-from wanstream.tests.support.split_jobs import join_groups, rendezvous
+from wanstream.tests.support.distributed.processes import Processes
+from wanstream.tests.support.distributed.reports import Reports
+from wanstream.tests.support.distributed.split_jobs import join_groups, rendezvous
+from wanstream.tests.support.wan.quantised_files import matrices
 from wanstream.wan.experts.open import open_pair
 
 CELL = Mesh(cfg=2)
@@ -52,9 +52,6 @@ CASES = tuple(
 """Every policy with blocks as stored, and every other storage format with one policy."""
 SHORT_S = 20.0
 """Far below the rendezvous timeout, and far above any job's duration here."""
-
-ComputeAlone = Callable[[RunTask], torch.Tensor]
-MakeTask = Callable[..., RunTask]
 
 
 def job_join(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> int:
@@ -154,14 +151,8 @@ def forms(
     ("placement", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])]
 )
 def test_shards_give_what_one_worker_gives(
-    processes: Processes,
-    join: Any,
-    forms: dict[str, ExpertsRef],
-    make_task: MakeTask,
-    alone: ComputeAlone,
-    placement: Any,
-    cases: Any,
-) -> None:
+    processes, join, forms, make_task, alone, placement, cases
+):
     pids = join(placement)
     assert len({*pids, os.getpid()}) == 3
     for form, policy in cases:
@@ -171,9 +162,7 @@ def test_shards_give_what_one_worker_gives(
         assert reports[0]["gathered"] == reports[1]["gathered"] > 10**6
 
 
-def test_four_ranks_gather_too(
-    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
-) -> None:
+def test_four_ranks_gather_too(processes, join, make_task, alone):
     join("sharded", Mesh(cfg=2, ulysses=2))
     task = make_task()
     reports = processes.all(job_run, task, count=4)
@@ -181,9 +170,7 @@ def test_four_ranks_gather_too(
     processes.all(job_leave, count=4)
 
 
-def test_whole_weights_gather_none_and_shards_follow_the_meeting(
-    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
-) -> None:
+def test_whole_weights_gather_none_and_shards_follow_the_meeting(processes, join, make_task, alone):
     task = make_task(policy=POLICIES[3])
     gathered = []
     for placement in ("full", "sharded", "full"):
@@ -196,8 +183,8 @@ def test_whole_weights_gather_none_and_shards_follow_the_meeting(
 
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]])
 def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
-    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone, policy: OffloadPolicy
-) -> None:
+    processes, join, make_task, alone, policy
+):
     join("sharded")
     for after in (1, 2, 3):
         stopped = processes.all(
@@ -208,9 +195,7 @@ def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
 
 
-def test_a_rank_that_fails_alone_holds_nobody_up(
-    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
-) -> None:
+def test_a_rank_that_fails_alone_holds_nobody_up(processes, join, make_task, alone):
     join("sharded")
     task = make_task()
     failed, other = (processes[number].start(job_run_and_fail, task, 1, None) for number in (1, 0))
@@ -252,15 +237,13 @@ def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> 
     return "".join(messages)
 
 
-def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Processes) -> None:
+def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes):
     processes.at_least(2).all(job_leave, count=2)
     reports = processes.all(job_gather_alone, rendezvous(CELL), count=2, timeout=SHORT_S)
     assert reports == ["the run ended while its weights were gathered", "PeerLostError"]
 
 
-def test_a_rank_that_is_killed_is_missed_at_once(
-    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
-) -> None:
+def test_a_rank_that_is_killed_is_missed_at_once(processes, join, make_task, alone):
     join("sharded")
     task = make_task()
     answers = [
@@ -290,9 +273,7 @@ def job_told(here: SimpleNamespace, task: RunTask) -> Any:
     return here.worker.run(task, lambda _: None).timeline.changes
 
 
-def test_the_figures_of_a_cell_are_the_same_for_all_of_it(
-    processes: Processes, make_task: MakeTask
-) -> None:
+def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes, make_task):
     processes.at_least(2).all(job_leave, count=2)
     figures = processes.all(job_measure, make_task(), rendezvous(CELL), count=2, timeout=SHORT_S)
     assert figures[0] == figures[1]
@@ -311,9 +292,7 @@ def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSp
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
-def test_a_worker_estimates_its_share_of_a_step(
-    mesh: Mesh, processes: Processes, make_task: MakeTask
-) -> None:
+def test_a_worker_estimates_its_share_of_a_step(mesh, processes, make_task):
     """Memory needs in addition to the weights decide whether shards fit into the same memory."""
     task = make_task()
     processes.at_least(2).all(job_leave, count=2)
@@ -326,9 +305,7 @@ def test_a_worker_estimates_its_share_of_a_step(
     assert own < whole
 
 
-def test_cpus_that_decide_keep_whole_weights(
-    processes: Processes, join: Any, make_task: MakeTask, alone: ComputeAlone
-) -> None:
+def test_cpus_that_decide_keep_whole_weights(processes, join, make_task, alone):
     join("auto")
     task = make_task()
     reports = processes.all(job_run, task, count=2)

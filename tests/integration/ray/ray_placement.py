@@ -49,31 +49,15 @@ def reserve(names: dict[str, str], mesh: Mesh) -> dict[str, Any]:
 def place(folder: str) -> dict[str, Any]:
     from ray.cluster_utils import Cluster
 
-    head = {
-        "num_cpus": 1,
-        "num_gpus": 5,
-        "node_ip_address": LOOPBACK,
-        "object_store_memory": 80 << 20,
-    }
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={**head, "temp_dir": folder, "include_dashboard": False},
-    )
-    small = cluster.add_node(
-        num_cpus=1, num_gpus=3, node_ip_address=LOOPBACK, object_store_memory=80 << 20
-    )
+    given = {"num_cpus": 1, "node_ip_address": LOOPBACK, "object_store_memory": 80 << 20}
+    head = {**given, "num_gpus": 5, "temp_dir": folder, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    small = cluster.add_node(num_gpus=3, **given)
     ray.init(address=cluster.address, log_to_driver=False)
     CONNECTION._server = gcs_address(ray)
-    names = {
-        node["NodeID"]: "B" if node["NodeID"] == small.node_id else "A" for node in ray.nodes()
-    }
-    meshes = [
-        Mesh(data=2, ulysses=4),
-        Mesh(data=2, ulysses=3),
-        Mesh(data=4, cfg=2),
-        Mesh(cfg=2, ulysses=4),
-        Mesh(data=8),
-    ]
+    letters = {small.node_id: "B"}
+    names = {node["NodeID"]: letters.get(node["NodeID"], "A") for node in ray.nodes()}
+    meshes = (Mesh(data=2, ulysses=4), Mesh(data=2, ulysses=3), Mesh(data=8))
     found: dict[str, Any] = {str(mesh): reserve(names, mesh) for mesh in meshes}
     # Another user has 4 of 8: a reservation for 6 is refused, and no part of it stays reserved.
     other = ray.util.placement_group([{"GPU": 1}] * 4, strategy="PACK")
@@ -91,15 +75,11 @@ def place(folder: str) -> dict[str, Any]:
 if __name__ == "__main__":
     # Ray writes the cluster's address to a folder there, which must exist.
     (Path(sys.argv[1]) / "ray").mkdir()
-    with (
-        temporary_environment(
-            {
-                "RAY_USAGE_STATS_ENABLED": "0",
-                "RAY_TMPDIR": sys.argv[1],
-                "RAY_prestart_worker_first_driver": "0",  # nothing runs here
-            }
-        ),
-        on_loopback(),
-    ):
+    settings = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": sys.argv[1],
+        "RAY_prestart_worker_first_driver": "0",  # nothing runs here
+    }
+    with temporary_environment(settings), on_loopback():
         answer = place(sys.argv[1])
     sys.stdout.write(json.dumps(answer) + "\n")

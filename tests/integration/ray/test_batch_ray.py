@@ -34,7 +34,7 @@ from wanstream.distributed.ray.pool import RayWorkerHandle
 from wanstream.schema.refs import WorkersRef
 from wanstream.testing.model import model_names, write_tiny_model
 from wanstream.tests.faults.replaced import named_models
-from wanstream.tests.support import faulty_service
+from wanstream.tests.support.batch import faulty_service
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -124,9 +124,7 @@ def wait_for_files(driver: subprocess.Popen[str], out: Path, count: int) -> None
         time.sleep(0.05)
 
 
-def test_the_same_command_goes_on_after_the_loss_of_ray_of_the_driver_and_of_an_actor(
-    start: Start, tmp_path: Path, alone: dict[str, bytes]
-) -> None:
+def test_same_command_continues_after_each_kind_of_loss(start, tmp_path, alone):
     driver = start()
     wait_for_files(driver, tmp_path, 1)
     children = psutil.Process(driver.pid).children(recursive=True)
@@ -166,9 +164,7 @@ def test_the_same_command_goes_on_after_the_loss_of_ray_of_the_driver_and_of_an_
     assert not any((tmp_path / ".wanstream" / "made").iterdir())
 
 
-def test_ctrl_c_lets_the_running_rows_finish(
-    start: Start, tmp_path: Path, alone: dict[str, bytes]
-) -> None:
+def test_ctrl_c_lets_the_running_rows_finish(start, tmp_path, alone):
     driver = start()
     wait_for_files(driver, tmp_path, 1)
     for process in (driver, *actors(driver)):  # as a terminal does
@@ -191,7 +187,7 @@ def ray() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ray")
-def test_a_process_that_ray_has_restarted_gets_no_calls_of_the_one_before(models: Path) -> None:
+def test_restarted_process_gets_no_calls_of_the_old_one(models):
     settings = {
         "strict": False,
         "models": str(models),
@@ -229,9 +225,7 @@ def restarted(actor: RayWorkerHandle) -> Any:
 @pytest.mark.skipif(
     not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no class for such errors"
 )
-def test_actors_whose_device_or_disk_fails_cost_no_row(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_whose_device_or_disk_fails_cost_no_row(tmp_path, capfd, monkeypatch):
     """One of each, and Ray restarts only the actor with the failed device."""
     monkeypatch.setattr(ray_backend, "PATH", faulty_service.PATH)
     faults = [tmp_path / faulty_service.DEVICE, tmp_path / faulty_service.DISK]

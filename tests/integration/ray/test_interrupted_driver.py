@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
-from wanstream.distributed.messages import RunTask
 from wanstream.schema import Mesh
-from wanstream.tests.support.interrupted_driver import drive
-from wanstream.tests.support.processes import Processes
+from wanstream.tests.support.distributed.interrupted_driver import drive
+from wanstream.tests.support.distributed.processes import Processes
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.integration
 
 
-def test_a_run_whose_driver_was_killed_continues_and_no_bit_changes(
-    make_task: Callable[..., RunTask], alone: Callable[[RunTask], torch.Tensor], tmp_path: Path
-) -> None:
+def test_run_of_a_killed_driver_continues_bit_exactly(make_task, alone, tmp_path):
     task, states = make_task(request={"solver": "unipc"}), tmp_path / "states"
     drivers = Processes().at_least(1)
     given = {"over": "ray", "handover_s": 0.0}

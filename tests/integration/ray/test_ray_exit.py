@@ -24,8 +24,6 @@ ROOT = Path(__file__).parents[3]
 LIMIT_S = 120
 GONE_S = 30
 
-Start = Callable[[str], "subprocess.Popen[str]"]
-
 
 @pytest.fixture
 def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
@@ -35,21 +33,12 @@ def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
     started: list[subprocess.Popen[str]] = []
 
     def run(how: str) -> subprocess.Popen[str]:
-        arguments = [folder, tiny_expert_folder(seed=1), tiny_expert_folder(seed=2), how]
+        program = [sys.executable, Path(__file__).with_name("comfy_like.py"), folder]
+        experts = [tiny_expert_folder(seed=seed) for seed in (1, 2)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        started.append(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("comfy_like.py")),
-                    *map(str, arguments),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env={**environment, "OMP_NUM_THREADS": "1"},
-            )
-        )
+        given = {"cwd": ROOT, "env": {**environment, "OMP_NUM_THREADS": "1"}}
+        command = [str(word) for word in (*program, *experts, how)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **given))
         return started[-1]
 
     yield run
@@ -72,7 +61,7 @@ def alive(pids: list[int]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["returns", "is killed"])
-def test_workers_end_with_the_process_that_has_them(how: str, start: Start) -> None:
+def test_workers_end_with_the_process_that_has_them(how, start):
     """SIGTERM kills it as SIGKILL does: Ray's handler is not installed, as the next test checks."""
     process = start("returns" if how == "returns" else "waits")
     begun = next_message(process)
@@ -88,9 +77,7 @@ def test_workers_end_with_the_process_that_has_them(how: str, start: Start) -> N
 
 
 @pytest.mark.slow
-def test_the_pack_has_workers_under_any_folder_name_and_closes_without_a_trace(
-    start: Start,
-) -> None:
+def test_pack_in_any_folder_closes_without_a_trace(start):
     before = names_in_shared_memory()
     process = start("closes")
     begun, closed = next_message(process), next_message(process)

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, WorkerFacts
+from wanstream.distributed.messages import RendezvousSpec, StepReport, WorkerFacts
 from wanstream.distributed.ray.environment import RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
@@ -26,7 +26,7 @@ from wanstream.sampling.steps import RequestError, SamplingCancelled
 from wanstream.schema import Mesh
 from wanstream.schema.refs import ExpertsRef, WorkersRef
 from wanstream.schema.refs.workers import WorkersError
-from wanstream.tests.support.reports import Reports, latents_of
+from wanstream.tests.support.distributed.reports import Reports, latents_of
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.integration
@@ -35,10 +35,6 @@ LIMIT_S = 120
 STORE_BYTES = 128 << 20
 LONG = {"steps": 1000, "switch_step": 500}
 """Request that takes longer than any test waits."""
-
-MakeTask = Callable[..., RunTask]
-MakeRef = Callable[..., ExpertsRef]
-LocalForward = Callable[[RunTask], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +84,7 @@ def leave(pool: RayPool) -> None:
         left.result(LIMIT_S)
 
 
-def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
+def test_workers_are_processes_of_their_own_on_loopback(pool):
     facts = facts_of(pool)
     assert len({each.pid for each in facts} | {os.getpid()}) == 3
     assert [(each.address, each.device) for each in facts] == [("127.0.0.1", "cpu")] * 2
@@ -100,9 +96,7 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert facts.sizes == {"/": 0, "/not there": None}
 
 
-def test_two_workers_give_the_latents_of_one(
-    pool: RayPool, make_task: MakeTask, alone: LocalForward
-) -> None:
+def test_two_workers_give_the_latents_of_one(pool, make_task, alone):
     join(pool, Mesh(cfg=2), generation=1)
     task, reports = make_task(handover_s=0.0, preview_s=0.0), [Reports(), Reports()]
     running = [worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)]
@@ -122,9 +116,7 @@ def test_two_workers_give_the_latents_of_one(
     leave(pool)
 
 
-def test_a_shared_request_is_in_the_object_store_once_and_until_the_end_of_the_run(
-    pool: RayPool, make_task: MakeTask, alone: LocalForward, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_request_is_stored_once_until_the_run_ends(pool, make_task, alone, monkeypatch):
     task, put, kept = make_task(), ray.put, list[object]()
 
     def counting(value: object) -> object:
@@ -141,37 +133,7 @@ def test_a_shared_request_is_in_the_object_store_once_and_until_the_end_of_the_r
     leave(pool)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_second_task_runs_what_it_says(
-    rank: int, pool: RayPool, make_task: MakeTask, experts_ref: MakeRef, alone: LocalForward
-) -> None:
-    worker = pool.workers[rank]
-    for task in (
-        make_task(),
-        make_task(seed=20),
-        make_task(experts=experts_ref(high=2, low=1)),
-        make_task(seed=20),
-    ):
-        assert torch.equal(latents_of(worker, task), alone(task))
-
-
-def test_a_state_goes_on_in_another_process(
-    pool: RayPool, make_task: MakeTask, alone: LocalForward
-) -> None:
-    first, second = pool.workers
-    reports: list[StepReport] = []
-    first.run(make_task(request={"solver": "unipc"}, until=2), reports.append).result(LIMIT_S)
-    rest = make_task(request={"solver": "unipc"}, resume=reports[-1].state)
-    whole = make_task(request={"solver": "unipc"})
-    rest_reports = Reports()
-    ended = second.run(rest, rest_reports).result(LIMIT_S)
-    assert torch.equal(rest_reports.latents, alone(whole))
-    assert [step.index for step in ended.timeline.steps] == [2, 3]
-
-
-def test_questions_and_stops_are_heard_beside_a_run(
-    pool: RayPool, make_task: MakeTask, alone: LocalForward
-) -> None:
+def test_questions_and_stops_are_heard_beside_a_run(pool, make_task, alone):
     worker, pids = pool.workers[0], []
     task = make_task(request=LONG)
 
@@ -188,9 +150,7 @@ def test_questions_and_stops_are_heard_beside_a_run(
     assert torch.equal(latents_of(worker, after), alone(after))
 
 
-def test_errors_of_a_worker_come_out_as_they_are(
-    pool: RayPool, make_task: MakeTask, tmp_path: Path
-) -> None:
+def test_errors_of_a_worker_come_out_as_they_are(pool, make_task, tmp_path):
     worker = pool.workers[1]
     gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
     with pytest.raises(ValueError, match="gone"):
@@ -201,9 +161,7 @@ def test_errors_of_a_worker_come_out_as_they_are(
         worker.call("nonsense").result(LIMIT_S)
 
 
-def test_an_error_of_who_is_told_ends_the_run(
-    pool: RayPool, make_task: MakeTask, alone: LocalForward
-) -> None:
+def test_an_error_of_who_is_told_ends_the_run(pool, make_task, alone):
     worker = pool.workers[1]
     task = make_task(request=LONG)
     with pytest.raises(ZeroDivisionError):
@@ -212,7 +170,7 @@ def test_an_error_of_who_is_told_ends_the_run(
     assert torch.equal(latents_of(worker, after), alone(after))
 
 
-def test_everything_listens_on_loopback(pool: RayPool) -> None:
+def test_everything_listens_on_loopback(pool):
     join(pool, Mesh(cfg=2), generation=2)
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
@@ -232,9 +190,7 @@ def test_everything_listens_on_loopback(pool: RayPool) -> None:
     leave(pool)
 
 
-def test_the_user_finds_the_process_as_it_was(
-    pool: RayPool, untouched: tuple[dict[str, str], object]
-) -> None:
+def test_the_user_finds_the_process_as_it_was(pool, untouched):
     environment, handler = untouched
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     assert kept == {
@@ -243,7 +199,7 @@ def test_the_user_finds_the_process_as_it_was(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> None:
+def test_a_second_pool_shares_this_ray(pool, make_task):
     with pytest.raises(RaySetupError, match=r"10000 workers on CPUs, but Ray has slots for \d+"):
         RayPool(WorkersRef(count=10000), "cpu")
     with pytest.raises(RaySetupError, match="2 workers, but Ray has 0 GPUs"):
@@ -260,9 +216,7 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
     assert latents_of(pool.workers[0], task).shape == task.request.noise.shape
 
 
-def test_a_killed_worker_is_lost_and_replaced(
-    pool: RayPool, make_task: MakeTask, alone: LocalForward
-) -> None:
+def test_a_killed_worker_is_lost_and_replaced(pool, make_task, alone):
     worker, other = pool.workers
     pid = worker.started.facts.pid
 
@@ -293,7 +247,7 @@ def test_a_killed_worker_is_lost_and_replaced(
     leave(pool)
 
 
-def test_a_lost_worker_leaves_the_end_of_its_log(pool: RayPool) -> None:
+def test_a_lost_worker_leaves_the_end_of_its_log(pool):
     worker = pool.workers[1]
     process = psutil.Process(worker.started.facts.pid)
     os.kill(process.pid, signal.SIGSEGV)
@@ -309,9 +263,7 @@ def test_a_lost_worker_leaves_the_end_of_its_log(pool: RayPool) -> None:
     assert pool.replace(1).call("facts").result(LIMIT_S).pid != process.pid
 
 
-def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(
-    pool: RayPool, make_task: MakeTask
-) -> None:
+def test_killing_ends_a_process_that_hangs_in_a_run(pool, make_task):
     worker = pool.workers[0]
     process = psutil.Process(worker.started.facts.pid)
 
@@ -327,7 +279,7 @@ def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(
         worker.run(make_task(), ignore).result(LIMIT_S)
 
 
-def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> None:
+def test_closing_leaves_nothing_behind(pool, make_task):
     own = psutil.Process()
     children = own.children(recursive=True)
     of_ray = [process for process in children if "ray" in " ".join(process.cmdline())]
@@ -359,7 +311,7 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_worker_has_a_gpu_of_its_own(make_task: MakeTask) -> None:
+def test_a_worker_has_a_gpu_of_its_own(make_task):
     gpus = torch.cuda.device_count()
     with pytest.raises(RaySetupError, match=f"{gpus + 1} workers, but Ray has {gpus} GPU"):
         RayPool(WorkersRef(count=gpus + 1), "cuda", store_bytes=STORE_BYTES)

@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.core.pages import host_bytes
-from wanstream.offload.engine.run import EngineRun
 from wanstream.offload.formats.layout import BlockFormat, block_format, tensor_views
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import DIRECT, BlockKey, Visit
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.offload.streaming import attach
 
 BLOCKS, WIDTH = 3, 16
 NAMES = ("high", "low")
@@ -68,8 +67,7 @@ HOMES = st.one_of(
     st.just({"source": "file"}),
     st.just({"source": "pinned"}),
     st.builds(
-        lambda blocks: {"source": "pinned", "ram_blocks": blocks},
-        st.integers(0, 2 * BLOCKS + 1),
+        lambda blocks: {"source": "pinned", "ram_blocks": blocks}, st.integers(0, 2 * BLOCKS + 1)
     ),
 )
 POLICIES = st.builds(lambda policy, homes: replace(policy, **homes), DEVICE, HOMES)
@@ -95,17 +93,7 @@ def through(stacks: Stacks, visits: Sequence[Visit]) -> torch.Tensor:
     return value
 
 
-def carry_out(
-    handle: OffloadEngine, stacks: Stacks, visits: Sequence[Visit]
-) -> tuple[EngineRun, torch.Tensor]:
-    value = HIDDEN
-    with handle.run(visits) as run:
-        for visit in visits:
-            with run.visit(*visit):
-                value = stacks[visit.expert][visit.block](value)
-    return run, value
-
-
+@pytest.mark.parity
 @pytest.mark.slow  # compares with runs of diffusers
 @settings(
     max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -115,30 +103,25 @@ def carry_out(
     decoded=DECODED,
     seed=st.integers(0, 1000),
 )
-def test_bits_fetches_and_reads(
-    stacks: Stacks,
-    slow_source: Callable[..., ModuleSource],
-    runs: list[tuple[tuple[Visit, ...], OffloadPolicy]],
-    decoded: frozenset[BlockKey],
-    seed: int,
-) -> None:
+def test_bits_fetches_and_reads(stacks, slow_source, runs, decoded, seed):
     plain = copy.deepcopy(stacks)
     source = slow_source(HalfSource(stacks, decoded), seed=seed, longest_s=0.001)
-    with attach_offload(
-        stacks, policy=runs[0][1], device="cpu", source=source, follow_forward=False
-    ) as handle:
+    with attach(stacks, runs[0][1], source=source) as engine:
         for visits, policy in runs:
-            handle.set_policy(policy)
+            engine.set_policy(policy)
             before = len(source.reads)
-            run, value = carry_out(handle, stacks, visits)
+            value = HIDDEN
+            with engine.run(visits) as run:
+                for visit in visits:
+                    with run.visit(*visit):
+                        value = stacks[visit.expert][visit.block](value)
             assert torch.equal(value, through(plain, visits))
             assert tuple(run.fetched) == run.program.fetches
-
             ram = run.programs.ram
             assert tuple(run.reads) == ram.program.fetches
-            direct = [
-                f.block for f, v in zip(run.fetched, ram.visit_of_fetch, strict=True) if v == DIRECT
-            ]
-            assert sorted(source.reads[before:]) == sorted([f.block for f in run.reads] + direct)
-            held = handle.ram.contents()
-            assert all(held[f.buffer] == f.block for f in {f.buffer: f for f in run.reads}.values())
+            places = zip(run.fetched, ram.visit_of_fetch, strict=True)
+            direct = [fetch.block for fetch, visit in places if visit == DIRECT]
+            read = [fetch.block for fetch in run.reads]
+            assert sorted(source.reads[before:]) == sorted(read + direct)
+            last = {fetch.buffer: fetch.block for fetch in run.reads}
+            assert last.items() <= engine.ram.contents().items()

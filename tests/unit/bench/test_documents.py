@@ -6,103 +6,78 @@ import base64
 import csv
 import io
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from wanstream.bench import Report, Variant
+from wanstream.bench import Report
 from wanstream.bench.documents import csv_document, html_document, json_document, summary
 from wanstream.bench.report_tables import step_table
 from wanstream.schema.records import Timeline
 from wanstream.schema.text.numbers import format_rate, format_size
+from wanstream.tests.support.bench_runs import make_report, make_timeline, make_variant
 
-MakeTimeline = Callable[..., Timeline]
-MakeVariant = Callable[..., Variant]
-MakeReport = Callable[..., Report]
-
-TIMES = {
-    "stall_s": 0.25,
-    "stall_on_read_s": 0.125,
-    "decode_s": 0.0625,
-    "copy_s": 0.375,
-    "read_s": 1.5,
-}
 CHART = b"a PNG"
-SIZES = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "device_bytes": 23 * 10**9}
-MEASURED = {**TIMES, **SIZES, "rss_bytes": 7}
 
 
 @pytest.fixture
-def report(
-    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
-) -> Report:
+def report() -> Report:
     """Two variants. The first one has two trials: a warm-up and a counted run."""
-    walls = (2.5, 1.25, 1.5, 3.75, 1.125)
-    one = make_variant("a", make_timeline(9, 9, 9, 9, 9), make_timeline(*walls, **MEASURED))
+    times = {"stall_s": 0.25, "stall_on_read_s": 0.125, "decode_s": 0.0625, "copy_s": 0.375}
+    sizes = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "device_bytes": 23 * 10**9}
+    run = make_timeline(2.5, 1.25, 1.5, 3.75, 1.125, read_s=1.5, rss_bytes=7, **times, **sizes)
+    one = make_variant("a", make_timeline(9, 9, 9, 9, 9), run)
     cold, warm = one.trials
     one = replace(one, trials=(replace(cold, warmup=True), warm))
     return make_report(one, make_variant("b", make_timeline(1, 1)))
 
 
 class Page(HTMLParser):
-    """A page's tables by title, the remaining words, and all tags and attributes."""
+    """A page's tables by title, and all tags and attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tables: dict[str, list[list[str]]] = {}
-        self.words: list[str] = []
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str | None]] = []
-        self._inside: list[str] = []
-        self._title = ""
+        self._inside, self._title = "", ""
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += attrs
-        if tag in {"h2", "th", "td", "title"}:
-            self._inside.append(tag)
+        self._inside = tag
         if tag == "tr":
             self.tables.setdefault(self._title, []).append([])
         if tag in {"th", "td"}:
             self.tables[self._title][-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
-        if self._inside and self._inside[-1] == tag:
-            self._inside.pop()
+        self._inside = ""
 
     def handle_data(self, data: str) -> None:
-        place = self._inside[-1] if self._inside else ""
-        if place == "h2":
+        if self._inside == "h2":
             self._title = data
-        elif place in {"th", "td"}:
+        elif self._inside in {"th", "td"}:
             self.tables[self._title][-1][-1] += data
-        else:
-            self.words.append(data)
 
 
-def test_json_holds_every_timeline_as_it_is(report: Report) -> None:
+def test_json_holds_every_timeline_as_it_is(report):
     written = json.loads(json_document(report))
     assert written["wanstream_report"] == 1
     assert (written["finished"], written["done"]) == (True, 3)
     for variant, said in zip(report.variants, written["variants"], strict=True):
         assert said["name"] == variant.name
-        assert [Timeline.from_dict(trial["timeline"]) for trial in said["trials"]] == [
-            trial.timeline for trial in variant.trials
-        ]
-        assert [trial["warmup"] for trial in said["trials"]] == [
-            trial.warmup for trial in variant.trials
-        ]
+        for trial, stored in zip(variant.trials, said["trials"], strict=True):
+            assert Timeline.from_dict(stored["timeline"]) == trial.timeline
+            assert stored["warmup"] == trial.warmup
     total = written["figures"]["a"]["Total denoising"]
     assert total == {"median": 10.125, "low": 10.125, "high": 10.125, "runs": 1, "unit": "s"}
 
 
-def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(
-    report: Report,
-) -> None:
+def test_csv_has_a_line_for_each_step_of_each_run(report):
     lines = [*csv.DictReader(io.StringIO(csv_document(report)))]
     assert len(lines) == 5 + 5 + 2
     counted, run = lines[5:10], report.variants[0].measured[0]
@@ -117,31 +92,20 @@ def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
-        *(
-            (name, f"'{name}")
-            for name in ("=1+1", "@SUM(1)", "-1", "+1", "\t=1", "\n=1", " =1", "\ufeff=1")
-        ),
-        *((f"{sign}1", f"'{sign}1") for sign in "\uff1d\uff0b\uff0d\uff20\u2212"),
+        *((name, f"'{name}") for name in ("=1+1", "@SUM(1)", "\t=1", "\n=1", " =1", "\ufeff=1")),
+        *((f"{sign}1", f"'{sign}1") for sign in "+-\uff1d\uff0b\uff0d\uff20\u2212"),
         ("\r=1", "' =1"),
         ('a, "b"\n= c', 'a, "b"\n= c'),
     ],
 )
-def test_no_name_is_a_formula_in_a_spreadsheet(
-    name: str,
-    cell: str,
-    make_timeline: MakeTimeline,
-    make_variant: MakeVariant,
-    make_report: MakeReport,
-) -> None:
+def test_no_name_is_a_formula_in_a_spreadsheet(name, cell):
     """Names are node titles, which come with a workflow."""
     written = csv_document(make_report(make_variant(name, make_timeline(1, 1))))
-    assert [line["variant"] for line in csv.DictReader(io.StringIO(written, newline=""))] == [
-        cell,
-        cell,
-    ]
+    lines = csv.DictReader(io.StringIO(written, newline=""))
+    assert [line["variant"] for line in lines] == [cell, cell]
 
 
-def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) -> None:
+def test_table_page_and_summary_have_the_numbers_of_the_timeline(report):
     timeline = report.variants[0].measured[0]
     table = step_table(report.variants[0])
     assert table is not None
@@ -151,34 +115,30 @@ def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) 
     assert table.markdown() in summary(report)
     ended = 0.0
     for cells, step in zip(rows, timeline.steps, strict=True):
-        said = dict(zip(head, cells, strict=True))
         ended += step.wall_s
-        assert said["Step"] == str(step.index + 1)
-        assert said["Expert"] == step.expert
-        seconds = {"Cumulative (s)": ended, "Delta (s)": step.wall_s, "Compute (s)": step.compute_s}
-        seconds |= {"Stall (s)": step.stall_s, "Stall, files (s)": step.transfers.stall_on_read_s}
-        assert {name: said[name] for name in seconds} == {
-            name: f"{value:.2f}" for name, value in seconds.items()
-        }
-        sizes = {
-            "Moved": step.bytes_moved,
-            "Read": step.transfers.read_bytes,
-            "VRAM peak": step.memory.device_bytes,
-        }
-        assert {name: said[name] for name in sizes} == {
-            name: format_size(value or 0) for name, value in sizes.items()
-        }
-        assert said["To buffers"] == format_rate(
-            step.transfers.copied_bytes / step.transfers.copy_s
-        )
-        assert said["From files"] == format_rate(step.transfers.read_bytes / step.transfers.read_s)
+        moved = step.transfers
+        expected = {"Step": str(step.index + 1), "Expert": step.expert}
+        for name, seconds in (
+            ("Cumulative (s)", ended),
+            ("Delta (s)", step.wall_s),
+            ("Compute (s)", step.compute_s),
+            ("Stall (s)", step.stall_s),
+            ("Stall, files (s)", moved.stall_on_read_s),
+        ):
+            expected[name] = f"{seconds:.2f}"
+        expected["Moved"] = format_size(step.bytes_moved)
+        expected["Read"] = format_size(moved.read_bytes)
+        expected["VRAM peak"] = format_size(step.memory.device_bytes or 0)
+        expected["To buffers"] = format_rate(moved.copied_bytes / moved.copy_s)
+        expected["From files"] = format_rate(moved.read_bytes / moved.read_s)
+        assert dict(zip(head, cells, strict=True)).items() >= expected.items()
     figures = {row[0]: row[1] for row in page.tables["Head to head, ratios to the first"][1:]}
     assert figures["Total denoising"] == f"{timeline.wall_s:.2f} s (1 run)"
     assert figures["Stall"] == f"{timeline.stall_s:.2f} s (1 run)"
     assert figures["Moved to buffers"] == f"{format_size(timeline.bytes_moved)} (1 run)"
 
 
-def test_the_page_needs_no_other_file_and_runs_nothing(report: Report) -> None:
+def test_page_needs_no_other_file_and_runs_nothing(report):
     page = html_document(report, CHART)
     seen = Page(page)
     assert not {"script", "link", "iframe", "object", "image", "use"} & seen.tags
@@ -190,9 +150,7 @@ def test_the_page_needs_no_other_file_and_runs_nothing(report: Report) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_texts_of_a_workflow_stay_text(
-    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
-) -> None:
+def test_texts_of_a_workflow_stay_text():
     evil = '</td><script>alert("1")</script><img src=x onerror=alert(1)>'
     report = make_report(
         make_variant(evil, make_timeline(1, 1), settings={evil: evil}),
@@ -207,7 +165,7 @@ def test_texts_of_a_workflow_stay_text(
     assert evil in [cell for rows in seen.tables.values() for row in rows for cell in row]
 
 
-def test_an_unfinished_report_says_so(report: Report) -> None:
+def test_unfinished_report_says_so(report):
     unfinished = replace(report, finished=False, planned=12)
     words = "Unfinished: 3 of 12 runs were made."
     assert words in summary(unfinished)
@@ -216,21 +174,14 @@ def test_an_unfinished_report_says_so(report: Report) -> None:
     assert json.loads(json_document(unfinished))["finished"] is False
 
 
-def test_method_and_machine_are_in_every_document(report: Report) -> None:
+def test_method_and_machine_are_in_every_document(report):
     for document in (summary(report), html_document(report, b""), json_document(report)):
-        assert {word for word in ("Runs", "3", "Device", "CPU") if word in document} == {
-            "Runs",
-            "3",
-            "Device",
-            "CPU",
-        }
+        for word in ("Runs", "3", "Device", "CPU"):
+            assert word in document
 
 
-def test_nothing_measured_yet_is_a_report_too(
-    make_variant: MakeVariant, make_report: MakeReport
-) -> None:
+def test_nothing_measured_yet_is_a_report_too():
     empty = make_report(make_variant("a"), make_variant("b"), finished=False, planned=2)
     assert json.loads(json_document(empty))["figures"] == {"a": {}, "b": {}}
     assert csv_document(empty).count("\n") == 1
     assert "Unfinished: 0 of 2 runs" in summary(empty)
-    assert asdict(empty)["variants"]

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from wanstream.bench import Report, Variant, ranking
-
-Make = Callable[..., Any]
+from wanstream.bench import Variant, ranking
+from wanstream.tests.support.bench_runs import make_report, make_timeline, make_variant
 
 
-def test_variants_are_ranked_by_their_seconds_per_step(
-    make_timeline: Make, make_variant: Make, make_report: Callable[..., Report]
-) -> None:
+def test_variants_are_ranked_by_their_seconds_per_step():
     runs = [make_timeline(each, each, each, rss_bytes=each) for each in (4, 2, 3)]
     # Named by place. The first one's whole run is shorter, with fewer steps.
     variants: list[Variant] = [

@@ -9,20 +9,12 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from wanstream.bench import Result
-from wanstream.bench.results import (
-    describe_machine,
-    device_name,
-    hardware,
-    hardware_name,
-    versions,
-)
+from wanstream.bench.results import describe_machine, device_name, hardware, hardware_name, versions
 from wanstream.benchmarks.pages.performance import provenance
 from wanstream.benchmarks.record import newest_results
-from wanstream.tests.support.accelerator import Accelerator
 
 RESULT = Result(
     case="engine",
@@ -34,38 +26,27 @@ RESULT = Result(
 )
 
 
-def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_result_is_read_as_it_was_written(tmp_path):
     path = RESULT.save(tmp_path / "new")
     assert path.name == "engine_cpu-2-cores_20261121.json"
-    assert [*json.loads(path.read_text())] == [
-        "case",
-        "method",
-        "figures",
-        "hardware",
-        "versions",
-        "date",
-    ]
+    names = ["case", "method", "figures", "hardware", "versions", "date"]
+    assert [*json.loads(path.read_text())] == names
     assert newest_results(tmp_path / "new") == {"engine": RESULT}
     assert provenance(RESULT) == "2026-11-21, cpu-2-cores, 25.3 GB RAM; torch 2.13, python 3.11"
+    made = Result(case="a", method="", figures={})
+    assert made.hardware["cores"] > 0
+    assert {"torch", "python", "commit"} <= made.versions.keys()
+    assert made.save(tmp_path).name.startswith(f"a_{made.hardware['name']}_2")
 
 
-def test_the_machine_and_the_day_are_those_of_the_measurement(tmp_path: Path) -> None:
-    result = Result(case="a", method="", figures={})
-    assert result.hardware["cores"] > 0
-    assert {"torch", "python", "commit"} <= result.versions.keys()
-    assert result.save(tmp_path).name.startswith(f"a_{result.hardware['name']}_2")
-
-
-def test_the_newest_result_of_a_case_counts(tmp_path: Path) -> None:
+def test_newest_result_of_a_case_counts(tmp_path):
     for case, day in (("x", "2026-11-20"), ("x", "2026-11-19"), ("y", "2026-11-01")):
         replace(RESULT, case=case, date=day).save(tmp_path)
-    assert {case: found.date for case, found in newest_results(tmp_path).items()} == {
-        "x": "2026-11-20",
-        "y": "2026-11-01",
-    }
+    dates = {case: found.date for case, found in newest_results(tmp_path).items()}
+    assert dates == {"x": "2026-11-20", "y": "2026-11-01"}
 
 
-def test_a_report_names_the_machine_and_nothing_private() -> None:
+def test_report_names_the_machine_and_nothing_private():
     words = describe_machine(torch.device("cpu"))
     assert words.keys() == {"Device", "Processor", "RAM", "System", "Versions"}
     assert words["Device"] == "CPU"
@@ -77,9 +58,7 @@ def test_a_report_names_the_machine_and_nothing_private() -> None:
     assert f"/{getpass.getuser()}" not in said
 
 
-def test_a_report_names_another_device_and_what_torch_is_built_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_report_names_another_device_and_the_build_of_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     words = describe_machine(torch.device("mps", 0))
     assert words["Device"] == "MPS"
@@ -87,7 +66,7 @@ def test_a_report_names_another_device_and_what_torch_is_built_for(
     assert hardware_name(torch.device("mps", 0)) == f"mps-{os.cpu_count()}-cores"
 
 
-def test_a_gpu_is_named_with_its_memory(gpu: Accelerator) -> None:
+def test_gpu_is_named_with_its_memory(gpu):
     device = gpu.device
     assert device_name(device).startswith(gpu.runtime.name())
     assert device_name(device).endswith("GB")
@@ -95,7 +74,7 @@ def test_a_gpu_is_named_with_its_memory(gpu: Accelerator) -> None:
         assert str(torch.version.cuda or torch.version.hip) in describe_machine(device)["Versions"]
 
 
-def test_a_result_names_its_machine_and_versions() -> None:
+def test_result_names_its_machine_and_versions():
     machine = hardware(torch.device("cpu"))
     assert machine["name"] == f"cpu-{os.cpu_count()}-cores"
     assert machine["ram_gb"] > 0

@@ -28,13 +28,13 @@ def measured(stall_s: float, *, moved: int = 8_000) -> Timeline:
     return Timeline(steps=tuple(steps), kind="measured")
 
 
-def test_blocks_scale_and_what_is_outside_them_does_not() -> None:
+def test_blocks_scale_and_what_is_outside_them_does_not():
     longer = longer_run(measured(0.0).to_dict(), blocks=BLOCKS, longer=40)
     assert longer["step_s"][1:] == [pytest.approx(40 * VISIT_S + OUTSIDE_S, abs=1e-3)] * 3
     assert not longer["bus_was_the_limit"]
 
 
-def test_a_bus_that_was_the_limit_stays_the_limit() -> None:
+def test_bus_that_was_the_limit_stays_the_limit():
     longer = longer_run(measured(2.0).to_dict(), blocks=BLOCKS, longer=40)
     assert longer["bus_was_the_limit"]
     rate = 8_000 / (BLOCKS * VISIT_S + 2.0 + OUTSIDE_S)

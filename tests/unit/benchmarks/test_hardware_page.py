@@ -9,7 +9,7 @@ from wanstream.benchmarks.pages.hardware import EXPECTED, PAGE, page, selftests
 PLACE = "before\n<!-- selftests -->\n<!-- end -->\nafter\n"
 
 
-def test_the_page_in_the_repository_is_that_of_the_results() -> None:
+def test_page_in_the_repository_is_that_of_the_results():
     text = PAGE.read_text(encoding="utf-8")
     assert page(text, selftests()) == text, (
         "docs/hardware.md is old: run python benchmarks/pages/hardware.py"
@@ -19,7 +19,7 @@ def test_the_page_in_the_repository_is_that_of_the_results() -> None:
     )
 
 
-def test_a_card_has_one_row_with_or_without_a_file() -> None:
+def test_card_has_one_row_with_or_without_a_file():
     empty = page(PLACE, [])
     assert all(f"| {card} |  |" in empty for card in EXPECTED)
     [cpu] = [result for result in selftests() if result.figures["machine"]["computes_on"] == "cpu"][

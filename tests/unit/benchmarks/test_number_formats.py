@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from wanstream.benchmarks import number_formats as benchmark
@@ -11,9 +9,7 @@ from wanstream.testing import TinyShape
 
 
 @pytest.mark.slow  # draws many charts
-def test_convrot_is_closer_to_fp32_than_fp8(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_convrot_is_closer_to_fp32_than_fp8(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "SHAPE", TinyShape(layers=2, heads=2, ffn_dim=1024))
     monkeypatch.setattr(benchmark, "STEPS", 4)
     monkeypatch.setattr(benchmark, "SWITCH", 2)

@@ -10,6 +10,9 @@ from wanstream.benchmarks.record import newest_results
 
 ROOT = Path(__file__).parents[3]
 RESULTS = newest_results(ROOT / "benchmarks" / "results")
+ENCODERS = (
+    "checkpoint with UMT5 and VAE", "umt5", "qwen3-vl, 36 layers", "gemma3, 48 layers",
+)  # fmt: skip
 VIDEOS = ("480p17", "480p33", "480p81")
 
 
@@ -35,25 +38,37 @@ def quantised(name: str, last: str = "{0[480p81][%s][resident][median_step_s]:.3
     return f"| {name} | {times} | {whole} | {peak} |".replace("|  |", "| |")
 
 
-def beside(frames: int) -> str:
-    run = f"{{0[runs][480p{frames}][%s][median_step_s]:.2f}} s, "
-    run += f"{{0[runs][480p{frames}][%s][device_peak_gb]:.1f}} GB"
-    return " | ".join(run.replace("%s", how) for how in ("resident", "streamed"))
+def beside(place: str, *names: str) -> str:
+    """Return a template for the step time and the memory peak of each of these runs."""
+    run = f"{{0[{place}][%s][median_step_s]:.2f}} s, {{0[{place}][%s][device_peak_gb]:.1f}} GB"
+    return " | ".join(run.replace("%s", name) for name in names)
+
+
+def step_s(name: str) -> str:
+    return f"{{0[sets][{name}][median_step_s]:.3f}}"
+
+
+def distance(name: str, digits: int = 2) -> str:
+    return f"{{0[sets][{name}][distance_to_exact]:.{digits}%}}"
+
+
+def visit(kind: str) -> str:
+    return f"{{0[visit][{kind}_ms]}} | {{0[visit][at_the_limits][{kind}_ms]}} |"
 
 
 LOADER = "{0[queue_items][%d][between_progress_events_s][k1][1]:.2f}"
 LOADER_GB = "{0[queue_items][%d][device_used_gb]:.1f} GB"
 
 QUOTED: dict[tuple[str, str], list[str]] = {
-    ("README", "kernels-gpu"): [f"| {beside(81)} | H100, 81", f"| {beside(17)} | H100, 17"],
+    ("README", "kernels-gpu"): [
+        f"| {beside(f'runs][480p{frames}', 'resident', 'streamed')} | H100, {frames}"
+        for frames in (81, 17)
+    ],
     ("README", "offload-gpu"): [
-        "| {0[parts][480p17][variants][group-block-record][median_step_s]:.2f} s, "
-        "{0[parts][480p17][variants][group-block-record][device_peak_gb]:.1f} GB | "
-        "{0[parts][480p17][variants][pinned][median_step_s]:.2f} s, "
-        "{0[parts][480p17][variants][pinned][device_peak_gb]:.1f} GB | H100, 17",
+        f"| {beside('parts][480p17][variants', 'group-block-record', 'pinned')} | H100, 17"
     ],
     ("README", "native-gpu"): [
-        f"| {LOADER % 0} s, {LOADER_GB % 0} | {LOADER % 1} s, {LOADER_GB % 1} | H100, 17",
+        f"| {LOADER % 0} s, {LOADER_GB % 0} | {LOADER % 1} s, {LOADER_GB % 1} | H100, 17"
     ],
     ("performance", "native-gpu"): [
         f"| about {LOADER % 0} | {LOADER_GB % 0} |",
@@ -75,7 +90,7 @@ QUOTED: dict[tuple[str, str], list[str]] = {
     ],
     ("performance-diffusers", "offload-gpu"): [
         "{0[parts][480p17][variants][pinned][pinned_gb]:.1f} GB, took "
-        "{0[parts][480p17][variants][pinned][warm_s]:.1f} s with the first two steps",
+        "{0[parts][480p17][variants][pinned][warm_s]:.1f} s with the first two steps"
     ],
     ("performance-kernels", "offload-gpu"): [
         "| {0[limits][host_to_device_gb_per_s]}, {0[limits][device_to_host_gb_per_s]} GB/s |",
@@ -84,35 +99,27 @@ QUOTED: dict[tuple[str, str], list[str]] = {
         "| {0[limits][bf16_product_tflops][0]}, {0[limits][bf16_product_tflops][1]} TFLOP/s |",
         "| {0[limits][int8_product_tops][0]}, {0[limits][int8_product_tops][1]} TOP/s |",
         "| {0[limits][page_locking_gb_per_s]} GB/s |",
-        "| matrix products (10) | {0[visit][products_ms]} | "
-        "{0[visit][at_the_limits][products_ms]} |",
-        "| attention (2) | {0[visit][attention_ms]} | {0[visit][at_the_limits][attention_ms]} |",
-        "({0[visit][rest_launches]} launches, nearly all in fp32) | {0[visit][rest_ms]} | "
-        "{0[visit][at_the_limits][rest_ms]} |",
-        "| sum | {0[visit][sum_ms]} | {0[visit][at_the_limits][sum_ms]} |",
+        f"| matrix products (10) | {visit('products')}",
+        f"| attention (2) | {visit('attention')}",
+        f"({{0[visit][rest_launches]}} launches, nearly all in fp32) | {visit('rest')}",
+        f"| sum | {visit('sum')}",
         "take {0[visit][fp8_products_ms]:.1f} ms per visit in place of "
         "{0[visit][products_ms]:.1f}, but quantising the tokens in separate passes takes "
         "{0[visit][fp8_quantising_ms]} ms.",
     ],
     ("performance-kernels", "kernels-gpu"): [
-        "| bf16, `kernels` `exact` | {0[sets][exact 17][median_step_s]:.3f} | "
-        "{0[sets][exact 81][median_step_s]:.3f} | |",
-        "| `torch` | {0[sets][torch 17][median_step_s]:.3f} | | "
-        "{0[sets][torch 17][distance_to_exact]:.2%} |",
-        "| `comfy-kitchen` 0.2.40 | {0[sets][comfy-kitchen 17][median_step_s]:.3f} | | "
-        "{0[sets][comfy-kitchen 17][distance_to_exact]:.2%} |",
-        "| `triton` | {0[sets][triton 17][median_step_s]:.3f} | "
-        "{0[sets][triton 81][median_step_s]:.3f} | {0[sets][triton 17][distance_to_exact]:.2%} |",
-        "| `triton`, streamed | {0[sets][triton 17 streamed][median_step_s]:.3f} |",
-        "| fp8 in RAM, decoded, streamed | {0[sets][fp8 decoded 17 streamed][median_step_s]:.3f} | "
-        "{0[sets][fp8 decoded 81 streamed][median_step_s]:.3f} | "
-        "{0[sets][fp8 decoded 17 streamed][distance_to_exact]:.1%} |",
-        "| fp8, multiplied as stored | {0[sets][fp8 multiplied triton 17][median_step_s]:.3f} | "
-        "{0[sets][fp8 multiplied triton 81][median_step_s]:.3f} | "
-        "{0[sets][fp8 multiplied triton 17][distance_to_exact]:.1%} |",
-        "| int8 ConvRot, multiplied by comfy-kitchen | "
-        "{0[sets][int8 multiplied triton 17][median_step_s]:.3f} | | "
-        "{0[sets][int8 multiplied triton 17][distance_to_exact]:.1%} |",
+        f"| bf16, `kernels` `exact` | {step_s('exact 17')} | {step_s('exact 81')} | |",
+        f"| `torch` | {step_s('torch 17')} | | {distance('torch 17')} |",
+        f"| `comfy-kitchen` 0.2.40 | {step_s('comfy-kitchen 17')} | | "
+        f"{distance('comfy-kitchen 17')} |",
+        f"| `triton` | {step_s('triton 17')} | {step_s('triton 81')} | {distance('triton 17')} |",
+        f"| `triton`, streamed | {step_s('triton 17 streamed')} |",
+        f"| fp8 in RAM, decoded, streamed | {step_s('fp8 decoded 17 streamed')} | "
+        f"{step_s('fp8 decoded 81 streamed')} | {distance('fp8 decoded 17 streamed', 1)} |",
+        f"| fp8, multiplied as stored | {step_s('fp8 multiplied triton 17')} | "
+        f"{step_s('fp8 multiplied triton 81')} | {distance('fp8 multiplied triton 17', 1)} |",
+        f"| int8 ConvRot, multiplied by comfy-kitchen | {step_s('int8 multiplied triton 17')} | | "
+        f"{distance('int8 multiplied triton 17', 1)} |",
         "{0[attention][0][TF]:.0f} TFLOP/s at 7,800 tokens. flash reaches "
         "{0[attention][2][TF]:.0f}, comfy-kitchen's int8 {0[attention][3][TF]:.0f}.",
         "{0[fp8_accumulation][3][error_of_sums]:.2%} from fp32 sums instead of "
@@ -141,16 +148,19 @@ QUOTED: dict[tuple[str, str], list[str]] = {
     ("native-models", "native-visit"): [
         "{0[microseconds_per_block][resident visit][median]:.0f} us for a resident block and "
         "{0[microseconds_per_block][streamed visit][median]:.0f} us for a block from RAM, and a "
-        "plain call {0[microseconds_per_block][plain call][median]:.1f} us",
+        "plain call {0[microseconds_per_block][plain call][median]:.1f} us"
     ],
     ("native-text-encoders", "checkpoint-memory"): [
         "a {0[file_mb][checkpoint]} MB checkpoint and two steps | "
         "{0[anonymous_mib][checkpoint: streamed][peak]} MiB | "
         "{0[anonymous_mib][checkpoint: ComfyUI's loader and Stream Model][peak]} MiB with",
-        "{0[anonymous_mib][encoder: streamed][peak]} MiB, afterwards "
-        "{0[anonymous_mib][encoder: streamed][afterwards]} MiB | "
-        "{0[anonymous_mib][encoder: ComfyUI's loader][peak]} MiB, afterwards "
-        "{0[anonymous_mib][encoder: ComfyUI's loader][afterwards]} MiB with",
+        *(
+            f"{{0[anonymous_mib][{name}: streamed][peak]}} MiB, afterwards "
+            f"{{0[anonymous_mib][{name}: streamed][afterwards]}} MiB | "
+            f"{{0[anonymous_mib][{name}: ComfyUI's loader][peak]}} MiB, afterwards "
+            f"{{0[anonymous_mib][{name}: ComfyUI's loader][afterwards]}} MiB with"
+            for name in ENCODERS
+        ),
     ],
     ("native-experts", "joined-experts"): [
         "{0[one sampler][switch_step_of_median]:.2f} times the median step",
@@ -168,10 +178,10 @@ QUOTED: dict[tuple[str, str], list[str]] = {
         "idle for {0[queue][shared folder, window 2][idle_s_per_row]:.1f} s",
     ],
     ("workers-measured", "cancel"): [
-        "| one | {0[layouts][0][seconds][median]:.2f} |",
-        "| two, `cfg` | {0[layouts][1][seconds][median]:.2f} |",
-        "| two, `ulysses` | {0[layouts][2][seconds][median]:.2f} |",
-        "| four | {0[layouts][3][seconds][median]:.2f} |",
+        *(
+            f"| {workers} | {{0[layouts][{number}][seconds][median]:.2f}} |"
+            for number, workers in enumerate(("one", "two, `cfg`", "two, `ulysses`", "four"))
+        ),
         "took {0[layouts][3][seconds][max]:.2f} s, at a load average from "
         "{0[layouts][0][load_average][0]} to {0[layouts][3][load_average][1]}.",
     ],
@@ -183,7 +193,7 @@ QUOTED: dict[tuple[str, str], list[str]] = {
         "{0[runs][0][before][exchanges_s]:.1f} s and {0[runs][0][after][exchanges_s]:.1f} s | "
         "{0[runs][0][before][wall_s]:.1f} s, of them {0[runs][0][before][votes_s]:.1f} s for "
         "{0[runs][0][before][votes]} votes | {0[runs][0][after][wall_s]:.1f} s, of them "
-        "{0[runs][0][after][votes_s]:.1f} s for {0[runs][0][after][votes]} votes",
+        "{0[runs][0][after][votes_s]:.1f} s for {0[runs][0][after][votes]} votes"
     ],
     ("performance-steps", "ram-filling"): [
         "| {0[now][gb_per_s]:.1f} GB/s, {0[ratio, median of the pairs]:.1f} times one block at",
@@ -193,17 +203,17 @@ QUOTED: dict[tuple[str, str], list[str]] = {
         "cold page cache | {0[cache_dropped][total_s]:.2f} s"
     ],
     ("performance-steps", "engine-overhead-cpu"): [
-        "| {0[microseconds_per_visit][median]:.0f} us |",
+        "| {0[microseconds_per_visit][median]:.0f} us |"
     ],
     ("timeline", "measuring-cost-cpu"): [
         "took {0[through the page cache][measuring_percent_of_wall][median]:.2f} %,\n"
-        "at most {0[through the page cache][measuring_percent_of_wall][max]:.2f} %",
+        "at most {0[through the page cache][measuring_percent_of_wall][max]:.2f} %"
     ],
 }
 
 
 @pytest.mark.parametrize(("page", "case"), QUOTED)
-def test_a_page_has_the_figures_of_the_result(page: str, case: str) -> None:
+def test_page_has_the_figures_of_the_result(page, case):
     folder = ROOT if page == "README" else ROOT / "docs"
     text = " ".join((folder / f"{page}.md").read_text(encoding="utf-8").split())
     figures = RESULTS[case].figures

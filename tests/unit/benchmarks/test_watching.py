@@ -16,14 +16,14 @@ from wanstream.benchmarks.offload_case.linux import (
     memory_bytes,
     process_usage,
 )
-from wanstream.benchmarks.offload_case.watch import watch
+from wanstream.benchmarks.offload_case.watch import Watched, watch
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads the counters of Linux")
 MB = 2**20
 
 
 @LINUX
-def test_dropped_files_are_read_from_the_disk_again(tmp_path: Path) -> None:
+def test_dropped_files_are_read_from_the_disk_again(tmp_path):
     file = tmp_path / "weights.safetensors"
     file.write_bytes(bytes(8 * MB + 5))
     assert cached_bytes([file]) >= 8 * MB
@@ -38,61 +38,42 @@ def test_dropped_files_are_read_from_the_disk_again(tmp_path: Path) -> None:
 
 @LINUX
 @pytest.mark.integration
-def test_a_process_is_seen_from_outside(tmp_path: Path) -> None:
-    program = "import time; held = bytearray(b'x' * 60_000_000); time.sleep(0.5); print('done')"
-    watched = watch(
-        [sys.executable, "-c", program], log=tmp_path / "log", environment={"A": "b"}, timeout_s=60
-    )
-    assert watched.exit_code == 0
-    assert watched.anonymous_peak_bytes > 60_000_000
-    assert watched.output_end == ""
+def test_process_is_seen_from_outside(tmp_path):
+    def run(program: str, timeout_s: float = 60) -> Watched:
+        command = [sys.executable, "-c", program]
+        return watch(command, log=tmp_path / "log", environment={"A": "b"}, timeout_s=timeout_s)
+
+    usual = run("import time; held = bytearray(b'x' * 60_000_000); time.sleep(0.5); print('done')")
+    assert (usual.exit_code, usual.output_end) == (0, "")
+    assert usual.anonymous_peak_bytes > 60_000_000
     assert (tmp_path / "log").read_text() == "done\n"
-
-
-@LINUX
-@pytest.mark.integration
-def test_a_process_that_fails_or_takes_too_long(tmp_path: Path) -> None:
-    failed = watch(
-        [sys.executable, "-c", "raise OSError('no')"],
-        log=tmp_path / "a",
-        environment={},
-        timeout_s=60,
-    )
+    failed = run("raise OSError('no')")
     assert failed.exit_code == 1
     assert failed.output_end.strip().endswith("OSError: no")
-    late = watch(
-        [sys.executable, "-c", "import time; time.sleep(60)"],
-        log=tmp_path / "b",
-        environment={},
-        timeout_s=1,
-    )
+    late = run("import time; time.sleep(60)", timeout_s=1)
     assert late.exit_code < 0
     assert late.wall_s < 30
 
 
 @LINUX
-def test_figures_of_this_process() -> None:
+def test_figures_of_this_process():
     assert memory_bytes("VmHWM") >= memory_bytes("RssAnon") > MB
     assert memory_bytes("VmRSS", pid=2**22 + 1) == 0
     assert machine_time().busy_s > 0
 
 
 @LINUX
-def test_a_limited_process_is_killed_and_the_group_is_gone_afterwards(tmp_path: Path) -> None:
-    grab = [sys.executable, "-c", "held = bytearray(b'x' * 300_000_000)"]
+def test_process_above_its_limit_is_killed(tmp_path):
+    given = {"log": tmp_path / "log", "environment": {}, "timeout_s": 60}
+    python = [sys.executable, "-c"]
     try:
         with limited_group(100 * MB) as group:
-            watched = watch(group.command(grab), log=tmp_path / "log", environment={}, timeout_s=60)
+            large = watch(group.command([*python, "x = bytearray(b'x' * 300_000_000)"]), **given)
             kills, peak = group.kills, group.peak_bytes
-            small = watch(
-                group.command([sys.executable, "-c", ""]),
-                log=tmp_path / "log",
-                environment={},
-                timeout_s=60,
-            )
+            small = watch(group.command([*python, ""]), **given)
     except NoMemoryLimitError as err:
         pytest.skip(f"NO MEMORY LIMIT HERE: {err}")
-    assert watched.exit_code != 0
+    assert large.exit_code != 0
     assert kills == 1
     assert peak <= 100 * MB
     assert small.exit_code == 0

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +14,18 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from wanstream.block_kernels import EXACT, Kernels, check_usable
 from wanstream.block_kernels import int8_attention as module
 from wanstream.block_kernels.attention import KernelsError
-from wanstream.tests.support.int8_attention import exact_attention, kitchen, quantised_attention
-from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers_block
+from wanstream.tests.support.wan.blocks import block_inputs, computed, diffusers_block
+from wanstream.tests.support.wan.int8_attention import exact_attention, kitchen, quantised_attention
 from wanstream.wan import Nag
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import get_compiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BF16 = torch.bfloat16
+SDPA = Kernels(attention="sdpa")
 INT8 = Kernels(attention="int8")
-D, HEADS, TOKENS = 128, 2, 40
+COMPILED = replace(INT8, compiler="eager")
+HEADS, TOKENS = 2, 40
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +44,29 @@ def blocks() -> list[WanBlock]:
     return [WanBlock(diffusers_block(HEADS, seed=seed), settings) for seed in range(2)]
 
 
-def set_kernels(blocks: list[WanBlock], kernels: Kernels, chunk: int | None = None) -> None:
-    blocks[0].settings.set(kernels, EXACT, chunk)
+@pytest.fixture
+def install(monkeypatch):
+    """Install a module under comfy-kitchen's name."""
+
+    def install(*given: object, **how: object) -> None:
+        monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(*given, **how))
+        module.int8_dispatch.cache_clear()
+
+    return install
 
 
-def inputs() -> tuple[Any, ...]:
+@pytest.fixture
+def compute(blocks):
+    """Compute the first block with these kernels."""
+
+    def compute(kernels: Kernels, chunk: int | None = None, given=None) -> torch.Tensor:
+        blocks[0].settings.set(kernels, EXACT, chunk)
+        return computed(blocks[0], *(given or inputs()))
+
+    return compute
+
+
+def inputs() -> tuple:
     return block_inputs(TOKENS, HEADS, words=3)
 
 
@@ -56,140 +76,110 @@ def without(name: str) -> ModuleType:
     return old
 
 
+OLD, SMALL = "it has no int8_attention: update it", "its int8_attention needs a GPU of compute cap"
+
+
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (without("int8_attention"), "it has no int8_attention: update it"),
-        (without("int8_attention_is_available"), "it has no int8_attention: update it"),
-        (
-            kitchen(capable=False),
-            "its int8_attention needs a GPU of compute capability 7.5 or later",
-        ),
+        (without("int8_attention"), OLD),
+        (without("int8_attention_is_available"), OLD),
+        (kitchen(capable=False), f"{SMALL}ability 7.5 or later"),
         (kitchen(quantised_attention), None),
     ],
 )
-def test_each_state_of_the_package_has_a_reason(
-    found: Any, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_state_of_the_package_has_a_reason(found, reason, monkeypatch):
     monkeypatch.setattr(module, "kitchen_refusal", lambda device: None)
     monkeypatch.setitem(sys.modules, "comfy_kitchen", found)
-    assert module.int8_attention_refusal(CPU, torch.bfloat16) == reason
+    assert module.int8_attention_refusal(CPU, BF16) == reason
 
 
-def test_a_kernel_that_cannot_be_used_is_refused_with_a_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unusable_kernel_is_refused_with_a_way_out(monkeypatch, install):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(disabled=True))
+    install(disabled=True)
     words = (
         "attention 'int8' needs comfy-kitchen's kernel, which cannot be used on cuda:0: its CUDA "
         "backend is disabled in this process; or choose 'sdpa'"
     )
     with pytest.raises(KernelsError) as refused:
-        check_usable(INT8, GPU, torch.bfloat16)
+        check_usable(INT8, GPU, BF16)
     assert str(refused.value) == words
-    with pytest.raises(
-        KernelsError, match="'int8' computes on CUDA devices only, and this is cpu: choose 'sdpa'"
-    ):
-        check_usable(INT8, CPU, torch.bfloat16)
+    words = "'int8' computes on CUDA devices only, and this is cpu: choose 'sdpa'"
+    with pytest.raises(KernelsError, match=words):
+        check_usable(INT8, CPU, BF16)
 
 
-@pytest.mark.parametrize("broken", [None, "values of other heads", "NaN", "error"])
-def test_a_kernel_is_refused_if_its_result_is_wrong(
-    broken: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if broken == "error":
-            raise NotImplementedError("no kernel image\nmore")
-        found = quantised_attention(
-            query, key, value.flip(1) if broken == "values of other heads" else value
-        )
-        return found * torch.nan if broken == "NaN" else found
+def raising(*qkv: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("no kernel image\nmore")
 
+
+def swapped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return quantised_attention(query, key, value.flip(1))
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        (quantised_attention, None),
+        (swapped, "its attention is wrong"),
+        (lambda *qkv: quantised_attention(*qkv) * torch.nan, "its attention is wrong"),
+        (raising, "no kernel image)"),
+    ],
+    ids=["right", "values of other heads", "NaN", "error"],
+)
+def test_a_kernel_with_wrong_results_is_refused(attention, reason, monkeypatch, install):
     monkeypatch.setattr(module, "kitchen_refusal", lambda device: None)
-    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(attention))
-    reason = module.int8_attention_refusal(CPU, torch.bfloat16)
-    if broken is None:
-        assert reason is None
-    else:
-        assert ("no kernel image)" if broken == "error" else "its attention is wrong") in str(
-            reason
-        )
+    install(attention)
+    found = module.int8_attention_refusal(CPU, BF16)
+    assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.slow  # several whole models
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_it_computes_self_attention_only_and_copies_nothing_for_it(
-    chunk: int | None, blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_computes_self_attention_only_without_copies(chunk, compute, install):
     received: list[torch.Tensor] = []
 
     def attention(*qkv: torch.Tensor) -> torch.Tensor:
         received.extend(qkv)
         return exact_attention(*qkv)
 
-    given = inputs()
-    set_kernels(blocks, Kernels(attention="sdpa"), chunk)
-    plain = computed(blocks[0], *given)
-    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(attention))
-    set_kernels(blocks, INT8, chunk)
-    assert torch.equal(computed(blocks[0], *given), plain)
-    assert [each.shape for each in received] == [(1, HEADS, TOKENS, D)] * 3
+    plain = compute(SDPA, chunk)
+    install(attention)
+    assert torch.equal(compute(INT8, chunk), plain)
+    assert [each.shape for each in received] == [(1, HEADS, TOKENS, 128)] * 3
     assert all(each.transpose(1, 2).is_contiguous() for each in received)
-    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
-    module.int8_dispatch.cache_clear()
-    set_kernels(blocks, replace(INT8, compiler="eager"), chunk)
-    found = computed(blocks[0], *given)
-    assert 0 < (found - plain).norm() < 0.02 * plain.norm()
+    install()
+    assert 0 < (compute(COMPILED, chunk) - plain).norm() < 0.02 * plain.norm()
 
 
-def test_everything_is_restored_in_any_order(
-    blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
-    backends, given = dict(_AttentionBackendRegistry._backends), inputs()
+def test_everything_is_restored_in_any_order(compute, install):
+    install()
+    backends = dict(_AttentionBackendRegistry._backends)
     # By chunk: a CPU may multiply a few rows in another order than many.
-    plain = {}
-    for chunk in (None, 8):
-        set_kernels(blocks, Kernels(), chunk)
-        plain[chunk] = computed(blocks[0], *given)
-    for chosen, chunk in (
-        (INT8, None),
-        (INT8, 8),
-        (Kernels(), 8),
-        (INT8, 8),
-        (INT8, None),
-        (Kernels(), None),
-    ):
-        set_kernels(blocks, chosen, chunk)
-        made = computed(blocks[0], *given)
-        assert torch.equal(made, plain[chunk]) == (chosen == Kernels())
+    plain = {chunk: compute(Kernels(), chunk) for chunk in (None, 8)}
+    courses = ((INT8, None), (INT8, 8), (Kernels(), 8), (INT8, 8), (INT8, None), (Kernels(), None))
+    for kernels, chunk in courses:
+        assert torch.equal(compute(kernels, chunk), plain[chunk]) == (kernels == Kernels())
     assert _AttentionBackendRegistry._backends == backends
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_it_works_with_two_texts(
-    chunk: int | None, blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen(exact_attention))
+def test_it_works_with_two_texts(chunk, compute, install):
+    install(exact_attention)
     hidden, text, *others = inputs()
-    found = []
-    for chosen in (Kernels(attention="sdpa"), INT8):
-        set_kernels(blocks, chosen, chunk)
-        found.append(computed(blocks[0], hidden, (text, 2 * text), *others))
-    assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
+    given = (hidden, (text, 2 * text), *others)
+    found, expected = (compute(kernels, chunk, given) for kernels in (INT8, SDPA))
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow  # several whole models
-def test_one_graph_serves_all_blocks(
-    blocks: list[WanBlock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_graph_serves_all_blocks(blocks, install):
     torch._dynamo.reset()
-    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen())
+    install()
     before = get_compiler("eager").graphs
     found = []
-    for chosen in (INT8, replace(INT8, compiler="eager"), INT8, replace(INT8, compiler="eager")):
-        set_kernels(blocks, chosen)
+    for kernels in (INT8, COMPILED) * 2:
+        blocks[0].settings.set(kernels, EXACT, None)
         found.append([computed(block, *inputs()) for block in blocks])
     assert get_compiler("eager").graphs == before + 1
     for each in found[1:]:

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,8 +20,7 @@ from wanstream.block_kernels.attention import KernelsError
 from wanstream.block_kernels.block_math import TorchMath
 from wanstream.block_kernels.multiplication import Multiplications
 from wanstream.offload.formats import one_pass
-from wanstream.schema.refs import KernelSet
-from wanstream.tests.support.wan_blocks import block_inputs, diffusers_block
+from wanstream.tests.support.wan.blocks import block_inputs, diffusers_block
 from wanstream.wan.measurement.meter import _set_codes
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 
@@ -51,20 +49,18 @@ def math(request: pytest.FixtureRequest) -> BlockMath:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_set_is_within_its_error_of_the_exact_one(math: BlockMath, dtype: torch.dtype) -> None:
+def test_a_set_is_within_its_error_of_the_exact_one(math, dtype):
     assert choice.math_fault(math, CPU, dtype, WIDTH) is None
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about an exponential
-def test_codes_are_of_the_tokens_and_of_their_gelu(triton_math: ModuleType) -> None:
+def test_codes_are_of_the_tokens_and_of_their_gelu(triton_math):
     assert choice.math_fault(math := triton_math.TritonMath(), CPU, torch.bfloat16, WIDTH) is None
     assert math.quantises
 
 
 @pytest.mark.parametrize("broken", ["NaN", "another eps", "an error"])
-def test_a_wrong_set_is_not_used_and_the_next_one_is(
-    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_set_is_not_used_and_the_next_one_is(broken, monkeypatch, caplog):
     class Broken(TorchMath):
         name = "triton"
 
@@ -104,9 +100,7 @@ FAULT = choice.math_fault
         ("comfy-kitchen", "comfy_kitchen", "not installed"),
     ],
 )
-def test_a_package_that_is_missing_is_refused_with_a_remedy(
-    name: KernelSet, package: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_missing_is_refused_with_a_remedy(name, package, reason, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda wanted: None if wanted == package else found(wanted)
@@ -118,7 +112,7 @@ def test_a_package_that_is_missing_is_refused_with_a_remedy(
     one_pass._unusable.cache_clear()
 
 
-def test_a_cpu_takes_torch_and_exact_needs_no_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_takes_torch_and_exact_needs_no_test(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert choice.choose_math("auto", CPU, torch.float32, WIDTH).name == "torch"
     assert choice.choose_math("exact", GPU, torch.float32, WIDTH) is EXACT
@@ -175,9 +169,7 @@ COSTS = {
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_operations_and_traffic_of_a_visit(
-    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_and_traffic_of_a_visit(name, request, monkeypatch):
     """Count a visit in bf16.
 
     A Triton kernel launch is one operation on its tensors.

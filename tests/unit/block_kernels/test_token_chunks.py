@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from wanstream.block_kernels import TokenChunks
-from wanstream.tests.support.alive_tensors import Alive
+from wanstream.tests.support.offload.alive_tensors import Alive
 
 WIDTH, HIDDEN = 16, 64
 
@@ -20,8 +19,7 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w1 = nn.Linear(WIDTH, HIDDEN)
-        self.w3 = nn.Linear(WIDTH, HIDDEN)
+        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN) for _ in range(2))
         self.w2 = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +39,7 @@ class Mixer(nn.Module):
         return self.down(self.up(x) - self.up(x).mean(dim=-2, keepdim=True))
 
 
-def sequential() -> nn.Module:
+def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
 
 
@@ -60,83 +58,94 @@ class Block(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _inference() -> Any:
+def _inference():
     with torch.inference_mode():
         yield
 
 
-def blocks_of(feed_forward: nn.Module) -> dict[str, nn.Module]:
-    torch.manual_seed(0)
-    return {f"blocks.{i}": Block(copy.deepcopy(feed_forward)) for i in range(2)}
+class Chunked(TokenChunks):
+    """Chunks for two blocks, with recorded notes."""
+
+    def __init__(self, feed_forward: nn.Module) -> None:
+        torch.manual_seed(0)
+        self.blocks = {f"blocks.{i}": Block(copy.deepcopy(feed_forward)) for i in range(2)}
+        self.notes: list[str] = []
+        super().__init__(lambda: self.blocks, self.notes.append)
+
+    def compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [block(x) for block in self.blocks.values()]
 
 
 @pytest.mark.parametrize("shape", [(1, 700, WIDTH), (700, WIDTH), (2, 300, WIDTH)])
-@pytest.mark.parametrize("feed_forward", [sequential(), Gated()], ids=["plain", "gated"])
-def test_chunks_give_the_same_bits(feed_forward: nn.Module, shape: tuple[int, ...]) -> None:
-    blocks = blocks_of(feed_forward)
+@pytest.mark.parametrize("feed_forward", [plain(), Gated()], ids=["plain", "gated"])
+def test_chunks_give_the_same_bits(feed_forward, shape):
+    chunks = Chunked(feed_forward)
     x = torch.randn(shape)
-    rows: list[int] = []
-    for block in blocks.values():
+    rows = []
+    for block in chunks.blocks.values():
         first = next(each for each in block.ffn.modules() if isinstance(each, nn.Linear))
         first.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[-2]))
-    expected = [block(x) for block in blocks.values()]
+    expected = chunks.compute(x)
     rows.clear()
-    notes: list[str] = []
-    chunks = TokenChunks(lambda: blocks, notes.append)
     chunks.use(128)
-    found = [block(x) for block in blocks.values()]
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, chunks.compute(x), expected))
     assert max(rows) < 2 * 128 + 16  # the comparison
     rows.clear()
-    blocks["blocks.1"](x)
+    chunks.blocks["blocks.1"](x)
     assert max(rows) <= 128 + 15
-    assert notes == ["feed-forwards (blocks.*.ffn) are computed in chunks of 128 tokens"] * 2
+    words = "feed-forwards (blocks.*.ffn) are computed in chunks of 128 tokens"
+    assert chunks.notes == [words] * 2
     chunks.use(None)
     rows.clear()
-    blocks["blocks.0"](x)
+    chunks.blocks["blocks.0"](x)
     assert rows == [shape[-2]]
-    assert "forward" not in vars(blocks["blocks.0"].ffn)
+    assert "forward" not in vars(chunks.blocks["blocks.0"].ffn)
 
 
-def test_a_module_that_mixes_tokens_is_computed_whole() -> None:
-    blocks = blocks_of(Mixer())
+def test_a_module_that_mixes_tokens_is_computed_whole():
+    chunks = Chunked(Mixer())
     x = torch.randn(1, 700, WIDTH)
-    expected = blocks["blocks.0"](x)
-    notes: list[str] = []
-    chunks = TokenChunks(lambda: blocks, notes.append)
+    first, second = chunks.blocks.values()
+    expected = first(x)
     assert chunks.may_help
     chunks.use(128)
-    assert torch.equal(blocks["blocks.0"](x), expected)
-    assert torch.equal(blocks["blocks.0"](x), expected)
-    [note] = notes
-    assert chunks.may_help, "the other block has not computed"
-    blocks["blocks.1"](x)
-    assert not chunks.may_help
+    for _ in range(2):
+        assert torch.equal(first(x), expected)
+    [note] = chunks.notes
     assert "not computed, because the bits would differ" in note
+    assert chunks.may_help, "the other block has not computed"
+    second(x)
+    assert not chunks.may_help
 
 
-def test_the_peak_of_a_block_is_at_most_half() -> None:
+def test_a_block_of_another_format_is_compared_itself():
+    """Some files have a bf16 first block. Their other blocks scale inputs by all tokens."""
+    chunks = Chunked(plain())
+    x = torch.randn(1, 700, WIDTH)
+    chunks.blocks["blocks.2"] = Block(Mixer())
+    expected = chunks.compute(x)
+    chunks.use(128)
+    assert all(map(torch.equal, chunks.compute(x), expected))
+
+
+def test_the_peak_of_a_block_is_at_most_half():
     """32k tokens: their hidden state dominates."""
-    blocks = blocks_of(sequential())
+    chunks = Chunked(plain())
     x = torch.randn(1, 32768, WIDTH)
-    chunks = TokenChunks(lambda: blocks, lambda _: None)
     peaks = []
     for chunk_tokens in (None, 2048):
         chunks.use(chunk_tokens)
         with Alive() as alive:
-            blocks["blocks.0"](x)
+            chunks.blocks["blocks.0"](x)
         peaks.append(alive.peak)
     assert peaks[1] <= 0.5 * peaks[0]
 
 
-def test_code_of_others_stays() -> None:
+def test_methods_set_by_others_stay():
     """A method set earlier is not chunked, and one set later is not removed."""
-    blocks = blocks_of(sequential())
-    before = blocks["blocks.0"].ffn
-    after = blocks["blocks.1"].ffn
-    before.forward = type(before).forward.__get__(before)
-    kept = before.forward
-    chunks = TokenChunks(lambda: blocks, lambda _: None)
+    chunks = Chunked(plain())
+    before, after = (block.ffn for block in chunks.blocks.values())
+    kept = before.forward = type(before).forward.__get__(before)
     chunks.use(128)
     assert before.forward is kept
     chunked = after.forward
@@ -147,19 +156,9 @@ def test_code_of_others_stays() -> None:
     assert after(torch.randn(1, 700, WIDTH)).shape == (1, 700, WIDTH)
 
 
-def test_a_block_of_another_format_is_compared_itself() -> None:
-    """Some files have a bf16 first block. Their other blocks scale inputs by all tokens."""
-    blocks = {**blocks_of(sequential()), "blocks.2": Block(Mixer())}
-    x = torch.randn(1, 700, WIDTH)
-    expected = [block(x) for block in blocks.values()]
-    chunks = TokenChunks(lambda: blocks, lambda _: None)
-    chunks.use(128)
-    assert all(map(torch.equal, [block(x) for block in blocks.values()], expected))
-
-
-def test_blocks_without_a_feed_forward_say_so() -> None:
-    notes: list[str] = []
-    chunks = TokenChunks(lambda: {"blocks.0": nn.Linear(WIDTH, WIDTH)}, notes.append)
+def test_blocks_without_a_feed_forward_have_a_note():
+    chunks = Chunked(plain())
+    chunks.blocks = {"blocks.0": nn.Linear(WIDTH, WIDTH)}
     assert not chunks.may_help
     chunks.use(128)
-    assert ["chunk_tokens 128 has no effect" in note for note in notes] == [True]
+    assert ["chunk_tokens 128 has no effect" in note for note in chunks.notes] == [True]

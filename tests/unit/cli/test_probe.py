@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,25 +18,19 @@ from wanstream.shapes import VideoShape
 VIDEO = VideoShape(width=832, height=480, frames=81)
 
 
-def test_the_table(tmp_path: Path) -> None:
-    machine = expected_machine("RTX 4090", ram_bytes=64_000_000_000, disk_bytes_per_s=3.456e9)
+def test_table(tmp_path):
+    gpu = expected_machine("RTX 4090", ram_bytes=64_000_000_000, disk_bytes_per_s=3.456e9)
     notes = ("disk: past the page cache",)
-    lines = probe_table(Profile(machine=machine, notes=notes, kept_in=tmp_path), VIDEO).splitlines()
+    lines = probe_table(Profile(machine=gpu, notes=notes, kept_in=tmp_path), VIDEO).splitlines()
     assert lines[0] == "RTX 4090"
-    figures = {
-        line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[1].strip() for line in lines[1:-2]
-    }
+    figures = dict(re.split(r" {2,}", line.strip()) for line in lines[1:-2])
     assert figures["RAM"] == "64.0 GB"
     assert figures["file to RAM"] == "3.46 GB/s"
     assert figures["a Wan block at 832x480x81"] == "90.86 TFLOP/s"
     assert "RAM to GPU, page-locked, while computing" in figures
     assert lines[-2:] == ["disk: past the page cache", f"stored in {tmp_path}"]
-
-
-def test_a_cpu_has_no_lines_of_a_bus_and_what_is_not_kept_is_said() -> None:
-    gpu = expected_machine("RTX 4090", ram_bytes=64_000_000_000, disk_bytes_per_s=3.456e9)
-    machine = gpu.with_figures(computes_on="cpu", vram_bytes=0)
-    table = probe_table(Profile(machine=machine, notes=(), kept_in=None), VIDEO)
+    cpu = gpu.with_figures(computes_on="cpu", vram_bytes=0)
+    table = probe_table(Profile(machine=cpu, notes=(), kept_in=None), VIDEO)
     assert "GPU" not in table
     assert table.endswith("not stored: see above")
 
@@ -47,39 +42,21 @@ def test_a_cpu_has_no_lines_of_a_bus_and_what_is_not_kept_is_said() -> None:
         (["--models", "/nowhere/at/all"], "--models /nowhere/at/all: no such file or folder"),
     ],
 )
-def test_wrong_arguments(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["probe", "--device", "cpu", *options]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert message in told.err
+def test_wrong_arguments(options, message, refusal):
+    assert message in refusal("probe", "--device", "cpu", *options)
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_and_planned_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_this_machine_is_measured_and_planned_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     weights = tmp_path / "weights.safetensors"
     weights.write_bytes(bytes(50_000_000))
-    assert main(["probe", "--device", "cpu", "--models", str(weights), "--json"]) == 0
+    here = ["--device", "cpu", "--models", str(weights), "--json"]
+    assert main(["probe", *here]) == 0
     data = json.loads(capsys.readouterr().out)
     machine = Machine.from_dict(data["machine"])
     assert Path(data["kept_in"]).is_file()
-    this = [
-        "plan",
-        "--gpu",
-        "this",
-        "--device",
-        "cpu",
-        "--models",
-        str(weights),
-        "--size",
-        "480x272x17",
-        "--ram",
-        "64",
-    ]
-    assert main([*this, "--steps", "2", "--json"]) == 0
+    run = ["--gpu", "this", "--size", "480x272x17", "--ram", "64", "--steps", "2"]
+    assert main(["plan", *run, *here]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["machine"] == {**machine.to_dict(), "ram_bytes": 64 * 2**30}

@@ -14,7 +14,7 @@ RAW = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b1m\x00\x08\x7f\u202e\u2066\ud800 ä 漢\
 PLAIN = "\\x1b]52;c;ZXZpbA==\\x07\\x1b[2J\\x9b1m\\x00\\x08\\x7f\\u202e\\u2066\\ud800 ä 漢\t\n"
 
 
-def test_control_characters_are_shown() -> None:
+def test_control_characters_are_shown():
     assert printable(RAW) == PLAIN
     stream = io.StringIO()
     plain = PlainText(stream)
@@ -25,7 +25,7 @@ def test_control_characters_are_shown() -> None:
     assert not plain.isatty()
 
 
-def test_everything_that_a_command_prints_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_that_a_command_prints_is_plain(capsys):
     with plain_output():
         sys.stdout.write(RAW)
         sys.stderr.write(RAW)
@@ -36,15 +36,13 @@ def test_everything_that_a_command_prints_is_plain(capsys: pytest.CaptureFixture
     assert "\x1b" not in capsys.readouterr().err
 
 
-def test_a_process_without_streams_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_streams_prints_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with plain_output():
         print(RAW)  # noqa: T201 (`print` does nothing without a stream)
 
 
-def test_help_has_no_colors(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_no_colors(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     for arguments in (["--help"], ["batch", "--help"]):
         with pytest.raises(SystemExit):

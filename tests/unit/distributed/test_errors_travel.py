@@ -37,7 +37,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_survives_its_way(error: Exception) -> None:
+def test_an_error_survives_its_way(error):
     again = copy.copy(error)  # made as unpickling makes it
     assert type(again) is type(error)
     assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))

@@ -23,47 +23,34 @@ from wanstream.schema.refs import ExpertsRef, LoraRef, PathMap
 MODELS = PathMap(here="/models", there="/mnt/share/models")
 LORAS = PathMap(here="/models/loras", there="/fast/loras")
 ROOT = PathMap(here="/", there="/net/desk")
+DATA = PathMap(here="/models", there="/data")
 WINDOWS = PathMap(here="/models", there="D:\\models")
 
-FACTS = WorkerFacts(
-    pid=1,
-    node="rack",
-    address="127.0.0.1",
-    device="cpu",
-    versions={},
-)
+FACTS = WorkerFacts(pid=1, node="rack", address="127.0.0.1", device="cpu", versions={})
+HIGH = "/models/a/high.safetensors"
+LORA = "/models/loras/l"
 
 
 @pytest.mark.parametrize(
     ("path", "maps", "there"),
     [
-        ("/models/a/high.safetensors", (), []),
-        ("/models/a/high.safetensors", (MODELS,), ["/mnt/share/models/a/high.safetensors"]),
+        (HIGH, (), []),
+        (HIGH, (MODELS,), ["/mnt/share/models/a/high.safetensors"]),
         ("/models", (MODELS,), ["/mnt/share/models"]),
         ("/models2/high.safetensors", (MODELS,), []),
-        (
-            "/models/loras/l.safetensors",
-            (LORAS, MODELS),
-            ["/fast/loras/l.safetensors", "/mnt/share/models/loras/l.safetensors"],
-        ),
-        ("/models/high.safetensors", (LORAS, MODELS), ["/mnt/share/models/high.safetensors"]),
+        (LORA, (LORAS, MODELS), ["/fast/loras/l", "/mnt/share/models/loras/l"]),
+        ("/models/high", (LORAS, MODELS), ["/mnt/share/models/high"]),
         ("/anything", (MODELS, ROOT), ["/net/desk/anything"]),
-        ("/models/a/high.safetensors", (WINDOWS,), ["D:\\models\\a\\high.safetensors"]),
-        (
-            "/models/high",
-            (MODELS, replace(MODELS, there="/data"), MODELS),
-            ["/mnt/share/models/high", "/data/high"],
-        ),
+        (HIGH, (WINDOWS,), ["D:\\models\\a\\high.safetensors"]),
+        ("/models/x", (MODELS, DATA, MODELS), ["/mnt/share/models/x", "/data/x"]),
         ("/models/high", (PathMap(here="/models", there="/models"),), []),
     ],
 )
-def test_a_path_has_a_place_for_each_map_whose_folder_holds_it_and_its_own(
-    path: str, maps: tuple[PathMap, ...], there: list[str]
-) -> None:
+def test_places_of_a_mapped_path(path, maps, there):
     assert [str(place) for place in places(Path(path), maps)] == [*there, path]
 
 
-def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path: Path) -> None:
+def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path):
     here, first, second = (tmp_path / name for name in ("here", "first", "second"))
     maps = tuple(PathMap(here=str(here), there=str(there)) for there in (first, second))
     assert resolve_path(here / "high", maps) == first / "high", (
@@ -76,7 +63,7 @@ def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path: Path) -> Non
     assert resolve_path(here / "high", ()) == here / "high"
 
 
-def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path: Path) -> None:
+def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path):
     maps = (PathMap(here="/models", there=str(tmp_path)),)
     for name in ("pair", "low", "l.safetensors"):
         (tmp_path / name).touch()
@@ -96,7 +83,7 @@ def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path: Path) -
     assert resolve_experts(low, maps).loras == (LoraRef(low_noise=tmp_path / "l.safetensors"),)
 
 
-def test_paths_of_experts_are_told_once_each() -> None:
+def test_paths_of_experts_are_told_once_each():
     lora = LoraRef(high_noise=Path("/l"), low_noise=Path("/l"))
     experts = ExpertsRef(
         high_noise=Path("/high"),
@@ -107,31 +94,24 @@ def test_paths_of_experts_are_told_once_each() -> None:
     assert paths_of(ExpertsRef(high_noise=Path("/pair"))) == (Path("/pair"),)
 
 
-def test_a_missing_path_is_told_with_its_machines() -> None:
+def test_a_missing_path_is_told_with_its_machines():
     check_paths([FACTS, FACTS], ())
-    workers = [
-        replace(FACTS, node="desk"),
-        replace(FACTS, node="rack", sizes={"/high": None, "/low": None}),
-        replace(FACTS, node="rack", sizes={"/high": None, "/low": None}),
-        replace(FACTS, node="box", sizes={"/low": None}),
-    ]
+    rack = replace(FACTS, sizes={"/high": None, "/low": None})
+    workers = [replace(FACTS, node="desk"), rack, rack]
+    workers.append(replace(FACTS, node="box", sizes={"/low": None}))
     with pytest.raises(MissingPathError) as refused:
         check_paths(workers, (MODELS,))
-    told = str(refused.value)
-    assert (
-        "/high does not exist on rack; /low does not exist on rack and box: copy the file there"
-        in told
-    )
-    assert "the map is /models -> /mnt/share/models" in told
+    missing = "/high does not exist on rack; /low does not exist on rack and box"
+    assert f"{missing}: copy the file there" in str(refused.value)
+    assert "the map is /models -> /mnt/share/models" in str(refused.value)
     with pytest.raises(MissingPathError, match="the map is empty"):
         check_paths(workers, ())
-    with pytest.raises(
-        MissingPathError, match=r"^/mnt/share/models/high or /models/high does not exist on rack: "
-    ):
+    places_there = "/mnt/share/models/high or /models/high does not exist on rack: "
+    with pytest.raises(MissingPathError, match=f"^{places_there}"):
         check_paths([replace(FACTS, sizes={"/models/high": None})], (MODELS,))
 
 
-def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_path: Path) -> None:
+def test_weights_of_a_path(tmp_path):
     for name, nbytes in (("a.safetensors", 3), ("b.gguf", 4), ("notes.md", 50)):
         (tmp_path / name).write_bytes(bytes(nbytes))
     (tmp_path / "deeper").mkdir()
@@ -140,14 +120,12 @@ def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_
     assert weight_bytes(tmp_path / "a.safetensors") == 3
 
 
-def test_machines_with_other_weights_under_one_path_are_told_apart() -> None:
+def test_other_weights_under_one_path_are_noticed():
     """Each machine alone would compute, but their videos or sides would not fit together."""
     desk = replace(FACTS, node="desk", sizes={"/models/high": 28, "/models/low": 30})
-    rack = replace(FACTS, node="rack", sizes={"/models/high": 28, "/models/low": 30})
+    rack = replace(desk, node="rack")
     check_paths([desk, rack, desk], ())
     other = replace(rack, sizes={"/models/high": 28, "/models/low": 31})
-    with pytest.raises(
-        DifferentFilesError,
-        match=r"/models/low have 30 bytes on desk and 31 bytes on rack: .*same files",
-    ):
+    said = r"/models/low have 30 bytes on desk and 31 bytes on rack: .*same files"
+    with pytest.raises(DifferentFilesError, match=said):
         check_paths([desk, desk, other], ())

@@ -5,12 +5,10 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-import pytest
-
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "minimal_streaming.py"
 
 
-def test_the_example_streams_with_equal_results(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_streams_with_equal_results(capsys):
     runpy.run_path(str(EXAMPLE))["main"]()
     printed = capsys.readouterr().out
     assert printed.startswith("3 buffers for 8 blocks: 6.29 MB")

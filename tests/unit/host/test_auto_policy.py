@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,49 +16,30 @@ from wanstream.host.auto_policy import AutoPlanner, _better_policy, free_memory,
 from wanstream.host.embedded.adapter import EmbeddedHost
 from wanstream.plan import AutoOffload, Budgets, Bus, DoesNotFitError, Machine, plan_offload
 from wanstream.sampling import denoise, request_run_shape
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.records import StepRecord
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.shapes import ExpertShape, RunShape, StepShape
 from wanstream.tests.support.plan_fixtures import predicted, run_shape
-from wanstream.tests.support.steps import changed_step
-from wanstream.wan.experts.open import open_experts
+from wanstream.tests.support.sampling.fixtures import changed_request
+from wanstream.tests.support.sampling.steps import changed_step
 
 GB = 10**9
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 WEIGHTS = Path("high.safetensors")
 
-GPU = Machine(
-    name="a GPU",
-    origin="made up",
-    vram_bytes=16 * GB,
-    ram_bytes=64 * GB,
-    bus=Bus(h2d_bytes_per_s=24e9, h2d_pageable_bytes_per_s=6e9, d2h_bytes_per_s=24e9),
-    disk_bytes_per_s=3e9,
-    flops_per_s=80e12,
-    decode_bytes_per_s=100e9,
-    copy_bytes_per_s=10e9,
-    quantise_bytes_per_s=4e9,
-)
-ONLY_CPU = replace(
-    GPU,
-    name="a CPU",
-    vram_bytes=0,
-    bus=None,
-    flops_per_s=1e11,
-)
-BLOCK = 703_000_000
+BUS = Bus(h2d_bytes_per_s=24e9, h2d_pageable_bytes_per_s=6e9, d2h_bytes_per_s=24e9)
+RATES = {"decode_bytes_per_s": 100e9, "copy_bytes_per_s": 10e9, "quantise_bytes_per_s": 4e9}
+MEMORY = {"vram_bytes": 16 * GB, "ram_bytes": 64 * GB, "disk_bytes_per_s": 3e9}
+GPU = Machine(name="a GPU", origin="made up", bus=BUS, flops_per_s=80e12, **MEMORY, **RATES)
+ONLY_CPU = replace(GPU, name="a CPU", vram_bytes=0, bus=None, flops_per_s=1e11)
+FAST = GPU.with_figures(h2d_bytes_per_s=50e9, disk_bytes_per_s=100e9)
 
-RUN = run_shape(
-    tokens=32_760,
-    expert=ExpertShape(),
-    sides={"high": 2, "low": 2},
-    stored_bytes=BLOCK,
-    file_bytes=BLOCK,
-    computed_bytes=BLOCK,
-    outside_bytes=GB,
-)
+BLOCKS = dict.fromkeys(("stored_bytes", "file_bytes", "computed_bytes"), 703_000_000)
+SIDES = {"high": 2, "low": 2}
+RUN = run_shape(tokens=32_760, expert=ExpertShape(), sides=SIDES, **BLOCKS, outside_bytes=GB)
+FEW = replace(RUN, video_tokens=4_000)
+"""A short video, whose blocks take longer to fetch than to compute."""
 
 
 def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], Budgets]:
@@ -66,261 +47,204 @@ def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], Bu
 
 
 def _choose(
-    planner: AutoPlanner, room: Callable[[bool], Budgets], run: RunShape = RUN, **budgets: int
+    planner: AutoPlanner,
+    room: Callable[[bool], Budgets],
+    run: RunShape = RUN,
+    *,
+    starts_empty: bool = True,
+    **budgets: int,
 ) -> Any:
+    given = {"device": CUDA, "weights": WEIGHTS, "free_memory_now": room}
     auto = AutoOffload(budgets=Budgets(**budgets))
-    return planner.choose(
-        auto, run, device=CUDA, weights=WEIGHTS, free_memory_now=room, starts_empty=True
+    return planner.choose(auto, run, **given, starts_empty=starts_empty)
+
+
+def _on(machine: Machine) -> AutoPlanner:
+    return AutoPlanner(lambda *_: machine)
+
+
+def test_budgets_are_limited_by_free_memory():
+    for free, asked, given in (
+        ((10, 100), (None, None), (10, 50)),
+        ((10, 30), (None, None), (10, 30)),
+        ((10, 100), (4, 80), (4, 80)),
+        ((10, 70), (40, 80), (10, 70)),
+        ((None, 100), (4, None), (4, 50)),
+        ((None, 100), (None, None), (None, 50)),
+    ):
+        budgets, room = (Budgets(vram_bytes=vram, ram_bytes=ram) for vram, ram in (asked, free))
+        found = limited(budgets, room, replace(GPU, ram_bytes=100))
+        assert (found.vram_bytes, found.ram_bytes) == given
+
+
+def test_planner_chooses_within_what_is_free():
+    choice, little = (
+        _choose(_on(GPU), _room(vram=vram, ram=ram))
+        for vram, ram in ((12 * GB, 32 * GB), (6 * GB, 2 * GB))
     )
-
-
-@pytest.mark.parametrize(
-    ("room", "asked", "given"),
-    [
-        (Budgets(vram_bytes=10, ram_bytes=100), Budgets(), (10, 50)),
-        (Budgets(vram_bytes=10, ram_bytes=30), Budgets(), (10, 30)),
-        (Budgets(vram_bytes=10, ram_bytes=100), Budgets(vram_bytes=4, ram_bytes=80), (4, 80)),
-        (Budgets(vram_bytes=10, ram_bytes=70), Budgets(vram_bytes=40, ram_bytes=80), (10, 70)),
-        (Budgets(vram_bytes=None, ram_bytes=100), Budgets(vram_bytes=4), (4, 50)),
-        (Budgets(vram_bytes=None, ram_bytes=100), Budgets(), (None, 50)),
-    ],
-)
-def test_budgets_are_no_more_than_there_is(
-    room: Budgets, asked: Budgets, given: tuple[int | None, int]
-) -> None:
-    found = limited(asked, room, replace(GPU, ram_bytes=100))
-    assert (found.vram_bytes, found.ram_bytes) == given
-
-
-def test_the_choice_is_the_planners_within_what_is_free() -> None:
-    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
     plan = plan_offload(RUN, GPU, Budgets(vram_bytes=12 * GB, ram_bytes=32 * GB))
-    assert choice.policy == plan.policy
+    assert choice.policy == plan.policy != little.policy
     assert plan.reason in choice.reason
     assert choice.reason.startswith("chosen: ")
-    little = _choose(AutoPlanner(lambda *_: GPU), _room(vram=6 * GB, ram=2 * GB))
-    assert little.policy != choice.policy
-    assert (
-        plan_offload(RUN, GPU, Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB)).policy == little.policy
-    )
+    tight = plan_offload(RUN, GPU, Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
+    assert tight.policy == little.policy
+    message = r"needs 2 buffers of 0\.70 GB \+ 1\.00 GB .*; 1\.50 GB given"
+    with pytest.raises(DoesNotFitError, match=message):
+        _choose(_on(GPU), _room(), vram_bytes=1_500_000_000)
 
 
-def test_budgets_below_the_minimum_are_refused_with_numbers() -> None:
-    with pytest.raises(
-        DoesNotFitError, match=r"needs 2 buffers of 0\.70 GB \+ 1\.00 GB .*; 1\.50 GB given"
-    ):
-        _choose(AutoPlanner(lambda *_: GPU), _room(), vram_bytes=1_500_000_000)
-
-
-def _record(policy: OffloadPolicy, machine: Machine, index: int = 0) -> StepRecord:
+def _record(policy: OffloadPolicy, machine: Machine, run: RunShape = RUN) -> StepRecord:
     """Return a record for the first step on `machine`."""
-    (first, *_) = predicted(RUN, machine, policy).timeline.steps
-    return replace(first, index=index)
+    (first, *_) = predicted(run, machine, policy, by_step=run is not RUN).timeline.steps
+    return first
 
 
-def test_a_first_step_as_predicted_changes_nothing() -> None:
-    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
-    assert choice.revise(_record(choice.policy, GPU)) is None
-
-
-def test_a_slow_bus_is_learned_from_and_the_next_run_knows_it() -> None:
+def test_slow_bus_is_learned_and_the_next_run_knows_it():
     asked = list[object]()
-    believed = GPU.with_figures(h2d_bytes_per_s=50e9, disk_bytes_per_s=100e9)
 
     def profile(*key: object) -> Machine:
         asked.append(key)
-        return believed
+        return FAST
 
-    planner, room, few = AutoPlanner(profile), _room(vram=14 * GB), replace(RUN, video_tokens=4_000)
-    first = _choose(planner, room, few)
+    planner = AutoPlanner(profile)
+    room = _room(vram=14 * GB)
+    first = _choose(planner, room, FEW)
     assert first.policy == OffloadPolicy.layerwise(1)
-    step, *_ = predicted(
-        few, believed.with_figures(h2d_bytes_per_s=0.4e9), first.policy
-    ).timeline.steps
+    step = _record(first.policy, FAST.with_figures(h2d_bytes_per_s=0.4e9), FEW)
     better = first.revise(replace(step, index=3))  # a run with a late start
     assert better is not None
     assert better.kind == "block_swap"
-    assert _choose(planner, room, few).policy.kind == "block_swap"
+    assert _choose(planner, room, FEW).policy.kind == "block_swap"
     assert len(asked) == 1
 
 
 @pytest.mark.parametrize(
     ("vram", "ram", "swapped"),
-    [(14, 40, 25), (8, 2, 33), (7, 2, None), (6, 2, None), (2, 2, None)],
-    ids=["much more", "three blocks more", "one block more", "the same", "too little for any"],
+    [(8, 2, 33), (7, 2, None), (2, 2, None)],
+    ids=["three blocks more", "one block more", "too little for any"],
 )
-def test_another_policy_must_save_a_twentieth_of_the_rest(
-    vram: int, ram: int, swapped: int | None
-) -> None:
+def test_another_policy_must_save_a_twentieth_of_the_rest(vram, ram, swapped):
     """One block more saves 1.9 %, three save 5.8 %. Without free memory the policy is kept."""
-    few, slow = replace(RUN, video_tokens=4_000), GPU.with_figures(h2d_bytes_per_s=1e9)
-    start = plan_offload(
-        few, GPU.with_figures(h2d_bytes_per_s=1e12), Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB)
-    )
+    slow = GPU.with_figures(h2d_bytes_per_s=1e9)
+    ideal = GPU.with_figures(h2d_bytes_per_s=1e12)
+    start = plan_offload(FEW, ideal, Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
     assert start.policy.blocks_to_swap == 36
-    better = _better_policy(start, few, slow, Budgets(vram_bytes=vram * GB, ram_bytes=ram * GB))
+    better = _better_policy(start, FEW, slow, Budgets(vram_bytes=vram * GB, ram_bytes=ram * GB))
     assert (better and better.blocks_to_swap) == swapped
 
 
 @pytest.mark.parametrize("varying", [{"sides": 1}, {"patch": 1}])
-def test_a_first_step_of_steps_that_differ_is_learned_from_too(varying: dict[str, int]) -> None:
-    other = (StepShape(expert="high"),) * 2 + (StepShape(expert="high", **varying),) * 2  # type: ignore[arg-type]
-    run = replace(
-        RUN, video_tokens=4_000, steps=other + tuple(replace(step, expert="low") for step in other)
-    )
-    believed = GPU.with_figures(h2d_bytes_per_s=50e9, disk_bytes_per_s=100e9)
-    choice = _choose(AutoPlanner(lambda *_: believed), _room(vram=14 * GB), run)
-    slow = believed.with_figures(h2d_bytes_per_s=0.4e9)
-    step, *_ = predicted(run, slow, choice.policy, by_step=True).timeline.steps
-    better = choice.revise(step)
+def test_first_of_several_kinds_of_steps_is_learned_from(varying):
+    high = (StepShape(expert="high"),) * 2 + (StepShape(expert="high", **varying),) * 2  # type: ignore[arg-type]
+    run = replace(FEW, steps=high + tuple(replace(step, expert="low") for step in high))
+    choice = _choose(_on(FAST), _room(vram=14 * GB), run)
+    better = choice.revise(_record(choice.policy, FAST.with_figures(h2d_bytes_per_s=0.4e9), run))
     assert better is not None
     assert better.kind == "block_swap"
 
 
-def test_what_is_not_empty_at_first_teaches_nothing() -> None:
-    choice = AutoPlanner(lambda *_: GPU).choose(
-        AutoOffload(),
-        RUN,
-        device=CUDA,
-        weights=WEIGHTS,
-        free_memory_now=_room(),
-        starts_empty=False,
-    )
-    assert choice.revise is None
-
-
-def test_nothing_is_revised_where_the_host_had_room_for_another_policy_only() -> None:
-    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
-    assert choice.revise_under(choice.policy) is choice.revise
-    assert choice.revise_under(replace(choice.policy, prefetch_blocks=7)) is None
-
-
-def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
+def test_nothing_is_revised_without_a_reason():
     evicting = list[bool]()
 
     def room(evict: bool) -> Budgets:
         evicting.append(evict)
         return Budgets(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
 
-    choice = _choose(AutoPlanner(lambda *_: GPU), room)
-    choice.revise(_record(choice.policy, GPU))  # does not raise: the plan's memory is allocated
-    assert evicting == [True, False]
-
-
-def test_a_first_call_that_no_step_predicted_teaches_nothing() -> None:
-    """A ComfyUI sampler may begin with another expert than the sigmas suggest.
-
-    It may also call the model twice in its only step.
-    """
-    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
-    assert choice.revise(replace(_record(choice.policy, GPU), expert="low")) is None
-    single = _choose(AutoPlanner(lambda *_: GPU), _room(), RUN.of_steps([0]))
-    assert (
-        single.revise(changed_step(_record(choice.policy, GPU), stall_s=99.0, wall_s=200.0)) is None
-    )
+    choice = _choose(_on(GPU), room)
+    first = _record(choice.policy, GPU)
+    assert choice.revise(first) is None, "as predicted; the plan's memory is allocated"
+    assert evicting == [True, False], "what others hold is not free for a revised policy"
+    # A ComfyUI sampler may begin with another expert than the sigmas suggest.
+    assert choice.revise(replace(first, expert="low")) is None
+    # It may also call the model twice in its only step.
+    single = _choose(_on(GPU), _room(), RUN.of_steps([0]))
+    assert single.revise(changed_step(first, stall_s=99.0, wall_s=200.0)) is None
+    assert _choose(_on(GPU), _room(), starts_empty=False).revise is None
+    assert choice.revise_under(choice.policy) is choice.revise
+    assert choice.revise_under(replace(choice.policy, prefetch_blocks=7)) is None
 
 
 class _Pair:
     loaded_bytes, host_bytes, shared_bytes = 5 * GB, 3 * GB, 0
 
 
-def test_what_the_experts_hold_already_is_theirs() -> None:
-    on_gpu = free_memory(_Pair(), CUDA, GB)  # type: ignore[arg-type]
+def test_free_memory_includes_that_of_the_experts():
+    """Some of the free RAM is left to others."""
+    pair: Any = _Pair()
+    on_gpu = free_memory(pair, CUDA, GB)
     assert on_gpu.vram_bytes == 6 * GB
-    assert free_memory(_Pair(), CUDA, -9 * GB).vram_bytes == 0  # type: ignore[arg-type]
-    assert free_memory(_Pair(), CPU, -GB).vram_bytes is None  # type: ignore[arg-type]
-
-
-def test_some_of_the_free_ram_is_left_to_others() -> None:
-    found = free_memory(_Pair(), CUDA, GB).ram_bytes - _Pair.host_bytes  # type: ignore[arg-type]
-    assert 0.8 * available_bytes() < found < 0.95 * available_bytes()
+    assert free_memory(pair, CUDA, -9 * GB).vram_bytes == 0
+    assert free_memory(pair, CPU, -GB).vram_bytes is None
+    ram = on_gpu.ram_bytes - _Pair.host_bytes
+    assert 0.8 * available_bytes() < ram < 0.95 * available_bytes()
 
 
 @pytest.fixture
-def request_of() -> Callable[..., DenoiseRequest]:
-    def make(**changes: Any) -> DenoiseRequest:
-        draw = torch.Generator().manual_seed(3)
-        noise = torch.randn(2, 16, 2, 4, 6, generator=draw)
-        text = torch.randn(1, 5, 4096, generator=draw)
-        given: dict[str, Any] = {
-            "negative": text,
-            "guidance": (4.0, 1.0),
-            "steps": 5,
-            "switch_step": 2,
-        }
-        return DenoiseRequest(noise, text, **{**given, **changes})
-
-    return make
+def pair_ref(tiny_expert_file: Callable[..., Path]) -> ExpertsRef:
+    high, low = (tiny_expert_file(seed=seed) for seed in (1, 2))
+    return ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
 
 
-def test_the_shape_of_a_request(
-    tiny_expert_file: Callable[..., Path], request_of: Callable[..., DenoiseRequest]
-) -> None:
-    files = [tiny_expert_file(seed=seed) for seed in (1, 2)]
-    with open_experts(*files, compute_dtype=torch.float32) as pair:
-        run = request_run_shape(pair, request_of(start_step=1), CPU)
-        assert (run.tokens, run.lanes) == (12, {"high": 4, "low": 2})
-        assert run.experts_of_steps == ("high", "low", "low", "low")
-        assert (run.expert.width, run.expert.ffn_width, run.expert.blocks) == (256, 512, 4)
-        assert (run.blocks.stored_bytes, run.blocks.computed_bytes, run.value_bytes) == (
-            pair.block_bytes.stored,
-            pair.block_bytes.computed,
-            4,
-        )
-        for ahead in (0, 1, 3):
-            on_device = pair.device_bytes(OffloadPolicy.layerwise(ahead), device="cpu")
-            assert run.blocks.outside_bytes + (ahead + 1) * run.blocks.computed_bytes == on_device
+def test_embedded_host_chooses_and_the_run_is_the_same(pair_ref, make_request):
+    host = EmbeddedHost(_on(replace(ONLY_CPU, disk_bytes_per_s=1e6)))
+    pair = host.models.experts(pair_ref)
+    request = make_request(batch=2, guidance=(4.0, 1.0))
+    late = request_run_shape(pair, changed_request(request, start_step=1), CPU)
+    assert (late.tokens, late.lanes) == (12, {"high": 4, "low": 2})
+    assert late.experts_of_steps == ("high", "low", "low", "low")
+    assert (late.expert.width, late.expert.ffn_width, late.expert.blocks) == (256, 512, 4)
+    blocks = late.blocks
+    own = pair.block_bytes
+    assert (blocks.stored_bytes, blocks.computed_bytes) == (own.stored, own.computed)
+    assert late.value_bytes == 4
+    for ahead in (0, 1, 3):
+        on_device = pair.device_bytes(OffloadPolicy.layerwise(ahead), device="cpu")
+        assert blocks.outside_bytes + (ahead + 1) * blocks.computed_bytes == on_device
 
-
-def _host(machine: Machine) -> EmbeddedHost:
-    return EmbeddedHost(AutoPlanner(lambda *_: machine))
-
-
-@pytest.mark.parametrize("rate", [1e6, 1e12])
-def test_the_embedded_host_chooses_and_the_run_is_the_same(
-    rate: float, tiny_expert_file: Callable[..., Path], request_of: Callable[..., DenoiseRequest]
-) -> None:
-    files: Sequence[Path] = [tiny_expert_file(seed=seed) for seed in (1, 2)]
-    host, request = _host(replace(ONLY_CPU, disk_bytes_per_s=rate)), request_of()
-    ref = ExpertsRef(high_noise=files[0], low_noise=files[1], compute_dtype="float32")
-    pair = host.models.experts(ref)
     run = request_run_shape(pair, request, CPU)
-    own = OffloadPolicy.layerwise(3)
-    assert host.memory.choose_policy(pair, ref, own, run).policy is own
-    plain = denoise(pair, request, policy=own, device="cpu").latents
+    plain = OffloadPolicy.layerwise(3)
+    assert host.memory.choose_policy(pair, pair_ref, plain, run).policy is plain
+    expected = denoise(pair, request, policy=plain, device="cpu").latents
     pair.close()
-    choice = host.memory.choose_policy(pair, ref, AutoOffload(), run)
-    result = denoise(
-        pair, request, policy=choice.policy, device="cpu", revise=choice.revise_under(choice.policy)
-    )
-    assert torch.equal(result.latents, plain)
-    told = result.with_notes(choice.reason, "").timeline.changes
-    assert told[0] == choice.reason
+    choice = host.memory.choose_policy(pair, pair_ref, AutoOffload(), run)
+    revise = choice.revise_under(choice.policy)
+    result = denoise(pair, request, policy=choice.policy, device="cpu", revise=revise)
+    assert torch.equal(result.latents, expected)
+    assert result.with_notes(choice.reason, "").timeline.changes[0] == choice.reason
+    little = AutoOffload(budgets=Budgets(ram_bytes=1000))
     with pytest.raises(DoesNotFitError, match=r"0\.00 GB given"):
-        host.memory.choose_policy(pair, ref, AutoOffload(budgets=Budgets(ram_bytes=1000)), run)
-    assert host.memory.choose_policy(pair, ref, AutoOffload(), run).revise is None, (
-        "blocks lie there already"
-    )
+        host.memory.choose_policy(pair, pair_ref, little, run)
+    again = host.memory.choose_policy(pair, pair_ref, AutoOffload(), run)
+    assert again.revise is None, "the experts hold blocks already"
     host.free_experts()
 
 
-def test_a_machine_is_known_as_it_was_stored() -> None:
+def test_known_machine_is_the_stored_or_the_learned_one():
     asked = list[tuple[object, ...]]()
 
     def never(*_: object) -> Machine:
         raise AssertionError("this machine was measured")
 
-    def known(*key: object) -> Machine | None:
+    def stored(*key: object) -> Machine | None:
         asked.append(key)
         return ONLY_CPU if len(asked) > 1 else None
 
-    planner = AutoPlanner(never, known)
-    assert planner.known_machine(CPU, RUN.expert, WEIGHTS) is None
-    assert planner.known_machine(CPU, RUN.expert, WEIGHTS) is ONLY_CPU
-    assert asked == [(CPU, RUN.expert, WEIGHTS)] * 2
+    planner = AutoPlanner(never, stored)
+    key = (CPU, RUN.expert, WEIGHTS)
+    assert planner.known_machine(*key) is None
+    assert planner.known_machine(*key) is ONLY_CPU
+    assert asked == [key] * 2
+    planner = AutoPlanner(lambda *_: GPU, lambda *_: None)
+    choice = _choose(planner, _room())
+    assert planner.known_machine(CUDA, RUN.expert, WEIGHTS) is None
+    choice.revise(_record(choice.policy, replace(GPU, flops_per_s=40e12)))
+    learned = planner.known_machine(CUDA, RUN.expert, WEIGHTS)
+    assert learned is not None
+    assert learned.flops_per_s == pytest.approx(40e12, rel=0.01)
+    assert planner.known_machine(*key) is None
 
 
-def test_advice_is_the_planners_choice_and_the_gain_is_simulated() -> None:
+def test_advice_is_the_planners_choice_with_a_simulated_gain():
     slow_disk = replace(GPU, disk_bytes_per_s=0.5e9)
     stored: list[Machine | None] = [None, *[slow_disk] * 4]
     planner = AutoPlanner(stored=lambda *_: stored.pop(0))
@@ -335,14 +259,3 @@ def test_advice_is_the_planners_choice_and_the_gain_is_simulated() -> None:
     assert advise(layerwise, free_memory_now=_room(vram=1)) is None, "nothing fits"
     little = advise(layerwise, free_memory_now=_room(), requested=Budgets(ram_bytes=6 * GB))
     assert 1 <= little.gain < advice.gain
-
-
-def test_what_a_first_step_has_taught_is_what_is_known() -> None:
-    planner = AutoPlanner(lambda *_: GPU, lambda *_: None)
-    choice = _choose(planner, _room())
-    assert planner.known_machine(CUDA, RUN.expert, WEIGHTS) is None
-    choice.revise(_record(choice.policy, replace(GPU, flops_per_s=40e12)))
-    learned = planner.known_machine(CUDA, RUN.expert, WEIGHTS)
-    assert learned is not None
-    assert learned.flops_per_s == pytest.approx(40e12, rel=0.01)
-    assert planner.known_machine(CPU, RUN.expert, WEIGHTS) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,55 +32,49 @@ def full_type_name(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("make", OURS, ids=lambda make: type(make()).__name__)
-def test_ours_are_called_by_the_name_of_the_project(make: Callable[[], Exception]) -> None:
-    before = make()
-
-    @plainly_named
-    def fails() -> None:
-        raise before
-
-    try:
-        fails()
-    except (ValueError, OSError):
-        seen = sys.exc_info()[:2]
-    assert seen == (type(before), before)
+def test_error_of_ours_has_the_name_of_the_project(make):
+    raised = make()
     made = make()
-    assert full_type_name(before) == f"wanstream.{type(made).__name__}"
-    assert isinstance(before, type(made))
-    assert str(before) == str(made)
-    assert full_type_name(made) == f"{type(made).__module__}.{type(made).__name__}", (
-        "the class keeps its module"
-    )
-    travelled = pickle.loads(pickle.dumps(before))  # noqa: S301 - of our own
-    assert type(travelled) is type(made)
+    kind = type(made)
+    seen = failure_of(raised)
+    assert seen is raised
+    assert full_type_name(raised) == f"wanstream.{kind.__name__}"
+    assert isinstance(raised, kind)
+    assert str(raised) == str(made)
+    assert full_type_name(made) == f"{kind.__module__}.{kind.__name__}", "the class is unchanged"
+    travelled = pickle.loads(pickle.dumps(raised))  # noqa: S301 - of our own
+    assert type(travelled) is kind
     assert (str(travelled), travelled.__dict__) == (str(made), made.__dict__)
 
 
-def test_errors_of_others_stay_as_they_are() -> None:
-    error = torch.OutOfMemoryError("no room")
+def failure_of(error: Exception) -> Exception:
+    """Return what a function with plain names raises for `error`."""
 
     @plainly_named
     def fails() -> None:
         raise error
 
-    with pytest.raises(torch.OutOfMemoryError) as raised:
+    with pytest.raises(type(error)) as raised:
         fails()
-    assert type(raised.value) is torch.OutOfMemoryError
-    assert raised.value.__traceback__ is not None
+    assert (raised.type, raised.value) == (type(error), error)
+    return raised.value
 
 
-def test_what_returns_is_left_alone() -> None:
+def test_other_errors_and_results_stay_as_they_are():
+    raised = failure_of(torch.OutOfMemoryError("no room"))
+    assert type(raised) is torch.OutOfMemoryError
+    assert raised.__traceback__ is not None
     assert plainly_named(divmod)(7, 2) == (3, 1)
 
 
-def test_a_refusal_of_inputs_has_a_plain_name_and_the_inputs_keep_theirs() -> None:
+def test_refusal_of_inputs_has_a_plain_name():
     class Node:
-        @classmethod
-        def execute(cls) -> None: ...
-
         @classmethod
         def validate_inputs(cls, steps: int | None = None) -> bool:
             raise RequestError(f"{steps} steps")
+
+        @classmethod
+        def execute(cls) -> None: ...
 
     class Plain:
         @classmethod
@@ -98,7 +91,7 @@ def test_a_refusal_of_inputs_has_a_plain_name_and_the_inputs_keep_theirs() -> No
     assert full_type_name(refused.value) == "wanstream.RequestError"
 
 
-def test_inherited_refusals_have_plain_names_too() -> None:
+def test_inherited_refusal_has_a_plain_name():
     class Sized:
         __module__ = f"{PACKAGE}.nodes.latents"
 

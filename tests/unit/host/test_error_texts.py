@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +26,19 @@ FIRST = 120
 REASON = "is of another model: choose the one of Wan2.2"
 
 
-@cache
-def _error_classes() -> list[type[Exception]]:
-    """All project exceptions made from one text, or from a path and a reason."""
-    found = dict[str, type[Exception]]()
-    for package in (
-        "schema",
-        "plan",
-        "devices",
-        "telemetry",
-        "bench",
-        "offload",
-        "wan",
-        "sampling",
-        "host.folders",
-    ):
+PACKAGES = ("schema", "plan", "devices", "telemetry", "bench", "offload", "wan", "sampling")
+
+
+def _error_classes() -> Iterator[type[Exception]]:
+    """Yield all project exceptions made from one text, or from a path and a reason."""
+    for package in (*PACKAGES, "host.folders"):
         module = importlib.import_module(f"wanstream.{package}")
         below = pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}.")
         for name in [module.__name__, *(each.name for each in below)]:
             for each in vars(importlib.import_module(name)).values():
-                if (
-                    isinstance(each, type)
-                    and issubclass(each, ValueError | OSError)
-                    and "wanstream" in each.__module__
-                ):
-                    found[each.__qualname__] = each
-    return [*found.values()]
+                is_error = isinstance(each, type) and issubclass(each, ValueError | OSError)
+                if is_error and "wanstream" in each.__module__:
+                    yield each
 
 
 def _made(kind: type[Exception], path: Path) -> Exception | None:
@@ -70,15 +56,13 @@ PLACES = ["models/diffusion_models", "My Models/wan 2.2", "模型/二", "gone/a/
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_error_with_a_path_names_the_file_first_and_the_folder_last(
-    tmp_path: Path, place: str
-) -> None:
+def test_error_names_the_file_first_and_the_folder_last(tmp_path, place):
     folder = tmp_path / place
     if not place.startswith("gone"):
         folder.mkdir(parents=True)
     path = folder / "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"
     checked = 0
-    for kind in _error_classes():
+    for kind in {*_error_classes()}:
         error = _made(kind, path)
         if error is None:
             continue
@@ -122,7 +106,7 @@ REAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("refuse", REAL.values(), ids=REAL)
-def test_real_refusals(tmp_path: Path, refuse: Callable[[Path], object]) -> None:
+def test_real_refusals(tmp_path, refuse):
     folder = tmp_path / "a folder with spaces" / "and another one"
     folder.mkdir(parents=True)
     with pytest.raises((ValueError, OSError)) as refused:
@@ -150,25 +134,21 @@ UNCHANGED = [
 ]
 
 
-@pytest.mark.parametrize("text", UNCHANGED)
-def test_texts_without_folders_stay_as_they_are(text: str) -> None:
-    assert folders_last(text) == text
+def test_texts_without_folders_stay_as_they_are():
+    assert [folders_last(text) for text in UNCHANGED] == UNCHANGED
 
 
-@pytest.mark.parametrize(
-    ("text", "changed"),
-    [
-        ("'/no/such/x.sft' is gone", "'x.sft' is gone\nfolder: /no/such"),
-        ("C:\\models\\wan\\x.sft: is cut", "x.sft: is cut\nfolder: C:\\models\\wan"),
-        ("/a/b/x.sft, /a/b/y.sft and /c/z.sft", "x.sft, y.sft and z.sft\nfolders: /a/b, /c"),
-        ("/no/such/my x (1).sft: bad", "my x (1).sft: bad\nfolder: /no/such"),
-        ("/a/x.sft: bad\nmore of it", "x.sft: bad\nmore of it\nfolder: /a"),
-    ],
-)
-def test_several_paths(text: str, changed: str) -> None:
-    assert folders_last(text) == changed
+def test_several_paths():
+    changed = {
+        "'/no/such/x.sft' is gone": "'x.sft' is gone\nfolder: /no/such",
+        "C:\\models\\wan\\x.sft: is cut": "x.sft: is cut\nfolder: C:\\models\\wan",
+        "/a/b/x.sft, /a/b/y.sft and /c/z.sft": "x.sft, y.sft and z.sft\nfolders: /a/b, /c",
+        "/no/such/my x (1).sft: bad": "my x (1).sft: bad\nfolder: /no/such",
+        "/a/x.sft: bad\nmore of it": "x.sft: bad\nmore of it\nfolder: /a",
+    }
+    assert {text: folders_last(text) for text in changed} == changed
 
 
-def test_a_long_text_costs_little(tmp_path: Path) -> None:
+def test_long_text_costs_little(tmp_path):
     error: Any = CheckpointFileError(tmp_path / "x.sft", "/".join("ab" * 5000))
     assert folders_last(str(error)).startswith("x.sft: a/b/")

@@ -30,121 +30,91 @@ def guider_steps(
 ) -> GuiderSteps:
     levels = changes.pop("levels", sigmas[:-1])
     options = {name: changes.pop(name) for name in ("cache", "windows") if name in changes}
-    changes["options"] = RequestOptions(**options)
-    return GuiderSteps(
-        settings=replace(settings, **changes), sigmas=sigmas, shape=(2, 16, 7, 8, 6), levels=levels
-    )
+    changed = replace(settings, **changes, options=RequestOptions(**options))
+    return GuiderSteps(settings=changed, sigmas=sigmas, shape=(2, 16, 7, 8, 6), levels=levels)
 
 
-def table(steps: int = 4) -> MagTable:
-    return MagTable(
-        sigmas=SIGMAS[: steps + 1],
-        experts=("high", "high", "low", "low")[:steps],
-        ratios=((1.0, 0.9, 0.9, 0.9)[:steps],) * 2,
-        marks={},
-    )
+def guided(**settings: Any) -> Guidance:
+    return Guidance(scales=SCALES, **settings)
 
 
-@pytest.mark.parametrize(
-    ("sigma", "step"),
-    [(1.0, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.7, 1), (0.6, 2), (0.01, 3), (1.2, 0)],
-)
-def test_a_call_is_of_the_last_step_whose_level_it_has_come_to(sigma: float, step: int) -> None:
-    assert guider_steps().step(sigma) == step
+def mag_cache(steps: int = 4) -> MagCache:
+    experts = ("high", "high", "low", "low")[:steps]
+    ratios = ((1.0, 0.9, 0.9, 0.9)[:steps],) * 2
+    table = MagTable(sigmas=SIGMAS[: steps + 1], experts=experts, ratios=ratios, marks={})
+    return MagCache(table=table, rule=SkipRule(threshold=1.0))
 
 
-@pytest.mark.parametrize(("sigma", "step"), [(0.1, 0), (0.2, 0), (0.5, 1), (0.9, 2)])
-def test_so_it_is_where_noise_is_put_in(sigma: float, step: int) -> None:
-    assert guider_steps(sigmas=(0.1, 0.4, 0.8, 1.0)).step(sigma) == step
+def test_call_belongs_to_the_last_step_whose_level_it_reached():
+    steps = guider_steps()
+    for sigma, step in ((1.0, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.7, 1), (0.6, 2)):
+        assert steps.step(sigma) == step
+    assert (steps.step(0.01), steps.step(1.2)) == (3, 0)
+    rising = guider_steps(sigmas=(0.1, 0.4, 0.8, 1.0))
+    assert [rising.step(sigma) for sigma in (0.1, 0.2, 0.5, 0.9)] == [0, 0, 1, 2]
 
 
-def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
+def test_guidance_is_that_of_the_expert_or_of_the_step():
     levels = (1.0, 0.95, 0.9, 0.6, 0.3, 0.1)
     assert [guider_steps().scale(level) for level in levels] == [4, 4, 4, 3, 3, 3]
-    listed = guider_steps(guidance=Guidance(scales=SCALES, steps=(6.0, 5.0, 1.0)), levels=levels)
+    listed = guider_steps(guidance=guided(steps=(6.0, 5.0, 1.0)), levels=levels)
     assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
-    assert listed.sides == {"high": (0, 1), "low": (0,)}
-    assert {expert: reads for expert, _, reads in listed.ahead} == {"high": True, "low": False}
-    early = guider_steps(guidance=Guidance(scales=SCALES, steps=(6.0, 1.0)), levels=levels)
-    assert early.sides == {"high": (0, 1), "low": (0,)}, "a call with negative lanes is enough"
-    held = guider_steps(
-        guidance=Guidance(scales=SCALES, steps=(6.0, 5.0, 1.0), nag=Nag()), levels=levels
-    )
-    assert {expert: reads for expert, _, reads in held.ahead} == {"high": True, "low": True}
-
-
-def test_one_expert_takes_every_call() -> None:
+    early = guider_steps(guidance=guided(steps=(6.0, 1.0)), levels=levels)
+    for each in (listed, early):  # a call with negative lanes is enough
+        assert each.sides == {"high": (0, 1), "low": (0,)}
+    held = guider_steps(guidance=guided(steps=(6.0, 5.0, 1.0), nag=Nag()), levels=levels)
+    for each, low in ((listed, False), (held, True)):
+        assert {expert: reads for expert, _, reads in each.ahead} == {"high": True, "low": low}
     one = guider_steps(ONE)
     assert [stage.expert for stage, _ in one.calls.values()] == ["high"] * 4
     assert one.sides == {"high": (0, 1), "low": (0,)}
 
 
-def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
+def test_calls_of_a_step_have_its_windows_and_lanes():
     expected = ((1.0, 0, 2), (0.95, 0, 2), (0.9, 1, 1), (0.8, 1, 1), (0.3, 3, 1))
     levels = [level for level, _, _ in expected]
-    listed = guider_steps(
-        guidance=Guidance(scales=SCALES, steps=(6.0, 1.0)), windows=WINDOWS, levels=levels
-    )
+    listed = guider_steps(guidance=guided(steps=(6.0, 1.0)), windows=WINDOWS, levels=levels)
     for (level, step, sides), (_, names) in zip(expected, listed.calls.values(), strict=True):
         pieces = WINDOWS.at(step, 7)
         assert listed.windows(level).frames == pieces
         assert [name.frames for name in names] == [*pieces] * 2 * sides
-        assert {(name.side, name.sample) for name in names} == {
-            (side, n) for side in range(sides) for n in range(2)
-        }
+        lanes = {(side, sample) for side in range(sides) for sample in range(2)}
+        assert {(name.side, name.sample) for name in names} == lanes
     most = max(len(WINDOWS.at(step, 7)) for step in range(4))
     assert listed.computed_shape == (2 * most, 16, 3, 8, 6)
     assert guider_steps().windows(1.0) is None
     assert guider_steps().computed_shape == (2, 16, 7, 8, 6)
 
 
+CONTEXT = r"context_guidance is 1.5, which Wan Guider does not apply.* to 1 in"
+NO_STEP = "NAG acts in steps of guidance 1, and this run has none"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"guidance": Guidance(scales=SCALES, steps=(4.0,) * 5)},
-            "guidance_steps has 5 numbers for 4 steps",
-        ),
-        (
-            {"guidance": Guidance(scales=SCALES, context=1.5)},
-            r"context_guidance is 1.5, which Wan Guider does not apply.* to 1 in",
-        ),
-        (
-            {"guidance": Guidance(scales=SCALES, nag=Nag())},
-            "NAG acts in steps of guidance 1, and this run has none",
-        ),
+        ({"guidance": guided(steps=(4.0,) * 5)}, "guidance_steps has 5 numbers for 4 steps"),
+        ({"guidance": guided(context=1.5)}, CONTEXT),
+        ({"guidance": guided(nag=Nag())}, NO_STEP),
         ({"windows": ContextWindows(frames=8, overlap=0)}, "longer than the video"),
-        (
-            {"cache": MagCache(table=table(3), rule=SkipRule(threshold=1.0))},
-            "calibrated for 3 steps, this run has 4",
-        ),
-        (
-            {"cache": MagCache(table=table(), rule=SkipRule(threshold=1.0)), "windows": WINDOWS},
-            "shift in every step",
-        ),
+        ({"cache": mag_cache(3)}, "calibrated for 3 steps, this run has 4"),
+        ({"cache": mag_cache(), "windows": WINDOWS}, "shift in every step"),
         ({"boundary_ratio": 1.5}, r"boundary ratio 1\.5: give 0 to 1"),
     ],
 )
-def test_settings_that_do_not_fit_the_steps_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_settings_that_do_not_fit_the_steps_are_refused(changes, message):
     with pytest.raises(RequestError, match=message):
         guider_steps(**changes)
 
 
 @pytest.mark.parametrize("sigmas", [(0.5,), ()])
-def test_a_run_without_steps_refuses_nothing(sigmas: tuple[float, ...]) -> None:
+def test_run_without_steps_refuses_nothing(sigmas):
     """BasicScheduler returns such sigmas for a denoise of 0."""
-    assert (
-        guider_steps(
-            sigmas=sigmas, guidance=Guidance(scales=SCALES, nag=Nag()), windows=WINDOWS
-        ).steps
-        < 1
-    )
+    assert guider_steps(sigmas=sigmas, guidance=guided(nag=Nag()), windows=WINDOWS).steps < 1
 
 
-def test_magnitudes_need_one_call_for_each_step() -> None:
-    known = guider_steps(cache=MagCache(table=table(), rule=SkipRule(threshold=1.0)))
+def test_magnitudes_need_one_call_for_each_step():
+    known = guider_steps(cache=mag_cache())
     known.check_calls(SIGMAS[:-1], "euler")
     known.check_call(2, 0.6)
     for asked in (None, (1.0, 0.9, 0.9, 0.6), (1.0, 0.9, 0.6), (1.0, 0.8, 0.6, 0.3)):

@@ -13,28 +13,21 @@ from wanstream.host.comfy.adapter.prompt_values import PromptValues
 from wanstream.host.error_names import name_errors_of
 from wanstream.host.input_values import InputValueError, RefusedValue
 
+FILE = "wan22/high.sft"
+KINDS = {"noise": bool, "steps": int, "shift": float, "text": str}
+
 
 class Node(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="Node",
-            inputs=[
-                io.Int.Input("steps"),
-                io.Float.Input("shift"),
-                io.Boolean.Input("noise", optional=True),
-                io.Combo.Input("file", options=["wan22/high.sft"]),
-                io.String.Input("text"),
-                io.Latent.Input("latent"),
-            ],
-        )
+        numbers = [io.Int.Input("steps"), io.Float.Input("shift"), io.Boolean.Input("noise")]
+        words = [io.Combo.Input("file", options=[FILE]), io.String.Input("text")]
+        return io.Schema(node_id="Node", inputs=[*numbers, *words, io.Latent.Input("latent")])
 
 
 def checked(**inputs: Any) -> dict[str, Any]:
     request = {"prompt": {"1": {"class_type": "Node", "inputs": inputs}}, "client_id": "x"}
-    check = PromptValues(
-        [Node], lambda name, choices: "wan22/high.sft" if name == "link/high.sft" else name
-    )
+    check = PromptValues([Node], lambda name, _: FILE if name == "link/high.sft" else name)
     assert check(request) is request
     return inputs
 
@@ -45,52 +38,38 @@ REFUSED = [
     *(("shift", value) for value in (float("nan"), float("inf"), "nan", True)),
     *(("text", value) for value in (True, {"text": "a cat"}, {"__value__": False})),
 ]
-KEPT = [
-    ("noise", True),
-    ("noise", 0),
-    ("steps", 4.0),
-    ("steps", "4"),
-    ("shift", 3),
-    ("latent", ["2", 0]),
-    ("text", ""),
-]
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_a_refused_constant_has_no_value_but_a_reason(name: str, value: Any) -> None:
+def test_refused_constant_has_a_reason_instead_of_a_value(name, value):
     found = checked(**{name: value})[name]
-    convert = {"noise": bool, "steps": int, "shift": float, "text": str}[name]
     with pytest.raises(InputValueError, match=r"is not .*: write"):
-        convert(found)
-    assert json.loads(json.dumps(copy.deepcopy(found))) == f"{found}", (
-        "ComfyUI returns it in its message"
-    )
+        KINDS[name](found)
+    returned = json.loads(json.dumps(copy.deepcopy(found)))
+    assert returned == f"{found}", "ComfyUI returns it in its message"
 
 
-@pytest.mark.parametrize(("name", "value"), KEPT)
-def test_other_constants_stay(name: str, value: Any) -> None:
-    assert checked(**{name: value}) == {name: value}
-
-
-@pytest.mark.parametrize("name", ["wan22\\high.sft", "link/high.sft", "wan22/high.sft"])
-def test_a_name_becomes_the_listed_one(name: str) -> None:
-    assert checked(file=name) == {"file": "wan22/high.sft"}
-
-
-def test_no_text_is_a_missing_one() -> None:
-    assert checked(text=None) == {}
+def test_other_constants_stay_and_names_become_listed_ones():
+    for kept in (
+        {"noise": True, "steps": 4.0, "shift": 3, "text": "", "latent": ["2", 0]},
+        {"noise": 0, "steps": "4"},
+    ):
+        assert checked(**kept) == kept
+    for name in ("wan22\\high.sft", "link/high.sft", FILE):
+        assert checked(file=name) == {"file": FILE}
+    assert checked(text=None) == {}, "no text is a missing one"
 
 
 @pytest.mark.parametrize(
     "request_",
     [{}, {"prompt": None}, {"prompt": {"1": None, "2": {}, "3": {"class_type": [], "inputs": 3}}}],
 )
-def test_other_requests_pass(request_: dict[str, Any]) -> None:
+def test_other_requests_pass(request_):
     before = json.dumps(request_)
     assert json.dumps(PromptValues([Node], lambda name, choices: name)(request_)) == before
 
 
-def test_a_nodes_own_check_gets_no_refused_constant() -> None:
+def test_check_of_a_node_gets_no_refused_constant():
     class Checked:
         @classmethod
         def validate_inputs(cls, frames: int | None = None) -> bool:

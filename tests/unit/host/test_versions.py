@@ -7,6 +7,7 @@ import builtins
 import re
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,52 +40,36 @@ SHARED = {
 """Names in `versions.py` also used by us, or public."""
 
 PROBES = {"hasattr", "getattr", "setattr", "delattr"}
-INSPECTED = {
-    "signature",
-    "getclosurevars",
-    "getsource",
-    "getattr_static",
-    "getmembers",
-    "find_spec",
-    "import_module",
-}
+LOOKS = {"signature", "getclosurevars", "getsource", "getattr_static", "getmembers"}
+INSPECTED = {*LOOKS, "find_spec", "import_module"}
+FAILED_IMPORT = re.compile("ImportError|ModuleNotFoundError")
 VERSION = re.compile(r"\b0\.\d+\.\d+\b|ComfyUI 0\.\d+|comfyui_version")
 
 
 def _strings_and_attributes(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "versions":
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") != "versions":
             yield node, node.attr
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and node.value.isidentifier()
-        ):
+        elif isinstance(node, ast.Constant) and _is_identifier(node.value):
             yield node, node.value
+
+
+def _is_identifier(value: object) -> bool:
+    return isinstance(value, str) and value.isidentifier()
 
 
 def _known() -> set[str]:
     """Return names in Python and torch."""
-    kinds = [
-        str,
-        dict,
-        list,
-        tuple,
-        Path,
-        BaseException,
-        torch.Tensor,
-        torch.nn.Module,
-        torch.device,
-    ]
-    kinds += [builtins, uuid, torch, torch.nn]
+    kinds = [str, dict, list, tuple, Path, BaseException, builtins, uuid]
+    kinds += [torch, torch.nn, torch.Tensor, torch.nn.Module, torch.device]
     return {name for kind in kinds for name in dir(kind)}
 
 
+@cache
 def _private_names() -> set[str]:
     """Return the private names in `versions.py`."""
-    found = {
-        name for _, name in _strings_and_attributes(ast.parse(VERSIONS.read_text(encoding="utf-8")))
-    }
+    tree = ast.parse(VERSIONS.read_text(encoding="utf-8"))
+    found = {name for _, name in _strings_and_attributes(tree)}
     return found - _known() - SHARED - TORCH - INSPECTED
 
 
@@ -94,13 +79,11 @@ def _is_private(name: str) -> bool:
 
 def _own_names(tree: ast.AST) -> set[str]:
     """Return what a file defines: functions, classes, variables and attributes."""
-    found = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and _is_stored_in_self(node)
-    }
+    found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, ast.Attribute) and _is_stored_in_self(node):
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.AnnAssign | ast.Assign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -117,20 +100,13 @@ def _overridden(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(_is_of_comfy(base) for base in node.bases):
             for each in node.body:
-                if (
-                    isinstance(each, ast.FunctionDef)
-                    and _is_private(each.name)
-                    and _calls_super(each)
-                ):
+                is_method = isinstance(each, ast.FunctionDef) and _is_private(each.name)
+                if is_method and "super()" in ast.unparse(each):
                     yield each, f"overrides {each.name}"
 
 
 def _is_of_comfy(base: ast.expr) -> bool:
     return ast.unparse(base).startswith(("comfy", "versions.")) or "Patcher" in ast.unparse(base)
-
-
-def _calls_super(function: ast.FunctionDef) -> bool:
-    return "super()" in ast.unparse(function)
 
 
 def faults(source: str, private: set[str], *, in_comfy: bool = True) -> Iterator[tuple[int, str]]:
@@ -160,25 +136,23 @@ def _probes(tree: ast.AST) -> Iterator[tuple[int, str]]:
             if isinstance(probed, ast.Constant) and not str(probed.value).startswith("__"):
                 yield node.lineno, f"{ast.unparse(node)} looks for a name"
         elif isinstance(node, ast.Name | ast.Attribute | ast.alias):
-            name = (
-                getattr(node, "attr", None)
-                or getattr(node, "id", None)
-                or getattr(node, "name", "")
-            )
+            fields = {"Name": "id", "Attribute": "attr", "alias": "name"}
+            name = getattr(node, fields[type(node).__name__])
             if name in INSPECTED:
                 yield node.lineno, f"{name} looks at an object of ComfyUI"
-        elif isinstance(node, ast.ExceptHandler) and re.search(
-            "ImportError|ModuleNotFoundError", ast.dump(node)
-        ):
+        elif isinstance(node, ast.ExceptHandler) and FAILED_IMPORT.search(ast.dump(node)):
             yield node.lineno, "tries an import"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_other_file_touches_private_names_of_comfyui(path: Path) -> None:
-    found = faults(
-        path.read_text(encoding="utf-8"), _private_names(), in_comfy=path.is_relative_to(COMFY)
-    )
+def test_no_other_file_touches_private_names_of_comfyui(path):
+    source = path.read_text(encoding="utf-8")
+    in_comfy = path.is_relative_to(COMFY)
+    found = faults(source, _private_names(), in_comfy=in_comfy)
     assert [f"{path.name}:{line} {reason}" for line, reason in found] == []
+
+
+SUPER = "return super()._load_list()"
 
 
 @pytest.mark.parametrize(
@@ -189,9 +163,8 @@ def test_no_other_file_touches_private_names_of_comfyui(path: Path) -> None:
         'vars(layer)["comfy_patched_weights"] = True',
         "management.TOTAL_PINNED_MEMORY += 1",
         "patcher._load_list()",
-        "class A(comfy.model_patcher.ModelPatcher):\n    def load(self):\n        return "
-        "super()._load_list()",
-        "class A(StreamedPatcher):\n    def _load_list(self):\n        return super()._load_list()",
+        f"class A(comfy.model_patcher.ModelPatcher):\n    def load(self):\n        {SUPER}",
+        f"class A(StreamedPatcher):\n    def _load_list(self):\n        {SUPER}",
         "comfy.samplers._calc_cond_batch(1)",
         'hasattr(comfy.utils, "convert_old_quants")',
         'getattr(model, "new_name", None)',
@@ -205,12 +178,12 @@ def test_no_other_file_touches_private_names_of_comfyui(path: Path) -> None:
         'options["transformer_options"]',
     ],
 )
-def test_a_line_that_touches_one_is_found(line: str) -> None:
+def test_line_with_a_private_name_is_found(line):
     assert [*faults(line, _private_names())]
 
 
 @pytest.mark.parametrize(
     "line", ["self._count = 1\nself._count", "versions.is_dynamic(model)", "layer._parameters"]
 )
-def test_own_names_and_public_ones_are_allowed(line: str) -> None:
+def test_own_and_public_names_are_allowed(line):
     assert [*faults(line, _private_names())] == []

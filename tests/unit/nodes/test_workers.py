@@ -1,127 +1,211 @@
-"""Workers node: widgets, and refusals before anything runs."""
+"""Workers node: widgets, refusals before anything runs, and samplers behind one worker.
+
+Two workers behind Ray: `tests/test_workflows.py` and `tests/integration/comfy/test_workers.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from wanstream.host.embedded.events import NodeProgress
+from wanstream.host.embedded.run import NodeFailedError
+from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
+from wanstream.host.run_events import NOTICES_EVENT
 from wanstream.host.workers.clusters import VARIABLE
+from wanstream.nodes.runs import run_experts
 from wanstream.nodes.workers import check_known, workers_inputs, workers_ref
-from wanstream.schema import Mesh
+from wanstream.schema import Cancelled, Mesh
+from wanstream.schema.records import Timeline
 from wanstream.schema.refs import PathMap, WorkersRef
+from wanstream.tests.support.host.embedded import embedded_host
+from wanstream.tests.support.host.shipped import Workflow, latent, shipped
 
 AS_IT_IS = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
-
-
-def test_as_it_is_it_names_two_workers_that_the_planner_lays_out() -> None:
-    assert workers_ref(gpus=None, **AS_IT_IS) == WorkersRef(count=2)
-
-
-@pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write a cluster list with an entry `lab`."""
-    entry = {
-        "address": "10.0.0.7:6379",
-        "token_file": "/token",
-        "remote_machines": True,
-        "path_map": ["/a -> /b"],
-    }
-    (tmp_path / "clusters.json").write_text(json.dumps({"lab": entry}))
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "clusters.json"))
-
-
-def test_every_setting_reaches_the_value(lab: None) -> None:
-    set_below = {"layout": "manual", "count": 8, "data": 2, "cfg": 2, "ulysses": 2}
-    place = {"cluster": "lab", "weights": "sharded"}
-    life = {"threads": 3, "max_restarts": 0, "timeout_s": 60.0}
-    assert workers_ref(gpus=1, **{**AS_IT_IS, **set_below, **place, **life}) == WorkersRef(
-        count=8,
-        mesh=Mesh(data=2, cfg=2, ulysses=2),
-        address="10.0.0.7:6379",
-        token_file="/token",
-        weights="sharded",
-        paths=(PathMap(here="/a", there="/b"),),
-        threads=3,
-        beyond_loopback=True,
-        max_restarts=0,
-        timeout_s=60.0,
-    )
-
-
-def test_degrees_are_read_with_their_layout_only() -> None:
-    """Degrees from an earlier manual layout may stay on the node while the planner chooses."""
-    ref = workers_ref(gpus=None, **{**AS_IT_IS, "layout": "throughput", "ulysses": 7})
-    assert ref == WorkersRef(count=2, goal="throughput")
-
-
-@pytest.mark.parametrize(
-    ("settings", "gpus", "said"),
-    [
-        ({"count": 3}, 2, "3 workers, but 2 GPUs here"),
-        ({"layout": "manual", "cfg": 2, "data": 2}, None, "= 4, and there are 2 workers"),
-        (
-            {"layout": "manual", "ulysses": 3, "count": 3},
-            None,
-            "ulysses 3 does not divide the 40 attention heads",
-        ),
-        ({"layout": "manual", "cfg": 3, "count": 3}, None, "cfg is 3"),
-        ({"layout": "diagonal"}, None, "choose one of latency, throughput, manual"),
-        (
-            {"cluster": "next door"},
-            None,
-            "the cluster is 'next door', and there are local, in-process, lab",
-        ),
-        ({"cluster": "10.0.0.7:6379"}, None, "the cluster is '10.0.0.7:6379', and there are"),
-        (
-            {"cluster": {"address": "10.0.0.7:6379"}},
-            None,
-            "the cluster is {'address': '10.0.0.7:6379'}, and there are",
-        ),
-        ({"cluster": 7}, None, "the cluster is 7, and there are"),
-        ({"cluster": "in-process"}, None, "2 workers in this process"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_the_run_and_in_it(
-    lab: None, settings: dict[str, Any], gpus: int | None, said: str
-) -> None:
-    given = {
-        name: value for name, value in {**AS_IT_IS, **settings}.items() if name not in NOT_ASKED
-    }
-    with pytest.raises(ValueError, match=re.escape(said)) as refused:
-        check_known(gpus=gpus, **given)
-    with pytest.raises(ValueError, match=re.escape(str(refused.value))):
-        workers_ref(gpus=gpus, **{**AS_IT_IS, **settings})
-
-
 NOT_ASKED = ("weights", "threads", "max_restarts", "timeout_s")
 
 
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a cluster list with an entry `lab`, where no worker answers, and return its token."""
+    file = tmp_path / "clusters.json"
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    entry = {"address": "127.0.0.1:1", "token_file": str(token), "remote_machines": True}
+    file.write_text(json.dumps({"lab": {**entry, "path_map": ["/a -> /b"]}}))
+    monkeypatch.setenv(VARIABLE, str(file))
+    return token
+
+
+def test_every_setting_reaches_the_value(lab):
+    assert workers_ref(gpus=None, **AS_IT_IS) == WorkersRef(count=2)
+    degrees = {"data": 2, "cfg": 2, "ulysses": 2}
+    life = {"threads": 3, "max_restarts": 0, "timeout_s": 60.0, "weights": "sharded"}
+    given = {**AS_IT_IS, "layout": "manual", "count": 8, "cluster": "lab", **degrees, **life}
+    place = {"address": "127.0.0.1:1", "token_file": str(lab), "beyond_loopback": True}
+    paths = (PathMap(here="/a", there="/b"),)
+    expected = WorkersRef(count=8, mesh=Mesh(**degrees), paths=paths, **place, **life)
+    assert workers_ref(gpus=1, **given) == expected
+    # Degrees from an earlier manual layout may stay on the node while the planner chooses.
+    ref = workers_ref(gpus=None, **{**AS_IT_IS, "layout": "throughput", "ulysses": 7})
+    assert ref == WorkersRef(count=2, goal="throughput")
+    assert not {"address", "beyond_loopback", "path_map", "token", "token_file"} & AS_IT_IS.keys()
+
+
+THERE = "and there are local, in-process, lab"
+BY_HAND = {"layout": "manual", "count": 3}
+IMPOSSIBLE: list[tuple[dict[str, Any], int | None, str]] = [
+    ({"count": 3}, 2, "3 workers, but 2 GPUs here"),
+    ({"layout": "manual", "cfg": 2, "data": 2}, None, "= 4, and there are 2 workers"),
+    ({**BY_HAND, "ulysses": 3}, None, "ulysses 3 does not divide the 40 attention heads"),
+    ({**BY_HAND, "cfg": 3}, None, "cfg is 3"),
+    ({"layout": "diagonal"}, None, "choose one of latency, throughput, manual"),
+    ({"cluster": "10.0.0.7:6379"}, None, f"the cluster is '10.0.0.7:6379', {THERE}"),
+    ({"cluster": {"address": "a"}}, None, f"the cluster is {{'address': 'a'}}, {THERE}"),
+    ({"cluster": 7}, None, f"the cluster is 7, {THERE}"),
+    ({"cluster": "in-process"}, None, "2 workers in this process"),
+]
+
+
+@pytest.mark.usefixtures("lab")
+@pytest.mark.parametrize(("settings", "gpus", "said"), IMPOSSIBLE)
+def test_impossible_workers_are_refused_before_the_run_and_in_it(settings, gpus, said):
+    given = {**AS_IT_IS, **settings}
+    known = {name: value for name, value in given.items() if name not in NOT_ASKED}
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        check_known(gpus=gpus, **known)
+    with pytest.raises(ValueError, match=re.escape(str(refused.value))):
+        workers_ref(gpus=gpus, **given)
+
+
 @pytest.mark.parametrize("linked", ["count", "layout", "cluster", "ulysses"])
-def test_a_setting_that_another_node_gives_is_judged_when_it_is_known(linked: str) -> None:
+def test_linked_setting_is_checked_when_it_is_known(linked):
     """A linked value is None here, and each one alone could make the rest valid."""
-    degrees = {
-        "layout": "manual",
-        "data": 1,
-        "stage": 1,
-        "cfg": 1,
-        "ring": 1,
-        "ulysses": 3,
-        "count": 3,
-    }
+    ones = dict.fromkeys(("data", "stage", "cfg", "ring"), 1)
     many = {"cluster": "local", "count": 3}
-    given = many if linked == "cluster" else degrees
+    given = many if linked == "cluster" else {**BY_HAND, **ones, "ulysses": 3}
     with pytest.raises(ValueError, match=r"GPUs here|divide"):
         check_known(gpus=2, **{**many, **given})
     check_known(gpus=None if linked != "cluster" else 2, **{**given, linked: None})
+    check_known(gpus=2, count="many", ulysses=[])  # the host refuses what is no number
 
 
-def test_what_is_no_number_is_left_to_the_host() -> None:
-    check_known(gpus=2, count="many", ulysses=[])
+HERE = {"count": 1, "cluster": "in-process"}
+ONLY = {"only": ["sampler"]}
 
 
-def test_no_input_of_the_node_is_an_address_a_path_or_leave() -> None:
-    assert not {"address", "beyond_loopback", "path_map", "token", "token_file"} & AS_IT_IS.keys()
+def workflow(workers: Mapping[str, Any] | None = HERE, **sampler: Any) -> Workflow:
+    """The shipped workflow; with None, without workers."""
+    nodes = shipped("workers", sampler=sampler, workers=dict(workers or {}))
+    if workers is None:
+        for name in ("sampler", "frames"):
+            nodes[name]["inputs"].pop("workers", None)
+        del nodes["workers"]
+    return nodes
+
+
+@pytest.mark.slow  # runs whole workflows
+def test_worker_computes_what_this_process_does(run):
+    seeds = (5, 6, 5)
+    alone = {seed: latent(run(workflow(None, seed=seed), **ONLY)) for seed in seeds}
+    assert not torch.equal(alone[5], alone[6])
+    for seed in seeds:
+        history = run(workflow(seed=seed), **ONLY)
+        assert torch.equal(latent(history), alone[seed])
+    ref = history.results["sampler"][1].experts
+    assert embedded_host.models.experts(ref).loaded_bytes == 0, "only workers hold experts"
+    found = []
+    for nodes in (workflow(None, seed=5), workflow(seed=5)):
+        experts = nodes["experts"]["inputs"]
+        for name in ("high_noise", "low_noise"):
+            experts[name] = experts[name].replace("fp8_scaled", "fp16")
+        found.append(latent(run(nodes, **ONLY)))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], alone[5])
+
+
+def test_run_is_announced_with_each_workers_timeline(run, monkeypatch):
+    monkeypatch.setattr(
+        run_experts, "wire_notes", lambda shared, driver: (f"{driver.mesh}: {shared.videos} apart",)
+    )
+    events = list[tuple[str, Mapping[str, Any]]]()
+    progress = list[NodeProgress]()
+    history = run(
+        workflow(),
+        on_event=lambda *event: events.append(event),
+        on_progress=progress.append,
+        **ONLY,
+    )
+    assert history.results["sampler"][1].workers == WorkersRef(count=1, address="in-process")
+    names = [event for event, _ in events if event != NOTICES_EVENT]
+    assert names == ["wanstream.begin", *["wanstream.step"] * 4, "wanstream.end"]
+    end = events[-1][1]
+    assert end["ranks"].keys() == {"0"}
+    assert len(Timeline.from_dict(end["ranks"]["0"]).steps) == 4
+    assert history.outputs["sampler"]["wanstream_timeline"] == [end["timeline"]]
+    assert "one worker: 1 apart" in history.outputs["sampler"]["text"]
+    done = [each.done for each in progress if (each.node_id, each.total) == ("sampler", 4)]
+    assert done == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def states(output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of states, which every step writes."""
+    interval = "wanstream.distributed.driver.driver.handover_interval_s"
+    monkeypatch.setattr(interval, lambda nbytes, groups: 0.0)
+    return output / ".wanstream-states"
+
+
+@pytest.mark.slow  # runs whole workflows
+def test_run_whose_process_ended_is_continued(run, states):
+    expected = latent(run(workflow(None), **ONLY))
+    progress: list[NodeProgress] = []
+
+    def end_after_two_steps(each: NodeProgress) -> None:
+        if (each.node_id, each.done, each.total) == ("sampler", 2, 4):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(workflow(), on_progress=end_after_two_steps, **ONLY)
+    assert len(list(states.iterdir())) == 1
+    history = run(workflow(), on_progress=progress.append, **ONLY)
+    assert torch.equal(latent(history), expected)
+    done = [each.done for each in progress if (each.node_id, each.total) == ("sampler", 4)]
+    assert done == [3, 4]
+    text = json.dumps(history.outputs["sampler"]["text"])
+    assert "continued from step 2 of an interrupted run" in text
+    assert not states.exists()
+
+
+@pytest.mark.parametrize("error", [Cancelled, ValueError])
+def test_cancel_by_the_progress_bar_removes_the_states(error, run, states):
+    def raise_after_two_steps(each: NodeProgress) -> None:
+        if (each.node_id, each.done, each.total) == ("sampler", 2, 4):
+            raise error("raised by the bar")
+
+    raised = Cancelled if error is Cancelled else NodeFailedError
+    with pytest.raises(raised, match="raised by the bar"):
+        run(workflow(), on_progress=raise_after_two_steps, **ONLY)
+    assert states.exists() == (error is ValueError)
+
+
+@pytest.mark.usefixtures("lab")
+def test_unsuitable_layout_is_refused_before_workers_start(run):
+    """Guidance and heads are unknown before the run."""
+    with pytest.raises(InvalidWorkflowError) as refused:
+        run(workflow({"layout": "diagonal"}))
+    (error,) = refused.value.verdict.node_errors["workers"]["errors"]
+    assert error["type"] == "exception_during_inner_validation"
+    assert "the layout is 'diagonal'" in error["details"]
+    nowhere = {"count": 2, "layout": "manual", "cluster": "lab"}
+    with pytest.raises(NodeFailedError, match="guidance is 1 under every expert"):
+        run(workflow({**nowhere, "cfg": 2}, guidance_high=1.0, guidance_low=1.0))
+    with pytest.raises(NodeFailedError, match="ulysses 4 does not divide 2 heads"):
+        run(workflow({**nowhere, "count": 4, "ulysses": 4}))

@@ -1,10 +1,12 @@
-"""Runs in every number format, bit-equal to plain models with the decoded weights."""
+"""Runs in every number format and kernel set.
+
+They are bit-equal to plain models with the decoded weights, wherever a block lives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,125 +15,109 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from wanstream.block_kernels import Kernels, multiplications, replace_linears
+from wanstream.block_kernels import Kernels, math_choice, multiplications, replace_linears
 from wanstream.offload import Sharded
 from wanstream.offload.formats import EightBit
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import tensor_views
-from wanstream.sampling import denoise, lane_names, run_shape, working_bytes
+from wanstream.sampling import lane_names, run_shape, working_bytes
 from wanstream.sampling.cache import Stage
 from wanstream.sampling.steps import Side
 from wanstream.schema import OffloadPolicy
-from wanstream.schema.refs import Storage
+from wanstream.schema.refs import KernelSet, Storage
 from wanstream.testing.experts import make_lora, save_expert_file, save_lora
-from wanstream.testing.quantised import TypeOf, q4_k_m, save_expert_gguf
-from wanstream.tests.support.number_formats import ENCODERS, MixedLayout, mixture
-from wanstream.tests.support.offload_fixtures import ThreadGroup
-from wanstream.tests.support.quantised_files import Fp8Layout, dequantised, in_dtype, matrices
+from wanstream.tests.support.offload.fixtures import ThreadGroup
+from wanstream.tests.support.sampling.runs import CPU, LAYERWISE, Models, latents_of, run
+from wanstream.tests.support.wan.number_formats import ENCODERS, MixedLayout, mixture
+from wanstream.tests.support.wan.quantised_files import Fp8Layout, dequantised, in_dtype
 from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.open import open_expert
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.experts.storage import Precision, block_source, multiplied_layers
-from wanstream.wan.lora.file import open_lora
+from wanstream.wan.lora.file import LoraFile, open_lora
 
-pytestmark = pytest.mark.usefixtures("exact_blocks")
-
-LAYERWISE = OffloadPolicy.layerwise(1)
+PINNED = OffloadPolicy.layerwise(1, source="pinned")
 POLICIES = {
     "one buffer": OffloadPolicy.layerwise(0),
     "layerwise": LAYERWISE,
     "block swap": OffloadPolicy.block_swap(1, source="pinned"),
     "resident": OffloadPolicy.resident(),
 }
-
-
-@pytest.mark.slow  # several loop runs
-@pytest.mark.parametrize("policy", [LAYERWISE, OffloadPolicy.resident(source="pinned")], ids=str)
-@pytest.mark.parametrize("types", [q4_k_m, matrices("Q8_0")], ids=["Q4_K_M", "Q8_0"])
-def test_a_run_of_gguf_is_the_textbook_loop_to_the_bit(
-    types: TypeOf,
-    policy: OffloadPolicy,
-    make_tiny_expert: Callable[..., Any],
-    plain_denoise: Any,
-    make_request: Any,
-    tmp_path: Path,
-) -> None:
-    files = {name: tmp_path / f"{name}.gguf" for name in ("high", "low")}
-    models = {
-        name: save_expert_gguf(make_tiny_expert(seed=seed), file, types=types, seed=seed)
-        for seed, (name, file) in enumerate(files.items())
-    }
-    request = make_request()
-    with open_experts(*files.values(), compute_dtype=torch.float32) as pair:
-        latents = denoise(pair, request, policy=policy, device="cpu").latents
-    assert torch.equal(latents, plain_denoise(models, request))
-
-
 SHORT = {"steps": 3, "switch_step": 1}
 """Request settings with one high-noise step and two low-noise steps."""
-
+SHAPE_RUN = {
+    "lanes": {0: (Stage("high"), lane_names(1, (Side.POSITIVE,)))},
+    "sides": {"high": (0,), "low": (0,)},
+}
 LAYOUTS: dict[str, MixedLayout | Fp8Layout] = {
     **{name: MixedLayout(format_of=lambda _, name=name: name) for name in ENCODERS},
     "mixed": MixedLayout(format_of=mixture),
     "fp8_scaled": Fp8Layout(),
     "fp8_e5m2": Fp8Layout(kind="comfy_quant", dtype=torch.float8_e5m2),
 }
+exact = pytest.mark.usefixtures("exact_blocks")
+
+Files = Mapping[str, Path]
+Save = Callable[..., tuple[Files, Models]]
 
 
-@pytest.mark.parametrize(("layout", "policy"), [*zip(LAYOUTS, cycle(POLICIES), strict=False)])
-def test_a_run_of_marked_layers_is_the_textbook_loop_to_the_bit(
-    layout: str,
-    policy: str,
-    make_tiny_expert: Callable[..., Any],
-    plain_denoise: Any,
-    make_request: Any,
-    tmp_path: Path,
-) -> None:
-    files, models = save_pair(tmp_path, make_tiny_expert, LAYOUTS[layout])
+@pytest.fixture
+def save_pair(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> Save:
+    """`save_pair(layout, dtype)`: the files of both experts, and models with the same values."""
+
+    def save(
+        layout: MixedLayout | Fp8Layout | None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Files, Models]:
+        files = {}
+        models = {}
+        values = layout.dtype if isinstance(layout, Fp8Layout) else layout
+        for seed, name in enumerate(("high", "low")):
+            model = make_tiny_expert(seed=seed, layers=2)
+            files[name] = tmp_path / f"{name}.st"
+            save_expert_file(model, files[name], dtype=dtype, quantised=layout)
+            models[name] = (
+                in_dtype(model, dtype).float()
+                if layout is None
+                else dequantised(model, dtype=dtype, fp8=values)
+            )
+        return files, models
+
+    return save
+
+
+@pytest.fixture
+def save_factors(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> Callable[..., LoraFile]:
+    """`save_factors(**shape)`: a LoRA for these experts."""
+
+    def save(**shape: int) -> LoraFile:
+        path = tmp_path / f"lora {shape}"
+        lora = make_lora(make_tiny_expert(layers=2), seed=3, **shape)
+        save_lora(lora, path, dtype=torch.float32)
+        return open_lora(path)
+
+    return save
+
+
+def opened(files: Files, **how: Any) -> ExpertPair:
+    return open_experts(*files.values(), **{"compute_dtype": torch.float32, **how})
+
+
+@exact
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [("mixed", "block swap"), ("nvfp4 LightX2V", "one buffer"), ("fp8_e5m2", "layerwise")],
+)
+def test_marked_layers_are_the_textbook_loop_to_the_bit(
+    layout, policy, save_pair, plain_denoise, make_request
+):
+    files, models = save_pair(LAYOUTS[layout])
     request = make_request(**SHORT)
-    with open_experts(*files.values(), compute_dtype=torch.float32) as pair:
-        latents = denoise(pair, request, policy=POLICIES[policy], device="cpu").latents
+    with opened(files) as pair:
+        latents = latents_of(pair, request, POLICIES[policy])
     assert torch.equal(latents, plain_denoise(models, request))
 
 
-@pytest.mark.slow  # several loop runs
-@pytest.mark.parametrize("storage", ["as stored", "fp8"])
-def test_mixed_blocks_have_one_result_whatever_keeps_them(
-    storage: Storage, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
-) -> None:
-    """With fp8 storage, only the unquantised matrix in the file changes."""
-    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["mixed"])
-    request, every = make_request(**SHORT), []
-    for policy in POLICIES.values():
-        with open_experts(*files.values(), compute_dtype=torch.float32, storage=storage) as pair:
-            every.append(denoise(pair, request, policy=policy, device="cpu").latents)
-    assert all(torch.equal(latents, every[0]) for latents in every)
-
-
-def save_pair(
-    folder: Path,
-    make_tiny_expert: Callable[..., Any],
-    layout: MixedLayout | Fp8Layout | None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Mapping[str, Path], Mapping[str, Any]]:
-    """Write both experts, and return the files and models with the same values."""
-    files, models = {}, {}
-    for seed, name in enumerate(("high", "low")):
-        model = make_tiny_expert(seed=seed, layers=2)
-        files[name] = folder / f"{name}.safetensors"
-        save_expert_file(model, files[name], dtype=dtype, quantised=layout)
-        values = layout.dtype if isinstance(layout, Fp8Layout) else layout
-        models[name] = (
-            in_dtype(model, dtype).float()
-            if layout is None
-            else dequantised(model, dtype=dtype, fp8=values)
-        )
-    return files, models
-
-
-def plain_models(
-    files: Mapping[str, Path], models: Mapping[str, Any], storage: Storage = "as stored"
-) -> Mapping[str, Any]:
+def with_codes(files: Files, models: Models, storage: Storage) -> Models:
     """Replace layers in plain models by layers that multiply codes.
 
     Their bytes come from whole block reads.
@@ -143,280 +129,259 @@ def plain_models(
     assert layers
     for name, packings in layers.items():
         replaced = replace_linears(models[name].blocks, packings)
-        multiplications(["int8", "fp8"], torch.device("cpu"), torch.float32).prepare(replaced)
+        multiplications(["int8", "fp8"], CPU, torch.float32).prepare(replaced)
     for key, fmt in source.formats.items():
-        stored, block = (
-            torch.empty(layout.nbytes, dtype=torch.uint8) for layout in (fmt.stored, fmt.computed)
-        )
+        sizes = (fmt.stored.nbytes, fmt.computed.nbytes)
+        stored, block = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes)
         source.read_block(key, stored)
         decode_block(stored, block, fmt, source.scales(key))
-        linears = models[key.expert].blocks[key.block]
-        for tensor, view in zip(
-            fmt.computed.tensors, tensor_views(block, fmt.computed).values(), strict=True
-        ):
-            layer = linears.get_submodule(tensor.name.removesuffix(".weight"))
+        views = tensor_views(block, fmt.computed).values()
+        for tensor, weight in zip(fmt.computed.tensors, views, strict=True):
+            name = tensor.name.removesuffix(".weight")
+            layer = models[key.expert].blocks[key.block].get_submodule(name)
             if isinstance(tensor.packing, EightBit):
-                weight, scale = tensor.packing.split(view, tensor.shape)
+                weight, scale = tensor.packing.split(weight, tensor.shape)
                 layer.weight_scale = scale.clone()
-            else:
-                weight = view
             layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
     source.close()
     return models
 
 
 CODES: Mapping[str, tuple[Any, Storage]] = {
-    **{
-        name: (LAYOUTS[name], "as stored")
-        for name in ("int8", "int8 rows", "int8 ConvRot", "mixed")
-    },
+    "mixed": (LAYOUTS["mixed"], "as stored"),
     "fp8_scaled": (Fp8Layout(), "as stored"),
     "fp8, a plain cast": (None, "as stored"),
     "fp8 in RAM": (None, "fp8"),
     "int8 ConvRot in RAM": (None, "int8 ConvRot"),
-    "int8 ConvRot of fp8_scaled": (Fp8Layout(), "int8 ConvRot"),
     "int8 ConvRot, others mixed": (LAYOUTS["mixed"], "int8 ConvRot"),
 }
 """File layout and storage."""
+DECODED = ("mixed", "fp8, a plain cast", "int8 ConvRot, others mixed")
+"""Codes next to matrices that are decoded."""
 
 
+@exact
 @pytest.mark.parametrize(
     ("name", "policy"),
-    # Only "block swap" keeps blocks in RAM.
     [
-        (name, "block swap" if name.endswith("in RAM") else policy)
-        for name, policy in zip(CODES, cycle(POLICIES), strict=False)
+        ("mixed", "one buffer"),
+        ("fp8_scaled", "layerwise"),
+        ("fp8, a plain cast", "resident"),
+        ("fp8 in RAM", "block swap"),  # keeps blocks in RAM
+        ("int8 ConvRot, others mixed", "layerwise"),
     ],
 )
-def test_a_run_of_codes_is_the_textbook_loop_with_such_layers_to_the_bit(
-    name: str,
-    policy: str,
-    make_tiny_expert: Callable[..., Any],
-    plain_denoise: Any,
-    make_request: Any,
-    tmp_path: Path,
-) -> None:
+def test_codes_are_the_textbook_loop_with_such_layers(
+    name, policy, save_pair, plain_denoise, make_request
+):
     layout, storage = CODES[name]
-    cast = torch.float8_e4m3fn if "cast" in name else torch.float32
-    files, models = save_pair(tmp_path, make_tiny_expert, layout, dtype=cast)
+    files, models = save_pair(layout, torch.float8_e4m3fn if "cast" in name else torch.float32)
     request = make_request(**SHORT)
-    with open_experts(
-        *files.values(), compute_dtype=torch.float32, arithmetic="as stored", storage=storage
-    ) as pair:
-        latents = denoise(pair, request, policy=POLICIES[policy], device="cpu").latents
-        assert (pair.block_bytes.decoded > 0) == (
-            name in ("int8", "mixed", "fp8, a plain cast", "int8 ConvRot, others mixed")
-        )
-    assert torch.equal(latents, plain_denoise(plain_models(files, models, storage), request))
+    with opened(files, arithmetic="as stored", storage=storage) as pair:
+        latents = latents_of(pair, request, POLICIES[policy])
+        assert (pair.block_bytes.decoded > 0) == (name in DECODED)
+    assert torch.equal(latents, plain_denoise(with_codes(files, models, storage), request))
 
 
 @pytest.mark.slow  # several loop runs
+@exact
 @pytest.mark.parametrize("layout", [LAYOUTS["int8 ConvRot"], Fp8Layout()], ids=["int8", "fp8"])
-def test_blocks_of_codes_have_one_graph(
-    layout: Any, make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
-) -> None:
+def test_blocks_of_codes_have_one_graph(layout, save_pair, save_factors, make_request):
     """Two experts, LoRAs with two ranks, and none."""
-    files, _ = save_pair(tmp_path, make_tiny_expert, layout)
-    stacks: list[Any] = [[]]
-    for rank in (2, 5):
-        file = tmp_path / f"lora {rank}.safetensors"
-        save_lora(
-            make_lora(make_tiny_expert(layers=2), seed=3, rank=rank), file, dtype=torch.float32
-        )
-        stacks += [[(open_lora(file), strength)] for strength in (1.0, 0.5)]
+    files = save_pair(layout)[0]
     request = make_request(**SHORT)
+    loras = [save_factors(rank=rank) for rank in (2, 5)]
+    stacks = [[(lora, strength)] for lora in loras for strength in (1.0, 0.5)]
     torch._dynamo.reset()
     counters.clear()
-    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
-        for stack in (*stacks, []):
+    with opened(files, arithmetic="as stored") as pair:
+        for stack in ([], *stacks, []):
             pair.set_loras(stack, stack)
             pair.kernels = Kernels()
-            plain = denoise(pair, request, policy=LAYERWISE, device="cpu").latents
+            plain = latents_of(pair, request)
             pair.kernels = Kernels(compiler="aot_eager")
-            assert torch.equal(
-                denoise(pair, request, policy=LAYERWISE, device="cpu").latents, plain
-            )
+            assert torch.equal(latents_of(pair, request), plain)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "name", ["int8 ConvRot", "fp8_scaled", "int8 ConvRot in RAM", "fp8 in RAM"]
-)
-def test_codes_halve_the_buffers(
-    name: str, make_tiny_expert: Callable[..., Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["fp8_scaled", "int8 ConvRot in RAM"])
+def test_codes_halve_the_buffers(name, save_pair):
     layout, storage = CODES[name]
-    files, _ = save_pair(tmp_path, make_tiny_expert, layout)
-    decoded, int8 = (
-        open_experts(
-            *files.values(), compute_dtype=torch.bfloat16, arithmetic=each, storage=storage
-        )
-        for each in ("decoded", "as stored")
-    )
-    assert 0.5 < int8.block_bytes.computed / decoded.block_bytes.computed < 0.51
-    assert int8.block_bytes.computed == int8.block_bytes.stored
-    # Decoding keeps an fp8_scaled matrix's only scale outside the block.
-    assert 0 <= int8.block_bytes.stored - decoded.block_bytes.stored <= 10 * 256
-    assert decoded.block_bytes.decoded
-    assert not int8.block_bytes.decoded
-    half = decoded.block_bytes.computed - int8.block_bytes.computed
-    assert (
-        decoded.device_bytes(LAYERWISE, device="cpu") - int8.device_bytes(LAYERWISE, device="cpu")
-        == 2 * half
-    )
+    how = {"compute_dtype": torch.bfloat16, "storage": storage}
+    files = save_pair(layout)[0]
     shape = (1, 16, 5, 40, 56)
-    run, usual = (
-        run_shape(
-            pair,
-            shape,
-            torch.device("cpu"),
-            lanes={0: (Stage("high"), lane_names(1, (Side.POSITIVE,)))},
-            sides={"high": (0,), "low": (0,)},
-        )
-        for pair in (int8, decoded)
-    )
-    assert (run.kernels.linear_format, usual.kernels.linear_format, run.compute_dtype) == (
-        "fp8" if "fp8" in name else "int8",
-        "",
-        "bfloat16",
-    )
+    decoded, codes = (opened(files, **how, arithmetic=each) for each in ("decoded", "as stored"))
+    small = codes.block_bytes
+    large = decoded.block_bytes
+    assert 0.5 < small.computed / large.computed < 0.51
+    assert small.computed == small.stored
+    # Decoding keeps an fp8_scaled matrix's only scale outside the block.
+    assert 0 <= small.stored - large.stored <= 10 * 256
+    assert large.decoded
+    assert not small.decoded
+    on_device = [pair.device_bytes(LAYERWISE, device="cpu") for pair in (decoded, codes)]
+    assert on_device[0] - on_device[1] == 2 * (large.computed - small.computed)
+    planned, usual = (run_shape(pair, shape, CPU, **SHAPE_RUN) for pair in (codes, decoded))
+    assert planned.kernels.linear_format == ("fp8" if "fp8" in name else "int8")
+    assert (usual.kernels.linear_format, planned.compute_dtype) == ("", "bfloat16")
     # Three fp32 copies of a feed-forward layer's inner state take more than a norm.
-    assert working_bytes(int8, shape, sides=(0,)) > working_bytes(decoded, shape, sides=(0,))
+    assert working_bytes(codes, shape, sides=(0,)) > working_bytes(decoded, shape, sides=(0,))
 
 
 @pytest.mark.slow  # several loop runs
-def test_a_step_in_int8_moves_half_the_bytes(
-    make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
-) -> None:
-    int8, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
-    bf16 = [tmp_path / f"{name} bf16.safetensors" for name in ("high", "low")]
-    for file in bf16:
-        save_expert_file(make_tiny_expert(layers=2), file, dtype=torch.bfloat16)
-    moved = []
-    for files in (bf16, int8.values()):
-        with open_experts(*files, compute_dtype=torch.bfloat16, arithmetic="as stored") as pair:
-            steps = denoise(
-                pair, make_request(), policy=OffloadPolicy.layerwise(0), device="cpu"
-            ).timeline.steps
-        moved.append([step.bytes_moved for step in steps])
-        assert moved[-1] == [2 * pair.block_bytes.stored] * len(steps)
-    assert all(0.5 < after / before < 0.51 for before, after in zip(*moved, strict=True))
-
-
-@pytest.mark.slow  # several loop runs
+@exact
 @pytest.mark.parametrize(
     ("layout", "noise"),
     [(LAYOUTS["int8 ConvRot"], 0.2), (LAYOUTS["mixed"], 0.2), (Fp8Layout(), 0.4)],
     ids=["int8", "mixed", "fp8"],
 )
-def test_a_lora_beside_codes(
-    layout: Any,
-    noise: float,
-    make_tiny_expert: Callable[..., Any],
-    make_request: Any,
-    tmp_path: Path,
-) -> None:
-    files, _ = save_pair(tmp_path, make_tiny_expert, layout)
-    save_lora(
-        make_lora(make_tiny_expert(layers=2), seed=3),
-        tmp_path / "lora.safetensors",
-        dtype=torch.float32,
-    )
-    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request(**SHORT)
+def test_a_lora_beside_codes(layout, noise, save_pair, save_factors, make_request):
+    files = save_pair(layout)[0]
+    lora = save_factors()
+    request = make_request(**SHORT)
 
-    def runs(pair: ExpertPair, policy: OffloadPolicy) -> list[torch.Tensor]:
+    def runs(policy: OffloadPolicy = LAYERWISE, **how: str) -> list[torch.Tensor]:
         every = []
-        for strength in (0.0, 1.0, 0.3, 1.0, 0.0):
-            pair.set_loras([(lora, strength)], [(lora, -strength)])
-            every.append(denoise(pair, request, policy=policy, device="cpu").latents)
+        with opened(files, **how) as pair:
+            for strength in (0.0, 1.0, 0.3, 1.0, 0.0):
+                pair.set_loras([(lora, strength)], [(lora, -strength)])
+                every.append(latents_of(pair, request, policy))
         return every
 
-    with open_experts(*files.values(), compute_dtype=torch.float32) as pair:
-        decoded = runs(pair, LAYERWISE)
-    found = []
-    for policy in POLICIES.values():
-        with open_experts(
-            *files.values(), compute_dtype=torch.float32, arithmetic="as stored"
-        ) as pair:
-            found.append(runs(pair, policy))
+    decoded = runs()
+    found = [runs(policy, arithmetic="as stored") for policy in POLICIES.values()]
     for every in found:
-        for one, first in zip(every, found[0], strict=True):
-            assert torch.equal(one, first)
-    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
-        pair.set_loras([(lora, 1.0), (lora, 0.5)], [(lora, 1.0)])
-        predicted = pair.device_bytes(LAYERWISE, device="cpu")
-        denoise(pair, request, policy=LAYERWISE, device="cpu")
-        # Each factor starts at a multiple of 256 bytes.
-        assert 0 <= pair.loaded_bytes - predicted <= 2 * 2 * len(LAYOUTS) * 256
-        run = run_shape(
-            pair,
-            request.computed_shape,
-            torch.device("cpu"),
-            lanes={0: (Stage("high"), lane_names(1, (Side.POSITIVE,)))},
-            sides=dict.fromkeys(pair.experts, (0,)),
-        )
-        assert run.blocks.patch_bytes == pair.patch_bytes > 0
+        assert all(map(torch.equal, every, found[0]))
     plain, full, weak, again, without = found[0]
     assert torch.equal(full, again)
     assert torch.equal(plain, without)
     error = ((full - plain) - (decoded[1] - decoded[0])).norm()
     assert error < noise * (decoded[1] - decoded[0]).norm(), "the LoRA is another one"
     assert (weak - plain).norm() < 0.6 * (full - plain).norm()
+    with opened(files, arithmetic="as stored") as pair:
+        pair.set_loras([(lora, 1.0), (lora, 0.5)], [(lora, 1.0)])
+        predicted = pair.device_bytes(LAYERWISE, device="cpu")
+        run(pair, request)
+        # Each factor starts at a multiple of 256 bytes.
+        assert 0 <= pair.loaded_bytes - predicted <= 2 * 2 * len(LAYOUTS) * 256
+        planned = run_shape(pair, request.computed_shape, CPU, **SHAPE_RUN)
+        assert planned.blocks.patch_bytes == pair.patch_bytes > 0
 
 
-def test_a_change_of_all_values_of_an_int8_matrix_is_refused_in_words(
-    make_tiny_expert: Callable[..., Any], tmp_path: Path
-) -> None:
-    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["int8 ConvRot"])
+def test_a_full_change_of_an_int8_matrix_is_refused(make_tiny_expert, save_pair, tmp_path):
+    files, _ = save_pair(LAYOUTS["int8 ConvRot"])
     matrix = make_tiny_expert(layers=2).blocks[0].attn1.to_q.weight
     change = {"diffusion_model.blocks.0.self_attn.q.diff": torch.full_like(matrix, 0.1)}
-    save_lora(change, tmp_path / "lora.safetensors", dtype=torch.float32)
-    with open_experts(*files.values(), compute_dtype=torch.float32, arithmetic="as stored") as pair:
-        lora = open_lora(tmp_path / "lora.safetensors")
-        with pytest.raises(
-            ValueError, match=r'as it is stored, .* plain LoRAs only: .* arithmetic "decoded"'
-        ):
-            pair.set_loras([(lora, 1.0)], [])
+    save_lora(change, tmp_path / "lora", dtype=torch.float32)
+    message = r'as it is stored, .* plain LoRAs only: .* arithmetic "decoded"'
+    with opened(files, arithmetic="as stored") as pair, pytest.raises(ValueError, match=message):
+        pair.set_loras([(open_lora(tmp_path / "lora"), 1.0)], [])
 
 
-def test_the_arithmetic_is_checked(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="arithmetic is 'int4'; choose 'decoded' or 'as stored' or 'int8' or 'fp8'"
-    ):
+def test_the_arithmetic_is_checked(tmp_path):
+    message = "arithmetic is 'int4'; choose 'decoded' or 'as stored' or 'int8' or 'fp8'"
+    with pytest.raises(ValueError, match=message):
         open_experts(tmp_path, tmp_path, arithmetic="int4")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow  # several loop runs
+@exact
 @pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"storage": "fp8"},
-        {"arithmetic": "as stored"},
-        {"storage": "int8 ConvRot", "arithmetic": "as stored"},
-    ],
-    ids=["decoded", "fp8 storage", "in int8", "int8 storage"],
+    ("storage", "arithmetic"),
+    [("as stored", "as stored"), ("fp8", "decoded"), ("int8 ConvRot", "as stored")],
 )
 def test_two_ranks_gather_shards_of_mixed_blocks(
-    how: dict[str, Any], make_tiny_expert: Callable[..., Any], make_request: Any, tmp_path: Path
-) -> None:
-    files, _ = save_pair(tmp_path, make_tiny_expert, LAYOUTS["mixed"])
-    save_lora(
-        make_lora(make_tiny_expert(layers=2), seed=3),
-        tmp_path / "lora.safetensors",
-        dtype=torch.float32,
-    )
-    lora, request = open_lora(tmp_path / "lora.safetensors"), make_request(**SHORT)
+    storage, arithmetic, save_pair, save_factors, make_request
+):
+    files = save_pair(LAYOUTS["mixed"])[0]
+    lora = save_factors()
 
-    def run(sharded: Sharded | None) -> torch.Tensor:
-        with open_experts(*files.values(), compute_dtype=torch.float32, **how) as pair:
+    def of_rank(sharded: Sharded | None) -> torch.Tensor:
+        with opened(files, storage=storage, arithmetic=arithmetic) as pair:
             pair.set_loras([(lora, 1.0)], [(lora, 0.5)])
             pair.shard(sharded)
-            return denoise(pair, request, policy=LAYERWISE, device="cpu").latents
+            return latents_of(pair, make_request(**SHORT))
 
-    expected = run(None)
+    expected = of_rank(None)
     with ThreadPoolExecutor(2) as pool:
-        for latents in pool.map(run, ThreadGroup(2).ranks()):
+        for latents in pool.map(of_rank, ThreadGroup(2).ranks()):
             assert torch.equal(latents, expected)
+
+
+@pytest.fixture
+def fp8_pair(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertPair]:
+    """`fp8_pair(**options)`: bf16 experts, with fp8 storage by default."""
+
+    def make(**options: str) -> ExpertPair:
+        folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
+        return open_experts(*folders, compute_dtype=torch.bfloat16, **{"storage": "fp8", **options})
+
+    return make
+
+
+def quantised(models: Models) -> Models:
+    """Round all block matrices by the plain formula."""
+    blocks = [block for model in models.values() for block in model.blocks]
+    for module in (each for block in blocks for each in block.modules()):
+        if isinstance(module, nn.Linear):
+            values = module.weight.float()
+            scale = values.abs().amax(1, keepdim=True) / 448.0
+            rounded = (values / scale).to(torch.float8_e4m3fn).float() * scale
+            module.weight.data = rounded.to(module.weight.dtype)
+    return models
+
+
+@exact
+def test_fp8_storage_is_the_model_with_quantised_rows(
+    fp8_pair, make_request, plain_models, plain_denoise
+):
+    request = make_request(**SHORT, guidance=(1.0, 1.0))
+    before = torch.get_num_threads()
+    expected = plain_denoise(quantised(plain_models(dtype=torch.bfloat16)), request)
+    with fp8_pair() as pair:
+        assert torch.equal(latents_of(pair, request, PINNED), expected)
+    assert torch.get_num_threads() == before, "the thread that computes keeps its threads"
+    with fp8_pair(storage="as stored") as pair:
+        plain = latents_of(pair, request)
+    assert 0 < (expected - plain).norm() / plain.norm() < 0.2
+
+
+@pytest.mark.slow  # several loop runs
+def test_fp8_storage_moves_half_the_bytes(fp8_pair, make_request):
+    plain, kept = (
+        run(fp8_pair(storage=storage), make_request(**SHORT), PINNED).timeline
+        for storage in ("as stored", "fp8")
+    )
+    for before, after in zip(plain.steps, kept.steps, strict=True):
+        assert 1 <= after.bytes_moved * 2 / before.bytes_moved < 1.02  # row scales
+        assert before.decode_s == 0 < after.decode_s
+        assert after.transfers.read_bytes == before.transfers.read_bytes, "the file is the same"
+    assert kept.steps[0].transfers.read_bytes == plain.steps[0].bytes_moved
+
+
+@pytest.fixture(
+    # Triton is interpreted, which takes 7 s.
+    params=["torch", "comfy-kitchen", pytest.param("triton", marks=pytest.mark.slow)]
+)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelSet]:
+    math_choice.choose_math.cache_clear()
+    if request.param == "triton":
+        made = request.getfixturevalue("triton_math").TritonMath()
+        monkeypatch.setattr(math_choice, "_triton_math", lambda device: made)
+    if request.param == "comfy-kitchen":
+        pytest.importorskip("comfy_kitchen")
+    yield request.param
+    math_choice.choose_math.cache_clear()
+
+
+def test_streamed_blocks_are_resident_ones_under_each_kernel_set(kernels, open_pair, make_request):
+    request = make_request(steps=2, switch_step=1, guidance=(1.0, 1.0))
+    every = []
+    for policy in POLICIES.values():
+        with open_pair() as pair:
+            pair.kernels = Kernels(math=kernels)
+            every.append(latents_of(pair, request, policy))
+            assert pair.engine(policy, CPU).models["high"].blocks[0].settings.math.name == kernels
+    assert all(torch.equal(latents, every[0]) for latents in every)

@@ -5,140 +5,95 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch
 
-from wanstream.sampling import ModelCalls, RunPolicy, denoise
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling import ModelCalls, RunPolicy
 from wanstream.sampling.steps import SamplingCancelled, StepProgress
-from wanstream.schema import OffloadPolicy
 from wanstream.schema.records import Timeline
 from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.phases import QueueItemPhases
-from wanstream.wan import ExpertPair
+from wanstream.tests.support.sampling.runs import CPU, LAYERWISE, SHAPE, run
 
-CPU = torch.device("cpu")
-LAYERWISE = OffloadPolicy.layerwise(1)
 NOT_ON_A_CPU = {"device_bytes", "reserved_bytes", "device_used_bytes", "dynamic_bytes"}
-
-Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
 
 
 def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
 
 
-def test_every_figure_of_a_step_is_told(open_pair: OpenPair, make_request: Request) -> None:
-    timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
+def test_a_step_has_every_figure(open_pair, make_request):
+    called = time.perf_counter()
+    seen = list[int]()
+    result = run(open_pair(), make_request(), on_step=lambda _: seen.append(len(samplers())))
+    took = time.perf_counter() - called
+    timeline = result.timeline
     for step in timeline.steps:
         unknown = {name for name, value in step.to_dict().items() if value is None}
         assert unknown == {*NOT_ON_A_CPU, "limit_s"}
         assert step.memory.pinned_bytes == 0
     assert [phase.name for phase in timeline.phases] == ["first block", "high", "switch", "low"]
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
+    last = timeline.steps[-1]
+    assert timeline.wall_s <= last.start_s + last.wall_s <= took, "from the call on"
+    assert timeline.memory[-1].at_s <= took
+    assert (seen, samplers()) == ([1] * 5, []), "memory is watched during the run only"
 
 
-def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request: Request) -> None:
+def test_steps_end_at_the_times_of_an_outside_clock(open_pair, make_request):
     """For some start time, steps end before their report, and the next begins afterwards."""
     reported = list[float]()
-    result = denoise(
-        open_pair(),
-        make_request(),
-        policy=LAYERWISE,
-        device="cpu",
-        on_step=lambda _: reported.append(time.clock_gettime(time.CLOCK_MONOTONIC)),
-    )
-    steps = result.timeline.steps
-    latest = min(
-        at - (step.start_s + step.wall_s) for at, step in zip(reported, steps, strict=True)
-    )
+
+    def report(_: StepProgress) -> None:
+        reported.append(time.clock_gettime(time.CLOCK_MONOTONIC))
+
+    steps = run(open_pair(), make_request(), on_step=report).timeline.steps
+    ends = [step.start_s + step.wall_s for step in steps]
+    latest = min(at - end for at, end in zip(reported, ends, strict=True))
     earliest = max(at - step.start_s for at, step in zip(reported, steps[1:], strict=False))
     assert earliest <= latest + 1e-4
 
 
-def test_the_run_begins_with_its_call_and_ends_with_it(
-    open_pair: OpenPair, make_request: Request
-) -> None:
-    called = time.perf_counter()
-    timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
-    took = time.perf_counter() - called
-    last = timeline.steps[-1]
-    assert last.start_s is not None
-    assert timeline.wall_s <= last.start_s + last.wall_s <= took
-    assert timeline.memory[-1].at_s <= took
-
-
-def test_memory_is_watched_during_the_run_only(open_pair: OpenPair, make_request: Request) -> None:
-    seen = list[int]()
-    denoise(
-        open_pair(),
-        make_request(),
-        policy=LAYERWISE,
-        device="cpu",
-        on_step=lambda _: seen.append(len(samplers())),
-    )
-    assert seen == [1] * 5
-    assert samplers() == []
-
-
 @pytest.mark.parametrize("fails", ["cancelled", "callback"])
-def test_a_run_that_ends_early_leaves_no_thread(
-    open_pair: OpenPair, make_request: Request, fails: str
-) -> None:
+def test_a_run_that_ends_early_leaves_no_thread(open_pair, make_request, fails):
     stop = threading.Event()
+    ledger = QueueItemPhases()
 
     def on_step(step: StepProgress) -> None:
         if fails == "callback":
             raise OSError("no room for the preview")
         stop.set()
 
-    ledger = QueueItemPhases()
+    how = {"on_step": on_step, "should_stop": stop.is_set}
     with pytest.raises((SamplingCancelled, OSError)):
-        denoise(
-            open_pair(),
-            make_request(),
-            policy=LAYERWISE,
-            device="cpu",
-            on_step=on_step,
-            should_stop=stop.is_set,
-            observe=TelemetryOptions(ledger=ledger),
-        )
+        run(open_pair(), make_request(), **how, observe=TelemetryOptions(ledger=ledger))
     assert samplers() == []
     assert [phase.name for phase in ledger.phases()] == ["first block", "high"], "as far as it came"
 
 
-def test_the_environment_asks_for_a_trace(
-    open_pair: OpenPair, make_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_asks_for_a_trace(open_pair, make_request, tmp_path, monkeypatch):
     monkeypatch.setenv("WANSTREAM_TRACE", str(tmp_path / "traces"))
     pair, request = open_pair(), make_request()
-    timeline = denoise(pair, request, policy=LAYERWISE, device="cpu").timeline
-    denoise(pair, request, policy=LAYERWISE, device="cpu", observe=TelemetryOptions())
+    timeline = run(pair, request).timeline
+    run(pair, request, observe=TelemetryOptions())
     (file,) = (tmp_path / "traces").iterdir()
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    computed = [event for event in events if event.get("cat") == "compute"]
-    assert len(computed) == 5 * 4
+    computed = [event["name"] for event in events if event.get("cat") == "compute"]
     names = {f"{expert} {block}" for expert in ("high", "low") for block in range(4)}
-    assert {event["name"] for event in computed} == names
-    assert [event["name"] for event in events if event.get("cat") == "steps"] == [
-        f"{step.expert} {step.index}" for step in timeline.steps
-    ]
+    assert (len(computed), {*computed}) == (5 * 4, names)
+    steps = [event["name"] for event in events if event.get("cat") == "steps"]
+    assert steps == [f"{step.expert} {step.index}" for step in timeline.steps]
 
 
-def test_an_unusable_request_of_the_environment_is_refused_before_the_run(
-    open_pair: OpenPair, make_request: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_environment_is_refused_before_the_run(open_pair, make_request, monkeypatch):
     monkeypatch.setenv("WANSTREAM_NVTX", "perhaps")
     with pytest.raises(ValueError, match="WANSTREAM_NVTX"):
-        denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu")
+        run(open_pair(), make_request())
 
 
-def test_passes_are_watched_from_entering_to_leaving(open_pair: OpenPair) -> None:
+def test_model_calls_are_watched_from_entering_to_leaving(open_pair):
     recorder = Recorder(CPU)
-    policy = RunPolicy(open_pair(), LAYERWISE, CPU, shape=(1, 16, 2, 4, 6), sides=(0,))
+    policy = RunPolicy(open_pair(), LAYERWISE, CPU, shape=SHAPE, sides=(0,))
     with ModelCalls(policy, ["high"], recorder=recorder):
         assert len(samplers()) == 1
     assert samplers() == []

@@ -35,11 +35,17 @@ def test_ids_are_where_umt5_has_them():
 
 
 @pytest.mark.parametrize(("text", "tokens"), CASES.items())
-def test_transformers_reads_it(folder, text, tokens):
+def test_transformers_and_sentencepiece_read_it(folder, text, tokens):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-
     assert len(tokenizer) == len(VOCABULARY)
     assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == tokens
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = sentencepiece_model()
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model, add_eos=True)
+    assert processor.get_piece_size() == len(VOCABULARY)
+    assert processor.encode(text) == [VOCABULARY.index(token) for token in tokens]
+    ids = (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id())
+    assert ids == (0, 1, 2, -1)
 
 
 def test_it_pads_and_cuts_and_keeps_the_end(folder):
@@ -50,21 +56,3 @@ def test_it_pads_and_cuts_and_keeps_the_end(folder):
     assert tokens.input_ids[0][2:] == [1, 0, 0, 0]
     assert tokens.input_ids[1][-1] == 1
     assert [sum(mask) for mask in tokens.attention_mask] == [3, 6]
-
-
-@pytest.mark.parametrize(("text", "tokens"), CASES.items())
-def test_sentencepiece_reads_it(text, tokens):
-    sentencepiece = pytest.importorskip("sentencepiece")
-
-    processor = sentencepiece.SentencePieceProcessor(
-        model_proto=sentencepiece_model(), add_eos=True
-    )
-
-    assert processor.get_piece_size() == len(VOCABULARY)
-    assert processor.encode(text) == [VOCABULARY.index(token) for token in tokens]
-    assert (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id()) == (
-        0,
-        1,
-        2,
-        -1,
-    )

@@ -16,7 +16,7 @@ def node(title: str, **inputs: Any) -> dict[str, Any]:
 GRAPH = {"a": node("A", size=3), "c": node("C", one=["a", 1], two=["b", 0]), "b": node("B", size=3)}
 
 
-def test_numbers_follow_the_file_and_links_follow_the_numbers() -> None:
+def test_numbers_follow_the_file_and_links_follow_the_numbers():
     renamed = numbered(GRAPH)
     assert list(renamed) == ["1", "2", "3"]
     assert renamed["2"]["inputs"] == {"one": ["1", 1], "two": ["3", 0]}
@@ -24,7 +24,7 @@ def test_numbers_follow_the_file_and_links_follow_the_numbers() -> None:
     assert GRAPH["c"]["inputs"]["one"] == ["a", 1]
 
 
-def test_the_same_graph_under_other_ids_in_another_order_is_the_same() -> None:
+def test_graph_under_other_ids_is_the_same():
     reordered = {key: numbered(GRAPH)[key] for key in ("3", "1", "2")}
     assert by_name(reordered) == by_name(GRAPH)
 
@@ -41,11 +41,11 @@ def test_the_same_graph_under_other_ids_in_another_order_is_the_same() -> None:
     ],
     ids=["value", "class", "links crossed", "output", "link missing", "one node more"],
 )
-def test_another_graph_is_not(other: dict[str, Any]) -> None:
+def test_another_graph_is_not(other):
     assert by_name(other) != by_name(GRAPH)
 
 
-def test_titles_must_tell_nodes_apart() -> None:
+def test_titles_must_tell_nodes_apart():
     assert by_name({"a": node("A")}) == by_name({"a": node("B")}), (
         "the class is enough for one node of it"
     )
@@ -53,5 +53,5 @@ def test_titles_must_tell_nodes_apart() -> None:
         by_name({"a": node("A"), "b": node("A")})
 
 
-def test_links_are_told_from_constants() -> None:
+def test_links_are_told_from_constants():
     assert links_of(node("A", one=["b", 0], text="b", size=1)) == {"one": "b"}

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections import Counter
-from pathlib import Path
-from typing import Any
+from collections import Counter, defaultdict
 
 import pytest
 
-from wanstream.nodes import WanStreamExtension
+from wanstream.tests.support.host.given_nodes import PACK as NODES
 from wanstream.tools.locales import (
     DOCS,
     LOCALES,
     english_names,
-    fingerprints,
     page_texts,
     read,
     read_locale,
@@ -25,7 +21,6 @@ from wanstream.tools.locales import (
     untranslated,
 )
 
-NODES = asyncio.run(WanStreamExtension().get_node_list())
 NAMES = english_names(NODES)
 ENGLISH, CHINESE = read_locale(LOCALES / "en") | {"nodeDefs": NAMES}, read_locale(LOCALES / "zh")
 MADE_FROM = read(LOCALES / "zh" / "made_from.json")
@@ -59,40 +54,28 @@ def glossary() -> list[tuple[str, str]]:
 
 def names(kind: str) -> dict[str, str]:
     """Return English and Chinese names for all nodes or inputs, as written in prose."""
+    chinese = CHINESE["nodeDefs"]
     if kind == "nodes":
-        return {
-            node["display_name"]: CHINESE["nodeDefs"][node_id]["display_name"]
-            for node_id, node in NAMES.items()
-        }
-    return {
-        name: CHINESE["nodeDefs"][node_id]["inputs"][name]["name"]
-        for node_id, node in NAMES.items()
-        for name in node["inputs"]
-        if "_" in name
-    }
+        return {node["display_name"]: chinese[key]["display_name"] for key, node in NAMES.items()}
+    inputs = ((key, name) for key, node in NAMES.items() for name in node["inputs"] if "_" in name)
+    return {name: chinese[key]["inputs"][name]["name"] for key, name in inputs}
 
 
-def test_the_english_locale_is_what_the_schemas_say() -> None:
+def test_english_locale_has_all_texts_of_a_schema():
     assert read(LOCALES / "en" / "nodeDefs.json") == NAMES, "run scripts/locales"
+    schemas = [node.define_schema() for node in NODES]
+    assert [*NAMES] == [schema.node_id for schema in schemas]
+    for schema in schemas:
+        said = NAMES[schema.node_id]
+        assert said["display_name"] == schema.display_name
+        assert said["description"] == schema.description
+        tooltips = {name: each.get("tooltip") for name, each in said["inputs"].items()}
+        assert tooltips == {socket.id: socket.tooltip for socket in schema.inputs}
+        outputs = [socket.display_name or socket.io_type for socket in schema.outputs]
+        assert [each["name"] for each in said["outputs"].values()] == outputs
 
 
-def test_the_english_locale_has_all_that_a_schema_says() -> None:
-    assert [*NAMES] == [node.define_schema().node_id for node in NODES]
-    for node in NODES:
-        schema, said = node.define_schema(), NAMES[node.define_schema().node_id]
-        assert (said["display_name"], said["description"]) == (
-            schema.display_name,
-            schema.description,
-        )
-        assert {name: each.get("tooltip") for name, each in said["inputs"].items()} == {
-            socket.id: socket.tooltip for socket in schema.inputs
-        }
-        assert [each["name"] for each in said["outputs"].values()] == [
-            socket.display_name or socket.io_type for socket in schema.outputs
-        ]
-
-
-def test_the_english_locale_has_what_the_page_registers() -> None:
+def test_english_locale_has_what_the_page_registers():
     """ComfyUI looks up texts for settings and panel commands by id."""
     ids = re.findall(r"""^const \w+_SETTING = "(.+)\"""", PAGE, re.MULTILINE)
     assert [*ENGLISH["settings"]] == [name.replace(".", "_") for name in ids]
@@ -110,7 +93,7 @@ def test_the_english_locale_has_what_the_page_registers() -> None:
         assert f'"{text}"' in PAGE
 
 
-def test_every_chinese_text_was_made_from_what_is_said_now() -> None:
+def test_every_chinese_text_was_made_from_what_is_said_now():
     english, chinese = (
         texts(locale) | page_texts(DOCS, NAMES, language)
         for locale, language in ((ENGLISH, "en"), (CHINESE, "zh"))
@@ -120,39 +103,32 @@ def test_every_chinese_text_was_made_from_what_is_said_now() -> None:
     )
 
 
-def test_everything_is_chinese() -> None:
+def test_everything_is_chinese():
+    english = texts(ENGLISH)
     for key, text in texts(CHINESE).items():
-        assert (
-            IDEOGRAPH.search(text)
-            or text in SAME
-            or text == f"Wan {texts(ENGLISH)[key].split()[-1]}"
-        ), key
+        same = {*SAME, f"Wan {english[key].split()[-1]}"}
+        assert IDEOGRAPH.search(text) or text in same, key
 
 
-def test_one_thing_has_one_name() -> None:
+def test_one_thing_has_one_name():
     """Inputs and outputs with one name and type have one Chinese name in all nodes."""
-    called: dict[tuple[str, str], set[str]] = {}
-    for node in NODES:
-        schema = node.define_schema()
+    called = defaultdict[tuple[str, str], set[str]](set)
+    for schema in (node.define_schema() for node in NODES):
         said = CHINESE["nodeDefs"][schema.node_id]
         for socket in schema.inputs:
-            called.setdefault((socket.id, socket.io_type), set()).add(
-                said["inputs"][socket.id]["name"]
-            )
+            called[socket.id, socket.io_type].add(said["inputs"][socket.id]["name"])
         for index, socket in enumerate(schema.outputs):
             name = socket.display_name or socket.io_type
-            called.setdefault((name, socket.io_type), set()).add(
-                said["outputs"][str(index)]["name"]
-            )
+            called[name, socket.io_type].add(said["outputs"][str(index)]["name"])
     assert {thing: found for thing, found in called.items() if len(found) > 1} == {}
 
 
-def test_a_translation_has_the_same_figures() -> None:
+def test_translation_has_the_same_figures():
     for key, (english, chinese) in PAIRS.items():
         assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english)), key
 
 
-def test_a_translation_names_the_same_nodes_and_settings() -> None:
+def test_translation_names_the_same_nodes_and_settings():
     nodes, inputs = names("nodes"), names("inputs")
     for key, (english, chinese) in PAIRS.items():
         for name, translated in nodes.items():
@@ -164,7 +140,7 @@ def test_a_translation_names_the_same_nodes_and_settings() -> None:
                 assert translated in chinese, f"{key}: {name}"
 
 
-def test_a_translation_keeps_to_the_glossary() -> None:
+def test_translation_keeps_to_the_glossary():
     nodes, terms = names("nodes"), glossary()
     for key, (english, chinese) in PAIRS.items():
         for name in nodes:
@@ -176,31 +152,22 @@ def test_a_translation_keeps_to_the_glossary() -> None:
 
 
 @pytest.mark.parametrize("locale", [ENGLISH, CHINESE], ids=["en", "zh"])
-def test_no_text_holds_what_the_frontend_takes_for_a_command(locale: dict[str, Any]) -> None:
+def test_no_text_holds_what_the_frontend_takes_for_a_command(locale):
     """Texts are patterns for the frontend: these signs mark values, links and plurals."""
     for key, text in texts(locale).items():
         assert not {*text} & {*"{}@|"}, key
 
 
-def test_a_new_a_dropped_and_a_changed_text_are_noticed(tmp_path: Path) -> None:
-    english = {
-        "Node": {"display_name": "A node", "description": "It is.", "inputs": {"a": {"name": "a"}}}
-    }
+def test_new_a_dropped_and_a_changed_text_are_noticed(tmp_path):
+    node = {"display_name": "A node", "description": "It is.", "inputs": {"a": {"name": "a"}}}
+    inputs = {"a": {"name": "甲"}, "b": {"name": "乙"}}
+    chinese = {"Node": {"display_name": "节点", "inputs": inputs}}
     (tmp_path / "zh").mkdir()
-    chinese = {
-        "Node": {"display_name": "节点", "inputs": {"a": {"name": "甲"}, "b": {"name": "乙"}}}
-    }
     (tmp_path / "zh" / "nodeDefs.json").write_text(json.dumps(chinese), encoding="utf-8")
     left = ["lacks nodeDefs.Node.description: It is.", "unused nodeDefs.Node.inputs.b.name"]
-    assert refresh(tmp_path, english, translated=True) == left
-    assert read(tmp_path / "en" / "nodeDefs.json") == english
-    changed = {"Node": english["Node"] | {"display_name": "Another node"}}
-    assert refresh(tmp_path, changed, translated=False) == [
-        *left,
-        "changed nodeDefs.Node.display_name: Another node",
-    ]
+    assert refresh(tmp_path, {"Node": node}, translated=True) == left
+    assert read(tmp_path / "en" / "nodeDefs.json") == {"Node": node}
+    changed = {"Node": node | {"display_name": "Another node"}}
+    noticed = [*left, "changed nodeDefs.Node.display_name: Another node"]
+    assert refresh(tmp_path, changed, translated=False) == noticed
     assert refresh(tmp_path, changed, translated=True) == left
-
-
-def test_a_fingerprint_is_that_of_the_text() -> None:
-    assert fingerprints({"a": "one"}) == fingerprints({"a": "one"}) != fingerprints({"a": "One"})

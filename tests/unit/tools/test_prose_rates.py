@@ -14,7 +14,7 @@ x = 1  # noqa: E501
 '''
 
 
-def test_docstrings_and_comments_count_and_code_does_not() -> None:
+def test_docstrings_and_comments_count_and_code_does_not():
     found = rates(iter([python_prose(SOURCE)]))
     assert found.words == 11
     counts = {word: round(rate * found.words / 1000) for word, rate in found.per_thousand.items()}
@@ -22,12 +22,12 @@ def test_docstrings_and_comments_count_and_code_does_not() -> None:
     assert found.comments_per_thousand_lines == 200
 
 
-def test_code_of_a_page_does_not_count() -> None:
+def test_code_of_a_page_does_not_count():
     page = "One `of of` word.\n```\nof that; which\n```\nAnd its end.\n"
     found = rates(iter([page_prose(page)]))
     assert (found.words, found.per_thousand["of"], found.per_thousand["its"]) == (5, 0, 200)
 
 
 @pytest.mark.parametrize("kind", ["code", "tests", "pages"])
-def test_rates_of_the_project_stay_below_their_limits(kind: str) -> None:
+def test_rates_of_the_project_stay_below_their_limits(kind):
     assert rates(texts(kind)).over == {}

@@ -1,5 +1,8 @@
+"""RAM that this process can take, under control groups and with swap."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,154 +15,134 @@ from wanstream.devices.machine.available_ram import (
     limited_groups,
 )
 
-HUGE = "9223372036854771712"  # cgroup version 1 writes this number for an unlimited group
+HUGE = 9223372036854771712  # cgroup version 1 writes this number for an unlimited group
+Files = dict[str, object]
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+@pytest.fixture
+def write(tmp_path) -> Callable[[Files], Path]:
+    """Write files of the system, and return its root."""
+
+    def write(files: Files) -> Path:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n" if text != "" else "")
+        return tmp_path
+
+    return write
 
 
-def v2(folder: str, limit: str, used: int, stat: str = "") -> dict[str, str]:
-    place = f"sys/fs/cgroup/{folder}".rstrip("/")
+def group(*lines: str) -> Files:
+    return {"proc/self/cgroup": "\n".join(lines)}
+
+
+def v2(folder: str, limit: object, used: int, stat: str = "") -> Files:
+    place = f"sys/fs/cgroup/{folder}/memory"
+    return {f"{place}.max": limit, f"{place}.current": used, f"{place}.stat": stat}
+
+
+def v1(folder: str, limit: int, used: int, stat: str = "") -> Files:
+    place = f"sys/fs/cgroup/memory/{folder}/memory".replace("//", "/")
     return {
-        f"{place}/memory.max": f"{limit}\n",
-        f"{place}/memory.current": f"{used}\n",
-        f"{place}/memory.stat": stat,
+        f"{place}.limit_in_bytes": limit,
+        f"{place}.usage_in_bytes": used,
+        f"{place}.stat": stat,
     }
 
 
-def v1(folder: str, limit: str, used: int, stat: str = "") -> dict[str, str]:
-    place = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-    return {
-        f"{place}/{name}": text
-        for name, text in zip(names, (limit, f"{used}\n", stat), strict=True)
-    }
+def swap_v2(limit: object, used: int) -> Files:
+    place = "sys/fs/cgroup/a/memory.swap"
+    return {f"{place}.max": limit, f"{place}.current": used}
 
 
-CACHED_V2 = "anon 50\nfile 900\ninactive_file 100\nactive_file 200\nshmem 600\n"
-CACHED_V1 = "cache 900\ninactive_file 1\ntotal_inactive_file 100\ntotal_active_file 200\n"
+def swap_v1(limit: int, used: int) -> Files:
+    place = "sys/fs/cgroup/memory/a/memory.memsw"
+    return {f"{place}.limit_in_bytes": limit, f"{place}.usage_in_bytes": used}
+
+
+CACHED_V2 = "anon 50\nfile 900\ninactive_file 100\nactive_file 200\nshmem 600"
+CACHED_V1 = "cache 900\ninactive_file 1\ntotal_inactive_file 100\ntotal_active_file 200"
+IN_A = group("0::/a")
+IN_B = group("0::/a/b")
+V1 = group("7:blkio:/x", "4:cpu,memory:/a")
 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         pytest.param({}, [], id="no proc"),
-        pytest.param({"proc/self/cgroup": "0::/\n"}, [], id="no limit anywhere"),
-        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("a", "max", 5), [], id="v2 max"),
-        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("a", "1000", 600), [400], id="v2"),
+        pytest.param(group("0::/"), [], id="no limit anywhere"),
+        pytest.param(IN_A | v2("a", "max", 5), [], id="v2 max"),
+        pytest.param(IN_A | v2("a", 1000, 600, CACHED_V2), [700], id="v2 cached files"),
+        pytest.param(IN_B | v2("a/b", 1000, 600) | v2("a", 900, 700), [400, 200], id="v2 parent"),
+        pytest.param(IN_A | v2("a", 1000, 1600), [0], id="over the limit"),
+        pytest.param(V1 | v1("a", 1000, 600, CACHED_V1), [700], id="v1"),
         pytest.param(
-            {"proc/self/cgroup": "0::/a\n"} | v2("a", "1000", 600, CACHED_V2),
-            [700],
-            id="v2 cached files",
-        ),
-        pytest.param(
-            {"proc/self/cgroup": "0::/a/b\n"} | v2("a/b", "1000", 600) | v2("a", "900", 700),
-            [400, 200],
-            id="v2 parent",
-        ),
-        pytest.param(
-            {"proc/self/cgroup": "0::/a\n"} | v2("a", "1000", 1600), [0], id="over the limit"
-        ),
-        pytest.param(
-            {"proc/self/cgroup": "7:blkio:/x\n4:cpu,memory:/a\n"} | v1("a", "1000", 600, CACHED_V1),
-            [700],
-            id="v1",
-        ),
-        pytest.param(
-            {"proc/self/cgroup": "4:memory:/docker/123\n0::/\n"} | v1("", "1000", 600),
-            [400],
-            id="v1 in a container",
+            group("4:memory:/docker/123", "0::/") | v1("", 1000, 600), [400], id="v1 in a container"
         ),
     ],
 )
-def test_what_control_groups_leave(tmp_path, files, expected):
-    assert [group.free for group in limited_groups(write(tmp_path, files))] == expected
+def test_free_memory_in_control_groups(write, files, expected):
+    root = write(files)
+    assert [group.free for group in limited_groups(root)] == expected
+    whole = psutil.virtual_memory().available
+    assert available_bytes(root) == pytest.approx(min([whole, *expected]), rel=0.5)
+    assert not list(limited_groups(root / "a"))
 
 
-def test_limits_are_told_whatever_of_them_is_taken(tmp_path):
-    write(
-        tmp_path, {"proc/self/cgroup": "0::/a/b\n"} | v2("a/b", "1000", 1600) | v2("a", "900", 700)
-    )
-    assert [group.limit for group in limited_groups(tmp_path)] == [1000, 900]
-    assert not list(limited_groups(tmp_path / "a"))
-
-
-def test_no_limit_of_version_1_is_more_than_the_system_has(tmp_path):
-    files = {"proc/self/cgroup": "4:memory:/\n"} | v1("", HUGE, 600)
-    assert next(limited_groups(write(tmp_path, files))).free > psutil.virtual_memory().total
-
-
-def test_this_process_can_take_something():
+def test_limits_do_not_depend_on_use(write):
+    root = write(IN_B | v2("a/b", 1000, 1600) | v2("a", 900, 700))
+    assert [group.limit for group in limited_groups(root)] == [1000, 900]
+    unlimited = write(group("4:memory:/") | v1("", HUGE, 600))
+    assert next(limited_groups(unlimited)).free > psutil.virtual_memory().total
     assert 0 < available_bytes() <= psutil.virtual_memory().total
 
 
-def test_the_smallest_room_counts(tmp_path):
-    write(
-        tmp_path, {"proc/self/cgroup": "0::/a/b\n"} | v2("a/b", "9000", 600) | v2("a", "900", 700)
-    )
-    assert available_bytes(tmp_path) == 200
+@pytest.fixture
+def system(monkeypatch):
+    def pretend(available: int, swap: int) -> None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+        monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap))
+
+    return pretend
 
 
-def test_only_what_surely_fails_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6_000_000))
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=4_000_000))
+def test_only_certain_failures_are_refused(write, tmp_path, system):
+    system(6_000_000, 4_000_000)
     assert insufficient_ram(11_000_000, root=tmp_path) is None
     assert insufficient_ram(11_000_001, root=tmp_path) == 10_000_000
-    files = {"proc/self/cgroup": "0::/a\n", **v2("a", "5000000", 4_000_000), **swap_v2("a", "0", 0)}
-    groups = write(tmp_path, files)
-    assert insufficient_ram(1_100_000, root=groups) is None
-    assert insufficient_ram(1_100_001, root=groups) == 1_000_000, (
-        "a control group leaves less than the system has"
-    )
+    root = write(IN_A | v2("a", 5_000_000, 4_000_000) | swap_v2(0, 0))
+    assert insufficient_ram(1_100_000, root=root) is None
+    assert insufficient_ram(1_100_001, root=root) == 1_000_000, "less than the system has"
     assert insufficient_ram(3, available=2) == 2
 
 
-def swap_v2(folder: str, limit: str, used: int) -> dict[str, str]:
-    place = f"sys/fs/cgroup/{folder}"
-    return {f"{place}/memory.swap.max": f"{limit}\n", f"{place}/memory.swap.current": f"{used}\n"}
-
-
-def swap_v1(folder: str, limit: str, used: int) -> dict[str, str]:
-    place = f"sys/fs/cgroup/memory/{folder}/memory.memsw"
-    return {f"{place}.limit_in_bytes": f"{limit}\n", f"{place}.usage_in_bytes": f"{used}\n"}
-
-
-OF_V2 = {
-    "proc/self/cgroup": "0::/a\n",
-    **v2("a", "1000", 600, "slab_reclaimable 50\nslab_unreclaimable 7\n"),
-}
-OF_V1 = {"proc/self/cgroup": "4:memory:/a\n", **v1("a", "1000", 600)}
+OF_V2 = IN_A | v2("a", 1000, 600, "slab_reclaimable 50\nslab_unreclaimable 7")
+OF_V1 = group("4:memory:/a") | v1("a", 1000, 600)
 
 
 @pytest.mark.parametrize(
     ("files", "room"),
     [
-        pytest.param(OF_V2 | swap_v2("a", "300", 100), 400 + 50 + 200, id="v2"),
-        pytest.param(OF_V2 | swap_v2("a", "300", 400), 400 + 50, id="v2, over the limit of swap"),
-        pytest.param(OF_V2 | swap_v2("a", "max", 100), 400 + 50 + 5000, id="v2, all of the swap"),
+        pytest.param(OF_V2 | swap_v2(300, 100), 400 + 50 + 200, id="v2"),
+        pytest.param(OF_V2 | swap_v2(300, 400), 400 + 50, id="v2, over the limit of swap"),
+        pytest.param(OF_V2 | swap_v2("max", 100), 400 + 50 + 5000, id="v2, all of the swap"),
         pytest.param(OF_V2, 400 + 50 + 5000, id="v2 does not count swap"),
-        pytest.param(OF_V1 | swap_v1("a", "1300", 700), 400 + 200, id="v1"),
-        pytest.param(OF_V1 | swap_v1("a", HUGE, 700), 400 + 5000, id="v1, no limit of both"),
+        pytest.param(OF_V1 | swap_v1(1300, 700), 400 + 200, id="v1"),
+        pytest.param(OF_V1 | swap_v1(HUGE, 700), 400 + 5000, id="v1, no limit of both"),
         pytest.param(OF_V1, 400 + 5000, id="v1 does not count swap"),
     ],
 )
-def test_a_group_may_swap_what_it_is_allowed_before_anything_is_refused(
-    tmp_path, monkeypatch, files, room
-):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=5000))
-    write(tmp_path, files)
-    assert insufficient_ram(int(1.1 * room), root=tmp_path) is None
-    assert insufficient_ram(int(1.1 * room) + 2, root=tmp_path) == room
-    assert available_bytes(tmp_path) == 400, "what can be taken without swapping"
+def test_a_group_may_swap_before_anything_is_refused(write, system, files, room):
+    system(1_000_000, 5000)
+    root = write(files)
+    assert insufficient_ram(int(1.1 * room), root=root) is None
+    assert insufficient_ram(int(1.1 * room) + 2, root=root) == room
+    assert available_bytes(root) == 400, "without swapping"
 
 
-def test_nothing_surely_fails_where_the_system_enlarges_its_swap(monkeypatch):
+def test_nothing_is_refused_where_the_system_enlarges_its_swap(monkeypatch):
     assert insufficient_ram(10**18) is not None
     monkeypatch.setattr(psutil, "LINUX", False)
     assert insufficient_ram(10**18) is None

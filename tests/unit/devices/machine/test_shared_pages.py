@@ -6,8 +6,6 @@ import ctypes
 import mmap
 import random
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +16,17 @@ from wanstream.offload import map_memory
 from wanstream.offload.host_memory.in_place import file_mappings
 
 PAGES = 16
+PAGE = mmap.PAGESIZE
+
+
+def span(memory: torch.Tensor) -> range:
+    return range(memory.data_ptr(), memory.data_ptr() + memory.numel())
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_page_in_use_is_locked_once(
-    limited_page_lock: Callable[..., object], seed: int
-) -> None:
-    draw, memory = random.Random(seed), map_memory(PAGES * mmap.PAGESIZE)
+def test_every_page_in_use_is_locked_once(limited_page_lock, seed):
+    draw = random.Random(seed)
+    memory = map_memory(PAGES * PAGE)
     driver = limited_page_lock(limit=draw.choice([3, 1000]))
     pages, locked = SharedPages(driver), list[torch.Tensor]()
     for _ in range(60):
@@ -38,44 +40,29 @@ def test_every_page_in_use_is_locked_once(
                 pass
             else:
                 locked.append(memory[start:stop])
-        once = [
-            page
-            for start, nbytes in driver.locked
-            for page in range(start, start + nbytes, mmap.PAGESIZE)
-        ]
+        spans = [range(start, start + nbytes) for start, nbytes in driver.locked]
+        once = [page // PAGE for each in spans for page in each[::PAGE]]
         assert len(once) == len(set(once))
-        used = {
-            at // mmap.PAGESIZE
-            for part in locked
-            for at in range(part.data_ptr(), part[-1:].data_ptr() + 1, 64)
-        }
-        used |= {part[-1:].data_ptr() // mmap.PAGESIZE for part in locked}
-        assert used <= {page // mmap.PAGESIZE for page in once}
         for part in locked:
-            split = pages.split(part)
-            assert torch.cat(split).numel() == part.numel()
-            assert [each.data_ptr() for each in split][1:] == [
-                each.data_ptr() + each.numel() for each in split[:-1]
-            ]
+            assert set(range(span(part)[0] // PAGE, span(part)[-1] // PAGE + 1)) <= set(once)
+            split = [span(each) for each in pages.split(part)]
+            edges = [edge for each in split for edge in (each.start, each.stop)]
+            assert [span(part).start, *edges[1:-1:2]] == edges[::2]
+            assert edges[-1] == span(part).stop
             for each in split:
-                assert any(
-                    at <= each.data_ptr() and each[-1:].data_ptr() < at + n
-                    for at, n in driver.locked
-                )
+                assert any(each[0] in whole and each[-1] in whole for whole in spans)
     for part in locked:
         pages.unlock_pages(part)
     assert not driver.locked
 
 
-def test_mappings_of_files_are_found_and_those_of_ram_are_not(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(2 * mmap.PAGESIZE))
+def test_mappings_of_files_are_found_and_those_of_ram_are_not(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(2 * PAGE))
+    how = {"size": 2 * PAGE, "dtype": torch.uint8}
     of_file = [
-        torch.from_file(
-            str(tmp_path / "file"), shared=shared, size=2 * mmap.PAGESIZE, dtype=torch.uint8
-        )
-        for shared in (True, False)
+        torch.from_file(str(tmp_path / "file"), shared=shared, **how) for shared in (True, False)
     ]
-    shared_with_processes = torch.zeros(mmap.PAGESIZE, dtype=torch.uint8).share_memory_()
+    shared_with_processes = torch.zeros(PAGE, dtype=torch.uint8).share_memory_()
     of_ram = [torch.ones(10), map_memory(2**22), shared_with_processes]
     files = list(file_mappings())
     assert all(any(memory.data_ptr() in file for file in files) for memory in of_file)
@@ -83,11 +70,11 @@ def test_mappings_of_files_are_found_and_those_of_ram_are_not(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("call", ["has", "split", "lock_pages"])
-def test_memory_that_is_left_during_a_call_is_unlocked_when_it_ends(
-    limited_page_lock: Callable[..., object], monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    driver, memory = limited_page_lock(limit=2), map_memory(4 * mmap.PAGESIZE)
-    pages, parts = SharedPages(driver), list(memory.split(mmap.PAGESIZE))
+def test_memory_left_during_a_call_is_unlocked_at_its_end(limited_page_lock, monkeypatch, call):
+    driver = limited_page_lock(limit=2)
+    memory = map_memory(4 * PAGE)
+    pages = SharedPages(driver)
+    parts = list(memory.split(PAGE))
     pages.lock_pages(parts[0])
     pages.lock_pages(parts[2])
     held = pages._spans_in
@@ -103,18 +90,16 @@ def test_memory_that_is_left_during_a_call_is_unlocked_when_it_ends(
             pages.lock_pages(memory)
     else:
         getattr(pages, call)(parts[0])
-    assert driver.locked == [(parts[0].data_ptr(), mmap.PAGESIZE)]
+    assert driver.locked == [(parts[0].data_ptr(), PAGE)]
     pages.unlock_pages(parts[0])
 
 
-def test_memory_stays_until_the_last_user_of_its_pages_has_unlocked(
-    limited_page_lock: Callable[..., object],
-) -> None:
-    driver, page = limited_page_lock(), map_memory(mmap.PAGESIZE)
+def test_memory_stays_until_the_last_user_of_its_pages(limited_page_lock):
+    driver = limited_page_lock()
+    page = map_memory(PAGE)
     pages = SharedPages(driver)
-    one_owner, other_owner = (
-        (ctypes.c_ubyte * 99).from_address(page.data_ptr() + at) for at in (7, 1000)
-    )
+    places = (page.data_ptr() + 7, page.data_ptr() + 1000)
+    one_owner, other_owner = ((ctypes.c_ubyte * 99).from_address(place) for place in places)
     alive = weakref.ref(one_owner)
     one, other = (torch.frombuffer(owner, dtype=torch.uint8) for owner in (one_owner, other_owner))
     pages.lock_pages(one)

@@ -19,9 +19,15 @@ from wanstream.distributed.driver.heartbeat import Heartbeat
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
 from wanstream.distributed.driver.stage_run import Inbox, JobEnd, JobEvent
-from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
+from wanstream.distributed.driver.worker_group import (
+    TaskOutcome,
+    WorkerFailedError,
+    WorkerGroup,
+    classify_failure,
+)
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.plan.jobs import Assignment, GroupId
+from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling.steps import (
@@ -35,17 +41,62 @@ from wanstream.schema.records import StepRecord, Timeline
 from wanstream.schema.refs import WorkersRef
 
 RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), gathered_bytes=5)
-CANCELLED, PEER, WRONG = (
-    SamplingCancelled(3, 4),
-    PeerLostError("peer"),
-    InsufficientMemoryError("no room"),
-)
+CANCELLED = SamplingCancelled(3, 4)
+PEER = PeerLostError("peer")
+GONE = WorkerLostError("gone", 1)
+HUNG = WorkerTimeoutError("hung")
+RESET = RuntimeError("reset")
+SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
+WRONG = InsufficientMemoryError("no room")
 RECORD = StepRecord.of(
     index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0
 )
 LIMIT_S = 60.0
-SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
-GROUP = GroupId(0, 0)
+ENDED, FAILED, SMALLER, LOST, KILLED, STOPPED, FINISHED = TaskOutcome
+
+Outcome = TaskResult | BaseException
+
+
+def errors_of(outcomes: list[Outcome]) -> dict[int, BaseException]:
+    return {place: each for place, each in enumerate(outcomes) if isinstance(each, BaseException)}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "killed", "outcome", "place"),
+    [
+        ([RESULT, GONE], (), ENDED, 1),
+        ([PEER, GONE], (), ENDED, 1),
+        ([RESET, GONE], (), ENDED, 1),
+        ([SHORT, GONE], (), ENDED, 1),
+        ([WRONG, PEER], (), FAILED, 0),
+        ([PEER, WRONG], (), FAILED, 1),
+        ([WRONG, GONE], (1,), FAILED, 0),
+        ([PEER, SHORT], (), SMALLER, 1),
+        ([SHORT, SHORT], (), SMALLER, 0),
+        ([SHORT, GONE], (1,), SMALLER, 0),
+        ([PEER, PEER], (), LOST, 0),
+        ([GONE, HUNG], (0,), LOST, 1),
+        ([GONE], (0,), KILLED, 0),
+        ([CANCELLED, CANCELLED], (), STOPPED, 0),
+        ([PEER, CANCELLED], (), LOST, 0),
+    ],
+)
+def test_the_error_that_caused_the_others_is_returned(outcomes, killed, outcome, place):
+    end = classify_failure(errors_of(outcomes), killed=killed, stopped=False)
+    assert (end.outcome, end.place) == (outcome, place)
+    assert end.error is outcomes[place]
+    assert end.outcome.is_loss == (outcome in (ENDED, LOST, KILLED))
+
+
+@pytest.mark.parametrize(
+    "outcomes", [[CANCELLED, PEER], [WRONG, CANCELLED], [GONE, CANCELLED], [SHORT, RESULT], [GONE]]
+)
+def test_any_error_of_a_stopped_task_counts_as_stopped(outcomes):
+    end = classify_failure(errors_of(outcomes), killed=(), stopped=True)
+    assert end.outcome is STOPPED
+    assert (end.error is CANCELLED) == (CANCELLED in outcomes)
+    finished = classify_failure({}, killed=(), stopped=True)
+    assert finished == (FINISHED, None, 0), "even after a stop"
 
 
 class Handle:
@@ -78,7 +129,7 @@ class Handle:
     def kill(self) -> None:
         raise AssertionError("no worker is late")
 
-    def end(self, outcome: TaskResult | BaseException) -> None:
+    def end(self, outcome: Outcome) -> None:
         if isinstance(outcome, BaseException):
             self.ended.set_exception(outcome)
         else:
@@ -86,12 +137,18 @@ class Handle:
 
 
 class Running:
-    """Group with a job. `poll` passes all messages to the job, as `StageRun` does."""
+    """Group with a job on these handles. `poll` passes all messages to it, as `StageRun` does."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self.rendezvous = group.rendezvous
+    def __init__(self, handles: list[Handle], task: RunTask, timeout_s: float) -> None:
+        self.log = TaskLog()
+        count = len(handles)
+        pool: Any = SimpleNamespace(workers=handles)
+        ref = WorkersRef(count=count, timeout_s=timeout_s)
+        self.rendezvous = Rendezvous(pool, ref, range(count), Mesh(cfg=count))
+        self.rendezvous.is_joined = True
         self._inbox: Inbox = queue.SimpleQueue()
-        self._jobs = [group.start(Assignment(GROUP, 0, range(4)), self._inbox)]
+        group = WorkerGroup(self.rendezvous, [task], [None], self.log)
+        self._jobs = [group.start(Assignment(GroupId(0, 0), 0, range(4)), self._inbox)]
 
     def poll(self) -> list[JobEvent]:
         found = list[JobEvent]()
@@ -111,6 +168,13 @@ class Running:
     def stop(self) -> None:
         self._jobs[0].stop()
 
+    def end(self) -> JobEnd:
+        """Return the job's end, which must be the only event left."""
+        (event,) = self.poll()
+        assert event.end is not None
+        assert self.poll() == []
+        return event.end
+
 
 StartGroup = Callable[..., tuple[Running, list[Handle]]]
 
@@ -126,75 +190,49 @@ def report(make_task: Callable[..., RunTask]) -> StepReport:
 def start_group(make_task: Callable[..., RunTask]) -> StartGroup:
     """`start_group(2, timeout_s=60.0)` returns a group with a started job, and worker handles."""
 
-    def start(count: int, *, timeout_s: float = 60.0, log: TaskLog | None = None) -> Any:
-        handles, task = [Handle(rank) for rank in range(count)], make_task()
-        pool: Any = SimpleNamespace(workers=handles)
-        ref = WorkersRef(count=count, timeout_s=timeout_s)
-        rendezvous = Rendezvous(pool, ref, range(count), Mesh(cfg=count))
-        rendezvous.is_joined = True
-        group = WorkerGroup(rendezvous, [task], [None], log or TaskLog())
-        return Running(group), handles
+    def start(count: int, timeout_s: float = 60.0) -> tuple[Running, list[Handle]]:
+        handles = [Handle(rank) for rank in range(count)]
+        return Running(handles, make_task(), timeout_s), handles
 
     return start
 
 
-def ended(group: Running) -> JobEnd:
-    """Return the job's end, which must be the only event left."""
-    (event,) = group.poll()
-    assert event.end is not None
-    assert group.poll() == []
-    return event.end
-
-
 @pytest.mark.parametrize(
-    ("outcomes", "stopped", "error", "resumable", "joined"),
+    ("outcomes", "error", "resumable", "joined"),
     [
-        ([RESULT, RESULT], False, None, False, True),
-        ([CANCELLED, CANCELLED], True, CANCELLED, False, True),
-        ([RESULT, SHORT], False, SHORT, True, False),
-        ([CANCELLED, PEER], True, CANCELLED, False, False),
-        ([PEER, CANCELLED], True, CANCELLED, False, False),
+        ([RESULT, RESULT], None, False, True),
+        ([CANCELLED, CANCELLED], CANCELLED, False, True),
+        ([RESULT, SHORT], SHORT, True, False),
+        ([CANCELLED, PEER], CANCELLED, False, False),
+        ([PEER, CANCELLED], CANCELLED, False, False),
     ],
 )
-def test_workers_stay_joined_if_all_end_alike(
-    start_group: StartGroup,
-    outcomes: list[TaskResult | BaseException],
-    stopped: bool,
-    error: BaseException | None,
-    resumable: bool,
-    joined: bool,
-) -> None:
+def test_workers_stay_joined_if_all_end_alike(start_group, outcomes, error, resumable, joined):
     group, handles = start_group(len(outcomes))
-    if stopped:
+    if error is CANCELLED:
         group.stop()
     for handle, outcome in zip(handles, outcomes, strict=True):
         handle.end(outcome)
-    end = ended(group)
+    end = group.end()
     assert (end.error, end.can_resume, end.counts_as_failure) == (error, resumable, False)
     assert group.rendezvous.is_joined == joined
 
 
-def test_an_error_of_the_task_names_its_worker(start_group: StartGroup) -> None:
+def test_an_error_of_the_task_names_its_worker(start_group):
     group, handles = start_group(2)
     handles[1].end(WRONG)
     assert group.poll() == [], "the other worker still computes"
     assert [handle.calls for handle in handles] == [["leave", "stop"], ["leave"]]
     handles[0].end(PEER)
-    end = ended(group)
+    end = group.end()
     assert isinstance(end.error, WorkerFailedError)
-    assert (str(end.error), end.error.__cause__, end.can_resume) == (
-        "worker 1 failed: no room",
-        WRONG,
-        False,
-    )
+    assert (str(end.error), end.error.__cause__) == ("worker 1 failed: no room", WRONG)
+    assert not end.can_resume
 
 
 @pytest.mark.parametrize("outcome", [RESULT, CANCELLED, PEER], ids=["ended", "stopped", "peer"])
-def test_a_group_that_was_silent_for_too_long_is_lost_whatever_it_returns_then(
-    start_group: StartGroup, report: StepReport, outcome: TaskResult | BaseException
-) -> None:
-    log = TaskLog()
-    group, (handle,) = start_group(1, timeout_s=0.01, log=log)
+def test_a_group_silent_for_too_long_is_lost_whatever_it_returns(start_group, report, outcome):
+    group, (handle,) = start_group(1, 0.01)
     handle.report(report)
     (step,) = group.poll()
     assert (step.report.record.index, step.next_step, step.end) == (0, 1, None)
@@ -202,67 +240,59 @@ def test_a_group_that_was_silent_for_too_long_is_lost_whatever_it_returns_then(
     assert group.poll() == []
     assert handle.calls == ["leave", "stop"]
     handle.end(outcome)
-    end = ended(group)
+    end = group.end()
     assert isinstance(end.error, WorkerTimeoutError)
-    assert (end.can_resume, end.counts_as_failure, group.rendezvous.is_joined) == (
-        True,
-        True,
-        False,
-    )
-    result = log.result(0.0, [report.state], restarts=0)
-    assert result.gathered_bytes == (5 if outcome is RESULT else 0), (
-        "results that arrive late are kept"
-    )
+    assert end.can_resume
+    assert end.counts_as_failure
+    assert not group.rendezvous.is_joined
+    # Results that arrive late are kept.
+    gathered = group.log.result(0.0, [report.state], restarts=0).gathered_bytes
+    assert gathered == (5 if outcome is RESULT else 0)
 
 
-def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
-    start_group: StartGroup, report: StepReport
-) -> None:
-    group, handles = start_group(2, timeout_s=0.1)
+def test_a_group_that_begins_blocks_is_not_silent(start_group, report):
+    group, handles = start_group(2, 0.1)
     handles[0].report(report)
-    until = time.monotonic() + 1
+    until = time.monotonic() + 0.5
     while time.monotonic() < until:
         handles[1].begun += 1
         group.poll()
         time.sleep(0.01)
-    assert [handle.calls for handle in handles] == [[], []]
+    assert [handle.calls for handle in handles] == [[], []], "however long its step takes"
     assert handles[0].pulses <= 20, "polled at intervals"
     while not handles[0].calls and time.monotonic() < until + LIMIT_S:
         group.poll()
         time.sleep(0.01)
     for handle in handles:
         handle.end(CANCELLED)
-    assert isinstance(ended(group).error, WorkerTimeoutError)
+    assert isinstance(group.end().error, WorkerTimeoutError)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one machine", "several machines"])
-def test_a_stop_waits_for_the_step_of_a_group_on_several_machines(
-    apart: bool, start_group: StartGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("machines", ["aa", "ab"])
+def test_stop_between_machines_waits_for_the_step(machines, start_group, monkeypatch):
     """Workers stop before their next step, which may start after the timeout."""
-    killed: list[int] = []
-    monkeypatch.setattr(Handle, "kill", lambda handle: killed.append(handle.rank))
+    killed = list[int]()
     clock = [0.0]
+    monkeypatch.setattr(Handle, "kill", lambda handle: killed.append(handle.rank))
     # A busy machine may pause the test beyond the silence limit.
     for module in (heartbeat, worker_group):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    group, handles = start_group(2, timeout_s=5.0)
-    group.rendezvous.facts = tuple(
-        replace(Worker("cpu").facts(), machine=name) for name in ("a", "b" if apart else "a")
-    )
+    group, handles = start_group(2, 5.0)
+    facts = Worker("cpu").facts()
+    group.rendezvous.facts = tuple(replace(facts, machine=name) for name in machines)
     group.stop()
     for second in range(1, 30):
         clock[0] = second
         handles[0].begun += 1
         assert group.poll() == []
     assert [handle.calls for handle in handles] == [["stop"], ["stop"]]
-    assert killed == ([] if apart else [0, 1])
+    assert killed == ([] if machines == "ab" else [0, 1])
     for handle in handles:
         handle.end(CANCELLED)
-    assert ended(group).error is CANCELLED
+    assert group.end().error is CANCELLED
 
 
-def test_the_silence_limit_is_somewhat_longer_than_the_timeout_of_workers() -> None:
+def test_silence_limit_is_above_the_timeout():
     """A worker without waiting peers is found after ten minutes, one with peers after five."""
     opening, begun, short, slow = (Heartbeat([], timeout_s) for timeout_s in (300, 300, 1, 1))
     begun.record_sign()
@@ -274,7 +304,7 @@ def test_the_silence_limit_is_somewhat_longer_than_the_timeout_of_workers() -> N
     assert slow.limit_s >= 600
 
 
-def test_a_worker_that_does_not_answer_gets_one_request() -> None:
+def test_a_worker_that_does_not_answer_gets_one_request():
     requests: list[Future[int]] = []
 
     class Silent(Handle):
@@ -292,25 +322,20 @@ def test_a_worker_that_does_not_answer_gets_one_request() -> None:
     assert heartbeat.limit_s > 60, "an error is not a sign of life"
 
 
-def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask]) -> None:
-    sent: list[weakref.ref[RunTask]] = []
-    run = Handle.run
+def test_a_task_that_is_over_keeps_no_tensors(make_task):
+    sent = list[RunTask]()
+    handle = Handle(0)
+    run = handle.run
 
-    class Recording(Handle):
-        def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
-            sent.append(weakref.ref(task))
-            self.task: RunTask | None = task
-            return run(self, task, on_report)
+    def record(task: RunTask, on_report: Any) -> Future[TaskResult]:
+        sent.append(task)
+        return run(task, on_report)
 
-    handle, task = Recording(0), make_task()
-    pool: Any = SimpleNamespace(workers=[handle])
-    rendezvous = Rendezvous(pool, WorkersRef(count=1), [0], Mesh())
-    group = WorkerGroup(rendezvous, [task], [None], TaskLog())
-    running = Running(group)
-    (reference,) = sent
-    assert reference() is not None
+    handle.run = record  # type: ignore[method-assign]
+    running = Running([handle], make_task(), 60.0)
+    reference = weakref.ref(sent[0])
     handle.end(RESULT)
-    assert ended(running).error is None
-    handle.task = None
+    assert running.end().error is None
+    sent.clear()
     gc.collect()
     assert reference() is None

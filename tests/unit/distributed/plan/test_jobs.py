@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.distributed.plan.jobs import (
-    WAITING_PER_GROUP,
-    Assignment,
-    GroupId,
-    JobSchedule,
-)
+from wanstream.distributed.plan.jobs import WAITING_PER_GROUP, Assignment, GroupId, JobSchedule
 from wanstream.schema import StateError
 
 
@@ -35,11 +30,10 @@ def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
 
 
 def schedule_of(
-    items: list[list[range]], *, data: int, max_restarts: int = 0, ahead: int = sys.maxsize
+    items: list[list[range]], data: int = 1, max_restarts: int = 0, ahead: int = sys.maxsize
 ) -> JobSchedule:
-    groups = [
-        GroupId(row, stage) for row in range(data) for stage in range(len(items[0]) if items else 1)
-    ]
+    stages = len(items[0]) if items else 1
+    groups = [GroupId(row, stage) for row in range(data) for stage in range(stages)]
     return JobSchedule(items, groups, max_restarts=max_restarts, ahead=ahead)
 
 
@@ -78,31 +72,25 @@ class Simulation:
     def _furthest(self) -> int:
         return self.schedule.ahead + [item.is_done for item in self.schedule.items].index(False)
 
+    def _ready(self, stage: int) -> list[int]:
+        """Return the items that wait for this stage."""
+        computed = {assignment.item for assignment in self.stands.values()}
+        return [
+            number
+            for number, item in enumerate(self.schedule.items)
+            if item.stage == stage and number not in computed and number <= self._furthest()
+        ]
+
     def _check_idle(self) -> None:
+        data = len(self.schedule.groups) // self.schedule.stages
         for group in self.schedule.groups:
             if group in self.stands or group in self.schedule.repairing:
                 continue
-            computed = {assignment.item for assignment in self.stands.values()}
-            waits = [
-                number
-                for number, item in enumerate(self.schedule.items)
-                if item.stage == group.stage
-                and number not in computed
-                and number <= self._furthest()
-            ]
-            behind = sum(
-                item.stage == group.stage + 1
-                and number not in computed
-                and number <= self._furthest()
-                for number, item in enumerate(self.schedule.items)
-            )
             begun = sum(other.stage == group.stage for other in self.stands)
-            data = len(self.schedule.groups) // self.schedule.stages
-            is_full = (
-                group.stage + 1 < self.schedule.stages
-                and behind + begun >= WAITING_PER_GROUP * data
-            )
-            assert not waits or is_full, f"{group} idles"
+            behind = len(self._ready(group.stage + 1)) + begun
+            is_last = group.stage + 1 == self.schedule.stages
+            is_full = not is_last and behind >= WAITING_PER_GROUP * data
+            assert is_full or not self._ready(group.stage), f"{group} idles"
 
     def _advance(self) -> None:
         moves = [*self.stands, *self.schedule.repairing]
@@ -148,29 +136,17 @@ AHEAD = st.sampled_from([0, 1, 2, sys.maxsize])
 
 
 def _check_all_done(items: list[list[range]], played: Simulation) -> None:
-    jobs = {
-        (number, stage)
-        for number, steps in enumerate(items)
-        for stage, each in enumerate(steps)
-        if each
-    }
+    jobs = [(n, stage) for n, steps in enumerate(items) for stage, each in enumerate(steps) if each]
     assert Counter(played.finished) == Counter(jobs)
-    taken = Counter((item, step) for _, item, step in played.computed)
-    assert taken == Counter(
-        (number, step) for number, steps in enumerate(items) for each in steps for step in each
-    )
     for number, steps in enumerate(items):
-        own = [step for _, item, step in played.computed if item == number]
-        assert own == [step for each in steps for step in each], "steps in order"
-    for group, item, step in played.computed:
-        assert step in items[item][group.stage]
+        taken = [(group.stage, step) for group, item, step in played.computed if item == number]
+        wanted = [(stage, step) for stage, each in enumerate(steps) for step in each]
+        assert taken == wanted, "each step once, in order and in its stage"
 
 
 @settings(max_examples=80, deadline=None)
 @given(grids(), st.integers(0, 10**6), AHEAD)
-def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
-    grid: tuple[list[list[range]], int], seed: int, ahead: int
-) -> None:
+def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(grid, seed, ahead):
     items, data = grid
     played = Simulation(schedule_of(items, data=data, ahead=ahead), seed, losses=0)
     assert played.play().is_done
@@ -179,13 +155,9 @@ def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
 
 @settings(max_examples=80, deadline=None)
 @given(grids(), st.integers(0, 10**6), st.integers(0, 6), AHEAD)
-def test_losses_cost_no_reported_step_and_are_counted(
-    grid: tuple[list[list[range]], int], seed: int, max_restarts: int, ahead: int
-) -> None:
+def test_losses_cost_no_reported_step_and_are_counted(grid, seed, max_restarts, ahead):
     items, data = grid
-    played = Simulation(
-        schedule_of(items, data=data, max_restarts=max_restarts, ahead=ahead), seed, losses=0.2
-    )
+    played = Simulation(schedule_of(items, data, max_restarts, ahead), seed, losses=0.2)
     ended = played.play()
     assert ended.lost == played.lost.total()
     if ended.is_done:
@@ -206,24 +178,14 @@ HOUR_S = 3600.0
         ([(0, 0.0), (0, 1.0), (0, 2.0)], 3),
         ([(0, 0.0), (1, 1.0), (0, 2.0), (1, 3.0)], None),
         ([(0, 0.0), (1, 1.0), (0, 2.0), (1, 3.0), (1, 4.0)], 5),
+        # The first ones are more than an hour old.
         ([(0, 0.0), (0, 100.0), (0, HOUR_S + 50.0), (0, HOUR_S + 60.0)], 4),
         ([(0, 0.0), (0, 100.0), (0, HOUR_S), (0, HOUR_S + 100.0), (0, 2 * HOUR_S)], None),
         ([(0, number * (HOUR_S / 2 + 1)) for number in range(50)], None),
         ([(0, number * (HOUR_S / 2 - 1)) for number in range(50)], 3),
     ],
-    ids=[
-        "three at once",
-        "two each",
-        "three of the second",
-        "the first is old",
-        "old ones",
-        "a day",
-        "too often",
-    ],
 )
-def test_two_restarts_of_each_group_within_an_hour(
-    losses: list[tuple[int, float]], given_up_after: int | None
-) -> None:
+def test_two_restarts_of_each_group_within_an_hour(losses, given_up_after):
     schedule = schedule_of([[range(4)]] * 2, data=2, max_restarts=2)
     for number, (data, now_s) in enumerate(losses, 1):
         while (each := schedule.next()) is not None:
@@ -236,21 +198,9 @@ def test_two_restarts_of_each_group_within_an_hour(
     assert schedule.lost == (given_up_after or len(losses))
 
 
-def test_items_that_are_done_already_get_no_job() -> None:
-    schedule = schedule_of(
-        [[range(4, 4), range(4, 4)], [range(1, 1), range(2, 4)]], data=1, max_restarts=0
-    )
-    each = schedule.next()
-    assert each == Assignment(GroupId(0, 1), 1, range(2, 4))
-    schedule.start(each)
-    schedule.step(each.group, 4)
-    schedule.finish(each.group)
-    assert schedule.is_done
-
-
-def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
+def test_pipeline_keeps_the_order_of_its_items():
     """Two equally long stages, three items: the second group is one job behind the first."""
-    schedule = schedule_of([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
+    schedule = schedule_of([[range(2), range(2, 4)]] * 3)
     rounds = []
     while schedule.is_running:
         while (each := schedule.next()) is not None:
@@ -262,7 +212,7 @@ def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
     assert rounds == [{0: 0}, {0: 1, 1: 0}, {0: 2, 1: 1}, {1: 2}]
 
 
-def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
+def test_a_lost_job_goes_first_to_another_group_of_its_stage():
     schedule = schedule_of([[range(4)]] * 3, data=2, max_restarts=1)
     for _ in range(2):
         each = schedule.next()
@@ -276,8 +226,8 @@ def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
     assert schedule.next() == Assignment(GroupId(1, 0), 0, range(3, 4))
 
 
-def test_a_fast_first_stage_waits_for_the_second() -> None:
-    schedule = schedule_of([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
+def test_a_fast_first_stage_waits_for_the_second():
+    schedule = schedule_of([[range(1), range(1, 2)]] * 20)
     begun = 0
     while (each := schedule.next()) is not None:
         schedule.start(each)
@@ -288,34 +238,7 @@ def test_a_fast_first_stage_waits_for_the_second() -> None:
     assert begun == WAITING_PER_GROUP + 1, "one in the second stage, the others before it"
 
 
-@pytest.mark.parametrize(("ahead", "started"), [(0, 1), (2, 3), (9, 5), (sys.maxsize, 5)])
-def test_items_far_ahead_of_an_unfinished_one_are_not_started(ahead: int, started: int) -> None:
-    schedule, slow = schedule_of([[range(1)]] * 5, data=2, ahead=ahead), GroupId(0, 0)
-    items = []
-    while (each := schedule.next()) is not None:
-        schedule.start(each)
-        items.append(each.item)
-        if each.group != slow:
-            schedule.step(each.group, 1)
-            schedule.finish(each.group)
-    assert items == [*range(started)]
-    schedule.step(slow, 1)
-    schedule.finish(slow)
-    assert schedule.is_done or schedule.next() == Assignment(slow, started, range(1))
-
-
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
-    schedule = schedule_of([[range(2)]], data=1, max_restarts=max_restarts)
-    each = schedule.next()
-    assert each is not None
-    schedule.start(each)
-    schedule.step(each.group, 2)
-    schedule.interrupt(each.group, counts_as_failure=True, now_s=0.0)
-    assert schedule.is_done
-
-
-def test_illegal_transitions_are_refused() -> None:
+def test_illegal_transitions_are_refused():
     new, going = (schedule_of([[range(2), range(2, 4)]], data=1, max_restarts=1) for _ in range(2))
     first, second = GroupId(0, 0), GroupId(0, 1)
     assignment = going.next()
@@ -347,6 +270,6 @@ def test_illegal_transitions_are_refused() -> None:
         ([[range(2), range(3, 4)]], "gaps"),
     ],
 )
-def test_items_that_cannot_be_scheduled_are_named(steps: list[list[range]], words: str) -> None:
+def test_items_that_cannot_be_scheduled_are_named(steps, words):
     with pytest.raises(ValueError, match=words):
-        schedule_of(steps, data=1, max_restarts=0)
+        schedule_of(steps)

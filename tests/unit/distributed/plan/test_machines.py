@@ -21,26 +21,18 @@ def placed(free: list[int], count: int, *sizes: int) -> list[tuple[int, int | No
     ("free", "count", "sizes", "parts"),
     [
         ([8], 8, [4], [(4, 0), (4, 0)]),
-        ([4, 4], 8, [4], [(4, 0), (4, 1)]),
-        ([3, 5], 4, [4], [(4, 1)]),
         ([3, 5], 8, [4], [(4, 1), (4, None)]),
         ([3, 5], 6, [3], [(3, 1), (3, 0)]),
         ([5, 3], 8, [2], [(2, 0), (2, 0), (2, 1), (2, None)]),
-        ([5, 5, 5, 5], 16, [4], [(4, 0), (4, 1), (4, 2), (4, 3)]),
-        ([5, 5], 8, [8, 4], [(4, 0), (4, 1)]),
         ([5, 3], 8, [8, 4], [(4, 0), (4, None)]),
         ([5, 3], 8, [8, 4, 2], [(4, 0), (2, 1), (2, None)]),
-        ([8, 8], 8, [4], [(4, 0), (4, 0)]),
         ([2, 2], 4, [1], [(1, 0), (1, 0), (1, 1), (1, 1)]),
-        ([2, 2], 3, [3], [(3, None)]),
         ([4], 5, [2], [(2, 0), (2, 0), (1, None)]),
         ([1, 1], 4, [2], [(2, None), (2, None)]),
         ([], 1, [1], [(1, None)]),
     ],
 )
-def test_groups_are_on_one_machine_where_they_fit(
-    free: list[int], count: int, sizes: list[int], parts: list[tuple[int, int | None]]
-) -> None:
+def test_groups_are_on_one_machine_where_they_fit(free, count, sizes, parts):
     assert placed(free, count, *sizes) == parts
 
 
@@ -48,18 +40,14 @@ def test_groups_are_on_one_machine_where_they_fit(
     ("mesh", "sizes"),
     [
         (Mesh(), (1,)),
-        (Mesh(data=8), (1,)),
         (Mesh(data=2, cfg=2), (2,)),
         (Mesh(ulysses=4), (4,)),
         (Mesh(cfg=2, ulysses=4), (8, 4)),
         (Mesh(stage=2, cfg=2, ring=2, ulysses=2), (8, 4, 2)),
-        (Mesh(ring=4), (4,)),
     ],
     ids=str,
 )
-def test_sizes_are_those_of_groups_and_of_workers_that_share_tokens(
-    mesh: Mesh, sizes: tuple[int, ...]
-) -> None:
+def test_sizes_of_groups(mesh, sizes):
     assert nested_sizes(mesh) == sizes
 
 
@@ -72,7 +60,7 @@ def machines_of(parts: tuple[RankPart, ...], free: list[int]) -> list[int]:
     return used
 
 
-def test_as_many_groups_as_possible_are_whole_and_every_rank_has_one_place() -> None:
+def test_most_groups_are_on_one_machine():
     chance = random.Random(0)
     for _ in range(2000):
         free = [chance.randint(0, 9) for _ in range(chance.randint(1, 6))]
@@ -93,7 +81,7 @@ def test_as_many_groups_as_possible_are_whole_and_every_rank_has_one_place() -> 
         )
 
 
-def test_of_a_group_that_is_apart_the_workers_that_share_tokens_are_together() -> None:
+def test_workers_that_share_tokens_are_on_one_machine():
     chance = random.Random(1)
     for _ in range(1000):
         tokens = chance.choice([2, 4])
@@ -128,9 +116,7 @@ def test_of_a_group_that_is_apart_the_workers_that_share_tokens_are_together() -
         ("", 3, ""),
     ],
 )
-def test_groups_with_a_machine_in_common_are_neighbours(
-    machines: str, size: int, ordered: str
-) -> None:
+def test_groups_with_a_machine_in_common_are_neighbours(machines, size, ordered):
     order = order_groups(machines, size)
     assert sorted(order) == list(range(len(machines)))
     assert "".join(machines[rank] for rank in order) == ordered

@@ -36,9 +36,7 @@ def _by_trying_all(experts: Sequence[str], costs: Sequence[float], stages: int) 
 
 
 @given(_runs(), st.data())
-def test_stages_cover_the_run_cut_at_the_switch_and_are_balanced(
-    run: tuple[list[str], list[float]], data: st.DataObject
-) -> None:
+def test_stages_cover_the_run_cut_at_the_switch_and_are_balanced(run, data):
     experts, costs = run
     stages = data.draw(st.integers(1, len(experts)))
     parts = stage_boundaries(experts, costs, stages)
@@ -51,29 +49,9 @@ def test_stages_cover_the_run_cut_at_the_switch_and_are_balanced(
         assert slowest == pytest.approx(_by_trying_all(experts, costs, stages))
 
 
-@pytest.mark.parametrize(
-    ("high", "low", "stages", "cuts"),
-    [
-        (26, 14, 1, []),
-        (26, 14, 2, [26]),
-        (26, 14, 3, [13, 26]),
-        (26, 14, 6, [7, 14, 20, 26, 33]),
-        (1, 9, 2, [1]),
-        (0, 8, 2, [4]),
-        (8, 0, 4, [2, 4, 6]),
-    ],
-)
-def test_steps_of_equal_cost(high: int, low: int, stages: int, cuts: list[int]) -> None:
-    parts = stage_boundaries(["high"] * high + ["low"] * low, [1.0] * (high + low), stages)
-    slowest = max(len(part) for part in parts)
-    wanted = [b - a for a, b in pairwise([0, *cuts, high + low])]
-    assert (len(parts), slowest) == (stages, max(wanted))
-    if stages <= 3:
-        assert [part.start for part in parts[1:]] == cuts
-
-
-def test_dear_steps_weigh_more() -> None:
-    assert stage_boundaries(["low"] * 5, [9.0, 1.0, 1.0, 1.0, 1.0], 2) == (range(1), range(1, 5))
+def test_the_switch_and_equal_costs_are_cuts():
+    parts = stage_boundaries(["high"] * 26 + ["low"] * 14, [1.0] * 40, 3)
+    assert parts == (range(13), range(13, 26), range(26, 40))
 
 
 @pytest.mark.parametrize(
@@ -81,19 +59,14 @@ def test_dear_steps_weigh_more() -> None:
     [
         (["high", "low"], 3, "stage 3 for 2 steps: every stage needs one; use 1 to 2"),
         (["high"], 0, "stage 0 for 1 step: "),
-        (
-            ["high", "low", "high"],
-            2,
-            "the expert changes 2 times, so stages of one expert each are 3, not 2: use 1, or 3 to "
-            "3",
-        ),
+        (["high", "low", "high"], 2, "changes 2 times, .* are 3, not 2: use 1, or 3 to 3"),
     ],
 )
-def test_stages_that_there_cannot_be(experts: list[str], stages: int, message: str) -> None:
+def test_stages_that_there_cannot_be(experts, stages, message):
     with pytest.raises(MeshError, match=message):
         stage_boundaries(experts, [1.0] * len(experts), stages)
 
 
-def test_a_cost_for_each_step() -> None:
+def test_a_cost_for_each_step():
     with pytest.raises(ValueError, match="1 costs for 2 steps"):
         stage_boundaries(["high", "low"], [1.0], 2)

@@ -64,43 +64,25 @@ def block_seconds(choice: PlacementChoice, figures: WeightFigures) -> float:
 @pytest.mark.parametrize(
     ("figures", "placement", "block_s"),
     [
+        # Bound by the bus; room in VRAM; compute hides all; not worth it.
         (NVLINK, "sharded", 13),
         (replace(NVLINK, free_bytes=8 * GB), "sharded in VRAM", 13),
-        (replace(NVLINK, visit_s=1 * MS, free_bytes=8 * GB), "sharded in VRAM", 3.0),
         (replace(NVLINK, visit_s=105 * MS, free_bytes=80 * GB), "full", 105),
         (replace(NVLINK, visit_s=27.5 * MS), "full", 28.2),
         (OWN_PORTS, "full", 28.2),
         (replace(OWN_PORTS, free_bytes=80 * GB), "sharded in VRAM", 24.6),
         (SHARED_UPLINK, "sharded", 30),
-        (replace(SHARED_UPLINK, visit_s=120 * MS), "full", 120),
         (replace(SHARED_UPLINK, free_bytes=20 * GB), "sharded in VRAM", 21),
         (NO_P2P, "full", 28.2),
-        (replace(NO_P2P, free_bytes=80 * GB), "full", 28.2),
-    ],
-    ids=[
-        "NVLink, bound by the bus",
-        "NVLink, room in VRAM",
-        "NVLink, hardly any compute",
-        "compute hides all",
-        "not worth it",
-        "own ports over PCIe",
-        "own ports, room in VRAM",
-        "shared uplink",
-        "shared uplink, compute hides all",
-        "shared uplink, room in VRAM",
-        "no P2P",
-        "no P2P, room in VRAM",
     ],
 )
-def test_the_shortest_stall_is_chosen(
-    figures: WeightFigures, placement: str, block_s: float
-) -> None:
+def test_the_shortest_stall_is_chosen(figures, placement, block_s):
     choice = choose_weight_placement(figures)
     assert choice.placement == placement
     assert block_seconds(choice, figures) == pytest.approx(block_s * MS)
 
 
-def test_the_reason_has_the_numbers() -> None:
+def test_the_reason_has_the_numbers():
     assert choose_weight_placement(SHARED_UPLINK).reason == (
         "sharded weights: a block of 703 MB in 30.0 ms, not hidden behind compute (13.0 ms for "
         "each); full 112.0 ms, sharded 30.0 ms; the bus gives 25.0 GB/s to one of 4 workers and "
@@ -122,14 +104,8 @@ times = st.floats(min_value=1e-5, max_value=1.0)
 
 @given(times, times, times, times, times, times, st.integers(0, 100 * GB))
 def test_the_chosen_placement_is_the_fastest(
-    visit_s: float,
-    alone: float,
-    concurrent: float,
-    shard: float,
-    gather: float,
-    during: float,
-    free_bytes: int,
-) -> None:
+    visit_s, alone, concurrent, shard, gather, during, free_bytes
+):
     figures = replace(
         NVLINK,
         visit_s=visit_s,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from wanstream.distributed.messages import RunTask, StepReport
+from wanstream.distributed.messages import StepReport
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.distributed.transport.pool import Pool, WorkerLostError
 from wanstream.sampling.steps import SamplingCancelled
-from wanstream.tests.support.reports import Reports, latents_of
+from wanstream.tests.support.distributed.reports import Reports, latents_of
 
 LIMIT_S = 60
-
-MakeTask = Callable[..., RunTask]
 
 
 @pytest.fixture
@@ -31,44 +29,32 @@ def ignore(report: StepReport) -> None:
     return
 
 
-def test_a_run_on_another_thread_is_reported_and_ends(
-    pool: Pool, make_task: MakeTask, alone: Callable
-) -> None:
+def test_a_run_on_another_thread_is_reported_and_ends(pool, make_task, alone):
     told = Reports()
-    threads: set[int] = set()
+    threads = set[int]()
+    pids = set[int]()
+    worker = pool.workers[0]
+    task = make_task()
 
     def on_report(step: StepReport) -> None:
         told.append(step)
         threads.add(threading.get_ident())
+        pids.add(worker.call("facts").result(LIMIT_S).pid)  # answered during the run
 
-    task = make_task()
-    pool.workers[0].run(task, on_report).result(LIMIT_S)
+    worker.run(task, on_report).result(LIMIT_S)
     assert torch.equal(told.latents, alone(task))
     assert [step.record.index for step in told] == [0, 1, 2, 3]
     assert threading.get_ident() not in threads
-    assert pool.workers[0].call("facts").result(LIMIT_S).pid == os.getpid()
-
-
-def test_calls_are_answered_during_a_run(pool: Pool, make_task: MakeTask) -> None:
-    answers = []
-    worker = pool.workers[0]
-    run = worker.run(make_task(), lambda _: answers.append(worker.call("facts").result(LIMIT_S)))
-    run.result(LIMIT_S)
-    assert len(answers) == 4
-
-
-def test_futures_raise_errors(pool: Pool, make_task: MakeTask) -> None:
-    task = make_task()
-    pool.workers[0].call("stop", task.run_id).result(LIMIT_S)
+    assert pids == {os.getpid()}
+    # Futures raise errors.
+    worker.call("stop", task.run_id).result(LIMIT_S)
     with pytest.raises(SamplingCancelled):
-        pool.workers[0].run(task, ignore).result(LIMIT_S)
+        worker.run(task, ignore).result(LIMIT_S)
     with pytest.raises(AttributeError):
-        pool.workers[0].call("nonsense").result(LIMIT_S)
+        worker.call("nonsense").result(LIMIT_S)
 
 
-def test_a_killed_worker_is_lost_and_can_be_replaced(
-    pool: Pool, make_task: MakeTask, alone: Callable
-) -> None:
+def test_a_killed_worker_is_lost_and_can_be_replaced(pool, make_task, alone):
     killed, task = pool.workers[0], make_task()
     run = killed.run(task, lambda _: killed.kill())
     after = killed.run(make_task(), ignore)
@@ -85,7 +71,7 @@ def test_a_killed_worker_is_lost_and_can_be_replaced(
     assert torch.equal(latents_of(again, task), alone(task))
 
 
-def test_closing_ends_the_run_and_its_thread(make_task: MakeTask) -> None:
+def test_closing_ends_the_run_and_its_thread(make_task):
     before = set(threading.enumerate())
     pool = InProcessPool("cpu")
     begun, go_on = threading.Event(), threading.Event()

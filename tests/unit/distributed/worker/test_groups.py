@@ -32,7 +32,7 @@ class Unfinished:
         self.future.wait()
 
 
-def test_exchange_ends_with_its_connections() -> None:
+def test_exchange_ends_with_its_connections():
     place = RendezvousSpec(
         rank=0, mesh=Mesh(cfg=2), host="127.0.0.1", port=0, generation=0, timeout_s=1.0
     )

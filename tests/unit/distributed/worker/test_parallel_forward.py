@@ -20,7 +20,7 @@ from wanstream.wan import Lane
 PAGE = (Path(__file__).parents[4] / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 
-def test_a_worker_that_has_left_reports_the_loss_of_its_peers() -> None:
+def test_a_worker_that_has_left_reports_the_loss_of_its_peers():
     """After a lost peer the driver resumes the run, but not after a worker's own error."""
     place = RendezvousSpec(
         rank=0, mesh=Mesh(cfg=2), host="127.0.0.1", port=0, generation=0, timeout_s=1.0
@@ -45,7 +45,7 @@ def _is_supported(attention: Attention, mesh: Mesh) -> bool:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_the_page_has_what_each_attention_needs_and_supports(attention: Attention) -> None:
+def test_the_page_has_what_each_attention_needs_and_supports(attention):
     kernel = ATTENTIONS[attention]
     (row,) = re.findall(rf"^\| `{attention}` \| .* \| (.+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
     needs, ulysses, ring = row

@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 import os
 import pickle
-import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +16,16 @@ import torch
 import wanstream
 from wanstream.block_kernels.attention import KernelsError
 from wanstream.devices.clock import DeviceError
-from wanstream.distributed.messages import DecodeTask, RendezvousSpec, RunTask, StepReport
+from wanstream.distributed.messages import DecodeTask, RendezvousSpec, StepReport
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling.steps import RequestError, SamplingCancelled
 from wanstream.schema import Mesh, parse_step_strengths
 from wanstream.schema.refs import ExpertsRef, LoraRef, PathMap
 from wanstream.testing.experts import make_lora, save_lora
-from wanstream.tests.support.reports import Reports, latents_of
+from wanstream.tests.support.distributed.reports import Reports, latents_of
 
-MakeTask = Callable[..., RunTask]
-MakeRef = Callable[..., ExpertsRef]
-ComputeAlone = Callable[[RunTask], torch.Tensor]
+SLOW = pytest.mark.slow  # several workers decode or compute
 
 
 @pytest.fixture
@@ -43,16 +39,11 @@ def ignore(_: StepReport) -> None:
     return
 
 
-def place(rank: int, mesh: Mesh) -> RendezvousSpec:
-    return RendezvousSpec(
-        rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=1, timeout_s=10
-    )
+PLACE = RendezvousSpec(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=1, timeout_s=10)
 
 
-@pytest.mark.slow  # several workers decode or compute
-def test_the_second_task_runs_what_it_says(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
-) -> None:
+@SLOW
+def test_the_second_task_runs_what_it_says(worker, make_task, experts_ref, alone):
     first, reseeded = make_task(), make_task(seed=20)
     swapped = make_task(experts=experts_ref(high=2, low=1))
     other = make_task(experts=experts_ref(high=1, low=3))
@@ -61,45 +52,17 @@ def test_the_second_task_runs_what_it_says(
     assert len({alone(task).sum().item() for task in (first, reseeded, swapped, other)}) == 4
 
 
-def test_experts_are_opened_where_the_path_map_says(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
-) -> None:
+def test_experts_are_opened_where_the_path_map_says(worker, make_task, experts_ref, alone):
     task = make_task()
-    low = task.experts.low_noise
-    assert low is not None
-    maps = (
-        PathMap(here="/nowhere/high", there=str(task.experts.high_noise)),
-        PathMap(here=str(low), there="/nowhere"),
-    )
+    places = {"/nowhere/high": task.experts.high_noise, task.experts.low_noise: "/nowhere"}
+    maps = tuple(PathMap(here=str(here), there=str(there)) for here, there in places.items())
     elsewhere = dataclasses.replace(task.experts, high_noise=Path("/nowhere/high"))
     assert torch.equal(latents_of(worker, make_task(experts=elsewhere, paths=maps)), alone(task))
     with pytest.raises(ValueError, match="/nowhere/high"):
         worker.run(make_task(experts=elsewhere), ignore)
 
 
-@pytest.mark.slow  # several workers decode or compute
-def test_files_that_were_replaced_are_opened_anew(
-    worker: Worker,
-    make_task: MakeTask,
-    tiny_expert_folder: Callable[..., Path],
-    tmp_path: Path,
-    alone: ComputeAlone,
-) -> None:
-    low = tmp_path / "low"
-    shutil.copytree(tiny_expert_folder(seed=2), low)
-    ref = ExpertsRef(high_noise=tiny_expert_folder(seed=1), low_noise=low, compute_dtype="float32")
-    task = make_task(experts=ref)
-    before = latents_of(worker, task)
-    shutil.rmtree(low)
-    shutil.copytree(tiny_expert_folder(seed=5), low)
-    after = latents_of(worker, task)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, alone(task))
-
-
-def test_steps_are_told_with_a_state_that_goes_on_elsewhere(
-    worker: Worker, make_task: MakeTask
-) -> None:
+def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker, make_task):
     task, reports = make_task(handover_s=0.0, preview_s=0.0), Reports()
     ended = worker.run(task, reports)
     assert [step.record for step in reports] == list(ended.timeline.steps)
@@ -112,9 +75,7 @@ def test_steps_are_told_with_a_state_that_goes_on_elsewhere(
     assert torch.equal(latents_of(worker, make_task(until=2)), reports[1].state.latents)
 
 
-def test_states_stay_at_the_worker_until_the_last_step_or_an_interval_is_over(
-    worker: Worker, make_task: MakeTask, record_property: Any
-) -> None:
+def test_states_are_handed_over_at_intervals(worker, make_task, record_property):
     def reported(**intervals: float) -> tuple[list[tuple[bool, bool]], list[int]]:
         reports = Reports()
         worker.run(make_task(**intervals), reports)
@@ -126,18 +87,15 @@ def test_states_stay_at_the_worker_until_the_last_step_or_an_interval_is_over(
     assert before == [(True, True)] * 4
     assert after == [(False, False)] * 3 + [(True, False)]
     assert reported() == (after, kept)
-    assert reported(handover_s=60.0, preview_s=60.0)[0] == [(False, True), *after[1:]], (
-        "the first preview is due"
-    )
+    # The first preview is due.
+    assert reported(handover_s=60.0, preview_s=60.0)[0] == [(False, True), *after[1:]]
     record_property("bytes of each step's report, before and after", (every_step, kept))
     latents = make_task().request.noise.numel() * 4
     assert min(every_step) > 3 * latents
     assert max(kept[:3]) < 1500, "a record"
 
 
-def test_the_last_state_of_a_run_that_failed_can_be_requested(
-    worker: Worker, make_task: MakeTask
-) -> None:
+def test_the_last_state_of_a_run_that_failed_can_be_requested(worker, make_task):
     task, wanted = make_task(), Reports()
     worker.run(make_task(handover_s=0.0), wanted)
     assert worker.last_state(task.run_id) is None
@@ -160,10 +118,8 @@ def test_the_last_state_of_a_run_that_failed_can_be_requested(
     assert worker.last_state(task.run_id) is None, "only that of the last run is kept"
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3])
-def test_a_stopped_worker_is_usable_at_once(
-    step: int, worker: Worker, make_task: MakeTask, alone: ComputeAlone
-) -> None:
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_stopped_worker_is_usable_at_once(step, worker, make_task, alone):
     task, reports = make_task(), list[StepReport]()
 
     def on_report(each: StepReport) -> None:
@@ -181,9 +137,7 @@ def test_a_stopped_worker_is_usable_at_once(
     assert torch.equal(latents_of(worker, after), alone(after))
 
 
-def test_a_failed_task_leaves_the_worker_usable(
-    worker: Worker, make_task: MakeTask, alone: ComputeAlone, tmp_path: Path
-) -> None:
+def test_a_failed_task_leaves_the_worker_usable(worker, make_task, alone, tmp_path):
     gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
     with pytest.raises(ValueError, match="gone"):
         worker.run(make_task(experts=gone), ignore)
@@ -195,27 +149,18 @@ def test_a_failed_task_leaves_the_worker_usable(
     assert torch.equal(latents_of(worker, task), alone(task))
 
 
-def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_not(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
-) -> None:
-    with pytest.raises(
-        KernelsError, match="'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"
-    ):
-        worker.run(make_task(experts=dataclasses.replace(experts_ref(), attention="cudnn")), ignore)
-    task = make_task(experts=dataclasses.replace(experts_ref(), attention="sdpa"))
-    assert torch.equal(latents_of(worker, task), alone(make_task()))
+def test_worker_uses_the_attention_of_its_experts(worker, make_task, experts_ref, alone):
+    cudnn, sdpa = (
+        make_task(experts=dataclasses.replace(experts_ref(), attention=name))
+        for name in ("cudnn", "sdpa")
+    )
+    said = "'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"
+    with pytest.raises(KernelsError, match=said):
+        worker.run(cudnn, ignore)
+    assert torch.equal(latents_of(worker, sdpa), alone(make_task()))
 
 
-def test_the_leader_of_a_group_returns_latents(worker: Worker, make_task: MakeTask) -> None:
-    reports = Reports()
-    worker.join(place(0, Mesh()))
-    worker.run(make_task(preview_s=0.0), reports)
-    assert (reports[-1].state is not None, reports[-1].denoised is not None) == (True, True)
-    worker.leave()
-    assert torch.equal(latents_of(worker, make_task()), reports.latents)
-
-
-def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None:
+def test_facts_are_those_of_this_process(worker, tmp_path):
     there, gone = tmp_path / "there", tmp_path / "gone"
     there.write_bytes(b"abc")
     facts = worker.facts([str(there), str(gone)])
@@ -232,9 +177,7 @@ def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None
         listening.bind((facts.address, worker.free_port()))
 
 
-def test_blocks_and_frames_are_counted(
-    worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]
-) -> None:
+def test_blocks_and_frames_are_counted(worker, make_task, tiny_pipeline):
     reports: list[int] = []
     worker.run(make_task(), lambda step: reports.append(worker.blocks_begun()))
     assert reports == [4, 8, 12, 16], "4 blocks a step"
@@ -244,75 +187,33 @@ def test_blocks_and_frames_are_counted(
     assert worker.blocks_begun() >= 18, "2 frames"
 
 
-def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(
-    worker: Worker, make_task: MakeTask
-) -> None:
-    reports: list[StepReport] = []
-    here, other = make_task(generation=1), make_task(generation=7)
-    worker.join(place(0, Mesh()))
-    worker.run(here, reports.append)
+def test_task_of_a_left_rendezvous_is_refused(worker, make_task):
+    reports = Reports()
+    here = make_task(generation=1, preview_s=0.0)
+    other = make_task(generation=7)
+    worker.join(PLACE)
+    worker.run(here, reports)
+    assert (reports[-1].state is not None, reports[-1].denoised is not None) == (True, True)
     with pytest.raises(PeerLostError, match="for rendezvous 7, but this worker is in rendezvous 1"):
-        worker.run(other, reports.append)
+        worker.run(other, reports)
     worker.leave()
     with pytest.raises(PeerLostError, match="for rendezvous 1, but this worker is in none"):
-        worker.run(here, reports.append)
+        worker.run(here, reports)
     assert len(reports) == 4
-    worker.run(make_task(), ignore)
+    assert torch.equal(latents_of(worker, make_task()), reports.latents)
 
 
-def test_one_run_at_a_time(worker: Worker, make_task: MakeTask) -> None:
+def test_two_runs_at_a_time_and_a_missing_device_are_refused(worker, make_task):
     with pytest.raises(AssertionError, match="was assigned to a worker that computes another run"):
         worker.run(make_task(), lambda _: worker.run(make_task(), ignore))
-
-
-def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(DeviceError):
         Worker("cuda:99")
 
 
-@pytest.mark.slow  # several workers decode or compute
-def test_a_lora_of_another_strength_is_another_run(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone, tmp_path: Path
-) -> None:
-    from safetensors.torch import save_file
-
-    file = tmp_path / "lora.safetensors"
-    generator = torch.Generator().manual_seed(3)
-    save_file(
-        {
-            "diffusion_model.blocks.1.ffn.0.lora_down.weight": torch.randn(
-                4, 256, generator=generator
-            ),
-            "diffusion_model.blocks.1.ffn.0.lora_up.weight": torch.randn(
-                512, 4, generator=generator
-            ),
-            "diffusion_model.blocks.1.ffn.0.dora_scale": torch.randn(512, 1, generator=generator),
-            "diffusion_model.blocks.0.ffn.0.lokr_w1": torch.randn(8, 4, generator=generator),
-            "diffusion_model.blocks.0.ffn.0.lokr_w2": torch.randn(64, 64, generator=generator),
-        },
-        file,
-    )
-    seen = []
-    for strength in (0.0, 0.5, 1.0):
-        lora = LoraRef(
-            high_noise=file, low_noise=file, strength_high=strength, strength_low=strength
-        )
-        task = make_task(experts=dataclasses.replace(experts_ref(), loras=(lora,)))
-        seen.append(latents_of(worker, task))
-        assert torch.equal(seen[-1], alone(task))
-    assert torch.equal(seen[0], alone(make_task()))
-    assert not torch.equal(seen[1], seen[2])
-    assert not torch.equal(seen[0], seen[1])
-
-
-@pytest.mark.slow  # several workers decode or compute
+@SLOW
 def test_a_stage_takes_the_strengths_of_its_steps(
-    make_task: MakeTask,
-    experts_ref: MakeRef,
-    alone: ComputeAlone,
-    tmp_path: Path,
-    make_tiny_expert: Any,
-) -> None:
+    make_task, experts_ref, alone, tmp_path, make_tiny_expert
+):
     """Each worker begins in the middle of the schedule, with the strengths for its first step."""
     save_lora(make_lora(make_tiny_expert(), seed=3), tmp_path / "lora", dtype=torch.float32)
     ranges = parse_step_strengths("0: 0, 3: 0.5")

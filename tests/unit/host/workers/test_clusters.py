@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,74 +11,64 @@ import pytest
 from wanstream.host.workers.clusters import VARIABLE, cluster, cluster_names, clusters_file
 from wanstream.schema.refs.workers import WorkersError
 
+HERE = ["local", "in-process"]
+Listed = Callable[..., Path]
+
 
 @pytest.fixture
-def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A list with one entry."""
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Listed:
+    """`listed(**more)` writes a list with one entry and returns the path."""
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"lab": {"address": "127.0.0.1:6379"}}))
     monkeypatch.setenv(VARIABLE, str(file))
-    return file
+
+    def write(encoding: str = "utf-8", **more: str) -> Path:
+        entry = {"address": "127.0.0.1:6379", **more}
+        file.write_text(json.dumps({"lab": entry}), encoding=encoding)
+        return file
+
+    return write
 
 
-def test_names_are_those_of_this_machine_and_of_the_list(listed: Path) -> None:
-    assert clusters_file() == listed
-    assert cluster_names() == ["local", "in-process", "lab"]
+def test_names_are_local_ones_and_the_list(listed, monkeypatch):
+    for encoding in ("utf-8", "utf-8-sig"):
+        file = listed(encoding)
+        assert clusters_file() == file
+        assert cluster_names() == [*HERE, "lab"]
     assert cluster("lab").address == "127.0.0.1:6379"
-    listed.unlink()
-    assert cluster_names() == ["local", "in-process"]
-
-
-def test_without_the_variable_it_is_in_the_folder_of_the_users_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    file.unlink()
+    assert cluster_names() == HERE
+    monkeypatch.delenv(VARIABLE)
     assert clusters_file().parts[-2:] == ("wanstream", "clusters.json")
 
 
-def test_a_token_file_is_found_from_the_folder_of_the_list(
-    listed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_file_is_found_from_the_folder_of_the_list(listed, tmp_path, monkeypatch):
     """Workers and commands do not share the start folder of this process."""
-    home = listed.parent / "home"
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("USERPROFILE", str(home))
-    monkeypatch.chdir(listed.parent.parent)
-    monkeypatch.setenv(VARIABLE, str(listed.relative_to(listed.parent.parent)))
-    elsewhere = listed.parent / "elsewhere" / "token"
+    home = tmp_path / "home"
+    elsewhere = tmp_path / "elsewhere" / "token"
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(home))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv(VARIABLE, str(Path(tmp_path.name, "mine.json")))
     for given, found in {
-        "tokens/lab": listed.parent / "tokens" / "lab",
+        "tokens/lab": tmp_path / "tokens" / "lab",
         "~/lab": home / "lab",
         str(elsewhere): elsewhere,
-        "~nobody-of-that-name/lab": listed.parent / "~nobody-of-that-name" / "lab",
+        "~nobody-of-that-name/lab": tmp_path / "~nobody-of-that-name" / "lab",
         "": "",
     }.items():
-        listed.write_text(json.dumps({"lab": {"address": "127.0.0.1:6379", "token_file": given}}))
+        listed(token_file=given)
         assert cluster("lab").token_file == str(found)
 
 
-@pytest.mark.parametrize(
-    "entry", [{"token_file": "~nobody\0"}, {"token_file": "a\0b"}, {"token_file": "\ud800"}]
-)
-def test_a_name_that_no_file_can_have_is_refused(listed: Path, entry: dict[str, str]) -> None:
-    listed.write_text(json.dumps({"lab": {"address": "127.0.0.1:6379", **entry}}))
-    assert cluster_names() == ["local", "in-process"]
-    with pytest.raises(
-        WorkersError, match=r"token_file is .* remove the characters that no file name can have"
-    ):
-        cluster("lab")
-
-
-def test_a_list_with_a_byte_order_mark_is_read(listed: Path) -> None:
-    listed.write_text(listed.read_text(), encoding="utf-8-sig")
-    assert cluster_names() == ["local", "in-process", "lab"]
-
-
-def test_a_list_that_cannot_be_read_leaves_this_machine(
-    listed: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    listed.write_bytes(b"\xff{")
-    assert cluster_names() == ["local", "in-process"]
+def test_unreadable_list_leaves_this_machine(listed, caplog):
+    message = r"token_file is .* remove the characters that no file name can have"
+    for name in ("~nobody\0", "a\0b", "\ud800"):
+        listed(token_file=name)
+        assert cluster_names() == HERE
+        with pytest.raises(WorkersError, match=message):
+            cluster("lab")
+    listed().write_bytes(b"\xff{")
+    assert cluster_names() == HERE
     assert "cannot be read" in caplog.text
     assert cluster("local").address == "local"
     with pytest.raises(WorkersError, match=r"mine\.json cannot be read"):

@@ -20,6 +20,8 @@ ONE = WorkersRef(count=1, address=IN_PROCESS)
 CPU = torch.device("cpu")
 
 SETUP = """
+import sys
+from dataclasses import replace
 from wanstream.host.workers.registry import WorkerRegistry, check_ray
 from wanstream.schema import Mesh
 from wanstream.schema.refs import WorkersRef
@@ -77,13 +79,16 @@ def fake_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wanstream.host.workers.registry.Driver", FakeDriver)
 
 
+Pools = list[FakePool]
+
+
 @pytest.fixture
-def started() -> list[FakePool]:
+def started() -> Pools:
     return []
 
 
 @pytest.fixture
-def kept(started: list[FakePool]) -> WorkerRegistry:
+def kept(started: Pools) -> WorkerRegistry:
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         assert all("end" in pool.said for pool in started), "two sets share a device"
         started.append(FakePool(ref, device))
@@ -92,23 +97,22 @@ def kept(started: list[FakePool]) -> WorkerRegistry:
     return WorkerRegistry(start)
 
 
-def test_equal_references_find_the_same_workers(
-    kept: WorkerRegistry, started: list[FakePool]
-) -> None:
+def test_equal_references_find_the_same_workers(kept, started):
     driver = kept.get(ONE, Mesh(), CPU)
     assert kept.get(replace(ONE), Mesh(), CPU) is driver
     assert (driver.pool, driver.ref, driver.mesh) == (started[0], ONE, Mesh())
-    assert len(started) == 1
+    # For example, their cluster has ended.
+    started[0].usable = False
+    assert kept.get(ONE, Mesh(), CPU).pool is started[1]
+    assert [pool.said for pool in started] == [["end"], []]
 
 
-def test_another_layout_is_another_driver_of_the_same_workers(
-    kept: WorkerRegistry, started: list[FakePool]
-) -> None:
+def test_another_layout_is_another_driver_of_the_same_workers(kept, started):
     two = replace(ONE, count=2)
+    stage = Mesh(stage=2)
     sides = kept.get(two, Mesh(cfg=2), CPU)
-    stages = kept.get(two, Mesh(stage=2), CPU)
-    held = {"max_restarts": 9, "goal": "throughput"}
-    patient = kept.get(replace(two, mesh=Mesh(stage=2), **held), Mesh(stage=2), CPU)
+    stages = kept.get(two, stage, CPU)
+    patient = kept.get(replace(two, mesh=stage, max_restarts=9, goal="throughput"), stage, CPU)
     assert len({id(driver) for driver in (sides, stages, patient)}) == 3
     assert sides.pool is stages.pool is patient.pool
     assert (sides.follows, stages.follows, patient.follows) == (None, sides, stages)
@@ -116,30 +120,17 @@ def test_another_layout_is_another_driver_of_the_same_workers(
     assert (len(started), started[0].said) == (1, [])
 
 
-@pytest.mark.parametrize("other", [(replace(ONE, threads=1), CPU), (ONE, torch.device("meta"))])
-def test_another_reference_ends_the_former_workers_first(
-    kept: WorkerRegistry, started: list[FakePool], other: tuple[WorkersRef, torch.device]
-) -> None:
+@pytest.mark.parametrize(
+    ("ref", "device"), [(replace(ONE, threads=1), CPU), (ONE, torch.device("meta"))]
+)
+def test_another_reference_ends_the_former_workers_first(kept, started, ref, device):
     kept.get(ONE, Mesh(), CPU)
-    kept.get(other[0], Mesh(), other[1])
+    kept.get(ref, Mesh(), device)
     assert [pool.said for pool in started] == [["end"], []]
-    assert (started[1].ref, started[1].device) == (replace(other[0], mesh=Mesh()), other[1])
+    assert (started[1].ref, started[1].device) == (replace(ref, mesh=Mesh()), device)
 
 
-def test_workers_that_cannot_be_replaced_any_more_are_started_anew(
-    kept: WorkerRegistry, started: list[FakePool]
-) -> None:
-    """For example, their cluster has ended."""
-    kept.get(ONE, Mesh(), CPU)
-    started[0].usable = False
-    driver = kept.get(ONE, Mesh(), CPU)
-    assert driver.pool is started[1]
-    assert (started[0].said, len(started)) == (["end"], 2)
-
-
-def test_resting_keeps_them_and_closing_does_not(
-    kept: WorkerRegistry, started: list[FakePool]
-) -> None:
+def test_resting_keeps_workers_and_closing_does_not(kept, started):
     assert kept.release_memory()
     kept.close()
     two = replace(ONE, count=2)
@@ -161,19 +152,9 @@ def test_resting_keeps_them_and_closing_does_not(
     assert len(started) == 2
 
 
-def test_a_worker_that_does_not_give_its_memory_back_is_ended(
-    started: list[FakePool],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hung_worker_is_ended_to_release_its_memory(kept, started, caplog, monkeypatch):
     """ComfyUI releases memory to load another model: a hung worker must not make that fail."""
-
-    def start(ref: WorkersRef, device: torch.device) -> FakePool:
-        started.append(FakePool(ref, device))
-        return started[-1]
-
     monkeypatch.setattr("wanstream.host.workers.registry.RELEASE_TIMEOUT_S", 0.05)
-    kept = WorkerRegistry(start)
     kept.get(replace(ONE, count=2), Mesh(cfg=2), CPU)
     started[0].hangs = True
     assert kept.release_memory()
@@ -181,7 +162,7 @@ def test_a_worker_that_does_not_give_its_memory_back_is_ended(
     assert "worker 1 has not released its memory in 0.05 s" in caplog.text
 
 
-def test_a_start_that_fails_leaves_nothing_behind() -> None:
+def test_failed_start_leaves_nothing_behind():
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         raise OSError("the port is taken")
 
@@ -192,57 +173,46 @@ def test_a_start_that_fails_leaves_nothing_behind() -> None:
     kept.close()
 
 
+def output_of(code: str) -> str:
+    """Return what a new process prints, with errors of Ray that it catches."""
+    command = [sys.executable, "-c", f"{SETUP}\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
 @pytest.mark.integration
-def test_they_end_with_the_process() -> None:
-    code = f"""{SETUP}
+def test_workers_end_with_the_process():
+    code = """
 class Pool:
     def close(self): print("ended")
 kept = WorkerRegistry(lambda ref, device: Pool())
 kept.pool(ONE, torch.device("cpu"))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout == "ended\n"
+    assert output_of(code) == "ended\n"
 
 
-@pytest.mark.integration
-def test_without_ray_the_remedy_is_told_and_one_worker_here_needs_none() -> None:
-    """Without site-packages, Ray cannot be found."""
-    code = f"""
-import sys
-{SETUP}
-from dataclasses import replace
+CHECK_RAY = """
 check_ray(ONE)
-sys.path[:] = [place for place in sys.path if not place.endswith("-packages")]
 try:
     check_ray(replace(ONE, address="local"))
 except ValueError as err:
     print(type(err).__name__, err)
+else:
+    print("ray" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.startswith(
-        "RayMissingError several workers need Ray, which is not installed"
-    )
-    assert 'pip install "ray>=2.52"' in done.stdout
 
 
 @pytest.mark.integration
-def test_looking_for_ray_does_not_import_it() -> None:
-    code = f"{SETUP}\nimport sys, dataclasses\n" + (
-        "check_ray(dataclasses.replace(ONE, address='local'))\nprint('ray' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.stdout == "False\n" or "RayMissingError" in done.stderr
+def test_ray_is_looked_for_without_an_import():
+    """Without site-packages, Ray cannot be found. One worker in this process needs none."""
+    assert output_of(CHECK_RAY).startswith(("False", "RayMissingError"))
+    hide = 'sys.path[:] = [place for place in sys.path if not place.endswith("-packages")]'
+    said = output_of(f"{hide}\n{CHECK_RAY}")
+    assert said.startswith("RayMissingError several workers need Ray, which is not installed")
+    assert 'pip install "ray>=2.52"' in said
 
 
 @pytest.mark.parametrize("family", ["xpu", "mps"])
-def test_processes_are_refused_for_devices_that_they_cannot_connect(family: str) -> None:
-    with pytest.raises(
-        WorkersError, match=f"NCCL and gloo connect, and this is {family}: compute without workers"
-    ):
+def test_processes_need_a_device_that_they_can_connect(family):
+    message = f"NCCL and gloo connect, and this is {family}: compute without workers"
+    with pytest.raises(WorkersError, match=message):
         start_pool(WorkersRef(count=2), torch.device(family, 0))

@@ -1,125 +1,28 @@
-"""The engine executes the program exactly, bit-equal to the plain blocks at any timing."""
+"""Runs of an engine: bit-equal at any timing, exclusive, and whole again after errors."""
 
 from __future__ import annotations
 
-import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from wanstream.devices.clock import CpuClock
-from wanstream.offload import attach_offload
-from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.base import ReadThreads
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.plan.programs import Visit, step_visits
+from wanstream.offload.transfers.cpu import CpuBackend
+from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.plan.programs.transfer_program import ProgramError
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
-
-CPU = torch.device("cpu")
-POLICIES = [
-    OffloadPolicy.resident(),
-    OffloadPolicy.layerwise(0),
-    OffloadPolicy.layerwise(1),
-    OffloadPolicy.layerwise(2),
-    OffloadPolicy.layerwise(3),
-    OffloadPolicy.block_swap(3, 1),
-    OffloadPolicy.block_swap(3, 2),
-    OffloadPolicy.block_swap(5, 3),
-    OffloadPolicy.block_swap(0, 1),
-]
-STEPS = ["high", "high", "low", "low", "high"]
-
-
-def named(policy: OffloadPolicy) -> str:
-    return f"{policy.kind}-{policy.blocks_to_swap}-{policy.prefetch_blocks}"
-
-
-@pytest.mark.parametrize(
-    ("policy", "source_name", "dtype"),
-    # Every policy with both sources and both dtypes.
-    [
-        (policy, source, dtype)
-        for at, policy in enumerate(POLICIES)
-        for source, dtype in zip(
-            ("file", "pinned"), (torch.float32, torch.bfloat16)[:: 1 - 2 * (at % 2)], strict=True
-        )
-    ],
-    ids=lambda value: named(value) if isinstance(value, OffloadPolicy) else str(value),
-)
-def test_streamed_equals_plain_with_reads_delayed_at_random(
-    make_stack: Callable[..., nn.ModuleList],
-    slow_source: Callable[..., ModuleSource],
-    policy: OffloadPolicy,
-    source_name: str,
-    dtype: torch.dtype,
-) -> None:
-    stacks = {"high": make_stack(6, seed=1, dtype=dtype), "low": make_stack(6, seed=2, dtype=dtype)}
-    plain = copy.deepcopy(stacks)
-    policy = replace(policy, source=source_name)
-    hidden = expected = torch.randn(2, 5, 32).to(dtype)
-    for name in STEPS:
-        for block in plain[name]:
-            expected = block(expected)
-
-    source = slow_source(ModuleSource(stacks), seed=hash(named(policy)) % 1000)
-    with attach_offload(
-        stacks, policy=policy, device=CPU, source=source, follow_forward=False
-    ) as handle:
-        for _ in range(2):  # the second run starts from the first one's buffers
-            value = hidden
-            with handle.run(step_visits(STEPS, handle.block_counts)) as run:
-                for visit in run.program.visits:
-                    with run.visit(*visit):
-                        value = stacks[visit.expert][visit.block](value)
-            assert torch.equal(value, expected)
-            assert tuple(run.fetched) == run.program.fetches
-
-
-def test_permanent_residents_are_fetched_once_and_for_all(
-    make_stack: Callable[..., nn.ModuleList], slow_source: Callable[..., ModuleSource]
-) -> None:
-    stacks = {"high": make_stack(4, seed=1), "low": make_stack(4, seed=2)}
-    source = slow_source(ModuleSource(stacks), seed=0)
-    with attach_offload(
-        stacks, policy=OffloadPolicy.resident(), device=CPU, source=source, follow_forward=False
-    ) as handle:
-        for _ in range(3):
-            with handle.run(step_visits(["high", "low"], handle.block_counts)) as run:
-                for visit in run.program.visits:
-                    with run.visit(*visit):
-                        pass
-        assert len(source.reads) == 8
-        assert run.fetched == []
-
-
-def test_the_recorder_counts_the_bytes_of_the_program(
-    make_stack: Callable[..., nn.ModuleList],
-) -> None:
-    stacks = {"high": make_stack(4, seed=1), "low": make_stack(4, seed=2)}
-    recorder = Recorder(CPU)
-    with attach_offload(
-        stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False
-    ) as handle:
-        block_bytes = 2 * 3 * 32 * 32 * 4
-        with handle.run(
-            step_visits(["high", "high", "low"], handle.block_counts), recorder=recorder
-        ) as run:
-            for step, expert in enumerate(["high", "high", "low"]):
-                with recorder.step(step, expert, sigma=0.5):
-                    for index in range(4):
-                        with run.visit(step, expert, index):
-                            pass
-    timeline = recorder.timeline()
-    assert [step.bytes_moved for step in timeline.steps] == [4 * block_bytes] * 3
-    assert [step.expert for step in timeline.steps] == ["high", "high", "low"]
-    assert timeline.first_block_s is not None
-    for step in timeline.steps:
-        assert step.wall_s >= step.compute_s + step.stall_s
+from wanstream.tests.support.offload.streaming import CPU, IN_RAM, attach, plainly, stream
 
 
 class Moment(float):
@@ -138,129 +41,221 @@ class CountedClock(CpuClock):
     mark = staticmethod(lambda: Moment(time.perf_counter()))
 
 
-@pytest.mark.parametrize(
-    "policy", [OffloadPolicy.layerwise(2), OffloadPolicy.block_swap(2, 1)], ids=named
-)
-def test_a_long_run_holds_no_more_marks_than_a_short_one(
-    make_stack: Callable[..., nn.ModuleList], policy: OffloadPolicy
-) -> None:
+def test_a_long_run_holds_few_marks(stacks):
     """On a GPU each mark is a CUDA event, and a run may have 400,000 visits."""
-    stacks, steps = {"high": make_stack(4)}, 50
+    alive = []
     recorder = Recorder(CPU)
     recorder.clock = CountedClock()
-    with attach_offload(stacks, policy=policy, device=CPU, follow_forward=False) as handle:
-        alive = []
-        with handle.run(
-            step_visits(["high"] * steps, handle.block_counts), recorder=recorder
-        ) as run:
-            for step in range(steps):
-                with recorder.step(step, "high", sigma=0.5):
-                    for index in range(4):
-                        with run.visit(step, "high", index):
-                            pass
-                alive.append(Moment.alive)
-    assert 0 < max(alive) < 50, "those of the last visits, of 200"
-
-
-def test_a_visit_out_of_order_raises(make_stack: Callable[..., nn.ModuleList]) -> None:
-    stacks = {"high": make_stack(4)}
-    with (
-        attach_offload(
-            stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False
-        ) as handle,
-        handle.run(step_visits(["high"], handle.block_counts)) as run,
-    ):
-        with run.visit(0, "high", 0):
-            pass
-        with pytest.raises(StateError, match="visit 1"), run.visit(0, "high", 2):
-            pass
-
-
-def test_a_program_with_two_fetches_exchanged_is_refused(
-    make_stack: Callable[..., nn.ModuleList],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stacks = {"high": make_stack(4)}
-    with attach_offload(
-        stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False
-    ) as handle:
-        visits = step_visits(["high", "high"], handle.block_counts)
-        programs = handle.programs(visits)
-        first, second, *rest = programs.device.fetches
-        broken = replace(
-            programs.device, fetches=(first._replace(buffer=second.buffer), second, *rest)
+    with attach(stacks, OffloadPolicy.block_swap(2, 1)) as engine:
+        stream(
+            engine,
+            stacks,
+            ["high"] * 20,
+            during=lambda visit: alive.append(Moment.alive),
+            recorder=recorder,
         )
-        monkeypatch.setattr(handle, "programs", lambda _: replace(programs, device=broken))
+    assert 0 < max(alive) < 50, "those of the last visits, of 120"
+
+
+def test_visits_need_an_active_run_and_their_order(stacks):
+    with attach(stacks) as engine:
+        run = engine.run(step_visits(["high"], engine.block_counts))
+        with pytest.raises(StateError, match="not active"), run.visit(0, "high", 0):
+            pass
+        with run:
+            with run.visit(0, "high", 0):
+                pass
+            with pytest.raises(StateError, match="visit 1"), run.visit(0, "high", 2):
+                pass
+        with pytest.raises(StateError, match="not active"), run.visit(0, "high", 1):
+            pass
+
+
+def test_a_program_with_exchanged_fetches_is_refused(stacks, monkeypatch):
+    with attach(stacks) as engine:
+        visits = step_visits(["high", "high"], engine.block_counts)
+        programs = engine.programs(visits)
+        first, second, *rest = programs.device.fetches
+        fetches = (first._replace(buffer=second.buffer), second, *rest)
+        broken = replace(programs, device=replace(programs.device, fetches=fetches))
+        monkeypatch.setattr(engine, "programs", lambda _: broken)
         with pytest.raises(ProgramError):
-            handle.run(visits)
+            engine.run(visits)
 
 
-def test_a_failing_read_reaches_the_visit_and_the_engine_stays_usable(
-    make_stack: Callable[..., nn.ModuleList],
-    slow_source: Callable[..., ModuleSource],
-    run_plain: Callable[..., torch.Tensor],
-) -> None:
-    stack = make_stack(6)
-    expected = run_plain(copy.deepcopy(stack), torch.ones(1, 32))
-    source = slow_source(ModuleSource({"high": stack}), seed=0)
-    source.fail_at = 4
-    with attach_offload(
-        {"high": stack},
-        policy=OffloadPolicy.layerwise(1),
-        device=CPU,
-        source=source,
-        follow_forward=False,
-    ) as handle:
-        visits = step_visits(["high"], handle.block_counts)
-        reached = -1
-        with pytest.raises(SourceError, match="disk went away"), handle.run(visits) as run:
-            for visit in visits:
-                with run.visit(*visit):
-                    reached = visit.block
-        assert reached == 3
-        source.fail_at = None
-        value = torch.ones(1, 32)
-        with handle.run(visits) as run:
-            for visit in visits:
-                with run.visit(*visit):
-                    value = stack[visit.block](value)
-        assert torch.equal(value, expected)
+def test_a_running_engine_refuses_changes(stacks):
+    expected = plainly(stacks)
+    engine = attach(stacks)
+    changes = {
+        "run": lambda: engine.run(step_visits(["high"], engine.block_counts)),
+        "policy": lambda: engine.set_policy(OffloadPolicy.layerwise(2)),
+        "patches": lambda: engine.set_patches({}),
+        "release": lambda: engine.release_memory(1),
+        "allocate": engine.allocate_buffers,
+        "detach": engine.detach,
+    }
+
+    def refused(visit: int) -> None:
+        for change in changes.values():
+            with pytest.raises(RuntimeError, match="running"):
+                change()
+
+    assert torch.equal(stream(engine, stacks, during=refused)[0], expected)
+    engine.detach()
+    for name in ("policy", "patches"):
+        with pytest.raises(RuntimeError, match="detached"):
+            changes[name]()
+    assert torch.equal(plainly(stacks), expected)
 
 
-@pytest.mark.parametrize("stop_at", range(8))
-def test_a_run_cut_short_anywhere_leaves_the_engine_usable(
-    make_stack: Callable[..., nn.ModuleList], slow_source: Callable[..., ModuleSource], stop_at: int
-) -> None:
-    stacks = {"high": make_stack(4, seed=1), "low": make_stack(4, seed=2)}
-    plain = copy.deepcopy(stacks)
-    expected = value = torch.ones(1, 32)
-    for name in ("high", "low"):
-        for block in plain[name]:
-            expected = block(expected)
-    source = slow_source(ModuleSource(stacks), seed=stop_at)
-    policy = OffloadPolicy.block_swap(2, 1)
-    with attach_offload(
-        stacks, policy=policy, device=CPU, source=source, follow_forward=False
-    ) as handle:
-        visits = step_visits(["high", "low"], handle.block_counts)
-        with pytest.raises(KeyboardInterrupt), handle.run(visits) as run:
-            for number, visit in enumerate(visits):
-                with run.visit(*visit):
-                    if number == stop_at:
-                        raise KeyboardInterrupt
-        with handle.run(visits) as run:
-            for visit in visits:
-                with run.visit(*visit):
-                    value = stacks[visit.expert][visit.block](value)
-        assert torch.equal(value, expected)
-        assert tuple(run.fetched) == run.program.fetches
+def fetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("wanstream-fetch")]
 
 
-def test_two_runs_at_once_are_refused(make_stack: Callable[..., nn.ModuleList]) -> None:
-    stack = make_stack(3)
-    with attach_offload(
-        stack, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False
-    ) as handle:
-        visits = (Visit(0, "blocks", 0), Visit(0, "blocks", 1), Visit(0, "blocks", 2))
-        with handle.run(visits), pytest.raises(RuntimeError, match="already running"):
-            handle.run(visits)
+def test_an_engine_is_usable_after_a_failed_start(stacks):
+    expected = plainly(stacks)
+    with attach(stacks, OffloadPolicy.resident()) as engine:
+        stream(engine, stacks)
+        stale = engine.run(step_visits(["high"], engine.block_counts))
+        engine.buffers[0].key = BlockKey("high", 3)
+        with pytest.raises(StateError), stale:
+            pass
+        engine.buffers[0].key = BlockKey("high", 0)
+        assert torch.equal(stream(engine, stacks)[0], expected)
+    assert fetch_threads() == []
+
+
+@pytest.mark.parametrize("source", ["pinned", "file"])
+def test_a_poll_ends_a_waiting_visit_and_its_read(stacks, monkeypatch, source):
+    class Cancelled(Exception): ...
+
+    expected = plainly(stacks)
+    gate = threading.Event()
+    begun = []
+    read = []
+    threads = ReadThreads(1, ThreadPoolExecutor)
+    whole = ModuleSource.read_range
+
+    def in_pieces(self: ModuleSource, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        def piece() -> None:
+            begun.append(key)
+            assert gate.wait(20)
+            whole(self, key, wanted, into)
+            read.append(key)
+
+        threads.run([piece, piece, piece])
+
+    def poll(visit: object) -> None:
+        gate.set()
+        raise Cancelled
+
+    monkeypatch.setattr(ModuleSource, "read_range", in_pieces)
+    monkeypatch.setattr("wanstream.offload.core.threads.CANCEL_POLL_S", 0.01)
+    with attach(stacks, OffloadPolicy.layerwise(1, source=source)) as engine:
+        visits = step_visits(["high"], engine.block_counts)
+        with (
+            pytest.raises(Cancelled),
+            engine.run(visits) as run,
+            run.visit(0, "high", 0, poll=poll),
+        ):
+            pytest.fail("the block is not read")
+        assert len(begun) == len(read) <= 1
+        assert torch.equal(stream(engine, stacks)[0], expected)
+    threads.close()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the device has failed"), KeyboardInterrupt()], ids=type
+)
+def test_detach_after_a_device_error_or_an_interrupt(stacks, monkeypatch, error):
+    block = stacks["high"][0]
+    source = ModuleSource(stacks)
+    weight = block.up.weight
+    engine = attach(stacks, source=source)
+
+    def fail(backend: CpuBackend) -> None:
+        raise error
+
+    with monkeypatch.context() as patched, pytest.raises(type(error)):
+        patched.setattr(CpuBackend, "settle", fail)
+        engine.detach()
+    # After an interrupt, copies may be under way.
+    assert (block.up.weight is weight) == isinstance(error, RuntimeError)
+    engine.detach()
+    assert block.up.weight is weight
+    assert engine.loaded_bytes == engine.host_bytes == 0
+    with pytest.raises(KeyError):
+        source.weights(BlockKey("high", 0))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal to one thread")
+def test_a_second_interrupt_leaves_no_fetch_thread(stacks, monkeypatch):
+    opened = threading.Event()
+    entered = threading.Event()
+    ended = []
+
+    class Gate(ModuleSource):
+        def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+            entered.set()
+            assert opened.wait(60)
+            super().read_block(key, into)
+
+    def interrupt_again() -> None:
+        # Long enough for the first interrupt to reach the run's end. Less time would prove less.
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.2)
+        opened.set()
+
+    with attach(stacks, source=Gate(stacks)) as engine:
+        end_run = engine.backend.end_run
+        monkeypatch.setattr(engine.backend, "end_run", lambda: ended.append(end_run()))
+        again = threading.Thread(target=interrupt_again)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                with engine.run(step_visits(["high"], engine.block_counts)):
+                    assert entered.wait(60)
+                    again.start()
+                    raise KeyboardInterrupt
+            assert fetch_threads() == []
+            assert len(ended) == 1, "later work must still wait for the visits of this run"
+        finally:
+            opened.set()
+            again.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_is_refused_memory_that_it_lacks(stacks):
+    expected = plainly(stacks)
+    with attach(stacks, IN_RAM) as engine:
+        stream(engine, stacks)
+        if (child := os.fork()) == 0:
+            refused = False
+            try:
+                engine.run(step_visits(["high"], engine.block_counts))
+            except RuntimeError as err:
+                refused = "this is a fork" in str(err)
+            finally:
+                os._exit(3 if refused else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert torch.equal(stream(engine, stacks)[0], expected)
+
+
+LEFT_OPEN = """
+import torch
+from torch import nn
+from wanstream.offload import attach_offload
+from wanstream.schema import OffloadPolicy
+
+blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)).requires_grad_(False)
+handle = attach_offload(blocks, policy=OffloadPolicy.layerwise(1), device="cpu")
+blocks[0](torch.ones(1, 4))
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.integration
+def test_an_open_forward_does_not_keep_the_process_alive():
+    command = [sys.executable, "-c", LEFT_OPEN]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 7, done.stderr

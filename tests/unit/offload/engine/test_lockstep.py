@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload import Lockstep, OffloadEngine, PassCalls, StreamSession, attach_offload
+from wanstream.offload import Lockstep, OffloadEngine, PassCalls, StreamSession
 from wanstream.plan.programs import PassOrders
-from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.offload.streaming import BLOCKS, attach
 
-BLOCKS = 5
 WHOLE = tuple(range(BLOCKS))
 ROOM: ContextVar[str] = ContextVar("room", default="none")
 
@@ -29,7 +28,7 @@ class Model:
         self.stack, self.engine = stack, engine
 
     def begin(self, passes: int) -> None:
-        calls = PassCalls("blocks", PassOrders(blocks=BLOCKS), passes)
+        calls = PassCalls("high", PassOrders(blocks=BLOCKS), passes)
         self.session = StreamSession(calls, lambda: self.engine)
         self.lockstep = Lockstep(self.session, self.engine.device)
         self.session.begin()
@@ -47,70 +46,70 @@ class Model:
             hidden = self.stack[block](hidden)
         return hidden
 
+    def fail(self, *calls: object, block: int = 2) -> ValueError:
+        """Run calls with a failing one, and return the error."""
+        with pytest.raises(ValueError, match=f"block {block} failed") as raised:
+            self.lockstep.run(calls)
+        return raised.value
+
+    def is_over(self) -> bool:
+        lanes = [thread for thread in threading.enumerate() if thread.name == "wanstream-lane"]
+        return not lanes and not self.engine.running and self.lockstep.lane is None
+
 
 @pytest.fixture
-def model(make_stack: Callable[..., nn.ModuleList]) -> Iterator[Model]:
-    stack = make_stack(BLOCKS)
-    with attach_offload(
-        stack, policy=OffloadPolicy.layerwise(1), device="cpu", follow_forward=False
-    ) as engine:
-        yield Model(stack, engine)
+def model(stacks) -> Iterator[Model]:
+    with attach(stacks) as engine:
+        yield Model(stacks["high"], engine)
 
 
-def alone(stack: nn.ModuleList, seed: int, order: Sequence[int] = WHOLE) -> torch.Tensor:
-    hidden = torch.full((1, 32), float(seed))
-    for block in order:
-        hidden = stack[block](hidden)
-    return hidden
+@pytest.fixture
+def alone(make_stack):
+    """Compute one call without a lockstep."""
+    stack = make_stack(BLOCKS, seed=1)
 
+    def compute(seed: int, order: Sequence[int] = WHOLE) -> torch.Tensor:
+        hidden = torch.full((1, 32), float(seed))
+        for block in order:
+            hidden = stack[block](hidden)
+        return hidden
 
-def lanes() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "wanstream-lane"]
+    return compute
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_calls_share_each_visit(
-    model: Model, make_stack: Callable[..., nn.ModuleList], count: int
-) -> None:
-    reference = make_stack(BLOCKS)
+def test_calls_share_each_visit(model, alone, count):
     model.begin(2)
     for _ in range(2):
         results = model.lockstep.run([partial(model.call, seed) for seed in range(count)])
-        for seed, result in enumerate(results):
-            assert torch.equal(result, alone(reference, seed))
+        assert all(torch.equal(result, alone(seed)) for seed, result in enumerate(results))
     model.session.close()
-    assert (model.session.visits, model.session.fetches, model.session.recompiled) == (10, 10, 0)
-    assert not lanes()
+    session = model.session
+    assert (session.visits, session.fetches, session.recompiled) == (2 * BLOCKS, 2 * BLOCKS, 0)
+    assert model.is_over()
 
 
-def test_calls_that_skip_blocks_wait_for_those_that_do_not(
-    model: Model, make_stack: Callable[..., nn.ModuleList]
-) -> None:
-    reference, few = make_stack(BLOCKS), (0, 4)
+def test_calls_that_skip_blocks_wait_for_the_others(model, alone):
+    few = (0, 4)
     model.begin(1)
     whole, skipping = model.lockstep.run([partial(model.call, 1), partial(model.call, 2, few)])
     model.session.close()
-    assert torch.equal(whole, alone(reference, 1))
-    assert torch.equal(skipping, alone(reference, 2, few))
-    assert (model.session.visits, model.session.recompiled) == (5, 0)
+    assert torch.equal(whole, alone(1))
+    assert torch.equal(skipping, alone(2, few))
+    assert (model.session.visits, model.session.recompiled) == (BLOCKS, 0)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("block", [0, 2, 4])
-def test_an_error_of_one_call_ends_all(model: Model, failing: int, block: int) -> None:
-    calls = [
-        partial(model.call, seed, fail_at=block if seed == failing else None) for seed in range(3)
-    ]
+@pytest.mark.parametrize("block", [0, 2, BLOCKS - 1])
+def test_an_error_of_one_call_ends_all(model, failing, block):
+    fail_at = [block if seed == failing else None for seed in range(3)]
     model.begin(1)
-    with pytest.raises(ValueError, match=f"block {block} failed") as raised:
-        model.lockstep.run(calls)
-    model.session.close(raised.value)
-    assert not lanes()
-    assert not model.engine.running
-    assert model.lockstep.lane is None
+    calls = [partial(model.call, seed, fail_at=at) for seed, at in enumerate(fail_at)]
+    model.session.close(model.fail(*calls, block=block))
+    assert model.is_over()
 
 
-def test_a_call_that_catches_every_exception_ends_too(model: Model) -> None:
+def test_a_call_that_catches_every_exception_ends_too(model):
     def stubborn() -> torch.Tensor:
         try:
             return model.call(0)
@@ -118,13 +117,11 @@ def test_a_call_that_catches_every_exception_ends_too(model: Model) -> None:
             return model.call(0)
 
     model.begin(1)
-    with pytest.raises(ValueError, match="block 2 failed") as raised:
-        model.lockstep.run([partial(model.call, 1, fail_at=2), stubborn])
-    model.session.close(raised.value)
-    assert not lanes()
+    model.session.close(model.fail(partial(model.call, 1, fail_at=2), stubborn))
+    assert model.is_over()
 
 
-def test_an_error_keeps_no_memory_without_garbage_collection(model: Model) -> None:
+def test_an_error_keeps_no_memory_without_garbage_collection(model):
     activations: list[weakref.ref[torch.Tensor]] = []
 
     def call(*, fails: bool) -> torch.Tensor:
@@ -136,7 +133,7 @@ def test_an_error_keeps_no_memory_without_garbage_collection(model: Model) -> No
     gc.disable()
     try:
         model.begin(1)
-        with pytest.raises(ValueError, match="block 2 failed"):
+        with pytest.raises(ValueError, match="block 2 failed"):  # `fail` would keep the error
             model.lockstep.run([partial(call, fails=True), partial(call, fails=False)])
         model.session.close()
         assert [activation() for activation in activations] == [None, None]
@@ -144,28 +141,19 @@ def test_an_error_keeps_no_memory_without_garbage_collection(model: Model) -> No
         gc.enable()
 
 
-def test_a_pass_after_an_error_is_right(
-    model: Model, make_stack: Callable[..., nn.ModuleList]
-) -> None:
-    reference = make_stack(BLOCKS)
+def test_a_pass_after_an_error_is_right(model, alone):
     model.begin(1)
-    with pytest.raises(ValueError, match="block 2 failed"):
-        model.lockstep.run([partial(model.call, 0), partial(model.call, 1, fail_at=2)])
+    model.fail(partial(model.call, 0), partial(model.call, 1, fail_at=2))
     results = model.lockstep.run([partial(model.call, 0), partial(model.call, 1)])
     model.session.close()
-    for seed, result in enumerate(results):
-        assert torch.equal(result, alone(reference, seed))
+    assert all(torch.equal(result, alone(seed)) for seed, result in enumerate(results))
 
 
-def test_threads_have_the_modes_and_context_variables_of_the_caller(model: Model) -> None:
+def test_threads_have_the_callers_modes_and_context(model):
     def modes() -> tuple[object, ...]:
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        return (
-            torch.is_inference_mode_enabled(),
-            ROOM.get(),
-            autocast,
-            torch.get_default_device().type,
-        )
+        device = torch.get_default_device().type
+        return torch.is_inference_mode_enabled(), ROOM.get(), autocast, device
 
     ROOM.set("ours")
     model.begin(2)
@@ -174,4 +162,4 @@ def test_threads_have_the_modes_and_context_variables_of_the_caller(model: Model
     with torch.autocast("cpu", dtype=torch.float16), torch.device("meta"):
         assert model.lockstep.run([modes]) == [(False, "ours", torch.float16, "meta")]
     model.session.close()
-    assert model.lockstep.lane is None, "outside a call nothing waits"
+    assert model.is_over(), "outside a call nothing waits"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -17,10 +18,13 @@ from wanstream.offload.formats.decode import decode_tensor, prepare_decoding
 from wanstream.offload.formats.layout import block_format
 from wanstream.offload.formats.one_pass import StoredForm, unavailable
 from wanstream.offload.formats.packing import MXFP8, NVFP4, EightBit
-from wanstream.tests.support.stored_forms import FORMS
+from wanstream.tests.support.offload.stored_forms import FORMS
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
+
+
+U8 = torch.uint8
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +60,12 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinite products
-@pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_kernel_has_the_bits_of_torch(
-    interpreted: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    form: StoredForm,
-    computed: torch.dtype,
-) -> None:
+@pytest.mark.parametrize(
+    ("form", "computed"),
+    [*zip(FORMS, itertools.cycle([torch.float32, torch.float16, torch.bfloat16]), strict=False)],
+    ids=str,
+)
+def test_a_kernel_has_the_bits_of_torch(interpreted, monkeypatch, form, computed):
     monkeypatch.setattr(one_pass, "_kernels", lambda: interpreted)
     stored, shape, scale = one_pass.sample(form)
     expected, found = torch.empty(shape, dtype=computed), torch.full(shape, 7, dtype=computed)
@@ -86,37 +88,35 @@ def test_a_kernel_has_the_bits_of_torch(
         (StoredForm(dtype=FP8, scaled=True), (4, 20), True, None),
         (StoredForm(dtype=FP8, scaled=True), (4, 96), True, 6),
         (StoredForm(dtype=FP8, scaled=True), (96,), False, 6),
-        (StoredForm(dtype=torch.uint8, packing=EightBit()), (4, 96), False, 6),
-        (StoredForm(dtype=torch.uint8, packing=EightBit()), (4, 40), False, None),
-        (StoredForm(dtype=torch.uint8, packing=EightBit(by_row=False)), (4, 40), False, 10),
-        (StoredForm(dtype=torch.uint8, packing=EightBit(block=32)), (4, 96), False, 2),
-        (StoredForm(dtype=torch.uint8, packing=EightBit(block=8)), (4, 96), False, None),
-        (StoredForm(dtype=torch.uint8, packing=MXFP8), (3, 32), False, 6),
+        (StoredForm(dtype=U8, packing=EightBit()), (4, 96), False, 6),
+        (StoredForm(dtype=U8, packing=EightBit()), (4, 40), False, None),
+        (StoredForm(dtype=U8, packing=EightBit(by_row=False)), (4, 40), False, 10),
+        (StoredForm(dtype=U8, packing=EightBit(block=32)), (4, 96), False, 2),
+        (StoredForm(dtype=U8, packing=EightBit(block=8)), (4, 96), False, None),
+        (StoredForm(dtype=U8, packing=MXFP8), (3, 32), False, 6),
     ],
     ids=str,
 )
-def test_units_do_not_cross_a_scale(
-    form: StoredForm, shape: tuple[int, ...], by_row: bool, units: int | None
-) -> None:
+def test_units_do_not_cross_a_scale(form, shape, by_row, units):
     assert form.units_per_scale(shape, by_row=by_row) == units
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        StoredForm(dtype=torch.uint8, packing=EightBit(group=16)),
-        StoredForm(dtype=torch.uint8, packing=EightBit(block=32, by_row=False)),
-        StoredForm(dtype=torch.uint8, packing=NVFP4),
+        StoredForm(dtype=U8, packing=EightBit(group=16)),
+        StoredForm(dtype=U8, packing=EightBit(block=32, by_row=False)),
+        StoredForm(dtype=U8, packing=NVFP4),
         StoredForm(dtype=torch.bfloat16),
         StoredForm(dtype=torch.float16, scaled=True),
     ],
     ids=str,
 )
-def test_other_forms_have_no_kernel(form: StoredForm) -> None:
+def test_other_forms_have_no_kernel(form):
     assert not form.has_kernel
 
 
-def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_against_triton(monkeypatch):
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     one_pass._unusable.cache_clear()
@@ -125,59 +125,61 @@ def test_reasons_against_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     one_pass._unusable.cache_clear()
 
 
-def _exact(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
+def exact(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
     into.copy_(stored.float())
 
 
-def _wrong(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
+def wrong(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
     into.copy_(stored.float()).view(-1)[3] = -77
 
 
-def _fails(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
+def fails(stored: torch.Tensor, into: torch.Tensor, *form: object) -> None:
     raise ValueError("at 1:1: here\nno assembler")  # compilers raise their own types
 
 
+def sixteens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a stored matrix, and memory for its values."""
+    return torch.randn(16, 16).to(FP8), torch.empty(16, 16)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "decoded", "reason"),
+    ("kernel", "reason"),
     [
-        (_exact, True, None),
-        (_wrong, False, "1 of 7,104 values of the test differ"),
-        (_fails, False, "it fails with ValueError: no assembler"),
+        (exact, None),
+        (wrong, "1 of 7,104 values of the test differ"),
+        (fails, "it fails with ValueError: no assembler"),
     ],
 )
-def test_a_kernel_is_used_if_its_test_passes(
-    on_device: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kernel: Callable[..., None],
-    decoded: bool,
-    reason: str | None,
-) -> None:
+def test_a_kernel_is_used_if_its_test_passes(on_device, caplog, kernel, reason):
     tested = []
-    on_device.setattr(
-        one_pass, "launch", lambda *given: (tested.append(len(given[0])), kernel(*given))
-    )
+    stored, into = sixteens()
+
+    def launch(*given: torch.Tensor) -> None:
+        tested.append(len(given[0]))
+        kernel(*given)
+
+    on_device.setattr(one_pass, "launch", launch)
     layout = block_format({"a": ((16, 16), FP8)}, torch.float32)
-    stored, into = torch.randn(16, 16).to(FP8), torch.empty(16, 16)
-    with caplog.at_level(logging.WARNING, "wanstream.kernels"):
-        prepare_decoding([layout, layout], CPU)
-        assert tested == [37]
-        decode_tensor(stored, into)
+    caplog.set_level(logging.WARNING, "wanstream.kernels")
+    prepare_decoding([layout, layout], CPU)
+    assert tested == [37]
+    for _ in range(2):
         decode_tensor(stored, into)
     assert torch.equal(into, stored.float())
-    assert tested == [37, 16, 16] if decoded else [37]
+    assert tested == ([37, 16, 16] if reason is None else [37])
     words = f"float8_e4m3fn is decoded on cpu by torch's operations, not in one pass: {reason}"
-    assert [record.getMessage() for record in caplog.records] == ([] if decoded else [words])
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ([] if reason is None else [words])
 
 
-def test_a_lack_of_memory_is_not_a_fault_of_a_kernel(on_device: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_not_a_fault_of_a_kernel(on_device):
     def full(*given: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    stored, into = torch.randn(16, 16).to(FP8), torch.empty(16, 16)
-    with on_device.context() as patch:
+    stored, into = sixteens()
+    with on_device.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(one_pass, "launch", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            decode_tensor(stored, into)
-    on_device.setattr(one_pass, "launch", _exact)
+        decode_tensor(stored, into)
+    on_device.setattr(one_pass, "launch", exact)
     decode_tensor(stored, into)
     assert torch.equal(into, stored.float())

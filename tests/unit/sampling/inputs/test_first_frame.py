@@ -1,3 +1,5 @@
+"""Start and end images as frames of a video, and their masks."""
+
 from __future__ import annotations
 
 import pytest
@@ -18,14 +20,6 @@ from wanstream.wan.latents.space import normalise
 SQUARE = VideoShape(width=32, height=32, frames=9)
 
 
-def test_the_image_is_the_first_frame_and_the_rest_is_grey() -> None:
-    image = torch.rand(1, 32, 32, 3)
-    video = video_with_start_end(image, None, SQUARE)
-    assert video.shape == (9, 32, 32, 3)
-    assert torch.equal(video[:1], image)
-    assert (video[1:] == GREY).all()
-
-
 @pytest.mark.parametrize(
     ("height", "width", "rows", "columns"),
     [
@@ -36,54 +30,50 @@ def test_the_image_is_the_first_frame_and_the_rest_is_grey() -> None:
         (64, 64, slice(0, 64), slice(0, 64)),
     ],
 )
-def test_it_is_cropped_around_its_centre_then_scaled(
-    height: int, width: int, rows: slice, columns: slice
-) -> None:
+def test_images_are_cropped_around_the_centre_then_scaled(height, width, rows, columns):
     image = torch.rand(1, height, width, 3)
     cropped = image[:, rows, columns].movedim(-1, 1)
     expected = interpolate(cropped, size=(32, 32), mode="bilinear").movedim(1, -1)
     assert torch.equal(video_with_start_end(image, None, SQUARE)[:1], expected)
 
 
-def test_end_images_are_the_last_frames_and_are_fitted_alike() -> None:
+def test_start_images_end_images_and_grey_between():
     start, end = torch.rand(2, 50, 100, 3), torch.rand(3, 40, 45, 4)
-    video = video_with_start_end(start, end, SQUARE)
-    assert torch.equal(video[:2], video_with_start_end(start, None, SQUARE)[:2])
+    alone, video = (video_with_start_end(start, last, SQUARE) for last in (None, end))
+    assert alone.shape == video.shape == (9, 32, 32, 3)
+    assert torch.equal(video[:2], alone[:2])
+    assert (alone[2:] == GREY).all()
     assert (video[2:6] == GREY).all()
     assert torch.equal(video[6:], video_with_start_end(end, None, SQUARE)[:3])
-
-
-def test_alpha_is_dropped() -> None:
     images = torch.rand(9, 32, 32, 4)
-    assert torch.equal(video_with_start_end(images, None, SQUARE), images[..., :3])
-    assert torch.equal(video_with_start_end(images[:4], images[4:], SQUARE), images[..., :3])
+    for whole in ((images, None), (images[:4], images[4:])):
+        assert torch.equal(video_with_start_end(*whole, SQUARE), images[..., :3]), "without alpha"
+
+
+def _images(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, 8, 8, 3)
 
 
 @pytest.mark.parametrize(
     ("start", "end", "message"),
     [
-        (10, None, "10 start images do not fit into 9 frames"),
-        (8, 2, "8 start images and 2 end images do not fit into 9 frames"),
+        (_images(10), None, "10 start images do not fit into 9 frames"),
+        (_images(8), _images(2), "8 start images and 2 end images do not fit into 9 frames"),
+        (_images(), None, "start image is"),
+        (_images(0), None, "start image is"),
+        (_images(1)[..., :1], None, "start image is"),
+        (_images(1), _images(), "end image is"),
     ],
 )
-def test_more_images_than_frames_are_refused(start: int, end: int | None, message: str) -> None:
-    images = torch.rand(10, 8, 8, 3)
+def test_images_that_do_not_fit_are_refused(start, end, message):
     with pytest.raises(ValueError, match=message):
-        video_with_start_end(images[:start], None if end is None else images[:end], SQUARE)
-
-
-@pytest.mark.parametrize("shape", [(32, 32, 3), (0, 32, 32, 3), (1, 32, 32, 1)])
-def test_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="start image is"):
-        video_with_start_end(torch.zeros(shape), None, SQUARE)
-    with pytest.raises(ValueError, match="end image is"):
-        video_with_start_end(torch.zeros(1, 8, 8, 3), torch.zeros(shape), SQUARE)
+        video_with_start_end(start, end, SQUARE)
 
 
 @pytest.mark.parametrize(
     ("known", "latent_frames"), [(1, 1), (2, 1), (4, 1), (5, 2), (9, 3), (12, 3)]
 )
-def test_the_mask_frees_the_frames_that_are_not_given(known: int, latent_frames: int) -> None:
+def test_the_mask_frees_the_frames_that_are_not_given(known, latent_frames):
     mask = start_mask(known, SQUARE)
     assert mask.shape == (1, 1, 3, 4, 4)
     assert (mask[:, :, :latent_frames] == 0).all()
@@ -99,17 +89,12 @@ def test_the_mask_frees_the_frames_that_are_not_given(known: int, latent_frames:
         (5, 4, [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]),
     ],
 )
-def test_the_mask_of_both_ends_has_four_places_for_each_latent_frame(
-    start: int, end: int, free: list[list[int]]
-) -> None:
-    mask = start_end_mask(start, end, SQUARE)
-    assert mask.shape == (1, 4, 3, 4, 4)
-    for frame, places in enumerate(free):
-        for place, value in enumerate(places):
-            assert (mask[:, place, frame] == value).all(), (frame, place)
+def test_the_mask_of_both_ends_has_four_places_per_latent_frame(start, end, free):
+    expected = torch.tensor(free).float().T[None, :, :, None, None].expand(1, 4, 3, 4, 4)
+    assert torch.equal(start_end_mask(start, end, SQUARE).float(), expected)
 
 
-def test_wan22_5b_is_given_the_start_frames_alone() -> None:
+def test_wan22_5b_is_given_the_start_frames_alone():
     images = torch.rand(5, 50, 100, 4)
     assert torch.equal(start_frames(images, SQUARE), video_with_start_end(images, None, SQUARE)[:5])
 
@@ -117,20 +102,19 @@ def test_wan22_5b_is_given_the_start_frames_alone() -> None:
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (torch.rand(3, 8, 8, 3), r"3 start images: Wan2\.2 5B takes 4n \+ 1, give the first 1"),
-        (torch.rand(8, 8, 8, 3), "give the first 5"),
-        (torch.rand(13, 8, 8, 3), "13 start images do not fit into 9 frames"),
-        (torch.rand(8, 8, 3), r"the start image is \[8, 8, 3\]"),
-        (torch.rand(0, 8, 8, 3), r"the start image is \[0, 8, 8, 3\]"),
+        (_images(3), r"3 start images: Wan2\.2 5B takes 4n \+ 1, give the first 1"),
+        (_images(8), "give the first 5"),
+        (_images(13), "13 start images do not fit into 9 frames"),
+        (_images(), r"the start image is \[8, 8, 3\]"),
+        (_images(0), r"the start image is \[0, 8, 8, 3\]"),
     ],
-    ids=["3", "8", "too many", "no images", "none"],
 )
-def test_start_frames_that_it_cannot_take(images: torch.Tensor, message: str) -> None:
+def test_start_frames_that_wan22_5b_cannot_take(images, message):
     with pytest.raises(ValueError, match=message):
         start_frames(images, SQUARE)
 
 
-def test_a_begun_latent_is_empty_behind_what_is_given() -> None:
+def test_a_begun_latent_is_empty_behind_the_given_frames():
     shape = VideoShape(width=64, height=32, frames=13, per_latent=16)
     encoded = torch.randn(1, 48, 2, 2, 4)
     latent = latent_with_first_frames(lambda _: encoded, torch.rand(5, 8, 8, 3), shape, batch=3)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from wanstream.schema.text.numbers import (
     format_count,
     format_need,
@@ -13,62 +11,46 @@ from wanstream.schema.text.numbers import (
 )
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1_000, "1.00 KB"),
-        (9_994, "9.99 KB"),
-        (9_996, "10.0 KB"),
-        (99_960, "100 KB"),
-        (999_499, "999 KB"),
-        (999_500, "1.00 MB"),
-        (702_800_000, "703 MB"),
-        (28_600_000_000, "28.6 GB"),
-        (5 * 10**15, "5000 TB"),
-    ],
-)
-def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
-    assert format_size(nbytes) == text
-    assert format_rate(nbytes) == f"{text}/s"
+def test_sizes_have_three_digits():
+    sizes = {
+        0: "0 B",
+        999: "999 B",
+        1_000: "1.00 KB",
+        9_994: "9.99 KB",
+        9_996: "10.0 KB",
+        99_960: "100 KB",
+        999_499: "999 KB",
+        999_500: "1.00 MB",
+        702_800_000: "703 MB",
+        28_600_000_000: "28.6 GB",
+        5 * 10**15: "5000 TB",
+    }
+    assert {nbytes: format_size(nbytes) for nbytes in sizes} == sizes
+    rates = {nbytes: f"{size}/s" for nbytes, size in sizes.items()}
+    assert {nbytes: format_rate(nbytes) for nbytes in rates} == rates
 
 
-def test_a_need_and_the_room_that_is_almost_enough_differ() -> None:
-    assert [format_need(nbytes) for nbytes in (24_420_000_000, 24_380_000_000)] == [
-        "24.42 GB",
-        "24.38 GB",
-    ]
+def test_need_and_almost_enough_room_differ():
+    needs = [format_need(nbytes) for nbytes in (24_420_000_000, 24_380_000_000)]
+    assert needs == ["24.42 GB", "24.38 GB"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (662.21, "662.2"),
-        (100, "100.0"),
-        (23, "23.00"),
-        (1, "1.00"),
-        (0.5, "0.500"),
-        (0.0123, "0.0123"),
-        (-3, "-3.00"),
-        (-0.00001, "0.0000"),
-    ],
-)
-def test_short_times_have_more_digits(value: float, text: str) -> None:
-    assert format_seconds(value) == text
+def test_short_times_have_more_digits():
+    long = {662.21: "662.2", 100: "100.0", 23: "23.00", 1: "1.00", -3: "-3.00"}
+    times = {**long, 0.5: "0.500", 0.0123: "0.0123", -0.00001: "0.0000"}
+    assert {value: format_seconds(value) for value in times} == times
 
 
-def test_a_column_has_the_digits_of_its_longest_time() -> None:
+def test_column_has_the_digits_of_its_longest_time():
     assert second_digits([0.01, -662.2, 3]) == 1
     assert second_digits([0.01, 0.02]) == 4
     assert second_digits([]) == 4
     assert format_seconds(0.0123, 1) == "0.0"
 
 
-def test_shares_are_in_percent() -> None:
+def test_shares_are_in_percent():
     assert [format_share(share) for share in (0, 0.1254, 1)] == ["0.0 %", "12.5 %", "100.0 %"]
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
-def test_one_thing_is_singular(count: int, text: str) -> None:
-    assert format_count(count, "row") == text
+def test_one_thing_is_singular():
+    assert [format_count(count, "row") for count in range(3)] == ["0 rows", "1 row", "2 rows"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from wanstream.host import auto_policy
 from wanstream.offload.host_memory.shared_segment import PREFIX, SHM
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.schema.refs import Storage
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts what the system reads")
-
 PINNED = OffloadPolicy.layerwise(1, source="pinned")
 SOME = OffloadPolicy(
     kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=8
@@ -40,47 +37,47 @@ def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], in
     return seen, _read_bytes() - before
 
 
-@pytest.mark.parametrize(
-    ("policy", "storage"), [(PINNED, "as stored"), (SOME, "as stored"), (PINNED, "fp8")]
-)
-def test_the_second_pair_finds_what_the_first_one_has_read(
-    tiny_expert_file: Callable[..., Path], policy: OffloadPolicy, storage: Storage
-) -> None:
+def _segments() -> set[str]:
+    """Return this process's mapped files in shared memory."""
+    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    mapped = [line for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line]
+    return {line.split()[-1] for line in mapped}
+
+
+def _read_bytes() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+@pytest.mark.parametrize(("policy", "storage"), [(SOME, "as stored"), (PINNED, "fp8")])
+def test_second_pair_finds_what_the_first_one_has_read(tiny_expert_file, policy, storage):
     files = [tiny_expert_file(seed=seed) for seed in (1, 2)]
-    with open_experts(*files, compute_dtype=torch.float32, storage=storage) as alone:
+    opened = partial(open_experts, *files, compute_dtype=torch.float32, storage=storage)
+    with opened() as alone:
         expected, whole = run(alone, policy)
-    with (
-        open_experts(*files, compute_dtype=torch.float32, storage=storage, shared=True) as first,
-        open_experts(*files, compute_dtype=torch.float32, storage=storage, shared=True) as second,
-    ):
+    with opened(shared=True) as first, opened(shared=True) as second:
         (one, read), (two, read_again) = run(first, policy), run(second, policy)
-        assert all(
-            torch.equal(a, b) and torch.equal(a, c)
-            for a, b, c in zip(expected, one, two, strict=True)
-        )
+        assert all(map(torch.equal, one, expected))
+        assert all(map(torch.equal, two, expected))
         assert read >= whole / 2 > 10**6
         if storage == "as stored":  # each process computes row scales from the file
             assert read_again < whole / 100
     assert not _segments()
 
 
-def test_a_pair_that_streams_from_files_takes_no_shared_memory(
-    tiny_expert_file: Callable[..., Path],
-) -> None:
+def test_pair_that_streams_from_files_takes_no_shared_memory(tiny_expert_file):
     file = tiny_expert_file(seed=1)
     with open_experts(file, file, compute_dtype=torch.float32, shared=True) as pair:
-        run(pair, OffloadPolicy.layerwise(1))
-        assert not _segments()
-        run(pair, PINNED)
-        assert len(_segments()) == 1
+        for policy, segments in ((OffloadPolicy.layerwise(1), 0), (PINNED, 1)):
+            run(pair, policy)
+            assert len(_segments()) == segments
         run(pair, OffloadPolicy.resident())
         assert not _segments()
 
 
-def test_blocks_that_another_process_has_filled_count_as_memory_for_the_plan(
-    tiny_expert_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_another_process_count_as_memory(tiny_expert_file, monkeypatch):
     file = tiny_expert_file(seed=1)
+    cpu = torch.device("cpu")
     monkeypatch.setattr(auto_policy, "available_bytes", lambda: 0)
     opened = partial(open_experts, file, file, compute_dtype=torch.float32)
     with opened(shared=True) as first, opened(shared=True) as restarted, opened() as apart:
@@ -88,20 +85,7 @@ def test_blocks_that_another_process_has_filled_count_as_memory_for_the_plan(
         run(first, PINNED)
         blocks = restarted.shared_bytes
         assert blocks == sum(first.block_counts.values()) * first.block_bytes.stored
-        assert auto_policy.free_memory(restarted, torch.device("cpu"), 0).ram_bytes == blocks
-        assert auto_policy.free_memory(apart, torch.device("cpu"), 0).ram_bytes == 0
+        assert auto_policy.free_memory(restarted, cpu, 0).ram_bytes == blocks
+        assert auto_policy.free_memory(apart, cpu, 0).ram_bytes == 0
         assert first.engine(PINNED, "cpu").host_bytes == first.host_bytes > 0
     assert not _segments()
-
-
-def _segments() -> set[str]:
-    """Return this process's mapped files in shared memory."""
-    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
-    return {
-        line.split()[-1] for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line
-    }
-
-
-def _read_bytes() -> int:
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))

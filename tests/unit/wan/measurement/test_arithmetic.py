@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,43 +14,36 @@ import torch
 from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.shapes import BlockTimes
 from wanstream.testing import make_lora, save_expert_file, save_lora
-from wanstream.tests.support.accelerator import Accelerator
-from wanstream.tests.support.number_formats import MixedLayout
+from wanstream.tests.support.wan.number_formats import MixedLayout
 from wanstream.wan.measurement import arithmetic as module
 from wanstream.wan.measurement import measured_arithmetic, with_resolved_precision
 
 CPU, FP32 = torch.device("cpu"), torch.float32
+Patch = pytest.MonkeyPatch
 INT8_ROWS = MixedLayout(format_of=lambda _: "int8 rows")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _nothing_measured(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_measured", {})
 
 
 @pytest.fixture
-def int8_ref(make_tiny_expert: Callable[..., Any], tmp_path: Path) -> ExpertsRef:
-    save_expert_file(
-        make_tiny_expert(seed=0), tmp_path / "int8.safetensors", dtype=FP32, quantised=INT8_ROWS
-    )
-    return ExpertsRef(
-        high_noise=tmp_path / "int8.safetensors",
-        single=True,
-        compute_dtype="float32",
-        arithmetic="auto",
-    )
+def int8_ref(make_tiny_expert: Any, tmp_path: Path) -> ExpertsRef:
+    path = tmp_path / "int8.safetensors"
+    save_expert_file(make_tiny_expert(seed=0), path, dtype=FP32, quantised=INT8_ROWS)
+    return ExpertsRef(high_noise=path, single=True, compute_dtype="float32", arithmetic="auto")
 
 
-def measures(monkeypatch: pytest.MonkeyPatch, **visits: float) -> None:
+def measures(monkeypatch: Patch, **visits: float) -> None:
     """Treat the CPU as a device whose visits take 1 s, or in 8 bits the given seconds."""
     times: Mapping[str, BlockTimes] = {
         name: BlockTimes(visit_s=visit_s, products_s=0.1, attention_s=0.1, parts={}, decode_s=0.2)
         for name, visit_s in {"": 1.0, **visits}.items()
     }
-    monkeypatch.setattr(
-        module, "runtime_for", lambda device: SimpleNamespace(name=lambda: "a card")
-    )
+    card = SimpleNamespace(name=lambda: "a card")
+    monkeypatch.setattr(module, "runtime_for", lambda device: card)
     monkeypatch.setattr(module, "probe_block", lambda *_, **__: None)
     monkeypatch.setattr(module, "quick_case", lambda *_: (None, 7800))
     monkeypatch.setattr(module, "measure_block", lambda *_, **__: times)
@@ -59,54 +52,34 @@ def measures(monkeypatch: pytest.MonkeyPatch, **visits: float) -> None:
 @pytest.mark.parametrize(
     ("visit_s", "arithmetic"), [(0.5, "int8"), (0.94, "int8"), (0.97, "decoded"), (2.2, "decoded")]
 )
-def test_the_faster_arithmetic_is_taken(
-    visit_s: float, arithmetic: str, int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_faster_arithmetic_is_taken(visit_s, arithmetic, int8_ref, monkeypatch):
     measures(monkeypatch, int8=visit_s)
     assert with_resolved_precision(int8_ref, CPU) == replace(int8_ref, arithmetic=arithmetic)
-    assert (
-        f"{1000 * visit_s:.2f} ms in int8, 1000.00 ms in the compute dtype"
-        in measured_arithmetic(int8_ref, CPU).words
-    )
+    words = f"{1000 * visit_s:.2f} ms in int8, 1000.00 ms in the compute dtype"
+    assert words in measured_arithmetic(int8_ref, CPU).words
 
 
-def test_a_cpu_decodes_and_so_does_a_model_without_codes(
-    int8_ref: ExpertsRef,
-    make_tiny_expert: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cpu_and_model_without_codes_decode(int8_ref, make_tiny_expert, tmp_path, monkeypatch):
     assert measured_arithmetic(int8_ref, CPU).words == "8-bit matrices are decoded on a CPU"
     save_expert_file(make_tiny_expert(seed=0), tmp_path / "plain.safetensors", dtype=FP32)
     measures(monkeypatch, int8=0.1)
     choice = measured_arithmetic(replace(int8_ref, high_noise=tmp_path / "plain.safetensors"), CPU)
     assert (choice.multiplied, "no matrix of these files" in choice.words) == ((), True)
-    assert (
-        with_resolved_precision(replace(int8_ref, storage="int8 ConvRot"), CPU).arithmetic == "int8"
-    )
+    rotated = replace(int8_ref, storage="int8 ConvRot")
+    assert with_resolved_precision(rotated, CPU).arithmetic == "int8"
 
 
-def test_a_lora_that_needs_the_values_decodes_them(
-    int8_ref: ExpertsRef,
-    make_tiny_expert: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lora_that_needs_the_values_decodes_them(int8_ref, make_tiny_expert, tmp_path, monkeypatch):
     measures(monkeypatch, int8=0.5)
     expert = make_tiny_expert(seed=0)
-    changes = {
-        "product": make_lora(expert, seed=1),
-        "sum": {
-            "diffusion_model.blocks.0.self_attn.q.diff": torch.ones(
-                expert.blocks[0].attn1.to_q.weight.shape
-            )
-        },
-    }
-    for (name, tensors), multiplied in zip(changes.items(), (("int8",), ()), strict=True):
+    difference = {"diffusion_model.blocks.0.self_attn.q.diff": torch.ones(256, 256)}
+    for name, tensors, multiplied in (
+        ("product", make_lora(expert, seed=1), ("int8",)),
+        ("sum", difference, ()),
+    ):
         save_lora(tensors, tmp_path / name, dtype=FP32)
-        choice = measured_arithmetic(
-            replace(int8_ref, loras=(LoraRef(high_noise=tmp_path / name),)), CPU
-        )
+        loras = (LoraRef(high_noise=tmp_path / name),)
+        choice = measured_arithmetic(replace(int8_ref, loras=loras), CPU)
         assert choice.multiplied == multiplied
     assert choice.words == "8-bit matrices are decoded, because sum cannot be computed beside them"
 
@@ -114,9 +87,7 @@ def test_a_lora_that_needs_the_values_decodes_them(
 @pytest.mark.parametrize(
     "error", [ValueError("it is full"), torch.OutOfMemoryError("out of memory"), RuntimeError("x")]
 )
-def test_what_cannot_be_measured_is_decoded_until_the_process_ends(
-    error: Exception, int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_measurement_decodes_in_this_process(error, int8_ref, monkeypatch):
     measures(monkeypatch, int8=0.5)
 
     def fails(*_: object, **__: object) -> None:
@@ -129,9 +100,7 @@ def test_what_cannot_be_measured_is_decoded_until_the_process_ends(
     assert measured_arithmetic(int8_ref, CPU) == choice, "the same for each run of this process"
 
 
-def test_a_broken_device_and_faults_of_our_own_are_raised(
-    int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_device_and_own_faults_are_raised(int8_ref, monkeypatch):
     measures(monkeypatch)
     monkeypatch.setattr(module, "measure_block", lambda *_, **__: {}["x"])
     with pytest.raises(KeyError):
@@ -142,9 +111,7 @@ def test_a_broken_device_and_faults_of_our_own_are_raised(
         measured_arithmetic(int8_ref, CPU)
 
 
-def test_later_processes_choose_alike_and_other_kernels_are_measured(
-    int8_ref: ExpertsRef, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_choice_is_stored_for_later_processes(int8_ref, monkeypatch, caplog):
     rooms: list[None] = []
 
     def choose(ref: ExpertsRef) -> tuple[str, ...]:
@@ -159,11 +126,8 @@ def test_later_processes_choose_alike_and_other_kernels_are_measured(
     assert choose(replace(int8_ref, compute_dtype="bfloat16")) == ()
     assert len(rooms) == 3
     assert "compiled blocks" in measured_arithmetic(replace(int8_ref, compile=True), CPU).words
-    monkeypatch.setattr(
-        module,
-        "choose_multiplication",
-        lambda *_: SimpleNamespace(name="a package installed since"),
-    )
+    since = SimpleNamespace(name="a package installed since")
+    monkeypatch.setattr(module, "choose_multiplication", lambda *_: since)
     assert choose(int8_ref) == ()
     module._file().write_text("{")
     monkeypatch.setattr(module, "_measured", {})
@@ -173,9 +137,7 @@ def test_later_processes_choose_alike_and_other_kernels_are_measured(
 
 
 @pytest.mark.parametrize("rank", [0, 64])
-def test_a_device_is_measured(
-    rank: int, gpu: Accelerator, int8_ref: ExpertsRef, tmp_path: Path, make_tiny_expert: Any
-) -> None:
+def test_device_is_measured(rank, gpu, int8_ref, tmp_path, make_tiny_expert):
     save_lora(make_lora(make_tiny_expert(seed=0), seed=1), tmp_path / "lora", dtype=FP32)
     loras = (LoraRef(high_noise=tmp_path / "lora"),) if rank else ()
     choice = measured_arithmetic(replace(int8_ref, loras=loras), gpu.device)

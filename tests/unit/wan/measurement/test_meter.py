@@ -10,7 +10,7 @@ from wanstream.wan.measurement import measure_block
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
 
 
-def test_a_block_is_measured_in_each_arithmetic_and_in_parts() -> None:
+def test_block_is_measured_in_each_arithmetic_and_in_parts():
     times = measure_block(TINY, 64, torch.device("cpu"), most_s=0.0)
     assert next(iter(times)) == ""
     assert "int8" in times

@@ -10,23 +10,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wanstream.devices import auto_dtype
 from wanstream.shapes import ExpertShape
-from wanstream.tests.support.accelerator import Accelerator
 from wanstream.wan.measurement.probe import block_pass, probe_block, random_block
 
 CPU = torch.device("cpu")
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
 WITH_IMAGES = replace(TINY, image_width=1280)
+EACH = pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
 
 
-@pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
-def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertShape) -> None:
+@EACH
+def test_sample_block_has_the_shape_and_finite_results(shape):
     block = random_block(shape, CPU)
     matrices = [p for p in block.parameters() if p.ndim == 2]
     assert sum(p.numel() for p in matrices) == shape.streamed_parameters
-    assert (
-        sum(p.numel() for p in block.parameters())
-        == shape.streamed_parameters + shape.small_parameters
-    )
+    every = sum(p.numel() for p in block.parameters())
+    assert every == shape.streamed_parameters + shape.small_parameters
     assert {p.dtype for p in matrices} == {auto_dtype(CPU)}
     assert block.scale_shift_table.dtype == torch.float32
     seen: list[torch.Tensor] = []
@@ -37,8 +35,8 @@ def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertSha
     assert seen[0].float().std() > 0.1
 
 
-@pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
-def test_the_operations_are_those_that_torch_counts_in_a_block(shape: ExpertShape) -> None:
+@EACH
+def test_operations_are_those_that_torch_counts(shape):
     meta, counted = torch.device("meta"), FlopCounterMode(display=False)
     once = block_pass(random_block(shape, meta), shape, 300, meta)
     with counted:
@@ -46,20 +44,16 @@ def test_the_operations_are_those_that_torch_counts_in_a_block(shape: ExpertShap
     assert counted.get_total_flops() == shape.block_flops(300)
 
 
-def test_all_tokens_are_computed_where_there_is_time() -> None:
-    rate = probe_block(TINY, 700, CPU, most_s=60)
-    assert rate.tokens == 700
+@pytest.mark.parametrize(
+    ("given", "most_s", "tokens"), [(700, 60, 700), (10, 60, 10), (100_000, 0.0, 256)]
+)
+def test_time_limits_the_tokens(given, most_s, tokens):
+    rate = probe_block(TINY, given, CPU, most_s=most_s)
+    assert rate.tokens == tokens
     assert 1e6 < rate.flops_per_s < 1e16
-    assert probe_block(TINY, 10, CPU).tokens == 10
 
 
-def test_without_time_a_few_tokens_are_the_answer() -> None:
-    rate = probe_block(TINY, 100_000, CPU, most_s=0.0)
-    assert rate.tokens == 256
-    assert rate.flops_per_s > 1e6
-
-
-def test_on_a_gpu(gpu: Accelerator) -> None:
+def test_on_a_gpu(gpu):
     gpu.need_kernels("rates of a GPU")
     rate = probe_block(ExpertShape(), 8192, gpu.device)
     assert rate.tokens == 8192

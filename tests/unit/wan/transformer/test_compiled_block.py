@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from wanstream.block_kernels import EXACT, Int8Linear, Kernels
 from wanstream.block_kernels.multiplication import Multiplications
-from wanstream.tests.support.wan_blocks import block_inputs, computed, diffusers_block
+from wanstream.tests.support.wan.blocks import block_inputs, computed, diffusers_block
 from wanstream.wan.measurement.meter import _set_codes
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.compiled_block import BlockCompiler, get_compiler
@@ -43,27 +43,20 @@ def _no_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_one_graph_for_blocks_texts_and_tokens_in_any_layout(
-    originals: list[WanTransformerBlock],
-) -> None:
+def test_one_graph_for_blocks_texts_and_layouts(originals):
     compiler = Counting()
     blocks = [WanBlock(each, BlockSettings(compiler=compiler)) for each in originals]
     hidden, text, *others = block_inputs(9, words=3)
     transposed = hidden.transpose(1, 2).contiguous().transpose(1, 2)
-    given = [
-        (hidden, text),
-        (transposed, text),
-        *((hidden, block_inputs(9, words=words)[1]) for words in (5, 2)),
-    ]
+    given = [(hidden, text), (transposed, text)]
+    given += [(hidden, block_inputs(9, words=words)[1]) for words in (5, 2)]
     for block, original in zip(blocks, originals, strict=True):
-        for tokens, words in given:
-            assert torch.equal(
-                computed(block, tokens, words, *others), original(tokens, words, *others)
-            )
+        for inputs in given:
+            assert torch.equal(computed(block, *inputs, *others), original(*inputs, *others))
     assert compiler.graphs == len(compiler.nodes) == 1
 
 
-def test_replaced_weights_need_no_new_graph(originals: list[WanTransformerBlock]) -> None:
+def test_replaced_weights_need_no_new_graph(originals):
     """Visits bind other buffers, and LoRAs change resident tensors: both replace parameters."""
     compiler = Counting()
     block = WanBlock(originals[0], BlockSettings(compiler=compiler))
@@ -79,9 +72,7 @@ def test_replaced_weights_need_no_new_graph(originals: list[WanTransformerBlock]
     assert torch.equal(after, computed(block, *block_inputs(9), compiler=None))
 
 
-def test_loras_of_any_rank_beside_int8_need_no_new_graph(
-    originals: list[WanTransformerBlock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loras_of_any_rank_beside_int8_need_no_new_graph(originals, monkeypatch):
     """With a patch, comfy-kitchen's kernel cannot activate tokens: no graph may depend on it."""
     monkeypatch.setattr(Int8Linear, "compute", Int8Linear._by_torch)
     compiler = Counting()
@@ -94,33 +85,22 @@ def test_loras_of_any_rank_beside_int8_need_no_new_graph(
             assert isinstance(layer, Int8Linear)
             layer.kitchen_dtype = 2
             if rank:
-                layer.patch_up, layer.patch_down = (
-                    torch.ones(layer.out_features, rank),
-                    torch.ones(rank, layer.in_features),
-                )
+                layer.patch_up = torch.ones(layer.out_features, rank)
+                layer.patch_down = torch.ones(rank, layer.in_features)
         results.append(computed(block, *given))
     assert compiler.graphs == 1
     assert not torch.equal(results[0], results[1])
 
 
-def test_chunks_go_without_graphs_and_both_come_and_go(
-    originals: list[WanTransformerBlock], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_chunks_go_without_graphs_and_both_come_and_go(originals, caplog):
     settings = BlockSettings()
-    block, plain, compiled = (
-        WanBlock(originals[0], settings),
-        originals[0](*block_inputs(9)),
-        Kernels(compiler="eager"),
-    )
+    compiled = Kernels(compiler="eager")
+    block = WanBlock(originals[0], settings)
+    plain = originals[0](*block_inputs(9))
     before = get_compiler("eager").graphs
     assert settings.graphs == 0
-    for chosen, chunk in (
-        (compiled, None),
-        (compiled, 4),
-        (Kernels(), 4),
-        (compiled, 4),
-        (compiled, None),
-    ):
+    chunks = ((compiled, None), (compiled, 4), (Kernels(), 4), (compiled, 4), (compiled, None))
+    for chosen, chunk in chunks:
         caplog.clear()
         settings.set(chosen, EXACT, chunk)
         warned = "4 tokens at once to save memory: they are not compiled" in caplog.text

@@ -10,12 +10,10 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.tests.support.bernini_reference import bernini_forward, timestep_sinusoid
 from wanstream.tests.support.rounding import ROUNDING
-from wanstream.tests.support.wan_blocks import with_our_blocks
+from wanstream.tests.support.sampling.runs import normal
+from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.wan import Lane, SkipDecision, forward_lanes
-from wanstream.wan.checkpoint.key_names import native_transformer_name
-from wanstream.wan.latents import denormalise
 from wanstream.wan.transformer.forward import _local_slice
 from wanstream.wan.transformer.token_parts import FROM_ORIGIN, Positions, TokenPart, layout_tables
 
@@ -31,12 +29,8 @@ CONTEXTS = {
 Experts = Callable[..., WanTransformer3DModel]
 
 
-def _normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def _contexts(sizes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
-    return [_normal(1, 16, *size, seed=10 + number) for number, size in enumerate(sizes)]
+    return [normal(1, 16, *size, seed=10 + number) for number, size in enumerate(sizes)]
 
 
 def _behind(contexts: Sequence[torch.Tensor]) -> tuple[TokenPart, ...]:
@@ -47,7 +41,7 @@ def _behind(contexts: Sequence[torch.Tensor]) -> tuple[TokenPart, ...]:
 
 
 def _lane(**parts: object) -> Lane:
-    return Lane(latents=_normal(*VIDEO, seed=1), text=_normal(1, 5, TEXT_DIM, seed=2), **parts)
+    return Lane(latents=normal(*VIDEO, seed=1), text=normal(1, 5, TEXT_DIM, seed=2), **parts)
 
 
 def _forward(model: WanTransformer3DModel, *lanes: Lane, time: float = TIME) -> list[torch.Tensor]:
@@ -60,47 +54,60 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def model(make_tiny_expert: Experts) -> WanTransformer3DModel:
-    return with_our_blocks(make_tiny_expert(seed=3, layers=3, text_dim=TEXT_DIM))
+def plain(make_tiny_expert: Experts) -> WanTransformer3DModel:
+    return make_tiny_expert(seed=3, layers=3, text_dim=TEXT_DIM)
+
+
+@pytest.fixture(scope="module")
+def model(plain: WanTransformer3DModel) -> WanTransformer3DModel:
+    return with_our_blocks(plain)
+
+
+@torch.no_grad()
+def _with_contexts(
+    model: WanTransformer3DModel, lane: Lane, contexts: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the velocity of diffusers' blocks over the joined tokens, cut before the head.
+
+    Each token of source `s` is turned by `exp(i s f)`, on top of its position from the origin.
+    """
+    frequencies = 10000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    tables = []
+    for source, stream in enumerate((lane.latents, *contexts)):
+        cos, sin = (table[..., ::2].double() for table in model.rope(stream))
+        turned = torch.complex(cos, sin) * torch.exp(1j * source * frequencies)
+        parts = (turned.real, turned.imag)
+        tables.append([part.repeat_interleave(2, dim=-1).float() for part in parts])
+    rotary = tuple(torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
+    streams = [model.patch_embedding(each).flatten(2).mT for each in (lane.latents, *contexts)]
+    tokens = torch.cat(streams, dim=1)
+    time, six, text, _ = model.condition_embedder(torch.tensor([TIME]), lane.text, None)
+    for block in model.blocks:
+        tokens = block(tokens, text, six.unflatten(1, (6, -1)), rotary)
+    shift, scale = (model.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
+    video = tokens[:, : streams[0].shape[1]]
+    rows = model.proj_out(model.norm_out(video) * (1 + scale) + shift)
+    return rows.reshape(1, 3, 2, 3, 1, 2, 2, 16).permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(VIDEO)
 
 
 @pytest.mark.parametrize("sizes", CONTEXTS.values(), ids=CONTEXTS)
-def test_contexts_are_those_of_the_float64_reference(
-    model: WanTransformer3DModel, sizes: list[tuple[int, int, int]]
-) -> None:
-    """The reference follows the same description: neither was checked against the original."""
+def test_contexts_are_tokens_behind_the_video(plain, model, sizes):
     contexts = _contexts(sizes)
     lane = _lane(behind=_behind(contexts))
     (velocity,) = _forward(model, lane)
-    assert velocity.shape == VIDEO
-    weights = {native_transformer_name(name): tensor for name, tensor in model.state_dict().items()}
-    raw = [denormalise(context.double()) for context in contexts]
-    sinusoid = timestep_sinusoid(torch.tensor([TIME]))
-    expected = bernini_forward(weights, lane.latents, TIME, lane.text, raw, sinusoid=sinusoid)
-    assert _distance(velocity, expected) <= 1e-5
-    assert (
-        _distance(
-            velocity, bernini_forward(weights, lane.latents, TIME, lane.text, sinusoid=sinusoid)
-        )
-        > 0.01
-    )
+    assert _distance(velocity, _with_contexts(plain, lane, contexts)) <= 1e-5
+    assert _distance(velocity, _with_contexts(plain, lane, [])) > 0.01
 
 
-def test_lanes_with_other_parts_equal_separate_passes(model: WanTransformer3DModel) -> None:
+def test_lanes_with_other_parts_equal_separate_passes(model):
     lanes = [_lane(), *(_lane(behind=_behind(_contexts(sizes))) for sizes in CONTEXTS.values())]
     for together, lane in zip(_forward(model, *lanes), lanes, strict=True):
         assert torch.equal(together, _forward(model, lane)[0])
 
 
-def test_the_tables_of_a_part_from_the_origin_are_diffusers_own(
-    model: WanTransformer3DModel,
-) -> None:
+def test_positions_start_anywhere_on_every_axis(model):
     own = layout_tables(model, [((3, 2, 3), FROM_ORIGIN)])
-    for table, expected in zip(own, model.rope(torch.empty(VIDEO)), strict=True):
-        assert torch.equal(table, expected)
-
-
-def test_positions_start_anywhere_on_every_axis(model: WanTransformer3DModel) -> None:
+    assert all(map(torch.equal, own, model.rope(torch.empty(VIDEO)))), "diffusers' own"
     whole = layout_tables(model, [((5, 5, 5), FROM_ORIGIN)])
     placed = Positions(start=(1.0, 2.0, 0.0))
     for table, every in zip(layout_tables(model, [((2, 3, 2), placed)]), whole, strict=True):
@@ -110,17 +117,15 @@ def test_positions_start_anywhere_on_every_axis(model: WanTransformer3DModel) ->
     assert torch.allclose(between[0][0, 0, 0, 0], torch.tensor(0.5).cos())
 
 
-def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(
-    make_tiny_expert: Experts,
-) -> None:
+def test_parts_of_a_video_equal_the_whole_video(make_tiny_expert):
     """The same tokens at the same positions, put together in another way.
 
     Parts have the step's timestep.
     """
     model = with_our_blocks(make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48))
-    latents = _normal(1, 48, 4, 4, 6, seed=1)
+    latents = normal(1, 48, 4, 4, 6, seed=1)
     whole = Lane(
-        latents=latents, text=_normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(1.0, 0.0, 0.5, 1.0)
+        latents=latents, text=normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(1.0, 0.0, 0.5, 1.0)
     )
     parted = replace(
         whole,
@@ -137,10 +142,11 @@ def test_the_first_frames_as_a_part_in_front_are_those_of_the_whole_video(
     assert _distance(untimed, velocity) > 0.01
 
 
-def test_a_reference_goes_through_its_own_convolution(make_tiny_expert: Experts) -> None:
+def test_reference_goes_through_its_own_convolution(make_tiny_expert):
     """The same tokens as from a patch embedding with the convolution's weights."""
     model = with_our_blocks(make_tiny_expert(seed=6, layers=3, text_dim=TEXT_DIM, reference=True))
-    reference, after = _normal(1, 16, 1, 4, 6, seed=3), Positions(start=(1.0, 0.0, 0.0))
+    reference = normal(1, 16, 1, 4, 6, seed=3)
+    after = Positions(start=(1.0, 0.0, 0.0))
     lane = _lane(front=(TokenPart(latents=reference, through_ref_conv=True),), positions=after)
     (velocity,) = _forward(model, lane)
     assert not torch.equal(velocity, _forward(model, _lane(positions=after))[0])
@@ -151,7 +157,7 @@ def test_a_reference_goes_through_its_own_convolution(make_tiny_expert: Experts)
     assert _distance(_forward(model, lane)[0], patches) <= ROUNDING
 
 
-def test_parts_count_as_tokens(model: WanTransformer3DModel) -> None:
+def test_parts_count_as_tokens(model):
     lane = _lane(behind=_behind(_contexts([(3, 4, 6), (1, 8, 4)])))
     assert _lane().tokens(model.config.patch_size) == 18
     assert lane.tokens(model.config.patch_size) == 18 + 18 + 8
@@ -187,11 +193,9 @@ class Measured:
         (8, 0, slice(4, 4)),
     ],
 )
-def test_a_cache_measures_the_video_alone(
-    model: WanTransformer3DModel, shares: int, rank: int, expected: slice
-) -> None:
+def test_cache_measures_the_video_alone(model, shares, rank, expected):
     """Tokens 6 to 23 among 32 are the video's. A rank has one part."""
-    front = TokenPart(latents=_normal(1, 16, 1, 4, 6, seed=3))
+    front = TokenPart(latents=normal(1, 16, 1, 4, 6, seed=3))
     lane, seen = _lane(front=(front,), behind=_behind(_contexts([(1, 4, 8)]))), Measured()
     with torch.no_grad():
         found = _local_slice(slice(6, 24), 32, lambda tokens: tokens.chunk(shares, dim=1)[rank])

@@ -1,172 +1,247 @@
-"""VAE folders: equality with diffusers' VAE, refused files."""
+"""Both VAEs: equality with diffusers' VAE in full frames and tiles, bf16, refused inputs."""
 
 from __future__ import annotations
 
-import json
-import shutil
+import itertools
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.wan.vae.tiles import Tiling
+from wanstream.schema import StateError
+from wanstream.wan.latents.space import WAN21, WAN22
+from wanstream.wan.vae.memory import TensorMemoryTracker, decode_pixel_bytes, encode_pixel_bytes
+from wanstream.wan.vae.tiles import TileBlender, Tiling, crop, decoded_frames
 from wanstream.wan.vae.vae import VaeInputError, open_vae
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-@pytest.fixture
-def own_vae(tiny_pipeline):
-    return AutoencoderKLWan.from_pretrained(tiny_pipeline() / "vae").eval()
-
-
-@pytest.fixture
-def vae_copy(tiny_pipeline, tmp_path):
-    """Return a `vae` folder for the test to damage."""
-    return shutil.copytree(tiny_pipeline() / "vae", tmp_path / "vae")
-
-
-def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+BF16 = torch.bfloat16
 
 
 def noise(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    # Large values reach beyond -1 to 1, where clamping before blending would show.
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-class TestAgainstDiffusers:
-    @pytest.mark.parametrize("frames", [1, 5])
-    def test_encode_gives_the_mode_of_the_raw_latents(self, tiny_pipeline, own_vae, frames):
-        video = noise(frames, 16, 24, 3).sigmoid()
+@pytest.fixture(params=["Wan2.1", "Wan2.2"], scope="module")
+def case(request, tiny_pipeline, wan22_vae):
+    """A VAE: `folder`, `space`, our `vae`, diffusers' `own` and a small `tiling`."""
+    folder, space = (tiny_pipeline(), WAN21) if request.param == "Wan2.1" else (wan22_vae, WAN22)
+    own = AutoencoderKLWan.from_pretrained(folder / "vae").eval().requires_grad_(False)
+    tiling = Tiling.of(8 * space.pixels, space.pixels)
+    with open_vae(folder) as vae:
+        yield SimpleNamespace(folder=folder, space=space, vae=vae, own=own, tiling=tiling)
 
-        with open_vae(tiny_pipeline()) as vae:
-            raw = vae.encode(video, device="cpu")
 
-        with torch.no_grad():
-            expected = own_vae.encode(video.permute(3, 0, 1, 2)[None] * 2 - 1).latent_dist.mode()
-        assert raw.shape == (1, 16, (frames - 1) // 4 + 1, 2, 3)
-        assert torch.equal(raw, expected)
+def latents_for(case, frames, height, width, batch=1):
+    return noise(batch, case.space.channels, frames, height, width)
 
-    @pytest.mark.slow  # decodes whole videos
-    def test_an_encode_in_tiles_is_that_of_diffusers_and_the_next_one_is_whole_again(
-        self, tiny_pipeline, own_vae
-    ):
-        video = noise(5, 72, 96, 3).sigmoid()
 
-        with open_vae(tiny_pipeline()) as vae:
-            tiled, whole = (
-                vae.encode(video, device="cpu", tiling=tiling) for tiling in (Tiling.of(64), None)
-            )
+@contextmanager
+def tiled(own, size, stride):
+    own.enable_tiling(size, size, stride, stride)
+    yield
+    own.disable_tiling()
 
-        pixels = video.permute(3, 0, 1, 2)[None] * 2 - 1
-        with torch.no_grad():
-            assert torch.equal(whole, own_vae.encode(pixels).latent_dist.mode())
-            own_vae.enable_tiling(64, 64, 48, 48)
-            assert torch.equal(tiled, own_vae.encode(pixels).latent_dist.mode())
-        assert not torch.equal(tiled, whole)
 
-    @pytest.mark.parametrize("batch", [1, 2])
-    def test_decode_gives_frames_between_0_and_1(self, tiny_pipeline, own_vae, batch):
-        latents = noise(batch, 16, 2, 2, 3)
+def decoded(own, latents):
+    """Decode with diffusers, one video at a time."""
+    videos = [own.decode(one).sample[0].movedim(0, -1) for one in latents.split(1)]
+    return (torch.stack(videos) + 1) / 2
 
-        with open_vae(tiny_pipeline() / "vae") as vae:
-            videos = vae.decode(latents, device="cpu")
 
-        with torch.no_grad():
-            expected = torch.cat([own_vae.decode(one).sample for one in latents.split(1)])
-        assert videos.shape == (batch, 5, 16, 24, 3)
-        assert torch.equal(videos, (expected.permute(0, 2, 3, 4, 1) + 1) / 2)
+def encoded(own, video):
+    return own.encode(video.permute(3, 0, 1, 2)[None] * 2 - 1).latent_dist.mode()
+
+
+class TestDecode:
+    def test_whole_frames_equal_diffusers(self, case):
+        latents = latents_for(case, 3, 2, 3, batch=2)
+        side = case.space.pixels
+        videos = case.vae.decode(latents, device="cpu")
+        assert videos.shape == (2, 9, 2 * side, 3 * side, 3)
+        assert torch.equal(videos, decoded(case.own, latents))
         assert 0 <= videos.min() < videos.max() <= 1
 
-    def test_it_can_be_used_again_after_it_was_closed(self, tiny_pipeline):
-        vae = open_vae(tiny_pipeline())
-        first = vae.decode(noise(1, 16, 1, 2, 2), device="cpu")
-        vae.close()
+    @pytest.mark.parametrize(("frames", "size"), [(2, (9, 5)), (1, (8, 8))], ids=str)
+    def test_tiles_in_any_order_equal_diffusers(self, case, frames, size):
+        latents = latents_for(case, frames, *size)
+        tiling = case.tiling
+        with tiled(case.own, tiling.pixels, tiling.stride):
+            expected = decoded(case.own, latents)
+        found = case.vae.decode(latents, device="cpu", tiling=tiling)
+        assert torch.equal(found, expected)
+        # Tiles of an untrained VAE differ from the whole.
+        assert torch.equal(found, decoded(case.own, latents)) == (size == (8, 8))
+        tiles = list(tiling.tiles(*size))
+        random.Random(1).shuffle(tiles)
+        shuffled = torch.full_like(expected[0], torch.nan)
+        blender = TileBlender(tiling, into=shuffled)
+        for tile in tiles:
+            blender.put(tile, case.vae.decode_tile(crop(latents, tile), device="cpu"))
+        assert torch.equal(shuffled, expected[0])
 
-        assert torch.equal(vae.decode(noise(1, 16, 1, 2, 2), device="cpu"), first)
+    def test_frames_leave_as_they_are_made(self, case):
+        latents = latents_for(case, 3, 2, 2)
+        checks = itertools.count()
+        side = 2 * case.space.pixels
+        parts = case.vae.stream(latents, device="cpu", check=lambda: next(checks))
+        first = next(parts)
+        assert (first.shape, first.dtype, next(checks)) == ((1, side, side, 3), torch.uint8, 1)
+        shown = torch.cat([first, *parts])
+        whole = case.vae.decode(latents, device="cpu")[0]
+        assert torch.equal(shown, whole.mul(255).round().to(torch.uint8))
 
-    def test_it_works_inside_inference_mode_and_outside_again(self, tiny_pipeline):
-        vae = open_vae(tiny_pipeline())
+    def test_stopped_decode_ends_before_the_next_latent_frame(self, case):
+        calls = []
+
+        def check():
+            calls.append(len(calls))
+            if len(calls) == 2:
+                raise InterruptedError
+
+        for decode in (case.vae.decode, case.vae.decode_tile):
+            calls.clear()
+            with pytest.raises(InterruptedError):
+                decode(latents_for(case, 5, 2, 2), device="cpu", check=check)
+            assert calls == [0, 1]
+
+    def test_repeated_tiles_are_reported(self, case):
+        first, *_, last = case.tiling.tiles(8, 20)
+        side = case.space.pixels
+        blender = TileBlender(case.tiling, into=torch.empty(1, 8 * side, 20 * side, 3))
+        frames = torch.zeros(3, 1, 8 * side, 8 * side)
+        for tile in (first, last):
+            part = frames[..., : side * len(tile.columns)]
+            blender.put(tile, part)
+            with pytest.raises(StateError, match="was added before"):
+                blender.put(tile, part)
+
+    def test_later_uses_give_the_same(self, case):
+        latents = latents_for(case, 1, 2, 2)
         with torch.inference_mode():
-            inside = vae.decode(noise(1, 16, 1, 2, 2), device="cpu")
+            first = case.vae.decode(latents, device="cpu")
+        assert torch.equal(case.vae.decode(latents, device="cpu"), first)
+        case.vae.close()
+        assert torch.equal(case.vae.decode(latents, device="cpu"), first)
 
-        assert torch.equal(vae.decode(noise(1, 16, 1, 2, 2), device="cpu"), inside)
 
+class TestEncode:
+    def test_mode_of_the_latents_equals_diffusers(self, case):
+        video = noise(5, 32, 48, 3).sigmoid()
+        raw = case.vae.encode(video, device="cpu")
+        side = case.space.pixels
+        assert raw.shape == (1, case.space.channels, 2, 32 // side, 48 // side)
+        assert torch.equal(raw, encoded(case.own, video))
 
-class TestInputs:
-    @pytest.mark.parametrize(
-        ("shape", "message"),
-        [
+    def test_tiles_equal_diffusers(self, case):
+        """diffusers counts the sides of its tiles in patches."""
+        side = case.space.pixels
+        video = noise(1, 9 * side, 10 * side, 3).sigmoid()
+        small = video[:, : 8 * side, : 8 * side]
+        found, uncut, whole = (
+            case.vae.encode(given, device="cpu", tiling=tiling)
+            for given, tiling in ((video, case.tiling), (small, case.tiling), (video, None))
+        )
+        assert torch.equal(whole, encoded(case.own, video)), "the next one is whole again"
+        assert torch.equal(uncut, encoded(case.own, small)), "no larger than a tile"
+        with tiled(case.own, 64, 48):
+            assert torch.equal(found, encoded(case.own, video))
+        assert not torch.equal(found, whole)
+
+    def test_other_videos_are_refused(self, case):
+        for shape, message in (
             ((4, 16, 16, 3), "4 frames"),
-            ((1, 16, 12, 3), "12x16"),
+            ((1, 16, 12, 3), r"12x16: give multiples of \d+"),
             ((1, 16, 16, 4), "give frames"),
             ((16, 16, 3), "give frames"),
             ((0, 16, 16, 3), "give frames"),
-        ],
-    )
-    def test_videos_it_cannot_take(self, tiny_pipeline, shape, message):
-        with pytest.raises(VaeInputError, match=message):
-            open_vae(tiny_pipeline()).encode(torch.zeros(shape), device="cpu")
-
-    @pytest.mark.parametrize("shape", [(1, 47, 1, 2, 2), (16, 1, 2, 2), (1, 16, 0, 2, 2)])
-    def test_latents_it_cannot_take(self, tiny_pipeline, shape):
-        with pytest.raises(VaeInputError, match=r"give \[B, 16 or 48, T, h, w\]"):
-            open_vae(tiny_pipeline()).decode(torch.zeros(shape), device="cpu")
+        ):
+            for use in (case.vae.encode_needs, lambda video: case.vae.encode(video, device="cpu")):
+                with pytest.raises(VaeInputError, match=message):
+                    use(torch.zeros(shape))
 
 
-class TestBadFiles:
-    def test_nothing_there(self, tmp_path):
-        with pytest.raises(CheckpointFileError, match="neither a diffusers pipeline folder"):
-            open_vae(tmp_path)
+class TestRefusedLatents:
+    def test_other_shapes(self, case):
+        for shape in ((1, 47, 1, 2, 2), (16, 1, 2, 2), (1, 16, 0, 2, 2)):
+            with pytest.raises(VaeInputError, match=r"give \[B, 16 or 48, T, h, w\]"):
+                case.vae.decode(torch.zeros(shape), device="cpu")
 
-    @pytest.mark.parametrize("text", ["", "[]", '{"_class_name": '])
-    def test_a_config_that_is_not_a_json_object(self, vae_copy, text):
-        (vae_copy / "config.json").write_text(text)
+    def test_latents_of_the_other_vae(self, case):
+        other = 64 - case.space.channels
+        models = {16: r"Wan2\.1 and Wan2\.2 A14B", 48: r"Wan2\.2 5B"}
+        file = {16: r"wan_2\.1_vae", 48: r"wan2\.2_vae"}[other]
+        said = rf"\[1, {other}, 1, 2, 2\], of {models[other]}, .*of {models[64 - other]}, for "
+        said += rf"{64 - other} channels: take {file}"
+        for use in (
+            case.vae.decode_needs,
+            lambda given: case.vae.decode(given, device="cpu"),
+            lambda given: case.vae.decode_tile(given, device="cpu"),
+            lambda given: next(case.vae.stream(given, device="cpu")),
+        ):
+            with pytest.raises(VaeInputError, match=said):
+                use(noise(1, other, 1, 2, 2))
 
-        with pytest.raises(CheckpointFileError, match="JSON"):
-            open_vae(vae_copy)
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"_class_name": "AutoencoderKL"}, "_class_name is 'AutoencoderKL'"),
-            (
-                {"z_dim": 32},
-                "z_dim is 32, 16 is expected: give the VAE of Wan2.1 and Wan2.2 A14B or of Wan2.2 "
-                "5B",
-            ),
-            ({"z_dim": 48}, "is_residual is False, True is expected"),
-            ({"base_dim": 32}, r"encoder\.conv_in\.weight is \[8, 3, 3, 3, 3\]"),
-            ({"base_dim": "wide"}, "base_dim is 'wide'; a whole number"),
-            ({"dim_mult": []}, r"dim_mult is \[\], \[1, 2, 4, 4\] is expected"),
-            ({"attn_scales": 1}, "no model that can be built"),
-            ({"is_residual": True}, "is missing"),
-        ],
-        ids=str,
-    )
-    def test_a_config_of_something_else(self, vae_copy, change, message):
-        edit_config(vae_copy, **change)
+def test_needs_are_in_pixels_of_the_vae(case):
+    side = case.space.pixels
+    channels = case.space.channels
+    needs = case.vae.decode_needs(noise(1, channels, 2, 3, 4), to_file=True)
+    assert (needs.height, needs.width, needs.per_latent, needs.frames) == (3, 4, side, 5)
+    pixels = 3 * side * 4 * side * 3
+    # A latent frame in fp32, and as it is stored.
+    assert needs.host_bytes(None) == 4 * pixels * 5
+    needs = case.vae.encode_needs(noise(5, 64, 48, 3))
+    assert (needs.height, needs.width, needs.per_latent) == (64 // side, 48 // side, side)
+    # Wan2.2's VAE has the video as pixels and as patches.
+    assert (needs.frames, needs.value_bytes) == (5, 4 if side == 8 else 8)
 
-        with pytest.raises(CheckpointFileError, match=message):
-            open_vae(vae_copy)
 
-    def test_a_truncated_file(self, vae_copy):
-        weights = vae_copy / WEIGHTS
-        weights.write_bytes(weights.read_bytes()[:-100])
+class TestBf16:
+    @pytest.fixture
+    def own(self, case):
+        loaded = AutoencoderKLWan.from_pretrained(case.folder / "vae", torch_dtype=BF16)
+        return loaded.eval().requires_grad_(False)
 
-        with pytest.raises(CheckpointFileError, match="truncated"):
-            open_vae(vae_copy)
+    def test_frames_and_latents_equal_diffusers(self, case, own):
+        latents = latents_for(case, 2, 2, 2)
+        video = noise(5, 32, 16, 3).sigmoid()
+        with open_vae(case.folder, BF16) as vae:
+            frames = vae.decode(latents, device="cpu")
+            raw = vae.encode(video, device="cpu")
+        expected = own.decode(latents.to(BF16)).sample[0].movedim(0, -1).float()
+        assert torch.equal(frames[0], (expected + 1) / 2)
+        assert torch.equal(raw, encoded(own, video.to(BF16)).float())
+        assert frames.dtype == raw.dtype == torch.float32
 
-    def test_a_missing_file(self, vae_copy):
-        (vae_copy / WEIGHTS).unlink()
+    def test_frames_are_close_to_fp32(self, case):
+        latents = latents_for(case, 1, 9, 3)
+        options = {"device": "cpu", "tiling": case.tiling}
+        with open_vae(case.folder, BF16) as vae:
+            expected, frames = (each.decode(latents, **options) for each in (case.vae, vae))
+            shown = torch.cat(list(vae.stream(latents, **options)))
+        assert 0 < (frames - expected).norm() / expected.norm() < 0.02
+        assert torch.equal(shown, frames[0].mul(255).round().to(torch.uint8))
 
-        with pytest.raises(CheckpointFileError, match=f"neither {WEIGHTS} nor"):
-            open_vae(vae_copy)
-
-    def test_a_pickle_in_its_place(self, vae_copy):
-        (vae_copy / WEIGHTS).rename(vae_copy / "diffusion_pytorch_model.bin")
-
-        with pytest.raises(CheckpointFileError, match="pickles"):
-            open_vae(vae_copy)
+    @pytest.mark.slow  # decodes whole videos
+    def test_half_the_memory_as_estimated(self, case, own):
+        latents = latents_for(case, 2, 9, 5)
+        config = own.config
+        with open_vae(case.folder, BF16) as vae:
+            whole = case.vae.decode_needs(latents)
+            half = vae.decode_needs(latents)
+            assert vae.weight_bytes * 2 == case.vae.weight_bytes
+            vae.decode(latents[:, :, :1, :2, :2], device="cpu")
+            assert {weight.dtype for weight in vae._loaded.parameters()} == {BF16}
+        assert half.pixel_bytes * 2 == pytest.approx(whole.pixel_bytes, rel=0.01)
+        assert half.host_bytes(None) == whole.host_bytes(None), "frames are fp32"
+        encode = encode_pixel_bytes(config, 2)
+        assert encode_pixel_bytes(config, 2, BF16) * 2 == pytest.approx(encode, rel=0.01)
+        with TensorMemoryTracker() as tracker:
+            for frames in decoded_frames(own, latents_for(case, 3, 6, 6).to(BF16)):
+                del frames
+        estimate = decode_pixel_bytes(config, 3, BF16) * 36
+        assert tracker.convolution_peak == pytest.approx(estimate, rel=0.01)

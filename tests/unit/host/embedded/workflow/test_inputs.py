@@ -10,92 +10,68 @@ from wanstream.host.embedded.workflow.validate import sockets_of
 class Sampler(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="Sampler",
-            inputs=[
-                io.Int.Input("steps"),
-                io.Float.Input("shift"),
-                io.String.Input("text"),
-                io.Combo.Input("solver", options=["euler", "7"]),
-                io.Boolean.Input("preview", optional=True),
-                io.Latent.Input("latent"),
-            ],
-        )
+        numbers = [io.Int.Input("steps"), io.Float.Input("shift")]
+        words = [io.String.Input("text"), io.Combo.Input("solver", options=["euler", "7"])]
+        others = [io.Boolean.Input("preview", optional=True), io.Latent.Input("latent")]
+        return io.Schema(node_id="Sampler", inputs=[*numbers, *words, *others])
 
 
 SOCKETS = {"Sampler": sockets_of(Sampler.INPUT_TYPES())}
-PROMPT = {
-    "sampler": {"class_type": "Sampler", "inputs": {"steps": 20, "text": "a cat"}},
-    "1.5": {"class_type": "Other", "inputs": {}},
-    "2": {"class_type": "Other", "inputs": {}},
-}
+OTHER = {"class_type": "Other", "inputs": {}}
+SAMPLER = {"class_type": "Sampler", "inputs": {"steps": 20, "text": "a cat"}}
+PROMPT = {"sampler": SAMPLER, "1.5": OTHER, "2": OTHER}
+SYNTAX = "write node.input=value"
+NODES = "no such node; the workflow has sampler, 1.5, 2"
+INPUTS = "has no input stepz; did you mean steps\\? it has steps, shift, text, solver"
 
 
 @pytest.mark.parametrize(
-    ("change", "node", "socket", "value"),
+    ("change", "socket", "value"),
     [
-        ("sampler.steps=4", "sampler", "steps", 4),
-        ("Sampler.steps=4", "sampler", "steps", 4),
-        ("sampler.shift=5", "sampler", "shift", 5),
-        ("sampler.preview=true", "sampler", "preview", True),
-        ("sampler.latent=[\"2\", 0]", "sampler", "latent", ["2", 0]),
-        ("sampler.text=x = y.z", "sampler", "text", "x = y.z"),
-        ("sampler.text=12", "sampler", "text", "12"),
-        ("sampler.text=", "sampler", "text", ""),
-        ("sampler.solver=7", "sampler", "solver", "7"),
-        ("1.5.anything=at all", "1.5", "anything", "at all"),
+        ("sampler.steps=4", "steps", 4),
+        ("Sampler.steps=4", "steps", 4),
+        ("sampler.shift=5", "shift", 5),
+        ("sampler.preview=true", "preview", True),
+        ('sampler.latent=["2", 0]', "latent", ["2", 0]),
+        ("sampler.text=x = y.z", "text", "x = y.z"),
+        ("sampler.text=12", "text", "12"),
+        ("sampler.text=", "text", ""),
+        ("sampler.solver=7", "solver", "7"),
     ],
-)  # fmt: skip
-def test_a_value_is_read_as_its_input_wants_it(
-    change: str, node: str, socket: str, value: object
-) -> None:
-    changed = apply_overrides(PROMPT, [change], SOCKETS)[node]["inputs"][socket]
-    assert changed == value
-    assert type(changed) is type(value)
+)
+def test_value_is_read_as_its_input_takes_it(change, socket, value):
+    changed = apply_overrides(PROMPT, [change], SOCKETS)["sampler"]["inputs"][socket]
+    assert (type(changed), changed) == (type(value), value)
+    changed = apply_overrides(PROMPT, ["1.5.anything=at all"], SOCKETS)
+    assert changed["1.5"]["inputs"] == {"anything": "at all"}
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("sampler.steps", "write node.input=value"),
-        ("steps=4", "write node.input=value"),
-        (".steps=4", "write node.input=value"),
-        ("sampler.=4", "write node.input=value"),
-        ("decoder.steps=4", "no such node; the workflow has sampler, 1.5, 2"),
+        *((text, SYNTAX) for text in ("sampler.steps", "steps=4", ".steps=4", "sampler.=4")),
+        ("decoder.steps=4", NODES),
         ("Other.steps=4", "several nodes are of the class Other: use an id, 1.5, 2"),
-        (
-            "sampler.stepz=4",
-            "Sampler has no input stepz; did you mean steps\\? it has steps, shift, text, solver",
-        ),
-        (
-            "samplr.steps=2",
-            "no such node; the workflow has sampler, 1.5, 2; did you mean sampler\\?$",
-        ),
-        ("Samplre.steps=2", "did you mean sampler\\?"),
+        ("sampler.stepz=4", INPUTS),
+        ("samplr.steps=2", f"{NODES}; did you mean sampler\\?$"),
         ("SAMPLER.steps=2", "did you mean sampler\\?"),
         ("Othr.steps=2", "did you mean Other\\?"),
-        ("sampler.preview=1.0", "preview is BOOLEAN, but 1.0 is not true or false"),
         ("sampler.preview=null", "preview is BOOLEAN, but null is not true or false"),
-        ("sampler.steps=64.7", "steps is INT, but 64.7 is not a whole number"),
-        ("sampler.steps=true", "steps is INT, but true is not a whole number"),
-        ("sampler.shift=NaN", "shift is FLOAT, but NaN is not a finite number"),
         ("sampler.steps=four", "steps is INT, but 'four' is not a whole number$"),
     ],
 )
-def test_a_change_that_changes_nothing_is_refused(change: str, reason: str) -> None:
+def test_unusable_change_is_refused(change, reason):
     with pytest.raises(InputError, match=reason):
         apply_overrides(PROMPT, [change], SOCKETS)
 
 
-@pytest.mark.parametrize("value", ["disable", "enable", "false", "true", "", None, 2])
-def test_a_word_for_a_boolean_in_a_row_of_json_is_refused(value: object) -> None:
-    with pytest.raises(
-        InputError, match=r"preview is BOOLEAN, but .* is not true or false: write true or"
-    ):
-        with_inputs(PROMPT, {"sampler.preview": value}, SOCKETS, as_text=False)
+def test_word_for_a_boolean_in_json_is_refused():
+    message = 'preview is BOOLEAN, but "true" is not true or false: write true or'
+    with pytest.raises(InputError, match=message):
+        with_inputs(PROMPT, {"sampler.preview": "true"}, SOCKETS, as_text=False)
 
 
-def test_the_workflow_itself_is_left_alone_and_the_last_change_wins() -> None:
+def test_last_change_wins_in_a_copy_of_the_workflow():
     changed = apply_overrides(PROMPT, ["sampler.steps=4", "sampler.steps=5"], SOCKETS)
     assert changed["sampler"]["inputs"] == {"steps": 5, "text": "a cat"}
     assert PROMPT["sampler"]["inputs"]["steps"] == 20

@@ -1,0 +1,81 @@
+"""Nodes for servers whose memory is tested."""
+
+import ctypes
+import gc
+import hashlib
+
+import comfy.model_management
+import comfy.samplers
+import psutil
+import torch
+
+
+class TestHeld:
+    """Process memory after the prompt, without garbage and the allocator's free lists."""
+
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "report", True, "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"latent": ("LATENT",)}}
+
+    @classmethod
+    def IS_CHANGED(cls, latent):
+        return float("nan")
+
+    def report(self, latent):
+        gc.collect()
+        if hasattr(trim := ctypes.CDLL(None), "malloc_trim"):
+            trim.malloc_trim(0)
+        digest = hashlib.sha1(latent["samples"].contiguous().numpy().tobytes()).hexdigest()
+        loaded = [
+            type(model.model).__name__ for model in comfy.model_management.current_loaded_models
+        ]
+        return {
+            "ui": {
+                "rss": [psutil.Process().memory_info().rss],
+                "latent": [digest],
+                "loaded": loaded,
+            }
+        }
+
+
+class TestOutOfMemory:
+    """A SAMPLER that calls the model once and runs out of device memory."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("SAMPLER",), "make", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {}}
+
+    def make(self):
+        def sample(model, x, sigmas, extra_args=None, callback=None, disable=None):
+            model(x, sigmas[0] * x.new_ones([x.shape[0]]), **extra_args)
+            raise comfy.model_management.OOM_EXCEPTION("made up")
+
+        return (comfy.samplers.KSAMPLER(sample),)
+
+
+class TestTakeDevice:
+    """Takes all but `leave` device bytes until the next prompt, and passes a latent on."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "take", "test"
+    taken = None
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"leave": ("INT", {"default": 0, "max": 2**62}), "latent": ("LATENT",)}}
+
+    def take(self, leave, latent):
+        device = comfy.model_management.get_torch_device()
+        nbytes = max(0, int(comfy.model_management.get_free_memory(device)) - leave)
+        self.taken = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return (latent,)
+
+
+NODE_CLASS_MAPPINGS = {
+    "TestHeld": TestHeld,
+    "TestOutOfMemory": TestOutOfMemory,
+    "TestTakeDevice": TestTakeDevice,
+}

@@ -1,0 +1,298 @@
+"""Runs in ComfyUI's own Python: every native Wan node's conditioning, through our sampler.
+
+It is read, refused by name, or harmless.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+from typing import Any
+
+import comfy.clip_vision
+import comfy.model_base
+import torch
+from comfy_api.latest import io
+
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest, RequestOptions, native_inputs
+from wanstream.sampling.inputs.conditioning_keys import (
+    IGNORED,
+    READ,
+    REFUSED,
+    TEXT_TENSORS,
+)
+from wanstream.sampling.steps import Guidance, RequestError, StepSettings
+from wanstream.schema import OffloadPolicy
+from wanstream.wan.experts.open import open_experts
+
+from ..checks import for_each, refused
+
+RUNS = "runs"
+"""All keys are read, or ignored as native sampling ignores them for these weights."""
+
+START_IMAGE_NODES = [
+    *("WanImageToVideo", "WanFirstLastFrameToVideo", "WanFunInpaintToVideo"),
+    *("WanTrackToVideo", "WanMoveTrackToVideo"),
+    # The audio is a patch on the MODEL, which our nodes cannot take.
+    "WanInfiniteTalkToVideo",
+]
+# By node and way to connect it, "*" for all others: `RUNS`, or the refused key.
+EXPECTED: dict[str, dict[str, str]] = {
+    **{name: {"*": RUNS} for name in START_IMAGE_NODES},
+    # Without a camera it is an ordinary start image.
+    "WanCameraImageToVideo": {
+        "*": RUNS,
+        "camera_conditions": "camera_conditions",
+        "all": "camera_conditions",
+    },
+    # Without a face or a pose it is an ordinary start image. Animate weights are refused on
+    # opening.
+    "WanAnimateToVideo": {
+        "*": RUNS,
+        "face_video": "face_video_pixels",
+        "pose_video": "pose_video_latent",
+        "all": "pose_video_latent",
+    },
+    # The reference image alone is reference_latents, ignored by plain weights in native sampling
+    # too.
+    "WanSCAILToVideo": {
+        "*": RUNS,
+        "pose_video": "pose_video_latent",
+        "pose_video_mask": "driving_mask_28ch",
+        "all": "pose_video_latent",
+    },
+    "WanFunControlToVideo": {"*": "concat_latent_image"},
+    "Wan22FunControlToVideo": {"*": "concat_mask_index"},
+    "WanVaceToVideo": {"*": "vace_frames"},
+    "WanPhantomSubjectToVideo": {"*": "time_dim_concat"},
+    "WanSoundImageToVideo": {
+        "*": "control_video",
+        "audio_encoder_output": "audio_embed",
+        "ref_motion": "reference_motion",
+        "all": "audio_embed",
+    },
+    "WanSoundImageToVideoExtend": {"*": "reference_motion"},
+    "WanHuMoImageToVideo": {"*": "audio_embed"},
+    "WanAnimate2ToVideo": {
+        "*": "cross_attn_pose",
+        "pose_video": "pose_video_latent",
+        "clip_vision_output": "clip_vision_output_pose",
+        "clip_vision_output_pose": "clip_vision_output_pose",
+        "all": "pose_video_latent",
+    },
+    # Without music it is an ordinary start image.
+    "WanDancerVideo": {
+        "*": RUNS,
+        "audio_encoder_output": "audio_embed",
+        "all": "clip_vision_output_ref",
+    },
+}
+
+# The node itself fails in ComfyUI when it is connected so.
+FAILURES = (TypeError, UnboundLocalError, AttributeError)
+NODE_FAILS = {
+    "WanPhantomSubjectToVideo: nothing",
+    "WanInfiniteTalkToVideo: nothing",
+    "WanInfiniteTalkToVideo: clip_vision_output",
+}
+
+# Numbers and flags that ComfyUI's models read from a conditioning: nothing that could be a picture.
+# fmt: off
+NUMBERS = {
+    "aesthetic_score", "aspect_ratio", "audio_inject_scale", "augmentation_level", "azimuth",
+    "crop_h", "crop_w", "degrade_sigma", "elevation", "fps", "frame_rate", "guidance",
+    "guiding_frame_index", "height", "latent_shapes", "lyrics_strength",
+    "minimax_audio_cond_noise_aug", "minimax_visual_cond_noise_aug", "motion_bucket_id",
+    "noise_augmentation", "ofs", "pose_strength", "prompt_type", "ref_mask_flag",
+    "reference_latents_method", "reference_strength", "seconds_start", "seconds_total", "seed",
+    "stable_cascade_prior", "target_height", "target_width", "unclip_noise_augment_merge",
+    "unprocessed_ltxav_embeds", "width",
+}
+# fmt: on
+OVERWRITTEN = {"noise", "device"}
+"""Conditioning keys overwritten by the sampler."""
+SAMPLERS_OWN = {"latent_image"}
+"""The sampler's, unless a conditioning has one. No node writes one, and it is refused as an unknown
+tensor."""
+
+SIZE, FRAMES = 64, 9
+FILES = ("nodes_wan", "nodes_wanmove", "nodes_scail", "nodes_wandancer")
+MODULES = [name for name in FILES if importlib.util.find_spec(f"comfy_extras.{name}")]
+"""Native Wan node files. Older ComfyUI versions lack some."""
+
+
+class Vae:
+    """A Wan2.1 VAE that encodes to noise."""
+
+    latent_channels = 16
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        frames, height, width, _ = pixels.shape
+        seeded = torch.Generator().manual_seed(frames)
+        return torch.randn(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8, generator=seeded)
+
+    def spacial_compression_encode(self) -> int:
+        return 8
+
+
+class Model:
+    """The methods InfiniteTalk calls on a model."""
+
+    def __init__(self) -> None:
+        self.model_options: dict[str, Any] = {"transformer_options": {}}
+
+    def clone(self) -> Model:
+        return Model()
+
+    def model_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def add_wrapper_with_key(self, *_: Any) -> None:
+        pass
+
+    def set_model_patch(self, *_: Any) -> None:
+        pass
+
+
+class AudioProjection:
+    """InfiniteTalk's audio projection."""
+
+    seq_len, blocks, channels = 5, 12, 768
+    intermediate_dim, context_tokens, output_dim = 512, 32, 768
+
+    def __call__(self, first: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, 3, 32, 8)
+
+
+def _seen() -> comfy.clip_vision.Output:
+    output = comfy.clip_vision.Output()
+    output.penultimate_hidden_states = torch.ones(1, 257, 1280)
+    return output
+
+
+def _audio(width: int, layers: int) -> dict[str, Any]:
+    encoded = [torch.ones(1, 60, width)] * layers
+    features = {"encoded_audio_all_layers": encoded, "audio_feature": encoded[0]}
+    return {**features, "audio_samples": 16000, "fps": 30.0}
+
+
+def _values(node: str) -> dict[str, Any]:
+    """Something for every input on these nodes, by name."""
+    picture, video = torch.full((1, SIZE, SIZE, 3), 0.25), torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
+    audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}
+    text = {"pooled_output": None}
+    by_value: list[tuple[Any, str]] = [
+        ([[torch.full((1, 6, 4096), 0.01), text]], "positive"),
+        ([[torch.full((1, 5, 4096), 0.02), text]], "negative"),
+        ([[torch.full((1, 4, 4096), 0.03), text]], "positive_pose"),
+        (Vae(), "vae"),
+        (Model(), "model"),
+        (Namespace(model=Namespace(audio_proj=AudioProjection())), "model_patch"),
+        (SIZE, "width height"),
+        (FRAMES, "length motion_frame_count"),
+        (picture, "start_image end_image ref_image reference_image images continue_motion"),
+        (picture, "pose_video_mask reference_image_mask"),
+        (video, "control_video pose_video face_video background_video ref_motion previous_frames"),
+        (torch.ones(FRAMES, SIZE, SIZE), "control_masks character_mask mask"),
+        (_seen(), "clip_vision_output clip_vision_start_image clip_vision_end_image"),
+        (_seen(), "clip_vision_output_pose clip_vision_output_ref"),
+        (_audio(*audio.get(node, (1024, 25))), "audio_encoder_output audio_encoder_output_1"),
+        (torch.ones(1, 24, (FRAMES - 1) // 4 + 1, SIZE, SIZE), "camera_conditions"),
+        ({"samples": torch.ones(1, 16, 25, SIZE // 8, SIZE // 8)}, "video_latent"),
+        (json.dumps([[{"x": 8 * point, "y": 8} for point in range(4)]]), "tracks"),
+        ({"mode": "single_speaker"}, "mode"),
+        (0.0, "pose_start pose_start_percent"),
+        (1.0, "pose_end pose_end_percent pose_strength strength reference_image_strength"),
+        (1.0, "audio_scale"),
+        (220.0, "temperature"),
+        (0, "video_frame_offset"),
+        (1, "batch_size"),
+        (2, "topk"),
+        (5, "continue_motion_max_frames previous_frame_count"),
+        (False, "replacement_mode"),
+    ]
+    return {name: value for value, names in by_value for name in names.split()}
+
+
+def wan_nodes() -> dict[str, Any]:
+    """Every node in ComfyUI's Wan modules with a conditioning output."""
+    found = {}
+    for module in (importlib.import_module(f"comfy_extras.{name}") for name in MODULES):
+        for _, value in inspect.getmembers(module, inspect.isclass):
+            if issubclass(value, io.ComfyNode) and value.__module__ == module.__name__:
+                schema = value.define_schema()
+                if any(isinstance(output, io.Conditioning.Output) for output in schema.outputs):
+                    found[schema.node_id] = (value, schema)
+    return found
+
+
+def _given(node: str, schema: Any, optional: list[str]) -> dict[str, Any]:
+    values = _values(node)
+    if node == "WanMoveTrackToVideo":
+        values["tracks"] = {"track_path": torch.full((FRAMES, 1, 2), 8.0)}
+    names = [each.id for each in schema.inputs if not each.optional or each.id in optional]
+    return {name: values[name] for name in names}
+
+
+def _run(folder: Path, results: tuple[Any, ...], keys: set[str]) -> None:
+    """Run our sampler with a node's first conditioning, last conditioning and latent."""
+    sides = [value for value in results if isinstance(value, list)]
+    latent = next(value for value in results if isinstance(value, dict) and "samples" in value)
+    kind = "i2v" if "concat_latent_image" in keys else "t2v"
+    files = (folder / f"{kind}_{name}.safetensors" for name in ("high", "low"))
+    inputs = native_inputs(sides[0], sides[1], latent, seed=1)
+    settings = StepSettings(steps=2, switch_step=1)
+    guidance = Guidance(scales=(3.0, 3.0))
+    request = DenoiseRequest.of(inputs, settings, guidance, RequestOptions())
+    with open_experts(*files, compute_dtype=torch.float32) as pair:
+        made = denoise(pair, request, policy=OffloadPolicy.resident(), device="cpu")
+    assert made.latents.isfinite().all()
+
+
+def _check(folder: Path, node: str, way: str, results: tuple[Any, ...]) -> None:
+    """It runs, or is refused by the name of its key, and all keys are known."""
+    options = [each for side in results if isinstance(side, list) for _, each in side]
+    keys = {key for each in options for key in each} - {"pooled_output"}
+    assert keys <= {*READ, *IGNORED, *REFUSED, *NUMBERS, "start_percent", "end_percent"}
+    expected = EXPECTED[node].get(way, EXPECTED[node]["*"])
+    if expected == RUNS:
+        _run(folder, results, keys)
+        return
+    refused(lambda: _run(folder, results, keys), expected, "remove", kind=RequestError)
+
+
+NODES = wan_nodes()
+
+
+@for_each(*NODES)
+def check_node(folder, name):
+    """It has no optional input, each optional input alone, and all."""
+    node, schema = NODES[name]
+    optional = [each.id for each in schema.inputs if each.optional]
+    ways = {"nothing": [], **{each: [each] for each in optional}, "all": optional}
+    for way, connected in ways.items():
+        given = _given(name, schema, connected)
+        if f"{name}: {way}" in NODE_FAILS:
+            refused(partial(node.execute, **given), kind=FAILURES)
+            continue
+        _check(folder, name, way, node.execute(**given).args)
+
+
+def check_known_nodes(_):
+    has_all = importlib.util.find_spec("comfy_extras.nodes_wandancer") is not None
+    assert NODES.keys() == EXPECTED.keys() if has_all else NODES.keys() < EXPECTED.keys()
+
+
+def check_known_keys(_):
+    """Whatever a model of ComfyUI reads is known or a number."""
+    source = inspect.getsource(comfy.model_base)
+    reads = set(re.findall(r"kwargs\.get\(\"(\w+)\"", source))
+    assert {"reference_latents", "concat_latent_image"} <= reads
+    known = {*READ, *REFUSED, *TEXT_TENSORS, *IGNORED, *NUMBERS, *OVERWRITTEN, *SAMPLERS_OWN}
+    assert not reads - known, "a newer ComfyUI reads more: see whether a Wan model does"

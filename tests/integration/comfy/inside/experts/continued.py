@@ -1,0 +1,120 @@
+"""Runs in ComfyUI's own Python: clips continued by latent.
+
+They are compared with ComfyUI's samplers under the same conditions. The native conditions are
+written by hand with ComfyUI's own functions, from the SVI 2.0 Pro description.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+from typing import Any
+
+import comfy.latent_formats
+import comfy.sd
+import folder_paths
+import node_helpers
+import torch
+from comfy_extras import nodes_hunyuan
+
+import nodes
+from wanstream.nodes.clips.continue_video import WanStreamContinueVideo
+from wanstream.nodes.clips.latent_files import WanStreamLoadLatent, WanStreamSaveLatent
+from wanstream.schema.refs.experts import ExpertsRef
+
+from ..checks import for_each, refused
+from ..families import _difference, _normal
+from ..patches import node_results
+from ..samplers import NEAR, ksamplers, our_sampler, shifted, texts
+
+SHIFT, STEPS, SWITCH, GUIDANCE = 5.0, 4, 2, 3.5
+WIDTH, HEIGHT, FRAMES = 48, 32, 17
+LATENT_FRAMES = 5
+SEEDS = (42, 43, 44)
+
+ANCHOR = _normal(1, 16, 1, HEIGHT // 8, WIDTH // 8, seed=3)
+
+
+class Saver(WanStreamSaveLatent):
+    hidden = Namespace(unique_id="1", prompt=None, extra_pnginfo=None)
+
+
+def _native_condition(
+    anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int
+) -> dict[str, torch.Tensor]:
+    """Return the I2V condition as SVI 2.0 Pro fills it."""
+    parts = [anchor[:, :, :1]]
+    if previous is not None:
+        parts.append(previous[:, :, previous.shape[2] - overlap :])
+    missing = LATENT_FRAMES - sum(part.shape[2] for part in parts)
+    padding = torch.zeros(1, 16, missing, *anchor.shape[3:])
+    parts.append(comfy.latent_formats.Wan21().process_out(padding))
+    mask = torch.ones(1, 1, LATENT_FRAMES, *anchor.shape[3:])
+    mask[:, :, 0] = 0.0
+    return {"concat_latent_image": torch.cat(parts, dim=2), "concat_mask": mask}
+
+
+class Pair:
+    """Two I2V experts as ComfyUI loads them, and as we do."""
+
+    def __init__(self, folder: Path) -> None:
+        high, low = (folder / f"i2v_{name}.safetensors" for name in ("high", "low"))
+        self.ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
+        self.natives = [shifted(file, SHIFT) for file in (high, low)]
+        self.sides = texts(12, 12)
+
+    def native_clip(
+        self, anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int, seed: int
+    ) -> torch.Tensor:
+        values = _native_condition(anchor, previous, overlap)
+        sides = [node_helpers.conditioning_set_values(side, values) for side in self.sides]
+        size = {"width": WIDTH, "height": HEIGHT, "length": FRAMES, "batch_size": 1}
+        (latent,) = node_results(nodes_hunyuan.EmptyHunyuanLatentVideo, **size)
+        settings = {"steps": STEPS, "switch": SWITCH, "cfg": (GUIDANCE, GUIDANCE), "seed": seed}
+        return ksamplers(*self.natives, sides, latent, **settings)["samples"]
+
+    def our_clip(self, seed: int, **continued: Any) -> dict[str, Any]:
+        positive, negative = self.sides
+        given = WanStreamContinueVideo.execute(positive, negative, frames=FRAMES, **continued).args
+        *sides, latent = given
+        settings = {"seed": seed, "steps": STEPS, "switch_step": SWITCH, "flow_shift": SHIFT}
+        return our_sampler(self.ref, sides, latent, cfg=(GUIDANCE, GUIDANCE), **settings)
+
+
+@for_each(1, 2)
+def check_three_clips(pair, overlap):
+    native: torch.Tensor | None = None
+    ours: dict[str, Any] | None = None
+    clips = []
+    for seed in SEEDS:
+        native = pair.native_clip(ANCHOR, native, overlap, seed)
+        ours = pair.our_clip(seed, previous=ours, anchor={"samples": ANCHOR}, overlap=overlap)
+        assert _difference(ours["samples"], native) <= NEAR
+        clips.append(native)
+    assert native.shape == (1, 16, 5, 4, 6)
+    other = pair.native_clip(ANCHOR, clips[0] + 0.5, overlap, SEEDS[1])
+    assert _difference(other, clips[1]) > 10 * NEAR, "a clip depends on the one before"
+
+
+def check_latent_files(pair):
+    """Each side reads the files saved by the other."""
+    first = pair.our_clip(1, anchor={"samples": ANCHOR}, overlap=1)
+    ui = Saver.execute(first, "latents/ours").ui
+    (saved,) = (ui if isinstance(ui, dict) else ui.as_dict())["latents"]
+    ours = f"{saved['subfolder']}/{saved['filename']}"
+    assert nodes.LoadLatent.VALIDATE_INPUTS(f"{ours} [output]") is True
+    (loaded,) = nodes.LoadLatent().load(f"{ours} [output]")
+    assert torch.equal(loaded["samples"], first["samples"])
+    (native,) = nodes.SaveLatent().save(first, "latents/theirs")["ui"]["latents"]
+    theirs = f"{native['subfolder']}/{native['filename']}"
+    (loaded,) = WanStreamLoadLatent.execute(theirs).args
+    assert torch.equal(loaded["samples"], first["samples"])
+    (choices,) = (each.options for each in WanStreamLoadLatent.define_schema().inputs)
+    assert {ours, theirs} <= {*choices}
+    folder = Path(folder_paths.get_output_directory()).parent
+    before = {*folder.glob("x_*")}
+    refused(lambda: Saver.execute(first, "../x"), "leaves the folder")
+    assert {*folder.glob("x_*")} == before
+
+
+setup = Pair

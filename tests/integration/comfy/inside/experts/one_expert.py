@@ -1,0 +1,199 @@
+"""Runs in ComfyUI's own Python: one expert (Wan2.1, TI2V-5B), against ComfyUI's sampler.
+
+Our sampler and guider take the conditioning and the latents of ComfyUI's own nodes.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfy_extras.nodes_wan import Wan22ImageToVideoLatent, WanImageToVideo
+
+from wanstream.nodes.guider import WanStreamGuider
+from wanstream.sampling.steps import RequestError
+from wanstream.schema.refs.experts import ExpertsRef
+from wanstream.testing.experts import save_expert_file
+from wanstream.testing.weights import TinyShape, make_expert
+
+from ..checks import for_each, refused
+from ..families import _clip, _difference, _normal
+from ..samplers import (
+    NEAR,
+    Latent,
+    Sides,
+    assert_near,
+    guided,
+    ksampler,
+    our_sampler,
+    shifted,
+    simple_sigmas,
+    texts,
+    write_vae,
+)
+
+SHIFT, STEPS, GUIDANCE = 5.0, 6, 5.0
+HEIGHT, WIDTH, FRAMES = 4, 6, 9
+"""Latent height and width, and frames."""
+SIZE = (3, HEIGHT, WIDTH)
+EMPTY = {"samples": torch.zeros(1, 16, *SIZE)}
+TEXTS = texts(12, 9)
+LONG_TEXTS = texts(512, 512)
+"""Texts next to an image have 512 tokens: diffusers takes the last 512 rows for them."""
+
+
+class One:
+    """One expert in ComfyUI's sampler, in ours and in our guider."""
+
+    def __init__(self, folder: Path, seed: int, dtype: torch.dtype, **shape: int) -> None:
+        file = folder / f"{seed}.safetensors"
+        save_expert_file(make_expert(TinyShape(**shape), seed=seed), file, dtype=dtype)
+        self.ref = ExpertsRef(high_noise=file, single=True, compute_dtype="float32")
+        self.model = shifted(file, SHIFT)
+
+    def native(self, latent: Latent, sides: Sides = TEXTS, cfg=GUIDANCE, **settings: Any) -> Latent:
+        return ksampler(self.model, sides, latent, steps=STEPS, cfg=cfg, **settings)
+
+    def ours(
+        self, latent: Latent, sides: Sides = TEXTS, cfg=GUIDANCE, start=0, **more: Any
+    ) -> Latent:
+        """Run our sampler. The settings for a low-noise expert are ignored."""
+        settings = {"steps": STEPS, "flow_shift": SHIFT, "start_step": start, **more}
+        return our_sampler(self.ref, sides, latent, cfg=(cfg, 9.0), **settings)
+
+    def compare(self, latent: Latent, sides: Sides = TEXTS, **settings: Any) -> torch.Tensor:
+        native = self.native(latent, sides, **settings)
+        return assert_near(self.ours(latent, sides, **settings), native)
+
+    def guider(self, sides: Sides = TEXTS, low: float = 1.0, boundary: float = 0.875) -> Any:
+        given = {"flow_shift": SHIFT, "boundary_ratio": boundary}
+        given |= {"guidance_high": GUIDANCE, "guidance_low": low}
+        return WanStreamGuider.execute(self.ref, *sides, **given).args[0]
+
+    def by_guider(self, guider: Any, latent: Latent, name: str = "euler") -> torch.Tensor:
+        return guided(guider, latent, simple_sigmas(self.model, STEPS, name), name)
+
+    def compare_guider(self, latent: Latent, name: str, sides: Sides = TEXTS) -> torch.Tensor:
+        ours = self.by_guider(self.guider(sides), latent, name)
+        native = self.native(latent, sides, sampler=name)
+        assert _difference(ours, native["samples"]) <= NEAR
+        return ours
+
+
+@cache
+def text_to_video(folder: Path) -> One:
+    return One(folder, 1, torch.float32)
+
+
+@cache
+def ti2v(folder: Path) -> One:
+    return One(folder, 3, torch.float16, in_channels=48)
+
+
+def check_our_sampler(folder):
+    one = text_to_video(folder)
+    ours = one.compare(EMPTY)
+    assert torch.equal(ours, one.ours(EMPTY, boundary_ratio=0.1, guidance_low=1.0)["samples"])
+
+
+@for_each("euler", "dpmpp_2m", "heun", "uni_pc", "euler_cfg_pp")
+def check_our_guider(folder, name):
+    one = text_to_video(folder)
+    guider = one.guider()
+    ours = one.by_guider(guider, EMPTY, name)
+    native = one.native(EMPTY, sampler=name)
+    assert _difference(ours, native["samples"]) <= NEAR
+    ignored = one.guider(low=9.0, boundary=0.1)
+    assert torch.equal(ours, one.by_guider(ignored, EMPTY, name))
+    steps = guider.timeline.steps
+    assert {step.expert for step in steps} == {"high"}
+    assert guider.recompiled == 0
+    assert len({step.bytes_moved for step in steps}) == 1
+
+
+def check_image(folder):
+    """An image with the CLIP vision embedding of it, with another embedding, and without one."""
+    one = One(folder, 2, torch.float32, in_channels=36, image_dim=1280)
+    _, vae = write_vae(folder)
+    size = (8 * WIDTH, 8 * HEIGHT)
+    start = torch.rand(1, *size[::-1], 3)
+
+    def given(vision: Any) -> tuple[Sides, Latent]:
+        node = WanImageToVideo.execute
+        *sides, latent = node(*LONG_TEXTS, vae, *size, FRAMES, 1, start, vision).result
+        return sides, latent
+
+    results = []
+    for seed in (3, 4):
+        sides, latent = given(_clip(tokens=257, width=1280, seed=seed))
+        results.append(one.compare(latent, sides))
+    assert _difference(*results) > 100 * NEAR, "what CLIP sees matters"
+    one.compare_guider(latent, "dpmpp_2m", sides)
+    blind, latent = given(None)
+    missing = "the model has an image branch (Wan2.1 I2V), and the request has no image embedding"
+    for run in (
+        partial(one.ours, latent, blind),
+        partial(one.by_guider, one.guider(blind), latent),
+    ):
+        refused(run, missing, kind=RequestError)
+
+
+class Encoded:
+    """Stands for the VAE: the latent of the start image is given."""
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        assert tuple(pixels.shape[1:]) == (16 * HEIGHT, 16 * WIDTH, 3)
+        return _normal(1, 48, *SIZE, seed=3)[:, :, : 1 + (len(pixels) - 1) // 4]
+
+
+def begun(images: int, batch: int = 1) -> Latent:
+    """Return ComfyUI's latent for a TI2V video that begins with this many images."""
+    size = (16 * WIDTH, 16 * HEIGHT)
+    pixels = torch.rand(images, *size[::-1], 3) if images else None
+    return Wan22ImageToVideoLatent.execute(Encoded(), *size, FRAMES, batch, pixels).result[0]
+
+
+def check_start_images(folder):
+    model = ti2v(folder)
+    latent = begun(1)
+    without = model.compare(begun(0))
+    result = model.compare(latent)
+    assert _difference(result[:, :, :1], latent["samples"][:, :, :1]) <= NEAR
+    assert _difference(result[:, :, 1:], without[:, :, 1:]) > 1e-2
+    model.compare(begun(1, batch=2))
+    model.compare(begun(5))
+    model.compare(latent, cfg=1.0)
+
+
+def check_two_parts(folder):
+    model = ti2v(folder)
+    latent = begun(1)
+    left = model.native(latent, end=3, leftover=True)
+    ours = model.ours(latent, end_step=3, leftover_noise=True)
+    native = model.native(left, start=3, add_noise=False)
+    assert_near(model.ours(ours, start=3, add_noise=False), native)
+
+
+def check_given_video(folder):
+    model = ti2v(folder)
+    video = {"samples": _normal(1, 48, *SIZE, seed=4)}
+    model.compare(video, start=3)
+    half = torch.zeros(16 * HEIGHT, 16 * WIDTH)
+    half[:, : 8 * WIDTH] = 1
+    several = half * torch.linspace(0, 1, FRAMES).view(-1, 1, 1)
+    for mask in (begun(1)["noise_mask"], half, several, torch.rand(1, 48, *SIZE)):
+        model.compare({**video, "noise_mask": mask}, start=1)
+
+
+@for_each("euler", "dpmpp_2m", "heun")
+def check_start_image_by_our_guider(folder, name):
+    model = ti2v(folder)
+    latent = begun(1)
+    samples = latent["samples"]
+    model.compare_guider({"samples": torch.zeros_like(samples)}, name)
+    ours = model.compare_guider(latent, name)
+    assert (ours - samples)[:, :, :1].abs().max() <= 1e-5, "the frame stays"
+    plain = model.by_guider(model.guider(), {"samples": samples}, name)
+    assert _difference(ours[:, :, 1:], plain[:, :, 1:]) > 100 * NEAR

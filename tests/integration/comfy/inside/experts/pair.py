@@ -1,0 +1,271 @@
+"""Runs in ComfyUI's Python: whole runs of two experts against ComfyUI's own nodes and samplers.
+
+Distances are relative L2 between latents. Both sides start from the same fp16 files and compute in
+fp32, with the same noise, euler and `simple`.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import comfy.samplers
+import comfy.sd
+import comfy.utils
+import torch
+from comfy_extras.nodes_custom_sampler import SamplerCustom
+from comfy_extras.nodes_wan import WanFirstLastFrameToVideo, WanImageToVideo
+from diffusers import WanImageToVideoPipeline
+
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest, native_inputs
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs.experts import ExpertsRef
+from wanstream.testing import TinyShape, make_expert, save_expert_file
+from wanstream.tests.support.wan.pipelines import make_pipeline, pipeline_arguments
+from wanstream.tests.support.wan.quantised_files import in_dtype
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.vae.vae import open_vae
+
+from ..checks import for_each, refused
+from ..families import _normal
+from ..patches import node_results
+from ..samplers import (
+    Latent,
+    assert_near,
+    ksampler,
+    ksamplers,
+    our_sampler,
+    shifted,
+    texts,
+    write_vae,
+)
+
+PIPELINE = 1e-5
+WIDTH, HEIGHT, FRAMES = 48, 32, 9
+LATENT = (3, HEIGHT // 8, WIDTH // 8)
+SHIFT, STEPS, SWITCH = 5.0, 6, 3
+EXPERTS = {
+    "high": (1, 16), "low": (2, 16), "high_lora": (3, 16), "i2v_high": (4, 36), "i2v_low": (5, 36),
+}  # fmt: skip
+"""Seed and input channels per file."""
+SIZE = {"downscale_ratio_spacial": 8}
+EMPTY = {"samples": torch.zeros(1, 16, *LATENT), **SIZE}
+VIDEO = {"samples": _normal(1, 16, *LATENT, seed=4)}
+TEXTS = texts(7, 5)
+
+
+def _expert(seed: int, channels: int) -> Any:
+    return make_expert(TinyShape(in_channels=channels, layers=3), seed=seed)
+
+
+class Pair:
+    """Both experts, by ComfyUI's nodes and by ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, (seed, channels) in EXPERTS.items():
+            save_expert_file(_expert(seed, channels), self.file(name), dtype=torch.float16)
+        self.diffusers_vae, self.vae = write_vae(folder)
+        self.model = cache(lambda name: shifted(self.file(name), SHIFT))
+
+    def file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def native(self, name, latent, start=0, end=10000, *, sides=TEXTS, cfg=4.0, **more) -> Latent:
+        given = {"steps": STEPS, "cfg": cfg, "start": start, "end": end, **more}
+        return ksampler(self.model(name), sides, latent, **given)
+
+    def native_pair(self, latent, sides=TEXTS, high="high", low="low") -> Latent:
+        experts = self.model(high), self.model(low)
+        settings = {"steps": STEPS, "switch": SWITCH, "cfg": (4.0, 3.0)}
+        return ksamplers(*experts, sides, latent, **settings)
+
+    def ours(
+        self, latent, high="high", low="low", *, sides=TEXTS, cfg=(4.0, 3.0), switch=SWITCH, **more
+    ) -> Latent:
+        files = {"high_noise": self.file(high), "low_noise": self.file(low)}
+        experts = ExpertsRef(**files, compute_dtype="float32")
+        given = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": switch, **more}
+        return our_sampler(experts, sides, latent, cfg=cfg, **given)
+
+    def compare(self, latent, sides=TEXTS, *experts: str) -> None:
+        native = self.native_pair(latent, sides, *experts)
+        assert_near(self.ours(latent, *experts, sides=sides), native)
+
+
+setup = Pair
+
+
+def check_text_to_video(pair):
+    pair.compare(EMPTY)
+    two = {"samples": EMPTY["samples"].repeat(2, 1, 1, 1, 1)}
+    pair.compare(two)
+    pair.compare(two, ([[_normal(2, 6, 4096, seed=3), {}]], TEXTS[1]))
+    pair.compare({"samples": torch.zeros(1, 4, HEIGHT // 8, WIDTH // 8), **SIZE})
+
+
+def check_parts_of_a_run(pair):
+    ours = pair.ours(VIDEO, switch=0, start_step=3, cfg=(4.0, 4.0))
+    assert_near(ours, pair.native("low", VIDEO, 3))
+    assert_near(pair.ours(EMPTY, end_step=3), pair.native("high", EMPTY, 0, 3))
+
+
+@for_each("ooo", "ono", "non", "oon", "noo")
+def check_three_samplers_of_either_kind(pair, kinds):
+    """The high expert, the high expert with other weights, the low expert.
+
+    In the kinds, o is ours and n is KSampler (Advanced).
+    """
+
+    def chain(kinds: str) -> Latent:
+        stages = ("high", 0, 2, 4.0), ("high_lora", 2, 4, 4.0), ("low", 4, 10000, 3.0)
+        latent = EMPTY
+        for (name, start, end, cfg), kind in zip(stages, kinds, strict=True):
+            if kind == "n":
+                settings = {"cfg": cfg, "add_noise": start == 0, "leftover": True}
+                latent = pair.native(name, latent, start, end, **settings)
+            else:
+                high = "high" if name == "low" else name
+                settings = {"start_step": start, "end_step": end, "add_noise": start == 0}
+                latent = pair.ours(latent, high, switch=4, leftover_noise=True, **settings)
+            assert start == 0 or "wanstream_leftover" in latent or "o" not in kinds
+        return latent
+
+    assert_near(chain(kinds), chain("nnn"))
+
+
+def check_sigmas_of_another_node_in_parts(pair):
+    """SplitSigmas' high part, then its low part, and both at once."""
+    sampling = pair.model("high").get_model_object("model_sampling")
+    sigmas = comfy.samplers.calculate_sigmas(sampling, "beta", 7)
+    split = int((sigmas >= 0.9).sum())
+
+    def custom(name, add_noise, cfg, sigmas, latent) -> Latent:
+        given = {"model": pair.model(name), "add_noise": add_noise, "noise_seed": 7, "cfg": cfg}
+        given |= {"positive": TEXTS[0], "negative": TEXTS[1], "latent_image": latent}
+        sampler = comfy.samplers.sampler_object("euler")
+        return node_results(SamplerCustom, **given, sampler=sampler, sigmas=sigmas)[0]
+
+    part = custom("high", True, 4.0, sigmas[: split + 1], EMPTY)
+    ours = pair.ours(EMPTY, switch=-1, sigmas=sigmas[: split + 1])
+    assert_near(ours, part)
+    rest = custom("low", False, 3.0, sigmas[split:], part)
+    assert_near(pair.ours(ours, switch=-1, sigmas=sigmas[split:], add_noise=False), rest)
+    assert_near(pair.ours(EMPTY, switch=-1, sigmas=sigmas), rest)
+
+
+HALF = torch.zeros(HEIGHT, WIDTH)
+HALF[:, : WIDTH // 2] = 1
+LAST_FRAMES = torch.zeros(1, 1, *LATENT)
+LAST_FRAMES[:, :, 1:] = 1
+MASKS = {
+    "frames": LAST_FRAMES,
+    "pixels": HALF,
+    "of 9 frames": HALF * torch.linspace(0, 1, FRAMES).view(-1, 1, 1),
+    "of 2 images": torch.stack([HALF, 1 - HALF])[:, None],
+    "of channels": torch.rand(1, 16, *LATENT, generator=torch.Generator().manual_seed(7)),
+}
+
+
+@for_each(*MASKS)
+def check_a_noise_mask(pair, name):
+    for latent in (VIDEO, EMPTY):
+        masked = {**latent, "noise_mask": MASKS[name]}
+        assert_near(pair.ours(masked, switch=STEPS, start_step=1), pair.native("high", masked, 1))
+
+
+def check_masks_in_a_chain_and_in_a_batch(pair):
+    masked = {**VIDEO, "noise_mask": LAST_FRAMES}
+    left = pair.ours(masked, end_step=SWITCH, leftover_noise=True)
+    assert_near(pair.ours(left, start_step=SWITCH, add_noise=False), pair.native_pair(masked))
+    two = {
+        "samples": VIDEO["samples"].repeat(2, 1, 1, 1, 1),
+        "noise_mask": torch.stack([LAST_FRAMES[0], 1 - LAST_FRAMES[0]]),
+    }
+    assert_near(pair.ours(two, switch=0, cfg=(1.0, 1.0)), pair.native("low", two, cfg=1.0))
+
+
+def _picture(seed: int) -> torch.Tensor:
+    return torch.rand(1, HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(seed))
+
+
+START = _picture(5)
+END = _picture(6)
+
+
+def with_images(pair: Pair, name: str) -> tuple[Any, Any, Any]:
+    """Return conditioning and latent by ComfyUI's nodes."""
+    given = (*TEXTS, pair.vae, WIDTH, HEIGHT, FRAMES)
+    if name in ("flf", "last frame"):
+        start = START if name == "flf" else None
+        return WanFirstLastFrameToVideo.execute(*given, 1, start, END).result
+    frames = START.repeat(5 if name == "5 frames" else 1, 1, 1, 1)
+    return WanImageToVideo.execute(*given, 2 if name == "batch of 2" else 1, frames).result
+
+
+@for_each("start", "batch of 2", "5 frames", "flf", "last frame")
+def check_image_to_video(pair, name):
+    *sides, latent = with_images(pair, name)
+    pair.compare(latent, sides, "i2v_high", "i2v_low")
+
+
+def check_an_image_without_a_mask(pair):
+    sides = [
+        [[text, {"concat_latent_image": values["concat_latent_image"]}]]
+        for ((text, values),) in with_images(pair, "start")[:2]
+    ]
+    for latent in (EMPTY, {**VIDEO, "noise_mask": LAST_FRAMES}):
+        ours = pair.ours(latent, "i2v_high", "i2v_low", sides=sides, switch=0, cfg=(4.0, 4.0))
+        assert_near(ours, pair.native("i2v_low", latent, sides=sides))
+
+
+def check_our_latent_in_the_native_decoder_is_our_own_decode(pair):
+    latent = pair.ours(EMPTY)["samples"]
+    with open_vae(pair.folder / "vae.safetensors") as vae:
+        ours = vae.decode(latent, device=torch.device("cpu")).flatten(0, 1)
+    native = pair.vae.decode(latent).flatten(0, -4)
+    assert_near({"samples": ours}, {"samples": native})
+
+
+def check_samplers_that_do_not_fit_together_are_refused(pair):
+    left = pair.ours(EMPTY, end_step=2, leftover_noise=True)
+    for latent, settings, numbers in (
+        (left, {"start_step": 3}, "at sigma 0.90921, and step 3 starts at sigma 0.83333"),
+        (
+            left, {"start_step": 2, "flow_shift": 8.0},
+            "left at sigma 0.90921, and step 2 starts at sigma 0.94126",
+        ),
+        (
+            left, {"start_step": 2, "steps": 8},
+            "left at sigma 0.90921, and step 2 starts at sigma 0.93750",
+        ),
+        (pair.ours(EMPTY), {"start_step": 2}, "turn leftover_noise on"),
+    ):  # fmt: skip
+        refused(partial(pair.ours, latent, add_noise=False, **settings), numbers)
+
+
+@for_each("start", "flf")
+def check_native_conditioning_is_the_diffusers_pipeline(pair, name):
+    images = {"image": START} if name == "start" else {"image": START, "last_image": END}
+    image = with_images(pair, name)[0][0][1]
+    image = {key: image[key] for key in ("concat_latent_image", "concat_mask")}
+    sides = [[[text, image]] for ((text, _),) in TEXTS]
+    inputs = native_inputs(*sides, {"samples": torch.zeros(1, 16, *LATENT)}, seed=7)
+    request = DenoiseRequest(
+        inputs.noise, inputs.positive, inputs.negative, inputs.image_condition, steps=STEPS,
+        flow_shift=SHIFT, boundary_ratio=0.9, guidance=(4.0, 3.0),
+    )  # fmt: skip
+    assert {*request.step_plan.experts} == {"high", "low"}
+    files = [pair.file(f"i2v_{expert}") for expert in ("high", "low")]
+    with open_experts(*files, compute_dtype=torch.float32) as opened:
+        ours = denoise(opened, request, policy=OffloadPolicy.layerwise(), device="cpu").latents
+    high, low = (in_dtype(_expert(seed, 36), torch.float16).float() for seed in (4, 5))
+    parts = {"transformer": high, "transformer_2": low, "vae": pair.diffusers_vae}
+    parts |= {"flow_shift": SHIFT, "boundary_ratio": request.boundary_ratio}
+    size = {"height": HEIGHT, "width": WIDTH, "frames": FRAMES, "steps": STEPS}
+    given = {**pipeline_arguments(request, **size), "guidance_scale_2": request.guidance[1]}
+    given |= {name: image.movedim(-1, 1) for name, image in images.items()}
+    theirs = make_pipeline(WanImageToVideoPipeline, **parts)(**given).frames
+    assert_near({"samples": ours}, {"samples": theirs}, PIPELINE)

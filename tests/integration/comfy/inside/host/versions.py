@@ -1,0 +1,741 @@
+"""Runs in ComfyUI's own Python: the names in `host/comfy/versions.py`, used on ComfyUI's objects.
+
+`OLD` cores are like 0.3.64, all others like 0.18.1 and 0.33.0.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import comfy.hooks
+import comfy.lora
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.samplers
+import comfy.sd
+import comfy.supported_models
+import comfy.utils
+import comfy.weight_adapter
+import execution
+import folder_paths
+import server
+import torch
+from app.app_settings import AppSettings
+from app.user_manager import UserManager
+from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from wanstream.host.comfy import versions
+
+from ..checks import for_each
+from ..families import FAMILIES, native, sample
+from ..tiny_encoders import ENCODERS, thin_encoders
+
+OLD = versions.version().startswith("0.3.")
+CPU = torch.device("cpu")
+FAMILY = FAMILIES["wan_t2v"]
+KEY = "diffusion_model.blocks.0.ffn.0.weight"
+CARRIED = {
+    "additional_models", "attachments", "callbacks", "force_cast_weights", "forced_hooks",
+    "hook_mode", "hook_patches", "hook_patches_backup", "injections", "is_clip", "model_options",
+    "object_patches", "patches", "patches_uuid", "skip_injection", "weight_wrapper_patches",
+    "wrappers",
+    "clone_base_uuid", "is_multigpu_base_clone",  # not in 0.18.1
+}  # fmt: skip
+"""ModelPatcher attributes copied by `carry_over`."""
+
+INFERENCE_MODE = False
+
+Case = Callable[[Any], None]
+CASES: dict[str, Case] = {}
+
+
+def case(names: str) -> Callable[[Case], None]:
+    """Mark a function as the case for names in `versions`."""
+    return partial(CASES.__setitem__, names)
+
+
+@cache
+def checkpoint() -> Path:
+    folder = Path(folder_paths.get_temp_directory(), "version_cases")
+    folder.mkdir(parents=True)
+    FAMILY.write(folder / "model.safetensors", "fp16")
+    return folder / "model.safetensors"
+
+
+def configuration(**changes: Any) -> Any:
+    config = versions.model_config(load_file(checkpoint()), {})
+    config.set_inference_dtype(torch.float16, None)
+    vars(config).update(changes)
+    return config
+
+
+def network(model: Any) -> Any:
+    return model.model.diffusion_model
+
+
+def layer_of(model: Any) -> Any:
+    return network(model).blocks[0].ffn[0]
+
+
+@case("version")
+def _(_: Any) -> None:
+    assert f'version = "{versions.version()}"' in Path("pyproject.toml").read_text()
+
+
+@case("settings_file")
+def _(_: Any) -> None:
+    users = UserManager()
+    shown = []
+    manager = SimpleNamespace(
+        get_request_user_filepath=lambda request, name: shown.append(name) or ""
+    )
+    AppSettings(manager).get_settings(None)
+    user = users.get_request_user_id(SimpleNamespace(headers={}))
+    assert versions.settings_file() == Path(folder_paths.get_user_directory(), user, *shown)
+
+
+@case("shows_progress_bars")
+def _(_: Any) -> None:
+    for enabled in (False, True):
+        comfy.utils.set_progress_bar_enabled(enabled)
+        assert versions.shows_progress_bars() == enabled
+
+
+@case("server has_viewers running_item QueueItem")
+def _(_: Any) -> None:
+    assert not hasattr(server.PromptServer, "instance")
+    assert versions.server() is None
+    assert not versions.has_viewers()
+    nothing = versions.QueueItem({}, {})
+    assert versions.running_item("id") == nothing
+    source = inspect.getsource(server.PromptServer)
+    assert "self.sockets = dict()" in source
+    assert "prompt_queue.put((number, prompt_id, prompt, extra_data, outputs_to_execute" in source
+    fake = SimpleNamespace(sockets={1: "socket"}, queue_updated=lambda: None)
+    fake.prompt_queue = execution.PromptQueue(fake)
+    with patch.object(server.PromptServer, "instance", fake, create=True):
+        assert versions.server() is fake
+        assert versions.has_viewers()
+        fake.prompt_queue.put((0, "id", {"1": {}}, {"client_id": "a"}, ["1"], {}))
+        assert versions.running_item("id") == nothing
+        fake.prompt_queue.get()
+        assert versions.running_item("id") == versions.QueueItem({"1": {}}, {"client_id": "a"})
+        assert versions.running_item("another") == nothing
+
+
+@case("loaded_models")
+def _(model: Any) -> None:
+    comfy.model_management.load_models_gpu([model])
+    (entry,) = [entry for entry in versions.loaded_models(CPU) if entry.model is model]
+    assert entry in versions.loaded_models()
+    assert entry.model_loaded_memory() > 0
+    assert versions.loaded_models(torch.device("meta")) == []
+
+
+@case("count_pinned_bytes")
+def _(_: Any) -> None:
+    management = comfy.model_management
+    assert hasattr(management, "TOTAL_PINNED_MEMORY") != OLD
+    before = getattr(management, "TOTAL_PINNED_MEMORY", 0)
+    for added, counted in ((5, before + 5), (-5, before), (-before - 1, 0), (before, before)):
+        versions.count_pinned_bytes(added)
+        assert OLD or counted == management.TOTAL_PINNED_MEMORY
+
+
+@case("dynamic_vram_bytes")
+def _(_: Any) -> None:
+    assert versions.dynamic_vram_bytes() is None
+    if not OLD:
+        import comfy.memory_management
+        from comfy_aimdo import control
+
+        assert comfy.memory_management.aimdo_enabled is False
+        assert inspect.signature(control.get_total_vram_usage).bind()
+
+
+@case("is_dynamic without_dynamic_vram")
+def _(model: Any) -> None:
+    assert not versions.is_dynamic(model)
+    assert hasattr(comfy.model_patcher.ModelPatcher, "is_dynamic") != OLD
+    assert hasattr(model, "cached_patcher_init") != OLD
+    if not OLD:
+        assert versions.is_dynamic(SimpleNamespace(is_dynamic=lambda: True))
+        assert inspect.signature(model.clone).bind(disable_dynamic=True)
+        assert versions.without_dynamic_vram(model).is_clone(model)
+        model.cached_patcher_init = None
+        assert versions.without_dynamic_vram(model) is None
+
+
+@case("loaded_file LoadedFile set_loader")
+def _(model: Any) -> None:
+    if OLD:
+        assert versions.loaded_file(model) is None
+        return
+    path = str(checkpoint())
+    assert versions.loaded_file(model) == versions.LoadedFile(path, {}, is_checkpoint=False)
+    whole = checkpoint().with_name("checkpoint.safetensors")
+    save_file(
+        {f"model.diffusion_model.{key}": tensor for key, tensor in load_file(path).items()}, whole
+    )
+    parts = comfy.sd.load_checkpoint_guess_config(str(whole), output_vae=False, output_clip=False)
+    assert versions.loaded_file(parts[0]) == versions.LoadedFile(str(whole), {}, is_checkpoint=True)
+    versions.set_loader(model, native, (path, FAMILY))
+    assert versions.loaded_file(model) is None
+
+
+@case("loaded_clip LoadedClip loading_clip_by intended_dtype OF_A_CLIP")
+def _(_: Any) -> None:
+    encoder = ENCODERS["t5"]
+    seen = []
+
+    def load(clip: Any, load_sd: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+        layer = clip.cond_stage_model.get_submodule("t5xxl.transformer.encoder.block.0.layer.0")
+        weight = layer.SelfAttention.q.weight
+        seen.append(versions.intended_dtype(layer.SelfAttention.q, "weight", weight))
+        return load_sd(clip, *args, **settings)
+
+    with thin_encoders(), TemporaryDirectory() as folder:
+        paths = encoder.write(Path(folder))
+        with versions.loading_clip_by(load):
+            clip = encoder.load(paths)
+        assert seen == [torch.float16]
+        assert vars(clip).keys() >= versions.OF_A_CLIP
+        assert versions.loaded_clip(clip.patcher) is None
+        with patch("comfy.sd.load_text_encoder_state_dicts", lambda *_, **__: clip):
+            comfy.sd.load_clip([str(paths[0])], clip_type=encoder.type)
+        if not OLD:
+            kept = versions.LoadedClip([str(paths[0])], encoder.kind, {})
+            assert versions.loaded_clip(clip.patcher) == kept
+
+
+@case("encoder_linear_layers load_on_any_device")
+def _(_: Any) -> None:
+    network = nn.Module()
+    network.operations = comfy.ops.manual_cast
+    assert set(versions.encoder_linear_layers(network)) == {nn.Linear, comfy.ops.manual_cast.Linear}
+    if not OLD:
+        layer = comfy.ops.mixed_precision_ops().Linear(2, 2, device="meta")
+        versions.load_on_any_device(layer)
+        layer.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, assign=True)
+        assert layer.weight.device == CPU
+
+
+@case("clip_kinds")
+def _(_: Any) -> None:
+    assert "wan" in versions.clip_kinds(1)
+    assert "flux" in versions.clip_kinds(2)
+
+
+@case("is_checkpoint")
+def _(_: Any) -> None:
+    bare = load_file(checkpoint())
+    whole = {f"model.diffusion_model.{key}": tensor for key, tensor in bare.items()}
+    assert versions.is_checkpoint(whole, {})
+    assert not versions.is_checkpoint(bare, {})
+
+
+@case("model_config")
+def _(_: Any) -> None:
+    assert isinstance(
+        versions.model_config(load_file(checkpoint()), {}), comfy.supported_models.WAN21_T2V
+    )
+    assert versions.model_config({"head.modulation": torch.zeros(1, 2, 8)}, {}) is None
+    assert versions.model_config({}, {}) is None
+
+
+@case("config_without_network")
+def _(_: Any) -> None:
+    family = comfy.supported_models.WAN21_T2V
+    config = versions.config_without_network(family, {"image_model": "wan2.1", "model_type": "t2v"})
+    model = comfy.model_base.BaseModel(config, comfy.model_base.ModelType.FLOW)
+    assert not hasattr(model, "diffusion_model")
+
+
+@case("marks_layers is_quantised")
+def _(_: Any) -> None:
+    config = configuration()
+    assert versions.marks_layers(config) != OLD
+    assert not versions.is_quantised(config)
+    setattr(config, "scaled_fp8" if OLD else "quant_config", {})
+    assert versions.is_quantised(config)
+
+
+@case("layers_of set_layers linear_layers")
+def _(_: Any) -> None:
+    config = configuration()
+    chosen = versions.layers_of(config, torch.float16, None)
+    assert chosen is comfy.ops.disable_weight_init
+    operations = type("Operations", (chosen,), {"Linear": type("Linear", (chosen.Linear,), {})})
+    versions.set_layers(config, operations)
+    assert versions.layers_of(config, torch.float16, None) is operations
+    model = config.get_model(load_file(checkpoint()), "")
+    assert type(model.diffusion_model.blocks[0].ffn[0]) is operations.Linear
+    assert versions.linear_layers(model) == (nn.Linear, operations.Linear)
+    quantised = configuration(
+        **({"scaled_fp8": torch.float8_e4m3fn} if OLD else {"quant_config": {"mixed_ops": True}})
+    )
+    mixed = versions.layers_of(quantised, torch.float16, torch.float16)
+    assert mixed is not versions.layers_of(configuration(), torch.float16, torch.float16)
+
+
+@case("multiply_in_fp8")
+def _(_: Any) -> None:
+    fast = native(checkpoint(), FAMILY, weight_dtype="fp8_e4m3fn_fast").model.model_config
+    config = configuration(optimizations={})
+    versions.multiply_in_fp8(config)
+    assert config.optimizations == fast.optimizations
+
+
+@case("compute_dtype")
+def _(model: Any) -> None:
+    for cast, dtype in ((None, model.model.get_dtype()), (torch.bfloat16, torch.bfloat16)):
+        with patch.object(model.model, "manual_cast_dtype", cast):
+            assert versions.compute_dtype(model.model) == dtype
+            assert OLD or dtype == model.model.get_dtype_inference()
+
+
+@case("with_marked_layers")
+def _(_: Any) -> None:
+    tensors = {
+        "a.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn),
+        "a.scale_weight": torch.ones(1),
+        "scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn),
+    }
+    marked, _ = versions.with_marked_layers(dict(tensors), {})
+    assert marked.keys() == (
+        tensors.keys() if OLD else {"a.weight", "a.weight_scale", "a.comfy_quant"}
+    )
+
+
+@case("quantised_formats stored_names")
+def _(_: Any) -> None:
+    formats = versions.quantised_formats()
+    if OLD:
+        assert formats == {}
+        return
+    assert formats["float8_e4m3fn"] is torch.float8_e4m3fn
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    layout = QUANT_ALGOS["float8_e4m3fn"]["comfy_tensor_layout"]
+    weight = QuantizedTensor.from_float(torch.ones(8, 8), layout, scale="recalculate")
+    names = versions.stored_names(weight, "a.weight")
+    inner = {id(getattr(weight, name)) for name in weight.__tensor_flatten__()[0]}
+    assert inner <= names.keys()
+    assert {names[each] for each in inner} == {"a.weight", "a.weight_scale"}
+
+
+@case("loading_by")
+def _(model: Any) -> None:
+    loaded = {}
+    with versions.loading_by(
+        network(model), lambda tensors, strict=True, **_: loaded.update(tensors) or ([], [])
+    ):
+        model.model.load_model_weights(load_file(checkpoint()), "")
+    assert loaded.keys() == network(model).state_dict().keys()
+    assert "load_state_dict" not in vars(network(model))
+
+
+@case("casts_weights set_weight_functions")
+def _(_: Any) -> None:
+    assert not versions.casts_weights(nn.Linear(2, 2))
+    layer = comfy.ops.manual_cast.Linear(2, 2)
+    assert versions.casts_weights(layer)
+    layer.weight.data.fill_(1)
+    layer.bias.data.fill_(1)
+    versions.set_weight_functions(layer, "weight", [lambda weight: weight * 3])
+    versions.set_weight_functions(layer, "bias", [lambda bias: bias * 5])
+    assert layer(torch.ones(2)).tolist() == [11, 11]
+
+
+@case("force_casts")
+def _(model: Any) -> None:
+    layer = comfy.ops.disable_weight_init.Linear(2, 2)
+    for _ in range(2):
+        versions.force_casts(layer, forced=True)
+        assert layer.comfy_cast_weights
+    comfy.model_patcher.wipe_lowvram_weight(layer)
+    assert not layer.comfy_cast_weights
+    assert not hasattr(layer, "prev_comfy_cast_weights")
+    model.load(CPU)
+    assert hasattr(layer_of(model), "comfy_force_cast_weights") != OLD
+
+
+@case("marked_as_patched")
+def _(model: Any) -> None:
+    layer = comfy.ops.manual_cast.Linear(2, 2)
+    with versions.marked_as_patched([layer]):
+        assert layer.comfy_patched_weights
+    assert not hasattr(layer, "comfy_patched_weights")
+    model.load(CPU, full_load=True)
+    assert layer_of(model).comfy_patched_weights
+
+
+def with_lora(model: Any) -> Any:
+    """Return a MODEL clone with a rank-3 LoRA on the weight `KEY`."""
+    rows, columns = layer_of(model).weight.shape
+    factors = (torch.randn(rows, 3), torch.randn(3, columns), 6.0, None, None, None)
+    model = model.clone()
+    model.add_patches({KEY: comfy.weight_adapter.LoRAAdapter(set(), factors)}, 0.5)
+    return model
+
+
+@case("with_tensors _with_tensors patch_identity ByIdentity")
+def _(model: Any) -> None:
+    (patch,) = with_lora(model).patches[KEY]
+    found: list[torch.Tensor] = []
+
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor * 2
+
+    changed = versions.with_tensors(patch, doubled)
+    assert [tuple(tensor.shape)[-1] for tensor in found] == [3, layer_of(model).weight.shape[1]]
+    weight = torch.zeros(layer_of(model).weight.shape)
+    once, twice = (
+        comfy.lora.calculate_weight([each], weight.clone(), KEY) for each in (patch, changed)
+    )
+    torch.testing.assert_close(twice, 4 * once)
+    again = versions.with_tensors(patch, lambda tensor: tensor)
+    assert versions.patch_identity(again) == versions.patch_identity(patch)
+    assert versions.patch_identity(changed) != versions.patch_identity(patch)
+    stronger = (2 * patch[0], *patch[1:])
+    assert versions.patch_identity(stronger) != versions.patch_identity(patch)
+
+
+@case(
+    "PATCHES_OF_WEIGHTS has_patched_weights add_patches_of_weights "
+    "join_patch_identities original_modules"
+)
+def _(model: Any) -> None:
+    assert not versions.has_patched_weights(model)
+    patched, other = with_lora(model), model.clone()
+    assert versions.has_patched_weights(patched)
+    for count in (1, 2):
+        versions.add_patches_of_weights(patched, other)
+        assert len(other.patches[KEY]) == count
+    before = other.patches_uuid
+    versions.join_patch_identities(other, model, patched)
+    joined = other.patches_uuid
+    versions.join_patch_identities(other, model, patched)
+    assert joined == other.patches_uuid != before
+    versions.join_patch_identities(other, patched, model)
+    assert other.patches_uuid != joined
+    block = model.model.diffusion_model.blocks[0]
+    other.add_object_patch("diffusion_model.blocks.0", torch.nn.Identity())
+    assert versions.original_modules(other) == {}
+    other.patch_model(load_weights=False)
+    assert versions.original_modules(other) == {"diffusion_model.blocks.0": block}
+    other.unpatch_model(CPU)
+
+
+@case("patched_shape patched_weight in_dynamic_vram")
+def _(model: Any) -> None:
+    model = with_lora(model)
+    layer, patches = layer_of(model), model.patches[KEY]
+    weight = layer.weight.detach().clone()
+    assert tuple(versions.patched_shape(patches, weight, KEY)) == tuple(weight.shape)
+    assert not versions.in_dynamic_vram()
+    patched = versions.patched_weight(layer, KEY, weight, patches, dtype=torch.float32)
+    assert torch.equal(layer.weight, weight), "the layer of the model is as before"
+    model.patch_weight_to_device(KEY, device_to=CPU)
+    assert torch.equal(patched, layer_of(model).weight)
+    model.unpatch_model(CPU)
+    if hasattr(comfy.ops, "resolve_cast_module_with_vbar"):  # absent in 0.18.1
+        for stored in (weight, quantised(weight)):
+            expected = in_dynamic_vram(layer, stored, patches)
+            with patch("comfy.memory_management.aimdo_enabled", new=True):
+                patched = versions.patched_weight(
+                    layer_with(layer, stored), KEY, stored, patches, dtype=torch.float16
+                )
+            assert type(patched) is type(expected)
+            assert torch.equal(*(each.to(torch.float32) for each in (patched, expected)))
+
+
+def quantised(weight: torch.Tensor) -> torch.Tensor:
+    from comfy.quant_ops import QuantizedTensor  # absent in 0.3.64
+
+    return QuantizedTensor.from_float(weight, "TensorWiseINT8Layout", scale="recalculate")
+
+
+def layer_with(layer: nn.Module, weight: torch.Tensor) -> Any:
+    """Return ComfyUI's mixed precision layer with a weight, or the layer itself."""
+    if isinstance(weight, nn.Parameter) or type(weight) is torch.Tensor:
+        return layer
+    made = comfy.ops.mixed_precision_ops().Linear(2, 2, bias=False)
+    made.weight, made.layout_type = nn.Parameter(weight, requires_grad=False), weight._layout_cls
+    return made
+
+
+def in_dynamic_vram(layer: nn.Module, weight: torch.Tensor, patches: Any) -> torch.Tensor:
+    """Return a layer's patched weight in dynamic VRAM, from ComfyUI's function for it."""
+    used = SimpleNamespace(
+        weight=weight,
+        bias=None,
+        seed_key=KEY.removesuffix(".weight"),
+        weight_lowvram_function=comfy.model_patcher.LowVramPatch(KEY, {KEY: patches}),
+        _prefetch={
+            "resident": False,
+            "signature": None,
+            "needs_cast": False,
+            "cast_geometry": comfy.memory_management.tensors_to_geometries([weight, None]),
+            "xfer_dest": torch.empty(
+                comfy.memory_management.vram_aligned_size([weight, None]), dtype=torch.uint8
+            ),
+        },
+    )
+    comfy.model_management.cast_to_gathered([weight, None], used._prefetch["xfer_dest"])
+    dtype = torch.float16
+    found, _ = comfy.ops.resolve_cast_module_with_vbar(
+        used, dtype, CPU, dtype, dtype, want_requant=True
+    )
+    return found
+
+
+@case("StaticPatcher")
+def _(model: Any) -> None:
+    methods = {"is_dynamic", "pinned_memory_size", "partially_unload_ram", "model_mmap_residency"}
+    absent = {name for name in methods if not hasattr(comfy.model_patcher.ModelPatcher, name)}
+    assert absent == (methods if OLD else absent & {"model_mmap_residency"})
+
+    class Patcher(versions.StaticPatcher):
+        released = False
+
+        def not_loaded(self) -> list[nn.Module]:
+            return [layer_of(model)]
+
+        def pinned_bytes(self) -> int:
+            return 0
+
+        def release_pinned(self) -> None:
+            self.released = True
+
+    patcher = Patcher(model.model, CPU, CPU)
+    loaded = [entry[-2] for entry in patcher._load_list()]
+    assert len(loaded) == len(model._load_list()) - 1
+    assert layer_of(model) not in loaded
+    assert patcher.model_mmap_residency() == (0, 0)
+    patcher.partially_unload_ram(0)
+    assert not patcher.released
+    patcher.partially_unload_ram(1)
+    assert patcher.released
+
+
+@case("has_other_patches weight_before_patches remove_functions_later weight_functions")
+def _(model: Any) -> None:
+    model = with_lora(model)
+    assert versions.has_other_patches(model)
+    assert versions.weight_before_patches(model, KEY) is None
+    before = layer_of(model).weight.detach().clone()
+    model.patch_weight_to_device(KEY, device_to=CPU)
+    assert torch.equal(versions.weight_before_patches(model, KEY), before)
+    model.unpatch_model(CPU)
+    model.load(CPU)
+    assert not versions.has_other_patches(model)
+    model.unpatch_model(CPU)
+    assert versions.has_other_patches(model)
+    model.add_weight_wrapper(KEY, abs)
+    assert versions.weight_functions(model, KEY) == [abs]
+    assert versions.weight_functions(model, "another") == []
+    versions.set_weight_functions(layer_of(model), "weight", [abs])
+    versions.remove_functions_later(model.model)
+    model.unpatch_model(CPU)
+    assert layer_of(model).weight_function == []
+
+
+@case("COMPILE_KEY compiled_modules is_compiled_by_wrapper")
+def _(model: Any) -> None:
+    assert not versions.is_compiled_by_wrapper(model)
+    assert versions.compiled_modules(model) == {}
+    patched = torch.compile(network(model).blocks[1], backend="eager")
+    model.add_object_patch("diffusion_model.blocks.1", patched)
+    set_torch_compile_wrapper(model, backend="eager", keys=["diffusion_model.blocks.0"])
+    assert versions.is_compiled_by_wrapper(model)
+    found = versions.compiled_modules(model)
+    assert {key: module._orig_mod for key, module in found.items()} == {
+        f"diffusion_model.blocks.{index}": network(model).blocks[index] for index in range(2)
+    }
+
+
+@case("OF_THE_WEIGHTS carry_over")
+def _(model: Any) -> None:
+    """A new attribute in ComfyUI must be put into one of the two sets."""
+    absent = {"pinned", "backup_buffers", "cached_patcher_init"} if OLD else set()
+    assert versions.OF_THE_WEIGHTS - vars(model).keys() == absent
+    assert vars(model).keys() - versions.OF_THE_WEIGHTS <= CARRIED
+    changed, target = with_lora(model), comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), CPU, CPU)
+    own = target.model
+    versions.carry_over(changed, target)
+    assert target.patches is changed.patches
+    assert target.model is own
+
+
+@case("architecture")
+def _(model: Any) -> None:
+    assert "dtype" in model.model.model_config.unet_config
+    found = versions.architecture(model.model)
+    assert found["dim"] == FAMILY.settings["dim"]
+    assert "dtype" not in found
+
+
+@case("copy_run_state")
+def _(model: Any) -> None:
+    source, target = SimpleNamespace(latent_shapes=[(1, 2)]), SimpleNamespace()
+    versions.copy_run_state(model.model, target)
+    versions.copy_run_state(source, target)
+    assert target.latent_shapes == [(1, 2)]
+
+
+@case("twin_memo")
+def _(model: Any) -> None:
+    model.model.current_patcher = model
+    memo = versions.twin_memo(model.model)
+    assert copy.deepcopy([model.model.model_config, model], memo) == [
+        model.model.model_config,
+        None,
+    ]
+
+
+@case("sampler_function is_of_core code_folder")
+def _(_: Any) -> None:
+    function = versions.sampler_function(comfy.samplers.sampler_object("euler"))
+    assert function.__name__ == "sample_euler"
+    assert versions.sampler_function(3) is int
+    assert versions.is_of_core(function)
+    assert not versions.is_of_core(case)
+    assert versions.code_folder() in Path(comfy.samplers.cfg_function.__code__.co_filename).parents
+
+
+@case("guidance_scale")
+def _(model: Any) -> None:
+    guider = comfy.samplers.CFGGuider(model)
+    guider.set_cfg(4.5)
+    assert versions.guidance_scale(guider) == 4.5
+    assert versions.guidance_scale(None) is None
+
+
+@case(
+    "noise_of_run estimated_bytes in_layers IN_LAYERS WRAPPERS "
+    "REPLACEMENTS PATCHES FUNCTION_WRAPPER"
+)
+def _(model: Any) -> None:
+    """A run with all kinds of node functions."""
+    runs, calls = [], []
+
+    def sampler_sample(
+        executor: Any, guider: Any, sigmas: Any, *arguments: Any, **settings: Any
+    ) -> Any:
+        runs.append(versions.noise_of_run(arguments, settings))
+        return executor(guider, sigmas, *arguments, **settings)
+
+    def calc_cond_batch(executor: Any, *call: Any) -> Any:
+        calls.append(call)
+        return executor(*call)
+
+    def around(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        return function(arguments["input"], arguments["timestep"], **arguments["c"])
+
+    def replacement(*_: Any) -> None:
+        raise AssertionError
+
+    model.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, "test", sampler_sample)
+    model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "test", calc_cond_batch)
+    model.set_model_unet_function_wrapper(around)
+    model.set_model_patch_replace(replacement, "of test", "block", 0)
+    model.set_model_patch(replacement, "kind of test")
+    latent = sample(model, FAMILY, steps=1)
+    assert [noise.shape for noise in runs] == [latent.shape]
+    called, conditions, x, _, options = calls[0]
+    assert called is model.model
+    assert options[versions.FUNCTION_WRAPPER] is around
+    assert versions.in_layers(options, versions.WRAPPERS)[WrappersMP.CALC_COND_BATCH] == {
+        "test": [calc_cond_batch]
+    }
+    assert versions.in_layers(options, versions.REPLACEMENTS) == {
+        "of test": {("block", 0): replacement}
+    }
+    assert versions.in_layers(options, versions.PATCHES) == {"kind of test": [replacement]}
+    assert versions.in_layers(options)[versions.PATCHES] is versions.in_layers(
+        options, versions.PATCHES
+    )
+    assert versions.in_layers({}, versions.PATCHES) == {}
+    seen = []
+    with patch.object(
+        model.model,
+        "memory_required",
+        lambda shape, cond_shapes: seen.append((shape, cond_shapes)) or 7,
+    ):
+        assert versions.estimated_bytes(model.model, tuple(x.shape), conditions[0][0]) == 7
+    assert seen[0][0] == list(x.shape)
+    assert seen[0][1]["c_crossattn"][0][-1] == FAMILY.text[0]
+    assert versions.estimated_bytes(model.model, tuple(x.shape), conditions[0][0]) > 0
+
+
+@case("CONDITIONS_FUNCTION conditions_call")
+def _(model: Any) -> None:
+    def predict(arguments: dict[str, Any]) -> Any:
+        latents, conditions = versions.conditions_call(arguments)
+        calls.append((latents.shape, conditions))
+        return [torch.zeros_like(latents) for _ in conditions]
+
+    calls = []
+    model.set_model_sampler_calc_cond_batch_function(predict)
+    assert model.model_options[versions.CONDITIONS_FUNCTION] is predict
+    latent = sample(model, FAMILY, steps=1, cfg=1.0)
+    shape, (positive, negative) = calls[0]
+    assert shape == latent.shape
+    assert positive is not None
+    assert negative is None
+
+
+@case("HOOKS CONTROL DEFAULT")
+def _(_: Any) -> None:
+    condition = {
+        "model_conds": {},
+        "uuid": None,
+        versions.HOOKS: "hooks of it",
+        versions.CONTROL: "control of it",
+    }
+    found = comfy.samplers.get_area_and_mult(condition, torch.zeros(1, 4, 8, 8), torch.ones(1))
+    assert (found.hooks, found.control) == ("hooks of it", "control of it")
+    combined = comfy.hooks.set_default_conds_and_combine([[]], [[[None, {}]]])
+    assert combined[0][0][1] == {versions.DEFAULT: True}
+
+
+@case("LOCKSTEP_MODELS")
+def _(_: Any) -> None:
+    absent = {name for name in versions.LOCKSTEP_MODELS if not hasattr(comfy.model_base, name)}
+    newer = {"MiniMaxH3", "Krea2", "ErnieImage", "WAN_Animate2"}  # than 0.18.1
+    assert absent in ({*newer, "WAN21_SCAIL", "HunyuanVideo15", "LTXAV"}, newer, set())
+
+
+def check_all_names(_):
+    """Each name that `versions.py` defines has a case."""
+    defined = set()
+    for node in ast.parse(inspect.getsource(versions)).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+        defined |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
+    assert defined == {*" ".join(CASES).split()}
+
+
+@for_each(*CASES)
+def check_case(model, names):
+    CASES[names](model.clone())
+
+
+def setup(_: Path) -> Any:
+    return native(checkpoint(), FAMILY)

@@ -1,0 +1,285 @@
+"""Runs in ComfyUI's own Python: changes by other packs to a MODEL, to compare its runs.
+
+`PATCHES` has functions that return a patched MODEL clone. Each call gives the patch its own state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import comfy.controlnet
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import torch
+
+WrappersMP = comfy.patcher_extension.WrappersMP
+Patch = Callable[[Any], Any]
+
+
+def node_results(node: Any, **inputs: Any) -> tuple[Any, ...]:
+    """Return a ComfyUI node's results, called only with inputs in this version.
+
+    The set of V3 nodes depends on the ComfyUI version.
+    """
+    function = node.execute if hasattr(node, "execute") else getattr(node(), node.FUNCTION)
+    taken = inspect.signature(function).parameters
+    result = function(**{name: value for name, value in inputs.items() if name in taken})
+    return tuple(result.args) if hasattr(result, "args") else tuple(result)
+
+
+def on_clone(change: Callable[[Any], object]) -> Patch:
+    """Return a patch that changes a clone of a MODEL in place."""
+
+    @wraps(change)
+    def patched(model: Any) -> Any:
+        clone = model.clone()
+        change(clone)
+        return clone
+
+    return patched
+
+
+@on_clone
+def attention_1(clone: Any) -> None:
+    def change(*args: Any, **_: Any) -> Any:
+        if isinstance(args[0], dict):  # Wan's patches change the result, Flux's change the query
+            return args[0]["x"] * 0.9
+        return {"q": args[0] * 0.9}
+
+    clone.set_model_attn1_patch(change)
+
+
+@on_clone
+def attention_2(clone: Any) -> None:
+    clone.set_model_attn2_patch(lambda args: args["x"] * 0.9)
+
+
+@on_clone
+def attention_output(clone: Any) -> None:
+    clone.set_model_attn1_output_patch(lambda result, _: result * 0.9)
+
+
+@on_clone
+def double_block(clone: Any) -> None:
+    clone.set_model_double_block_patch(lambda args: {"img": args["img"] * 1.01, "txt": args["txt"]})
+
+
+Values = dict[str, Any]
+"""A block's arguments or results."""
+
+
+def _replaced(model: Any, change: Callable[[Values, Any, int], Values]) -> Any:
+    """Return a clone with blocks replaced by `change(arguments, original, index)`, in order."""
+    clone, network, index = model.clone(), model.model.diffusion_model, 0
+    kinds = {
+        "double_block": ("blocks", "double_blocks", "transformer_blocks"),
+        "single_block": ("single_blocks",),
+    }
+    for kind, names in kinds.items():
+        for number in range(sum(len(getattr(network, name, ())) for name in names)):
+
+            def block(args: Values, extra: Values, index: int = index) -> Values:
+                return change(args, extra["original_block"], index)
+
+            clone.set_model_patch_replace(block, "dit", kind, number)
+            index += 1
+    return clone
+
+
+def replaced(model: Any) -> Any:
+    def change(args: Values, original: Any, _: int) -> Values:
+        return {name: value * 0.99 for name, value in original(args).items()}
+
+    return _replaced(model, change)
+
+
+def skipped_layer(model: Any) -> Any:
+    return _replaced(model, lambda args, original, index: args if index == 2 else original(args))
+
+
+def first_block_cache(model: Any) -> Any:
+    """Compute all blocks but the first in every second pass only."""
+    passes = 0
+
+    def change(args: Values, original: Any, index: int) -> Values:
+        nonlocal passes
+        passes += index == 0
+        return args if index and passes % 2 == 0 else original(args)
+
+    return _replaced(model, change)
+
+
+def repeated_layer(model: Any) -> Any:
+    """Compute a block twice in each pass."""
+
+    def change(args: Values, original: Any, index: int) -> Values:
+        return original({**args, **original(args)} if index == 1 else args)
+
+    return _replaced(model, change)
+
+
+def _cached(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, repeating its last result every second time."""
+    calls, last = 0, None
+
+    def caching(*args: Any, **options: Any) -> Any:
+        nonlocal calls, last
+        calls += 1
+        if calls % 2:
+            last = call(*args, **options)
+        return last.clone()
+
+    return caching
+
+
+def _run(executor: Any, *args: Any, **options: Any) -> Any:
+    return executor(*args, **options)
+
+
+@on_clone
+def tea_cache(clone: Any) -> None:
+    """Skip every second pass in a wrapper around the diffusion model."""
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", _cached(_run))
+
+
+@on_clone
+def apply_cache(clone: Any) -> None:
+    """Skip every second pass outside the diffusion model."""
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", _cached(_run))
+
+
+def run_function(apply: Any, args: Any) -> Any:
+    return apply(args["input"], args["timestep"], **args["c"])
+
+
+@on_clone
+def function_cache(clone: Any) -> None:
+    clone.set_model_unet_function_wrapper(_cached(run_function))
+
+
+@on_clone
+def function_wrapper(clone: Any) -> None:
+    clone.set_model_unet_function_wrapper(
+        lambda apply, args: apply(args["input"], args["timestep"] * 0.99, **args["c"]) * 0.98
+    )
+
+
+@on_clone
+def wrappers(clone: Any) -> None:
+    for factor, kind in ((0.99, WrappersMP.DIFFUSION_MODEL), (0.98, WrappersMP.APPLY_MODEL)):
+        clone.add_wrapper_with_key(
+            kind, "test", lambda *args, by=factor, **options: _run(*args, **options) * by
+        )
+
+
+@on_clone
+def replaced_forward(clone: Any) -> None:
+    """Replace a layer's method inside a block, as packs do for other attention kernels."""
+    is_wan = hasattr(clone.model.diffusion_model, "blocks")
+    layer = "blocks.1.self_attn" if is_wan else "double_blocks.1.img_attn.proj"
+    path = f"diffusion_model.{layer}.forward"
+    forward = clone.get_model_object(path)
+    clone.add_object_patch(path, lambda *args, **options: forward(*args, **options) * 0.9)
+
+
+def _by_node(module: str, name: str, **inputs: Any) -> Patch:
+    """Return a patch by a node of ComfyUI, which may be missing in older versions."""
+
+    def patched(model: Any) -> Any:
+        node = getattr(import_module(f"comfy_extras.{module}"), name)
+        return node_results(node, model=model, **inputs)[0]
+
+    return patched
+
+
+ALWAYS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False}
+"""Step cache settings that skip steps even with random weights."""
+
+
+class TinyControl(comfy.controlnet.ControlBase):  # type: ignore[misc]
+    """A one-layer control net, whose weights ComfyUI loads next to the model."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = torch.nn.Linear(16, width)
+        for parameter in layer.parameters():
+            generator = torch.Generator().manual_seed(3)
+            parameter.requires_grad_(False).normal_(generator=generator)
+        device = comfy.model_management.get_torch_device()
+        self.model = comfy.model_patcher.ModelPatcher(layer, device, device)
+
+    def get_models(self) -> list[Any]:
+        return [self.model]
+
+    def copy(self) -> TinyControl:
+        return self
+
+    def get_control(
+        self, noisy: torch.Tensor, *_: Any, **__: Any
+    ) -> Mapping[str, list[torch.Tensor]]:
+        added = self.model.model(noisy.float().mean(dim=(2, 3)))[:, None].to(noisy.dtype)
+        return {"input": [added, added * 0.5], "output": [added]}
+
+
+_shift_flux = _by_node(
+    "nodes_model_advanced",
+    "ModelSamplingFlux",
+    max_shift=1.3,
+    base_shift=0.5,
+    width=512,
+    height=512,
+)
+_shift_wan = _by_node("nodes_model_advanced", "ModelSamplingSD3", shift=3.0)
+
+
+def shift(model: Any) -> Any:
+    is_flux = hasattr(model.model.diffusion_model, "single_blocks")
+    return (_shift_flux if is_flux else _shift_wan)(model)
+
+
+# A third pass per step without two blocks.
+layer_guidance = _by_node(
+    "nodes_slg", "SkipLayerGuidanceDiT", double_layers="1, 2", single_layers="1", scale=2.0,
+    start_percent=0.0, end_percent=1.0, rescaling_scale=0.0,
+)  # fmt: skip
+# Windows with four latent frames.
+context_windows = _by_node(
+    "nodes_context_windows", "WanContextWindowsManualNode", context_length=13, context_overlap=5,
+    context_schedule="standard_static", context_stride=1, closed_loop=False, fuse_method="pyramid",
+    freenoise=False,
+)  # fmt: skip
+
+PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
+    "attn1 patch": (attention_1, ("wan_t2v", "flux")),
+    "attn2 patch": (attention_2, ("wan_t2v",)),
+    "attn1 output patch": (attention_output, ("flux",)),
+    "double-block patch": (double_block, ("qwen_image",)),
+    "replaced blocks": (replaced, ("wan_vace", "flux")),
+    "skipped layer": (skipped_layer, ("flux",)),
+    "repeated layer": (repeated_layer, ("wan_t2v",)),
+    "first-block cache": (first_block_cache, ("wan_t2v",)),
+    "TeaCache": (tea_cache, ("flux",)),
+    "cache of apply_model": (apply_cache, ("flux",)),
+    "cache in a function wrapper": (function_cache, ("wan_t2v",)),
+    "function wrapper": (function_wrapper, ("wan_t2v",)),
+    "wrappers": (wrappers, ("flux",)),
+    "replaced forward": (replaced_forward, ("flux",)),
+    "shift": (shift, ("flux",)),
+    "skip-layer guidance": (layer_guidance, ("wan_t2v",)),
+    "EasyCache": (_by_node("nodes_easycache", "EasyCacheNode", **ALWAYS), ("flux",)),
+    "LazyCache": (_by_node("nodes_easycache", "LazyCacheNode", **ALWAYS), ("wan_t2v",)),
+    "CFGZeroStar": (_by_node("nodes_cfg", "CFGZeroStar"), ("wan_t2v",)),
+    "CFGNorm": (_by_node("nodes_cfg", "CFGNorm", strength=0.7), ("flux",)),
+    "TCFG": (_by_node("nodes_tcfg", "TCFG"), ("wan_t2v",)),
+    "RescaleCFG": (_by_node("nodes_model_advanced", "RescaleCFG", multiplier=0.7), ("wan_t2v",)),
+    "NAG": (
+        _by_node("nodes_nag", "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
+        ("flux",),
+    ),
+}
+"""Patches and the families to try them on."""

@@ -1,0 +1,128 @@
+"""Runs in ComfyUI's own Python: experts in ComfyUI's samplers and in ours, with the same settings.
+
+Both start from the same noise, and use euler and the `simple` schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.samplers
+import comfy.sd
+import comfy.utils
+import torch
+from comfy_extras import nodes_custom_sampler
+from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+import nodes
+from wanstream.nodes.sampler import WanStreamSampler
+from wanstream.schema.refs.experts import ExpertsRef
+from wanstream.testing.components import save_vae_file
+from wanstream.testing.weights import make_vae
+
+from .families import _difference, _normal
+from .patches import node_results
+
+SEED = 7
+NEAR = 1e-4
+"""Relative L2 norm between two latents of the same run."""
+
+Latent = dict[str, Any]
+Sides = Sequence[Any]
+"""The positive and the negative CONDITIONING."""
+
+
+class Sampler(WanStreamSampler):
+    hidden = SimpleNamespace(unique_id=None)
+
+
+def texts(positive: int, negative: int) -> list[Any]:
+    """Return both sides of a text, with so many tokens."""
+    return [
+        [[_normal(1, tokens, 4096, seed=seed), {"pooled_output": None}]]
+        for seed, tokens in enumerate((positive, negative), start=1)
+    ]
+
+
+def shifted(file: Path, shift: float) -> Any:
+    """Return an expert's MODEL by ComfyUI's nodes."""
+    return ModelSamplingSD3().patch(comfy.sd.load_diffusion_model(str(file)), shift)[0]
+
+
+def write_vae(folder: Path) -> tuple[Any, Any]:
+    """Return a VAE and ComfyUI's from its file. Older versions support only the real width."""
+    is_thin = "decoder.head.0.gamma" in Path(comfy.sd.__file__).read_text(encoding="utf-8")
+    path = folder / "vae.safetensors"
+    vae = make_vae(seed=3, base_dim=16 if is_thin else 96)
+    save_vae_file(vae, path)
+    return vae, comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+
+
+def ksampler(
+    model: Any, sides: Sides, latent: Latent, *, steps: int, cfg: float, start: int = 0,
+    end: int = 10000, add_noise: bool = True, leftover: bool = False, seed: int = SEED,
+    sampler: str = "euler",
+) -> Latent:  # fmt: skip
+    """Run KSampler (Advanced)."""
+    switch = {True: "enable", False: "disable"}
+    settings = (seed, steps, cfg, sampler, "simple", *sides)
+    run = nodes.KSamplerAdvanced().sample
+    return run(model, switch[add_noise], *settings, latent, start, end, switch[leftover])[0]
+
+
+def ksamplers(
+    high: Any, low: Any, sides: Sides, latent: Latent, *, switch: int, cfg: Sequence[float],
+    **settings: Any,
+) -> Latent:  # fmt: skip
+    """Run two KSamplers: one expert before the step `switch`, the other from it on."""
+    first = {"cfg": cfg[0], "end": switch, "leftover": True}
+    left = ksampler(high, sides, latent, **first, **settings)
+    return ksampler(low, sides, left, cfg=cfg[1], start=switch, add_noise=False, **settings)
+
+
+def our_sampler(
+    experts: ExpertsRef, sides: Sides, latent: Latent, *, cfg: tuple[float, float], **settings: Any
+) -> Latent:
+    """Run our sampler."""
+    given = {
+        "seed": SEED, "solver": "euler", "schedule": "simple", "boundary_ratio": 0.9,
+        "switch_step": -1, "start_step": 0, "guidance_high": cfg[0], "guidance_low": cfg[1],
+        **settings,
+    }  # fmt: skip
+    return Sampler.execute(experts, *sides, latent, **given).result[0]
+
+
+def simple_sigmas(model: Any, steps: int, sampler: str = "euler") -> torch.Tensor:
+    """Return a MODEL's sigmas, as KSampler makes them for a sampler."""
+    discards = sampler in comfy.samplers.KSampler.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
+    sampling = model.get_model_object("model_sampling")
+    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps + discards)
+    return torch.cat([sigmas[:-2], sigmas[-1:]]) if discards else sigmas
+
+
+def guided(
+    guider: Any, latent: Latent, sigmas: torch.Tensor, sampler: Any = "euler", noise: Any = None
+) -> torch.Tensor:
+    """Return SamplerCustomAdvanced's latent for a guider."""
+    if isinstance(sampler, str):
+        sampler = comfy.samplers.sampler_object(sampler)
+    source = nodes_custom_sampler.Noise_RandomNoise(SEED)
+    if noise is not None:
+        source = SimpleNamespace(seed=SEED, generate_noise=lambda _: noise)
+    given = {"noise": source, "guider": guider, "sampler": sampler, "sigmas": sigmas}
+    node = nodes_custom_sampler.SamplerCustomAdvanced
+    made, denoised = node_results(node, **given, latent_image=latent)
+    assert denoised["samples"].shape == made["samples"].shape
+    assert denoised["samples"].isfinite().all()
+    return made["samples"].cpu()
+
+
+def assert_near(ours: Latent, native: Latent, most: float = NEAR) -> torch.Tensor:
+    """Compare two latents, and return our samples."""
+    assert ours["samples"].shape == native["samples"].shape
+    assert _difference(ours["samples"], native["samples"]) <= most
+    assert ours.get("noise_mask") is native.get("noise_mask")
+    return ours["samples"]

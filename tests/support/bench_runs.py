@@ -1,0 +1,56 @@
+"""Timelines, variants and reports with round figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanstream.bench import Report, Trial, Variant
+from wanstream.schema.records import STEP_FIGURES, StepRecord, Timeline
+
+
+def _step(
+    index: int, expert: str, wall_s: float, *, stall_s: float = 0.0, **values: Any
+) -> StepRecord:
+    given = {
+        "sigma": 1 - index / 100,
+        "compute_s": wall_s - stall_s,
+        "bytes_moved": 28 * 10**9,
+        **values,
+    }
+    return StepRecord.of(index=index, expert=expert, wall_s=wall_s, stall_s=stall_s, **given)
+
+
+def make_timeline(*walls: float, switch: int = 3, first: int = 0, **values: Any) -> Timeline:
+    """Return a measured run with these wall times.
+
+    The low-noise expert runs from step number `switch` on. `values` are for every step, or for the
+    run.
+    """
+    of_step = {name: value for name, value in values.items() if name in STEP_FIGURES}
+    of_run = {name: value for name, value in values.items() if name not in STEP_FIGURES}
+    steps = tuple(
+        _step(index, "high" if index < switch else "low", wall, **of_step)
+        for index, wall in enumerate(walls, first)
+    )
+    return Timeline(**{"kind": "measured", "steps": steps, **of_run})
+
+
+def make_variant(
+    name: str, *runs: Timeline, latents: str = "ab" * 32, job: str = "one", **values: Any
+) -> Variant:
+    """Return a variant with these measured runs."""
+    trials = tuple(Trial(timeline=run, latents=latents) for run in runs)
+    given = {"settings": {"Policy": name}, "job": job, "trials": trials, **values}
+    return Variant(**{"name": name, **given})
+
+
+def make_report(*variants: Variant, **values: Any) -> Report:
+    """Return a finished report with these variants."""
+    about = {"title": "A benchmark", "method": {"Runs": "3"}, "machine": {"Device": "CPU"}}
+    return Report(variants=variants, **{**about, "planned": 0, **values})
+
+
+BLOCKING = make_timeline(40, 20, 20, 47, 20, 20)
+"""A run whose switch waits 27 s for the next expert."""
+SEAMLESS = make_timeline(65, 23, 23, 23, 23, 23)
+"""A slower run whose switch is a step like any other."""

@@ -1,0 +1,143 @@
+"""Tasks for tiny experts, and their results without workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.messages import DecodeTask, RunTask
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef
+from wanstream.tests.support.distributed.processes import Processes
+from wanstream.tests.support.distributed.split_jobs import SplitProcesses
+from wanstream.wan.experts.open import ExpertsRegistry
+
+SHAPE = (1, 16, 2, 4, 6)
+STEPS, SWITCH_STEP = 4, 2
+
+Folder = Callable[..., Path]
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def experts_ref(tiny_expert_folder: Folder) -> Callable[..., ExpertsRef]:
+    """`experts_ref(high=1, low=2)`: the tiny experts with these seeds."""
+
+    def make(*, high: int = 1, low: int = 2) -> ExpertsRef:
+        folders = {"high_noise": tiny_expert_folder(seed=high)}
+        folders["low_noise"] = tiny_expert_folder(seed=low)
+        return ExpertsRef(**folders, compute_dtype="float32")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
+    """`make_task(seed=10, experts=..., request={}, **changes)`: 4 small steps, 2 at high noise."""
+    numbers = itertools.count()
+
+    def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
+        defaults = {
+            "noise": _normal(*SHAPE, seed=seed),
+            "positive": _normal(1, 7, 4096, seed=11),
+            "negative": _normal(1, 5, 4096, seed=12),
+            "steps": STEPS,
+            "flow_shift": 5.0,
+            "switch_step": SWITCH_STEP,
+            "guidance": (4.0, 3.0),
+        }
+        given = {
+            "run_id": f"run {next(numbers)}",
+            "experts": experts_ref(),
+            "request": DenoiseRequest(**{**defaults, **(request or {})}),
+            "policy": OffloadPolicy.layerwise(1),
+        }
+        return RunTask(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[[RunTask], torch.Tensor]:
+    """`alone(task)`: latents [1, 16, 2, 4, 6] float32, computed in this process without workers."""
+
+    def run(task: RunTask) -> torch.Tensor:
+        registry = ExpertsRegistry()
+        try:
+            pair = registry.get(task.experts)
+            return denoise(pair, task.request, policy=task.policy, device="cpu").latents
+        finally:
+            registry.free()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    """Processes for the whole session: call `at_least` with the number a test needs."""
+    started = Processes()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def split(processes: Processes) -> Iterator[SplitProcesses]:
+    """Processes that join as the ranks of a mesh, and leave after the test."""
+    made = SplitProcesses(processes)
+    yield made
+    made.leave()
+
+
+@pytest.fixture
+def tile_pools() -> Iterator[Callable[..., Any]]:
+    """`tile_pools(count, before=...)` makes a `ThreadPool` from `tile_pool.py`."""
+    made: list[Any] = []
+
+    def make(
+        count: int, before: Callable[[Any, DecodeTask], None] = lambda worker, task: None
+    ) -> Any:
+        made.append(_neighbour("tile_pool").ThreadPool(count, before))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def process_pools() -> ModuleType:
+    """`ProcessPool` from `process_pool.py`."""
+    return _neighbour("process_pool")
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> ModuleType:
+    """`Machines` from `machines.py`, and why there can be none."""
+    return _neighbour("machines")
+
+
+def _neighbour(name: str) -> ModuleType:
+    """Import a helper file next to this one.
+
+    Pytest's importlib mode does not add this folder to `sys.path`.
+    """
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,144 @@
+"""Actor whose service is in this process, on threads.
+
+It can be killed, and is restarted as Ray would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.cli.batch.ray_backend import RayBackend, stop_all
+from wanstream.cli.batch.row_service import RowService
+from wanstream.cli.options import BatchOptions
+from wanstream.distributed import WorkerLostError
+
+PLAIN = (str, int, float, bool, bytes, type(None))
+MARK = "mark"
+ROWS, STOPPING = "wanstream rows", "stopping service"
+END_SECONDS = 30.0
+
+needs_device_errors = pytest.mark.skipif(
+    not hasattr(torch, "AcceleratorError"),
+    reason="torch before 2.8 has no class for errors of a device",
+)
+
+
+def is_plain(value: object) -> bool:
+    """Return True for values a process can unpickle before it has imported the pack."""
+    if isinstance(value, dict):
+        return all(is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple):
+        return all(is_plain(each) for each in value)
+    return isinstance(value, PLAIN)
+
+
+@contextmanager
+def rows_ended() -> Iterator[None]:
+    """After the `with`, no stopped service runs a row, and no service is still stopping.
+
+    A running row writes into a temporary folder, so a test's folder could not be removed.
+    """
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith((ROWS, STOPPING)):
+            thread.join(END_SECONDS)
+            assert not thread.is_alive(), f"{thread.name} goes on: its service was not stopped"
+
+
+class LocalActor:
+    """An `Actor` in this process.
+
+    A killed one does not answer `down` calls, then has a new service without workflows.
+
+    Like a `RayWorkerHandle` it does not call the new service before `restarted`.
+    """
+
+    def __init__(self, make: Callable[[], RowService], rank: int = 0, *, down: int = 2) -> None:
+        self._make, self.rank, self._down = make, rank, down
+        self.service = make()
+        self.calls: list[str] = []
+        self.without_ray = False
+        self.restarts, self._left, self._killed = 0, 0, False
+        self._lock = threading.Lock()
+
+    def kill(self) -> None:
+        """End the process. The thread goes on for a moment, as on a machine that was cut off."""
+        with self._lock:
+            if not self._killed:
+                service, self._left, self._killed = self.service, self._down, True
+                threading.Thread(target=service.stop, name=STOPPING, daemon=True).start()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Return the result from the process's worker."""
+        with self._lock:
+            return self._lost() or _answer(lambda: method)
+
+    def serve(self, method: str, *args: Any) -> Future[Any]:
+        """See `Actor.serve`."""
+        assert is_plain(args), (method, args)
+        self.calls.append(method)
+        if method == "end":  # this would end the test process
+            self.kill()
+            return Future()
+        with self._lock:
+            lost, service = self._lost(started=False), self.service
+        return lost or _answer(lambda: getattr(service, method)(*args))
+
+    def restarted(self, started: Any) -> None:
+        """See `Actor.restarted`."""
+        assert started == "started"
+        self.restarts += 1
+        self._killed, self.service = False, self._make()
+
+    def has_ray(self) -> bool:
+        """See `Actor.has_ray`."""
+        return not self.without_ray
+
+    def _lost(self, *, started: bool = True) -> Future[Any] | None:
+        """Return a dead process's answer, or None.
+
+        With `started`, a restarted process answers, too.
+        """
+        if not self._killed or (started and not self._left):
+            return None
+        self._left = max(0, self._left - 1)
+        future: Future[Any] = Future()
+        future.set_exception(WorkerLostError(f"worker {self.rank} is gone", self.rank))
+        return future
+
+
+def _answer(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call())
+    except Exception as err:  # noqa: BLE001 - the future raises it
+        future.set_exception(err)
+    return future
+
+
+def row_service(options: BatchOptions, output: Path) -> Callable[[], RowService]:
+    """Return a service constructor.
+
+    The hosts save in `output` if the machine has that folder.
+    """
+    settings = {
+        "strict": False,
+        "models": str(options.local.models),
+        "input": str(options.local.input),
+    }
+    return lambda: RowService("cpu", 1, **settings, marked=str(output / MARK))
+
+
+def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:
+    """Return an actor's backend."""
+    return RayBackend(
+        actor, options, {}, MARK, check_machine=lambda _: None, stop=lambda: stop_all([actor])
+    )

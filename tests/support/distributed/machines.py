@@ -1,0 +1,171 @@
+"""Machines for tests, simulated on this one.
+
+Each has its own network, address, name, processes, /tmp and /dev/shm.
+
+    with Machines(folder, ["/srv", "/media", "/media"]) as machines:
+        machines[0].start(["ray", "start", "--head", ...])
+        machines[2].end()
+
+They are Linux namespaces, which only root can create. The machines are connected to a bridge in one
+more network and are not visible outside. A machine ends when its first process ends, and that
+process ends with this one. Only names remain then, which `close` removes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+ADDRESSES = "198.18.0"
+"""A network reserved for measuring other networks."""
+WAIT_S = 30.0
+CHECKOUT = Path(__file__).parents[3]
+NEEDED = ("ip", "unshare", "nsenter", "mount", "hostname")
+
+BEGIN = """
+set -e
+hostname "$1"
+mount -t tmpfs tmpfs /dev/shm
+mount --bind "$2/models" "$3"
+# A checkout below /tmp is there on each machine.
+case $4 in /tmp/*) mkdir -p "$2$4" && mount --bind "$4" "$2$4" ;; esac
+mount --rbind "$2/tmp" /tmp
+echo ready
+read -r _ || true
+"""
+
+
+def refusal() -> str:
+    """Return why machines cannot be created here, or empty if they can."""
+    if sys.platform != "linux":
+        return "namespaces are of Linux"
+    if os.geteuid() != 0:
+        return "only root can make namespaces"
+    if gone := [program for program in NEEDED if shutil.which(program) is None]:
+        return f"not installed: {', '.join(gone)} (Debian: iproute2, util-linux, hostname)"
+    name = f"wanstream-{os.getpid()}-try"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode == 0:
+        _ip("netns", "del", name)
+    return made.stderr.strip()
+
+
+class Machine:
+    """One machine.
+
+    Args:
+        models: the folder where the machine sees model files. They lie in `folder / "models"`.
+    """
+
+    def __init__(self, name: str, network: str, address: str, folder: Path, models: str) -> None:
+        self.name, self.address, self.models = name, address, Path(models)
+        self._folder = folder
+        for each in ("tmp", "models"):
+            (folder / each).mkdir(parents=True, exist_ok=True)
+        own = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        begin = ["bash", "-c", BEGIN, "begin", name, str(folder), models, str(CHECKOUT)]
+        self._first = subprocess.Popen(
+            ["ip", "netns", "exec", network, "unshare", *own, *begin],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._first.stdout is not None
+        if self._first.stdout.readline() != "ready\n":
+            self._first.communicate(timeout=WAIT_S)
+            raise OSError(f"{name} does not start; the reason is in its output")
+        (self._inside,) = psutil.Process(self._first.pid).children()
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], **given: Any
+    ) -> subprocess.Popen[str]:
+        """Start a program there, with only this environment."""
+        enter = f"nsenter --target {self._inside.pid} --net --mount --uts --ipc --pid".split()
+        return subprocess.Popen(
+            [*enter, *command], env=dict(environment), text=True, cwd="/", **given
+        )
+
+    def write(self, path: str, text: str) -> None:
+        """Write a file readable only by the owner to the machine's /tmp."""
+        file = self._folder / "tmp" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        file.write_text(text, encoding="utf-8")
+
+    def end(self) -> None:
+        """Switch it off: every process in it is killed at once. Ending twice is allowed."""
+        if self._first.poll() is None:
+            processes = self._inside.children(recursive=True)
+            self._first.kill()  # the machine's first process goes too, and takes all others with it
+            self._first.wait(WAIT_S)
+            psutil.wait_procs(processes, timeout=WAIT_S)
+        for pipe in (self._first.stdin, self._first.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class Machines(Sequence[Machine]):
+    """Machines that reach each other, and nothing else. Use in a `with`.
+
+    Args:
+        models: by machine, as in `Machine`.
+    """
+
+    def __init__(self, folder: Path, models: Sequence[str]) -> None:
+        self._undo = ExitStack()
+        self._every: list[Machine] = []
+        with ExitStack() as undo:
+            bridge = self._network("bridge", undo)
+            _ip("-n", bridge, "link", "add", "switch", "up", "type", "bridge")
+            for number, place in enumerate(models):
+                name, address = f"machine-{number}", f"{ADDRESSES}.{number + 1}"
+                network = self._network(str(number), undo)
+                veth = f"eth0 netns {network} type veth peer name {name} netns {bridge}"
+                _ip("link", "add", *veth.split())
+                _ip("-n", bridge, "link", "set", name, "up", "master", "switch")
+                _ip("-n", network, "addr", "add", f"{address}/24", "dev", "eth0")
+                for device in ("lo", "eth0"):
+                    _ip("-n", network, "link", "set", device, "up")
+                self._every.append(Machine(name, network, address, folder / name, place))
+                undo.callback(self._every[-1].end)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """End all machines, and remove every trace. Closing twice is allowed."""
+        self._undo.close()
+
+    def _network(self, name: str, undo: ExitStack) -> str:
+        whole = f"wanstream-{os.getpid()}-{name}"
+        _ip("netns", "add", whole)
+        undo.callback(_ip, "netns", "del", whole)
+        return whole
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._every[number]
+
+    def __len__(self) -> int:
+        return len(self._every)
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, timeout=WAIT_S)

@@ -1,0 +1,231 @@
+"""Pool of real workers in `processes.py` processes, without Ray, called over a socket."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
+from types import SimpleNamespace
+from typing import Any
+
+from wanstream.distributed.messages import RunTask, StepReport, TaskResult
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.transport.threads import WorkThread, run_in_thread
+from wanstream.distributed.worker.worker import Worker
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.schema.refs import ExpertsRef
+from wanstream.tests.support.sampling.short_memory import ShortOnce
+from wanstream.wan.experts.open import ExpertsRegistry, open_pair
+
+WAIT_S = 60.0
+
+Processes = Any
+"""From `processes.py`."""
+
+
+def serve(
+    here: SimpleNamespace,
+    address: str,
+    key: bytes,
+    rank: int,
+    short_at: int | None,
+    machine: str | None,
+) -> None:
+    """Serve a worker's calls until the driver hangs up.
+
+    All runs share one thread. Every other call has a new one.
+    """
+
+    def opened(ref: ExpertsRef) -> Any:
+        pair = open_pair(ref)
+        return pair if short_at is None else ShortOnce(pair, short_at)
+
+    worker = Worker("cpu", threads=1, experts=ExpertsRegistry(opened), machine=machine)
+    lock, runs = threading.Lock(), WorkThread("runs")
+    with Client(address, authkey=key) as connection:
+
+        def send(number: int, kind: str, value: Any) -> None:
+            with lock:
+                connection.send_bytes(pickle.dumps((number, kind, value)))
+
+        def answer(number: int, done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                send(number, "value", done.result())
+            else:
+                send(number, "error", error)
+
+        send(rank, "here", None)
+        while True:
+            number, method, args = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own test
+            if number < 0:
+                send(number, "bye", None)
+                break
+            if method == "run":
+                done = runs.submit(worker.run, *args, partial(send, number, "step"))
+            else:
+                done = run_in_thread("call", getattr(worker, method), *args)
+            done.add_done_callback(partial(answer, number))
+    runs.close()
+    worker.close()
+
+
+class ProcessWorker:
+    """See `WorkerHandle`."""
+
+    def __init__(self, rank: int, process: Any, connection: Connection) -> None:
+        self._rank, self._process, self._connection = rank, process, connection
+        self.pid: int = process.pid
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._waiting: dict[int, tuple[Future[Any], Callable[[StepReport], None] | None]] = {}
+        self._gone = False
+        self._lost_one = True
+        self._listening = threading.Thread(target=self._listen, name=f"process {rank}", daemon=True)
+        self._listening.start()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self._send(method, args, None)
+
+    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
+        return self._send("run", (task,), on_report)
+
+    def log_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if not self._gone:
+                self._process.signal(signal.SIGKILL)
+
+    def hang_up(self) -> bool:
+        """Let the process do something else. False if it is gone."""
+        with self._lock:
+            if not self._gone:
+                self._connection.send_bytes(pickle.dumps((-1, "", ())))
+        self._listening.join(WAIT_S)
+        self._connection.close()
+        return not self._lost_one
+
+    def _send(
+        self, method: str, args: Sequence[Any], on_report: Callable[[StepReport], None] | None
+    ) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            if not self._gone:
+                self._waiting[number] = (future, on_report)
+                try:
+                    self._connection.send_bytes(pickle.dumps((number, method, tuple(args))))
+                except OSError:
+                    self._gone = True
+                    del self._waiting[number]
+        if self._gone and not future.done():
+            future.set_exception(self._lost())
+        return future
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number, kind, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from our own process
+            except (EOFError, OSError):
+                break
+            if kind == "bye":
+                self._lost_one = False
+                break
+            future, on_report = self._waiting[number]
+            if kind == "step":
+                assert on_report is not None
+                on_report(value)
+                continue
+            with self._lock:
+                del self._waiting[number]
+            if kind == "error":
+                future.set_exception(value)
+            else:
+                future.set_result(value)
+        with self._lock:
+            self._gone = True
+            waiting, self._waiting = self._waiting, {}
+        for future, _ in waiting.values():
+            future.set_exception(self._lost())
+
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError(f"worker {self._rank} (process {self.pid}) is gone", self._rank)
+
+
+class ProcessPool:
+    """A `Pool` to use in a `with`, which leaves the processes to others.
+
+    Args:
+        first: rank 0's process.
+        short_at: by rank: at which use of a block memory is short, in the rank's first process.
+        machines: machine identifier by rank, by default this machine's.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        count: int,
+        *,
+        first: int = 0,
+        short_at: Mapping[int, int] | None = None,
+        machines: Mapping[int, str] | None = None,
+    ) -> None:
+        self._machines = machines or {}
+        self._processes = processes.at_least(first + count)
+        self._first = first
+        self._key = os.urandom(16)
+        self._answers: dict[int, Any] = {}
+        self._replacing = threading.Lock()
+        self._listener = Listener(family="AF_UNIX", authkey=self._key)
+        for rank in range(count):
+            self._serve(rank, (short_at or {}).get(rank))
+        started = sorted((self._accept() for _ in range(count)), key=lambda worker: worker.rank)
+        self.workers = list(started)
+        self.replaced: list[int] = []
+
+    def share(self, requests: Sequence[DenoiseRequest]) -> AbstractContextManager[object]:
+        return nullcontext()  # each is sent with its task
+
+    def replace(self, rank: int) -> ProcessWorker:
+        with self._replacing:
+            self.replaced.append(rank)
+            self._processes.replace(self._first + rank)
+            self._serve(rank, None)
+            self.workers[rank] = self._accept()
+            return self.workers[rank]
+
+    def close(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            if worker.hang_up():
+                self._answers[rank].result(WAIT_S)
+            else:
+                self._processes.replace(self._first + rank)
+        self._listener.close()
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self, rank: int, short_at: int | None) -> None:
+        process = self._processes[self._first + rank]
+        given = (rank, short_at, self._machines.get(rank))
+        self._answers[rank] = process.start(serve, self._listener.address, self._key, *given)
+
+    def _accept(self) -> ProcessWorker:
+        connection = self._listener.accept()
+        rank, _, _ = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
+        return ProcessWorker(rank, self._processes[self._first + rank], connection)

@@ -1,0 +1,478 @@
+"""Processes that share runs in split tests, and their jobs.
+
+A job joins a rendezvous, computes a share and leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers.models import attention_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wanstream.block_kernels import Kernels
+from wanstream.block_kernels.block_math import TorchMath
+from wanstream.distributed.messages import RendezvousSpec
+from wanstream.distributed.worker.groups import ProcessGroups
+from wanstream.distributed.worker.parallel_forward import group_forward
+from wanstream.sampling import denoise
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import RunSlice, SamplingCancelled
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.mesh import Mesh
+from wanstream.schema.refs import ExpertsRef
+from wanstream.shapes import ExpertShape
+from wanstream.testing.weights import TinyShape, make_expert
+from wanstream.tests.support.distributed.processes import Processes
+from wanstream.tests.support.wan.blocks import with_our_blocks
+from wanstream.tests.support.wan.int8_attention import exact_attention, kitchen
+from wanstream.tests.support.wan.quantised_files import in_dtype
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts import engine
+from wanstream.wan.experts.open import ExpertsRegistry
+from wanstream.wan.transformer.compiled_block import get_compiler
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 100.0
+"""Timeout reached only by a hung process."""
+
+generations = itertools.count()
+
+
+def row_id(value: object) -> str:
+    """Return a short name of a mesh or of a policy for the names of tests."""
+    if not isinstance(value, OffloadPolicy):
+        return str(value)
+    return "chunked" if value.chunk_tokens else value.kind
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def rendezvous(mesh: Mesh, *, port: int | None = None, **changes: Any) -> list[RendezvousSpec]:
+    """Return one for each rank. `changes` are other values of `RendezvousSpec`."""
+    given = {"mesh": mesh, "host": LOOPBACK, "port": port or free_port()}
+    given |= {"generation": next(generations), "timeout_s": TIMEOUT_S, **changes}
+    return [RendezvousSpec(rank=rank, **given) for rank in range(mesh.size)]
+
+
+def join_groups(spec: RendezvousSpec, device: str = "cpu") -> ProcessGroups:
+    groups = ProcessGroups(spec, torch.device(device))
+    groups.join()
+    return groups
+
+
+class SplitProcesses:
+    """Processes on "cpu" or "cuda" that join as the ranks of one mesh. Call `leave` at the end."""
+
+    def __init__(self, processes: Processes, device: str = "cpu") -> None:
+        self.processes, self.device, self.count = processes, device, 0
+        self.pids: list[int] = []
+
+    def join(self, mesh: Mesh, **changes: Any) -> None:
+        """Join with as many processes as the mesh has."""
+        self.count = mesh.size
+        self.pids = self.all(job_join, rendezvous(mesh, **changes), self.device)
+
+    def leave(self) -> None:
+        if self.count:
+            self.all(job_leave)
+
+    def all(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return this job's result on every rank."""
+        return self.processes.all(job, *args, count=self.count)
+
+    def run(
+        self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
+    ) -> list[dict[str, Any]]:
+        """Return the `job_run` result on every rank."""
+        return self.all(job_run, experts, request, policy, self.device)
+
+    def alone(
+        self,
+        experts: ExpertsRef,
+        request: DenoiseRequest,
+        policy: OffloadPolicy,
+        device: str | None = None,
+    ) -> torch.Tensor:
+        """Return the latents for the same run in the first process alone."""
+        run = (experts, request, policy, device or self.device)
+        latents: torch.Tensor = self.processes[0].start(job_run_alone, *run).result()
+        return latents
+
+    @contextmanager
+    def attention_with_lse(self) -> Iterator[None]:
+        """Use attention with log-sum-exp, which a ring needs, on every rank."""
+        with self._switched(job_use_attention_with_lse):
+            yield
+
+    @contextmanager
+    def int8_attention(self) -> Iterator[None]:
+        """Offer a kernel for attention "int8" on every rank, which computes exactly on the CPU."""
+        with self._switched(job_offer_int8_attention):
+            yield
+
+    @contextmanager
+    def _switched(self, job: Callable[..., Any]) -> Iterator[None]:
+        self.all(job, True)
+        try:
+            yield
+        finally:
+            self.all(job, False)
+
+
+def job_join(here: SimpleNamespace, every: list[RendezvousSpec], device: str) -> int:
+    here.groups = join_groups(every[here.number], place_of(here, device))
+    return os.getpid()
+
+
+def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
+    threading.Timer(0.5, here.groups.leave).start()
+    with here.groups.translate_errors("waited in vain"):
+        given = torch.zeros(1, device=here.groups.device)
+        torch.distributed.all_reduce(given, group=here.groups.group(name))
+        given.item()
+
+
+def job_leave(here: SimpleNamespace) -> None:
+    if hasattr(here, "groups"):
+        here.groups.leave()
+
+
+def place_of(here: SimpleNamespace, device: str) -> str:
+    return f"cuda:{here.number}" if device == "cuda" else device
+
+
+def experts_of(here: SimpleNamespace) -> ExpertsRegistry:
+    """Return the registry of this process, which keeps experts open."""
+    here.experts = getattr(here, "experts", None) or ExpertsRegistry()
+    registry: ExpertsRegistry = here.experts
+    return registry
+
+
+class Crossed(TorchDispatchMode):
+    """Dispatch mode that adds up the bytes brought here by collectives from other processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = str(func)
+        if name.startswith("_c10d_functional.all_to_all_single"):
+            size = torch.distributed.distributed_c10d._resolve_process_group(args[3]).size()
+            self.nbytes += output.nbytes * (size - 1) // size
+        elif name.startswith("_c10d_functional.all_gather_into_tensor"):
+            self.nbytes += output.nbytes - args[0].nbytes
+        elif name.startswith("c10d.allgather_"):
+            outputs, inputs = args[0][0], args[1][0]
+            self.nbytes += sum(tensor.nbytes for tensor in outputs) - inputs.nbytes
+        return output
+
+
+def compute(
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    part: RunSlice,
+    device: str = "cpu",
+    **options: Any,
+) -> torch.Tensor:
+    """Return a run's latents on "cpu" or on this process's "cuda" device.
+
+    The process keeps the experts open.
+    """
+    pair = experts_of(here).get(experts)
+    device = place_of(here, device)
+    return denoise(pair, request, part, policy=policy, device=device, **options).latents
+
+
+def job_run(
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Return this process's share, and the bytes from other processes.
+
+    The bytes are counted by the groups and by torch.
+    """
+    before = here.groups.gathered_bytes
+    part = RunSlice(split=group_forward(here.groups))
+    with Crossed() as crossed:
+        latents = compute(here, experts, request, policy, part, device)
+    gathered = here.groups.gathered_bytes - before
+    return {"latents": latents, "gathered": gathered, "crossed": crossed.nbytes}
+
+
+def job_run_alone(
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    device: str = "cpu",
+) -> torch.Tensor:
+    return compute(here, experts, request, policy, RunSlice(), device)
+
+
+def job_run_compiled(
+    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
+) -> list[dict[str, Any]]:
+    """This process's shares: blocks as they are, compiled, compiled again.
+
+    And how often the compiler was at work.
+    """
+    shares = []
+    for compiler in (None, "eager", "eager"):
+        compute_with(here, experts, compiler)
+        before, graphs = here.groups.gathered_bytes, get_compiler("eager").graphs
+        part = RunSlice(split=group_forward(here.groups))
+        latents = compute(here, experts, request, policy, part)
+        gathered = here.groups.gathered_bytes - before
+        compiled = get_compiler("eager").graphs - graphs
+        shares.append({"latents": latents, "gathered": gathered, "graphs": compiled})
+    compute_with(here, experts, None)
+    return shares
+
+
+def compute_with(here: SimpleNamespace, experts: ExpertsRef, compiler: str | None) -> None:
+    """Open the experts, to be compiled by a torch backend that writes no kernels."""
+    # Compiled blocks trace exact math.
+    experts_of(here).get(experts).kernels = Kernels(math="exact", compiler=compiler)
+
+
+def job_run_until(
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    wishes: dict[int, int],
+    sent: int | None,
+) -> tuple[int, int]:
+    """Stop, or send the signal `sent` to itself, from a number of polls on.
+
+    `wishes` has the number for this process.
+    """
+    visits = itertools.count()
+
+    def wish() -> bool:
+        now = next(visits) >= wishes.get(here.number, math.inf)
+        if now and sent is not None:
+            os.kill(os.getpid(), sent)
+        return now
+
+    part = RunSlice(split=group_forward(here.groups))
+    try:
+        compute(here, experts, request, policy, part, should_stop=wish)
+    except SamplingCancelled as stopped:
+        return stopped.step, stopped.block
+    raise AssertionError("the run was not stopped")
+
+
+def job_run_and_leave(
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    visits: int,
+) -> tuple[str, int]:
+    """Leave the rendezvous at a poll, as the driver makes it.
+
+    Return the run's error and the number of polls.
+    """
+    polls = 0
+
+    def poll() -> bool:
+        nonlocal polls
+        polls += 1
+        if polls == visits:
+            here.groups.leave()
+        return False
+
+    part = RunSlice(split=group_forward(here.groups))
+    try:
+        compute(here, experts, request, policy, part, should_stop=poll)
+    except ConnectionError as lost:
+        return type(lost).__name__, polls
+    raise AssertionError("the run did not end")
+
+
+def job_count_votes(
+    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
+) -> tuple[torch.Tensor, int, int]:
+    """Return this process's share and polls, and the group's decisions in between."""
+    polls, votes, decide = 0, 0, here.groups.any_wants
+
+    def poll() -> bool:
+        nonlocal polls
+        polls += 1
+        return False
+
+    def count(wants: bool) -> bool:
+        nonlocal votes
+        votes += 1
+        return bool(decide(wants))
+
+    here.groups.any_wants = count
+    try:
+        part = RunSlice(split=group_forward(here.groups))
+        return compute(here, experts, request, policy, part, should_stop=poll), polls, votes
+    finally:
+        del here.groups.any_wants
+
+
+def job_hold(
+    here: SimpleNamespace, counting: str, dtype: torch.dtype, lanes: int, chunk_tokens: int | None
+) -> tuple[int, int]:
+    """The most bytes held at once by a forward pass here, by the `Alive` in that file.
+
+    And the estimate for it.
+    """
+    latent, text, width, ffn_dim = (5, 40, 56), 16, 512, 1382
+    model = in_dtype(make_expert(TinyShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
+    model = with_our_blocks(model, math=TorchMath(), chunk_tokens=chunk_tokens)
+    inputs = [
+        Lane(latents=torch.zeros(1, 16, *latent), text=torch.zeros(1, text, 4096, dtype=dtype))
+    ] * lanes
+    besides = [*model.parameters(), *model.buffers(), inputs[0].text]
+    with (
+        group_forward(here.groups).attached([model]),
+        torch.no_grad(),
+        here.load(counting).Alive(besides) as alive,
+    ):
+        forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
+    mesh = here.groups.mesh
+    shape = ExpertShape(width=width, ffn_width=ffn_dim)
+    estimate = shape.working_bytes(
+        [5 * 20 * 28] * lanes, value_bytes=dtype.itemsize, chunk_tokens=chunk_tokens, workers=mesh
+    )
+    # The estimate counts texts with 512 tokens, and the other expert's texts too.
+    return alive.peak, estimate - (2 * lanes + 2) * 512 * width * dtype.itemsize
+
+
+def job_use_attention_with_lse(here: SimpleNamespace, used: bool) -> None:
+    """Register CPU attention for a ring, or use diffusers' own again, without log-sum-exp."""
+    registry = attention_dispatch._AttentionBackendRegistry
+    names = attention_dispatch.AttentionBackendName
+    name = names._NATIVE_FLASH if used else names.NATIVE
+    if used:
+        registry.register(name, constraints=[], supports_context_parallel=True)(attention_with_lse)
+    registry.set_active_backend(name)
+
+
+def job_offer_int8_attention(here: SimpleNamespace, offered: bool) -> None:
+    if offered:
+        here.check_usable, engine.check_usable = engine.check_usable, lambda *_: None
+        sys.modules["comfy_kitchen"] = kitchen(partial(attention_of_all_tokens, here))
+    else:
+        engine.check_usable = here.check_usable
+        del sys.modules["comfy_kitchen"]
+
+
+def attention_of_all_tokens(
+    here: SimpleNamespace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    here.seen = query.shape
+    return exact_attention(query, key, value)
+
+
+def job_seen(here: SimpleNamespace) -> tuple[int, ...]:
+    """Return the shape [B, H, S, D] of the last queries to the kernel for attention "int8"."""
+    return tuple(here.seen)
+
+
+def attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> torch.Tensor:
+    """See diffusers' backends: [B, S, heads, D] each."""
+    if _parallel_config is None:
+        return attended(query, key, value)[0]
+    return attention_dispatch._templated_context_parallel_attention(
+        query,
+        key,
+        value,
+        forward_op=lambda ctx, query, key, value, *rest, **named: attended(query, key, value),
+        backward_op=None,
+        _parallel_config=_parallel_config,
+    )
+
+
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the scores' log-sum-exp [B, S, heads]."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) / query.shape[-1] ** 0.5
+    lse = scores.logsumexp(-1)
+    result = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), value.float())
+    return result.to(query.dtype), lse.transpose(1, 2)
+
+
+def job_attach_and_detach(
+    here: SimpleNamespace, experts: ExpertsRef, policy: OffloadPolicy
+) -> tuple[list[str], list[str]]:
+    """Return the model attributes changed in context parallelism, and afterwards."""
+    engine = experts_of(here).get(experts).engine(policy, torch.device("cpu"))
+    before = everything_of(engine)
+    with group_forward(here.groups).attached(engine.models.bare.values()):
+        inside = everything_of(engine)
+    after = everything_of(engine)
+    return differing(before, inside), differing(before, after)
+
+
+def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
+    """Return every module's instance attributes, and the block settings."""
+    modules = {
+        f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()
+    }
+    return {
+        name: shallow(vars(each))
+        for name, each in {**modules, "settings": engine.models.settings}.items()
+    }
+
+
+def shallow(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in own.items()}
+
+
+def differing(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [
+        f"{thing}: {name}"
+        for thing in one
+        for name in sorted(one[thing].keys() | other[thing].keys())
+        if not same(one[thing].get(name, missing), other[thing].get(name, missing))
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if both contain the same objects, compared by identity."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+    return one is other or (isinstance(one, int | str | float | tuple) and one == other)
+
+
+missing = object()

@@ -1,0 +1,90 @@
+"""Two stacks of small blocks streamed through an engine, and the plain stacks' results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from wanstream.offload import OffloadEngine, attach_offload
+from wanstream.offload.engine.run import EngineRun
+from wanstream.plan.programs import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
+
+CPU = torch.device("cpu")
+BLOCKS, WIDTH = 6, 32
+BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
+STEPS = ("high", "low")
+ONES = torch.ones(1, WIDTH)
+LAYERWISE = OffloadPolicy.layerwise(1)
+IN_RAM = OffloadPolicy.layerwise(1, source="pinned")
+
+Stacks = Mapping[str, Sequence[nn.Module]]
+
+
+def keys(expert: str, *blocks: int) -> set[BlockKey]:
+    """Return the keys of some blocks of an expert."""
+    return {BlockKey(expert, block) for block in blocks}
+
+
+def policy_name(value: object) -> str:
+    """Return a policy's short test id, or the value in words."""
+    if isinstance(value, OffloadPolicy):
+        return f"{value.kind}-{value.blocks_to_swap}-{value.prefetch_blocks}"
+    return str(value)
+
+
+def attach(stacks: Stacks, policy: OffloadPolicy = LAYERWISE, **how: Any) -> OffloadEngine:
+    """Attach an engine that follows no forward, to a CPU by default."""
+    return attach_offload(stacks, policy=policy, follow_forward=False, **{"device": CPU, **how})
+
+
+def plainly(
+    stacks: Stacks, steps: Sequence[str] = STEPS, value: torch.Tensor = ONES
+) -> torch.Tensor:
+    """Return the result of whole stacks. An attached stack has no weights: call this before."""
+    for name in steps:
+        for block in stacks[name]:
+            value = block(value)
+    return value
+
+
+def raise_at(number: int | None, error: BaseException | None = None) -> Callable[[int], None]:
+    """Return a callback that raises an error, by default an interrupt, in one visit."""
+
+    def during(visit: int) -> None:
+        if visit == number:
+            raise error or KeyboardInterrupt
+
+    return during
+
+
+def stream(
+    engine: OffloadEngine,
+    stacks: Stacks,
+    steps: Sequence[str] = STEPS,
+    value: torch.Tensor = ONES,
+    *,
+    during: Callable[[int], object] = lambda visit: None,
+    recorder: Recorder | None = None,
+) -> tuple[torch.Tensor, EngineRun]:
+    """Stream whole steps with `during(number)` in each visit. Return the result and the run."""
+    number = 0
+    with engine.run(step_visits(steps, engine.block_counts), recorder) as run:
+        for step, name in enumerate(steps):
+            with nullcontext() if recorder is None else recorder.step(step, name):
+                for index, block in enumerate(stacks[name]):
+                    with run.visit(step, name, index):
+                        during(number)
+                        value = block(value)
+                    number += 1
+    return value, run
+
+
+def fetched(run: EngineRun) -> list[BlockKey]:
+    """Return the blocks that a run has fetched, in order."""
+    return [fetch.block for fetch in run.fetched]

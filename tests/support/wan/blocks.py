@@ -1,0 +1,84 @@
+"""Blocks in tests: diffusers' own, and ours with the same parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+from wanstream.wan.transformer.block import BlockSettings, WanBlock, replace_blocks
+from wanstream.wan.transformer.embedders import CachedEmbedder, Rows
+
+HEAD = 128
+
+
+def diffusers_block(
+    heads: int = 1,
+    ffn_dim: int = 256,
+    dtype: torch.dtype = torch.float32,
+    *,
+    seed: int = 0,
+    **more: Any,
+) -> WanTransformerBlock:
+    """Return a block in `dtype`, but in fp32 the parameters kept so by `from_pretrained`."""
+    torch.manual_seed(seed)
+    block = WanTransformerBlock(HEAD * heads, ffn_dim, heads, cross_attn_norm=True, **more)
+    for name, parameter in block.named_parameters():
+        if not set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules):
+            parameter.data = parameter.data.to(dtype)
+    return block.eval().requires_grad_(False)
+
+
+def block_inputs(
+    tokens: int, heads: int = 1, dtype: torch.dtype = torch.float32, *, words: int = 7
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return hidden state, text, modulation and rotary tables in a model's shapes."""
+    draw = torch.Generator().manual_seed(tokens)
+    angles = torch.rand(1, tokens, 1, HEAD // 2, generator=draw).repeat_interleave(2, dim=-1) * 6
+    hidden, text, temb = (
+        torch.randn(1, rows, HEAD * heads, generator=draw).to(dtype) for rows in (tokens, words, 6)
+    )
+    return hidden, text, temb, (angles.cos(), angles.sin())
+
+
+def computed(
+    block: WanBlock, hidden: torch.Tensor, text: Any, temb: Any, tables: Any, **settings: Any
+) -> torch.Tensor:
+    """Return the tokens after one of our blocks, with rotary tables as in a diffusers model."""
+    vars(block.settings).update(settings)
+    result: torch.Tensor = block(hidden, text, temb, block.settings.used_math.rotation(*tables))
+    return result
+
+
+class DirectEmbedder(CachedEmbedder):
+    """A diffusers model's embedder without a cache: fake tensors have no values to look up."""
+
+    def __init__(self, model: WanTransformer3DModel) -> None:
+        self.dtype = model.patch_embedding.weight.dtype
+        super().__init__(model.condition_embedder, self.dtype)
+        # Not a module: its parameters have their names already.
+        self._embed = model.condition_embedder.__call__
+
+    def rows(self, timestep: torch.Tensor, texts: Sequence[torch.Tensor]) -> list[Rows]:
+        return [self._embed(timestep, text.to(self.dtype), None)[:3] for text in texts]
+
+    def time_rows(self, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        no_text = self.time_proj.weight.new_zeros(
+            1, 1, self.text_embedder.linear_1.in_features, dtype=self.dtype
+        )
+        rows = [self._embed(torch.tensor([time]), no_text, None)[:2] for time in timesteps]
+        times, modulations = zip(*rows, strict=True)
+        return torch.cat(times), torch.cat(modulations)
+
+
+def with_our_blocks(model: WanTransformer3DModel, **settings: Any) -> WanTransformer3DModel:
+    """Return a model with the same modules, but our blocks and embedder on the parameters."""
+    made = copy.copy(model)
+    made._modules = dict(model._modules)
+    made.condition_embedder = DirectEmbedder(model)
+    replace_blocks(made, BlockSettings(**settings))
+    return made

@@ -1,0 +1,206 @@
+"""Fixtures: a lane, and LoRA files in every trainer's spelling."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import save_file
+
+from wanstream import block_kernels
+from wanstream.testing.experts import make_lora
+from wanstream.wan import ExpertEngine, Lane
+from wanstream.wan.checkpoint.key_names import native_transformer_name
+
+Tensors = dict[str, torch.Tensor]
+RANK, ALPHA = 4, 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """A trainer's key spelling. Without `alpha` the scale is folded into the factors."""
+
+    prefix: str = "diffusion_model."
+    down: str = ".lora_down.weight"
+    up: str = ".lora_up.weight"
+    bias: str | None = ".diff_b"
+    alpha: bool = True
+    native: bool = True
+    dot: str = "."
+
+    def layer(self, name: str) -> str:
+        if self.native:
+            name = native_transformer_name(f"{name}.weight").removesuffix(".weight")
+        return self.prefix + name.replace(".", self.dot)
+
+
+AB = {"down": ".lora_A.weight", "up": ".lora_B.weight"}
+AB_DEFAULT = {"down": ".lora_A.default.weight", "up": ".lora_B.default.weight"}
+
+STYLES = {
+    "lightning": Style(),
+    "lora_A": Style(**AB),
+    "lora_A without alpha": Style(**AB, alpha=False),
+    "no prefix": Style(prefix=""),
+    "no prefix, default": Style(prefix="", **AB_DEFAULT, alpha=False),
+    "checkpoint": Style(prefix="model.diffusion_model.", **AB),
+    "musubi": Style(prefix="lora_unet_", dot="_"),
+    "Wan Fun": Style(prefix="lora_unet__", dot="_"),
+    "diffusers": Style(prefix="transformer.", **AB, bias=".lora_B.bias", alpha=False, native=False),
+    "diffusers, native names": Style(prefix="transformer.", **AB),
+    "diffusers, second expert": Style(prefix="transformer_2.", **AB, alpha=False, native=False),
+    "diffusers, no prefix": Style(prefix="", **AB, native=False),
+    "PEFT": Style(prefix="base_model.model.", **AB_DEFAULT, native=False),
+    "PEFT around a checkpoint": Style(prefix="base_model.model.diffusion_model.", **AB),
+    "DiffSynth": Style(prefix="pipe.dit.", **AB_DEFAULT),
+    "OneTrainer": Style(prefix="lora_transformer_", native=False, dot="_"),
+    "lycoris": Style(prefix="lycoris_", native=False, dot="_"),
+    "old diffusers": Style(prefix="", down=".lora.down.weight", up=".lora.up.weight", native=False),
+    "older diffusers": Style(
+        prefix="", down="_lora.down.weight", up="_lora.up.weight", native=False
+    ),
+    "linear layer": Style(down=".lora_linear_layer.down.weight", up=".lora_linear_layer.up.weight"),
+    "bare factors": Style(down=".lora_A", up=".lora_B"),
+}
+
+
+def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
+    """Return a lightning LoRA with another style's keys.
+
+    Alpha / rank is a power of two, so values are exact.
+    """
+    names = {Style().layer(name): name for name in _layers(lora)}
+    tensors: Tensors = {}
+    for key, tensor in lora.items():
+        native, _, ending = key.removesuffix(".weight").rpartition(".")
+        layer = style.layer(names[native])
+        if ending == "lora_down":
+            tensors[layer + style.down] = tensor
+        elif ending == "lora_up":
+            tensors[layer + style.up] = tensor if style.alpha else tensor * (ALPHA / RANK)
+        elif ending == "alpha" and style.alpha:
+            tensors[f"{layer}.alpha"] = tensor
+        elif ending == "diff_b" and style.bias is not None and biases:
+            tensors[layer + style.bias] = tensor
+    return tensors
+
+
+def _layers(lora: Tensors) -> list[str]:
+    blocks = sorted({key.split(".")[2] for key in lora})
+    attention = [f"attn{n}.{p}" for n in (1, 2) for p in ("to_q", "to_k", "to_v", "to_out.0")]
+    return [
+        f"blocks.{block}.{layer}"
+        for block in blocks
+        for layer in (*attention, "ffn.net.0.proj", "ffn.net.2")
+    ]
+
+
+@pytest.fixture(scope="session")
+def lane() -> Lane:
+    """A T2V lane with 2 x 2 x 3 patches and 5 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return Lane(
+        latents=torch.randn(1, 16, 2, 4, 6, generator=generator),
+        text=torch.randn(1, 5, 4096, generator=generator),
+    )
+
+
+@pytest.fixture
+def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply bf16 without oneDNN, whose kernels depend on the number of rows.
+
+    They do so most of all on a processor with AMX.
+
+    With them the last bits differ between a chunk and all tokens at once.
+    """
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.fixture(params=STYLES)
+def style(request: pytest.FixtureRequest) -> str:
+    """Every key spelling in turn, for `lora_file(style=...)`."""
+    return request.param
+
+
+@pytest.fixture
+def lightning(make_tiny_expert: Callable[..., WanTransformer3DModel]) -> Callable[..., Tensors]:
+    """`lightning(seed=0, **shape)`: a lightning LoRA's tensors for a tiny expert.
+
+    They are in fp32, with rank 4 and alpha 2.
+    """
+    return lambda *, seed=0, **shape: make_lora(
+        make_tiny_expert(**shape), seed=seed, rank=RANK, alpha=ALPHA
+    )
+
+
+@pytest.fixture
+def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[..., Path]:
+    """Return a function that writes a LoRA file and returns the path.
+
+    `lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)` is the
+    call.
+    """
+    count = iter(range(1000))
+
+    def write(
+        tensors: Tensors | None = None,
+        *,
+        seed: int = 0,
+        style: str = "lightning",
+        biases: bool = True,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Path:
+        path = tmp_path / f"lora_{next(count)}.safetensors"
+        if tensors is None:
+            tensors = spelt(lightning(seed=seed), STYLES[style], biases=biases)
+        stored = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        save_file(stored, path, dict(metadata or {"format": "pt"}))
+        return path
+
+    return write
+
+
+def wait_for_embedders(engine: ExpertEngine) -> int:
+    """Wait for the submitted reads and return the RAM bytes of embedder weights.
+
+    The weights are read and not used yet.
+    """
+    models = engine.models
+    models._reader.submit(int).result()
+    reads = [read for (_, part), read in models._reads.items() if part is not None]
+    return sum(tensor.nbytes for read in reads for tensor in read.result()[0].values())
+
+
+@pytest.fixture(scope="module")
+def triton_math() -> Iterator[ModuleType]:
+    """The module with Triton's set, with kernels for Triton's interpreter."""
+    pytest.importorskip("triton")
+    folder, package = Path(block_kernels.__file__).parent, "wanstream.block_kernels"
+    own = ("triton_rows", "triton_math")
+
+    def imported() -> list[str]:
+        """Triton modules written in Python."""
+        parts = (name.split(".") for name in sys.modules)
+        return [".".join(each) for each in parts if each[0] == "triton" and each[1:2] != ["_C"]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in imported():  # Triton makes functions for the interpreter on import
+            patch.delitem(sys.modules, name)
+        for name in own:
+            whole = f"{package}.{name}"
+            spec = importlib.util.spec_from_file_location(whole, folder / f"{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            patch.setitem(sys.modules, whole, importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(sys.modules[whole])
+        yield sys.modules[f"{package}.triton_math"]
+        for name in imported():
+            del sys.modules[name]

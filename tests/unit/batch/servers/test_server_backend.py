@@ -1,0 +1,439 @@
+"""HTTP client against a server with canned responses that a real ComfyUI rarely gives."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from http.client import parse_headers
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.batch.backend import Ended, Interrupted, JobFailed, MadeFile, UnderWay, Unknown
+from wanstream.batch.errors import (
+    ForeignResponseError,
+    NoSuchFileError,
+    RefusedError,
+    UnreachableError,
+)
+from wanstream.batch.servers import server_backend
+from wanstream.batch.servers.server_backend import NotComfyUIError, ServerBackend
+from wanstream.tests.support.batch.command import serving
+
+Answer = tuple[int, Any] | None
+"""Status and body (JSON, or bytes as they are); None closes the connection without a response."""
+
+INFO = {"Save": {"output_node": True}, "Load": {}}
+PROMPT = {"1": {"class_type": "Load"}, "2": {"class_type": "Save"}, "3": {"class_type": "Save"}}
+IDLE: dict[str, Any] = {"queue_running": [], "queue_pending": []}
+LATENT = bytes(range(256)) * 8
+
+
+class Canned:
+    """Canned responses by route, the received requests, and a client."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.answers: dict[str, Answer] = {
+            "/object_info": (200, INFO),
+            "/queue": (200, IDLE),
+            "/interrupt": (200, b""),
+            "/upload/image": (200, {"name": "x.latent"}),
+        }
+        self.requests: list[tuple[str, Any]] = []
+        self.promise: int | None = None
+        self.encoding = ""
+        self.url = url
+        self.part = folder / "part"
+        self.latent = folder / "a~1.latent"
+        self.latent.write_bytes(LATENT)
+        self.client = ServerBackend(url)
+
+    def call(self, name: str) -> Any:
+        calls: dict[str, Callable[[], Any]] = {
+            "version": self.client.version,
+            "nodes": self.client.read_nodes,
+            "outcome": lambda: self.client.outcome("id"),
+            "post": lambda: self.client.post("id", PROMPT),
+            "fetch": lambda: self.client.fetch(made("a.png"), self.part),
+            "withdraw": lambda: self.client.withdraw("id"),
+            "interrupt": lambda: self.client.interrupt("id"),
+            "provide": lambda: self.client.provide("id", self.latent, "continued/x.latent"),
+        }
+        return calls[name]()
+
+
+def made(filename: str, subfolder: str = "") -> MadeFile:
+    return MadeFile(node_id="2", filename=filename, subfolder=subfolder)
+
+
+@pytest.fixture
+def canned(tmp_path: Path) -> Iterator[Canned]:
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            # An upload comes in pieces, without a length.
+            chunked = self.headers.get("Transfer-Encoding") == "chunked"
+            sent = self._pieces() if chunked else self.rfile.read(length)
+            form = self.headers.get("Content-Type", "").startswith("multipart/")
+            body = sent if form else json.loads(sent) if sent else None
+            state.requests.append((self.path, body))
+            found = state.answers.get(self.path.partition("?")[0], (404, b"404: Not Found"))
+            if found is None:
+                return
+            status, content = found
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", "/elsewhere")
+            if state.encoding:
+                self.send_header("Content-Encoding", state.encoding)
+            size = len(data) if state.promise is None else state.promise
+            self.send_header("Content-Length", str(size))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _pieces(self) -> bytes:
+            found = b""
+            while size := int(self.rfile.readline(), 16):
+                found += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return found
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with serving(Handler) as url:
+        state = Canned(url, tmp_path)
+        yield state
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]"])
+def test_calls_to_this_machine_use_no_proxy(monkeypatch, host):
+    monkeypatch.setenv("http_proxy", "http://192.0.2.7:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert not any(ServerBackend(f"http://{host}:8188")._client._mounts.values())
+
+
+PROXY = "http://192.0.2.7:3128"
+
+
+@pytest.mark.parametrize(
+    ("settings", "proxied"),
+    [
+        ({}, False),
+        ({"all_proxy": "socks5://127.0.0.1:1080"}, False),
+        ({"http_proxy": "192.0.2.7:3128"}, True),
+        ({"http_proxy": PROXY, "no_proxy": "192.0.2.8,[::1],fe80::/10"}, False),
+        ({"https_proxy": PROXY, "no_proxy": "::1"}, False),
+    ],
+)
+def test_the_proxy_of_a_server_is_the_systems(monkeypatch, settings, proxied):
+    for name in ("all_proxy", "http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert any(ServerBackend("http://192.0.2.8:8188")._client._mounts.values()) == proxied
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "127.0.0.1:8188", "ftp://127.0.0.1", "http://", "http://x:port", "http://x/?a=1"),
+        *("file:///etc/passwd", "http://192.168.1.300:8188", "http://m\u00fcnchen-:8188"),
+        "http://[::1",
+    ],
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(NotComfyUIError, match="--server"):
+        ServerBackend(url)
+
+
+def test_nobody_listens():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(UnreachableError, match=f"no complete answer from {url}/.*: .*refused"):
+        ServerBackend(url).version()
+
+
+def test_an_address_may_have_a_path_and_a_slash(canned):
+    canned.answers["/comfy/system_stats"] = (200, {"system": {"comfyui_version": "0.3.64"}})
+    assert ServerBackend(f"{canned.url}/comfy/").version() == "0.3.64"
+
+
+def faults(errors: Any) -> Any:
+    return {"2": {"class_type": "Save", "errors": errors}}
+
+
+TOO_BIG = faults([{"type": "t", "message": "Too big", "details": "fps"}])
+DROPPED = {"prompt_id": "id", "node_errors": TOO_BIG}
+NO_OUTPUTS = {"error": {"message": "No outputs", "details": "none"}, "node_errors": {}}
+ODD_SHAPE = "not as ComfyUI does"
+ROUTES = {
+    "version": "/system_stats",
+    "nodes": "/object_info",
+    "outcome": "/queue",
+    "post": "/prompt",
+    "fetch": "/view",
+    "withdraw": "/queue",
+    "interrupt": "/interrupt",
+    "provide": "/upload/image",
+}
+
+
+def ok(*bodies: object) -> list[Answer]:
+    return [(200, body) for body in bodies]
+
+
+def status(*numbers: int) -> list[Answer]:
+    return [(number, b"no") for number in numbers]
+
+
+QUEUES = ok({}, {"queue_running": [], "queue_pending": [3]}, {"queue_running": None})
+ODD_ERRORS = ("bad", [1], {"2": "bad"}, faults(["bad"]))
+REFUSALS: list[Answer] = [(400, {**NO_OUTPUTS, "node_errors": odd}) for odd in ODD_ERRORS]
+
+
+@pytest.mark.parametrize(
+    ("calls", "answers", "error", "words"),
+    [
+        # A gateway without a server, and a server in trouble, are silence.
+        ([*ROUTES], [None], UnreachableError, "no complete answer"),
+        ([*ROUTES], status(500, 502, 503, 504), UnreachableError, "status 50"),
+        ("version", status(403, 404), NotComfyUIError, "answers, but not as a ComfyUI server"),
+        ("version", ok(b"<html>", [], {"system": 1}), NotComfyUIError, "but not as a ComfyUI"),
+        # A redirected POST would arrive as a GET, or twice.
+        ("version", status(301, 307), NotComfyUIError, "redirects to another address .status 30"),
+        ("post", status(301, 307, 403), NotComfyUIError, "does not accept workflows .status"),
+        ("nodes", ok(b"<html>"), UnreachableError, "status 200"),
+        ("outcome", QUEUES, UnreachableError, ODD_SHAPE),
+        ("post", ok(b'{"prompt_id": "id", "numb'), UnreachableError, "incomplete"),
+        ("post", ok(DROPPED), RefusedError, r"node 2 \(Save\): Too big: fps"),
+        ("post", [(400, NO_OUTPUTS)], RefusedError, "No outputs: none"),
+        ("post", [(400, {"error": "busy"})], RefusedError, "busy"),
+        ("post", status(413), RefusedError, "status 413"),
+        ("post", ok({"prompt_id": "another"}), NotComfyUIError, r"ComfyUI 0\.3\.64 or later"),
+        ("post", REFUSALS, UnreachableError, ODD_SHAPE),
+        ("fetch", status(501, 408, 429, 301), UnreachableError, r"a\.png.*status"),
+        ("fetch", status(400, 403, 404, 410), NoSuchFileError, r"a\.png' but does not return it"),
+        ("provide", status(413), RefusedError, r"a~1\.latent .* too large: start it with a higher"),
+        ("provide", status(403), NotComfyUIError, r"does not accept files \(status 403\)"),
+    ],
+)
+def test_an_odd_answer_is_an_error(canned, calls, answers, error, words):
+    canned.client.read_nodes()
+    for call in [calls] if isinstance(calls, str) else calls:
+        for answer in answers:
+            with pytest.raises(error, match=words):
+                canned.answers[ROUTES[call]] = answer
+                canned.call(call)
+    assert not canned.part.exists()
+
+
+def test_a_broken_download_is_silence_and_not_a_file(canned):
+    canned.answers |= dict.fromkeys(("/view", "/object_info"), (200, b"12345"))
+    canned.client.fetch(made("a b_.png", "sub/folder"), canned.part)
+    assert canned.part.read_bytes() == b"12345"
+    assert canned.requests[-1][0] == "/view?filename=a+b_.png&subfolder=sub%2Ffolder&type=output"
+    canned.promise = 9
+    for call in ("fetch", "nodes"):
+        with pytest.raises(UnreachableError, match=r"received 5 bytes, expected 9"):
+            canned.call(call)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("", bytes), ("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+def test_a_body_without_an_end_is_refused(canned, monkeypatch, encoding, pack):
+    monkeypatch.setattr(server_backend, "MAX_BODY_BYTES", 100_000)
+    monkeypatch.setattr(server_backend, "MAX_FILE_BYTES", 100_000)
+    canned.encoding = encoding
+    for size in (100_000, 100_001):
+        text = b'{"a": "' + b"x" * (size - 9) + b'"}'
+        canned.answers |= dict.fromkeys(("/view", "/queue"), (200, pack(text)))
+        if size == 100_000:
+            canned.call("fetch")
+            assert canned.part.read_bytes() == text
+            canned.call("withdraw")
+    with pytest.raises(NoSuchFileError, match=r"sends more than .* for /view"):
+        canned.call("fetch")
+    with pytest.raises(ForeignResponseError, match=r"sends more than .* for /queue"):
+        canned.call("withdraw")
+
+
+def test_encodings_that_expand_without_a_limit_are_refused(canned):
+    canned.answers["/queue"] = (200, gzip.compress(gzip.compress(b"{}")))
+    for encoding in ("gzip, gzip", "br", "zstd", "gzip,deflate"):
+        canned.encoding = encoding
+        with pytest.raises(ForeignResponseError, match=f"in the encoding.*{encoding}"):
+            canned.call("withdraw")
+
+
+def test_a_download_replaces_a_link_and_does_not_follow_it(canned, tmp_path):
+    canned.answers["/view"] = (200, b"12345")
+    (tmp_path / "victim").write_text("of somebody else")
+    canned.part.symlink_to(tmp_path / "victim")
+    canned.call("fetch")
+    assert (tmp_path / "victim").read_text() == "of somebody else"
+    assert canned.part.read_bytes() == b"12345"
+
+
+def test_a_file_that_cannot_be_written_is_no_silence(canned, tmp_path):
+    canned.answers["/view"] = (200, b"12345")
+    with pytest.raises(OSError, match="No such file") as refused:
+        canned.client.fetch(made("a.png"), tmp_path / "none" / "part")
+    assert not isinstance(refused.value, UnreachableError)
+
+
+def test_a_post_is_taken_back_if_outputs_or_the_id_are_dropped(canned):
+    canned.answers["/prompt"] = (200, {"prompt_id": "id", "number": 1, "node_errors": {}})
+    canned.call("post")
+    body = {"prompt": PROMPT, "prompt_id": "id", "client_id": "id"}
+    assert canned.requests == [("/prompt", body)]
+    canned.answers["/prompt"] = (200, DROPPED)
+    with pytest.raises(RefusedError):
+        canned.call("post")
+    # The remaining outputs must not run.
+    cancelled = [("/queue", {"delete": ["id"]}), ("/interrupt", {"prompt_id": "id"})]
+    assert canned.requests[2:] == cancelled
+    canned.answers["/prompt"] = (200, {"prompt_id": "another", "node_errors": {}})
+    with pytest.raises(NotComfyUIError):
+        canned.call("post")
+    assert canned.requests[-1] == ("/queue", {"delete": ["another"]})
+
+
+def history(outputs: Any, executed: str, status: str = "success", *, changes: Any = ()) -> Answer:
+    messages: list[Any] = [["execution_start", {}]]
+    if status in {"error", "interrupted"}:
+        error = {"node_id": "2", "node_type": "Save", "exception_message": "disk full\n"}
+        messages.append([f"execution_{status}", error])
+    ended = {"status_str": "success" if status == "success" else "error", "messages": messages}
+    entry = {"prompt": [1, "id", PROMPT, {}, [*executed]], "outputs": outputs, "status": ended}
+    return 200, {"id": entry | dict(changes)}
+
+
+VIDEOS = [{"filename": "a.mp4", "type": "output"}, {"filename": "p.png", "type": "temp"}]
+PICTURES = [{"filename": "b.png", "subfolder": "x", "type": "output"}]
+SAVED = {"3": {"images": PICTURES, "animated": [True]}, "2": {"gifs": VIDEOS, "text": ["hello"]}}
+
+
+def test_an_outcome_is_read_from_the_queue_and_the_history(canned):
+    canned.client.read_nodes()
+    canned.answers["/history/id"] = (200, {})
+    assert canned.call("outcome") == Unknown()
+    for place, begun in {"queue_pending": False, "queue_running": True}.items():
+        canned.answers["/queue"] = (200, {**IDLE, place: [[1, "id", PROMPT, {}, ["2", "3"]]]})
+        assert canned.call("outcome") == UnderWay(begun=begun)
+    canned.answers["/queue"] = (200, IDLE)
+    for status, outcome in {
+        "error": JobFailed(reason="node 2 (Save): disk full"),
+        "unexplained": JobFailed(reason="the server returned no reason"),
+        "interrupted": Interrupted(),
+    }.items():
+        canned.answers["/history/id"] = history({}, "23", status)
+        assert canned.call("outcome") == outcome
+    canned.answers["/history/id"] = history(SAVED, "23")
+    files = canned.call("outcome").files
+    assert [(file.node_id, file.subfolder, file.filename) for file in files] == [
+        ("2", "", "a.mp4"),
+        ("3", "x", "b.png"),
+    ]
+    odd = {"1": {"images": [{"filename": ["a.png"], "subfolder": 7, "type": "output"}]}}
+    canned.answers["/history/id"] = history(odd, "23")
+    assert [file.filename for file in canned.call("outcome").files] == ["['a.png']"]
+
+
+def test_workflow_without_an_answer(canned):
+    """A client killed during a post has not received `node_errors`."""
+    canned.client.read_nodes()
+    canned.answers["/history/id"] = history(SAVED, "2")
+    assert canned.call("outcome") == Unknown()
+    canned.answers["/prompt"] = (200, {"prompt_id": "id", "node_errors": {}})
+    canned.call("post")
+    assert isinstance(canned.call("outcome"), Ended)
+
+
+ODD_MESSAGES: list[Any] = [["execution_error", "too big"]], [["execution_error", [1]]], [[]]
+ODD_NODES: list[Any] = ["1"], {"1": "Save"}, {"1": {}}, {"1": {"class_type": []}}
+ODD_HISTORIES: list[dict[str, Any]] = [
+    {"outputs": [1]},
+    {"outputs": "none"},
+    {"status": None},
+    *({"status": {"status_str": "error", "messages": each}} for each in ODD_MESSAGES),
+    *({"prompt": [1, "id", each, {}, ["2"]]} for each in ODD_NODES),
+]
+
+
+def test_a_history_of_another_shape_is_no_answer(canned):
+    canned.client.read_nodes()
+    for changes in ODD_HISTORIES:
+        canned.answers["/history/id"] = history(SAVED, "32", changes=changes)
+        with pytest.raises(UnreachableError, match=ODD_SHAPE):
+            canned.call("outcome")
+
+
+def test_a_latent_is_uploaded_once_but_again_after_a_failure(canned):
+    """An upload truncates the file while another row may be reading it."""
+    uploaded = canned.answers["/upload/image"]
+    canned.answers["/upload/image"] = (500, b"oops")
+    with pytest.raises(UnreachableError):
+        canned.call("provide")
+    canned.answers["/upload/image"] = uploaded
+    for prompt_id, name in (("2", "x"), ("3", "x"), ("4", "y")):
+        canned.client.provide(prompt_id, canned.latent, f"continued/{name}.latent")
+    assert [route for route, _ in canned.requests] == ["/upload/image"] * 3
+    body = canned.requests[1][1]
+    assert LATENT in body
+    for name, value in (("type", "output"), ("subfolder", "continued"), ("overwrite", "true")):
+        assert f'name="{name}"\r\n\r\n{value}\r\n'.encode() in body
+    assert b'name="image"; filename="x.latent"' in body
+
+
+@pytest.mark.parametrize("call", ["outcome", "interrupt", "fetch"])
+def test_a_server_that_hangs_in_a_short_request_is_silent_soon(canned, monkeypatch, call):
+    monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        canned.client = ServerBackend(f"http://127.0.0.1:{mute.getsockname()[1]}")
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match="timed out"):
+            canned.call(call)
+        assert time.monotonic() - began < server_backend.TIMEOUT_SECONDS / 2
+
+
+def test_timeouts_of_workflows_and_files_are_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_backend, "STATUS_SECONDS", 0.5)
+    posted = b'{"prompt_id": "x"}'
+    sent = bytes(6)
+
+    def answer(slow: socket.socket) -> None:
+        for pause_s, content in ((0.8, posted), (0.1, sent)):
+            connection, _ = slow.accept()
+            with connection, connection.makefile("rb") as request:
+                request.readline()
+                # Unread body bytes would turn the close below into a reset.
+                request.read(int(parse_headers(request).get("Content-Length", 0)))
+                time.sleep(pause_s)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content))
+                for at in range(len(content)):
+                    time.sleep(0.1 if content is sent else 0.0)
+                    connection.sendall(content[at : at + 1])
+
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        thread = threading.Thread(target=answer, args=[slow])
+        thread.start()
+        client = ServerBackend(f"http://127.0.0.1:{slow.getsockname()[1]}")
+        client.post("x", {})
+        client.fetch(made("a.mp4"), tmp_path / "part")
+        thread.join()
+    assert (tmp_path / "part").read_bytes() == sent

@@ -1,0 +1,72 @@
+"""GGUF groups in every format, bit-equal in fp32 to the gguf package's arithmetic."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from wanstream.offload.formats.gguf_dequant import dequantise
+from wanstream.offload.formats.packing import QUANT_FORMATS, QuantFormat
+from wanstream.testing.quantised import random_groups
+
+
+@pytest.fixture(params=QUANT_FORMATS)
+def packing(request) -> QuantFormat:
+    return QUANT_FORMATS[request.param]
+
+
+def assert_equal_bits(groups: np.ndarray, packing: QuantFormat, stored=None) -> torch.Tensor:
+    """Compare the values' bits with the package's. NaNs with different payloads are equal."""
+    values = torch.full((len(groups), packing.values), torch.nan)
+    dequantise(torch.from_numpy(groups) if stored is None else stored, packing, values)
+    with np.errstate(all="ignore"):
+        kind = GGMLQuantizationType[packing.name]
+        expected = torch.from_numpy(gguf.quants.dequantize(groups, kind))
+    nan = expected.isnan()
+    assert torch.equal(values.isnan(), nan)
+    assert torch.equal(values[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+    return values
+
+
+def random(packing: QuantFormat, count: int, seed: int, **scale: float) -> np.ndarray:
+    kind = GGMLQuantizationType[packing.name]
+    return random_groups(kind, count, np.random.default_rng(seed), **scale)
+
+
+def test_sizes_are_those_of_ggml(packing):
+    sizes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[packing.name]]
+    assert sizes == (packing.values, packing.nbytes)
+
+
+def test_random_integers_under_a_sound_scale(packing):
+    """Every byte takes every value in the first draw."""
+    for scale, count in ((1.0, 4000), (0.0037, 50), (-2.5, 50), (6e-8, 50), (4000.0, 50)):
+        values = assert_equal_bits(random(packing, count, 1, scale=scale), packing)
+        assert values.isfinite().all()
+        assert len(values.unique()) > 10
+
+
+def test_random_bytes(packing):
+    """The scales have any size and sign, infinity and NaN included."""
+    groups = np.random.default_rng(2).integers(0, 256, (3000, packing.nbytes), dtype=np.uint8)
+    assert_equal_bits(groups, packing)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_values_quantised_by_the_package(name):
+    weights = np.random.default_rng(4).standard_normal((64, 256), dtype=np.float32)
+    packing = QUANT_FORMATS[name]
+    groups = gguf.quants.quantize(weights, GGMLQuantizationType[name]).reshape(-1, packing.nbytes)
+    values = assert_equal_bits(groups, packing)
+    assert (values.view(64, 256) - torch.from_numpy(weights)).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("offset", [2, 34])
+def test_groups_may_lie_at_any_even_address(packing, offset):
+    groups = random(packing, 40, 5)
+    moved = torch.zeros(groups.size + 64, dtype=torch.uint8)[offset : offset + groups.size]
+    moved.view(groups.shape).copy_(torch.from_numpy(groups))
+    assert_equal_bits(groups, packing, moved.view(groups.shape))

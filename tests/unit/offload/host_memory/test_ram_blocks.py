@@ -1,0 +1,168 @@
+"""RAM-resident blocks: reads follow the policy, also after errors and interrupts."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from wanstream.offload.core.pages import in_pages
+from wanstream.offload.formats import read_header
+from wanstream.offload.formats.layout import block_format
+from wanstream.offload.sources import FileSource
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan.programs import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
+from wanstream.tests.support.offload.streaming import (
+    BLOCK_BYTES,
+    BLOCKS,
+    CPU,
+    IN_RAM,
+    LAYERWISE,
+    STEPS,
+    WIDTH,
+    attach,
+    plainly,
+    raise_at,
+    stream,
+)
+
+
+def some(blocks: int, **settings: int) -> OffloadPolicy:
+    policy = OffloadPolicy.block_swap(**settings) if settings else LAYERWISE
+    return replace(policy, source="pinned", ram_blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [
+        (LAYERWISE, [36, 36]),
+        (some(0), [36, 36]),
+        # Three per expert. The other three are read in each step.
+        (some(6), [6 + 18, 18]),
+        (some(12), [12, 0]),
+        # Streamed blocks. Residents are read once a stage.
+        (some(6, blocks_to_swap=3), [6 + 6, 6]),
+    ],
+    ids=str,
+)
+def test_reads_of_two_runs(stacks, slow, policy, reads):
+    steps = ["high"] * 3 + ["low"] * 3
+    expected = plainly(stacks, steps)
+    with attach(stacks, policy, source=slow) as engine:
+        for count in reads:
+            slow.reads.clear()
+            value, run = stream(engine, stacks, steps)
+            assert torch.equal(value, expected)
+            assert len(slow.reads) == count
+        assert run.reads == [], "other raw blocks are read straight into their buffer"
+        assert engine.host_bytes == (policy.ram_blocks or 0) * in_pages(BLOCK_BYTES)
+        assert engine.pinned_bytes == 0
+    assert engine.host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "fail_at"), [(IN_RAM, 7), (some(5), 0), (LAYERWISE, 3)], ids=str
+)
+def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, slow, policy, fail_at):
+    """Earlier visits succeed: their blocks were read before."""
+    expected = plainly(stacks)
+    with attach(stacks, policy, source=slow) as engine:
+        slow.fail_at = fail_at
+        reached: list[int] = []
+        with pytest.raises(SourceError, match="the disk went away at") as failed:
+            stream(engine, stacks, during=reached.append)
+        if policy.ram_blocks is None:  # the order of reads is the order of visits
+            key = BlockKey(STEPS[len(reached) // BLOCKS], len(reached) % BLOCKS)
+            assert str(key) in str(failed.value)
+        contents = set(engine.ram.contents().values())
+        assert contents <= set(slow.reads)
+        slow.fail_at = None
+        slow.reads.clear()
+        assert torch.equal(stream(engine, stacks)[0], expected)
+        assert not (contents if policy == IN_RAM else set()) & set(slow.reads)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stop_at"), [(IN_RAM, 0), (some(5), 1), (IN_RAM, 5), (some(5), 8)], ids=str
+)
+def test_an_interrupted_run_keeps_whole_reads_only(stacks, slow, policy, stop_at):
+    expected = plainly(stacks)
+    interrupt = raise_at(stop_at)
+    with attach(stacks, policy, source=slow) as engine:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            engine.run(step_visits(STEPS, engine.block_counts)) as run,
+        ):
+            for number, visit in enumerate(run.program.visits):
+                with run.visit(*visit):
+                    interrupt(number)
+        contents = engine.ram.contents()
+        last = {fetch.buffer: fetch.block for fetch in run.reads}
+        assert {index: contents.get(index) for index in last} == last
+        assert torch.equal(stream(engine, stacks)[0], expected)
+    ours = ("wanstream-fetch", "wanstream-ram", "wanstream-read")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(ours)]
+
+
+def test_an_early_end_wakes_every_wait(stacks):
+    """The read thread waits for a slot and the fetch thread for a visit. Both are woken."""
+    gate = threading.Event()
+
+    class Gate(ModuleSource):
+        def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+            gate.wait(60)
+            super().read_block(key, into)
+
+    with attach(stacks, some(2), source=Gate(stacks)) as engine:
+        visits = step_visits(STEPS, engine.block_counts)
+        with engine.run(visits):
+            gate.set()
+        with engine.run(visits) as run, run.visit(0, "high", 0):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads", "moves"),
+    [
+        (LAYERWISE, [BLOCKS, BLOCKS], [BLOCKS, BLOCKS]),
+        (IN_RAM, [BLOCKS, 0], [BLOCKS, BLOCKS]),
+        (some(2), [BLOCKS, BLOCKS - 2], [BLOCKS, BLOCKS]),
+        (OffloadPolicy.resident(), [BLOCKS, 0], [BLOCKS, 0]),
+    ],
+    ids=str,
+)
+def test_the_timeline_counts_reads_and_decoding(tmp_path, policy, reads, moves):
+    """One-matrix blocks in fp16 are decoded to fp32 on arrival."""
+    weights = {f"{i}": torch.randn(WIDTH, WIDTH).half() for i in range(BLOCKS)}
+    save_file(weights, tmp_path / "blocks.safetensors")
+    places = read_header(tmp_path / "blocks.safetensors").tensors
+    blocks = {BlockKey("high", i): {"weight": places[f"{i}"]} for i in range(BLOCKS)}
+    source = FileSource(blocks, computed_dtypes=torch.float32)
+    stacks = {"high": [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in blocks]}
+    recorder = Recorder(CPU)
+    with attach(stacks, policy, source=source) as engine, torch.no_grad():
+        stream(engine, stacks, ["high"] * 2, recorder=recorder)
+    timeline = recorder.timeline()
+    nbytes = WIDTH * WIDTH * 2
+    assert timeline.first_block_s is not None
+    for step, read, moved in zip(timeline.steps, reads, moves, strict=True):
+        assert (step.transfers.read_bytes, step.bytes_moved) == (read * nbytes, moved * nbytes)
+        assert (step.decode_s > 0) == (moved > 0)
+        assert step.wall_s >= step.compute_s + step.stall_s + step.decode_s
+
+
+def test_too_much_ram_is_refused_before_anything_changes(stacks):
+    source = ModuleSource(stacks)
+    weight = stacks["high"][0].up.weight
+    shapes = {"up.weight": ((1 << 44,), torch.uint8), "down.weight": ((1,), torch.uint8)}
+    source.formats = dict.fromkeys(source.formats, block_format(shapes, torch.uint8))
+    with pytest.raises(SourceError, match=r"GB of RAM for 12 blocks, .* GB are available"):
+        attach(stacks, IN_RAM, source=source)
+    assert stacks["high"][0].up.weight is weight

@@ -1,0 +1,300 @@
+"""First-block cache and EasyCache: equal to diffusers' or the definition, and bytes saved."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig
+
+from wanstream.sampling.cache import EasyCache
+from wanstream.sampling.cache.base import LaneName, PassStart, Stage
+from wanstream.sampling.cache.easycache import _distance, computed_steps
+from wanstream.sampling.cache.first_block import FirstBlockSteps, _abs_distance
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.steps import RequestError, RunSlice
+from wanstream.sampling.steps.parallel import LOCAL_FORWARD
+from wanstream.sampling.steps.solvers import Solver
+from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.sampling.runs import (
+    LAYERWISE,
+    Models,
+    changed_request,
+    latents_of,
+    normal,
+    run,
+    skipped,
+)
+from wanstream.tests.support.sampling.short_memory import ShortOnce
+
+pytestmark = pytest.mark.usefixtures("exact_blocks")
+
+LAYERS, STEPS, SWITCH = 4, 8, 4
+DEEP = OffloadPolicy.layerwise(3)
+POLICIES = [
+    OffloadPolicy.resident(),
+    OffloadPolicy.layerwise(0),
+    OffloadPolicy.block_swap(2, 1, source="pinned"),
+]
+FIRST = FirstBlockCache
+EASY = EasyCache
+SOME = {FIRST: FIRST(threshold=0.55), EASY: EASY(threshold=0.8)}
+"""Skips in some steps, and with the first block in some steps for one lane only.
+
+Thresholds are large because these experts' outputs change a lot when the input changes little.
+"""
+
+both = pytest.mark.parametrize("kind", [FIRST, EASY])
+
+
+@torch.inference_mode()
+def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
+    """Reference loop on whole models, with diffusers' cache around each."""
+    for model in models.values():
+        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    plan = request.step_plan
+    latents = request.noise
+    solver = Solver(request.solver, plan.schedule)
+    for step in plan.steps:
+        model = models[plan.experts[step]]
+        time = torch.tensor([plan.schedule.timesteps[step]])
+        found = []
+        for branch, text in (("cond", request.positive), ("uncond", request.negative)):
+            with model.cache_context(branch):
+                found.append(model(latents, time, text, return_dict=False)[0])
+        positive, negative = found
+        latents = solver.step(negative + plan.guidance[step] * (positive - negative), latents)
+    return latents
+
+
+@torch.inference_mode()
+def defined(
+    models: Models, request: DenoiseRequest, threshold: float
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the latents and skipped steps of EasyCache's definition, for whole models."""
+    plan = request.step_plan
+    latents = request.noise
+    left_out = []
+    solver = Solver(request.solver, plan.schedule, request.start_step)
+    expert = ""
+    factor = math.nan
+    total = 0.0
+    history = []
+    before = latents
+    for step in plan.steps:
+        if plan.experts[step] != expert:
+            expert = plan.experts[step]
+            factor = math.nan
+            total = 0.0
+            history = []
+        if history:
+            moved = (latents.double() - before.double()).abs().sum()
+            total += factor * float(moved / history[-1][1].double().abs().mean())
+        before = latents
+        if len(history) >= 2 and step != STEPS - 1 and total / latents.numel() < threshold:
+            left_out.append(step)
+            found = [latents + (output - history[-1][0]) for output in history[-1][1]]
+        else:
+            time = torch.tensor([plan.schedule.timesteps[step]])
+            total = 0.0
+            texts = request.positive, request.negative
+            found = [models[expert](latents, time, text, return_dict=False)[0] for text in texts]
+            if history:
+                old_input, old = history[-1]
+                changed = (torch.stack(found).double() - old.double()).abs().mean()
+                factor = float(changed / (latents.double() - old_input.double()).abs().mean())
+            history.append((latents, torch.stack(found)))
+        positive, negative = found
+        latents = solver.step(negative + plan.guidance[step] * (positive - negative), latents)
+    return latents, left_out
+
+
+@pytest.mark.parametrize(("threshold", "left_out"), [(0.67, [6]), (0.8, [2, 6])])
+def test_easycache_is_its_definition(
+    threshold, left_out, open_pair, plain_models, make_eight_steps
+):
+    request = make_eight_steps(cache=EASY(threshold=threshold))
+    latents, expected = defined(plain_models(), request, threshold)
+    result = run(open_pair(), request)
+    assert skipped(result) == expected == left_out
+    assert torch.equal(result.latents, latents)
+
+
+@pytest.mark.parametrize(("threshold", "lanes"), [(0.55, {0, 1, 2}), (1e9, {0, 2})])
+def test_the_first_block_cache_is_diffusers(
+    threshold, lanes, open_pair, plain_models, make_eight_steps
+):
+    request = make_eight_steps(cache=FIRST(threshold=threshold))
+    result = run(open_pair(), request)
+    expected = with_diffusers_cache(plain_models(), request, threshold)
+    assert torch.equal(result.latents, expected)
+    steps = result.timeline.steps
+    assert {step.skipped_lanes for step in steps} == lanes
+    assert all((step.skipped_visits == LAYERS - 1) == (step.skipped_lanes == 2) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("cache", "policy"),
+    [
+        (FIRST(threshold=0.0), LAYERWISE),
+        (EASY(threshold=0), OffloadPolicy.resident()),
+        (EASY(retention=1.0), LAYERWISE),
+    ],
+    ids=str,
+)
+def test_a_cache_that_skips_nothing_changes_no_bit(cache, policy, open_pair, make_eight_steps):
+    pair = open_pair(layers=2)
+    cached = run(pair, make_eight_steps(cache=cache), policy)
+    assert torch.equal(cached.latents, latents_of(pair, make_eight_steps(), policy))
+    assert skipped(cached) == []
+
+
+@both
+def test_no_policy_changes_a_bit(kind, open_pair, make_eight_steps):
+    pair = open_pair()
+    request = make_eight_steps(cache=SOME[kind])
+    expected = run(pair, request)
+    for policy in (*POLICIES, POLICIES[-1]):  # the last run starts from kept blocks
+        found = run(pair, request, policy)
+        assert torch.equal(found.latents, expected.latents)
+        assert skipped(found) == skipped(expected) != []
+
+
+def test_easycache_skips_every_block(open_pair, make_eight_steps):
+    pair = open_pair()
+    request = make_eight_steps(cache=EASY(threshold=1e9))
+    steps = run(pair, request, OffloadPolicy.layerwise(2)).timeline.steps
+    blocks = [step.bytes_moved / pair.block_bytes.stored for step in steps]
+    assert sum(blocks) <= 5 * LAYERS + 2 * 3
+    assert blocks[2] <= 3
+    assert [step.skipped_lanes for step in steps] == [0, 0, 2, 2, 0, 0, 2, 0]
+    assert [step.skipped_visits for step in steps] == [0, 0, LAYERS, LAYERS, 0, 0, LAYERS, 0]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_every_fetched_block_is_used(ahead, watched, make_eight_steps):
+    """Exception: blocks prefetched at an expert's end.
+
+    A fetch issued for a skipped step serves the next one.
+    """
+    timeline = run(
+        watched, make_eight_steps(cache=SOME[FIRST]), OffloadPolicy.layerwise(ahead)
+    ).timeline
+    computed = [step for step in timeline.steps if not step.skipped_visits]
+    assert 2 < len(computed) < STEPS
+    fetched = sum(len(each.fetched) for each in watched.runs)
+    needed = len(computed) * (LAYERS - 1) + 2  # each expert's first block is resident
+    # A run ended before the next fetch is issued leaves the step's last block. The next run
+    # keeps it.
+    kept = sum(len(each.program.initial) for each in watched.runs)
+    assert needed - kept <= fetched <= needed + 2 * (ahead + 1)
+    assert timeline.bytes_moved == fetched * watched.pair.block_bytes.stored
+    assert len(watched.runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
+
+
+def test_the_first_block_is_looked_at_before_the_next_poll(open_pair, make_eight_steps):
+    """A run can be stopped in a step that needs one block, as in any other."""
+    polls = list[int]()
+    request = make_eight_steps(cache=FIRST(threshold=1e9))
+    run(open_pair(), request, should_stop=lambda: bool(polls.append(1)))
+    assert len(polls) == 2 * LAYERS + (STEPS - 2)
+
+
+@both
+@pytest.mark.slow  # several loop runs
+def test_a_step_with_a_shortage_decides_as_without_one(kind, open_pair, make_eight_steps):
+    """The shortage comes at a block, or behind the blocks: a step is not its own past."""
+    request = make_eight_steps(cache=SOME[kind])
+    whole = run(open_pair(), request, DEEP)
+    uses = [(use, False) for use in range(1, 2 * LAYERS * len(skipped(whole)), 5)]
+    for use, behind in [*uses, (1, True), (3, True), (5, True), (2 * SWITCH + 1, True)]:
+        disturbed = run(ShortOnce(open_pair(), use, behind=behind), request, DEEP)
+        assert torch.equal(disturbed.latents, whole.latents), use
+        assert skipped(disturbed) == skipped(whole)
+
+
+@pytest.mark.parametrize(("kind", "computed"), [(FIRST, [1, 4]), (EASY, [1, 2, 4, 5, 7])])
+def test_a_resumed_run_measures_again(kind, computed, open_pair, make_eight_steps):
+    pair = open_pair(layers=2)
+    request = make_eight_steps(cache=kind(threshold=1e9))
+    states = list[Any]()
+    run(pair, request, on_step=lambda step: states.append(step.state()))
+    rest = run(pair, request, part=RunSlice(resume=states[0]))
+    assert sorted({*range(1, STEPS)} - {*skipped(rest)}) == computed
+
+
+@pytest.mark.parametrize(("kind", "computed"), [(FIRST, [0, 3]), (EASY, [0, 1, 3, 4, 7])])
+def test_another_number_of_lanes_begins_anew(kind, computed, open_pair, make_eight_steps):
+    changes = {"guidance_steps": (3.0,) * 3 + (1.0,) * (STEPS - 3), "switch_step": 0}
+    result = run(open_pair(layers=2), make_eight_steps(cache=kind(threshold=1e9), **changes))
+    assert sorted({*range(STEPS)} - {*skipped(result)}) == computed
+
+
+def test_easycache_computes_first_and_last_steps():
+    names = (LaneName(0, 0),)
+    steps = {step: (Stage("high" if step < 20 else "low"), names) for step in range(40)}
+    assert computed_steps(steps, 0.2) == {0, 1, 2, 3, 20, 21, 22, 23, 39}
+    assert computed_steps(steps, 0.0) == {0, 1, 20, 21, 39}
+    assert computed_steps({}, 0.2) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("change", "going"), [(0.25, ()), (0.75, (0,))], ids=["skipped", "computed"]
+)
+def test_a_change_is_measured_in_the_video_alone(change, going):
+    """The video's residuals change by less and by more than the threshold.
+
+    The residuals next to the video are huge.
+    """
+    cache = FirstBlockSteps(0.5, LOCAL_FORWARD)
+    name = LaneName(0, 0)
+    video = slice(2, 6)
+
+    def decided(step: int, of_video: float, of_others: float) -> Sequence[int]:
+        hidden = torch.full((1, 9, 4), of_others)
+        hidden[:, video] = of_video
+        start = PassStart(step, Stage("high"), [name], [name], torch.nn.Identity())
+        steps = cache.begin(start)
+        steps.entered(0, torch.zeros_like(hidden), hidden, video)
+        decision = steps.choose()
+        for lane in decision.lanes:
+            steps.ended(lane, hidden)
+        return decision.lanes
+
+    assert tuple(decided(0, 1.0, 1e6)) == (0,), "nothing to compare with"
+    # In all tokens, the first change would be far above the threshold, the second far below.
+    assert tuple(decided(1, 1.0 + change, 1e6 if going else -1e6)) == going
+
+
+@pytest.mark.parametrize("distance", [_distance, _abs_distance])
+def test_a_device_needs_no_float64(distance):
+    now = normal(1, 9000, 256, seed=0).bfloat16()
+    found = distance(now, torch.zeros_like(now))
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(now.double().abs().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (FIRST, "threshold", (-0.1, math.nan, math.inf)),
+        (EASY, "threshold", (-0.1, math.nan, math.inf)),
+        (EASY, "retention", (-0.1, 1.1, math.nan)),
+    ],
+)
+def test_bad_settings_are_refused(kind, name, values):
+    for value in values:
+        with pytest.raises(RequestError, match=name):
+            kind(**{name: value})
+
+
+@both
+def test_a_request_with_a_cache_travels(kind, make_eight_steps):
+    request = pickle.loads(pickle.dumps(make_eight_steps(cache=SOME[kind])))  # noqa: S301 - our own
+    assert request.options.cache == SOME[kind]
+    assert changed_request(request, cache=None).options.cache is None

@@ -1,0 +1,114 @@
+"""Wan variants, refused by class name, header or tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+from safetensors.torch import load_file
+
+from wanstream.tests.support.offload.edited_files import close_gguf, rewrite
+from wanstream.wan.checkpoint.detect import OTHER_MODELS, refuse_other_models
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.checkpoint.open import open_expert
+
+
+def _config(**transformer: Any) -> str:
+    return json.dumps({"transformer": transformer})
+
+
+# ComfyUI cannot load a non-object config either.
+HEADERS = [
+    (_config(model_type="animate2"), "its header says that model_type is 'animate2'"),
+    (_config(model_type=["t2v"]), r"model_type is \['t2v'\]"),
+    (_config(model_type="t2v", causal_ar=True), "is a causal model"),
+    (_config(image_model="flux"), "image_model is 'flux'"),
+    ("[" * 100_000, "has a config in its header that is not JSON"),
+    ("[]", "is not a JSON object"),
+    (json.dumps({"transformer": "t2v"}), "is not a JSON object"),
+    (_config(model_type="t2v", causal_ar=False), None),
+    (_config(model_type="ti2v", dim=5120), None),
+    ("{}", None),
+]
+
+
+@pytest.mark.parametrize(("config", "refusal"), HEADERS, ids=[row[0][:60] for row in HEADERS])
+def test_config_in_the_header(tiny_expert_file, tmp_path, config, refusal):
+    path = rewrite(tiny_expert_file(), tmp_path / "expert.safetensors", {}, {"config": config})
+    if refusal is None:
+        assert open_expert(path).config.family == "t2v"
+        return
+    with pytest.raises(CheckpointError, match=refusal):
+        open_expert(path)
+
+
+def test_config_in_a_gguf_header(tiny_expert_file, tmp_path):
+    path = tmp_path / "expert.gguf"
+    writer = GGUFWriter(path, "wan")
+    writer.add_string("config", _config(model_type="animate2"))
+    for name, tensor in load_file(tiny_expert_file()).items():
+        writer.add_tensor(name, tensor.flatten(2).numpy() if tensor.ndim == 5 else tensor.numpy())
+    close_gguf(writer)
+    with pytest.raises(CheckpointError, match="model_type is 'animate2'"):
+        open_expert(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        (
+            {"_class_name": "WanVACETransformer3DModel"},
+            "is a WanVACE.*, not a WanTransformer3DModel",
+        ),
+        ({"_class_name": "WanAnimateModel"}, "is a WanAnimateModel, not .* or WanModel"),
+        ({"_class_name": "WanModel", "model_type": "vace"}, "has the model_type 'vace'"),
+        ({"_class_name": "WanModel", "model_type": "t2v", "dim": 128}, None),
+        ({"_class_name": "WanTransformer3DModel", "model_type": "vace"}, None),
+        ({}, None),
+    ],
+)
+def test_class_in_a_folder(tiny_expert_file, tmp_path, config, refusal):
+    shutil.copy(tiny_expert_file(), tmp_path / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if refusal is None:
+        assert open_expert(tmp_path).config.family == "t2v"
+        return
+    with pytest.raises(CheckpointError, match=refusal):
+        open_expert(tmp_path)
+
+
+# Tensors by which ComfyUI detects variants (comfy/model_detection.py), and names in our refusal.
+VARIANTS = {
+    "vace_patch_embedding.weight": "VACE",
+    "vace_blocks.0.after_proj.weight": "VACE",
+    "control_adapter.conv.weight": "camera control",
+    "casual_audio_encoder.encoder.final_linear.weight": "speech-to-video",
+    "audio_proj.audio_proj_glob_1.layer.bias": "HuMo",
+    "audio_proj.proj1.weight": "InfiniteTalk",
+    "face_adapter.fuser_blocks.0.k_norm.weight": "Animate",
+    "motion_encoder.enc.net_app.convs.0.1.bias": "Animate",
+    "patch_embedding_mask.weight": "SCAIL-2",
+    "patch_embedding_pose.weight": "SCAIL model",
+    "patch_embedding_global.weight": "WanDancer",
+    "img_emb.emb_pos": "first and last frame",
+}
+
+
+@pytest.mark.parametrize(("key", "name"), VARIANTS.items())
+def test_variant_is_named_by_its_tensor(key, name):
+    with pytest.raises(CheckpointError, match=name) as refused:
+        refuse_other_models(Path("x"), ["blocks.0.ffn.0.weight", key])
+    assert key in str(refused.value)
+
+
+def test_every_variant_is_in_the_table():
+    starts = {start for found, model in OTHER_MODELS for start in found if "LoRA" not in model}
+    # Further tensors of variants that are in the table.
+    further = {"pose_patch_embedding.", "audio_injector.", "trainable_cond_mask."}
+    further |= {"condition_embedder.image_embedder.pos_embed"}
+    known = {start for start in starts if any(key.startswith(start) for key in VARIANTS)}
+    assert starts - known == further

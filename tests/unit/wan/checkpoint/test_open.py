@@ -1,0 +1,248 @@
+"""Opened experts: each parameter's location and value in every layout, and named faults."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wanstream.testing.experts import block_linears, save_expert_file
+from wanstream.tests.support.offload.edited_files import rewrite, zeros
+from wanstream.tests.support.wan.number_formats import json_tensor
+from wanstream.tests.support.wan.opened_experts import assert_holds, decoded
+from wanstream.tests.support.wan.quantised_files import FP8_E5M2_LAYOUTS, FP8_LAYOUTS
+from wanstream.tests.support.wan.quantised_files import dequantised as dequantised_model
+from wanstream.wan.checkpoint.files import WEIGHTS, CheckpointError
+from wanstream.wan.checkpoint.open import open_expert
+
+PREFIX = "model.diffusion_model."
+PATCHES, NORM = "patch_embedding.weight", "blocks.1.norm3.bias"
+TIME = "time_projection.1"
+Q = "blocks.1.self_attn.q"
+HEADER = "_quantization_metadata"
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+INT32 = torch.int32
+
+
+def public(config):
+    return {name: value for name, value in config.items() if not name.startswith("_")}
+
+
+def in_dtype(model, dtype):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    return model
+
+
+def rounded_matrices(model, dtype):
+    for linear in block_linears(model).values():
+        linear.weight.data = linear.weight.data.to(dtype).float()
+    return model
+
+
+@pytest.fixture
+def edited(tiny_expert_file, tmp_path):
+    """`edited(change, header=None, **file)`: a changed tiny file, with ComfyUI's keys."""
+
+    def edit(change, header=None, **file):
+        metadata = None if header is None else {HEADER: header}
+        return rewrite(tiny_expert_file(**file), tmp_path / "edited.safetensors", change, metadata)
+
+    return edit
+
+
+class TestLayouts:
+    @pytest.mark.parametrize(("shards", "in_channels"), [(1, 36), (4, 16)])
+    def test_diffusers_folder(self, tiny_expert_folder, make_tiny_expert, shards, in_channels):
+        folder = tiny_expert_folder(shards=shards, in_channels=in_channels)
+        for path in (folder, folder / WEIGHTS) if shards == 1 else (folder,):
+            expert = open_expert(path)
+            assert expert.config.in_channels == in_channels
+            assert_holds(expert, make_tiny_expert(in_channels=in_channels))
+
+    @pytest.mark.parametrize(("dtype", "prefix"), [(torch.float16, PREFIX), (torch.bfloat16, "")])
+    def test_native_file(self, tiny_expert_file, make_tiny_expert, dtype, prefix):
+        expert = open_expert(tiny_expert_file(dtype=dtype, prefix=prefix))
+        assert {tensor.dtype for tensor in expert.weights.values()} == {dtype}
+        assert_holds(expert, in_dtype(make_tiny_expert(), dtype))
+
+    def test_fp8_file(self, tiny_expert_file, make_tiny_expert, caplog):
+        model = make_tiny_expert(dequantised_from=torch.float16, layers=1)
+        for layout in FP8_LAYOUTS:
+            given = {"fp8": layout, "dtype": torch.float16, "prefix": PREFIX, "layers": 1}
+            expert = open_expert(tiny_expert_file(**given))
+            assert len(expert.scales) == 10, "the matrices of a block"
+            assert_holds(expert, model)
+            assert caplog.records == []
+
+    def test_fp8_outside_the_blocks(self, edited, make_tiny_expert):
+        original = make_tiny_expert().condition_embedder.time_proj.weight
+        codes = (original * 2).to(E4M3)
+        change = {f"{TIME}.weight": codes, f"{TIME}.scale_weight": torch.tensor(0.5)}
+        values = decoded(open_expert(edited(change, fp8="scaled_fp8")))
+        assert torch.equal(values["condition_embedder.time_proj.weight"], codes.float() * 0.5)
+
+    @pytest.mark.parametrize("kind", FP8_E5M2_LAYOUTS)
+    def test_e5m2_with_scales(self, tmp_path, make_tiny_expert, caplog, kind):
+        model = make_tiny_expert(layers=1)
+        path = tmp_path / "expert.safetensors"
+        save_expert_file(model, path, dtype=torch.float16, quantised=FP8_E5M2_LAYOUTS[kind])
+        expert = open_expert(path)
+        assert {expert.weights[name].dtype for name in expert.scales} == {E5M2}
+        assert_holds(expert, dequantised_model(model, dtype=torch.float16, fp8=E5M2))
+        assert caplog.records == []
+
+    @pytest.mark.parametrize(("dtype", "everything"), [(E4M3, False), (E5M2, True)], ids=str)
+    def test_plain_cast_is_logged(self, edited, make_tiny_expert, caplog, dtype, everything):
+        """Cast only block matrices, or every tensor in the file."""
+
+        def cast(tensors):
+            chosen = [
+                key
+                for key in tensors
+                if everything
+                or (key.startswith("blocks.") and key.endswith(".weight") and ".norm" not in key)
+            ]
+            return {key: tensors[key].to(dtype) for key in chosen}
+
+        path = edited(cast)
+        expert = open_expert(path)
+        assert expert.scales == {}
+        assert_holds(
+            expert, (in_dtype if everything else rounded_matrices)(make_tiny_expert(), dtype)
+        )
+        (note,) = caplog.records
+        assert (note.name, note.levelname) == ("wanstream.checkpoint", "WARNING")
+        assert all(text in note.getMessage() for text in (str(path), "plain casts", "GGUF"))
+
+    def test_config_is_that_of_the_model(self, tiny_expert_file, make_tiny_expert):
+        shape = {"layers": 3, "heads": 3, "ffn_dim": 256, "in_channels": 36}
+        expert = open_expert(tiny_expert_file(**shape))
+        rebuilt = WanTransformer3DModel(**expert.config.model_arguments())
+        assert public(rebuilt.config) == public(make_tiny_expert(**shape).config)
+        assert expert.config.family == "i2v"
+
+
+WRONG_TENSORS = [
+    ({"blocks.2.ffn.0.weight": None}, "blocks.2.ffn.net.0.proj.weight .*is missing"),
+    ({"head.head.weight": None}, r"proj_out.weight \(natively head.head.weight\) is missing"),
+    ({"head.head.bias": None}, r"proj_out.bias \(natively head.head.bias\) \[64\] is missing"),
+    ({NORM: zeros(255)}, r"blocks.1.norm3.bias .*is \[255\]; \[256\] is expected"),
+    ({NORM: zeros(256, dtype=torch.int8)}, "blocks.1.norm3.bias .*is torch.int8"),
+    ({PATCHES: zeros(256, 64)}, r"patch_embedding.weight is \[256, 64\]; 5 sizes"),
+    ({PATCHES: zeros(200, 16, 1, 2, 2)}, "200 wide"),
+    ({PATCHES: zeros(256, 24, 1, 2, 2)}, "24 channels"),
+    ({PATCHES: zeros(256, 20, 1, 2, 2)}, "is a SCAIL model.* takes 20 channels"),
+    ({"something.else": zeros(3)}, "something.else .*does not belong"),
+    ({"blocks.9.norm3.bias": zeros(256)}, "does not belong|blocks.4.* is missing"),
+    ({f"{PREFIX}head.head.bias": zeros(64)}, "head.head.bias means the same parameter"),
+    ({"img_emb.proj.0.weight": zeros(3)}, r"natively img_emb.proj.1.weight\) is missing"),
+    ({"img_emb.proj.1.weight": zeros(80, 80)}, "has an image branch, but takes 16 channels"),
+    ({"vace_blocks.0.after_proj.weight": zeros(3)}, "VACE.*vace_blocks.0"),
+    ({"ref_conv.weight": zeros(256, 48, 2, 2)}, "takes 48 channels, and the latents .* have 16"),
+    ({"ref_conv.weight": zeros(3)}, r"ref_conv.weight is \[3\]; 4 sizes"),
+    (dict.fromkeys, "not a Wan transformer: it holds no tensors"),
+    (lambda all: {**dict.fromkeys(all), "x": zeros(1)}, "not a Wan transformer.*x first"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), WRONG_TENSORS, ids=[text for _, text in WRONG_TENSORS]
+)
+def test_wrong_tensors_are_refused(edited, change, message):
+    path = edited(change)
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_expert(path)
+    assert str(path) in str(error.value)
+
+
+LAYER, FILE = "comfy_quant", "scaled_fp8"
+SCALE = f"{Q}.scale_weight"
+MARKER = f"{Q}.comfy_quant"
+WEIGHT = f"{Q}.weight"
+TIME_FP8 = zeros(1536, 256, dtype=E4M3)
+TEXT = torch.uint8
+WRONG_FP8 = [
+    (FILE, {SCALE: None}, f"{Q} is marked as quantised, but its scale {SCALE} is missing"),
+    (FILE, {SCALE: zeros(dtype=INT32)}, f"{SCALE} is torch.int32"),
+    (FILE, {"absent.scale_weight": zeros()}, "is a scale, but absent.weight is missing"),
+    (FILE, {f"{Q}.weight_scale": zeros()}, f"{Q} has two scales, "),
+    (LAYER, {WEIGHT: None}, f"{Q} is marked as quantised, but {WEIGHT} is missing"),
+    (LAYER, {WEIGHT: zeros(256, 256)}, f"{WEIGHT} is torch.float32 .* is marked"),
+    (LAYER, {MARKER: json_tensor({"format": "awq_w4a16"})}, f"{Q} is stored in .* 'awq_w4a16'"),
+    (LAYER, {MARKER: json_tensor({"format": ["float8_e5m2"]})}, "the quantisation format"),
+    (
+        LAYER,
+        {MARKER: json_tensor({"format": "float8_e5m2"})},
+        "is torch.float8_e4m3fn .*; .*e5m2 is",
+    ),
+    (LAYER, {MARKER: json_tensor(None)}, f"{MARKER} is not a JSON object"),
+    (LAYER, {MARKER: zeros(0, dtype=TEXT)}, f"{MARKER} is not JSON"),
+    (LAYER, {MARKER: torch.full((4096,), ord("["), dtype=TEXT)}, f"{MARKER} is not JSON"),
+    (LAYER, {MARKER: zeros(5)}, f"{MARKER} is torch.float32"),
+    (LAYER, {MARKER: zeros(5000, dtype=TEXT)}, f"{MARKER} is torch.uint8"),
+    (LAYER, {f"{TIME}.weight": TIME_FP8.to(E5M2)}, "fp8 without a scale, though"),
+    (FILE, {f"{TIME}.weight": TIME_FP8}, "its scale .* is missing"),
+    (
+        FILE,
+        {WEIGHT: zeros(256, 256, dtype=E5M2)},
+        f"{WEIGHT} is torch.float8_e5m2 .*e4m3fn is marked",
+    ),
+    (FILE, {"scaled_fp8": zeros(0, dtype=E5M2)}, "is torch.float8_e4m3fn .*; .*e5m2 is marked"),
+]
+
+
+@pytest.mark.parametrize(("fp8", "change", "message"), WRONG_FP8, ids=[row[2] for row in WRONG_FP8])
+def test_wrong_fp8_is_refused(edited, fp8, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_expert(edited(change, fp8=fp8))
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"layers": {Q: None}}, f"has None for the layer {Q}, not"),
+        ({"layers": {Q: "float9"}}, f"{Q} is stored in .* format"),
+        ({}, f"{HEADER} has no layers"),
+        ([Q], f"{HEADER} is not a JSON object"),
+        ("{", f"{HEADER} is not JSON"),
+    ],
+)
+def test_wrong_fp8_header_is_refused(edited, header, message):
+    text = header if isinstance(header, str) else json.dumps(header)
+    with pytest.raises(CheckpointError, match=message):
+        open_expert(edited({}, text, fp8="metadata"))
+
+
+def test_fp8_next_to_a_header_without_layers_is_refused(edited):
+    """Without marks and scales, the matrices would look like a plain cast."""
+
+    def drop_scales(tensors):
+        return {key: None for key in tensors if key.endswith(".weight_scale")}
+
+    with pytest.raises(CheckpointError, match="fp8 without a scale, though"):
+        open_expert(edited(drop_scales, json.dumps({"layers": {}}), fp8="metadata"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda whole: None, "No such file"),
+        (lambda whole: b"", "is empty: download it again"),
+        (lambda whole: b"PK\x03\x04rest of a zip", "pickle"),
+        (lambda whole: b"GGUF" * 9, "not a"),
+        (lambda whole: whole[:-1], "truncated"),
+    ],
+    ids=["missing", "empty", "pickle", "gguf", "truncated"],
+)
+def test_wrong_file_is_refused(tiny_expert_file, tmp_path, content, message):
+    path = tmp_path / "expert.safetensors"
+    written = content(tiny_expert_file().read_bytes())
+    if written is not None:
+        path.write_bytes(written)
+    with pytest.raises((ValueError, OSError), match=message) as error:
+        open_expert(path)
+    assert str(path) in str(error.value)

@@ -1,0 +1,287 @@
+"""Expert pair: streamed forwards against `from_pretrained`, engine lifetime, changed files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wanstream.block_kernels import Kernels
+from wanstream.plan.programs import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.offload.edited_files import rewrite
+from wanstream.tests.support.wan.opened_experts import FIRST_TIME, run_step, streamed, wan_config
+from wanstream.wan.checkpoint.meta_model import parameter_shapes
+from wanstream.wan.experts.open import open_experts
+
+HIGH = {"seed": 1}
+LOW = {"seed": 2}
+LAYERWISE = OffloadPolicy.layerwise(1)
+SWAP = OffloadPolicy.block_swap(2, 1)
+RESIDENT = OffloadPolicy.resident()
+PINNED = OffloadPolicy.layerwise(2, source="pinned")
+STEPS = ["high", "high", "low"]
+FP32 = torch.float32
+FP16 = torch.float16
+BF16 = torch.bfloat16
+
+
+def reference(folder, dtype):
+    """Return the model loaded by from_pretrained, copied to torch memory.
+
+    from_pretrained maps the file's pages. Another alignment alone changes last bits.
+    """
+    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval().requires_grad_(False)
+
+
+def reference_forward(model, lane, step=0):
+    dtype = model.patch_embedding.weight.dtype
+    time = torch.tensor([FIRST_TIME - step])
+    return model(lane.latents.to(dtype), time, lane.text.to(dtype), return_dict=False)[0]
+
+
+def run(pair, lane, policy=LAYERWISE, steps=STEPS):
+    """Return concatenated velocities of one run."""
+    return torch.cat(streamed(pair, policy, lane, steps=steps))
+
+
+class TestStreamed:
+    @pytest.mark.parametrize(
+        ("policy", "dtype"),
+        [(RESIDENT, FP32), (PINNED, BF16), (SWAP, FP32)],
+        ids=str,
+    )
+    def test_equals_from_pretrained(self, tiny_expert_folder, lane, dtype, policy):
+        folders = {"high": tiny_expert_folder(**HIGH, shards=2), "low": tiny_expert_folder(**LOW)}
+        models = {name: reference(folder, dtype) for name, folder in folders.items()}
+        with open_experts(folders["high"], folders["low"], compute_dtype=dtype) as pair:
+            pair.kernels = Kernels(math="exact")
+            velocities = streamed(pair, policy, lane, steps=STEPS)
+        for step, (expert, velocity) in enumerate(zip(STEPS, velocities, strict=True)):
+            assert torch.equal(velocity, reference_forward(models[expert], lane, step))
+
+    def test_fp8_equals_the_dequantised_model(self, tiny_expert_file, make_tiny_expert, lane):
+        path = tiny_expert_file(fp8="scaled_fp8", dtype=FP16, **HIGH)
+        with open_experts(path, path, compute_dtype=FP32) as pair:
+            pair.kernels = Kernels(math="exact")
+            velocity = run(pair, lane, steps=["low"])
+        model = make_tiny_expert(dequantised_from=FP16, **HIGH)
+        assert torch.equal(velocity, reference_forward(model, lane))
+
+    @pytest.mark.parametrize(
+        ("stored", "compute"), [(FP32, BF16), (FP16, FP32), (BF16, FP16)], ids=str
+    )
+    def test_outer_parameters_equal_from_pretrained(
+        self, tiny_expert_folder, tiny_expert_file, stored, compute, lane
+    ):
+        """Compare values and dtypes, also in parameters kept in fp32, and embedder rows."""
+        model = reference(tiny_expert_folder(dtype=stored), compute)
+        file = tiny_expert_file(dtype=stored)
+        with open_experts(file, file, compute_dtype=compute) as pair:
+            ours = pair.engine(LAYERWISE, "cpu").models["high"]
+            parameters = ours.named_parameters()
+            resident = {name: p for name, p in parameters if p.numel() and not p.is_meta}
+            # Weight and bias of two time layers, two text layers and the projection.
+            embedders = 2 * 5
+            assert len(resident) == len(list(model.parameters())) - 4 * 10 - embedders
+            for name, tensor in resident.items():
+                expected = model.get_parameter(name)
+                assert tensor.dtype == expected.dtype, name
+                assert torch.equal(tensor, expected), name
+            for name, buffer in model.named_buffers():
+                assert ours.get_buffer(name).dtype == buffer.dtype
+                assert torch.equal(ours.get_buffer(name), buffer)
+            time = torch.tensor([875.25])
+            [found] = ours.condition_embedder.rows(time, [lane.text])
+            assert all(parameter.is_meta for parameter in ours.condition_embedder.parameters())
+        expected = model.condition_embedder(time, lane.text.to(compute), None)
+        assert [tensor.dtype for tensor in found] == [compute] * 3
+        assert all(map(torch.equal, found, expected[:3]))
+
+    def test_outer_fp8_weights_are_decoded(
+        self, tiny_expert_file, tmp_path, make_tiny_expert, lane
+    ):
+        original = make_tiny_expert().condition_embedder.time_proj.weight
+        name = "time_projection.1"
+        codes = (original * 2).to(torch.float8_e4m3fn)
+        change = {f"{name}.weight": codes, f"{name}.scale_weight": torch.tensor([0.5])}
+        path = rewrite(tiny_expert_file(fp8="scaled_fp8"), tmp_path / "a.safetensors", change)
+        seen = []
+        with open_experts(path, path) as pair:
+            embedder = pair.engine(LAYERWISE, "cpu").models["high"].condition_embedder
+            hook = lambda projection, *_: seen.append(projection.weight.clone())  # noqa: E731
+            embedder.time_proj.register_forward_hook(hook)
+            embedder.rows(torch.tensor([500.0]), [lane.text])
+        assert len(seen) == 1
+        assert torch.equal(seen[0], (codes.float() * 0.5).to(BF16))
+
+    def test_pipeline_folder_stands_for_both(self, tiny_expert_folder, tmp_path, lane):
+        shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "transformer")
+        shutil.copytree(tiny_expert_folder(**LOW), tmp_path / "transformer_2")
+        experts = tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW)
+        with open_experts(tmp_path) as pair, open_experts(*experts) as other:
+            assert torch.equal(run(pair, lane), run(other, lane))
+
+
+@pytest.fixture
+def pair(tiny_expert_folder):
+    with open_experts(tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW)) as pair:
+        yield pair
+
+
+class TestEngine:
+    def test_takes_on_another_policy(self, pair, lane):
+        engine = pair.engine(LAYERWISE, "cpu")
+        expected = run(pair, lane)
+        assert pair.engine(LAYERWISE, torch.device("cpu")) is engine
+        assert pair.engine(SWAP, "cpu") is engine
+        assert torch.equal(run(pair, lane, SWAP), expected)
+        with pytest.raises(ValueError, match="blocks"):
+            pair.engine(OffloadPolicy.block_swap(5, 1), "cpu")
+        assert pair.engine(SWAP, "cpu") is engine
+
+    def test_closed_engine_does_nothing_and_the_pair_opens_again(self, pair, lane):
+        before = set(threading.enumerate())
+        # Held, so closing has to end the threads, not the collector.
+        engine = pair.engine(LAYERWISE, "cpu")
+        first = run(pair, lane)
+        models = [weakref.ref(model) for model in engine.models.bare.values()]
+        assert set(threading.enumerate()) > before
+        visits = step_visits(["high"], engine.block_counts)
+        gc.disable()
+        try:
+            pair.close()
+            assert [model() for model in models] == [None] * len(models)
+        finally:
+            gc.enable()
+        assert set(threading.enumerate()) == before
+        starts = (
+            lambda: engine.run(visits),
+            lambda: engine.programs(visits),
+            lambda: engine.set_policy(None),
+        )
+        for start in starts:
+            with pytest.raises(RuntimeError, match="detached"):
+                start()
+        pair.close()
+        assert pair.engine(LAYERWISE, "cpu") is not engine
+        assert torch.equal(run(pair, lane), first)
+
+    def test_engine_made_in_inference_mode_serves_outside(self, pair):
+        with torch.inference_mode():
+            model = pair.engine(LAYERWISE, "cpu").models["high"]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        assert [name for name, tensor in tensors if tensor.is_inference()] == []
+
+    def test_outer_bytes_are_those_of_the_models_looked_up(self, pair, lane):
+        models = pair.engine(LAYERWISE, "cpu").models
+        weights = pair.high.weights
+        embedders = sum(w.nbytes for name, w in weights.items() if name.startswith("condition_"))
+        in_blocks = 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
+        resident = sum(weight.nbytes for weight in weights.values()) - embedders - in_blocks
+        read = [models.non_block_bytes]
+        for expert in ("high", "high", "low"):
+            assert models[expert]
+            read.append(models.non_block_bytes)
+        models["low"].condition_embedder.rows(torch.tensor([500.0]), [lane.text])
+        assert read == [0, resident, resident, 2 * resident]
+        assert models.non_block_bytes == 2 * resident + embedders
+
+    def test_file_that_vanished_is_read_again_once_it_is_back(
+        self, tiny_expert_folder, tmp_path, lane
+    ):
+        folder = tmp_path / "expert"
+        away = tmp_path / "away"
+        shutil.copytree(tiny_expert_folder(**HIGH), folder)
+        with open_experts(folder, folder) as pair:
+            folder.rename(away)
+            engine = pair.engine(LAYERWISE, "cpu")
+            for _ in range(2):
+                with pytest.raises(OSError, match="expert"):
+                    engine.models["high"]
+            assert engine.models.non_block_bytes == 0
+            away.rename(folder)
+            run(pair, lane)
+
+    def test_running_engine_is_not_taken_away(self, pair, lane):
+        engine = pair.engine(LAYERWISE, "cpu")
+        visits = step_visits(["low"], engine.block_counts)
+        with torch.inference_mode(), engine.run(visits) as engine_run:
+            with pytest.raises(RuntimeError, match="running"):
+                pair.engine(OffloadPolicy.layerwise(2), "cpu")
+            assert pair.engine(LAYERWISE, "cpu") is engine
+            run_step(engine, engine_run, 0, "low", lane)
+
+
+def test_changed_file_never_runs_under_the_former_header(tiny_expert_file, tmp_path, lane):
+    file = Path(shutil.copy(tiny_expert_file(**HIGH), tmp_path / "expert.safetensors"))
+    pair = open_experts(file, file)
+    assert pair.is_current()
+    run(pair, lane)
+    pair.close()
+    Path(shutil.copy(tiny_expert_file(**LOW), tmp_path / "other")).replace(file)
+    assert not pair.is_current()
+    with pytest.raises(OSError, match="was changed after it was opened"):
+        run(pair, lane)
+    pair.close()
+    file.unlink()
+    assert not pair.is_current()
+
+
+OPEN_AND_MEASURE = """
+import sys
+from pathlib import Path
+
+import diffusers.loaders.single_file_utils
+from diffusers import WanTransformer3DModel
+from wanstream.wan import open_experts
+
+def peak_kib():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+before = peak_kib()
+pair = open_experts(*sys.argv[1:])
+print(peak_kib() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures the peak in /proc")
+def test_opening_two_experts_of_1_gb_takes_less_than_64_mb(tmp_path):
+    config = wan_config(heads=8, layers=30, ffn_dim=4096)
+    files = [tmp_path / f"{name}.safetensors" for name in ("high", "low")]
+    for file in files:
+        write_hollow_file(file, parameter_shapes(config))
+        assert file.stat().st_size > 1e9
+    command = [sys.executable, "-c", OPEN_AND_MEASURE, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) * 1024 < 64e6
+
+
+def write_hollow_file(path, shapes):
+    """Write a full-size bf16 safetensors file, with a hole as data to save disk space."""
+    header = {}
+    end = 0
+    for name, shape in shapes.items():
+        nbytes = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

@@ -1,0 +1,250 @@
+"""Single models in every file format: detection, streamed forwards, predicted memory, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import save_file
+
+from wanstream.block_kernels import Kernels
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.refs import ExpertsRef, LoraRef
+from wanstream.testing.quantised import save_expert_gguf
+from wanstream.tests.support.offload.edited_files import rewrite
+from wanstream.tests.support.sampling.runs import normal
+from wanstream.tests.support.wan.opened_experts import FIRST_TIME, streamed
+from wanstream.tests.support.wan.pipelines import distance
+from wanstream.tests.support.wan.quantised_files import matrices
+from wanstream.wan import ExpertPair, Lane
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.checkpoint.meta_model import embedder_part
+from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_single_model
+from wanstream.wan.lora.file import open_lora
+
+Shape = dict[str, int]
+T2V: Shape = {}
+IMAGE = {"in_channels": 36, "image_dim": 80}
+TI2V = {"in_channels": 48, "layers": 3}
+POLICY = OffloadPolicy.block_swap(2, 1)
+RESIDENT = OffloadPolicy.resident()
+Write = Callable[..., Path]
+
+
+def _lane(pair: ExpertPair) -> Lane:
+    config = pair.high.config
+    image = None if config.image_dim is None else normal(1, 17, config.image_dim, seed=3)
+    # diffusers treats all rows before the last 512 as the image.
+    text = normal(1, 7 if image is None else 512, 4096, seed=2)
+    return Lane(latents=normal(1, config.in_channels, 2, 4, 6, seed=1), text=text, image=image)
+
+
+def _velocity(pair: ExpertPair) -> torch.Tensor:
+    """Return the velocity of the second step."""
+    return streamed(pair, POLICY, _lane(pair), steps=["high", "high"])[1]
+
+
+def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
+    dtype = model.patch_embedding.weight.dtype
+    time = torch.tensor([FIRST_TIME - 1])
+    image = None if lane.image is None else lane.image.to(dtype)
+    latents = lane.latents.to(dtype)
+    text = lane.text.to(dtype)
+    with torch.inference_mode():
+        return model(latents, time, text, image, return_dict=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [({"heads": 3, "layers": 3}, torch.bfloat16), (IMAGE, torch.float32), (TI2V, torch.bfloat16)],
+    ids=["T2V of 3 heads", "I2V", "TI2V-5B"],
+)
+def test_equals_diffusers(shape, dtype, tiny_expert_folder):
+    folder = tiny_expert_folder(**shape)
+    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # aligned as our views are
+    with open_single_model(folder, compute_dtype=dtype) as pair:
+        pair.kernels = Kernels(math="exact")
+        assert torch.equal(_velocity(pair), _reference(model, _lane(pair)))
+
+
+@pytest.fixture
+def in_form(tiny_expert_file: Write, tiny_expert_folder: Write, tmp_path: Path) -> Write:
+    """`in_form(form, shape)`: a tiny model in this form."""
+
+    def write(form: str, shape: Shape) -> Path:
+        folder = tiny_expert_folder(**shape)
+        if form == "gguf":
+            model = WanTransformer3DModel.from_pretrained(folder)
+            save_expert_gguf(model, tmp_path / "wan.gguf", types=matrices("F32"))
+            return tmp_path / "wan.gguf"
+        if form == "pipeline":
+            (tmp_path / "transformer").symlink_to(folder)
+            return tmp_path
+        if form == "shards":
+            return tiny_expert_folder(**shape, shards=3)
+        prefix = "model.diffusion_model." if form == "prefixed" else ""
+        return tiny_expert_file(**shape, prefix=prefix, fp8="scaled_fp8" if form == "fp8" else None)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        ("native", TI2V),
+        ("prefixed", IMAGE),
+        ("fp8", IMAGE),
+        ("gguf", IMAGE),
+        ("pipeline", T2V),
+        ("shards", TI2V),
+    ],
+)
+def test_every_form_is_known(shape, form, tiny_expert_folder, in_form):
+    """Detect the model by its tensors. An exact file gives the same bits as the folder."""
+    folder = open_single_model(tiny_expert_folder(**shape), compute_dtype=torch.float32)
+    with folder, open_single_model(in_form(form, shape), compute_dtype=torch.float32) as pair:
+        assert pair.is_single
+        assert pair.experts == {"high": pair.high}
+        config = pair.high.config
+        assert config == folder.high.config
+        assert (config.image_dim, config.family == "ti2v") == (
+            shape.get("image_dim"),
+            shape is TI2V,
+        )
+        found = _velocity(pair)
+        expected = _velocity(folder)
+        if form == "fp8":
+            assert 0 < distance(found, expected) < 0.2
+        else:
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [T2V, IMAGE, TI2V], ids=["T2V", "I2V", "TI2V-5B"])
+def test_memory_is_that_of_one(shape, tiny_expert_folder):
+    folder = tiny_expert_folder(**shape)
+    with open_single_model(folder, compute_dtype=torch.float32) as pair:
+        predicted = pair.device_bytes(POLICY, device="cpu")
+        engine = pair.engine(POLICY, "cpu")
+        engine.allocate_buffers()
+        assert list(engine.models) == ["high"]
+        assert engine.models["high"] is not None  # loads the resident parameters
+        assert pair.loaded_bytes == predicted
+
+
+def test_pair_takes_twice_what_stays(tiny_expert_folder):
+    folder = tiny_expert_folder()
+    with open_single_model(folder) as one, open_experts(folder, folder) as two:
+        single = one.device_bytes(RESIDENT, device="cpu")
+        assert two.device_bytes(RESIDENT, device="cpu") == 2 * single
+        assert two.host_resident_bytes == one.host_resident_bytes
+
+
+def test_image_branch_stays_on_the_device(tiny_expert_folder):
+    with open_single_model(tiny_expert_folder(**IMAGE)) as pair:
+        branch = [name for name in pair.high.weights if ".image_embedder." in name]
+        assert len(branch) == 8
+        assert {embedder_part(name) for name in branch} == {None}
+        assert embedder_part("condition_embedder.text_embedder.linear_1.weight") == "text"
+
+
+@pytest.mark.parametrize(
+    ("shape", "layer", "outside", "difference"),
+    [
+        (IMAGE, "cross_attn.v_img", "img_emb.proj.3.diff", (256, 80)),
+        (TI2V, "self_attn.q", "time_embedding.0.diff_b", (256,)),
+    ],
+)
+def test_lora_changes_streamed_and_resident_weights(
+    shape, layer, outside, difference, tiny_expert_folder, tmp_path
+):
+    folder = tiny_expert_folder(**shape)
+    layer = f"diffusion_model.blocks.1.{layer}"
+    down = normal(4, 256, seed=5)
+    up = normal(256, 4, seed=6)
+    added = 0.1 * normal(*difference, seed=7)
+    tensors = {f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up}
+    save_file({**tensors, f"diffusion_model.{outside}": added}, tmp_path / "lora.safetensors")
+    model = WanTransformer3DModel.from_pretrained(folder).requires_grad_(False)
+    if shape is IMAGE:
+        model.blocks[1].attn2.add_v_proj.weight += up @ down
+        model.condition_embedder.image_embedder.ff.net[2].weight += added
+    else:
+        model.blocks[1].attn1.to_q.weight += up @ down
+        model.condition_embedder.time_embedder.linear_1.bias += added
+    with open_single_model(folder, compute_dtype=torch.float32) as pair:
+        before = _velocity(pair)
+        pair.set_loras(high=[(open_lora(tmp_path / "lora.safetensors"), 1.0)], low=[])
+        found = _velocity(pair)
+        expected = _reference(model, _lane(pair))
+        assert distance(found, expected) < 1e-5
+        assert distance(before, expected) > 1e-3
+        pair.set_loras(high=[], low=[])
+        assert torch.equal(_velocity(pair), before)
+
+
+def test_ref_names_one_expert(tiny_expert_folder, lora_file):
+    registry = ExpertsRegistry()
+    path = tiny_expert_folder()
+    pair = registry.get(ExpertsRef(high_noise=path, single=True))
+    assert pair.is_single
+    assert registry.get(ExpertsRef(high_noise=path, single=True)) is pair
+    assert not registry.get(ExpertsRef(high_noise=path, low_noise=path)).is_single
+    late = ExpertsRef(high_noise=path, single=True, loras=(LoraRef(low_noise=lora_file()),))
+    said = "is one expert, which runs every step: give .* as the LoRA of the high-noise"
+    with pytest.raises(ValueError, match=said):
+        registry.get(late)
+    registry.free()
+
+
+IN_BLOCKS = ("k_img", "v_img", "norm_k_img")
+BLOCKS = tuple(f"blocks.{n}.cross_attn.{name}" for n in range(4) for name in IN_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        (("img_emb.", *BLOCKS), "has no image branch .*img_emb.proj.1.weight.* Wan2.1 I2V needs"),
+        (("img_emb.",), r"natively img_emb.proj.1.weight\) is missing"),
+        (("img_emb.proj.4.bias",), r"natively img_emb.proj.4.bias\) \[256\] is missing"),
+        (BLOCKS, r"blocks.0.cross_attn.k_img.weight\) \[256, 256\] is missing, one of 20"),
+        ((BLOCKS[3],), r"natively blocks.1.cross_attn.k_img.weight\) .* is missing"),
+    ],
+)
+def test_missing_part_of_an_image_branch_is_refused(starts, message, tiny_expert_file, tmp_path):
+    path = rewrite(
+        tiny_expert_file(**IMAGE),
+        tmp_path / "i2v.safetensors",
+        lambda all: {key: None for key in all if key.startswith(starts)},
+    )
+    with pytest.raises(CheckpointError, match=message):
+        open_single_model(path)
+
+
+def test_no_single_model_is_refused(tiny_expert_folder, tmp_path):
+    for name in ("transformer", "transformer_2"):
+        (tmp_path / name).symlink_to(tiny_expert_folder())
+    with pytest.raises(CheckpointError, match="holds two transformers"):
+        open_single_model(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_single_model(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (IMAGE, "has an image branch, .* open it as a single model"),
+        (TI2V, r"is Wan2.2 TI2V-5B \(48 channels\), .* open it as a single model"),
+    ],
+)
+def test_single_model_in_a_pair_is_refused(shape, message, tiny_expert_file):
+    ours = tiny_expert_file(**shape)
+    other = tiny_expert_file()
+    pairs = [(ours, ours)] if shape is IMAGE else [(ours, ours), (ours, other), (other, ours)]
+    for pair in pairs:
+        with pytest.raises(CheckpointError, match=message):
+            open_experts(*pair)

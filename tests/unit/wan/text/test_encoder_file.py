@@ -1,0 +1,423 @@
+"""ComfyUI's single-file text encoders: equality with the pipeline folder, memory, refused files."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
+from wanstream.testing.quantised import quantise, random_packs
+from wanstream.testing.tokenizer import VOCABULARY, kind_of, sentencepiece_model
+from wanstream.testing.weights import make_text_encoder
+from wanstream.tests.support.offload.edited_files import (
+    Edits,
+    Tensors,
+    close_gguf,
+    renamed,
+    rewrite,
+    zeros,
+)
+from wanstream.tests.support.wan.number_formats import ENCODERS, MixedLayout, json_tensor
+from wanstream.tests.support.wan.quantised_files import FP8_LAYOUTS
+from wanstream.wan.text.encoder import open_text_encoder
+from wanstream.wan.text.sentence_model import gguf_sentence_model
+
+FP8 = torch.float8_e4m3fn
+FP32 = torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+PROMPTS = ["a cat walks through the snow", "", " caf\u00e9 &amp; \u65e5\u672c </s> x"]
+LENGTH = 40
+SCALES = (".scale_weight", ".weight_scale")
+BESIDE = (*SCALES, ".scale_input", ".comfy_quant", "scaled_fp8", "spiece_model")
+TABLE, TOKENS = "shared.weight", "spiece_model"
+BLOCK = "encoder.block.{}.layer.0.SelfAttention."
+QUERIES, LATER_QUERIES = (BLOCK.format(n) + "q.weight" for n in (0, 1))
+LATER_POSITIONS = BLOCK.format(1) + "relative_attention_bias.weight"
+Write = Callable[..., Path]
+
+# Encodes a prompt in a separate process and prints its peak memory in KiB.
+PEAK = """
+import sys
+import torch
+from wanstream.wan.text.encoder import open_text_encoder
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
+
+torch.ones(4, 4096) @ torch.ones(4096, 64)
+encoder = open_text_encoder(sys.argv[1], compute_dtype=torch.float32)
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # the peak counts from here
+before = status("VmRSS")
+encoder.encode(["cat"], device="cpu", max_length=8)
+print(status("VmHWM") - before)
+"""
+
+
+def tiny_encoder() -> torch.nn.Module:
+    return make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def encoder_file(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """`encoder_file(dtype=torch.float16, fp8=None)`: a read-only file. `fp8` is in FP8_LAYOUTS."""
+
+    @functools.cache
+    def file(*, dtype: torch.dtype = FP16, fp8: str | None = None) -> Path:
+        path = tmp_path_factory.mktemp("encoder") / "umt5.safetensors"
+        layout = None if fp8 is None else FP8_LAYOUTS[fp8]
+        save_text_encoder_file(tiny_encoder(), path, dtype=dtype, quantised=layout)
+        return path
+
+    return file
+
+
+@pytest.fixture
+def changed(encoder_file: Write, tmp_path: Path) -> Write:
+    """`changed(change, **file)`: a changed copy."""
+    return lambda change, **file: rewrite(
+        encoder_file(**file), tmp_path / "changed.safetensors", change
+    )
+
+
+@pytest.fixture
+def folder_of(tmp_path: Path) -> Write:
+    """`folder_of(file)`: a pipeline folder with the file's decoded values in fp32."""
+
+    def write(path: Path) -> Path:
+        tensors = load_file(path)
+        values = {}
+        save_text_encoder_folders(tiny_encoder(), tmp_path, dtype=FP32)
+        for name in tensors:
+            if not name.endswith(BESIDE):
+                layer = name.removesuffix(".weight")
+                scales = (tensors[layer + end] for end in SCALES if layer + end in tensors)
+                values[name] = tensors[name].float() * next(scales, torch.ones(1)).reshape(())
+        save_file(values, tmp_path / "text_encoder" / "model.safetensors", {"format": "pt"})
+        return tmp_path
+
+    return write
+
+
+def embeddings(path: Path, dtype: torch.dtype = FP32) -> torch.Tensor:
+    encoder = open_text_encoder(path, compute_dtype=dtype)
+    return torch.cat(encoder.encode(PROMPTS, device="cpu", max_length=LENGTH))
+
+
+unchanged_embeddings = functools.cache(embeddings)
+"""Embeddings of a file that no test changes."""
+
+
+def assert_equal(path: Path, other: Path, dtype: torch.dtype = FP32) -> None:
+    """Compare the embeddings of two encoders."""
+    found = embeddings(path, dtype)
+    assert found.shape == (len(PROMPTS), LENGTH, 4096)
+    assert torch.equal(found, embeddings(other, dtype))
+
+
+@pytest.mark.parametrize(("stored", "computed"), [(FP16, FP32), (BF16, BF16)], ids=str)
+def test_file_equals_the_folder(encoder_file, tmp_path, stored, computed):
+    save_text_encoder_folders(tiny_encoder(), tmp_path, dtype=stored)
+    assert_equal(encoder_file(dtype=stored), tmp_path, computed)
+
+
+@pytest.mark.parametrize("fp8", ["scaled_fp8", "metadata"])
+def test_fp8_equals_its_dequantised_values(encoder_file, folder_of, fp8):
+    path = encoder_file(fp8=fp8)
+    assert load_file(path)[QUERIES].dtype == FP8
+    assert_equal(path, folder_of(path))
+
+
+def test_plain_cast_is_loaded_with_a_note(changed, folder_of, caplog):
+    path = changed(lambda all: {key: all[key].to(FP8) for key in all if key != TOKENS})
+    assert_equal(path, folder_of(path), BF16)
+    assert "plain casts to float8" in caplog.text
+
+
+def _fp8_table(tensors: Tensors) -> Edits:
+    codes, scale = quantise(tensors[TABLE].float())
+    return {TABLE: codes, "shared.scale_weight": scale}
+
+
+def test_token_table_in_another_precision(changed, folder_of):
+    path = changed(_fp8_table, fp8="scaled_fp8")
+    assert_equal(path, folder_of(path))
+
+
+@pytest.mark.slow  # several whole models
+@pytest.mark.parametrize("name", ["int8", "int8 rows", "int8 ConvRot 64", "mxfp8", "nvfp4"])
+def test_packed_matrices_equal_their_values(name, tmp_path):
+    encoder = tiny_encoder()
+    layout = MixedLayout(format_of=lambda _: name)
+    file = tmp_path / "umt5.safetensors"
+    save_text_encoder_file(encoder, file, dtype=FP32, quantised=layout)
+    for module in encoder.encoder.block.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.copy_(ENCODERS[name](module.weight).values)
+    save_text_encoder_folders(encoder, tmp_path, dtype=FP32)
+    assert_equal(file, tmp_path)
+
+
+def _spelt(names: tuple[tuple[str, str], ...]) -> Callable[[str], str]:
+    return lambda key: functools.reduce(lambda text, pair: text.replace(*pair), names, key)
+
+
+ORIGINAL = _spelt(
+    (
+        ("encoder.final_layer_norm.", "norm."),
+        ("shared.", "token_embedding."),
+        ("encoder.block.", "blocks."),
+        (".layer.0.SelfAttention.relative_attention_bias.", ".pos_embedding.embedding."),
+        (".layer.0.SelfAttention.", ".attn."),
+        (".layer.0.layer_norm.", ".norm1."),
+        (".layer.1.layer_norm.", ".norm2."),
+        (".layer.1.DenseReluDense.wi_0.", ".ffn.gate.0."),
+        (".layer.1.DenseReluDense.wi_1.", ".ffn.fc1."),
+        (".layer.1.DenseReluDense.wo.", ".ffn.fc2."),
+    )
+)
+
+
+def _in_a_checkpoint(tokenizer: str) -> Callable[[str], str]:
+    prefix = "text_encoders.umt5xxl.transformer."
+    return lambda key: tokenizer if key == TOKENS else prefix + key
+
+
+@pytest.mark.parametrize(
+    ("rename", "fp8"),
+    [
+        (ORIGINAL, "scaled_fp8, input scales"),
+        (ORIGINAL, "comfy_quant, full precision"),
+        (lambda key: key.replace(TABLE, "encoder.embed_tokens.weight"), None),
+        (_in_a_checkpoint("text_encoders.spiece_model"), None),
+        (_in_a_checkpoint("spiece_model"), None),
+        (lambda key: f"_orig_mod.x.{key}", None),
+    ],
+)
+def test_other_names(encoder_file, changed, rename, fp8):
+    path = changed(renamed(rename), fp8=fp8)
+    assert open_text_encoder(path).notes == ()
+    assert torch.equal(embeddings(path), unchanged_embeddings(encoder_file(fp8=fp8)))
+
+
+def test_unused_tensors_are_ignored_with_a_note(changed):
+    extra = ["decoder.block.0.layer.0.SelfAttention.q.weight", "epoch", "lm_head.weight"]
+    path = changed({key: zeros(2, 2) for key in extra})
+    assert open_text_encoder(path).notes == (
+        "changed.safetensors: 3 tensors that this model does not use are ignored: "
+        + ", ".join(extra),
+    )
+
+
+@pytest.mark.parametrize("place", ["a.sft", "spiece.model", "google/umt5-xxl/spiece.model"])
+def test_tokenizer_in_a_file_beside(encoder_file, changed, tmp_path, place):
+    path = changed({TOKENS: None})
+    beside = tmp_path / place
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    if beside.suffix == ".model":
+        beside.write_bytes(sentencepiece_model())
+    else:
+        save_file({"encoder.spiece_model": load_file(encoder_file())[TOKENS]}, beside)
+    (tmp_path / "0.safetensors").write_bytes(b"damaged")
+    save_file({TOKENS: zeros(9, dtype=torch.uint8)}, tmp_path / "1.safetensors")
+    save_file({"model.norm.weight": zeros(2)}, tmp_path / "2.safetensors")
+    note = f"changed.safetensors has no tokenizer: that of {place} is used"
+    assert open_text_encoder(path).notes == (note,)
+    assert torch.equal(embeddings(path), unchanged_embeddings(encoder_file()))
+
+
+GGUF = _spelt(
+    (
+        ("encoder.final_layer_norm.", "enc.output_norm."),
+        ("shared.", "token_embd."),
+        ("encoder.block.", "enc.blk."),
+        (".layer.0.SelfAttention.relative_attention_bias.", ".attn_rel_b."),
+        (".layer.0.SelfAttention.", ".attn_"),
+        (".layer.0.layer_norm.", ".attn_norm."),
+        (".layer.1.layer_norm.", ".ffn_norm."),
+        (".layer.1.DenseReluDense.wi_0.", ".ffn_gate."),
+        (".layer.1.DenseReluDense.wi_1.", ".ffn_up."),
+        (".layer.1.DenseReluDense.wo.", ".ffn_down."),
+    )
+)
+PADS = 3
+"""Unused tokens behind the vocabulary."""
+
+
+def save_gguf(
+    tensors: Tensors, path: Path, kind: str = "Q8_0", unused: list[int] | None = None
+) -> Tensors:
+    """Write an encoder as llama.cpp, with matrices in this type where it fits.
+
+    `unused` has the kinds of the tokens behind the vocabulary. None: no tokenizer.
+
+    Returns:
+        The values.
+    """
+    writer = GGUFWriter(path, "t5encoder")
+    values = {}
+    if unused is not None:
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list([*VOCABULARY, *(f"[PAD{index}]" for index in range(PADS))])
+        scores = [0.0 if kind_of(token) > 1 else -1.0 for token in VOCABULARY]
+        writer.add_token_scores([*scores, *([-10000.0] * PADS)])
+        writer.add_token_types([*map(kind_of, VOCABULARY), *unused])
+        writer.add_add_space_prefix(True)
+        writer.add_remove_extra_whitespaces(True)
+    for name, tensor in tensors.items():
+        own = GGUF(name)
+        fitting = kind if tensor.shape[-1] % 256 == 0 else "Q8_0"
+        is_plain = tensor.ndim == 1 or "rel_b" in own
+        quant = GGMLQuantizationType["F32" if is_plain else fitting]
+        array = tensor.float().numpy()
+        if "_K" in quant.name:
+            packs = random_packs(array, quant, np.random.default_rng(7))
+        else:
+            packs = quantize(array, quant)
+        values[name] = torch.from_numpy(dequantize(packs, quant).copy()).reshape(tensor.shape)
+        writer.add_tensor(own, packs, raw_dtype=quant)
+    close_gguf(writer)
+    return values
+
+
+class TestGguf:
+    @pytest.fixture
+    def tensors(self) -> Tensors:
+        # As many rows as tokens in the header lists, as in the published files.
+        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY) + PADS)
+        return {name: parameter.detach().clone() for name, parameter in encoder.named_parameters()}
+
+    @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+    def test_values_are_those_of_the_dequantised_file(self, tensors, tmp_path, kind):
+        path = tmp_path / "umt5-xxl-encoder.gguf"
+        values = save_gguf(tensors, path, kind, [5] * PADS)
+        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY) + PADS)
+        save_text_encoder_folders(encoder, tmp_path, dtype=FP32)
+        save_file(values, tmp_path / "text_encoder" / "model.safetensors", {"format": "pt"})
+        assert_equal(path, tmp_path, BF16 if kind == "Q8_0" else FP32)
+
+    def test_file_without_a_tokenizer_borrows_one(self, tensors, tmp_path):
+        whole = tmp_path / "whole.gguf"
+        none = tmp_path / "none.gguf"
+        save_gguf(tensors, whole, unused=[5] * PADS)
+        save_gguf(tensors, none)
+        (tmp_path / "spiece.model").write_bytes(sentencepiece_model())
+        note = "none.gguf has no tokenizer: that of spiece.model is used"
+        assert open_text_encoder(none).notes == (note,)
+        assert open_text_encoder(whole).notes == ()
+        assert_equal(none, whole)
+        model = gguf_sentence_model(whole)
+        assert gguf_sentence_model(whole) is model, "converted once"
+        os.utime(whole, (1, 1))
+        assert gguf_sentence_model(whole) is not model, "a newer file"
+
+    def test_other_files_are_refused(self, tensors, tmp_path):
+        path = tmp_path / "x.gguf"
+        unused = [5] * PADS
+        t5 = {name: each for name, each in tensors.items() if name != LATER_POSITIONS}
+        for stored, kinds, reason in (
+            (tensors, [5] * 2, "lists of 196, 196, 195 values"),
+            (tensors, [-5] * 3, "a damaged tokenizer"),
+            (t5, unused, r"is a T5 .*, not UMT5"),
+            (
+                {"blk.0.attn_q.weight": zeros(64, 64)},
+                unused,
+                r"is not a UMT5 .*first: blk\.0\.attn",
+            ),
+        ):
+            save_gguf(stored, path, unused=kinds)
+            with pytest.raises(CheckpointFileError, match=reason):
+                open_text_encoder(path)
+
+
+@pytest.mark.parametrize("fp8", [None, "scaled_fp8"])
+def test_token_table_is_never_loaded(encoder_file, fp8):
+    encoder = open_text_encoder(encoder_file(fp8=fp8))
+    encoder.encode(["a cat"], device="cpu", max_length=8)
+    parameters = encoder._stack.model.named_parameters()
+    on_meta = {name for name, parameter in parameters if parameter.is_meta}
+    streamed = tuple(f".{name}.weight" for name in ("q", "k", "v", "o", "wi_0", "wi_1", "wo"))
+    # transformers 5.0 does not tie the table's two names before it loads a file.
+    rest = {name for name in on_meta if not name.endswith(streamed)}
+    assert rest - {"encoder.embed_tokens.weight"} == {TABLE}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+@pytest.mark.parametrize("form", ["folder", "fp8 file"])
+def test_peak_is_two_blocks(tmp_path, form):
+    encoder = make_text_encoder(seed=0, vocabulary=4000, layers=10)
+    block = 4 * sum(each.numel() for each in encoder.encoder.block[0].parameters()) / 1024
+    if form == "folder":
+        save_text_encoder_folders(encoder, tmp_path / "umt5", dtype=FP32)
+    else:
+        fp8 = FP8_LAYOUTS["scaled_fp8"]
+        save_text_encoder_file(encoder, tmp_path / "umt5", dtype=FP32, quantised=fp8)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "umt5")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    # The file has ten blocks and a token table as large as six. Threads, activations and fp8
+    # values copied to a buffer take two or three blocks more, depending on the processor (up
+    # to 4.7).
+    assert 2 < int(done.stdout) / block < 6
+
+
+def _int8_table(tensors: Tensors) -> Edits:
+    encoded = ENCODERS["int8 rows"](tensors[TABLE].float())
+    packed = {f"shared.{ending}": tensor for ending, tensor in encoded.tensors.items()}
+    return {**packed, "shared.comfy_quant": json_tensor(encoded.settings)}
+
+
+QUERY_SCALE = QUERIES.replace(".weight", ".scale_weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "fp8", "message"),
+    [
+        ({QUERY_SCALE: None}, "scaled_fp8", r"SelfAttention\.q.* scale .*is missing"),
+        (
+            lambda t: {TABLE: t[TABLE].to(FP8)},
+            "scaled_fp8",
+            r"scale shared\.scale_weight is missing",
+        ),
+        (_int8_table, None, r"shared\.weight is int8; one of float32"),
+        ({TOKENS: None}, None, r"has no tokenizer \(spiece_model\), nor has .*umt5_xxl_fp16"),
+        (lambda t: {TOKENS: t[TOKENS][:-9]}, None, "spiece_model is not a tokenizer"),
+        (lambda t: {TABLE: t[TABLE][:100]}, None, "193 tokens, but the token table has 100 rows"),
+        ({TABLE: None}, None, r"shared\.weight is missing"),
+        ({QUERIES: None}, None, "is not a UMT5 text encoder: use umt5_xxl_fp16.safetensors or "),
+        ({LATER_QUERIES: None}, None, r"block\.1\.\S*SelfAttention\.q\.weight .* is missing"),
+        (lambda t: {QUERIES: t[QUERIES][:, :9]}, None, r"is \[64, 9\]; \[rows, 4096\] is expected"),
+        (
+            lambda t: {QUERIES: t[QUERIES][:62]},
+            None,
+            r"bias\.weight is \[32, 4\]; .* divisor of 62",
+        ),
+        (
+            lambda t: {QUERIES: t[QUERIES][:32]},
+            None,
+            r"k\.weight is \[64, 4096\]; the rest of the file requires \[32, 4096\]",
+        ),
+        ({"encoder.block.7.x": zeros(1)}, None, r"encoder\.block\.2 is missing"),
+        ({"encoder.other": zeros(1)}, None, r"encoder\.other does not belong"),
+        (lambda t: {QUERIES: t[QUERIES].to(torch.int8)}, None, r"torch\.int8; one of float32"),
+        ({LATER_POSITIONS: None}, None, "is a T5 .*, not UMT5"),
+        (lambda t: {**dict.fromkeys(t), "x": zeros(2)}, None, "1 tensors, first: x"),
+    ],
+)
+def test_other_files_are_refused(changed, change, fp8, message):
+    with pytest.raises(CheckpointFileError, match=message):
+        open_text_encoder(changed(change, fp8=fp8))
