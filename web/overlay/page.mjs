@@ -184,7 +184,8 @@ function pageOf(app, store) {
     },
     badgesWidth: (node) => badgesWidth(app, node),
     resize,
-    shrink,
+    // Undo replaces every node by another object. With Nodes 2.0 both have one size, and each step would shrink it.
+    shrink: (node, height) => idsOf(node).length && shrink(node, height),
     /** Redraw after a value of a node was changed here, and let ComfyUI notice the change. */
     changed() {
       const tracker = trackerOf(app)

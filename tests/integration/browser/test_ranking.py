@@ -45,6 +45,9 @@ RANKING = f"""title => {{ {FIND}
 }}"""
 
 
+HEIGHT = f"title => {{ {FIND} return find(title).size[1] }}"
+
+
 def ranking(page: Page) -> list[dict[str, Any]]:
     page.page.wait_for_function(
         f"title => ({RANKING})(title)?.length", arg=BENCHMARK, timeout=WAIT_MS
@@ -117,8 +120,11 @@ def test_click_on_a_variant_gives_the_sampler_its_policy(page, renderer):
         used.append(policy(page))
         assert used[-1]["class_type"] == kind
         assert used[-1]["inputs"].items() >= widgets.items()
+    height = page.page.evaluate(HEIGHT, BENCHMARK)
     for expected in (used[1], before):
         undo(page, expected)
+        ranking(page)
+        assert page.page.evaluate(HEIGHT, BENCHMARK) == height
 
 
 WAITING_RUN = """([node, workflow, advice]) => {
