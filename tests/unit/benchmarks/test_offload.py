@@ -103,6 +103,9 @@ def test_medians_skip_disturbed_runs():
     assert row["switch_to_median"] == pytest.approx(3.3 / 1.525, abs=1e-3)
     assert row["equal_to_resident"]
     assert row["rss_above_imports_gb"] == 0.5
+    # They count if there is no other run.
+    only = summarise([run("resident", disturbed=True), run(disturbed=True)])["layerwise"]
+    assert (only["calm"], only["step_s"]) == (False, [2.0, 1.0, 3.0, 1.0])
 
 
 def test_prediction_is_compared_with_its_own_run():

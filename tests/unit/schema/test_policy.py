@@ -22,10 +22,9 @@ BLOCK_SWAP = OffloadPolicy.block_swap
 @pytest.mark.parametrize(
     ("policy", "block_counts", "residents", "buffers"),
     [
-        (RESIDENT(), WAN, [40, 40], 80),
         (RESIDENT(), UNEVEN, [40, 30], 70),
         (LAYERWISE(0), WAN, [0, 0], 1),
-        (LAYERWISE(3), WAN, [0, 0], 4),
+        (LAYERWISE(), WAN, [0, 0], 2),
         (LAYERWISE(7), {"high": 2, "low": 3}, [0, 0], 5),
         (LAYERWISE(), {"encoder": 1}, [0], 1),
         (BLOCK_SWAP(), WAN, [20, 20], 22),

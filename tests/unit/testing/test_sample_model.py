@@ -98,7 +98,9 @@ class TestContents:
         assert opened.transformer.config.in_channels == in_channels
         if boundary is None:
             assert opened.transformer_2 is None
-            assert opened.config.expand_timesteps == (pipeline == TI2V_PIPELINE)
+            is_5b = pipeline == TI2V_PIPELINE
+            assert opened.config.expand_timesteps == is_5b
+            assert opened.vae_scale_factor_spatial == (16 if is_5b else 8)
             return
         assert opened.config.boundary_ratio == boundary
         assert opened.transformer_2.config.in_channels == in_channels

@@ -595,8 +595,9 @@ def test_a_repair_of_a_former_driver_is_awaited(run):
 
     pool.replace = slowly  # type: ignore[method-assign]
     first = driver_of(pool, CFG)
-    with pytest.raises(SamplingCancelled):
+    with pytest.raises(SamplingCancelled) as stopped:
         run(first, should_stop=repairing.is_set)
+    assert stopped.value.step == 2, "no job was stopped: it is the next step"
     ref = WorkersRef(count=2, timeout_s=20.0, max_restarts=0)
     running = run_in_thread("second", run, Driver(pool, ref, Mesh(ulysses=2), follows=first))
     threading.Timer(0.3, go_on.set).start()
