@@ -27,6 +27,8 @@ class Int8Linear(ScaledLinear):
 
     kitchen_dtype: int | None = None
     """comfy-kitchen's number for the result dtype. None: torch multiplies."""
+    halves: bool = False
+    """True: torch multiplies by the weight in two products, whose sums fit into 16 bits."""
 
     def __init__(self, plain: nn.Linear, *, group: int = 0) -> None:
         super().__init__(plain, group=group)
@@ -62,7 +64,7 @@ class Int8Linear(ScaledLinear):
         def write(part: torch.Tensor, out: torch.Tensor) -> None:
             codes, scale = quantise_tokens(part, self.rotation)
             # The first product makes the sums fp32. They are below 2^28.
-            sums = (_multiply(codes, self.weight) * scales).mul_(scale)
+            sums = (_multiply(codes, self.weight, halves=self.halves) * scales).mul_(scale)
             out.copy_(self.finish(sums, part))
 
         return self.by_pieces(tokens, write)
@@ -87,8 +89,13 @@ def quantise_tokens(
     return quantise_int8(values)
 
 
-def _multiply(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _multiply(codes: torch.Tensor, weight: torch.Tensor, *, halves: bool) -> torch.Tensor:
     """Return exact int32 products between the rows of both."""
+    if halves:
+        # A CPU without VNNI adds two products in 16 bits, as unsigned codes: 2 * 255 * 127 is too
+        # much, 2 * 255 * 64 is not.
+        sums = torch._int_mm(codes, (weight >> 1).t()).mul_(2)
+        return sums.add_(torch._int_mm(codes, (weight & 1).t()))
     # CUDA refuses fewer tokens, so zeros are added and cut off again.
     missing = FEWEST_INT8_TOKENS - len(codes)
     if missing <= 0 or codes.device.type == "cpu":

@@ -27,9 +27,10 @@ LINEARS: Mapping[CodeFormat, type[ScaledLinear]] = {"int8": Int8Linear, "fp8": F
 
 KITCHEN = "comfy-kitchen"
 TORCH = "torch"
+HALVES = "torch, in halves"
 SCALES_INSIDE = "torch, scales inside"
 CODES: Mapping[CodeFormat, tuple[str, str]] = {
-    "int8": (KITCHEN, TORCH),
+    "int8": (KITCHEN, TORCH, HALVES),
     "fp8": (SCALES_INSIDE, TORCH),
 }
 """Code that can multiply matrices by format, the fastest first."""
@@ -66,8 +67,9 @@ def choose_multiplication(
 ) -> MultiplyChoice:
     """Return the fastest code on `device` that passes a test with tokens in `dtype`.
 
-    int8: comfy-kitchen, then torch. comfy-kitchen is used if its CUDA kernels are active. The
-    registry is read and never changed. fp8: torch with the scales inside the product, then torch.
+    int8: comfy-kitchen, then torch, then torch with the weight in halves. comfy-kitchen is used if
+    its CUDA kernels are active. The registry is read and never changed. fp8: torch with the scales
+    inside the product, then torch.
     The choice is made and logged once per process.
     """
     tests = {name: partial(_refusal, fmt, name, device, dtype) for name in CODES[fmt]}
@@ -104,6 +106,8 @@ class Multiplications:
     device: torch.device
     kitchen_dtype: int | None = None
     """See `Int8Linear.kitchen_dtype`."""
+    halves: bool = False
+    """See `Int8Linear.halves`."""
     scales_inside: bool = False
     """See `Fp8Linear.scales_inside`."""
 
@@ -116,6 +120,7 @@ class Multiplications:
             if not isinstance(layer, Int8Linear):
                 continue
             layer.kitchen_dtype = self.kitchen_dtype
+            layer.halves = self.halves
             if layer.group not in shared:
                 shared[layer.group] = list(kronecker_factors(layer.group, self.device))
             layer.rotation = shared[layer.group]
@@ -139,7 +144,9 @@ def multiplications(
 
 
 def _code(names: Collection[str], device: torch.device, dtype: torch.dtype) -> Multiplications:
-    code = Multiplications(device=device, scales_inside=SCALES_INSIDE in names)
+    code = Multiplications(
+        device=device, halves=HALVES in names, scales_inside=SCALES_INSIDE in names
+    )
     if KITCHEN not in names:
         return code
     import comfy_kitchen
@@ -195,6 +202,9 @@ def _products(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) -> Res
     tokens, matrix, bias = (
         torch.randn(*size, generator=generator) for size in ((48, 512), (256, 512), (256,))
     )
+    # Signs have the largest codes, so sums that are cut to 16 bits are wrong.
+    for values in (tokens, matrix):
+        values[::2] = values[::2].sign()
     tokens = tokens.to(dtype)
     bias = bias.to(dtype)
     device = code.device

@@ -52,12 +52,28 @@ def nothing_multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose_multiplication.cache_clear()
 
 
+def in_16_bits(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`torch._int_mm` on a CPU without VNNI, which adds two products of unsigned codes at once."""
+    products = (codes.int() + 128)[:, :, None] * weight.int()
+    pairs = products.unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
+    return (pairs.sum(1) - 128 * weight.int().sum(0)).int()
+
+
+def exact(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (codes.double() @ weight.double()).int()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_torch_multiplies_on_a_cpu(dtype):
-    choice = choose_multiplication("int8", CPU, dtype)
-    kitchen = "comfy-kitchen: its kernels are for NVIDIA GPUs"
-    assert choice.name == "torch"
-    assert choice.words == f"int8 matrices are multiplied by torch on cpu ({kitchen})"
+@pytest.mark.parametrize(("multiply", "name"), [(exact, "torch"), (in_16_bits, "torch, in halves")])
+def test_torch_multiplies_on_a_cpu(dtype, multiply, name, monkeypatch):
+    monkeypatch.setattr(torch, "_int_mm", multiply)
+    choice = choose_multiplication.__wrapped__("int8", CPU, dtype)
+    assert choice.name == name
+    assert choice.words.startswith(
+        f"int8 matrices are multiplied by {name} on cpu "
+        "(comfy-kitchen: its kernels are for NVIDIA GPUs"
+    )
+    assert ("its product is wrong" in choice.words) == (multiply is in_16_bits)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +139,8 @@ def test_a_package_that_cannot_be_imported_is_refused(monkeypatch, tmp_path):
 
 
 def test_wrong_products_and_errors_are_found(monkeypatch):
-    right, by_torch = Int8Linear.compute, module.Multiplications(device=CPU)
+    right = Int8Linear.compute
+    by_torch = module.multiplications(module.CODE_FORMATS.values(), CPU, FP32)
 
     def unrotated(layer: Int8Linear, tokens: torch.Tensor) -> torch.Tensor:
         layer.group, layer.rotation = 0, []
