@@ -29,7 +29,7 @@ KITCHEN = "comfy-kitchen"
 TORCH = "torch"
 HALVES = "torch, in halves"
 SCALES_INSIDE = "torch, scales inside"
-CODES: Mapping[CodeFormat, tuple[str, str]] = {
+CODES: Mapping[CodeFormat, tuple[str, ...]] = {
     "int8": (KITCHEN, TORCH, HALVES),
     "fp8": (SCALES_INSIDE, TORCH),
 }
