@@ -15,7 +15,7 @@ import { BENCHMARK, Rankings } from "./ranking.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
 import { EVENTS, Store, isOf, itemPhases, lastItem, lastRanking, lastRun } from "./store.mjs"
-import { leavesGap, recordsAt, runningRun } from "./store.mjs"
+import { leavesGap, recordsAt, runningRun, workflowOf } from "./store.mjs"
 import { translate, setLanguage } from "./i18n.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", BENCHMARK, "WanStreamLaneSampler"]
@@ -70,6 +70,7 @@ export function start(app, api) {
     getNodeMenuItems: (node) => menuItems(node, (nodes) => exchangeAll(app, page, nodes)),
     nodeCreated(node) {
       if (SHOWN_ON.includes(node.comfyClass)) attach(new RunWidget(node, page), widgets)
+      if (node.comfyClass === BENCHMARK) findRankings(api, store)
     },
     loadedGraphNode: (node) => widgets.get(node)?.refresh(),
     afterConfigureGraph() {
@@ -398,8 +399,20 @@ async function findGraph(api, store, prompt_id) {
   // A short item may have ended before the answer arrives.
   const found = running ?? (await json(`/history/${prompt_id}`))[prompt_id]?.prompt
   if (!found) return
-  const [, , prompt, extra] = found
-  store.take("graph", { prompt_id, nodes: prompt, workflow: extra.extra_pnginfo?.workflow?.id ?? null })
+  store.take("graph", { prompt_id, nodes: found[2], workflow: workflowOf(found) })
+}
+
+/** Newest items of the history, whose graphs and outputs are long. */
+const HISTORY_ITEMS = 20
+
+let hasHistory = false
+
+/** Request the rankings of earlier items once, for a page that was loaded after them. */
+async function findRankings(api, store) {
+  if (hasHistory) return
+  hasHistory = true
+  const answer = await api.fetchApi(`/history?max_items=${HISTORY_ITEMS}`)
+  if (answer.ok) store.take("history", await answer.json())
 }
 
 function listen(api, store) {

@@ -155,6 +155,20 @@ function executed(state, { prompt_id, node, output }) {
   return { ...state, rankings: [...state.rankings, { node: `${node}`, prompt_id, ranking }].slice(-KEPT_RUNS) }
 }
 
+/** Add the rankings of ComfyUI's history, which are older than those of this page's events. */
+function history(state, entries) {
+  const known = new Set(state.rankings.map((each) => each.prompt_id))
+  const earlier = Object.entries(entries).flatMap(([prompt_id, { prompt, outputs }]) =>
+    Object.entries(known.has(prompt_id) ? {} : outputs)
+      .filter(([, output]) => output.wanstream_ranking)
+      .map(([node, output]) => ({ node, prompt_id, ranking: output.wanstream_ranking, workflow: workflowOf(prompt) }))
+  )
+  return { ...state, rankings: [...earlier, ...state.rankings].slice(-KEPT_RUNS) }
+}
+
+/** Id of the graph that a prompt of ComfyUI's queue or history was made from, or null. */
+export const workflowOf = ([, , , extra]) => extra.extra_pnginfo?.workflow?.id ?? null
+
 const HANDLERS = {
   "wanstream.begin": begin,
   "wanstream.visits": visits,
@@ -175,6 +189,7 @@ const HANDLERS = {
 
 const ANSWERS = {
   snapshot,
+  history,
   /** The page itself has changed something that is drawn. */
   redraw: (state) => ({ ...state }),
   /** `workflow` is the id of an item's graph, `nodes` are those of its prompt. */
@@ -209,7 +224,9 @@ export function lastRun(state, workflow, nodeIds) {
 
 /** The last ranking of one of these benchmark nodes, or null. */
 export const lastRanking = (state, workflow, nodeIds) =>
-  state.rankings.findLast((each) => nodeIds.includes(each.node) && isOf(itemOf(state, each), workflow))?.ranking ?? null
+  state.rankings.findLast(
+    (each) => nodeIds.includes(each.node) && isOf("workflow" in each ? each : itemOf(state, each), workflow)
+  )?.ranking ?? null
 
 const itemOf = (state, { prompt_id }) => state.items.find((item) => item.prompt_id === prompt_id) ?? {}
 

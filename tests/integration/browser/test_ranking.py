@@ -18,7 +18,7 @@ from wanstream.tests.integration.browser.test_overlay import (
     renderer,
 )
 from wanstream.tools.comfyui import PACK
-from wanstream.tools.frontend import GRAPH
+from wanstream.tools.frontend import GRAPH, READY
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -75,7 +75,7 @@ def undo(page: Page, expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("renderer", ["nodes-2"], indirect=True)
 def test_click_on_a_variant_gives_the_sampler_its_policy(page, renderer):
-    page.load(steps=2)
+    workflow_id = page.load(steps=2)
     page.page.evaluate(ADD, SAMPLER)
     page.set(BENCHMARK, policies="layerwise, block_swap 3, resident", prefetch="2")
     page.look_at(BENCHMARK)
@@ -125,6 +125,15 @@ def test_click_on_a_variant_gives_the_sampler_its_policy(page, renderer):
         undo(page, expected)
         ranking(page)
         assert page.page.evaluate(HEIGHT, BENCHMARK) == height
+    page.page.reload()
+    page.page.wait_for_function(READY, timeout=WAIT_MS)
+    page.load(steps=2)
+    page.page.evaluate(ADD, SAMPLER)
+    page.page.wait_for_timeout(500)
+    assert not page.page.evaluate(RANKING, BENCHMARK), "it belongs to another graph"
+    page.load(steps=2, workflow_id=workflow_id)
+    page.page.evaluate(ADD, SAMPLER)
+    assert [row["text"] for row in ranking(page)] == [row["text"] for row in rows]
 
 
 WAITING_RUN = """([node, workflow, advice]) => {
