@@ -29,20 +29,16 @@ STREAMED = {"WanStreamLoadDiffusionModel", "WanStreamStreamModel", "WanStreamJoi
 """Loaders for models with a run display at ComfyUI's own samplers."""
 CORE_SAMPLERS = {"KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced"}
 NOTICED = {
-    *(
-        "WanStreamExperts",
-        "WanStreamOneExpert",
-        "WanStreamLora",
-        "WanStreamSampler",
-        "WanStreamLaneSampler",
-    ),
-    *(
-        "WanStreamGuider",
-        "WanStreamVAEDecode",
-        "WanStreamDecodeVideo",
-        "WanStreamSaveLatent",
-        "WanStreamLoadLatent",
-    ),
+    "WanStreamExperts",
+    "WanStreamOneExpert",
+    "WanStreamLora",
+    "WanStreamSampler",
+    "WanStreamLaneSampler",
+    "WanStreamGuider",
+    "WanStreamVAEDecode",
+    "WanStreamDecodeVideo",
+    "WanStreamSaveLatent",
+    "WanStreamLoadLatent",
 }
 """Nodes with notices."""
 PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", *CORE_SAMPLERS}
@@ -104,9 +100,8 @@ def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
             )
     previews = [node_id for node_id, kind in classes.items() if kind in PREVIEWS and not moving]
     frontend.page.evaluate(DISPATCH, [events, previews, list(VIDEO_SIZE)])
-    frontend.page.wait_for_timeout(
-        SHOWN_MS
-    )  # pictures load asynchronously and then resize their nodes
+    # Pictures load asynchronously and then resize their nodes.
+    frontend.page.wait_for_timeout(SHOWN_MS)
 
 
 def _run_events(node_id: str, *, moving: bool) -> list[tuple[str, dict[str, Any]]]:

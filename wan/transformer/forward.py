@@ -43,9 +43,7 @@ class _Conditions:
 
     text: torch.Tensor | Texts  # [1, L, dim]; with an image branch, the image's N rows come first
     time: torch.Tensor  # [R, dim], one row for each distinct timestep
-    modulation: (
-        torch.Tensor | FrameModulation
-    )  # [1, 6, dim], or [R, 6, dim] with the spans of the rows
+    modulation: torch.Tensor | FrameModulation  # [1, 6, dim], or [R, 6, dim] with spans of rows
     rotation: torch.Tensor  # of all tokens of this worker, as of `BlockMath.rotation`
     grid: Grid  # patches of the video along time, height and width
     video: slice  # tokens of the video among all tokens of the lane

@@ -21,7 +21,6 @@ from wanstream.tools.frontend import Frontend, SharedFrontends
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 # Calls an export of an overlay module. State functions take the events received so far.
-# Calls an export of an overlay module. State functions take the events received so far.
 CALL = f"""async ([module, name, values]) => {{
     const exports = await import(`/extensions/{PACK}/overlay/${{module}}.mjs`)
     return exports[name](...values)

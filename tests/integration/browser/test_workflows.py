@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -17,9 +17,6 @@ from wanstream.tools.frontend import CLASSIC, NODES_2, opened_frontend
 from wanstream.tools.graphs import by_name, numbered
 from wanstream.tools.shown_run import charted_classes, populate_results, show_run
 from wanstream.tools.templates import TITLES, WORKFLOWS, template, template_path
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
