@@ -5,7 +5,7 @@ Both start from the same noise, and use euler and the `simple` schedule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +50,25 @@ def texts(positive: int, negative: int) -> list[Any]:
 def shifted(file: Path, shift: float) -> Any:
     """Return an expert's MODEL by ComfyUI's nodes."""
     return ModelSamplingSD3().patch(comfy.sd.load_diffusion_model(str(file)), shift)[0]
+
+
+def switching(high: Any, low: Any, boundary: float = 0.875) -> Any:
+    """Return ComfyUI's high-noise expert as a MODEL that calls the other expert at low noise."""
+    inner = high.model_options.get("model_function_wrapper")
+
+    def call(apply_model: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
+        def expert(x: torch.Tensor, t: torch.Tensor, **conditions: Any) -> torch.Tensor:
+            is_high = float(t.flatten()[0]) * 1000 >= boundary * 1000
+            return (apply_model if is_high else low.model.apply_model)(x, t, **conditions)
+
+        if inner is not None:
+            return inner(expert, given)
+        return expert(given["input"], given["timestep"], **given["c"])
+
+    both = high.clone()
+    both.set_additional_models("low", [low])
+    both.set_model_unet_function_wrapper(call)
+    return both
 
 
 def write_vae(folder: Path) -> tuple[Any, Any]:

@@ -49,7 +49,7 @@ from ..checks import for_each, refused
 from ..families import _difference, _normal
 from ..incidents import Interrupt
 from ..patches import node_results
-from ..samplers import NEAR, SEED, guided, shifted, texts
+from ..samplers import NEAR, SEED, guided, shifted, switching, texts
 from ..tiny_models import logged
 
 SHIFT, BOUNDARY, STEPS = 5.0, 0.875, 6
@@ -64,31 +64,18 @@ UNPREDICTED = {*SEEDLESS, ADAPTIVE, "euler", "uni_pc"}
 
 
 class NativePair(comfy.samplers.CFGGuider):
-    """Both experts as ComfyUI loads them. The sigma selects the expert for a call."""
+    """Both experts as ComfyUI loads them, each with its guidance."""
 
-    def __init__(
-        self, experts: dict[str, Any], boundary: float, guidance: tuple[float, float]
-    ) -> None:
-        super().__init__(experts["high"])
-        self.experts, self.boundary, self.guidance = experts, boundary, guidance
+    def __init__(self, high: Any, low: Any, guidance: tuple[float, float]) -> None:
+        super().__init__(switching(high, low, BOUNDARY))
+        self.guidance = guidance
         self.calls: list[str] = []
 
-    def inner_sample(self, *args: Any, **settings: Any) -> torch.Tensor:
-        comfy.model_management.load_models_gpu(list(self.experts.values()))
-        for expert in self.experts.values():
-            expert.pre_run()
-        return super().inner_sample(*args, **settings)
-
-    def predict_noise(
-        self, x: torch.Tensor, timestep: torch.Tensor, model_options: Any, seed: Any
-    ) -> torch.Tensor:
-        name = "high" if float(timestep[0]) * 1000 >= self.boundary * 1000 else "low"
-        self.calls.append(name)
-        conditions = self.conds["negative"], self.conds["positive"], self.guidance[name == "low"]
-        model = self.experts[name].model
-        return comfy.samplers.sampling_function(
-            model, x, timestep, *conditions, model_options=model_options, seed=seed
-        )
+    def predict_noise(self, x: Any, timestep: torch.Tensor, *args: Any, **more: Any) -> Any:
+        is_low = float(timestep[0]) * 1000 < BOUNDARY * 1000
+        self.calls.append("low" if is_low else "high")
+        self.set_cfg(self.guidance[is_low])
+        return super().predict_noise(x, timestep, *args, **more)
 
 
 class Unpredicted(ExpertsGuider):
@@ -105,7 +92,7 @@ class Side:
         self.folder = folder
         high, low = (folder / f"{kind}_{name}.safetensors" for name in ("high", "low"))
         self.ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
-        self.natives = {"high": shifted(high, SHIFT), "low": shifted(low, SHIFT)}
+        self.natives = [shifted(high, SHIFT), shifted(low, SHIFT)]
         self.sides = texts(12, 9)
 
     def with_values(self, **values: Any) -> Side:
@@ -127,7 +114,7 @@ class Side:
         return plain
 
     def theirs(self, guidance: tuple[float, float] = GUIDANCE) -> NativePair:
-        guider = NativePair(self.natives, BOUNDARY, guidance)
+        guider = NativePair(*self.natives, guidance)
         guider.set_conds(*self.sides)
         return guider
 
@@ -249,7 +236,7 @@ def check_schedules(side):
         else:
             basic = nodes_custom_sampler.BasicScheduler
             for ours, length in zip(sigmas, (whole, part), strict=True):
-                native = node_results(basic, model=side.natives["high"], scheduler=name, **length)
+                native = node_results(basic, model=side.natives[0], scheduler=name, **length)
                 assert torch.equal(ours, native[0]), name
 
 
@@ -522,7 +509,7 @@ def check_samplers_of_nodes(side):
     noise = {"eta": 1.0, "s_noise": 1.0}
     orders = {"predictor_order": 3, "corrector_order": 4, "simple_order_2": False}
     part = {"sde_start_percent": 0.2, "sde_end_percent": 0.8, "use_pece": False}
-    model = side.natives["high"]
+    model = side.natives[0]
     basic = nodes_custom_sampler
     advanced = nodes_advanced_samplers
     for (sampler,) in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,15 +116,13 @@ def check_a_node_may_begin_to_do_so_in_a_later_step(files, policy):
     assert note.startswith("call 1 was repeated: another node used modules of block ")
 
 
-@for_each((False, "layerwise"), (False, "RAM"), (True, "block swap"), (True, "resident"))
-def check_a_block_may_be_used_inside_another_one(files, whole, policy):
-    _three_runs(files, partial(nested, whole=whole), policy)
-
-
-@for_each(False, True)
-def check_such_a_block_in_shared_visits(files, whole):
-    with one_by_one():
-        _three_runs(files, partial(nested, whole=whole), "layerwise", share="on")
+@for_each(
+    (False, "layerwise", "off"), (False, "RAM", "off"), (False, "layerwise", "on"),
+    (True, "block swap", "off"), (True, "resident", "off"), (True, "layerwise", "on"),
+)  # fmt: skip
+def check_a_block_may_be_used_inside_another_one(files, whole, policy, share):
+    with one_by_one() if share == "on" else nullcontext():
+        _three_runs(files, partial(nested, whole=whole), policy, share)
 
 
 def check_modules_may_be_used_outside_a_run(files):

@@ -38,7 +38,7 @@ from ..patches import (
     node_results,
     shift,
 )
-from ..samplers import guided, ksamplers, simple_sigmas
+from ..samplers import guided, ksamplers, simple_sigmas, switching
 from ..tiny_models import LAYERWISE, SHARED, Files, Run, figures, has_ended, one_by_one
 from ..tiny_models import WAN as HIGH
 from .models import traffic
@@ -72,25 +72,6 @@ class Models(Files):
 setup = Models
 
 
-def switching(high: Any, low: Any, boundary: float = BOUNDARY) -> Any:
-    """Return ComfyUI's high-noise expert as a MODEL that calls the other expert at low noise."""
-    inner = high.model_options.get("model_function_wrapper")
-
-    def call(apply_model: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
-        def expert(x: torch.Tensor, t: torch.Tensor, **conditions: Any) -> torch.Tensor:
-            is_high = float(t.flatten()[0]) * 1000 >= boundary * 1000
-            return (apply_model if is_high else low.model.apply_model)(x, t, **conditions)
-
-        if inner is not None:
-            return inner(expert, given)
-        return expert(given["input"], given["timestep"], **given["c"])
-
-    both = high.clone()
-    both.set_additional_models("low", [low])
-    both.set_model_unet_function_wrapper(call)
-    return both
-
-
 def run_custom(
     model: Any, sampler: Any, *, steps: int = 4, cfg: float | None = 1.0, sigmas: Any = None
 ) -> torch.Tensor:
@@ -119,30 +100,6 @@ def switch_step(model: Any, steps: int) -> int:
     return sum(sigma * 1000 >= BOUNDARY * 1000 for sigma in sigmas)
 
 
-class Midpoints(comfy.samplers.Sampler):
-    """SAMPLER with its own loop: two calls per step, the second halfway through."""
-
-    def sample(
-        self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None,
-        denoise_mask=None, disable_pbar=False,
-    ) -> torch.Tensor:  # fmt: skip
-        options = extra_args["model_options"]
-        seed = extra_args["seed"]
-        scaling = model_wrap.inner_model.model_sampling
-        x = scaling.noise_scaling(sigmas[0], noise, latent_image, True)
-        for step, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
-            middle = (sigma + following) / 2
-            at = x
-            for level in (sigma, middle):
-                denoised = model_wrap(at, level.repeat(len(x)), options, seed)
-                slope = (at - denoised) / level
-                at = x + slope * (middle - sigma)
-            x = x + slope * (following - sigma)
-            if callback is not None:
-                callback(step, denoised, x, len(sigmas) - 1)
-        return scaling.inverse_noise_scaling(sigmas[-1], x)
-
-
 def back_and_forth(model, x, sigmas, extra_args=None, callback=None, disable=None):
     """Sampler function that returns to a higher noise level after each step, as restarts do."""
     for step, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
@@ -167,8 +124,15 @@ def shifted(model, x, sigmas, extra_args=None, callback=None, disable=None):
     return sampling.sample_euler(Shifted(), x, sigmas, extra_args, callback, disable)
 
 
+class OwnLoop(comfy.samplers.Sampler):
+    """SAMPLER that is no KSAMPLER."""
+
+    def sample(self, *given: Any, **more: Any) -> torch.Tensor:
+        return comfy.samplers.KSAMPLER(back_and_forth).sample(*given, **more)
+
+
 FOREIGN = {
-    "midpoints": Midpoints,
+    "own loop": OwnLoop,
     "back and forth": lambda: comfy.samplers.KSAMPLER(back_and_forth),
     "shifted": lambda: comfy.samplers.KSAMPLER(shifted),
 }
@@ -210,7 +174,7 @@ OWN_SIGMAS = [1.0, 0.9, BOUNDARY, 0.8, 0.3, 0.0]
 
 
 @for_each(
-    ("midpoints", {"steps": 20}), ("back and forth", {"cfg": None}),
+    ("own loop", {"steps": 20}), ("back and forth", {"cfg": None}),
     ("shifted", {}), ("shifted", {"sigmas": OWN_SIGMAS, "cfg": None}),
 )  # fmt: skip
 def check_foreign_samplers_drive_both_experts(models, sampler, given):

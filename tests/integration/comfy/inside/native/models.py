@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -376,6 +376,11 @@ HINDERED = {
 """
 
 
+@cache
+def _plain(files: Files, on: str) -> torch.Tensor:
+    return sample(files.native(FAMILIES[on]), FAMILIES[on], steps=STEPS)
+
+
 @for_each(
     *((name, on) for name, (_, families) in PATCHES.items() for on in families),
     *((name, given.name) for name, (_, given) in OTHER_INPUTS.items()),
@@ -386,7 +391,7 @@ def check_patch(files, name, on):
     require("attn" not in name or "ltx_2" in FAMILIES, "attention patches of Wan and Flux")
     family = FAMILIES[on]
     changed, given = OTHER_INPUTS.get(name) or (PATCHES[name][0], family)
-    plain = sample(files.native(family), family, steps=STEPS)
+    plain = _plain(files, on)
 
     def run(model: Any) -> torch.Tensor:
         return sample(changed(model), given, steps=STEPS)
