@@ -136,12 +136,6 @@ def test_files_of_remembered_rows(batch, server, tmp_path, capsys):
     assert "saved 'x_00001_.png' but does not return it (status 404)" in capsys.readouterr().err
 
 
-def test_workflow_that_only_shows_its_picture(batch, capsys):
-    preview = {**PICTURE, "2": node("PreviewImage", images=["1", 0])}
-    assert main(batch({"1.color": 1}, workflow=preview)) == FAILED
-    assert "no file was saved" in capsys.readouterr().err
-
-
 def test_picture_below_the_listed_folder(batch, server, tmp_path):
     folder = server.base / "input" / "below"
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ import gc
 import hashlib
 
 import comfy.model_management
-import comfy.samplers
 import psutil
 import torch
 
@@ -40,23 +39,6 @@ class TestHeld:
         }
 
 
-class TestOutOfMemory:
-    """A SAMPLER that calls the model once and runs out of device memory."""
-
-    RETURN_TYPES, FUNCTION, CATEGORY = ("SAMPLER",), "make", "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {}}
-
-    def make(self):
-        def sample(model, x, sigmas, extra_args=None, callback=None, disable=None):
-            model(x, sigmas[0] * x.new_ones([x.shape[0]]), **extra_args)
-            raise comfy.model_management.OOM_EXCEPTION("made up")
-
-        return (comfy.samplers.KSAMPLER(sample),)
-
-
 class TestTakeDevice:
     """Takes all but `leave` device bytes until the next prompt, and passes a latent on."""
 
@@ -74,8 +56,4 @@ class TestTakeDevice:
         return (latent,)
 
 
-NODE_CLASS_MAPPINGS = {
-    "TestHeld": TestHeld,
-    "TestOutOfMemory": TestOutOfMemory,
-    "TestTakeDevice": TestTakeDevice,
-}
+NODE_CLASS_MAPPINGS = {"TestHeld": TestHeld, "TestTakeDevice": TestTakeDevice}

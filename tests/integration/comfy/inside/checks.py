@@ -22,8 +22,8 @@ import comfyui_version
 import torch
 
 Check = TypeVar("Check", bound=Callable[..., None])
-SHOWN = 300
-"""Characters of a local value in a traceback."""
+SHOWN = 2000
+"""Characters of a frame in a traceback, with the local values."""
 
 
 def for_each(*rows: Any) -> Callable[[Check], Check]:
@@ -75,20 +75,9 @@ def _outcome(check: Callable[..., None], *arguments: object) -> str:
     except SkipTest as err:
         return f"skipped: {err}"
     except Exception as err:  # noqa: BLE001 - a check that fails must not hide the others
-        return _shown(err)
+        lines = traceback.TracebackException.from_exception(err, capture_locals=True).format()
+        return "".join(line[:SHOWN] for line in lines)
     return ""
-
-
-def _shown(err: Exception) -> str:
-    """Return a traceback with the local values: the check's own line, and the last two."""
-    _, *frames = traceback.walk_tb(err.__traceback__)
-    shown = dict.fromkeys([*frames[:1], *frames[-2:]])
-    lines = traceback.TracebackException(type(err), err, None)
-    lines.stack = traceback.StackSummary.extract(iter(shown), capture_locals=True)
-    for frame in lines.stack:
-        values = frame.locals or {}
-        values.update({name: value[:SHOWN] for name, value in values.items()})
-    return "".join(lines.format())
 
 
 def require(there: object, what: str) -> None:

@@ -71,13 +71,12 @@ def switching(high: Any, low: Any, boundary: float = 0.875) -> Any:
     return both
 
 
-def write_vae(folder: Path) -> tuple[Any, Any]:
-    """Return a VAE and ComfyUI's from its file. Older versions support only the real width."""
+def write_vae(folder: Path) -> Any:
+    """Return ComfyUI's VAE from a file. Older versions support only the real width."""
     is_thin = "decoder.head.0.gamma" in Path(comfy.sd.__file__).read_text(encoding="utf-8")
     path = folder / "vae.safetensors"
-    vae = make_vae(seed=3, base_dim=16 if is_thin else 96)
-    save_vae_file(vae, path)
-    return vae, comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+    save_vae_file(make_vae(seed=3, base_dim=16 if is_thin else 96), path)
+    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
 
 
 def ksampler(

@@ -12,7 +12,7 @@ import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace as Namespace
-from typing import Any
+from typing import Any, ClassVar
 
 import comfy.clip_vision
 import comfy.model_base
@@ -32,39 +32,29 @@ from wanstream.schema import OffloadPolicy
 from wanstream.wan.experts.open import open_experts
 
 from ..checks import for_each, refused
+from ..families import _clip
+from .variants import Vae
 
-RUNS = "runs"
-"""All keys are read, or ignored as native sampling ignores them for these weights."""
-
-START_IMAGE_NODES = [
-    *("WanImageToVideo", "WanFirstLastFrameToVideo", "WanFunInpaintToVideo"),
-    *("WanTrackToVideo", "WanMoveTrackToVideo"),
+START_IMAGE_NODES = (
+    "WanImageToVideo", "WanFirstLastFrameToVideo", "WanFunInpaintToVideo", "WanTrackToVideo",
+    "WanMoveTrackToVideo",
     # The audio is a patch on the MODEL, which our nodes cannot take.
     "WanInfiniteTalkToVideo",
-]
-# By node and way to connect it, "*" for all others: `RUNS`, or the refused key.
+)  # fmt: skip
 EXPECTED: dict[str, dict[str, str]] = {
-    **{name: {"*": RUNS} for name in START_IMAGE_NODES},
+    **{name: {} for name in START_IMAGE_NODES},
     # Without a camera it is an ordinary start image.
-    "WanCameraImageToVideo": {
-        "*": RUNS,
-        "camera_conditions": "camera_conditions",
-        "all": "camera_conditions",
-    },
+    "WanCameraImageToVideo": dict.fromkeys(("camera_conditions", "all"), "camera_conditions"),
     # Without a face or a pose it is an ordinary start image. Animate weights are refused on
     # opening.
     "WanAnimateToVideo": {
-        "*": RUNS,
-        "face_video": "face_video_pixels",
-        "pose_video": "pose_video_latent",
+        "face_video": "face_video_pixels", "pose_video": "pose_video_latent",
         "all": "pose_video_latent",
     },
     # The reference image alone is reference_latents, ignored by plain weights in native sampling
     # too.
     "WanSCAILToVideo": {
-        "*": RUNS,
-        "pose_video": "pose_video_latent",
-        "pose_video_mask": "driving_mask_28ch",
+        "pose_video": "pose_video_latent", "pose_video_mask": "driving_mask_28ch",
         "all": "pose_video_latent",
     },
     "WanFunControlToVideo": {"*": "concat_latent_image"},
@@ -72,27 +62,22 @@ EXPECTED: dict[str, dict[str, str]] = {
     "WanVaceToVideo": {"*": "vace_frames"},
     "WanPhantomSubjectToVideo": {"*": "time_dim_concat"},
     "WanSoundImageToVideo": {
-        "*": "control_video",
-        "audio_encoder_output": "audio_embed",
-        "ref_motion": "reference_motion",
-        "all": "audio_embed",
+        "*": "control_video", "audio_encoder_output": "audio_embed",
+        "ref_motion": "reference_motion", "all": "audio_embed",
     },
     "WanSoundImageToVideoExtend": {"*": "reference_motion"},
     "WanHuMoImageToVideo": {"*": "audio_embed"},
     "WanAnimate2ToVideo": {
-        "*": "cross_attn_pose",
-        "pose_video": "pose_video_latent",
+        "*": "cross_attn_pose", "pose_video": "pose_video_latent", "all": "pose_video_latent",
         "clip_vision_output": "clip_vision_output_pose",
         "clip_vision_output_pose": "clip_vision_output_pose",
-        "all": "pose_video_latent",
     },
     # Without music it is an ordinary start image.
     "WanDancerVideo": {
-        "*": RUNS,
-        "audio_encoder_output": "audio_embed",
-        "all": "clip_vision_output_ref",
+        "audio_encoder_output": "audio_embed", "all": "clip_vision_output_ref",
     },
-}
+}  # fmt: skip
+"""The refused key by node and way to connect it, "*" for all others. Without one it runs."""
 
 # The node itself fails in ComfyUI when it is connected so.
 FAILURES = (TypeError, UnboundLocalError, AttributeError)
@@ -127,37 +112,14 @@ MODULES = [name for name in FILES if importlib.util.find_spec(f"comfy_extras.{na
 """Native Wan node files. Older ComfyUI versions lack some."""
 
 
-class Vae:
-    """A Wan2.1 VAE that encodes to noise."""
-
-    latent_channels = 16
-
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        frames, height, width, _ = pixels.shape
-        seeded = torch.Generator().manual_seed(frames)
-        return torch.randn(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8, generator=seeded)
-
-    def spacial_compression_encode(self) -> int:
-        return 8
-
-
 class Model:
     """The methods InfiniteTalk calls on a model."""
 
-    def __init__(self) -> None:
-        self.model_options: dict[str, Any] = {"transformer_options": {}}
+    model_options: ClassVar[Any] = {"transformer_options": {}}
+    model_dtype = add_wrapper_with_key = set_model_patch = lambda *_: torch.float32
 
     def clone(self) -> Model:
-        return Model()
-
-    def model_dtype(self) -> torch.dtype:
-        return torch.float32
-
-    def add_wrapper_with_key(self, *_: Any) -> None:
-        pass
-
-    def set_model_patch(self, *_: Any) -> None:
-        pass
+        return self
 
 
 class AudioProjection:
@@ -168,12 +130,6 @@ class AudioProjection:
 
     def __call__(self, first: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1, 3, 32, 8)
-
-
-def _seen() -> comfy.clip_vision.Output:
-    output = comfy.clip_vision.Output()
-    output.penultimate_hidden_states = torch.ones(1, 257, 1280)
-    return output
 
 
 def _audio(width: int, layers: int) -> dict[str, Any]:
@@ -187,11 +143,12 @@ def _values(node: str) -> dict[str, Any]:
     picture, video = torch.full((1, SIZE, SIZE, 3), 0.25), torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
     audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}
     text = {"pooled_output": None}
+    seen = _clip(tokens=257, width=1280)
     by_value: list[tuple[Any, str]] = [
         ([[torch.full((1, 6, 4096), 0.01), text]], "positive"),
         ([[torch.full((1, 5, 4096), 0.02), text]], "negative"),
         ([[torch.full((1, 4, 4096), 0.03), text]], "positive_pose"),
-        (Vae(), "vae"),
+        (Vae(16, 8), "vae"),
         (Model(), "model"),
         (Namespace(model=Namespace(audio_proj=AudioProjection())), "model_patch"),
         (SIZE, "width height"),
@@ -200,8 +157,8 @@ def _values(node: str) -> dict[str, Any]:
         (picture, "pose_video_mask reference_image_mask"),
         (video, "control_video pose_video face_video background_video ref_motion previous_frames"),
         (torch.ones(FRAMES, SIZE, SIZE), "control_masks character_mask mask"),
-        (_seen(), "clip_vision_output clip_vision_start_image clip_vision_end_image"),
-        (_seen(), "clip_vision_output_pose clip_vision_output_ref"),
+        (seen, "clip_vision_output clip_vision_start_image clip_vision_end_image"),
+        (seen, "clip_vision_output_pose clip_vision_output_ref"),
         (_audio(*audio.get(node, (1024, 25))), "audio_encoder_output audio_encoder_output_1"),
         (torch.ones(1, 24, (FRAMES - 1) // 4 + 1, SIZE, SIZE), "camera_conditions"),
         ({"samples": torch.ones(1, 16, 25, SIZE // 8, SIZE // 8)}, "video_latent"),
@@ -260,8 +217,8 @@ def _check(folder: Path, node: str, way: str, results: tuple[Any, ...]) -> None:
     options = [each for side in results if isinstance(side, list) for _, each in side]
     keys = {key for each in options for key in each} - {"pooled_output"}
     assert keys <= {*READ, *IGNORED, *REFUSED, *NUMBERS, "start_percent", "end_percent"}
-    expected = EXPECTED[node].get(way, EXPECTED[node]["*"])
-    if expected == RUNS:
+    expected = EXPECTED[node].get(way, EXPECTED[node].get("*"))
+    if expected is None:
         _run(folder, results, keys)
         return
     refused(lambda: _run(folder, results, keys), expected, "remove", kind=RequestError)

@@ -16,17 +16,9 @@ import comfy.utils
 import torch
 from comfy_extras.nodes_custom_sampler import SamplerCustom
 from comfy_extras.nodes_wan import WanFirstLastFrameToVideo, WanImageToVideo
-from diffusers import WanImageToVideoPipeline
 
-from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest, native_inputs
-from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.testing import TinyShape, make_expert, save_expert_file
-from wanstream.tests.support.wan.pipelines import make_pipeline, pipeline_arguments
-from wanstream.tests.support.wan.quantised_files import in_dtype
-from wanstream.wan.experts.open import open_experts
-from wanstream.wan.vae.vae import open_vae
 
 from ..checks import for_each, refused
 from ..families import _normal
@@ -42,7 +34,6 @@ from ..samplers import (
     write_vae,
 )
 
-PIPELINE = 1e-5
 WIDTH, HEIGHT, FRAMES = 48, 32, 9
 LATENT = (3, HEIGHT // 8, WIDTH // 8)
 SHIFT, STEPS, SWITCH = 5.0, 6, 3
@@ -67,7 +58,7 @@ class Pair:
         self.folder = folder
         for name, (seed, channels) in EXPERTS.items():
             save_expert_file(_expert(seed, channels), self.file(name), dtype=torch.float16)
-        self.diffusers_vae, self.vae = write_vae(folder)
+        self.vae = write_vae(folder)
         self.model = cache(lambda name: shifted(self.file(name), SHIFT))
 
     def file(self, name: str) -> Path:
@@ -221,14 +212,6 @@ def check_an_image_without_a_mask(pair):
         assert_near(ours, pair.native("i2v_low", latent, sides=sides))
 
 
-def check_our_latent_in_the_native_decoder_is_our_own_decode(pair):
-    latent = pair.ours(EMPTY)["samples"]
-    with open_vae(pair.folder / "vae.safetensors") as vae:
-        ours = vae.decode(latent, device=torch.device("cpu")).flatten(0, 1)
-    native = pair.vae.decode(latent).flatten(0, -4)
-    assert_near({"samples": ours}, {"samples": native})
-
-
 def check_samplers_that_do_not_fit_together_are_refused(pair):
     left = pair.ours(EMPTY, end_step=2, leftover_noise=True)
     for latent, settings, numbers in (
@@ -244,28 +227,3 @@ def check_samplers_that_do_not_fit_together_are_refused(pair):
         (pair.ours(EMPTY), {"start_step": 2}, "turn leftover_noise on"),
     ):  # fmt: skip
         refused(partial(pair.ours, latent, add_noise=False, **settings), numbers)
-
-
-@for_each("start", "flf")
-def check_native_conditioning_is_the_diffusers_pipeline(pair, name):
-    images = {"image": START} if name == "start" else {"image": START, "last_image": END}
-    image = with_images(pair, name)[0][0][1]
-    image = {key: image[key] for key in ("concat_latent_image", "concat_mask")}
-    sides = [[[text, image]] for ((text, _),) in TEXTS]
-    inputs = native_inputs(*sides, {"samples": torch.zeros(1, 16, *LATENT)}, seed=7)
-    request = DenoiseRequest(
-        inputs.noise, inputs.positive, inputs.negative, inputs.image_condition, steps=STEPS,
-        flow_shift=SHIFT, boundary_ratio=0.9, guidance=(4.0, 3.0),
-    )  # fmt: skip
-    assert {*request.step_plan.experts} == {"high", "low"}
-    files = [pair.file(f"i2v_{expert}") for expert in ("high", "low")]
-    with open_experts(*files, compute_dtype=torch.float32) as opened:
-        ours = denoise(opened, request, policy=OffloadPolicy.layerwise(), device="cpu").latents
-    high, low = (in_dtype(_expert(seed, 36), torch.float16).float() for seed in (4, 5))
-    parts = {"transformer": high, "transformer_2": low, "vae": pair.diffusers_vae}
-    parts |= {"flow_shift": SHIFT, "boundary_ratio": request.boundary_ratio}
-    size = {"height": HEIGHT, "width": WIDTH, "frames": FRAMES, "steps": STEPS}
-    given = {**pipeline_arguments(request, **size), "guidance_scale_2": request.guidance[1]}
-    given |= {name: image.movedim(-1, 1) for name, image in images.items()}
-    theirs = make_pipeline(WanImageToVideoPipeline, **parts)(**given).frames
-    assert_near({"samples": ours}, {"samples": theirs}, PIPELINE)

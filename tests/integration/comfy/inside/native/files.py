@@ -36,14 +36,10 @@ OTHERS = (
     "first_stage_model.a",
 )
 Q = "blocks.0.self_attn.q"
-UNKNOWN = f"layer {Q} is quantised as {{}}, which this ComfyUI does not have"
 MARKERS: dict[bytes | str, str] = {
     b"{": "q.comfy_quant is not JSON",
-    b"{}": UNKNOWN.format(None),
-    b'{"format": ["float8_e4m3fn"]}': UNKNOWN.format(["float8_e4m3fn"]),
-    b'{"format": "int2"}': UNKNOWN.format("int2"),
+    b'{"format": "int2"}': f"layer {Q} is quantised as int2, which this ComfyUI does not have",
     "{}": "_quantization_metadata has no layers",
-    f'{{"layers": {{"{Q}": {{}}}}}}': UNKNOWN.format(None),
 }
 """Broken markers of a layer, in a tensor (bytes) or in the header, and the message. The unit tests
 of experts have more, which are refused by the same code."""

@@ -138,7 +138,10 @@ def _family(name: str) -> Family:
 
 @for_each(*NAMES)
 def check_each_block_of_a_family_matters(files, name):
-    """ComfyUI finds all weights of the tiny model, and a wrong block would change the result."""
+    """ComfyUI finds all weights of the tiny model, and a wrong block would change the result.
+
+    The first and the last block of each list stand for the others.
+    """
     family = _family(name)
     with logged() as lines:
         model = families.native(files.path(family), family)
@@ -147,8 +150,8 @@ def check_each_block_of_a_family_matters(files, name):
     before = run(model)
     network = model.model.diffusion_model
     for blocks in family.lists:
-        for number, block in enumerate(network.get_submodule(blocks)):
-            with _zeroed(block):
+        for number in (0, -1):
+            with _zeroed(network.get_submodule(blocks)[number]):
                 assert not torch.equal(run(model), before), (blocks, number)
 
 
@@ -361,7 +364,6 @@ OTHER_INPUTS = {
 }  # fmt: skip
 HINDERED = {
     "replaced blocks": "a replacement of dit blocks",
-    "skipped layer": "a replacement of dit blocks",
     "repeated layer": "a replacement of dit blocks",
     "first-block cache": "a replacement of dit blocks",
     "TeaCache": "the diffusion_model wrapper test",
