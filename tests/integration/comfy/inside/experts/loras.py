@@ -21,7 +21,7 @@ from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora
 
 from ..checks import for_each
-from ..families import _difference, _normal
+from ..families import _difference, _normal, write_lora
 
 TIMESTEP = torch.tensor([900.0])
 LATENTS = _normal(1, 16, 2, 4, 6, seed=0)
@@ -32,42 +32,9 @@ Stack = list[tuple[str, float]]
 Tensors = dict[str, torch.Tensor]
 
 
-def _spelt(tensors: Tensors, down: str, up: str, *, flat: bool = False) -> Tensors:
-    found = {}
-    for key, tensor in tensors.items():
-        key = key.replace("lora_down", down).replace("lora_up", up)
-        if flat:
-            endings = (f".{down}.weight", f".{up}.weight", ".alpha", ".diff_b")
-            (ending,) = (each for each in endings if key.endswith(each))
-            layer = key.removeprefix("diffusion_model.").removesuffix(ending)
-            key = "lora_unet_" + layer.replace(".", "_") + ending
-        found[key] = tensor
-    return found
-
-
-def _differences(weights: Tensors) -> Tensors:
-    """A difference for every weight and bias, by ComfyUI's names.
-
-    Bare parameters (modulation) are left out: ComfyUI 0.18 accepts their differences and then does
-    not add them.
-    """
-    found = {}
-    for seed, (name, tensor) in enumerate(weights.items()):
-        layer, _, kind = name.rpartition(".")
-        if kind != "modulation":
-            ending = "diff_b" if kind == "bias" else "diff"
-            found[f"diffusion_model.{layer}.{ending}"] = 0.02 * _normal(*tensor.shape, seed=seed)
-    return found
-
-
-def _of_lycoris(weights: Tensors) -> dict[str, Tensors]:
-    """A LoKr, a LoHa and two DoRAs for some layers in every block."""
+def _doras(weights: Tensors) -> dict[str, Tensors]:
+    """Two DoRAs for some layers in every block, and what ComfyUI needs for one of them."""
     generator = torch.Generator().manual_seed(9)
-    alpha = {"alpha": torch.tensor(3.0)}
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return 0.2 * torch.randn(shape, generator=generator)
-
     files: dict[str, Tensors] = {}
     for name in (
         f"blocks.{block}.{layer}"
@@ -76,28 +43,21 @@ def _of_lycoris(weights: Tensors) -> dict[str, Tensors]:
     ):
         weight = weights[f"{name}.weight"]
         rows, columns = weight.shape
-        up = drawn(rows, 4)
-        down = drawn(4, columns)
-        lora = {"lora_up.weight": up, "lora_down.weight": down, **alpha}
+        up = 0.2 * torch.randn(rows, 4, generator=generator)
+        down = 0.2 * torch.randn(4, columns, generator=generator)
+        lora = {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(3.0)}
         norm = weight.norm(dim=1, keepdim=True)
-        magnitude = norm * (1 + drawn(rows, 1).abs())
+        magnitude = norm * (1 + 0.2 * torch.randn(rows, 1, generator=generator).abs())
         # ComfyUI divides by the row norms before the addition, so it gets other magnitudes.
         other = magnitude * norm / (weight + up @ down * 3.0 / 4).norm(dim=1, keepdim=True)
-        lokr = {"lokr_w1": drawn(8, 4), "lokr_w2_a": drawn(rows // 8, 4)}
-        of_layer = {
-            "lokr": {**lokr, "lokr_w2_b": drawn(4, columns // 4), **alpha},
-            "loha": {
-                f"hada_{number}_{side}": drawn(*((rows, 4) if side == "a" else (4, columns)))
-                for number in ("w1", "w2")
-                for side in "ab"
-            },
-            "dora columns": {**lora, "dora_scale": weight.norm(dim=0, keepdim=True) * 1.1},
-            "dora rows": {**lora, "dora_scale": magnitude},
-            f"dora rows{FOR_COMFYUI}": {**lora, "dora_scale": other},
-        }
-        for file, tensors in of_layer.items():
-            layer = {f"diffusion_model.{name}.{key}": each.clone() for key, each in tensors.items()}
-            files.setdefault(file, {}).update(layer)
+        for file, scale in (
+            ("dora columns", weight.norm(dim=0, keepdim=True) * 1.1),
+            ("dora rows", magnitude),
+            (f"dora rows{FOR_COMFYUI}", other),
+        ):
+            layer = {**lora, "dora_scale": scale}
+            named = {f"diffusion_model.{name}.{key}": each.clone() for key, each in layer.items()}
+            files.setdefault(file, {}).update(named)
     return files
 
 
@@ -120,15 +80,14 @@ def _without_lora(expert: Path) -> torch.Tensor:
 @for_each(
     [],
     [("lightning", 0.8)],
-    [("lora_A", 1.0)],
-    [("musubi", 1.0)],
-    [("differences", -0.7)],
+    [("lora", 1.0)],
+    [("kohya", 1.0)],
+    [("diff", -0.7)],
     [("lokr", 0.8)],
     [("loha", -0.6)],
     [("dora columns", 0.7)],
     [(f"dora rows{FOR_COMFYUI}", 0.7)],
-    [("lokr", 0.8), ("lightning", 1.0)],
-    [("lightning", 0.5), ("differences", 0.3), ("musubi", -1.0)],
+    [("lightning", 0.5), ("diff", 0.3), ("kohya", -1.0)],
 )
 def check_one_forward(expert, stack):
     native = _native(expert, stack)
@@ -153,14 +112,11 @@ def setup(folder: Path) -> Path:
     expert = folder / "t2v_high.safetensors"
     weights = load_file(expert)
     lightning = make_lora(make_expert(TinyShape(), seed=1), seed=3)
-    files = {
-        "lightning": lightning,
-        "lora_A": _spelt(lightning, "lora_A", "lora_B"),
-        "musubi": _spelt(lightning, "lora_down", "lora_up", flat=True),
-        "differences": _differences(weights),
-        **_of_lycoris(weights),
-    }
-    for name, tensors in files.items():
+    for name, tensors in {"lightning": lightning, **_doras(weights)}.items():
         save_file(tensors, folder / f"{name}.safetensors")
+    # ComfyUI 0.18 accepts differences of bare parameters and then does not add them.
+    layers = {name: each for name, each in weights.items() if not name.endswith("modulation")}
+    for kind in ("lora", "kohya", "diff", "lokr", "loha"):
+        write_lora(kind, folder / f"{kind}.safetensors", layers)
     folder_paths.add_model_folder_path("loras", str(folder), is_default=True)
     return expert
