@@ -41,7 +41,7 @@ def test_run_of_a_killed_driver_continues(
 ):
     task = make_task(request={"noise": normal(videos, 16, 2, 4, 6, seed=5), "solver": "unipc"})
     states = tmp_path / "states"
-    given = {"over": "processes", "handover_s": handover_s}
+    given = {"handover_s": handover_s}
     with pytest.raises(RuntimeError, match="ended in the middle of a job"):
         drivers[0].start(drive, task, mesh, states, given | {"dies_at": dies_at}).result()
     drivers.replace(0)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,21 +45,10 @@ class RayError(Exception):
     """As Ray's."""
 
 
-class GetTimeoutError(RayError):
-    """As Ray's."""
-
-
-class RayActorError(RayError):
-    """As Ray's."""
-
-
+GetTimeoutError = type("GetTimeoutError", (RayError,), {})
+RayActorError = type("RayActorError", (RayError,), {})
 GONE = RayActorError("Worker exit detail: gone.")
-ERRORS = SimpleNamespace(
-    RayError=RayError,
-    GetTimeoutError=GetTimeoutError,
-    RayTaskError=RayError,
-    RayActorError=RayActorError,
-)
+ERRORS = {each.__name__: each for each in (RayError, GetTimeoutError, RayActorError)}
 
 
 class FakeRay:
@@ -69,7 +58,7 @@ class FakeRay:
     """
 
     __version__ = "0"
-    exceptions = ERRORS
+    exceptions = SimpleNamespace(**ERRORS, RayTaskError=RayError)
 
     def __init__(self) -> None:
         self.alive = {OWN: True}
@@ -115,38 +104,19 @@ def started(**changes: Any) -> Started:
     return Started(**{**given, **changes})
 
 
-class FakePlacement:
-    """Placement without failures."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        return
-
-    def options(self, rank: int) -> dict[str, Any]:
-        return {}
-
-    def node_of(self, rank: int) -> str:
-        return OWN
-
-    def workers_on_machine_of(self, rank: int) -> int:
-        return 1
-
-    def describe_delay(self, rank: int) -> str:
-        return "see whether its machine is busy"
-
-    def close(self) -> None:
-        return
+PLACEMENT = SimpleNamespace(
+    options=lambda rank: {},
+    node_of=lambda rank: OWN,
+    workers_on_machine_of=lambda rank: 1,
+    describe_delay=lambda rank: "see whether its machine is busy",
+    close=lambda: None,
+)
+"""Placement without failures."""
 
 
 @pytest.fixture
 def ray() -> FakeRay:
     return FakeRay()
-
-
-class FakeActor:
-    """A hashable actor with a handle for `call`."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = SimpleNamespace(remote=call)
 
 
 @pytest.fixture
@@ -162,9 +132,10 @@ def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Excep
 
     closed: Future[None] = Future()
     closed.set_result(None)
-    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: FakeActor(call)))
+    actor = type("Actor", (), {"call": SimpleNamespace(remote=call)})  # hashable
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: actor()))
     monkeypatch.setattr(ray_pool, "actor_class", lambda _: made)
-    monkeypatch.setattr(ray_pool, "Placement", FakePlacement)
+    monkeypatch.setattr(ray_pool, "Placement", lambda *_, **__: PLACEMENT)
     monkeypatch.setattr(ray_pool.CONNECTION, "acquire", lambda ref, **_: ray)
     monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", lambda: True)
     monkeypatch.setattr(ray_pool.CONNECTION, "release", lambda: None)
@@ -178,7 +149,7 @@ def test_all_workers_start_before_one_deadline(answers):
     with pytest.raises(RaySetupError, match=r"worker \d did not start within 0.25 s"):
         RayPool(WorkersRef(count=6), start_timeout_s=0.25)
     assert time.monotonic() - began < 2.0
-    answers[:] = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
+    answers[:] = [0.1] * 6
     with RayPool(WorkersRef(count=6), start_timeout_s=2.0) as pool:
         assert pool.usable
 
@@ -189,6 +160,14 @@ def test_worker_that_does_not_start_may_lack_the_token(answers):
     message = r"It never ran\. Check that .* RAY_AUTH_MODE=token and the same token"
     with pytest.raises(LostAtStartError, match=message):
         RayPool(ref, start_timeout_s=0.1)
+
+
+def test_workers_that_other_machines_reach_are_refused(ray, answers, monkeypatch):
+    facts = dataclasses.replace(started().facts, address="192.0.2.7")
+    monkeypatch.setattr(ray, "get", lambda *_, **__: started(facts=facts))
+    answers += [0.0]
+    with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach"):
+        RayPool(WorkersRef(count=1, address="127.0.0.1:1", token_file="/token"))
 
 
 def test_lost_workers_are_started_once_more(answers):
@@ -302,6 +281,10 @@ def test_lost_machine_or_raylet_makes_the_connection_unusable(ray, monkeypatch):
         assert not connection.is_alive()
 
 
+def start_local(ray: FakeRay, undo: ExitStack) -> None:
+    ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+
+
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A separate folder for temporary files."""
@@ -329,11 +312,15 @@ LATE = "The current node timed out during startup."
 
 @pytest.mark.integration
 def test_a_ray_that_starts_late_is_tried_once_more(ray, temporary):
+    """The folder of Ray lies in one that is closed to others."""
     ray.inits = [Exception(LATE), None]
     with ExitStack() as undo:
-        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+        start_local(ray, undo)
         first, second = (folder.parent for folder in ray.folders)
         assert (first.exists(), second.exists(), ray.ended) == (False, True, 1)
+        assert second.name.startswith(FOLDER_PREFIX)
+        assert sys.platform == "win32" or second.stat().st_mode & 0o777 == 0o700
+        assert ray.folders[1] == second / "r"
     assert (list(temporary.iterdir()), ray.ended) == ([], 2)
 
 
@@ -343,11 +330,8 @@ def test_a_ray_that_starts_late_is_tried_once_more(ray, temporary):
 )
 def test_ray_that_does_not_start_leaves_nothing(ray, temporary, error, tries):
     ray.inits = [error] * 3
-    with (
-        ExitStack() as undo,
-        pytest.raises(RaySetupError, match=f"this machine: {error}"),
-    ):
-        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+    with ExitStack() as undo, pytest.raises(RaySetupError, match=f"this machine: {error}"):
+        start_local(ray, undo)
     assert (list(temporary.iterdir()), len(ray.inits), ray.ended) == ([], 3 - tries, tries)
 
 
@@ -362,20 +346,8 @@ def test_local_ray_has_a_slot_for_each_core(cores, ray, temporary, monkeypatch):
     paths = {"jobs": temporary, "workflow": temporary, "output": temporary}
     check_local(BatchOptions(**paths, local=local, actors=actors), gpus=0, cores=cores)
     with ExitStack() as undo:
-        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+        start_local(ray, undo)
         assert ray.cpus / ray_setup.CPU_SLOT >= most, "as many actors as the command allows"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="these are bits of POSIX")
-@pytest.mark.integration
-def test_ray_folder_lies_in_one_closed_to_others(ray, temporary):
-    ray.inits = [None]
-    with ExitStack() as undo:
-        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
-        (outer,) = temporary.iterdir()
-        assert outer.name.startswith(FOLDER_PREFIX)
-        assert outer.stat().st_mode & 0o777 == 0o700
-        assert ray.folders == [outer / "r"]
 
 
 def test_paths_of_sockets_are_short_enough():
@@ -386,14 +358,9 @@ def test_paths_of_sockets_are_short_enough():
 
 def test_closing_looks_for_ray_once_for_all_workers(answers, monkeypatch):
     looked: list[bool] = []
-
-    def is_alive() -> bool:
-        looked.append(True)
-        return True
-
     answers += [0.0] * 8
     pool = RayPool(WorkersRef(count=8), start_timeout_s=10.0)
-    monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", is_alive)
+    monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", lambda: not looked.append(True))
     pool.close()
     assert len(looked) == 1, "a look takes seconds if the server cannot be reached"
 
@@ -415,7 +382,7 @@ def test_replacement_is_tried_again_while_ray_moves_it(answers, monkeypatch):
     nodes = iter(["first", "first", "first", "first", "gone", "gone", None, "last", "last"])
     answers += [0.0, GONE, GONE]
     with RayPool(WorkersRef(count=1), start_timeout_s=10.0) as pool:
-        monkeypatch.setattr(FakePlacement, "node_of", lambda self, rank: next(nodes))
+        monkeypatch.setattr(PLACEMENT, "node_of", lambda rank: next(nodes))
         with pytest.raises(LostAtStartError):
             pool.replace(0)
         assert answers == [], "two losses on the same machine"

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.messages import RendezvousSpec, StepReport, WorkerFacts
+from wanstream.distributed.messages import StepReport, WorkerFacts
 from wanstream.distributed.ray.environment import RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
@@ -62,24 +63,12 @@ def facts_of(pool: RayPool) -> list[WorkerFacts]:
     return [worker.call("facts").result(LIMIT_S) for worker in pool.workers]
 
 
-def join(pool: RayPool, mesh: Mesh, generation: int) -> None:
-    port = pool.workers[0].call("free_port").result(LIMIT_S)
-    rendezvous = {
-        "mesh": mesh,
-        "host": "127.0.0.1",
-        "port": port,
-        "generation": generation,
-        "timeout_s": 60,
-    }
-    joining = [
-        worker.call("join", RendezvousSpec(rank=worker.rank, **rendezvous))
-        for worker in pool.workers
-    ]
-    for joined in joining:
-        joined.result(LIMIT_S)
+def driver_of(pool: RayPool) -> Driver:
+    return Driver(pool, WorkersRef(count=2, threads=1), Mesh(cfg=2))
 
 
 def leave(pool: RayPool) -> None:
+    """Let the workers leave the rendezvous, to compute alone again."""
     for left in [worker.call("leave") for worker in pool.workers]:
         left.result(LIMIT_S)
 
@@ -96,26 +85,6 @@ def test_workers_are_processes_of_their_own_on_loopback(pool):
     assert facts.sizes == {"/": 0, "/not there": None}
 
 
-def test_two_workers_give_the_latents_of_one(pool, make_task, alone):
-    join(pool, Mesh(cfg=2), generation=1)
-    task, reports = make_task(handover_s=0.0, preview_s=0.0), [Reports(), Reports()]
-    running = [worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)]
-    ended = [run.result(LIMIT_S) for run in running]
-    assert torch.equal(reports[0].latents, alone(task))
-    assert [[step.record.index for step in each] for each in reports] == [[0, 1, 2, 3]] * 2
-    assert [[step.state is not None for step in each] for each in reports] == [
-        [True] * 4,
-        [False] * 4,
-    ]
-    assert [[step.denoised is not None for step in each] for each in reports] == [
-        [True] * 4,
-        [False] * 4,
-    ]
-    velocity = task.request.noise.numel() * 4
-    assert [each.gathered_bytes for each in ended] == [4 * velocity] * 2
-    leave(pool)
-
-
 def test_shared_request_is_stored_once_until_the_run_ends(pool, make_task, alone, monkeypatch):
     task, put, kept = make_task(), ray.put, list[object]()
 
@@ -124,12 +93,13 @@ def test_shared_request_is_stored_once_until_the_run_ends(pool, make_task, alone
         return kept[-1]
 
     monkeypatch.setattr(ray, "put", counting)
-    driver = Driver(pool, WorkersRef(count=2, threads=1), Mesh(cfg=2))
+    driver = driver_of(pool)
     for _ in range(2):
         ran = driver.denoise(task.experts, task.request, task.policy)
         assert torch.equal(ran.latents, alone(task))
         assert pool._shared == {}
     assert len(kept) == 2, "once per run, for two workers"
+    assert ran.gathered_bytes == 2 * 4 * task.request.noise.numel() * 4, "a velocity per step"
     leave(pool)
 
 
@@ -150,7 +120,7 @@ def test_questions_and_stops_are_heard_beside_a_run(pool, make_task, alone):
     assert torch.equal(latents_of(worker, after), alone(after))
 
 
-def test_errors_of_a_worker_come_out_as_they_are(pool, make_task, tmp_path):
+def test_errors_of_a_worker_come_out_as_they_are(pool, make_task, alone, tmp_path):
     worker = pool.workers[1]
     gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
     with pytest.raises(ValueError, match="gone"):
@@ -159,19 +129,16 @@ def test_errors_of_a_worker_come_out_as_they_are(pool, make_task, tmp_path):
         worker.run(make_task(until=9), ignore).result(LIMIT_S)
     with pytest.raises(AttributeError):
         worker.call("nonsense").result(LIMIT_S)
-
-
-def test_an_error_of_who_is_told_ends_the_run(pool, make_task, alone):
-    worker = pool.workers[1]
-    task = make_task(request=LONG)
+    # An error of who is told ends the run.
     with pytest.raises(ZeroDivisionError):
-        worker.run(task, lambda _: 1 / 0).result(LIMIT_S)
+        worker.run(make_task(request=LONG), lambda _: 1 / 0).result(LIMIT_S)
     after = make_task()
     assert torch.equal(latents_of(worker, after), alone(after))
 
 
-def test_everything_listens_on_loopback(pool):
-    join(pool, Mesh(cfg=2), generation=2)
+def test_everything_listens_on_loopback(pool, make_task):
+    task = make_task()
+    driver_of(pool).denoise(task.experts, task.request, task.policy)
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
     listening = {
@@ -192,26 +159,24 @@ def test_everything_listens_on_loopback(pool):
 
 def test_the_user_finds_the_process_as_it_was(pool, untouched):
     environment, handler = untouched
-    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    assert kept == {
-        name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"
-    }
+    test = {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
+    assert {**os.environ} == {**environment, **test}
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_a_second_pool_shares_this_ray(pool, make_task):
-    with pytest.raises(RaySetupError, match=r"10000 workers on CPUs, but Ray has slots for \d+"):
-        RayPool(WorkersRef(count=10000), "cpu")
-    with pytest.raises(RaySetupError, match="2 workers, but Ray has 0 GPUs"):
-        RayPool(WorkersRef(count=2), "cuda")
-    with pytest.raises(
-        RaySetupError, match=r"at local: close those before starting others at 127\.0\.0\.1:6379"
+    two = WorkersRef(count=2)
+    elsewhere = replace(two, address="127.0.0.1:6379")
+    foreign = replace(two, address="localhost.evil.example:6379")
+    for ref, device, error, said in (
+        (replace(two, count=10_000), "cpu", RaySetupError, r"10000 .* Ray has slots for \d+"),
+        (two, "cuda", RaySetupError, "2 workers, but Ray has 0 GPUs"),
+        (elsewhere, "cpu", RaySetupError, r"at local: close those before .* 127\.0\.0\.1:6379"),
+        (replace(two, beyond_loopback=True), "cpu", WorkersError, "at 'local' listen on 127"),
+        (foreign, "cpu", WorkersError, r"localhost\.evil\.example:6379 is another machine"),
     ):
-        RayPool(WorkersRef(count=2, address="127.0.0.1:6379"))
-    with pytest.raises(WorkersError, match=r"workers at 'local' listen on 127\.0\.0\.1 only"):
-        RayPool(WorkersRef(count=2, beyond_loopback=True), "cpu")
-    with pytest.raises(WorkersError, match=r"localhost\.evil\.example:6379 is another machine"):
-        RayPool(WorkersRef(count=2, address="localhost.evil.example:6379"), "cpu")
+        with pytest.raises(error, match=said):
+            RayPool(ref, device)
     task = make_task()
     assert latents_of(pool.workers[0], task).shape == task.request.noise.shape
 
@@ -225,9 +190,8 @@ def test_a_killed_worker_is_lost_and_replaced(pool, make_task, alone):
             os.kill(pid, signal.SIGKILL)
 
     task = make_task(request=LONG)
-    with pytest.raises(
-        WorkerLostError, match=rf"worker 0 \(process {pid} on .*, cpu\) is gone: .+"
-    ) as lost:
+    said = rf"worker 0 \(process {pid} on .*, cpu\) is gone: .+"
+    with pytest.raises(WorkerLostError, match=said) as lost:
         worker.run(task, on_report).result(LIMIT_S)
     assert lost.value.rank == 0
     with pytest.raises(WorkerLostError):
@@ -237,13 +201,9 @@ def test_a_killed_worker_is_lost_and_replaced(pool, make_task, alone):
     again = pool.replace(0)
     assert pool.workers == (again, other)
     assert again.started.facts.pid not in (pid, other.started.facts.pid)
-    join(pool, Mesh(cfg=2), generation=3)
     task = make_task()
-    reports = Reports()
-    running = [pool.workers[0].run(task, reports), pool.workers[1].run(task, ignore)]
-    for each in running:
-        each.result(LIMIT_S)
-    assert torch.equal(reports.latents, alone(task))
+    ran = driver_of(pool).denoise(task.experts, task.request, task.policy)
+    assert torch.equal(ran.latents, alone(task))
     leave(pool)
 
 
@@ -319,9 +279,8 @@ def test_a_worker_has_a_gpu_of_its_own(make_task):
         assert [worker.started.facts.device for worker in pool.workers] == ["cuda:0"] * gpus
         task = make_task()
         reports = [Reports() for _ in pool.workers]
-        for running in [
-            worker.run(task, each) for worker, each in zip(pool.workers, reports, strict=True)
-        ]:
+        pairs = zip(pool.workers, reports, strict=True)
+        for running in [worker.run(task, each) for worker, each in pairs]:
             running.result(LIMIT_S)
         first, *rest = [each.latents for each in reports]
         assert all(torch.equal(first, latents) for latents in rest)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.messages import (
     RendezvousSpec,
     RunTask,
@@ -31,8 +32,9 @@ from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import SOLVERS, RunState, SamplingCancelled
+from wanstream.schema import Mesh
 from wanstream.schema.records import StepRecord, Timeline
-from wanstream.schema.refs import CodeFormat, ExpertsRef, PathMap
+from wanstream.schema.refs import CodeFormat, ExpertsRef, PathMap, WorkersRef
 
 FACTS = WorkerFacts(pid=0, node="", address="127.0.0.1", device="cpu", versions={})
 Failing = Literal["dies", "hangs", "dies after all reports"] | Exception
@@ -84,7 +86,7 @@ class FakeWorker:
     """Worker on a thread. Implements `WorkerHandle`."""
 
     def __init__(self, pool: FakePool, rank: int, pid: int) -> None:
-        self._pool, self._rank, self.pid = pool, rank, pid
+        self._pool, self.rank, self.pid = pool, rank, pid
         self._gone = threading.Event()
         self._stopped: set[str] = set()
         self._rendezvous: tuple[RendezvousSpec, FakeRendezvous] | None = None
@@ -93,23 +95,19 @@ class FakeWorker:
         self._begun = 0
         self._kept: tuple[str, RunState] | None = None
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
     def call(self, method: str, *args: Any) -> Future[Any]:
         function = self._leave_slowly if method == "leave" else getattr(self, f"_{method}")
         return run_in_thread("fake call", self._alive, function, *args)
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
-        self._pool.sent.append((self._rank, task))
+        self._pool.sent.append((self.rank, task))
         return run_in_thread("fake run", self._alive, self._run, task, on_report)
 
     def log_tail(self) -> str:
         return f"the log of process {self.pid}"
 
     def kill(self) -> None:
-        self._pool.killed.append(self._rank)
+        self._pool.killed.append(self.rank)
         self._die()
 
     def _die(self) -> None:
@@ -126,25 +124,25 @@ class FakeWorker:
             else:
                 if not self._gone.is_set():
                     return result
-        raise WorkerLostError(f"worker {self._rank} is gone\n{self.log_tail()}", self._rank)
+        raise WorkerLostError(f"worker {self.rank} is gone\n{self.log_tail()}", self.rank)
 
     def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
         generation = 0 if self._rendezvous is None else self._rendezvous[0].generation
-        missing = [path for path in self._pool.missing.get(self._rank, ()) if path in paths]
+        missing = [path for path in self._pool.missing.get(self.rank, ()) if path in paths]
         return replace(
-            self._pool.facts,
+            FACTS,
             pid=self.pid,
-            node=f"node-{self._rank}",
+            node=f"node-{self.rank}",
             sizes=dict.fromkeys(missing),
             generation=generation,
-            machine=self._pool.machines.get(self._rank, ""),
-            auto_dtype=self._pool.auto_dtypes.get(self._rank, "float32"),
-            multiplied=self._pool.multiplied.get(self._rank, ("int8", "fp8")),
+            machine=self._pool.machines.get(self.rank, ""),
+            auto_dtype=self._pool.auto_dtypes.get(self.rank, "float32"),
+            multiplied=self._pool.multiplied.get(self.rank, ("int8", "fp8")),
         )
 
     def _fast_formats(self, experts: ExpertsRef, maps: Sequence[PathMap]) -> tuple[CodeFormat, ...]:
         assert experts.compute_dtype != "auto", "measured in the dtype of all workers"
-        return self._pool.multiplied.get(self._rank, ("int8", "fp8"))
+        return self._pool.multiplied.get(self.rank, ("int8", "fp8"))
 
     def _free_port(self) -> int:
         return next(self._pool.ports)
@@ -157,7 +155,7 @@ class FakeWorker:
             met = self._pool.rendezvous.setdefault(
                 (rendezvous.port, rendezvous.generation), FakeRendezvous(rendezvous.mesh.size)
             )
-        self._pool.joined.append((self._rank, rendezvous))
+        self._pool.joined.append((self.rank, rendezvous))
         self._rendezvous = (rendezvous, met)
         self._votes = itertools.count()
         met.come(rendezvous.timeout_s)
@@ -167,11 +165,10 @@ class FakeWorker:
         if left is not None:
             left[1].leave()
 
-    def _leave_slowly(self) -> None:
-        time.sleep(self._pool.leave_s.get(self._rank, 0.0))
-        self._leave()
+    _close = _leave
 
-    def _close(self) -> None:
+    def _leave_slowly(self) -> None:
+        time.sleep(self._pool.leave_s.get(self.rank, 0.0))
         self._leave()
 
     def _blocks_begun(self) -> int:
@@ -232,7 +229,7 @@ class FakeWorker:
     def _fail(self, step: int, *, after_reports: bool = False) -> None:
         def is_due(fault: Fault) -> bool:
             at_end = fault.failure == "dies after all reports"
-            return (fault.rank, fault.step, at_end) == (self._rank, step, after_reports)
+            return (fault.rank, fault.step, at_end) == (self.rank, step, after_reports)
 
         with self._pool.lock:
             due = next(filter(is_due, self._pool.faults), None)
@@ -274,7 +271,6 @@ class FakePool:
     """Dtypes by rank, float32 for the others."""
     multiplied: dict[int, tuple[CodeFormat, ...]] = field(default_factory=dict)
     """Formats a worker multiplies, by rank. The others multiply int8 and fp8."""
-    facts: WorkerFacts = FACTS
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -298,6 +294,12 @@ class FakePool:
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
+
+
+def driver_of(pool: FakePool, mesh: Mesh | None = None, **changes: Any) -> Driver:
+    mesh = mesh or Mesh()
+    given = {"count": mesh.size, "timeout_s": 20.0, "max_restarts": 3, **changes}
+    return Driver(pool, WorkersRef(**given), mesh)  # type: ignore[arg-type]
 
 
 def expected(noise: torch.Tensor, steps: range) -> torch.Tensor:

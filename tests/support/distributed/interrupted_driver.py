@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from wanstream.distributed.driver import driver as driver_module
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.messages import RunTask
-from wanstream.distributed.ray.pool import RayPool
 from wanstream.sampling.steps import StepProgress
 from wanstream.schema import Mesh
 from wanstream.schema.refs import WorkersRef
@@ -25,15 +23,10 @@ Driven = tuple[torch.Tensor, tuple[str, ...], list[int]]
 
 
 def drive(
-    here: SimpleNamespace,
-    task: RunTask,
-    mesh: Mesh,
-    states: Path,
-    options: Mapping[str, Any],
+    here: SimpleNamespace, task: RunTask, mesh: Mesh, states: Path, options: Mapping[str, Any]
 ) -> Driven:
     """Run a task on workers, with these options.
 
-    over: "processes" or "ray".
     handover_s: interval between two states.
     dies_at: step in which this process is killed, or None.
     """
@@ -46,21 +39,16 @@ def drive(
         if step.done == options["dies_at"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with _pool(here, ref, options["over"]) as pool:
+    with _pool(here, mesh.size) as pool:
         ran = Driver(pool, ref, mesh).denoise(
             task.experts, task.request, task.policy, on_step=on_step, states=states
         )
     return ran.latents, ran.timeline.changes, done
 
 
-def _pool(here: SimpleNamespace, ref: WorkersRef, over: str) -> AbstractContextManager[Any]:
-    if over == "ray":
-        return RayPool(ref, "cpu", store_bytes=128 << 20)
+def _pool(here: SimpleNamespace, count: int) -> Any:
     folder = Path(__file__).parent
     module = here.load(str(folder / "processes.py"))
     # Separate processes, which end with this one.
     processes = module.Processes(module.Source(here.source))
-    pool: AbstractContextManager[Any] = here.load(str(folder / "process_pool.py")).ProcessPool(
-        processes, ref.count
-    )
-    return pool
+    return here.load(str(folder / "process_pool.py")).ProcessPool(processes, count)

@@ -81,7 +81,7 @@ class ProcessWorker:
     """See `WorkerHandle`."""
 
     def __init__(self, rank: int, process: Any, connection: Connection) -> None:
-        self._rank, self._process, self._connection = rank, process, connection
+        self.rank, self._process, self._connection = rank, process, connection
         self.pid: int = process.pid
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._waiting: dict[int, tuple[Future[Any], Callable[[StepReport], None] | None]] = {}
@@ -89,10 +89,6 @@ class ProcessWorker:
         self._lost_one = True
         self._listening = threading.Thread(target=self._listen, name=f"process {rank}", daemon=True)
         self._listening.start()
-
-    @property
-    def rank(self) -> int:
-        return self._rank
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         return self._send(method, args, None)
@@ -161,7 +157,7 @@ class ProcessWorker:
             future.set_exception(self._lost())
 
     def _lost(self) -> WorkerLostError:
-        return WorkerLostError(f"worker {self._rank} (process {self.pid}) is gone", self._rank)
+        return WorkerLostError(f"worker {self.rank} (process {self.pid}) is gone", self.rank)
 
 
 class ProcessPool:

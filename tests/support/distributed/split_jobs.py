@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -95,35 +95,21 @@ class SplitProcesses:
         """Return this job's result on every rank."""
         return self.processes.all(job, *args, count=self.count)
 
-    def run(
-        self, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
-    ) -> list[dict[str, Any]]:
-        """Return the `job_run` result on every rank."""
-        return self.all(job_run, experts, request, policy, self.device)
+    def run(self, *run: Any) -> list[dict[str, Any]]:
+        """Return the `job_run` result for experts, request and policy on every rank."""
+        return self.all(job_run, *run, self.device)
 
-    def alone(
-        self,
-        experts: ExpertsRef,
-        request: DenoiseRequest,
-        policy: OffloadPolicy,
-        device: str | None = None,
-    ) -> torch.Tensor:
+    def alone(self, *run: Any, device: str | None = None) -> torch.Tensor:
         """Return the latents for the same run in the first process alone."""
-        run = (experts, request, policy, device or self.device)
-        latents: torch.Tensor = self.processes[0].start(job_run_alone, *run).result()
-        return latents
+        return self.processes[0].start(job_run_alone, *run, device or self.device).result()
 
-    @contextmanager
-    def attention_with_lse(self) -> Iterator[None]:
+    def attention_with_lse(self) -> AbstractContextManager[None]:
         """Use attention with log-sum-exp, which a ring needs, on every rank."""
-        with self._switched(job_use_attention_with_lse):
-            yield
+        return self._switched(job_use_attention_with_lse)
 
-    @contextmanager
-    def int8_attention(self) -> Iterator[None]:
+    def int8_attention(self) -> AbstractContextManager[None]:
         """Offer a kernel for attention "int8" on every rank, which computes exactly on the CPU."""
-        with self._switched(job_offer_int8_attention):
-            yield
+        return self._switched(job_offer_int8_attention)
 
     @contextmanager
     def _switched(self, job: Callable[..., Any]) -> Iterator[None]:
@@ -159,8 +145,7 @@ def place_of(here: SimpleNamespace, device: str) -> str:
 def experts_of(here: SimpleNamespace) -> ExpertsRegistry:
     """Return the registry of this process, which keeps experts open."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
-    registry: ExpertsRegistry = here.experts
-    return registry
+    return here.experts
 
 
 class Crossed(TorchDispatchMode):
@@ -186,10 +171,10 @@ class Crossed(TorchDispatchMode):
 
 def compute(
     here: SimpleNamespace,
+    part: RunSlice,
     experts: ExpertsRef,
     request: DenoiseRequest,
     policy: OffloadPolicy,
-    part: RunSlice,
     device: str = "cpu",
     **options: Any,
 ) -> torch.Tensor:
@@ -202,38 +187,28 @@ def compute(
     return denoise(pair, request, part, policy=policy, device=device, **options).latents
 
 
-def job_run(
-    here: SimpleNamespace,
-    experts: ExpertsRef,
-    request: DenoiseRequest,
-    policy: OffloadPolicy,
-    device: str = "cpu",
-) -> dict[str, Any]:
+def compute_share(here: SimpleNamespace, *run: Any, **options: Any) -> torch.Tensor:
+    """Return this process's share of a run."""
+    return compute(here, RunSlice(split=group_forward(here.groups)), *run, **options)
+
+
+def job_run(here: SimpleNamespace, *run: Any) -> dict[str, Any]:
     """Return this process's share, and the bytes from other processes.
 
     The bytes are counted by the groups and by torch.
     """
     before = here.groups.gathered_bytes
-    part = RunSlice(split=group_forward(here.groups))
     with Crossed() as crossed:
-        latents = compute(here, experts, request, policy, part, device)
+        latents = compute_share(here, *run)
     gathered = here.groups.gathered_bytes - before
     return {"latents": latents, "gathered": gathered, "crossed": crossed.nbytes}
 
 
-def job_run_alone(
-    here: SimpleNamespace,
-    experts: ExpertsRef,
-    request: DenoiseRequest,
-    policy: OffloadPolicy,
-    device: str = "cpu",
-) -> torch.Tensor:
-    return compute(here, experts, request, policy, RunSlice(), device)
+def job_run_alone(here: SimpleNamespace, *run: Any) -> torch.Tensor:
+    return compute(here, RunSlice(), *run)
 
 
-def job_run_compiled(
-    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
-) -> list[dict[str, Any]]:
+def job_run_compiled(here: SimpleNamespace, experts: ExpertsRef, *run: Any) -> list[dict[str, Any]]:
     """This process's shares: blocks as they are, compiled, compiled again.
 
     And how often the compiler was at work.
@@ -242,8 +217,7 @@ def job_run_compiled(
     for compiler in (None, "eager", "eager"):
         compute_with(here, experts, compiler)
         before, graphs = here.groups.gathered_bytes, get_compiler("eager").graphs
-        part = RunSlice(split=group_forward(here.groups))
-        latents = compute(here, experts, request, policy, part)
+        latents = compute_share(here, experts, *run)
         gathered = here.groups.gathered_bytes - before
         compiled = get_compiler("eager").graphs - graphs
         shares.append({"latents": latents, "gathered": gathered, "graphs": compiled})
@@ -277,9 +251,8 @@ def job_run_until(
             os.kill(os.getpid(), sent)
         return now
 
-    part = RunSlice(split=group_forward(here.groups))
     try:
-        compute(here, experts, request, policy, part, should_stop=wish)
+        compute_share(here, experts, request, policy, should_stop=wish)
     except SamplingCancelled as stopped:
         return stopped.step, stopped.block
     raise AssertionError("the run was not stopped")
@@ -305,17 +278,14 @@ def job_run_and_leave(
             here.groups.leave()
         return False
 
-    part = RunSlice(split=group_forward(here.groups))
     try:
-        compute(here, experts, request, policy, part, should_stop=poll)
+        compute_share(here, experts, request, policy, should_stop=poll)
     except ConnectionError as lost:
         return type(lost).__name__, polls
     raise AssertionError("the run did not end")
 
 
-def job_count_votes(
-    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
-) -> tuple[torch.Tensor, int, int]:
+def job_count_votes(here: SimpleNamespace, *run: Any) -> tuple[torch.Tensor, int, int]:
     """Return this process's share and polls, and the group's decisions in between."""
     polls, votes, decide = 0, 0, here.groups.any_wants
 
@@ -331,8 +301,7 @@ def job_count_votes(
 
     here.groups.any_wants = count
     try:
-        part = RunSlice(split=group_forward(here.groups))
-        return compute(here, experts, request, policy, part, should_stop=poll), polls, votes
+        return compute_share(here, *run, should_stop=poll), polls, votes
     finally:
         del here.groups.any_wants
 

@@ -93,6 +93,9 @@ def test_states_are_handed_over_at_intervals(worker, make_task, record_property)
     latents = make_task().request.noise.numel() * 4
     assert min(every_step) > 3 * latents
     assert max(kept[:3]) < 1500, "a record"
+    worker.join(dataclasses.replace(PLACE, rank=1))
+    follower, _ = reported(generation=1, handover_s=0.0, preview_s=0.0)
+    assert follower == [(False, False)] * 4
 
 
 def test_the_last_state_of_a_run_that_failed_can_be_requested(worker, make_task):
