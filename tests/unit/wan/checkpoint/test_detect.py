@@ -29,10 +29,11 @@ HEADERS = [
     (_config(image_model="flux"), "image_model is 'flux'"),
     ("[" * 100_000, "has a config in its header that is not JSON"),
     ("[]", "is not a JSON object"),
-    (json.dumps({"transformer": "t2v"}), "is not a JSON object"),
+    (json.dumps({"transformer": None}), "is not a JSON object"),
     (_config(model_type="t2v", causal_ar=False), None),
     (_config(model_type="ti2v", dim=5120), None),
-    ("{}", None),
+    (_config(image_model="wan2.1"), None),
+    (json.dumps({"vae": {"model_type": "animate2"}}), None),
 ]
 
 
@@ -65,8 +66,11 @@ def test_config_in_a_gguf_header(tiny_expert_file, tmp_path):
             "is a WanVACE.*, not a WanTransformer3DModel",
         ),
         ({"_class_name": "WanAnimateModel"}, "is a WanAnimateModel, not .* or WanModel"),
+        ({"_class_name": None}, "is a None, not a WanTransformer3DModel"),
         ({"_class_name": "WanModel", "model_type": "vace"}, "has the model_type 'vace'"),
+        ({"_class_name": "WanModel", "model_type": ["t2v"]}, r"has the model_type \['t2v'\]"),
         ({"_class_name": "WanModel", "model_type": "t2v", "dim": 128}, None),
+        ({"_class_name": "WanModel"}, None),
         ({"_class_name": "WanTransformer3DModel", "model_type": "vace"}, None),
         ({}, None),
     ],

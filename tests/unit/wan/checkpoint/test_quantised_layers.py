@@ -82,7 +82,7 @@ LEGACY = {"scaled_fp8": zeros(2)}
 HEADER = {"_quantization_metadata": json.dumps({"layers": {Q: INT8_MARKER}})}
 LAYOUTS: dict[str, tuple[MixedLayout, Change, Mapping[str, str] | None]] = {
     **{name: (_all_in(name), {}, None) for name in ("int8 ConvRot 64", "nvfp4 LightX2V")},
-    "mixture, header": (MixedLayout(format_of=mixture, markers="metadata"), {}, None),
+    "mixture, header": (MixedLayout(format_of=mixture, markers="metadata"), LEGACY, None),
     "mixture, nested": (MixedLayout(format_of=mixture, markers="nested"), {}, None),
     "bare names": (_all_in("mxfp8", "names"), {}, None),
     "marker over header": (_all_in("int8 ConvRot"), {}, HEADER),
@@ -138,7 +138,7 @@ def test_wrong_marked_layer_is_refused(name, change, message, save):
 @pytest.mark.parametrize(
     ("name", "bad", "message"),
     [
-        ("int8 rows", float("nan"), "the scale of attn1.to_q.weight is NaN or infinite"),
+        ("int8 rows", float("inf"), "the scale of attn1.to_q.weight is NaN or infinite"),
         ("mxfp8", 0xFF, "a scale of attn1.to_q.weight is NaN: download the file"),
         ("nvfp4", 0x7F, "a scale of attn1.to_q.weight is NaN: download the file"),
         ("nvfp4 LightX2V", 0xFF, "a scale of attn1.to_q.weight is NaN: download the file"),
@@ -205,6 +205,7 @@ FORMS = [
     Form(scale=BF16, dtype=INT8, marker='{"format": "int8_tensorwise"}'),
     # markers in other spellings
     Form(marker='"float8_e4m3fn"'),
+    Form(marker="float8_e4m3fn"),
     Form(marker='{"format": "float8_e4m3fn"}\0'),
     Form(dtype=INT8, marker=' {"format": "int8_tensorwise", "params": {}}\n'),
 ]

@@ -45,6 +45,7 @@ FOR_BOTH = [
     "lightx2v_T2V_14B_cfg_step_distill_v2_lora_rank64_bf16",
     "Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank32",
     "Wan2.1_T2V_14B_FusionX_LoRA",
+    "Wan21_AccVid_T2V_14B_lora_rank32_fp16",
     "Wan2.2-Fun-A14B-InP-MPS",
     "high_quality_details",
     "wan_high_and_low_noise_style",
@@ -223,7 +224,7 @@ def test_lora_for_image_to_video_on_text_to_video(lora, t2v, i2v, name, metadata
 
 FEW_STEPS = [
     *(names[0].format(names[1]) for names in (*NAMES[6:9], NAMES[9])),
-    *FOR_BOTH[:3],
+    *FOR_BOTH[:4],
     "Wan2.2-Distill/high_noise",
     "wan2.2_i2v_A14b_high_noise_lightx2v_4step",
     "Wan2_2_5B_FastWanFullAttn_lora_rank_128_bf16",

@@ -181,6 +181,8 @@ REFUSED = [
     ),
     ({"lora_unet_foo_blocks_1_ffn_0.lora_A": (4, 256)}, "unknown prefix 'lora_unet_foo_'"),
     ({f"{Q}.oft_blocks": (4, 8, 8)}, "is an OFT"),
+    ({f"{B}.diff_b": (256,), f"{B}.lora_B.bias": (256,)}, "diff_b and .*bias mean the same"),
+    ({"single_transformer_blocks.0.x": (4, 256), "transformer.proj_out.diff_b": (64,)}, "for Flux"),
 ]
 
 

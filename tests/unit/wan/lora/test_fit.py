@@ -68,6 +68,7 @@ def test_tiny_lora_fits(lora_file, config):
             layer(name="diffusion_model.blocks.4.self_attn.q"),
             r"changes blocks.4.attn1.to_q.weight .*; the expert has 4 blocks, from 0 on",
         ),
+        (layer(255, 36 * 4, name=PATCHES), r"\[255, 144\]; .* of the expert is \[256, 64\]"),
         (layer(256, 48 * 4, name=PATCHES), r"\[256, 192\]; .* of the expert is \[256, 64\]"),
     ],
 )

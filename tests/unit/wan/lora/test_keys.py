@@ -64,6 +64,7 @@ MEANINGLESS = [
     "blocks.7.self_attn.q.extra.diff",
     "diffusion_model.blocks.7.cross_attn.norm_k_img.diff_b",
     "diffusion_model.blocks.7.self_attn.norm_q.diff_b",
+    "diffusion_model.blocks.7.modulation.diff_b",
     "transformer_blocks.7.attn1.to_q.lora_down.weight",
     "lycoris_transformer_blocks_7_attn1_to_q.lokr_w1",
     "lora_unet_down_blocks_7_attn1_to_q.lora_down.weight",
@@ -192,6 +193,7 @@ def test_endings_are_told_apart(ending):
         ("patch_embedding.reshape_weight", "another shape"),
         ("blocks.0.norm3.set_weight", "replaces"),
         ("lora_unet_blocks_0_self_attn_q.lora_down.scale_weight", "fp8 with scales"),
+        ("transformer.blocks.0.attn1.to_q.lora_A.weight_scale", "fp8 with scales"),
     ],
 )
 def test_other_algorithms_are_named(key, what):

@@ -218,6 +218,7 @@ def test_python_in_a_tokenizer_folder_never_runs(pipeline_copy, monkeypatch, set
     ("change", "message"),
     [
         ({"model_type": "t5"}, "model_type is 't5', 'umt5' is expected"),
+        ({"d_model": 2048}, "d_model is 2048"),
         ({"num_layers": 3}, r"encoder\.block\.2.* is missing"),
         ({"num_layers": 1}, r"encoder\.block\.1.* does not belong"),
         ({"vocab_size": 100}, r"shared\.weight is \[193, 4096\]"),

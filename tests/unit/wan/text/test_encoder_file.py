@@ -223,7 +223,9 @@ def test_unused_tensors_are_ignored_with_a_note(changed):
     )
 
 
-@pytest.mark.parametrize("place", ["a.sft", "spiece.model", "google/umt5-xxl/spiece.model"])
+@pytest.mark.parametrize(
+    "place", ["a.sft", "a.safetensors", "google/umt5-xxl/spiece.model", "tokenizer/tokenizer.model"]
+)
 def test_tokenizer_in_a_file_beside(encoder_file, changed, tmp_path, place):
     path = changed({TOKENS: None})
     beside = tmp_path / place
