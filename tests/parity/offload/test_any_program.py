@@ -1,10 +1,14 @@
-"""Any visits, policy, RAM residency and read times: bit-equal results, planned transfers."""
+"""Any visits, policies, RAM residency, read times, patches, stops and released memory in any order.
+
+The results are bit-equal to those of plain blocks, and the transfers are the planned ones.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch
 from wanstream.offload.core.pages import host_bytes
 from wanstream.offload.formats.layout import BlockFormat, block_format, tensor_views
 from wanstream.offload.sources.module import ModuleSource
@@ -71,9 +76,53 @@ HOMES = st.one_of(
     ),
 )
 POLICIES = st.builds(lambda policy, homes: replace(policy, **homes), DEVICE, HOMES)
+
+
+class Run(NamedTuple):
+    """Changes before a run, and the run."""
+
+    policy: OffloadPolicy
+    strengths: tuple[int, ...]
+    """Patch strength for each of `KEYS`, 0 for no patch."""
+    released: int
+    """Bytes to release."""
+    visits: tuple[Visit, ...]
+    stop_at: int
+    """Visit before whose end the run stops."""
+    leave: bool
+    """Stop without an error, before the visit."""
+
+
+RUNS = st.builds(
+    Run,
+    POLICIES,
+    st.tuples(*[st.integers(0, 2)] * len(KEYS)),
+    st.sampled_from([0, 0, 1, 1 << 60]),
+    VISITS,
+    st.integers(0, 24),
+    st.booleans(),
+)
 DECODED = st.sampled_from(
     [frozenset(), frozenset(KEYS), frozenset(KEYS[::2]), frozenset(KEYS[:BLOCKS])]
 )
+
+
+def patch_of(strength: float) -> BlockPatch:
+    up = torch.full((3 * WIDTH, 2), 0.1 * strength)
+    full = torch.full((WIDTH, 3 * WIDTH), 0.1 * strength)
+    product = WeightPatch(up=up, down=torch.ones(2, WIDTH))
+    weights = {"up.weight": product, "down.weight": WeightPatch(full=full)}
+    return BlockPatch(identity=strength, weights=weights)
+
+
+def patched(stacks: Stacks, strength: int) -> Stacks:
+    """Return a copy with a patch in the weights of every block."""
+    stacks = copy.deepcopy(stacks)
+    for block in (block for stack in stacks.values() for block in stack if strength):
+        product, difference = patch_of(strength).weights.values()
+        block.up.weight.copy_(torch.addmm(block.up.weight, product.up, product.down))
+        block.down.weight.copy_(block.down.weight + difference.full)
+    return stacks
 
 
 @pytest.fixture
@@ -86,42 +135,68 @@ def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
     return stacks
 
 
-def through(stacks: Stacks, visits: Sequence[Visit]) -> torch.Tensor:
+def set_patches(engine: OffloadEngine, before: Sequence[int], after: Sequence[int]) -> None:
+    """Patch the blocks. All others are kept."""
+    held = set(engine.contents().values())
+    pairs = zip(KEYS, before, after, strict=True)
+    changed = {key for key, *strengths in pairs if len(set(strengths)) == 2}
+    strengths = zip(KEYS, after, strict=True)
+    engine.set_patches({key: patch_of(each) for key, each in strengths if each})
+    assert set(engine.contents().values()) == held - changed
+
+
+def compute(
+    engine: OffloadEngine, stacks: Stacks, given: Run, reads: Sequence[BlockKey]
+) -> torch.Tensor:
+    """Run until the stop. Compare the transfers of a run without one with the plan."""
     value = HIDDEN
-    for visit in visits:
-        value = stacks[visit.expert][visit.block](value)
+    before = len(reads)
+    with engine.run(given.visits) as run:
+        for number, visit in enumerate(given.visits):
+            if number == given.stop_at and given.leave:
+                run.leave()
+                break
+            with run.visit(*visit):
+                if number == given.stop_at:
+                    raise KeyboardInterrupt(value)
+                value = stacks[visit.expert][visit.block](value)
+    last = {fetch.buffer: fetch.block for fetch in run.fetched}
+    assert last.items() <= engine.contents().items(), "issued blocks are there"
+    if given.stop_at < len(given.visits):
+        return value
+    ram = run.programs.ram
+    assert tuple(run.fetched) == run.program.fetches
+    assert tuple(run.reads) == ram.program.fetches
+    places = zip(run.fetched, ram.visit_of_fetch, strict=True)
+    direct = [fetch.block for fetch, visit in places if visit == DIRECT]
+    assert sorted(reads[before:]) == sorted(direct + [each.block for each in run.reads])
+    last = {fetch.buffer: fetch.block for fetch in run.reads}
+    assert last.items() <= engine.ram.contents().items()
     return value
 
 
 @pytest.mark.parity
-@pytest.mark.slow  # compares with runs of diffusers
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(
-    runs=st.lists(st.tuples(VISITS, POLICIES), min_size=1, max_size=4),
-    decoded=DECODED,
-    seed=st.integers(0, 1000),
-)
-def test_bits_fetches_and_reads(stacks, slow_source, runs, decoded, seed):
-    plain = copy.deepcopy(stacks)
+@given(runs=st.lists(RUNS, min_size=1, max_size=5), decoded=DECODED, seed=st.integers(0, 1000))
+def test_bits_and_transfers(stacks, slow_source, runs, decoded, seed):
+    plain = [patched(stacks, strength) for strength in range(3)]
     source = slow_source(HalfSource(stacks, decoded), seed=seed, longest_s=0.001)
-    with attach(stacks, runs[0][1], source=source) as engine:
-        for visits, policy in runs:
-            engine.set_policy(policy)
-            before = len(source.reads)
-            value = HIDDEN
-            with engine.run(visits) as run:
-                for visit in visits:
-                    with run.visit(*visit):
-                        value = stacks[visit.expert][visit.block](value)
-            assert torch.equal(value, through(plain, visits))
-            assert tuple(run.fetched) == run.program.fetches
-            ram = run.programs.ram
-            assert tuple(run.reads) == ram.program.fetches
-            places = zip(run.fetched, ram.visit_of_fetch, strict=True)
-            direct = [fetch.block for fetch, visit in places if visit == DIRECT]
-            read = [fetch.block for fetch in run.reads]
-            assert sorted(source.reads[before:]) == sorted(read + direct)
-            last = {fetch.buffer: fetch.block for fetch in run.reads}
-            assert last.items() <= engine.ram.contents().items()
+    strengths = (0,) * len(KEYS)
+    with attach(stacks, runs[0].policy, source=source) as engine:
+        for given in runs:
+            engine.set_policy(given.policy)
+            set_patches(engine, strengths, given.strengths)
+            strengths = given.strengths
+            loaded = engine.loaded_bytes
+            assert engine.release_memory(given.released) == loaded - engine.loaded_bytes
+            try:
+                value = compute(engine, stacks, given, source.reads)
+            except KeyboardInterrupt as stopped:
+                (value,) = stopped.args
+            expected = HIDDEN
+            for visit in given.visits[: given.stop_at]:
+                strength = strengths[KEYS.index(visit.key)]
+                expected = plain[strength][visit.expert][visit.block](expected)
+            assert torch.equal(value, expected)
