@@ -16,18 +16,16 @@ from wanstream.block_kernels import INDUCTOR, Kernels
 from wanstream.offload.formats.decode import decode_tensor
 from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.quantise import FP8, quantise_rows, work_memory
-from wanstream.plan.programs import step_visits
-from wanstream.schema import OffloadPolicy
 from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.testing.quantised import q4_k_m, random_groups, save_expert_gguf
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.rounding import difference
 from wanstream.tests.support.sampling.runs import LAYERWISE, normal
-from wanstream.wan import ExpertPair, Lane, forward_lanes
+from wanstream.tests.support.wan.opened_experts import FIRST_TIME, plain_velocity, streamed
+from wanstream.wan import ExpertPair, Lane
 from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.image_encoder import clip_pixels, open_image_encoder
 
-TIME = 990.0
 COMPUTED = pytest.mark.parametrize(
     "computed", [torch.float32, torch.float16, torch.bfloat16], ids=str
 )
@@ -40,32 +38,10 @@ def lane_on(gpu: Accelerator, *latents: int, text: int = 5, **parts: Any) -> Lan
     return Lane(latents=on_device[0], text=on_device[1], **parts)
 
 
-@torch.inference_mode()
-def streamed(
-    gpu: Accelerator, pair: ExpertPair, lane: Lane, policy: OffloadPolicy = LAYERWISE, runs: int = 1
-) -> torch.Tensor:
-    """Return the velocity from the high-noise expert."""
-    engine = pair.engine(policy, gpu.device)
-    for _ in range(runs):
-        with engine.run(step_visits(["high"], engine.block_counts)) as run:
-            [velocity] = forward_lanes(
-                engine.models["high"],
-                [lane],
-                torch.tensor([TIME]),
-                lambda block: run.visit(0, "high", block),
-            )
-    return velocity
-
-
-@torch.inference_mode()
-def whole(model: nn.Module, lane: Lane, time: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the velocity from the whole model on the lane's device."""
-    device = lane.latents.device
-    dtype = model.patch_embedding.weight.dtype
-    given = [each.to(dtype) for each in (lane.latents, lane.text, lane.image) if each is not None]
-    at = torch.tensor([TIME]) if time is None else time
-    latents, *rest = given
-    return model.to(device)(latents, at.to(device), *rest, return_dict=False)[0]
+def streamed_on(gpu: Accelerator, pair: ExpertPair, lane: Lane, **policy: Any) -> torch.Tensor:
+    """Return the velocity from the high-noise expert, with layerwise streaming."""
+    policy = replace(LAYERWISE, **policy)
+    return streamed(pair, policy, lane, device=gpu.device)[0]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +55,11 @@ def test_timesteps_per_frame(gpu, kernels, chunk, tiny_expert_folder):
     freedom = (0.0, 1.0, 1.0, 0.5)
     lane = lane_on(gpu, 1, 48, 4, 16, 16, timestep_scales=freedom)
     model = WanTransformer3DModel.from_pretrained(folder).requires_grad_(False)
-    times = (torch.tensor(freedom) * TIME).repeat_interleave(64)[None]
+    times = (torch.tensor(freedom) * FIRST_TIME).repeat_interleave(64)[None]
     with open_single_model(folder, compute_dtype=torch.float32) as pair:
         pair.kernels = kernels
-        found = streamed(gpu, pair, lane, replace(LAYERWISE, chunk_tokens=chunk))
-    assert difference(found, whole(model, lane, times)) < 1e-3
+        found = streamed_on(gpu, pair, lane, chunk_tokens=chunk)
+    assert difference(found, plain_velocity(model.to(gpu.device), lane, times)) < 1e-3
 
 
 @pytest.mark.parametrize("chunk", [None, 256])
@@ -93,8 +69,8 @@ def test_an_image_branch(gpu, chunk, tiny_expert_folder):
     lane = lane_on(gpu, 1, 36, 3, 16, 24, text=512, image=image)
     model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
     with open_single_model(folder) as pair:
-        found = streamed(gpu, pair, lane, replace(LAYERWISE, chunk_tokens=chunk))
-    assert difference(found.float(), whole(model, lane).float()) < 1e-2
+        found = streamed_on(gpu, pair, lane, chunk_tokens=chunk)
+    assert difference(found.float(), plain_velocity(model.to(gpu.device), lane).float()) < 1e-2
 
 
 @pytest.mark.parametrize("layout", ["scaled_fp8", "comfy_quant"])
@@ -104,7 +80,7 @@ def test_fp8_files(gpu, layout, tiny_expert_file, make_tiny_expert):
     model = make_tiny_expert(dequantised_from=torch.float16)
     with open_experts(path, path, compute_dtype=torch.float32) as pair:
         pair.kernels = Kernels(math="exact")
-        assert torch.equal(streamed(gpu, pair, lane), whole(model, lane))
+        assert torch.equal(streamed_on(gpu, pair, lane), plain_velocity(model.to(gpu.device), lane))
 
 
 @SOURCES
@@ -117,11 +93,12 @@ def test_fp8_storage(gpu, source, tiny_expert_file, make_tiny_expert):
         if isinstance(module, nn.Linear):
             scale = module.weight.abs().amax(1, keepdim=True) / 448.0
             module.weight.data = (module.weight / scale).to(FP8).float() * scale
-    policy = OffloadPolicy.layerwise(1, source=source)
     with open_experts(path, path, compute_dtype=torch.float32, storage="fp8") as pair:
         pair.kernels = Kernels(math="exact")
-        assert torch.equal(streamed(gpu, pair, lane, policy, runs=2), whole(model, lane))
-        assert pair.loaded_bytes <= pair.device_bytes(policy)
+        for _ in range(2):
+            found = streamed_on(gpu, pair, lane, source=source)
+        assert torch.equal(found, plain_velocity(model.to(gpu.device), lane))
+        assert pair.loaded_bytes <= pair.device_bytes(replace(LAYERWISE, source=source))
 
 
 @SOURCES
@@ -131,8 +108,9 @@ def test_gguf_files(gpu, source, make_tiny_expert, tmp_path):
     model = save_expert_gguf(make_tiny_expert(), path, types=q4_k_m)
     with open_experts(path, path, compute_dtype=torch.float32) as pair:
         pair.kernels = Kernels(math="exact")
-        policy = OffloadPolicy.layerwise(1, source=source)
-        assert torch.equal(streamed(gpu, pair, lane, policy, runs=2), whole(model, lane))
+        for _ in range(2):
+            found = streamed_on(gpu, pair, lane, source=source)
+        assert torch.equal(found, plain_velocity(model.to(gpu.device), lane))
 
 
 @COMPUTED
@@ -191,7 +169,7 @@ def test_embedder_stays_locked_until_its_copies_end(gpu, failing, tiny_expert_fo
         gpu.delay()
         device.fail_at = device.allocations + failing
         with pytest.raises(torch.OutOfMemoryError):
-            models.bare["high"].condition_embedder.time_rows([TIME])
+            models.bare["high"].condition_embedder.time_rows([FIRST_TIME])
 
 
 def test_the_image_encoder(gpu, tmp_path):

@@ -1,4 +1,4 @@
-"""LoRAs on streamed experts in every spelling, against diffusers' fused LoRA and manual sums."""
+"""LoRAs on streamed experts, against diffusers' fused LoRA and manual sums."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
-from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import q4_k_m, save_expert_gguf
-from wanstream.tests.support.wan.opened_experts import FIRST_TIME, streamed
+from wanstream.tests.support.wan.opened_experts import (
+    FIRST_TIME,
+    LAYERWISE,
+    PINNED,
+    RESIDENT,
+    STEPS,
+    SWAP,
+    plain_velocity,
+    run_steps,
+)
 from wanstream.tests.support.wan.pipelines import distance
 from wanstream.wan import Lane
 from wanstream.wan.checkpoint.key_names import native_transformer_name
@@ -21,15 +29,8 @@ from wanstream.wan.lora.file import open_lora
 pytestmark = [pytest.mark.slow, pytest.mark.parity]  # merges LoRAs into whole models with diffusers
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
-STEPS = ["high", "high", "low"]
 TOLERANCE = 1e-6
 FP32 = {"compute_dtype": torch.float32}
-POLICIES = {
-    "resident": OffloadPolicy.resident(),
-    "layerwise": OffloadPolicy.layerwise(1),
-    "layerwise pinned": OffloadPolicy.layerwise(2, source="pinned"),
-    "block swap": OffloadPolicy.block_swap(2, 1),
-}
 # Spellings read by diffusers, and whether biases are read too.
 DIFFUSERS_READS = {
     "lightning": True,
@@ -41,8 +42,8 @@ DIFFUSERS_READS = {
 
 # Every spelling, and every policy.
 FUSED = [
-    *((spelling, biases, "layerwise") for spelling, biases in DIFFUSERS_READS.items()),
-    *(("lightning", True, policy) for policy in POLICIES if policy != "layerwise"),
+    *((spelling, biases, LAYERWISE) for spelling, biases in DIFFUSERS_READS.items()),
+    *(("lightning", True, policy) for policy in (RESIDENT, PINNED, SWAP)),
 ]
 
 
@@ -52,21 +53,11 @@ def pair(tiny_expert_folder):
         yield pair
 
 
-def run(pair, lane, policy="layerwise", steps=STEPS):
-    """Return concatenated velocities for single steps in one run."""
-    return torch.cat(streamed(pair, POLICIES[policy], lane, steps=steps))
-
-
-@torch.no_grad()
-def run_plain(models, lane, steps=STEPS):
+def run_plain(models, lane):
     """Return the same velocities from whole models."""
-    times = [torch.tensor([FIRST_TIME - step]) for step in range(len(steps))]
-    return torch.cat(
-        [
-            models[expert](lane.latents, time, lane.text, return_dict=False)[0]
-            for time, expert in zip(times, steps, strict=True)
-        ]
-    )
+    times = [FIRST_TIME - step for step in range(len(STEPS))]
+    pairs = zip(times, STEPS, strict=True)
+    return torch.cat([plain_velocity(models[expert], lane, time) for time, expert in pairs])
 
 
 def set_loras(pair, high, low=()):
@@ -125,9 +116,9 @@ def by_hand(model, lora, strength):
 def test_fused_lora(pair, fused, lora_file, lane, record_property, spelling, biases, policy):
     high, low = (lora_file(seed=seed, style=spelling, biases=biases) for seed in (3, 4))
     expected = run_plain(fused([(high, 0.7)], [(low, -1.2)]), lane)
-    plain = run(pair, lane, policy)
+    plain = run_steps(pair, lane, policy)
     set_loras(pair, [(high, 0.7)], [(low, -1.2)])
-    found = run(pair, lane, policy)
+    found = run_steps(pair, lane, policy)
     record_property("rel_l2", distance(found, expected))
     assert distance(found, expected) <= TOLERANCE
     assert distance(plain, expected) > 1e-2
@@ -139,7 +130,7 @@ def test_a_stack_of_two(pair, fused, lora_file, lane):
     loras = [(first, 0.7), (second, 0.4)], [(second, 1.0)]
     expected = run_plain(fused(*loras), lane)
     set_loras(pair, *loras)
-    assert distance(run(pair, lane), expected) <= TOLERANCE
+    assert distance(run_steps(pair, lane), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("settings", [{"lora_alpha": 2}, {"lora_alpha": 2, "use_rslora": True}])
@@ -152,27 +143,9 @@ def test_settings_in_the_header_are_those_of_diffusers(pair, fused, lora_file, l
     path = lora_file(**how, metadata={"lora_adapter_metadata": text, "format": "pt"})
     expected = run_plain(fused([(path, 1.0)]), lane)
     set_loras(pair, [(path, 1.0)])
-    assert distance(run(pair, lane), expected) <= TOLERANCE
+    assert distance(run_steps(pair, lane), expected) <= TOLERANCE
     set_loras(pair, [(lora_file(**how), 1.0)])
-    assert distance(run(pair, lane), expected) > 1e-3
-
-
-@pytest.fixture(scope="module")
-def of_the_baseline():
-    """The velocities with the first spelling, computed by the first test."""
-    return []
-
-
-def test_all_spellings_have_the_same_bits(pair, lora_file, lane, style, caplog, of_the_baseline):
-    other = open_lora(lora_file(seed=3, style=style))
-    assert other.unmatched == ()
-    assert not caplog.records
-    if not of_the_baseline:
-        baseline = open_lora(lora_file(seed=3))
-        pair.set_loras([(baseline, 0.7)], [(baseline, 1.0)])
-        of_the_baseline.append(run(pair, lane, steps=["high", "low"]))
-    pair.set_loras([(other, 0.7)], [(other, 1.0)])
-    assert torch.equal(run(pair, lane, steps=["high", "low"]), of_the_baseline[0])
+    assert distance(run_steps(pair, lane), expected) > 1e-3
 
 
 def test_the_baseline_is_added_by_hand(pair, plain_models, lora_file, lightning, lane):
@@ -185,7 +158,7 @@ def test_the_baseline_is_added_by_hand(pair, plain_models, lora_file, lightning,
     models["high"].blocks[1].attn1.to_q.weight.data += 0.7 * change
     lora["diffusion_model.blocks.1.self_attn.q.diff"] = change
     set_loras(pair, [(lora_file(lora), 0.7)], [(lora_file(seed=4), 1.3)])
-    assert distance(run(pair, lane), run_plain(models, lane)) <= TOLERANCE
+    assert distance(run_steps(pair, lane), run_plain(models, lane)) <= TOLERANCE
 
 
 def test_differences_of_all_parameters(pair, plain_models, lora_file, lane):
@@ -197,7 +170,7 @@ def test_differences_of_all_parameters(pair, plain_models, lora_file, lane):
         parameter.data += 0.5 * change
         tensors[f"diffusion_model.{native_transformer_name(name)}.diff"] = change
     set_loras(pair, [(lora_file(tensors), 0.5)])
-    assert distance(run(pair, lane), run_plain(models, lane)) <= TOLERANCE
+    assert distance(run_steps(pair, lane), run_plain(models, lane)) <= TOLERANCE
 
 
 def test_low_rank_products_of_all_weights(pair, plain_models, lora_file, lane):
@@ -216,7 +189,7 @@ def test_low_rank_products_of_all_weights(pair, plain_models, lora_file, lane):
         tensors |= {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down}
         parameter.data += (up.flatten(1) @ down.flatten(1)).reshape(parameter.shape)
     set_loras(pair, [(lora_file(tensors), 1.0)])
-    assert distance(run(pair, lane), run_plain(models, lane)) <= TOLERANCE
+    assert distance(run_steps(pair, lane), run_plain(models, lane)) <= TOLERANCE
 
 
 def test_a_text_to_video_lora_on_image_to_video_experts(tiny_expert_file, lora_file, lightning):
@@ -230,11 +203,11 @@ def test_a_text_to_video_lora_on_image_to_video_experts(tiny_expert_file, lora_f
     lane = Lane(latents=latents, text=torch.randn(1, 5, 4096, generator=generator))
     path = tiny_expert_file(in_channels=36)
     with open_experts(path, path, **FP32) as pair:
-        plain = run(pair, lane)
+        plain = run_steps(pair, lane)
         set_loras(pair, [(one, 1.0)], [(one, 1.0)])
-        expected = run(pair, lane)
+        expected = run_steps(pair, lane)
         set_loras(pair, [(two, 1.0)], [(two, 1.0)])
-        assert torch.equal(run(pair, lane), expected)
+        assert torch.equal(run_steps(pair, lane), expected)
         assert not torch.equal(expected, plain)
 
 
@@ -254,7 +227,7 @@ def test_a_lora_is_added_to_decoded_values(
     with open_experts(path, path, **FP32) as pair:
         set_loras(pair, [lora], [lora])
         expected = run_plain({"high": model, "low": model}, lane)
-        assert distance(run(pair, lane), expected) <= TOLERANCE
+        assert distance(run_steps(pair, lane), expected) <= TOLERANCE
 
 
 def test_patched_bf16_weights_are_rounded_once(tiny_expert_file, make_tiny_expert, lora_file, lane):
@@ -268,7 +241,7 @@ def test_patched_bf16_weights_are_rounded_once(tiny_expert_file, make_tiny_exper
     seen = []
     with open_experts(path, path) as pair:
         set_loras(pair, [(lora, 1.0)])
-        embedder = pair.engine(POLICIES["layerwise"], "cpu").models["high"].condition_embedder
+        embedder = pair.engine(LAYERWISE, "cpu").models["high"].condition_embedder
         embedder.time_proj.register_forward_hook(lambda proj, *_: seen.append(proj.weight.clone()))
         embedder.rows(torch.tensor([500.0]), [lane.text])
     (found,) = seen
@@ -285,6 +258,6 @@ def test_the_sample_loras_keep_the_result_in_order(sample_models):
     latents = torch.randn(1, 16, 1, 4, 4, generator=generator)
     lane = Lane(latents=latents, text=torch.randn(1, 5, 4096))
     with open_experts(Path(sample_models, "diffusers/Wan2.2-T2V-A14B-Diffusers")) as pair:
-        plain = run(pair, lane)
+        plain = run_steps(pair, lane)
         set_loras(pair, [(high, 1.0)], [(low, 1.0)])
-        assert 0.02 < distance(run(pair, lane), plain) < 1
+        assert 0.02 < distance(run_steps(pair, lane), plain) < 1

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream.wan.transformer.block import BlockSettings, WanBlock, replace_blocks
 from wanstream.wan.transformer.embedders import CachedEmbedder, Rows
@@ -52,6 +53,23 @@ def computed(
     vars(block.settings).update(settings)
     result: torch.Tensor = block(hidden, text, temb, block.settings.used_math.rotation(*tables))
     return result
+
+
+class Operations(TorchDispatchMode):
+    """Recorder of torch operations: names, arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.calls.append((str(func), args, made))
+        return made
+
+    def arguments(self, name: str) -> list[Any]:
+        """Return the arguments of the operations with `name` in their names."""
+        return [args for called, args, _ in self.calls if name in called]
 
 
 class DirectEmbedder(CachedEmbedder):

@@ -1,4 +1,4 @@
-"""Fixtures: a lane, and LoRA files in every trainer's spelling."""
+"""Fixtures: a lane, and LoRA files in the spellings that diffusers reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Style:
     prefix: str = "diffusion_model."
     down: str = ".lora_down.weight"
     up: str = ".lora_up.weight"
-    bias: str | None = ".diff_b"
+    bias: str = ".diff_b"
     alpha: bool = True
     native: bool = True
     dot: str = "."
@@ -42,32 +42,12 @@ class Style:
 
 
 AB = {"down": ".lora_A.weight", "up": ".lora_B.weight"}
-AB_DEFAULT = {"down": ".lora_A.default.weight", "up": ".lora_B.default.weight"}
-
 STYLES = {
     "lightning": Style(),
     "lora_A": Style(**AB),
     "lora_A without alpha": Style(**AB, alpha=False),
-    "no prefix": Style(prefix=""),
-    "no prefix, default": Style(prefix="", **AB_DEFAULT, alpha=False),
-    "checkpoint": Style(prefix="model.diffusion_model.", **AB),
     "musubi": Style(prefix="lora_unet_", dot="_"),
-    "Wan Fun": Style(prefix="lora_unet__", dot="_"),
     "diffusers": Style(prefix="transformer.", **AB, bias=".lora_B.bias", alpha=False, native=False),
-    "diffusers, native names": Style(prefix="transformer.", **AB),
-    "diffusers, second expert": Style(prefix="transformer_2.", **AB, alpha=False, native=False),
-    "diffusers, no prefix": Style(prefix="", **AB, native=False),
-    "PEFT": Style(prefix="base_model.model.", **AB_DEFAULT, native=False),
-    "PEFT around a checkpoint": Style(prefix="base_model.model.diffusion_model.", **AB),
-    "DiffSynth": Style(prefix="pipe.dit.", **AB_DEFAULT),
-    "OneTrainer": Style(prefix="lora_transformer_", native=False, dot="_"),
-    "lycoris": Style(prefix="lycoris_", native=False, dot="_"),
-    "old diffusers": Style(prefix="", down=".lora.down.weight", up=".lora.up.weight", native=False),
-    "older diffusers": Style(
-        prefix="", down="_lora.down.weight", up="_lora.up.weight", native=False
-    ),
-    "linear layer": Style(down=".lora_linear_layer.down.weight", up=".lora_linear_layer.up.weight"),
-    "bare factors": Style(down=".lora_A", up=".lora_B"),
 }
 
 
@@ -87,7 +67,7 @@ def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
             tensors[layer + style.up] = tensor if style.alpha else tensor * (ALPHA / RANK)
         elif ending == "alpha" and style.alpha:
             tensors[f"{layer}.alpha"] = tensor
-        elif ending == "diff_b" and style.bias is not None and biases:
+        elif ending == "diff_b" and biases:
             tensors[layer + style.bias] = tensor
     return tensors
 
@@ -121,12 +101,6 @@ def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     With them the last bits differ between a chunk and all tokens at once.
     """
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
-@pytest.fixture(params=STYLES)
-def style(request: pytest.FixtureRequest) -> str:
-    """Every key spelling in turn, for `lora_file(style=...)`."""
-    return request.param
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
+from diffusers import WanTransformer3DModel
 from torch import nn
 
 from wanstream.offload.engine.session import EngineRun
@@ -19,6 +21,12 @@ from wanstream.wan.checkpoint.open import Expert
 
 FIRST_TIME = 990.0
 """Timestep of the first step in `streamed`. Each further step is 1 lower."""
+STEPS = ("high", "high", "low")
+
+LAYERWISE = OffloadPolicy.layerwise(1)
+PINNED = OffloadPolicy.layerwise(2, source="pinned")
+RESIDENT = OffloadPolicy.resident()
+SWAP = OffloadPolicy.block_swap(2, 1)
 
 
 def wan_config(*, heads: int, layers: int, ffn_dim: int, text_dim: int = 4096) -> WanConfig:
@@ -58,16 +66,48 @@ def assert_holds(expert: Expert, expected: Expert | nn.Module | Mapping[str, tor
         assert torch.equal(value, expected[name]), name
 
 
+def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+    """Return the model of `from_pretrained`, copied to torch memory.
+
+    `from_pretrained` maps the file's pages. Another alignment alone changes last bits.
+    """
+    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def plain_velocity(
+    model: WanTransformer3DModel, lane: Lane, time: float | torch.Tensor = FIRST_TIME
+) -> torch.Tensor:
+    """Return the velocity of a whole model, for a time or for the times of all tokens."""
+    dtype = model.patch_embedding.weight.dtype
+    latents, *others = (each for each in (lane.latents, lane.text, lane.image) if each is not None)
+    times = time if isinstance(time, torch.Tensor) else torch.tensor([time])
+    given = (latents.to(dtype), times.to(latents.device), *(each.to(dtype) for each in others))
+    return model(*given, return_dict=False)[0]
+
+
 def streamed(
-    pair: ExpertPair, policy: OffloadPolicy, *lanes: Lane, steps: Sequence[str] = ("high",)
+    pair: ExpertPair,
+    policy: OffloadPolicy,
+    *lanes: Lane,
+    steps: Sequence[str] = ("high",),
+    device: str | torch.device = "cpu",
 ) -> list[torch.Tensor]:
-    """Return the velocities of a run on the CPU, in order of steps and lanes."""
-    engine = pair.engine(policy, "cpu")
+    """Return the velocities of a run, in order of steps and lanes."""
+    engine = pair.engine(policy, device)
     velocities = []
     with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as run:
         for step, expert in enumerate(steps):
             velocities += run_step(engine, run, step, expert, *lanes)
     return velocities
+
+
+def run_steps(pair: ExpertPair, lane: Lane, policy: OffloadPolicy = LAYERWISE) -> torch.Tensor:
+    """Return the joined velocities of a run with `STEPS`."""
+    return torch.cat(streamed(pair, policy, lane, steps=STEPS))
 
 
 def run_step(

@@ -27,7 +27,6 @@ from wanstream.wan.transformer.block import BlockSettings, WanBlock
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH = 256
-ALLOCATIONS = ("aten.empty", "aten.detach", "aten.view", "aten.slice")
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +47,12 @@ def math(request: pytest.FixtureRequest) -> BlockMath:
     return choice.choose_math(request.param, CPU, torch.float32, WIDTH)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about an exponential
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_set_is_within_its_error_of_the_exact_one(math, dtype):
+    """Codes of the tokens and of their GELU too."""
     assert choice.math_fault(math, CPU, dtype, WIDTH) is None
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about an exponential
-def test_codes_are_of_the_tokens_and_of_their_gelu(triton_math):
-    assert choice.math_fault(math := triton_math.TritonMath(), CPU, torch.bfloat16, WIDTH) is None
-    assert math.quantises
+    assert math.quantises == (math.name == "triton")
 
 
 @pytest.mark.parametrize("broken", ["NaN", "another eps", "an error"])

@@ -27,18 +27,13 @@ from wanstream.shapes import ArithmeticChoice
 from wanstream.testing.experts import make_lora, save_expert_file, save_lora
 from wanstream.testing.model import T2V_FILE
 from wanstream.tests.support.host.embedded import embedded_host
+from wanstream.tests.support.wan.int8_attention import ACTIVE
 from wanstream.tests.support.wan.number_formats import MixedLayout
 from wanstream.wan import open_experts
 from wanstream.wan.measurement import with_resolved_precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FP32 = torch.float32
-ACTIVE = {
-    "available": True,
-    "disabled": False,
-    "unavailable_reason": None,
-    "capabilities": ["int8_linear"],
-}
 
 
 @pytest.fixture
@@ -87,7 +82,8 @@ def test_torch_multiplies_on_a_cpu(dtype, multiply, name, monkeypatch):
     ids=["unavailable", "disabled", "old", "active"],
 )
 def test_each_state_of_the_registry_has_a_reason(changes, reason):
-    registry = SimpleNamespace(list_backends=lambda: {"cuda": {**ACTIVE, **changes}})
+    active = {**ACTIVE, "capabilities": ["int8_linear"]}
+    registry = SimpleNamespace(list_backends=lambda: {"cuda": active | changes})
     found = backend_refusal(registry, "int8_linear")
     assert found == (None if reason is None else f"its CUDA backend {reason}")
     absent = backend_refusal(SimpleNamespace(list_backends=dict), "int8_linear")

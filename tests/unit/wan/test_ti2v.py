@@ -10,15 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from wanstream.block_kernels import EXACT
 from wanstream.block_kernels.block_math import TorchMath
-from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.tests.support.wan.blocks import computed, diffusers_block
-from wanstream.tests.support.wan.opened_experts import FIRST_TIME, streamed
+from wanstream.tests.support.wan.opened_experts import (
+    FIRST_TIME,
+    SWAP,
+    plain_velocity,
+    streamed,
+    whole_model,
+)
+from wanstream.tests.support.wan.pipelines import distance
 from wanstream.wan import Lane
 from wanstream.wan.experts.open import open_single_model
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
@@ -32,7 +37,6 @@ from wanstream.wan.transformer.per_frame_timestep import (
 
 SHAPE = {"in_channels": 48, "layers": 3}
 FREEDOM = (0.0, 1.0, 0.25)
-POLICY = OffloadPolicy.block_swap(2, 1)
 Scales = tuple[float, ...] | None
 
 
@@ -40,21 +44,6 @@ def _lane(timestep_scales: Scales = FREEDOM) -> Lane:
     latents = normal(1, 48, 3, 4, 6, seed=1)
     text = normal(1, 7, 4096, seed=2)
     return Lane(latents=latents, text=text, timestep_scales=timestep_scales)
-
-
-def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
-    """Return the model's own velocity, with a timestep for every token."""
-    dtype, tokens = model.patch_embedding.weight.dtype, 2 * 3
-    scales = torch.tensor(lane.timestep_scales or (1.0,) * 3)
-    times = (scales * FIRST_TIME).repeat_interleave(tokens)[None]
-    latents = lane.latents.to(dtype)
-    text = lane.text.to(dtype)
-    with torch.inference_mode():
-        return model(latents, times, text, return_dict=False)[0]
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.parametrize(
@@ -65,13 +54,14 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_lane_equals_the_model_with_a_timestep_for_every_token(scales, dtype, tiny_expert_folder):
     folder = tiny_expert_folder(**SHAPE)
     lane = _lane(scales)
-    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
+    times = torch.tensor(scales or (1.0,) * 3).repeat_interleave(2 * 3)[None] * FIRST_TIME
+    expected = plain_velocity(whole_model(folder, dtype), lane, times).float()
     with open_single_model(folder, compute_dtype=dtype) as pair:
-        found, company = streamed(pair, POLICY, lane, _lane((1.0, 0.0, 1.0)))
+        found, company = streamed(pair, SWAP, lane, _lane((1.0, 0.0, 1.0)))
         # A row is rounded differently in a matrix product with all tokens than alone.
         limit = 1e-6 if dtype == torch.float32 else 1e-2
-        assert _distance(found, _reference(model, lane)) <= limit
-        assert torch.equal(found, streamed(pair, POLICY, lane)[0]), "company changes nothing"
+        assert distance(found.float(), expected) <= limit
+        assert torch.equal(found, streamed(pair, SWAP, lane)[0]), "company changes nothing"
         assert not torch.equal(found, company)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,7 @@ HEADERS = [
 @pytest.mark.parametrize(("config", "refusal"), HEADERS, ids=[row[0][:60] for row in HEADERS])
 def test_config_in_the_header(tiny_expert_file, tmp_path, config, refusal):
     path = rewrite(tiny_expert_file(), tmp_path / "expert.safetensors", {}, {"config": config})
-    if refusal is None:
-        assert open_expert(path).config.family == "t2v"
-        return
-    with pytest.raises(CheckpointError, match=refusal):
+    with pytest.raises(CheckpointError, match=refusal) if refusal else nullcontext():
         open_expert(path)
 
 
@@ -78,10 +76,7 @@ def test_config_in_a_gguf_header(tiny_expert_file, tmp_path):
 def test_class_in_a_folder(tiny_expert_file, tmp_path, config, refusal):
     shutil.copy(tiny_expert_file(), tmp_path / "diffusion_pytorch_model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if refusal is None:
-        assert open_expert(tmp_path).config.family == "t2v"
-        return
-    with pytest.raises(CheckpointError, match=refusal):
+    with pytest.raises(CheckpointError, match=refusal) if refusal else nullcontext():
         open_expert(tmp_path)
 
 

@@ -9,18 +9,15 @@ import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
 
-from wanstream.schema import OffloadPolicy
 from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.tests.support.offload.edited_files import close_gguf
-from wanstream.tests.support.wan.opened_experts import FIRST_TIME, assert_holds, streamed
+from wanstream.tests.support.wan.opened_experts import LAYERWISE, assert_holds, streamed
 from wanstream.tests.support.wan.quantised_files import matrices
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.open import is_merged, open_expert
 from wanstream.wan.experts.open import open_experts
 
 PREFIX = "model.diffusion_model."
-STEPS = ["high", "high", "low"]
-LAYERWISE = OffloadPolicy.layerwise(1)
 PATCHES, NORM = "patch_embedding.weight", "blocks.1.norm3.bias"
 LAYERS = 2
 TYPES = {
@@ -147,10 +144,8 @@ class TestOpened:
     ],
 )
 def test_wrong_tensors_are_refused(edited, changes, message):
-    path = edited(changes)
-    with pytest.raises(ValueError, match=message) as error:
-        open_expert(path)
-    assert str(path) in str(error.value)
+    with pytest.raises(CheckpointError, match=message):
+        open_expert(edited(changes))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "Wan"])
@@ -159,44 +154,7 @@ def test_other_architectures_are_refused(edited, architecture):
         open_expert(edited({}, architecture))
 
 
-def plain_velocity(model, lane, dtype, step):
-    """Return the velocity of a whole model, with the islands that from_pretrained keeps in fp32."""
-    islands = set(model._keep_in_fp32_modules)
-    for name, parameter in model.named_parameters():
-        if not islands & set(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
-    time = torch.tensor([FIRST_TIME - step])
-    return model(lane.latents.to(dtype), time, lane.text.to(dtype), return_dict=False)[0]
-
-
 class TestStreamed:
-    @pytest.mark.parity
-    @pytest.mark.slow  # whole models
-    @pytest.mark.usefixtures("exact_blocks")
-    @pytest.mark.parametrize(
-        ("policy", "dtype"),
-        [
-            (LAYERWISE, torch.float32),
-            (OffloadPolicy.block_swap(1, 1, source="pinned"), torch.bfloat16),
-        ],
-        ids=str,
-    )
-    def test_mixed_pair_equals_plain_models(
-        self, gguf_expert, make_tiny_expert, tiny_expert_folder, lane, dtype, policy
-    ):
-        """High-noise expert in bf16, low-noise file with three packings and two plain types."""
-        low, decoded = gguf_expert(seed=2)
-        high = tiny_expert_folder(seed=1, dtype=torch.bfloat16, layers=LAYERS)
-        seeds = {"high": 1, "low": 2}
-        models = {each: make_tiny_expert(seed=seeds[each], layers=LAYERS) for each in seeds}
-        for parameter in models["high"].parameters():
-            parameter.data = parameter.data.bfloat16().float()
-        models["low"].load_state_dict(decoded.state_dict())
-        expected = [plain_velocity(models[name], lane, dtype, n) for n, name in enumerate(STEPS)]
-        with open_experts(high, low, compute_dtype=dtype) as pair:
-            for _ in range(2):
-                assert all(map(torch.equal, streamed(pair, policy, lane, steps=STEPS), expected))
-
     def test_bytes_are_those_of_the_file_and_the_compute_dtype(self, gguf_expert, lane):
         path = gguf_expert(types="Q4_K")[0]
         with open_experts(path, path, compute_dtype=torch.bfloat16) as pair:

@@ -182,6 +182,5 @@ REFUSED: list[tuple[Change, str]] = [
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_other_files_are_refused(tiny_expert_file, tmp_path, change, message):
     path = rewrite(tiny_expert_file(**SMALL), tmp_path / "refused.safetensors", change)
-    with pytest.raises(CheckpointError, match=message) as error:
+    with pytest.raises(CheckpointError, match=message):
         open_expert(path)
-    assert path.name in str(error.value)

@@ -8,12 +8,17 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.testing.experts import block_linears, save_expert_file
+from wanstream.offload.formats import CheckpointFileError
+from wanstream.testing.experts import save_expert_file
 from wanstream.tests.support.offload.edited_files import rewrite, zeros
 from wanstream.tests.support.wan.number_formats import json_tensor
 from wanstream.tests.support.wan.opened_experts import assert_holds, decoded
-from wanstream.tests.support.wan.quantised_files import FP8_E5M2_LAYOUTS, FP8_LAYOUTS
-from wanstream.tests.support.wan.quantised_files import dequantised as dequantised_model
+from wanstream.tests.support.wan.quantised_files import (
+    FP8_E5M2_LAYOUTS,
+    FP8_LAYOUTS,
+    dequantised,
+    in_dtype,
+)
 from wanstream.wan.checkpoint.files import WEIGHTS, CheckpointError
 from wanstream.wan.checkpoint.open import open_expert
 
@@ -29,18 +34,6 @@ INT32 = torch.int32
 
 def public(config):
     return {name: value for name, value in config.items() if not name.startswith("_")}
-
-
-def in_dtype(model, dtype):
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype).float()
-    return model
-
-
-def rounded_matrices(model, dtype):
-    for linear in block_linears(model).values():
-        linear.weight.data = linear.weight.data.to(dtype).float()
-    return model
 
 
 @pytest.fixture
@@ -67,7 +60,7 @@ class TestLayouts:
     def test_native_file(self, tiny_expert_file, make_tiny_expert, dtype, prefix):
         expert = open_expert(tiny_expert_file(dtype=dtype, prefix=prefix))
         assert {tensor.dtype for tensor in expert.weights.values()} == {dtype}
-        assert_holds(expert, in_dtype(make_tiny_expert(), dtype))
+        assert_holds(expert, in_dtype(make_tiny_expert(), dtype).float())
 
     def test_fp8_file(self, tiny_expert_file, make_tiny_expert, caplog):
         model = make_tiny_expert(dequantised_from=torch.float16, layers=1)
@@ -92,11 +85,11 @@ class TestLayouts:
         save_expert_file(model, path, dtype=torch.float16, quantised=FP8_E5M2_LAYOUTS[kind])
         expert = open_expert(path)
         assert {expert.weights[name].dtype for name in expert.scales} == {E5M2}
-        assert_holds(expert, dequantised_model(model, dtype=torch.float16, fp8=E5M2))
+        assert_holds(expert, dequantised(model, dtype=torch.float16, fp8=E5M2))
         assert caplog.records == []
 
     @pytest.mark.parametrize(("dtype", "everything"), [(E4M3, False), (E5M2, True)], ids=str)
-    def test_plain_cast_is_logged(self, edited, make_tiny_expert, caplog, dtype, everything):
+    def test_plain_cast_is_logged(self, edited, tmp_path, caplog, dtype, everything):
         """Cast only block matrices, or every tensor in the file."""
 
         def cast(tensors):
@@ -109,11 +102,11 @@ class TestLayouts:
             return {key: tensors[key].to(dtype) for key in chosen}
 
         path = edited(cast)
+        plain = tmp_path / "plain.safetensors"
+        rewrite(path, plain, lambda all: {key: each.float() for key, each in all.items()})
         expert = open_expert(path)
         assert expert.scales == {}
-        assert_holds(
-            expert, (in_dtype if everything else rounded_matrices)(make_tiny_expert(), dtype)
-        )
+        assert_holds(expert, open_expert(plain))
         (note,) = caplog.records
         assert (note.name, note.levelname) == ("wanstream.checkpoint", "WARNING")
         assert all(text in note.getMessage() for text in (str(path), "plain casts", "GGUF"))
@@ -170,10 +163,8 @@ WRONG_FP8 = [
     (FILE, {SCALE: None}, f"{Q} is marked as quantised, but its scale {SCALE} is missing"),
     (FILE, {SCALE: zeros(dtype=INT32)}, f"{SCALE} is torch.int32"),
     (FILE, {"absent.scale_weight": zeros()}, "is a scale, but absent.weight is missing"),
-    (FILE, {f"{Q}.weight_scale": zeros()}, f"{Q} has two scales, "),
     (LAYER, {WEIGHT: None}, f"{Q} is marked as quantised, but {WEIGHT} is missing"),
     (LAYER, {WEIGHT: zeros(256, 256)}, f"{WEIGHT} is torch.float32 .* is marked"),
-    (LAYER, {MARKER: json_tensor({"format": "awq_w4a16"})}, f"{Q} is stored in .* 'awq_w4a16'"),
     (LAYER, {MARKER: json_tensor({"format": ["float8_e5m2"]})}, "the quantisation format"),
     (
         LAYER,
@@ -187,11 +178,6 @@ WRONG_FP8 = [
     (LAYER, {MARKER: zeros(5000, dtype=TEXT)}, f"{MARKER} is torch.uint8"),
     (LAYER, {f"{TIME}.weight": TIME_FP8.to(E5M2)}, "fp8 without a scale, though"),
     (FILE, {f"{TIME}.weight": TIME_FP8}, "its scale .* is missing"),
-    (
-        FILE,
-        {WEIGHT: zeros(256, 256, dtype=E5M2)},
-        f"{WEIGHT} is torch.float8_e5m2 .*e4m3fn is marked",
-    ),
     (FILE, {"scaled_fp8": zeros(0, dtype=E5M2)}, "is torch.float8_e4m3fn .*; .*e5m2 is marked"),
 ]
 
@@ -229,22 +215,8 @@ def test_fp8_next_to_a_header_without_layers_is_refused(edited):
         open_expert(edited(drop_scales, json.dumps({"layers": {}}), fp8="metadata"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda whole: None, "No such file"),
-        (lambda whole: b"", "is empty: download it again"),
-        (lambda whole: b"PK\x03\x04rest of a zip", "pickle"),
-        (lambda whole: b"GGUF" * 9, "not a"),
-        (lambda whole: whole[:-1], "truncated"),
-    ],
-    ids=["missing", "empty", "pickle", "gguf", "truncated"],
-)
-def test_wrong_file_is_refused(tiny_expert_file, tmp_path, content, message):
+def test_truncated_file_is_refused(tiny_expert_file, tmp_path):
     path = tmp_path / "expert.safetensors"
-    written = content(tiny_expert_file().read_bytes())
-    if written is not None:
-        path.write_bytes(written)
-    with pytest.raises((ValueError, OSError), match=message) as error:
+    path.write_bytes(tiny_expert_file().read_bytes()[:-1])
+    with pytest.raises(CheckpointFileError, match=f"{path}.* truncated"):
         open_expert(path)
-    assert str(path) in str(error.value)

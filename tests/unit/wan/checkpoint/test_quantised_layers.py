@@ -129,10 +129,8 @@ WRONG: list[tuple[str, Edits, str]] = [
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[row[2] for row in WRONG])
 def test_wrong_marked_layer_is_refused(name, change, message, save):
-    path = save(_only_q_in(name), change)
-    with pytest.raises(CheckpointError, match=message) as error:
-        open_expert(path)
-    assert str(path) in str(error.value)
+    with pytest.raises(CheckpointError, match=message):
+        open_expert(save(_only_q_in(name), change))
 
 
 @pytest.mark.parametrize(
@@ -322,10 +320,8 @@ REFUSED: list[tuple[Form, Edits, str]] = [
 
 @pytest.mark.parametrize(("form", "more", "message"), REFUSED, ids=[row[2] for row in REFUSED])
 def test_unreadable_layer_is_refused(quantised, form, more, message):
-    path, _ = quantised(form, more)
-    with pytest.raises(CheckpointError, match=message) as error:
-        open_expert(path)
-    assert path.name in str(error.value)
+    with pytest.raises(CheckpointError, match=message):
+        open_expert(quantised(form, more)[0])
 
 
 OUTPUT_SCALE = {f"{Q}.scale_weight": zeros(1), f"{Q}.out_scale": zeros(1)}

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 
 from wanstream.offload.sources import InsufficientRamError, read_tensors
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.wan.fixtures import wait_for_embedders
+from wanstream.tests.support.wan.opened_experts import whole_model
 from wanstream.wan import ExpertPair
 from wanstream.wan.checkpoint.meta_model import embedder_part
-from wanstream.wan.checkpoint.open import Expert
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.models import ExpertModels
 from wanstream.wan.experts.open import open_experts
@@ -71,14 +70,6 @@ def _expect_both(engine: ExpertEngine) -> None:
     engine.models.prefetch_embeddings(TIMES, {H: [_text(1)], L: [_text(1)]})
 
 
-def _whole(expert: Expert) -> torch.nn.Module:
-    """Return the embedders of the whole model, copied to torch memory."""
-    model = WanTransformer3DModel.from_pretrained(expert.path, torch_dtype=BF16)
-    for parameter in model.condition_embedder.parameters():
-        parameter.data = parameter.data.clone()
-    return model.condition_embedder.requires_grad_(False)
-
-
 def _watch(engine: ExpertEngine, expert: str) -> list[tuple[str, int]]:
     """Record each embedder call from now on, with the row count."""
     seen: list[tuple[str, int]] = []
@@ -97,7 +88,7 @@ class TestRows:
         if is_expected:
             engine.models.prefetch_embeddings(TIMES, {H: texts, L: texts[:1]})
         for name, expert in ((H, pair.high), (L, pair.low)):
-            whole = _whole(expert)
+            whole = whole_model(expert.path, BF16).condition_embedder
             for time in TIMES[name]:
                 for text, rows in zip(texts, _rows(engine, name, time, *texts), strict=True):
                     expected = whole(torch.tensor([time]), text.bfloat16(), None)
@@ -240,7 +231,7 @@ class TestOnADevice:
         _expect_both(engine)
         kept = 0
         for name, expert in ((H, pair.high), (L, pair.low)):
-            whole = _whole(expert).to(gpu.device)
+            whole = whole_model(expert.path, BF16).condition_embedder.to(gpu.device)
             text = _text(1).to(gpu.device, BF16)
             for time in TIMES[name]:
                 [rows] = _rows(engine, name, time, _text(1))

@@ -3,59 +3,38 @@
 from __future__ import annotations
 
 import gc
-import json
-import math
 import shutil
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 
 from wanstream.block_kernels import Kernels
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.offload.edited_files import rewrite
-from wanstream.tests.support.wan.opened_experts import FIRST_TIME, run_step, streamed, wan_config
-from wanstream.wan.checkpoint.meta_model import parameter_shapes
+from wanstream.tests.support.wan.opened_experts import (
+    FIRST_TIME,
+    LAYERWISE,
+    PINNED,
+    RESIDENT,
+    STEPS,
+    SWAP,
+    plain_velocity,
+    run_step,
+    run_steps,
+    streamed,
+    whole_model,
+)
 from wanstream.wan.experts.open import open_experts
 
 HIGH = {"seed": 1}
 LOW = {"seed": 2}
-LAYERWISE = OffloadPolicy.layerwise(1)
-SWAP = OffloadPolicy.block_swap(2, 1)
-RESIDENT = OffloadPolicy.resident()
-PINNED = OffloadPolicy.layerwise(2, source="pinned")
-STEPS = ["high", "high", "low"]
 FP32 = torch.float32
 FP16 = torch.float16
 BF16 = torch.bfloat16
-
-
-def reference(folder, dtype):
-    """Return the model loaded by from_pretrained, copied to torch memory.
-
-    from_pretrained maps the file's pages. Another alignment alone changes last bits.
-    """
-    model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model.eval().requires_grad_(False)
-
-
-def reference_forward(model, lane, step=0):
-    dtype = model.patch_embedding.weight.dtype
-    time = torch.tensor([FIRST_TIME - step])
-    return model(lane.latents.to(dtype), time, lane.text.to(dtype), return_dict=False)[0]
-
-
-def run(pair, lane, policy=LAYERWISE, steps=STEPS):
-    """Return concatenated velocities of one run."""
-    return torch.cat(streamed(pair, policy, lane, steps=steps))
 
 
 class TestStreamed:
@@ -66,20 +45,13 @@ class TestStreamed:
     )
     def test_equals_from_pretrained(self, tiny_expert_folder, lane, dtype, policy):
         folders = {"high": tiny_expert_folder(**HIGH, shards=2), "low": tiny_expert_folder(**LOW)}
-        models = {name: reference(folder, dtype) for name, folder in folders.items()}
+        models = {name: whole_model(folder, dtype) for name, folder in folders.items()}
         with open_experts(folders["high"], folders["low"], compute_dtype=dtype) as pair:
             pair.kernels = Kernels(math="exact")
             velocities = streamed(pair, policy, lane, steps=STEPS)
         for step, (expert, velocity) in enumerate(zip(STEPS, velocities, strict=True)):
-            assert torch.equal(velocity, reference_forward(models[expert], lane, step))
-
-    def test_fp8_equals_the_dequantised_model(self, tiny_expert_file, make_tiny_expert, lane):
-        path = tiny_expert_file(fp8="scaled_fp8", dtype=FP16, **HIGH)
-        with open_experts(path, path, compute_dtype=FP32) as pair:
-            pair.kernels = Kernels(math="exact")
-            velocity = run(pair, lane, steps=["low"])
-        model = make_tiny_expert(dequantised_from=FP16, **HIGH)
-        assert torch.equal(velocity, reference_forward(model, lane))
+            expected = plain_velocity(models[expert], lane, FIRST_TIME - step)
+            assert torch.equal(velocity, expected)
 
     @pytest.mark.parametrize(
         ("stored", "compute"), [(FP32, BF16), (FP16, FP32), (BF16, FP16)], ids=str
@@ -88,7 +60,7 @@ class TestStreamed:
         self, tiny_expert_folder, tiny_expert_file, stored, compute, lane
     ):
         """Compare values and dtypes, also in parameters kept in fp32, and embedder rows."""
-        model = reference(tiny_expert_folder(dtype=stored), compute)
+        model = whole_model(tiny_expert_folder(dtype=stored), compute)
         file = tiny_expert_file(dtype=stored)
         with open_experts(file, file, compute_dtype=compute) as pair:
             ours = pair.engine(LAYERWISE, "cpu").models["high"]
@@ -133,7 +105,7 @@ class TestStreamed:
         shutil.copytree(tiny_expert_folder(**LOW), tmp_path / "transformer_2")
         experts = tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW)
         with open_experts(tmp_path) as pair, open_experts(*experts) as other:
-            assert torch.equal(run(pair, lane), run(other, lane))
+            assert torch.equal(run_steps(pair, lane), run_steps(other, lane))
 
 
 @pytest.fixture
@@ -145,10 +117,10 @@ def pair(tiny_expert_folder):
 class TestEngine:
     def test_takes_on_another_policy(self, pair, lane):
         engine = pair.engine(LAYERWISE, "cpu")
-        expected = run(pair, lane)
+        expected = run_steps(pair, lane)
         assert pair.engine(LAYERWISE, torch.device("cpu")) is engine
         assert pair.engine(SWAP, "cpu") is engine
-        assert torch.equal(run(pair, lane, SWAP), expected)
+        assert torch.equal(run_steps(pair, lane, SWAP), expected)
         with pytest.raises(ValueError, match="blocks"):
             pair.engine(OffloadPolicy.block_swap(5, 1), "cpu")
         assert pair.engine(SWAP, "cpu") is engine
@@ -157,7 +129,7 @@ class TestEngine:
         before = set(threading.enumerate())
         # Held, so closing has to end the threads, not the collector.
         engine = pair.engine(LAYERWISE, "cpu")
-        first = run(pair, lane)
+        first = run_steps(pair, lane)
         models = [weakref.ref(model) for model in engine.models.bare.values()]
         assert set(threading.enumerate()) > before
         visits = step_visits(["high"], engine.block_counts)
@@ -178,7 +150,7 @@ class TestEngine:
                 start()
         pair.close()
         assert pair.engine(LAYERWISE, "cpu") is not engine
-        assert torch.equal(run(pair, lane), first)
+        assert torch.equal(run_steps(pair, lane), first)
 
     def test_engine_made_in_inference_mode_serves_outside(self, pair):
         with torch.inference_mode():
@@ -214,7 +186,7 @@ class TestEngine:
                     engine.models["high"]
             assert engine.models.non_block_bytes == 0
             away.rename(folder)
-            run(pair, lane)
+            run_steps(pair, lane)
 
     def test_running_engine_is_not_taken_away(self, pair, lane):
         engine = pair.engine(LAYERWISE, "cpu")
@@ -230,58 +202,12 @@ def test_changed_file_never_runs_under_the_former_header(tiny_expert_file, tmp_p
     file = Path(shutil.copy(tiny_expert_file(**HIGH), tmp_path / "expert.safetensors"))
     pair = open_experts(file, file)
     assert pair.is_current()
-    run(pair, lane)
+    run_steps(pair, lane)
     pair.close()
     Path(shutil.copy(tiny_expert_file(**LOW), tmp_path / "other")).replace(file)
     assert not pair.is_current()
     with pytest.raises(OSError, match="was changed after it was opened"):
-        run(pair, lane)
+        run_steps(pair, lane)
     pair.close()
     file.unlink()
     assert not pair.is_current()
-
-
-OPEN_AND_MEASURE = """
-import sys
-from pathlib import Path
-
-import diffusers.loaders.single_file_utils
-from diffusers import WanTransformer3DModel
-from wanstream.wan import open_experts
-
-def peak_kib():
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0])
-
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-before = peak_kib()
-pair = open_experts(*sys.argv[1:])
-print(peak_kib() - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures the peak in /proc")
-def test_opening_two_experts_of_1_gb_takes_less_than_64_mb(tmp_path):
-    config = wan_config(heads=8, layers=30, ffn_dim=4096)
-    files = [tmp_path / f"{name}.safetensors" for name in ("high", "low")]
-    for file in files:
-        write_hollow_file(file, parameter_shapes(config))
-        assert file.stat().st_size > 1e9
-    command = [sys.executable, "-c", OPEN_AND_MEASURE, *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert 0 < int(done.stdout) * 1024 < 64e6
-
-
-def write_hollow_file(path, shapes):
-    """Write a full-size bf16 safetensors file, with a hole as data to save disk space."""
-    header = {}
-    end = 0
-    for name, shape in shapes.items():
-        nbytes = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + nbytes]}
-        end += nbytes
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)

@@ -13,6 +13,7 @@ from wanstream.host import auto_policy
 from wanstream.offload.host_memory.shared_segment import PREFIX, SHM
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.wan.process_counters import io_bytes
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
 
@@ -27,14 +28,14 @@ def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], in
     """Return one matrix per block during a run, and the bytes read."""
     engine = pair.engine(policy, "cpu")
     assert all(engine.models[name] for name in ("high", "low"))  # loads the resident parameters
-    before, seen = _read_bytes(), []
+    before, seen = io_bytes("rchar"), []
     visits = step_visits(["high", "low"], engine.block_counts)
     with engine.run(visits) as engine_run:
         for visit in visits:
             with engine_run.visit(*visit):
                 block = engine.models[visit.expert].blocks[visit.block]
                 seen.append(block.ffn.net[2].weight.clone())
-    return seen, _read_bytes() - before
+    return seen, io_bytes("rchar") - before
 
 
 def _segments() -> set[str]:
@@ -42,11 +43,6 @@ def _segments() -> set[str]:
     lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
     mapped = [line for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line]
     return {line.split()[-1] for line in mapped}
-
-
-def _read_bytes() -> int:
-    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
 
 
 @pytest.mark.parametrize(("policy", "storage"), [(SOME, "as stored"), (PINNED, "fp8")])

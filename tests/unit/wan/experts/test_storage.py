@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,20 +15,20 @@ from wanstream.block_kernels import EXACT, Kernels
 from wanstream.offload.formats import decode_work_bytes
 from wanstream.offload.sharding.group import Sharded
 from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.reader import HAS_DIRECT
 from wanstream.plan.memory import RAW_SLOTS
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes import T2V_A14B
 from wanstream.tests.support.offload.edited_files import rewrite
-from wanstream.tests.support.wan.opened_experts import streamed, wan_config
+from wanstream.tests.support.wan.opened_experts import LAYERWISE, SWAP, streamed, wan_config
+from wanstream.tests.support.wan.process_counters import io_bytes, memory_bytes
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.experts.storage import resident_bytes
 from wanstream.wan.transformer.compiled_block import get_compiler
 
 FP32 = torch.float32
 BF16 = torch.bfloat16
-POLICY = OffloadPolicy.layerwise(1)
-SWAP = OffloadPolicy.block_swap(2, 1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512
 """Matrix values in a tiny block."""
 QUANTISED = VALUES + 4 * (8 * 256 + 512 + 256)
@@ -36,7 +37,7 @@ A14B = wan_config(heads=40, layers=40, ffn_dim=13824)
 
 
 def velocity(pair, lane, expert="high"):
-    return streamed(pair, POLICY, lane, steps=[expert])[0]
+    return streamed(pair, LAYERWISE, lane, steps=[expert])[0]
 
 
 def test_resident_bytes_of_the_real_model():
@@ -103,7 +104,7 @@ def test_engine_takes_the_predicted_bytes(tiny_expert_file, dtype, fp8):
         buffers = 4 * VALUES * dtype.itemsize
         tables = 2 * 2 * 1024 * 128 * 4
         assert predicted == buffers + loaded + tables == pair.loaded_bytes
-        assert pair.device_bytes(POLICY, device="cpu") < predicted
+        assert pair.device_bytes(LAYERWISE, device="cpu") < predicted
         with pytest.raises(ValueError, match="only 4 blocks"):
             pair.device_bytes(OffloadPolicy.block_swap(5))
 
@@ -132,29 +133,31 @@ def test_bytes_are_predicted_before_a_read(
         computed = compute.itemsize * VALUES
         assert (block.file, block.stored, block.computed) == (file, kept, computed)
         assert pair.loaded_bytes == 0
-        beside = pair.device_bytes(POLICY) - pair.device_bytes(POLICY, device="cpu")
+        beside = pair.device_bytes(LAYERWISE) - pair.device_bytes(LAYERWISE, device="cpu")
         assert beside == (RAW_SLOTS * kept + work if is_decoded else 0)
     if storage != "as stored":
         return
     for experts in ((path, plain), (plain, path)):
         with open_experts(*experts, compute_dtype=compute) as pair:
-            assert beside == pair.device_bytes(POLICY) - pair.device_bytes(POLICY, device="cpu")
+            assert beside == pair.device_bytes(LAYERWISE) - pair.device_bytes(
+                LAYERWISE, device="cpu"
+            )
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc")
 @pytest.mark.parametrize(("fp8", "storage"), [(None, "fp8"), ("comfy_quant", "as stored")])
 def test_opening_reads_headers_and_markers_only(tiny_expert_file, fp8, storage):
-    def bytes_read():
-        counters = Path("/proc/self/io").read_text(encoding="ascii")
-        return int(counters.splitlines()[0].removeprefix("rchar: "))
-
     path = tiny_expert_file(fp8=fp8)
     header_bytes = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    before = bytes_read()
+    open_experts(path, path, storage=storage).close()
+    before = io_bytes("rchar")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from what is resident now
+    resident = memory_bytes("VmRSS")
     open_experts(path, path, storage=storage).close()
     # Python's buffered reader reads more than was requested.
-    assert bytes_read() - before < 2 * header_bytes + 200_000
+    assert io_bytes("rchar") - before < 2 * header_bytes + 200_000
     assert path.stat().st_size > 20 * header_bytes + 200_000
+    assert memory_bytes("VmHWM") - resident < path.stat().st_size / 4
 
 
 def test_two_pairs_of_one_file_do_not_touch_each_other(tiny_expert_file, lane):
@@ -213,7 +216,26 @@ def test_another_policy_keeps_the_kernels(tiny_expert_file):
     path = tiny_expert_file()
     with open_experts(path, path) as pair:
         pair.kernels = Kernels(math="exact", compiler="eager")
-        pair.engine(POLICY, "cpu")
-        settings = pair.engine(replace(POLICY, chunk_tokens=8), "cpu").models.settings
+        pair.engine(LAYERWISE, "cpu")
+        settings = pair.engine(replace(LAYERWISE, chunk_tokens=8), "cpu").models.settings
         found = (settings.math, settings.compiler, settings.chunk_tokens)
         assert found == (EXACT, get_compiler("eager"), 8)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not HAS_DIRECT, reason="O_DIRECT and /proc are Linux's"
+)
+def test_blocks_read_past_the_page_cache_are_the_same(tiny_expert_folder, lane):
+    high, low = (tiny_expert_folder(seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    found = []
+    from_storage = []
+    # In this order: the files are in the page cache when they are read past it.
+    for direct in (False, True):
+        with open_experts(high, low, direct=direct) as pair:
+            before = io_bytes("read_bytes")
+            found.append(streamed(pair, LAYERWISE, lane, steps=["high", "low"]))
+            from_storage.append(io_bytes("read_bytes") - before)
+    assert all(map(torch.equal, *found))
+    if from_storage[1] == 0:
+        pytest.skip("the temporary folder is on no disk")
+    assert from_storage[1] > 4 * 2 * 10 * 128 * 128 * 2

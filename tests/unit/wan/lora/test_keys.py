@@ -45,6 +45,12 @@ KNOWN = {
     f"{PEFT}.attn1.to_q.lora_B.my_style.bias": (f"{Q}.bias", "up bias"),
     f"{PEFT}.attn1.to_q.lora_magnitude_vector.default.weight": (f"{Q}.weight", "magnitude"),
     f"{PEFT}.attn1.to_q.lokr_w2_a.default": (f"{Q}.weight", "lokr_w2_a"),
+    "blocks.7.attn1.to_q.lora.down.weight": (f"{Q}.weight", "down"),
+    "blocks.7.attn1.to_q_lora.up.weight": (f"{Q}.weight", "up"),
+    f"{NATIVE}.self_attn.q.lora_linear_layer.down.weight": (f"{Q}.weight", "down"),
+    f"{NATIVE}.self_attn.q.lora_B": (f"{Q}.weight", "up"),
+    "transformer_2.blocks.7.attn1.to_q.lora_A.weight": (f"{Q}.weight", "down"),
+    "lycoris_blocks_7_attn1_to_q.lora_up.weight": (f"{Q}.weight", "up"),
     f"{NATIVE}.cross_attn.k_img.alpha": (f"{BLOCK}.attn2.add_k_proj.weight", "alpha"),
     "transformer.blocks.7.attn2.add_k_proj.alpha": (f"{BLOCK}.attn2.add_k_proj.weight", "alpha"),
     "diffusion_model.img_emb.proj.4.diff_b": (

@@ -135,27 +135,24 @@ def test_file_equals_the_folder(encoder_file, tmp_path, stored, computed):
     assert_equal(encoder_file(dtype=stored), tmp_path, computed)
 
 
-@pytest.mark.parametrize("fp8", ["scaled_fp8", "metadata"])
-def test_fp8_equals_its_dequantised_values(encoder_file, folder_of, fp8):
-    path = encoder_file(fp8=fp8)
-    assert load_file(path)[QUERIES].dtype == FP8
-    assert_equal(path, folder_of(path))
-
-
-def test_plain_cast_is_loaded_with_a_note(changed, folder_of, caplog):
-    path = changed(lambda all: {key: all[key].to(FP8) for key in all if key != TOKENS})
-    assert_equal(path, folder_of(path), BF16)
-    assert "plain casts to float8" in caplog.text
-
-
 def _fp8_table(tensors: Tensors) -> Edits:
     codes, scale = quantise(tensors[TABLE].float())
     return {TABLE: codes, "shared.scale_weight": scale}
 
 
-def test_token_table_in_another_precision(changed, folder_of):
-    path = changed(_fp8_table, fp8="scaled_fp8")
+def _cast(tensors: Tensors) -> Edits:
+    return {key: each.to(FP8) for key, each in tensors.items() if key != TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("change", "fp8"),
+    [({}, "scaled_fp8"), ({}, "metadata"), (_fp8_table, "scaled_fp8"), (_cast, None)],
+)
+def test_fp8_equals_its_values(changed, folder_of, caplog, change, fp8):
+    path = changed(change, fp8=fp8)
+    assert load_file(path)[QUERIES].dtype == FP8
     assert_equal(path, folder_of(path))
+    assert ("plain casts to float8" in caplog.text) == (fp8 is None)
 
 
 @pytest.mark.slow  # several whole models

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream.block_kernels import MIN_TOKENS, BlockMath, choose_math, chunk_slices
 from wanstream.schema.refs import KernelSet
 from wanstream.shapes import T2V_A14B, TEXT_TOKENS, VideoShape
-from wanstream.tests.support.wan.blocks import block_inputs, computed, diffusers_block
+from wanstream.tests.support.wan.blocks import Operations, block_inputs, computed, diffusers_block
 from wanstream.wan import Nag, changed
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
 from wanstream.wan.transformer.nag import guide
@@ -147,26 +146,6 @@ def test_settings_are_restored_after_an_error():
     assert vars(settings) == before
 
 
-class Operations(TorchDispatchMode):
-    """Recorder for matrix product rows, attention tokens, and values in the largest result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[int] = []
-        self.attended: list[int] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.addmm.default:
-            self.rows.append(args[1].shape[0])
-        elif "scaled_dot_product" in str(func):
-            self.attended.append(args[0].shape[2])
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.largest = max(self.largest, made.untyped_storage().nbytes() // made.element_size())
-        return made
-
-
 @pytest.mark.parametrize(
     ("tokens", "chunk", "sizes"),
     [
@@ -186,8 +165,10 @@ def test_products_are_of_a_chunk_and_the_attention_of_all(tokens, chunk, sizes):
         computed(ours, *block_inputs(tokens))
     # q, k, v and out, then q and out, then two in the feed-forward. Keys and values for the 7
     # text tokens.
-    assert Counter(operations.rows) == Counter(sizes * 8) + Counter([7, 7])
-    assert operations.attended == [tokens, tokens]
+    rows = [args[1].shape[0] for args in operations.arguments("aten.addmm")]
+    assert Counter(rows) == Counter(sizes * 8) + Counter([7, 7])
+    attended = [args[0].shape[2] for args in operations.arguments("scaled_dot_product")]
+    assert attended == [tokens, tokens]
     assert [at.stop - at.start for at in chunk_slices(tokens, chunk)] == sizes
 
 
@@ -200,7 +181,8 @@ def test_no_token_gets_a_copy_of_its_rows(chunk):
     ours = WanBlock(diffusers_block(), BlockSettings(chunk_tokens=chunk))
     with Operations() as operations:
         computed(ours, hidden, text, rows, tables)
-    assert operations.largest < 3 * hidden.numel()
+    made = [each for _, _, each in operations.calls if isinstance(each, torch.Tensor)]
+    assert max(each.untyped_storage().nbytes() for each in made) < 3 * hidden.nbytes
 
 
 class TestTwoTexts:

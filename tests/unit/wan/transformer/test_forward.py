@@ -10,6 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.tests.support.wan.blocks import with_our_blocks
+from wanstream.tests.support.wan.opened_experts import plain_velocity
 from wanstream.wan.transformer.forward import forward_lanes
 from wanstream.wan.transformer.lane import Lane
 
@@ -42,13 +43,6 @@ def lanes_for(model, shapes):
     ]
 
 
-def model_forward(model, lane, time):
-    dtype = model.patch_embedding.weight.dtype
-    latents = lane.latents.to(dtype)
-    text = lane.text.to(dtype)
-    return model(latents, torch.tensor([time]), text, return_dict=False)[0]
-
-
 def forward(model, lanes, time, visit=lambda block: nullcontext()):
     return forward_lanes(with_our_blocks(model), lanes, torch.tensor([time]), visit)
 
@@ -68,7 +62,7 @@ def test_lanes_alone_and_together_equal_the_models_own_forward(expert, in_channe
     lanes = lanes_for(model, shapes if time < 1000 else shapes[:1])
     for velocity, lane in zip(forward(model, lanes, time), lanes, strict=True):
         assert velocity.shape == (1, 16, *lane.latents.shape[2:])
-        assert torch.equal(velocity, model_forward(model, lane, time))
+        assert torch.equal(velocity, plain_velocity(model, lane, time))
 
 
 @pytest.mark.parametrize(("in_channels", "size"), [(T2V, (9, 8)), (I2V, (7, 9)), (T2V, (1, 1))])
@@ -79,9 +73,9 @@ def test_odd_sides_repeat_the_first_row_and_column(expert, in_channels, size):
     rows, columns = (torch.arange(side + side % 2) % side for side in size)
     whole = replace(odd, latents=odd.latents[..., rows, :][..., columns])
     velocity, other = forward(model, [odd, even], 875.0)
-    expected = model_forward(model, whole, 875.0)[..., : size[0], : size[1]]
+    expected = plain_velocity(model, whole, 875.0)[..., : size[0], : size[1]]
     assert torch.equal(velocity, expected)
-    assert torch.equal(other, model_forward(model, even, 875.0))
+    assert torch.equal(other, plain_velocity(model, even, 875.0))
     tokens = 3 * len(rows) * len(columns) // 4
     assert odd.tokens((1, 2, 2)) == whole.tokens((1, 2, 2)) == tokens
 

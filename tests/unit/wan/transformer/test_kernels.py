@@ -6,12 +6,11 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream.block_kernels import (
     ATTENTIONS,
@@ -23,9 +22,9 @@ from wanstream.block_kernels import (
 )
 from wanstream.block_kernels.attention import KernelsError
 from wanstream.plan.programs import step_visits
-from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import Attention, ExpertsRef
-from wanstream.tests.support.wan.blocks import block_inputs, computed, diffusers_block
+from wanstream.tests.support.wan.blocks import Operations, block_inputs, computed, diffusers_block
+from wanstream.tests.support.wan.opened_experts import LAYERWISE
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_pair
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
@@ -33,7 +32,6 @@ from wanstream.wan.transformer.block import BlockSettings, WanBlock
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 FP32 = torch.float32
 BF16 = torch.bfloat16
-LAYERWISE = OffloadPolicy.layerwise(1)
 IMPORTS = {
     "flash": "flash_attn",
     "flash 3": "flash_attn_interface",
@@ -42,22 +40,6 @@ IMPORTS = {
     "xformers": "xformers",
 }
 PACKAGES = {name: kernel.package for name, kernel in ATTENTIONS.items() if kernel.package}
-
-
-class Operations(TorchDispatchMode):
-    """Recorder for torch operation names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def fused(self) -> bool:
-        return any("flash_attention" in name for name in self.names)
 
 
 @pytest.fixture
@@ -129,7 +111,7 @@ def test_choice_is_what_computes_attention(chunk):
         settings.set(Kernels(attention=attention), EXACT, chunk)
         with torch.no_grad(), attention_backend("_native_math"), Operations() as operations:
             computed(block, *block_inputs(9))
-        return operations.fused
+        return bool(operations.arguments("flash_attention"))
 
     # "default" follows diffusers' process-wide setting. An explicit choice does not.
     assert [fused(each) for each in ("default", "sdpa", "default")] == [False, True, False]

@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 from wanstream.tests.support.rounding import ROUNDING
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.tests.support.wan.blocks import with_our_blocks
+from wanstream.tests.support.wan.pipelines import distance
 from wanstream.wan import Lane, SkipDecision, forward_lanes
 from wanstream.wan.transformer.forward import _local_slice
 from wanstream.wan.transformer.token_parts import FROM_ORIGIN, Positions, TokenPart, layout_tables
@@ -47,10 +48,6 @@ def _lane(**parts: object) -> Lane:
 def _forward(model: WanTransformer3DModel, *lanes: Lane, time: float = TIME) -> list[torch.Tensor]:
     with torch.no_grad():
         return forward_lanes(model, lanes, torch.tensor([time]), lambda block: nullcontext())
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.double() - other.double()).norm() / other.double().norm())
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +92,8 @@ def test_contexts_are_tokens_behind_the_video(plain, model, sizes):
     contexts = _contexts(sizes)
     lane = _lane(behind=_behind(contexts))
     (velocity,) = _forward(model, lane)
-    assert _distance(velocity, _with_contexts(plain, lane, contexts)) <= 1e-5
-    assert _distance(velocity, _with_contexts(plain, lane, [])) > 0.01
+    assert distance(velocity, _with_contexts(plain, lane, contexts)) <= 1e-5
+    assert distance(velocity, _with_contexts(plain, lane, [])) > 0.01
 
 
 def test_lanes_with_other_parts_equal_separate_passes(model):
@@ -137,9 +134,9 @@ def test_parts_of_a_video_equal_the_whole_video(make_tiny_expert):
     )
     (expected,), (velocity,) = _forward(model, whole), _forward(model, parted)
     # Not to the last bit: the patch embedding chooses its kernel by patch count.
-    assert _distance(velocity, expected[:, :, 1:3]) <= ROUNDING
+    assert distance(velocity, expected[:, :, 1:3]) <= ROUNDING
     (untimed,) = _forward(model, replace(parted, timestep_scales=None))
-    assert _distance(untimed, velocity) > 0.01
+    assert distance(untimed, velocity) > 0.01
 
 
 def test_reference_goes_through_its_own_convolution(make_tiny_expert):
@@ -154,7 +151,7 @@ def test_reference_goes_through_its_own_convolution(make_tiny_expert):
     assert not torch.equal(velocity, patches)
     model.ref_conv.weight.copy_(model.patch_embedding.weight[:, :, 0])
     model.ref_conv.bias.copy_(model.patch_embedding.bias)
-    assert _distance(_forward(model, lane)[0], patches) <= ROUNDING
+    assert distance(_forward(model, lane)[0], patches) <= ROUNDING
 
 
 def test_parts_count_as_tokens(model):

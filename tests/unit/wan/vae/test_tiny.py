@@ -92,13 +92,6 @@ class TestDefinition:
         assert [len(part) for part in shown] == [1, *[4] * (frames - 1)]
         assert torch.equal(torch.cat(shown), (videos[0] * 255).round().to(torch.uint8))
 
-    def test_published_widths(self, tmp_path):
-        tensors = make_tiny_vae(WAN22, seed=4, widths=TINY_VAE_WIDTHS)
-        latents = latents_of(WAN22, 2, 2, 2)
-        with open_vae(saved(tmp_path, tensors)) as vae:
-            error = vae.decode(latents, device="cpu")[0] - reference_frames(tensors, latents[0])
-        assert error.abs().max() <= 1e-5
-
     def test_reference_shares_no_code_with_the_decoder(self):
         lines = inspect.getsource(tiny_vae_reference).splitlines()
         assert not [line for line in lines if "import" in line and "wanstream" in line]
@@ -195,12 +188,10 @@ class TestRefused:
             open_tiny_vae(sample_models / name)
 
     def test_truncated_file(self, wan21_file):
-        whole = wan21_file.read_bytes()
-        for share in (0.0, 0.01, 0.999):
-            wan21_file.write_bytes(whole[: int(share * len(whole))])
-            for opener in (open_vae, open_tiny_vae):
-                with pytest.raises(CheckpointFileError, match=wan21_file.name):
-                    opener(wan21_file)
+        wan21_file.write_bytes(wan21_file.read_bytes()[:-1])
+        for opener in (open_vae, open_tiny_vae):
+            with pytest.raises(CheckpointFileError, match=f"{wan21_file.name}: is truncated"):
+                opener(wan21_file)
 
     @pytest.mark.parametrize(
         ("change", "message"),
