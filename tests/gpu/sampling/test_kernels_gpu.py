@@ -28,8 +28,6 @@ CUDA = torch.device("cuda")
 CLOSE = 2e-2
 """Largest relative difference in bf16, 8-bit attention (sage) included."""
 
-Run = Callable[..., DenoiseResult]
-
 
 @pytest.fixture
 def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
@@ -40,7 +38,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 
 @pytest.fixture
-def run(pair: ExpertPair, make_request: MakeRequest) -> Run:
+def run(pair: ExpertPair, make_request: MakeRequest) -> Callable[..., DenoiseResult]:
     request = make_request(noise=normal(1, 16, 5, 32, 48, seed=1))
     return lambda policy=LAYERWISE: denoise(pair, request, policy=policy, device=CUDA)
 

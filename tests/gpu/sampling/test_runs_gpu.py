@@ -99,24 +99,6 @@ def moved(result: DenoiseResult) -> list[int]:
     return [step.bytes_moved for step in result.timeline.steps]
 
 
-def test_changes_without_effect_change_no_bit(run, long):
-    off = changed_request(long, guidance=(1.0, 1.0))
-    windows = ContextWindows(frames=9, overlap=4, blend="pyramid")
-    nothing = FirstBlockCache(threshold=0.0)
-    still = changed_request(long, windows=STILL)
-    for request, changes in (
-        (long, {"windows": windows}),
-        (off, {"nag": Nag(alpha=0.0)}),
-        (still, {"cache": nothing}),
-    ):
-        assert torch.equal(run(changed_request(request, **changes)).latents, run(request).latents)
-
-
-def test_weights_move_once_for_all_windows(run, long):
-    windowed = changed_request(long, windows=ContextWindows(frames=3, overlap=1))
-    assert moved(run(long))[1:] == moved(run(windowed))[1:]
-
-
 @pytest.mark.parametrize("source", ["file", "pinned"])
 def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(source, run, lanes):
     policy = OffloadPolicy.layerwise(1, source=source)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,8 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.block_kernels import EXACT
 from wanstream.offload.engine.run import EngineRun
-from wanstream.plan.programs import Visit
 from wanstream.sampling.inputs import DenoiseRequest
-from wanstream.sampling.steps.schedules import step_seeds
-from wanstream.sampling.steps.solvers import Solver
-from wanstream.schema import OffloadPolicy
-from wanstream.telemetry import Recorder
+from wanstream.tests.support.sampling.plain_loop import plain_loop
 from wanstream.tests.support.sampling.runs import SHAPE, Models, changed_request, normal
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts import engine
@@ -73,6 +70,12 @@ def open_pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[...,
 
 
 @pytest.fixture
+def open_short(open_pair: Callable[..., ExpertPair]) -> Callable[..., ExpertPair]:
+    """`open_pair`, with two blocks per expert."""
+    return partial(open_pair, layers=2)
+
+
+@pytest.fixture
 def open_one(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
     """`open_one(seed=1, **shape)`: one expert, closed after the test."""
     opened: list[ExpertPair] = []
@@ -111,34 +114,15 @@ def plain_models(tiny_expert_folder: Callable[..., Path]) -> Callable[..., Model
 @pytest.fixture
 def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
     """Reference loop: whole models, one forward pass per sample and prompt."""
-
-    @torch.inference_mode()
-    def denoise(models: Models, request: DenoiseRequest) -> torch.Tensor:
-        step_plan = request.step_plan
-        first = step_plan.schedule.sigmas[request.start_step]
-        latents = request.noise
-        if request.latent is not None:
-            latents = first * request.noise + (1 - first) * request.latent
-        seeds = step_seeds(request.noise, request.latent)
-        solver = Solver(request.solver, step_plan.schedule, request.start_step, seeds=seeds)
-        for step in step_plan.steps:
-            expert, time = step_plan.experts[step], step_plan.schedule.timesteps[step]
-            velocity = plain_velocity(models[expert], request, latents, time, request.positive)
-            scale = step_plan.guidance[step]
-            if scale != 1:
-                negative = plain_velocity(models[expert], request, latents, time, request.negative)
-                velocity = negative + scale * (velocity - negative)
-            latents = solver.step(velocity, latents)
-        return latents
-
-    return denoise
+    return lambda models, request: plain_loop(models, request, partial(plain_velocity, request))
 
 
 def plain_velocity(
-    model: WanTransformer3DModel,
     request: DenoiseRequest,
+    model: WanTransformer3DModel,
+    step: int,
     latents: torch.Tensor,
-    timestep: float,
+    time: torch.Tensor,
     text: torch.Tensor,
 ) -> torch.Tensor:
     if request.inputs.image_condition is not None:
@@ -146,7 +130,6 @@ def plain_velocity(
             [latents, request.inputs.image_condition.expand(request.batch, -1, -1, -1, -1)], dim=1
         )
     texts = text.expand(request.batch, -1, -1)
-    time = torch.tensor([timestep])
     forwards = [
         model(sample[None].to(model.dtype), time, own[None].to(model.dtype), return_dict=False)[0]
         for sample, own in zip(latents, texts, strict=True)
@@ -154,38 +137,18 @@ def plain_velocity(
     return torch.cat(forwards).float()
 
 
-class WatchedPair:
-    """Wrapper around a pair that collects engine runs, for tests that read their fetches."""
-
-    def __init__(self, pair: ExpertPair) -> None:
-        self.pair = pair
-        self.runs: list[EngineRun] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.pair, name)
-
-    def engine(self, policy: OffloadPolicy, device: torch.device) -> WatchedEngine:
-        return WatchedEngine(self.pair.engine(policy, device), self.runs)
-
-
-class WatchedEngine:
-    """Engine wrapper for `WatchedPair`."""
-
-    def __init__(self, engine: ExpertEngine, runs: list[EngineRun]) -> None:
-        self._engine = engine
-        self._runs = runs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
-        self._runs.append(self._engine.run(visits, recorder=recorder))
-        return self._runs[-1]
-
-
 @pytest.fixture
-def watched(open_pair: Callable[..., ExpertPair]) -> WatchedPair:
-    return WatchedPair(open_pair())
+def engine_runs(monkeypatch: pytest.MonkeyPatch) -> list[EngineRun]:
+    """Engine runs of all pairs in order, for tests that read their fetches."""
+    runs: list[EngineRun] = []
+    start = ExpertEngine.run
+
+    def run(engine: ExpertEngine, *given: Any, **how: Any) -> EngineRun:
+        runs.append(start(engine, *given, **how))
+        return runs[-1]
+
+    monkeypatch.setattr(ExpertEngine, "run", run)
+    return runs
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from wanstream.plan.programs import SkipRule
 from wanstream.sampling import LaneInputs, request_run_shape, working_bytes
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache, MagCache
 from wanstream.sampling.calibrate import calibrate
-from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.sampling.inputs import ExtraTokens
 from wanstream.sampling.loop.lanes import names_at
 from wanstream.sampling.loop.memory import extra_tokens_of
 from wanstream.sampling.steps import RequestError
@@ -27,7 +25,6 @@ from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.sampling.runs import (
     CPU,
     MakeRequest,
-    OpenPair,
     changed_request,
     latents_of,
     normal,
@@ -46,19 +43,10 @@ NONE = ExtraTokens()
 
 
 @pytest.fixture
-def open_pair(open_pair: OpenPair) -> OpenPair:
-    """Pairs with two blocks per expert."""
-    return partial(open_pair, layers=2)
-
-
-@pytest.fixture
 def make_guided(make_request: MakeRequest) -> MakeRequest:
     """`make_guided(**changes)`: a request with source, image and `context_guidance` SCALE."""
-
-    def make(**changes: Any) -> DenoiseRequest:
-        return make_request(**{"tokens": CONTEXT, "context_guidance": SCALE, **changes})
-
-    return make
+    given = {"tokens": CONTEXT, "context_guidance": SCALE}
+    return lambda **changes: make_request(**{**given, **changes})
 
 
 def test_steps_have_the_sides_of_their_scales():
@@ -77,9 +65,9 @@ def test_the_velocity_is_that_of_two_scales(context_scale):
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, CONTEXT), (2, CONTEXT_OF_TWO)])
-def test_a_step_combines_three_forward_passes(batch, tokens, open_pair, make_guided):
+def test_a_step_combines_three_forward_passes(batch, tokens, open_short, make_guided):
     """Latents after one Euler step are affine in the velocity. The three weights add up to 1."""
-    pair = open_pair()
+    pair = open_short()
     one = {"solver": "euler", "end_step": 1, "leftover_noise": True}
     guided = make_guided(**one, batch=batch, tokens=tokens)
     off = changed_request(guided, guidance=(1.0, 1.0), context_guidance=1.0)
@@ -109,8 +97,8 @@ def test_the_reference_of_fun_control_stays(make_guided):
 
 
 @pytest.mark.slow  # several loop runs
-def test_windows_have_lanes_without_context(open_pair, make_guided):
-    pair = open_pair()
+def test_windows_have_lanes_without_context(open_short, make_guided):
+    pair = open_short()
     long = normal(1, 16, 5, 4, 6, seed=1)
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
     tokens = ExtraTokens(context=(long, IMAGE))
@@ -125,8 +113,8 @@ def test_windows_have_lanes_without_context(open_pair, make_guided):
     assert difference(latents_of(pair, request), plain) > 0.01
 
 
-def test_the_planner_counts_three_lanes_and_their_own_tokens(open_pair, make_guided):
-    pair = open_pair()
+def test_the_planner_counts_three_lanes_and_their_own_tokens(open_short, make_guided):
+    pair = open_short()
     long = VIDEO_TOKENS + VIDEO_TOKENS + IMAGE_TOKENS
     shape = request_run_shape(pair, make_guided(batch=2, guidance=(4.0, 1.0)), CPU)
     assert (shape.lanes, shape.sides) == ({"high": 6, "low": 2}, {"high": 3, "low": 1})
@@ -139,8 +127,8 @@ def test_the_planner_counts_three_lanes_and_their_own_tokens(open_pair, make_gui
     assert mixed.lane_tokens("high") == (long, VIDEO_TOKENS, long)
 
 
-def test_the_memory_counts_three_lanes_and_their_own_tokens(open_pair, make_guided):
-    pair = open_pair()
+def test_the_memory_counts_three_lanes_and_their_own_tokens(open_short, make_guided):
+    pair = open_short()
     request = make_guided()
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     assert extra_tokens_of(pair, request) == (extra, 0, extra)
@@ -156,8 +144,8 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_pair, make_guid
 
 @pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("cache", [FirstBlockCache(threshold=1e9), EasyCache(threshold=1e9)])
-def test_a_cache_skips_all_sides(cache, open_pair, make_guided):
-    pair, request = open_pair(), make_guided(steps=8, switch_step=4, cache=cache)
+def test_a_cache_skips_all_sides(cache, open_short, make_guided):
+    pair, request = open_short(), make_guided(steps=8, switch_step=4, cache=cache)
     steps = run(pair, request).timeline.steps
     assert {step.skipped_lanes for step in steps if step.skipped_visits} == {3}
     never = changed_request(request, cache=replace(cache, threshold=0.0))
@@ -166,8 +154,8 @@ def test_a_cache_skips_all_sides(cache, open_pair, make_guided):
 
 
 @pytest.mark.slow  # several loop runs
-def test_magcache_needs_a_table_of_all_sides(open_pair, make_guided):
-    pair, request = open_pair(), make_guided(steps=8, switch_step=4)
+def test_magcache_needs_a_table_of_all_sides(open_short, make_guided):
+    pair, request = open_short(), make_guided(steps=8, switch_step=4)
     rule = SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.25)
     plain = changed_request(request, context_guidance=1.0)
     two, three = (
@@ -189,13 +177,8 @@ def test_magcache_needs_a_table_of_all_sides(open_pair, make_guided):
         ({"tokens": NONE}, r"is 1.75, and the negative has no context \(context_latents\) that co"),
         ({"negative_tokens": NONE}, "through WanStream Bernini, with a source or a reference, or "),
         ({"guidance": (1.0, 1.0)}, "acts in steps whose guidance is not 1, of which this run has"),
-        (
-            {"guidance": (1.0, 3.0), "end_step": 2},
-            "this run has none: .* a Wan Guidance of its own",
-        ),
-        ({"guidance": (1.0, 1.0), "tokens": NONE}, "of which this run has none"),
+        ({"guidance": (1.0, 3.0), "end_step": 2}, "has none: .* a Wan Guidance of its own"),
         ({"context_guidance": math.nan}, "context_guidance is nan: give a finite number"),
-        ({"context_guidance": math.inf}, "context_guidance is inf: give a finite number"),
         ({"negative": None}, "needs a negative text"),
     ],
 )

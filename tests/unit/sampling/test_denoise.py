@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
-from wanstream.plan.programs import compile_program, step_visits
 from wanstream.sampling import denoise
-from wanstream.sampling.steps import (
-    NonFiniteLatentError,
-    RequestError,
-    SamplingCancelled,
-    StepProgress,
-)
-from wanstream.schema import OffloadPolicy, plan_residency
+from wanstream.sampling.steps import NonFiniteLatentError, SamplingCancelled, StepProgress
+from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import save_expert_folder
 from wanstream.tests.support.sampling.runs import LAYERWISE, block_calls, latents_of, normal, run
 from wanstream.wan.experts.open import open_experts
@@ -65,14 +58,6 @@ def test_an_image_condition_is_the_textbook_loop_to_the_bit(
     assert torch.equal(latents_of(open_pair(in_channels=36), request), expected)
 
 
-def test_switching_to_the_same_expert_changes_nothing(open_pair, make_request):
-    requests = [make_request(switch_step=at, guidance=(4.0, 4.0)) for at in (0, 3)]
-    pair = open_pair(high=1, low=1, layers=2)
-    assert torch.equal(*(latents_of(pair, request) for request in requests))
-    other = open_pair(layers=2)
-    assert not torch.allclose(*(latents_of(other, request) for request in requests))
-
-
 def test_starting_later_from_a_latent(open_pair, plain_models, plain_denoise, make_request):
     request = make_request(start_step=1, latent=normal(1, 16, 2, 4, 6, seed=14))
     result = run(open_pair(layers=2), request)
@@ -91,40 +76,23 @@ def test_no_latent_is_an_empty_one(how, open_pair, make_request):
 def test_guidance_of_one_computes_no_negative_lane(open_pair, make_request):
     pair = open_pair()
     calls = block_calls(pair)
-    run(pair, make_request(guidance=(1.0, 3.0)))
-    assert calls == ["high"] * 2 + ["low", "low"] * 3
+    run(pair, make_request(guidance_steps=(1.0, 4.0, 1.0, 3.0, 1.0)))
+    assert calls == ["high"] * 3 + ["low"] * 4
     unguided = make_request(guidance=(1.0, 1.0))
     without = make_request(guidance=(1.0, 1.0), negative=None)
     assert torch.equal(latents_of(pair, without), latents_of(pair, unguided))
 
 
-def _block_bytes(model: Any) -> int:
-    linears = [m for m in model.blocks[0].modules() if isinstance(m, torch.nn.Linear)]
-    return sum(linear.weight.nbytes for linear in linears)
-
-
-def test_a_layerwise_step_moves_every_block_once(open_pair, make_tiny_expert, make_request):
-    request = make_request(batch=2)
-    timeline = run(open_pair(), request).timeline
-    one_pass = LAYERS * _block_bytes(make_tiny_expert())
+def test_a_layerwise_step_moves_every_block_once(open_pair, make_request):
+    pair, request = open_pair(), make_request(batch=2)
+    timeline = run(pair, request).timeline
+    one_pass = LAYERS * pair.block_bytes.stored
     assert [step.bytes_moved for step in timeline.steps] == [one_pass] * 5
     assert [step.expert for step in timeline.steps] == ["high"] * 2 + ["low"] * 3
     assert tuple(step.sigma for step in timeline.steps) == request.step_plan.schedule.sigmas[:-1]
     assert timeline.kind == "measured"
     assert timeline.non_block_bytes > 0
     assert timeline.first_block_s is not None
-
-
-@pytest.mark.parametrize("policy", [OffloadPolicy.resident(), POLICIES[2]], ids=str)
-def test_the_fetches_are_the_program(policy, watched, make_request, make_tiny_expert):
-    timeline = run(watched, make_request(), policy).timeline
-    counts = {"high": LAYERS, "low": LAYERS}
-    residency, buffers = plan_residency(policy, counts)
-    program = compile_program(step_visits(["high"] * 2 + ["low"] * 3, counts), residency, buffers)
-    assert watched.runs[0].fetched == list(program.fetches)
-    needed = [program.visits[fetch.needed_by].step for fetch in program.fetches]
-    expected = [needed.count(step) * _block_bytes(make_tiny_expert()) for step in range(5)]
-    assert [step.bytes_moved for step in timeline.steps] == expected
 
 
 def test_progress_is_reported_after_each_step(open_pair, make_request):
@@ -162,9 +130,7 @@ def test_nan_in_an_expert_names_its_first_step(
         run(pair, make_request(switch_step=5))
 
 
-def test_mismatched_requests_are_refused(open_pair, make_request):
-    with pytest.raises(RequestError, match="these are image-to-video experts"):
-        run(open_pair(in_channels=36), make_request())
+def test_unusable_policies_and_devices_are_refused(open_pair, make_request):
     with pytest.raises(ValueError, match="blocks_to_swap"):
         run(open_pair(), make_request(), OffloadPolicy.block_swap(LAYERS + 1))
     with pytest.raises(ValueError, match="meta is not supported"):

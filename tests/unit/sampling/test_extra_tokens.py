@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from wanstream.sampling import LaneInputs, request_run_shape, working_bytes
+from wanstream.sampling import LaneInputs, request_run_shape
 from wanstream.sampling.inputs import ExtraTokens, merge_requests
 from wanstream.sampling.inputs.extra_tokens import REFERENCE_KEY, native_tokens
 from wanstream.sampling.loop.lanes import windows_at
@@ -22,7 +21,6 @@ from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.sampling.runs import (
     CPU,
     LAYERWISE,
-    OpenPair,
     changed_request,
     latents_of,
     normal,
@@ -49,14 +47,8 @@ variants = pytest.mark.parametrize(
 """Expert shape and request changes."""
 
 
-@pytest.fixture
-def open_pair(open_pair: OpenPair) -> OpenPair:
-    """Pairs with two blocks per expert."""
-    return partial(open_pair, layers=2)
-
-
-def test_no_context_is_text_to_video(open_pair, make_request):
-    pair = open_pair()
+def test_no_context_is_text_to_video(open_short, make_request):
+    pair = open_short()
     plain = make_request()
     expected = latents_of(pair, plain)
     assert torch.equal(latents_of(pair, changed_request(plain, tokens=ExtraTokens())), expected)
@@ -65,9 +57,9 @@ def test_no_context_is_text_to_video(open_pair, make_request):
 
 @variants
 def test_policies_change_no_bit_and_chunks_only_the_last_ones(
-    shape, changes, open_pair, make_request
+    shape, changes, open_short, make_request
 ):
-    pair = open_pair(**shape)
+    pair = open_short(**shape)
     request = make_request(**changes, steps=2, switch_step=1)
     resident = latents_of(pair, request, OffloadPolicy.resident())
     for policy in (LAYERWISE, OffloadPolicy.block_swap(2)):
@@ -76,8 +68,8 @@ def test_policies_change_no_bit_and_chunks_only_the_last_ones(
     assert difference(chunked, resident) <= ROUNDING
 
 
-def test_experts_without_its_convolution_ignore_a_reference(open_pair, make_request, caplog):
-    pair = open_pair()
+def test_experts_without_its_convolution_ignore_a_reference(open_short, make_request, caplog):
+    pair = open_short()
     tokens = ExtraTokens(reference=normal(1, 16, 1, 8, 8, seed=1))
     with caplog.at_level(logging.INFO, "wanstream.sampling"):
         given = latents_of(pair, make_request(tokens=tokens))
@@ -99,23 +91,19 @@ def test_requests_with_other_shapes_are_not_merged(make_request):
     assert merge_requests(lanes, reads_reference=False).batch == 3, "ignored references differ"
 
 
-def test_the_planner_and_the_memory_count_all_tokens(open_pair, make_request):
-    pair = open_pair()
+def test_the_planner_and_the_memory_count_all_tokens(open_short, make_request):
+    pair = open_short()
     request = make_request(tokens=CONTEXT)
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     assert extra_tokens_of(pair, request) == (extra, extra)
     assert request_run_shape(pair, request, CPU).tokens == VIDEO_TOKENS + extra
-    shape = request.computed_shape
-    longer = (*shape[:2], shape[2] * 3, *shape[3:])
-    needs = working_bytes(pair, shape, sides=(2 * VIDEO_TOKENS,) * 2)
-    assert needs == working_bytes(pair, longer, sides=(0, 0))
     reference = make_request(tokens=OF_REFERENCE)
     assert extra_tokens_of(pair, reference) == (0, 0), "ignored"
-    assert extra_tokens_of(open_pair(**CONTROL), reference) == (REFERENCE_TOKENS,) * 2
+    assert extra_tokens_of(open_short(**CONTROL), reference) == (REFERENCE_TOKENS,) * 2
 
 
-def test_sides_with_other_tokens_are_counted_apart(open_pair, make_request):
-    pair = open_pair()
+def test_sides_with_other_tokens_are_counted_apart(open_short, make_request):
+    pair = open_short()
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     more = ExtraTokens(context=(SOURCE, IMAGE, IMAGE))
     equal, unequal = (
@@ -145,13 +133,13 @@ def test_both_sides_share_one_copy_on_the_device(make_request):
     assert [positive.shape, negative.shape] == [SOURCE.shape, IMAGE.shape]
 
 
-def test_windows_cut_a_context_of_the_videos_length_alone(open_pair, make_request):
+def test_windows_cut_a_context_of_the_videos_length_alone(open_short, make_request):
     noise, source, shorter = (
         normal(1, 16, n, 4, 6, seed=n + k) for n, k in ((5, 1), (5, 2), (3, 3))
     )
     tokens = ExtraTokens(context=(source, shorter, IMAGE))
     request = make_request(noise=noise, tokens=tokens, windows=WINDOWS)
-    assert extra_tokens_of(open_pair(), request) == (3 * 6 + 3 * 6 + IMAGE_TOKENS,) * 2
+    assert extra_tokens_of(open_short(), request) == (3 * 6 + 3 * 6 + IMAGE_TOKENS,) * 2
     lanes = LaneInputs(request, CPU).lanes(noise, (0, 1), windows=windows_at(request, 0))
     assert [lane.name.frames for lane in lanes] == [(0, 1, 2), (2, 3, 4)] * 2
     for lane in lanes:
@@ -173,8 +161,6 @@ def test_windows_begin_with_the_start_image(make_request):
 
 OF_48 = {"tokens": ExtraTokens(context=(normal(1, 48, 1, 4, 6, seed=1),))}
 WIDER = ExtraTokens(reference=normal(1, 16, 1, 4, 8, seed=1))
-OF_WAN21 = {"image_condition": CONDITION[:, :32]}
-IMAGES = {"in_channels": 36}
 
 
 @pytest.mark.parametrize(
@@ -182,43 +168,14 @@ IMAGES = {"in_channels": 36}
     [
         ({}, OF_48, "context 1 .* has 48 channels, and these"),
         (CONTROL, {**CONTROLLED, "tokens": CONTEXT}, "has 16 channels, and these experts take 52"),
-        (
-            CONTROL,
-            {**CONTROLLED, "tokens": WIDER},
-            r"reference_latents\) .* takes \[1, 16, 1, 4, 6",
-        ),
-        (
-            {},
-            CONTROLLED,
-            "text-to-video experts, and .* Wan2.2 Fun Control .*concat_mask_index.* rem",
-        ),
-        (
-            IMAGES,
-            CONTROLLED,
-            "image-to-video experts, and the conditioning of Wan2.2 Fun Control is",
-        ),
-        (
-            IMAGES,
-            OF_WAN21,
-            r"Wan2.1 Fun Control is connected \(concat_latent_image of two latents\)",
-        ),
-        (
-            CONTROL,
-            {"image_condition": CONDITION[:, :20]},
-            "Fun Control experts, and only a start im",
-        ),
-        (
-            CONTROL,
-            {},
-            "Fun Control experts, and no control video is connected: .* WanStream Fun Con",
-        ),
+        (CONTROL, {**CONTROLLED, "tokens": WIDER}, r"reference_latents\) .* \[1, 16, 1, 4, 6"),
     ],
 )
 def test_tokens_that_do_not_fit_the_experts_are_refused(
-    shape, changes, message, open_pair, make_request
+    shape, changes, message, open_short, make_request
 ):
     with pytest.raises(RequestError, match=message):
-        run(open_pair(**shape), make_request(**changes))
+        run(open_short(**shape), make_request(**changes))
 
 
 OTHERS = {
@@ -230,12 +187,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("latents", OTHERS.values(), ids=OTHERS)
-def test_experts_refuse_a_reference_of_another_model(latents, open_pair, make_request):
+def test_experts_refuse_a_reference_of_another_model(latents, open_short, make_request):
     given = native_tokens("positive", {REFERENCE_KEY: [REFERENCE, latents]})
     merge_requests([make_request(), make_request(tokens=given)], reads_reference=False)
-    run(open_pair(), make_request(tokens=given, steps=1, switch_step=1))
+    run(open_short(), make_request(tokens=given, steps=1, switch_step=1))
     with pytest.raises(RequestError, match=r"reference_latents"):
-        run(open_pair(**CONTROL), make_request(**{**CONTROLLED, "tokens": given}))
+        run(open_short(**CONTROL), make_request(**{**CONTROLLED, "tokens": given}))
 
 
 REPEATED = ExtraTokens(reference=REFERENCE.repeat(3, 1, 1, 1, 1))

@@ -141,12 +141,12 @@ def factor_bytes(pair: ExpertPair, policy: OffloadPolicy, step: int) -> int:
 
 
 @pytest.mark.parametrize("policy", [RESIDENT, POLICIES["some in RAM"]], ids=["resident", "RAM"])
-def test_fetches_at_a_change_are_as_predicted(policy, watched, make_request, loras):
-    pair, request = watched.pair, make_request(**{**STAGES, "switch_step": 6})
+def test_fetches_at_a_change_are_as_predicted(policy, open_pair, engine_runs, make_request, loras):
+    pair, request = open_pair(), make_request(**{**STAGES, "switch_step": 6})
     set_both(pair, loras, WITHOUT_AT_FIRST)
     for cold in (True, False):
         predicted = predicted_timeline(pair, request, policy, machine=CPU_MACHINE, device=CPU)
-        measured = run(watched, request, policy).timeline
+        measured = run(pair, request, policy).timeline
         for ours, theirs in zip(predicted.steps, measured.steps, strict=True):
             # The prediction counts the stored bytes, as for every run with a LoRA. Factors come on
             # top.
@@ -154,8 +154,8 @@ def test_fetches_at_a_change_are_as_predicted(policy, watched, make_request, lor
             factors = fetched * factor_bytes(pair, policy, theirs.index) // LAYERS
             assert theirs.bytes_moved == ours.bytes_moved + factors
             assert theirs.transfers.read_bytes == ours.transfers.read_bytes
-        program = watched.runs[-1].program
-        assert watched.runs[-1].fetched == list(program.fetches)
+        program = engine_runs[-1].program
+        assert engine_runs[-1].fetched == list(program.fetches)
         if cold:
             fetched_for = [program.visits[fetch.needed_by].step for fetch in program.fetches]
             streamed = policy.blocks_to_swap
@@ -165,14 +165,17 @@ def test_fetches_at_a_change_are_as_predicted(policy, watched, make_request, lor
             assert [fetched_for.count(step) for step in range(6)] == expected
 
 
-def test_a_resident_run_hands_its_buffers_on_at_a_change(watched, make_request, loras):
+def test_a_resident_run_hands_its_buffers_on_at_a_change(
+    open_pair, engine_runs, make_request, loras
+):
     """A block is fetched again once its last visit with the old strength has ended.
 
     It does not wait for the step's end.
     """
-    set_both(watched.pair, loras, WITHOUT_AT_FIRST)
-    run(watched, make_request(**STAGES), RESIDENT)
-    [engine_run] = watched.runs
+    pair = open_pair()
+    set_both(pair, loras, WITHOUT_AT_FIRST)
+    run(pair, make_request(**STAGES), RESIDENT)
+    [engine_run] = engine_runs
     fetches = [each for each in engine_run.program.fetches if each.block.expert == "high"]
     again = [fetch.start_after for fetch in fetches if fetch.block.patch == 1]
     assert len(again) == LAYERS
@@ -240,6 +243,8 @@ def test_known_skips_start_again_at_a_change():
     rule = SkipRule(threshold=0.5, max_consecutive_skips=7, retention=0.0)
     cache = MagCache(table=table, rule=rule)
     assert cache.start(steps).skipped == frozenset(range(1, 8))
+    exact = MagCache(table=table, rule=replace(rule, threshold=0.0))
+    assert exact.start(steps).skipped == frozenset()
     assert cache.start(changing).skipped == {1, 2, 3, 5, 6, 7}
     assert computed_steps(changing, 0.0) == {0, 1, 3, 4, 5, 7}
 

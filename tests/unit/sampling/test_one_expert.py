@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
+from diffusers import WanImageToVideoPipeline, WanPipeline
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from wanstream.sampling.inputs import DenoiseRequest, merge_requests
+from wanstream.sampling.inputs import merge_requests
 from wanstream.sampling.steps import RequestError
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.testing.weights import make_vae
+from wanstream.tests.support.sampling.one_expert import SETTINGS, STEPS, pipeline_of
 from wanstream.tests.support.sampling.runs import (
     LAYERWISE,
     MakeRequest,
@@ -25,38 +25,13 @@ from wanstream.tests.support.sampling.runs import (
     normal,
     run,
 )
-from wanstream.tests.support.wan.pipelines import distance, make_pipeline, pipeline_arguments
-from wanstream.wan import ExpertPair
+from wanstream.tests.support.wan.pipelines import distance, pipeline_arguments
 from wanstream.wan.image_encoder import WIDTH as WIDTH_OF_CLIP
 from wanstream.wan.image_encoder import open_image_encoder
 
 TOLERANCE = 1e-5
-SIZE = {"height": 32, "width": 48}
-FRAMES = 5
-STEPS = 3
-SHIFT = 3.0
-SETTINGS = {
-    "steps": STEPS,
-    "flow_shift": SHIFT,
-    "switch_step": None,
-    "boundary_ratio": 0.0,
-    "guidance": (5.0, 5.0),
-    "solver": "unipc",
-    "schedule": "wan",
-}
-IMAGE = {"in_channels": 36, "image_dim": 80}
+SIZE = {"height": 32, "width": 48, "frames": 5, "steps": STEPS}
 SWAP = OffloadPolicy.block_swap(2)
-CHUNKED = replace(LAYERWISE, chunk_tokens=4)
-
-
-def _pipeline(kind: Any, pair: ExpertPair, **more: Any) -> Any:
-    transformer = WanTransformer3DModel.from_pretrained(pair.high.path).requires_grad_(False)
-    parts = {"transformer": transformer, "vae": make_vae(seed=3), **more}
-    return make_pipeline(kind, flow_shift=SHIFT, **parts)
-
-
-def _arguments(request: DenoiseRequest) -> dict[str, Any]:
-    return pipeline_arguments(request, **SIZE, frames=FRAMES, steps=STEPS)
 
 
 @pytest.fixture
@@ -68,22 +43,19 @@ def one_request(make_request: MakeRequest) -> MakeRequest:
 @pytest.fixture
 def image_request(one_request: MakeRequest) -> MakeRequest:
     """A request with a start image, for an image-to-video model with an image branch."""
-
-    def make(*, seed: int = 20, **changes: Any) -> DenoiseRequest:
-        given = {
-            "positive": normal(1, 512, 4096, seed=11),
-            "negative": normal(1, 512, 4096, seed=12),
-            "image_condition": normal(1, 20, 2, 4, 6, seed=seed),
-            "image_embedding": normal(1, 17, 80, seed=seed + 1),
-        }
-        return one_request(**{**given, **changes})
-
-    return make
+    given = {
+        "positive": normal(1, 512, 4096, seed=11),
+        "negative": normal(1, 512, 4096, seed=12),
+        "image_condition": normal(1, 20, 2, 4, 6, seed=20),
+        "image_embedding": normal(1, 17, 80, seed=21),
+    }
+    return lambda **changes: one_request(**{**given, **changes})
 
 
 def test_text_to_video_is_wan_pipeline(open_one, one_request):
     request, pair = one_request(batch=2), open_one()
-    expected = _pipeline(WanPipeline, pair)(**_arguments(request)).frames
+    pipeline = pipeline_of(WanPipeline, pair, vae=make_vae(seed=3))
+    expected = pipeline(**pipeline_arguments(request, **SIZE)).frames
     assert distance(latents_of(pair, request, SWAP), expected) <= TOLERANCE
 
 
@@ -95,20 +67,19 @@ def test_image_to_video_is_wan_image_to_video_pipeline(open_one, image_request, 
     save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
     pixels = np.random.default_rng(4).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    clip = {"image_encoder": encoder}
-    pipeline = _pipeline(
-        WanImageToVideoPipeline, pair, **clip, image_processor=CLIPImageProcessor()
-    )
+    clip = {"image_encoder": encoder, "image_processor": CLIPImageProcessor()}
+    pipeline = pipeline_of(WanImageToVideoPipeline, pair, vae=make_vae(seed=3), **clip)
     plain = image_request()
-    expected = pipeline(image=image, **_arguments(plain)).frames
-    given = {"num_frames": FRAMES, "dtype": torch.float32, "latents": plain.noise}
-    prepared = pipeline.video_processor.preprocess(image, **SIZE)
-    _, condition = pipeline.prepare_latents(prepared, 1, **SIZE, **given)
+    expected = pipeline(image=image, **pipeline_arguments(plain, **SIZE)).frames
+    size = {"height": SIZE["height"], "width": SIZE["width"]}
+    given = {"num_frames": SIZE["frames"], "dtype": torch.float32, "latents": plain.noise}
+    prepared = pipeline.video_processor.preprocess(image, **size)
+    _, condition = pipeline.prepare_latents(prepared, 1, **size, **given)
     opened = open_image_encoder(tmp_path / "clip.safetensors")
     seen = opened.encode(torch.from_numpy(pixels)[None] / 255, device="cpu")
     states = seen.penultimate_hidden_states
     request = image_request(image_condition=condition.detach(), image_embedding=states)
-    for policy in (SWAP, CHUNKED):
+    for policy in (SWAP, replace(LAYERWISE, chunk_tokens=4)):
         assert distance(latents_of(pair, request, policy), expected) <= TOLERANCE
     other = changed_request(request, image_embedding=states.flip(2))
     assert distance(latents_of(pair, other), expected) > 1e-3, "what CLIP sees counts"
@@ -147,12 +118,11 @@ SHORT, LONG = (torch.zeros(1, tokens, 4096) for tokens in (226, 600))
         ({"image_embedding": torch.zeros(1, 17, 64)}, r"\[1, 17, 64\], the model takes .* 80\]"),
         ({"positive": SHORT}, "positive has 226 tokens, .* needs 512"),
         ({"negative": [LONG]}, "negative has 600 tokens, .* needs 512"),
-        ({"image_condition": None}, "image-to-video experts, and no start image is connected"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused(changes, message, open_one, image_request):
     with pytest.raises(RequestError, match=message):
-        run(open_one(**IMAGE), image_request(**changes))
+        run(open_one(in_channels=36, image_dim=80), image_request(**changes))
 
 
 @pytest.mark.parametrize(

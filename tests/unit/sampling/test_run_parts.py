@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,18 +25,12 @@ SOFT = torch.rand(1, 1, 2, 4, 6, generator=torch.Generator().manual_seed(21))
 
 
 @pytest.fixture
-def open_pair(open_pair: OpenPair) -> OpenPair:
-    """Pairs with two blocks per expert."""
-    return partial(open_pair, layers=2)
-
-
-@pytest.fixture
-def whole(open_pair: OpenPair) -> Callable[[DenoiseRequest], list[StepProgress]]:
+def whole(open_short: OpenPair) -> Callable[[DenoiseRequest], list[StepProgress]]:
     """`whole(request)`: the progress after each step."""
 
     def steps(request: DenoiseRequest) -> list[StepProgress]:
         progress: list[StepProgress] = []
-        run(open_pair(), request, on_step=progress.append)
+        run(open_short(), request, on_step=progress.append)
         return progress
 
     return steps
@@ -46,13 +39,13 @@ def whole(open_pair: OpenPair) -> Callable[[DenoiseRequest], list[StepProgress]]
 @pytest.mark.parametrize(
     "solver", [pytest.param(name, marks=[pytest.mark.slow] * (name != "unipc")) for name in SOLVERS]
 )
-def test_a_run_resumes_after_any_step_in_another_pair(solver, open_pair, make_request, whole):
+def test_a_run_resumes_after_any_step_in_another_pair(solver, open_short, make_request, whole):
     request = make_request(guidance=(4.0, 1.0), solver=solver, steps=STEPS)
     progress = whole(request)
     states = [step.state() for step in progress]
     first = states[0].latents.clone()
     for step, state in zip(progress[:-1], states, strict=False):
-        with open_pair() as pair:
+        with open_short() as pair:
             after: list[StepProgress] = []
             ended = run(pair, request, part=RunSlice(resume=state), on_step=after.append)
         assert torch.equal(ended.latents, states[-1].latents)
@@ -63,9 +56,9 @@ def test_a_run_resumes_after_any_step_in_another_pair(solver, open_pair, make_re
 
 
 @pytest.mark.parametrize("cut", [0, 3])
-def test_a_cut_run_leaves_the_noise_of_its_step(cut, open_pair, make_request, whole):
+def test_a_cut_run_leaves_the_noise_of_its_step(cut, open_short, make_request, whole):
     request = make_request(solver="unipc", steps=STEPS)
-    before = run(open_pair(), request, part=RunSlice(until=cut))
+    before = run(open_short(), request, part=RunSlice(until=cut))
     assert before.sigma == request.step_plan.schedule.sigmas[cut]
     assert [step.index for step in before.timeline.steps] == list(range(cut))
     if cut:
@@ -89,13 +82,13 @@ def test_a_part_of_one_expert_needs_no_byte_of_the_other(
     assert torch.equal(latents, progress[0 if expert == "high" else 1].state().latents)
 
 
-def test_a_part_outside_the_run_is_refused(open_pair, make_request, whole):
+def test_a_part_outside_the_run_is_refused(open_short, make_request, whole):
     request = make_request(steps=2, switch_step=1)
     state = whole(request)[0].state()
     for next_step, until in ((3, None), (0, 3), (2, 1), (0, -1)):
         part = RunSlice(resume=dataclasses.replace(state, next_step=next_step), until=until)
         with pytest.raises(RequestError, match="takes steps 0 to 2"):
-            run(open_pair(), request, part=part)
+            run(open_short(), request, part=part)
 
 
 def _handed_on(result: DenoiseResult) -> dict[str, Any]:
@@ -106,8 +99,8 @@ def _handed_on(result: DenoiseResult) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("cuts", "schedule"), [((2,), "wan"), ((1, 2, 3, 4), "simple")])
-def test_samplers_in_sequence_are_one_run(cuts, schedule, open_pair, make_request):
-    pair = open_pair()
+def test_samplers_in_sequence_are_one_run(cuts, schedule, open_short, make_request):
+    pair = open_short()
     plain = make_request(solver="euler", schedule=schedule)
     expected = run(pair, plain)
     given = dict[str, Any]()
@@ -121,8 +114,8 @@ def test_samplers_in_sequence_are_one_run(cuts, schedule, open_pair, make_reques
     assert distance(result.latents, expected.latents) <= 1e-5
 
 
-def test_sigmas_cut_by_hand_are_the_same_pieces(open_pair, make_request):
-    pair = open_pair()
+def test_sigmas_cut_by_hand_are_the_same_pieces(open_short, make_request):
+    pair = open_short()
     settings = {"solver": "euler", "steps": None, "switch_step": None}
     sigmas = [1.0, 0.95, 0.9, 0.8, 0.5, 0.0]
     expected = latents_of(pair, make_request(**settings, sigmas=sigmas))
@@ -133,8 +126,8 @@ def test_sigmas_cut_by_hand_are_the_same_pieces(open_pair, make_request):
     assert distance(low.latents, expected) <= 1e-5
 
 
-def test_an_early_end_without_leftover_noise_goes_down_to_zero(open_pair, make_request):
-    pair = open_pair()
+def test_an_early_end_without_leftover_noise_goes_down_to_zero(open_short, make_request):
+    pair = open_short()
     request = make_request(schedule="simple")
     cut = run(pair, changed_request(request, end_step=3))
     sigmas = [*request.step_plan.schedule.sigmas[:3], 0.0]
@@ -144,9 +137,9 @@ def test_an_early_end_without_leftover_noise_goes_down_to_zero(open_pair, make_r
 
 
 @pytest.mark.parametrize("mask", [None, LEFT_HALF], ids=["no mask", "mask"])
-def test_without_added_noise_the_noise_is_not_read(mask, open_pair, make_request):
+def test_without_added_noise_the_noise_is_not_read(mask, open_short, make_request):
     """As in ComfyUI, a run without added noise keeps the masked latent with its own noise."""
-    pair = open_pair()
+    pair = open_short()
     given = {"start_step": 2, "add_noise": False, "latent": LATENT, "mask": mask}
     noises = torch.zeros_like(LATENT), torch.full_like(LATENT, float("nan"))
     ends = [latents_of(pair, make_request(noise=noise, **given)) for noise in noises]
@@ -155,8 +148,8 @@ def test_without_added_noise_the_noise_is_not_read(mask, open_pair, make_request
         assert torch.allclose(ends[0][..., 3:], LATENT[..., 3:], atol=1e-5)
 
 
-def test_a_mask_keeps_the_given_latent_and_frees_the_rest(open_pair, make_request):
-    pair = open_pair()
+def test_a_mask_keeps_the_given_latent_and_frees_the_rest(open_short, make_request):
+    pair = open_short()
     latent = LATENT.repeat(2, 1, 1, 1, 1)
     plain = make_request(batch=2, latent=latent, start_step=1)
     masked = latents_of(pair, changed_request(plain, mask=LEFT_HALF))
@@ -171,7 +164,7 @@ def test_a_mask_keeps_the_given_latent_and_frees_the_rest(open_pair, make_reques
     [(LEFT_HALF, None), (SOFT.repeat(1, 16, 1, 1, 1).cumprod(1), LATENT)],
     ids=["half", "soft"],
 )
-def test_a_masked_run_is_comfyuis_loop(mask, latent, open_pair, plain_models, make_request):
+def test_a_masked_run_is_comfyuis_loop(mask, latent, open_short, plain_models, make_request):
     given = {"solver": "euler", "schedule": "simple", "guidance": (1.0, 1.0)}
     request = make_request(**given, mask=mask, latent=latent)
     models = plain_models(layers=2)
@@ -185,4 +178,4 @@ def test_a_masked_run_is_comfyuis_loop(mask, latent, open_pair, plain_models, ma
             end = seen - sigma * model(seen, time, request.positive, return_dict=False)[0]
             end = end * mask + kept * (1 - mask)
             latents = latents + (latents - end) / sigma * (after - sigma)
-    assert distance(latents_of(open_pair(), request), latents) <= 1e-5
+    assert distance(latents_of(open_short(), request), latents) <= 1e-5

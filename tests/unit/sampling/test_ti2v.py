@@ -6,18 +6,22 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.loop.lanes import LaneInputs, windows_at
 from wanstream.sampling.steps import RequestError
 from wanstream.sampling.steps.context_windows import StepWindows
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.testing.weights import make_wan22_vae
+from wanstream.tests.support.sampling.one_expert import SETTINGS, STEPS, pipeline_of
 from wanstream.tests.support.sampling.runs import (
+    CPU,
     LAYERWISE,
     MakeRequest,
     OpenPair,
@@ -25,24 +29,14 @@ from wanstream.tests.support.sampling.runs import (
     normal,
     run,
 )
-from wanstream.tests.support.wan.pipelines import distance, make_pipeline, pipeline_arguments
+from wanstream.tests.support.wan.pipelines import distance, pipeline_arguments
 from wanstream.wan import ExpertPair
 
 TOLERANCE = 1e-5
 SIZE = {"height": 64, "width": 96}
-FRAMES = 9
+LENGTH = {"frames": 9, "steps": STEPS}
 SHAPE = (1, 48, 3, 4, 6)
-STEPS = 3
-SHIFT = 5.0
-SETTINGS = {
-    "steps": STEPS,
-    "flow_shift": SHIFT,
-    "switch_step": None,
-    "boundary_ratio": 0.0,
-    "guidance": (5.0, 5.0),
-    "solver": "unipc",
-    "schedule": "wan",
-}
+OF_5B = {"vae": make_wan22_vae(seed=3), "expand_timesteps": True}
 CHUNKED = replace(LAYERWISE, chunk_tokens=4)
 POLICIES = {"whole": LAYERWISE, "chunked": CHUNKED, "block swap": OffloadPolicy.block_swap(2)}
 
@@ -76,19 +70,10 @@ def image_request(text_request: MakeRequest) -> MakeRequest:
     return lambda **changes: text_request(**{**_given(normal(*SHAPE, seed=2)), **changes})
 
 
-def _pipeline(kind: Any, pair: ExpertPair) -> Any:
-    transformer = WanTransformer3DModel.from_pretrained(pair.high.path).requires_grad_(False)
-    parts = {"transformer": transformer, "vae": make_wan22_vae(seed=3)}
-    return make_pipeline(kind, flow_shift=SHIFT, expand_timesteps=True, **parts)
-
-
-def _arguments(request: DenoiseRequest) -> dict[str, Any]:
-    return pipeline_arguments(request, **SIZE, frames=FRAMES, steps=STEPS)
-
-
 def test_text_to_video_is_wan_pipeline(pair, text_request):
     request = text_request(batch=2)
-    expected = _pipeline(WanPipeline, pair)(**_arguments(request)).frames
+    pipeline = pipeline_of(WanPipeline, pair, **OF_5B)
+    expected = pipeline(**pipeline_arguments(request, **SIZE, **LENGTH)).frames
     assert distance(latents_of(pair, request), expected) <= TOLERANCE
 
 
@@ -96,12 +81,12 @@ def test_text_to_video_is_wan_pipeline(pair, text_request):
 @pytest.mark.slow  # several loop runs
 def test_image_to_video_is_wan_image_to_video_pipeline(pair, text_request):
     """Both sides start from the image, encoded by the pipeline's VAE."""
-    pipeline = _pipeline(WanImageToVideoPipeline, pair)
+    pipeline = pipeline_of(WanImageToVideoPipeline, pair, **OF_5B)
     plain = text_request()
     image = torch.rand(1, 3, *SIZE.values(), generator=torch.Generator().manual_seed(4))
-    expected = pipeline(image=image, **_arguments(plain)).frames
+    expected = pipeline(image=image, **pipeline_arguments(plain, **SIZE, **LENGTH)).frames
     pixels = pipeline.video_processor.preprocess(image, **SIZE)
-    given = {"num_channels_latents": 48, "num_frames": FRAMES, "latents": plain.noise}
+    given = {"num_channels_latents": 48, "num_frames": LENGTH["frames"], "latents": plain.noise}
     _, frame, _ = pipeline.prepare_latents(pixels, 1, **SIZE, **given)
     latent = torch.zeros(SHAPE)
     latent[:, :, :1] = frame.detach()
@@ -113,25 +98,18 @@ def test_image_to_video_is_wan_image_to_video_pipeline(pair, text_request):
     assert distance(latents_of(pair, plain), expected) > 1e-2, "the first frame counts"
 
 
-def _mask(kind: str) -> torch.Tensor:
-    mask = torch.ones(2 if kind == "one of two samples" else 1, 1, *SHAPE[2:])
-    if kind == "half a frame":
-        mask[:, :, 1, :, :3] = 0
-    elif kind == "two frames":
-        mask[:, :, :2] = 0
-    else:
-        mask[1, :, 0] = 0
-    return mask
-
-
 @pytest.mark.slow  # several loop runs
-@pytest.mark.parametrize("kind", ["half a frame", "two frames", "one of two samples"])
-def test_masks_of_any_kind_are_timesteps_of_frames(kind, pair, text_request):
+@pytest.mark.parametrize(
+    ("samples", "kept"),
+    [(1, np.s_[:, :, 1, :, :3]), (1, np.s_[:, :, :2]), (2, np.s_[1, :, 0])],
+    ids=["half a frame", "two frames", "one of two samples"],
+)
+def test_masks_of_any_kind_are_timesteps_of_frames(samples, kept, pair, text_request):
     """Compared with a plain loop: the whole model, and a timestep for every token."""
-    mask = _mask(kind)
-    latent = normal(*SHAPE, seed=5).expand(len(mask), *SHAPE[1:])
-    how = {"solver": "euler"}
-    request = text_request(batch=len(mask), latent=latent, mask=mask, guidance=(3.0, 3.0), **how)
+    mask = torch.ones(samples, 1, *SHAPE[2:])
+    mask[kept] = 0
+    given = {"latent": normal(*SHAPE, seed=5).expand(samples, *SHAPE[1:]), "solver": "euler"}
+    request = text_request(batch=samples, mask=mask, guidance=(3.0, 3.0), **given)
     expected = _plain(WanTransformer3DModel.from_pretrained(pair.high.path), request)
     for name, policy in POLICIES.items():
         assert distance(latents_of(pair, request, policy), expected) <= TOLERANCE, name
@@ -184,11 +162,15 @@ def test_cache_skips_only_above_threshold_0(pair, image_request):
     assert distance(result.latents[:, :, :1], much.latent[:, :, :1]) <= TOLERANCE
 
 
-def test_windows_have_the_timestep_scales_of_their_frames():
-    windows = StepWindows(ContextWindows(frames=2, overlap=1, shift_windows=False), 0, 3)
+def test_windows_have_the_timestep_scales_of_their_frames(image_request):
+    settings = ContextWindows(frames=2, overlap=1, shift_windows=False)
+    windows = StepWindows(settings, 0, 3)
     assert windows.cut_timestep_scales((0.0, 1.0, 0.5)) == [(0.0, 1.0), (1.0, 0.5)]
     assert windows.cut_timestep_scales((0.0, 1.0, 1.0)) == [(0.0, 1.0), None]
     assert windows.cut_timestep_scales(None) == [None, None]
+    request = image_request(windows=settings)
+    lanes = LaneInputs(request, CPU).lanes(request.noise, (0,), windows=windows_at(request, 0))
+    assert [lane.timestep_scales for lane in lanes] == [(0.0, 1.0), None]
 
 
 def test_requests_of_other_models_are_refused(pair, open_one, text_request, make_request):
@@ -197,9 +179,5 @@ def test_requests_of_other_models_are_refused(pair, open_one, text_request, make
         run(pair, of_a14b)
     with pytest.raises(RequestError, match=r"has 48 channels, as Wan2.2 5B have, .* with 16"):
         run(open_one(), text_request())
-    with pytest.raises(RequestError, match=r"first frame .* choose the VAE of Wan2\.2 5B in WanSt"):
-        run(pair, text_request(image_condition=torch.zeros(1, 20, *SHAPE[2:])))
-    with pytest.raises(RequestError, match=r"give \[B, 16 or 48, T, h, w\]"):
-        text_request(noise=torch.zeros(1, 32, 3, 4, 6))
     with pytest.raises(RequestError, match=r"is \[1, 16, 3, 4, 6\]: give \[1, 1 or 48, 3, 4, 6\]"):
         text_request(mask=torch.ones(1, 16, 3, 4, 6))

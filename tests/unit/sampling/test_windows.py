@@ -13,9 +13,9 @@ from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.loop.memory import check_room, tokens_of, working_bytes
 from wanstream.sampling.steps import RequestError
 from wanstream.sampling.steps.errors import InsufficientMemoryError
-from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes.context_windows import ContextWindows
+from wanstream.tests.support.sampling.plain_loop import blend_windows, plain_loop
 from wanstream.tests.support.sampling.runs import (
     CPU,
     LAYERWISE,
@@ -44,34 +44,26 @@ def make_long(make_request: MakeRequest) -> MakeRequest:
     return make
 
 
-@torch.inference_mode()
 def one_by_one(models: Models, request: DenoiseRequest) -> torch.Tensor:
-    """Reference loop: whole models, one forward pass per window and prompt, guided, blended."""
-    plan = request.step_plan
-    latents = request.noise
+    """Reference loop: whole models, one forward pass per window and prompt, blended."""
     settings = request.options.windows
     condition = request.inputs.image_condition
-    solver = Solver(request.solver, plan.schedule)
-    for step in plan.steps:
-        model = models[plan.experts[step]]
-        scale = plan.guidance[step]
-        time = torch.tensor([plan.schedule.timesteps[step]])
-        total = torch.zeros_like(latents)
-        windows = settings.at(step, FRAMES)
-        for window, weights in zip(windows, settings.weights(windows, FRAMES), strict=True):
-            frames = list(window)
-            seen = latents[:, :, frames]
+
+    def velocity_of(
+        model: Any, step: int, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor
+    ) -> torch.Tensor:
+        def in_window(window: tuple[int, ...]) -> torch.Tensor:
+            seen = latents[:, :, list(window)]
             if condition is not None:
-                image = condition[:, :, frames]
+                image = condition[:, :, list(window)]
                 if settings.repeat_image:
                     image[:, :, 0] = condition[:, :, 0]
                 seen = torch.cat([seen, image], dim=1)
-            positive = model(seen, time, request.positive, return_dict=False)[0]
-            negative = model(seen, time, request.negative, return_dict=False)[0]
-            velocity = negative + scale * (positive - negative)
-            total[:, :, frames] += velocity * torch.tensor(weights)[:, None, None]
-        latents = solver.step(total, latents)
-    return latents
+            return model(seen, time, text, return_dict=False)[0]
+
+        return blend_windows(settings, step, latents, in_window)
+
+    return plain_loop(models, request, velocity_of)
 
 
 @pytest.mark.parametrize(

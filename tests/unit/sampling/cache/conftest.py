@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,4 @@ from wanstream.sampling.inputs import DenoiseRequest
 @pytest.fixture
 def make_eight_steps(make_request: Callable[..., DenoiseRequest]) -> Callable[..., DenoiseRequest]:
     """`make_eight_steps(**changes)`: a request with 8 steps, the first 4 high-noise."""
-
-    def make(**changes: Any) -> DenoiseRequest:
-        return make_request(**{"steps": 8, "switch_step": 4, **changes})
-
-    return make
+    return lambda **changes: make_request(**{"steps": 8, "switch_step": 4, **changes})

@@ -15,16 +15,10 @@ from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
 from wanstream.sampling.calibrate import calibrate
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import RequestError
-from wanstream.sampling.steps.solvers import Solver
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.tests.support.rounding import ROUNDING
-from wanstream.tests.support.sampling.runs import (
-    MakeRequest,
-    Models,
-    normal,
-    run,
-    skipped,
-)
+from wanstream.tests.support.sampling.plain_loop import blend_windows, plain_loop
+from wanstream.tests.support.sampling.runs import MakeRequest, Models, normal, run, skipped
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
 
@@ -47,36 +41,27 @@ def make_windowed(make_eight_steps: MakeRequest) -> MakeRequest:
     return make
 
 
-@torch.inference_mode()
 def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
     """Reference loop on whole models in windows, with diffusers' cache around each model.
 
     A cache serves one text and one window, as long as every step has the window.
     """
-    plan = request.step_plan
-    latents = request.noise
     settings = request.options.windows
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    solver = Solver(request.solver, plan.schedule)
-    since: dict[tuple[int, ...], int] = {}
-    for step in plan.steps:
-        model = models[plan.experts[step]]
-        time = torch.tensor([plan.schedule.timesteps[step]])
-        windows = settings.at(step, FRAMES)
-        weights = [torch.tensor(each)[:, None, None] for each in settings.weights(windows, FRAMES)]
-        since = {window: since.get(window, step) for window in windows}
-        sides = []
-        for text in (request.positive, request.negative):
-            whole = torch.zeros_like(latents)
-            for window, weight in zip(windows, weights, strict=True):
-                with model.cache_context(f"{len(sides)} {window} {since[window]}"):
-                    velocity = model(latents[:, :, list(window)], time, text, return_dict=False)[0]
-                whole[:, :, list(window)] += velocity * weight
-            sides.append(whole)
-        positive, negative = sides
-        latents = solver.step(negative + plan.guidance[step] * (positive - negative), latents)
-    return latents
+    placed = [settings.at(step, FRAMES) for step in range(STEPS)]
+
+    def velocity_of(
+        model: Any, step: int, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor
+    ) -> torch.Tensor:
+        def in_window(window: tuple[int, ...]) -> torch.Tensor:
+            gaps = [before for before in range(step) if window not in placed[before]]
+            with model.cache_context(f"{text is request.negative} {window} {gaps}"):
+                return model(latents[:, :, list(window)], time, text, return_dict=False)[0]
+
+        return blend_windows(settings, step, latents, in_window)
+
+    return plain_loop(models, request, velocity_of)
 
 
 @pytest.mark.parity

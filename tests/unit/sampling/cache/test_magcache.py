@@ -23,8 +23,8 @@ from wanstream.sampling.cache.settings import MagCache
 from wanstream.sampling.calibrate import calibrate
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import DenoiseResult, RequestError, RunSlice
-from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.sampling.plain_loop import plain_loop
 from wanstream.tests.support.sampling.runs import (
     CPU,
     LAYERWISE,
@@ -46,17 +46,9 @@ ALWAYS = SkipRule(threshold=1e9, retention=0.0)
 UNGUIDED = {"guidance": (1.0, 1.0), "negative": None}
 
 
-@pytest.fixture(scope="module")
-def tables() -> list[MagTable]:
-    return []
-
-
 @pytest.fixture
-def table(open_pair: OpenPair, make_eight_steps: MakeRequest, tables: list[MagTable]) -> MagTable:
-    """Calibration table, measured by the first test to need it."""
-    if not tables:
-        tables.append(measured(open_pair(), make_eight_steps()))
-    return tables[0]
+def table(open_pair: OpenPair, make_eight_steps: MakeRequest) -> MagTable:
+    return measured(open_pair(), make_eight_steps())
 
 
 @pytest.fixture
@@ -73,23 +65,18 @@ def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
     return calibrate(request, partial(run, pair), source="a test")
 
 
-@torch.inference_mode()
 def with_diffusers_cache(
     models: Models, request: DenoiseRequest, configs: Mapping[str, MagCacheConfig]
 ) -> torch.Tensor:
     """Reference loop for one lane on whole models, with diffusers' cache around each."""
     for name, model in models.items():
         model.enable_cache(configs[name])
-    plan = request.step_plan
-    latents = request.noise
-    solver = Solver(request.solver, plan.schedule)
-    for step in plan.steps:
-        model = models[plan.experts[step]]
-        time = torch.tensor([plan.schedule.timesteps[step]])
+
+    def velocity_of(model: Any, step: int, *given: torch.Tensor) -> torch.Tensor:
         with model.cache_context("cond"):
-            velocity = model(latents, time, request.positive, return_dict=False)[0]
-        latents = solver.step(velocity, latents)
-    return latents
+            return model(*given, return_dict=False)[0]
+
+    return plain_loop(models, request, velocity_of)
 
 
 def test_ratios_and_results_are_diffusers(open_pair, plain_models, make_eight_steps, capsys):

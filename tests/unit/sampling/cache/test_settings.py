@@ -16,7 +16,7 @@ from wanstream.sampling import request_run_shape, run_digest, working_bytes
 from wanstream.sampling.cache.base import PassStart, Stage
 from wanstream.sampling.cache.first_block import FirstBlockSteps
 from wanstream.sampling.cache.mag_table import MagTable
-from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache, policy_with_cache
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, policy_with_cache
 from wanstream.sampling.estimate import predicted_timeline
 from wanstream.sampling.inputs import merge_requests
 from wanstream.sampling.loop.lanes import lane_names
@@ -140,8 +140,3 @@ def test_every_number_of_a_cache_is_in_the_digest(make_eight_steps, magnitudes):
     requests = [make_eight_steps(cache=cache) for cache in caches]
     assert len({run_digest(request, "experts") for request in requests}) == len(requests)
     assert describe_request(requests[-1])["Cache"].startswith("magnitudes, threshold 1, at most 2")
-
-
-def test_presets_rise():
-    assert list(PRESETS.values()) == sorted(PRESETS.values())
-    assert PRESETS["usual"] == FirstBlockCache().threshold

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +20,10 @@ from wanstream.sampling.steps import RequestError, RunSlice
 from wanstream.sampling.steps.parallel import LOCAL_FORWARD
 from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.sampling.plain_loop import plain_loop
 from wanstream.tests.support.sampling.runs import (
     LAYERWISE,
     Models,
-    changed_request,
     latents_of,
     normal,
     run,
@@ -52,24 +51,16 @@ Thresholds are large because these experts' outputs change a lot when the input 
 both = pytest.mark.parametrize("kind", [FIRST, EASY])
 
 
-@torch.inference_mode()
 def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
     """Reference loop on whole models, with diffusers' cache around each."""
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    plan = request.step_plan
-    latents = request.noise
-    solver = Solver(request.solver, plan.schedule)
-    for step in plan.steps:
-        model = models[plan.experts[step]]
-        time = torch.tensor([plan.schedule.timesteps[step]])
-        found = []
-        for branch, text in (("cond", request.positive), ("uncond", request.negative)):
-            with model.cache_context(branch):
-                found.append(model(latents, time, text, return_dict=False)[0])
-        positive, negative = found
-        latents = solver.step(negative + plan.guidance[step] * (positive - negative), latents)
-    return latents
+
+    def velocity_of(model: Any, step: int, *given: torch.Tensor) -> torch.Tensor:
+        with model.cache_context(str(given[-1] is request.negative)):
+            return model(*given, return_dict=False)[0]
+
+    return plain_loop(models, request, velocity_of)
 
 
 @torch.inference_mode()
@@ -177,24 +168,24 @@ def test_easycache_skips_every_block(open_pair, make_eight_steps):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_every_fetched_block_is_used(ahead, watched, make_eight_steps):
+def test_every_fetched_block_is_used(ahead, open_pair, engine_runs, make_eight_steps):
     """Exception: blocks prefetched at an expert's end.
 
     A fetch issued for a skipped step serves the next one.
     """
-    timeline = run(
-        watched, make_eight_steps(cache=SOME[FIRST]), OffloadPolicy.layerwise(ahead)
-    ).timeline
+    pair = open_pair()
+    request = make_eight_steps(cache=SOME[FIRST])
+    timeline = run(pair, request, OffloadPolicy.layerwise(ahead)).timeline
     computed = [step for step in timeline.steps if not step.skipped_visits]
     assert 2 < len(computed) < STEPS
-    fetched = sum(len(each.fetched) for each in watched.runs)
+    fetched = sum(len(each.fetched) for each in engine_runs)
     needed = len(computed) * (LAYERS - 1) + 2  # each expert's first block is resident
     # A run ended before the next fetch is issued leaves the step's last block. The next run
     # keeps it.
-    kept = sum(len(each.program.initial) for each in watched.runs)
+    kept = sum(len(each.program.initial) for each in engine_runs)
     assert needed - kept <= fetched <= needed + 2 * (ahead + 1)
-    assert timeline.bytes_moved == fetched * watched.pair.block_bytes.stored
-    assert len(watched.runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
+    assert timeline.bytes_moved == fetched * pair.block_bytes.stored
+    assert len(engine_runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
 
 
 def test_the_first_block_is_looked_at_before_the_next_poll(open_pair, make_eight_steps):
@@ -215,6 +206,7 @@ def test_a_step_with_a_shortage_decides_as_without_one(kind, open_pair, make_eig
     for use, behind in [*uses, (1, True), (3, True), (5, True), (2 * SWITCH + 1, True)]:
         disturbed = run(ShortOnce(open_pair(), use, behind=behind), request, DEEP)
         assert torch.equal(disturbed.latents, whole.latents), use
+        assert len(disturbed.timeline.changes) == 1, "the shortage came"
         assert skipped(disturbed) == skipped(whole)
 
 
@@ -291,10 +283,3 @@ def test_bad_settings_are_refused(kind, name, values):
     for value in values:
         with pytest.raises(RequestError, match=name):
             kind(**{name: value})
-
-
-@both
-def test_a_request_with_a_cache_travels(kind, make_eight_steps):
-    request = pickle.loads(pickle.dumps(make_eight_steps(cache=SOME[kind])))  # noqa: S301 - our own
-    assert request.options.cache == SOME[kind]
-    assert changed_request(request, cache=None).options.cache is None

@@ -175,7 +175,6 @@ SHORT = _empty(1, 16, 2, 4, 6)
         (_cond(), _cond() + _cond(), EMPTY, "negative has 2 entries"),
         (_image(IMAGE), _cond(), EMPTY, "different start images"),
         (_image(IMAGE), _image(-IMAGE), EMPTY, "different start images"),
-        (_clip(SEEN), _cond(), EMPTY, "different start images"),
         (_clip(SEEN), _clip(-SEEN), EMPTY, "different start images"),
         (_cond(clip_vision_output=1), None, EMPTY, "is a int without penultimate_hidden_states"),
         (_image(torch.zeros(1, 24, 3, 4, 6)), None, EMPTY, r"is \[1, 24, .* for another model"),

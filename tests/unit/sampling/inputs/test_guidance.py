@@ -7,17 +7,10 @@ import torch
 
 from wanstream.distributed.driver.driver import stage_steps
 from wanstream.sampling import request_run_shape
-from wanstream.sampling.inputs import merge_requests, split_request
 from wanstream.sampling.steps import RequestError
-from wanstream.tests.support.sampling.runs import CPU, block_calls, changed_request, latents_of, run
+from wanstream.tests.support.sampling.runs import CPU, latents_of, run
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
-
-
-def test_a_list_equal_to_the_pair_is_the_same_plan(make_request):
-    request = make_request()
-    same = changed_request(request, guidance=(9.0, 9.0), guidance_steps=(4.0, 4.0, 3.0))
-    assert same.step_plan == request.step_plan
 
 
 def test_every_step_has_its_own_scale(open_pair, plain_models, plain_denoise, make_request):
@@ -31,13 +24,6 @@ def test_a_late_run_keeps_the_scales_of_its_steps(make_request):
     part = {"start_step": 1, "end_step": 4, "latent": torch.zeros(1, 16, 2, 4, 6)}
     step_plan = make_request(guidance_steps=(6.0, 5.0, 4.0), **part).step_plan
     assert [step_plan.guidance[step] for step in step_plan.steps] == [5.0, 4.0, 4.0]
-
-
-def test_a_step_of_scale_one_computes_no_negative_lane(open_pair, make_request):
-    pair = open_pair()
-    calls = block_calls(pair)
-    run(pair, make_request(guidance_steps=(1.0, 4.0, 1.0, 3.0, 1.0)))
-    assert calls == ["high"] * 3 + ["low"] * 4
 
 
 def test_texts_of_late_steps_are_embedded_with_the_rest(open_pair, make_request):
@@ -71,15 +57,6 @@ def test_stages_are_cut_by_the_lanes_of_their_steps(make_request):
     assert stages(2.0, 2.0, 2.0, 2.0, 1.0) == [range(2), range(2, 4), range(4, 8)]
     late = stages(2.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0)
     assert late == [range(4), range(4, 6), range(6, 8)]
-
-
-def test_scales_go_with_the_parts_of_a_request_and_back(make_request):
-    request = make_request(batch=2, guidance_steps=(4.0, 1.0, 3.0))
-    parts = split_request(request, [1, 1])
-    assert [part.guidance_settings.steps for part in parts] == [request.guidance_settings.steps] * 2
-    together = merge_requests(parts)
-    assert together.step_plan == request.step_plan
-    assert together.negative is not None
 
 
 def test_a_list_of_ones_needs_no_negative(make_request):

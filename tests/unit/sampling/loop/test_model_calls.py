@@ -115,10 +115,6 @@ def _equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) 
     return [all(map(torch.equal, *calls)) for calls in zip(found, expected, strict=True)]
 
 
-def _fetched(pair: Any) -> int:
-    return sum(len(run.fetched) for run in pair.runs)
-
-
 def _no_thread_is_left() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name == "wanstream-fetch"]
 
@@ -163,15 +159,15 @@ def test_every_call_is_that_of_the_whole_model(
     assert going.recompiled == surprises
 
 
-def test_a_right_prediction_fetches_every_block_once_per_call(watched):
-    calls = Calls(watched)
+def test_a_right_prediction_fetches_every_block_once_per_call(open_pair, engine_runs):
+    calls = Calls(open_pair())
     with calls.open([H, H, L]) as made:
         for call, expert in enumerate([H, H, L]):
             made.forward(expert, _lanes(), _sigma(call))
         # The last predicted call has ended the run: nothing is fetched for calls after it.
         assert made.state is SessionState.IDLE
-    (run,) = watched.runs
-    assert _fetched(watched) == 3 * LAYERS
+    (run,) = engine_runs
+    assert len(run.fetched) == 3 * LAYERS
     steps = calls.recorder.timeline().steps
     assert calls.steps == [(0, H), (1, H), (2, L)]
     assert [step.sigma for step in steps] == [_sigma(call) for call in range(3)]
@@ -182,19 +178,19 @@ def test_a_right_prediction_fetches_every_block_once_per_call(watched):
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_a_surprise_costs_no_more_than_the_blocks_ahead(prefetch, watched):
-    calls = Calls(watched, OffloadPolicy.layerwise(prefetch))
+def test_a_surprise_costs_no_more_than_the_blocks_ahead(prefetch, open_pair, engine_runs):
+    calls = Calls(open_pair(), OffloadPolicy.layerwise(prefetch))
     calls.of([H, L, L, L], [H, H, L, L], lanes=1)
     assert calls.recompiled == 2
     # Two wrong predictions, and the last program had more calls than were made.
-    assert _fetched(watched) <= 4 * LAYERS + 3 * (prefetch + 1)
+    assert sum(len(run.fetched) for run in engine_runs) <= 4 * LAYERS + 3 * (prefetch + 1)
 
 
-def test_residents_stay_over_a_surprise(watched):
-    calls = Calls(watched, OffloadPolicy.block_swap(0, 1))
+def test_residents_stay_over_a_surprise(open_pair, engine_runs):
+    calls = Calls(open_pair(), OffloadPolicy.block_swap(0, 1))
     calls.of([H] * 3, [H], lanes=1)
     assert calls.recompiled == 1
-    assert _fetched(watched) == LAYERS
+    assert sum(len(run.fetched) for run in engine_runs) == LAYERS
 
 
 def test_calls_need_with_and_no_other_call_under_way(open_pair):
