@@ -14,6 +14,7 @@ from wanstream.host import current_host, io
 from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import History
 from wanstream.host.folders import OutsideFolderError
+from wanstream.sampling.steps import errors
 from wanstream.tests.support.host.embedded import embedded_host, run_workflow
 
 
@@ -131,6 +132,14 @@ def opened_test_model(sample_models: Path, tmp_path: Path) -> Iterator[None]:
         yield
         embedded_host.memory.worker_registry.close()
         embedded_host.free_experts()
+
+
+@pytest.fixture
+def asked_ram(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that a test asks for, with 2 GB of RAM free and always too little."""
+    asked: list[int] = []
+    monkeypatch.setattr(errors, "insufficient_ram", lambda size: asked.append(size) or 2 * 10**9)
+    return asked
 
 
 @pytest.fixture(scope="module")

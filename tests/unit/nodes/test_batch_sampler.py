@@ -82,7 +82,6 @@ def test_unsuitable_lane_is_refused_with_its_number(run):
     [
         ({"start_step": 4, "end_step": 2}, "step 4 of 4 steps: give 0 to 1, below end_step 2"),
         ({"guidance_high": 0.0}, "guidance_high is 0: give 1 for no guidance, or up to 100"),
-        ({"guidance_low": 100.5}, "guidance_low is 100.5: give 1 for no guidance"),
         ({"guidance_low": float("nan")}, "guidance_low is nan: give 1 for no guidance"),
         ({"lanes": ["sampler", 0]}, "return_type_mismatch|Return type mismatch"),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from wanstream.block_kernels import INDUCTOR, Kernels
 from wanstream.block_kernels.attention import KernelsError
@@ -18,15 +18,14 @@ from wanstream.devices import compute_dtype
 from wanstream.host import current_host
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
-from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
+from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs.benchmark import _describe_experts
 from wanstream.nodes.sampler import SamplerSettings, WanStreamSampler
 from wanstream.sampling.steps import RequestError
 from wanstream.schema import StepRange
-from wanstream.schema.refs import ExpertsRef, WorkersRef
+from wanstream.schema.refs import ExpertsRef
 from wanstream.schema.refs.experts import LoraRef
-from wanstream.schema.refs.workers import IN_PROCESS
 from wanstream.testing.model import (
     I2V_FILE,
     T2V_FILE,
@@ -35,17 +34,14 @@ from wanstream.testing.model import (
     TI2V_PIPELINE,
     WAN22_VAE_FILE,
 )
-from wanstream.tests.support.host.given_nodes import SETTINGS, sampled
+from wanstream.tests.support.host.given_nodes import SETTINGS
 from wanstream.tests.support.host.shipped import Run, node, shipped
 
 T2V = "wan2.2_t2v_{}_noise_14B_fp16.safetensors"
 PAIR = {"high_noise": T2V.format("high"), "low_noise": T2V.format("low")}
 LOADERS = [(WanStreamExperts, PAIR), (WanStreamOneExpert, {"file": Path(T2V_FILE).name})]
 BOTH = pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
-WORKER = WorkersRef(count=1, address=IN_PROCESS)
 REF = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
-
-Files = dict[str, str]
 
 
 @pytest.mark.usefixtures("opened_test_model")
@@ -136,16 +132,6 @@ class TestSingleModels:
         assert samples.std() > 0.1
         assert (samples[:, :, :1] - first).norm() / first.norm() < 1e-5, "begins with the image"
 
-    def test_latent_of_the_other_model_is_refused(self, text):
-        for file, model, message in (
-            (TI2V_FILE, {}, r"has 16 channels, .* takes those of Wan2.2 5B, with 48"),
-            (T2V_FILE, {"model": "Wan2.2 5B"}, r"has 48 channels, .* takes those of Wan2.1 .* 16"),
-        ):
-            (ref,) = WanStreamOneExpert.execute(file.name, "fp32").args
-            (empty,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1, **model).args
-            with pytest.raises(RequestError, match=message):
-                sampled(ref, (text, text, empty))
-
 
 LIGHTNING = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
 STRENGTHS = {"strength_high": 1.0, "strength_low": 1.0}
@@ -191,18 +177,8 @@ class TestLora:
         with pytest.raises(NodeFailedError, match=message) as failed:
             made(LORA, {**NEITHER, "low_noise": "wide.safetensors"})
         assert failed.value.node_id == "lora1"
-        key = "diffusion_model.blocks.1.ffn.0.lora_down.weight"
-        path = own_loras / "loras" / LORAS["low_noise"]
-        tensors = load_file(path)
-        tensors[key][0, 0] = float("nan")
-        save_file(tensors, path)
-        with pytest.raises(NodeFailedError, match=f"{key} .* not finite"):
-            made(LORA)
 
     def test_unusable_steps_are_refused(self, made):
-        for steps in ("0-1: 0, 1: 1", "0: much", "0", "1-0: 0"):
+        for steps in ("0: much", "1-0: 0"):
             with pytest.raises(InvalidWorkflowError, match=r"as in 0-1: 0|ends before it begins"):
                 made({**LORA, "strength_steps": steps})
-        message = "strength for steps '0-2: 0', and the run has 2 steps, 0 to 1"
-        with pytest.raises(NodeFailedError, match=message):
-            made({**LORA, "strength_steps": "0-2: 0"})

@@ -16,7 +16,6 @@ from wanstream.nodes.offload import (
 from wanstream.plan import AutoOffload, Budgets
 from wanstream.schema import OffloadPolicy
 
-FILE = {"weights_source": "disk"}
 RAM = {"weights_source": "RAM"}
 
 
@@ -28,13 +27,15 @@ def _policy(node: Any, **inputs: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "source", "ram_blocks", "chunk_tokens"),
     [
-        (FILE, "file", None, None),  # as in workflows saved before the later inputs existed
-        (RAM, "pinned", None, None),
+        (
+            {"weights_source": "disk"},
+            "file",
+            None,
+            None,
+        ),  # as in workflows saved before the later inputs existed
         ({**RAM, "ram_blocks": 80, "chunk_tokens": 0}, "pinned", None, None),
         ({**RAM, "ram_blocks": 79}, "pinned", 79, None),
         ({**RAM, "ram_blocks": 0}, "pinned", 0, None),
-        ({**FILE, "ram_blocks": 12}, "file", None, None),
-        ({**FILE, "chunk_tokens": 8192}, "file", None, 8192),
         ({**RAM, "ram_blocks": 12, "chunk_tokens": 1024}, "pinned", 12, 1024),
     ],
 )

@@ -93,18 +93,11 @@ def test_queue_item_has_all_its_phases(run):
     assert (events.executing().prompt_id, events.ledger().phases()) == (None, ()), "nothing runs"
 
 
-def test_history_has_the_expert_of_each_step(run):
-    nodes = sampler(switch_step=1, start_step=1, schedule="simple")
-    steps = timeline(run(nodes, **ONLY)).steps
-    assert [(step.index, step.expert) for step in steps] == [(1, "low"), (2, "low"), (3, "low")]
-    assert all(step.sigma is not None and step.bytes_moved > 0 for step in steps)
-
-
-def in_two(first: dict[str, Any], second: dict[str, Any]) -> Workflow:
-    """Text to video with euler in 4 steps: two samplers, each with changes, joined at step 2."""
+def in_two(**second: Any) -> Workflow:
+    """Text to video with euler in 4 steps: two samplers joined at step 2, with these inputs."""
     nodes = sampler(solver="euler")
     inputs = nodes["sampler"]["inputs"]
-    before = {**inputs, "end_step": 2, "leftover_noise": True, **first}
+    before = {**inputs, "end_step": 2, "leftover_noise": True}
     nodes["first"] = {**nodes["sampler"], "inputs": before}
     inputs |= {"latent": ["first", 0], "start_step": 2, "add_noise": False, **second}
     return nodes
@@ -112,27 +105,13 @@ def in_two(first: dict[str, Any], second: dict[str, Any]) -> Workflow:
 
 def test_two_samplers_are_one_run_in_two_parts(run):
     whole = samples(run, sampler(solver="euler"))
-    history = run(in_two({}, {}), **ONLY)
+    history = run(in_two(), **ONLY)
     difference = (latent(history) - whole).norm()
     assert difference <= 1e-2 * whole.norm(), "bf16, and one rounding more"
     assert [step.index for step in timeline(history).steps] == [2, 3]
-
-
-SHIFTED = r"left at sigma 0.9\d+, and step 2 starts at sigma 0.8\d+: give both samplers the same"
-CLEAN = "left at sigma 0.00000, .* turn leftover_noise on in the sampler before"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "reason"),
-    [
-        ({}, {"flow_shift": 5.0}, SHIFTED),
-        ({"leftover_noise": False}, {}, CLEAN),
-        ({}, {"add_noise": True}, "still carries noise .* turn add_noise off here"),
-    ],
-)
-def test_samplers_that_do_not_fit_are_refused(run, first, second, reason):
-    with pytest.raises(NodeFailedError, match=reason):
-        run(in_two(first, second))
+    message = r"left at sigma 0.9\d+, and step 2 starts at sigma 0.8\d+: give both samplers"
+    with pytest.raises(NodeFailedError, match=message):
+        run(in_two(flow_shift=5.0))
 
 
 def swapped(blocks: int) -> Workflow:
@@ -171,14 +150,9 @@ INNER = "exception_during_inner_validation"
     [
         ("sampler", {"experts": ["nowhere", 0]}, INNER),
         ("sampler", {"steps": 1001}, INNER),
-        ("sampler", {"switch_step": -2}, INNER),
-        ("sampler", {"start_step": -1}, INNER),
-        ("sampler", {"start_step": 2, "end_step": 2}, INNER),
         ("sampler", {"end_step": 0}, INNER),
         ("policy", {"prefetch_blocks": 9}, "value_bigger_than_max"),
         ("latent", {"width": 1080}, INNER),
-        ("latent", {"frames": 80}, INNER),
-        ("latent", {"height": 100_000}, INNER),
         ("experts", {"high_noise": "../../etc/passwd"}, "value_not_in_list"),
         ("save", {"filename_prefix": "../outside"}, "exception_during_validation"),
     ],
@@ -195,7 +169,6 @@ def test_broken_workflow_is_refused_before_anything_runs(run, output, node_id, i
     ("node_id", "socket", "value", "reason"),
     [
         ("latent", "width", 1080, "width is 1080, it must be a multiple of 16"),
-        ("sampler", "steps", 0, "0 steps: give 1 to 1000"),
         ("sampler", "start_step", 4, "start step 4 of 4 steps: give 0 to 3"),
     ],
 )

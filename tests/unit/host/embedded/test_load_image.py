@@ -23,7 +23,6 @@ from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import Shown
 from wanstream.tests.support.host.shipped import node
 
-Load = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Array = np.ndarray[Any, Any]
 
 NO_MASK = torch.zeros(1, 64, 64)
@@ -35,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def load(run: Callable[..., History]) -> Load:
+def load(run: Callable[..., History]) -> Callable[..., Any]:
     """`load(name)` returns image and mask of a file in the input folder."""
 
     def load(name: str) -> Any:
@@ -222,11 +221,9 @@ def test_name_may_have_the_mark_of_its_folder(load, tmp_path):
     ("name", "hint"),
     [
         ("bird.png", "did you mean Birds.png"),
-        ("birds", "did you mean Birds.png"),
         ("bird.png [output]", "is not in the output folder: put it there"),
         ("bird.png [temp]", "is not in the temp folder, which is empty without ComfyUI"),
         ("../secret.png", ""),
-        ("/etc/hostname", ""),
         ("sub", ""),
     ],
 )

@@ -20,7 +20,7 @@ from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.runs import write_video
 from wanstream.nodes.runs.video_file import Sound
-from wanstream.sampling.steps import InsufficientMemoryError, errors
+from wanstream.sampling.steps import InsufficientMemoryError
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import Shown
 from wanstream.tests.support.host.shipped import node
@@ -45,11 +45,9 @@ GetVideoComponents.execute(VideoFile(Path(sys.argv[1])))
 print(status("VmHWM") - before)
 """
 
-Load = Callable[[str], tuple[Any, ...]]
-
 
 @pytest.fixture
-def load(run: Callable[..., History]) -> Load:
+def load(run: Callable[..., History]) -> Callable[[str], tuple[Any, ...]]:
     def load(name: str) -> tuple[Any, ...]:
         parts = {"2": node("GetVideoComponents", video=["1", 0])}
         prompt = {"1": node("LoadVideo", file=name), **parts, "3": node("Shown", value=["2", 0])}
@@ -151,14 +149,12 @@ def test_frames_are_in_memory_once(tmp_path):
     assert frames < peak < 1.3 * frames
 
 
-def test_too_little_ram_is_refused(load, short_video, monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(errors, "insufficient_ram", lambda size: asked.append(size) or 2 * 10**9)
+def test_too_little_ram_is_refused(load, short_video, asked_ram):
     message = r"the 7 frames of a\.mp4 \(48x32\) take .* and 2\.00 GB are free"
     with pytest.raises(NodeFailedError, match=message) as failed:
         load(short_video)
     assert isinstance(failed.value.__cause__, InsufficientMemoryError)
-    assert asked == [7 * 32 * 48 * 3 * 4]
+    assert asked_ram == [7 * 32 * 48 * 3 * 4]
 
 
 @pytest.mark.parametrize("packets", [1, 8 + 3], ids=["counted", "decoded"])

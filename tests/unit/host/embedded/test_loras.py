@@ -21,8 +21,6 @@ LIGHTNING = "loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
 EXPERT = "diffusion_models/wan2.2_t2v_{}_noise_14B_fp16.safetensors"
 PINNED = OffloadPolicy.layerwise(1, source="pinned")
 
-Run = Callable[..., torch.Tensor]
-
 
 @pytest.fixture
 def ref(sample_models: Path, tmp_path: Path) -> ExpertsRef:

@@ -12,11 +12,10 @@ from wanstream.host.workers.clusters import VARIABLE, cluster, cluster_names, cl
 from wanstream.schema.refs.workers import WorkersError
 
 HERE = ["local", "in-process"]
-Listed = Callable[..., Path]
 
 
 @pytest.fixture
-def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Listed:
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """`listed(**more)` writes a list with one entry and returns the path."""
     file = tmp_path / "mine.json"
     monkeypatch.setenv(VARIABLE, str(file))

@@ -13,7 +13,7 @@ from wanstream.host.workers.plan import SharedRun, WorkersPlanner, plan_workers,
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine
 from wanstream.plan.machine import expected_machine
 from wanstream.schema import Mesh, MeshError, OffloadPolicy
-from wanstream.schema.refs import WorkersRef
+from wanstream.schema.refs import WorkersError, WorkersRef
 from wanstream.shapes import T2V_A14B, RunShape, VideoShape
 from wanstream.tests.support.plan_fixtures import run_shape
 
@@ -66,8 +66,8 @@ UNEVEN = replace(a_shape(), video_tokens=32_580, extra_tokens=(180, 177))
 @pytest.mark.parametrize(
     ("run", "said"),
     [
+        (a_run(WorkersRef(count=3, mesh=Mesh(cfg=2))), "= 2, and there are 3 workers"),
         (on(Mesh(cfg=2), shape=a_shape(lanes=1)), "guidance is 1"),
-        (on(Mesh(data=2, cfg=2), 2, shape=a_shape(2, lanes=1)), "guidance is 1"),
         (on(Mesh(data=2)), "one video is made"),
         (on(Mesh(ulysses=2), shape=ONE_HEAD), "does not divide 1 head"),
         (on(Mesh(stage=5)), "stage 5 for 4 steps"),
@@ -75,7 +75,7 @@ UNEVEN = replace(a_shape(), video_tokens=32_580, extra_tokens=(180, 177))
     ],
 )
 def test_unsuitable_layout_is_refused(run, said):
-    with pytest.raises(MeshError, match=said):
+    with pytest.raises((MeshError, WorkersError), match=said):
         plan_workers(run, nobody)
 
 

@@ -78,11 +78,6 @@ def damaged(path: Path, edit: Callable[[Tensors], Any]) -> None:
     save_file(tensors, path)
 
 
-def of_another_model(tensors: Tensors) -> None:
-    tensors.clear()
-    tensors["blocks.0.attn.q.weight"] = torch.zeros(2, 2)
-
-
 def without_encoder(tensors: Tensors) -> None:
     for key in [key for key in tensors if key.startswith(("encoder.", "conv1."))]:
         del tensors[key]
@@ -124,29 +119,10 @@ OTHER_FILES: list[tuple[str, str, Inputs, str]] = [
 
 @pytest.mark.parametrize(("class_type", "kind", "inputs", "reason"), OTHER_FILES)
 def test_other_unusable_files_are_refused(models, class_type, kind, inputs, reason):
-    path = models / kind / FILE
-
-    def refusal() -> str:
-        lines = validate(models, f"WanStream{class_type}", **inputs)
-        (line,) = (line for line in lines if FILE in line)
-        return line
-
-    save_file({"some.weight": torch.zeros(2, 2)}, path)
-    assert reason in refusal()
-    path.write_bytes(b"<html>404")
-    assert "web page" in refusal()
-
-
-def web_page(path: Path) -> None:
-    path.write_bytes(b"<html>404")
-
-
-def cut_header(path: Path) -> None:
-    os.truncate(path, 9)
-
-
-def other(path: Path) -> None:
-    damaged(path, of_another_model)
+    save_file({"some.weight": torch.zeros(2, 2)}, models / kind / FILE)
+    lines = validate(models, f"WanStream{class_type}", **inputs)
+    (line,) = (line for line in lines if FILE in line)
+    assert reason in line
 
 
 def of_pair(family: str) -> Inputs:
@@ -154,21 +130,18 @@ def of_pair(family: str) -> Inputs:
     return {"high_noise": file % "high", "low_noise": file % "low", "compute_dtype": "fp32"}
 
 
-TI2V = "wan2.2_ti2v_5B_fp16.safetensors"
 SINGLE = {"file": "wan2.1_t2v_1.3B_fp16.safetensors", "compute_dtype": "fp32"}
 T2V = of_pair("t2v")
 I2V = of_pair("i2v")
 HIGH = T2V["high_noise"]
 LOW = T2V["low_noise"]
 IMAGE = I2V["low_noise"]
+PART = {"blocks.0.attn.q.weight": torch.zeros(2, 2)}
 EXPERTS: list[tuple[Inputs, Callable[[Path], Any], str, str]] = [
     ({**T2V, "low_noise": IMAGE}, Path.exists, IMAGE, "is I2V, but"),
-    ({**T2V, "low_noise": TI2V}, Path.exists, TI2V, "a single model"),
     ({**T2V, "low_noise": SAME_FOLDER}, Path.exists, HIGH, "is one expert"),
-    (T2V, web_page, LOW, "web page"),
-    ({**T2V, "high_noise": ANYTHING}, cut_header, LOW, "truncated"),
-    ({**SINGLE, "file": IMAGE}, Path.exists, IMAGE, "no image branch"),
-    (SINGLE, other, SINGLE["file"], "is a part of a Wan"),
+    ({**T2V, "high_noise": ANYTHING}, lambda path: os.truncate(path, 9), LOW, "truncated"),
+    (SINGLE, lambda path: save_file(PART, path), SINGLE["file"], "is a part of a Wan"),
 ]
 
 

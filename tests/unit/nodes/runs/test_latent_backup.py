@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.files import Folders
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.nodes.decode import WanStreamSaveVideo
 from wanstream.nodes.runs import latent_backup
@@ -63,13 +61,6 @@ def output(tmp_path: Path) -> Path:
     folder = tmp_path / "output"
     folder.mkdir()
     return folder
-
-
-@pytest.fixture
-def opened(tmp_path: Path, output: Path) -> Iterator[Path]:
-    """Open the embedded host and yield the output folder."""
-    with embedded_host.opened(Folders(models=tmp_path, output=output, input=tmp_path)):
-        yield output
 
 
 def kept_in(output: Path) -> Path:
@@ -147,9 +138,11 @@ def test_file_in_the_way_keeps_the_latent(run, output, monkeypatch):
     assert str(kept_in(output)) in str(failed.value)
 
 
-def test_without_an_output_folder_the_copy_is_in_the_temp_folder(opened, tmp_path, monkeypatch):
-    monkeypatch.setattr(embedded_host.files, "temp_folder", lambda: tmp_path / "temp")
-    (tmp_path / "temp").mkdir()
+def test_without_an_output_folder_the_copy_is_in_the_temp_folder(
+    opened, tmp_path_factory, monkeypatch
+):
+    temp = tmp_path_factory.mktemp("temp")
+    monkeypatch.setattr(embedded_host.files, "temp_folder", lambda: temp)
     opened.rmdir()
     opened.touch()
     with (
@@ -157,7 +150,7 @@ def test_without_an_output_folder_the_copy_is_in_the_temp_folder(opened, tmp_pat
         keep_latent_until_done(embedded_host, LATENT),
     ):
         embedded_host.files.output_file("video/x", "mp4")
-    kept_in(tmp_path / "temp")
+    kept_in(temp)
 
 
 FULL = VideoFileError(errno.ENOSPC, "x could not be written: no room")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ def graph(high: str = HIGH, low: str = LOW, loras: tuple[str, str] | None = None
 
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"high": LOW, "low": HIGH}, "experts", "the experts look swapped"),
-    ({"high": HIGH, "low": HIGH}, "experts", "is both experts"),
     ({"loras": (LORA_LOW, LORA_HIGH)}, "lora", "the LoRAs look swapped"),
     ({"loras": (IMAGE_LORA, "none")}, "lora", "is a LoRA for image to video"),
 ]
@@ -77,27 +75,13 @@ def write_spelt(models: Path, spell: Callable[[str], str]) -> None:
     save_file(renamed, models / "loras" / "part.safetensors")
 
 
-SPELT: dict[str, tuple[Callable[[str], str], str | None]] = {
-    "wrapper": (lambda key: f"_orig_mod.{key}" if ".1." in key else key, None),
-    "prefix": (lambda key: f"foo.{key}" if ".1." in key else key, "unknown prefix 'foo."),
-    "misspelt": (lambda key: key.replace("ffn.0", "fnn.0"), "4 of 40 layers"),
-    "VACE": (lambda key: key.replace(".blocks.3.", ".vace_blocks.3."), "10 of 40 .* of Wan VACE"),
-}
-
-
-@pytest.mark.parametrize(("spell", "message"), SPELT.values(), ids=SPELT)
-def test_lora_used_in_part_is_on_the_node(run, own_loras, spell, message):
-    write_spelt(own_loras, spell)
+def test_lora_used_in_part_is_on_the_node(run, own_loras):
+    write_spelt(own_loras, lambda key: f"foo.{key}" if ".1." in key else key)
     prompt = graph(loras=("part.safetensors", "none"))
-    shown = run(prompt, models=own_loras).outputs.get("lora", {}).get("text", [""])[0]
-    if message is None:
-        assert not shown
-        assert "lora" not in run(prompt, models=own_loras, strict=True).outputs
-        return
-    assert re.search(message, shown)
+    (shown,) = run(prompt, models=own_loras).outputs["lora"]["text"]
     assert shown.startswith("Warning: part.safetensors is used in part: ")
     embedded_host.free_experts()
-    with pytest.raises(NodeFailedError, match=message) as failed:
+    with pytest.raises(NodeFailedError, match=r"unknown prefix 'foo\.") as failed:
         run(prompt, models=own_loras, strict=True)
     assert (failed.value.node_id, type(failed.value.__cause__)) == ("lora", StrictError)
 

@@ -20,11 +20,10 @@ from wanstream.nodes.runs.video_file import (
 )
 
 GREY = torch.full((5, 32, 48, 3), 0.5)
-Write = Callable[..., Path]
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
+def write(tmp_path: Path) -> Callable[..., Path]:
     """`write(frames, name="a.mp4", **options)` writes a video and returns the path."""
 
     def write(frames: Any = GREY, name: str = "a.mp4", **options: Any) -> Path:

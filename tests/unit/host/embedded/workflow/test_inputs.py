@@ -54,7 +54,6 @@ def test_value_is_read_as_its_input_takes_it(change, socket, value):
         ("Other.steps=4", "several nodes are of the class Other: use an id, 1.5, 2"),
         ("sampler.stepz=4", INPUTS),
         ("samplr.steps=2", f"{NODES}; did you mean sampler\\?$"),
-        ("SAMPLER.steps=2", "did you mean sampler\\?"),
         ("Othr.steps=2", "did you mean Other\\?"),
         ("sampler.preview=null", "preview is BOOLEAN, but null is not true or false"),
         ("sampler.steps=four", "steps is INT, but 'four' is not a whole number$"),
