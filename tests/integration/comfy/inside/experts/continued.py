@@ -11,28 +11,24 @@ from types import SimpleNamespace as Namespace
 from typing import Any
 
 import comfy.latent_formats
-import comfy.sd
 import folder_paths
 import node_helpers
 import torch
-from comfy_extras import nodes_hunyuan
 
 import nodes
 from wanstream.nodes.clips.continue_video import WanStreamContinueVideo
 from wanstream.nodes.clips.latent_files import WanStreamLoadLatent, WanStreamSaveLatent
-from wanstream.schema.refs.experts import ExpertsRef
 
 from ..checks import for_each, refused
 from ..families import _difference, _normal
-from ..patches import node_results
-from ..samplers import NEAR, ksamplers, our_sampler, shifted, texts
+from ..samplers import NEAR, ksamplers, our_sampler
+from .guider import SHIFT, Side
 
-SHIFT, STEPS, SWITCH, GUIDANCE = 5.0, 4, 2, 3.5
-WIDTH, HEIGHT, FRAMES = 48, 32, 17
+STEPS, SWITCH, GUIDANCE, FRAMES = 4, 2, 3.5, 17
 LATENT_FRAMES = 5
 SEEDS = (42, 43, 44)
 
-ANCHOR = _normal(1, 16, 1, HEIGHT // 8, WIDTH // 8, seed=3)
+ANCHOR = _normal(1, 16, 1, 4, 6, seed=3)
 
 
 class Saver(WanStreamSaveLatent):
@@ -54,31 +50,21 @@ def _native_condition(
     return {"concat_latent_image": torch.cat(parts, dim=2), "concat_mask": mask}
 
 
-class Pair:
-    """Two I2V experts as ComfyUI loads them, and as we do."""
+def native_clip(
+    pair: Side, anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int, seed: int
+) -> torch.Tensor:
+    values = _native_condition(anchor, previous, overlap)
+    sides = [node_helpers.conditioning_set_values(side, values) for side in pair.sides]
+    latent = {"samples": torch.zeros(1, 16, LATENT_FRAMES, *anchor.shape[3:])}
+    settings = {"steps": STEPS, "switch": SWITCH, "cfg": (GUIDANCE, GUIDANCE), "seed": seed}
+    return ksamplers(*pair.natives, sides, latent, **settings)["samples"]
 
-    def __init__(self, folder: Path) -> None:
-        high, low = (folder / f"i2v_{name}.safetensors" for name in ("high", "low"))
-        self.ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
-        self.natives = [shifted(file, SHIFT) for file in (high, low)]
-        self.sides = texts(12, 12)
 
-    def native_clip(
-        self, anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int, seed: int
-    ) -> torch.Tensor:
-        values = _native_condition(anchor, previous, overlap)
-        sides = [node_helpers.conditioning_set_values(side, values) for side in self.sides]
-        size = {"width": WIDTH, "height": HEIGHT, "length": FRAMES, "batch_size": 1}
-        (latent,) = node_results(nodes_hunyuan.EmptyHunyuanLatentVideo, **size)
-        settings = {"steps": STEPS, "switch": SWITCH, "cfg": (GUIDANCE, GUIDANCE), "seed": seed}
-        return ksamplers(*self.natives, sides, latent, **settings)["samples"]
-
-    def our_clip(self, seed: int, **continued: Any) -> dict[str, Any]:
-        positive, negative = self.sides
-        given = WanStreamContinueVideo.execute(positive, negative, frames=FRAMES, **continued).args
-        *sides, latent = given
-        settings = {"seed": seed, "steps": STEPS, "switch_step": SWITCH, "flow_shift": SHIFT}
-        return our_sampler(self.ref, sides, latent, cfg=(GUIDANCE, GUIDANCE), **settings)
+def our_clip(pair: Side, seed: int, **continued: Any) -> dict[str, Any]:
+    given = WanStreamContinueVideo.execute(*pair.sides, frames=FRAMES, **continued).args
+    *sides, latent = given
+    settings = {"seed": seed, "steps": STEPS, "switch_step": SWITCH, "flow_shift": SHIFT}
+    return our_sampler(pair.ref, sides, latent, cfg=(GUIDANCE, GUIDANCE), **settings)
 
 
 @for_each(1, 2)
@@ -87,18 +73,18 @@ def check_three_clips(pair, overlap):
     ours: dict[str, Any] | None = None
     clips = []
     for seed in SEEDS:
-        native = pair.native_clip(ANCHOR, native, overlap, seed)
-        ours = pair.our_clip(seed, previous=ours, anchor={"samples": ANCHOR}, overlap=overlap)
+        native = native_clip(pair, ANCHOR, native, overlap, seed)
+        ours = our_clip(pair, seed, previous=ours, anchor={"samples": ANCHOR}, overlap=overlap)
         assert _difference(ours["samples"], native) <= NEAR
         clips.append(native)
     assert native.shape == (1, 16, 5, 4, 6)
-    other = pair.native_clip(ANCHOR, clips[0] + 0.5, overlap, SEEDS[1])
+    other = native_clip(pair, ANCHOR, clips[0] + 0.5, overlap, SEEDS[1])
     assert _difference(other, clips[1]) > 10 * NEAR, "a clip depends on the one before"
 
 
 def check_latent_files(pair):
     """Each side reads the files saved by the other."""
-    first = pair.our_clip(1, anchor={"samples": ANCHOR}, overlap=1)
+    first = our_clip(pair, 1, anchor={"samples": ANCHOR}, overlap=1)
     ui = Saver.execute(first, "latents/ours").ui
     (saved,) = (ui if isinstance(ui, dict) else ui.as_dict())["latents"]
     ours = f"{saved['subfolder']}/{saved['filename']}"
@@ -117,4 +103,5 @@ def check_latent_files(pair):
     assert {*folder.glob("x_*")} == before
 
 
-setup = Pair
+def setup(folder: Path) -> Side:
+    return Side(folder, "i2v")

@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
@@ -24,12 +23,10 @@ import comfy.sample
 import comfy.samplers
 import comfy.sd
 import comfy.utils
-import folder_paths
 import latent_preview
 import numpy
 import torch
 from comfy_extras import nodes_advanced_samplers, nodes_custom_sampler
-from safetensors.torch import save_file
 
 from wanstream.host import current_host
 from wanstream.host.auto_policy import AutoPlanner
@@ -528,27 +525,10 @@ def check_samplers_of_nodes(side):
         assert guider.recompiled == 0
 
 
-def _write_small_vae(folder: Path) -> bool:
-    """Write the small preview VAE with random weights.
-
-    The test model's file is narrower than ComfyUI expects. False if this ComfyUI has none for Wan.
-    """
-    if find_spec("comfy.taesd.taehv") is None:
-        return False
-    from comfy.taesd.taehv import TAEHV
-
-    folder.mkdir()
-    save_file(TAEHV(latent_channels=16).state_dict(), folder / "lighttaew2_1.safetensors")
-    folder_paths.add_model_folder_path("vae_approx", str(folder), is_default=True)
-    return True
-
-
 def check_previews(side):
     """Previews sent to the browser by ComfyUI's sampling node and our progress bar, by method."""
     methods = latent_preview.LatentPreviewMethod
     pictures = {methods.Latent2RGB: ["JPEG", 6, 8], methods.NoPreviews: None}
-    if _write_small_vae(side.folder / "vae_approx"):
-        pictures[methods.TAESD] = ["JPEG", 48, 64]
     shown: list[object] = []
 
     def look(done: int, total: int, preview: Any, *_: Any, **__: Any) -> None:

@@ -29,6 +29,7 @@ from comfy_extras import nodes_lora_extract, nodes_model_merging, nodes_torch_co
 from safetensors.torch import load_file, save, save_file
 
 from wanstream.host import current_host
+from wanstream.host.comfy import versions
 from wanstream.host.comfy.native.stream_model import ModelStreamer
 from wanstream.host.native_models import WEIGHT_DTYPES, ModelStreaming
 from wanstream.schema import OffloadPolicy
@@ -300,6 +301,7 @@ def check_stream_model_carries_everything_over(side, source):
             "VRAM only" in line
         )
     elif hasattr(given, "cached_patcher_init"):  # not in ComfyUI 0.3.64
+        assert versions.loaded_file(given).is_checkpoint == (source == "checkpoint")
         assert line.endswith("checkpoint.safetensors" if source == "checkpoint" else ".safetensors")
 
 
