@@ -79,13 +79,6 @@ def tapped(prompt: Prompt) -> Prompt:
     return {**prompt, "tap": node("SaveLatent", samples=["sampler", 0], filename_prefix="tap")}
 
 
-def native_item(model: Prompt, seed: int, **sides: Any) -> Prompt:
-    """A step of a native model, and the node `TestHeld`, which shows what is held afterwards."""
-    settings = {"steps": 1, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
-    sampler = node("KSampler", model=["model", 0], seed=seed, cfg=2.0, **settings, **sides)
-    return {**model, "sampler": sampler, "held": node("TestHeld", latent=["sampler", 0])}
-
-
 def wan_item(*, native: bool, seed: int, **size: int) -> Prompt:
     """Our sampler on a pair of experts, or a native one-expert checkpoint for a step, decoded."""
     high, low = (f"wan2.2_t2v_{side}_noise_14B_fp8_scaled.safetensors" for side in ("high", "low"))
@@ -102,7 +95,10 @@ def wan_item(*, native: bool, seed: int, **size: int) -> Prompt:
     }
     if native:
         prompt["model"] = node("UNETLoader", unet_name=low, weight_dtype="default")
-        return native_item(prompt, seed, latent_image=["latent", 0], **sides)
+        settings = {"steps": 1, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+        links = {"model": ["model", 0], "latent_image": ["latent", 0], **sides}
+        prompt["sampler"] = node("KSampler", seed=seed, cfg=2.0, **settings, **links)
+        return prompt
     files = {"high_noise": high, "low_noise": low}
     prompt["files"] = node("WanStreamExperts", compute_dtype="bf16", **files)
     settings = {"steps": 4, "solver": "euler", "schedule": "simple", "flow_shift": 5.0}

@@ -14,7 +14,6 @@ from wanstream.tests.integration.comfy.servers import (
     add_models,
     free_until,
     make_base,
-    native_item,
     said,
     wan_item,
 )
@@ -56,7 +55,7 @@ def life(
     # leak.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))
-    base = make_base(tmp_path / "base", "memory.py", "native.py")
+    base = make_base(tmp_path / "base", "memory.py")
     add_models(base, sample_models, vae_width=vae_width)
     with running_server(comfyui, base, *request.param) as server:
         yield server
@@ -88,25 +87,3 @@ def test_ten_items_hold_no_more_than_four(life):
     assert "ExpertsPatcher" in held[0]["loaded"]
     assert "ExpertsPatcher" in held[1]["loaded"], "there is room, so nobody evicts us"
     assert "ExpertsPatcher" not in held[3]["loaded"], "/free did"
-
-
-@pytest.mark.parametrize("life", [()], indirect=True, ids=["default"])
-def test_items_of_a_streamed_native_model_hold_no_more_than_two(life):
-    """`inside/native/queue_items.py` has larger models, in one process."""
-    loader = {"unet_name": "tiny_wan_t2v.safetensors", "weight_dtype": "default"}
-    model = {
-        "family": node("TestFamily", family="wan_t2v"),
-        "model": node("WanStreamLoadDiffusionModel", **loader),
-    }
-    outputs = ("positive", "negative", "latent_image")
-    links = {name: ["family", place] for place, name in enumerate(outputs)}
-    held = []
-    for item in range(1, 6):
-        held.append(life.run(native_item(model, item % 4, **links))["outputs"]["held"])
-        free_until(life, partial(_unloaded, life, item))
-    rss = [entry["rss"][0] for entry in held[1:]]
-    assert max(rss) <= min(rss) * (1 + ROOM), rss
-    assert all(entry["loaded"] == ["NativePatcher"] for entry in held)
-    latents = [entry["latent"][0] for entry in held]
-    assert latents[4] == latents[0]
-    assert len({*latents}) == 4

@@ -46,12 +46,6 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
 }
 """`load_diffusion_model` options for each `weight_dtype` in Load Diffusion Model."""
 
-SCALED_LAYOUTS = ("comfy_quant", "metadata", "scaled_fp8")[
-    0 if hasattr(comfy.utils, "convert_old_quants") else 2 :
-]
-"""Marks for scaled fp8 in a file: a tensor per layer, the file's metadata, or one tensor (the
-oldest way)."""
-
 Conditions = Callable[[bool], dict[str, Any]]
 """Conditioning values next to the text, for the positive (True) or the negative one."""
 
@@ -507,10 +501,11 @@ def quant_marker(**settings: Any) -> torch.Tensor:
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
-def write_scaled_fp8(family: Family, path: Path | str, *, layout: str = "comfy_quant") -> None:
-    """Write a checkpoint with scaled fp8 matrices, marked in a `SCALED_LAYOUTS` way.
+def write_scaled_fp8(family: Family, path: Path | str, *, layout: str) -> None:
+    """Write a checkpoint with scaled fp8 matrices, marked in the file's "metadata" or by a tensor.
 
-    The oldest way scales all matrices, the others scale only those in blocks.
+    The tensor "scaled_fp8" is the oldest way, for which all matrices are scaled. By the metadata,
+    only those in blocks are.
     """
     stored, layers, metadata = {}, {}, dict(family.metadata)
     largest = torch.finfo(DTYPES["fp8"]).max
@@ -524,9 +519,7 @@ def write_scaled_fp8(family: Family, path: Path | str, *, layout: str = "comfy_q
         stored[key] = (tensor / scale).to(DTYPES["fp8"])
         stored[f"{layer}.{'scale_weight' if layout == 'scaled_fp8' else 'weight_scale'}"] = scale
         layers[layer] = {"format": "float8_e4m3fn"}
-    if layout == "comfy_quant":
-        stored |= {f"{layer}.comfy_quant": quant_marker(**value) for layer, value in layers.items()}
-    elif layout == "metadata":
+    if layout == "metadata":
         metadata["_quantization_metadata"] = json.dumps({"format_version": "1.0", "layers": layers})
     else:
         # Two values ask for products in full precision.

@@ -32,7 +32,6 @@ from wanstream.schema import OffloadPolicy
 from ..checks import for_each, refused, require
 from ..families import (
     FAMILIES,
-    SCALED_LAYOUTS,
     Family,
     given_configuration,
     load_lora,
@@ -102,12 +101,9 @@ def cpu_kernels() -> Iterator[None]:
         raise SkipTest(str(err)) from err
 
 
-@for_each(
-    ("wan_t2v", "comfy_quant"), ("wan_t2v", "scaled_fp8"), ("flux", "metadata"),
-    ("flux", "scaled_fp8"),
-)  # fmt: skip
+@for_each(("wan_t2v", "scaled_fp8"), ("flux", "metadata"), ("flux", "scaled_fp8"))
 def check_scaled_fp8_stays_fp8_in_the_buffers(files, name, layout):
-    require(layout in SCALED_LAYOUTS, MARKS)
+    require(QUANT_ALGOS or layout == "scaled_fp8", MARKS)
     path = files.folder / "scaled.safetensors"
     write_scaled_fp8(FAMILIES[name], path, layout=layout)
     assert buffer_bytes(compare(path, FAMILIES[name])) == BLOCK_VALUES[name]
@@ -301,19 +297,15 @@ TypeOf = Callable[[str, torch.Tensor], str]
 GGUF_TYPES = {"F32": 0, "Q8_0": 8, "Q4_K": 12, "IQ1_S": 19}
 
 
-def _q8(tensor: torch.Tensor) -> bytes:
-    groups = tensor.reshape(-1, 32).numpy()
-    scales = (np.abs(groups).max(axis=1, keepdims=True) / 127).astype(np.float16)
-    codes = np.rint(groups / np.maximum(scales.astype(np.float32), 1e-8)).astype(np.int8)
-    return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1).tobytes()
+GROUPS = {"Q8_0": (32, 34, [6e-4]), "Q4_K": (256, 144, [2e-4, 1.5e-3])}
+"""Values and bytes of a packed group, and the scales that it begins with."""
 
 
-def _q4k(tensor: torch.Tensor) -> bytes:
+def _packed(tensor: torch.Tensor, values: int, nbytes: int, scales: list[float]) -> bytes:
     """Return random groups with usefully sized values."""
-    groups = np.random.default_rng(tensor.numel()).integers(
-        0, 256, (tensor.numel() // 256, 144), dtype=np.uint8
-    )
-    groups[:, :4] = np.array([2e-4, 1.5e-3], dtype=np.float16).view(np.uint8)
+    random = np.random.default_rng(tensor.numel())
+    groups = random.integers(0, 256, (tensor.numel() // values, nbytes), dtype=np.uint8)
+    groups[:, : 2 * len(scales)] = np.array(scales, dtype=np.float16).view(np.uint8)
     return groups.tobytes()
 
 
@@ -333,7 +325,7 @@ def write_gguf(
         entries += text(name) + struct.pack(
             f"<I{len(shape)}QIQ", len(shape), *shape, GGUF_TYPES[kind], len(data)
         )
-        encoded = {"Q8_0": _q8, "Q4_K": _q4k}.get(kind, lambda each: each.numpy().tobytes())(tensor)
+        encoded = _packed(tensor, *GROUPS[kind]) if kind in GROUPS else tensor.numpy().tobytes()
         data += encoded + bytes(-len(encoded) % 32)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1) + field + entries
     path.write_bytes(head + bytes(-len(head) % 32) + data)
