@@ -50,10 +50,6 @@ from ..samplers import (
 SHIFT, STEPS, SWITCH = 5.0, 5, 2
 GUIDANCE = (4.0, 3.0)
 """Guidance scales for the high-noise and the low-noise expert."""
-BOUNDARY = 0.875
-"""Sigma from which the high-noise expert computes. `SWITCH` is the first step below it."""
-SIGMAS = (0.95, 0.5)
-"""Sigmas for single forward passes, one per expert."""
 FRAMES, LATENT_HEIGHT, LATENT_WIDTH = 9, 4, 6
 HAS_CONTEXTS = importlib.util.find_spec("comfy_extras.nodes_bernini") is not None
 """False for a ComfyUI that does not read context latents."""
@@ -187,26 +183,6 @@ def _pictures(frames: int, height: int, width: int, *, seed: int) -> torch.Tenso
     return torch.rand(frames, height, width, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def forward_by(guider: Any, latent: Latent, sigma: float) -> torch.Tensor:
-    """Return a guider's velocity in one model call, in normalised space: (x - denoised) / sigma.
-
-    x is `SEED`'s noise at `sigma` over the input latent. Any ComfyUI guider will do, with any
-    guidance.
-    """
-    seen: list[torch.Tensor] = []
-
-    def once(
-        model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        denoised = model(x, sigmas[0] * x.new_ones(len(x)), **extra_args)
-        seen.append((x - denoised) / sigmas[0])
-        return denoised
-
-    guided(guider, latent, torch.tensor([sigma, 0.0]), comfy.samplers.KSAMPLER(once))
-    # A guider may have tried the sampler before, with a model of its own.
-    return seen[-1].cpu()
-
-
 class Models:
     """A variant's experts in fp32 files, run by ComfyUI and by us."""
 
@@ -231,16 +207,6 @@ class Models:
     @cached_property
     def sigmas(self) -> torch.Tensor:
         return simple_sigmas(self.models[0], STEPS)
-
-    def native_forward(
-        self, inputs: Inputs, sigma: float = SIGMAS[0], cfg: float = 1.0
-    ) -> torch.Tensor:
-        """Return `forward_by` for ComfyUI's CFGGuider. With cfg 1, for the positive side alone."""
-        sides, latent = inputs
-        guider = comfy.samplers.CFGGuider(self.models[self.variant.pair and sigma < BOUNDARY])
-        guider.set_conds(*sides)
-        guider.set_cfg(cfg)
-        return forward_by(guider, latent, sigma)
 
     def native_run(self, inputs: Inputs) -> torch.Tensor:
         """Return KSampler's latent. Pairs run in two, which switch at the step `SWITCH`."""
@@ -272,37 +238,32 @@ class Models:
         given = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": switch, **changes}
         return our_sampler(self.ref, *inputs, cfg=GUIDANCE, **given)["samples"]
 
-    def guider(self, inputs: Inputs, scales=GUIDANCE, boundary=BOUNDARY, **more: Any) -> Any:
+    def guider(self, inputs: Inputs, **more: Any) -> Any:
+        # The native run switches at a step, and the guider at a noise level.
+        boundary = float(self.sigmas[SWITCH - 1 : SWITCH + 1].mean())
         given = {"flow_shift": SHIFT, "boundary_ratio": boundary, **more}
-        given |= {"guidance_high": scales[0], "guidance_low": scales[1]}
+        given |= {"guidance_high": GUIDANCE[0], "guidance_low": GUIDANCE[1]}
         return WanStreamGuider.execute(self.ref, *inputs[0], **given).args[0]
 
     def by_guider(self, inputs: Inputs) -> torch.Tensor:
         """Return the latent of ComfyUI's Euler over our guider, at `native_run`'s sigmas."""
-        # The native run switches at a step, and the guider at a noise level.
-        boundary = float(self.sigmas[SWITCH - 1 : SWITCH + 1].mean())
-        return guided(self.guider(inputs, boundary=boundary), inputs[1], self.sigmas)
+        return guided(self.guider(inputs), inputs[1], self.sigmas)
 
-    def assert_parity(self, inputs: Inputs) -> None:
-        """Compare each expert's forward pass, with and without guidance, and whole runs."""
-        for sigma in SIGMAS:
-            for scale in (1.0, GUIDANCE[0]):
-                ours = forward_by(self.guider(inputs, (scale, scale)), inputs[1], sigma)
-                assert _difference(ours, self.native_forward(inputs, sigma, scale)) <= NEAR
+    def assert_parity(self, inputs: Inputs) -> torch.Tensor:
+        """Compare whole runs by our sampler and our guider. Return ComfyUI's latent."""
         expected = self.native_run(inputs)
         for run in (self.ours, self.by_guider):
             assert _difference(run(inputs), expected) <= NEAR
+        return expected
 
 
 @for_each(*FUN)
 def check_fun_model(folder, name):
     variant = FUN[name]
     models = Models(folder, variant)
-    inputs = variant.inputs()
-    models.assert_parity(inputs)
-    plain = models.native_forward(inputs)
+    plain = models.assert_parity(variant.inputs())
     for each in variant.optional:
-        changed = models.native_forward(variant.inputs(other=(each,)))
+        changed = models.native_run(variant.inputs(other=(each,)))
         assert _difference(changed, plain) > 1e-3, f"{each} has no effect"
 
 
@@ -336,9 +297,8 @@ def check_contexts(folder, pair, batch, *sizes):
     """A source, images, or both, in an expert or a pair, for one or two videos."""
     models = bernini(folder, pair=pair)
     inputs = context_inputs(*sizes, batch=batch)
-    models.assert_parity(inputs)
-    plain = models.native_forward(context_inputs())
-    assert _difference(models.native_forward(inputs)[:1], plain) > 0.01
+    plain = models.native_run(context_inputs())
+    assert _difference(models.assert_parity(inputs)[:1], plain) > 0.01
 
 
 CONTEXT_SCALE = 1.75
