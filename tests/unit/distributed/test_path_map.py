@@ -53,9 +53,8 @@ def test_places_of_a_mapped_path(path, maps, there):
 def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path):
     here, first, second = (tmp_path / name for name in ("here", "first", "second"))
     maps = tuple(PathMap(here=str(here), there=str(there)) for there in (first, second))
-    assert resolve_path(here / "high", maps) == first / "high", (
-        "what is nowhere is told by where it should be"
-    )
+    # What is nowhere is told by where it should be.
+    assert resolve_path(here / "high", maps) == first / "high"
     for folder in (here, second, first):
         folder.mkdir()
         (folder / "high").touch()
@@ -71,11 +70,9 @@ def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path):
     experts = ExpertsRef(
         high_noise=Path("/models/pair"), compute_dtype="float32", storage="fp8", loras=(lora,)
     )
-    assert resolve_experts(experts, maps) == replace(
-        experts,
-        high_noise=tmp_path / "pair",
-        loras=(replace(lora, high_noise=tmp_path / "l.safetensors"),),
-    )
+    there = replace(lora, high_noise=tmp_path / "l.safetensors")
+    wanted = replace(experts, high_noise=tmp_path / "pair", loras=(there,))
+    assert resolve_experts(experts, maps) == wanted
     both = replace(experts, low_noise=Path("/models/low"))
     assert resolve_experts(both, maps).low_noise == tmp_path / "low"
     assert resolve_experts(both, ()) == both
@@ -85,11 +82,8 @@ def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path):
 
 def test_paths_of_experts_are_told_once_each():
     lora = LoraRef(high_noise=Path("/l"), low_noise=Path("/l"))
-    experts = ExpertsRef(
-        high_noise=Path("/high"),
-        low_noise=Path("/low"),
-        loras=(lora, replace(lora, low_noise=None)),
-    )
+    loras = (lora, replace(lora, low_noise=None))
+    experts = ExpertsRef(high_noise=Path("/high"), low_noise=Path("/low"), loras=loras)
     assert paths_of(experts) == (Path("/high"), Path("/low"), Path("/l"))
     assert paths_of(ExpertsRef(high_noise=Path("/pair"))) == (Path("/pair"),)
 

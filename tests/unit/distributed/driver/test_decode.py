@@ -37,8 +37,6 @@ TILES = 2 * len(TILING.tiles(9, 14))
 LIMIT_S = 60.0
 SLOW = pytest.mark.slow  # several workers decode or compute
 
-Decode = Callable[..., torch.Tensor]
-
 
 @pytest.fixture(scope="module")
 def latents() -> torch.Tensor:
@@ -57,7 +55,7 @@ def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeTask:
 
 
 @pytest.fixture
-def decode(job: DecodeTask, alone: torch.Tensor) -> Decode:
+def decode(job, alone):
     """`decode(pool, task=job, wanted=alone, **changes)` decodes and checks the frames."""
 
     def run(

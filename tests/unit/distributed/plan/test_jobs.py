@@ -63,11 +63,9 @@ class Simulation:
             self.schedule.start(assignment)
             assert assignment.group not in self.stands
             assert assignment.item <= self._furthest()
-            assert assignment.steps.start == self.next_step.get(
-                assignment.item, assignment.steps.start
-            )
+            start = assignment.steps.start
+            assert self.next_step.setdefault(assignment.item, start) == start
             self.stands[assignment.group] = assignment
-            self.next_step[assignment.item] = assignment.steps.start
 
     def _furthest(self) -> int:
         return self.schedule.ahead + [item.is_done for item in self.schedule.items].index(False)
@@ -215,9 +213,7 @@ def test_pipeline_keeps_the_order_of_its_items():
 def test_a_lost_job_goes_first_to_another_group_of_its_stage():
     schedule = schedule_of([[range(4)]] * 3, data=2, max_restarts=1)
     for _ in range(2):
-        each = schedule.next()
-        assert each is not None
-        schedule.start(each)
+        schedule.start(schedule.next())
     schedule.step(GroupId(0, 0), 3)
     schedule.interrupt(GroupId(0, 0), counts_as_failure=True, now_s=0.0)
     assert schedule.next() is None, "the other group goes on undisturbed"
@@ -239,10 +235,9 @@ def test_a_fast_first_stage_waits_for_the_second():
 
 
 def test_illegal_transitions_are_refused():
-    new, going = (schedule_of([[range(2), range(2, 4)]], data=1, max_restarts=1) for _ in range(2))
+    new, going = (schedule_of([[range(2), range(2, 4)]], max_restarts=1) for _ in range(2))
     first, second = GroupId(0, 0), GroupId(0, 1)
     assignment = going.next()
-    assert assignment is not None
     going.start(assignment)
     for wrong in (
         lambda: new.start(Assignment(second, 0, range(2, 4))),

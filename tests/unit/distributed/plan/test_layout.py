@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -16,17 +14,13 @@ from wanstream.distributed import (
     wire_traffic,
     worker_share,
 )
-from wanstream.distributed.plan.worker_share import WorkerShare
-from wanstream.plan import Budgets, DoesNotFitError, Machine, plan_offload
+from wanstream.plan import Budgets, DoesNotFitError, plan_offload
 from wanstream.plan.machine import expected_machine
 from wanstream.plan.memory import VRAM_RESERVE, VRAM_SHARE
 from wanstream.schema import Mesh, MeshError, OffloadPolicy
 from wanstream.shapes import T2V_A14B, RunShape, StepShape, VideoShape
 from wanstream.tests.support.plan_fixtures import needs_of, run_shape, visit_seconds
 
-MakeMachine = Callable[..., Machine]
-Choose = Callable[..., Mesh]
-Share = Callable[..., WorkerShare]
 NO_LIMIT = Budgets()
 GUIDED = {"high": 2, "low": 2}
 CFG = Mesh(cfg=2)
@@ -34,36 +28,21 @@ LARGE = 10**12
 
 
 @pytest.fixture
-def choose(rate_machine: MakeMachine) -> Choose:
-    """`choose(workers, run, samples=1, **machine)` chooses a layout on GPUs."""
+def choose(rate_machine):
+    """`choose(workers, run, samples=1, per_machine=8, **machine)` chooses a layout on GPUs."""
 
-    def chosen(
-        workers: int, run: RunShape, samples: int = 1, per_machine: int = 8, **machine: int
-    ) -> Mesh:
-        return choose_layout(
-            workers,
-            run,
-            rate_machine(**machine),
-            NO_LIMIT,
-            samples=samples,
-            workers_per_machine=per_machine,
-        )
+    def chosen(workers, run, samples=1, per_machine=8, **machine):
+        given = {"samples": samples, "workers_per_machine": per_machine}
+        return choose_layout(workers, run, rate_machine(**machine), NO_LIMIT, **given)
 
     return chosen
 
 
 @pytest.fixture
-def share(rate_machine: MakeMachine) -> Share:
+def share(rate_machine):
     """`share(mesh, run, machine=..., budgets=..., per_machine=8)` is a worker's part in a run."""
 
-    def part(
-        mesh: Mesh,
-        run: RunShape,
-        machine: Machine | None = None,
-        budgets: Budgets = NO_LIMIT,
-        per_machine: int = 8,
-        **more: Any,
-    ) -> WorkerShare:
+    def part(mesh, run, machine=None, budgets=NO_LIMIT, per_machine=8, **more):
         on = machine or rate_machine()
         return worker_share(mesh, run, on, budgets, workers_per_machine=per_machine, **more)
 
@@ -183,8 +162,7 @@ def test_a_short_lane_on_both_cfg_ranks_counts_as_a_loss(choose):
 
 @pytest.mark.parametrize(("workers", "samples"), [(0, 1), (1, 0)])
 def test_workers_and_videos_are_one_or_more(workers, samples, choose):
-    said = f"{workers} workers for {samples} videos: give 1 or more of both"
-    with pytest.raises(MeshError, match=said):
+    with pytest.raises(MeshError, match=f"{workers} workers for {samples} videos: give 1 or more"):
         choose(workers, run_shape(), samples)
 
 
@@ -267,8 +245,8 @@ HIDDEN = 2 * 75600 * 5120
 @pytest.mark.parametrize(
     ("layout", "machines", "wanted", "exchanges"),
     [
-        (Mesh(cfg=2), "AA", None, 0),
-        (Mesh(cfg=2), "AB", {"cfg": VELOCITY}, 2),
+        (CFG, "AA", None, 0),
+        (CFG, "AB", {"cfg": VELOCITY}, 2),
         (Mesh(cfg=2, ulysses=2), "AABB", {"cfg": 2 * VELOCITY}, 2),
         (Mesh(ulysses=2), "AB", {"ulysses": 80 * 4 * HIDDEN // 4}, 1 + 4 * 80),
         (Mesh(ulysses=4), "AABB", {"ulysses": 4 * 80 * 4 * HIDDEN // 16}, 1 + 4 * 80),
@@ -295,22 +273,16 @@ def test_the_traffic_of_short_lanes_is_their_own():
         (Mesh(cfg=2, ulysses=2), "ABAB", {"ulysses": 2 * 40 * 3 * 4 * HIDDEN // 4}),
         (CFG, "AB", {"cfg": 2 * VELOCITY}),
     ]:
-        traffic = wire_traffic(layout, machines, run)
-        assert traffic is not None
-        assert dict(traffic.bytes_by_axis) == wanted
+        assert dict(wire_traffic(layout, machines, run).bytes_by_axis) == wanted
 
 
 def test_group_on_several_machines_is_described():
     run = a14b()
-    sides = wire_traffic(Mesh(cfg=2), "AB", run)
-    tokens = wire_traffic(Mesh(ulysses=4), "AABB", run)
-    assert sides is not None
-    assert tokens is not None
-    assert describe_wire(sides, 0) == (
+    assert describe_wire(wire_traffic(CFG, "AB", run), 0) == (
         "each step moves 9.68 MB between the machines (cfg 9.68 MB) in 2 exchanges, at least "
         "0.0774 s at 1 Gb/s (assumed: the network card reports none)"
     )
-    assert describe_wire(tokens, 1_250_000_000) == (
+    assert describe_wire(wire_traffic(Mesh(ulysses=4), "AABB", run), 1_250_000_000) == (
         "each step moves 61.9 GB between the machines (ulysses 61.9 GB) in 321 exchanges, at least "
         "49.55 s at 10 Gb/s (the link speed of the network card); only data or cfg between the "
         "machines costs less"

@@ -89,14 +89,10 @@ def test_the_reason_has_the_numbers():
         "6.27 GB/s to each of them at once, a gather moves 33.5 GB/s; shards in VRAM need 14.06 "
         "GB, 5.00 GB are free"
     )
-    assert (
-        "25.0 GB/s to one of 8 workers and as much to each of them at once"
-        in choose_weight_placement(NVLINK).reason
-    )
-    assert (
-        "in 3.0 ms, hidden behind compute"
-        in choose_weight_placement(replace(NVLINK, free_bytes=8 * GB)).reason
-    )
+    as_much = "25.0 GB/s to one of 8 workers and as much to each of them at once"
+    assert as_much in choose_weight_placement(NVLINK).reason
+    hidden = choose_weight_placement(replace(NVLINK, free_bytes=8 * GB))
+    assert "in 3.0 ms, hidden behind compute" in hidden.reason
 
 
 times = st.floats(min_value=1e-5, max_value=1.0)

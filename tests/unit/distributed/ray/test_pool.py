@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +31,9 @@ from wanstream.schema.version import VERSION
 HERE = "this machine"
 CLUSTER = "127.0.0.1:6379"
 
-Lose = Callable[..., str]
-
 
 @pytest.fixture
-def lose(monkeypatch: pytest.MonkeyPatch) -> Lose:
+def lose(monkeypatch):
     """`lose(address, logs, node=HERE)` returns the message about a worker with such logs."""
 
     def message(address: str, logs: tuple[str, ...], node: str = HERE) -> str:

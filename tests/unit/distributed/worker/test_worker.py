@@ -16,7 +16,7 @@ import torch
 import wanstream
 from wanstream.block_kernels.attention import KernelsError
 from wanstream.devices.clock import DeviceError
-from wanstream.distributed.messages import DecodeTask, RendezvousSpec, StepReport
+from wanstream.distributed.messages import DecodeTask, RendezvousSpec, RunTask, StepReport
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling.steps import RequestError, SamplingCancelled
@@ -112,8 +112,6 @@ def test_the_last_state_of_a_run_that_failed_can_be_requested(worker, make_task)
     with pytest.raises(SamplingCancelled):
         worker.run(task, on_report)
     kept, third = worker.last_state(task.run_id), wanted[2].state
-    assert kept is not None
-    assert third is not None
     assert kept.next_step == third.next_step == 3
     assert torch.equal(kept.latents, third.latents)
     assert worker.last_state("another run") is None
@@ -153,14 +151,12 @@ def test_a_failed_task_leaves_the_worker_usable(worker, make_task, alone, tmp_pa
 
 
 def test_worker_uses_the_attention_of_its_experts(worker, make_task, experts_ref, alone):
-    cudnn, sdpa = (
-        make_task(experts=dataclasses.replace(experts_ref(), attention=name))
-        for name in ("cudnn", "sdpa")
-    )
-    said = "'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"
-    with pytest.raises(KernelsError, match=said):
-        worker.run(cudnn, ignore)
-    assert torch.equal(latents_of(worker, sdpa), alone(make_task()))
+    def task(attention: str) -> RunTask:
+        return make_task(experts=dataclasses.replace(experts_ref(), attention=attention))
+
+    with pytest.raises(KernelsError, match="CUDA devices only, and this is cpu: choose 'sdpa'"):
+        worker.run(task("cudnn"), ignore)
+    assert torch.equal(latents_of(worker, task("sdpa")), alone(make_task()))
 
 
 def test_facts_are_those_of_this_process(worker, tmp_path):
@@ -169,10 +165,9 @@ def test_facts_are_those_of_this_process(worker, tmp_path):
     facts = worker.facts([str(there), str(gone)])
     assert facts.pid == os.getpid()
     assert facts.sizes == {str(there): 3, str(gone): None}
-    elsewhere = worker.facts(
-        ["/nowhere/there", "/nowhere/gone"], (PathMap(here="/nowhere", there=str(tmp_path)),)
-    )
-    assert elsewhere.sizes["/nowhere/gone"] is None
+    maps = (PathMap(here="/nowhere", there=str(tmp_path)),)
+    elsewhere = worker.facts(["/nowhere/there", "/nowhere/gone"], maps)
+    assert elsewhere.sizes == {"/nowhere/there": 3, "/nowhere/gone": None}
     assert (facts.address, facts.device) == ("127.0.0.1", "cpu")
     assert facts.versions["WanStream"] == wanstream.__version__
     assert facts.versions["torch"] == torch.__version__
@@ -184,9 +179,8 @@ def test_blocks_and_frames_are_counted(worker, make_task, tiny_pipeline):
     reports: list[int] = []
     worker.run(make_task(), lambda step: reports.append(worker.blocks_begun()))
     assert reports == [4, 8, 12, 16], "4 blocks a step"
-    worker.decode_tile(
-        DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=torch.zeros(1, 16, 2, 4, 4))
-    )
+    latents = torch.zeros(1, 16, 2, 4, 4)
+    worker.decode_tile(DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=latents))
     assert worker.blocks_begun() >= 18, "2 frames"
 
 
@@ -228,7 +222,5 @@ def test_a_stage_takes_the_strengths_of_its_steps(
         with contextlib.closing(Worker("cpu", threads=1)) as stage:
             stage.run(dataclasses.replace(task, resume=state, until=end), reports)
         state = reports[-1].state
-        assert state is not None
         assert [report.record.index for report in reports] == list(range(first, end))
-    assert state is not None
     assert torch.equal(state.latents, alone(task))
