@@ -38,18 +38,12 @@ def task_of(module, high: str, low: str, *, steps: int):
     import torch
 
     generator = torch.Generator().manual_seed(1)
-    request = module("sampling").DenoiseRequest(
-        noise=torch.randn(1, 16, 2, 4, 6, generator=generator),
-        positive=torch.randn(1, 7, 4096, generator=generator),
-        negative=torch.randn(1, 5, 4096, generator=generator),
-        steps=steps,
-        switch_step=steps // 2,
-        flow_shift=5.0,
-        guidance=(4.0, 3.0),
-    )
-    experts = module("schema.refs").ExpertsRef(
-        high_noise=Path(high), low_noise=Path(low), compute_dtype="float32"
-    )
+    shapes = {"noise": (1, 16, 2, 4, 6), "positive": (1, 7, 4096), "negative": (1, 5, 4096)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    given = {"steps": steps, "switch_step": steps // 2, "flow_shift": 5.0, "guidance": (4.0, 3.0)}
+    request = module("sampling").DenoiseRequest(**tensors, **given)
+    folders = {"high_noise": Path(high), "low_noise": Path(low)}
+    experts = module("schema.refs").ExpertsRef(**folders, compute_dtype="float32")
     policy = module("schema").OffloadPolicy.layerwise(1)
     return module("distributed.messages").RunTask(
         run_id=f"run of {steps}", experts=experts, request=request, policy=policy
@@ -91,13 +85,10 @@ def main(folder: str, high: str, low: str, how: str) -> None:
     if how == "closes":
         pool.close()
         own = psutil.Process()
+        open_ = own.net_connections()
         say(
             children=[child.pid for child in own.children(recursive=True)],
-            listening=[
-                each.laddr.port
-                for each in own.net_connections()
-                if each.status == psutil.CONN_LISTEN
-            ],
+            listening=[each.laddr.port for each in open_ if each.status == psutil.CONN_LISTEN],
             equal=bool((latents == alone(module, task)).all()),
             wanstream="wanstream" in sys.modules,
         )

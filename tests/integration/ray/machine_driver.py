@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,10 +60,8 @@ def begin(count: int, address: str, mesh: dict[str, int], **settings: Any) -> di
     end()
     held["ref"] = WorkersRef(count=count, address=address, threads=1, timeout_s=60.0, **settings)
     held["pool"] = RayPool(replace(held["ref"], mesh=Mesh(**mesh)), store_bytes=STORE_BYTES)
-    return {
-        "nodes": nodes(),
-        "addresses": [worker.started.facts.address for worker in held["pool"].workers],
-    }
+    addresses = [worker.started.facts.address for worker in held["pool"].workers]
+    return {"nodes": nodes(), "addresses": addresses}
 
 
 def end() -> None:
@@ -81,37 +78,33 @@ def nodes() -> list[str]:
 def alone(videos: int, steps: int) -> dict[str, Any]:
     """Return the result from one process without workers."""
     registry = ExpertsRegistry()
-    held["alone"] = denoise(
-        registry.get(experts), request(videos, steps), policy=policy, device="cpu"
-    ).latents
+    pair = registry.get(experts)
+    held["alone"] = denoise(pair, request(videos, steps), policy=policy, device="cpu").latents
     registry.free()
     return {"digest": tensor_digest(held["alone"])}
 
 
 def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[str, Any]:
     """Compute with the workers, report every step, and compare with the result from `alone`."""
-    began, ref = time.monotonic(), replace(held["ref"], paths=path_maps(path_map))
+    ref = replace(held["ref"], paths=path_maps(path_map))
 
     def on_step(step: StepProgress) -> None:
-        send(step=step.done, of=step.total, at_s=round(time.monotonic() - began, 2))
+        send(step=step.done)
 
     driver = Driver(held["pool"], ref, Mesh(**mesh))
     ran = driver.denoise(experts, request(videos, steps), policy, on_step)
     wanted = held["alone"]
+    machines = [(ranks, {each.machine for each in facts}) for ranks, facts in driver.workers]
+    apart = [list(ranks) for ranks, names in machines if len(names) > 1]
     return {
         "digest": tensor_digest(ran.latents),
         "difference": ((ran.latents - wanted).norm() / wanted.norm()).item(),
         "nodes": nodes(),
-        "apart": [
-            list(ranks)
-            for ranks, facts in driver.workers
-            if len({each.machine for each in facts}) > 1
-        ],
+        "apart": apart,
         "ranks": sorted(ran.timelines),
         "gathered_bytes": ran.gathered_bytes,
         "max_restarts": ran.restarts,
         "changes": list(ran.timeline.changes),
-        "wall_s": round(time.monotonic() - began, 2),
     }
 
 

@@ -21,9 +21,7 @@ import psutil
 import pytest
 import torch
 
-from wanstream.batch.backend import (
-    Unknown,
-)
+from wanstream.batch.backend import Unknown
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
 from wanstream.cli.batch import ray_backend
@@ -42,14 +40,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LIMIT_S = 400
 ROWS = 12
 T2V = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"
-SMALL = {
-    "latent": {"width": 32, "height": 32, "frames": 5},
-    "sampler": {"steps": 2},
-    "save": {"crf": 30},
-}
+SIZE = {"width": 32, "height": 32, "frames": 5}
+SMALL = {"latent": SIZE, "sampler": {"steps": 2}, "save": {"crf": 30}}
 ON_TWO = ("--ray", "--device", "cpu", "--workers", "2")
 
 Command = Callable[..., list[str]]
+
+
+def words(rows: int, workflow: Path, models: Path, folder: Path) -> list[str]:
+    """Return a batch's words, without the output, and write the rows to the folder."""
+    lines = [json.dumps({"sampler.seed": number}) for number in range(rows)]
+    (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    paths = [folder / "jobs.jsonl", "--workflow", workflow, "--models", models, "--input", folder]
+    return ["batch", *map(str, paths)]
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +70,8 @@ def command(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Command:
     for node_id, inputs in SMALL.items():
         workflow[node_id]["inputs"] |= inputs
     (folder / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
-    rows = [json.dumps({"sampler.seed": number}) for number in range(ROWS)]
-    (folder / "jobs.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    words = ["batch", str(folder / "jobs.jsonl"), "--workflow", str(folder / "workflow.json")]
-    words += ["--models", str(models), "--input", str(folder)]
-    return lambda out, *more: [*words, "--out", str(out), *more]
+    given = words(ROWS, folder / "workflow.json", models, folder)
+    return lambda out, *more: [*given, "--out", str(out), *more]
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +158,8 @@ def test_same_command_continues_after_each_kind_of_loss(start, tmp_path, alone):
     assert driver.returncode == DONE, errors
     assert f"{ROWS} of {ROWS} rows are done" in output
     assert files(tmp_path) == alone
-    assert {name: (tmp_path / name).stat().st_mtime_ns for name in times} == times, (
-        "no row is made twice"
-    )
+    # No row is made twice.
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in times} == times
     assert not any((tmp_path / ".wanstream" / "made").iterdir())
 
 
@@ -188,17 +187,10 @@ def ray() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ray")
 def test_restarted_process_gets_no_calls_of_the_old_one(models):
-    settings = {
-        "strict": False,
-        "models": str(models),
-        "input": "",
-        "marked": "",
-    }
-    local, service = WorkersRef(count=1), (PATH, settings)
-    with open_services(local, service, device="cpu", count=1, paths=[models]) as (
-        (actor,),
-        check_machine,
-    ):
+    settings = {"strict": False, "models": str(models), "input": "", "marked": ""}
+    given = {"device": "cpu", "count": 1, "paths": [models]}
+    opened = open_services(WorkersRef(count=1), (PATH, settings), **given)
+    with opened as ((actor,), check_machine):
         assert actor.serve("outcome", "row").result(LIMIT_S) == Unknown()
         psutil.Process(actor.started.facts.pid).kill()
         actor.wait_for_end(LIMIT_S)
@@ -238,24 +230,9 @@ def test_actors_whose_device_or_disk_fails_cost_no_row(tmp_path, capfd, monkeypa
         " bytes are free in ",
         "; it gets no more rows",
     ]
-    rows, workflow = 40, json.loads(T2V.read_text(encoding="utf-8"))
-    lines = [json.dumps({"sampler.seed": number}) for number in range(rows)]
-    (tmp_path / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    folders = [
-        "--models",
-        str(named_models(tmp_path / "models", workflow)),
-        "--input",
-        str(tmp_path),
-    ]
-    command = [
-        "batch",
-        str(tmp_path / "jobs.jsonl"),
-        "--workflow",
-        str(T2V),
-        "--out",
-        str(tmp_path / "out"),
-        *folders,
-    ]
+    rows = 40
+    models = named_models(tmp_path / "models", json.loads(T2V.read_text(encoding="utf-8")))
+    command = [*words(rows, T2V, models, tmp_path), "--out", str(tmp_path / "out")]
     assert main([*command, *ON_TWO]) == 0
     printed = capfd.readouterr()
     assert f"{rows} of {rows} rows are done" in printed.out

@@ -19,7 +19,7 @@ import torch
 
 from wanstream.distributed.driver.decode import decode_in_shared_tiles
 from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.messages import DecodeTask, RunTask
+from wanstream.distributed.messages import DecodeTask
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh
@@ -36,9 +36,6 @@ WORKERS = 4
 STEPS, SWITCH = 8, 4
 MESH = Mesh(stage=2, cfg=2)
 STOPS = 2
-
-MakeTask = Callable[..., RunTask]
-LocalForward = Callable[[RunTask], torch.Tensor]
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -61,19 +58,14 @@ def pool() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def task(make_task: MakeTask) -> RunTask:
+def task(make_task):
     """Two videos with 8 steps, half of them on each expert."""
-    changes = {
-        "noise": normal(2, 16, 2, 4, 6, seed=1),
-        "steps": STEPS,
-        "switch_step": SWITCH,
-        "solver": "unipc",
-    }
-    return make_task(request=changes)
+    steps = {"steps": STEPS, "switch_step": SWITCH, "solver": "unipc"}
+    return make_task(request={"noise": normal(2, 16, 2, 4, 6, seed=1), **steps})
 
 
 @pytest.fixture(scope="module")
-def undisturbed(task: RunTask, alone: LocalForward) -> torch.Tensor:
+def undisturbed(task, alone):
     return alone(task)
 
 
@@ -111,9 +103,8 @@ def test_a_worker_that_is_killed_costs_no_video(pool, driver, task, undisturbed)
 
     ran = driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
     assert torch.equal(ran.latents, undisturbed)
-    assert [step.done for step in steps] == list(range(1, 2 * STEPS + 1)), (
-        "no reported step is repeated"
-    )
+    # No reported step is repeated.
+    assert [step.done for step in steps] == list(range(1, 2 * STEPS + 1))
     # A stage with nothing left to do needs no other worker, until the next run.
     assert ran.restarts <= 1
     again = driver.denoise(task.experts, task.request, task.policy)
@@ -125,17 +116,12 @@ def test_stopped_runs_leave_workers_and_machine_unchanged(pool, driver, task, un
     driver.denoise(task.experts, task.request, task.policy)
     pids = [pid_of(pool, rank) for rank in range(WORKERS)]
     before = _open_things(pids)
-    chance, long = (
-        random.Random(0),
-        DenoiseRequest(**{**task.request.keywords(), "steps": 1000, "switch_step": 500}),
-    )
+    chance = random.Random(0)
+    long = DenoiseRequest(**{**task.request.keywords(), "steps": 1000, "switch_step": 500})
     for _ in range(STOPS):
-        stop, at, after_s = (
-            threading.Event(),
-            chance.randrange(0, 2 * STEPS - 1),
-            chance.uniform(0, 0.1),
-        )
-        timer = threading.Timer(after_s, stop.set)
+        stop = threading.Event()
+        at = chance.randrange(0, 2 * STEPS - 1)
+        timer = threading.Timer(chance.uniform(0, 0.1), stop.set)
 
         def on_step(step: StepProgress, at: int = at, timer: threading.Timer = timer) -> None:
             if step.done == at:
@@ -143,14 +129,12 @@ def test_stopped_runs_leave_workers_and_machine_unchanged(pool, driver, task, un
 
         if at == 0:
             timer.start()
+        given = {"on_step": on_step, "should_stop": stop.is_set}
         with pytest.raises(SamplingCancelled):
-            driver.denoise(
-                task.experts, long, task.policy, on_step=on_step, should_stop=stop.is_set
-            )
+            driver.denoise(task.experts, long, task.policy, **given)
         timer.join()
-        assert torch.equal(
-            driver.denoise(task.experts, task.request, task.policy).latents, undisturbed
-        )
+        ran = driver.denoise(task.experts, task.request, task.policy)
+        assert torch.equal(ran.latents, undisturbed)
     assert [pid_of(pool, rank) for rank in range(WORKERS)] == pids
     assert not _stays_open(lambda: _open_things(pids), before)
 

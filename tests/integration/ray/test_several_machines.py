@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -107,21 +106,15 @@ class Program:
 
 
 @pytest.fixture(scope="module")
-def machines(
-    namespaces: ModuleType,
-    tiny_expert_folder: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Any]:
+def machines(namespaces, tiny_expert_folder, tmp_path_factory):
     if why := namespaces.refusal():
         pytest.skip(f"no machines can be made here: {why}")
     folder = tmp_path_factory.mktemp("machines")
     with namespaces.Machines(folder, PLACES) as every:
         for machine in every:
             for seed, name in enumerate(("high", "low"), 1):
-                shutil.copytree(
-                    tiny_expert_folder(seed=seed, heads=HEADS),
-                    folder / machine.name / "models" / name,
-                )
+                expert = tiny_expert_folder(seed=seed, heads=HEADS)
+                shutil.copytree(expert, folder / machine.name / "models" / name)
             machine.write(f"{HOME}/.ray/auth_token", "ab" * 32)
         yield every
 
@@ -142,9 +135,8 @@ def join(machines: Any) -> Iterator[Callable[[int], str]]:
         machine = machines[number]
         # No process in advance, as every worker starts its own.
         settings = {"RAY_AUTH_MODE": "token", "RAY_prestart_worker_first_driver": "0"}
-        started.append(
-            Program(machine, [*command, "--node-ip-address", machine.address], **settings)
-        )
+        command += ["--node-ip-address", machine.address]
+        started.append(Program(machine, command, **settings))
         started[-1].wait_for("Ray runtime started.")
         return head
 
@@ -186,10 +178,8 @@ def test_workers_are_on_two_machines_and_listen_there(begun, machines):
 
 
 def test_what_is_missing_is_told_with_its_machine(begun, driver):
-    with pytest.raises(
-        RefusedError,
-        match=r"^MissingPathError: /srv/high does not exist on machine-1; /srv/low does",
-    ):
+    said = r"^MissingPathError: /srv/high does not exist on machine-1; /srv/low does"
+    with pytest.raises(RefusedError, match=said):
         driver.call("run", mesh={"data": 2, "stage": 2}, videos=1, steps=2, path_map="")
 
 
@@ -215,9 +205,8 @@ def test_several_machines_make_what_one_worker_makes(mesh, crosses, begun, alone
     else:
         assert ran["digest"] == alone["digest"]
     assert ran["ranks"] == list(range(WORKERS))
-    assert ran["apart"] == ([list(range(WORKERS))] if "ulysses" in mesh else []), (
-        "a group of four on two machines"
-    )
+    # A group of four is on two machines.
+    assert ran["apart"] == ([list(range(WORKERS))] if "ulysses" in mesh else [])
     assert (ran["gathered_bytes"] > 0) == crosses
     assert ran["max_restarts"] == 0
 
@@ -225,14 +214,13 @@ def test_several_machines_make_what_one_worker_makes(mesh, crosses, begun, alone
 def test_a_machine_that_is_switched_off_is_made_good_by_another(begun, machines, driver, join):
     join(2)
     driver.call("alone", videos=1, steps=8)
-    ran = driver.call(
-        "run",
-        mesh={"cfg": 2, "ulysses": 2},
-        videos=1,
-        steps=8,
-        path_map=MAP,
-        on_step=lambda step: machines[1].end() if step == 3 else None,
-    )
+    given = {"mesh": {"cfg": 2, "ulysses": 2}, "videos": 1, "steps": 8, "path_map": MAP}
+
+    def on_step(step: int) -> None:
+        if step == 3:
+            machines[1].end()
+
+    ran = driver.call("run", on_step, **given)
     assert ran["difference"] <= ROUNDING
     assert ran["max_restarts"] == 1
     assert "its video goes on from step" in ran["changes"][0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,19 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import DecodeTask, RunTask
+from wanstream.distributed.messages import RunTask
 from wanstream.sampling import denoise
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
-from wanstream.tests.support.distributed.processes import Processes
+from wanstream.tests.support.distributed.processes import Processes, load
 from wanstream.tests.support.distributed.split_jobs import SplitProcesses
 from wanstream.wan.experts.open import ExpertsRegistry
 
 SHAPE = (1, 16, 2, 4, 6)
 STEPS, SWITCH_STEP = 4, 2
-
-Folder = Callable[..., Path]
 
 
 def _normal(*shape: int, seed: int) -> torch.Tensor:
@@ -33,7 +29,7 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def experts_ref(tiny_expert_folder: Folder) -> Callable[..., ExpertsRef]:
+def experts_ref(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertsRef]:
     """`experts_ref(high=1, low=2)`: the tiny experts with these seeds."""
 
     def make(*, high: int = 1, low: int = 2) -> ExpertsRef:
@@ -50,14 +46,13 @@ def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
     numbers = itertools.count()
 
     def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
+        steps = {"steps": STEPS, "switch_step": SWITCH_STEP, "flow_shift": 5.0}
         defaults = {
             "noise": _normal(*SHAPE, seed=seed),
             "positive": _normal(1, 7, 4096, seed=11),
             "negative": _normal(1, 5, 4096, seed=12),
-            "steps": STEPS,
-            "flow_shift": 5.0,
-            "switch_step": SWITCH_STEP,
             "guidance": (4.0, 3.0),
+            **steps,
         }
         given = {
             "run_id": f"run {next(numbers)}",
@@ -106,9 +101,7 @@ def tile_pools() -> Iterator[Callable[..., Any]]:
     """`tile_pools(count, before=...)` makes a `ThreadPool` from `tile_pool.py`."""
     made: list[Any] = []
 
-    def make(
-        count: int, before: Callable[[Any, DecodeTask], None] = lambda worker, task: None
-    ) -> Any:
+    def make(count: int, before: Any = lambda worker, task: None) -> Any:
         made.append(_neighbour("tile_pool").ThreadPool(count, before))
         return made[-1]
 
@@ -134,10 +127,4 @@ def _neighbour(name: str) -> ModuleType:
 
     Pytest's importlib mode does not add this folder to `sys.path`.
     """
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(str(Path(__file__).with_name(f"{name}.py")))

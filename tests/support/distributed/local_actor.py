@@ -129,12 +129,8 @@ def row_service(options: BatchOptions, output: Path) -> Callable[[], RowService]
 
     The hosts save in `output` if the machine has that folder.
     """
-    settings = {
-        "strict": False,
-        "models": str(options.local.models),
-        "input": str(options.local.input),
-    }
-    return lambda: RowService("cpu", 1, **settings, marked=str(output / MARK))
+    folders = {"models": str(options.local.models), "input": str(options.local.input)}
+    return lambda: RowService("cpu", 1, strict=False, **folders, marked=str(output / MARK))
 
 
 def local_backend(actor: LocalActor, options: BatchOptions) -> RayBackend:

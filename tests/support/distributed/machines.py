@@ -20,7 +20,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -73,13 +72,9 @@ class Machine:
             (folder / each).mkdir(parents=True, exist_ok=True)
         own = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         begin = ["bash", "-c", BEGIN, "begin", name, str(folder), models, str(CHECKOUT)]
-        self._first = subprocess.Popen(
-            ["ip", "netns", "exec", network, "unshare", *own, *begin],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._first.stdout is not None
+        program = ["ip", "netns", "exec", network, "unshare", *own, *begin]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._first = subprocess.Popen(program, **pipes)
         if self._first.stdout.readline() != "ready\n":
             self._first.communicate(timeout=WAIT_S)
             raise OSError(f"{name} does not start; the reason is in its output")
@@ -90,9 +85,8 @@ class Machine:
     ) -> subprocess.Popen[str]:
         """Start a program there, with only this environment."""
         enter = f"nsenter --target {self._inside.pid} --net --mount --uts --ipc --pid".split()
-        return subprocess.Popen(
-            [*enter, *command], env=dict(environment), text=True, cwd="/", **given
-        )
+        given |= {"env": dict(environment), "text": True, "cwd": "/"}
+        return subprocess.Popen([*enter, *command], **given)
 
     def write(self, path: str, text: str) -> None:
         """Write a file readable only by the owner to the machine's /tmp."""
@@ -108,9 +102,8 @@ class Machine:
             self._first.kill()  # the machine's first process goes too, and takes all others with it
             self._first.wait(WAIT_S)
             psutil.wait_procs(processes, timeout=WAIT_S)
-        for pipe in (self._first.stdin, self._first.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._first.stdin.close()
+        self._first.stdout.close()
 
 
 class Machines(Sequence[Machine]):
@@ -158,12 +151,7 @@ class Machines(Sequence[Machine]):
     def __enter__(self) -> Machines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

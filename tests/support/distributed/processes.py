@@ -116,9 +116,7 @@ class Process:
 
     def start(self, job: StageJob, *args: Any) -> Answer:
         """Let it do a job, and return at once."""
-        file = inspect.getsourcefile(job)
-        assert file is not None
-        _send(self._connection, (file, job.__name__, args))
+        _send(self._connection, (inspect.getsourcefile(job), job.__name__, args))
         return Answer(self)
 
     def receive(self, timeout: float) -> Any:
@@ -169,7 +167,6 @@ class Processes(Sequence[Process]):
 
     def replace(self, number: int) -> Process:
         """End a process, and start another one in its place."""
-        assert self._source is not None
         self._every[number].end()
         self._every[number] = Process(self._source, number)
         return self._every[number]
@@ -220,7 +217,7 @@ def _serve(connection: Connection, number: int, source: int) -> None:
     _send(connection, os.getpid())
     jobs = SimpleQueue[Asked]()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
-    here = SimpleNamespace(number=number, source=source, load=functools.cache(_load))
+    here = SimpleNamespace(number=number, source=source, load=functools.cache(load))
     while True:
         file, name, args = jobs.get()
         try:
@@ -251,10 +248,8 @@ def _receive(connection: Connection) -> Any:
     return pickle.loads(connection.recv_bytes())  # noqa: S301 - of our own parent or child
 
 
-def _load(file: str) -> ModuleType:
+def load(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[Path(file).stem] = module
     spec.loader.exec_module(module)

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.messages import DecodeTask, RunTask, TaskResult, WorkerFacts
-from wanstream.distributed.transport.pool import OnReport
+from wanstream.distributed.messages import DecodeTask, WorkerFacts
 from wanstream.distributed.worker.worker import TileDecoder, Worker
 from wanstream.schema.refs import PathMap
 
@@ -57,18 +56,14 @@ class ThreadWorker:
 
     def _facts(self, paths: Sequence[str], maps: Sequence[PathMap]) -> WorkerFacts:
         facts = FACTS.facts(paths, maps)
-        return replace(
-            facts, node=f"node-{self.rank}", sizes={**facts.sizes, **dict.fromkeys(self.missing)}
-        )
+        sizes = {**facts.sizes, **dict.fromkeys(self.missing)}
+        return replace(facts, node=f"node-{self.rank}", sizes=sizes)
 
     def _decode(self, task: DecodeTask) -> torch.Tensor:
         self._before(self, task)
         decoded = self._decoder.decode(task, lambda: task.run_id in self.stopped)
         self.tiles += 1
         return decoded
-
-    def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
-        raise NotImplementedError
 
     def log_tail(self) -> str:
         return ""

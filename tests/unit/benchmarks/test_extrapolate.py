@@ -10,20 +10,13 @@ from wanstream.schema.records import StepRecord, Timeline
 BLOCKS, VISIT_S, OUTSIDE_S = 8, 0.25, 0.5
 
 
-def measured(stall_s: float, *, moved: int = 8_000) -> Timeline:
+def measured(stall_s: float) -> Timeline:
     """Return four steps by two experts, with 8 blocks each."""
     compute_s = BLOCKS * VISIT_S
+    times = {"wall_s": compute_s + stall_s + OUTSIDE_S, "compute_s": compute_s, "stall_s": stall_s}
     steps = [
-        StepRecord.of(
-            index=index,
-            expert="high" if index < 2 else "low",
-            sigma=None,
-            wall_s=compute_s + stall_s + OUTSIDE_S,
-            compute_s=compute_s,
-            stall_s=stall_s,
-            bytes_moved=moved,
-        )
-        for index in range(4)
+        StepRecord.of(index=index, expert=expert, sigma=None, bytes_moved=8_000, **times)
+        for index, expert in enumerate(("high", "high", "low", "low"))
     ]
     return Timeline(steps=tuple(steps), kind="measured")
 

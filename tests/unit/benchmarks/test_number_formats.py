@@ -10,10 +10,10 @@ from wanstream.testing import TinyShape
 
 @pytest.mark.slow  # draws many charts
 def test_convrot_is_closer_to_fp32_than_fp8(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "SHAPE", TinyShape(layers=2, heads=2, ffn_dim=1024))
-    monkeypatch.setattr(benchmark, "STEPS", 4)
-    monkeypatch.setattr(benchmark, "SWITCH", 2)
-    monkeypatch.setattr(benchmark, "LATENT", (1, 16, 1, 8, 8))
+    small = {"STEPS": 4, "SWITCH": 2, "LATENT": (1, 16, 1, 8, 8)}
+    small["SHAPE"] = TinyShape(layers=2, heads=2, ffn_dim=1024)
+    for name, value in small.items():
+        monkeypatch.setattr(benchmark, name, value)
     reference, cases = benchmark.made_files(tmp_path)
     *_, expected = benchmark.steps_of(reference)
     errors = {

@@ -17,14 +17,9 @@ TEXTS = {path.name: path.read_text(encoding="utf-8") for path in WRITTEN}
 def test_pages_in_the_repository_are_those_of_the_results():
     results = newest_results(ROOT / "benchmarks" / "results")
     for name, text in TEXTS.items():
-        assert page(text, results) == text, (
-            f"docs/{name} is old: run python benchmarks/pages/performance.py"
-        )
-    assert {*re.findall(r"^<!-- (\S+): ", "".join(TEXTS.values()), re.MULTILINE)} == {
-        "offload-cpu",
-        "offload-cpu3gb",
-        "offload-gpu",
-    }
+        assert page(text, results) == text, f"{name}: run python benchmarks/pages/performance.py"
+    cases = {*re.findall(r"^<!-- (\S+): ", "".join(TEXTS.values()), re.MULTILINE)}
+    assert cases == {"offload-cpu", "offload-cpu3gb", "offload-gpu"}
 
 
 def test_pages_name_the_newest_file_of_each_case():
@@ -46,10 +41,8 @@ def test_rows_of_disturbed_and_dead_runs_and_of_missing_cases():
     rows["swap"] = {**dead, "why": "killed: out of memory"}
     shape = {"blocks": 30, "steps": 4, "switch_step": 2, "expert_gb": 2.838, "streamed_gb": 2.784}
     machine = {"hardware": {"name": "cpu-2-cores", "ram_gb": 25.3}, "versions": {"torch": "2.13"}}
-    figures = {**shape, "variants": rows}
-    result = Result(
-        case="offload-cpu", method="as it was", figures=figures, date="2026-11-21", **machine
-    )
+    given = {"case": "offload-cpu", "method": "as it was", "date": "2026-11-21", **machine}
+    result = Result(figures={**shape, "variants": rows}, **given)
     cases = ("offload-cpu: runs", "offload-gpu: parts")
     places = "".join(f"<!-- {place} -->\n<!-- end -->\n" for place in cases)
     text = page(f"before\n{places}after\n", {"offload-cpu": result})

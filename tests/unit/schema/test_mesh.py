@@ -30,9 +30,7 @@ def coordinates(mesh: Mesh) -> dict[int, dict[str, int]]:
 @given(MESHES)
 def test_cells_hold_all_workers_once_and_share_data_and_stage(mesh):
     worker_groups = [mesh.worker_group(*at) for at in mesh.worker_groups()]
-    assert [rank for worker_group in worker_groups for rank in worker_group] == list(
-        range(mesh.size)
-    )
+    assert [rank for group in worker_groups for rank in group] == list(range(mesh.size))
     for (data, stage), worker_group in zip(mesh.worker_groups(), worker_groups, strict=True):
         assert len(worker_group) == mesh.cell_size
         places = [coordinates(mesh)[rank] for rank in worker_group]
@@ -45,10 +43,9 @@ def test_group_of_an_axis_has_workers_that_differ_in_it(mesh, data):
     assert len(places) == mesh.size
     for axis, degree in mesh.degrees:
         others = {**places[rank], axis: None}
-        assert mesh.group(axis, rank) == tuple(
-            at for at in places if {**places[at], axis: None} == others
-        )
-        assert len(mesh.group(axis, rank)) == degree
+        group = [at for at in places if {**places[at], axis: None} == others]
+        assert mesh.group(axis, rank) == tuple(group)
+        assert len(group) == degree
 
 
 def test_last_axis_changes_fastest():

@@ -109,9 +109,9 @@ def test_fuses_differ_where_windows_overlap():
 def test_invalid_windows_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         ContextWindows(**given)
-    too_long = (
-        r"windows of 81 frames \(21 latent\) are longer than the video of 77 \(20 latent\): "
-        "give windows of at most 77 frames, or none"
-    )
-    with pytest.raises(ValueError, match=too_long):
+
+
+def test_windows_longer_than_the_video_are_refused():
+    said = r"81 frames \(21 latent\) are longer than the video of 77 \(20 latent\): .* at most 77"
+    with pytest.raises(ValueError, match=said):
         ContextWindows().at(0, 20)

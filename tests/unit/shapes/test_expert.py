@@ -6,16 +6,15 @@ import pytest
 
 from wanstream.shapes import T2V_A14B, TI2V_5B, ExpertShape, VideoShape
 
+WAN21_I2V = ExpertShape(in_channels=36, image_width=1280)
+
 
 @pytest.mark.parametrize(
     ("expert", "sizes"),
     [
         (T2V_A14B, (14_288_491_584, 702_788_608, 465_438_848, 14_346_368)),
         (ExpertShape(in_channels=36), (14_288_901_184, 702_788_608, 466_258_048, 15_165_568)),
-        (
-            ExpertShape(in_channels=36, image_width=1280),
-            (16_394_878_784, 807_676_928, 482_680_448, 32_842_368),
-        ),
+        (WAN21_I2V, (16_394_878_784, 807_676_928, 482_680_448, 32_842_368)),
         (TI2V_5B, (4_999_787_712, 327_313_408, 180_173_184, 8_595_840)),
     ],
     ids=["T2V-A14B", "I2V-A14B", "Wan2.1-I2V-14B", "TI2V-5B"],
@@ -31,9 +30,8 @@ def test_sizes_are_those_of_the_real_models(expert, sizes):
 def test_ten_matrices_are_nearly_the_whole_block():
     assert T2V_A14B.streamed_bytes() == 702_545_920
     assert 2 * T2V_A14B.small_parameters == 242_688
-    assert (
-        T2V_A14B.streamed_bytes(bytes_per_weight=1) + 242_688 == 351_515_648
-    )  # fp8 weights, bf16 rest
+    fp8 = T2V_A14B.streamed_bytes(bytes_per_weight=1)
+    assert fp8 + 242_688 == 351_515_648, "fp8 weights, bf16 rest"
 
 
 @pytest.mark.parametrize(

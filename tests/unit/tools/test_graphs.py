@@ -46,9 +46,8 @@ def test_another_graph_is_not(other):
 
 
 def test_titles_must_tell_nodes_apart():
-    assert by_name({"a": node("A")}) == by_name({"a": node("B")}), (
-        "the class is enough for one node of it"
-    )
+    # The class is enough for one node of it.
+    assert by_name({"a": node("A")}) == by_name({"a": node("B")})
     with pytest.raises(ValueError, match="share a title"):
         by_name({"a": node("A"), "b": node("A")})
 

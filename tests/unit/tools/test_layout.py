@@ -16,23 +16,19 @@ def whole(layout: Layout, sizes: dict[str, Size], node: str) -> Box:
     return Box(x, y - TITLE, sizes[node].width, sizes[node].height + TITLE)
 
 
+def spans(box: Box) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the first and last coordinate along each axis."""
+    return (box.x, box.x + box.width), (box.y, box.y + box.height)
+
+
 def overlap(one: Box, other: Box) -> bool:
-    apart = (
-        one.x + one.width <= other.x
-        or other.x + other.width <= one.x
-        or one.y + one.height <= other.y
-        or other.y + other.height <= one.y
-    )
-    return not apart
+    pairs = zip(spans(one), spans(other), strict=True)
+    return all(first < end and begin < last for (first, last), (begin, end) in pairs)
 
 
 def inside(inner: Box, outer: Box) -> bool:
-    return (
-        outer.x <= inner.x
-        and outer.y <= inner.y
-        and inner.x + inner.width <= outer.x + outer.width
-        and inner.y + inner.height <= outer.y + outer.height
-    )
+    pairs = zip(spans(inner), spans(outer), strict=True)
+    return all(begin <= first and last <= end for (first, last), (begin, end) in pairs)
 
 
 # Whole pixels, as nodes have: sums of other floats are not exact.

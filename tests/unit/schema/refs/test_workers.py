@@ -67,12 +67,7 @@ def test_more_workers_than_there_is_room_for_are_refused(count, address, gpus, s
 def test_degrees_multiply_to_the_workers_and_divide_the_heads():
     check_degrees(Mesh(data=2, cfg=2), 4)
     check_degrees(Mesh(ulysses=8), 8)
-    for mesh, message in (
-        (Mesh(data=2, cfg=2), r"is 2 x 1 x 2 x 1 x 1 = 4, and there are 3 workers"),
-        (
-            Mesh(ulysses=3),
-            "ulysses 3 does not divide the 40 attention heads: give one of 1, 2, 4, 5",
-        ),
-    ):
-        with pytest.raises(WorkersError, match=message):
-            check_degrees(mesh, 3)
+    with pytest.raises(WorkersError, match=r"is 2 x 1 x 2 x 1 x 1 = 4, and there are 3 workers"):
+        check_degrees(Mesh(data=2, cfg=2), 3)
+    with pytest.raises(WorkersError, match="ulysses 3 does not divide the 40 attention heads"):
+        check_degrees(Mesh(ulysses=3), 3)
