@@ -51,11 +51,9 @@ def _choose(
     run: RunShape = RUN,
     *,
     starts_empty: bool = True,
-    **budgets: int,
 ) -> Any:
     given = {"device": CUDA, "weights": WEIGHTS, "free_memory_now": room}
-    auto = AutoOffload(budgets=Budgets(**budgets))
-    return planner.choose(auto, run, **given, starts_empty=starts_empty)
+    return planner.choose(AutoOffload(), run, **given, starts_empty=starts_empty)
 
 
 def _on(machine: Machine) -> AutoPlanner:
@@ -87,9 +85,6 @@ def test_planner_chooses_within_what_is_free():
     assert choice.reason.startswith("chosen: ")
     tight = plan_offload(RUN, GPU, Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
     assert tight.policy == little.policy
-    message = r"needs 2 buffers of 0\.70 GB \+ 1\.00 GB .*; 1\.50 GB given"
-    with pytest.raises(DoesNotFitError, match=message):
-        _choose(_on(GPU), _room(), vram_bytes=1_500_000_000)
 
 
 def _record(policy: OffloadPolicy, machine: Machine, run: RunShape = RUN) -> StepRecord:

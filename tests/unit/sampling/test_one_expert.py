@@ -11,7 +11,6 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from wanstream.sampling.inputs import merge_requests
 from wanstream.sampling.steps import RequestError
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.model import make_image_encoder, save_image_encoder
@@ -92,12 +91,6 @@ def test_an_expert_is_fetched_once_per_step(open_one, one_request):
     assert [step.expert for step in steps] == ["high"] * STEPS
     assert {step.bytes_moved for step in steps} == {4 * pair.block_bytes.stored}
     assert pair.block_counts == {"high": 4}
-
-
-def test_images_of_lanes_must_be_alike(image_request):
-    other = image_request(image_embedding=normal(1, 9, 80, seed=3))
-    with pytest.raises(RequestError, match="image embedding 9 x 80, in lane 1 17 x 80"):
-        merge_requests([image_request(), other])
 
 
 def test_an_expert_without_an_image_branch_ignores_an_image(open_one, one_request):

@@ -126,16 +126,6 @@ def test_sigmas_cut_by_hand_are_the_same_pieces(open_short, make_request):
     assert distance(low.latents, expected) <= 1e-5
 
 
-def test_an_early_end_without_leftover_noise_goes_down_to_zero(open_short, make_request):
-    pair = open_short()
-    request = make_request(schedule="simple")
-    cut = run(pair, changed_request(request, end_step=3))
-    sigmas = [*request.step_plan.schedule.sigmas[:3], 0.0]
-    assert cut.sigma == 0
-    by_hand = make_request(steps=None, sigmas=sigmas)
-    assert torch.equal(cut.latents, latents_of(pair, by_hand))
-
-
 @pytest.mark.parametrize("mask", [None, LEFT_HALF], ids=["no mask", "mask"])
 def test_without_added_noise_the_noise_is_not_read(mask, open_short, make_request):
     """As in ComfyUI, a run without added noise keeps the masked latent with its own noise."""

@@ -11,7 +11,6 @@ import torch
 from wanstream.sampling import request_run_shape
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.loop.memory import check_room, tokens_of, working_bytes
-from wanstream.sampling.steps import RequestError
 from wanstream.sampling.steps.errors import InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes.context_windows import ContextWindows
@@ -132,9 +131,3 @@ def test_memory_and_time_are_estimated_by_windows(open_pair, make_long):
     check_room(pair, request, LAYERWISE, CPU, free=room + 2 * needed)
     with pytest.raises(InsufficientMemoryError, match="2 videos at once"):
         check_room(pair, request, LAYERWISE, CPU, free=room + needed // 2)
-
-
-def test_windows_that_do_not_fit_are_refused(make_long):
-    message = r"windows of 29 frames \(8 latent\) are longer than the video of 25"
-    with pytest.raises(RequestError, match=message):
-        make_long(windows=ContextWindows(frames=8, overlap=0))

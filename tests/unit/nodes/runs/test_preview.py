@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from wanstream.batch.rows.lanes import merge_lanes
 from wanstream.host.embedded.events import EmbeddedEvents
@@ -74,13 +74,9 @@ def tiny(sample_models: Path) -> Path:
 
 
 def pictures_of(webp: bytes) -> list[Image.Image]:
-    found = []
     with Image.open(bytes_io.BytesIO(webp)) as picture:
         assert picture.format == "WEBP"
-        for at in range(picture.n_frames):
-            picture.seek(at)
-            found.append(picture.copy().convert("RGB"))
-    return found
+        return [each.convert("RGB") for each in ImageSequence.Iterator(picture)]
 
 
 def test_pause_before_a_preview_grows_with_its_cost():

@@ -114,6 +114,7 @@ BESIDE = ExtraTokens(context=(EMPTY,))
         ({"latent": EMPTY}, "latent given, in lane 1 none"),
         ({"mask": torch.ones(1, 1, *FRAMES)}, "noise mask given, in lane 1 none"),
         ({"image_condition": torch.zeros(1, 20, *FRAMES)}, "start image given, in lane 1 none"),
+        ({"image_embedding": normal(1, 9, 80, seed=3)}, "image embedding 9 x 80, in lane 1 none"),
         ({"windows": WINDOWS}, "context windows ContextWindows.*, in lane 1 None"),
         ({"nag": Nag(), "guidance_steps": (4.0, 4.0, 3.0, 3.0, 1.0)}, "NAG Nag.*, in lane 1 None"),
         ({"tokens": BESIDE, "context_guidance": 2.0}, r"context guidance 2\.0, in lane 1 1\.0"),

@@ -16,6 +16,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from wanstream.devices.oom import forget, is_out_of_memory
+from wanstream.offload.engine.run import EngineRun
 from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.sampling.runs import latents_of, normal, run
@@ -237,44 +238,25 @@ def test_a_shortage_of_a_callback_is_none_of_the_step(open_pair, make_request):
     assert pair.policies == [RESIDENT]
 
 
-class NoRoomForThePool(ShortPair):
-    """Pair wrapper without memory for a resident engine."""
-
-    def engine(self, policy: OffloadPolicy, device: torch.device) -> Any:
-        if policy.kind == "resident":
-            self.policies.append(policy)
-            raise torch.OutOfMemoryError("no room for the pool")
-        return super().engine(policy, device)
-
-
-class NoRoomAtTheStart(ShortPair):
-    """Pair wrapper without memory for the buffers of a resident run."""
-
-    def engine(self, policy: OffloadPolicy, device: torch.device) -> Any:
-        engine = super().engine(policy, device)
-        return _Beginning(engine) if policy.kind == "resident" else engine
-
-
-class _Beginning:
-    def __init__(self, engine: ExpertEngine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    @contextmanager
-    def run(self, *visits: Any, **settings: Any) -> Iterator[Any]:
-        with self._engine.run(*visits, **settings):
-            raise torch.OutOfMemoryError("no room for the buffers")
-        yield
-
-
-@pytest.mark.parametrize("short", [NoRoomForThePool, NoRoomAtTheStart])
-def test_a_pool_or_buffers_without_room_are_made_smaller(short, open_pair, make_request):
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ExpertPair, "engine"), (EngineRun, "_start")], ids=["pool", "buffers"]
+)
+def test_a_pool_or_buffers_without_room_are_made_smaller(
+    owner, name, open_pair, make_request, monkeypatch
+):
     request = make_request(steps=2, switch_step=1)
-    pair = short(open_pair(), _once())
+    pair = ShortPair(open_pair(), _once())
+    shortages = iter([torch.OutOfMemoryError("no room")])
+    real = getattr(owner, name)
+
+    def short(*given: Any) -> Any:
+        for error in shortages:
+            raise error
+        return real(*given)
+
+    monkeypatch.setattr(owner, name, short)
     result = run(pair, request, RESIDENT)
-    assert [policy.kind for policy in pair.policies] == ["resident", "block_swap"]
+    assert pair.policies[-1].kind == "block_swap"
     (change,) = result.timeline.changes
     assert change.startswith("out of memory in step 0 (high-noise expert)")
     assert torch.equal(result.latents, latents_of(open_pair(), request))
