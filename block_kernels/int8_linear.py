@@ -28,7 +28,7 @@ class Int8Linear(ScaledLinear):
     kitchen_dtype: int | None = None
     """comfy-kitchen's number for the result dtype. None: torch multiplies."""
     halves: bool = False
-    """True: torch multiplies by the weight in two products, whose sums fit into 16 bits."""
+    """True: torch multiplies by the weight's upper 7 bits and by the lowest one. See `multiply`."""
 
     def __init__(self, plain: nn.Linear, *, group: int = 0) -> None:
         super().__init__(plain, group=group)
@@ -64,10 +64,26 @@ class Int8Linear(ScaledLinear):
         def write(part: torch.Tensor, out: torch.Tensor) -> None:
             codes, scale = quantise_tokens(part, self.rotation)
             # The first product makes the sums fp32. They are below 2^28.
-            sums = (_multiply(codes, self.weight, halves=self.halves) * scales).mul_(scale)
+            sums = (self.multiply(codes) * scales).mul_(scale)
             out.copy_(self.finish(sums, part))
 
         return self.by_pieces(tokens, write)
+
+    def multiply(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return exact int32 products of token codes with the rows of the weight.
+
+        Without VNNI, oneDNN shifts token codes to 0 to 255 and adds two neighbouring products in
+        16 bits, which saturate: 2 * 255 * 127 is too much, 2 * 255 * 64 is not.
+        """
+        if self.halves:
+            sums = torch._int_mm(codes, (self.weight >> 1).t()).mul_(2)
+            return sums.add_(torch._int_mm(codes, (self.weight & 1).t()))
+        # CUDA refuses fewer tokens, so zeros are added and cut off again.
+        missing = FEWEST_INT8_TOKENS - len(codes)
+        if missing <= 0 or codes.device.type == "cpu":
+            return torch._int_mm(codes, self.weight.t())
+        padded = nn.functional.pad(codes, (0, 0, 0, missing))
+        return torch._int_mm(padded, self.weight.t())[: len(codes)]
 
     def _by_kitchen(self, tokens: torch.Tensor, activation: str | None) -> torch.Tensor:
         """Multiply with comfy-kitchen. The last digits differ. The package must be imported."""
@@ -87,17 +103,3 @@ def quantise_tokens(
         group = math.prod(map(len, rotation))
         values = rotated_sums(values, tuple(rotation)) * rotation_factor(group)
     return quantise_int8(values)
-
-
-def _multiply(codes: torch.Tensor, weight: torch.Tensor, *, halves: bool) -> torch.Tensor:
-    """Return exact int32 products between the rows of both."""
-    if halves:
-        # A CPU without VNNI adds two products in 16 bits, as unsigned codes: 2 * 255 * 127 is too
-        # much, 2 * 255 * 64 is not.
-        sums = torch._int_mm(codes, (weight >> 1).t()).mul_(2)
-        return sums.add_(torch._int_mm(codes, (weight & 1).t()))
-    # CUDA refuses fewer tokens, so zeros are added and cut off again.
-    missing = FEWEST_INT8_TOKENS - len(codes)
-    if missing <= 0 or codes.device.type == "cpu":
-        return torch._int_mm(codes, weight.t())
-    return torch._int_mm(nn.functional.pad(codes, (0, 0, 0, missing)), weight.t())[: len(codes)]
