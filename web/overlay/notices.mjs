@@ -162,6 +162,7 @@ export class NoticeStrips {
   constructor(page) {
     this.page = page
     this.strips = new Map()
+    this.opened = new Set() // ids of nodes whose strip was open: undo replaces the node
   }
 
   /** Attach, update and remove strips. */
@@ -170,12 +171,14 @@ export class NoticeStrips {
     for (const [node, strip] of this.strips) {
       if (current.has(node)) continue
       this.strips.delete(node)
+      if (strip.open) this.opened.add(node.id)
       strip.detach()
     }
     for (const [node, notices] of current) {
       let strip = this.strips.get(node)
       if (!strip) {
         strip = new NoticeStrip(node, this.page)
+        strip.open = this.opened.delete(node.id)
         this.strips.set(node, strip)
         strip.show(notices)
         strip.attach()

@@ -14,7 +14,7 @@ import { givePolicy, hasPolicy, takesPolicy } from "./policy_nodes.mjs"
 import { BENCHMARK, Rankings } from "./ranking.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
-import { EVENTS, Store, isOf, itemPhases, lastItem, lastRanking, lastRun } from "./store.mjs"
+import { ENDS, EVENTS, Store, isOf, itemOf, itemPhases, lastItem, lastRanking, lastRun } from "./store.mjs"
 import { leavesGap, recordsAt, runningRun, workflowOf } from "./store.mjs"
 import { translate, setLanguage } from "./i18n.mjs"
 
@@ -70,7 +70,10 @@ export function start(app, api) {
     getNodeMenuItems: (node) => menuItems(node, (nodes) => exchangeAll(app, page, nodes)),
     nodeCreated(node) {
       if (SHOWN_ON.includes(node.comfyClass)) attach(new RunWidget(node, page), widgets)
-      if (node.comfyClass === BENCHMARK) findRankings(api, store)
+      if (node.comfyClass === BENCHMARK && !ranks) {
+        ranks = true
+        findRankings(api, store)
+      }
     },
     loadedGraphNode: (node) => widgets.get(node)?.refresh(),
     afterConfigureGraph() {
@@ -404,13 +407,14 @@ async function findGraph(api, store, prompt_id) {
 
 /** Newest items of the history, whose graphs and outputs are long. */
 const HISTORY_ITEMS = 20
+const HISTORY_MS = 1000
 
-let hasHistory = false
+/** True once a graph with a benchmark has been open. */
+let ranks = false
 
-/** Request the rankings of earlier items once, for a page that was loaded after them. */
+/** Request the rankings of ended items, for a page that has missed their events. */
 async function findRankings(api, store) {
-  if (hasHistory) return
-  hasHistory = true
+  if (!ranks) return
   const answer = await api.fetchApi(`/history?max_items=${HISTORY_ITEMS}`)
   if (answer.ok) store.take("history", await answer.json())
 }
@@ -422,9 +426,14 @@ function listen(api, store) {
       store.take(event, detail, clock())
       if (gap) catchUp(api, store)
       if (event === "execution_start") findGraph(api, store, detail.prompt_id)
+      // The history has an item a moment after its last event.
+      if (ENDS.includes(event) && !itemOf(store.state, detail)) setTimeout(() => findRankings(api, store), HISTORY_MS)
     })
   }
-  api.addEventListener("reconnected", () => catchUp(api, store))
+  api.addEventListener("reconnected", () => {
+    catchUp(api, store)
+    findRankings(api, store)
+  })
 }
 
 /** Follow the canvas: its position moves badges, its zoom changes the font size. */

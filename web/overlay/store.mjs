@@ -100,7 +100,7 @@ const changeItem = (state, id, changed) => ({
 
 /** Parts of an expanded node have its display id: the node runs while any of them does. */
 function progress(state, { prompt_id, nodes }, now) {
-  const item = state.items.find((known) => known.prompt_id === prompt_id)
+  const item = itemOf(state, { prompt_id })
   if (!item) return state
   const parts = Object.values(nodes).filter((part) => part.state === "running")
   const running = new Set(parts.map((part) => part.display_node_id))
@@ -148,26 +148,32 @@ function snapshot(state, answer, now) {
   }
 }
 
-/** Keep the ranking of a benchmark. Its item may get its workflow later. */
+/** Keep the ranking of a benchmark. The workflow of its item may be unknown until an answer has it. */
 function executed(state, { prompt_id, node, output }) {
   const ranking = output?.wanstream_ranking
   if (!ranking) return state
-  return { ...state, rankings: [...state.rankings, { node: `${node}`, prompt_id, ranking }].slice(-KEPT_RUNS) }
+  const workflow = itemOf(state, { prompt_id })?.workflow
+  return { ...state, rankings: [...state.rankings, { node: `${node}`, prompt_id, workflow, ranking }].slice(-KEPT_RUNS) }
 }
 
-/** Add the rankings of ComfyUI's history, which are older than those of this page's events. */
+/** Take the rankings of ComfyUI's history, before others: only an item that still runs is newer. */
 function history(state, entries) {
-  const known = new Set(state.rankings.map((each) => each.prompt_id))
-  const earlier = Object.entries(entries).flatMap(([prompt_id, { prompt, outputs }]) =>
-    Object.entries(known.has(prompt_id) ? {} : outputs)
-      .filter(([, output]) => output.wanstream_ranking)
-      .map(([node, output]) => ({ node, prompt_id, ranking: output.wanstream_ranking, workflow: workflowOf(prompt) }))
+  const found = Object.entries(entries).flatMap(([prompt_id, entry]) =>
+    Object.entries(entry?.outputs ?? {})
+      .filter(([, output]) => output?.wanstream_ranking)
+      .map(([node, output]) => ({
+        node,
+        prompt_id,
+        workflow: workflowOf(entry.prompt),
+        ranking: output.wanstream_ranking
+      }))
   )
-  return { ...state, rankings: [...earlier, ...state.rankings].slice(-KEPT_RUNS) }
+  const isFound = (each) => found.some((other) => other.prompt_id === each.prompt_id && other.node === each.node)
+  return { ...state, rankings: [...found, ...state.rankings.filter((each) => !isFound(each))].slice(-KEPT_RUNS) }
 }
 
 /** Id of the graph that a prompt of ComfyUI's queue or history was made from, or null. */
-export const workflowOf = ([, , , extra]) => extra.extra_pnginfo?.workflow?.id ?? null
+export const workflowOf = (prompt) => prompt?.[3]?.extra_pnginfo?.workflow?.id ?? null
 
 const HANDLERS = {
   "wanstream.begin": begin,
@@ -195,11 +201,18 @@ const ANSWERS = {
   /** `workflow` is the id of an item's graph, `nodes` are those of its prompt. */
   graph: (state, { prompt_id, workflow, nodes }) => {
     const classes = Object.fromEntries(Object.entries(nodes).map(([id, node]) => [id, node.class_type]))
-    return changeItem(state, prompt_id, () => ({ workflow, classes }))
+    const rankings = state.rankings.map((each) => (each.prompt_id === prompt_id ? { ...each, workflow } : each))
+    return changeItem({ ...state, rankings }, prompt_id, () => ({ workflow, classes }))
   }
 }
 
 export const EVENTS = Object.keys(HANDLERS)
+
+/** Events that end an item. */
+export const ENDS = EVENTS.filter((event) => HANDLERS[event] === finish)
+
+/** The item that an event belongs to, or undefined if this page has not seen it begin. */
+export const itemOf = (state, { prompt_id }) => state.items.find((item) => item.prompt_id === prompt_id)
 
 /** Return the state after an event or an answer of the server at `now` seconds of the page's clock. */
 export const after = (state, event, payload, now) => ({ ...HANDLERS, ...ANSWERS })[event](state, payload, now)
@@ -222,13 +235,9 @@ export function lastRun(state, workflow, nodeIds) {
   return shown.at(-1) ?? null
 }
 
-/** The last ranking of one of these benchmark nodes, or null. */
+/** The last ranking of one of these benchmark nodes in this graph, or null. */
 export const lastRanking = (state, workflow, nodeIds) =>
-  state.rankings.findLast(
-    (each) => nodeIds.includes(each.node) && isOf("workflow" in each ? each : itemOf(state, each), workflow)
-  )?.ranking ?? null
-
-const itemOf = (state, { prompt_id }) => state.items.find((item) => item.prompt_id === prompt_id) ?? {}
+  state.rankings.findLast((each) => nodeIds.includes(each.node) && each.workflow === workflow)?.ranking ?? null
 
 /** The run that is running now, of the open graph if there is one; null while nothing runs. */
 export function runningRun(state, workflow) {
@@ -245,7 +254,7 @@ export const lastItem = (state, workflow) =>
  * has not ended, and for one whose start or steps this page has not seen.
  */
 export function itemPhases(state, promptId) {
-  const item = state.items.find((known) => known.prompt_id === promptId)
+  const item = itemOf(state, { prompt_id: promptId })
   const runs = state.runs.filter((run) => run.prompt_id === promptId)
   if (!item?.endedAt || !runs.length || runs.some((run) => run.since < item.since || !run.ended)) return null
   const before = runs[0].since - item.since

@@ -436,6 +436,40 @@ def test_runs_are_found_by_node_and_graph(modules):
     assert modules.call("figures", "mostMemory", []) is None
 
 
+def ranked(node: str, name: str) -> dict[str, Any]:
+    return {node: {"wanstream_ranking": [{"name": name}]}}
+
+
+def test_rankings_belong_to_a_node_in_a_graph(modules):
+    def last(*events: Event, node: str = "7", workflow: str = "here") -> Any:
+        found = modules.call("store", "lastRanking", modules.state(*events), workflow, [node])
+        return found and found[0]["name"]
+
+    def entry(workflow: str | None, outputs: dict[str, Any]) -> dict[str, Any]:
+        extra = {"extra_pnginfo": {"workflow": {"id": workflow}}} if workflow else {}
+        return {"prompt": [1, "id", {}, extra, []], "outputs": outputs}
+
+    (output,) = ranked("7", "live").values()
+    live = item("executed", node="7", output=output)
+    assert last(live, STARTED[0]) is None, "of no graph until its own is known"
+    for events in ((*STARTED, live), (STARTED[0], live, GRAPH_OF_P), (live, GRAPH_OF_P)):
+        assert last(*events) == "live"
+        assert [last(*events, node="8"), last(*events, workflow="there")] == [None, None]
+    entries = {
+        "o": entry("here", {**ranked("7", "old"), **ranked("8", "other")}),
+        "api": entry(None, ranked("7", "posted")),
+        "none": None,
+        "empty": {"outputs": {"7": None}},
+        "short": {**entry("here", ranked("7", "short")), "prompt": []},
+    }
+    past = "history", entries
+    assert [last(past), last(past, node="8")] == ["old", "other"]
+    assert last(*STARTED, live, past) == "live", "it still runs"
+    entries["p"] = entry("here", ranked("7", "live"))
+    entries["q"] = entry("here", ranked("7", "later"))
+    assert last(live, past) == "later"
+
+
 def test_figures_of_a_subgraph_are_those_of_its_nodes(modules):
     classes = {"1": "A", "5:1": "A", "5:2:1": "B", "5:3": "C", "51": "A"}
     times = {"5:1": {"seconds": 1.0, "since": None}, "5:2:1": {"seconds": 0.0, "since": 8.0}}
