@@ -46,12 +46,7 @@ def on_clone(change: Callable[[Any], object]) -> Patch:
 
 @on_clone
 def attention_1(clone: Any) -> None:
-    def change(*args: Any, **_: Any) -> Any:
-        if isinstance(args[0], dict):  # Wan's patches change the result, Flux's change the query
-            return args[0]["x"] * 0.9
-        return {"q": args[0] * 0.9}
-
-    clone.set_model_attn1_patch(change)
+    clone.set_model_attn1_patch(lambda args: args["x"] * 0.9)
 
 
 @on_clone
@@ -166,9 +161,7 @@ def wrappers(clone: Any) -> None:
 @on_clone
 def replaced_forward(clone: Any) -> None:
     """Replace a layer's method inside a block, as packs do for other attention kernels."""
-    is_wan = hasattr(clone.model.diffusion_model, "blocks")
-    layer = "blocks.1.self_attn" if is_wan else "double_blocks.1.img_attn.proj"
-    path = f"diffusion_model.{layer}.forward"
+    path = "diffusion_model.blocks.1.self_attn.forward"
     forward = clone.get_model_object(path)
     clone.add_object_patch(path, lambda *args, **options: forward(*args, **options) * 0.9)
 
@@ -212,22 +205,6 @@ class TinyControl(comfy.controlnet.ControlBase):  # type: ignore[misc]
         return {"input": [added, added * 0.5], "output": [added]}
 
 
-_shift_flux = _by_node(
-    "nodes_model_advanced",
-    "ModelSamplingFlux",
-    max_shift=1.3,
-    base_shift=0.5,
-    width=512,
-    height=512,
-)
-_shift_wan = _by_node("nodes_model_advanced", "ModelSamplingSD3", shift=3.0)
-
-
-def shift(model: Any) -> Any:
-    is_flux = hasattr(model.model.diffusion_model, "single_blocks")
-    return (_shift_flux if is_flux else _shift_wan)(model)
-
-
 # A third pass per step without two blocks.
 layer_guidance = _by_node(
     "nodes_slg", "SkipLayerGuidanceDiT", double_layers="1, 2", single_layers="1", scale=2.0,
@@ -241,7 +218,7 @@ context_windows = _by_node(
 )  # fmt: skip
 
 PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
-    "attn1 patch": (attention_1, ("wan_t2v", "flux")),
+    "attn1 patch": (attention_1, ("wan_t2v",)),
     "double-block patch": (double_block, ("qwen_image",)),
     "replaced blocks": (replaced, ("wan_vace", "flux")),
     "repeated layer": (repeated_layer, ("wan_t2v",)),
@@ -251,8 +228,8 @@ PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "cache in a function wrapper": (function_cache, ("wan_t2v",)),
     "function wrapper": (function_wrapper, ("wan_t2v",)),
     "wrappers": (wrappers, ("flux",)),
-    "replaced forward": (replaced_forward, ("flux",)),
-    "shift": (shift, ("flux",)),
+    "replaced forward": (replaced_forward, ("wan_t2v",)),
+    "shift": (_by_node("nodes_model_advanced", "ModelSamplingSD3", shift=3.0), ("wan_t2v",)),
     "skip-layer guidance": (layer_guidance, ("wan_t2v",)),
     "EasyCache": (_by_node("nodes_easycache", "EasyCacheNode", **ALWAYS), ("flux",)),
     "LazyCache": (_by_node("nodes_easycache", "LazyCacheNode", **ALWAYS), ("wan_t2v",)),

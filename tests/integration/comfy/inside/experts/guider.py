@@ -185,7 +185,8 @@ def _state() -> list[object]:
     return [torch.get_rng_state().tolist(), kind, keys.tolist(), rest, random.getstate()]
 
 
-@for_each(*comfy.samplers.SAMPLER_NAMES)
+# With "_gpu" in the name they draw their noise on a GPU.
+@for_each(*(name for name in comfy.samplers.SAMPLER_NAMES if not name.endswith("_gpu")))
 def check_sampler(side, name):
     sampler: Any = name
     sigmas = simple_sigmas(name)
@@ -579,8 +580,6 @@ def check_refusals(side):
         "sampler_calc_cond_batch_function": run(replaced),
         "positive carries a ControlNet (control)": ours(positive=control),
         "the latent has several parts": run(side.ours(), latent=parts, noise=parts),
-        "boundary ratio 1.5: give 0 to 1": ours(boundary_ratio=1.5),
-        "flow shift 0: give a positive number": ours(flow_shift=0.0),
     }
     for words, call in calls.items():
         refused(call, words, kind=RequestError)

@@ -160,15 +160,6 @@ def check_start_images(folder):
     model.compare(latent, cfg=1.0)
 
 
-def check_two_parts(folder):
-    model = ti2v(folder)
-    latent = begun(1)
-    left = model.native(latent, end=3, leftover=True)
-    ours = model.ours(latent, end_step=3, leftover_noise=True)
-    native = model.native(left, start=3, add_noise=False)
-    assert_near(model.ours(ours, start=3, add_noise=False), native)
-
-
 def check_given_video(folder):
     model = ti2v(folder)
     video = {"samples": _normal(1, 48, *SIZE, seed=4)}

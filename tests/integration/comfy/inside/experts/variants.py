@@ -70,16 +70,6 @@ class Variant:
     pair: bool = False
     """True for a high-noise and a low-noise expert."""
 
-    @property
-    def channels(self) -> int:
-        """Latent channels."""
-        return self.family.sizes[0][1]
-
-    @property
-    def pixels(self) -> int:
-        """Pixels per latent pixel."""
-        return 16 if self.channels == 48 else 8
-
     def inputs(self, *, other: Collection[str] = (), batch: int = 1) -> Inputs:
         """Return the outputs of the node.
 
@@ -87,9 +77,11 @@ class Variant:
             other: Optional inputs that get other pictures.
             batch: Number of samples in the latent.
         """
-        vae = Vae(self.channels, self.pixels)
-        height = LATENT_HEIGHT * self.pixels
-        width = LATENT_WIDTH * self.pixels
+        channels = self.family.sizes[0][1]
+        pixels = 16 if channels == 48 else 8
+        vae = Vae(channels, pixels)
+        height = LATENT_HEIGHT * pixels
+        width = LATENT_WIDTH * pixels
         given: dict[str, Any] = {}
         for seed, name in enumerate(self.optional, start=70):
             frames = FRAMES if name == "control_video" else 1
@@ -153,9 +145,10 @@ def _fun_control(name: str, channels: int, latent: int, **model: Any) -> Variant
     return Variant(family=family, node=nodes_wan.Wan22FunControlToVideo, optional=optional, **model)
 
 
-def _fun_control_21(name: str, *more: str, **settings: Any) -> Variant:
-    family = _family(name, 48, model_type="i2v", **settings)
-    optional = (*more, "clip_vision_output", "start_image", "control_video")
+def _fun_control_21() -> Variant:
+    """Return a later Fun Control 2.1 model. ComfyUI's node has no input for its reference."""
+    family = _family("fun_control_21", 48, model_type="i2v", in_dim_ref_conv=16)
+    optional = ("reference", "clip_vision_output", "start_image", "control_video")
     return Variant(family=family, node=nodes_wan.WanFunControlToVideo, optional=optional)
 
 
@@ -169,9 +162,7 @@ FUN: dict[str, Variant] = {
     for case in (
         _fun_control("fun_control_22", 52, 16, pair=True),
         _fun_inp(_family("fun_inp_22", 36, model_type="t2v"), pair=True),
-        _fun_control_21("fun_control_21"),
-        # Later Fun-Control 2.1 files have a reference, but ComfyUI's node has no input for it.
-        _fun_control_21("fun_control_21_reference", "reference", in_dim_ref_conv=16),
+        _fun_control_21(),
         _fun_inp(_family("fun_inp_21", 36, model_type="i2v"), "clip_vision_output"),
         _fun_control("fun_control_5b", 148, 48),
         _fun_inp(_family("fun_inp_5b", 100, model_type="t2v", latent_channels=48)),
@@ -268,7 +259,7 @@ def check_fun_model(folder, name):
 
 
 # They have every per-video value: image, mask, reference and CLIP, in a pair and with 48 channels.
-@for_each("fun_control_22", "fun_control_21_reference", "fun_control_5b")
+@for_each("fun_control_22", "fun_control_21", "fun_control_5b")
 def check_two_videos(folder, name):
     Models(folder, FUN[name]).assert_parity(FUN[name].inputs(batch=2))
 

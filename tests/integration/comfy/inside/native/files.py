@@ -75,9 +75,8 @@ def refusal(path: Path, *words: str) -> None:
     *(
         (prefix, "plain")
         for prefix in (
-            "diffusion_model.", "transformer.", "video_model.", "unet.", "_orig_mod.",
-            "module._orig_mod.", "pipe.dit.", "model.", "net.", "model.model.",
-            "model.diffusion_model.", "module.model.diffusion_model.",
+            "diffusion_model.", "transformer.", "_orig_mod.", "module._orig_mod.", "pipe.dit.",
+            "model.", "model.diffusion_model.", "module.model.diffusion_model.",
         )
     ),
     ("transformer.", "scaled_fp8"), ("model.", "scaled_fp8"), ("transformer.", "flux"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,10 @@ import comfy.model_management
 import torch
 
 from ..checks import for_each, refused, require
-from ..families import Family, _normal, load_lora, sample, write_lora
+from ..families import Family, load_lora, sample, write_lora
 from ..further_families import FURTHER
 from ..incidents import Interrupt, failing, out_of_memory
-from ..patches import _replaced, context_windows, node_results
+from ..patches import _replaced, node_results
 from ..tiny_models import (
     WAN,
     Files,
@@ -203,33 +202,14 @@ def check_animate_2_with_a_lora(files, form, policy):
     _compare_animate(files, with_lora, form=form, policy=policy)
 
 
-def _long(family: Family) -> Family:
-    """Return Animate 2 with inputs for seven latent frames."""
-    size = 1, 16, 7, *family.sizes[0][3:]
-    mask = torch.ones(1, 1, *size[2:])
-
-    def conditions(positive: bool) -> dict[str, Any]:
-        image = {"concat_latent_image": _normal(*size, seed=31), "concat_mask": mask}
-        pose = _normal(1, 16, 6, *size[3:], seed=37)
-        return {**family.conditions(positive), **image, "pose_video_latent": pose}
-
-    return replace(family, sizes=(size,), conditions=conditions)
-
-
-@for_each(False, True)
-def check_animate_2_with_its_cache(files, windows):
-    """With the node's cache, later steps compute only parts of each block.
-
-    With context `windows`, the first step passes through all blocks twice.
-    """
+def check_animate_2_with_its_cache(files):
+    """With the node's cache, later steps compute only parts of each block."""
     family = _animate()
     from comfy_extras import nodes_wan
 
     def with_cache(model: Any) -> torch.Tensor:
         given = {"model": model, "device": "cpu", "dtype": "default"}
         (model,) = node_results(nodes_wan.WanAnimate2Cache, **given)
-        if windows:
-            return sample(context_windows(model), _long(family), steps=STEPS)
         return sample(model, family, steps=STEPS)
 
     _compare_animate(files, with_cache)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import re
 import weakref
@@ -108,16 +109,10 @@ def set_option(clone: Any, **option: Any) -> None:
     clone.model_options["transformer_options"] |= option
 
 
-class BlockCounter:
-    """Another pack's forward, whose result depends on its call count."""
-
-    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
-        self.forward = forward
-        self.calls = 0
-
-    def __call__(self, *inputs: Any, **settings: Any) -> torch.Tensor:
-        self.calls += 1
-        return self.forward(*inputs, **settings) * (1 + 0.01 * (self.calls % 3))
+def _counting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return another pack's forward, whose result depends on its call count."""
+    calls = itertools.count(1)
+    return lambda *inputs, **more: forward(*inputs, **more) * (1 + 0.01 * (next(calls) % 3))
 
 
 def network(model: Any) -> torch.nn.Module:
@@ -128,8 +123,8 @@ def _layer(model: Any) -> torch.nn.Module:
     return network(model).blocks[1].ffn
 
 
-def _counted(module: torch.nn.Module, method: str = "forward") -> BlockCounter:
-    return BlockCounter(partial(getattr(type(module), method), module))
+def _counted(module: torch.nn.Module, method: str = "forward") -> Callable[..., torch.Tensor]:
+    return _counting(partial(getattr(type(module), method), module))
 
 
 def with_object_patch(clone: Any) -> None:
@@ -153,15 +148,16 @@ def with_method(clone: Any) -> None:
 
 
 def with_hook(clone: Any) -> None:
-    counter = BlockCounter(lambda hidden: hidden)
-    _layer(clone).register_forward_hook(lambda _, inputs, output: counter(output))
+    counted = _counting(lambda hidden: hidden)
+    _layer(clone).register_forward_hook(lambda _, inputs, output: counted(output))
 
 
 def with_subclass(clone: Any) -> None:
     layer = _layer(clone)
-    counter = _counted(layer)
-    kind = type("Replaced", (type(layer),), {"forward": lambda _, hidden: counter(hidden)})
-    layer.__class__ = kind
+    counted = _counted(layer)
+    layer.__class__ = type(
+        "Replaced", (type(layer),), {"forward": lambda _, hidden: counted(hidden)}
+    )
 
 
 Change = Callable[[Any], None]
