@@ -49,6 +49,7 @@ TITLES = {node.define_schema().display_name for node in PACK}
 NODES = TITLES | {title.partition(" (")[0] for title in TITLES}
 FAMILIES = {"Wan Animate", "Wan Bernini", "Wan Dancer"}
 """Native models, not nodes."""
+FOLDERS = "benchmarks|docs|scripts|tests|workflows/api"
 NEVER_RUN = re.compile(r"never run|nothing on this page was measured|no figure here|we measured no")
 
 
@@ -100,9 +101,8 @@ def test_every_command_line_is_accepted(name):
 
 @EACH_TEXT
 def test_every_command_in_a_sentence_has_these_options(name):
-    (commands,) = (
-        action.choices for action in _parser()._actions if isinstance(action.choices, dict)
-    )
+    choices = [action.choices for action in _parser()._actions]
+    (commands,) = (each for each in choices if isinstance(each, dict))
     for command, words in re.findall(r"`wanstream ([\w-]+)([^`]*)`", FENCED.sub("", TEXTS[name])):
         flags = {word for word in words.split() if word.startswith("--")}
         assert flags <= {*commands[command]._option_string_actions}, command
@@ -110,7 +110,7 @@ def test_every_command_in_a_sentence_has_these_options(name):
 
 @EACH_TEXT
 def test_every_path_of_this_repository_is_there(name):
-    found = re.findall(r"(?<![\w./-])(?:\.\./)?((?:benchmarks|docs|tests)/[\w./*-]+)", TEXTS[name])
+    found = re.findall(rf"(?<![\w./-])(?:\.\./)?((?:{FOLDERS})/[\w./*-]+)", TEXTS[name])
     for path in found:
         assert [*ROOT.glob(path.rstrip("./"))], path
 
@@ -236,16 +236,12 @@ def _kind(file: str) -> str:
 
 
 def test_files_of_all_workflows_are_listed():
-    used = "".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "workflows" / "api").glob("*.json")
-    )
+    paths = (ROOT / "workflows" / "api").glob("*.json")
+    used = "".join(path.read_text(encoding="utf-8") for path in paths)
     section = PAGES["workflows.md"].partition("## Model files")[2]
     named = [_kind(name) for name in re.findall(r"`([\w.-]+)`", section)]
     beginnings = tuple(name.removesuffix("...") for name in named if name[-3:] == "...")
     files = [name for name in MODEL_FILES if f'"{name}"' in used]
     assert len(files) > 30
-    assert [
-        name
-        for name in files
-        if _kind(name) not in named and not _kind(name).startswith(beginnings)
-    ] == []
+    left = [name for name in files if _kind(name) not in named]
+    assert [name for name in left if not _kind(name).startswith(beginnings)] == []

@@ -97,14 +97,10 @@ def test_archive_has_what_runs_in_comfyui_and_nothing_else(source):
     assert {name for name in archive if name.endswith(".py")} == {"__init__.py", *runs}
     other = {name for name in archive if not name.endswith(".py")}
     served = {name for name in other if re.match(r"web/|workflows/[^/]+\.|locales/\w+/", name)}
-    assert served >= {
-        "web/wanstream.js",
-        "workflows/Wan2.2 text to video.json",
-        "locales/zh/nodeDefs.json",
-    }
-    assert {PurePath(name).suffix for name in served} == {
-        *(".js", ".mjs", ".css", ".md", ".json", ".jpg")
-    }
+    workflow = "workflows/Wan2.2 text to video.json"
+    assert served >= {"web/wanstream.js", workflow, "locales/zh/nodeDefs.json"}
+    endings = {PurePath(name).suffix for name in served}
+    assert endings == {".js", ".mjs", ".css", ".md", ".json", ".jpg"}
     assert other - served == {"LICENSE", "README.md", "pyproject.toml", "requirements.txt"}
 
 
@@ -123,10 +119,8 @@ def used_modules(path: Path) -> set[str]:
 
 def test_security_names_each_use_of_reviewed_modules(source):
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    named = {
-        file: {*re.findall("`(.+?)`", uses)}
-        for file, uses in re.findall(r"^\| `(\w[\w/]+\.py)` \| (.+?) \| .+ \|$", text, re.MULTILINE)
-    }
+    rows = re.findall(r"^\| `(\w[\w/]+\.py)` \| (.+?) \| .+ \|$", text, re.MULTILINE)
+    named = {file: {*re.findall("`(.+?)`", uses)} for file, uses in rows}
     files = {path.relative_to(ROOT).as_posix(): path for path in source.files}
     assert named == {name: used for name, path in files.items() if (used := used_modules(path))}
     outside = text.partition("not in the archive:")[2]
@@ -138,9 +132,8 @@ def test_every_package_is_installed(project):
     listed = project["tool"]["setuptools"]["packages"]
     tops = {name.split(".")[1] for name in listed if "." in name}
     folders = {path.parent.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*.py")}
-    assert sorted(listed) == sorted(
-        ["wanstream", *(".".join(("wanstream", *folder.parts)) for folder in folders)]
-    )
+    names = [".".join(("wanstream", *folder.parts)) for folder in folders]
+    assert sorted(listed) == sorted(["wanstream", *names])
 
 
 def test_changelog_has_every_release_once():
@@ -155,9 +148,8 @@ def test_changelog_has_every_release_once():
 def test_checklist_names_only_what_exists(project):
     """A word in code with a slash or a known ending is a file or folder in the checkout."""
     named = set(re.findall(r"`([\w./-]+)`", CHECKLIST))
-    files = {name for name in named if "/" in name or name.endswith((".md", ".toml", ".py"))} - {
-        "custom_nodes/"
-    }
+    files = {name for name in named if "/" in name or name.endswith((".md", ".toml", ".py"))}
+    files.remove("custom_nodes/")
     assert {"pyproject.toml", "schema/version.py", ".ci/run", "scripts/demo"} <= files
     for name in files:
         assert (ROOT / name).exists(), name

@@ -58,8 +58,7 @@ Prompt = dict[str, dict[str, Any]]
 
 
 def prompt_of(name: str) -> Prompt:
-    prompt: Prompt = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
-    return prompt
+    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def classes(prompt: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -94,10 +93,8 @@ def test_comfyui_takes_templates_from_one_folder():
 def canvas_names(canvas: Mapping[str, Any]) -> dict[int, str]:
     """Return each canvas node's name by id, as `names_of` does."""
     counts = Counter(node["type"] for node in canvas["nodes"])
-    return {
-        node["id"]: node["type"] if counts[node["type"]] == 1 else node["title"]
-        for node in canvas["nodes"]
-    }
+    keys = [(node, "type" if counts[node["type"]] == 1 else "title") for node in canvas["nodes"]]
+    return {node["id"]: node[key] for node, key in keys}
 
 
 @pytest.mark.parametrize("folder", ["tools/notes", "web/docs"])
@@ -129,11 +126,8 @@ def test_every_input_of_our_nodes_has_a_valid_value(name):
     for node, schema in our_nodes(name):
         given = node["inputs"]
         sockets = {socket.id: socket for socket in schema.inputs}
-        needed = {
-            name
-            for name, socket in sockets.items()
-            if socket.io_type in WIDGETS or not socket.optional
-        }
+        widgets = {name for name, socket in sockets.items() if socket.io_type in WIDGETS}
+        needed = widgets | {name for name, socket in sockets.items() if not socket.optional}
         assert needed <= given.keys() <= sockets.keys()
         for socket_id, socket in sockets.items():
             options = socket.as_dict()
@@ -148,12 +142,8 @@ def test_every_input_of_our_nodes_has_a_valid_value(name):
 def test_files_are_listed_and_linked(name, sample_models):
     """Nodes 2.0 draws text in backticks blue on grey-blue, so notes do not use backticks."""
     prompt, canvas = prompt_of(name), template(name)
-    named = {
-        value
-        for node in prompt.values()
-        for value in node["inputs"].values()
-        if str(value).endswith("tensors")
-    }
+    values = [value for node in prompt.values() for value in node["inputs"].values()]
+    named = {value for value in values if str(value).endswith("tensors")}
     assert named <= MODEL_FILES.keys()
     for file in (MODEL_FILES[value] for value in named):
         # The test model has no native models. The servers in tests have only their names.
@@ -228,13 +218,8 @@ def test_every_link_of_the_canvas_has_two_ends(name):
         assert link in nodes[source]["outputs"][output]["links"]
         assert nodes[source]["outputs"][output]["type"] == kind
         assert nodes[target]["inputs"][socket]["link"] == link
-    linked = [
-        socket["link"]
-        for node in nodes.values()
-        for socket in node["inputs"]
-        if socket.get("link") is not None
-    ]
-    assert sorted(linked) == sorted(ids)
+    linked = [socket.get("link") for node in nodes.values() for socket in node["inputs"]]
+    assert sorted(link for link in linked if link is not None) == sorted(ids)
 
 
 @EACH
@@ -278,9 +263,8 @@ def test_no_two_nodes_overlap(name):
     canvas = template(name)
     names = canvas_names(canvas)
     boxes = {names[node["id"]]: (*node["pos"], *node["size"]) for node in canvas["nodes"]}
-    for (one, (x, y, width, height)), (other, (right, low, wide, high)) in combinations(
-        boxes.items(), 2
-    ):
+    pairs = combinations(boxes.items(), 2)
+    for (one, (x, y, width, height)), (other, (right, low, wide, high)) in pairs:
         beside = x + width <= right or right + wide <= x
         above = y + height <= low - TITLE or low + high <= y - TITLE
         assert beside or above, f"{one} and {other}"
@@ -344,10 +328,8 @@ def test_workflow_of_our_nodes_runs_without_comfyui(name, sample_models, tmp_pat
 
 
 def test_native_workflows_have_a_loader_for_each_sampler():
-    assert {*NATIVE} == {
-        f"native_{name}"
-        for name in ("wan22", "joined", "vace", "animate", "flux", "qwen_image", "ltx2")
-    }
+    names = ("wan22", "joined", "vace", "animate", "flux", "qwen_image", "ltx2")
+    assert {*NATIVE} == {f"native_{name}" for name in names}
     for name in NATIVE:
         kinds = Counter(node["class_type"] for node in prompt_of(name).values())
         samplers = sum(

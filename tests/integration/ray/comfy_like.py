@@ -1,8 +1,7 @@
 """A process with workers that imports the pack as ComfyUI does.
 
 Usage: `comfy_like.py FOLDER HIGH LOW HOW`. It prints one JSON line when a worker computes. HOW
-selects the end: "returns" from the main module with the pool open, "waits" for a kill, or "closes"
-the pool, prints the remaining processes and files, and compares the latents with one process.
+selects the end: "returns" from the main module with the pool open, or "waits" for a kill.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import signal
 import sys
 import threading
@@ -50,14 +48,8 @@ def task_of(module, high: str, low: str, *, steps: int):
     )
 
 
-def alone(module, task) -> object:
-    pair = module("wan").open_pair(task.experts)
-    return module("sampling").denoise(pair, task.request, policy=task.policy, device="cpu").latents
-
-
 def main(folder: str, high: str, low: str, how: str) -> None:
     name = load(folder)
-    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
 
     def module(path: str):
         return importlib.import_module(f"{name}.{path}")
@@ -65,10 +57,6 @@ def main(folder: str, high: str, low: str, how: str) -> None:
     ref = module("schema.refs").WorkersRef(count=1, threads=1)
     pool = module("distributed.ray.pool").RayPool(ref, "cpu", store_bytes=128 << 20)
     worker = pool.workers[0]
-    task = task_of(module, high, low, steps=4)
-    reports = []
-    worker.run(task, reports.append).result(60)
-    latents = reports[-1].state.latents
     begun = threading.Event()
     worker.run(task_of(module, high, low, steps=1000), lambda step: begun.set())
     assert begun.wait(60)
@@ -77,21 +65,9 @@ def main(folder: str, high: str, low: str, how: str) -> None:
         worker=worker.started.facts.pid,
         children=[child.pid for child in children],
         folders=[str(Path(log).parents[2]) for log in worker.started.logs],
-        environment=dict(os.environ) == environment,
-        handler=signal.getsignal(signal.SIGTERM) is handler,
     )
     if how == "waits":
         signal.pause()
-    if how == "closes":
-        pool.close()
-        own = psutil.Process()
-        open_ = own.net_connections()
-        say(
-            children=[child.pid for child in own.children(recursive=True)],
-            listening=[each.laddr.port for each in open_ if each.status == psutil.CONN_LISTEN],
-            equal=bool((latents == alone(module, task)).all()),
-            wanstream="wanstream" in sys.modules,
-        )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from wanstream.tests.support.memory_folder import names_in_shared_memory
-
 pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="looks at /dev/shm, and at signals of Linux"
@@ -50,8 +48,7 @@ def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
 def next_message(process: subprocess.Popen[str]) -> dict[str, Any]:
     line = process.stdout.readline()
     assert line, f"it ended with {process.wait(LIMIT_S)}"
-    found: dict[str, Any] = json.loads(line)
-    return found
+    return json.loads(line)
 
 
 def alive(pids: list[int]) -> list[psutil.Process]:
@@ -62,7 +59,7 @@ def alive(pids: list[int]) -> list[psutil.Process]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["returns", "is killed"])
 def test_workers_end_with_the_process_that_has_them(how, start):
-    """SIGTERM kills it as SIGKILL does: Ray's handler is not installed, as the next test checks."""
+    """SIGTERM kills it as SIGKILL does: Ray's handler is not installed, as test_ray_pool checks."""
     process = start("returns" if how == "returns" else "waits")
     begun = next_message(process)
     assert begun["worker"] in begun["children"]
@@ -74,19 +71,3 @@ def test_workers_end_with_the_process_that_has_them(how, start):
     _, left = psutil.wait_procs(children, timeout=GONE_S)
     assert left == []
     assert how != "returns" or not [folder for folder in begun["folders"] if Path(folder).exists()]
-
-
-@pytest.mark.slow
-def test_pack_in_any_folder_closes_without_a_trace(start):
-    before = names_in_shared_memory()
-    process = start("closes")
-    begun, closed = next_message(process), next_message(process)
-    assert closed["equal"] is True
-    assert closed["wanstream"] is False, "the pack imported itself under a second name"
-    assert (begun["environment"], begun["handler"]) == (True, True)
-    assert begun["folders"]
-    assert not [folder for folder in begun["folders"] if Path(folder).exists()]
-    assert (closed["children"], closed["listening"]) == ([], [])
-    assert process.wait(LIMIT_S) == 0
-    assert alive(begun["children"]) == []
-    assert names_in_shared_memory() <= before

@@ -69,5 +69,5 @@ def test_degrees_multiply_to_the_workers_and_divide_the_heads():
     check_degrees(Mesh(ulysses=8), 8)
     with pytest.raises(WorkersError, match=r"is 2 x 1 x 2 x 1 x 1 = 4, and there are 3 workers"):
         check_degrees(Mesh(data=2, cfg=2), 3)
-    with pytest.raises(WorkersError, match="ulysses 3 does not divide the 40 attention heads"):
+    with pytest.raises(WorkersError, match=r"ulysses 3 .* 40 attention heads: give one of 1, 2"):
         check_degrees(Mesh(ulysses=3), 3)
