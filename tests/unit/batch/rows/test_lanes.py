@@ -242,8 +242,10 @@ def test_a_row_that_fits_no_other_runs_alone(socket, value, shown):
 
 def test_the_same_number_written_in_two_ways_is_the_same():
     first = row(sampler={"guidance_low": 3}, policy={"prefetch_blocks": 1.0})
-    second = row(sampler={"guidance_low": 3.0})
-    assert "policy" in only(first, second).prompt
+    made = only(first, row(sampler={"guidance_low": 3.0}))
+    assert "policy" in made.prompt
+    found = classes(made)
+    assert [found.count(each) for each in TWICE] == [2] * 4, "equal rows save a video each"
 
 
 def test_a_sampler_without_a_policy_fits_none_with_one():

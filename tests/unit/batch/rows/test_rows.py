@@ -29,12 +29,13 @@ def rows_of(tmp_path: Path) -> ReadRows:
 
 
 def test_csv_cells_are_text_and_an_empty_one_changes_nothing(rows_of):
-    table = 'sampler.seed,text.positive,name\n7,"a boat, at dawn\nmist",shot_1\n\n8,,\n9,fog\n'
+    head = "sampler.seed,text.positive,name,continues"
+    table = f'{head}\n7,"a boat, at dawn\nmist",shot_1\n\n8,,,shot_1\n9,fog\n'
     rows = rows_of("jobs.csv", table)
-    assert [(row.line, row.position, row.name, row.values) for row in rows] == [
-        (2, 1, "shot_1", {"sampler.seed": "7", "text.positive": "a boat, at dawn\nmist"}),
-        (5, 2, None, {"sampler.seed": "8"}),
-        (6, 3, None, {"sampler.seed": "9", "text.positive": "fog"}),
+    assert [(row.line, row.position, row.name, row.continues, row.values) for row in rows] == [
+        (2, 1, "shot_1", None, {"sampler.seed": "7", "text.positive": "a boat, at dawn\nmist"}),
+        (5, 2, None, "shot_1", {"sampler.seed": "8"}),
+        (6, 3, None, None, {"sampler.seed": "9", "text.positive": "fog"}),
     ]
     assert all(row.as_text and row.fault is None for row in rows)
 

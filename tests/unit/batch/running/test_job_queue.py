@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from wanstream.batch.errors import UnsuitableError
 from wanstream.batch.journal.entry import KeptFile, State
 from wanstream.batch.journal.journal import Journal
 from wanstream.batch.rows.rows import Row
@@ -171,24 +172,36 @@ def test_a_finished_row_ends_a_streak_of_failures(desk):
     assert desk.take(A)
 
 
-def test_a_suspected_server_takes_all_rows_when_it_is_alone(desk):
+@pytest.fixture
+def suspected(desk: Desk) -> Desk:
+    """The server a has failed rows until it is suspected, and has one more row."""
     desk.enter(12)
-    for _ in range(MAX_STREAK):
-        desk.fail(A)
+    taken = [desk.taken(A) for _ in range(MAX_STREAK + 1)]
+    for submission in taken[:-1]:
+        desk.fail(A, submission)
     assert desk.take(A) is None
-    desk.queue.unanswered(B, 10.0)
-    assert desk.take(A)
+    return desk
 
 
-def test_a_server_that_returns_is_not_suspected(desk):
-    desk.enter(12)
+def test_a_suspected_server_takes_all_rows_when_it_is_alone(suspected):
+    suspected.queue.unanswered(B, 10.0)
+    assert suspected.take(A)
+
+
+def test_a_server_that_returns_is_not_suspected(suspected):
+    suspected.queue.unanswered(A, 10.0)
+    suspected.queue.answered(A)
     for _ in range(MAX_STREAK):
-        desk.fail(A)
-    desk.queue.unanswered(A, 10.0)
-    desk.queue.answered(A)
-    for _ in range(MAX_STREAK):
-        desk.finish(B)
-    assert desk.take(A)
+        suspected.finish(B)
+    assert suspected.take(A)
+
+
+def test_a_server_is_excluded_when_it_has_no_rows_left(suspected):
+    suspected.finish(B)
+    assert suspected.take(A) is None, "it may finish this one"
+    suspected.queue.end(A, suspected.queue.submissions(A)[0])
+    with pytest.raises(UnsuitableError, match="3 rows in a row, of which http://b has finished"):
+        suspected.take(A)
 
 
 def test_rows_that_have_not_ended_in_two_commands_come_last(desk):
