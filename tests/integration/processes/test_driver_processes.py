@@ -35,10 +35,35 @@ def pool(processes: Any, process_pools: Any) -> Iterator[Any]:
         yield started
 
 
-def driver_of(pool: Any, mesh: Mesh, *, timeout_s: float = 60.0, max_restarts: int = 3) -> Driver:
-    return Driver(
-        pool, WorkersRef(count=mesh.size, timeout_s=timeout_s, max_restarts=max_restarts), mesh
-    )
+def driver_of(pool: Any, mesh: Mesh, **settings: Any) -> Driver:
+    settings = {"timeout_s": 60.0, "max_restarts": 3, **settings}
+    return Driver(pool, WorkersRef(count=mesh.size, **settings), mesh)
+
+
+def run(driver: Driver, task: RunTask, **more: Any) -> Any:
+    return driver.denoise(task.experts, task.request, task.policy, **more)
+
+
+def difference_of(latents: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((latents - wanted).norm() / wanted.norm()).item()
+
+
+def with_steps(task: RunTask, steps: int) -> RunTask:
+    changes = {"steps": steps, "switch_step": steps // 2}
+    return replace(task, request=DenoiseRequest(**{**task.request.keywords(), **changes}))
+
+
+def stop_after(driver: Driver, task: RunTask, step: int) -> int:
+    """Stop a run after this step, and return the block before which it stopped."""
+    stop = threading.Event()
+
+    def on_step(progress: StepProgress) -> None:
+        if progress.done == step:
+            stop.set()
+
+    with pytest.raises(SamplingCancelled) as cancelled:
+        run(driver, task, on_step=on_step, should_stop=stop.is_set)
+    return cancelled.value.block
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -47,16 +72,10 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def batch_task(make_task: MakeTask) -> MakeTask:
-    """`batch_task(batch=4, ...)`: a task with several samples, each with different noise."""
-
-    def make(
-        batch: int = 4, *, request: dict[str, Any] | None = None, seed: int = 10, **changes: Any
-    ) -> RunTask:
-        return make_task(
-            request={"noise": normal(batch, 16, 2, 4, 6, seed=seed), **(request or {})}, **changes
-        )
-
-    return make
+    """`batch_task(batch, **request)`: a task with several samples, each with different noise."""
+    return lambda batch, **request: make_task(
+        request={"noise": normal(batch, 16, 2, 4, 6, seed=10), **request}
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,16 +89,11 @@ def batch_task(make_task: MakeTask) -> MakeTask:
     ],
     ids=str,
 )
-def test_every_mesh_gives_what_one_worker_gives(mesh, pool, batch_task, alone, record_property):
+def test_every_mesh_gives_what_one_worker_gives(mesh, pool, batch_task, alone):
     task = batch_task(4 if mesh.data * mesh.stage > 1 else 1)
-    ran = driver_of(pool, mesh).denoise(task.experts, task.request, task.policy)
-    wanted = alone(task)
-    if mesh.ulysses == 1:
-        assert torch.equal(ran.latents, wanted)
-    else:
-        difference = ((ran.latents - wanted).norm() / wanted.norm()).item()
-        record_property("difference", difference)
-        assert difference <= ROUNDING
+    ran = run(driver_of(pool, mesh), task)
+    most = 0 if mesh.ulysses == 1 else ROUNDING
+    assert difference_of(ran.latents, alone(task)) <= most
     assert len({worker.pid for worker in pool.workers[: mesh.size]} - {os.getpid()}) == mesh.size
     # The faster one of two rows may take all videos in a stage.
     assert set(ran.timelines) == set(range(mesh.size)) or mesh.data * mesh.stage == 4
@@ -88,37 +102,36 @@ def test_every_mesh_gives_what_one_worker_gives(mesh, pool, batch_task, alone, r
 
 
 def test_ulysses_shares_out_the_heads_of_the_sample_model(pool, make_task, alone, sample_models):
-    files = (
+    high, low = (
         sample_models / f"diffusion_models/wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors"
         for expert in ("high", "low")
     )
-    task = make_task(
-        experts=ExpertsRef(high_noise=next(files), low_noise=next(files), compute_dtype="float32")
+    experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
+    task = make_task(experts=experts)
+    assert (
+        difference_of(run(driver_of(pool, Mesh(ulysses=2)), task).latents, alone(task)) <= ROUNDING
     )
-    made = driver_of(pool, Mesh(ulysses=2)).denoise(task.experts, task.request, task.policy).latents
-    wanted = alone(task)
-    assert ((made - wanted).norm() / wanted.norm()).item() <= ROUNDING
 
 
 def test_in_two_stages_no_worker_changes_its_expert(pool, batch_task, alone):
-    driver, task = driver_of(pool, Mesh(stage=2)), batch_task(8)
-    ran = driver.denoise(task.experts, task.request, task.policy)
+    task = batch_task(8)
+    ran = run(driver_of(pool, Mesh(stage=2)), task)
     assert torch.equal(ran.latents, alone(task))
     for rank, expert in enumerate(("high", "low")):
         steps = ran.timelines[rank].steps
         assert {step.expert for step in steps} == {expert}
-        assert [step.index for step in steps] == [2 * rank, 2 * rank + 1] * 8, (
-            "one video after the other"
-        )
+        indices = [step.index for step in steps]
+        assert indices == [2 * rank, 2 * rank + 1] * 8, "one video after the other"
     first, second = (timeline.steps for timeline in ran.timelines.values())
     assert first[-1].start_s > second[0].start_s, "both stages work at once"
 
 
 def test_next_run_has_another_seed_or_experts(pool, make_task, experts_ref, alone):
-    driver, made = driver_of(pool, Mesh(stage=2)), []
-    swapped = experts_ref(high=2, low=1)
-    for task in (make_task(), make_task(seed=20), make_task(seed=20, experts=swapped), make_task()):
-        made.append(driver.denoise(task.experts, task.request, task.policy).latents)
+    driver = driver_of(pool, Mesh(stage=2))
+    swapped = make_task(seed=20, experts=experts_ref(high=2, low=1))
+    made = []
+    for task in (make_task(), make_task(seed=20), swapped, make_task()):
+        made.append(run(driver, task).latents)
         assert torch.equal(made[-1], alone(task))
     assert torch.equal(made[0], made[3])
     assert not torch.equal(made[1], made[2])
@@ -126,46 +139,39 @@ def test_next_run_has_another_seed_or_experts(pool, make_task, experts_ref, alon
 
 @pytest.mark.parametrize(
     ("mesh", "rank", "handover_s"),
-    [
-        (Mesh(stage=2), 1, 0.0),
-        (Mesh(cfg=2), 0, 60.0),
-        (Mesh(cfg=2), 0, 0.1),
-    ],
+    [(Mesh(stage=2), 1, 0.0), (Mesh(cfg=2), 0, 60.0), (Mesh(cfg=2), 0, 0.1)],
     ids=str,
 )
 def test_a_killed_worker_is_replaced_and_no_bit_changes(
     mesh, rank, handover_s, pool, batch_task, alone, monkeypatch
 ):
     """Also between two handovers, after which the leader's steps are taken again."""
-    monkeypatch.setattr(
-        "wanstream.distributed.driver.driver.handover_interval_s", lambda nbytes, groups: handover_s
-    )
-    task, steps = batch_task(2, request={"solver": "unipc"}), list[StepProgress]()
+    interval = "wanstream.distributed.driver.driver.handover_interval_s"
+    monkeypatch.setattr(interval, lambda nbytes, groups: handover_s)
+    task = batch_task(2, solver="unipc")
+    steps = list[StepProgress]()
 
     def on_step(step: StepProgress) -> None:
         steps.append(step)
         if len(steps) == 2:
             os.kill(pool.workers[rank].pid, signal.SIGKILL)
 
-    ran = driver_of(pool, mesh).denoise(task.experts, task.request, task.policy, on_step=on_step)
+    ran = run(driver_of(pool, mesh), task, on_step=on_step)
     assert torch.equal(ran.latents, alone(task))
     assert ran.restarts == 1
     assert [step.done for step in steps] == list(range(1, steps[-1].total + 1))
 
 
 def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool, batch_task, alone):
-    short, frozen = batch_task(1), pool.workers[1].pid
+    frozen = pool.workers[1].pid
     # Enough steps to keep the worker busy until this process comes to stop it.
-    request = DenoiseRequest(**{**short.request.keywords(), "steps": 60, "switch_step": 30})
-    task = replace(short, request=request)
+    task = with_steps(batch_task(1), 60)
 
     def on_step(step: StepProgress) -> None:
         if step.done == 2:
             os.kill(frozen, signal.SIGSTOP)
 
-    ran = driver_of(pool, Mesh(cfg=2), timeout_s=6.0).denoise(
-        task.experts, task.request, task.policy, on_step=on_step
-    )
+    ran = run(driver_of(pool, Mesh(cfg=2), timeout_s=6.0), task, on_step=on_step)
     assert torch.equal(ran.latents, alone(task))
     assert ran.restarts == 1
     assert pool.workers[1].pid != frozen
@@ -173,46 +179,36 @@ def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool, batch_task,
 
 
 def test_runs_are_stopped_between_blocks_and_workers_stay(pool, batch_task, alone):
-    driver, task = driver_of(pool, Mesh(stage=2, cfg=2)), batch_task(3)
+    driver = driver_of(pool, Mesh(stage=2, cfg=2))
+    task = batch_task(3)
     pids = [worker.pid for worker in pool.workers]
-    long = DenoiseRequest(**{**task.request.keywords(), "steps": 1000, "switch_step": 500})
     for at in (1, 3, 4):
-        stop = threading.Event()
-
-        def on_step(step: StepProgress, at: int = at, stop: threading.Event = stop) -> None:
-            if step.done == at:
-                stop.set()
-
-        with pytest.raises(SamplingCancelled):
-            driver.denoise(
-                task.experts, long, task.policy, on_step=on_step, should_stop=stop.is_set
-            )
-    assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, alone(task))
+        stop_after(driver, with_steps(task, 1000), at)
+    assert torch.equal(run(driver, task).latents, alone(task))
     assert [worker.pid for worker in pool.workers] == pids
 
 
-def test_a_file_that_is_broken_ends_the_run_and_names_the_worker(
-    pool, make_task, experts_ref, alone, tmp_path
-):
-    driver, task = driver_of(pool, Mesh(cfg=2)), make_task()
+def test_a_file_that_is_broken_ends_the_run_and_names_the_worker(pool, make_task, alone, tmp_path):
+    driver = driver_of(pool, Mesh(cfg=2))
+    task = make_task()
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
-    with pytest.raises(
-        WorkerFailedError, match=r"worker \d \(.*, cpu\) failed: .*broken.safetensors"
-    ):
-        driver.denoise(
-            replace(task.experts, high_noise=broken, low_noise=broken), task.request, task.policy
-        )
-    assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, alone(task))
+    experts = replace(task.experts, high_noise=broken, low_noise=broken)
+    message = r"worker \d \(.*, cpu\) failed: .*broken.safetensors"
+    with pytest.raises(WorkerFailedError, match=message):
+        run(driver, replace(task, experts=experts))
+    assert torch.equal(run(driver, task).latents, alone(task))
 
 
-def test_oom_of_one_rank_shrinks_its_whole_cell(processes, process_pools, make_task, alone):
-    task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
-    with process_pools.ProcessPool(
-        processes, 2, first=WORKERS, short_at={1: 2 * blocks + 1}
-    ) as pool:
-        driver = driver_of(pool, Mesh(cfg=2), max_restarts=0)
-        ran = driver.denoise(task.experts, task.request, task.policy)
+@pytest.mark.parametrize("machines", [{}, {1: "other"}])
+def test_oom_of_one_rank_shrinks_its_whole_cell(
+    machines, processes, process_pools, make_task, alone
+):
+    task = make_task(policy=OffloadPolicy.layerwise(3))
+    blocks = 4
+    given = {"short_at": {1: 2 * blocks + 1}, "machines": machines}
+    with process_pools.ProcessPool(processes, 2, first=WORKERS, **given) as pool:
+        ran = run(driver_of(pool, Mesh(cfg=2), max_restarts=0), task)
         assert torch.equal(ran.latents, alone(task))
         assert (ran.restarts, pool.replaced) == (0, [])
         (change,) = ran.timeline.changes
@@ -222,43 +218,14 @@ def test_oom_of_one_rank_shrinks_its_whole_cell(processes, process_pools, make_t
 
 def test_stop_between_machines_leaves_workers(processes, process_pools, make_task, alone):
     task = make_task()
-    long = DenoiseRequest(**{**task.request.keywords(), "steps": 1000, "switch_step": 500})
-    with process_pools.ProcessPool(
-        processes, 4, first=WORKERS, machines={2: "other", 3: "other"}
-    ) as pool:
+    machines = {2: "other", 3: "other"}
+    with process_pools.ProcessPool(processes, 4, first=WORKERS, machines=machines) as pool:
         pids = [worker.pid for worker in pool.workers]
         for mesh, blocks in ((Mesh(cfg=2, ulysses=2), {0}), (Mesh(data=2, cfg=2), set(range(4)))):
-            driver, request, stops = driver_of(pool, mesh), long, []
-            for at in (1, 3, 4):
-                stop = threading.Event()
-
-                def on_step(step: StepProgress, at: int = at, stop: threading.Event = stop) -> None:
-                    if step.done == at:
-                        stop.set()
-
-                with pytest.raises(SamplingCancelled) as cancelled:
-                    driver.denoise(
-                        task.experts, request, task.policy, on_step=on_step, should_stop=stop.is_set
-                    )
-                stops.append(cancelled.value.block)
-            assert set(stops) <= blocks
-            made = driver.denoise(task.experts, task.request, task.policy).latents
-            assert ((made - alone(task)).norm() / alone(task).norm()).item() <= ROUNDING
+            driver = driver_of(pool, mesh)
+            assert {stop_after(driver, with_steps(task, 1000), at) for at in (1, 3, 4)} <= blocks
+            assert difference_of(run(driver, task).latents, alone(task)) <= ROUNDING
         assert [worker.pid for worker in pool.workers] == pids
-
-
-def test_oom_between_machines_shrinks_the_group(processes, process_pools, make_task, alone):
-    task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
-    short_at, machines = {1: 2 * blocks + 1}, {1: "other"}
-    with process_pools.ProcessPool(
-        processes, 2, first=WORKERS, short_at=short_at, machines=machines
-    ) as pool:
-        ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(
-            task.experts, task.request, task.policy
-        )
-        assert torch.equal(ran.latents, alone(task))
-        assert (ran.restarts, pool.replaced) == (0, [])
-        assert "out of memory in step 2" in ran.timeline.changes[0]
 
 
 CONTEXT = {"tokens": ExtraTokens(context=(torch.ones(1, 16, 2, 4, 6),)), "context_guidance": 1.5}
@@ -273,16 +240,16 @@ def test_predicted_traffic_is_what_workers_receive(
 ):
     task = make_task(request=changes)
     registry = ExpertsRegistry()
-    run = request_run_shape(registry.get(task.experts), task.request, torch.device("cpu"))
+    shape = request_run_shape(registry.get(task.experts), task.request, torch.device("cpu"))
     registry.free()
     with process_pools.ProcessPool(processes, 2, first=WORKERS, machines={1: "other"}) as pool:
         driver = driver_of(pool, mesh)
-        ran = driver.denoise(task.experts, task.request, task.policy)
+        ran = run(driver, task)
         ((_, facts),) = driver.workers
-    traffic = wire_traffic(mesh, [each.machine for each in facts], run)
+    traffic = wire_traffic(mesh, [each.machine for each in facts], shape)
     assert traffic is not None
     # Each worker receives the other one's data. Ulysses gathers the output too, once per lane.
-    tokens, shares = sum(run.lane_tokens("high")), 2
-    output = tokens // shares * 64 * run.value_bytes if mesh.ulysses > 1 else 0
+    tokens, shares = sum(shape.lane_tokens("high")), 2
+    output = tokens // shares * 64 * shape.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)
     assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)

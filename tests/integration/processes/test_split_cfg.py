@@ -66,59 +66,68 @@ def test_lanes_are_shared_out_evenly(count, sides):
     ],
 )
 def test_two_sides_give_what_one_worker_gives(
-    batch, guidance, lanes_a_step, split, experts_ref, make_request
+    batch, guidance, lanes_a_step, split, experts_ref, make_request, check_split
 ):
-    given = experts_ref(), make_request(batch=batch, guidance=guidance), LAYERWISE
-    alone = split.alone(*given)
-    results = split.run(*given)
+    request = make_request(batch=batch, guidance=guidance)
+    _, results = check_split(experts_ref(), request, LAYERWISE, exact=True)
     assert len({*split.pids, os.getpid()}) == 3
     for side in results:
-        assert torch.equal(side["latents"], alone)
         assert side["gathered"] == side["crossed"] == sum(lanes_a_step) * STEPS // 2 * LANE_BYTES
 
 
-def test_windows_nag_and_noise_of_every_step_are_shared_too(split, experts_ref, make_request):
+def test_windows_nag_and_noise_of_every_step_are_shared_too(experts_ref, make_request, check_split):
     """Steps with one and with two lanes per window, and a lane on both ranks."""
     noise = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(22))
     steps = {"solver": "lcm", "guidance_steps": (4.0, 1.0, 3.0, 1.0), "nag": Nag()}
     request = make_request(noise=noise, windows=ContextWindows(frames=3, overlap=1), **steps)
     assert {request.lanes_at(step) for step in range(STEPS)} >= {2, 4}
-    given = experts_ref(), request, LAYERWISE
-    alone = split.alone(*given)
-    for side in split.run(*given):
-        assert torch.equal(side["latents"], alone)
+    check_split(experts_ref(), request, LAYERWISE, exact=True)
 
 
 @pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.layerwise(0)])
 def test_images_condition_both_sides_under_any_policy(
-    policy, split, tiny_expert_folder, make_request
+    policy, tiny_expert_folder, make_request, check_split
 ):
     high, low = (tiny_expert_folder(seed=seed, in_channels=36) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     image = torch.randn(1, 20, 2, 4, 6, generator=torch.Generator().manual_seed(21))
-    given = experts, make_request(batch=2, image_condition=image, solver="unipc"), policy
-    alone = split.alone(*given)
-    for side in split.run(*given):
-        assert torch.equal(side["latents"], alone)
+    request = make_request(batch=2, image_condition=image, solver="unipc")
+    check_split(experts, request, policy, exact=True)
 
 
-@pytest.mark.parametrize(("rank", "visits"), [(0, 0), (1, 6), (1, 15)])
+@pytest.fixture
+def given(
+    experts_ref: Callable[..., ExpertsRef], make_request: Callable[..., DenoiseRequest]
+) -> tuple[ExpertsRef, DenoiseRequest, OffloadPolicy]:
+    return experts_ref(), make_request(), LAYERWISE
+
+
+@pytest.mark.parametrize(
+    ("spans_machines", "rank", "visits", "stop"),
+    [
+        (False, 0, 0, (0, 0)),
+        (False, 1, 6, (1, 2)),
+        (False, 1, 15, (3, 3)),
+        (True, 0, 0, (0, 0)),
+        (True, 1, 5, (2, 0)),
+        (True, 0, 8, (2, 0)),
+    ],
+)
 def test_stop_of_one_rank_stops_both_before_one_block(
-    rank, visits, split, experts_ref, make_request
+    spans_machines, rank, visits, stop, split, given, check_split
 ):
-    given = experts_ref(), make_request(), LAYERWISE
-    stopped = split.all(job_run_until, *given, {rank: visits}, None)
-    assert stopped == [divmod(visits, 4)] * 2
-    alone = split.alone(*given)
-    for side in split.run(*given):
-        assert torch.equal(side["latents"], alone)
+    """Between machines, before the same step."""
+    if spans_machines:
+        split.leave()
+        split.join(CFG, spans_machines=True)
+    assert split.all(job_run_until, *given, {rank: visits}, None) == [stop] * 2
+    check_split(*given, exact=True)
 
 
 @pytest.mark.parametrize("spans_machines", [False, True], ids=["one machine", "several machines"])
-def test_votes_before_blocks_or_steps(spans_machines, split, experts_ref, make_request):
+def test_votes_before_blocks_or_steps(spans_machines, split, given):
     split.leave()
     split.join(CFG, spans_machines=spans_machines)
-    given = experts_ref(), make_request(), LAYERWISE
     alone = split.alone(*given)
     for latents, polls, votes in split.all(job_count_votes, *given):
         assert torch.equal(latents, alone)
@@ -126,26 +135,9 @@ def test_votes_before_blocks_or_steps(spans_machines, split, experts_ref, make_r
         assert votes == (STEPS if spans_machines else STEPS * BLOCKS)
 
 
-@pytest.mark.parametrize(
-    ("rank", "visits", "stop"), [(0, 0, (0, 0)), (1, 5, (2, 0)), (0, 8, (2, 0))]
-)
-def test_stop_between_machines_is_before_one_step(
-    rank, visits, stop, split, experts_ref, make_request
-):
-    split.leave()
-    split.join(CFG, spans_machines=True)
-    given = experts_ref(), make_request(), LAYERWISE
-    assert split.all(job_run_until, *given, {rank: visits}, None) == [stop] * 2
-    alone = split.alone(*given)
-    for side in split.run(*given):
-        assert torch.equal(side["latents"], alone)
-
-
-def test_worker_that_left_ends_before_its_next_block(split, experts_ref, make_request):
+def test_worker_that_left_ends_before_its_next_block(split, given):
     """After one worker's error the driver makes all leave. A step may take minutes."""
     split.leave()
     split.join(CFG, spans_machines=True)
-    given = experts_ref(), make_request(), LAYERWISE
     (first, polls), (second, _) = split.all(job_run_and_leave, *given, BLOCKS + 2)
-    assert (first, polls) == ("PeerLostError", BLOCKS + 2)
-    assert second == "PeerLostError"
+    assert (first, second, polls) == ("PeerLostError", "PeerLostError", BLOCKS + 2)

@@ -52,135 +52,91 @@ CONTROL: dict[str, Any] = {
     "tokens": ExtraTokens(reference=_normal(1, 16, 1, 4, 8, seed=4)),
 }
 SIDES: dict[str, Any] = {"negative_tokens": ExtraTokens()}
-"""Lanes with 27 and 24 tokens, with `_odd`."""
-VARIANTS = {
-    "Bernini": ({}, BERNINI),
-    "Fun Control": ({"in_channels": 52, "reference": True}, CONTROL),
+"""Lanes with 27 and 24 tokens, with `ODD`."""
+CACHE: dict[str, Any] = {"cache": FirstBlockCache(threshold=0.05)}
+WINDOWS: dict[str, Any] = {"windows": ContextWindows(frames=2, overlap=1)}
+STEPS: dict[str, Any] = {"guidance_steps": (4.0, 1.0, 3.0)}
+NAG: dict[str, Any] = {"nag": Nag(), "guidance": (4.0, 1.0)}
+TWO_VIDEOS: dict[str, Any] = {
+    "noise": _normal(2, *SHAPE[1:], seed=20),
+    "tokens": ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE)),
 }
 
 
 @pytest.fixture
 def given(make_task: Callable[..., Any], tiny_expert_folder: Callable[..., Path]) -> Given:
-    """`given(shape, **changes)`: experts with four heads, and a request."""
+    """`given(**changes)`: experts with four heads, and a request."""
 
-    def make(shape: dict[str, Any], **changes: Any) -> tuple[ExpertsRef, DenoiseRequest]:
-        high, low = (tiny_expert_folder(seed=seed, heads=4, **shape) for seed in (1, 2))
+    def make(**changes: Any) -> tuple[ExpertsRef, DenoiseRequest]:
+        control = {"in_channels": 52, "reference": True} if "image_condition" in changes else {}
+        high, low = (tiny_expert_folder(seed=seed, heads=4, **control) for seed in (1, 2))
         ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
         return ref, make_task(request={"noise": _normal(*SHAPE, seed=20), **changes}).request
 
     return make
 
 
+THREE_SIDES: dict[str, Any] = {**BERNINI, "context_guidance": 1.5}
+"""Lanes with 52, 24 and 52 tokens. With cfg 2 both ranks compute the middle one, or half of it."""
+ODD: dict[str, Any] = {"tokens": ExtraTokens(context=(_normal(1, 16, 1, 2, 6, seed=5),))}
+"""A lane with 27 tokens."""
+
+
+JOBS = {
+    "Bernini": (BERNINI, ({}, WINDOWS, CACHE)),
+    "Fun Control": (CONTROL, ({}, WINDOWS, CACHE)),
+    "three sides": (THREE_SIDES, ({}, CACHE, STEPS, TWO_VIDEOS)),
+    "odd": (ODD, ({}, CACHE, SIDES, NAG)),
+}
+"""Changes of the request, and further ones to run one after the other."""
+
+
 @pytest.mark.parametrize(
-    ("variant", "mesh", "policy"),
+    ("name", "mesh", "policy"),
     [
         ("Bernini", Mesh(ulysses=2), CHUNKED),
         ("Bernini", Mesh(cfg=2), LAYERWISE),
         ("Fun Control", Mesh(ulysses=2), LAYERWISE),
         ("Fun Control", Mesh(cfg=2), CHUNKED),
+        ("three sides", Mesh(ulysses=2), CHUNKED),
+        ("three sides", Mesh(cfg=2), LAYERWISE),
+        ("three sides", Mesh(cfg=2, ulysses=2), CHUNKED),
+        ("odd", Mesh(ulysses=2), LAYERWISE),
+        ("odd", Mesh(ulysses=4), CHUNKED),
+        ("odd", Mesh(cfg=2, ulysses=2), LAYERWISE),
     ],
     ids=row_id,
 )
-def test_two_workers_give_what_one_gives(variant, mesh, policy, split, given):
-    shape, changes = VARIANTS[variant]
+def test_workers_give_what_one_gives(name, mesh, policy, split, given, check_split):
+    changes, every = JOBS[name]
     split.join(mesh)
-    for more in (
-        {},
-        {"windows": ContextWindows(frames=2, overlap=1)},
-        {"cache": FirstBlockCache(threshold=0.05)},
-    ):
-        job = *given(shape, **changes, **more), policy
-        alone = split.alone(*job)
-        for worker in split.run(*job):
-            assert difference(worker["latents"], alone) <= ROUNDING
+    for more in every:
+        check_split(*given(**{**changes, **more}), policy)
 
 
-THREE_SIDES: dict[str, Any] = {**BERNINI, "context_guidance": 1.5}
 """Lanes with 52, 24 and 52 tokens."""
 
 
-@pytest.mark.parametrize(
-    ("mesh", "policy"),
-    [
-        (Mesh(ulysses=2), CHUNKED),
-        (Mesh(cfg=2), LAYERWISE),
-        (Mesh(cfg=2, ulysses=2), CHUNKED),
-    ],
-    ids=row_id,
-)
-def test_lanes_without_context_are_shared(mesh, policy, split, given):
-    """With cfg 2 both ranks compute the middle lane, or half of it for two samples."""
-    split.join(mesh)
-    pictures = ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE))
-    two = {"noise": _normal(2, *SHAPE[1:], seed=20), "tokens": pictures}
-    steps = {"guidance_steps": (4.0, 1.0, 3.0)}
-    for more in ({}, {"cache": FirstBlockCache(threshold=0.05)}, steps, two):
-        job = *given({}, **{**THREE_SIDES, **more}), policy
-        alone = split.alone(*job)
-        results = split.run(*job)
-        for worker in results:
-            assert torch.equal(worker["latents"], results[0]["latents"])
-            assert difference(worker["latents"], alone) <= ROUNDING
-
-
-def _odd() -> dict[str, Any]:
-    """Return request changes for a lane with 27 tokens."""
-    return {"tokens": ExtraTokens(context=(_normal(1, 16, 1, 2, 6, seed=5),))}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "policy"),
-    [
-        (Mesh(ulysses=2), LAYERWISE),
-        (Mesh(ulysses=4), CHUNKED),
-        (Mesh(cfg=2, ulysses=2), LAYERWISE),
-    ],
-    ids=row_id,
-)
-def test_ulysses_splits_any_number_of_tokens(mesh, policy, split, given):
-    split.join(mesh)
-    for more in (
-        {},
-        {"cache": FirstBlockCache(threshold=0.05)},
-        SIDES,
-        {"nag": Nag(), "guidance": (4.0, 1.0)},
-    ):
-        job = *given({}, **_odd(), **more), policy
-        alone = split.alone(*job)
-        results = split.run(*job)
-        for worker in results:
-            assert torch.equal(worker["latents"], results[0]["latents"])
-            assert difference(worker["latents"], alone) <= ROUNDING
-
-
-def test_a_cache_skips_alike_with_unequal_shares(split, given):
+def test_a_cache_skips_alike_with_unequal_shares(split, given, check_split):
     split.join(Mesh(ulysses=4))
-    plain = split.alone(*given({}, **_odd()), LAYERWISE)
-    job = *given({}, **_odd(), cache=FirstBlockCache(threshold=1e9)), LAYERWISE
-    alone = split.alone(*job)
-    assert difference(alone, plain) > ROUNDING
-    for worker in split.run(*job):
-        assert difference(worker["latents"], alone) <= ROUNDING
+    plain = split.alone(*given(**ODD), LAYERWISE)
+    job = *given(**ODD, cache=FirstBlockCache(threshold=1e9)), LAYERWISE
+    assert difference(check_split(*job)[0], plain) > ROUNDING
 
 
-def test_steps_without_blocks_have_any_number_of_tokens(split, given):
+def test_steps_without_blocks_have_any_number_of_tokens(split, given, check_split):
     split.join(Mesh(ulysses=2))
-    experts, request = given({}, **_odd())
-    pair = ExpertsRegistry().get(experts)
-    table = calibrate(
-        request, partial(denoise, pair, policy=LAYERWISE, device="cpu"), source="a test"
-    )
+    experts, request = given(**ODD)
+    run = partial(denoise, ExpertsRegistry().get(experts), policy=LAYERWISE, device="cpu")
+    table = calibrate(request, run, source="a test")
     cache = MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0))
-    job = *given({}, **_odd(), cache=cache), LAYERWISE
-    alone = split.alone(*job)
+    alone, _ = check_split(*given(**ODD, cache=cache), LAYERWISE)
     assert difference(alone, split.alone(experts, request, LAYERWISE)) > ROUNDING
-    for worker in split.run(*job):
-        assert difference(worker["latents"], alone) <= ROUNDING
 
 
 def test_int8_attention_gets_any_number_of_tokens(split, given):
     split.join(Mesh(ulysses=2))
-    experts, request = given({}, **_odd())
+    experts, request = given(**ODD)
     alone = split.alone(experts, request, LAYERWISE)
     with split.int8_attention():
         for worker in split.run(replace(experts, attention="int8"), request, LAYERWISE):
@@ -190,15 +146,14 @@ def test_int8_attention_gets_any_number_of_tokens(split, given):
 
 def test_compiled_blocks_with_any_number_of_tokens(split, given):
     split.join(Mesh(ulysses=2))
-    for plain, compiled, again in split.all(job_run_compiled, *given({}, **_odd()), LAYERWISE):
+    for plain, compiled, again in split.all(job_run_compiled, *given(**ODD), LAYERWISE):
         assert torch.equal(compiled["latents"], plain["latents"])
         assert torch.equal(again["latents"], plain["latents"])
 
 
 def test_sizes_are_exchanged_only_for_totals_that_do_not_divide(split, given):
     split.join(Mesh(ulysses=2))
-    requests = [given({}, **changes) for changes in ({}, _odd(), {})]
-    first, odd, last = (split.run(*request, LAYERWISE) for request in requests)
+    first, odd, last = (split.run(*given(**changes), LAYERWISE) for changes in ({}, ODD, {}))
     for before, between, after in zip(first, odd, last, strict=True):
         assert torch.equal(before["latents"], after["latents"])
         assert before["gathered"] == before["crossed"] == after["gathered"] == after["crossed"]
@@ -207,12 +162,9 @@ def test_sizes_are_exchanged_only_for_totals_that_do_not_divide(split, given):
 
 def test_a_ring_refuses_tokens_that_it_cannot_split(split, given):
     split.join(Mesh(ring=2))
-    message = (
-        "ring 2 x ulysses 1 cannot split 27 tokens evenly: choose ring 1, .* or of its references"
-    )
+    message = "ring 2 x ulysses 1 cannot split 27 tokens evenly: choose ring 1, .* its references"
+    job = *given(**ODD), LAYERWISE
     with split.attention_with_lse():
-        for process in split.processes[:2]:
-            process.start(job_run, *given({}, **_odd()), LAYERWISE)
-        for process in split.processes[:2]:
+        for answer in [process.start(job_run, *job) for process in split.processes[:2]]:
             with pytest.raises(MeshError, match=message):
-                process.receive(60)
+                answer.result(60)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -41,13 +41,15 @@ POLICIES = (
     OffloadPolicy.resident(),
     OffloadPolicy.layerwise(1, source="pinned"),
 )
-CASES = tuple(
-    zip(
-        ("plain",) * 4
-        + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA", "plain with a LoRA by steps"),
-        POLICIES * 2,
-        strict=True,
-    )
+CASES = (
+    ("plain", POLICIES[0]),
+    ("plain", POLICIES[1]),
+    ("plain", POLICIES[2]),
+    ("plain", POLICIES[3]),
+    ("plain with LoRA", POLICIES[0]),
+    ("fp8 with LoRA", POLICIES[1]),
+    ("GGUF with LoRA", POLICIES[2]),
+    ("plain with a LoRA by steps", POLICIES[3]),
 )
 """Every policy with blocks as stored, and every other storage format with one policy."""
 SHORT_S = 20.0
@@ -126,18 +128,14 @@ def forms(
 ) -> dict[str, ExpertsRef]:
     """Experts in every storage format, with a LoRA where blocks are decoded on arrival."""
     folder = tmp_path_factory.mktemp("forms")
-    save_lora(
-        make_lora(make_tiny_expert(), seed=1), folder / "lora.safetensors", dtype=torch.float32
-    )
-    lora = LoraRef(high_noise=folder / "lora.safetensors", low_noise=folder / "lora.safetensors")
-    for seed, name in enumerate(("high", "low")):
-        save_expert_gguf(
-            make_tiny_expert(seed=seed), folder / f"{name}.gguf", types=matrices("Q8_0"), seed=seed
-        )
-    gguf = ExpertsRef(
-        high_noise=folder / "high.gguf", low_noise=folder / "low.gguf", compute_dtype="float32"
-    )
+    path = folder / "lora.safetensors"
+    save_lora(make_lora(make_tiny_expert(), seed=1), path, dtype=torch.float32)
+    lora = LoraRef(high_noise=path, low_noise=path)
     stages = replace(lora, steps=parse_step_strengths("0: 0, 3: 0.5"))
+    high, low = (folder / f"{name}.gguf" for name in ("high", "low"))
+    for seed, file in enumerate((high, low)):
+        save_expert_gguf(make_tiny_expert(seed=seed), file, types=matrices("Q8_0"), seed=seed)
+    gguf = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     return {
         "plain": experts_ref(),
         "plain with a LoRA by steps": replace(experts_ref(), loras=(stages,)),
@@ -147,19 +145,29 @@ def forms(
     }
 
 
+@pytest.fixture
+def check_run(processes: Processes, alone: Callable[..., Any]) -> Callable[..., int]:
+    """`check_run(task)`: run on two workers as on one, and return the gathered bytes."""
+
+    def check(task: RunTask) -> int:
+        first, second = processes.all(job_run, task, count=2)
+        assert torch.equal(first["latents"], alone(task)), task
+        assert first["gathered"] == second["gathered"]
+        gathered: int = first["gathered"]
+        return gathered
+
+    return check
+
+
 @pytest.mark.parametrize(
     ("placement", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])]
 )
-def test_shards_give_what_one_worker_gives(
-    processes, join, forms, make_task, alone, placement, cases
-):
+def test_shards_give_what_one_worker_gives(join, forms, make_task, check_run, placement, cases):
     pids = join(placement)
     assert len({*pids, os.getpid()}) == 3
     for form, policy in cases:
         task = make_task(experts=forms[form], policy=policy)
-        reports = processes.all(job_run, task, count=2)
-        assert torch.equal(reports[0]["latents"], alone(task)), (form, policy)
-        assert reports[0]["gathered"] == reports[1]["gathered"] > 10**6
+        assert check_run(task) > 10**6, (form, policy)
 
 
 def test_four_ranks_gather_too(processes, join, make_task, alone):
@@ -170,32 +178,27 @@ def test_four_ranks_gather_too(processes, join, make_task, alone):
     processes.all(job_leave, count=4)
 
 
-def test_whole_weights_gather_none_and_shards_follow_the_meeting(processes, join, make_task, alone):
-    task = make_task(policy=POLICIES[3])
+def test_whole_weights_gather_none_and_shards_follow_the_meeting(join, make_task, check_run):
     gathered = []
     for placement in ("full", "sharded", "full"):
         join(placement)
-        reports = processes.all(job_run, task, count=2)
-        assert torch.equal(reports[0]["latents"], alone(task))
-        gathered.append(reports[0]["gathered"])
+        gathered.append(check_run(make_task(policy=POLICIES[3])))
     assert gathered[0] == gathered[2] < 10**5 < gathered[1]
 
 
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]])
 def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
-    processes, join, make_task, alone, policy
+    processes, join, make_task, check_run, policy
 ):
     join("sharded")
     for after in (1, 2, 3):
-        stopped = processes.all(
-            job_run_and_stop, make_task(policy=policy), after, count=2, timeout=SHORT_S
-        )
-        assert stopped[0] == stopped[1]
-    task = make_task(policy=policy)
-    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+        given = make_task(policy=policy), after
+        first, second = processes.all(job_run_and_stop, *given, count=2, timeout=SHORT_S)
+        assert first == second
+    check_run(make_task(policy=policy))
 
 
-def test_a_rank_that_fails_alone_holds_nobody_up(processes, join, make_task, alone):
+def test_a_rank_that_fails_alone_holds_nobody_up(processes, join, make_task, check_run):
     join("sharded")
     task = make_task()
     failed, other = (processes[number].start(job_run_and_fail, task, 1, None) for number in (1, 0))
@@ -207,26 +210,25 @@ def test_a_rank_that_fails_alone_holds_nobody_up(processes, join, make_task, alo
     with pytest.raises(PeerLostError):
         other.result(SHORT_S)
     join("sharded")
-    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+    check_run(task)
 
 
 def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
     """Abort a gather on the first process, never called by the second, and leave the rendezvous."""
-    groups, messages = join_groups(every[here.number]), list[str]()
+    groups = join_groups(every[here.number])
     if here.number == 1:
         with pytest.raises(PeerLostError) as lost:
             groups.any_wants(False)
         groups.leave()
         return type(lost.value).__name__
     gather = GroupGather(groups)
+    messages = list[str]()
 
     def wait() -> None:
-        try:
-            gather.all_gather(
-                torch.zeros(2 * 256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
-            )
-        except GatherBrokenError as error:
-            messages.append(str(error))
+        whole, shard = (torch.zeros(size, dtype=torch.uint8) for size in (2 * 256, 256))
+        with pytest.raises(GatherBrokenError) as broken:
+            gather.all_gather(whole, shard)
+        messages.append(str(broken.value))
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
@@ -243,52 +245,39 @@ def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes):
     assert reports == ["the run ended while its weights were gathered", "PeerLostError"]
 
 
-def test_a_rank_that_is_killed_is_missed_at_once(processes, join, make_task, alone):
+def test_a_rank_that_is_killed_is_missed_at_once(processes, join, make_task, check_run):
     join("sharded")
-    task = make_task()
-    answers = [
-        processes[number].start(job_run_and_fail, task, 1, signal.SIGKILL) for number in (0, 1)
-    ]
+    given = make_task(), 1, signal.SIGKILL
+    first, second = (processes[number].start(job_run_and_fail, *given) for number in (0, 1))
     with pytest.raises(PeerLostError):
-        answers[0].result(SHORT_S)
+        first.result(SHORT_S)
     with pytest.raises(RuntimeError, match="ended in the middle of a job"):
-        answers[1].result(SHORT_S)
+        second.result(SHORT_S)
     processes.replace(1)
     join("sharded")
-    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+    check_run(make_task())
 
 
-def job_measure(
+@contextmanager
+def opened(
     here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]
-) -> WeightFigures:
+) -> Iterator[tuple[Any, ...]]:
+    """Yield what measures take: groups, experts, a request and a policy."""
     groups = join_groups(every[here.number])
-    with ExitStack() as undo:
-        undo.callback(groups.leave)
-        return measure(
-            groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy
-        )
+    try:
+        with open_pair(task.experts) as pair:
+            yield groups, pair, task.request, task.policy
+    finally:
+        groups.leave()
+
+
+def job_measure(here: SimpleNamespace, *given: Any) -> tuple[WeightFigures, int]:
+    with opened(here, *given) as each:
+        return measure(*each), taken_bytes(*each)
 
 
 def job_told(here: SimpleNamespace, task: RunTask) -> Any:
     return here.worker.run(task, lambda _: None).timeline.changes
-
-
-def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes, make_task):
-    processes.at_least(2).all(job_leave, count=2)
-    figures = processes.all(job_measure, make_task(), rendezvous(CELL), count=2, timeout=SHORT_S)
-    assert figures[0] == figures[1]
-    assert figures[0].workers == 2
-    assert figures[0].blocks == 8
-    assert choose_weight_placement(figures[0]).reason
-
-
-def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> int:
-    groups = join_groups(every[here.number])
-    with ExitStack() as undo:
-        undo.callback(groups.leave)
-        return taken_bytes(
-            groups, undo.enter_context(open_pair(task.experts)), task.request, task.policy
-        )
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
@@ -296,19 +285,20 @@ def test_a_worker_estimates_its_share_of_a_step(mesh, processes, make_task):
     """Memory needs in addition to the weights decide whether shards fit into the same memory."""
     task = make_task()
     processes.at_least(2).all(job_leave, count=2)
-    taken = processes.all(job_taken, task, rendezvous(mesh), count=2, timeout=SHORT_S)
+    found = processes.all(job_measure, task, rendezvous(mesh), count=2, timeout=SHORT_S)
+    assert found[0] == found[1]
+    figures, taken = found[0]
+    assert (figures.workers, figures.blocks) == (2, 8)
+    assert choose_weight_placement(figures).reason
     with open_pair(task.experts) as pair:
         weights = pair.device_bytes(task.policy, device=torch.device("cpu"))
         own = working_bytes(pair, task.request.noise.shape, sides=(0, 0), share=mesh)
         whole = working_bytes(pair, task.request.noise.shape, sides=(0, 0))
-    assert taken == [weights + own] * 2
+    assert taken == weights + own
     assert own < whole
 
 
-def test_cpus_that_decide_keep_whole_weights(processes, join, make_task, alone):
+def test_cpus_that_decide_keep_whole_weights(processes, join, make_task, check_run):
     join("auto")
-    task = make_task()
-    reports = processes.all(job_run, task, count=2)
-    assert torch.equal(reports[0]["latents"], alone(task))
-    assert reports[0]["gathered"] < 10**5
-    assert processes.all(job_told, task, count=2) == [(), ()]
+    assert check_run(make_task()) < 10**5
+    assert processes.all(job_told, make_task(), count=2) == [(), ()]
