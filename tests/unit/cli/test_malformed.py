@@ -13,10 +13,9 @@ import pytest
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.tests.faults.replaced import computing_replaced, named_models
+from wanstream.tests.support.batch.command import command_line, shipped
 
-T2V = json.loads(
-    (Path(__file__).parents[3] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8")
-)
+T2V = shipped()
 
 
 def deep(levels: int) -> Any:
@@ -62,21 +61,22 @@ def broken(document: Any, chance: random.Random) -> Any:
 @pytest.fixture
 def command(tmp_path: Path) -> Commands:
     """`command("run" | "batch", workflow, rows, *options)`: write the files and run the command."""
-    models = named_models(tmp_path / "models", T2V)
-    files = ["--models", str(models), "--input", str(tmp_path)]
+    files = ["--models", str(named_models(tmp_path / "models", T2V)), "--input", str(tmp_path)]
 
     def run(name: str, workflow: Any, rows: Any = ({},), *more: str, csv: str = "") -> int:
-        text = workflow if isinstance(workflow, str) else json.dumps(workflow)
-        path = tmp_path / "workflow.json"
-        jobs = tmp_path / ("jobs.csv" if csv else "jobs.jsonl")
-        path.write_text(text, encoding="utf-8")
-        if name == "run":
-            return main(["run", str(path), "--out", str(tmp_path / "out"), *files, *more])
         lines = rows if isinstance(rows, list | tuple) else [rows]
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in lines]
-        jobs.write_text(csv or "\n".join(lines), encoding="utf-8")
-        out = tmp_path / f"out{len([*tmp_path.iterdir()])}"
-        return main(["batch", str(jobs), "--workflow", str(path), "--out", str(out), *files, *more])
+        line = command_line(tmp_path, workflow, *lines, options=[*files, *more])
+        prompt = tmp_path / "workflow.json"
+        jobs = tmp_path / "jobs.csv"
+        if isinstance(workflow, str):
+            prompt.write_text(workflow, encoding="utf-8")
+        if csv:
+            jobs.write_text(csv, encoding="utf-8")
+            line[1] = str(jobs)
+        out = f"{tmp_path / 'out'}{len([*tmp_path.iterdir()])}"
+        if name == "run":
+            return main(["run", str(prompt), "--out", out, *files, *more])
+        return main([*line, "--out", out])
 
     return run
 

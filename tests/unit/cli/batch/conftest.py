@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from wanstream.cli.options import ActorOptions, BatchOptions, LocalOptions
 from wanstream.host.embedded.run import Workflow
 from wanstream.tests.faults.replaced import named_models, run_replaced
+from wanstream.tests.support.batch.command import WORKFLOWS, Prompt, shipped
 from wanstream.tests.support.distributed.local_actor import rows_ended
 from wanstream.tests.support.memory_folder import tmp_path
 
 __all__ = ["tmp_path"]
 
-T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
-
 
 @pytest.fixture
-def workflow() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(T2V.read_text(encoding="utf-8"))
-    return loaded
+def workflow() -> Prompt:
+    return shipped()
 
 
 @pytest.fixture
 def options(
-    tmp_path: Path, workflow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workflow: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[BatchOptions]:
     for name in ("temporary", "input"):
         (tmp_path / name).mkdir()
@@ -41,7 +37,7 @@ def options(
     with rows_ended():
         yield BatchOptions(
             jobs=Path("jobs.csv"),
-            workflow=T2V,
+            workflow=WORKFLOWS / "t2v.json",
             output=tmp_path / "out",
             local=LocalOptions(models=models, input=tmp_path / "input"),
             actors=ActorOptions(ray="local"),

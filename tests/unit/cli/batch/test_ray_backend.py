@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,15 +25,6 @@ from wanstream.batch.output_store import check_media
 from wanstream.cli.arguments import ArgumentError
 from wanstream.cli.batch import ray_backend
 from wanstream.cli.batch import row_service as row_service_module
-from wanstream.cli.batch.ray_backend import (
-    RayEndedError,
-    check_local,
-    check_ray_options,
-    input_files,
-    model_files,
-    note_of_start,
-    stop_all,
-)
 from wanstream.cli.options import ActorOptions, BatchOptions, LocalOptions
 from wanstream.distributed import WorkerLostError
 from wanstream.distributed.path_map import MissingPathError
@@ -46,6 +38,7 @@ from wanstream.tests.support.distributed.local_actor import (
     row_service,
 )
 from wanstream.tests.support.host.shipped import node
+from wanstream.tests.support.polling import eventually
 from wanstream.wan.latents import write_latent
 
 LIMIT_S = 20
@@ -80,8 +73,7 @@ class Rig:
 
     def begin(self, prompt_id: str) -> None:
         self.post(prompt_id)
-        while self.backend.outcome(prompt_id) != UnderWay(begun=True):
-            time.sleep(0.01)
+        assert eventually(lambda: self.backend.outcome(prompt_id) == UnderWay(begun=True))
 
     def ended(self, prompt_id: str) -> Outcome:
         """Wait for a workflow's end, and return the outcome."""
@@ -146,18 +138,17 @@ IMAGE = {"image": node("LoadImage", image="scene.png")}
 
 def test_inputs_are_sent_once_unless_the_machine_has_them(rig, monkeypatch):
     scene = rig.options.local.input / "scene.png"
-    calls = rig.actor.calls
     scene.write_bytes(b"one")
     rig.backend.post("here", IMAGE)
-    assert "write_input" not in calls, "its machine has the folder"
+    assert "write_input" not in rig.actor.calls, "its machine has the folder"
     monkeypatch.setattr(rig.actor.service, "_input", rig.folder / "not there")
     rig.backend.post("first", IMAGE)
     rig.backend.post("second", IMAGE)
-    assert calls.count("write_input") == 1
+    assert rig.actor.calls.count("write_input") == 1
     scene.write_bytes(b"two")
     os.utime(scene, ns=(1, 1))  # same size, but older
     rig.backend.post("third", IMAGE)
-    assert calls.count("write_input") == 2
+    assert rig.actor.calls.count("write_input") == 2
     sent = rig.actor.service._own_folder() / "input"
     assert (sent / "scene.png").read_bytes() == b"two"
     assert rig.actor.service._input_folder(rig.backend._send_inputs(IMAGE)) == sent
@@ -206,7 +197,7 @@ def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path):
     prompt = {"node": {"inputs": {str(number): value for number, value in enumerate(values)}}}
     folder = tmp_path / "input"
     output = tmp_path / "output"
-    assert input_files(prompt, folder, output) == {
+    assert ray_backend.input_files(prompt, folder, output) == {
         "a.png": folder / "a.png",
         "below/b.mp4": folder / "below" / "b.mp4",
         ".output/c.png": output / "c.png",
@@ -220,9 +211,9 @@ def test_model_files_are_named_by_the_workflow_or_a_row(tmp_path):
     touch(models, *files, "loras/unused.safetensors", "text.safetensors")
     inputs = {"vae": "a.safetensors", "other": "../text.safetensors", "text": "a" * 5000}
     rows = [{"lora.file": "sub/b.safetensors", "sampler.seed": 3}]
-    found = model_files({"vae": {"inputs": inputs}}, rows, models)
+    found = ray_backend.model_files({"vae": {"inputs": inputs}}, rows, models)
     assert found == [models / name for name in files]
-    assert model_files({"vae": {"inputs": inputs}}, rows, tmp_path / "not there") == []
+    assert ray_backend.model_files({"vae": {"inputs": inputs}}, rows, tmp_path / "not there") == []
 
 
 # --- outcomes -------------------------------------------------------------------------------------
@@ -296,27 +287,24 @@ def test_refused_workflow_fails_with_its_faults(rig):
 
 @BOTH
 def test_full_disk_of_the_driver_ends_the_batch(rig, monkeypatch):
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, "full")
+    full = OSError(errno.ENOSPC, "full")
 
     def run(*_: Any, **__: Any) -> Any:
-        error = OSError(errno.ENOSPC, "full")
-        raise NodeFailedError("save", "WanStreamSaveVideo", error) from error
+        raise NodeFailedError("save", "WanStreamSaveVideo", full) from full
 
     monkeypatch.setattr(Workflow, "run", run)
     rig.post("row")
     free = rf"[\d,]+ bytes are free in {rig.output}"
-    own = rf"actor 0: its disk is full: on .*, {free}: node save .*full"
-    drivers = rf"node save .*full \(on .*, {free}\)"
-    with pytest.raises(
-        OSError if rig.shared else UnsuitableError, match=drivers if rig.shared else own
-    ) as raised:
+    error, message = UnsuitableError, rf"actor 0: its disk is full: on .*, {free}: node save .*full"
+    if rig.shared:
+        error, message = OSError, rf"node save .*full \(on .*, {free}\)"
+    with pytest.raises(error, match=message) as raised:
         rig.ended("row")
-    assert not rig.shared or raised.value.errno == errno.ENOSPC  # type: ignore[attr-defined]
+    assert not rig.shared or raised.value.errno == errno.ENOSPC
     # The disk under the inputs is the actor's own.
     (rig.options.local.input / "scene.png").write_bytes(b"one")
     monkeypatch.setattr(rig.actor.service, "_input", rig.folder / "not there")
-    monkeypatch.setattr(row_service_module, "_write", full)
+    monkeypatch.setattr(row_service_module, "_write", mock.Mock(side_effect=full))
     with pytest.raises(UnsuitableError, match=r"actor 0: its disk is full: on .*bytes are free"):
         rig.backend.post("row", IMAGE)
 
@@ -336,7 +324,7 @@ def test_all_actors_stop_at_the_same_time():
     answers[0].set_exception(WorkerLostError("worker 0 is gone", 0))
     threading.Timer(0.1, lambda: [answer.set_result(None) for answer in answers[1:]]).start()
     began = time.monotonic()
-    stop_all(actors)  # type: ignore[arg-type]
+    ray_backend.stop_all(actors)  # type: ignore[arg-type]
     assert 0.05 < time.monotonic() - began < ray_backend.STOP_TIMEOUT_S
 
 
@@ -377,7 +365,7 @@ def test_silent_actor_is_unreachable_while_its_ray_runs(rig, monkeypatch):
     with pytest.raises(UnreachableError, match="Ray starts it again where a slot is free"):
         backend.outcome("row")
     actor.without_ray = True
-    with pytest.raises(RayEndedError, match=ended) as raised:
+    with pytest.raises(ray_backend.RayEndedError, match=ended) as raised:
         backend.outcome("row")
     assert not isinstance(raised.value, UnreachableError), "which the batch would wait out"
     # An actor that is not started again.
@@ -386,7 +374,7 @@ def test_silent_actor_is_unreachable_while_its_ray_runs(rig, monkeypatch):
     with pytest.raises(UnreachableError, match="has not answered within"):
         backend.outcome("row")
     actor.without_ray = True
-    with pytest.raises(RayEndedError, match=ended):
+    with pytest.raises(ray_backend.RayEndedError, match=ended):
         backend.outcome("row")
 
 
@@ -431,8 +419,7 @@ def test_process_with_a_broken_device_ends(rig, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Workflow, "run", break_device)
         rig.post("row")
-        while not rig.actor.service._broken:
-            time.sleep(0.01)
+        assert eventually(lambda: rig.actor.service._broken)
     rig.post("next")
     rig.fetched("before")  # still fetched afterwards
     assert rig.ended("next") == Unknown(), "nothing more runs in this process"
@@ -448,22 +435,23 @@ def test_process_with_a_broken_device_ends(rig, monkeypatch):
 
 @needs_device_errors
 def test_actor_whose_device_keeps_breaking_gets_no_rows(rig, monkeypatch):
-    def break_once() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Workflow, "run", break_device)
-            rig.post("bad")
-            assert isinstance(rig.ended("bad"), Lost)
-        rig.is_unreachable_twice("bad")
+    def break_often() -> None:
+        for _ in range(ray_backend.MAX_BROKEN - 1):
+            with monkeypatch.context() as patch:
+                patch.setattr(Workflow, "run", break_device)
+                rig.post("bad")
+                assert isinstance(rig.ended("bad"), Lost)
+            rig.is_unreachable_twice("bad")
 
-    for _ in range(ray_backend.MAX_BROKEN - 1):
-        break_once()
+    break_often()
     rig.post("good")
     assert isinstance(rig.ended("good"), Ended)
-    for _ in range(ray_backend.MAX_BROKEN - 1):
-        break_once()
+    break_often()
     message = rf"actor 0: its device has failed 6 times in a row, .*: {BROKEN}"
+    monkeypatch.setattr(Workflow, "run", break_device)
+    rig.post("bad")
     with pytest.raises(UnsuitableError, match=message):
-        break_once()
+        rig.ended("bad")
     assert rig.actor.restarts == 2 * (ray_backend.MAX_BROKEN - 1)
 
 
@@ -491,9 +479,9 @@ def with_actors(ray: str | None = "local", workers: int | None = None, **more: A
 )
 def test_options_that_do_not_fit_together_are_refused(given, message):
     for fitting in ({}, {"ray": None}, {"device": "cuda"}, {"device": "cpu", "workers": 4}):
-        check_ray_options(with_actors(**fitting))  # type: ignore[arg-type]
+        ray_backend.check_ray_options(with_actors(**fitting))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=message):
-        check_ray_options(with_actors(**given))
+        ray_backend.check_ray_options(with_actors(**given))
 
 
 @pytest.mark.parametrize(
@@ -515,7 +503,7 @@ def test_options_that_do_not_fit_together_are_refused(given, message):
 def test_too_many_actors_for_this_machine_are_refused(device, workers, gpus, cores, message):
     options = with_actors(workers=workers, device=device)
     with pytest.raises(ArgumentError, match=message) if message else nullcontext():
-        check_local(options, gpus=gpus, cores=cores)
+        ray_backend.check_local(options, gpus=gpus, cores=cores)
 
 
 @pytest.mark.parametrize(
@@ -529,4 +517,4 @@ def test_too_many_actors_for_this_machine_are_refused(device, workers, gpus, cor
 )
 def test_note_has_the_number_of_actors_if_known(monkeypatch, workers, gpus, address, note):
     monkeypatch.setattr(ray_backend, "gpu_count", lambda: gpus)
-    assert note_of_start(workers, address) == note
+    assert ray_backend.note_of_start(workers, address) == note

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,8 @@ from wanstream.batch.running.job_queue import JobQueue
 from wanstream.cli.batch import ray_backend
 from wanstream.cli.options import BatchOptions
 from wanstream.host.embedded.run import History, NodeFailedError, Workflow
-from wanstream.tests.support.batch.fake_batch import Bench, Killed, Mishaps, rows_of
+from wanstream.tests.support.batch.command import shipped
+from wanstream.tests.support.batch.fake_batch import Bench, Killed, Mishaps
 from wanstream.tests.support.distributed.local_actor import (
     LocalActor,
     local_backend,
@@ -52,9 +52,9 @@ def write_row(workflow: Workflow, **_: Any) -> History:
 
 
 class UnluckyActor(LocalActor):
-    """An actor with mishaps, if there are any."""
+    """An actor with mishaps."""
 
-    mishaps = Mishaps(0, 0, 0.0)
+    mishaps: Mishaps
 
     def serve(self, method: str, *args: Any) -> Future[Any]:
         what = "" if method == "stop" else self.mishaps.next(*KINDS)
@@ -71,34 +71,31 @@ class UnluckyActor(LocalActor):
 class ActorFleet(Bench):
     """A driver restarted at will on one folder, along with its actors."""
 
-    def __init__(self, options: BatchOptions, output: Path, actors: int) -> None:
-        super().__init__(options.output)
+    def __init__(self, options: BatchOptions, output: Path, *, actors: int, rows: int) -> None:
+        super().__init__(options.output, rows=rows)
         self.planner = self._plan
-        self.actors = list[LocalActor]()
         self.mishaps = Mishaps(0, 0, 0.0)
         self._options = options
-        self._output = output
+        self._make = row_service(options, output)
         self._count = actors
 
     def run(self, *_: Any, **__: Any) -> JobQueue:
-        make = row_service(self._options, self._output)
-        self.actors = [UnluckyActor(make, rank) for rank in range(self._count)]
-        for actor in self.actors:
-            actor.mishaps = self.mishaps  # type: ignore[attr-defined]
-        self.servers = [local_backend(actor, self._options) for actor in self.actors]
+        actors = [UnluckyActor(self._make, rank) for rank in range(self._count)]
+        self.servers = [local_backend(actor, self._options) for actor in actors]
+        folder = OutputStore.backend_folder_of(self.folder)
         with ExitStack() as opened:
-            for backend in self.servers:
-                folder = OutputStore.backend_folder_of(self.folder)
+            for actor, backend in zip(actors, self.servers, strict=True):
+                actor.mishaps = self.mishaps
                 opened.enter_context(backend.opened(folder, lambda _: None))
             return super().run()
 
     def _plan(self, rows: Sequence[Row]) -> list[BatchJob]:
-        jobs = []
-        for row in rows:
-            prompt = json.loads(self._options.workflow.read_text(encoding="utf-8"))
-            prompt["sampler"]["inputs"]["seed"] = row.position
-            jobs.append(BatchJob(prompt=prompt, rows=(row,), saves={row.hash: None}))
-        return jobs
+        return [
+            BatchJob(
+                prompt=shipped(sampler={"seed": row.position}), rows=(row,), saves={row.hash: None}
+            )
+            for row in rows
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +112,7 @@ def test_fifty_mishaps_in_a_hundred_rows_cost_nothing(shared, options, tmp_path,
     # So many mishaps may hit one row five times while the driver lives, and it would rightly fail.
     monkeypatch.setattr(failures, "MAX_LOSSES", mishaps.left + 1)
     output = OutputStore.backend_folder_of(options.output) if shared else own
-    fleet = ActorFleet(options, output, 4)
-    fleet.rows = rows_of(100)
+    fleet = ActorFleet(options, output, actors=4, rows=100)
     fleet.mishaps = mishaps
     fleet.run_through(mishaps)
     fleet.check(range(1, 101))
@@ -137,8 +133,7 @@ def faulty_fleet(
     """Create a fleet with three actors on separate machines and 40 rows, some with faults."""
 
     def make(fault: Fault) -> ActorFleet:
-        fleet = ActorFleet(options, tmp_path / "of another machine", 3)
-        fleet.rows = rows_of(40)
+        fleet = ActorFleet(options, tmp_path / "of another machine", actors=3, rows=40)
 
         def run(workflow: Workflow, **given: Any) -> History:
             if (error := fault(workflow)) is not None:
