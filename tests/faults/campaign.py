@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
+from wanstream.tests.support.batch.command import Prompt, shipped, write_rows
 from wanstream.tools.comfyui import (
     PACK,
     ROOT,
@@ -31,16 +31,10 @@ from wanstream.tools.comfyui import (
     running_server,
 )
 
-T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 ROWS: tuple[dict[str, Any], ...] = (
     *({"sampler.seed": 1}, {"sampler.seed": 2, "name": "shot"}),
     *({"sampler.seed": 3}, {"sampler.seed": 4}),
 )
-SMALL = {
-    "latent": {"width": 32, "height": 32, "frames": 5},
-    "sampler": {"steps": 2},
-    "save": {"crf": 30},
-}
 REAL_ROWS = 3
 _REAL = ("real", "run", "comfyui")
 """Worlds where videos are computed."""
@@ -58,15 +52,16 @@ class Case:
     number: int
 
 
-def small_workflow() -> dict[str, Any]:
+def small_workflow() -> Prompt:
     """T2V, 32x32x5 in two steps, in fp32: half precision takes 100 times as long on some CPUs."""
-    workflow: dict[str, Any] = json.loads(T2V.read_text(encoding="utf-8"))
-    for node_id, inputs in SMALL.items():
-        workflow[node_id]["inputs"] |= inputs
-    workflow["experts"]["inputs"]["compute_dtype"] = "fp32"
-    # Only hosts validate, and would turn the number into a float. All files shall have one prompt.
-    workflow["frames"]["inputs"]["memory_gb"] = 0.0
-    return workflow
+    return shipped(
+        latent={"width": 32, "height": 32, "frames": 5},
+        sampler={"steps": 2},
+        save={"crf": 30},
+        experts={"compute_dtype": "fp32"},
+        # Only hosts validate, and would turn 0 into a float. All files shall have one prompt.
+        frames={"memory_gb": 0.0},
+    )
 
 
 class RealServer:
@@ -147,11 +142,10 @@ class Campaign:
             return stage.judge(expected, frames_alone=kind.world == "lanes")
 
     def _expected(self, kind: Kind) -> Mapping[str, Sequence[bytes]]:
-        if kind.world == "comfyui":
-            return self._comfyui_files
-        if kind.world == "real":
-            return self._swapped_files if "checkpoint" in kind.name else self._real_files
-        return self._replaced_files
+        if kind.world == "real" and "checkpoint" in kind.name:
+            return self._swapped_files
+        by_world = {"comfyui": "_comfyui_files", "real": "_real_files"}
+        return getattr(self, by_world.get(kind.world, "_replaced_files"))
 
     @cached_property
     def comfyui(self) -> RealServer:
@@ -208,9 +202,7 @@ class Campaign:
     def half_done(self) -> Path:
         """A batch's output folder without the last row."""
         with computing_replaced(), self._on_stage(_first_kind("replaced")) as stage:
-            jobs = stage.folder / "jobs.jsonl"
-            lines = jobs.read_text(encoding="utf-8").splitlines()
-            jobs.write_text("\n".join(lines[:-1]), encoding="utf-8")
+            write_rows(stage.folder, *ROWS[:-1])
             assert stage.run() == 0, stage.stderr()
             return Path(shutil.copytree(stage.out, self.folder / "half_done"))
 

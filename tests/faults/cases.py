@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_server
 from wanstream.tests.faults.foreign import FOREIGN, Outside, foreign_thing, mounted
@@ -28,16 +28,6 @@ from wanstream.tests.faults.stage import Stage
 from wanstream.tools.comfyui import free_port
 
 Harm = Callable[[Stage, random.Random, "Place"], None]
-
-
-class Restartable(Protocol):
-    """A real ComfyUI server, always at the same port."""
-
-    def kill(self) -> None:
-        """Kill the server."""
-
-    def start(self) -> None:
-        """Restart the server, and wait until it responds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,8 @@ class Place:
     models: Path
     other_models: Path | None = None
     """The same names, other weights."""
-    comfyui: Restartable | None = None
+    comfyui: Any = None
+    """A real ComfyUI server to `kill` and `start`."""
     half_done: Path | None = None
     """An output folder without the last row done."""
 
@@ -263,6 +254,10 @@ def _file_size(chance: random.Random, number: int) -> int:
     return 1 if number == 0 else chance.randrange(1, 40_000)
 
 
+def _small_file(chance: random.Random, number: int) -> int:
+    return chance.choice([1, 1000, 4000, 10_000])
+
+
 def _small_disk(stage: Stage, chance: random.Random, place: Place) -> None:
     if os.geteuid() != 0:
         raise SkippedError("a small tmpfs needs root")
@@ -332,14 +327,6 @@ def _checkpoint(stage: Stage, chance: random.Random, place: Place) -> None:
         stage.wait(pid)
     finally:
         kept.replace(file)
-
-
-# `wanstream run` instead of `batch`.
-
-
-def _run_limited(stage: Stage, chance: random.Random, place: Place) -> None:
-    value = chance.choice([1, 1000, 4000, 10_000])
-    stage.run(lambda: _limit(resource.RLIMIT_FSIZE, value))
 
 
 # A server with ComfyUI's protocol.
@@ -476,7 +463,7 @@ _REAL = (
     Kind("run: SIGKILL", _signalled(signal.SIGKILL), 4, "run"),
     Kind("run: SIGTERM", _signalled(signal.SIGTERM), 1, "run"),
     Kind("run: Ctrl-C once, twice", _signalled(_INT, _INT), 3, "run"),
-    Kind("run: file size limit", _run_limited, 3, "run"),
+    Kind("run: file size limit", _limited(resource.RLIMIT_FSIZE, _small_file), 3, "run"),
 )
 _SERVERS = (
     Kind("server: client SIGKILL at a call", _on_server(_client_killed), 16, "server"),

@@ -42,7 +42,6 @@ class Trouble:
 
     share: float = 0.0
     seed: int = 0
-    kinds: tuple[str, ...] = COMMANDS
 
 
 @dataclass
@@ -127,22 +126,14 @@ _DESCRIBING = threading.Lock()
 
 def object_info(models: Path) -> dict[str, Any]:
     """Return the nodes as described by a ComfyUI with this pack alone."""
-    with _DESCRIBING, embedded_host.opened(Folders(models=models, output=models, input=models)):
-        return _described()
-
-
-def _described() -> dict[str, Any]:
     info = {}
-    for name, node in nodes_by_id(asyncio.run(WanStreamExtension().get_node_list())).items():
-        schema = node.define_schema()
-        kinds = dict(node.INPUT_TYPES())
-        kinds.pop("hidden", None)
-        inputs = {
-            kind: {key: list(value) for key, value in each.items()} for kind, each in kinds.items()
-        }
-        outputs = [output.io_type for output in schema.outputs]
-        info[name] = {"input": inputs, "output": outputs, "output_node": schema.is_output_node}
-    described: dict[str, Any] = json.loads(json.dumps(info, default=str))
+    with _DESCRIBING, embedded_host.opened(Folders(models=models, output=models, input=models)):
+        for name, node in nodes_by_id(asyncio.run(WanStreamExtension().get_node_list())).items():
+            schema = node.define_schema()
+            kinds = {kind: each for kind, each in node.INPUT_TYPES().items() if kind != "hidden"}
+            outputs = [output.io_type for output in schema.outputs]
+            info[name] = {"input": kinds, "output": outputs, "output_node": schema.is_output_node}
+        described: dict[str, Any] = json.loads(json.dumps(info, default=str))
     return described
 
 
@@ -154,7 +145,7 @@ def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             parts = urllib.parse.urlsplit(self.path)
-            kind = chance.choice(trouble.kinds) if chance.random() < trouble.share else ""
+            kind = chance.choice(COMMANDS) if chance.random() < trouble.share else ""
             if parts.path in {"/system_stats", "/object_info", "/wanstream/about"}:
                 kind = ""  # Without a server at its start, a command runs nothing and exits with 2.
             if kind == "drop":
@@ -182,12 +173,6 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
 
-def serve(port: int, state: State, trouble: Trouble) -> None:
-    """Serve until the process ends."""
-    threading.Thread(target=state.work, daemon=True).start()
-    Server(("127.0.0.1", port), handler_of(state, trouble)).serve_forever(poll_interval=0.05)
-
-
 def forked_server(
     port: int, output: Path, models: Path, *, trouble: Trouble | None = None, seconds: float = 0.0
 ) -> int:
@@ -196,7 +181,10 @@ def forked_server(
     if pid == 0:
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            serve(port, State(output, models, seconds), trouble or Trouble())
+            state = State(output, models, seconds)
+            threading.Thread(target=state.work, daemon=True).start()
+            handler = handler_of(state, trouble or Trouble())
+            Server(("127.0.0.1", port), handler).serve_forever(poll_interval=0.05)
         finally:
             os._exit(1)
     deadline = time.monotonic() + 30

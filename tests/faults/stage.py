@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -23,6 +22,7 @@ import numpy as np
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
 from wanstream.tests.faults.points import Points
+from wanstream.tests.support.batch.command import command_line, videos
 
 TRACEBACK = 99
 """Exit code after an uncaught exception."""
@@ -89,11 +89,7 @@ class Stage:
         self.folder, self.out, self.log = folder, folder / "out", folder / "log"
         self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        (folder / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
-        files = [str(folder / "jobs.jsonl"), "--workflow", str(folder / "workflow.json")]
-        self.command = ["batch", *files, "--out", str(self.out), *more]
+        self.command = command_line(folder, workflow, *rows, options=more)
         self.done_code = DONE
         self.findings = Findings()
         self._clients: list[int] = []
@@ -151,8 +147,7 @@ class Stage:
         self.wait(pid)
 
     def videos(self) -> dict[str, bytes]:
-        """Return the videos in the output folder by name."""
-        return {path.name: path.read_bytes() for path in self.out.glob("*.mp4")}
+        return videos(self.out)
 
     def run(self, prepare: Callable[[], object] | None = None) -> int:
         return self.wait(self.start(prepare))

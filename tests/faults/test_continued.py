@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import zlib
@@ -19,6 +18,7 @@ from wanstream.cli.arguments import DONE
 from wanstream.tests.faults.points import Points, kill
 from wanstream.tests.faults.replaced import computing_replaced, latent_of, named_models
 from wanstream.tests.faults.stage import Stage
+from wanstream.tests.support.batch.command import shipped
 from wanstream.wan.latents.file import read_latent
 
 SEED = 19
@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
 ]
 
-WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "continue_video.json"
 MakeStage = Callable[[str], Stage]
 
 
@@ -50,7 +49,7 @@ def make_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStage]:
     # A child forked from a process with a thread pool would wait for threads it lacks.
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("continued")
-    workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    workflow = shipped("continue_video")
     models = named_models(folder / "named", workflow)
     Image.new("RGB", (32, 32)).save(folder / "example.png")
     where = ["--models", str(models), "--input", str(folder)]

@@ -7,15 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.cli.alternatives import (
-    VIDEOS_AT_ONCE,
-    Alternative,
-    in_compute_dtype,
-    in_fp8,
-    in_int8,
-    plan_alternatives,
-    videos_at_once,
-)
+from wanstream.cli import alternatives
+from wanstream.cli.alternatives import VIDEOS_AT_ONCE, in_fp8, in_int8, videos_at_once
 from wanstream.plan import Budgets, Machine, plan_offload
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes import RunShape
@@ -28,15 +21,17 @@ BUS_BOUND = {"copy": 3.0, "read": 0.5}
 INT8 = 'storage "int8 ConvRot", multiplied in int8'
 
 
-def _planned(run: RunShape, machine: Machine, budgets: Budgets) -> dict[str, Alternative]:
-    return {each.words: each for each in plan_alternatives(run, machine, budgets)}
+def _planned(
+    run: RunShape, machine: Machine, budgets: Budgets
+) -> dict[str, alternatives.Alternative]:
+    return {each.words: each for each in alternatives.plan_alternatives(run, machine, budgets)}
 
 
 def test_alternatives_are_planned_and_the_fastest_is_first():
     """A slow bus favours fewer bytes, and more videos for each byte."""
     run = run_shape()
     machine = rated(**BUS_BOUND)
-    choices = plan_alternatives(run, machine, Budgets())
+    choices = alternatives.plan_alternatives(run, machine, Budgets())
     assert len(choices) == 3 * (1 + len(VIDEOS_AT_ONCE))
     seconds = [choice.video_s for choice in choices]
     assert seconds == sorted(seconds)
@@ -109,11 +104,10 @@ def test_linear_layers_in_int8_shorten_computing():
 
 
 def test_blocks_that_are_rotated_while_they_are_read_take_longer():
-    run = run_shape()
-    machine = rated(read=0.1)
-    assert in_fp8(run).blocks.read_seconds(machine) == pytest.approx(0.2)
-    assert in_int8(run).blocks.read_seconds(machine) == pytest.approx(0.5)
-    assert in_compute_dtype(in_int8(run)).blocks.read_seconds(machine) == pytest.approx(0.5)
+    int8 = in_int8(run_shape())
+    decoded = alternatives.in_compute_dtype(int8)
+    for run, read_s in ((in_fp8(run_shape()), 0.2), (int8, 0.5), (decoded, 0.5)):
+        assert run.blocks.read_seconds(rated(read=0.1)) == pytest.approx(read_s)
 
 
 def test_run_in_int8_is_compared_with_decoding():
@@ -124,4 +118,4 @@ def test_run_in_int8_is_compared_with_decoding():
     assert not any("fp8" in words for words in found)
     assert decoded is not None
     assert decoded.reason.endswith("; multiplied in bf16")
-    assert decoded == plan_offload(in_compute_dtype(int8), machine, Budgets())
+    assert decoded == plan_offload(alternatives.in_compute_dtype(int8), machine, Budgets())

@@ -28,19 +28,14 @@ Capture = pytest.CaptureFixture[str]
 ASKED = PlanOptions(
     machine=MachineOptions(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5), size="1280x720x81"
 )
-OPTIONS: dict[str, str | None] = {
-    "--gpu": "RTX 4060 Ti 16GB",
-    "--ram": "32",
-    "--ssd": "3.5",
-    "--size": "1280x720x81",
-}
+OPTIONS = {"gpu": "RTX 4060 Ti 16GB", "ram": "32", "ssd": "3.5", "size": "1280x720x81"}
 FOUR = ["--workers", "4"]
 
 
 def plan_command(*more: str, **changed: str | None) -> list[str]:
     """Return the command for `ASKED` with other values, and without an option for None."""
-    options = OPTIONS | {f"--{name}": value for name, value in changed.items()}
-    return ["plan", *(word for pair in options.items() if pair[1] for word in pair if word), *more]
+    given = {name: value for name, value in (OPTIONS | changed).items() if value is not None}
+    return ["plan", *(word for name in given for word in (f"--{name}", given[name])), *more]
 
 
 def on_4090(*more: str) -> list[str]:
@@ -116,27 +111,35 @@ def changed(**changes: Any) -> PlanOptions:
 
 def test_arguments_reach_the_run():
     plain = run_shape(ASKED)
-    block = 702_545_920
-    assert plain.tokens == 75_600
-    assert plain.lanes == {"high": 2, "low": 2}
+    assert (plain.tokens, plain.lanes) == (75_600, {"high": 2, "low": 2})
     assert plain.experts_of_steps == ("high",) * 10 + ("low",) * 10
     assert run_shape(changed(cfg="high")).lanes == {"high": 2, "low": 1}
     few = run_shape(changed(cfg="none", steps=5, switch_step=1))
     assert few.experts_of_steps == ("high", *("low",) * 4)
-    int8 = block // 2 + 4 * (9 * 5120 + 13824)
-    gguf = block * 34 // 64
-    for storage, stored, file, computed in (
-        ("bf16", block, block, block),
-        ("fp8", block // 2, block, block),
-        ("int8 ConvRot", int8, block, int8),
-        ("Q8_0", gguf, gguf, block),
-    ):
-        run = run_shape(changed(storage=storage))
-        found = (run.blocks.stored_bytes, run.blocks.file_bytes, run.blocks.computed_bytes)
-        assert found == (stored, file, computed), storage
-        assert run.blocks.decodes == (stored != computed)
-        assert run.kernels.linear_format == ("int8" if storage == "int8 ConvRot" else "")
-    assert run_shape(changed(storage="int8 ConvRot")).blocks.quantised_to == "int8 ConvRot"
+
+
+BLOCK = 702_545_920
+"""Bytes of a block in bf16."""
+INT8 = BLOCK // 2 + 4 * (9 * 5120 + 13824)
+
+
+@pytest.mark.parametrize(
+    ("storage", "stored", "file", "computed"),
+    [
+        ("bf16", BLOCK, BLOCK, BLOCK),
+        ("fp8", BLOCK // 2, BLOCK, BLOCK),
+        ("int8 ConvRot", INT8, BLOCK, INT8),
+        ("Q8_0", BLOCK * 34 // 64, BLOCK * 34 // 64, BLOCK),
+    ],
+)
+def test_blocks_have_the_size_of_their_storage(storage, stored, file, computed):
+    run = run_shape(changed(storage=storage))
+    found = (run.blocks.stored_bytes, run.blocks.file_bytes, run.blocks.computed_bytes)
+    assert found == (stored, file, computed)
+    assert run.blocks.decodes == (stored != computed)
+    is_int8 = storage == "int8 ConvRot"
+    assert run.kernels.linear_format == ("int8" if is_int8 else "")
+    assert not is_int8 or run.blocks.quantised_to == storage
 
 
 def test_5b_model_is_one_expert_of_fewer_tokens():
@@ -238,23 +241,21 @@ def test_json_has_both_layouts_and_those_for_little_memory(capsys, refusal):
         ({"workers": "0"}, "--workers 0: give 1 or more"),
         ({"workers": "2", "gpus-per-node": "0"}, "--gpus-per-node 0: give 1 or more"),
         ({"workers": "2", "videos": "0"}, "--videos 0: give 1 or more"),
-        ({"workers": "2", "compare": ""}, "--compare plans a single worker: omit it, or --workers"),
-        (
-            {"workers": "37", "size": "832x480x81"},
-            "37 workers cannot share 1 video of 32760 tokens and 40 heads evenly: use 36",
-        ),
     ],
 )
 def test_wrong_arguments(given, message, refusal):
-    more = ["--compare"] if "compare" in given else []
-    assert message in refusal(*plan_command(*more, **given))
+    assert message in refusal(*plan_command(**given))
 
 
-def test_less_memory_than_two_buffers_is_refused(refusal):
+def test_refusals_have_the_remedy(refusal):
     said = refusal(*plan_command("--vram", "1.5"), code=FAILED)
     start = "does not fit, because RTX 4060 Ti 16GB: needs 2 buffers of 0.70 GB + "
     assert said.startswith(start)
     assert "; 1.50 GB given; give more, or make the video smaller or shorter" in said
+    said = refusal(*plan_command("--workers", "2", "--compare"))
+    assert "--compare plans a single worker: omit it, or --workers" in said
+    said = refusal(*on_4090("--workers", "37"))
+    assert "37 workers cannot share 1 video of 32760 tokens and 40 heads evenly: use 36" in said
 
 
 def test_measured_machine_is_read_from_a_file(tmp_path):

@@ -76,16 +76,14 @@ def test_file_is_the_quantised_model(form, model, tmp_path):
 
 
 def test_two_experts_are_written_next_to_them_or_to_their_link(model, tmp_path, refusal):
-    blob = tmp_path / "blobs" / "0a1b"
-    high = tmp_path / "high.safetensors"
-    for path in (blob, tmp_path / "low.safetensors"):
+    blob, high, low = (tmp_path / name for name in ("0a1b", "high.safetensors", "low.safetensors"))
+    for path in (blob, low):
         save_expert_file(model, path, dtype=torch.bfloat16)
     high.symlink_to(blob)
-    command = ["quantise", str(high), str(tmp_path / "low.safetensors"), "--to", "int8_convrot"]
+    command = ["quantise", str(high), str(low), "--to", "int8_convrot"]
     assert main(command) == 0
     names = [f"{name}{end}" for name in ("high", "low") for end in ("", "_int8_convrot")]
-    written = sorted(path.stem for path in tmp_path.glob("*.safetensors"))
-    assert written == names
+    assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == names
     assert "high_int8_convrot.safetensors exists already" in refusal(*command)
 
 

@@ -10,20 +10,13 @@ import pytest
 from wanstream.cli.run import LINE_EVERY_S, ProgressBars, ProgressLines, progress_of_run
 from wanstream.host.embedded.events import NodeProgress
 
+SHORT = [("text", 0, 1), ("text", 1, 1), *(("sampler", n, 8) for n in range(9)), ("sampler", 1, 1)]
+
 
 @pytest.mark.parametrize(
     ("pause_s", "events", "lines"),
     [
-        (
-            0.5,
-            [
-                ("text", 0, 1),
-                ("text", 1, 1),
-                *(("sampler", n, 8) for n in range(9)),
-                ("sampler", 1, 1),
-            ],
-            ["text: 1.0 s", "sampler: 8/8 steps 5.0 s"],
-        ),
+        (0.5, SHORT, ["text: 1.0 s", "sampler: 8/8 steps 5.0 s"]),
         # Steps that take long are seen every ten seconds.
         (
             0.6 * LINE_EVERY_S,
@@ -36,8 +29,7 @@ def test_lines_of_a_log(pause_s, events, lines, capsys):
     now = 0.0
     with closing(ProgressLines(lambda: now)) as progress:
         for node_id, done, total in events:
-            shown = NodeProgress(node_id=node_id, class_type="Node", done=done, total=total)
-            progress.show(shown)
+            progress.show(NodeProgress(node_id=node_id, class_type="N", done=done, total=total))
             now += pause_s
     assert capsys.readouterr().err.splitlines() == lines
 

@@ -44,8 +44,8 @@ def test_a_failed_row_is_tried_on_one_more_server(failures, alive, retry):
 
 def test_losses_on_all_servers_count_together():
     log = log_of("a" * (MAX_LOSSES - 2), "")
-    assert log.lose("b", "row", "no device") == ""
-    assert log.lose("b", "row", "no device") == "lost 5 times while running: no device"
+    lost = [log.lose("b", "row", "no device") for _ in range(2)]
+    assert lost == ["", "lost 5 times while running: no device"]
 
 
 @pytest.mark.parametrize(

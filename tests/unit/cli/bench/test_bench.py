@@ -172,16 +172,12 @@ def test_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path):
         workers=WorkersRef(count=1, address="in-process", max_restarts=0),
         device=torch.device("cpu"),
     )
+    pool = InProcessPool("cpu")
     cases = [BenchCase.of(Mesh(), LAYERWISE, steps) for steps in (1, 2)]
-    pools: list[InProcessPool] = []
-
-    def start(ref: WorkersRef, device: torch.device) -> InProcessPool:
-        pools.append(InProcessPool(str(device)))
-        return pools[-1]
-
-    runs = run_cases(bench, cases, lambda line: None, start)
+    pools = iter((pool, InProcessPool("cpu")))
+    runs = run_cases(bench, cases, lambda line: None, lambda ref, device: next(pools))
     assert not next(runs).failed
-    pools[0].workers[0].kill()
+    pool.workers[0].kill()
     (after,) = runs
     assert (after.failed, len(after.trials)) == ("", 1)
 
