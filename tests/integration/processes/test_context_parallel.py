@@ -21,15 +21,7 @@ from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.testing import experts
 from wanstream.testing.experts import make_lora
-from wanstream.tests.support.distributed.split_jobs import (
-    job_attach_and_detach,
-    job_hold,
-    job_run,
-    job_run_compiled,
-    job_run_until,
-    job_seen,
-    row_id,
-)
+from wanstream.tests.support.distributed import split_jobs
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.wan import Nag
 
@@ -67,7 +59,7 @@ def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]
         (Mesh(ulysses=4), CHUNKED),
         (Mesh(cfg=2, ulysses=2), LAYERWISE),
     ],
-    ids=row_id,
+    ids=split_jobs.row_id,
 )
 def test_ulysses_gives_what_one_worker_gives(mesh, policy, split, wide, make_request, check_split):
     split.join(mesh)
@@ -84,7 +76,7 @@ def test_int8_attention_gets_all_tokens_of_its_heads(split, wide, make_request, 
     plain = split.alone(wide(), *given)
     with split.int8_attention():
         alone, results = check_split(replace(wide(), attention="int8"), *given)
-        assert [shape[1:3] for shape in split.all(job_seen)] == [(2, 48)] * 2
+        assert [shape[1:3] for shape in split.all(split_jobs.job_seen)] == [(2, 48)] * 2
     for latents in (alone, results[0]["latents"]):
         assert difference(latents, plain) <= ROUNDING
     for worker in results:
@@ -126,7 +118,7 @@ def test_images_and_loras_on_shared_tokens(split, wide, make_request, save_lora,
 @pytest.mark.parametrize(
     ("mesh", "policy"),
     [(Mesh(ulysses=2), SWAP), (Mesh(cfg=2), OffloadPolicy.resident())],
-    ids=row_id,
+    ids=split_jobs.row_id,
 )
 def test_three_stages_on_two_workers(
     mesh, policy, split, wide, make_request, save_lora, check_split
@@ -149,7 +141,9 @@ def test_compiled_blocks_on_shared_tokens(split, wide, make_request):
     split.join(Mesh(ulysses=2))
     longer = torch.randn(1, 16, 5, 4, 8, generator=torch.Generator().manual_seed(1))
     for request in (make_request(), make_request(noise=longer)):
-        for plain, first, second in split.all(job_run_compiled, wide(layers=2), request, LAYERWISE):
+        for plain, first, second in split.all(
+            split_jobs.job_run_compiled, wide(layers=2), request, LAYERWISE
+        ):
             assert torch.equal(first["latents"], plain["latents"])
             assert torch.equal(second["latents"], plain["latents"])
             assert plain["gathered"] == first["gathered"] == second["gathered"] > 0
@@ -181,12 +175,14 @@ def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(split, wide, make_requ
 
 
 @pytest.mark.parametrize(
-    ("mesh", "policy"), [(Mesh(ulysses=2), CHUNKED), (Mesh(ring=2), LAYERWISE)], ids=row_id
+    ("mesh", "policy"),
+    [(Mesh(ulysses=2), CHUNKED), (Mesh(ring=2), LAYERWISE)],
+    ids=split_jobs.row_id,
 )
 def test_the_models_are_as_they_were(mesh, policy, split, wide):
     split.join(mesh)
     with split.attention_with_lse():
-        results = split.all(job_attach_and_detach, wide(), policy)
+        results = split.all(split_jobs.job_attach_and_detach, wide(), policy)
     for inside, after in results:
         assert after == []
         for changed in ("high rope: forward", "low blocks.0: forward", "low proj_out: forward"):
@@ -213,7 +209,7 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
     high, low = (tiny_expert_folder(seed=seed, heads=heads) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     given = experts, make_request(shape=shape), LAYERWISE
-    for answer in [process.start(job_run, *given) for process in split.processes[:2]]:
+    for answer in [process.start(split_jobs.job_run, *given) for process in split.processes[:2]]:
         with pytest.raises(MeshError, match=message):
             answer.result(60)
     assert split.alone(*given).isfinite().all()
@@ -253,7 +249,7 @@ def test_estimate_of_shared_tokens(ulysses, cases, split):
     split.join(Mesh(ulysses=ulysses))
     counting = str(Path(__file__).parents[2] / "support" / "offload" / "alive_tensors.py")
     for case in cases:
-        for alive, estimate in split.all(job_hold, counting, *case):
+        for alive, estimate in split.all(split_jobs.job_hold, counting, *case):
             assert 0.9 * estimate <= alive <= 1.03 * estimate
 
 
@@ -276,7 +272,7 @@ def test_a_stop_of_one_stops_all_before_the_same_block(
     mesh = Mesh(cfg=2, ulysses=2)
     split.join(mesh, spans_machines=spans_machines)
     given = wide(), make_request(shape=shape), LAYERWISE
-    assert split.all(job_run_until, *given, stop_at, None) == [stop] * mesh.size
+    assert split.all(split_jobs.job_run_until, *given, stop_at, None) == [stop] * mesh.size
     check_split(*given)
 
 
@@ -287,7 +283,9 @@ def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
     mesh = Mesh(cfg=2, ulysses=2)
     split.join(mesh, timeout_s=3.0)
     given = wide(), make_request(), LAYERWISE
-    answers = [each.start(job_run_until, *given, {3: 6}, sent) for each in split.processes[:4]]
+    answers = [
+        each.start(split_jobs.job_run_until, *given, {3: 6}, sent) for each in split.processes[:4]
+    ]
 
     try:
         for answer in answers[:3]:

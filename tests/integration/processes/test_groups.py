@@ -22,12 +22,8 @@ from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
+from wanstream.tests.support.distributed import split_jobs
 from wanstream.tests.support.distributed.processes import Processes
-from wanstream.tests.support.distributed.split_jobs import (
-    job_leave_while_it_waits,
-    join_groups,
-    rendezvous,
-)
 
 LOOPBACK = "127.0.0.1"
 SHORT_S, LONG_S = 2.0, 50.0
@@ -48,7 +44,7 @@ def listening() -> set[tuple[str, int]]:
 def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
     # Groups broken by earlier tests listen until nothing refers to their errors.
     here.before = listening()
-    here.groups = join_groups(every[here.number])
+    here.groups = split_jobs.join_groups(every[here.number])
     return {
         "pid": os.getpid(),
         "state": here.groups.state,
@@ -61,7 +57,7 @@ def job_join_and_leave(
 ) -> list[GroupsState]:
     states = []
     for specs in every:
-        groups = join_groups(specs[here.number])
+        groups = split_jobs.join_groups(specs[here.number])
         states.append(groups.state)
         groups.leave()
     return states
@@ -108,7 +104,7 @@ def joined(processes: Processes) -> Any:
     def make(mesh: Mesh, **changes: Any) -> list[dict[str, Any]]:
         nonlocal count
         count = max(count, mesh.size)
-        return processes.all(job_join, rendezvous(mesh, **changes), count=mesh.size)
+        return processes.all(job_join, split_jobs.rendezvous(mesh, **changes), count=mesh.size)
 
     yield make
     processes.all(job_leave_if_joined, count=count)
@@ -123,7 +119,7 @@ def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes, joined)
 
 
 def test_a_worker_can_leave_immediately_after_it_has_joined(processes):
-    every = [rendezvous(Mesh(ulysses=3)) for _ in range(8)]
+    every = [split_jobs.rendezvous(Mesh(ulysses=3)) for _ in range(8)]
     processes.at_least(3)
     assert (
         processes.all(job_join_and_leave, every, count=3, timeout=LONG_S)
@@ -196,10 +192,13 @@ def test_worker_leaves_from_another_thread(name, processes, joined):
     joined(Mesh(ulysses=3))
     processes[2].signal(signal.SIGSTOP)
     try:
-        waiting = [processes[rank].start(job_leave_while_it_waits, name) for rank in (0, 1)]
+        waiting = [
+            processes[rank].start(split_jobs.job_leave_while_it_waits, name) for rank in (0, 1)
+        ]
         for answer in waiting:
             with pytest.raises(
-                PeerLostError, match=r"this worker has left the rendezvous|another worker broke"
+                PeerLostError,
+                match=r"this worker has left the split_jobs.rendezvous|another worker broke",
             ):
                 answer.result(LONG_S)
         assert processes[0].start(job_leave).result() == (GroupsState.LEFT, 0)
@@ -222,12 +221,12 @@ def test_the_loss_of_rank_0_is_reported(processes, joined):
 
 
 def test_missing_workers_are_named(processes):
-    every = rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
+    every = split_jobs.rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
     answers = [processes.at_least(4)[rank].start(job_join, every) for rank in (0, 2)]
     for answer in answers:
         with pytest.raises(WorkerTimeoutError, match=r"ranks 1 and 3 did not join .* within 2 s"):
             answer.result()
-    every = rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
+    every = split_jobs.rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
     with pytest.raises(
         WorkerTimeoutError, match=f"no store responds at {LOOPBACK}:{every[0].port} after 2 s"
     ):
@@ -238,11 +237,13 @@ def test_a_port_that_is_taken_is_named(processes):
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} at {LOOPBACK} is taken"):
-            processes.at_least(1)[0].start(job_join, rendezvous(Mesh(cfg=2), port=port)).result()
+            processes.at_least(1)[0].start(
+                job_join, split_jobs.rendezvous(Mesh(cfg=2), port=port)
+            ).result()
 
 
 def test_a_group_of_one_worker_opens_no_connection():
-    groups = join_groups(rendezvous(Mesh())[0])
+    groups = split_jobs.join_groups(split_jobs.rendezvous(Mesh())[0])
     assert group_forward(groups).alone
     assert group_forward(groups).any_stops(True, 3)
     assert not group_forward(groups).any_stops(False, 0)
@@ -252,7 +253,7 @@ def test_a_group_of_one_worker_opens_no_connection():
 
 
 def test_groups_out_of_order_are_refused():
-    groups = ProcessGroups(rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
+    groups = ProcessGroups(split_jobs.rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
     with pytest.raises(StateError, match="these are new"):
         groups.group("control")
     groups.leave()

@@ -14,12 +14,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, lanes_of_rank
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes.context_windows import ContextWindows
-from wanstream.tests.support.distributed.split_jobs import (
-    SplitProcesses,
-    job_count_votes,
-    job_run_and_leave,
-    job_run_until,
-)
+from wanstream.tests.support.distributed import split_jobs
 from wanstream.wan import Nag
 
 BLOCKS = 4
@@ -31,7 +26,7 @@ LANE_BYTES = 16 * 2 * 4 * 6 * 4
 
 
 @pytest.fixture
-def split(split: SplitProcesses) -> SplitProcesses:
+def split(split: split_jobs.SplitProcesses) -> split_jobs.SplitProcesses:
     """Two processes joined as one group's cfg ranks."""
     split.join(CFG)
     return split
@@ -120,7 +115,7 @@ def test_stop_of_one_rank_stops_both_before_one_block(
     if spans_machines:
         split.leave()
         split.join(CFG, spans_machines=True)
-    assert split.all(job_run_until, *given, {rank: visits}, None) == [stop] * 2
+    assert split.all(split_jobs.job_run_until, *given, {rank: visits}, None) == [stop] * 2
     check_split(*given, exact=True)
 
 
@@ -129,7 +124,7 @@ def test_votes_before_blocks_or_steps(spans_machines, split, given):
     split.leave()
     split.join(CFG, spans_machines=spans_machines)
     alone = split.alone(*given)
-    for latents, polls, votes in split.all(job_count_votes, *given):
+    for latents, polls, votes in split.all(split_jobs.job_count_votes, *given):
         assert torch.equal(latents, alone)
         assert polls == STEPS * BLOCKS, "each block is a sign of life"
         assert votes == (STEPS if spans_machines else STEPS * BLOCKS)
@@ -139,5 +134,5 @@ def test_worker_that_left_ends_before_its_next_block(split, given):
     """After one worker's error the driver makes all leave. A step may take minutes."""
     split.leave()
     split.join(CFG, spans_machines=True)
-    (first, polls), (second, _) = split.all(job_run_and_leave, *given, BLOCKS + 2)
+    (first, polls), (second, _) = split.all(split_jobs.job_run_and_leave, *given, BLOCKS + 2)
     assert (first, second, polls) == ("PeerLostError", "PeerLostError", BLOCKS + 2)

@@ -23,12 +23,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes import ContextWindows
-from wanstream.tests.support.distributed.split_jobs import (
-    job_run,
-    job_run_compiled,
-    job_seen,
-    row_id,
-)
+from wanstream.tests.support.distributed import split_jobs
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.wan import Nag
 from wanstream.wan.experts.open import ExpertsRegistry
@@ -105,7 +100,7 @@ JOBS = {
         ("odd", Mesh(ulysses=4), CHUNKED),
         ("odd", Mesh(cfg=2, ulysses=2), LAYERWISE),
     ],
-    ids=row_id,
+    ids=split_jobs.row_id,
 )
 def test_workers_give_what_one_gives(name, mesh, policy, split, given, check_split):
     changes, every = JOBS[name]
@@ -141,12 +136,12 @@ def test_int8_attention_gets_any_number_of_tokens(split, given):
     with split.int8_attention():
         for worker in split.run(replace(experts, attention="int8"), request, LAYERWISE):
             assert difference(worker["latents"], alone) <= ROUNDING
-        assert split.all(job_seen) == [(1, 2, 27, 128)] * 2
+        assert split.all(split_jobs.job_seen) == [(1, 2, 27, 128)] * 2
 
 
 def test_compiled_blocks_with_any_number_of_tokens(split, given):
     split.join(Mesh(ulysses=2))
-    for plain, compiled, again in split.all(job_run_compiled, *given(**ODD), LAYERWISE):
+    for plain, compiled, again in split.all(split_jobs.job_run_compiled, *given(**ODD), LAYERWISE):
         assert torch.equal(compiled["latents"], plain["latents"])
         assert torch.equal(again["latents"], plain["latents"])
 
@@ -165,6 +160,6 @@ def test_a_ring_refuses_tokens_that_it_cannot_split(split, given):
     message = "ring 2 x ulysses 1 cannot split 27 tokens evenly: choose ring 1, .* its references"
     job = *given(**ODD), LAYERWISE
     with split.attention_with_lse():
-        for answer in [process.start(job_run, *job) for process in split.processes[:2]]:
+        for answer in [process.start(split_jobs.job_run, *job) for process in split.processes[:2]]:
             with pytest.raises(MeshError, match=message):
                 answer.result(60)

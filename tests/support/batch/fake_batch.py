@@ -10,15 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wanstream.batch.backend import (
-    Ended,
-    Interrupted,
-    JobFailed,
-    MadeFile,
-    Outcome,
-    UnderWay,
-    Unknown,
-)
+from wanstream.batch import backend
 from wanstream.batch.errors import NoSuchFileError, UnreachableError
 from wanstream.batch.journal.entry import KeptFile, State
 from wanstream.batch.journal.journal import Journal
@@ -91,7 +83,7 @@ class Server:
         self.name = self.address = f"http://{name}"
         self.steps = steps
         self.queue: list[list[Any]] = []
-        self.history: dict[str, Ended | JobFailed | Interrupted] = {}
+        self.history: dict[str, backend.Ended | backend.JobFailed | backend.Interrupted] = {}
         self.files: dict[str, str] = {}
         self.made: list[str] = []
         self.most = 0
@@ -115,17 +107,17 @@ class Server:
         self.queue.append([prompt_id, prompt, 0])
         self.most = max(self.most, len(self.queue))
 
-    def outcome(self, prompt_id: str) -> Outcome:
+    def outcome(self, prompt_id: str) -> backend.Outcome:
         self._enter("outcome")
         self._work()
         if prompt_id in self.history:
             return self.history[prompt_id]
         for place, (queued, _, _) in enumerate(self.queue):
             if queued == prompt_id:
-                return UnderWay(begun=place == 0)
-        return Unknown()
+                return backend.UnderWay(begun=place == 0)
+        return backend.Unknown()
 
-    def fetch(self, file: MadeFile, part: Path) -> None:
+    def fetch(self, file: backend.MadeFile, part: Path) -> None:
         self._enter("fetch")
         if file.filename not in self.files:
             raise NoSuchFileError(f"no {file.filename}")
@@ -142,7 +134,7 @@ class Server:
         self._enter("interrupt")
         if self.queue and self.queue[0][0] == prompt_id:
             self.queue.pop(0)
-            self.history[prompt_id] = Interrupted()
+            self.history[prompt_id] = backend.Interrupted()
 
     def release(self, prompt_id: str) -> None:
         pass
@@ -168,16 +160,18 @@ class Server:
         elif step >= self.steps:
             self.queue.pop(0)
             reason = self.bad(prompt)
-            self.history[prompt_id] = JobFailed(reason=reason) if reason else self._save(prompt)
+            self.history[prompt_id] = (
+                backend.JobFailed(reason=reason) if reason else self._save(prompt)
+            )
 
-    def _save(self, prompt: Mapping[str, Any]) -> Ended:
+    def _save(self, prompt: Mapping[str, Any]) -> backend.Ended:
         made = []
         for node_id in prompt:
             name = f"out_{len(self.files):05}_.txt"
             self.files[name] = f"row {node_id}"
             self.made.append(node_id)
-            made.append(MadeFile(node_id=node_id, filename=name, subfolder=""))
-        return Ended(files=tuple(made))
+            made.append(backend.MadeFile(node_id=node_id, filename=name, subfolder=""))
+        return backend.Ended(files=tuple(made))
 
 
 class Reporter:

@@ -16,13 +16,7 @@ from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INVALID
 from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.nodes.runs.video_file import write_video
-from wanstream.tests.faults.replaced import (
-    SAVE,
-    computing_replaced,
-    frames_of,
-    named_models,
-    seed_behind,
-)
+from wanstream.tests.faults import replaced
 from wanstream.tests.support.batch.command import command_line, journal_rows, shipped, videos
 
 ROWS: list[dict[str, Any]] = [
@@ -42,7 +36,7 @@ class Batch:
     def __init__(self, folder: Path) -> None:
         self.workflow = shipped()
         self.out = folder / "out"
-        self.models = named_models(folder / "models", self.workflow)
+        self.models = replaced.named_models(folder / "models", self.workflow)
         self.work = self.out / ".wanstream"
         self.parts = self.out / ".wanstream" / "parts"
         self.journal = self.out / "journal.sqlite"
@@ -74,13 +68,13 @@ class Batch:
 @pytest.fixture
 def batch(tmp_path: Path) -> Iterator[Batch]:
     made = Batch(tmp_path)
-    with computing_replaced():
+    with replaced.computing_replaced():
         run = Workflow.run
 
         def count(workflow: Workflow, **options: Any) -> Any:
             prompt = workflow.verdict.prompt
-            savers = [name for name, node in prompt.items() if node["class_type"] == SAVE]
-            made.runs.append([seed_behind(prompt, name) for name in savers])
+            savers = [name for name, node in prompt.items() if node["class_type"] == replaced.SAVE]
+            made.runs.append([replaced.seed_behind(prompt, name) for name in savers])
             return run(workflow, **options)
 
         # Not by `monkeypatch`: it would end after this fixture, and bring the replacement back.
@@ -193,7 +187,7 @@ def test_a_refusal_of_names_moves_and_removes_nothing(batch, journal):
 def test_files_of_the_journal_are_not_opened_at_the_start(batch, monkeypatch):
     assert batch() == DONE
     for name in ("mine.mp4", "00077.mp4", "1.mp4"):  # only the second may be of an unnamed row
-        write_video(batch.out / name, frames_of(1), fps=16, crf=30, metadata={})
+        write_video(batch.out / name, replaced.frames_of(1), fps=16, crf=30, metadata={})
     opened: list[str] = []
     read = batch_module.stored_prompt
     monkeypatch.setattr(
@@ -307,7 +301,7 @@ def test_latents_of_killed_rows_go_when_the_rows_are_done(batch, capsys, monkeyp
 def test_a_video_without_a_workflow_in_the_way_is_refused(batch, capsys):
     batch.out.mkdir()
     bad = {"prompt": "[" * 50}
-    write_video(batch.out / "00001.mp4", frames_of(1), fps=16, crf=30, metadata=bad)
+    write_video(batch.out / "00001.mp4", replaced.frames_of(1), fps=16, crf=30, metadata=bad)
     assert batch() == INVALID
     assert "contains 00001.mp4, which is not from this batch" in capsys.readouterr().err
 

@@ -2,49 +2,43 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wanstream.bench.figures import (
-    FIGURES,
-    Figure,
-    Spread,
-    figures_dict,
-    over_steady_s,
-    steady_s,
-    switch_record,
-)
+from wanstream.bench import figures
 from wanstream.schema.records import MemorySample, PhaseRecord
 from wanstream.tests.support.bench_runs import BLOCKING, make_timeline, make_variant
 
 
-def figure(name: str) -> Figure:
-    (found,) = (figure for figure in FIGURES if figure.name == name)
+def figure(name: str) -> figures.Figure:
+    (found,) = (figure for figure in figures.FIGURES if figure.name == name)
     return found
 
 
 def test_spread_is_the_median_with_both_ends():
     for values, median, low, high in (([5, 1, 3], 3, 1, 5), ([4, 1], 2.5, 1, 4), ([0], 0, 0, 0)):
-        assert Spread.of(values) == Spread(median=median, low=low, high=high, runs=len(values))
-    assert Spread.of([1, None, 3]) is None
-    assert Spread.of([]) is None
+        assert figures.Spread.of(values) == figures.Spread(
+            median=median, low=low, high=high, runs=len(values)
+        )
+    assert figures.Spread.of([1, None, 3]) is None
+    assert figures.Spread.of([]) is None
 
 
 def test_steady_step_is_none_that_begins_a_stage():
-    assert steady_s(BLOCKING, "high") == steady_s(BLOCKING, "low") == 20
-    switch = switch_record(BLOCKING)
+    assert figures.steady_s(BLOCKING, "high") == figures.steady_s(BLOCKING, "low") == 20
+    switch = figures.switch_record(BLOCKING)
     assert switch is BLOCKING.steps[3]
-    assert over_steady_s(BLOCKING, switch) == 27
-    assert over_steady_s(BLOCKING, BLOCKING.steps[0]) == 20
+    assert figures.over_steady_s(BLOCKING, switch) == 27
+    assert figures.over_steady_s(BLOCKING, BLOCKING.steps[0]) == 20
     # A stage of one step has no steady one.
     run = make_timeline(40, 20, 50, switch=2)
-    assert steady_s(run, "high") == 20
-    assert steady_s(run, "low") is None
-    assert over_steady_s(run, run.steps[2]) is None
+    assert figures.steady_s(run, "high") == 20
+    assert figures.steady_s(run, "low") is None
+    assert figures.over_steady_s(run, run.steps[2]) is None
     one_expert = make_timeline(40, 20, switch=9)
-    assert switch_record(one_expert) is None
+    assert figures.switch_record(one_expert) is None
     assert figure("Switch step").of(one_expert) is None
     # Steps are known by their number, not by their place.
     late = make_timeline(20, 20, 47, 20, switch=12, first=10)
     assert late.switch_step == 12
-    assert switch_record(late) is late.steps[2]
+    assert figures.switch_record(late) is late.steps[2]
 
 
 def test_figures_are_those_of_the_timelines():
@@ -68,12 +62,12 @@ def test_figures_are_those_of_the_timelines():
         "Transfers hidden": (0.75,) * 3,
         "Most RAM of the process": (7,) * 3,
     }
-    written = figures_dict(variant)
+    written = figures.figures_dict(variant)
     for name, values in expected.items():
         found = written[name]
         assert (found["median"], found["low"], found["high"], found["runs"]) == (*values, 3), name
     assert not {"Steady step, low-noise expert", "Peak VRAM, allocated"} & written.keys()
-    assert figures_dict(make_variant("c")) == {}
+    assert figures.figures_dict(make_variant("c")) == {}
 
 
 def test_whole_run_includes_time_between_its_steps():
@@ -104,7 +98,7 @@ def test_memory_between_the_steps_counts_too():
 
 def test_figure_is_never_a_number_alone():
     def text(name: str, *values: float) -> str:
-        spread = Spread.of(values)
+        spread = figures.Spread.of(values)
         assert spread is not None
         return spread.text(figure(name).unit)
 
@@ -117,9 +111,11 @@ def test_figure_is_never_a_number_alone():
 
 
 def test_short_time_among_long_ones_has_their_digits():
-    stall = Spread(median=0, low=0, high=0.25, runs=3)
+    stall = figures.Spread(median=0, low=0, high=0.25, runs=3)
     assert stall.text("s", 2) == "0.00 s (0.00 to 0.25)"
-    assert Spread(median=662.2, low=660, high=664, runs=3).text("s", 2).startswith("662.2 s")
+    assert (
+        figures.Spread(median=662.2, low=660, high=664, runs=3).text("s", 2).startswith("662.2 s")
+    )
 
 
 def test_usual_run_is_the_one_in_the_middle():

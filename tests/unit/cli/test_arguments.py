@@ -26,6 +26,8 @@ PLAN = ("plan", "--gpu", "this", "--size", "64x64x5")
         ((*PLAN, "--stps=3"), "--stps=3; did you mean --steps?"),
         ((*PLAN, "--cfg", "hig"), "did you mean high?"),
         ((*PLAN, "--xyzzy"), "unrecognized arguments: --xyzzy\n"),
+        (("batch", "--workflow", "w", "--out", "o", "--ray", "J.JSON"), "JOBS comes before --ray"),
+        (("batch", "--workflow", "w", "--out", "o", "--ray", "j.csv"), "j.csv is a file, and not"),
     ],
 )
 def test_nearest_name_is_given(arguments, message, capsys):

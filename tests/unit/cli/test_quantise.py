@@ -14,29 +14,26 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
+from wanstream import testing
 from wanstream.cli import main
 from wanstream.cli.arguments import FAILED
 from wanstream.offload.formats import CheckpointFileError
-from wanstream.testing import (
-    TinyShape,
-    make_expert,
-    save_expert_file,
-    save_expert_folder,
-    save_expert_gguf,
-)
 from wanstream.testing.experts import block_linears, native_layer
 from wanstream.tests.support.wan.number_formats import MixedLayout, int8_convrot
 from wanstream.tests.support.wan.quantised_files import Fp8Layout, matrices
 from wanstream.wan.checkpoint import native_transformer_name, open_expert, write_int8
 
 Write = Callable[[WanTransformer3DModel, Path], object]
-SHAPE = TinyShape(layers=1)
+SHAPE = testing.TinyShape(layers=1)
 FORMS: dict[str, tuple[str, Write]] = {
-    "bf16": ("a.safetensors", partial(save_expert_file, dtype=torch.bfloat16)),
-    "fp16": ("a.safetensors", partial(save_expert_file, dtype=torch.float16)),
-    "fp8": ("a.safetensors", partial(save_expert_file, dtype=torch.float16, quantised=Fp8Layout())),
-    "GGUF": ("a.gguf", partial(save_expert_gguf, types=matrices("Q8_0"))),
-    "folder": ("transformer", partial(save_expert_folder, dtype=torch.float32)),
+    "bf16": ("a.safetensors", partial(testing.save_expert_file, dtype=torch.bfloat16)),
+    "fp16": ("a.safetensors", partial(testing.save_expert_file, dtype=torch.float16)),
+    "fp8": (
+        "a.safetensors",
+        partial(testing.save_expert_file, dtype=torch.float16, quantised=Fp8Layout()),
+    ),
+    "GGUF": ("a.gguf", partial(testing.save_expert_gguf, types=matrices("Q8_0"))),
+    "folder": ("transformer", partial(testing.save_expert_folder, dtype=torch.float32)),
 }
 LOSS = {"fp8": 0.05, "GGUF": 0.02}
 """Rounding of weights by the source format, beside 0.5 %."""
@@ -45,7 +42,7 @@ MARKER = b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 2
 
 @pytest.fixture(scope="module")
 def model() -> WanTransformer3DModel:
-    return make_expert(SHAPE, seed=1)
+    return testing.make_expert(SHAPE, seed=1)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -78,7 +75,7 @@ def test_file_is_the_quantised_model(form, model, tmp_path):
 def test_two_experts_are_written_next_to_them_or_to_their_link(model, tmp_path, refusal):
     blob, high, low = (tmp_path / name for name in ("0a1b", "high.safetensors", "low.safetensors"))
     for path in (blob, low):
-        save_expert_file(model, path, dtype=torch.bfloat16)
+        testing.save_expert_file(model, path, dtype=torch.bfloat16)
     high.symlink_to(blob)
     command = ["quantise", str(high), str(low), "--to", "int8_convrot"]
     assert main(command) == 0
@@ -90,7 +87,7 @@ def test_two_experts_are_written_next_to_them_or_to_their_link(model, tmp_path, 
 def test_folders_give_their_whole_names_to_the_files(model, tmp_path, refusal):
     folders = [tmp_path / "Wan2.2-T2V" / name for name in ("high.noise", "transformer")]
     for folder in folders:
-        save_expert_folder(model, folder, dtype=torch.bfloat16)
+        testing.save_expert_folder(model, folder, dtype=torch.bfloat16)
     new = tmp_path / "new"
     other = tmp_path / "other"
     assert main(["quantise", *map(str, folders), "--out", str(new)]) == 0
@@ -101,7 +98,7 @@ def test_folders_give_their_whole_names_to_the_files(model, tmp_path, refusal):
 
 
 def test_full_disk_is_refused_with_figures(model, tmp_path, monkeypatch):
-    save_expert_file(model, tmp_path / "a.safetensors", dtype=torch.bfloat16)
+    testing.save_expert_file(model, tmp_path / "a.safetensors", dtype=torch.bfloat16)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1))
     with pytest.raises(CheckpointFileError, match=r"needs 0\.0 GB, and 0\.0 GB are free there"):
@@ -119,7 +116,7 @@ def test_full_disk_is_refused_with_figures(model, tmp_path, monkeypatch):
 def test_unusable_files_leave_no_file(fault, words, model, tmp_path, refusal):
     source = tmp_path / "a.safetensors"
     layout = MixedLayout(format_of=lambda _: "int8 rows") if fault == "int8" else None
-    save_expert_file(model, source, dtype=torch.bfloat16, quantised=layout)
+    testing.save_expert_file(model, source, dtype=torch.bfloat16, quantised=layout)
     if fault == "NaN":
         tensors: dict[str, Any] = load_file(source)
         tensors["blocks.0.ffn.0.weight"][3, 4] = float("nan")

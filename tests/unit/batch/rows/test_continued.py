@@ -13,16 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+from wanstream.batch import output_store
 from wanstream.batch.backend import Ended, MadeFile, own_nodes
 from wanstream.batch.errors import RefusedError, SetupError, UnreachableError
 from wanstream.batch.journal.entry import State
 from wanstream.batch.journal.journal import Journal
-from wanstream.batch.output_store import (
-    OutputStore,
-    UnreadableFileError,
-    check_media,
-    stored_prompt,
-)
 from wanstream.batch.rows.continued import continue_from, latent_name
 from wanstream.batch.rows.lanes import lane_jobs
 from wanstream.batch.rows.rows import (
@@ -167,12 +162,12 @@ def test_a_latent_in_the_folder_is_checked_and_has_its_workflow(tmp_path):
     path = tmp_path / "a.latent"
     metadata = {"prompt": WORKFLOW, "wanstream_node": "keep"}
     write_latent(path, torch.zeros(1, 16, 2, 4, 4), metadata=metadata)
-    check_media(path)
-    assert stored_prompt(path) == (WORKFLOW, "keep")
+    output_store.check_media(path)
+    assert output_store.stored_prompt(path) == (WORKFLOW, "keep")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UnreadableFileError, match="cannot be read to its end"):
-        check_media(path)
-    assert stored_prompt(path) == (None, None)
+    with pytest.raises(output_store.UnreadableFileError, match="cannot be read to its end"):
+        output_store.check_media(path)
+    assert output_store.stored_prompt(path) == (None, None)
 
 
 class Machine(Server):
@@ -351,7 +346,7 @@ def test_a_row_of_which_one_file_was_removed_is_made_again(chain, monkeypatch, r
     (chain.folder / removed).unlink()
     chain.machine.made.clear()
     if killed_at:
-        target = OutputStore if killed_at == "place" else chain.machine
+        target = output_store.OutputStore if killed_at == "place" else chain.machine
         with monkeypatch.context() as patched, pytest.raises(Killed):
             patched.setattr(target, killed_at, lambda *_: raising(Killed())(""))  # type: ignore[arg-type]
             chain.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,18 +12,17 @@ from typing import Any
 import pytest
 
 from wanstream.batch.errors import UnreachableError, UnsuitableError
-from wanstream.batch.running.stop_request import StopRequest
 from wanstream.batch.servers.server_backend import ServerBackend, ServerReport
 from wanstream.batch.servers.servers import Requirements, UsedChoice, endpoints, same_server
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INVALID
-from wanstream.cli.batch.command import _on_stop
 from wanstream.host.embedded.workflow.validate import sockets_of
 from wanstream.schema import VERSION
 from wanstream.tests.faults import comfy_like
 from wanstream.tests.faults.comfy_like import State, Trouble, handler_of
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.batch.command import Prompt, command_line, serving, shipped, videos
+from wanstream.tools.comfyui import free_port
 
 T2V = shipped()
 OTHER_NODE = {"2": {"class_type": "Odd", "inputs": {"n": 1}}}
@@ -55,17 +53,14 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
-    """`answering(found)`: `found(state, route, body)` answers instead of servers, unless None."""
+    """`answering(found)`: `found(state, route, body)` answers instead of servers, unless false."""
     answer = State.answer
 
     def replace(found: Callable[[State, str, Any], Answer | None]) -> None:
-        monkeypatch.setattr(
-            State,
-            "answer",
-            lambda self, route, query, body: (
-                found(self, route, body) or answer(self, route, query, body)
-            ),
-        )
+        def replaced(self: State, route: str, query: dict[str, str], body: Any) -> Answer:
+            return found(self, route, body) or answer(self, route, query, body)
+
+        monkeypatch.setattr(State, "answer", replaced)
 
     return replace
 
@@ -100,9 +95,7 @@ def refused(run: Command, tmp_path: Path) -> Callable[..., str]:
 
 
 def closed_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def test_two_servers_share_the_rows_and_the_summary_says_how(serve, run, tmp_path):
@@ -120,34 +113,27 @@ def test_two_servers_share_the_rows_and_the_summary_says_how(serve, run, tmp_pat
     assert "2 of 2 servers" not in err
 
 
-def test_one_server_given_twice_is_refused(serve, refused, answering):
+def test_one_server_given_twice_is_refused(serve, refused, monkeypatch):
     about = {"version": VERSION, "instance": "one"}
-    first, _ = serve(about=about)
+    first, state = serve(about=about)
     second, _ = serve(about=about)
     assert "are one server: give each server once" in refused(first, second)
     again = first.replace("127.0.0.1", "LOCALHOST") + "/"
     assert f"--server {first} and --server {again} are one server" in refused(first, again)
     # A proxy may choose another process for each request.
-    answering(
-        lambda state, route, body: (
-            (200, {"version": VERSION, "instance": str(uuid.uuid4())})
-            if route == "/wanstream/about"
-            else None
-        )
-    )
+    ids = property(lambda self: {"version": VERSION, "instance": str(uuid.uuid4())})
+    monkeypatch.setattr(type(state), "about", ids, raising=False)
     assert "are one server: give each server once" in refused(first, first)
 
 
 def test_servers_with_different_versions_of_the_pack_are_refused(serve, refused):
     first, _ = serve()
     second, _ = serve(about={"version": "0.0.9", "instance": "b"})
-    same = "install the same version on both"
-    assert f"{second} has WanStream 0.0.9, and {first} has {VERSION}: {same}" in refused(
-        first, second
-    )
+    told = f"{second} has WanStream 0.0.9, and {first} has {VERSION}: install the same version on"
+    assert told in refused(first, second)
     unnamed, _ = serve(about={})
-    unknown = f"{unnamed} has WanStream (a version that does not report itself)"
-    assert unknown in refused(first, unnamed)
+    told = f"{unnamed} has WanStream (a version that does not report itself)"
+    assert told in refused(first, unnamed)
 
 
 def test_a_server_without_a_node_or_a_model_is_refused(serve, refused, answering, monkeypatch):
@@ -161,9 +147,7 @@ def test_a_server_without_a_node_or_a_model_is_refused(serve, refused, answering
     told = refused(first, second)
     assert f"{second} lacks 1 choice of the rows that another server has: add what is" in told
     assert f"WanStreamExperts.high_noise '{name}'" in told
-    answering(
-        lambda self, route, body: (200, {}) if self is state and route == "/object_info" else None
-    )
+    answering(lambda self, route, _: self is state and route == "/object_info" and (200, {}))
     told = refused(first, second)
     assert f"the workflow cannot run on {second} (ComfyUI 0.18.1):" in told
     assert "node sampler: unknown class WanStreamSampler" in told
@@ -272,29 +256,23 @@ def test_choices_of_a_workflow_without_a_list_are_any():
     sockets = {"Load": sockets_of({"required": {"file": [["a", "b"]], "text": ["STRING"]}})}
     used = [("file", "a"), ("text", "any"), *(("file", f"c{number}") for number in range(9))]
     choices = tuple(UsedChoice(class_type="Load", name=name, value=each) for name, each in used)
-    report = ServerReport(
-        url="http://x", comfyui="0.18.1", wanstream=None, instance=None, sockets=sockets
-    )
+    unknown = {"comfyui": "0.18.1", "wanstream": None, "instance": None}
+    report = ServerReport(url="http://x", sockets=sockets, **unknown)
     first, *files, more = Requirements(classes={"1": "Load"}, choices=choices).faults(report)
-    assert first == (
-        "http://x lacks 9 choices of the rows that another server has: add what is missing, or "
-        "leave this server out"
-    )
+    remedy = "add what is missing, or leave this server out"
+    assert first == f"http://x lacks 9 choices of the rows that another server has: {remedy}"
     assert (files, more) == ([f"Load.file 'c{number}'" for number in range(8)], "and 1 more")
 
 
 def test_a_batch_that_gives_up_can_be_resumed(tmp_path, serve, run, answering):
     url, state = serve()
-    answering(
-        lambda self, route, body: (
-            (502, b"") if len(self.history) >= 2 and route != "/view" else None
-        )
-    )
+    gone = (502, b"")
+    answering(lambda self, route, _: len(self.history) >= 2 and route != "/view" and gone)
     code, out, err = run(url, options=["--timeout", "1"])
     assert code == FAILED
     assert "answers with status 502; gave up after" in err
-    done = len(videos(tmp_path / "out"))
     folder = tmp_path / "out"
+    done = len(videos(folder))
     left = f"{6 - done} are left: run the same command again to resume"
     assert out == f"{done} of 6 rows are done in {folder}; {left}\n"
     answering(lambda self, route, body: None)
@@ -309,26 +287,6 @@ def test_a_file_not_in_the_list_but_taken_by_the_server_runs(serve, run, tmp_pat
     assert run(url, rows=2)[0] == DONE
     assert len(videos(tmp_path / "out")) == 2
     assert state.pending == []
-
-
-@pytest.mark.parametrize(("servers", "what"), [(1, ("job", "it")), (2, ("jobs", "them"))])
-def test_ctrl_c_is_answered_by_the_number_of_backends(capfd, servers, what):
-    _on_stop(
-        StopRequest(), [ServerBackend(f"http://127.0.0.1:{port + 1}") for port in range(servers)]
-    )
-    running, them = what
-    assert capfd.readouterr().err == (
-        f"\nstopping after the running {running}; press Ctrl-C again to stop {them} too\n"
-    )
-
-
-@pytest.mark.parametrize("name", ["jobs.csv", "jobs.jsonl", "JOBS.JSON"])
-def test_a_file_after_the_option_for_ray_is_refused(capsys, name):
-    with pytest.raises(SystemExit) as ended:
-        main(["batch", "--workflow", "w.json", "--out", "out", "--ray", name])
-    assert ended.value.code == INVALID
-    said = f"{name} is a file, and not an entry of clusters.json; JOBS comes before --ray"
-    assert f"argument --ray: {said}" in capsys.readouterr().err
 
 
 def test_rows_refused_by_all_servers_have_one_line(serve, run, answering):
@@ -362,11 +320,10 @@ def test_the_summary_has_ten_reasons_and_the_place_of_the_others(serve, run, ans
 
     answering(refuse)
     code, _, err = run(serve()[0], rows=14)
+    assert code == FAILED
     where = f"their reasons are above, and in {tmp_path / 'out' / 'journal.sqlite'}"
-    assert (code, err.splitlines()[-2:]) == (
-        FAILED,
-        ["line 10 failed: no 10: all about it", f"4 more failed: {where}"],
-    )
+    last = ["line 10 failed: no 10: all about it", f"4 more failed: {where}"]
+    assert err.splitlines()[-2:] == last
 
 
 @pytest.mark.parametrize(
