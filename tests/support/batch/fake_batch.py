@@ -300,17 +300,15 @@ class Bench:
 
         There is nothing else, and the journal says the same.
         """
-        files = {path.name: path.read_text() for path in self.folder.glob("*.txt")}
-        assert files == {f"{number:05}.txt": f"row {number}" for number in done}
-        contents = {name: text.encode() for name, text in files.items()}
-        sums = {name: hashlib.sha256(each).hexdigest() for name, each in contents.items()}
+        contents = {f"{number:05}.txt": f"row {number}" for number in done}
+        assert {path.name: path.read_text() for path in self.folder.glob("*.txt")} == contents
         with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
             entries = [each for each in journal.entries.values() if each.state is State.done]
-        kept = [file for entry in entries for file in entry.files]
-        assert {file.name: file.size for file in kept} == {
-            name: len(each) for name, each in contents.items()
+        kept = {file.name: (file.size, file.sha256) for each in entries for file in each.files}
+        assert kept == {
+            name: (len(text), hashlib.sha256(text.encode()).hexdigest())
+            for name, text in contents.items()
         }
-        assert {file.name: file.sha256 for file in kept} == sums
         assert list((self.folder / ".wanstream" / "parts").iterdir()) == []
 
     def _sleep(self, seconds: float) -> None:

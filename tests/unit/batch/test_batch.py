@@ -20,19 +20,12 @@ from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch import embedded_backend
 from wanstream.host.embedded.files import Folders
 from wanstream.tests.faults.replaced import computing_replaced
-from wanstream.tests.support.batch.command import (
-    Prompt,
-    command_line,
-    journal_rows,
-    shipped,
-    videos,
-)
+from wanstream.tests.support.batch.command import command_line, journal_rows, shipped, videos
 from wanstream.tests.support.forked_command import ForkedCommand
 from wanstream.wan.latents import read_latent, write_latent
 
-T2V = shipped(
-    latent={"width": 32, "height": 32, "frames": 5}, sampler={"steps": 2}, save={"crf": 30}
-)
+SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "save": {"crf": 30}}
+T2V = shipped(sampler={"steps": 2}, **SMALL)
 FORKED = pytest.mark.skipif(sys.platform == "win32", reason="forks and signals are POSIX")
 
 Call = Callable[..., list[str]]
@@ -47,12 +40,10 @@ def seeded(*seeds: int, **values: Any) -> list[dict[str, Any]]:
 @pytest.fixture
 def call(tmp_path: Path, sample_models: Path) -> Call:
     """`call(*rows, workflow=T2V, options=())` returns a `wanstream batch` command line."""
-
-    def make(*rows: object, workflow: Prompt = T2V, options: Any = ()) -> list[str]:
-        places = ["--models", sample_models, "--input", tmp_path]
-        return command_line(tmp_path, workflow, *rows, options=[*places, *options])
-
-    return make
+    places = ["--models", sample_models, "--input", tmp_path]
+    return lambda *rows, workflow=T2V, options=(): command_line(
+        tmp_path, workflow, *rows, options=[*places, *options]
+    )
 
 
 @pytest.fixture
@@ -73,22 +64,14 @@ def replaced() -> Iterator[None]:
         yield
 
 
-def graphs(out: Path) -> dict[str, Prompt]:
-    """Return the graphs in the videos by name."""
+def seeds_of(out: Path) -> dict[str, int]:
+    """Return the seeds in the videos by name."""
     found = {}
     for path in sorted(out.glob("*.mp4")):
         with av.open(str(path)) as container:
-            found[path.stem] = json.loads(container.metadata["prompt"])
+            graph = json.loads(container.metadata["prompt"])
+        found[path.stem] = graph["sampler"]["inputs"]["seed"]
     return found
-
-
-def seeds_of(out: Path) -> dict[str, int]:
-    """Return the seeds in the videos by name."""
-    return {name: graph["sampler"]["inputs"]["seed"] for name, graph in graphs(out).items()}
-
-
-def files_at_work(out: Path) -> list[Path]:
-    return [path for path in (out / ".wanstream").rglob("*") if path.is_file()]
 
 
 def test_a_batch_makes_a_file_for_each_row_and_names_bad_lines(run, out, capsys):
@@ -128,7 +111,8 @@ def test_a_batch_makes_a_file_for_each_row_and_names_bad_lines(run, out, capsys)
     # Only the files and the journal remain.
     journals = {"journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock", ".wanstream"}
     assert {path.name for path in out.iterdir()} == {*videos(out), *journals}
-    assert files_at_work(out) == [out / ".wanstream" / "lock"]
+    left = [path.name for path in (out / ".wanstream").rglob("*") if path.is_file()]
+    assert left == ["lock"]
 
 
 def test_a_row_loads_a_latent_of_the_output_folder(run, out):
@@ -138,16 +122,12 @@ def test_a_row_loads_a_latent_of_the_output_folder(run, out):
         "save": {"class_type": "WanStreamSaveLatent", "inputs": inputs},
     }
     (out / "latents").mkdir(parents=True)
-    for number, path in enumerate(
-        (out / "latents" / "first", out / "second", out.parent / "third")
-    ):
+    for number, path in enumerate((out / "latents/first", out / "second", out.parent / "third")):
         write_latent(path.with_suffix(".latent"), torch.full((1, 16, 1, 2, 2), float(number)))
     files = {"second": "second.latent", "third": "third.latent [input]", "lost": "lost.latent"}
     rows = [{"load.file": file, "name": f"of {name}"} for name, file in files.items()]
     assert run({"name": "of first"}, *rows, workflow=workflow) == FAILED
-    saved = {
-        path.stem: read_latent(path).samples.unique().item() for path in out.glob("of *.latent")
-    }
+    saved = {path.stem: read_latent(path).samples.unique() for path in out.glob("of *.latent")}
     assert saved == {"of first": 0, "of second": 1, "of third": 2}
 
 
@@ -201,11 +181,12 @@ def test_a_dry_run_judges_all_rows_and_writes_nothing(run, out, capsys):
 
 def test_a_failed_row_does_not_stop_the_others(run, out, capsys):
     mixed = {"experts.low_noise": "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"}
-    assert run(mixed, *seeded(2)) == FAILED
-    assert "line 1 failed: node experts (WanStreamExperts)" in capsys.readouterr().err
-    assert run(mixed, *seeded(3), options=["--max-failures", "1"]) == FAILED
-    assert [*videos(out)] == ["00002.mp4"]
-    assert "1 are left: run the same command again" in capsys.readouterr().out
+    for limit, made in (("1", []), ("2", ["00002.mp4"])):
+        assert run(mixed, *seeded(2), options=["--max-failures", limit]) == FAILED
+        assert [*videos(out)] == made
+        printed = capsys.readouterr()
+        assert "line 1 failed: node experts (WanStreamExperts)" in printed.err
+        assert ("1 are left: run the same command again" in printed.out) == (limit == "1")
 
 
 FOREIGN_NODE = {**T2V, "9": {"class_type": "KSampler", "inputs": {}}}
@@ -275,11 +256,7 @@ def test_a_journal_belongs_to_one_workflow_and_one_client(run, out, capsys):
     assert run(*seeded(1)) == DONE
     titled = {**T2V, "sampler": {**T2V["sampler"], "_meta": {"title": "another title"}}}
     assert run(*seeded(1), workflow=titled) == DONE
-    other = {
-        **T2V,
-        "sampler": {**T2V["sampler"], "inputs": {**T2V["sampler"]["inputs"], "steps": 3}},
-    }
-    assert run(*seeded(1), workflow=other) == INVALID
+    assert run(*seeded(1), workflow=shipped(sampler={"steps": 3}, **SMALL)) == INVALID
     assert "is the journal of another workflow" in capsys.readouterr().err
     journal = out.parent / "other.sqlite"
     for lock in (out / ".wanstream" / "lock", journal.with_name("other.sqlite.lock")):

@@ -42,6 +42,11 @@ class Watched:
         self.now = now
         return self.bar.passed
 
+    def silence(self, server: str, seconds: float = 0.0) -> None:
+        self.bar.unresponsive(server, True)
+        self.now += seconds
+        self.bar.refresh()
+
     def drawn(self) -> str:
         return self._capsys.readouterr().err.split("\r")[-1]
 
@@ -165,9 +170,7 @@ def test_bar_without_answers(watch):
     watched = watch(rows=4)
     watched.end(60.0)
     assert "<03:00" in watched.drawn()
-    watched.bar.unresponsive("a", True)
-    watched.now += 300
-    watched.bar.refresh()
+    watched.silence("a", 300.0)
     gone = watched.drawn()
     assert "1/4 [06:00, no answer for 300 s]" in gone
     assert "<" not in gone
@@ -203,11 +206,9 @@ def test_the_bar_names_servers_that_do_not_respond(watch):
         "http://b": "2 of 4 servers, no answer from http://a, http://b",
         "http://c": "1 of 4 servers, no answer from http://a, http://b, 1 more",
     }.items():
-        watched.bar.unresponsive(server, True)
+        watched.silence(server)
         assert words in watched.drawn()
-    watched.bar.unresponsive("http://d", True)
-    watched.now += 30
-    watched.bar.refresh()
+    watched.silence("http://d", 30.0)
     assert "no answer for 30 s" in watched.drawn()
     watched.bar.unresponsive("http://b", False)
     assert "1 of 4 servers" in watched.drawn()
@@ -216,7 +217,7 @@ def test_the_bar_names_servers_that_do_not_respond(watch):
 @pytest.mark.parametrize(("servers", "left"), [(2, ""), (3, "2 of 2 servers")])
 def test_an_excluded_server_is_not_named_any_more(watch, servers, left):
     watched = watch(backends=servers)
-    watched.bar.unresponsive("http://b", True)
+    watched.silence("http://b")
     watched.bar.excluded("http://b")
     watched.bar.refresh()
     last = watched.drawn()
@@ -240,9 +241,9 @@ def test_row_that_ends_during_a_redraw_blocks_no_thread(capsys):
         redrawn.set()
 
     ending = threading.Thread(target=lambda: bar.done("a"), daemon=True)
+    threads = [ending, threading.Thread(target=redraw, daemon=True)]
     bar = BatchBar(rows=2, ended=0, backends=2, clock=clock)
     bar.running("a", "job", 1)
-    threads = [ending, threading.Thread(target=redraw, daemon=True)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -28,10 +28,8 @@ for number, (place, make) in enumerate(FOREIGN):
         OWN[make.__name__].append(number)
 KEPT = ("lock", "lock-journal", "states/part-x.safetensors")
 VIDEO = "made/some-id/video/x.mp4"
-HARMLESS = (
-    *(".DS_Store", "Thumbs.db", "desktop.ini", "._00001.mp4", "._lock"),
-    *(".nfs000000000a1", ".directory"),
-)
+_NAMES = ".DS_Store Thumbs.db desktop.ini ._00001.mp4 ._lock .nfs000000000a1 .directory"
+HARMLESS = tuple(_NAMES.split())
 HARMLESS_FOLDERS = ("@eaDir", ".@__thumb")
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
