@@ -34,33 +34,23 @@ SHORT_S, LONG_S = 2.0, 50.0
 def listening() -> set[tuple[str, int]]:
     """Return the addresses and ports this process listens on."""
     gc.collect()  # errors and hooks keep earlier runs' groups in reference cycles
-    return {
-        each.laddr
-        for each in psutil.Process().net_connections()
-        if each.status == psutil.CONN_LISTEN
-    }
+    every = psutil.Process().net_connections()
+    return {each.laddr for each in every if each.status == psutil.CONN_LISTEN}
 
 
-def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
+def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> tuple[int, GroupsState, set]:
+    """Return the process id, the state, and the addresses this process listens on."""
     # Groups broken by earlier tests listen until nothing refers to their errors.
     here.before = listening()
     here.groups = split_jobs.join_groups(every[here.number])
-    return {
-        "pid": os.getpid(),
-        "state": here.groups.state,
-        "listening": [ip for ip, _ in listening()],
-    }
+    return os.getpid(), here.groups.state, {ip for ip, _ in listening()}
 
 
-def job_join_and_leave(
-    here: SimpleNamespace, every: list[list[RendezvousSpec]]
-) -> list[GroupsState]:
-    states = []
+def job_join_and_leave(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> None:
     for specs in every:
         groups = split_jobs.join_groups(specs[here.number])
-        states.append(groups.state)
+        assert groups.state is GroupsState.JOINED
         groups.leave()
-    return states
 
 
 def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
@@ -111,44 +101,42 @@ def joined(processes: Processes) -> Any:
 
 
 def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes, joined):
-    reports = joined(Mesh(cfg=2))
-    assert len({each["pid"] for each in reports} | {os.getpid()}) == 3
-    assert all(each["state"] is GroupsState.JOINED for each in reports)
-    assert {address for each in reports for address in each["listening"]} == {LOOPBACK}
+    pids, states, addresses = zip(*joined(Mesh(cfg=2)), strict=True)
+    assert len({*pids, os.getpid()}) == 3
+    assert states == (GroupsState.JOINED,) * 2
+    assert set.union(*addresses) == {LOOPBACK}
     assert processes.all(job_leave, count=2) == [(GroupsState.LEFT, 0)] * 2
 
 
 def test_a_worker_can_leave_immediately_after_it_has_joined(processes):
     every = [split_jobs.rendezvous(Mesh(ulysses=3)) for _ in range(8)]
-    processes.at_least(3)
-    assert (
-        processes.all(job_join_and_leave, every, count=3, timeout=LONG_S)
-        == [[GroupsState.JOINED] * 8] * 3
-    )
+    processes.at_least(3).all(job_join_and_leave, every, count=3, timeout=LONG_S)
 
 
 def test_every_group_has_the_workers_of_its_axis(processes, joined):
     joined(Mesh(cfg=2, ulysses=2))
-    assert processes.all(job_reduce, "control", count=4) == [[0, 1, 2, 3]] * 4
-    assert processes.all(job_reduce, "weights", count=4) == [[0, 1, 2, 3]] * 4
-    assert processes.all(job_reduce, "cfg", count=4) == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert processes.all(job_reduce, "context", count=4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    whole = [[0, 1, 2, 3]] * 4
+    for name, members in {
+        "control": whole,
+        "weights": whole,
+        "cfg": [[0, 2], [1, 3], [0, 2], [1, 3]],
+        "context": [[0, 1], [0, 1], [2, 3], [2, 3]],
+    }.items():
+        assert processes.all(job_reduce, name, count=4) == members, name
 
 
 @pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=4)])
 def test_a_decision_is_the_same_on_all_ranks(mesh, processes, joined):
     joined(mesh)
     wishes = [[rank == 1 and at == 2 for at in range(5)] for rank in range(mesh.size)]
-    assert (
-        processes.all(job_decide, wishes, count=mesh.size)
-        == [[at == 2 for at in range(5)]] * mesh.size
-    )
+    decided = processes.all(job_decide, wishes, count=mesh.size)
+    assert decided == [[at == 2 for at in range(5)]] * mesh.size
 
 
 def test_processes_join_five_times(processes, joined):
     pids = []
     for turn in range(5):
-        pids.append({each["pid"] for each in joined(Mesh(ulysses=3))})
+        pids.append({pid for pid, _, _ in joined(Mesh(ulysses=3))})
         assert processes.all(job_decide, [[True], [False], [False]], count=3) == [[True]] * 3
         if turn == 2:
             doomed = processes[1].start(job_die)
@@ -171,20 +159,18 @@ def test_processes_join_five_times(processes, joined):
 def test_a_worker_that_hangs_is_named(processes, joined):
     joined(Mesh(ulysses=3), timeout_s=SHORT_S)
     processes[2].signal(signal.SIGSTOP)
+    errors = []
     try:
-        answers = [processes[rank].start(job_decide, [[False]] * 3) for rank in range(2)]
-        errors = []
-        for answer in answers:
-            with pytest.raises((WorkerTimeoutError, PeerLostError)) as caught:
+        for answer in [processes[rank].start(job_decide, [[False]] * 3) for rank in range(2)]:
+            with pytest.raises(
+                (WorkerTimeoutError, PeerLostError), match="no sign of rank 2"
+            ) as caught:
                 answer.result()
             errors.append(caught.value)
     finally:
         processes[2].signal(signal.SIGCONT)
-    assert all("no sign of rank 2" in str(error) for error in errors)
-    assert any(
-        isinstance(error, WorkerTimeoutError) and f"waited {SHORT_S:g} s" in str(error)
-        for error in errors
-    )
+    late = [str(error) for error in errors if isinstance(error, WorkerTimeoutError)]
+    assert f"waited {SHORT_S:g} s" in "".join(late)
 
 
 @pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
@@ -212,8 +198,7 @@ def test_worker_leaves_from_another_thread(name, processes, joined):
 def test_the_loss_of_rank_0_is_reported(processes, joined):
     joined(Mesh(ulysses=3))
     processes[0].start(job_die)
-    answers = [processes[rank].start(job_decide, [[False]] * 3) for rank in (1, 2)]
-    for answer in answers:
+    for answer in [processes[rank].start(job_decide, [[False]] * 3) for rank in (1, 2)]:
         with pytest.raises(PeerLostError, match="rank 0, which runs the store, is gone"):
             answer.result()
     processes.replace(0)
@@ -222,24 +207,21 @@ def test_the_loss_of_rank_0_is_reported(processes, joined):
 
 def test_missing_workers_are_named(processes):
     every = split_jobs.rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
-    answers = [processes.at_least(4)[rank].start(job_join, every) for rank in (0, 2)]
-    for answer in answers:
+    for answer in [processes.at_least(4)[rank].start(job_join, every) for rank in (0, 2)]:
         with pytest.raises(WorkerTimeoutError, match=r"ranks 1 and 3 did not join .* within 2 s"):
             answer.result()
     every = split_jobs.rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
-    with pytest.raises(
-        WorkerTimeoutError, match=f"no store responds at {LOOPBACK}:{every[0].port} after 2 s"
-    ):
+    message = f"no store responds at {LOOPBACK}:{every[0].port} after 2 s"
+    with pytest.raises(WorkerTimeoutError, match=message):
         processes[1].start(job_join, every).result()
 
 
 def test_a_port_that_is_taken_is_named(processes):
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
+        every = split_jobs.rendezvous(Mesh(cfg=2), port=port)
         with pytest.raises(OSError, match=f"port {port} at {LOOPBACK} is taken"):
-            processes.at_least(1)[0].start(
-                job_join, split_jobs.rendezvous(Mesh(cfg=2), port=port)
-            ).result()
+            processes.at_least(1)[0].start(job_join, every).result()
 
 
 def test_a_group_of_one_worker_opens_no_connection():

@@ -53,12 +53,9 @@ def pss() -> int:
 
 
 def job_begin(here: SimpleNamespace) -> None:
+    """Note the bytes in a process that has imported everything."""
     here.worker = Worker("cpu", threads=1)
     pss()
-
-
-def job_own(here: SimpleNamespace) -> None:
-    """Bytes in a process that has imported everything."""
     here.own = pss()
 
 
@@ -92,55 +89,45 @@ def begun(processes: Processes) -> Iterator[Any]:
     for number in range(RANKS):
         processes.replace(number)
     processes.all(job_begin, count=RANKS)
-    processes.all(job_own, count=RANKS)
+
     yield processes
     processes.all(job_close, count=RANKS)
     for number in range(RANKS):
         processes.replace(number)
 
 
-def test_ranks_of_one_machine_hold_one_copy(begun, experts, make_task):
-    for policy in (PINNED, FILE):
-        # Weights streamed from files are in the page cache, which is not charged to a process.
-        def cached(policy: OffloadPolicy = policy) -> int:
-            return cached_bytes(experts) if policy is FILE else 0
+@pytest.mark.parametrize("policy", [PINNED, FILE], ids=lambda policy: policy.source)
+def test_ranks_of_one_machine_hold_one_copy(policy, begun, experts, make_task):
+    # Weights streamed from files are in the page cache, which is not charged to a process.
+    def cached() -> int:
+        return cached_bytes(experts) if policy is FILE else 0
 
-        task = make_task(
-            experts=experts,
-            policy=policy,
-            request={"steps": 2, "switch_step": 1, "guidance": (1.0, 1.0)},
-        )
-        first = begun[0].start(job_run, task).result()
-        one = begun[0].start(job_taken).result() + cached()
-        others = [begun[number].start(job_run, task) for number in range(1, RANKS)]
-        assert all(torch.equal(other.result(), first) for other in others)
-        taken = begun.all(job_taken, count=RANKS)
-        every = sum(taken) + cached()
-        figures = (
-            f"{policy.source}: one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, "
-            f"PSS {taken}"
-        )
-        logger.info(figures)
-        assert one > 2 * 10**9, figures
-        assert every <= MOST * one, figures
+    request = {"steps": 2, "switch_step": 1, "guidance": (1.0, 1.0)}
+    task = make_task(experts=experts, policy=policy, request=request)
+    first = begun[0].start(job_run, task).result()
+    one = begun[0].start(job_taken).result() + cached()
+    others = [begun[number].start(job_run, task) for number in range(1, RANKS)]
+    assert all(torch.equal(other.result(), first) for other in others)
+    taken = begun.all(job_taken, count=RANKS)
+    every = sum(taken) + cached()
+    figures = f"one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, PSS {taken}"
+    logger.info(figures)
+    assert one > 2 * 10**9, figures
+    assert every <= MOST * one, figures
 
 
 def cached_bytes(experts: ExpertsRef) -> int:
     """Bytes of the experts' files in the page cache."""
-    assert experts.low_noise is not None
-    files = [*experts.high_noise.glob("*.safetensors"), *experts.low_noise.glob("*.safetensors")]
-    return sum(_cached(file) for file in files)
+    folders = (experts.high_noise, experts.low_noise)
+    return sum(_cached(file) for folder in folders for file in folder.glob("*.safetensors"))
 
 
 def _cached(file: Path) -> int:
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapping:
-        pages = -(-len(mapping) // mmap.PAGESIZE)
-        seen = (ctypes.c_ubyte * pages)()
+        seen = (ctypes.c_ubyte * -(-len(mapping) // mmap.PAGESIZE))()
         start = ctypes.c_ubyte.from_buffer(mapping)
-        libc = ctypes.CDLL(None, use_errno=True)
-        refused = libc.mincore(
-            ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapping)), seen
-        )
+        given = ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapping)), seen
+        refused = ctypes.CDLL(None, use_errno=True).mincore(*given)
         del start
         assert not refused, "the system does not report cached pages"
         return sum(page & 1 for page in bytes(seen)) * mmap.PAGESIZE
