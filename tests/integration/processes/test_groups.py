@@ -184,7 +184,7 @@ def test_worker_leaves_from_another_thread(name, processes, joined):
         for answer in waiting:
             with pytest.raises(
                 PeerLostError,
-                match=r"this worker has left the split_jobs.rendezvous|another worker broke",
+                match=r"this worker has left the rendezvous|another worker broke",
             ):
                 answer.result(LONG_S)
         assert processes[0].start(job_leave).result() == (GroupsState.LEFT, 0)

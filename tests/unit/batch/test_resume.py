@@ -37,29 +37,25 @@ class Batch:
         self.workflow = shipped()
         self.out = folder / "out"
         self.models = replaced.named_models(folder / "models", self.workflow)
-        self.work = self.out / ".wanstream"
         self.parts = self.out / ".wanstream" / "parts"
         self.journal = self.out / "journal.sqlite"
+        self.copy = self.out / "journal.sqlite.before"
         self.runs: list[list[int]] = []
 
-    def __call__(self, rows: list[dict[str, Any]] = ROWS, *options: str) -> int:
+    def __call__(self, rows: list[dict[str, Any]] = ROWS, *options: object) -> int:
         self.runs.clear()
-        command = command_line(self.out.parent, self.workflow, *rows, options=options)
-        return main([*command, "--models", str(self.models)])
+        options = ("--models", self.models, *options)
+        return main(command_line(self.out.parent, self.workflow, *rows, options=options))
 
     def forget(self) -> None:
         """Remove the journal and its copy."""
-        for path in self.out.glob("journal.sqlite*"):
-            path.unlink()
+        self.journal.unlink()
+        self.copy.unlink()
 
     def damage(self) -> None:
         """Make the journal unreadable, and remove its copy."""
         self.journal.write_text("no journal")
-        self.journal.with_name("journal.sqlite.before").unlink()
-
-    def with_two_files(self) -> None:
-        """Save each video twice."""
-        self.workflow["more"] = self.workflow["save"]
+        self.copy.unlink()
 
     def everything(self) -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in self.out.rglob("*") if path.is_file()}
@@ -83,6 +79,7 @@ def batch(tmp_path: Path) -> Iterator[Batch]:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
+    "whole": lambda path: None,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
     "overwritten": lambda path: path.write_text("no journal"),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
@@ -102,8 +99,7 @@ def test_the_same_command_goes_on_after_its_journal_was_damaged(batch, capsys, d
     assert batch(ROWS[:2]) == DONE
     made = videos(batch.out)
     DAMAGES[damage](batch.journal)
-    if copy != "whole":
-        DAMAGES[copy](batch.out / "journal.sqlite.before")
+    DAMAGES[copy](batch.copy)
     capsys.readouterr()
     assert batch() == DONE
     assert batch.runs == [[3]], "nothing is computed twice"
@@ -157,14 +153,12 @@ def test_a_video_of_another_workflow_is_never_taken_for_a_row(batch, capsys):
 def test_the_copy_of_another_batch_is_kept_and_not_used(batch, capsys):
     assert batch() == DONE
     made = videos(batch.out)
-    copy = (batch.out / "journal.sqlite.before").read_bytes()
+    copy = batch.copy.read_bytes()
     batch.journal.write_text("no journal")
     batch.workflow["sampler"]["inputs"]["steps"] = 3
     assert batch([{"sampler.seed": 7, "name": "x"}]) == DONE
-    assert (
-        "it is kept as journal.sqlite.damaged; the batch resumes from the finished videos in the "
-        "folder" in capsys.readouterr().err
-    )
+    kept = "it is kept as journal.sqlite.damaged; the batch resumes from the finished videos in the"
+    assert kept in capsys.readouterr().err
     assert videos(batch.out).items() >= made.items()
     assert journal_rows(batch.out) == [("x", "done")]
     assert (batch.out / "journal.sqlite.damaged.before").read_bytes() == copy
@@ -188,12 +182,10 @@ def test_files_of_the_journal_are_not_opened_at_the_start(batch, monkeypatch):
     assert batch() == DONE
     for name in ("mine.mp4", "00077.mp4", "1.mp4"):  # only the second may be of an unnamed row
         write_video(batch.out / name, replaced.frames_of(1), fps=16, crf=30, metadata={})
-    opened: list[str] = []
-    read = batch_module.stored_prompt
-    monkeypatch.setattr(
-        batch_module, "stored_prompt", lambda path: opened.append(path.name) or read(path)
-    )
+    read = mock.Mock(wraps=batch_module.stored_prompt)
+    monkeypatch.setattr(batch_module, "stored_prompt", read)
     assert batch([*ROWS, {"sampler.seed": 4}]) == DONE
+    opened = [call.args[0].name for call in read.call_args_list]
     assert [name for name in opened if name.endswith(".mp4")] == ["00077.mp4"]
 
 
@@ -228,7 +220,7 @@ def test_videos_of_lanes_belong_to_their_rows(batch):
 
 
 def test_rows_with_several_files_are_known_when_all_are_there(batch):
-    batch.with_two_files()
+    batch.workflow["more"] = batch.workflow["save"]
     assert batch() == DONE
     made = videos(batch.out)
     assert len(made) == 6
@@ -262,7 +254,7 @@ def test_half_a_video_is_made_again(batch):
 
 
 def latent_of(batch: Batch, prompt_id: str) -> Path:
-    path = batch.work / "made" / prompt_id / "latents" / "x.latent"
+    path = batch.parts.parent / "made" / prompt_id / "latents" / "x.latent"
     path.parent.mkdir(parents=True)
     path.touch()
     return path

@@ -56,9 +56,8 @@ def pixels(*variants: Variant, **values: Any) -> Pixels:
 
 def painted(chart: Pixels, colour: str, top: int = HEAD) -> Pixels:
     """Return a mask for this colour, from `top` down and right of the labels."""
-    return np.all(
-        chart[top * SCALE :, LEFT * SCALE :] == ImageColor.getrgb(COLOURS[colour]), axis=2
-    )
+    inside = chart[top * SCALE :, LEFT * SCALE :]
+    return np.all(inside == ImageColor.getrgb(COLOURS[colour]), axis=2)
 
 
 def heights(chart: Pixels, colour: str, top: int = HEAD) -> list[int]:
@@ -125,11 +124,9 @@ def test_overview_has_a_bar_or_a_reason_for_each_variant(words):
 
 
 def test_memory_is_that_of_the_device_or_else_of_the_process(words):
-    both = {"device_bytes": 3 * 10**9, "rss_bytes": 10**9}
-    for memory, label, size in (
-        (both, "VRAM", "3.00 GB"),
-        ({"rss_bytes": 10**9}, "RAM", "1.00 GB"),
-    ):
+    of_process = {"rss_bytes": 10**9}
+    both = {"device_bytes": 3 * 10**9, **of_process}
+    for memory, label, size in ((both, "VRAM", "3.00 GB"), (of_process, "RAM", "1.00 GB")):
         variant = make_variant("a", make_timeline(2, 2, **memory))
         assert {label, size} <= {*drawn_with(words, variant)}
         assert painted(pixels(variant), "memory").any()

@@ -13,10 +13,9 @@ def figure(name: str) -> figures.Figure:
 
 
 def test_spread_is_the_median_with_both_ends():
-    for values, median, low, high in (([5, 1, 3], 3, 1, 5), ([4, 1], 2.5, 1, 4), ([0], 0, 0, 0)):
-        assert figures.Spread.of(values) == figures.Spread(
-            median=median, low=low, high=high, runs=len(values)
-        )
+    for values, ends in (([5, 1, 3], (3, 1, 5)), ([4, 1], (2.5, 1, 4)), ([0], (0, 0, 0))):
+        spread = figures.Spread.of(values)
+        assert (spread.median, spread.low, spread.high, spread.runs) == (*ends, len(values))
     assert figures.Spread.of([1, None, 3]) is None
     assert figures.Spread.of([]) is None
 
@@ -45,8 +44,7 @@ def test_figures_are_those_of_the_timelines():
     """Warm-ups do not count, and only known figures are shown."""
     reads = {"read_bytes": 2 * 10**9, "read_s": 4.0}
     given = {"copied_bytes": 10**9, "copy_s": 0.5, "stall_s": 1.0, "rss_bytes": 7, **reads}
-    runs = [make_timeline(first, 2, 2, 3, **given) for first in (90, 4, 5, 9)]
-    variant = make_variant("a", *runs)
+    variant = make_variant("a", *(make_timeline(n, 2, 2, 3, **given) for n in (90, 4, 5, 9)))
     cold, *warm = variant.trials
     variant = replace(variant, trials=(replace(cold, warmup=True), *warm))
     expected = {
@@ -64,8 +62,8 @@ def test_figures_are_those_of_the_timelines():
     }
     written = figures.figures_dict(variant)
     for name, values in expected.items():
-        found = written[name]
-        assert (found["median"], found["low"], found["high"], found["runs"]) == (*values, 3), name
+        found = [written[name][key] for key in ("median", "low", "high", "runs")]
+        assert found == [*values, 3], name
     assert not {"Steady step, low-noise expert", "Peak VRAM, allocated"} & written.keys()
     assert figures.figures_dict(make_variant("c")) == {}
 
@@ -98,9 +96,7 @@ def test_memory_between_the_steps_counts_too():
 
 def test_figure_is_never_a_number_alone():
     def text(name: str, *values: float) -> str:
-        spread = figures.Spread.of(values)
-        assert spread is not None
-        return spread.text(figure(name).unit)
+        return figures.Spread.of(values).text(figure(name).unit)
 
     assert text("Total denoising", 660.04, 662.2, 664) == "662.2 s (660.0 to 664.0)"
     assert text("Total denoising", 0.0101, 0.0123, 1.5) == "0.0123 s (0.0101 to 1.5000)"
@@ -108,14 +104,9 @@ def test_figure_is_never_a_number_alone():
     assert text("Moved to buffers", 27e9, 28e9, 29e9) == "28.0 GB (27.0 GB to 29.0 GB)"
     assert text("Rate from files", 2e9, 2.5e9, 3e9) == "2.50 GB/s (2.00 GB/s to 3.00 GB/s)"
     assert text("Transfers hidden", 0.25, 0.5, 1) == "50.0 % (25.0 % to 100.0 %)"
-
-
-def test_short_time_among_long_ones_has_their_digits():
-    stall = figures.Spread(median=0, low=0, high=0.25, runs=3)
-    assert stall.text("s", 2) == "0.00 s (0.00 to 0.25)"
-    assert (
-        figures.Spread(median=662.2, low=660, high=664, runs=3).text("s", 2).startswith("662.2 s")
-    )
+    # A short time among long ones has their digits.
+    assert figures.Spread.of([0, 0, 0.25]).text("s", 2) == "0.00 s (0.00 to 0.25)"
+    assert figures.Spread.of([660, 662.2, 664]).text("s", 2).startswith("662.2 s")
 
 
 def test_usual_run_is_the_one_in_the_middle():

@@ -18,10 +18,8 @@ from wanstream.tests.support.polling import eventually
 CPU = torch.device("cpu")
 
 
-def sampler(device: torch.device = CPU, **settings: Any) -> MemorySampler:
-    made = MemorySampler(
-        device, run_start=time.perf_counter(), on_tick=settings.pop("on_tick", None)
-    )
+def sampler(device: torch.device = CPU, *, on_tick: Any = None, **settings: Any) -> MemorySampler:
+    made = MemorySampler(device, run_start=time.perf_counter(), on_tick=on_tick)
     vars(made).update({"interval_s": 0.001, **settings})
     return made
 
@@ -79,16 +77,12 @@ def test_long_run_keeps_a_bounded_number_and_ticks_as_before():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8])
 def test_thinning_keeps_peaks_and_the_first_time(count):
-    samples = [
-        sample(float(at), device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)
-    ]
+    samples = [sample(at, device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)]
     fewer = downsample(samples)
     assert [each.at_s for each in fewer] == [each.at_s for each in samples[::2]]
     for name in ("device_bytes", "device_used_bytes", "rss_bytes"):
-        peak, kept = (
-            max((getattr(each, name) for each in of), default=0) for of in (samples, fewer)
-        )
-        assert kept == peak
+        peak = max((getattr(each, name) for each in samples), default=0)
+        assert max((getattr(each, name) for each in fewer), default=0) == peak
 
 
 def test_thinning_takes_known_values():
@@ -102,13 +96,10 @@ def test_memory_of_a_device_is_sampled_beside_it(gpu):
     torch.zeros(1, device=gpu.device)
     with sampler(gpu.device) as running:
         assert eventually(lambda: bool(running.samples()))
-        before = running.samples()[-1]
+        before = running.samples()[-1].device_bytes
+        assert before is not None
         held = torch.zeros(nbytes, dtype=torch.uint8, device=gpu.device)
-        assert eventually(
-            lambda: (running.samples()[-1].device_bytes or 0) >= (before.device_bytes or 0) + nbytes
-        )
+        assert eventually(lambda: (running.samples()[-1].device_bytes or 0) >= before + nbytes)
         del held
-    assert before.device_bytes is not None
-    assert all(
-        (each.device_used_bytes or 0) >= (each.device_bytes or 0) for each in running.samples()
-    )
+    for each in running.samples():
+        assert (each.device_used_bytes or 0) >= (each.device_bytes or 0)

@@ -32,11 +32,6 @@ def outside() -> float:
     return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
 
 
-needs_raw_clock = pytest.mark.skipif(
-    not hasattr(time, "CLOCK_MONOTONIC_RAW"), reason="this system has one clock only"
-)
-
-
 def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
 
@@ -85,7 +80,7 @@ def test_visits_are_reported_only_within_a_step(monkeypatch):
     assert told == [("high", 0), ("low", 0)]
 
 
-@needs_raw_clock
+@pytest.mark.skipif(not hasattr(time, "CLOCK_MONOTONIC_RAW"), reason="there is one clock only")
 def test_steps_and_visits_take_what_an_outside_clock_measures():
     """The time lies between the inner work's time and the whole call's."""
     recorder = Recorder(CPU)
@@ -295,9 +290,8 @@ def test_memory_of_a_device_is_recorded_in_three_ways(gpu):
     with recorder.step(0, "high"):
         held = torch.zeros(256 * 2**20, dtype=torch.uint8, device=gpu.device)
     memory = recorder.last.memory
-    sizes = [memory.device_bytes, memory.reserved_bytes, memory.device_used_bytes]
-    nbytes = [size or 0 for size in sizes]
-    assert [held.nbytes, *nbytes] == sorted([held.nbytes, *nbytes])
+    sizes = [held.nbytes, memory.device_bytes, memory.reserved_bytes, memory.device_used_bytes]
+    assert sizes == sorted(sizes, key=lambda size: size or 0)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -305,31 +299,34 @@ def test_memory_of_a_device_is_recorded_in_three_ways(gpu):
 
 @pytest.mark.parametrize(
     ("trace", "nvtx", "expected"),
-    [(None, None, (None, False)), ("", "", (None, False)), ("t", "1", (Path("t"), True))],
+    [
+        (None, None, (None, False)),
+        ("", "", (None, False)),
+        ("t", "1", (Path("t"), True)),
+        (None, "0", (None, False)),
+        *((None, value, None) for value in ("yes", "2", " 1")),
+    ],
 )
 def test_options_come_from_the_environment(trace, nvtx, expected, monkeypatch):
     for name, value in (("WANSTREAM_TRACE", trace), ("WANSTREAM_NVTX", nvtx)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
+    if expected is None:
+        message = f"WANSTREAM_NVTX is '{nvtx}': set it to 1 for ranges, or to 0"
+        with pytest.raises(ValueError, match=message):
+            TelemetryOptions.from_environment()
+        return
     options = TelemetryOptions.from_environment()
     assert (options.trace, options.nvtx) == expected
     assert (options.ledger, options.dynamic_bytes()) == (None, None)
-    monkeypatch.setenv("WANSTREAM_NVTX", "0")
-    assert not TelemetryOptions.from_environment().nvtx
-    for value in ("yes", "2", " 1"):
-        monkeypatch.setenv("WANSTREAM_NVTX", value)
-        message = f"WANSTREAM_NVTX is '{value}': set it to 1 for ranges, or to 0"
-        with pytest.raises(ValueError, match=message):
-            TelemetryOptions.from_environment()
 
 
 def test_ranges_are_made_on_request_and_need_cuda():
     assert Recorder(CPU).ranges is None
     if torch.version.cuda is None:
-        with pytest.raises(
-            ValueError, match=r"WANSTREAM_NVTX\), and torch .* has no CUDA: unset it"
-        ):
+        message = r"WANSTREAM_NVTX\), and torch .* has no CUDA: unset it"
+        with pytest.raises(ValueError, match=message):
             recorder_with(nvtx=True)
 
 

@@ -72,10 +72,8 @@ def test_stall_is_the_files_until_its_reading_has_ended():
 
 def test_device_times_are_aligned_at_the_end_of_the_step():
     """A device whose time line starts elsewhere: 1000 s ahead of the host's."""
-    step = marks(
-        arrival(0, 1010.0, 1012.0, read=read(1.0, 11.0)),
-        visits=((0, 1010.0, 1012.0, 1012.0, 1013.0),),
-    )
+    visit = (0, 1010.0, 1012.0, 1012.0, 1013.0)
+    step = marks(arrival(0, 1010.0, 1012.0, read=read(1.0, 11.0)), visits=(visit,))
     assert step.transfers(end=1020.0, now=20.0).stall_on_read_s == 1.0
     assert step.computed_from(end=1020.0, now=20.0, run_start=0.0) == 12.0
 
