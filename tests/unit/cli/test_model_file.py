@@ -42,16 +42,15 @@ def flux2(prefix: str = "", dtype: str = "BF16", double: int = 8, single: int = 
     """Return the matrices in FLUX.2 dev's blocks, and one outside them."""
     wide, hidden = 6144, 18432
     shapes = {f"{prefix}img_in.weight": ("BF16", (wide, 128))}
-    attention = {"attn.qkv": (3 * wide, wide), "attn.proj": (wide, wide)}
-    double_block = {**attention, "mlp.0": (2 * hidden, wide), "mlp.2": (wide, hidden)}
+    stream = {"attn.qkv": (3 * wide, wide), "attn.proj": (wide, wide)}
+    stream |= {"mlp.0": (2 * hidden, wide), "mlp.2": (wide, hidden)}
+    double_block = {f"{name}_{key}": stream[key] for name in ("img", "txt") for key in stream}
     single_block = {"linear1": (3 * wide + 2 * hidden, wide), "linear2": (wide, wide + hidden)}
-    for at, stream in product(range(double), ("img", "txt")):
-        name = f"{prefix}double_blocks.{at}.{stream}_"
-        shapes |= {f"{name}{layer}.weight": (dtype, shape) for layer, shape in double_block.items()}
-        shapes[f"{name}attn.norm.query_norm.scale"] = ("BF16", (128,))
-    for at in range(single):
-        name = f"{prefix}single_blocks.{at}."
-        shapes |= {f"{name}{layer}.weight": (dtype, shape) for layer, shape in single_block.items()}
+    for kind, count, block in (("double", double, double_block), ("single", single, single_block)):
+        for at, (layer, shape) in product(range(count), block.items()):
+            shapes[f"{prefix}{kind}_blocks.{at}.{layer}.weight"] = (dtype, shape)
+    for at in range(double):
+        shapes[f"{prefix}double_blocks.{at}.img_attn.norm.query_norm.scale"] = ("BF16", (128,))
     return shapes
 
 
@@ -98,8 +97,7 @@ def test_bytes_to_compute_with(read, dtype, computed, parameters):
 
 
 def test_operations_are_those_of_the_matrices_and_an_attention(read):
-    model = read(flux2(double=2, single=2))
-    run = FileRun(model=model, tokens=4096, lanes=2, steps=(0, 1))
+    run = FileRun(model=read(flux2(double=2, single=2)), tokens=4096, lanes=2, steps=(0, 1))
     parameters = sum(block.parameters for block in run.model.blocks)
     operations = 2 * (2 * parameters * 4096 + 4 * 4 * 4096**2 * 6144)
     hardware = run.costs(RTX_4070).hardware

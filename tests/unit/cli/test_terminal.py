@@ -25,7 +25,7 @@ def test_control_characters_are_shown():
     assert not plain.isatty()
 
 
-def test_everything_that_a_command_prints_is_plain(capsys):
+def test_everything_that_a_command_prints_is_plain(capsys, monkeypatch):
     with plain_output():
         sys.stdout.write(RAW)
         sys.stderr.write(RAW)
@@ -34,9 +34,6 @@ def test_everything_that_a_command_prints_is_plain(capsys):
     with pytest.raises(SystemExit):
         cli.main(["batch", "\x1b[2J", "--no-such"])
     assert "\x1b" not in capsys.readouterr().err
-
-
-def test_process_without_streams_prints_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with plain_output():
         print(RAW)  # noqa: T201 (`print` does nothing without a stream)

@@ -33,9 +33,8 @@ from wanstream.schema.refs import WorkersRef
 from wanstream.shapes import HEAD_DIM, ExpertShape, RunShape, StepShape, VideoShape
 from wanstream.tests.support.plan_fixtures import run_shape
 
-RUN = run_shape(
-    1, 0, expert=ExpertShape(width=4 * HEAD_DIM, blocks=8), tokens=1600, sides={"high": 2, "low": 2}
-)
+SHAPE = ExpertShape(width=4 * HEAD_DIM, blocks=8)
+RUN = run_shape(1, 0, expert=SHAPE, tokens=1600, sides={"high": 2, "low": 2})
 Capture = pytest.CaptureFixture[str]
 LAYERWISE = OffloadPolicy.layerwise()
 TINY = ["--size", "32x32x5", "--steps", "2", "--repeats", "2", "--warmup", "0"]
@@ -114,10 +113,8 @@ def timeline(seconds: float, rss: int) -> Timeline:
         StepRecord.of(index=index, expert=expert, sigma=0.5, rss_bytes=rss, **figures)
         for index, expert in enumerate(("high", "high", "low"))
     )
-    memory = tuple(
-        MemorySample(at_s=at, device_bytes=None, device_used_bytes=None, rss_bytes=rss - 50 * at)
-        for at in (0, 1)
-    )
+    unknown = {"device_bytes": None, "device_used_bytes": None}
+    memory = tuple(MemorySample(at_s=at, rss_bytes=rss - 50 * at, **unknown) for at in (0, 1))
     return Timeline(steps=steps, kind="measured", first_block_s=0.25, memory=memory)
 
 
@@ -192,16 +189,14 @@ def test_page_has_a_row_for_every_case_worker_and_step():
     assert text.startswith("# Workers on a machine\n\nMethod: by hand  \nDevice: CPU\n")
     tables = {part.splitlines()[0]: part.splitlines()[4:] for part in text.split("\n## ")[1:]}
     one, two = tables["Loading and generation"][:2]
-    assert one.startswith(
-        "| 3 steps, 1 worker, layerwise, 1 ahead | 3.00 | 0.250 | 11.00 s (10.00 to 12.00) |"
-    )
+    start = "| 3 steps, 1 worker, layerwise, 1 ahead | 3.00 | 0.250 | 11.00 s (10.00 to 12.00) |"
+    assert one.startswith(start)
     assert two.endswith("| 6.00 s (6.00 to 6.00) | 102.0 | 1.83x | 92 % | equal | 60 B | 7 B |")
     case = "3 steps, 2 workers (cfg 2), layerwise, 1 ahead"
     memory = tables["Workers, their steps and their memory"]
     assert memory[2] == f"| {case} | 1 | 1-3 | 101 B | 76 B |"
     assert tables["Not measured"][:1] == ["| 8 workers | too many |"]
-    rows = tables["Head to head, ratios to the first"]
-    (latents,) = (row for row in rows if row.startswith("| Latents"))
+    (latents,) = (each for each in tables["Head to head, ratios to the first"] if "Latents" in each)
     assert "| equal to the bit |" in latents
     steps = tables[f"Per-step timing: {case}"]
     assert [row.split(" | ")[1].strip("*") for row in steps[:3]] == ["high", "high", "low"]
