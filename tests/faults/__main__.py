@@ -23,11 +23,9 @@ def run() -> int:
     add("--seed", type=int, default=0, help="the same seed is the same campaign (default: 0)")
     add("--kind", default="", help="only kinds with this text in their names")
     add("--first", type=int, help="of each kind only so many cases")
-    add("--from", dest="begin", default="", help="only this kind and those after it")
+
     args = parser.parse_args()
-    names = [kind.name for kind in KINDS]
-    begin = names.index(args.begin) if args.begin else 0
-    kinds = [kind for kind in KINDS[begin:] if args.kind.lower() in kind.name.lower()]
+    kinds = [kind for kind in KINDS if args.kind.lower() in kind.name.lower()]
     begun, totals = time.monotonic(), Counter[str]()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -44,10 +42,8 @@ def run() -> int:
                     print(f"SKIPPED: {kind.name}: {err}", file=sys.stderr, flush=True)
                     break
                 _print_costs(kind.name, case.number, found[-1])
-            costs = Counter({"n": len(found)})
-            costs.update(
-                {cost: sum(bool(getattr(each, cost)) for each in found) for cost in _COSTS}
-            )
+            costs = Counter(n=len(found))
+            costs.update(cost for each in found for cost in _COSTS if getattr(each, cost))
             codes = sorted(Counter(code for each in found for code in each.codes).items())
             listed = ", ".join(f"{code}: {count}" for code, count in codes)
             _print_row(kind.name, costs, listed, start)

@@ -322,6 +322,8 @@ def test_every_row_has_the_nodes_that_save_its_files(planned):
         assert one | other == job.prompt.keys()
     assert (jobs[2].saves, jobs[2].prompt) == ({"5": None}, row(seed=4))
     assert told == [f"line 5 runs alone: {UNSEEN}"]
+    _, told = planned(4, {}, {"sampler.seed": 1}, {"latent.width": 640}, {"sampler.steps": 4})
+    assert [each.partition(":")[0] for each in told] == ["line 3 runs alone", "line 4 runs alone"]
     jobs, told = planned(1, {"sampler.seed": 1}, {"sampler.seed": 2, "sampler.steps": 3})
     assert ([lines(job) for job in jobs], told) == ([(1,), (2,)], [])
 
