@@ -9,7 +9,6 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
-from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.tests.support.wan.opened_experts import (
     FIRST_TIME,
     LAYERWISE,
@@ -190,64 +189,6 @@ def test_low_rank_products_of_all_weights(pair, plain_models, lora_file, lane):
         parameter.data += (up.flatten(1) @ down.flatten(1)).reshape(parameter.shape)
     set_loras(pair, [(lora_file(tensors), 1.0)])
     assert distance(run_steps(pair, lane), run_plain(models, lane)) <= TOLERANCE
-
-
-def test_a_text_to_video_lora_on_image_to_video_experts(tiny_expert_file, lora_file, lightning):
-    """Everything is added except for the patch embedding."""
-    shared = lightning(seed=3) | {"diffusion_model.blocks.1.diff_m": 0.1 * torch.ones(1, 6, 256)}
-    other = {"diffusion_model.patch_embedding.diff": torch.ones(256, 16, 1, 2, 2)}
-    one = lora_file(shared)
-    two = lora_file(shared | other)
-    generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(1, 36, 2, 4, 6, generator=generator)
-    lane = Lane(latents=latents, text=torch.randn(1, 5, 4096, generator=generator))
-    path = tiny_expert_file(in_channels=36)
-    with open_experts(path, path, **FP32) as pair:
-        plain = run_steps(pair, lane)
-        set_loras(pair, [(one, 1.0)], [(one, 1.0)])
-        expected = run_steps(pair, lane)
-        set_loras(pair, [(two, 1.0)], [(two, 1.0)])
-        assert torch.equal(run_steps(pair, lane), expected)
-        assert not torch.equal(expected, plain)
-
-
-@pytest.mark.parametrize("kind", ["gguf", "fp8"])
-def test_a_lora_is_added_to_decoded_values(
-    kind, make_tiny_expert, tiny_expert_file, lora_file, lightning, lane, tmp_path
-):
-    """No LoRA value goes through the storage format."""
-    if kind == "gguf":
-        path = tmp_path / "expert.gguf"
-        model = save_expert_gguf(make_tiny_expert(**HIGH), path, types=q4_k_m)
-    else:
-        path = tiny_expert_file(fp8="scaled_fp8", dtype=torch.float16, **HIGH)
-        model = make_tiny_expert(dequantised_from=torch.float16, **HIGH)
-    by_hand(model, lightning(seed=3), 0.05)
-    lora = (lora_file(seed=3), 0.05)
-    with open_experts(path, path, **FP32) as pair:
-        set_loras(pair, [lora], [lora])
-        expected = run_plain({"high": model, "low": model}, lane)
-        assert distance(run_steps(pair, lane), expected) <= TOLERANCE
-
-
-def test_patched_bf16_weights_are_rounded_once(tiny_expert_file, make_tiny_expert, lora_file, lane):
-    """They are as close to the exact ones as bf16 allows."""
-    generator = torch.Generator().manual_seed(6)
-    down = 0.1 * torch.randn(4, 256, generator=generator).bfloat16()
-    up = 0.1 * torch.randn(6 * 256, 4, generator=generator).bfloat16()
-    layer = "diffusion_model.time_projection.1"
-    lora = lora_file({f"{layer}.lora_down.weight": down, f"{layer}.lora_up.weight": up})
-    path = tiny_expert_file(dtype=torch.bfloat16, **HIGH)
-    seen = []
-    with open_experts(path, path) as pair:
-        set_loras(pair, [(lora, 1.0)])
-        embedder = pair.engine(LAYERWISE, "cpu").models["high"].condition_embedder
-        embedder.time_proj.register_forward_hook(lambda proj, *_: seen.append(proj.weight.clone()))
-        embedder.rows(torch.tensor([500.0]), [lane.text])
-    (found,) = seen
-    exact = make_tiny_expert(**HIGH).condition_embedder.time_proj.weight.bfloat16().float()
-    exact += up.float() @ down.float()
-    assert ((found.float() - exact).abs() <= exact.abs() * 2**-8).all()
 
 
 def test_the_sample_loras_keep_the_result_in_order(sample_models):

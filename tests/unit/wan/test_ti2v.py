@@ -83,28 +83,25 @@ def _inputs(tokens: int, rows: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("math", [EXACT, TorchMath()], ids=lambda math: math.name)
-def test_blocks_compute_it_in_every_way(math, block):
-    """Compare span rows with diffusers' block, given a row for every token."""
-    hidden, text, modulation, rotary = given = _inputs(40, 2)
-    expected = block(hidden, text, modulation.rows[modulation.row_of_token][None], rotary)
-    ours = WanBlock(block, BlockSettings(math=math))
-    for compiler, chunk in ((None, None), (None, 16), (get_compiler("eager"), None)):
-        found = computed(ours, *given, compiler=compiler, chunk_tokens=chunk)
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5), (compiler, chunk)
+def test_graphs_are_one_for_any_number_of_timesteps(math, block):
+    """Expect one more graph for lanes whose frames share a timestep.
 
-
-@pytest.mark.slow  # whole models
-def test_graphs_are_one_for_any_number_of_timesteps(block):
-    """Expect one more graph for lanes whose frames share a timestep."""
+    Compare with diffusers' block, given a row for every token.
+    """
     compiler = get_compiler("eager")
     counted = []
-    settings = BlockSettings(compiler=compiler)
-    blocks = [WanBlock(each, settings) for each in (block, diffusers_block(seed=1))]
+    settings = BlockSettings(compiler=compiler, math=math)
+    originals = (block, diffusers_block(seed=1))
+    blocks = [WanBlock(each, settings) for each in originals]
     for rows in (2, 2, 3, 4, 1):
         hidden, text, modulation, tables = _inputs(40, rows)
+        by_token = modulation.rows[modulation.row_of_token][None]
+        given = modulation if rows > 1 else modulation.rows
         before = compiler.graphs
-        for each in blocks:
-            computed(each, hidden, text, modulation if rows > 1 else modulation.rows, tables)
+        for each, original in zip(blocks, originals, strict=True):
+            found = computed(each, hidden, text, given, tables)
+            expected = original(hidden, text, by_token, tables)
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5), rows
         counted.append(compiler.graphs - before)
     assert counted == [1, 0, 0, 0, 1]
 

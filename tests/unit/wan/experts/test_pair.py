@@ -158,20 +158,6 @@ class TestEngine:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         assert [name for name, tensor in tensors if tensor.is_inference()] == []
 
-    def test_outer_bytes_are_those_of_the_models_looked_up(self, pair, lane):
-        models = pair.engine(LAYERWISE, "cpu").models
-        weights = pair.high.weights
-        embedders = sum(w.nbytes for name, w in weights.items() if name.startswith("condition_"))
-        in_blocks = 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
-        resident = sum(weight.nbytes for weight in weights.values()) - embedders - in_blocks
-        read = [models.non_block_bytes]
-        for expert in ("high", "high", "low"):
-            assert models[expert]
-            read.append(models.non_block_bytes)
-        models["low"].condition_embedder.rows(torch.tensor([500.0]), [lane.text])
-        assert read == [0, resident, resident, 2 * resident]
-        assert models.non_block_bytes == 2 * resident + embedders
-
     def test_file_that_vanished_is_read_again_once_it_is_back(
         self, tiny_expert_folder, tmp_path, lane
     ):

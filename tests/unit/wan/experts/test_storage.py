@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from wanstream.block_kernels import EXACT, Kernels
 from wanstream.offload.formats import decode_work_bytes
 from wanstream.offload.sharding.group import Sharded
 from wanstream.offload.sources.base import SourceError
@@ -25,7 +23,6 @@ from wanstream.tests.support.wan.opened_experts import LAYERWISE, SWAP, streamed
 from wanstream.tests.support.wan.process_counters import io_bytes, memory_bytes
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.experts.storage import resident_bytes
-from wanstream.wan.transformer.compiled_block import get_compiler
 
 FP32 = torch.float32
 BF16 = torch.bfloat16
@@ -210,16 +207,6 @@ def test_broken_weight_is_refused_by_file_tensor_and_row(
         with pytest.raises(SourceError, match=said):
             velocity(pair, lane)
         velocity(pair, lane, "low")  # the pair is still usable
-
-
-def test_another_policy_keeps_the_kernels(tiny_expert_file):
-    path = tiny_expert_file()
-    with open_experts(path, path) as pair:
-        pair.kernels = Kernels(math="exact", compiler="eager")
-        pair.engine(LAYERWISE, "cpu")
-        settings = pair.engine(replace(LAYERWISE, chunk_tokens=8), "cpu").models.settings
-        found = (settings.math, settings.compiler, settings.chunk_tokens)
-        assert found == (EXACT, get_compiler("eager"), 8)
 
 
 @pytest.mark.skipif(

@@ -90,18 +90,6 @@ def test_least_recent_text_is_dropped(kept, path, encoder):
     assert [call[0][0] for call in encoder.calls] == ["a", "b", "c", "d"]
 
 
-@pytest.mark.slow  # several whole models
-def test_embeddings_equal_the_encoders(tiny_pipeline):
-    folder = tiny_pipeline()
-    texts = ["a boat at dawn", "blurry", ""]
-    with open_text_encoder(folder) as encoder:
-        expected = encoder.encode(texts, device=CPU)
-    kept = EmbeddingCache()
-    kept.encode(folder, texts[1:], device=CPU)
-    for found in (kept.encode(folder, texts, device=CPU), kept.encode(folder, texts, device=CPU)):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
 def test_tokenizer_of_a_folder_counts_too(tiny_pipeline, tmp_path, kept, encoder):
     folder = shutil.copytree(tiny_pipeline(), tmp_path / "pipeline")
     for _ in range(2):

@@ -28,6 +28,7 @@ from wanstream.tests.support.wan.opened_experts import LAYERWISE
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_pair
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
+from wanstream.wan.transformer.compiled_block import get_compiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 FP32 = torch.float32
@@ -124,7 +125,7 @@ def test_kernels_change_between_runs_only(pair):
     with pytest.raises(KernelsError, match="CUDA"):
         pair.engine(LAYERWISE, "cpu")
     assert engine.models.settings.backend is None
-    pair.kernels = Kernels(attention="sdpa")
+    pair.kernels = Kernels(attention="sdpa", math="exact", compiler="eager")
     with engine.run(step_visits(["high"], engine.block_counts)):
         said = "kernels cannot be changed while this engine is running"
         with pytest.raises(RuntimeError, match=said):
@@ -132,7 +133,8 @@ def test_kernels_change_between_runs_only(pair):
     assert pair.engine(replace(LAYERWISE, chunk_tokens=8), "cpu") is engine
     settings = engine.models.settings
     assert settings.backend == settings.self_backend == ATTENTIONS["sdpa"].backend
-    assert settings.chunk_tokens == 8
+    found = (settings.math, settings.compiler, settings.chunk_tokens)
+    assert found == (EXACT, get_compiler("eager"), 8)
 
 
 def test_experts_stay_open_when_only_their_kernels_change(files):
