@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from wanstream.offload.formats.layout import block_format
 from wanstream.offload.host_memory.ram_run import RamRun
 from wanstream.offload.host_memory.ram_slots import RamSlots, blocks_in_flight
+from wanstream.offload.sources.base import ReadThreads, SourceError
 from wanstream.plan.programs import BlockKey, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.schema import Residency
 from wanstream.tests.support.offload.streaming import BLOCKS, CPU, IN_RAM
@@ -97,6 +100,43 @@ def test_a_block_is_read_while_the_one_before_it_is_locked(start):
     spans = [run.read_for(fetch) for fetch in range(BLOCKS)]
     assert all(span is not None and span.locked is not None for span in spans)
     assert begun == [True] * BLOCKS
+
+
+def test_blocks_before_one_that_fails_arrive_later(start):
+    def read(block: int) -> None:
+        if block == 3:
+            raise SourceError("the disk went away")
+        source.started[3].wait(20)
+        time.sleep(0.01)
+
+    source = Gated(read)
+    run = start(source, IN_RAM)
+    assert [take(run, fetch) for fetch in range(3)] == [1, 2, 3]
+    with pytest.raises(SourceError, match="went away"):
+        take(run, 3)
+    assert not run.is_whole
+
+
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_a_stop_waits_for_the_piece_or_the_block(start, whole_blocks):
+    begun = threading.Event()
+    gate = threading.Event()
+    read = []
+    threads = ReadThreads(1, ThreadPoolExecutor)
+
+    def read_piece() -> None:
+        begun.set()
+        assert gate.wait(20)
+        read.append(True)
+
+    run = start(Gated(lambda block: threads.run([read_piece] * 3)), IN_RAM)
+    assert begun.wait(20)
+    run.stop(whole_blocks=whole_blocks)
+    gate.set()
+    run.join()
+    threads.close()
+    assert len(read) == (3 * len(run.reads) if whole_blocks else 1)
+    assert bool(run.reads) == whole_blocks
 
 
 def test_more_blocks_are_in_flight_if_they_are_small():

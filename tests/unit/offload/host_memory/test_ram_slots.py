@@ -211,6 +211,12 @@ def test_only_resident_blocks_are_shared(source, tmp_path):
     read(slots, source, 1, KEYS[3])
     slots.resize(resident(KEYS[0], KEYS[3]), 0)
     assert slots.contents() == {0: KEYS[0], 1: KEYS[3]}
+    pages = HostPages(lock=None, shared=segment)
+    pages.check_available(2, segment.filled_bytes, available=0)  # it needs no more RAM
+    shared = fill(pages, 0, SIZES[KEYS[0]])
+    own = fill(pages, 0, SIZES[KEYS[0]], filled_with(7), key=KEYS[2])
+    assert (set(host_bytes(shared)), set(host_bytes(own))) == ({1}, {7})
+    pages.close()
     slots.close()
     assert slots.nbytes == 0
     segment.close()
@@ -257,6 +263,7 @@ def test_a_slot_takes_the_pages_of_its_block_and_returns_them(driver):
         pages.close()
     assert (pages.nbytes, pages.locked.nbytes, driver.locked) == (0, 0, [])
     assert fill(pages, 1, 10).eq(2).all(), "a closed slot can be filled again"
+    assert fill(pages, 1, 2 * PAGE).eq(2).sum() == 2 * PAGE, "and with a larger block"
 
 
 def test_pages_are_filled_before_they_are_locked():

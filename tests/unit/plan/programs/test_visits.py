@@ -78,6 +78,8 @@ def always(**rule: Any) -> SkipRule:
     [
         # Errors 0.02, then 0.02 + 0.0396: computed, and 0.02 again.
         ((0, 4), (0, 4), [[1.0, 0.98, 0.98, 0.98]], always(threshold=0.05, retention=0), [1, 3]),
+        # With a threshold of 0 nothing is skipped.
+        ((0, 4), (0, 4), [[1.0] * 4], always(threshold=0, retention=0), []),
         # The first share of an expert is computed, and the first step of a run that starts late.
         ((10, 20), (10, 20), [[1.0] * 20], always(retention=0.3), list(range(13, 20))),
         ((0, 10), (6, 10), [[1.0] * 10], always(), [7, 8, 9]),
