@@ -12,18 +12,14 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.devices import PageLockError
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.offload.formats import read_header
-from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
@@ -255,18 +251,6 @@ def test_memory_follows_the_policy_and_is_given_back(gpu, stacks, hidden, policy
     assert gpu.runtime.allocated_bytes() == before
 
 
-def test_pinned_blocks_are_locked_and_read_once(gpu, stacks, hidden, plain, slow_source):
-    source = slow_source(ModuleSource(stacks), seed=0)
-    expected = plain()
-    with attach(gpu, stacks, PINNED, source=source) as handle:
-        for _ in range(2):
-            assert torch.equal(streamed(gpu, handle, stacks, hidden), expected)
-        slots = handle.ram
-        assert all(gpu.is_locked(slots[index].memory) for index in slots.contents())
-        assert sorted(source.reads) == sorted(source.formats)
-        assert handle.pinned_bytes == 2 * BLOCKS * BLOCK_BYTES
-
-
 @pytest.mark.parametrize("in_place", [True, False])
 def test_memory_that_could_not_be_locked_only_costs_time(
     gpu, stacks, hidden, plain, slow_source, monkeypatch, in_place
@@ -294,27 +278,22 @@ def test_slots_for_reads_are_as_few_as_the_copies_allow(gpu, stacks, hidden, pla
         assert handle.host_bytes == handle.pinned_bytes == 2 * BLOCK_BYTES
 
 
-def test_blocks_that_stay_are_not_fetched_again(gpu, stacks, hidden, plain, slow_source):
+def test_pinned_blocks_are_locked_and_read_once(gpu, stacks, hidden, plain, slow_source):
     expected = plain()
     source = slow_source(ModuleSource(stacks), seed=0)
     resident = OffloadPolicy.resident(source="pinned")
     with attach(gpu, stacks, resident, source=source) as handle:
         streamed(gpu, handle, stacks, hidden)
+        slots = handle.ram
+        assert all(gpu.is_locked(slots[index].memory) for index in slots.contents())
+        assert handle.pinned_bytes == 2 * BLOCKS * BLOCK_BYTES
         assert handle.release_memory(2 * BLOCK_BYTES) == 2 * BLOCK_BYTES
-        with handle.run(step_visits(STEPS, handle.block_counts)) as run:
-            missing = [BlockKey("low", 4), BlockKey("low", 5)]
-            assert [fetch.block for fetch in run.program.fetches] == missing
         assert torch.equal(streamed(gpu, handle, stacks, hidden), expected)
         before = gpu.runtime.allocated_bytes()
         handle.set_policy(OffloadPolicy.block_swap(3, 1, source="pinned"))
         assert before - gpu.runtime.allocated_bytes() == (2 * BLOCKS - 5) * BLOCK_BYTES
-        kept = {key for key in handle.contents().values() if key.expert == "high"}
-        assert {BlockKey("high", number) for number in (0, 2, 4)} <= kept
-        with handle.run(step_visits(STEPS, handle.block_counts)) as run:
-            fetches = [fetch for fetch in run.program.fetches if fetch.needed_by < BLOCKS]
-            assert not kept & {fetch.block for fetch in fetches}
         assert torch.equal(streamed(gpu, handle, stacks, hidden), expected)
-        assert len(source.reads) == 2 * BLOCKS
+        assert sorted(source.reads) == sorted(source.formats)
 
 
 @pytest.mark.parametrize("policy", ["layerwise 1", "layerwise pinned"])
@@ -322,91 +301,3 @@ def test_a_device_that_is_not_the_present_one(gpu, stacks, hidden, plain, policy
     expected = plain().cpu()
     with attach(gpu, stacks, POLICIES[policy], device=gpu.other) as handle:
         assert torch.equal(streamed(gpu, handle, stacks, hidden.to(gpu.other)).cpu(), expected)
-
-
-class Fp8:
-    """Blocks with one scaled fp8 matrix, decoded to bf16, and patched if wanted."""
-
-    def __init__(self, gpu: Accelerator, path: Path, scale: tuple[int, ...] = ()) -> None:
-        random = torch.Generator().manual_seed(0)
-        self.gpu = gpu
-        self.keys = [BlockKey("high", i) for i in range(BLOCKS)]
-        drawn = [torch.randn(4096, WIDTH, generator=random) for _ in self.keys]
-        stored = [values.to(torch.float8_e4m3fn) for values in drawn]
-        scales = [torch.rand(scale, generator=random) + 0.5 for _ in self.keys]
-        tensors = {f"{i}.w": each for i, each in enumerate(stored)}
-        save_file({**tensors, **{f"{i}.s": each for i, each in enumerate(scales)}}, path / "fp8")
-        places = read_header(path / "fp8").tensors
-        self.source = FileSource(
-            {key: {"weight": places[f"{key.block}.w"]} for key in self.keys},
-            computed_dtypes=torch.bfloat16,
-            scales={key: {"weight": places[f"{key.block}.s"]} for key in self.keys},
-        )
-        up = torch.randn(4096, 24, generator=random)
-        down = torch.randn(24, WIDTH, generator=random)
-        factors = BlockPatch(identity=1, weights={"weight": WeightPatch(up=up, down=down)})
-        self.patches = dict.fromkeys(self.keys[::2], factors)
-        pairs = zip(stored, scales, strict=True)
-        self.decoded = [(each.float() * own).bfloat16().to(gpu.device) for each, own in pairs]
-        self.patched = [matrix.clone() for matrix in self.decoded]
-        for matrix in self.patched[::2]:
-            add_plainly(matrix, WeightPatch(up=up, down=down))
-        self.blocks = [nn.Linear(WIDTH, 4096, bias=False, device="meta") for _ in self.keys]
-
-    def attach(self, policy: OffloadPolicy) -> OffloadEngine:
-        return attach(self.gpu, {"high": self.blocks}, policy, source=self.source)
-
-    def check(self, handle: OffloadEngine, expected: Sequence[torch.Tensor], slow: int) -> None:
-        seen = []
-        visits = step_visits(TWO_STEPS, handle.block_counts)
-        with torch.inference_mode(), handle.run(visits) as run:
-            for number, visit in enumerate(visits):
-                with run.visit(*visit):
-                    self.gpu.delay(int(number % slow == 0))
-                    seen.append(self.blocks[visit.block].weight.clone())
-        for number, weight in enumerate(seen):
-            assert torch.equal(weight, expected[number % BLOCKS]), number
-
-
-@pytest.mark.parametrize(
-    ("policy", "slow", "patched"),
-    [
-        ("layerwise 0", 1000, False),
-        ("layerwise 3", 1, True),
-        ("layerwise 3", 3, False),
-        ("layerwise pinned", 3, True),
-        ("resident", 1, True),
-    ],
-)
-def test_copies_run_ahead_of_decoding(gpu, tmp_path, policy, slow, patched):
-    """Two raw slots serve all fetches: a copy into one during its decoding shows in a weight."""
-    fp8 = Fp8(gpu, tmp_path, [(), (1,), (4096, 1)][slow % 3])
-    with fp8.attach(POLICIES[policy]) as handle:
-        handle.set_patches(fp8.patches if patched else {})
-        for _ in range(3):
-            fp8.check(handle, fp8.patched if patched else fp8.decoded, slow)
-        loaded = handle.loaded_bytes
-        assert handle.release_memory(1 << 60) == loaded > 0
-        assert handle.loaded_bytes == 0
-
-
-def test_decoding_is_timed_apart_from_computing(gpu, tmp_path):
-    fp8 = Fp8(gpu, tmp_path)
-    recorder = Recorder(gpu.device)
-    matrix = 4096 * WIDTH
-    with fp8.attach(replace(PINNED, ram_blocks=2)) as handle:
-        visits = step_visits(TWO_STEPS, handle.block_counts)
-        with torch.inference_mode(), handle.run(visits, recorder=recorder) as run:
-            for step in range(2):
-                with recorder.step(step, "high"):
-                    for block in range(BLOCKS):
-                        with run.visit(step, "high", block):
-                            fp8.blocks[block].weight.sum()
-        # Two buffers, two raw slots, scales.
-        assert handle.loaded_bytes == 2 * 2 * matrix + 2 * matrix + BLOCKS * 4
-    for step, read in zip(recorder.timeline().steps, (BLOCKS, BLOCKS - 2), strict=True):
-        assert step.decode_s > 0
-        assert step.transfers.read_bytes == read * matrix
-        assert step.bytes_moved == step.transfers.copied_bytes == BLOCKS * matrix
-        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # two clocks
-        assert step.transfers.copy_s > 0

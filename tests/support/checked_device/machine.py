@@ -56,7 +56,6 @@ class Work:
         return self.run is None
 
     def execute(self) -> None:
-        assert self.run is not None
         machine = self.stream.machine
         machine.executing = True
         try:
@@ -125,7 +124,6 @@ class Stream(Actor):
                     f"{self.name} waits for an event that was not recorded, at {site()}"
                 )
                 return
-            assert event.work is not None
             self.join(event.clock)
             self.machine.note(StreamWait, self, event.work)
             if not event.work.done:
@@ -179,8 +177,6 @@ class Event:
                 raise RuntimeError("the event was made without `timing`, or was not recorded")
             if event.work is not None and not event.work.done:
                 raise RuntimeError("device not ready: the event has not passed")
-        assert self.work is not None
-        assert end.work is not None
         return 1000 * (end.work.end - self.work.end)
 
 
@@ -508,7 +504,7 @@ class Machine:
             if locked is None:
                 self.report(f"memory is unlocked that is not locked, at {site()}")
             else:
-                self._touch(locked, 0, locked.nbytes, f"unlock at {site()}")
+                self._access(locked.history, 0, locked.nbytes, f"unlock at {site()}")
             return True
 
     def map_memory(self, nbytes: int) -> torch.Tensor:
@@ -548,7 +544,7 @@ class Machine:
         """Note that the calling thread writes into host memory now."""
         with self.lock:
             for locked, start, stop in self._locked_parts(memory):
-                self._touch(locked, start, stop, words)
+                self._access(locked.history, start, stop, words)
 
     def is_locked(self, memory: torch.Tensor) -> bool:
         """Return whether all `memory` is page-locked, in one piece or in several."""
@@ -593,9 +589,6 @@ class Machine:
             if start < stop:
                 parts.append((locked, start - at, stop - at))
         return parts
-
-    def _touch(self, locked: LockedRange, start: int, stop: int, words: str) -> None:
-        self._access(locked.history, start, stop, words)
 
     def _access(self, history: History, start: int, stop: int, words: str) -> None:
         host = self.host()

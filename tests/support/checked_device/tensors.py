@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,19 +95,15 @@ class CheckedTensor(torch.Tensor):
         """Return the bytes from the first to the last element."""
         slab = self.block.slab
         start = self.base.data_ptr() - slab.address
-        extent = (
-            sum(
-                (size - 1) * stride
-                for size, stride in zip(self.base.shape, self.base.stride(), strict=True)
-            )
-            + 1
-        )
-        return Range(
-            slab.history,
-            start,
-            start + (extent * self.base.itemsize if self.base.numel() else 0),
-            write,
-        )
+        return Range(slab.history, start, start + _extent(self.base), write)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to the last element."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * (1 + sum((size - 1) * stride for size, stride in steps))
 
 
 def activate(machine: Machine) -> Callable[[], None]:
@@ -336,7 +332,6 @@ def _to_device(into: CheckedTensor, source: torch.Tensor, *, non_blocking: bool)
 
 
 def _to_host(into: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
-    assert isinstance(source, CheckedTensor)
     device, values = source.block.stream.device, source.base
     machine, ranges = active(), [source.range(write=False)]
     locked = machine.locked_range(into) if into.is_contiguous() else None
@@ -369,7 +364,7 @@ def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = [*tensors_of((args, kwargs))]
+    given = [each for each in _leaves((args, kwargs)) if isinstance(each, CheckedTensor)]
     device = given[0].block.stream.device
     _check_devices(func, given, device)
     work = _issue(device, lambda: None, [each.range(write=False) for each in given], func)
@@ -394,10 +389,7 @@ def _wait(device: Device, work: Any) -> None:
 
 
 def _allocate(like: torch.Tensor, device: Device) -> CheckedTensor:
-    extent = (
-        sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
-    )
-    nbytes = like.itemsize * extent if like.numel() else 0
+    nbytes = _extent(like)
     block = device.allocate(nbytes, device.machine.current_stream(device.index))
     with torch.inference_mode(False):
         base = block.slab.bytes[:nbytes].view(like.dtype).as_strided(like.shape, like.stride())
@@ -421,10 +413,6 @@ def _check_devices(func: object, given: Sequence[CheckedTensor], device: Device)
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
 
 
 def _bases(values: Any) -> Any:
@@ -495,8 +483,3 @@ def _register() -> tuple[torch.library.Library, ...]:
 
 def _made(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _launch(func, args, kwargs, writes=())
-
-
-def tensors_of(values: Any) -> Iterator[CheckedTensor]:
-    """Yield the tensors on the device."""
-    yield from (each for each in _leaves(values) if isinstance(each, CheckedTensor))

@@ -304,9 +304,6 @@ class Case:
         if strength == 0 or key not in KEYS[::2]:
             return matrix
         matrix, patch = matrix.to(self.gpu.device), self._patch(key, strength)
-        assert isinstance(patch, WeightPatch)
-        assert patch.up is not None
-        assert patch.down is not None
         return torch.addmm(matrix, patch.up.to(matrix), patch.down.to(matrix)).cpu()
 
 
@@ -402,9 +399,13 @@ def slow_host(gpu: Accelerator) -> None:
 def recorded(gpu: Accelerator, **how: Any) -> None:
     """All times of a run are read."""
     case, recorder = Case(gpu, **how), Recorder(gpu.device)
+    form = case.source.formats[KEYS[0]]
     case.run(recorder=recorder)
+    raw_slots = 0 if form.is_raw else 2 * form.stored.nbytes
+    assert case.engine.loaded_bytes >= 2 * form.computed.nbytes + raw_slots
     for step in recorder.timeline().steps:
         assert step.transfers.copy_s > 0
+        assert step.decode_s > 0 or form.is_raw
         assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance between two clocks
     case.detach()
 
@@ -716,7 +717,11 @@ PLACES: Mapping[str, Mapping[str, Any]] = {
 
 
 @scenarios(
-    **PLACES, deep={"policy": DEEP}, deep_patched_fp8={"policy": DEEP, "patched": True, "fp8": True}
+    **PLACES,
+    deep={"policy": DEEP},
+    deep_patched_fp8={"policy": DEEP, "patched": True, "fp8": True},
+    block_swap={"policy": BLOCK_SWAP, "fp8": True},
+    partly_pinned={"policy": PARTLY_PINNED, "patched": True},
 )
 def gathered(gpu: Accelerator, **how: Any) -> None:
     """Two runs on two ranks, the second while the first one still computes."""

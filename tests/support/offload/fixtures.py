@@ -157,32 +157,28 @@ class ThreadGather:
         assert into.numel() == self.size * own.numel()
         self.group.owns[self.rank] = own
         runtime = runtime_for(own.device)
-        if runtime is not None:
-            self._order(runtime, self.group.arrived)
-        else:
-            self._wait(self.group.gathering)
+        self._meet(runtime, self.group.arrived)
         for part, other in zip(into.split(own.numel()), self.group.owns, strict=True):
             part.copy_(other)
-        if runtime is not None:
-            self._order(runtime, self.group.done)
-        else:
-            self._wait(self.group.gathering)
+        self._meet(runtime, self.group.done)
         self.group.gathers[self.rank] += 1
 
     def abort(self) -> None:
         self.group.gathering.abort()
 
-    def _order(self, runtime: DeviceRuntime, events: list[Event | None]) -> None:
-        """Order all ranks' current streams behind each other.
+    def _meet(self, runtime: DeviceRuntime | None, events: list[Event | None]) -> None:
+        """Wait for all ranks, and order their current streams behind each other.
 
         The host does not wait for the device.
         """
+        if runtime is None:
+            self._wait(self.group.gathering)
+            return
         stream, event = runtime.current_stream(), runtime.event()
         event.record(stream)
         events[self.rank] = event
         self._wait(self.group.gathering)
         for other in events:
-            assert other is not None
             stream.wait_event(other)
 
     def _wait(self, barrier: threading.Barrier) -> None:

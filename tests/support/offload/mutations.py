@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -50,8 +50,6 @@ LOOPS = {"after", "self._streams"}
 SWITCH = "_is_removed"
 ROUND = "_round"
 EVERY_ROUND = -1
-
-Node = TypeVar("Node", bound=ast.expr)
 
 
 class Mutation(NamedTuple):
@@ -193,7 +191,6 @@ class Mutations:
 
     def _add_module(self, module: ModuleType) -> None:
         file = inspect.getsourcefile(module)
-        assert file is not None
         switches = _Switches()
         tree = ast.fix_missing_locations(
             switches.visit(ast.parse(Path(file).read_text(encoding="utf-8")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,7 +37,12 @@ def call(nbytes: int, compute_s: float, bus: float, disk: float, **figures: Any)
 
 
 def choose(
-    costs: BlockCosts, record: StepRecord, *, vram: int | None, ram: int | None, **changes: Any
+    costs: BlockCosts,
+    record: StepRecord,
+    *,
+    vram: int | None = None,
+    ram: int | None = None,
+    **changes: Any,
 ) -> PassPlan | None:
     """Plan calls like `record`. None means no limit."""
     given = {"passes": 1, "present": LAYERWISE, "has_bus": True, **changes}
@@ -62,17 +68,12 @@ def visits(visit_s: float, *, bus: float = 20e9, passes: int = 1) -> StepRecord:
     return call(nbytes, passes * 20 * visit_s, bus, 2e9)
 
 
-def plan(
-    record: StepRecord, *, vram: int | None = None, ram: int | None = None, **given: Any
-) -> PassPlan:
-    chosen = choose(BLOCKS, record, vram=vram, ram=ram, **given)
-    assert chosen is not None
-    return chosen
+plan = partial(choose, BLOCKS)
 
 
 def test_the_smallest_policy_stays_where_transfers_are_hidden():
     assert plan(visits(0.2)).policy == LAYERWISE
-    assert choose(BLOCKS, changed_step(visits(0.02), bytes_moved=0), vram=None, ram=None) is None
+    assert plan(changed_step(visits(0.02), bytes_moved=0)) is None
     with pytest.raises(ValueError, match="stored_bytes is 0"):
         replace(BLOCKS, stored_bytes=0)
 
@@ -93,7 +94,7 @@ def test_present_policy_that_does_not_fit_is_replaced():
     given = {"present": present, "ram": 0, "keep_present": False}
     assert plan(visits(0.001, passes=2), vram=600 * MB, **given).device_bytes <= 600 * MB
     assert memory_needs(BLOCKS, present, has_bus=True).device_bytes > 600 * MB
-    assert choose(BLOCKS, visits(0.001, passes=2), vram=60 * MB, **given) is None
+    assert plan(visits(0.001, passes=2), vram=60 * MB, **given) is None
 
 
 def test_slow_disk_fills_ram_and_slow_bus_the_device():
@@ -198,7 +199,6 @@ def test_a_call_takes_the_time_of_its_slowest_part(name, card, ram):
     compute_s = MODELS[name].flops / flops_per_s
     nbytes = sum(size.stored for size in costs.sizes)
     chosen = choose(costs, disk_call(nbytes, compute_s), vram=vram - ACTIVATIONS, ram=ram)
-    assert chosen is not None
     two_blocks = 2 * costs.stored_bytes
     room = vram - ACTIVATIONS - costs.outside_bytes
     streamed = 0 if nbytes <= room else nbytes - max(0, room - two_blocks)
@@ -222,7 +222,6 @@ def test_a_first_call_takes_the_time_of_its_slowest_part(name, card, ram, images
     disk_s = nbytes / DISK
     assert (disk_s < compute_s) == (images > 1)
     run = measured_costs(costs, disk_call(nbytes, compute_s), 1, has_bus=True)
-    assert run is not None
     first, *_, later = predict(run, Candidates.first_policy(costs, ram)).timeline.steps
     assert first.wall_s <= 1.2 * max(compute_s, disk_s, nbytes / BUS)
     assert first.wall_s <= 1.2 * max(later.wall_s, disk_s)

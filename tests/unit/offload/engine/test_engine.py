@@ -112,19 +112,6 @@ def fetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("wanstream-fetch")]
 
 
-def test_an_engine_is_usable_after_a_failed_start(stacks):
-    expected = plainly(stacks)
-    with attach(stacks, OffloadPolicy.resident()) as engine:
-        stream(engine, stacks)
-        stale = engine.run(step_visits(["high"], engine.block_counts))
-        engine.buffers[0].key = BlockKey("high", 3)
-        with pytest.raises(StateError), stale:
-            pass
-        engine.buffers[0].key = BlockKey("high", 0)
-        assert torch.equal(stream(engine, stacks)[0], expected)
-    assert fetch_threads() == []
-
-
 @pytest.mark.parametrize("source", ["pinned", "file"])
 def test_a_poll_ends_a_waiting_visit_and_its_read(stacks, monkeypatch, source):
     class Cancelled(Exception): ...

@@ -38,9 +38,7 @@ class Model:
     ) -> torch.Tensor:
         hidden = torch.full((1, 32), float(seed))
         for block in order:
-            lane = self.lockstep.lane
-            assert lane is not None
-            lane.await_block(block)
+            self.lockstep.lane.await_block(block)
             if block == fail_at:
                 raise ValueError(f"block {block} failed")
             hidden = self.stack[block](hidden)

@@ -124,12 +124,26 @@ def test_read_bytes_are_those_that_the_kernel_counts(weights, policy, computed, 
         assert read == (BLOCKS + (STEPS - 1) * (BLOCKS - in_ram)) * BLOCK_BYTES
 
 
-@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float32], ids=["straight", "decoded"])
-def test_streamed_blocks_are_read_and_not_copied(weights, computed):
-    timeline = measure(weights, LAYERWISE, computed).timeline()
+@pytest.mark.parametrize(
+    ("policy", "computed"),
+    [
+        (LAYERWISE, torch.bfloat16),
+        (LAYERWISE, torch.float32),
+        (OffloadPolicy.resident(), torch.float32),
+    ],
+    ids=["straight", "decoded", "decoded once"],
+)
+def test_streamed_blocks_are_read_and_not_copied(weights, policy, computed):
+    timeline = measure(weights, policy, computed).timeline()
     assert (timeline.transfers.copy_s, timeline.transfers.copied_bytes) == (0, 0)
     assert timeline.transfers.read_s > 0
     assert 0 <= timeline.transfers.stall_on_read_s <= timeline.stall_s
+    assert timeline.first_block_s > 0
+    for step in timeline.steps:
+        moves = policy == LAYERWISE or step.index == 0
+        assert step.bytes_moved == step.transfers.read_bytes == moves * BLOCKS * BLOCK_BYTES
+        assert (step.decode_s > 0) == (moves and computed == torch.float32)
+        assert step.wall_s >= step.compute_s + step.stall_s + step.decode_s
 
 
 def test_blocks_in_ram_are_read_once_and_copied(weights):

@@ -38,8 +38,6 @@ def interpreted() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location(
         name, Path(one_pass.__file__).with_name("triton_kernels.py")
     )
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")

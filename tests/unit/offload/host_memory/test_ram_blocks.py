@@ -7,26 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from wanstream.offload.core.pages import in_pages
-from wanstream.offload.formats import read_header
 from wanstream.offload.formats.layout import block_format
-from wanstream.offload.sources import FileSource
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.telemetry import Recorder
 from wanstream.tests.support.offload.streaming import (
     BLOCK_BYTES,
     BLOCKS,
-    CPU,
     IN_RAM,
     LAYERWISE,
     STEPS,
-    WIDTH,
     attach,
     plainly,
     raise_at,
@@ -126,36 +119,6 @@ def test_an_early_end_wakes_every_wait(stacks):
             gate.set()
         with engine.run(visits) as run, run.visit(0, "high", 0):
             pass
-
-
-@pytest.mark.parametrize(
-    ("policy", "reads", "moves"),
-    [
-        (LAYERWISE, [BLOCKS, BLOCKS], [BLOCKS, BLOCKS]),
-        (IN_RAM, [BLOCKS, 0], [BLOCKS, BLOCKS]),
-        (some(2), [BLOCKS, BLOCKS - 2], [BLOCKS, BLOCKS]),
-        (OffloadPolicy.resident(), [BLOCKS, 0], [BLOCKS, 0]),
-    ],
-    ids=str,
-)
-def test_the_timeline_counts_reads_and_decoding(tmp_path, policy, reads, moves):
-    """One-matrix blocks in fp16 are decoded to fp32 on arrival."""
-    weights = {f"{i}": torch.randn(WIDTH, WIDTH).half() for i in range(BLOCKS)}
-    save_file(weights, tmp_path / "blocks.safetensors")
-    places = read_header(tmp_path / "blocks.safetensors").tensors
-    blocks = {BlockKey("high", i): {"weight": places[f"{i}"]} for i in range(BLOCKS)}
-    source = FileSource(blocks, computed_dtypes=torch.float32)
-    stacks = {"high": [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in blocks]}
-    recorder = Recorder(CPU)
-    with attach(stacks, policy, source=source) as engine, torch.no_grad():
-        stream(engine, stacks, ["high"] * 2, recorder=recorder)
-    timeline = recorder.timeline()
-    nbytes = WIDTH * WIDTH * 2
-    assert timeline.first_block_s is not None
-    for step, read, moved in zip(timeline.steps, reads, moves, strict=True):
-        assert (step.transfers.read_bytes, step.bytes_moved) == (read * nbytes, moved * nbytes)
-        assert (step.decode_s > 0) == (moved > 0)
-        assert step.wall_s >= step.compute_s + step.stall_s + step.decode_s
 
 
 def test_too_much_ram_is_refused_before_anything_changes(stacks):

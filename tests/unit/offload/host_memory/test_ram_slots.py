@@ -89,7 +89,6 @@ def read(slots: RamSlots, source: Numbers, index: int, key: BlockKey) -> RamSlot
     slots.read(slot, key, source)
     slot.acquire(key)
     slot.release(last=True)
-    assert slot.memory is not None
     assert set(host_bytes(slot.memory)) == {KEYS.index(key) + 1}
     return slot
 

@@ -89,12 +89,10 @@ class Rank:
         )
 
     def send(self, line: str) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
     def answer(self) -> str:
-        assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
     def call(self, line: str) -> str:
@@ -108,7 +106,6 @@ class Rank:
     def leave(self) -> None:
         """End the process without closing the segment."""
         for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
             pipe.close()
         self._process.wait(60)
 

@@ -61,29 +61,26 @@ class Rank:
         sharded: Sharded | None,
         *,
         fp8: bool = False,
-        device: str = "cpu",
     ) -> None:
         tensors = read_header(path).tensors
         keys = [BlockKey(name, i) for name in ("high", "low") for i in range(BLOCKS)]
         places = {key: {w: tensors[f"{n}.{w}"] for w in WEIGHTS} for n, key in enumerate(keys)}
         self.files = FileSource(places, computed_dtypes=torch.float32, direct=False)
         source = QuantisedSource(self.files) if fp8 else self.files
-        self.device = device
         self.stacks = {"high": copy.deepcopy(stack[:BLOCKS]), "low": copy.deepcopy(stack[BLOCKS:])}
-        how = {"device": device, "source": source, "sharded": sharded}
-        self.engine = attach(self.stacks, POLICIES[policy], **how)
+        self.engine = attach(self.stacks, POLICIES[policy], source=source, sharded=sharded)
 
     def run(
         self, steps: Sequence[str] = STEPS, *, before: Callable[[int], None] = lambda visit: None
     ) -> torch.Tensor:
-        hidden = torch.ones(3, WIDTH, device=self.device)
+        hidden = torch.ones(3, WIDTH)
         visits = step_visits(steps, self.engine.block_counts)
         with self.engine.run(visits) as run:
             for number, visit in enumerate(visits):
                 before(number)
                 with run.visit(*visit):
                     hidden = self.stacks[visit.expert][visit.block](hidden) / 2
-        return hidden.cpu()
+        return hidden
 
     def patch(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -139,14 +136,11 @@ def all_equal(results: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
     return all(torch.equal(result, expected) for result in results)
 
 
-# Shards in RAM and on the device, raw and as fp8.
-KINDS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("policy", "fp8", "on_device"),
+    # Shards in RAM and on the device, raw and as fp8.
     [(policy, at in (2, 3), at % 2 == 1) for at, policy in enumerate(POLICIES)],
 )
-
-
-@KINDS
 def test_gathered_blocks_are_whole_blocks(make_rank, thread_group, policy, fp8, on_device):
     alone = make_rank(policy, fp8=fp8)
     group = thread_group(3)
@@ -250,22 +244,3 @@ def test_no_gather_is_more_than_a_few_blocks_ahead(make_rank, thread_group):
 
     run_all([make_rank("resident", each) for each in group.ranks()], before=look)
     assert max(seen) <= 3
-
-
-@KINDS
-def test_gathered_blocks_on_a_device(gpu, make_rank, thread_group, policy, fp8, on_device):
-    def run(rank: Rank) -> torch.Tensor:
-        gpu.runtime.enter_thread()
-        return rank.run()
-
-    how = {"fp8": fp8, "device": gpu.device}
-    alone = make_rank(policy, **how)
-    ranks = [make_rank(policy, each, **how) for each in thread_group(2).ranks(on_device=on_device)]
-    for rank in (alone, *ranks):
-        rank.patch()
-    expected = alone.run()
-    alone.engine.detach()
-    for _ in range(2):
-        assert all_equal(in_threads([partial(run, rank) for rank in ranks]), expected)
-    for rank in ranks:
-        rank.engine.detach()

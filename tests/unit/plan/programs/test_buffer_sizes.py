@@ -46,7 +46,6 @@ def any_blocks() -> st.SearchStrategy[dict[str, list[int]]]:
 def check(program: TransferProgram) -> None:
     """Check a program and, apart from `check_program`, block sizes against buffer sizes."""
     check_program(program)
-    assert program.sizes is not None
     for fetch in program.fetches:
         needed = program.sizes.blocks[fetch.block.stored]
         assert needed <= program.sizes.capacities[fetch.buffer]
