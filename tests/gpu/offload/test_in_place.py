@@ -16,10 +16,9 @@ from torch import nn
 from wanstream.offload import LockedTensors, OffloadEngine, attach_offload, map_memory
 from wanstream.offload.engine.attach import ONLY_STACK
 from wanstream.offload.host_memory.in_place import whole_pages
-from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.accelerator import Accelerator
-from wanstream.tests.support.sampling.runs import LAYERWISE
+from wanstream.tests.support.offload.streaming import LAYERWISE, attach, plainly, raise_at, stream
 
 WIDTH, BLOCKS = 37, 4
 DEEP = OffloadPolicy.layerwise(3)
@@ -80,16 +79,6 @@ def inside(tensor: torch.Tensor) -> torch.Tensor:
     return memory[whole.start : whole.stop]
 
 
-def attach(
-    gpu: Accelerator,
-    stack: nn.ModuleList,
-    policy: OffloadPolicy = LAYERWISE,
-    device: torch.device | None = None,
-) -> OffloadEngine:
-    place = device or gpu.device
-    return attach_offload(list(stack), policy=policy, device=place, follow_forward=False)
-
-
 def run(
     gpu: Accelerator,
     stack: nn.ModuleList,
@@ -98,15 +87,15 @@ def run(
     *,
     stop_at: int | None = None,
 ) -> torch.Tensor:
-    visits = step_visits([ONLY_STACK] * 2, engine.block_counts)
-    with torch.inference_mode(), engine.run(visits) as active:
-        for number, visit in enumerate(visits):
-            with active.visit(*visit):
-                gpu.delay(int(number % 3 == 0))
-                hidden = stack[visit.block](hidden)
-                if number == stop_at:
-                    raise KeyboardInterrupt
-    return hidden
+    interrupt = raise_at(stop_at)
+
+    def during(visit: int) -> None:
+        gpu.delay(int(visit % 3 == 0))
+        interrupt(visit)
+
+    with torch.inference_mode():
+        steps = [ONLY_STACK] * 2
+        return stream(engine, {ONLY_STACK: stack}, steps, hidden, during=during)[0]
 
 
 @pytest.mark.parametrize(
@@ -114,14 +103,14 @@ def run(
     list(zip(KINDS, [*POLICIES, *POLICIES[:2]], strict=True)),
     ids=[kind.__name__ for kind in KINDS],
 )
-def test_copies_are_from_locked_memory(gpu, make_stack, run_plain, tmp_path, kind, policy):
+def test_copies_are_from_locked_memory(gpu, make_stack, tmp_path, kind, policy):
     stack = make_stack(BLOCKS, width=WIDTH)
     hidden = torch.randn(3, WIDTH)
     kind(stack, tmp_path)
-    expected = run_plain([*stack, *stack], hidden)
+    expected = plainly({"": stack}, [""] * 2, hidden)
     on_device = hidden.to(gpu.device)
     weights = [linear.weight for linear in linears(stack)]
-    with attach(gpu, stack, policy) as engine:
+    with attach({ONLY_STACK: stack}, policy, device=gpu.device) as engine:
         if gpu.machine is not None:
             gpu.machine.pageable_copies.clear()  # the small tensors stay on the device
         for _ in range(2):
@@ -142,7 +131,7 @@ def test_memory_is_unlocked_after_an_error(gpu, make_stack, monkeypatch, left):
     machine = gpu.need_fake("it counts locks")
     stack = make_stack(BLOCKS, width=WIDTH)
     hidden = torch.randn(3, WIDTH, device=gpu.device)
-    engine = attach(gpu, stack)
+    engine = attach({ONLY_STACK: stack}, device=gpu.device)
     with pytest.raises(KeyboardInterrupt):
         run(gpu, stack, engine, hidden, stop_at=2)
     assert machine.locked
@@ -174,32 +163,17 @@ def test_nothing_is_locked_if_attaching_fails(gpu, make_stack):
     assert not machine.locked
 
 
-def test_blocks_beyond_the_lock_limit_are_copied(gpu, make_stack, run_plain, caplog):
+def test_blocks_beyond_the_lock_limit_are_copied(gpu, make_stack, caplog):
     machine = gpu.need_fake("it has a limit on page locks")
     machine.refuse_locks_beyond = 3 * mmap.PAGESIZE * WIDTH // 4
     stack = make_stack(BLOCKS, width=2 * WIDTH)
     hidden = torch.randn(3, 2 * WIDTH)
-    expected = run_plain([*stack, *stack], hidden)
-    with attach(gpu, stack) as engine:
+    expected = plainly({"": stack}, [""] * 2, hidden)
+    with attach({ONLY_STACK: stack}, device=gpu.device) as engine:
         found = run(gpu, stack, engine, hidden.to(gpu.device)).cpu()
         assert torch.allclose(found, expected, atol=1e-4)
         assert 0 < engine.pinned_bytes <= machine.refuse_locks_beyond
     assert [record.message.count("were refused") for record in caplog.records] == [1]
-
-
-def test_two_engines_share_the_pages_of_tied_weights(gpu, make_stack):
-    first, second = make_stack(2, seed=1, width=WIDTH), make_stack(2, seed=2, width=WIDTH)
-    second[1].up.weight = first[0].up.weight
-    shared = inside(first[0].up.weight)
-    hidden = torch.randn(3, WIDTH, device=gpu.device)
-    engines = [attach(gpu, stack) for stack in (first, second)]
-    for engine, stack in zip(engines, (first, second), strict=True):
-        run(gpu, stack, engine, hidden)
-    engines[0].detach()
-    assert gpu.is_locked(shared)
-    run(gpu, second, engines[1], hidden)
-    engines[1].detach()
-    assert not gpu.is_locked(shared)
 
 
 @pytest.mark.parametrize("ends", ["released", "deleted", "refused"])
@@ -237,7 +211,7 @@ def test_tensors_in_the_same_pages_can_be_copied_meanwhile(gpu, make_stack, kind
         at = end + 5000
     with ExitStack() as locks:
         if kind == "blocks":
-            engine = locks.enter_context(attach(gpu, stack, DEEP))
+            engine = locks.enter_context(attach({ONLY_STACK: stack}, DEEP, device=gpu.device))
             run(gpu, stack, engine, torch.randn(3, WIDTH, device=gpu.device))
         else:
             locks.callback(LockedTensors(weights, gpu.runtime).release)
@@ -253,7 +227,7 @@ def test_tensors_of_two_devices_stay_locked_until_both_are_done(gpu, make_stack,
     second = 1 - first
     weights = [linear.weight for linear in linears(stack)]
     stacks = [copy.deepcopy(stack, {id(weight): weight for weight in weights}) for _ in devices]
-    engines = [attach(gpu, stacks[at], device=devices[at]) for at in (0, 1)]
+    engines = [attach({ONLY_STACK: stacks[at]}, device=devices[at]) for at in (0, 1)]
     hidden = torch.randn(3, WIDTH)
     values = dict[int, torch.Tensor]()
     on_devices = [hidden.to(device) for device in devices]

@@ -44,18 +44,14 @@ REDUNDANT = {
     "CudaStreams.begin_run: stream.wait_stream(current) [CudaBackend, round 1]": (
         "each decoding waits for the copy before it, and the stream of copies has waited"
     ),
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round "
-    "0]": (
-        "one stream that waits is enough, because the next run and `settle` wait for all of them"
+    **dict.fromkeys(
+        (
+            f"CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [{each}]"
+            for backend, rounds in (("CudaBackend", 2), ("GatherCudaBackend", 3))
+            for each in (f"{backend}, round {number}" for number in range(rounds))
+        ),
+        "one stream that waits is enough, because the next run and `settle` wait for all of them",
     ),
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [CudaBackend, round "
-    "1]": "as above",
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, "
-    "round 0]": "as above",
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, "
-    "round 1]": "as above",
-    "CudaStreams.end_run: stream.wait_stream(self._runtime.current_stream()) [GatherCudaBackend, "
-    "round 2]": "as above",
     "CudaStreams.settle: stream.synchronize() [GatherCudaBackend, round 0]": (
         "the stream of gathers waits for every copy of a shard"
     ),

@@ -64,13 +64,7 @@ class CheckedTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in WHOLE and not torch.compiler.is_compiling():
             return _launch(func, args, dict(kwargs or {}), writes=())
         with (
@@ -79,13 +73,7 @@ class CheckedTensor(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, dict(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -36,7 +36,7 @@ from wanstream.offload import (
     map_memory,
 )
 from wanstream.offload.core.pages import host_bytes
-from wanstream.offload.engine.run import PACE, EngineRun
+from wanstream.offload.engine.run import PACE
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
 from wanstream.offload.sharding.group import Sharded
 from wanstream.offload.sources.base import RangeSource
@@ -46,6 +46,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
 from wanstream.tests.support.offload.fixtures import ThreadGroup
+from wanstream.tests.support.polling import eventually
 
 COUNT, WIDTH = 4, 1024 if HAS_REAL else 16
 KEYS = [BlockKey("high", index) for index in range(COUNT)]
@@ -232,7 +233,7 @@ class Case:
         with self._ended(), torch.inference_mode(), self.engine.run(visits, recorder) as run:
             for number, visit in enumerate(visits):
                 if number == stop_at:
-                    await_fetches(run, issued)
+                    assert eventually(lambda: len(run.fetched) >= issued, limit_s=5)
                 if number == stop_at and leave:
                     run.leave()
                     return
@@ -291,19 +292,20 @@ class Case:
         gc.collect()
         self.check()
 
-    def _patch(self, key: BlockKey, strength: int) -> WeightPatch | ComputedPatch:
-        random = torch.Generator().manual_seed(key.block)
-        up, down = (
-            torch.randn(WIDTH, RANK, generator=random),
-            torch.randn(RANK, WIDTH, generator=random),
-        )
-        return WeightPatch(up=strength * up, down=down)
+    def _patch(self, key: BlockKey, strength: int) -> WeightPatch:
+        """Return factors whose rank grows with the strength, and for one block a difference too."""
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(key.block))
+        up = strength * draw(WIDTH, strength * RANK)
+        full = draw(WIDTH, WIDTH) if key.block and not self.computed else None
+        return WeightPatch(up=up, down=draw(strength * RANK, WIDTH), full=full)
 
     def _expected(self, key: BlockKey, strength: int) -> torch.Tensor:
         matrix = self.source.decoded(key)
         if strength == 0 or key not in KEYS[::2]:
             return matrix
         matrix, patch = matrix.to(self.gpu.device), self._patch(key, strength)
+        if patch.full is not None:
+            matrix = matrix + patch.full.to(matrix)
         return torch.addmm(matrix, patch.up.to(matrix), patch.down.to(matrix)).cpu()
 
 
@@ -314,14 +316,6 @@ def add_product(
     whole = matrix[""]
     whole.addmm_(parts["up"].to(whole), parts["down"].to(whole))
     return {}
-
-
-def await_fetches(run: EngineRun, count: int) -> None:
-    """Wait until `count` fetches are issued."""
-    end = time.monotonic() + 5
-    while len(run.fetched) < count:
-        assert time.monotonic() < end, f"{len(run.fetched)} of {count} fetches are issued"
-        time.sleep(1e-4)
 
 
 def scenario(

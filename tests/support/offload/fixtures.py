@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from wanstream.devices import DeviceRuntime, Event, PageLockError, runtime_for
 from wanstream.offload.sharding.group import GatherBrokenError, Sharded
 from wanstream.offload.sources.base import BlockSource, SourceError
+from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import BlockKey
 
 
@@ -61,6 +63,41 @@ class SlowSource:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class GatedSource(ModuleSource):
+    """Notes the first read of `key`, or of any block, and waits there until it is opened."""
+
+    def __init__(self, stacks: Mapping[str, Sequence[nn.Module]], key: BlockKey | None = None):
+        super().__init__(stacks)
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        self._gated = key
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        if self._gated in (None, key):
+            self.entered.set()
+            assert self.opened.wait(60)
+        super().read_block(key, into)
+
+
+def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run each job on a separate thread, and return results or errors."""
+    results: list[Any] = [None] * len(jobs)
+
+    def do(number: int) -> None:
+        try:
+            results[number] = jobs[number]()
+        except BaseException as err:  # noqa: BLE001 - returned
+            results[number] = err
+
+    threads = [threading.Thread(target=do, args=(n,), daemon=True) for n in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    return results
 
 
 class LimitedPageLock:

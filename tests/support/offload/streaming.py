@@ -26,6 +26,17 @@ IN_RAM = OffloadPolicy.layerwise(1, source="pinned")
 Stacks = Mapping[str, Sequence[nn.Module]]
 
 
+class Model(nn.Module):
+    """A model with its own forward through one stack."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return plainly({"": self.blocks}, [""], hidden)
+
+
 def keys(expert: str, *blocks: int) -> set[BlockKey]:
     """Return the keys of some blocks of an expert."""
     return {BlockKey(expert, block) for block in blocks}

@@ -32,7 +32,6 @@ def test_json_keeps_a_machine():
         ({"computes_on": "tpu"}, "computes_on is 'tpu'"),
         ({"vram_bytes": 0}, "vram_bytes of test is 0, it must be a number above 0"),
         ({"h2d_bytes_per_s": None}, "h2d_bytes_per_s of test is None"),
-        ({"disk_bytes_per_s": None}, "disk_bytes_per_s of test is None"),
         ({"flops_per_s": -1.0}, "flops_per_s of test is -1.0"),
         ({"flops_per_s": math.nan}, "flops_per_s of test is nan"),
         ({"flops_per_s": math.inf}, "flops_per_s of test is inf"),
@@ -40,7 +39,6 @@ def test_json_keeps_a_machine():
         ({"ram_bytes": True}, "ram_bytes of test is True"),
         ({"speed": 1.0}, "not a machine"),
         ({"name": 5}, "not a machine"),
-        ({"origin": None}, "not a machine"),
     ],
 )
 def test_impossible_figures_are_refused(changes, message):

@@ -10,18 +10,7 @@ from wanstream.offload import AbsentWeightError, attach_offload
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy, StateError
-from wanstream.tests.support.offload.streaming import CPU, LAYERWISE, ONES, WIDTH, attach
-
-
-class Model(nn.Module):
-    def __init__(self, blocks: nn.ModuleList) -> None:
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+from wanstream.tests.support.offload.streaming import CPU, LAYERWISE, ONES, WIDTH, Model, attach
 
 
 @pytest.fixture

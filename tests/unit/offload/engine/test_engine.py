@@ -22,6 +22,7 @@ from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.plan.programs.transfer_program import ProgramError
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
+from wanstream.tests.support.offload.fixtures import GatedSource
 from wanstream.tests.support.offload.streaming import CPU, IN_RAM, attach, plainly, stream
 
 
@@ -177,37 +178,30 @@ def test_detach_after_a_device_error_or_an_interrupt(stacks, monkeypatch, error)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal to one thread")
 def test_a_second_interrupt_leaves_no_fetch_thread(stacks, monkeypatch):
-    opened = threading.Event()
-    entered = threading.Event()
+    source = GatedSource(stacks)
     ended = []
-
-    class Gate(ModuleSource):
-        def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-            entered.set()
-            assert opened.wait(60)
-            super().read_block(key, into)
 
     def interrupt_again() -> None:
         # Long enough for the first interrupt to reach the run's end. Less time would prove less.
         time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.2)
-        opened.set()
+        source.opened.set()
 
-    with attach(stacks, source=Gate(stacks)) as engine:
+    with attach(stacks, source=source) as engine:
         end_run = engine.backend.end_run
         monkeypatch.setattr(engine.backend, "end_run", lambda: ended.append(end_run()))
         again = threading.Thread(target=interrupt_again)
         try:
             with pytest.raises(KeyboardInterrupt):
                 with engine.run(step_visits(["high"], engine.block_counts)):
-                    assert entered.wait(60)
+                    assert source.entered.wait(60)
                     again.start()
                     raise KeyboardInterrupt
             assert fetch_threads() == []
             assert len(ended) == 1, "later work must still wait for the visits of this run"
         finally:
-            opened.set()
+            source.opened.set()
             again.join()
 
 

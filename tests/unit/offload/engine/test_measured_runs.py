@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,12 +21,12 @@ from torch import nn
 from wanstream.devices import NvtxRanges
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.sources.file import FileSource
-from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.sources.read_plan import ALIGNMENT, O_DIRECT
 from wanstream.plan.programs import BlockKey
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.step_events import ReadSpan
+from wanstream.tests.support.offload.fixtures import GatedSource
 from wanstream.tests.support.offload.streaming import (
     CPU,
     IN_RAM,
@@ -39,13 +40,11 @@ from wanstream.tests.support.offload.streaming import (
 BLOCKS, WIDTH, STEPS = 4, 2048, 3
 BLOCK_BYTES = WIDTH * WIDTH * 2
 HIDDEN = torch.ones(1, WIDTH)
-COUNTERS = Path("/proc/self/io")
 
 
 def counted(name: str) -> int:
     """Return a kernel counter for this process."""
-    lines = dict(line.split(": ") for line in COUNTERS.read_text(encoding="ascii").splitlines())
-    return int(lines[name])
+    return getattr(psutil.Process().io_counters(), name)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,7 @@ def disk_counts(weights: Path) -> bool:
     return counted("read_bytes") > before
 
 
-@pytest.mark.skipif(not os.access(COUNTERS, os.R_OK), reason="this kernel does not count reads")
+@pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="reads are not counted")
 @pytest.mark.parametrize(
     ("policy", "computed", "in_ram", "direct"),
     [
@@ -115,7 +114,7 @@ def disk_counts(weights: Path) -> bool:
 def test_read_bytes_are_those_that_the_kernel_counts(weights, policy, computed, in_ram, direct):
     if direct and not disk_counts(weights):
         pytest.skip(f"O_DIRECT is refused or not counted in {weights.parent}")
-    counter = "read_bytes" if direct else "rchar"
+    counter = "read_bytes" if direct else "read_chars"
     gc.collect()
     before = counted(counter)
     read = measure(weights, policy, computed, direct=direct).timeline().transfers.read_bytes
@@ -181,23 +180,15 @@ def test_a_long_run_keeps_only_the_last_steps_reads(weights):
 
 def test_waiting_for_the_file_counts_as_waiting_for_a_read(stacks):
     """Block 2 is read only after the visit waits for it: most stall time is on the read."""
-    requested = threading.Event()
-    through = threading.Event()
-
-    class Gated(ModuleSource):
-        def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-            if key == BlockKey("high", 2):
-                requested.set()
-                assert through.wait(30)
-            super().read_block(key, into)
+    source = GatedSource(stacks, BlockKey("high", 2))
 
     def open_later(visit: int) -> None:
         if visit == 1:
-            assert requested.wait(30)
-            threading.Timer(0.5, through.set).start()
+            assert source.entered.wait(30)
+            threading.Timer(0.5, source.opened.set).start()
 
     recorder = Recorder(CPU)
-    with attach(stacks, source=Gated(stacks)) as engine:
+    with attach(stacks, source=source) as engine:
         stream(engine, stacks, ["high"], during=open_later, recorder=recorder)
     step = recorder.last
     assert 0 < step.transfers.stall_on_read_s <= step.stall_s

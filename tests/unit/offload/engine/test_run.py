@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.offload.streaming import BLOCKS, CPU, ONES, WIDTH, attach, keys, stream
+from wanstream.tests.support.polling import eventually
 
 needs_class = pytest.mark.skipif(
     not hasattr(torch, "AcceleratorError"),
@@ -167,10 +167,7 @@ def check_left_early(stacks, device: torch.device, blocks: int, patched: bool) -
                 for block in range(blocks):
                     with run.visit(0, "high", block):
                         stacks["high"][block](value)
-                until = time.monotonic() + 60
-                while len(run.fetched) < ahead:
-                    assert time.monotonic() < until, "the fetches were not issued"
-                    time.sleep(0.001)
+                assert eventually(lambda: len(run.fetched) >= ahead), "fetches were not issued"
                 run.leave()
             recorder.cached(lanes=1, visits=BLOCKS - blocks)
         assert (recorder.last.skipped_lanes, recorder.last.skipped_visits) == (1, BLOCKS - blocks)

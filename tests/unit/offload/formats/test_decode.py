@@ -20,7 +20,7 @@ from wanstream.offload.formats.packing import (
     Packing,
 )
 from wanstream.testing.quantised import random_groups
-from wanstream.tests.support.wan.number_formats import ENCODERS, Encoded, tiled
+from wanstream.tests.support.wan.number_formats import ENCODERS, Encoded
 
 F32 = torch.float32
 BF16 = torch.bfloat16
@@ -196,14 +196,3 @@ def test_values_are_those_of_the_definition(name, dtype, monkeypatch):
     assert 0 < error < (0.2 if name in ("int8", "nvfp4", "nvfp4 LightX2V") else 0.05)
     monkeypatch.setattr(chunk_size, "CHUNK_VALUES", 5 * 512)
     assert torch.equal(decoded_matrix(encoded, packing, dtype), whole), "in pieces of rows"
-
-
-def test_all_bytes_of_both_nibble_orders():
-    scales = tiled(torch.full((1, 32), 1.0).to(E4M3).view(torch.uint8))
-    stored = torch.cat((EVERY, scales.view(-1)))
-    high = torch.empty(1, 512)
-    low = torch.empty(1, 512)
-    decode_tensor(stored, high, packing=NVFP4, scale=torch.tensor(1.0))
-    decode_tensor(stored, low, packing=LOW_FIRST, scale=torch.tensor(1.0))
-    assert high[0, 2 * 0x1F : 2 * 0x1F + 2].tolist() == [0.5, -6.0]
-    assert torch.equal(high.view(-1, 2).flip(1), low.view(-1, 2))

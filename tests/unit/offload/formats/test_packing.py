@@ -1,4 +1,4 @@
-"""Bytes of packed matrices: GGUF groups, codes with scales behind them, and rotations."""
+"""Bytes of packed matrices: codes with scales behind them, and rotations."""
 
 from __future__ import annotations
 
@@ -7,29 +7,13 @@ import torch
 
 from wanstream.offload.formats import rotation
 from wanstream.offload.formats.decode import decode_tensor, group_scales
-from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
-from wanstream.offload.formats.packing import MXFP8, NVFP4, QUANT_FORMATS, EightBit
+from wanstream.offload.formats.packing import MXFP8, NVFP4, EightBit
 from wanstream.testing.quantised import quantise
 from wanstream.tests.support.wan.number_formats import ENCODERS, rotated, tiled
 from wanstream.tests.support.wan.number_formats import rotation as rotation_matrix
 
 A14B = [(5120, 5120)] * 8 + [(13824, 5120), (5120, 13824)]
 """The matrices of one block."""
-
-
-@pytest.mark.parametrize("name", QUANT_FORMATS)
-def test_layouts_have_groups_and_shapes_have_values(name):
-    packing = QUANT_FORMATS[name]
-    shape = {"a": ((6, 512), torch.uint8)}
-    both = block_format(shape, torch.bfloat16, packings={"a": packing})
-    (stored,) = both.stored.tensors
-    (computed,) = both.computed.tensors
-    groups = (6 * 512 // packing.values, packing.nbytes)
-    assert (stored.shape, stored.nbytes) == ((6, 512), groups[0] * groups[1])
-    assert (computed.shape, computed.nbytes, computed.packing) == ((6, 512), 6 * 512 * 2, None)
-    raw = allocate_flat(both.stored.nbytes, "cpu")
-    assert tensor_views(raw, both.stored)["a"].shape == groups
-    assert not both.is_raw
 
 
 @pytest.mark.parametrize(

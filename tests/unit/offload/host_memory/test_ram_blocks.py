@@ -14,6 +14,7 @@ from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.offload.fixtures import GatedSource
 from wanstream.tests.support.offload.streaming import (
     BLOCK_BYTES,
     BLOCKS,
@@ -106,17 +107,11 @@ def test_an_interrupted_run_keeps_whole_reads_only(stacks, slow, policy, stop_at
 
 def test_an_early_end_wakes_every_wait(stacks):
     """The read thread waits for a slot and the fetch thread for a visit. Both are woken."""
-    gate = threading.Event()
-
-    class Gate(ModuleSource):
-        def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-            gate.wait(60)
-            super().read_block(key, into)
-
-    with attach(stacks, some(2), source=Gate(stacks)) as engine:
+    source = GatedSource(stacks)
+    with attach(stacks, some(2), source=source) as engine:
         visits = step_visits(STEPS, engine.block_counts)
         with engine.run(visits):
-            gate.set()
+            source.opened.set()
         with engine.run(visits) as run, run.visit(0, "high", 0):
             pass
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -13,49 +13,23 @@ import torch
 
 from wanstream.offload.core.buffers import BufferState
 from wanstream.offload.core.pages import host_bytes, in_pages
-from wanstream.offload.formats.layout import block_format
 from wanstream.offload.host_memory import ram_slots
 from wanstream.offload.host_memory.ram_slots import HostPages, RamSlot, RamSlots
 from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.offload.sources.base import InsufficientRamError, SourceError
+from wanstream.offload.sources.module import TensorSource
 from wanstream.plan.programs import BlockKey, RamResidency
 from wanstream.schema import Residency, StateError
-from wanstream.tests.support.offload.fixtures import LimitedPageLock
+from wanstream.tests.support.offload.fixtures import LimitedPageLock, SlowSource
 
 PAGE = in_pages(1)
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("high", 2), BlockKey("low", 0)]
-SIZES = dict(zip(KEYS, (2 * PAGE, PAGE, 5, 3 * PAGE + 1), strict=True))
-
-
-class Numbers:
-    """Source with numbered blocks and recorded reads."""
-
-    def __init__(self) -> None:
-        self.formats = {
-            key: block_format({"weight": ((SIZES[key],), torch.uint8)}, torch.uint8) for key in KEYS
-        }
-        self.reads: list[BlockKey] = []
-        self.scaled: list[BlockKey] = []
-        self.broken = False
-
-    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
-        self.scaled.append(key)
-        return {}
-
-    def file_bytes(self, key: BlockKey) -> int:
-        return SIZES[key]
-
-    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        host_bytes(into)[:] = KEYS.index(key) + 1
-        if self.broken:
-            raise SourceError("the disk went away")
-        self.reads.append(key)
-
-    def close(self) -> None: ...
+SIZES = dict(zip(KEYS, (2 * PAGE, PAGE, 256, 3 * PAGE + 256), strict=True))
+"""Whole multiples of 256 bytes, as blocks have."""
 
 
 def stored_bytes(*keys: BlockKey) -> int:
-    return sum(in_pages(Numbers().formats[key].stored.nbytes) for key in keys)
+    return sum(in_pages(SIZES[key]) for key in keys)
 
 
 LARGEST = stored_bytes(KEYS[3])
@@ -69,8 +43,13 @@ def resident(*keys: BlockKey) -> RamResidency:
 
 
 @pytest.fixture
-def source() -> Numbers:
-    return Numbers()
+def source() -> SlowSource:
+    """Blocks filled with 1, 2, 3 and 4."""
+    blocks = {
+        key: {"weight": torch.full((SIZES[key],), number, dtype=torch.uint8)}
+        for number, key in enumerate(KEYS, 1)
+    }
+    return SlowSource(TensorSource(blocks), seed=0, longest_s=0.0)
 
 
 @pytest.fixture
@@ -79,11 +58,11 @@ def driver(limited_page_lock):
 
 
 @pytest.fixture
-def slots(source: Numbers, driver) -> RamSlots:
-    return RamSlots({key: source.formats[key].stored.nbytes for key in KEYS}, lock=driver)
+def slots(driver) -> RamSlots:
+    return RamSlots(SIZES, lock=driver)
 
 
-def read(slots: RamSlots, source: Numbers, index: int, key: BlockKey) -> RamSlot:
+def read(slots: RamSlots, source: SlowSource, index: int, key: BlockKey) -> RamSlot:
     """Read a block into a slot, take it for a fetch and release it."""
     slot = slots[index]
     slots.read(slot, key, source)
@@ -109,20 +88,13 @@ def test_a_passing_slot_has_the_size_of_the_largest_block(slots, source, driver)
     assert (slots.nbytes, slots.locked_bytes, driver.locked, slots.contents()) == (0, 0, [], {})
 
 
-@pytest.mark.parametrize(
-    ("wanted", "staging", "blocks"), [(resident(), 2, 2), (resident(KEYS[0]), 2, 3)]
-)
-def test_every_slot_in_use_needs_room(driver, wanted, staging, blocks):
+def test_every_slot_in_use_needs_room(driver):
     slots = RamSlots(dict.fromkeys(KEYS, 1 << 47), lock=driver)
-    error = (
-        rf"{blocks * (1 << 47) / 1e9:.1f} GB of RAM for {blocks} blocks, .* are available: keep "
-        r"fewer blocks in RAM,"
-    )
-    with pytest.raises(SourceError, match=error):
-        slots.check_available(wanted, staging)
-    with pytest.raises(SourceError, match=error):
-        slots.check_available(wanted, staging, freed=1 << 47)
-    slots.check_available(wanted, staging, freed=blocks * (1 << 47))
+    words = rf"{3 * (1 << 47) / 1e9:.1f} GB of RAM for 3 blocks, .* are available: keep fewer"
+    for freed in (0, 1 << 47):
+        with pytest.raises(SourceError, match=words):
+            slots.check_available(resident(KEYS[0]), 2, freed=freed)
+    slots.check_available(resident(KEYS[0]), 2, freed=3 * (1 << 47))
 
 
 def test_common_blocks_are_not_read_again(slots, source):
@@ -157,8 +129,11 @@ def test_passing_slots_keep_their_memory(slots, source, driver):
 
 
 def test_a_slot_is_refilled_when_its_copy_has_drained(slots, source):
+    scaled = []
+    source.scales = scaled.append
     slots.resize(resident(), 1)
     slot, waited = read(slots, source, 0, KEYS[0]), []
+    assert scaled == [KEYS[0]], "scales come with the block, not when it is fetched"
     slot.drained = lambda: waited.append(bytes(host_bytes(slot.memory)[:1]))
     read(slots, source, 0, KEYS[1])
     assert waited == [b"\x01"], "the copy was waited for once, before its bytes were overwritten"
@@ -168,7 +143,7 @@ def test_a_slot_is_refilled_when_its_copy_has_drained(slots, source):
 
 def test_a_read_that_fails_leaves_an_empty_slot(slots, source):
     slots.resize(resident(KEYS[0]), 0)
-    source.broken = True
+    source.fail_at = 0
     with pytest.raises(SourceError, match="went away"):
         slots.read(slots[0], KEYS[0], source)
     assert slots[0].state is BufferState.FILLING
@@ -176,7 +151,7 @@ def test_a_read_that_fails_leaves_an_empty_slot(slots, source):
     assert (slots[0].state, slots.contents()) == (BufferState.EMPTY, {})
     with pytest.raises(StateError, match="slot 0 is empty with None: acquire needs it to be"):
         slots[0].acquire(KEYS[0])
-    source.broken = False
+    source.fail_at = None
     read(slots, source, 0, KEYS[0])
     assert slots.contents() == {0: KEYS[0]}
 
@@ -199,8 +174,7 @@ def test_only_resident_blocks_are_shared(source, tmp_path):
     segment = SharedSegment("model", {key: SIZES[key] for key in KEYS[:2]}, folder=tmp_path)
     with segment.reserve(KEYS[0]) as reservation:  # by another rank
         reservation.view.fill_(1)
-    sizes = {key: source.formats[key].stored.nbytes for key in KEYS}
-    slots = RamSlots(sizes, lock=None, shared=segment)
+    slots = RamSlots(SIZES, lock=None, shared=segment)
     slots.resize(resident(KEYS[0]), 1)
     read(slots, source, 0, KEYS[0])
     assert source.reads == [], "another rank has read it"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from wanstream.offload.host_memory.shared_segment import SHM, SharedSegment, sweep
 from wanstream.offload.sources.base import SourceError
 from wanstream.plan.programs import BlockKey
+from wanstream.tests.support.offload.fixtures import in_threads
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no file locks of this kind")
 
@@ -117,9 +117,8 @@ def filled(index: int, *, reads: bool = False) -> str:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    place = Path(tempfile.mkdtemp(prefix="test-", dir=SHM if SHM.is_dir() else None))
-    yield place
-    shutil.rmtree(place)
+    with tempfile.TemporaryDirectory(prefix="test-", dir=SHM if SHM.is_dir() else None) as place:
+        yield Path(place)
 
 
 @pytest.fixture
@@ -209,17 +208,8 @@ def test_a_forked_child_does_not_remove_the_segment(folder):
     assert list(folder.iterdir()) == []
 
 
-def in_threads(count: int, work: Callable[[], None]) -> None:
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_threads_with_own_segments_exclude_each_other_too(folder):
     reads: list[int] = []
-    wrong: list[int] = []
 
     def rank() -> None:
         segment = SharedSegment("model", SIZES, folder=folder)
@@ -229,13 +219,12 @@ def test_threads_with_own_segments_exclude_each_other_too(folder):
                 reads.append(index)
                 memory.copy_(content(index))
 
-            if not fill(segment, key, read).equal(content(index)):
-                wrong.append(index)
+            assert fill(segment, key, read).equal(content(index))
         segment.close()
 
     keeper = SharedSegment("model", SIZES, folder=folder)
-    in_threads(4, rank)
-    assert (sorted(reads), wrong) == (list(range(COUNT)), [])
+    assert in_threads([rank] * 4) == [None] * 4
+    assert sorted(reads) == list(range(COUNT))
     assert keeper.filled_bytes == COUNT * NBYTES
     keeper.close()
     assert list(folder.iterdir()) == []
@@ -243,19 +232,17 @@ def test_threads_with_own_segments_exclude_each_other_too(folder):
 
 def test_opening_and_removing_race_with_each_other(folder):
     """No thread may join a removed segment."""
-    failures: list[Path] = []
 
     def visit() -> None:
         for _ in range(8):
             segment = SharedSegment("model", {KEYS[0]: 1000}, folder=folder)
             memory = fill(segment, KEYS[0], sevens)
-            if not segment.path.exists() or not memory.eq(7).all():
-                failures.append(segment.path)
+            assert segment.path.exists()
+            assert memory.eq(7).all()
             segment.close()
             segment.close()
 
-    in_threads(6, visit)
-    assert failures == []
+    assert in_threads([visit] * 6) == [None] * 6
     assert list(folder.iterdir()) == []
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,18 @@ from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.quantised import QuantisedSource
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.tests.support.offload.streaming import BLOCKS, attach
+from wanstream.tests.support.offload.fixtures import in_threads
+from wanstream.tests.support.offload.streaming import BLOCKS, IN_RAM, LAYERWISE, attach
 
 WIDTH = 40
 WEIGHTS = ("up.weight", "down.weight")
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 POLICIES = {
     "resident": OffloadPolicy.resident(),
-    "layerwise": OffloadPolicy.layerwise(1),
+    "layerwise": LAYERWISE,
     "block swap": OffloadPolicy.block_swap(3, 2),
-    "pinned": OffloadPolicy.layerwise(1, source="pinned"),
-    "some in RAM": OffloadPolicy(
-        kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=2
-    ),
+    "pinned": IN_RAM,
+    "some in RAM": replace(IN_RAM, ram_blocks=2),
 }
 STEPS = ("high", "high", "low")
 
@@ -107,25 +106,6 @@ def make_rank(make_stack, tmp_path) -> Iterator[Callable[..., Rank]]:
     yield make
     for rank in made:
         rank.engine.detach()
-
-
-def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run each job on a separate thread, and return results or errors."""
-    results: list[Any] = [None] * len(jobs)
-
-    def do(number: int) -> None:
-        try:
-            results[number] = jobs[number]()
-        except (Stopped, MemoryError, GatherBrokenError, ProgramMismatchError) as err:
-            results[number] = err
-
-    threads = [threading.Thread(target=do, args=(n,), daemon=True) for n in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
 
 
 def run_all(ranks: Sequence[Rank], *steps: Sequence[str], **how: Any) -> list[Any]:

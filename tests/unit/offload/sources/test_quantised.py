@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from wanstream.offload.sources.quantised import (
     row_pieces,
 )
 from wanstream.plan.programs import BlockKey
+from wanstream.tests.support.offload.fixtures import in_threads
 
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
 FP8 = torch.float8_e4m3fn
@@ -121,17 +123,9 @@ def assert_block(
 
 def test_blocks_are_quantised_by_several_threads_at_once(source, tensors):
     assert list(source.formats) == KEYS
-    flats: dict[BlockKey, torch.Tensor] = {}
-    threads = [
-        threading.Thread(target=lambda key=key: flats.update({key: read(source, key)}))
-        for key in KEYS
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for key in KEYS:
-        assert_block(source, key, flats[key], tensors)
+    flats = in_threads([partial(read, source, key) for key in KEYS])
+    for key, flat in zip(KEYS, flats, strict=True):
+        assert_block(source, key, flat, tensors)
 
 
 def test_formats_are_known_before_anything_is_read(path, files):

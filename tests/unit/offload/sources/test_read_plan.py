@@ -37,7 +37,7 @@ def cut(places: list[Place], piece_bytes: int = PIECE_BYTES) -> tuple[dict, list
     """Cut tensors named x, y, ... stored in these places. Return their layout and the pieces."""
     tensors = {
         name: FileTensor(path=path, offset=offset, nbytes=size, dtype=torch.uint8, shape=(size,))
-        for name, (path, offset, size) in zip("xyzuvwst", places, strict=False)
+        for name, (path, offset, size) in zip("xyzuvwstqr", places, strict=False)
     }
     layout = flat_layout((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
     pieces = read_pieces(tensors, layout, piece_bytes=piece_bytes)
@@ -182,16 +182,13 @@ def test_extents_read_no_page_twice(parts, pages):
 def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
     """Ten matrices with biases and norms in between, as in a diffusers file, cut into pieces."""
     order = [(10_240, 52_428_800, 10_240)] * 8 + [(27_648, 141_557_760, 0)] * 2
-    pieces = []
+    places = []
     offset = data_start
-    target = 0
     for before, nbytes, behind in order:
-        offset += before
-        for start in range(0, nbytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, nbytes - start)
-            pieces.append(piece(A, offset + start, size, target))
-            target += size
-        offset += nbytes + behind
+        places.append((A, offset + before, nbytes))
+        offset += before + nbytes + behind
+    _, pieces = cut(places)
+    target = sum(piece.nbytes for piece in pieces)
     extents = direct_extents([(piece, MEMORY) for piece in pieces])
     assert sum(extent.span.nbytes for extent in extents) <= 1.001 * target
     assert len(extents) <= target / EXTENT_BYTES + 2

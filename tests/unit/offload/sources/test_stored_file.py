@@ -22,6 +22,7 @@ from wanstream.offload.sources import reader
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import read_tensors
 from wanstream.offload.sources.stored_file import StoredFile
+from wanstream.tests.support.offload.edited_files import close_gguf
 
 Q8_0 = GGMLQuantizationType.Q8_0
 
@@ -47,10 +48,7 @@ def packed(tmp_path) -> StoredFile:
     for name, values in VALUES.items():
         writer.add_tensor(name, quantize(values.numpy(), Q8_0), raw_dtype=Q8_0)
     writer.add_tensor("norm", np.arange(5, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_gguf(writer)
     return StoredFile(path)
 
 

@@ -282,14 +282,6 @@ def test_a_ram_program_that_fits_on_a_page():
     assert ram.program.visit_buffer == (1, 0, 1, 1, 0, 1)
 
 
-def test_without_staging_only_residents_pass_through_ram():
-    ram = compile_ram(layerwise(2), ram_residents(high={1}), staging=0)
-    assert ram.visit_of_fetch == (DIRECT, 0, DIRECT, DIRECT, 1, DIRECT)
-    assert len(ram.program.fetches) == 1
-    nothing = compile_ram(layerwise(2), ram_residents(), staging=0)
-    assert (nothing.program.visits, nothing.program.buffers) == ((), 0)
-
-
 @pytest.mark.parametrize("order", [EXPERTS, EXPERTS[::-1]])
 def test_permanent_residents_outlive_runs_of_the_other_expert(order):
     """A sampler runs one expert, another one the other, then the first again: no second read."""

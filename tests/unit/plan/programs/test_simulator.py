@@ -347,17 +347,6 @@ def test_two_staging_slots_hide_the_second_hop(staging, r, expected):
     assert found == pytest.approx(expected, abs=6e-4)
 
 
-def test_slots_filled_by_an_earlier_run_are_not_read_again():
-    program, device = device_program(0, 2, 2, 2)
-    residency = pinned(20)(device)
-    first = compile_ram(program, residency, staging=2)
-    again = compile_ram(program, residency, staging=2, contents=final_contents(first.program))
-    cold, warm = (simulate(program, hardware(0.2, 0.9), ram) for ram in (first, again))
-    assert cold.transfers.read_bytes == 140 * BLOCK_BYTES
-    assert warm.transfers.read_bytes == 120 * BLOCK_BYTES
-    assert warm.wall_s <= cold.wall_s
-
-
 def test_a_stall_is_the_files_until_the_block_has_left_it():
     """Behind a slow disk a block arrives every 2 s.
 
