@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from wanstream import block_kernels
 from wanstream.testing.experts import make_lora
+from wanstream.tests.support.offload.edited_files import Change, rewrite
 from wanstream.wan import ExpertEngine, Lane
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 
@@ -101,6 +103,17 @@ def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     With them the last bits differ between a chunk and all tokens at once.
     """
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
+@pytest.fixture
+def changed_expert(tiny_expert_file: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """`changed_expert(change, metadata=None, **file)`: a changed copy of a tiny expert file."""
+
+    def write(change: Change, metadata: Mapping[str, str] | None = None, **file: Any) -> Path:
+        path = tmp_path / "changed.safetensors"
+        return rewrite(tiny_expert_file(**file), path, change, metadata)
+
+    return write
 
 
 @pytest.fixture

@@ -36,17 +36,6 @@ def public(config):
     return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
-@pytest.fixture
-def edited(tiny_expert_file, tmp_path):
-    """`edited(change, header=None, **file)`: a changed tiny file, with ComfyUI's keys."""
-
-    def edit(change, header=None, **file):
-        metadata = None if header is None else {HEADER: header}
-        return rewrite(tiny_expert_file(**file), tmp_path / "edited.safetensors", change, metadata)
-
-    return edit
-
-
 class TestLayouts:
     @pytest.mark.parametrize(("shards", "in_channels"), [(1, 36), (4, 16)])
     def test_diffusers_folder(self, tiny_expert_folder, make_tiny_expert, shards, in_channels):
@@ -71,11 +60,11 @@ class TestLayouts:
             assert_holds(expert, model)
             assert caplog.records == []
 
-    def test_fp8_outside_the_blocks(self, edited, make_tiny_expert):
+    def test_fp8_outside_the_blocks(self, changed_expert, make_tiny_expert):
         original = make_tiny_expert().condition_embedder.time_proj.weight
         codes = (original * 2).to(E4M3)
         change = {f"{TIME}.weight": codes, f"{TIME}.scale_weight": torch.tensor(0.5)}
-        values = decoded(open_expert(edited(change, fp8="scaled_fp8")))
+        values = decoded(open_expert(changed_expert(change, fp8="scaled_fp8")))
         assert torch.equal(values["condition_embedder.time_proj.weight"], codes.float() * 0.5)
 
     @pytest.mark.parametrize("kind", FP8_E5M2_LAYOUTS)
@@ -89,7 +78,7 @@ class TestLayouts:
         assert caplog.records == []
 
     @pytest.mark.parametrize(("dtype", "everything"), [(E4M3, False), (E5M2, True)], ids=str)
-    def test_plain_cast_is_logged(self, edited, tmp_path, caplog, dtype, everything):
+    def test_plain_cast_is_logged(self, changed_expert, tmp_path, caplog, dtype, everything):
         """Cast only block matrices, or every tensor in the file."""
 
         def cast(tensors):
@@ -101,7 +90,7 @@ class TestLayouts:
             ]
             return {key: tensors[key].to(dtype) for key in chosen}
 
-        path = edited(cast)
+        path = changed_expert(cast)
         plain = tmp_path / "plain.safetensors"
         rewrite(path, plain, lambda all: {key: each.float() for key, each in all.items()})
         expert = open_expert(path)
@@ -146,8 +135,8 @@ WRONG_TENSORS = [
 @pytest.mark.parametrize(
     ("change", "message"), WRONG_TENSORS, ids=[text for _, text in WRONG_TENSORS]
 )
-def test_wrong_tensors_are_refused(edited, change, message):
-    path = edited(change)
+def test_wrong_tensors_are_refused(changed_expert, change, message):
+    path = changed_expert(change)
     with pytest.raises(CheckpointError, match=message) as error:
         open_expert(path)
     assert str(path) in str(error.value)
@@ -183,9 +172,9 @@ WRONG_FP8 = [
 
 
 @pytest.mark.parametrize(("fp8", "change", "message"), WRONG_FP8, ids=[row[2] for row in WRONG_FP8])
-def test_wrong_fp8_is_refused(edited, fp8, change, message):
+def test_wrong_fp8_is_refused(changed_expert, fp8, change, message):
     with pytest.raises(CheckpointError, match=message):
-        open_expert(edited(change, fp8=fp8))
+        open_expert(changed_expert(change, fp8=fp8))
 
 
 @pytest.mark.parametrize(
@@ -199,20 +188,20 @@ def test_wrong_fp8_is_refused(edited, fp8, change, message):
         ("{", f"{HEADER} is not JSON"),
     ],
 )
-def test_wrong_fp8_header_is_refused(edited, header, message):
+def test_wrong_fp8_header_is_refused(changed_expert, header, message):
     text = header if isinstance(header, str) else json.dumps(header)
     with pytest.raises(CheckpointError, match=message):
-        open_expert(edited({}, text, fp8="metadata"))
+        open_expert(changed_expert({}, {HEADER: text}, fp8="metadata"))
 
 
-def test_fp8_next_to_a_header_without_layers_is_refused(edited):
+def test_fp8_next_to_a_header_without_layers_is_refused(changed_expert):
     """Without marks and scales, the matrices would look like a plain cast."""
 
     def drop_scales(tensors):
         return {key: None for key in tensors if key.endswith(".weight_scale")}
 
     with pytest.raises(CheckpointError, match="fp8 without a scale, though"):
-        open_expert(edited(drop_scales, json.dumps({"layers": {}}), fp8="metadata"))
+        open_expert(changed_expert(drop_scales, {HEADER: '{"layers": {}}'}, fp8="metadata"))
 
 
 def test_truncated_file_is_refused(tiny_expert_file, tmp_path):

@@ -14,7 +14,6 @@ import torch
 from wanstream.block_kernels import Kernels
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.tests.support.offload.edited_files import rewrite
 from wanstream.tests.support.wan.opened_experts import (
     FIRST_TIME,
     LAYERWISE,
@@ -83,14 +82,12 @@ class TestStreamed:
         assert [tensor.dtype for tensor in found] == [compute] * 3
         assert all(map(torch.equal, found, expected[:3]))
 
-    def test_outer_fp8_weights_are_decoded(
-        self, tiny_expert_file, tmp_path, make_tiny_expert, lane
-    ):
+    def test_outer_fp8_weights_are_decoded(self, changed_expert, make_tiny_expert, lane):
         original = make_tiny_expert().condition_embedder.time_proj.weight
         name = "time_projection.1"
         codes = (original * 2).to(torch.float8_e4m3fn)
         change = {f"{name}.weight": codes, f"{name}.scale_weight": torch.tensor([0.5])}
-        path = rewrite(tiny_expert_file(fp8="scaled_fp8"), tmp_path / "a.safetensors", change)
+        path = changed_expert(change, fp8="scaled_fp8")
         seen = []
         with open_experts(path, path) as pair:
             embedder = pair.engine(LAYERWISE, "cpu").models["high"].condition_embedder

@@ -18,7 +18,6 @@ from wanstream.plan.memory import RAW_SLOTS
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes import T2V_A14B
-from wanstream.tests.support.offload.edited_files import rewrite
 from wanstream.tests.support.wan.opened_experts import LAYERWISE, SWAP, streamed, wan_config
 from wanstream.tests.support.wan.process_counters import io_bytes, memory_bytes
 from wanstream.wan.experts.open import open_experts
@@ -174,12 +173,11 @@ def cast_matrices(tensors):
 
 
 @pytest.mark.parametrize("form", ["cast", "bf16 and fp8"])
-def test_fp8_files_are_unchanged_and_logged(tiny_expert_file, tmp_path, lane, caplog, form):
+def test_fp8_files_are_unchanged_and_logged(tiny_expert_file, changed_expert, lane, caplog, form):
     caplog.set_level(logging.INFO)
     low = tiny_expert_file(seed=2, fp8="scaled_fp8")
     if form == "cast":
-        source = tiny_expert_file(dtype=BF16)
-        low = rewrite(source, tmp_path / "cast.safetensors", cast_matrices)
+        low = changed_expert(cast_matrices, dtype=BF16)
     mixed = form == "bf16 and fp8"
     high = tiny_expert_file(seed=1, dtype=BF16) if mixed else low
     with open_experts(high, low, storage="fp8") as kept, open_experts(high, low) as plain:
@@ -193,17 +191,16 @@ def test_fp8_files_are_unchanged_and_logged(tiny_expert_file, tmp_path, lane, ca
 
 
 @pytest.mark.parametrize(("storage", "bad"), [("fp8", math.nan), ("int8 ConvRot", -math.inf)])
-def test_broken_weight_is_refused_by_file_tensor_and_row(
-    tiny_expert_file, tmp_path, lane, bad, storage
-):
+def test_broken_weight_is_refused_by_name(tiny_expert_file, changed_expert, lane, bad, storage):
+    """By file, tensor and row."""
+
     def spoil(tensors):
         tensors["blocks.2.ffn.0.weight"][77, 5] = bad
         return tensors
 
     whole = tiny_expert_file()
-    path = rewrite(whole, tmp_path / "broken.safetensors", spoil)
-    with open_experts(path, whole, storage=storage) as pair:
-        said = r"broken\.safetensors: ffn\.\S+ of block 2 .* row 77"
+    with open_experts(changed_expert(spoil), whole, storage=storage) as pair:
+        said = r"changed\.safetensors: ffn\.\S+ of block 2 .* row 77"
         with pytest.raises(SourceError, match=said):
             velocity(pair, lane)
         velocity(pair, lane, "low")  # the pair is still usable
