@@ -140,21 +140,6 @@ def slow_source() -> Callable[..., SlowSource]:
     return SlowSource
 
 
-@pytest.fixture
-def run_plain() -> Callable[[Sequence[nn.Module], torch.Tensor], torch.Tensor]:
-    def run(blocks: Sequence[nn.Module], hidden: torch.Tensor) -> torch.Tensor:
-        for block in blocks:
-            hidden = block(hidden)
-        return hidden
-
-    return run
-
-
-@pytest.fixture
-def limited_page_lock() -> Callable[..., LimitedPageLock]:
-    return LimitedPageLock
-
-
 class ThreadGroup:
     """Gathers for ranks on threads in this process.
 
@@ -223,8 +208,3 @@ class ThreadGather:
             barrier.wait()
         except threading.BrokenBarrierError as err:
             raise GatherBrokenError("a rank was aborted") from err
-
-
-@pytest.fixture
-def thread_group() -> Callable[..., ThreadGroup]:
-    return ThreadGroup

@@ -14,6 +14,7 @@ from wanstream.devices import PageLockError
 from wanstream.devices.machine.shared_pages import SharedPages
 from wanstream.offload import map_memory
 from wanstream.offload.host_memory.in_place import file_mappings
+from wanstream.tests.support.offload.fixtures import LimitedPageLock
 
 PAGES = 16
 PAGE = mmap.PAGESIZE
@@ -24,10 +25,10 @@ def span(memory: torch.Tensor) -> range:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_page_in_use_is_locked_once(limited_page_lock, seed):
+def test_every_page_in_use_is_locked_once(seed):
     draw = random.Random(seed)
     memory = map_memory(PAGES * PAGE)
-    driver = limited_page_lock(limit=draw.choice([3, 1000]))
+    driver = LimitedPageLock(limit=draw.choice([3, 1000]))
     pages, locked = SharedPages(driver), list[torch.Tensor]()
     for _ in range(60):
         if locked and draw.random() < 0.4:
@@ -70,8 +71,8 @@ def test_mappings_of_files_are_found_and_those_of_ram_are_not(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["has", "split", "lock_pages"])
-def test_memory_left_during_a_call_is_unlocked_at_its_end(limited_page_lock, monkeypatch, call):
-    driver = limited_page_lock(limit=2)
+def test_memory_left_during_a_call_is_unlocked_at_its_end(monkeypatch, call):
+    driver = LimitedPageLock(limit=2)
     memory = map_memory(4 * PAGE)
     pages = SharedPages(driver)
     parts = list(memory.split(PAGE))
@@ -94,8 +95,8 @@ def test_memory_left_during_a_call_is_unlocked_at_its_end(limited_page_lock, mon
     pages.unlock_pages(parts[0])
 
 
-def test_memory_stays_until_the_last_user_of_its_pages(limited_page_lock):
-    driver = limited_page_lock()
+def test_memory_stays_until_the_last_user_of_its_pages():
+    driver = LimitedPageLock()
     page = map_memory(PAGE)
     pages = SharedPages(driver)
     places = (page.data_ptr() + 7, page.data_ptr() + 1000)

@@ -111,8 +111,8 @@ def flats(*pages: float) -> list[torch.Tensor]:
     return [allocate_flat(int(4096 * each), "cpu") for each in pages]
 
 
-def test_blocks_are_locked_and_unlocked_one_by_one(limited_page_lock):
-    driver = limited_page_lock(limit=2)
+def test_blocks_are_locked_and_unlocked_one_by_one():
+    driver = LimitedPageLock(limit=2)
     blocks = LockedBlocks(driver)
     first, second, third, fourth = flats(1, 2, 3, 4)
     for memory in (first, second, third):
@@ -131,8 +131,8 @@ def test_blocks_are_locked_and_unlocked_one_by_one(limited_page_lock):
         assert (blocks.nbytes, driver.locked) == (0, [])
 
 
-def test_a_refusal_is_logged_once_and_not_tried_again(limited_page_lock, caplog):
-    driver = limited_page_lock(limit=1)
+def test_a_refusal_is_logged_once_and_not_tried_again(caplog):
+    driver = LimitedPageLock(limit=1)
     blocks = LockedBlocks(driver)
     for memory in flats(*[100e6 / 4096] * 4):
         blocks.add(memory)
@@ -164,9 +164,9 @@ def test_a_family_that_cannot_lock_has_no_limit_to_raise(caplog):
     assert "ulimit" not in caplog.text
 
 
-def test_a_block_is_locked_in_pieces_or_not_at_all(limited_page_lock, monkeypatch, caplog):
+def test_a_block_is_locked_in_pieces_or_not_at_all(monkeypatch, caplog):
     monkeypatch.setattr(pages, "LOCK_BYTES", 4096)
-    driver = limited_page_lock(limit=5)
+    driver = LimitedPageLock(limit=5)
     blocks = LockedBlocks(driver)
     first, second = (allocate_flat(3 * 4096 - 10, "cpu") for _ in range(2))
     blocks.add(first)
@@ -181,9 +181,9 @@ def test_a_block_is_locked_in_pieces_or_not_at_all(limited_page_lock, monkeypatc
     assert driver.locked == []
 
 
-def test_an_interrupt_between_two_pieces_leaves_none_locked(limited_page_lock, monkeypatch):
+def test_an_interrupt_between_two_pieces_leaves_none_locked(monkeypatch):
     monkeypatch.setattr(pages, "LOCK_BYTES", 4096)
-    driver = limited_page_lock()
+    driver = LimitedPageLock()
 
     def interrupted(memory: torch.Tensor) -> None:
         if driver.locked:
@@ -197,8 +197,8 @@ def test_an_interrupt_between_two_pieces_leaves_none_locked(limited_page_lock, m
 
 
 @pytest.mark.parametrize("order", [(2, 5), (5, 2)])
-def test_views_that_start_together_are_each_locked_to_their_end(limited_page_lock, order):
-    driver = limited_page_lock()
+def test_views_that_start_together_are_each_locked_to_their_end(order):
+    driver = LimitedPageLock()
     memory = map_memory(5 * PAGE)
     blocks = LockedBlocks(SharedPages(driver))
     views = [memory[: each * PAGE] for each in order]
@@ -211,12 +211,12 @@ def test_views_that_start_together_are_each_locked_to_their_end(limited_page_loc
     assert driver.locked == []
 
 
-def test_memory_is_unlocked_with_the_last_reference(limited_page_lock):
+def test_memory_is_unlocked_with_the_last_reference():
     """Pages must not remain locked after their memory is unmapped.
 
     The device would copy from them at the same address.
     """
-    driver = limited_page_lock()
+    driver = LimitedPageLock()
     blocks = LockedBlocks(driver)
     blocks.add(*flats(1))
     del blocks

@@ -53,8 +53,8 @@ def source() -> SlowSource:
 
 
 @pytest.fixture
-def driver(limited_page_lock):
-    return limited_page_lock()
+def driver():
+    return LimitedPageLock()
 
 
 @pytest.fixture
@@ -255,8 +255,8 @@ def test_pages_are_filled_before_they_are_locked():
     pages.close()
 
 
-def test_an_unlocked_slot_is_locked_when_there_is_room(limited_page_lock, caplog):
-    pages = HostPages(lock=limited_page_lock(limit=1))
+def test_an_unlocked_slot_is_locked_when_there_is_room(caplog):
+    pages = HostPages(lock=LimitedPageLock(limit=1))
     for slot in range(3):
         assert fill(pages, slot, PAGE).eq(slot + 1).all()
     assert len(caplog.records) == 1

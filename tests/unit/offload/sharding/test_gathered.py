@@ -29,7 +29,7 @@ from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.quantised import QuantisedSource
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.tests.support.offload.fixtures import in_threads
+from wanstream.tests.support.offload.fixtures import ThreadGroup, in_threads
 from wanstream.tests.support.offload.streaming import BLOCKS, IN_RAM, LAYERWISE, attach
 
 WIDTH = 40
@@ -121,9 +121,9 @@ def all_equal(results: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
     # Shards in RAM and on the device, raw and as fp8.
     [(policy, at in (2, 3), at % 2 == 1) for at, policy in enumerate(POLICIES)],
 )
-def test_gathered_blocks_are_whole_blocks(make_rank, thread_group, policy, fp8, on_device):
+def test_gathered_blocks_are_whole_blocks(make_rank, policy, fp8, on_device):
     alone = make_rank(policy, fp8=fp8)
-    group = thread_group(3)
+    group = ThreadGroup(3)
     ranks = [make_rank(policy, each, fp8=fp8) for each in group.ranks(on_device=on_device)]
     for rank in (alone, *ranks):
         rank.patch()
@@ -136,8 +136,8 @@ def test_gathered_blocks_are_whole_blocks(make_rank, thread_group, policy, fp8, 
     ("policy", "on_device", "passes", "size"),
     [("layerwise", False, 2, 2), ("pinned", False, 1, 4), ("layerwise", True, 1, 4)],
 )
-def test_each_rank_reads_its_share(make_rank, thread_group, policy, on_device, passes, size):
-    ranks = [make_rank(policy, each) for each in thread_group(size).ranks(on_device=on_device)]
+def test_each_rank_reads_its_share(make_rank, policy, on_device, passes, size):
+    ranks = [make_rank(policy, each) for each in ThreadGroup(size).ranks(on_device=on_device)]
     for _ in range(2):
         run_all(ranks, ("high",))
     read = [rank.files.reader.bytes_read for rank in ranks]
@@ -150,9 +150,9 @@ def test_each_rank_reads_its_share(make_rank, thread_group, policy, on_device, p
 
 
 @pytest.mark.parametrize(("policy", "stop"), [*zip(POLICIES, (0, 1, 5, 11, 5), strict=True)])
-def test_ranks_that_stop_together_go_on_together(make_rank, thread_group, policy, stop):
+def test_ranks_that_stop_together_go_on_together(make_rank, policy, stop):
     expected = make_rank(policy).run()
-    group = thread_group(2)
+    group = ThreadGroup(2)
     ranks = [make_rank(policy, each) for each in group.ranks()]
 
     def halt(visit: int) -> None:
@@ -167,9 +167,9 @@ def test_ranks_that_stop_together_go_on_together(make_rank, thread_group, policy
     assert all_equal(run_all(ranks), expected)
 
 
-def test_a_failure_on_one_rank_breaks_the_group_until_they_meet(make_rank, thread_group):
+def test_a_failure_on_one_rank_breaks_the_group_until_they_meet(make_rank):
     expected = make_rank("pinned").run()
-    ranks = [make_rank("pinned", each) for each in thread_group(2).ranks()]
+    ranks = [make_rank("pinned", each) for each in ThreadGroup(2).ranks()]
 
     def fail(visit: int) -> None:
         if visit == 4:
@@ -182,25 +182,25 @@ def test_a_failure_on_one_rank_breaks_the_group_until_they_meet(make_rank, threa
         assert rank.engine.route.gathering.state is GatheringState.BROKEN
         with pytest.raises(GatherBrokenError, match="restart the worker group"):
             rank.run()
-    for rank, sharded in zip(ranks, thread_group(2).ranks(), strict=True):
+    for rank, sharded in zip(ranks, ThreadGroup(2).ranks(), strict=True):
         rank.engine.meet(sharded)
     assert all_equal(run_all(ranks), expected)
     read = sum(rank.files.reader.bytes_read for rank in ranks)
     assert read == 2 * BLOCKS * BLOCK_BYTES, "shards that were read stay"
 
 
-def test_a_new_rank_finds_the_others_with_empty_buffers(make_rank, thread_group):
+def test_a_new_rank_finds_the_others_with_empty_buffers(make_rank):
     expected = make_rank("resident").run()
-    ranks = [make_rank("resident", each) for each in thread_group(2).ranks()]
+    ranks = [make_rank("resident", each) for each in ThreadGroup(2).ranks()]
     run_all(ranks)
-    sharded = thread_group(2).ranks()
+    sharded = ThreadGroup(2).ranks()
     ranks[1] = make_rank("resident", sharded[1])
     ranks[0].engine.meet(sharded[0])
     assert all_equal(run_all(ranks), expected)
 
 
-def test_ranks_with_other_programs_are_refused_before_a_gather(make_rank, thread_group):
-    group = thread_group(2)
+def test_ranks_with_other_programs_are_refused_before_a_gather(make_rank):
+    group = ThreadGroup(2)
     ranks = [
         make_rank(*each) for each in zip(("layerwise", "resident"), group.ranks(), strict=True)
     ]
@@ -213,8 +213,8 @@ def test_ranks_with_other_programs_are_refused_before_a_gather(make_rank, thread
     assert all(isinstance(error, ProgramMismatchError) for error in errors)
 
 
-def test_no_gather_is_more_than_a_few_blocks_ahead(make_rank, thread_group):
-    group = thread_group(2)
+def test_no_gather_is_more_than_a_few_blocks_ahead(make_rank):
+    group = ThreadGroup(2)
     seen = list[int]()
 
     def look(visit: int) -> None:

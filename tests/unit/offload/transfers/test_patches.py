@@ -37,7 +37,7 @@ from wanstream.offload.transfers.patches import StagedPatches
 from wanstream.plan.programs import BlockKey
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
-from wanstream.tests.support.offload.fixtures import SlowSource
+from wanstream.tests.support.offload.fixtures import LimitedPageLock, SlowSource
 from wanstream.tests.support.offload.streaming import (
     BLOCK_BYTES,
     BLOCKS,
@@ -405,8 +405,8 @@ def staged_patches(lock: object) -> StagedPatches:
     return patches
 
 
-def test_factors_are_locked_only_while_they_are_set(limited_page_lock):
-    driver = limited_page_lock()
+def test_factors_are_locked_only_while_they_are_set():
+    driver = LimitedPageLock()
     patches = staged_patches(driver)
     locked = set(driver.locked)
     nbytes = sum(patches.nbytes(key) for key in ONCE)
