@@ -43,13 +43,18 @@ def gguf_expert(tmp_path_factory, make_tiny_expert):
 
 @pytest.fixture
 def edited(gguf_expert, tmp_path):
-    """`edited(changes, architecture="wan")`: a Q8_0 file with these arrays, or without for None."""
+    """`edited(changes, architecture="wan", **fields)`: a Q8_0 file with these arrays and texts.
 
-    def write(changes, architecture="wan"):
+    None leaves an array out.
+    """
+
+    def write(changes, architecture="wan", **fields):
         path = tmp_path / "edited.gguf"
         writer = GGUFWriter(path, architecture or "wan")
         if architecture is None:
             writer.kv_data[0].clear()
+        for field, text in fields.items():
+            writer.add_string(field, text)
         whole = GGUFReader(gguf_expert(types="Q8_0")[0])
         if PATCHES not in changes:
             shape = f"comfy.gguf.orig_shape.{PATCHES}"
@@ -146,6 +151,11 @@ class TestOpened:
 def test_wrong_tensors_are_refused(edited, changes, message):
     with pytest.raises(CheckpointError, match=message):
         open_expert(edited(changes))
+
+
+def test_config_in_the_header_is_read(edited):
+    with pytest.raises(CheckpointError, match="model_type is 'animate2'"):
+        open_expert(edited({}, config='{"transformer": {"model_type": "animate2"}}'))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "Wan"])
