@@ -42,7 +42,6 @@ WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
-    "fp8_e5m2": {"dtype": torch.float8_e5m2},
 }
 """`load_diffusion_model` options for each `weight_dtype` in Load Diffusion Model."""
 

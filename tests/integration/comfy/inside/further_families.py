@@ -128,10 +128,6 @@ def _pooled(width: int) -> nf.Conditions:
     return lambda positive: {"pooled_output": nf._normal(1, width, seed=47 + positive)}
 
 
-def _guidance(_positive: bool) -> dict[str, Any]:
-    return {"guidance": 3.5}
-
-
 def _scail2(positive: bool) -> dict[str, Any]:
     masks = {
         "ref_mask_28ch": nf._normal(1, TIME + 1, 28, HEIGHT, WIDTH, seed=70).sigmoid(),
@@ -149,15 +145,6 @@ def _masked(positive: bool) -> dict[str, Any]:
     return {"attention_mask": torch.ones(1, 12 if positive else 9, dtype=torch.long)}
 
 
-def _ltxv(_positive: bool) -> dict[str, Any]:
-    return {"frame_rate": 25.0, "attention_mask": torch.ones(1, 12, dtype=torch.long)}
-
-
-def _omnigen(positive: bool) -> dict[str, Any]:
-    reference = _references(1, 16, HEIGHT, WIDTH)(positive)
-    return {**reference, "attention_mask": torch.ones(1, 12, dtype=torch.long)}
-
-
 def _hidream(positive: bool) -> dict[str, Any]:
     return {
         "pooled_output": nf._normal(1, 96, seed=47 + positive),
@@ -165,6 +152,7 @@ def _hidream(positive: bool) -> dict[str, Any]:
     }
 
 
+MASK = {"attention_mask": torch.ones(1, 12, dtype=torch.long)}
 IMAGE = ((1, 16, HEIGHT, WIDTH),)
 IMAGE_FLUX_2 = ((1, 128, HEIGHT, WIDTH),)
 IMAGE_OF_A_VIDEO = ((1, 16, 1, HEIGHT, WIDTH),)
@@ -203,7 +191,8 @@ EVERY_FURTHER = (
         "krea2_ref", _references(1, 16, 1, HEIGHT, WIDTH), default_ref_method="index_timestep_zero"
     ),
     _family(
-        "flux2", "Flux2", "flux.model.Flux", FLUX_2, OF_FLUX, IMAGE_FLUX_2, (192, 12, 9), _guidance
+        "flux2", "Flux2", "flux.model.Flux", FLUX_2, OF_FLUX, IMAGE_FLUX_2, (192, 12, 9),
+        lambda _: {"guidance": 3.5},
     ),
     _family(
         "flux2_klein", "Flux2", "flux.model.Flux", {**FLUX_2, "guidance_embed": False}, OF_FLUX,
@@ -228,7 +217,7 @@ EVERY_FURTHER = (
     ),
     _family(
         "ltxv", "LTXV", "lightricks.model.LTXVModel", LTXV, ("transformer_blocks",),
-        ((1, 128, 2, 4, 3),), (128, 12, 12), _ltxv,
+        ((1, 128, 2, 4, 3),), (128, 12, 12), lambda _: {"frame_rate": 25.0, **MASK},
     ),
     _family(
         "ltx_2.3", "LTXAV", "lightricks.av_model.LTXAVModel", {"num_layers": 4}, nf.LTX_LISTS,
@@ -250,7 +239,8 @@ EVERY_FURTHER = (
     ),
     _family(
         "omnigen2", "Omnigen2", "omnigen.omnigen2.OmniGen2Transformer2DModel", OMNIGEN_2,
-        (*OF_LUMINA, "ref_image_refiner"), IMAGE, (96, 12, 12), _omnigen,
+        (*OF_LUMINA, "ref_image_refiner"), IMAGE, (96, 12, 12),
+        lambda _: {"reference_latents": [nf._normal(1, 16, HEIGHT, WIDTH, seed=48)], **MASK},
     ),
     _family(
         "ideogram4", "Ideogram4", "ideogram4.model.Ideogram4Transformer2DModel", IDEOGRAM_4,

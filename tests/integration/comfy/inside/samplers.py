@@ -5,6 +5,7 @@ Both start from the same noise, and use euler and the `simple` schedule.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,17 @@ def switching(high: Any, low: Any, boundary: float = 0.875) -> Any:
     both.set_additional_models("low", [low])
     both.set_model_unet_function_wrapper(call)
     return both
+
+
+def back_and_forth(model, x, sigmas, extra_args=None, callback=None, disable=None):
+    """Sampler function that returns to a higher noise level after each step, as restarts do."""
+    for step, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
+        for at in (sigma, (sigma + following) / 2, sigma):
+            denoised = model(x, at.repeat(len(x)), **extra_args)
+        x = denoised + (x - denoised) * following / sigma
+        if callback is not None:
+            callback({"i": step, "denoised": denoised, "x": x})
+    return x
 
 
 def write_vae(folder: Path) -> Any:

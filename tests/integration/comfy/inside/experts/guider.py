@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
 from types import SimpleNamespace as Namespace
@@ -46,7 +45,7 @@ from ..checks import for_each, refused
 from ..families import _difference, _normal
 from ..incidents import Interrupt
 from ..patches import node_results
-from ..samplers import NEAR, SEED, guided, shifted, switching, texts
+from ..samplers import NEAR, SEED, back_and_forth, guided, shifted, switching, texts
 from ..tiny_models import logged
 
 SHIFT, BOUNDARY, STEPS = 5.0, 0.875, 6
@@ -478,23 +477,17 @@ def check_sampler_of_another_pack(side):
     """It is never dry-run, and right all the same."""
     runs = []
 
-    def midpoint(model: Any, x: Any, sigmas: Any, extra_args: Any, **_: Any) -> torch.Tensor:
+    def foreign(*given: Any, **more: Any) -> torch.Tensor:
         runs.append(1)
-        ones = x.new_ones([len(x)])
-        for now, then in pairwise(sigmas):
-            middle = (now + then) / 2
-            slope = (x - model(x, now * ones, **extra_args)) / now
-            inner = x + (middle - now) * slope
-            x = x + (then - now) * (x - model(inner, middle * ones, **extra_args)) / middle
-        return x
+        return back_and_forth(*given, **more)
 
     guider = side.ours()
     theirs = side.theirs()
     with logged("wanstream.host") as reported:
-        result = sampled(guider, midpoint)
+        result = sampled(guider, foreign)
     assert len(runs) == 1
-    assert reported == ["the sampler midpoint was not dry-run: expecting one model call per step"]
-    assert _difference(result, sampled(theirs, midpoint)) <= NEAR
+    assert reported == ["the sampler foreign was not dry-run: expecting one model call per step"]
+    assert _difference(result, sampled(theirs, foreign)) <= NEAR
     assert [step.expert for step in guider.timeline.steps] == theirs.calls
     assert 0 < guider.recompiled < len(theirs.calls) / 2
 

@@ -37,7 +37,7 @@ from ..patches import (
     layer_guidance,
     node_results,
 )
-from ..samplers import guided, ksamplers, simple_sigmas, switching
+from ..samplers import back_and_forth, guided, ksamplers, simple_sigmas, switching
 from ..tiny_models import LAYERWISE, SHARED, Files, Run, figures, has_ended, one_by_one
 from ..tiny_models import WAN as HIGH
 from .models import traffic
@@ -97,17 +97,6 @@ def run_advanced(high: Any, low: Any, *, steps: int, switch: int) -> torch.Tenso
 def switch_step(model: Any, steps: int) -> int:
     sigmas = simple_sigmas(model, steps)[:-1].tolist()
     return sum(sigma * 1000 >= BOUNDARY * 1000 for sigma in sigmas)
-
-
-def back_and_forth(model, x, sigmas, extra_args=None, callback=None, disable=None):
-    """Sampler function that returns to a higher noise level after each step, as restarts do."""
-    for step, (sigma, following) in enumerate(itertools.pairwise(sigmas)):
-        for at in (sigma, (sigma + following) / 2, sigma):
-            denoised = model(x, at.repeat(len(x)), **extra_args)
-        x = denoised + (x - denoised) * following / sigma
-        if callback is not None:
-            callback({"i": step, "denoised": denoised, "x": x})
-    return x
 
 
 def shifted(model, x, sigmas, extra_args=None, callback=None, disable=None):

@@ -38,7 +38,7 @@ from .. import families
 from ..checks import for_each, refused, require
 from ..families import Family, load_lora
 from ..patches import _run, run_function
-from ..tiny_models import FLUX, LIMITS, WAN, Files, counted_patches, load_native, logged
+from ..tiny_models import FLUX, LIMITS, POLICIES, WAN, Files, counted_patches, load_native, logged
 from ..tiny_models import LAYERWISE as POLICY
 
 STREAMER = ModelStreamer(current_host())
@@ -146,14 +146,11 @@ def check_clones_share_the_weights_and_keep_their_own_patches(side):
     assert [each is ours.model for each in loaded].count(True) == 1
 
 
-@for_each(*((dtype, source) for dtype in NUMBER_FORMATS for source in ("kept", "resident")))
+@for_each(*((dtype, place) for dtype in NUMBER_FORMATS for place in ("RAM", "resident")))
 def check_a_lora_is_added_once_to_a_block_that_stays(side, dtype, place):
     """LoRA additions to the blocks in RAM, without a function in a layer."""
-    policies = {
-        "kept": OffloadPolicy.layerwise(1, source="pinned"), "resident": OffloadPolicy.resident()
-    }  # fmt: skip
     lora = side.lora("lora", streamed=True)
-    ours = load_lora(side.streamed(dtype, policies[place]), lora)
+    ours = load_lora(side.streamed(dtype, POLICIES[place](0)), lora)
     with counted_patches() as counts:
         for _ in range(2):
             side.sample(ours)
