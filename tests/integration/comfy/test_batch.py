@@ -24,7 +24,7 @@ from wanstream.batch.servers.server_backend import ServerBackend
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED
 from wanstream.schema import VERSION
-from wanstream.tests.integration.comfy.servers import latent_of, shipped, small, tapped
+from wanstream.tests.integration.comfy.servers import latent_of, small, tapped
 from wanstream.tests.support.batch.command import command_line, journal_rows
 from wanstream.tests.support.host.shipped import node
 from wanstream.tests.support.polling import eventually
@@ -211,18 +211,6 @@ def test_ctrl_c_finishes_the_running_row(batch, server, tmp_path):
     assert colours(tmp_path) == {"00001.png": 0, "00002.png": 1, "00003.png": 2}
 
 
-def clip_workflow(name: str) -> dict[str, Any]:
-    """A clip workflow, small enough for a test."""
-    workflow = shipped(name)
-    workflow["start"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
-    for each in workflow.values():
-        if each["class_type"] == "WanStreamContinueVideo":
-            each["inputs"]["frames"] = 9  # more than the 5 shared by clips
-        if each["class_type"] == "WanStreamSampler":
-            each["inputs"]["steps"] = 2
-    return workflow
-
-
 def test_rows_continue_each_other(batch, server, tmp_path):
     """A chain of rows has the latents of the `long_video` clips, sampled in one run.
 
@@ -233,12 +221,12 @@ def test_rows_continue_each_other(batch, server, tmp_path):
         f"tap_{name}": node("SaveLatent", samples=[name, 0], filename_prefix=name)
         for name in samplers
     }
-    history = server.run({**clip_workflow("long_video"), **taps})
+    history = server.run({**small("long_video", steps=2), **taps})
     expected = [latent_of(server, history, tap) for tap in taps]
     rows = [{"name": f"r{number}", "sampler.seed": 42 + number} for number in range(3)]
     for number, row in enumerate(rows[1:]):
         row["continues"] = f"r{number}"
-    workflow = clip_workflow("continue_video")
+    workflow = small("continue_video", steps=2)
     assert main(batch(*rows[::-1], workflow=workflow)) == DONE
     out = tmp_path / "out"
     made = {path.name for path in out.glob("r*")}

@@ -216,11 +216,8 @@ def refuse_with(folder: Path, more: Tensors, words: str, without: str = "") -> N
     refusal(path, words)
 
 
-def check_scales_without_a_meaning_are_refused(folder):
+def check_layers_with_two_scales_or_without_a_part_are_refused(folder):
     refuse_with(folder, {f"{Q}.scale_weight": torch.ones(1)}, f"{Q} has two scales")
-
-
-def check_marked_layers_without_a_part_are_refused(folder):
     require(QUANT_ALGOS, MARKS)
     fp8, nvfp4 = (
         {f"{Q}.comfy_quant": quant_marker(format=name)} for name in ("float8_e4m3fn", "nvfp4")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import comfy.model_management as mm
+import psutil
 import torch
 
 from wanstream.schema import OffloadPolicy
@@ -21,14 +21,7 @@ ITEMS = 5
 
 def _resident_bytes() -> int:
     gc.collect()
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
-
-
-def write_expert(path: Path | str) -> None:
-    """Write a 200 MB file with six blocks."""
-    sizes = {"dim": 1024, "ffn_dim": 4096, "num_heads": 8, "num_layers": 6}
-    replace(WAN, settings={**WAN.settings, **sizes}).write(path, "fp16")
+    return psutil.Process().memory_info().rss
 
 
 def check_queue_items_leave_no_memory_behind(folder):
@@ -38,7 +31,9 @@ def check_queue_items_leave_no_memory_behind(folder):
     item, `/free` runs and the models are dropped.
     """
     path = folder / "expert.safetensors"
-    write_expert(path)
+    # A 200 MB file with six blocks.
+    sizes = {"dim": 1024, "ffn_dim": 4096, "num_heads": 8, "num_layers": 6}
+    replace(WAN, settings={**WAN.settings, **sizes}).write(path, "fp16")
 
     def experts() -> list[Any]:
         policy = OffloadPolicy.block_swap(4)
