@@ -136,6 +136,7 @@ def test_wrong_marked_layer_is_refused(name, change, message, save):
 @pytest.mark.parametrize(
     ("name", "bad", "message"),
     [
+        ("int8 rows", float("nan"), "the scale of attn1.to_q.weight is NaN or infinite"),
         ("int8 rows", float("inf"), "the scale of attn1.to_q.weight is NaN or infinite"),
         ("mxfp8", 0xFF, "a scale of attn1.to_q.weight is NaN: download the file"),
         ("nvfp4", 0x7F, "a scale of attn1.to_q.weight is NaN: download the file"),
