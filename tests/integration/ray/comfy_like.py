@@ -32,19 +32,19 @@ def say(**values: object) -> None:
     sys.stdout.flush()
 
 
-def task_of(module, high: str, low: str, *, steps: int):
+def long_task(module, high: str, low: str):
     import torch
 
     generator = torch.Generator().manual_seed(1)
     shapes = {"noise": (1, 16, 2, 4, 6), "positive": (1, 7, 4096), "negative": (1, 5, 4096)}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    given = {"steps": steps, "switch_step": steps // 2, "flow_shift": 5.0, "guidance": (4.0, 3.0)}
+    given = {"steps": 1000, "switch_step": 500, "flow_shift": 5.0, "guidance": (4.0, 3.0)}
     request = module("sampling").DenoiseRequest(**tensors, **given)
     folders = {"high_noise": Path(high), "low_noise": Path(low)}
     experts = module("schema.refs").ExpertsRef(**folders, compute_dtype="float32")
     policy = module("schema").OffloadPolicy.layerwise(1)
     return module("distributed.messages").RunTask(
-        run_id=f"run of {steps}", experts=experts, request=request, policy=policy
+        run_id="long", experts=experts, request=request, policy=policy
     )
 
 
@@ -58,7 +58,7 @@ def main(folder: str, high: str, low: str, how: str) -> None:
     pool = module("distributed.ray.pool").RayPool(ref, "cpu", store_bytes=128 << 20)
     worker = pool.workers[0]
     begun = threading.Event()
-    worker.run(task_of(module, high, low, steps=1000), lambda step: begun.set())
+    worker.run(long_task(module, high, low), lambda step: begun.set())
     assert begun.wait(60)
     children = psutil.Process().children(recursive=True)
     say(

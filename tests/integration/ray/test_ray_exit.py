@@ -57,15 +57,15 @@ def alive(pids: list[int]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["returns", "is killed"])
+@pytest.mark.parametrize("how", ["returns", "waits"])
 def test_workers_end_with_the_process_that_has_them(how, start):
     """SIGTERM kills it as SIGKILL does: Ray's handler is not installed, as test_ray_pool checks."""
-    process = start("returns" if how == "returns" else "waits")
+    process = start(how)
     begun = next_message(process)
     assert begun["worker"] in begun["children"]
     assert len(begun["children"]) > 3
     children = alive(begun["children"])
-    if how != "returns":
+    if how == "waits":
         process.kill()
     process.wait(LIMIT_S)
     _, left = psutil.wait_procs(children, timeout=GONE_S)

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from operator import is_
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,10 +190,6 @@ def test_lost_workers_are_started_once_more(answers):
     assert answers == []
 
 
-def kept(before: Sequence[object], after: Sequence[object]) -> list[bool]:
-    return [old is new for old, new in zip(before, after, strict=True)]
-
-
 def test_three_of_four_workers_start_side_by_side(ray, answers, monkeypatch):
     answers += [0.0] * 4
     with RayPool(WorkersRef(count=4), start_timeout_s=60.0) as pool:
@@ -208,7 +205,7 @@ def test_three_of_four_workers_start_side_by_side(ray, answers, monkeypatch):
         monkeypatch.setattr(ray, "get", meet)
         replace_lost(pool, [1, 2, 3])
         assert len(timeouts) == 3
-        assert kept(before, pool.workers) == [True, False, False, False]
+        assert [*map(is_, before, pool.workers)] == [True, False, False, False]
         assert pool.usable
 
 
@@ -227,7 +224,7 @@ def test_failed_replacement_does_not_end_the_others(ray, answers, monkeypatch):
         monkeypatch.setattr(ray, "get", lose_the_first)
         with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
             replace_lost(pool, [0, 1, 2])
-        assert kept(before, pool.workers) == [True, False, False]
+        assert [*map(is_, before, pool.workers)] == [True, False, False]
         assert not pool.usable
         answers += [0.0]
         pool.replace(0)

@@ -16,7 +16,7 @@ from wanstream.sampling import denoise
 from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
-from wanstream.tests.support.distributed.processes import Processes, load
+from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.distributed.split_jobs import SplitProcesses
 from wanstream.wan.experts.open import ExpertsRegistry
 
@@ -99,10 +99,12 @@ def split(processes: Processes) -> Iterator[SplitProcesses]:
 @pytest.fixture
 def tile_pools() -> Iterator[Callable[..., Any]]:
     """`tile_pools(count, before=...)` makes a `ThreadPool` from `tile_pool.py`."""
+    from wanstream.tests.support.distributed.tile_pool import ThreadPool
+
     made: list[Any] = []
 
     def make(count: int, before: Any = lambda worker, task: None) -> Any:
-        made.append(_neighbour("tile_pool").ThreadPool(count, before))
+        made.append(ThreadPool(count, before))
         return made[-1]
 
     yield make
@@ -113,18 +115,14 @@ def tile_pools() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session")
 def process_pools() -> ModuleType:
     """`ProcessPool` from `process_pool.py`."""
-    return _neighbour("process_pool")
+    from wanstream.tests.support.distributed import process_pool
+
+    return process_pool
 
 
 @pytest.fixture(scope="session")
 def namespaces() -> ModuleType:
     """`Machines` from `machines.py`, and why there can be none."""
-    return _neighbour("machines")
+    from wanstream.tests.support.distributed import machines
 
-
-def _neighbour(name: str) -> ModuleType:
-    """Import a helper file next to this one.
-
-    Pytest's importlib mode does not add this folder to `sys.path`.
-    """
-    return load(str(Path(__file__).with_name(f"{name}.py")))
+    return machines

@@ -58,27 +58,16 @@ def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeTask:
 def decode(job, alone):
     """`decode(pool, task=job, wanted=alone, **changes)` decodes and checks the frames."""
 
-    def run(
-        pool: Any,
-        task: DecodeTask = job,
-        wanted: torch.Tensor | None = alone,
-        *,
-        tiling: Tiling = TILING,
-        stop: Callable[[], bool] = lambda: False,
-        check: Callable[[], None] = lambda: None,
-        on_tile: Callable[[int, int], None] = lambda done, total: None,
-        **changes: Any,
-    ) -> torch.Tensor:
+    def run(pool, task=job, wanted=alone, *, tiling=TILING, stop=bool, check=bool, **options):
         def check_both() -> None:
             check()
             if stop():
                 raise DecodeCancelled("stopped by the test")
 
-        given = {"max_restarts": 1, "timeout_s": LIMIT_S, **changes}
+        told = {"check": check_both, "on_tile": options.pop("on_tile", lambda *_: None)}
+        given = {"max_restarts": 1, "timeout_s": LIMIT_S, **options}
         ref = WorkersRef(count=len(pool.workers), **given)
-        frames = decode_in_shared_tiles(
-            pool, ref, task, tiling, NEEDS, check=check_both, on_tile=on_tile
-        )
+        frames = decode_in_shared_tiles(pool, ref, task, tiling, NEEDS, **told)
         assert wanted is None or torch.equal(frames, wanted)
         return frames
 
@@ -173,20 +162,6 @@ def test_a_lost_worker_is_replaced_and_its_tile_made_again(tile_pools, decode):
     assert len(pool.all) == 3
     with pytest.raises(RestartLimitError, match="gone for good\ngiving up after 0 worker restarts"):
         decode(tile_pools(2, gone()), max_restarts=0)
-
-
-@SLOW
-def test_restarts_are_counted_for_each_worker(tile_pools, decode):
-    both = threading.Barrier(2)
-    lose = gone()
-
-    def before(worker: Any, task: DecodeTask) -> None:
-        both.wait(LIMIT_S)
-        lose(worker, task)
-
-    pool = tile_pools(2, before)
-    decode(pool, max_restarts=1)
-    assert len(pool.all) == 4
 
 
 @SLOW

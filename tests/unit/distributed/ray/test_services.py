@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,31 +43,33 @@ class OneWorker:
         return future
 
 
-@contextmanager
-def services(
-    monkeypatch: pytest.MonkeyPatch,
-    workers: Sequence[OneWorker],
-    path: Path,
-    maps: Sequence[PathMap] = (),
-) -> Iterator[Callable[[OneWorker], None]]:
-    """Yield the check for a restarted worker's machine, from `open_services` with these workers."""
-    pool = SimpleNamespace(workers=workers)
-    ray = SimpleNamespace(cluster_resources=dict)
-    connection = SimpleNamespace(acquire=lambda _: ray, release=lambda: None)
-    monkeypatch.setattr(services_module, "RayPool", lambda *_, **__: nullcontext(pool))
-    monkeypatch.setattr(services_module, "CONNECTION", connection)
-    ref = WorkersRef(count=1, paths=tuple(maps))
-    opened = open_services(ref, ("", {}), device="cpu", count=len(workers), paths=[path])
-    with opened as (_, check_machine):
-        yield check_machine  # type: ignore[misc]
+@pytest.fixture
+def services(monkeypatch):
+    """`with services(workers, path, *maps)`: the check for a restarted worker's machine.
+
+    It is that of `open_services` with these workers.
+    """
+
+    @contextmanager
+    def opened(workers, path, *maps):
+        pool = SimpleNamespace(workers=workers)
+        ray = SimpleNamespace(cluster_resources=dict)
+        connection = SimpleNamespace(acquire=lambda _: ray, release=lambda: None)
+        monkeypatch.setattr(services_module, "RayPool", lambda *_, **__: nullcontext(pool))
+        monkeypatch.setattr(services_module, "CONNECTION", connection)
+        given = {"device": "cpu", "count": len(workers), "paths": [path]}
+        with open_services(WorkersRef(count=1, paths=maps), ("", {}), **given) as (_, check):
+            yield check
+
+    return opened
 
 
-def test_restarted_actor_needs_equal_files_and_versions(tmp_path, monkeypatch):
+def test_restarted_actor_needs_equal_files_and_versions(tmp_path, services):
     model = tmp_path / "model"
     workers = [OneWorker(0), OneWorker(1)]
     model.write_bytes(b"12")
     versions = {**Worker("cpu", machine="m").facts().versions, "torch": "1.0"}
-    with services(monkeypatch, workers, model) as check_machine:
+    with services(workers, model) as check_machine:
         check_machine(workers[1])
         for change, error, message in (
             ({"sizes": {str(model): 3}}, DifferentFilesError, r"2 bytes on .* and 3 bytes on an"),
@@ -82,18 +81,15 @@ def test_restarted_actor_needs_equal_files_and_versions(tmp_path, monkeypatch):
         check_machine(workers[0])
 
 
-def test_actor_without_the_models_is_refused(tmp_path, monkeypatch):
+def test_actor_without_the_models_is_refused(tmp_path, services, monkeypatch):
     def open_once(worker: OneWorker) -> None:
-        maps = [PathMap(here=str(tmp_path), there=str(tmp_path / "mounted"))]
-        with services(monkeypatch, [worker], tmp_path / "models", maps):
+        there = PathMap(here=str(tmp_path), there=str(tmp_path / "mounted"))
+        with services([worker], tmp_path / "models", there):
             pass
 
-    looked_for = f"{tmp_path / 'mounted' / 'models'} or {tmp_path / 'models'} does not exist on"
-    remedy = (
-        "add its folder there to the path_map of the cluster in the list of clusters (the map is "
-        f"{tmp_path} ->"
-    )
-    with pytest.raises(MissingPathError, match=f"{re.escape(looked_for)}.*{re.escape(remedy)}"):
+    missing = f"{tmp_path / 'mounted' / 'models'} or {tmp_path / 'models'} does not exist on"
+    remedy = rf"add its folder there to the path_map of the cluster .* \(the map is {tmp_path} ->"
+    with pytest.raises(MissingPathError, match=f"{missing}.*{remedy}"):
         open_once(OneWorker())
     (tmp_path / "mounted" / "models").mkdir(parents=True)
     open_once(OneWorker())
