@@ -101,16 +101,16 @@ def test_kills_at_any_point_cost_no_row(tmp_path, size):
     assert min(happened.count(what) for what in ("kill", "stop")) > 20
 
 
+TOO_BIG = {"bad": lambda prompt: "too big" if "4" in prompt else None}
+NOT_POSTED = f"5 posts of it failed; error of the last one: {UNPOSTED}"
+
+
 @pytest.mark.parametrize(
     ("size", "faults", "reason"),
     [
         (1, {"deadly": "4", "steps": 2}, f"lost {MAX_LOSSES} times while running"),
-        (4, {"bad": lambda prompt: "too big" if "4" in prompt else None}, "too big"),
-        (
-            1,
-            {"posting": raising(UNPOSTED, "4")},
-            f"5 posts of it failed; error of the last one: {UNPOSTED}",
-        ),
+        (4, TOO_BIG, "too big"),
+        (1, {"posting": raising(UNPOSTED, "4")}, NOT_POSTED),
     ],
     ids=["lost", "failed", "not posted"],
 )
@@ -164,7 +164,6 @@ def test_an_outage_of_posts_fails_no_row(tmp_path, seconds):
         with pytest.raises(BackendTimeoutError, match="status 503; gave up after 600 s"):
             bench.run()
         assert sum(bench.slept) == pytest.approx(600.0)
-    assert not bench.reporter.failures
     assert State.failed not in bench.states()
 
 
@@ -204,13 +203,13 @@ def test_no_row_is_begun_after_the_most_failures(tmp_path):
 
 def test_a_row_stopped_by_somebody_else_fails(tmp_path):
     server = Server(steps=3)
+    bench = Bench(tmp_path, server, rows=1)
 
     def stop_there(call: str) -> None:
         if call == "outcome" and server.queue and server.queue[0][2] == 2:
             server.interrupt(server.queue[0][0])
 
     server.called = stop_there
-    bench = Bench(tmp_path, server, rows=1)
     bench.complete(1)
     assert bench.reporter.told == ["failed 1: interrupted on the server"]
 
@@ -268,23 +267,21 @@ def test_requests_that_hang_count_for_the_timeout(tmp_path):
 
 
 def test_the_time_of_a_download_is_not_silence(tmp_path):
-    now, broken = 0.0, False
+    now = 0.0
+    server = Server()
 
     def download(content: str) -> None:
-        nonlocal now, broken
-        now = now + 60.0
-        broken = True
+        nonlocal now
+        now += 60.0
+        server.called = reset
 
-    def poll(call: str) -> None:
-        nonlocal broken
-        if call == "outcome" and broken:
-            broken = False
+    def reset(call: str) -> None:
+        if call == "outcome":
+            server.called = lambda call: None
             raise UnreachableError("connection reset")
 
-    distant = Server()
-    distant.fetching = download
-    distant.called = poll
-    bench = Bench(tmp_path, distant)
+    server.fetching = download
+    bench = Bench(tmp_path, server)
     bench.limits = {"timeout_s": 50.0, "clock": lambda: now}
     bench.complete()
     assert "connection reset; trying again" in bench.reporter.told

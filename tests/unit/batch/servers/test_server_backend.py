@@ -57,17 +57,7 @@ class Canned:
         self.client = ServerBackend(url)
 
     def call(self, name: str) -> Any:
-        calls: dict[str, Callable[[], Any]] = {
-            "version": self.client.version,
-            "nodes": self.client.read_nodes,
-            "outcome": lambda: self.client.outcome("id"),
-            "post": lambda: self.client.post("id", PROMPT),
-            "fetch": lambda: self.client.fetch(made("a.png"), self.part),
-            "withdraw": lambda: self.client.withdraw("id"),
-            "interrupt": lambda: self.client.interrupt("id"),
-            "provide": lambda: self.client.provide("id", self.latent, "continued/x.latent"),
-        }
-        return calls[name]()
+        return CALLS[name][1](self)
 
 
 def made(filename: str, subfolder: str = "") -> MadeFile:
@@ -177,15 +167,15 @@ TOO_BIG = faults([{"type": "t", "message": "Too big", "details": "fps"}])
 DROPPED = {"prompt_id": "id", "node_errors": TOO_BIG}
 NO_OUTPUTS = {"error": {"message": "No outputs", "details": "none"}, "node_errors": {}}
 ODD_SHAPE = "not as ComfyUI does"
-ROUTES = {
-    "version": "/system_stats",
-    "nodes": "/object_info",
-    "outcome": "/queue",
-    "post": "/prompt",
-    "fetch": "/view",
-    "withdraw": "/queue",
-    "interrupt": "/interrupt",
-    "provide": "/upload/image",
+CALLS: dict[str, tuple[str, Callable[[Canned], Any]]] = {
+    "version": ("/system_stats", lambda it: it.client.version()),
+    "nodes": ("/object_info", lambda it: it.client.read_nodes()),
+    "outcome": ("/queue", lambda it: it.client.outcome("id")),
+    "post": ("/prompt", lambda it: it.client.post("id", PROMPT)),
+    "fetch": ("/view", lambda it: it.client.fetch(made("a.png"), it.part)),
+    "withdraw": ("/queue", lambda it: it.client.withdraw("id")),
+    "interrupt": ("/interrupt", lambda it: it.client.interrupt("id")),
+    "provide": ("/upload/image", lambda it: it.client.provide("id", it.latent, "of/x.latent")),
 }
 
 
@@ -206,8 +196,8 @@ REFUSALS: list[Answer] = [(400, {**NO_OUTPUTS, "node_errors": odd}) for odd in O
     ("calls", "answers", "error", "words"),
     [
         # A gateway without a server, and a server in trouble, are silence.
-        ([*ROUTES], [None], UnreachableError, "no complete answer"),
-        ([*ROUTES], status(500, 502, 503, 504), UnreachableError, "status 50"),
+        ([*CALLS], [None], UnreachableError, "no complete answer"),
+        ([*CALLS], status(500, 502, 503, 504), UnreachableError, "status 50"),
         ("version", status(403, 404), NotComfyUIError, "answers, but not as a ComfyUI server"),
         ("version", ok(b"<html>", [], {"system": 1}), NotComfyUIError, "but not as a ComfyUI"),
         # A redirected POST would arrive as a GET, or twice.
@@ -233,7 +223,7 @@ def test_an_odd_answer_is_an_error(canned, calls, answers, error, words):
     for call in [calls] if isinstance(calls, str) else calls:
         for answer in answers:
             with pytest.raises(error, match=words):
-                canned.answers[ROUTES[call]] = answer
+                canned.answers[CALLS[call][0]] = answer
                 canned.call(call)
     assert not canned.part.exists()
 
