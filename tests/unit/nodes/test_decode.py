@@ -124,11 +124,16 @@ def test_whole_frames_where_they_fit(decode, frames, output, kind):
     assert "text" not in history.outputs.get("decode", {}), "nothing to report"
 
 
-def test_vae_computes_in_the_dtype_of_the_node(decode, frames, output, sample_models):
+@pytest.mark.parametrize(("tile", "workers"), [(0, {}), (64, WORKERS)], ids=["here", "worker"])
+def test_vae_computes_in_the_dtype_of_the_node(
+    decode, frames, output, sample_models, tile, workers
+):
+    tiling = Tiling.of(tile) if tile else None
     with open_vae(sample_models / "vae" / VAE, torch.bfloat16) as vae:
-        expected = vae.decode(LATENT, device="cpu").flatten(0, 1)
-    assert not torch.equal(expected, frames[0])
-    check_made(decode(IMAGES, compute_dtype="bf16"), output, expected)
+        expected = vae.decode(LATENT, device="cpu", tiling=tiling).flatten(0, 1)
+    assert not torch.equal(expected, frames[tile])
+    history = decode(IMAGES, compute_dtype="bf16", tile_size=tile, **workers)
+    check_made(history, output, expected)
 
 
 def test_tiles_are_the_largest_that_the_budget_allows(decode, frames, output, sample_models):

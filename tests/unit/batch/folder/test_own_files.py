@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
 from collections import defaultdict
@@ -81,6 +82,14 @@ def test_a_foreign_thing_is_refused_by_its_name(out, tmp_path, kind):
             assert "move it away" in first
             assert str(out) in folder
             assert outside.touched == []
+        check(out)
+
+
+@pytest.mark.parametrize("name", [".wanstream", ".wanstream/made"])
+def test_a_file_in_place_of_a_folder_is_refused(out, name):
+    shutil.rmtree(out / name)
+    touch(out / name)
+    with pytest.raises(ForeignFileError, match=f"'{Path(name).name}' is not a folder"):
         check(out)
 
 
