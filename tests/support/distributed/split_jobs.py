@@ -99,9 +99,10 @@ class SplitProcesses:
         """Return the `job_run` result for experts, request and policy on every rank."""
         return self.all(job_run, *run, self.device)
 
-    def alone(self, *run: Any, device: str | None = None) -> torch.Tensor:
+    def alone(self, experts: Any, request: Any, policy: Any, device: str = "") -> torch.Tensor:
         """Return the latents for the same run in the first process alone."""
-        return self.processes[0].start(job_run_alone, *run, device or self.device).result()
+        run = (experts, request, policy, device or self.device)
+        return self.processes[0].start(job_run_alone, *run).result()
 
     def attention_with_lse(self) -> AbstractContextManager[None]:
         """Use attention with log-sum-exp, which a ring needs, on every rank."""
