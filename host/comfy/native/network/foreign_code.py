@@ -77,14 +77,15 @@ def _foreign_functions_of_class(kind: type) -> Iterator[str]:
 
 def _foreign_names(functions: Mapping[str, object]) -> Iterator[str]:
     for name, value in functions.items():
-        if isinstance(value, FunctionType) and name not in HARMLESS and _is_foreign(value):
+        if name not in HARMLESS and not isinstance(value, type) and _is_foreign(value):
             yield name
 
 
 def _is_foreign(function: object) -> bool:
+    """Return True for a function, or another callable, from another pack."""
     while isinstance(function, partial):
         function = function.func
-    if isinstance(function, MethodType):
+    if isinstance(function, (MethodType, staticmethod, classmethod)):
         function = function.__func__
     elif not isinstance(function, FunctionType) and callable(function):
         function = type(function).__call__
