@@ -110,11 +110,12 @@ class Handle:
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        answer.set_result(self.begun)
         if method == "blocks_begun":
             self.pulses += 1
+            answer.set_result(self.begun)
         else:
             self.calls.append(method)
+            answer.set_result(None)
         return answer
 
     def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
