@@ -306,6 +306,10 @@ def _camera(positive: bool) -> dict[str, Any]:
     }
 
 
+def _camera_of_a_frame(positive: bool) -> dict[str, Any]:
+    return {**_first_frame(positive), "camera_conditions": _camera(positive)["camera_conditions"]}
+
+
 def _scail(_positive: bool) -> dict[str, Any]:
     return {
         "clip_vision_output": _clip(**CLIP_VISION),
@@ -316,6 +320,10 @@ def _scail(_positive: bool) -> dict[str, Any]:
 
 def _flux(positive: bool) -> dict[str, Any]:
     return {"pooled_output": _normal(1, 768, seed=47 + positive), "guidance": 3.5}
+
+
+def _kontext(positive: bool) -> dict[str, Any]:
+    return {**_flux(positive), "reference_latents": [_normal(1, 16, HEIGHT, WIDTH, seed=48)]}
 
 
 def _hunyuan_text(positive: bool) -> dict[str, Any]:
@@ -393,6 +401,10 @@ WAN_FAMILIES = (
         "wan_camera", "WAN21_Camera", "model.CameraWanModel", channels=32, model_type="camera",
         conditions=_camera,
     ),
+    _wan_family(
+        "wan22_camera", "WAN21_Camera", "model.CameraWanModel", channels=36,
+        model_type="camera_2.2", conditions=_camera_of_a_frame,
+    ),
     _wan_family("wan_scail", "WAN21_SCAIL", "model.SCAILWanModel", channels=20, conditions=_scail),
 )  # fmt: skip
 
@@ -446,11 +458,14 @@ REFINER = "txt_in.individual_token_refiner.blocks"
 
 EVERY_FAMILY = (
     *WAN_FAMILIES,
-    Family(
-        name="flux", base="Flux", network="comfy.ldm.flux.model.Flux", settings=FLUX,
-        lists=("double_blocks", "single_blocks"), sizes=((1, 16, HEIGHT, WIDTH),),
-        text=(4096, 12, 12), conditions=_flux, unet_config=FLUX_WIDTH,
-        renames=(("_norm.weight", "_norm.scale"),),
+    *(
+        Family(
+            name=name, base="Flux", network="comfy.ldm.flux.model.Flux", settings=FLUX,
+            lists=("double_blocks", "single_blocks"), sizes=((1, 16, HEIGHT, WIDTH),),
+            text=(4096, 12, 12), conditions=conditions, unet_config=FLUX_WIDTH,
+            renames=(("_norm.weight", "_norm.scale"),),
+        )
+        for name, conditions in (("flux", _flux), ("flux_kontext", _kontext))
     ),
     Family(
         name="qwen_image", base="QwenImage",

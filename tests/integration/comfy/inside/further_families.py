@@ -128,6 +128,11 @@ def _pooled(width: int) -> nf.Conditions:
     return lambda positive: {"pooled_output": nf._normal(1, width, seed=47 + positive)}
 
 
+def _keyframes(_positive: bool) -> dict[str, Any]:
+    frame = {"latent": nf._normal(1, 24, 1, 4, 6, seed=60), "resolved_frame_index": 0}
+    return {"minimax_keyframes": [frame]}
+
+
 def _scail2(positive: bool) -> dict[str, Any]:
     masks = {
         "ref_mask_28ch": nf._normal(1, TIME + 1, 28, HEIGHT, WIDTH, seed=70).sigmoid(),
@@ -139,6 +144,11 @@ def _scail2(positive: bool) -> dict[str, Any]:
 def _pose(positive: bool) -> dict[str, Any]:
     latent = nf._normal(*nf._wan(time=TIME - 1), seed=37)
     return {**nf._image_to_video(positive), "pose_video_latent": latent}
+
+
+def _contexts(_positive: bool) -> dict[str, Any]:
+    latents = [nf._normal(*nf._wan(), seed=72), nf._normal(*nf._wan(time=1), seed=73)]
+    return {"context_latents": latents}
 
 
 def _masked(positive: bool) -> dict[str, Any]:
@@ -160,10 +170,11 @@ OF_FLUX = ("double_blocks", "single_blocks")
 OF_LUMINA = ("layers", "noise_refiner", "context_refiner")
 
 
-def _minimax(name: str, **changed: Any) -> Family:
+def _minimax(name: str, conditions=nf._nothing, **changed: Any) -> Family:
     return _family(
         name, "MiniMaxH3", "minimax.model.MiniMaxH3Model", {**MINIMAX_H3, **changed},
         ("blocks", "token_refiner.blocks"), ((1, 24, 2, 4, 6), (1, 32, 2, 8)), (192, 12, 9),
+        conditions,
     )  # fmt: skip
 
 
@@ -182,6 +193,7 @@ def _krea(name: str, conditions=nf._nothing, **more: Any) -> Family:
 
 EVERY_FURTHER = (
     _minimax("minimax_h3"),
+    _minimax("minimax_h3_i2v", _keyframes),
     _minimax("minimax_h3_curve", adaln_curve_grid=16, time_embed_dim=8),
     _lumina("z_image", LUMINA),
     _lumina("z_image_ref", LUMINA, _references(1, 16, HEIGHT, WIDTH)),
@@ -189,6 +201,10 @@ EVERY_FURTHER = (
     _krea("krea2"),
     _krea(
         "krea2_ref", _references(1, 16, 1, HEIGHT, WIDTH), default_ref_method="index_timestep_zero"
+    ),
+    _family(
+        "qwen_image_t2i", "QwenImage", "qwen_image.model.QwenImageTransformer2DModel",
+        {"num_layers": 4, **nf.QWEN}, ("transformer_blocks",), IMAGE_OF_A_VIDEO, (256, 12, 9),
     ),
     _family(
         "flux2", "Flux2", "flux.model.Flux", FLUX_2, OF_FLUX, IMAGE_FLUX_2, (192, 12, 9),
@@ -209,6 +225,9 @@ EVERY_FURTHER = (
     nf._wan_family(
         "wan_animate2", "WAN_Animate2", "model_animate2.WanAnimate2Model", channels=36,
         model_type="animate2", conditions=_pose, unet_config={"model_type": "animate2"},
+    ),
+    nf._wan_family(
+        "wan_bernini", "WAN21", "model.WanModel", model_type="t2v", conditions=_contexts
     ),
     nf._wan_family(
         "wan_dancer", "WAN22_WanDancer", "model_wandancer.WanDancerModel", channels=36,
