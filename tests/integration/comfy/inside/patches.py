@@ -50,6 +50,11 @@ def attention_1(clone: Any) -> None:
 
 
 @on_clone
+def attention_2(clone: Any) -> None:
+    clone.set_model_attn2_patch(lambda args: args["x"] * 0.9)
+
+
+@on_clone
 def double_block(clone: Any) -> None:
     clone.set_model_double_block_patch(lambda args: {"img": args["img"] * 1.01, "txt": args["txt"]})
 
@@ -93,6 +98,10 @@ def first_block_cache(model: Any) -> Any:
         return args if index and passes % 2 == 0 else original(args)
 
     return _replaced(model, change)
+
+
+def skipped_layer(model: Any) -> Any:
+    return _replaced(model, lambda args, original, index: args if index == 2 else original(args))
 
 
 def repeated_layer(model: Any) -> Any:
@@ -219,8 +228,10 @@ context_windows = _by_node(
 
 PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "attn1 patch": (attention_1, ("wan_t2v",)),
+    "attn2 patch": (attention_2, ("wan_t2v",)),
     "double-block patch": (double_block, ("qwen_image",)),
     "replaced blocks": (replaced, ("wan_vace", "flux")),
+    "skipped layer": (skipped_layer, ("flux",)),
     "repeated layer": (repeated_layer, ("wan_t2v",)),
     "first-block cache": (first_block_cache, ("wan_t2v",)),
     "TeaCache": (tea_cache, ("flux",)),
@@ -234,6 +245,8 @@ PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "EasyCache": (_by_node("nodes_easycache", "EasyCacheNode", **ALWAYS), ("flux",)),
     "LazyCache": (_by_node("nodes_easycache", "LazyCacheNode", **ALWAYS), ("wan_t2v",)),
     "CFGZeroStar": (_by_node("nodes_cfg", "CFGZeroStar"), ("wan_t2v",)),
+    "CFGNorm": (_by_node("nodes_cfg", "CFGNorm", strength=0.7), ("flux",)),
+    "TCFG": (_by_node("nodes_tcfg", "TCFG"), ("wan_t2v",)),
     "RescaleCFG": (_by_node("nodes_model_advanced", "RescaleCFG", multiplier=0.7), ("wan_t2v",)),
     "NAG": (
         _by_node("nodes_nag", "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),

@@ -364,6 +364,7 @@ OTHER_INPUTS = {
 }  # fmt: skip
 HINDERED = {
     "replaced blocks": "a replacement of dit blocks",
+    "skipped layer": "a replacement of dit blocks",
     "repeated layer": "a replacement of dit blocks",
     "first-block cache": "a replacement of dit blocks",
     "TeaCache": "the diffusion_model wrapper test",
