@@ -28,7 +28,7 @@ class Int8Linear(ScaledLinear):
     kitchen_dtype: int | None = None
     """comfy-kitchen's number for the result dtype. None: torch multiplies."""
     halves: bool = False
-    """True: torch multiplies by the weight's upper 7 bits and by the lowest one. See `multiply`."""
+    """True: torch multiplies by the weight's upper 7 bits and by the lowest one. See `code_sums`."""
 
     def __init__(self, plain: nn.Linear, *, group: int = 0) -> None:
         super().__init__(plain, group=group)
@@ -64,12 +64,12 @@ class Int8Linear(ScaledLinear):
         def write(part: torch.Tensor, out: torch.Tensor) -> None:
             codes, scale = quantise_tokens(part, self.rotation)
             # The first product makes the sums fp32. They are below 2^28.
-            sums = (self.multiply(codes) * scales).mul_(scale)
+            sums = (self.code_sums(codes) * scales).mul_(scale)
             out.copy_(self.finish(sums, part))
 
         return self.by_pieces(tokens, write)
 
-    def multiply(self, codes: torch.Tensor) -> torch.Tensor:
+    def code_sums(self, codes: torch.Tensor) -> torch.Tensor:
         """Return exact int32 products of token codes with the rows of the weight.
 
         Without VNNI, oneDNN shifts token codes to 0 to 255 and adds two neighbouring products in

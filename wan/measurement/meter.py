@@ -275,7 +275,7 @@ def _product_alone(layer: nn.Linear, rows: int, case: _Case) -> Callable[[], obj
         )
     if isinstance(layer, Int8Linear):
         whole = tokens.mul_(40).clamp_(-127, 127).to(torch.int8)
-        return partial(layer.multiply, whole)
+        return partial(layer.code_sums, whole)
     return partial(layer, tokens.unsqueeze(0))
 
 

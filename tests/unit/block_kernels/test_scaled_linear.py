@@ -203,5 +203,5 @@ def test_sums_of_the_largest_codes_are_exact(halves):
     layer = Int8Linear(nn.Linear(13824, 8, device="meta"))
     layer.halves = halves
     for weight in (largest[:8], -largest[:8], -largest[:8] - 1):
-        sums = loaded(layer, weight, torch.ones(8, 1)).multiply(largest)
+        sums = loaded(layer, weight, torch.ones(8, 1)).code_sums(largest)
         assert torch.equal(sums.double(), largest.double() @ weight.double().T)
