@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,10 @@ PRODUCTS = ("forward", "multiply", "multiply_gelu")
 """Layer methods."""
 MOST_VISIT_S = 0.05
 """Longest visit in a measurement that a user waits for. Each format takes some fifteen visits."""
+SLOWEST_VISIT_S = 2.0
+"""Longest visit that is measured in a format. Some CPUs multiply fp8 a thousand times slower."""
+FEW_TOKENS = 16
+"""Tokens in a first product, from which the time of a visit is estimated."""
 NARROWER = 4
 """Width of the full block divided by that of the block for slow devices."""
 SLOW_TOKENS = 64
@@ -96,7 +101,8 @@ def measure_block(
 ) -> dict[str, BlockTimes]:
     """Return `shape` block times by format: "" (compute dtype), and all formats for `device`.
 
-    A format is left out if its kernels fail with so many tokens.
+    A format is left out if its kernels fail with so many tokens, or on a CPU if a visit would take
+    more than `SLOWEST_VISIT_S`.
 
     Args:
         shape: block shape.
@@ -127,6 +133,13 @@ def measure_block(
         layers = _set_codes(block, name, variant.lora_rank)
         try:
             multiplications([name], device, dtype).prepare(layers)
+            estimate_s = _estimated_s(layers, case)
+            if estimate_s > SLOWEST_VISIT_S:
+                logger.warning(
+                    "a block in %s would take %.0f s on %s, and is not measured",
+                    name, estimate_s, device,
+                )  # fmt: skip
+                continue
             sizes = _by_size([(layer, 0) for layer in layers])
             decode_s = sum(_decode_s(layer, case) * count for layer, _, count in sizes)
             times[name] = _times(block, case, attention_s, decode_s=decode_s)
@@ -152,6 +165,18 @@ class _Case:
 
     def random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, device=self.device, dtype=self.dtype)
+
+
+def _estimated_s(layers: Sequence[ScaledLinear], case: _Case) -> float:
+    """Return the seconds of a visit's products on a CPU, from a small one. 0 on other devices."""
+    if case.device.type != "cpu":
+        return 0.0
+    layer = min(layers, key=lambda each: each.weight.numel())
+    alone = _product_alone(layer, FEW_TOKENS, case)
+    start = time.perf_counter()
+    alone()
+    share = FEW_TOKENS * layer.weight.numel() / sum(each.weight.numel() for each in layers)
+    return (time.perf_counter() - start) * case.tokens / share
 
 
 def _times(

@@ -288,7 +288,8 @@ def test_run_is_shown_live_and_after_a_reload(page, renderer):
     began, *_, over = (
         data["timestamp"] / 1000 for _, data in last_history(page.server)["status"]["messages"]
     )
-    assert timeline.wall_s - 0.1 < float(badges[sampler].split()[0]) < over - began + 0.1
+    # A busy page gets the event of a node's start late.
+    assert timeline.wall_s / 2 < float(badges[sampler].split()[0]) < over - began + 0.1
     page.look_at(SAMPLER, zoom=0.85)
     page.picture(f"overlay_{renderer}")
 

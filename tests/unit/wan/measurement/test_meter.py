@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from wanstream.shapes import ExpertShape
-from wanstream.wan.measurement import measure_block
+from wanstream.wan.measurement import measure_block, meter
 
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
 
@@ -21,3 +21,10 @@ def test_block_is_measured_in_each_arithmetic_and_in_parts():
         assert {"norms", "gates and norms", "rotary embedding", "activation"} <= set(each.parts)
         assert (each.decode_s > 0, "quantising" in each.parts) == (bool(name), bool(name))
         assert each.to_dict()["limit_share"] == each.limit_share
+
+
+def test_a_format_that_is_too_slow_on_a_cpu_is_left_out(monkeypatch, caplog):
+    monkeypatch.setattr(meter, "SLOWEST_VISIT_S", 0.0)
+    times = measure_block(TINY, 64, torch.device("cpu"), formats=["int8"], most_s=0.0)
+    assert [*times] == [""]
+    assert "a block in int8 would take 0 s on cpu, and is not measured" in caplog.text
