@@ -28,7 +28,7 @@ class Int8Linear(ScaledLinear):
     kitchen_dtype: int | None = None
     """comfy-kitchen's number for the result dtype. None: torch multiplies."""
     halves: bool = False
-    """True: torch multiplies by the weight's upper 7 bits and by the lowest one. See `code_sums`."""
+    """True: torch multiplies by the upper 7 bits of the weight and by the lowest one."""
 
     def __init__(self, plain: nn.Linear, *, group: int = 0) -> None:
         super().__init__(plain, group=group)
