@@ -249,7 +249,8 @@ def test_predicted_traffic_is_what_workers_receive(
     traffic = wire_traffic(mesh, [each.machine for each in facts], shape)
     assert traffic is not None
     # Each worker receives the other one's data. Ulysses gathers the output too, once per lane.
-    tokens, shares = sum(shape.lane_tokens("high")), 2
+    tokens = sum(shape.lane_tokens("high"))
+    shares = 2
     output = tokens // shares * 64 * shape.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)
     assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)

@@ -19,7 +19,8 @@ from wanstream.wan import ExpertPair
 
 TOLERANCE = 1e-5
 SIZE = {"height": 32, "width": 48}
-FRAMES, BOUNDARY = 5, 0.875
+FRAMES = 5
+BOUNDARY = 0.875
 STEPS = 6
 SHIFT = 5.0
 

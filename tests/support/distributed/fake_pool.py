@@ -86,7 +86,9 @@ class FakeWorker:
     """Worker on a thread. Implements `WorkerHandle`."""
 
     def __init__(self, pool: FakePool, rank: int, pid: int) -> None:
-        self._pool, self.rank, self.pid = pool, rank, pid
+        self._pool = pool
+        self.rank = rank
+        self.pid = pid
         self._gone = threading.Event()
         self._stopped: set[str] = set()
         self._rendezvous: tuple[RendezvousSpec, FakeRendezvous] | None = None

@@ -81,7 +81,9 @@ class ProcessWorker:
     """See `WorkerHandle`."""
 
     def __init__(self, rank: int, process: Any, connection: Connection) -> None:
-        self.rank, self._process, self._connection = rank, process, connection
+        self.rank = rank
+        self._process = process
+        self._connection = connection
         self.pid: int = process.pid
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._waiting: dict[int, tuple[Future[Any], Callable[[StepReport], None] | None]] = {}

@@ -67,7 +67,8 @@ def constant(node_id: str, output: Any, value: object) -> type[io.ComfyNode]:
     return Constant
 
 
-VAE, CLIP = "wan_2.1_vae.safetensors", "clip_vision_h.safetensors"
+VAE = "wan_2.1_vae.safetensors"
+CLIP = "clip_vision_h.safetensors"
 UMT5 = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
 PACK = asyncio.run(WanStreamExtension().get_node_list())
 NODES = [*PACK, Given, Shown]

@@ -16,7 +16,8 @@ from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 
 CPU = torch.device("cpu")
-BLOCKS, WIDTH = 6, 32
+BLOCKS = 6
+WIDTH = 32
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 STEPS = ("high", "low")
 ONES = torch.ones(1, WIDTH)

@@ -23,7 +23,8 @@ from wanstream.wan.experts.open import open_experts, open_single_model
 
 __all__ = ["changed_request"]
 
-HIGH, LOW = 1, 2
+HIGH = 1
+LOW = 2
 """Seeds for the two experts."""
 
 

@@ -41,7 +41,8 @@ class Page(HTMLParser):
         self.tables: dict[str, list[list[str]]] = {}
         self.tags: set[str] = set()
         self.attributes: list[tuple[str, str | None]] = []
-        self._inside, self._title = "", ""
+        self._inside = ""
+        self._title = ""
         self.feed(text)
         self.close()
 

@@ -25,7 +25,8 @@ BF16 = torch.bfloat16
 SDPA = Kernels(attention="sdpa")
 INT8 = Kernels(attention="int8")
 COMPILED = replace(INT8, compiler="eager")
-HEADS, TOKENS = 2, 40
+HEADS = 2
+TOKENS = 40
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,8 @@ def without(name: str) -> ModuleType:
     return old
 
 
-OLD, SMALL = "it has no int8_attention: update it", "its int8_attention needs a GPU of compute cap"
+OLD = "it has no int8_attention: update it"
+SMALL = "its int8_attention needs a GPU of compute cap"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from wanstream.tests.support.wan.number_formats import ENCODERS, rotated
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ROWS, COLUMNS = 48, 512
+ROWS = 48
+COLUMNS = 512
 
 
 def multiplies_fp8(*scales: torch.Tensor) -> bool:

@@ -40,7 +40,8 @@ def write_header(path: Path, shapes: Shapes) -> Path:
 
 def flux2(prefix: str = "", dtype: str = "BF16", double: int = 8, single: int = 48) -> dict:
     """Return the matrices in FLUX.2 dev's blocks, and one outside them."""
-    wide, hidden = 6144, 18432
+    wide = 6144
+    hidden = 18432
     shapes = {f"{prefix}img_in.weight": ("BF16", (wide, 128))}
     stream = {"attn.qkv": (3 * wide, wide), "attn.proj": (wide, wide)}
     stream |= {"mlp.0": (2 * hidden, wide), "mlp.2": (wide, hidden)}

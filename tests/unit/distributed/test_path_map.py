@@ -50,10 +50,10 @@ def test_places_of_a_mapped_path(path, maps, there):
     assert [str(place) for place in places(Path(path), maps)] == [*there, path]
 
 
-def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path):
+def test_a_path_resolves_to_the_first_place_that_exists(tmp_path):
     here, first, second = (tmp_path / name for name in ("here", "first", "second"))
     maps = tuple(PathMap(here=str(here), there=str(there)) for there in (first, second))
-    # What is nowhere is told by where it should be.
+    # A path that exists nowhere resolves to the first place.
     assert resolve_path(here / "high", maps) == first / "high"
     for folder in (here, second, first):
         folder.mkdir()

@@ -10,7 +10,8 @@ from wanstream.host.distilled_models import cfg_notices
 from wanstream.tests.support.host.shipped import node
 
 LIGHT = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors"
-PLAIN, TURBO = "wan2.2_t2v_high_noise_14B.safetensors", "z_image_turbo_bf16.safetensors"
+PLAIN = "wan2.2_t2v_high_noise_14B.safetensors"
+TURBO = "z_image_turbo_bf16.safetensors"
 
 
 def graph(*, lora: str = LIGHT, strength: float = 1.0, model: str = PLAIN) -> Any:

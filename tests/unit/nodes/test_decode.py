@@ -34,7 +34,8 @@ from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError, VaeInputError, WanVae, open_vae
 
 LATENT = torch.randn(1, 16, 2, 8, 10, generator=torch.Generator().manual_seed(0))
-IMAGES, VIDEO = "WanStreamVAEDecode", "WanStreamDecodeVideo"
+IMAGES = "WanStreamVAEDecode"
+VIDEO = "WanStreamDecodeVideo"
 BOTH = pytest.mark.parametrize("kind", [IMAGES, VIDEO])
 ONE_WORKER = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
 WORKERS = {"workers": ["workers", 0]}

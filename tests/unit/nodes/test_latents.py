@@ -24,7 +24,8 @@ from wanstream.wan.text import open_text_encoder
 from wanstream.wan.vae.memory import too_little
 from wanstream.wan.vae.vae import open_vae
 
-FOLDER, VAE_5B = "Wan2.2-I2V-A14B-Diffusers", "wan2.2_vae.safetensors"
+FOLDER = "Wan2.2-I2V-A14B-Diffusers"
+VAE_5B = "wan2.2_vae.safetensors"
 SIZE = {"width": 64, "height": 32, "frames": 9}
 HUGE = {"width": 4096, "height": 4096, "frames": 1025}
 TEXT: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]

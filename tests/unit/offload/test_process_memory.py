@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-BLOCKS, WIDTH, MIB = 6, 3072, 36
+BLOCKS = 6
+WIDTH = 3072
+MIB = 36
 """A block takes 36 MiB in fp32, so glibc maps it separately and returns it. Freed blocks up to
 32 MiB stay with glibc, as we configure it."""
 

@@ -25,7 +25,8 @@ from wanstream.wan import ExpertPair, Nag
 from wanstream.wan.lora.file import open_lora
 from wanstream.wan.transformer.compiled_block import get_compiler
 
-EAGER, TRACED = Kernels(compiler="eager"), Kernels(compiler="aot_eager")
+EAGER = Kernels(compiler="eager")
+TRACED = Kernels(compiler="aot_eager")
 """torch backends that trace graphs without compiling, so results are bit-equal to eager blocks."""
 SWAP = OffloadPolicy.block_swap(1, 1)
 RESIDENT = OffloadPolicy.resident(source="pinned")

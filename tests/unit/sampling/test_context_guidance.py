@@ -132,7 +132,8 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_short, make_gui
     request = make_guided()
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     assert extra_tokens_of(pair, request) == (extra, 0, extra)
-    width, value = 256, 4
+    width = 256
+    value = 4
     two, three, equal = (
         working_bytes(pair, request.computed_shape, sides=sides)
         for sides in [(extra,) * 2, (extra, 0, extra), (extra,) * 3]
@@ -145,7 +146,8 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_short, make_gui
 @pytest.mark.slow  # several loop runs
 @pytest.mark.parametrize("cache", [FirstBlockCache(threshold=1e9), EasyCache(threshold=1e9)])
 def test_a_cache_skips_all_sides(cache, open_short, make_guided):
-    pair, request = open_short(), make_guided(steps=8, switch_step=4, cache=cache)
+    pair = open_short()
+    request = make_guided(steps=8, switch_step=4, cache=cache)
     steps = run(pair, request).timeline.steps
     assert {step.skipped_lanes for step in steps if step.skipped_visits} == {3}
     never = changed_request(request, cache=replace(cache, threshold=0.0))
@@ -155,7 +157,8 @@ def test_a_cache_skips_all_sides(cache, open_short, make_guided):
 
 @pytest.mark.slow  # several loop runs
 def test_magcache_needs_a_table_of_all_sides(open_short, make_guided):
-    pair, request = open_short(), make_guided(steps=8, switch_step=4)
+    pair = open_short()
+    request = make_guided(steps=8, switch_step=4)
     rule = SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.25)
     plain = changed_request(request, context_guidance=1.0)
     two, three = (

@@ -84,7 +84,8 @@ def test_guidance_of_one_computes_no_negative_lane(open_pair, make_request):
 
 
 def test_a_layerwise_step_moves_every_block_once(open_pair, make_request):
-    pair, request = open_pair(), make_request(batch=2)
+    pair = open_pair()
+    request = make_request(batch=2)
     timeline = run(pair, request).timeline
     one_pass = LAYERS * pair.block_bytes.stored
     assert [step.bytes_moved for step in timeline.steps] == [one_pass] * 5

@@ -142,7 +142,8 @@ def factor_bytes(pair: ExpertPair, policy: OffloadPolicy, step: int) -> int:
 
 @pytest.mark.parametrize("policy", [RESIDENT, POLICIES["some in RAM"]], ids=["resident", "RAM"])
 def test_fetches_at_a_change_are_as_predicted(policy, open_pair, engine_runs, make_request, loras):
-    pair, request = open_pair(), make_request(**{**STAGES, "switch_step": 6})
+    pair = open_pair()
+    request = make_request(**{**STAGES, "switch_step": 6})
     set_both(pair, loras, WITHOUT_AT_FIRST)
     for cold in (True, False):
         predicted = predicted_timeline(pair, request, policy, machine=CPU_MACHINE, device=CPU)

@@ -56,7 +56,8 @@ def test_steps_end_at_the_times_of_an_outside_clock(open_pair, make_request):
 
 @pytest.mark.parametrize("fails", ["cancelled", "callback"])
 def test_a_run_that_ends_early_leaves_no_thread(open_pair, make_request, fails):
-    pair, stop = open_pair(), threading.Event()
+    pair = open_pair()
+    stop = threading.Event()
     ledger = QueueItemPhases()
 
     def on_step(step: StepProgress) -> None:

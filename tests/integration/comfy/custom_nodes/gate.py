@@ -5,7 +5,10 @@ import time
 
 
 class TestGate:
-    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = ("STRING",), "wait", True, "test"
+    RETURN_TYPES = ("STRING",)
+    FUNCTION = "wait"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
 
     @classmethod
     def INPUT_TYPES(cls):

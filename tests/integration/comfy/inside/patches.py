@@ -65,7 +65,9 @@ Values = dict[str, Any]
 
 def _replaced(model: Any, change: Callable[[Values, Any, int], Values]) -> Any:
     """Return a clone with blocks replaced by `change(arguments, original, index)`, in order."""
-    clone, network, index = model.clone(), model.model.diffusion_model, 0
+    clone = model.clone()
+    network = model.model.diffusion_model
+    index = 0
     kinds = {
         "double_block": ("blocks", "double_blocks", "transformer_blocks"),
         "single_block": ("single_blocks",),
@@ -115,7 +117,8 @@ def repeated_layer(model: Any) -> Any:
 
 def _cached(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return `call`, repeating its last result every second time."""
-    calls, last = 0, None
+    calls = 0
+    last = None
 
     def caching(*args: Any, **options: Any) -> Any:
         nonlocal calls, last

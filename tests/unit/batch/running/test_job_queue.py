@@ -19,7 +19,8 @@ from wanstream.batch.running.job_queue import JobQueue, Submission
 from wanstream.batch.running.stop_request import StopRequest
 from wanstream.tests.support.batch.fake_batch import Reporter, Server, plan_of, rows_of
 
-A, B = "http://a", "http://b"
+A = "http://a"
+B = "http://b"
 
 
 class Desk:
@@ -139,7 +140,8 @@ def test_the_last_rows_go_to_servers_without_any(desk):
 def test_a_queued_row_is_withdrawn_for_an_idle_server(desk):
     running = desk.enter(4).taken(A)
     queued = desk.taken(A)
-    running.begun, queued.begun = True, False
+    running.begun = True
+    queued.begun = False
     other = desk.taken(B)
     assert not desk.queue.is_superfluous(A, queued), "a row waits"
     last = desk.taken(B)

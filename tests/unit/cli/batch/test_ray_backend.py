@@ -302,9 +302,11 @@ def test_full_disk_of_the_driver_ends_the_batch(rig, monkeypatch):
     monkeypatch.setattr(Workflow, "run", run)
     rig.post("row")
     free = rf"[\d,]+ bytes are free in {rig.output}"
-    error, message = UnsuitableError, rf"actor 0: its disk is full: on .*, {free}: node save .*full"
+    error = UnsuitableError
+    message = rf"actor 0: its disk is full: on .*, {free}: node save .*full"
     if rig.shared:
-        error, message = OSError, rf"node save .*full \(on .*, {free}\)"
+        error = OSError
+        message = rf"node save .*full \(on .*, {free}\)"
     with pytest.raises(error, match=message) as raised:
         rig.ended("row")
     assert not rig.shared or raised.value.errno == errno.ENOSPC

@@ -147,7 +147,7 @@ def test_the_worker_that_has_least_decides():
     assert small == tiles(gpu(2 * GB), gpu(2 * GB))
     assert NEEDS.device_bytes(small) <= GB < NEEDS.device_bytes(Tiling.of(320))
     assert tiles(gpu(80 * GB), gpu(80 * GB)).pixels > small.pixels
-    # What the user gives is not more than there is.
+    # A budget of the user has no effect beyond the free memory.
     assert tiles(gpu(80 * GB), gpu(80 * GB), memory_bytes=GB) == small
     assert tiles(gpu(2 * GB), gpu(2 * GB), memory_bytes=50 * GB) == small
 
@@ -180,9 +180,9 @@ def test_a_cancel_ends_the_asking():
         tiles(None, check=cancel)
 
 
-def test_what_a_worker_tells_of_its_memory():
+def test_a_worker_reports_memory_for_tiles():
     assert Worker("cpu").facts().tile_bytes > 0
-    # What experts hold of RAM is not counted twice.
+    # RAM held by experts is not counted twice.
     assert decode_budget(torch.device("cpu"), 10**15) < 10**15
 
 

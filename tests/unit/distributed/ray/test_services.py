@@ -34,7 +34,8 @@ class OneWorker:
     """Worker in an actor's process, with this machine's files."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.rank, self.changes = rank, dict[str, Any]()
+        self.rank = rank
+        self.changes = dict[str, Any]()
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -145,7 +145,9 @@ def test_16_bit_colours_of_a_tiff(load, folder):
     values = np.random.default_rng(1).integers(0, 65536, (6, 10, 3), dtype=np.uint16)
     with av.open(str(folder / "deep.tiff"), "w", format="image2") as file:
         stream = file.add_stream("tiff", rate=1)
-        stream.width, stream.height, stream.pix_fmt = 10, 6, "rgb48le"
+        stream.width = 10
+        stream.height = 6
+        stream.pix_fmt = "rgb48le"
         frame = av.VideoFrame.from_ndarray(values, format="rgb48le")
         file.mux([*stream.encode(frame), *stream.encode()])
     assert torch.equal(load("deep.tiff")[0][0], exact(values, 65535))

@@ -15,7 +15,8 @@ from wanstream.offload.sources import FileSource
 from wanstream.plan.programs import BlockKey
 from wanstream.tests.support.offload.streaming import attach, stream
 
-BLOCKS, WIDTH = 4, 16
+BLOCKS = 4
+WIDTH = 16
 STACK = "model"
 
 

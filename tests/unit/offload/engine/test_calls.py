@@ -13,7 +13,8 @@ from wanstream.plan.programs import PassOrders
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.offload.streaming import BLOCKS, CPU, attach
 
-H, L = "high", "low"
+H = "high"
+L = "low"
 ORDERS = {stack: PassOrders(blocks=BLOCKS) for stack in (H, L)}
 PREDICTED = [H] * 3 + [L] * 2
 

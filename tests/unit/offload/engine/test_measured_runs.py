@@ -37,7 +37,9 @@ from wanstream.tests.support.offload.streaming import (
     stream,
 )
 
-BLOCKS, WIDTH, STEPS = 4, 2048, 3
+BLOCKS = 4
+WIDTH = 2048
+STEPS = 3
 BLOCK_BYTES = WIDTH * WIDTH * 2
 HIDDEN = torch.ones(1, WIDTH)
 

@@ -27,7 +27,8 @@ BF16 = torch.bfloat16
 WIDE = [F32, torch.float16, BF16]
 E4M3 = torch.float8_e4m3fn
 EVERY = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-ROWS, COLUMNS = 33, 512
+ROWS = 33
+COLUMNS = 512
 LOW_FIRST = Microscaled(name="nvfp4", values=16, bits=4, high_first=False)
 PACKINGS: dict[str, Packing] = {
     "int8": EightBit(by_row=False),

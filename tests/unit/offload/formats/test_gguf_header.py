@@ -24,8 +24,11 @@ from wanstream.offload.sources.file import read_tensors
 from wanstream.testing.quantised import random_groups
 from wanstream.tests.support.offload.edited_files import close_gguf
 
-F32, Q4_K = 0, 12
-FLAG, TEXT, LIST = 7, 8, 9
+F32 = 0
+Q4_K = 12
+FLAG = 7
+TEXT = 8
+LIST = 9
 START = b"GGUF\x03\x00\x00\x00"
 
 
@@ -158,7 +161,8 @@ def test_order_version_2_and_files_without_tensors(write):
 
 
 READABLE = ", ".join(READABLE_TYPES)
-SHAPE, ALIGNMENT = "comfy.gguf.orig_shape.a", "general.alignment"
+SHAPE = "comfy.gguf.orig_shape.a"
+ALIGNMENT = "general.alignment"
 UNENDED = "is truncated or damaged: its header does not end within its"
 VERSIONS = "; versions 2 and 3 can be read"
 

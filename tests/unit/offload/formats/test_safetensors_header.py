@@ -90,7 +90,8 @@ def test_a_header_whose_length_looks_like_a_pickle_is_read(write):
     assert list(read_header(write(file_bytes(padded, 8))).tensors) == ["a"]
 
 
-OTHER, DAMAGED = "is not a safetensors file", "is a damaged safetensors file"
+OTHER = "is not a safetensors file"
+DAMAGED = "is a damaged safetensors file"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 28577148800\n"
 
 BAD_FILES = {

@@ -117,7 +117,9 @@ def test_the_bus_alone_and_while_computing(gpu, monkeypatch):
 class GroupOfOne:
     """`Gather` for a single rank, with a gather count."""
 
-    rank, size, gathers = 0, 1, 0
+    rank = 0
+    size = 1
+    gathers = 0
 
     def compare(self, statements: bytes) -> tuple[bytes, ...]:
         return (statements,)

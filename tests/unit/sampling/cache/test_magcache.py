@@ -40,7 +40,9 @@ from wanstream.wan import ExpertPair
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
 
-LAYERS, STEPS, SWITCH = 4, 8, 4
+LAYERS = 4
+STEPS = 8
+SWITCH = 4
 RULE = SkipRule(threshold=0.3, max_consecutive_skips=2, retention=0.0)
 ALWAYS = SkipRule(threshold=1e9, retention=0.0)
 UNGUIDED = {"guidance": (1.0, 1.0), "negative": None}

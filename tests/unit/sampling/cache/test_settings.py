@@ -28,7 +28,8 @@ from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.vae.memory import TensorMemoryTracker
 
-STEPS, LAYERS = 8, 4
+STEPS = 8
+LAYERS = 4
 
 
 @pytest.fixture

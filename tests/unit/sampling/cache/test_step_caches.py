@@ -33,7 +33,9 @@ from wanstream.tests.support.sampling.short_memory import ShortOnce
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
 
-LAYERS, STEPS, SWITCH = 4, 8, 4
+LAYERS = 4
+STEPS = 8
+SWITCH = 4
 DEEP = OffloadPolicy.layerwise(3)
 POLICIES = [
     OffloadPolicy.resident(),

@@ -27,7 +27,8 @@ from wanstream.wan import Lane, Nag
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
 
-LAYERS, LANES = 4, 2
+LAYERS = 4
+LANES = 2
 CALL = LAYERS * LANES
 POLICIES = [
     LAYERWISE,
@@ -37,7 +38,8 @@ POLICIES = [
 ]
 RESIDENT = OffloadPolicy.resident()
 KEEPS_FIRST = replace(LAYERWISE, pin_first_block=True)
-H, L = "high", "low"
+H = "high"
+L = "low"
 
 
 def _lanes(count: int = LANES) -> list[Lane]:

@@ -18,7 +18,8 @@ from wanstream.wan.checkpoint.open import is_merged, open_expert
 from wanstream.wan.experts.open import open_experts
 
 PREFIX = "model.diffusion_model."
-PATCHES, NORM = "patch_embedding.weight", "blocks.1.norm3.bias"
+PATCHES = "patch_embedding.weight"
+NORM = "blocks.1.norm3.bias"
 LAYERS = 2
 TYPES = {
     **{name: matrices(name) for name in ("BF16", "Q4_K", "Q8_0")},

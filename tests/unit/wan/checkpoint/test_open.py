@@ -23,7 +23,8 @@ from wanstream.wan.checkpoint.files import WEIGHTS, CheckpointError
 from wanstream.wan.checkpoint.open import open_expert
 
 PREFIX = "model.diffusion_model."
-PATCHES, NORM = "patch_embedding.weight", "blocks.1.norm3.bias"
+PATCHES = "patch_embedding.weight"
+NORM = "blocks.1.norm3.bias"
 TIME = "time_projection.1"
 Q = "blocks.1.self_attn.q"
 HEADER = "_quantization_metadata"
@@ -142,7 +143,8 @@ def test_wrong_tensors_are_refused(changed_expert, change, message):
     assert str(path) in str(error.value)
 
 
-LAYER, FILE = "comfy_quant", "scaled_fp8"
+LAYER = "comfy_quant"
+FILE = "scaled_fp8"
 SCALE = f"{Q}.scale_weight"
 MARKER = f"{Q}.comfy_quant"
 WEIGHT = f"{Q}.weight"

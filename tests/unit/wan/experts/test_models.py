@@ -23,7 +23,8 @@ from wanstream.wan.experts.models import ExpertModels
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.embedders import MAX_EXTRA_ROWS, CachedEmbedder
 
-H, L = "high", "low"
+H = "high"
+L = "low"
 TIMES = {H: [999.0, 937.5], L: [833.3, 625.0, 3.0]}
 BF16 = torch.bfloat16
 Patch = pytest.MonkeyPatch

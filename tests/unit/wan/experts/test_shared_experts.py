@@ -28,7 +28,8 @@ def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], in
     """Return one matrix per block during a run, and the bytes read."""
     engine = pair.engine(policy, "cpu")
     assert all(engine.models[name] for name in ("high", "low"))  # loads the resident parameters
-    before, seen = io_bytes("rchar"), []
+    before = io_bytes("rchar")
+    seen = []
     visits = step_visits(["high", "low"], engine.block_counts)
     with engine.run(visits) as engine_run:
         for visit in visits:

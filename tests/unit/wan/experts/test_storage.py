@@ -48,7 +48,8 @@ def test_resident_bytes_of_the_real_model():
 class Only:
     """Single-rank group."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def compare(self, said):
         return (said,)

@@ -20,7 +20,9 @@ from wanstream.wan.lora.keys import (
 CONFIG = wan_config(heads=1, layers=12, ffn_dim=8, text_dim=8)
 PARAMETERS = list(parameter_shapes(CONFIG))
 WEIGHTS = [name for name in PARAMETERS if not name.endswith(".bias")]
-BLOCK, NATIVE, PEFT = "blocks.7", "diffusion_model.blocks.7", "base_model.model.blocks.7"
+BLOCK = "blocks.7"
+NATIVE = "diffusion_model.blocks.7"
+PEFT = "base_model.model.blocks.7"
 Q = f"{BLOCK}.attn1.to_q"
 
 # Written out by hand, from trainers' files.

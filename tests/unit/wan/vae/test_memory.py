@@ -24,7 +24,8 @@ from wanstream.wan.vae.memory import (
 from wanstream.wan.vae.tiles import Tiling, decoded_frames
 from wanstream.wan.vae.weights import family_of
 
-KB, MB = 1024, 1_000_000
+KB = 1024
+MB = 1_000_000
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -228,7 +228,8 @@ def _average(tensors: Tensors) -> Edits:
     return {f"ema.{key}": tensor.clone() for key, tensor in tensors.items()}
 
 
-HEAD, ENCODER = "decoder.head.2.weight", "encoder.conv1.weight"
+HEAD = "decoder.head.2.weight"
+ENCODER = "encoder.conv1.weight"
 
 
 @pytest.mark.parametrize(

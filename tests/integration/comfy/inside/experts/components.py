@@ -38,8 +38,10 @@ from ..families import _difference, _normal
 
 # None has "(" or ")", which ComfyUI reads as word weights, and all are clean.
 PROMPTS = ["a cat walks through the snow", "", "caf\u00e9 \u65e5\u672c, 100 %!", "words " * 60]
-WAN21_VAE, WAN22_VAE = "wan_2.1_vae.safetensors", "wan2.2_vae.safetensors"
-HEIGHT, FRAMES = 32, 17
+WAN21_VAE = "wan_2.1_vae.safetensors"
+WAN22_VAE = "wan2.2_vae.safetensors"
+HEIGHT = 32
+FRAMES = 17
 START, END = (
     torch.rand(count, *size, 3, generator=torch.Generator().manual_seed(count))
     for count, size in ((6, (45, 90)), (4, (70, 33)))

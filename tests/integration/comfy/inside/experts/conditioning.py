@@ -83,7 +83,8 @@ NODE_FAILS = {
     "WanInfiniteTalkToVideo: clip_vision_output",
 }
 
-SIZE, FRAMES = 64, 9
+SIZE = 64
+FRAMES = 9
 FILES = ("nodes_wan", "nodes_wanmove", "nodes_scail", "nodes_wandancer")
 MODULES = [name for name in FILES if importlib.util.find_spec(f"comfy_extras.{name}")]
 """Native Wan node files. Older ComfyUI versions lack some."""
@@ -102,8 +103,12 @@ class Model:
 class AudioProjection:
     """InfiniteTalk's audio projection."""
 
-    seq_len, blocks, channels = 5, 12, 768
-    intermediate_dim, context_tokens, output_dim = 512, 32, 768
+    seq_len = 5
+    blocks = 12
+    channels = 768
+    intermediate_dim = 512
+    context_tokens = 32
+    output_dim = 768
 
     def __call__(self, first: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1, 3, 32, 8)
@@ -117,7 +122,8 @@ def _audio(width: int, layers: int) -> dict[str, Any]:
 
 def _values(node: str) -> dict[str, Any]:
     """Something for every input on these nodes, by name."""
-    picture, video = torch.full((1, SIZE, SIZE, 3), 0.25), torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
+    picture = torch.full((1, SIZE, SIZE, 3), 0.25)
+    video = torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
     audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}
     text = {"pooled_output": None}
     seen = _clip(tokens=257, width=1280)

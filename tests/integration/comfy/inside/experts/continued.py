@@ -24,7 +24,10 @@ from ..families import _difference, _normal
 from ..samplers import NEAR, ksamplers, our_sampler
 from .guider import SHIFT, Side
 
-STEPS, SWITCH, GUIDANCE, FRAMES = 4, 2, 3.5, 17
+STEPS = 4
+SWITCH = 2
+GUIDANCE = 3.5
+FRAMES = 17
 LATENT_FRAMES = 5
 SEEDS = (42, 43, 44)
 

@@ -48,7 +48,9 @@ from ..patches import node_results
 from ..samplers import NEAR, SEED, back_and_forth, guided, shifted, switching, texts
 from ..tiny_models import logged
 
-SHIFT, BOUNDARY, STEPS = 5.0, 0.875, 6
+SHIFT = 5.0
+BOUNDARY = 0.875
+STEPS = 6
 SHAPE = (1, 16, 2, 8, 6)
 GUIDANCE = (4.0, 3.0)
 SEEDLESS = {"euler_ancestral", "dpmpp_sde", "heunpp2", "lcm", "sa_solver", "seeds_2"}
@@ -191,7 +193,8 @@ def check_sampler(side, name):
     sigmas = simple_sigmas(name)
     if name == ADAPTIVE:  # coarse, and so with few calls
         sampler = comfy.samplers.ksampler(name, {"rtol": 0.5, "atol": 0.5})
-    ours, theirs = side.ours(), side.theirs()
+    ours = side.ours()
+    theirs = side.theirs()
     result = sampled(ours, sampler, sigmas)
     after = _state()
     native = sampled(theirs, sampler, sigmas)
@@ -275,7 +278,8 @@ def check_guidance_of_other_packs(side, name):
 
 @for_each("euler", "dpmpp_2m", "ddim")
 def check_mask(side, name):
-    latent, mask = _normal(*SHAPE, seed=3), torch.zeros(1, 1, *SHAPE[2:])
+    latent = _normal(*SHAPE, seed=3)
+    mask = torch.zeros(1, 1, *SHAPE[2:])
     mask[..., :4] = 1
     mask[:, :, 1:, :, 2:5] = 0.5
     for start in (0, 2):
@@ -439,7 +443,8 @@ def check_eviction(side):
     """A preview loads a VAE in the middle of a run, with too little free memory."""
     guider = side.ours()
     whole = sampled(guider)
-    patcher, cpu = guider.model_patcher, torch.device("cpu")
+    patcher = guider.model_patcher
+    cpu = torch.device("cpu")
     during = []
 
     def evict(step: int, *_: Any) -> None:

@@ -35,8 +35,12 @@ from ..samplers import (
 )
 from .variants import Vae
 
-SHIFT, STEPS, GUIDANCE = 5.0, 6, 5.0
-HEIGHT, WIDTH, FRAMES = 4, 6, 9
+SHIFT = 5.0
+STEPS = 6
+GUIDANCE = 5.0
+HEIGHT = 4
+WIDTH = 6
+FRAMES = 9
 """Latent height and width, and frames."""
 SIZE = (3, HEIGHT, WIDTH)
 EMPTY = {"samples": torch.zeros(1, 16, *SIZE)}

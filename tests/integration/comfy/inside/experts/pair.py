@@ -34,9 +34,13 @@ from ..samplers import (
     write_vae,
 )
 
-WIDTH, HEIGHT, FRAMES = 48, 32, 9
+WIDTH = 48
+HEIGHT = 32
+FRAMES = 9
 LATENT = (3, HEIGHT // 8, WIDTH // 8)
-SHIFT, STEPS, SWITCH = 5.0, 6, 3
+SHIFT = 5.0
+STEPS = 6
+SWITCH = 3
 EXPERTS = {
     "high": (1, 16), "low": (2, 16), "high_lora": (3, 16), "i2v_high": (4, 36), "i2v_low": (5, 36),
 }  # fmt: skip

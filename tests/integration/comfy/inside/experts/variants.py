@@ -47,10 +47,14 @@ from ..samplers import (
     texts,
 )
 
-SHIFT, STEPS, SWITCH = 5.0, 5, 2
+SHIFT = 5.0
+STEPS = 5
+SWITCH = 2
 GUIDANCE = (4.0, 3.0)
 """Guidance scales for the high-noise and the low-noise expert."""
-FRAMES, LATENT_HEIGHT, LATENT_WIDTH = 9, 4, 6
+FRAMES = 9
+LATENT_HEIGHT = 4
+LATENT_WIDTH = 6
 HAS_CONTEXTS = importlib.util.find_spec("comfy_extras.nodes_bernini") is not None
 """False for a ComfyUI that does not read context latents."""
 
@@ -279,7 +283,8 @@ def context_inputs(*sizes: tuple[int, int, int], batch: int = 1) -> Inputs:
     return sides, {"samples": torch.zeros(batch, 16, 3, LATENT_HEIGHT, LATENT_WIDTH)}
 
 
-SOURCE, IMAGES = (3, 4, 6), ((1, 8, 4), (1, 2, 10))
+SOURCE = (3, 4, 6)
+IMAGES = ((1, 8, 4), (1, 2, 10))
 """Sizes of context latents."""
 
 

@@ -47,7 +47,8 @@ from ..checks import for_each, refused, require
 from ..experts.guider import slow_machine
 from ..tiny_models import logged
 
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 PLENTY = 100 * 2**30
 WORKING = 3 * 2**30
 SCALE = 1000
@@ -535,7 +536,8 @@ def check_room_for_a_decode(files):
     # bytes are free.
     for lacking in (-1, 1000, 2**30, 5 * 2**30):
         with world(files) as (here, _):
-            neighbour, notes = here.neighbour(2**32), TileNotes()
+            neighbour = here.neighbour(2**32)
+            notes = TileNotes()
             here.capacity = here.taken + whole - lacking
             tiling = _first_tiling(here.host.memory, settings, vae, needs, notes)
             given = 2**32 - neighbour.loaded_size()

@@ -262,7 +262,8 @@ def _(model: Any) -> None:
 @case("patched_weight in_dynamic_vram")
 def _(model: Any) -> None:
     model = with_lora(model)
-    layer, patches = layer_of(model), model.patches[KEY]
+    layer = layer_of(model)
+    patches = model.patches[KEY]
     weight = layer.weight.detach().clone()
     if hasattr(comfy.ops, "resolve_cast_module_with_vbar"):  # absent in 0.18.1
         for stored in (weight, quantised(weight)):
@@ -286,7 +287,8 @@ def layer_with(layer: nn.Module, weight: torch.Tensor) -> Any:
     if isinstance(weight, nn.Parameter) or type(weight) is torch.Tensor:
         return layer
     made = comfy.ops.mixed_precision_ops().Linear(2, 2, bias=False)
-    made.weight, made.layout_type = nn.Parameter(weight, requires_grad=False), weight._layout_cls
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.layout_type = weight._layout_cls
     return made
 
 
@@ -358,7 +360,8 @@ def _(model: Any) -> None:
     absent = {"pinned", "backup_buffers", "cached_patcher_init"} if OLD else set()
     assert versions.OF_THE_WEIGHTS - vars(model).keys() == absent
     assert vars(model).keys() - versions.OF_THE_WEIGHTS <= CARRIED
-    changed, target = with_lora(model), comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), CPU, CPU)
+    changed = with_lora(model)
+    target = comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), CPU, CPU)
     own = target.model
     versions.carry_over(changed, target)
     assert target.patches is changed.patches
@@ -375,7 +378,8 @@ def _(model: Any) -> None:
 
 @case("copy_run_state")
 def _(model: Any) -> None:
-    source, target = SimpleNamespace(latent_shapes=[(1, 2)]), SimpleNamespace()
+    source = SimpleNamespace(latent_shapes=[(1, 2)])
+    target = SimpleNamespace()
     versions.copy_run_state(model.model, target)
     versions.copy_run_state(source, target)
     assert target.latent_shapes == [(1, 2)]

@@ -318,7 +318,8 @@ def write_gguf(
         return struct.pack("<Q", len(value)) + value.encode()
 
     field = text("general.architecture") + struct.pack("<I", 8) + text(architecture)
-    entries, data = b"", b""
+    entries = b""
+    data = b""
     for name, tensor in tensors.items():
         kind = type_of(name, tensor)
         shape = list(reversed(tensor.shape))

@@ -28,7 +28,8 @@ from ..tiny_models import (
 from .models import compare
 
 setup = Files
-STEPS, CHUNKS = 3, 12
+STEPS = 3
+CHUNKS = 12
 run = partial(sample, family=WAN, steps=STEPS)
 
 

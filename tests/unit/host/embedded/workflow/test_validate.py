@@ -40,7 +40,9 @@ def _types(verdict: Verdict) -> dict[str, list[str]]:
     }
 
 
-TYPE, LINK, CHOICE = "invalid_input_type", "return_type_mismatch", "value_not_in_list"
+TYPE = "invalid_input_type"
+LINK = "return_type_mismatch"
+CHOICE = "value_not_in_list"
 INNER = "exception_during_inner_validation"
 NODE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("1", {"value": 101}, "value_bigger_than_max"),
@@ -140,7 +142,8 @@ def combo_fault(value: str, *options: str) -> Any:
 
 
 def test_name_that_is_not_in_the_list_gets_the_near_one():
-    high, low = "wan22/high_noise.safetensors", "wan22/low_noise.safetensors"
+    high = "wan22/high_noise.safetensors"
+    low = "wan22/low_noise.safetensors"
     for value, near in (
         ("high_noise.safetensors", high),
         ("WAN22/High_Noise.safetensors", high),
