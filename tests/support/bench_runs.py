@@ -8,9 +8,7 @@ from wanstream.bench import Report, Trial, Variant
 from wanstream.schema.records import STEP_FIGURES, StepRecord, Timeline
 
 
-def _step(
-    index: int, expert: str, wall_s: float, *, stall_s: float = 0.0, **values: Any
-) -> StepRecord:
+def _step(index, expert, wall_s, *, stall_s=0.0, **values) -> StepRecord:
     given = {
         "sigma": 1 - index / 100,
         "compute_s": wall_s - stall_s,
@@ -35,9 +33,7 @@ def make_timeline(*walls: float, switch: int = 3, first: int = 0, **values: Any)
     return Timeline(**{"kind": "measured", "steps": steps, **of_run})
 
 
-def make_variant(
-    name: str, *runs: Timeline, latents: str = "ab" * 32, job: str = "one", **values: Any
-) -> Variant:
+def make_variant(name, *runs, latents="ab" * 32, job="one", **values) -> Variant:
     """Return a variant with these measured runs."""
     trials = tuple(Trial(timeline=run, latents=latents) for run in runs)
     given = {"settings": {"Policy": name}, "job": job, "trials": trials, **values}

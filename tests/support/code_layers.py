@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from wanstream.block_kernels import ScaledLinear
@@ -12,13 +11,7 @@ from wanstream.block_kernels import ScaledLinear
 LayerT = TypeVar("LayerT", bound=ScaledLinear)
 
 
-def loaded(
-    layer: LayerT,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    patch: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> LayerT:
+def loaded(layer, codes, scale, bias=None, patch=(None, None)) -> LayerT:
     """Return `layer` with these tensors."""
     layer.weight = nn.Parameter(codes, requires_grad=False)
     layer.weight_scale = scale

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,9 +21,7 @@ class ForkedCommand:
         largest_file: limit in bytes for any file, in place of a full disk.
     """
 
-    def __init__(
-        self, arguments: Sequence[str], temporary: Path, *, largest_file: int | None = None
-    ) -> None:
+    def __init__(self, arguments, temporary, *, largest_file=None) -> None:
         reads, writes = os.pipe()
         # A pipe too: the size limit would apply to a file. Results are shorter than a pipe.
         reads_stdout, stdout = os.pipe()

@@ -195,15 +195,7 @@ def block_costs(expert: ExpertShape = SMALL, **changes: Any) -> BlockCosts:
     )
 
 
-def run_shape(
-    high: int = 4,
-    low: int = 4,
-    *,
-    tokens: int = TOKENS,
-    expert: ExpertShape = SMALL,
-    linear_format: str = "",
-    **changes: Any,
-) -> RunShape:
+def run_shape(high=4, low=4, *, tokens=TOKENS, expert=SMALL, linear_format="", **changes):
     """Return the shape of a two-expert run in bf16, with one lane each.
 
     `tokens` are for the longest lane.
@@ -226,9 +218,7 @@ def run_shape(
     return RunShape(**{**values, "steps": tuple(values["steps"]), "blocks": blocks})
 
 
-def predicted(
-    run: RunShape, machine: RatedMachine, policy: OffloadPolicy, *, by_step: bool = False
-) -> Prediction:
+def predicted(run, machine, policy, *, by_step=False) -> Prediction:
     """Return the simulated run."""
     costs = run.costs(machine, policy.chunk_tokens)
     return predict(costs.by_step if by_step else costs, policy)
@@ -240,9 +230,7 @@ def needs_of(run: RunShape, machine: RatedMachine, policy: OffloadPolicy) -> Mem
     return memory_needs(run.blocks, policy, has_bus=machine.has_bus, working_bytes=working_bytes)
 
 
-def visit_seconds(
-    run: RunShape, machine: RatedMachine, expert: str, chunk_tokens: int | None = None
-) -> float:
+def visit_seconds(run, machine, expert, chunk_tokens=None) -> float:
     """Return the seconds for a visit with all lanes in an expert."""
     return run.costs(machine, chunk_tokens).hardware.visit_s[expert]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import ExpertsRef
-from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.distributed.split_jobs import SplitProcesses, job_leave_while_it_waits
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.sampling.runs import LAYERWISE, normal
@@ -26,9 +24,7 @@ Runs = tuple[SplitProcesses, Callable[[str], tuple[Any, ...]]]
 
 
 @pytest.fixture
-def runs(
-    processes: Processes, tiny_expert_folder: Callable[..., Path], make_task: Callable[..., Any]
-) -> Iterator[Runs]:
+def runs(processes, tiny_expert_folder, make_task) -> Iterator[Runs]:
     """Processes that join as the ranks of a mesh, each on a different GPU, and a run's arguments.
 
     The run has 48 tokens and experts with four heads. The processes leave after the test.

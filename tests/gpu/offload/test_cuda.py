@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload import OffloadEngine, attach_offload
+from wanstream.offload import attach_offload
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
@@ -75,9 +75,7 @@ def plain(gpu: Accelerator, stacks: Stacks, hidden: torch.Tensor) -> Callable[..
     return run
 
 
-def streamed(
-    gpu: Accelerator, handle: OffloadEngine, stacks: Stacks, value: torch.Tensor, *, slow: int = 3
-) -> torch.Tensor:
+def streamed(gpu, handle, stacks, value, *, slow=3) -> torch.Tensor:
     """Stream one run. Every `slow`-th visit delays the device before it reads the block."""
 
     def during(visit: int) -> None:

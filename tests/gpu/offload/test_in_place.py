@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from wanstream.offload import LockedTensors, OffloadEngine, attach_offload, map_memory
+from wanstream.offload import LockedTensors, attach_offload, map_memory
 from wanstream.offload.engine.attach import ONLY_STACK
 from wanstream.offload.host_memory.in_place import whole_pages
 from wanstream.schema import OffloadPolicy
-from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.offload.streaming import LAYERWISE, attach, plainly, raise_at, stream
 
 WIDTH, BLOCKS = 37, 4
@@ -79,14 +78,7 @@ def inside(tensor: torch.Tensor) -> torch.Tensor:
     return memory[whole.start : whole.stop]
 
 
-def run(
-    gpu: Accelerator,
-    stack: nn.ModuleList,
-    engine: OffloadEngine,
-    hidden: torch.Tensor,
-    *,
-    stop_at: int | None = None,
-) -> torch.Tensor:
+def run(gpu, stack, engine, hidden, *, stop_at=None) -> torch.Tensor:
     interrupt = raise_at(stop_at)
 
     def during(visit: int) -> None:

@@ -66,9 +66,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
         request.node.funcargs.clear()  # the test's other fixtures have tensors on the device
 
 
-def weights_of_visits(
-    device: torch.device, policy: OffloadPolicy, *, fp8: bool, patch: str, stop_at: int | None
-) -> list[torch.Tensor]:
+def weights_of_visits(device, policy, *, fp8, patch, stop_at) -> list[torch.Tensor]:
     """Stream blocks twice, first up to visit `stop_at`, and return the weights found by visits."""
     source = MemorySource(fp8=fp8, growing=True, longest_s=0.001)
     rows = [source.formats[key].computed.tensors[0].shape[0] for key in KEYS]

@@ -99,9 +99,7 @@ def _patch_futures(machine: Machine, patched: ExitStack) -> None:
 
     submit = ThreadPoolExecutor.submit
 
-    def submit_after(
-        self: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
+    def submit_after(self, work, /, *args, **kwargs) -> Future[Any]:
         clock = _sent(machine)
 
         def ordered() -> Any:

@@ -41,9 +41,7 @@ class Work:
 
     __slots__ = ("before", "end", "run", "slow", "stream")
 
-    def __init__(
-        self, stream: Stream, run: Callable[[], object], before: list[Work], *, slow: bool
-    ) -> None:
+    def __init__(self, stream, run, before, *, slow) -> None:
         self.stream, self.before = stream, before
         self.run: Callable[[], object] | None = run
         self.end = 0.0
@@ -78,14 +76,7 @@ class Stream(Actor):
         self.last: Work | None = None
         self._waits: list[Work] = []
 
-    def issue(
-        self,
-        run: Callable[[], object],
-        accesses: Sequence[Range],
-        words: str,
-        *,
-        slow: bool = False,
-    ) -> Work:
+    def issue(self, run, accesses, words, *, slow=False) -> Work:
         """Append work that reads and writes the ranges in `accesses`."""
         machine = self.machine
         with machine.lock:
@@ -564,9 +555,7 @@ class Machine:
             return None
         return locked, start
 
-    def host_ranges(
-        self, memory: torch.Tensor, locked: tuple[LockedRange, int], *, write: bool
-    ) -> list[Range]:
+    def host_ranges(self, memory, locked, *, write) -> list[Range]:
         """Return the byte ranges for page-locked `memory`, in the lock and in the mapping."""
         ranges = [Range(locked[0].history, locked[1], locked[1] + memory.nbytes, write)]
         if (pages := self.pages_of(memory)) is not None:

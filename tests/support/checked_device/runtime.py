@@ -116,9 +116,7 @@ def registered(family: str, runtime: type[DeviceRuntime] | None) -> Iterator[Non
 
 
 @contextmanager
-def checked_machine(
-    seed: int = 0, *, devices: int = 1, capacity: int = 2**33, streams: bool = True
-) -> Iterator[Machine]:
+def checked_machine(seed=0, *, devices=1, capacity=2**33, streams=True) -> Iterator[Machine]:
     """Provide a machine with checked devices inside the `with`, then check for leftovers.
 
     Without `streams` the devices have no runtime, and only the calling thread may use them.

@@ -161,9 +161,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return type(result)(CheckedTensor(base, source.block) for base in result)
 
 
-def _launch(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: Sequence[torch.Tensor]
-) -> Any:
+def _launch(func, args, kwargs, *, writes) -> Any:
     """Issue an operation to the device's current stream.
 
     `writes` are the changed arguments.
@@ -205,9 +203,7 @@ def _launch(
 _OUTPUTS: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
 
-def _outputs(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], pytree.TreeSpec]:
+def _outputs(func, args, kwargs) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the result's leaves as meta tensors, and the structure.
 
     They depend on no values.

@@ -12,7 +12,7 @@ import gc
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -309,26 +309,20 @@ class Case:
         return torch.addmm(matrix, patch.up.to(matrix), patch.down.to(matrix)).cpu()
 
 
-def add_product(
-    calls: list[str], matrix: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]
-) -> Mapping[str, torch.Tensor]:
+def add_product(calls, matrix, parts) -> Mapping[str, torch.Tensor]:
     calls.extend(matrix)
     whole = matrix[""]
     whole.addmm_(parts["up"].to(whole), parts["down"].to(whole))
     return {}
 
 
-def scenario(
-    function: Callable[..., None], name: str | None = None, **how: Any
-) -> Callable[..., None]:
+def scenario(function, name=None, **how) -> Callable[..., None]:
     """Add a function to the scenarios. `how` are the arguments after the device."""
     SCENARIOS[name or function.__name__] = lambda gpu: function(gpu, **how)
     return function
 
 
-def scenarios(
-    **variants: Mapping[str, Any],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def scenarios(**variants) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add a function once for each set of arguments."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -517,14 +511,7 @@ def policy_apart(gpu: Accelerator, **how: Any) -> None:
     deep={"policy": replace(DEEP, source="pinned"), "passes": 3, "computations": 2},
     from_disk={"first": LAYERWISE, "passes": 3, "computations": 4},
 )
-def computed_patches(
-    gpu: Accelerator,
-    passes: int,
-    computations: int,
-    policy: OffloadPolicy = PINNED,
-    first: OffloadPolicy | None = None,
-    **how: Any,
-) -> None:
+def computed_patches(gpu, passes, computations, policy=PINNED, first=None, **how) -> None:
     """A block that stays in RAM is patched once, and read again for another patch.
 
     With the policy `first`, a pass before leaves blocks in staging slots.
@@ -640,14 +627,7 @@ class Ranks:
     Their runs are threads in this process.
     """
 
-    def __init__(
-        self,
-        gpu: Accelerator,
-        policy: OffloadPolicy = LAYERWISE,
-        *,
-        on_device: bool = False,
-        **how: Any,
-    ) -> None:
+    def __init__(self, gpu, policy=LAYERWISE, *, on_device=False, **how) -> None:
         self.gpu, self.on_device = gpu, on_device
         self.cases = [Case(gpu, policy, sharded=each, **how) for each in self._new_group()]
 
@@ -657,9 +637,7 @@ class Ranks:
             if error is not None:
                 raise error
 
-    def try_run(
-        self, passes: int = 2, *, apart: bool = False, hows: Sequence[Mapping[str, Any]]
-    ) -> list[BaseException | None]:
+    def try_run(self, passes=2, *, apart=False, hows) -> list[BaseException | None]:
         """Run with different `Case.run` arguments on the ranks, and return the errors."""
         errors: list[BaseException | None] = [None, None]
 

@@ -17,9 +17,7 @@ Change = Edits | Callable[[Tensors], Edits]
 """Edits, or a function that makes them from the file's tensors."""
 
 
-def rewrite(
-    source: Path, target: Path, change: Change, metadata: Mapping[str, str] | None = None
-) -> Path:
+def rewrite(source, target, change, metadata=None) -> Path:
     """Write a changed copy of a safetensors file, and return its path.
 
     `metadata` adds entries to the header.

@@ -120,9 +120,7 @@ class LimitedPageLock:
 
 @pytest.fixture
 def make_stack() -> Callable[..., nn.ModuleList]:
-    def make(
-        count: int, *, seed: int = 0, width: int = 32, dtype: torch.dtype = torch.float32
-    ) -> nn.ModuleList:
+    def make(count, *, seed=0, width=32, dtype=torch.float32) -> nn.ModuleList:
         return copy.deepcopy(_random_stack(count, seed, width, dtype))
 
     return make

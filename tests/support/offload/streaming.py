@@ -13,7 +13,6 @@ from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.engine.run import EngineRun
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.telemetry import Recorder
 
 CPU = torch.device("cpu")
 BLOCKS = 6
@@ -55,9 +54,7 @@ def attach(stacks: Stacks, policy: OffloadPolicy = LAYERWISE, **how: Any) -> Off
     return attach_offload(stacks, policy=policy, follow_forward=False, **{"device": CPU, **how})
 
 
-def plainly(
-    stacks: Stacks, steps: Sequence[str] = STEPS, value: torch.Tensor = ONES
-) -> torch.Tensor:
+def plainly(stacks, steps=STEPS, value=ONES) -> torch.Tensor:
     """Return the result of whole stacks. An attached stack has no weights: call this before."""
     for name in steps:
         for block in stacks[name]:
@@ -75,15 +72,7 @@ def raise_at(number: int | None, error: BaseException | None = None) -> Callable
     return during
 
 
-def stream(
-    engine: OffloadEngine,
-    stacks: Stacks,
-    steps: Sequence[str] = STEPS,
-    value: torch.Tensor = ONES,
-    *,
-    during: Callable[[int], object] = lambda visit: None,
-    recorder: Recorder | None = None,
-) -> tuple[torch.Tensor, EngineRun]:
+def stream(engine, stacks, steps=STEPS, value=ONES, *, during=lambda visit: None, recorder=None):
     """Stream whole steps with `during(number)` in each visit. Return the result and the run."""
     number = 0
     with engine.run(step_visits(steps, engine.block_counts), recorder) as run:

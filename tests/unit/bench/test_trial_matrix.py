@@ -9,9 +9,7 @@ from wanstream.schema import OffloadPolicy
 LAYERWISE, PINNED = OffloadPolicy.layerwise(), OffloadPolicy.block_swap(20, 2, source="pinned")
 
 
-def names(
-    policies: str = "", prefetch: str = "", steps: str = "", base: OffloadPolicy = LAYERWISE
-) -> list[str]:
+def names(policies="", prefetch="", steps="", base=LAYERWISE) -> list[str]:
     return [setting.name for setting in TrialMatrix.parse(policies, prefetch, steps).settings(base)]
 
 

@@ -40,9 +40,7 @@ def _all_policies(run: RunShape) -> list[OffloadPolicy]:
     return found
 
 
-def _budget(
-    run: RunShape, machine: Machine, *, device: OffloadPolicy, ram: OffloadPolicy | None = None
-) -> Budgets:
+def _budget(run, machine, *, device, ram=None) -> Budgets:
     """Just enough for `device` on the device and for `ram` (default: the same) in RAM."""
     return Budgets(
         vram_bytes=needs_of(run, machine, device).device_bytes,

@@ -37,14 +37,7 @@ def call(nbytes: int, compute_s: float, bus: float, disk: float, **figures: Any)
     return StepRecord.of(index=0, expert="model", sigma=1.0, **given)
 
 
-def choose(
-    costs: BlockCosts,
-    record: StepRecord,
-    *,
-    vram: int | None = None,
-    ram: int | None = None,
-    **changes: Any,
-) -> PassPlan | None:
+def choose(costs, record, *, vram=None, ram=None, **changes) -> PassPlan | None:
     """Plan calls like `record`. None means no limit."""
     given = {"passes": 1, "present": LAYERWISE, "has_bus": True, **changes}
     budgets = Budgets(vram_bytes=vram, ram_bytes=ram)

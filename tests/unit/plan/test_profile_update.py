@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import Budgets, Machine, OffloadPlan, calibrate_machine, plan_offload
+from wanstream.plan import Budgets, Machine, calibrate_machine, plan_offload
 from wanstream.schema import OffloadPolicy
-from wanstream.shapes import RunShape, StepShape
+from wanstream.shapes import StepShape
 from wanstream.tests.support.plan_fixtures import needs_of, predicted, rated, rated_cpu, run_shape
 from wanstream.tests.support.sampling.steps import changed_step
 
@@ -16,13 +16,7 @@ FAST_MEMORY = {"read": 0.01, "copy": 0.01}
 """Seconds per block that no step waits for."""
 
 
-def _corrected(
-    believed: Machine,
-    run: RunShape,
-    chosen: OffloadPlan,
-    real: Machine,
-    ran: RunShape | None = None,
-) -> Machine:
+def _corrected(believed, run, chosen, real, ran=None) -> Machine:
     """Return `believed`, corrected by the first step of `ran` (default: `run`) on `real`."""
     first = predicted(ran or run, real, chosen.policy).timeline.steps[0]
     return calibrate_machine(believed, run, chosen, first)

@@ -35,9 +35,7 @@ def _fit(policy: OffloadPolicy, buffers: float) -> OffloadPolicy:
     return shrink_to_budget(policy, COUNTS, budget=OUTSIDE + buffers, device_bytes=_bytes)
 
 
-def _smaller(
-    policy: OffloadPolicy, missing: float = 1, tokens: int = 75_600
-) -> OffloadPolicy | None:
+def _smaller(policy, missing=1, tokens=75_600) -> OffloadPolicy | None:
     chunks = chunks_below(tokens)
     return next_smaller_policy(policy, COUNTS, missing=missing, chunks=chunks, device_bytes=_bytes)
 

@@ -28,9 +28,7 @@ def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
 
 
-def sample(
-    at: float, *, device: int | None = None, used: int | None = None, rss: int = 1
-) -> MemorySample:
+def sample(at, *, device=None, used=None, rss=1) -> MemorySample:
     return MemorySample(at_s=at, device_bytes=device, device_used_bytes=used, rss_bytes=rss)
 
 

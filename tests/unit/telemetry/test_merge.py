@@ -12,9 +12,7 @@ from wanstream.telemetry import concatenate_timelines, merge_timelines, shift_ti
 from wanstream.tests.support.sampling.steps import changed_step
 
 
-def step(
-    index: int, *, wall_s: float = 1.0, start_s: float | None = 0.0, expert: str = "high"
-) -> StepRecord:
+def step(index, *, wall_s=1.0, start_s=0.0, expert="high") -> StepRecord:
     sizes = {"bytes_moved": 100, "read_bytes": 50, "copied_bytes": 60, "rss_bytes": 1000 + index}
     times = {"wall_s": wall_s, "compute_s": wall_s / 2, "stall_s": wall_s / 4, "start_s": start_s}
     return StepRecord.of(index=index, expert=expert, sigma=1.0 - index / 10, **sizes, **times)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
 
-from wanstream.offload import OffloadEngine, StackCalls, StackPass, StreamSession
+from wanstream.offload import StackCalls, StreamSession
 from wanstream.plan.programs import PassOrders
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.offload.streaming import BLOCKS, CPU, attach
@@ -19,9 +18,7 @@ ORDERS = {stack: PassOrders(blocks=BLOCKS) for stack in (H, L)}
 PREDICTED = [H] * 3 + [L] * 2
 
 
-def run(
-    engine: OffloadEngine, calls: Sequence[tuple[str, int]], course: Sequence[StackPass] = ()
-) -> tuple[StreamSession, StackCalls]:
+def run(engine, calls, course=()) -> tuple[StreamSession, StackCalls]:
     """Make calls (an expert and a pass count each), and return the closed session."""
     source = StackCalls(ORDERS, PREDICTED, course)
     unchanged = SimpleNamespace(revised=lambda record: None)

@@ -33,9 +33,7 @@ class Model:
         self.lockstep = Lockstep(self.session, self.engine.device)
         self.session.begin()
 
-    def call(
-        self, seed: int, order: Sequence[int] = WHOLE, *, fail_at: int | None = None
-    ) -> torch.Tensor:
+    def call(self, seed, order=WHOLE, *, fail_at=None) -> torch.Tensor:
         hidden = float(seed) * ONES
         for block in order:
             self.lockstep.lane.await_block(block)

@@ -61,15 +61,7 @@ def weights(tmp_path_factory) -> Path:
     return path
 
 
-def measure(
-    weights: Path,
-    policy: OffloadPolicy,
-    computed: torch.dtype,
-    *,
-    direct: bool = False,
-    recorder: Recorder | None = None,
-    **how: object,
-) -> Recorder:
+def measure(weights, policy, computed, *, direct=False, recorder=None, **how) -> Recorder:
     """Stream some steps through all blocks, and return the recorder."""
     recorder = recorder or Recorder(CPU)
     places = read_header(weights).tensors

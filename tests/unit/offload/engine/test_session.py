@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wanstream.offload import OffloadEngine, PassCalls, StreamSession
+from wanstream.offload import PassCalls, StreamSession
 from wanstream.offload.sources.base import SourceError
 from wanstream.plan.programs import PassOrders
 from wanstream.schema import OffloadPolicy, StateError
@@ -26,9 +26,7 @@ POLICIES = [
 class Passes:
     """Consecutive sessions: each starts with the orders learned before."""
 
-    def __init__(
-        self, engine: OffloadEngine, stacks: dict, orders: PassOrders | None = None
-    ) -> None:
+    def __init__(self, engine, stacks, orders=None) -> None:
         self.orders = orders or PassOrders(blocks=BLOCKS)
         self._engine = engine
         self._stack = stacks["high"]

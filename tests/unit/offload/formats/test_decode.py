@@ -55,12 +55,7 @@ def flats(both: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
     return allocate_flat(both.stored.nbytes, "cpu"), allocate_flat(both.computed.nbytes, "cpu")
 
 
-def decoded(
-    stored: Tensors,
-    computed: torch.dtype,
-    scales: Tensors,
-    packings: dict[str, Packing] | None = None,
-) -> Tensors:
+def decoded(stored, computed, scales, packings=None) -> Tensors:
     """Decode a block. Packed tensors are groups of matrices with `COLUMNS`."""
     packings = packings or {}
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}

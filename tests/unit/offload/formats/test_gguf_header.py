@@ -50,13 +50,7 @@ def entry(name: str = "a", dims: tuple[int, ...] = (2,), kind: int = F32, offset
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
 
 
-def whole(
-    *entries: bytes,
-    fields: tuple[bytes, ...] = (),
-    data: int = 64,
-    start: bytes = START,
-    counts: tuple[int, int] | None = None,
-) -> bytes:
+def whole(*entries, fields=(), data=64, start=START, counts=None) -> bytes:
     """Return a file's bytes, with entry `a` of two numbers by default."""
     entries = entries or (entry(),)
     counts = counts or (len(entries), len(fields))

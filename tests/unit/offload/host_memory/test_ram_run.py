@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,9 +26,7 @@ def nothing(block: int) -> None: ...
 class Gated:
     """Source and page-lock driver with reads and locks given by the test."""
 
-    def __init__(
-        self, read: Callable[[int], object] = nothing, lock: Callable[[int], object] = nothing
-    ) -> None:
+    def __init__(self, read=nothing, lock=nothing) -> None:
         block = block_format({"w": ((NBYTES,), torch.uint8)}, torch.uint8)
         self.formats = {BlockKey("high", number): block for number in range(BLOCKS)}
         self.started = [threading.Event() for _ in range(BLOCKS)]

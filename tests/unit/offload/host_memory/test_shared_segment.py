@@ -31,9 +31,7 @@ def content(index: int) -> torch.Tensor:
     return ((torch.arange(NBYTES) * 7 + index) % 251).to(torch.uint8)
 
 
-def fill(
-    segment: SharedSegment, key: BlockKey, read: Callable[[torch.Tensor], object]
-) -> torch.Tensor:
+def fill(segment, key, read) -> torch.Tensor:
     """Read a block into the segment, unless another rank has."""
     with segment.reserve(key) as reservation:
         if reservation.needs_fill:

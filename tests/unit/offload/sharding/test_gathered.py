@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from wanstream.offload import BlockPatch, WeightPatch
 from wanstream.offload.formats.safetensors_header import read_header
@@ -52,15 +50,7 @@ class Stopped(StoppedTogether):
 class Rank:
     """Two copied stacks, streamed from their file."""
 
-    def __init__(
-        self,
-        stack: nn.ModuleList,
-        path: Path,
-        policy: str,
-        sharded: Sharded | None,
-        *,
-        fp8: bool = False,
-    ) -> None:
+    def __init__(self, stack, path, policy, sharded, *, fp8=False) -> None:
         tensors = read_header(path).tensors
         keys = [BlockKey(name, i) for name in ("high", "low") for i in range(BLOCKS)]
         places = {key: {w: tensors[f"{n}.{w}"] for w in WEIGHTS} for n, key in enumerate(keys)}
@@ -69,9 +59,7 @@ class Rank:
         self.stacks = {"high": copy.deepcopy(stack[:BLOCKS]), "low": copy.deepcopy(stack[BLOCKS:])}
         self.engine = attach(self.stacks, POLICIES[policy], source=source, sharded=sharded)
 
-    def run(
-        self, steps: Sequence[str] = STEPS, *, before: Callable[[int], None] = lambda visit: None
-    ) -> torch.Tensor:
+    def run(self, steps=STEPS, *, before=lambda visit: None) -> torch.Tensor:
         hidden = torch.ones(3, WIDTH)
         visits = step_visits(steps, self.engine.block_counts)
         with self.engine.run(visits) as run:

@@ -101,9 +101,7 @@ def formula(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values.float() / scales).to(FP8), scales
 
 
-def assert_block(
-    source: QuantisedSource, key: BlockKey, flat: torch.Tensor, tensors: Tensors
-) -> None:
+def assert_block(source, key, flat, tensors) -> None:
     stored = source.formats[key].stored
     flat = flat.clone()
     scale = tensors[stored_name(key, "scale")]

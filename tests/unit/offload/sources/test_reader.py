@@ -76,9 +76,7 @@ def reader(route) -> Iterator[FileReader]:
 class Layer:
     """OpenFiles whose read number `at`, or every read, fails or returns only `short` bytes."""
 
-    def __init__(
-        self, inner: OpenFiles, *, at: int | None = None, error: int | None = None, short: int = 0
-    ) -> None:
+    def __init__(self, inner, *, at=None, error=None, short=0) -> None:
         self.inner = inner
         self.at = at
         self.error = error

@@ -116,9 +116,7 @@ Q8_0 = QUANT_FORMATS["Q8_0"]
 SHAPES = {"up.weight": UP, "down.weight": DOWN}
 
 
-def encode(
-    kind: str, name: str, index: int, weight: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def encode(kind, name, index, weight) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return stored tensors by name ending, and their values.
 
     fp8 has scales, one per `up` matrix and one per `down` row.

@@ -258,9 +258,7 @@ def test_reads_are_every_other_block_and_each_resident_once(run, ram_residency, 
 # --- programs: cases ------------------------------------------------------------------------------
 
 
-def layerwise(
-    high: int, low: int = 0, *, block_counts: Mapping[str, int] | None = None
-) -> TransferProgram:
+def layerwise(high, low=0, *, block_counts=None) -> TransferProgram:
     counts = block_counts or dict.fromkeys(EXPERTS, 3)
     visits = step_visits(["high"] * high + ["low"] * low, counts)
     return compile_program(visits, Residency(residents={}), 2)

@@ -72,24 +72,13 @@ def pinned(blocks: int, *, experts: Sequence[str] = EXPERTS) -> RamResidencyOf:
     return lambda device: plan_ram(policy, device, dict.fromkeys(experts, BLOCKS))
 
 
-def device_program(
-    residents: int, streaming: int, high: int, low: int
-) -> tuple[TransferProgram, Residency]:
+def device_program(residents, streaming, high, low) -> tuple[TransferProgram, Residency]:
     device = Residency(residents=dict.fromkeys(EXPERTS, spread_evenly(residents, BLOCKS)))
     visits = step_visits(["high"] * high + ["low"] * low, WAN)
     return compile_program(visits, device, residents + streaming), device
 
 
-def run(
-    machine: Hardware,
-    ram_residency: RamResidencyOf | None = None,
-    *,
-    residents: int = 0,
-    streaming: int = 2,
-    staging: int = 2,
-    high: int = 12,
-    low: int = 0,
-) -> Timeline:
+def run(machine, ram_residency=None, *, residents=0, streaming=2, staging=2, high=12, low=0):
     """Simulate steps. Without `ram_residency` all blocks are in RAM."""
     program, device = device_program(residents, streaming, high, low)
     if ram_residency is None:
@@ -142,9 +131,7 @@ def pairs(draw: st.DrawFn) -> Pair:
     return program, ram
 
 
-def bytes_of_steps(
-    program: TransferProgram, ram: RamProgram, machine: Hardware
-) -> dict[tuple[int, str], tuple[int, int, int]]:
+def bytes_of_steps(program, ram, machine) -> dict[tuple[int, str], tuple[int, int, int]]:
     """Return the bytes to buffers, on the bus and from files, per step and expert."""
     found: dict[tuple[int, str], tuple[int, int, int]] = {}
     for fetch, visit in zip(program.fetches, ram.visit_of_fetch, strict=True):
@@ -367,9 +354,7 @@ def one_expert(steps: int = 4, blocks: int = 4, buffers: int = 2) -> TransferPro
     return compile_program(visits, Residency(residents={}), buffers)
 
 
-def from_file(
-    program: TransferProgram, machine: Hardware, staging: int = 0, **in_ram: set[int]
-) -> Timeline:
+def from_file(program, machine, staging=0, **in_ram) -> Timeline:
     ram = compile_ram(program, ram_residents(**in_ram), staging=staging)
     return simulate(program, machine, ram)
 
