@@ -77,8 +77,7 @@ def ram_residents(**blocks: Iterable[int]) -> RamResidency:
 
 
 def any_ram_residency() -> st.SearchStrategy[RamResidency]:
-    blocks = st.frozensets(st.integers(0, 9))
-    return st.builds(ram_residents, **dict.fromkeys(EXPERTS, blocks))
+    return st.builds(ram_residents, **dict.fromkeys(EXPERTS, st.frozensets(st.integers(0, 9))))
 
 
 @st.composite

@@ -74,8 +74,7 @@ def test_one_worker_in_this_process(task, on_one_gpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(stage=2), Mesh(cfg=2)], ids=str)
 def test_two_gpus_give_what_one_gives(mesh, pool, task, on_one_gpu):
-    ran = run(Driver(pool, WorkersRef(count=2), mesh), task)
-    assert torch.equal(ran.latents, on_one_gpu)
+    assert torch.equal(run(Driver(pool, WorkersRef(count=2), mesh), task).latents, on_one_gpu)
 
 
 @several

@@ -35,8 +35,7 @@ def runs(processes, tiny_expert_folder, make_task) -> Iterator[Runs]:
     def run_in(dtype: str) -> tuple[Any, ...]:
         how = {"dtype": getattr(torch, dtype), "heads": 4}
         high, low = (tiny_expert_folder(seed=seed, **how) for seed in (1, 2))
-        experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype=dtype)
-        return experts, request, LAYERWISE
+        return ExpertsRef(high_noise=high, low_noise=low, compute_dtype=dtype), request, LAYERWISE
 
     yield split, run_in
     split.leave()

@@ -43,8 +43,7 @@ def tied(stack: nn.ModuleList, folder: Path) -> None:
 def views(stack: nn.ModuleList, folder: Path) -> None:
     """All matrices in one storage, from an odd address on, two of them on the same bytes."""
     matrices = linears(stack)
-    nbytes = sum(linear.weight.nbytes for linear in matrices)
-    storage = torch.empty(1 + nbytes, dtype=torch.uint8)
+    storage = torch.empty(1 + sum(linear.weight.nbytes for linear in matrices), dtype=torch.uint8)
     at = 4 - storage.data_ptr() % 4
     for linear in matrices[:-1]:
         size = linear.weight.nbytes
@@ -86,8 +85,7 @@ def run(gpu, stack, engine, hidden, *, stop_at=None) -> torch.Tensor:
         interrupt(visit)
 
     with torch.inference_mode():
-        steps = [ONLY_STACK] * 2
-        return stream(engine, {ONLY_STACK: stack}, steps, hidden, during=during)[0]
+        return stream(engine, {ONLY_STACK: stack}, [ONLY_STACK] * 2, hidden, during=during)[0]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +104,7 @@ def test_copies_are_from_locked_memory(gpu, make_stack, tmp_path, kind, policy):
         if gpu.machine is not None:
             gpu.machine.pageable_copies.clear()  # the small tensors stay on the device
         for _ in range(2):
-            found = run(gpu, stack, engine, on_device).cpu()
-            assert torch.allclose(found, expected, atol=1e-4)
+            assert torch.allclose(run(gpu, stack, engine, on_device).cpu(), expected, atol=1e-4)
             with pytest.raises(KeyboardInterrupt):
                 run(gpu, stack, engine, on_device, stop_at=1)
         assert (engine.host_bytes > 0) == (kind in IN_SLOTS)

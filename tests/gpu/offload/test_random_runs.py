@@ -42,8 +42,7 @@ PARTS = 4
 
 def random_course(gpu: Accelerator, choose: random.Random) -> None:
     """Make runs and changes between them. Every visit checks the bits it finds."""
-    how = choose.choice([*KINDS.values()])
-    case = Case(gpu, choose.choice(POLICIES), **how)
+    case = Case(gpu, choose.choice(POLICIES), **choose.choice([*KINDS.values()]))
 
     def apart() -> None:
         with gpu.runtime.on_stream(gpu.runtime.stream()):

@@ -71,8 +71,7 @@ def test_engines_in_turns_need_the_buffers_of_one(gpu, policy, residents):
     kept, reserved = residents * cases[0].source.formats[KEYS[0]].computed.nbytes, device.reserved
     for at in (1, 0, 1):
         other = cases[1 - at].engine
-        before = other.loaded_bytes
-        assert before - other.release_idle_buffers() == other.loaded_bytes == kept
+        assert other.loaded_bytes - other.release_idle_buffers() == other.loaded_bytes == kept
         cases[at].run(delay=1)
         assert device.reserved == reserved + kept
         cases[at].check()

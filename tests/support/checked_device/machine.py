@@ -128,8 +128,7 @@ class Stream(Actor):
     def synchronize(self) -> None:
         with self.machine.lock:
             # Waits without work behind them count too.
-            work = self.issue(lambda: None, (), "synchronize")
-            self.machine.wait_on_host(work, dict(self.clock))
+            self.machine.wait_on_host(self.issue(lambda: None, (), "synchronize"), dict(self.clock))
 
     def query(self) -> bool:
         return all(work.done for work in (self.last, *self._waits) if work is not None)

@@ -351,8 +351,7 @@ def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = [each for each in _leaves((args, kwargs)) if isinstance(each, CheckedTensor)]
     device = given[0].block.stream.device
     _check_devices(func, given, device)
-    work = _issue(device, lambda: None, [each.range(write=False) for each in given], func)
-    _wait(device, work)
+    _wait(device, _issue(device, lambda: None, [each.range(write=False) for each in given], func))
     return func(*_bases(args), **_bases(kwargs))
 
 

@@ -97,8 +97,7 @@ def test_switch_is_marked(words):
 
 def test_runs_and_the_prediction_are_lines_at_their_heights():
     runs = map(make_timeline, (2, 4, 3))
-    predicted = make_timeline(1.5, kind="simulated")
-    chart = pixels(make_variant("a", *runs, predicted=predicted))
+    chart = pixels(make_variant("a", *runs, predicted=make_timeline(1.5, kind="simulated")))
     bar, floor = painted(chart, "high"), max(np.flatnonzero(painted(chart, "high").any(axis=1)))
     height = floor - min(np.flatnonzero(bar.any(axis=1)))
     middle = round(float(np.mean(np.flatnonzero(bar[floor]))))
@@ -111,8 +110,7 @@ def test_runs_and_the_prediction_are_lines_at_their_heights():
 def test_overview_has_a_bar_or_a_reason_for_each_variant(words):
     failed = make_variant("resident", failed="needs 57 GB,\n24 GB free")
     new = make_variant("new", SEAMLESS, SEAMLESS)
-    old = make_variant("old", BLOCKING)
-    found = drawn_with(words, new, old, failed, make_variant("to come"))
+    found = drawn_with(words, new, make_variant("old", BLOCKING), failed, make_variant("to come"))
     assert {"new", "old", "resident", "to come", "180.0 s", "167.0 s, 0.93x"} <= {*found}
     assert {"failed: needs 57 GB, 24 GB free", "not measured"} <= {*found}
     variants = [make_variant(f"v{number}", make_timeline(2, 2)) for number in range(MAX_PANELS + 2)]
@@ -163,7 +161,7 @@ def test_steps_in_which_a_cache_left_blocks_out_are_marked():
 def _brightness(colour: str) -> float:
     parts = (part / 255 for part in ImageColor.getrgb(colour))
     linear = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts
     ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -71,9 +71,8 @@ def test_json_holds_every_timeline_as_it_is(report):
     assert [each["name"] for each in written["variants"]] == ["a", "b"]
     trials = [trial for variant in report.variants for trial in variant.trials]
     stored = [trial for variant in written["variants"] for trial in variant["trials"]]
-    assert [Timeline.from_dict(each["timeline"]) for each in stored] == [
-        trial.timeline for trial in trials
-    ]
+    timelines = [trial.timeline for trial in trials]
+    assert [Timeline.from_dict(each["timeline"]) for each in stored] == timelines
     assert [each["warmup"] for each in stored] == [trial.warmup for trial in trials]
     total = written["figures"]["a"]["Total denoising"]
     assert total == {"median": 10.125, "low": 10.125, "high": 10.125, "runs": 1, "unit": "s"}

@@ -131,8 +131,7 @@ def test_latents_are_compared_among_variants_of_one_job():
 
 
 def test_prediction_is_next_to_the_measurement():
-    predicted = make_timeline(100, kind="simulated")
-    with_prediction = make_variant("a", SEAMLESS, predicted=predicted)
+    with_prediction = make_variant("a", SEAMLESS, predicted=make_timeline(100, kind="simulated"))
     report = make_report(with_prediction, make_variant("b", SEAMLESS))
     assert row(report, "Predicted total") == ("100.0 s (measured: 1.80x)", "")
 
@@ -150,8 +149,7 @@ def test_limit_of_the_device_is_one_number():
         make_variant("cached", run(1.0, 1.0, skipped_lanes=1), predicted=predicted),
         make_variant("unknown", run(1.0, 1.0)),
     )
-    found = row(report, "Share of the device's limit")
-    assert found == ("60.0 % (40.0 % to 80.0 %)", "", "")
+    assert row(report, "Share of the device's limit") == ("60.0 % (40.0 % to 80.0 %)", "", "")
 
 
 def test_changes_and_failures_are_remarks():
@@ -161,8 +159,7 @@ def test_changes_and_failures_are_remarks():
         make_variant("b", changed, changed),
         make_variant("c", failed="needs 57 GB, 24 GB free"),
     )
-    remarks = ("", "fewer buffers", "failed: needs 57 GB, 24 GB free")
-    assert row(report, "Remarks") == remarks
+    assert row(report, "Remarks") == ("", "fewer buffers", "failed: needs 57 GB, 24 GB free")
     assert row(report, "Total denoising")[2:] == ("",)
 
 
@@ -282,8 +279,7 @@ def test_columns_without_known_values_are_left_out():
     rates = {"copied_bytes": 28 * GB, "copy_s": 2.0, "read_bytes": GB, "read_s": 0.5}
     stalls = {"stall_s": 0.5, "stall_on_read_s": 0.25}
     run = make_timeline(2, 2, device_bytes=3 * GB, rss_bytes=GB, **stalls, **rates)
-    found = columns(make_variant("a", run), *expected)
-    assert found == [[each] * 2 for each in expected.values()]
+    assert columns(make_variant("a", run), *expected) == [[each] * 2 for each in expected.values()]
 
 
 def test_bytes_read_by_only_some_runs_are_shown_by_their_median():
@@ -292,8 +288,7 @@ def test_bytes_read_by_only_some_runs_are_shown_by_their_median():
         make_timeline(2, stall_s=1, read_bytes=read * GB, stall_on_read_s=stall)
         for read, stall in ((4, 1.0), (0, 0.0), (2, 0.5))
     ]
-    found = columns(make_variant("a", *runs), "Read", "Stall, files (s)")
-    assert found == [["2.00 GB"], ["0.50"]]
+    assert columns(make_variant("a", *runs), "Read", "Stall, files (s)") == [["2.00 GB"], ["0.50"]]
 
 
 def test_skipped_blocks_have_a_column_if_there_are_any():
@@ -328,10 +323,10 @@ def test_histogram_counts_fetches_with_data_and_time():
         ("over 80 GB/s", "0", "0 B", "0.00 s"),
     )
     both = {"copy_rates": (rates(1, 1, GB, 1.0),), "read_rates": (rates(0, 1, GB, 2.0),)}
-    titles = [
-        table.title for table in bandwidth_tables(make_variant("a", make_timeline(2, **both)))
+    tables = bandwidth_tables(make_variant("a", make_timeline(2, **both)))
+    assert [table.title for table in tables] == [
+        f"Bandwidth histogram: a, {route}" for route in ("RAM to buffers", "files")
     ]
-    assert titles == [f"Bandwidth histogram: a, {route}" for route in ("RAM to buffers", "files")]
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -342,18 +337,15 @@ def lines(*steps: dict[str, Any]) -> list[str]:
     usual = {"wall_s": 1.5, "compute_s": 1.25, "stall_s": 0.25, "bytes_moved": 2_000_000}
     records = tuple(
         StepRecord.of(
-            index=index,
-            expert=("high", "low")[index],
-            **{"sigma": 1 - index / 4, **usual, **values},
+            index=at, expert=("high", "low")[at], **{"sigma": 1 - at / 4, **usual, **values}
         )
-        for index, values in enumerate(steps)
+        for at, values in enumerate(steps)
     )
     return run_table(Timeline(steps=records, kind="measured")).text().splitlines()
 
 
 def test_one_line_per_step_and_one_for_the_run():
-    memory = ({"rss_bytes": 500_000_000}, {"rss_bytes": 700_000_000, "bytes_moved": 0})
-    assert lines(*memory) == [
+    assert lines({"rss_bytes": 500_000_000}, {"rss_bytes": 700_000_000, "bytes_moved": 0}) == [
         "step  expert   sigma  seconds  stall    moved  memory",
         "1     high    1.0000     1.50   0.25  2.00 MB  500 MB",
         "2     low     0.7500     1.50   0.25      0 B  700 MB",

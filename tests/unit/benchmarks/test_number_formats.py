@@ -16,10 +16,8 @@ def test_convrot_is_closer_to_fp32_than_fp8(monkeypatch, tmp_path):
         monkeypatch.setattr(benchmark, name, value)
     reference, cases = benchmark.made_files(tmp_path)
     *_, expected = benchmark.steps_of(reference)
-    errors = {
-        name: benchmark.distance([*benchmark.steps_of(case)][-1], expected)
-        for name, case in cases.items()
-    }
+    last = {name: [*benchmark.steps_of(case)][-1] for name, case in cases.items()}
+    errors = {name: benchmark.distance(each, expected) for name, each in last.items()}
     assert errors["bf16"] < errors["int8 ConvRot"] < errors["int8 ConvRot, in int8"]
     assert errors["int8 ConvRot, in int8"] < 0.9 * errors["fp8_scaled"] < errors["nvfp4"]
     assert errors["int8 ConvRot, in int8"] < 0.5 * errors["int8 rows, in int8"]

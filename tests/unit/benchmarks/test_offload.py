@@ -128,8 +128,7 @@ def test_run_without_a_report_is_a_row_with_its_reason():
 
 def test_weights_are_written_once_and_are_those_of_the_shape(tmp_path):
     shape = SHAPES["tiny"]
-    folders = expert_folders(tmp_path, shape)
-    files = weight_files(folders["high"])
+    files = weight_files(expert_folders(tmp_path, shape)["high"])
     assert len(files) == shape.shards
     assert sum(file.stat().st_size for file in files) == pytest.approx(shape.expert_bytes, rel=1e-2)
     written = [file.stat().st_mtime_ns for file in files]

@@ -196,8 +196,7 @@ def test_operations_and_traffic_of_a_visit(name, request, monkeypatch):
             return torch.empty(1, len(tokens.codes), layer.out_features, dtype=tokens.dtype)
 
         monkeypatch.setattr(Fp8Linear, "multiply", multiply)
-        replaced = _set_codes(block, "fp8", 0)
-        Multiplications(device=CPU, scales_inside=True).prepare(replaced)
+        Multiplications(device=CPU, scales_inside=True).prepare(_set_codes(block, "fp8", 0))
     hidden, text, modulation, tables = block_inputs(tokens, heads, torch.bfloat16)
     rotation = made.rotation(*tables)
     with torch.inference_mode(), counted:

@@ -93,8 +93,7 @@ def test_chunks_give_the_same_bits(feed_forward, shape):
     rows.clear()
     chunks.blocks["blocks.1"](x)
     assert max(rows) <= 128 + 15
-    words = "feed-forwards (blocks.*.ffn) are computed in chunks of 128 tokens"
-    assert chunks.notes == [words] * 2
+    assert chunks.notes == ["feed-forwards (blocks.*.ffn) are computed in chunks of 128 tokens"] * 2
     chunks.use(None)
     rows.clear()
     chunks.blocks["blocks.0"](x)

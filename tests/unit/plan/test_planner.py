@@ -203,15 +203,13 @@ def _reason(run: RunShape, machine: Machine) -> str:
 )
 def test_the_reason_ends_with_the_assumed_precision(linear_format, compute_dtype, int8, words):
     run = run_shape(linear_format=linear_format, compute_dtype=compute_dtype)
-    machine = rated(linear_speedups={"int8": int8} if int8 else {})
-    assert _reason(run, machine).endswith(words)
+    assert _reason(run, rated(linear_speedups={"int8": int8} if int8 else {})).endswith(words)
 
 
 def test_a_gpu_decodes_while_it_computes_and_a_cpu_between():
     run = run_shape(stored_bytes=10**9, file_bytes=10**9)
     for machine, per_block_s in ((rated(), 1.0), (rated_cpu(), 2.0)):
-        one_second = float(run.blocks.computed_bytes)
-        reason = _reason(run, replace(machine, decode_bytes_per_s=one_second))
+        reason = _reason(run, replace(machine, decode_bytes_per_s=float(run.blocks.computed_bytes)))
         assert f"; {1 / per_block_s:.1f} GB/s needed from files" in reason
 
 
@@ -279,11 +277,9 @@ def test_no_policy_is_faster_than_its_bounds(steps, rates, visit, pick, gpu):
     block = run_shape().blocks.stored_bytes
     machine = rated(**rates, visit=visit)
     if not gpu:
-        copies = block / rates["copy"]
-        machine = rated_cpu(read=rates["read"], visit=visit, copy_bytes_per_s=copies)
+        machine = rated_cpu(read=rates["read"], visit=visit, copy_bytes_per_s=block / rates["copy"])
     for stored in (block, block // 2):
-        sides = {"high": 2, "low": 1}
-        run = run_shape(*steps, stored_bytes=stored, file_bytes=stored, sides=sides)
+        run = run_shape(*steps, stored_bytes=stored, file_bytes=stored, sides={"high": 2, "low": 1})
         for policy in pick.sample(_all_policies(run), 12):
             costs = run.costs(machine, policy.chunk_tokens)
             timeline = predicted(run, machine, policy).timeline

@@ -40,8 +40,7 @@ def call(nbytes: int, compute_s: float, bus: float, disk: float, **figures: Any)
 def choose(costs, record, *, vram=None, ram=None, **changes) -> PassPlan | None:
     """Plan calls like `record`. None means no limit."""
     given = {"passes": 1, "present": LAYERWISE, "has_bus": True, **changes}
-    budgets = Budgets(vram_bytes=vram, ram_bytes=ram)
-    return plan_passes(costs, record, budgets=budgets, **given)
+    return plan_passes(costs, record, budgets=Budgets(vram_bytes=vram, ram_bytes=ram), **given)
 
 
 # --- twenty blocks, a measured call ---------------------------------------------------------------
@@ -56,8 +55,7 @@ BLOCKS = BlockCosts(
 
 def visits(visit_s: float, *, bus: float = 20e9, passes: int = 1) -> StepRecord:
     """Return the record of a call with 20 visits per pass."""
-    nbytes = passes * BLOCKS.blocks * BLOCKS.stored_bytes
-    return call(nbytes, passes * 20 * visit_s, bus, 2e9)
+    return call(passes * BLOCKS.blocks * BLOCKS.stored_bytes, passes * 20 * visit_s, bus, 2e9)
 
 
 plan = partial(choose, BLOCKS)
@@ -184,8 +182,7 @@ def test_a_call_takes_the_time_of_its_slowest_part(name, card, ram):
     room = vram - ACTIVATIONS - costs.outside_bytes
     streamed = 0 if nbytes <= room else nbytes - max(0, room - two_blocks)
     in_ram = ram if streamed <= ram else max(0, ram - two_blocks)
-    ideal_s = max(compute_s, streamed / BUS, max(0, streamed - in_ram) / DISK)
-    assert chosen.call_s <= 1.1 * ideal_s
+    assert chosen.call_s <= 1.1 * max(compute_s, streamed / BUS, max(0, streamed - in_ram) / DISK)
     assert chosen.device_bytes <= vram - ACTIVATIONS
     assert chosen.host_bytes <= max(ram, two_blocks)
 
@@ -214,8 +211,7 @@ def test_memory_is_that_of_the_blocks(name):
     """All blocks on the device, or in RAM with two of the largest on the device."""
     costs = MODELS[name].costs(1.0)
     nbytes = sum(size.stored for size in costs.sizes)
-    resident = memory_needs(costs, OffloadPolicy.resident(), has_bus=True)
-    assert sum(resident.buffers) <= 1.05 * nbytes
+    assert sum(memory_needs(costs, OffloadPolicy.resident(), has_bus=True).buffers) <= 1.05 * nbytes
     streamed = memory_needs(costs, OffloadPolicy.layerwise(1, source="pinned"), has_bus=True)
     assert streamed.buffers == (costs.computed_bytes,) * 2
     assert streamed.host_bytes == nbytes

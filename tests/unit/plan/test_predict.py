@@ -55,14 +55,12 @@ def test_steps_have_the_lanes_of_their_expert_or_of_their_own():
     ]
     sides = {"high": 2, "low": 4}
     run = run_shape(steps=steps, sides=sides)
-    alike = run_shape(2, 1, sides=sides)
     for work, by_step, expected in (
         (run, False, [16.0, 16.0, 32.0]),
         (run, True, [16.0, 8.0, 24.0]),
-        (alike, True, [16.0, 16.0, 32.0]),
+        (run_shape(2, 1, sides=sides), True, [16.0, 16.0, 32.0]),
     ):
-        found = compute_seconds(work, rated(), by_step=by_step)
-        assert found == pytest.approx(expected)
+        assert compute_seconds(work, rated(), by_step=by_step) == pytest.approx(expected)
 
 
 def test_lanes_of_each_side_have_their_own_tokens():
@@ -125,8 +123,7 @@ def test_programs_are_right_on_every_machine(policy):
             programs = compile_programs(work.costs(machine), policy)
             check_program(programs.device)
             check_ram(programs.device, programs.ram)
-            again = compile_programs(work.costs(machine), policy, device=programs.device)
-            assert again == programs
+            assert compile_programs(work.costs(machine), policy, device=programs.device) == programs
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,7 @@ def test_window_of_all_frames_is_the_only_one():
 
 def test_offset_changes_from_step_to_step():
     windows = ContextWindows()
-    starts = [[window[0] for window in windows.at(step, 61)] for step in range(5)]
-    assert starts == [
+    assert [[window[0] for window in windows.at(step, 61)] for step in range(5)] == [
         [0, 17, 34, 40],
         [0, 8, 25, 40],
         [0, 4, 21, 38, 40],

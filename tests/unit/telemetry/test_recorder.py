@@ -153,8 +153,7 @@ def test_fetches_are_counted_by_their_own_rates():
     transfers = timeline.transfers
     assert sum(rates.nbytes for rates in timeline.copy_rates) == transfers.copied_bytes
     assert reads.nbytes == transfers.read_bytes
-    busy_s = sum(rates.busy_s for rates in timeline.copy_rates)
-    assert busy_s == pytest.approx(transfers.copy_s)
+    assert sum(rates.busy_s for rates in timeline.copy_rates) == pytest.approx(transfers.copy_s)
 
 
 def test_steps_have_the_pinned_and_dynamic_memory_of_their_time():

@@ -15,8 +15,7 @@ def velocity(model, *, latents_seed=0, timestep=900.0, text_seed=0):
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     latents = normal(latents_seed, 1, model.config.in_channels, 3, 8, 8)
-    words = normal(100 + text_seed, 1, 12, 4096)
-    text = torch.cat([words, torch.zeros(1, 500, 4096)], dim=1)
+    text = torch.cat([normal(100 + text_seed, 1, 12, 4096), torch.zeros(1, 500, 4096)], dim=1)
     with torch.no_grad():
         return model(latents, torch.tensor([timestep]), text, return_dict=False)[0]
 
@@ -67,8 +66,7 @@ def test_folders_and_files_have_the_made_weights(
     expected = make_tiny_expert().state_dict()
     folder = tiny_expert_folder(dtype=dtype, shards=shards)
     assert len(list(folder.glob("*.safetensors"))) >= shards
-    index = folder / "diffusion_pytorch_model.safetensors.index.json"
-    assert index.exists() == (shards > 1)
+    assert (folder / "diffusion_pytorch_model.safetensors.index.json").exists() == (shards > 1)
     for name, tensor in WanTransformer3DModel.from_pretrained(folder).state_dict().items():
         assert torch.equal(tensor, expected[name].to(dtype).float()), name
     tensors = load_file(tiny_expert_file(dtype=dtype, prefix=prefix))

@@ -25,8 +25,7 @@ def test_numbers_follow_the_file_and_links_follow_the_numbers():
 
 
 def test_graph_under_other_ids_is_the_same():
-    reordered = {key: numbered(GRAPH)[key] for key in ("3", "1", "2")}
-    assert by_name(reordered) == by_name(GRAPH)
+    assert by_name({key: numbered(GRAPH)[key] for key in ("3", "1", "2")}) == by_name(GRAPH)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ def test_docstrings_and_comments_count_and_code_does_not():
 
 
 def test_code_of_a_page_does_not_count():
-    page = "One `of of` word.\n```\nof that; which\n```\nAnd its end.\n"
-    found = rates(iter([page_prose(page)]))
+    found = rates(iter([page_prose("One `of of` word.\n```\nof that; which\n```\nAnd its end.\n")]))
     assert (found.words, found.per_thousand["of"], found.per_thousand["its"]) == (5, 0, 200)
 
 

@@ -120,8 +120,7 @@ def test_an_error_keeps_no_memory_without_garbage_collection(model):
     def call(*, fails: bool) -> torch.Tensor:
         activation = torch.ones(1, 32)
         activations.append(weakref.ref(activation))
-        result = model.call(0, fail_at=2 if fails else None)
-        return result + activation
+        return model.call(0, fail_at=2 if fails else None) + activation
 
     gc.disable()
     try:

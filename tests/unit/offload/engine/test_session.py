@@ -102,8 +102,7 @@ def test_a_repeated_course_needs_one_program(stacks, course):
     with attach(stacks) as engine:
         first = Passes(engine, stacks)
         first.course(COURSES[course], 1)
-        seen = replace(first.orders, course=tuple(first.calls.course))
-        again = Passes(engine, stacks, seen)
+        again = Passes(engine, stacks, replace(first.orders, course=tuple(first.calls.course)))
         again.course(COURSES[course], len(COURSES[course]))
         assert again.session.recompiled == 0
         assert again.session.fetches <= again.session.visits == sum(map(len, COURSES[course]))

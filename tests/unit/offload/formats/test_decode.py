@@ -60,8 +60,7 @@ def decoded(stored, computed, scales, packings=None) -> Tensors:
     packings = packings or {}
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in stored.items()}
     for name, packing in packings.items():
-        rows = len(stored[name]) * packing.values // COLUMNS
-        shapes[name] = ((rows, COLUMNS), torch.uint8)
+        shapes[name] = ((len(stored[name]) * packing.values // COLUMNS, COLUMNS), torch.uint8)
     both = block_format(shapes, computed, scaled=scales, packings=packings)
     raw, into = flats(both)
     for name, view in tensor_views(raw, both.stored).items():
@@ -137,14 +136,12 @@ def groups_of(name: str, seed: int = 0) -> torch.Tensor:
     """Return groups [n, bytes] for a matrix with 512 values per row."""
     count = ROWS * COLUMNS // QUANT_FORMATS[name].values
     generator = np.random.default_rng(seed)
-    kind = GGMLQuantizationType[name]
-    return torch.from_numpy(random_groups(kind, count, generator, scale=0.01))
+    return torch.from_numpy(random_groups(GGMLQuantizationType[name], count, generator, scale=0.01))
 
 
 def reference(name: str, seed: int = 0) -> torch.Tensor:
     """Dequantise to fp32 [rows, 512] with the gguf package."""
-    groups = groups_of(name, seed).numpy()
-    values = gguf.quants.dequantize(groups, GGMLQuantizationType[name])
+    values = gguf.quants.dequantize(groups_of(name, seed).numpy(), GGMLQuantizationType[name])
     return torch.from_numpy(values).reshape(-1, COLUMNS)
 
 

@@ -166,8 +166,7 @@ def test_a_kernel_is_used_if_its_test_passes(on_device, caplog, kernel, reason):
     assert torch.equal(into, stored.float())
     assert tested == ([37, 16, 16] if reason is None else [37])
     words = f"float8_e4m3fn is decoded on cpu by torch's operations, not in one pass: {reason}"
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == ([] if reason is None else [words])
+    assert [record.getMessage() for record in caplog.records] == ([] if reason is None else [words])
 
 
 def test_a_lack_of_memory_is_not_a_fault_of_a_kernel(on_device):

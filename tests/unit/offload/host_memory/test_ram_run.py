@@ -74,8 +74,7 @@ def start():
 
 def take(run: RamRun, fetch: int) -> int:
     """Take a block as in a fetch, and return the first byte."""
-    slot = run.take(fetch)
-    value = int(slot.memory[0])
+    value = int(run.take(fetch).memory[0])
     run.leave(fetch)
     return value
 

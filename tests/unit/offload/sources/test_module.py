@@ -73,8 +73,7 @@ def test_a_joined_source_reads_each_stack_from_its_own():
         formats = low.formats
         read_block = staticmethod(low.read_block)
 
-    joined = joined_source({"high": high, "low": Other()})
-    for source in (in_memory, joined):
+    for source in (in_memory, joined_source({"high": high, "low": Other()})):
         for key, own in ((BlockKey("high", 0), high), (BlockKey("low", 0), low)):
             expected = read(own, BlockKey("model", 0)).values()
             assert all(map(torch.equal, read(source, key).values(), expected))

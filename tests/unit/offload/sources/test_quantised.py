@@ -104,8 +104,7 @@ def formula(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_block(source, key, flat, tensors) -> None:
     stored = source.formats[key].stored
     flat = flat.clone()
-    scale = tensors[stored_name(key, "scale")]
-    assert source.scales(key) == {"scaled.weight": scale}
+    assert source.scales(key) == {"scaled.weight": tensors[stored_name(key, "scale")]}
     for tensor, view in zip(stored.tensors, tensor_views(flat, stored).values(), strict=True):
         found = [view]
         wanted = [tensors[stored_name(key, tensor.name)]]
@@ -212,8 +211,7 @@ def test_ranges_together_are_the_block(files, storage, parts, monkeypatch):
         for tensor in layout.tensors:
             first = max(tensor.offset, wanted.start)
             own = slice(first, max(first, min(tensor.offset + tensor.nbytes, wanted.stop)))
-            found = part[own.start - start : own.stop - start]
-            assert torch.equal(found, whole[own]), tensor.name
+            assert torch.equal(part[own.start - start : own.stop - start], whole[own]), tensor.name
         assert 0 < source.range_file_bytes(key, wanted) <= source.file_bytes(key)
     assert source.range_file_bytes(key, range(layout.nbytes)) == source.file_bytes(key)
     source.close()

@@ -103,8 +103,7 @@ def patched(stacks, patches: Patches = ONCE):
                 matrix.copy_(matrix + weight.full.to(matrix.dtype))
             if weight.up is not None:
                 up = weight.up.to(matrix.dtype)
-                down = weight.down.to(matrix.dtype)
-                matrix.copy_(torch.addmm(matrix, up, down))
+                matrix.copy_(torch.addmm(matrix, up, weight.down.to(matrix.dtype)))
     return stacks
 
 

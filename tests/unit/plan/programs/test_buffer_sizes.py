@@ -47,8 +47,7 @@ def check(program: TransferProgram) -> None:
     """Check a program and, apart from `check_program`, block sizes against buffer sizes."""
     check_program(program)
     for fetch in program.fetches:
-        needed = program.sizes.blocks[fetch.block.stored]
-        assert needed <= program.sizes.capacities[fetch.buffer]
+        assert program.sizes.blocks[fetch.block.stored] <= program.sizes.capacities[fetch.buffer]
 
 
 @PROPERTY

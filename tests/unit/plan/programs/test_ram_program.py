@@ -259,8 +259,7 @@ def test_reads_are_every_other_block_and_each_resident_once(run, ram_residency, 
 
 
 def layerwise(high, low=0, *, block_counts=None) -> TransferProgram:
-    counts = block_counts or dict.fromkeys(EXPERTS, 3)
-    visits = step_visits(["high"] * high + ["low"] * low, counts)
+    visits = step_visits(["high"] * high + ["low"] * low, block_counts or dict.fromkeys(EXPERTS, 3))
     return compile_program(visits, Residency(residents={}), 2)
 
 

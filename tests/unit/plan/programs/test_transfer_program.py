@@ -112,16 +112,13 @@ def test_it_works_exactly_from_the_largest_overlap_on(run):
 @PROPERTY
 @given(run=any_run(whole_steps=True))
 def test_bytes_are_one_pass_of_the_streamed_blocks_per_step(run):
-    buffers = with_buffers(run)
-    program = compile_program(run.visits, run.residency, buffers)
+    program = compile_program(run.visits, run.residency, with_buffers(run))
     expected = 0
     for stage in stages(run.visits):
         residents = {visit.key for visit in stage if run.residency.keeps(visit.expert, visit.block)}
-        blocks = {visit.key for visit in stage}
         steps = len({visit.step for visit in stage})
-        expected += steps * (len(blocks) - len(residents)) + (
-            0 if run.residency.permanent else len(residents)
-        )
+        expected += steps * len({visit.key for visit in stage} - residents)
+        expected += 0 if run.residency.permanent else len(residents)
     if run.residency.permanent:
         keys = [visit.key for visit in run.visits if run.residency.keeps(*visit.key)]
         for stored in {key.stored for key in keys}:  # once, and once more for each patch change
@@ -309,8 +306,7 @@ FOUR = {"high": 4, "low": 4}
 )
 def test_order_of_eviction(policy, buffers, contents, expected):
     blocks = {buffer: BlockKey("high", block) for buffer, block in contents.items()}
-    residency = plan_residency(policy, FOUR)[0]
-    assert eviction_order(range(buffers), blocks, residency) == expected
+    assert eviction_order(range(buffers), blocks, plan_residency(policy, FOUR)[0]) == expected
 
 
 def test_eviction_of_several_experts_and_of_an_unknown_stack():

@@ -83,8 +83,7 @@ def test_a_wrong_program_is_refused(broken, message):
 
 def test_overwriting_kept_contents_too_early_is_refused():
     visits = step_visits(["high"], {"high": 2})
-    contents = {0: BlockKey("high", 0)}
-    kept = compile_program(visits, Residency(residents={}), 1, contents=contents)
+    kept = compile_program(visits, Residency(residents={}), 1, contents={0: BlockKey("high", 0)})
     check_program(kept)
     early = replace(kept, fetches=(kept.fetches[0]._replace(start_after=-1),))
     with pytest.raises(ProgramError, match="its buffer 0 is read until visit 0"):

@@ -25,8 +25,7 @@ def test_path_map_has_a_folder_here_and_one_there():
 @given(pairs=st.lists(st.tuples(NAMES, NAMES), max_size=3))
 def test_path_maps_survive_as_text(pairs):
     paths = tuple(PathMap(here=here, there=there) for here, there in pairs)
-    text = "\n".join(f"{path.here} {ARROW} {path.there}" for path in paths)
-    assert path_maps(text) == paths
+    assert path_maps("\n".join(f"{path.here} {ARROW} {path.there}" for path in paths)) == paths
 
 
 @pytest.mark.parametrize(
