@@ -9,13 +9,9 @@ from wanstream.schema.records import STEP_FIGURES, StepRecord, Timeline
 
 
 def _step(index, expert, wall_s, *, stall_s=0.0, **values) -> StepRecord:
-    given = {
-        "sigma": 1 - index / 100,
-        "compute_s": wall_s - stall_s,
-        "bytes_moved": 28 * 10**9,
-        **values,
-    }
-    return StepRecord.of(index=index, expert=expert, wall_s=wall_s, stall_s=stall_s, **given)
+    values = {"sigma": 1 - index / 100, "compute_s": wall_s - stall_s, **values}
+    values = {"bytes_moved": 28 * 10**9, "wall_s": wall_s, "stall_s": stall_s, **values}
+    return StepRecord.of(index=index, expert=expert, **values)
 
 
 def make_timeline(*walls: float, switch: int = 3, first: int = 0, **values: Any) -> Timeline:

@@ -28,6 +28,5 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 def names_in_shared_memory() -> set[str]:
     """Return names in shared memory, without folders from concurrent tests."""
-    return {
-        path.name for path in SHARED_MEMORY.iterdir() if not path.name.startswith((PREFIX, "sem."))
-    }
+    names = {path.name for path in SHARED_MEMORY.iterdir()}
+    return {name for name in names if not name.startswith((PREFIX, "sem."))}

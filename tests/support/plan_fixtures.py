@@ -14,16 +14,8 @@ from wanstream.plan import BlockCosts, memory_needs, predict
 from wanstream.plan import Machine as RatedMachine
 from wanstream.plan.memory import MemoryNeeds
 from wanstream.plan.predict import Prediction
-from wanstream.plan.programs import (
-    IMMEDIATE,
-    BlockKey,
-    RamProgram,
-    RamResidency,
-    TransferProgram,
-    Visit,
-    compile_ram,
-    step_visits,
-)
+from wanstream.plan.programs import IMMEDIATE, BlockKey, TransferProgram, Visit, step_visits
+from wanstream.plan.programs.ram_program import RamProgram, RamResidency, compile_ram
 from wanstream.plan.programs.transfer_program import list_lifetimes, max_overlap
 from wanstream.schema import OffloadPolicy, Residency, spread_evenly
 from wanstream.shapes import ExpertShape, KernelNeeds, RunShape, StepShape
@@ -51,11 +43,8 @@ def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
 
 def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
     """Return the buffer contents after the last fetch: `contents` for the next program."""
-    return {
-        **program.untouched,
-        **program.initial,
-        **{fetch.buffer: fetch.block for fetch in program.fetches},
-    }
+    fetched = {fetch.buffer: fetch.block for fetch in program.fetches}
+    return {**program.untouched, **program.initial, **fetched}
 
 
 def kept_in_ram(program: TransferProgram) -> RamProgram:
@@ -92,9 +81,8 @@ def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
         even = st.integers(0, blocks).map(lambda count, blocks=blocks: spread_evenly(count, blocks))
         residents[expert] = draw(even | st.frozensets(st.integers(0, blocks - 1)))
     patch = st.just(0) | st.integers(0, 2)
-    stages = draw(
-        st.lists(st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4), patch), max_size=4)
-    )
+    stage = st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4), patch)
+    stages = draw(st.lists(stage, max_size=4))
     visits = step_visits(
         [expert for expert, steps, _ in stages for _ in range(steps)],
         block_counts,
@@ -141,9 +129,8 @@ class Machine:
             while waiting and waiting[0].start_after < visit:
                 fetch = waiting.pop(0)
                 begin = max(self._copied_until, done[fetch.start_after])
-                assert begin >= self._read_until.get(fetch.buffer, 0.0), (
-                    "a buffer was overwritten while it was read"
-                )
+                free = self._read_until.get(fetch.buffer, 0.0)
+                assert begin >= free, "a buffer was overwritten while it was read"
                 self._copied_until = begin + self._duration()
                 self._holds[fetch.buffer] = (fetch.block, self._copied_until)
             if visit < visits:
@@ -189,9 +176,8 @@ def block_costs(expert: ExpertShape = SMALL, **changes: Any) -> BlockCosts:
     sizes = {"file_bytes": block, "stored_bytes": block, "computed_bytes": block, **changes}
     if sizes["stored_bytes"] != sizes["computed_bytes"]:
         sizes.setdefault("decoded_bytes", sizes["stored_bytes"])
-    return BlockCosts(
-        **{"stacks": EXPERTS, "blocks": expert.blocks, "outside_bytes": 1000, **sizes}
-    )
+    usual = {"stacks": EXPERTS, "blocks": expert.blocks, "outside_bytes": 1000}
+    return BlockCosts(**{**usual, **sizes})
 
 
 def run_shape(high=4, low=4, *, tokens=TOKENS, expert=SMALL, linear_format="", **changes):

@@ -28,15 +28,8 @@ from wanstream.tests.support.offload.device_scenarios import (
 
 pytestmark = pytest.mark.checked
 
-POLICIES = (
-    LAYERWISE,
-    OffloadPolicy.layerwise(0),
-    DEEP,
-    BLOCK_SWAP,
-    RESIDENT,
-    PINNED,
-    PARTLY_PINNED,
-)
+FROM_DISK = (LAYERWISE, OffloadPolicy.layerwise(0), DEEP, BLOCK_SWAP, RESIDENT)
+POLICIES = (*FROM_DISK, PINNED, PARTLY_PINNED)
 PARTS = 4
 
 

@@ -9,6 +9,7 @@ from wanstream.tests.support.offload.device_scenarios import (
     COUNT,
     DEEP,
     KEYS,
+    KINDS,
     LAYERWISE,
     PINNED,
     RESIDENT,
@@ -18,9 +19,7 @@ from wanstream.tests.support.offload.device_scenarios import (
 
 
 # On the checked device a test's name is its seed.
-@pytest.mark.parametrize(
-    "order", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("order", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_visit_finds_its_block(gpu, name, order):
     if order:
@@ -28,13 +27,11 @@ def test_every_visit_finds_its_block(gpu, name, order):
     SCENARIOS[name](gpu)
 
 
-@pytest.mark.parametrize(
-    "case", [{}, {"fp8": True}, {"patched": True}], ids=["raw", "fp8", "patched"]
-)
-def test_blocks_locked_in_pieces_are_copied_without_a_wait(gpu, monkeypatch, case):
+@pytest.mark.parametrize("kind", ["raw", "fp8", "patched"])
+def test_blocks_locked_in_pieces_are_copied_without_a_wait(gpu, monkeypatch, kind):
     machine = gpu.need_fake("it makes the pieces small, and logs host waits")
     monkeypatch.setattr(pages, "LOCK_BYTES", 64)
-    pinned = Case(gpu, PINNED, **case)
+    pinned = Case(gpu, PINNED, **KINDS[kind])
     pinned.run()
     pinned.detach()
     assert "offload/core/pages.py copy_to_device" not in machine.host_waits

@@ -20,14 +20,8 @@ from torch import nn
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE
-from wanstream.devices import (
-    auto_dtype,
-    clock_for,
-    compute_device,
-    compute_dtype,
-    free_bytes,
-    runtime_for,
-)
+from wanstream.devices import clock_for, compute_device, compute_dtype, free_bytes, runtime_for
+from wanstream.devices.compute_dtype import auto_dtype
 from wanstream.offload import BlockPatch, ComputedPatch, WeightPatch, attach_offload
 from wanstream.plan.programs import step_visits
 from wanstream.sampling import denoise

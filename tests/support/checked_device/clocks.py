@@ -83,16 +83,14 @@ class History:
     def add(self, start: int, stop: int, *, actor: Actor, words: str, write: bool) -> None:
         """Add an access by `actor` at the current time, and report races with earlier accesses."""
         access = Access(actor.number, actor.clock[actor.number], words)
+        race = f"race: {words} {'writes' if write else 'reads'} bytes that are not ordered behind"
         for segment in self._overlapping(start, stop):
             earlier = [] if segment.write is None else [segment.write]
             if write:
                 earlier += segment.reads.values()
             for other in earlier:
                 if not other.is_before(actor.clock):
-                    verb = "writes" if write else "reads"
-                    self._report(
-                        f"race: {words} {verb} bytes that are not ordered behind {other.words}"
-                    )
+                    self._report(f"{race} {other.words}")
             if write:
                 segment.write, segment.reads = access, {}
             else:
@@ -101,13 +99,6 @@ class History:
     def _overlapping(self, start: int, stop: int) -> list[Segment]:
         found, segments = [], []
         for segment in self._segments:
-            if start <= segment.start and segment.stop <= stop:
-                segments.append(segment)
-                found.append(segment)
-                continue
-            if segment.stop <= start or stop <= segment.start:
-                segments.append(segment)
-                continue
             parts = [segment]
             for at in (start, stop):
                 if parts[-1].start < at < parts[-1].stop:

@@ -8,6 +8,7 @@ gives a wrong value as well.
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import random
 import sys
@@ -83,17 +84,10 @@ class Stream(Actor):
             machine.check_only_thread()
             self.join(machine.host().clock)
             self.tick()
+            place = f"{words} on {self.name}"
             for each in accesses:
-                each.history.add(
-                    each.start,
-                    each.stop,
-                    actor=self,
-                    words=f"{words} on {self.name}",
-                    write=each.write,
-                )
-            before = [
-                work for work in (self.last, *self._waits) if work is not None and not work.done
-            ]
+                each.history.add(each.start, each.stop, actor=self, words=place, write=each.write)
+            before = [work for work in (self.last, *self._waits) if work and not work.done]
             self._waits.clear()
             work = Work(self, run, before, slow=slow)
             self.last = work
@@ -131,7 +125,7 @@ class Stream(Actor):
             self.machine.wait_on_host(self.issue(lambda: None, (), "synchronize"), dict(self.clock))
 
     def query(self) -> bool:
-        return all(work.done for work in (self.last, *self._waits) if work is not None)
+        return all(work.done for work in (self.last, *self._waits) if work)
 
 
 class Event:
@@ -218,9 +212,8 @@ class Slab:
         memory = np.empty(nbytes + GRANULE, np.uint8)
         start = -memory.ctypes.data % GRANULE
         with torch.inference_mode(False):
-            self.bytes = torch.from_numpy(
-                memory[start : start + nbytes]
-            )  # its storage starts there
+            # Its storage starts there.
+            self.bytes = torch.from_numpy(memory[start : start + nbytes])
         self.nbytes = nbytes
         self.address = self.bytes.data_ptr()
         self.history = History(nbytes, report)
@@ -271,9 +264,7 @@ class Device:
             size = -(-nbytes // GRANULE) * GRANULE
             pool = self._pool.get((stream, size))
             if self.allocations == self.fail_at:
-                raise torch.OutOfMemoryError(
-                    f"allocation {self.allocations} of {size} bytes fails by request"
-                )
+                raise torch.OutOfMemoryError(f"{size} bytes requested, to fail by request")
             if pool:
                 slab = pool.pop()
             else:
@@ -302,10 +293,9 @@ class Device:
             stream.join(self.machine.host().clock)
             stream.tick()
             words = f"release of memory to {stream.name} at {site()}"
+            whole = Range(slab.history, 0, slab.nbytes, write=True)
             slab.history.add(0, slab.nbytes, actor=stream, words=words, write=True)
-            self.machine.note(
-                Issued, stream, None, [Range(slab.history, 0, slab.nbytes, write=True)], words
-            )
+            self.machine.note(Issued, stream, None, [whole], words)
             self._pool.setdefault((stream, slab.nbytes), []).append(slab)
 
     def empty_cache(self) -> None:
@@ -358,7 +348,7 @@ class Machine:
         self.copies = 0
         self.devices = [Device(self, index, capacity) for index in range(devices)]
         self.locked: dict[int, LockedRange] = {}
-        self.refuse_locks_beyond: int | None = None
+        self.refuse_locks_beyond = math.inf
         self.refuse_unlocks = False
         self._mapped: list[Pages] = []
         self._unmapped: dict[int, list[Pages]] = {}
@@ -366,6 +356,10 @@ class Machine:
         self.executing = False
         self.only_thread: int | None = None
         """Thread that alone may use devices without streams. None for devices with streams."""
+
+    @property
+    def streams(self) -> list[Stream]:
+        return [stream for device in self.devices for stream in device.streams]
 
     def report(self, problem: str) -> None:
         """Note a problem once."""
@@ -393,17 +387,12 @@ class Machine:
     def check_thread(self) -> None:
         """Report a call from a thread without a device, if there are several devices."""
         if self._thread.device is None and len(self.devices) > 1:
-            self.report(
-                f"thread {threading.current_thread().name} has not set its device, at {site()}"
-            )
+            self.report(f"{self.host().name} has not set its device, at {site()}")
 
     def check_only_thread(self) -> None:
         """Report work by a second thread for a device without streams."""
         if self.only_thread not in (None, threading.get_ident()):
-            self.report(
-                f"thread {threading.current_thread().name} uses a device of another thread, at "
-                f"{site()}"
-            )
+            self.report(f"{self.host().name} uses a device of another thread, at {site()}")
 
     def current_stream(self, index: int) -> Stream:
         return self._thread.streams.get(index, self.devices[index].default_stream)
@@ -438,15 +427,9 @@ class Machine:
         """Execute some runnable work."""
         # A tensor collected in the middle of work records events: nothing may overtake that work.
         while not self.executing and self._random.random() < self.eagerness:
-            heads = [
-                stream.pending[0]
-                for device in self.devices
-                for stream in device.streams
-                if stream.pending
-            ]
-            ready = [
-                work for work in heads if not work.slow and all(each.done for each in work.before)
-            ]
+            heads = [stream.pending[0] for stream in self.streams if stream.pending]
+            heads = [work for work in heads if not work.slow]
+            ready = [work for work in heads if all(each.done for each in work.before)]
             if not ready:
                 return
             work = self._random.choice(ready)
@@ -464,18 +447,14 @@ class Machine:
 
     def finish(self) -> None:
         """Execute all work."""
-        for device in self.devices:
-            for stream in device.streams:
-                self.force(stream.last)
+        for stream in self.streams:
+            self.force(stream.last)
 
     def lock_pages(self, memory: torch.Tensor) -> None:
         with self.lock:
             start, stop = memory.data_ptr(), memory.data_ptr() + memory.numel()
             total = sum(each.nbytes for each in self.locked.values())
-            if (
-                self.refuse_locks_beyond is not None
-                and total + memory.numel() > self.refuse_locks_beyond
-            ):
+            if total + memory.numel() > self.refuse_locks_beyond:
                 raise PageLockError("no more pages")
             first, last = start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
             if any(
@@ -503,9 +482,8 @@ class Machine:
         with self.lock:
             unmapped = self._unmapped.setdefault(size, [])
             pages = unmapped.pop() if unmapped else Pages(size)
-            pages.history = History(
-                size, self.report
-            )  # the system orders a mapping behind the one before
+            # The system orders a mapping behind the one before.
+            pages.history = History(size, self.report)
             self._mapped.append(pages)
             return pages.mapped(nbytes, self._unmap)
 
@@ -525,10 +503,8 @@ class Machine:
         """Return the pages mapped for `memory`. None if something else owns it."""
         with self.lock:
             at = memory.data_ptr()
-            return next(
-                (pages for pages in self._mapped if pages.start <= at < pages.start + pages.nbytes),
-                None,
-            )
+            owners = (each for each in self._mapped if each.start <= at < each.start + each.nbytes)
+            return next(owners, None)
 
     def host_writes(self, memory: torch.Tensor, words: str) -> None:
         """Note that the calling thread writes into host memory now."""

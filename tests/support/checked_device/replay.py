@@ -28,9 +28,8 @@ def races(trace: Sequence[TraceEntry]) -> list[SynchronizationError]:
         for access in accesses:
             (written if access.write else read).update(pieces.of(access))
         names = {piece: [words] for piece in read | written}
-        found.extend(
-            handler._handle_kernel_launch(stream, read - written, written, set(), words, names)
-        )
+        accesses = read - written, written, set()
+        found.extend(handler._handle_kernel_launch(stream, *accesses, words, names))
 
     for entry in trace:
         match entry:
@@ -67,8 +66,5 @@ class _Pieces:
 
     def of(self, access: Range) -> range:
         points, first = self._cuts[access.history], self._first[access.history]
-        start, stop = (
-            bisect.bisect_left(points, access.start),
-            bisect.bisect_left(points, access.stop),
-        )
+        start, stop = (bisect.bisect_left(points, at) for at in (access.start, access.stop))
         return range(first + start, first + stop)

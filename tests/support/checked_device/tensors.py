@@ -67,9 +67,8 @@ class CheckedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in WHOLE and not torch.compiler.is_compiling():
             return _launch(func, args, dict(kwargs or {}), writes=())
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # `Tensor`'s own would turn CPU results into this class
+        # `Tensor`'s own would turn CPU results into this class.
+        with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -120,20 +119,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _view(func, args, kwargs)
     if func in READ_BY_HOST:
         return _read_by_host(func, args, kwargs)
-    named = [
-        args[index] if index < len(args) else kwargs.get(name) for index, name in _written(func)
-    ]
+    named = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written(func)]
     return _launch(func, args, kwargs, writes=[each for each in _leaves(named) if each is not None])
 
 
 @functools.cache
 def _written(func: Any) -> list[tuple[int, str]]:
     """Return index and name for every argument changed by an operation."""
-    return [
-        (index, arg.name)
-        for index, arg in enumerate(func._schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
-    ]
+    aliases = [(at, arg.name, arg.alias_info) for at, arg in enumerate(func._schema.arguments)]
+    return [(at, name) for at, name, alias in aliases if alias is not None and alias.is_write]
 
 
 @functools.cache
@@ -143,19 +137,16 @@ def _is_composite(func: Any) -> bool:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return func in VIEWS or any(
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
-    )
+    aliases = [each.alias_info for each in func._schema.returns]
+    return func in VIEWS or any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     with torch.inference_mode(False), torch.no_grad():
         result = func(*_bases(args), **_bases(kwargs))
-    with torch.inference_mode(
-        source.is_inference()
-    ):  # a view is an inference tensor only if its source is one
+    # A view is an inference tensor only if its source is one.
+    with torch.inference_mode(source.is_inference()):
         if isinstance(result, torch.Tensor):
             return CheckedTensor(result, source.block)
         return type(result)(CheckedTensor(base, source.block) for base in result)
@@ -183,9 +174,7 @@ def _launch(func, args, kwargs, *, writes) -> Any:
         machine.launches += 1
         return writes[0] if len(writes) == 1 else tuple(writes)
     likes, shape = _outputs(func, args, kwargs)
-    outputs = [
-        _allocate(like, device) if isinstance(like, torch.Tensor) else like for like in likes
-    ]
+    outputs = [_allocate(out, device) if isinstance(out, torch.Tensor) else out for out in likes]
     made = [each for each in outputs if isinstance(each, CheckedTensor)]
     targets = [each.base for each in made]
 
@@ -232,13 +221,7 @@ def _leaves(values: Any) -> list[Any]:
         values = values.values()
     elif not isinstance(values, (tuple, list)):
         return [values]
-    leaves = []
-    for each in values:
-        if isinstance(each, (tuple, list, dict)):
-            leaves += _leaves(each)
-        else:
-            leaves.append(each)
-    return leaves
+    return [leaf for each in values for leaf in _leaves(each)]
 
 
 def _mapped(values: Any, change: Callable[[Any], Any]) -> Any:
@@ -279,14 +262,11 @@ def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
     machine = active()
     if isinstance(into, CheckedTensor) and isinstance(source, CheckedTensor):
         machine.launches += 1
+        device = into.block.stream.device
         to, values = into.base, source.base
-        _check_devices("copy_", [into, source], into.block.stream.device)
-        _issue(
-            into.block.stream.device,
-            lambda: to.copy_(values),
-            [into.range(write=True), source.range(write=False)],
-            "copy",
-        )
+        _check_devices("copy_", [into, source], device)
+        ranges = [into.range(write=True), source.range(write=False)]
+        _issue(device, lambda: to.copy_(values), ranges, "copy")
         return into
     machine.copies += 1
     if non_blocking and machine.only_thread is not None:
@@ -332,10 +312,8 @@ def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
     target = torch.device(options.pop("device", None) or source.device)
     if target.type == NAME and isinstance(source, CheckedTensor) and target == source.device:
         return _launch(torch.ops.aten._to_copy.default, (source,), options, writes=())
-    like = torch.ops.aten._to_copy.default(
-        source.detach().to("meta") if not isinstance(source, CheckedTensor) else _meta(source),
-        **options,
-    )
+    meta = _meta(source) if isinstance(source, CheckedTensor) else source.detach().to("meta")
+    like = torch.ops.aten._to_copy.default(meta, **options)
     if target.type == NAME:
         # The CPU changes the dtype first, as torch does for a copy between devices.
         source = source.cpu() if isinstance(source, CheckedTensor) else source
@@ -356,15 +334,13 @@ def _read_by_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _issue(device: Device, run: Callable[[], object], ranges: list[Range], words: object) -> Any:
-    def compute() -> None:
+    def later() -> None:
         # Any thread may execute it, in or out of a dispatch. Only this mode may write into every
         # host tensor.
         with torch.inference_mode():
             run()
 
-    return device.machine.current_stream(device.index).issue(
-        compute, ranges, f"{words} at {site()}"
-    )
+    return device.machine.current_stream(device.index).issue(later, ranges, f"{words} at {site()}")
 
 
 def _wait(device: Device, work: Any) -> None:
@@ -389,9 +365,7 @@ def _device_of(given: list[CheckedTensor], kwargs: Mapping[str, Any]) -> Device:
 def _check_devices(func: object, given: Sequence[CheckedTensor], device: Device) -> None:
     indices = {each.block.stream.device.index for each in given} | {device.index}
     if len(indices) > 1:
-        raise RuntimeError(
-            f"{func}: expected all tensors to be on the same device, but found {sorted(indices)}"
-        )
+        raise RuntimeError(f"{func}: expected tensors on the same device, found {sorted(indices)}")
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -430,9 +404,8 @@ class _Module(types.ModuleType):
         return len(_machines[0].devices) if _machines else 0
 
     def synchronize(self) -> None:
-        for device in active().devices:
-            for stream in device.streams:
-                stream.synchronize()
+        for stream in active().streams:
+            stream.synchronize()
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -451,14 +424,10 @@ def _register() -> tuple[torch.library.Library, ...]:
     library = torch.library.Library("_", "IMPL")
     library.fallback(lambda func, *args, **kwargs: dispatch(func, args, kwargs), "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
-    aten.impl(
-        "copy_", _copy, "PrivateUse1"
-    )  # `torch.tensor` calls it where the fallback is excluded
-    for name in (
-        "arange",
-        "arange.start",
-        "arange.start_step",
-    ):  # torch would resize an empty tensor for them
+    # `torch.tensor` calls it where the fallback is excluded.
+    aten.impl("copy_", _copy, "PrivateUse1")
+    # torch would resize an empty tensor for these.
+    for name in ("arange", "arange.start", "arange.start_step"):
         overload = getattr(torch.ops.aten.arange, name.partition(".")[2] or "default")
         aten.impl(name, functools.partial(_made, overload), "PrivateUse1")
     return library, aten

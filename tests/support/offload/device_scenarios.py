@@ -24,23 +24,14 @@ import torch
 from torch import nn
 
 from wanstream.devices import Event, clock_for
-from wanstream.offload import (
-    BlockPatch,
-    ComputedPatch,
-    GatherBrokenError,
-    LockedTensors,
-    OffloadEngine,
-    StoppedTogether,
-    WeightPatch,
-    attach_offload,
-    map_memory,
-)
+from wanstream.offload import BlockPatch, LockedTensors, OffloadEngine, attach_offload, map_memory
 from wanstream.offload.core.pages import host_bytes
 from wanstream.offload.engine.run import PACE
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
-from wanstream.offload.sharding.group import Sharded
+from wanstream.offload.sharding.group import GatherBrokenError, Sharded, StoppedTogether
 from wanstream.offload.sources.base import RangeSource
 from wanstream.offload.sources.module import TensorSource
+from wanstream.offload.transfers.weight_patch import ComputedPatch, WeightPatch
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
@@ -97,9 +88,7 @@ class MemorySource(RangeSource):
         self._scales: dict[BlockKey, dict[str, torch.Tensor]] = {key: {} for key in KEYS}
         for scales in self._scales.values() if fp8 else ():
             scales["weight"] = torch.rand((), generator=random) + 0.5
-        self._blocks = {
-            key: allocate_flat(fmt.stored.nbytes, "cpu") for key, fmt in self.formats.items()
-        }
+        self._blocks = {key: allocate_flat(self.formats[key].stored.nbytes, "cpu") for key in KEYS}
         self._sleeps = [longest_s * sleep for sleep in torch.rand(97, generator=random).tolist()]
         for key, block in self._blocks.items():
             matrix = tensor_views(block, self.formats[key].stored)["weight"]
@@ -117,10 +106,8 @@ class MemorySource(RangeSource):
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
         self._sleeps.append(self._sleeps.pop(0))
         time.sleep(self._sleeps[0])
-        np.copyto(
-            host_bytes(into[: len(wanted)]),
-            host_bytes(self._blocks[key])[wanted.start : wanted.stop],
-        )
+        stored = host_bytes(self._blocks[key])[wanted.start : wanted.stop]
+        np.copyto(host_bytes(into[: len(wanted)]), stored)
 
     def close(self) -> None:
         """Keep the blocks: they are needed for comparison."""
@@ -274,9 +261,8 @@ class Case:
         for end in self.ends:
             end.synchronize()
         for number, (key, strength, weight) in enumerate(self.seen):
-            assert torch.equal(weight.cpu(), self._expected(key, strength)), (
-                f"visit {number} saw other bits of {key}"
-            )
+            is_expected = torch.equal(weight.cpu(), self._expected(key, strength))
+            assert is_expected, f"visit {number} saw other bits of {key}"
         self.seen.clear()
 
     def detach(self) -> None:
@@ -547,9 +533,8 @@ def patches_change(gpu: Accelerator) -> None:
 def ruin(gpu: Accelerator, count: int) -> None:
     """Write into all free block-sized memory, as another user of the device would."""
     for nbytes in (4 * WIDTH * WIDTH, 2 * WIDTH * WIDTH, WIDTH * WIDTH):
-        ruins = [
-            torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device) for _ in range(count)
-        ]
+        each = {"size": (nbytes,), "fill_value": 255, "dtype": torch.uint8, "device": gpu.device}
+        ruins = [torch.full(**each) for _ in range(count)]
         del ruins
 
 
@@ -563,9 +548,7 @@ def memory_released(gpu: Accelerator, **how: Any) -> None:
         loaded, allocated = case.engine.loaded_bytes, gpu.runtime.active_bytes()
         released = case.engine.release_memory(nbytes)
         assert loaded - case.engine.loaded_bytes == released
-        assert allocated - gpu.runtime.active_bytes() >= released, (
-            "the allocator does not have all of it yet"
-        )
+        assert allocated - gpu.runtime.active_bytes() >= released, "the allocator lacks some of it"
         ruin(gpu, COUNT)
     case.run()
     case.detach()
@@ -708,10 +691,8 @@ def gathered_growing(gpu: Accelerator) -> None:
     """Shards on the device pass through host memory that grows with them."""
     ranks = Ranks(gpu, on_device=True, growing=True)
     ranks.run(1)
-    for case in ranks.cases:
-        assert case.engine.ram.locked_bytes <= case.engine.ram.nbytes, (
-            "memory that was replaced is still locked"
-        )
+    for ram in (case.engine.ram for case in ranks.cases):
+        assert ram.locked_bytes <= ram.nbytes, "memory that was replaced is still locked"
     ranks.detach()
 
 

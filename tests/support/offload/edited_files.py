@@ -33,10 +33,7 @@ def rewrite(source, target, change, metadata=None) -> Path:
 
 def renamed(rename: Callable[[str], str]) -> Callable[[Tensors], Edits]:
     """Return a change that gives every tensor another key."""
-    return lambda tensors: {
-        **dict.fromkeys(tensors),
-        **{rename(key): tensor for key, tensor in tensors.items()},
-    }
+    return lambda tensors: dict.fromkeys(tensors) | {rename(key): tensors[key] for key in tensors}
 
 
 def prefixed(prefix: str) -> Callable[[Tensors], Edits]:

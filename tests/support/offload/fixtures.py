@@ -154,10 +154,8 @@ class ThreadGroup:
         self.meeting, self.gathering = (threading.Barrier(size, timeout=wait_s) for _ in range(2))
 
     def ranks(self, *, on_device: bool = False) -> list[Sharded]:
-        return [
-            Sharded(gather=ThreadGather(self, rank), on_device=on_device)
-            for rank in range(self.size)
-        ]
+        gathers = [ThreadGather(self, rank) for rank in range(self.size)]
+        return [Sharded(gather=gather, on_device=on_device) for gather in gathers]
 
 
 class ThreadGather:

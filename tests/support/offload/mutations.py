@@ -64,9 +64,7 @@ class Mutation(NamedTuple):
     """Loop round, `EVERY_ROUND` for all rounds, or None outside loops."""
 
     def __str__(self) -> str:
-        rounds = "" if self.round is None else f"round {self.round}"
-        if self.round == EVERY_ROUND:
-            rounds = "every round"
+        rounds = {None: "", EVERY_ROUND: "every round"}.get(self.round, f"round {self.round}")
         more = ", ".join(part for part in (self.owner, rounds) if part)
         return f"{self.site} [{more}]" if more else self.site
 
@@ -115,18 +113,16 @@ class _Switches(ast.NodeTransformer):
             node.func.value = self.visit(node.func.value)
         node.args = [self.visit(argument) for argument in node.args]
         node.keywords = [self.visit(argument) for argument in node.keywords]
-        removable = called in CALLS_ON or (
-            called.rpartition(".")[2] in CALLS and called not in KEPT
-        )
-        return self._switched(node, ast.Constant(None), text) if removable and self._path else node
+        named = called.rpartition(".")[2] in CALLS and called not in KEPT
+        removable = self._path and (named or called in CALLS_ON)
+        return self._switched(node, ast.Constant(None), text) if removable else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr != "synchronize":
             return self.generic_visit(node)
         # Not called here, but passed on to be called later.
-        return self._switched(
-            node, ast.Lambda(_NO_ARGUMENTS, ast.Constant(None)), ast.unparse(node)
-        )
+        nothing = ast.Lambda(_NO_ARGUMENTS, ast.Constant(None))
+        return self._switched(node, nothing, ast.unparse(node))
 
     def _switched(self, node: ast.expr, replaced: ast.expr, text: str) -> ast.IfExp:
         site = f"{'.'.join(self._path)}: {text}"
@@ -192,9 +188,8 @@ class Mutations:
     def _add_module(self, module: ModuleType) -> None:
         file = inspect.getsourcefile(module)
         switches = _Switches()
-        tree = ast.fix_missing_locations(
-            switches.visit(ast.parse(Path(file).read_text(encoding="utf-8")))
-        )
+        tree = switches.visit(ast.parse(Path(file).read_text(encoding="utf-8")))
+        ast.fix_missing_locations(tree)
         code = compile(tree, file, "exec", dont_inherit=True)
         self.sites += switches.sites
         for path in sorted(set(switches.sites.values())):
@@ -212,7 +207,5 @@ def _function(module: ModuleType, path: tuple[str, ...]) -> FunctionType:
 
 def _code(code: CodeType, path: tuple[str, ...]) -> CodeType:
     for name in path:
-        [code] = [
-            each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == name
-        ]
+        [code] = [each for each in code.co_consts if getattr(each, "co_name", "") == name]
     return code

@@ -72,17 +72,12 @@ def test_a_wrong_set_is_not_used_and_the_next_one_is(broken, monkeypatch, caplog
     for _ in range(2):
         chosen = choice.choose_math("auto", GPU, torch.bfloat16, WIDTH)
     assert chosen.name == "torch"
-    reason = (
-        "fails (NotImplementedError: no compiler)"
-        if broken == "an error"
-        else "its norm is wrong (error "
-    )
+    fails = "fails (NotImplementedError: no compiler)"
+    reason = fails if broken == "an error" else "its norm is wrong (error "
     assert f"(triton: {reason}" in caplog.text
     assert caplog.text.count("blocks compute with torch functions (triton: ") == 1, "said once"
-    with pytest.raises(
-        KernelsError,
-        match=r"with triton functions on cuda:0: .*; install triton .*, or choose 'auto'",
-    ):
+    words = r"with triton functions on cuda:0: .*; install triton .*, or choose 'auto'"
+    with pytest.raises(KernelsError, match=words):
         choice.choose_math("triton", GPU, torch.bfloat16, WIDTH)
 
 
@@ -90,17 +85,15 @@ FAULT = choice.math_fault
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "reason"),
-    [
-        ("triton", "triton", "Triton is not installed"),
-        ("comfy-kitchen", "comfy_kitchen", "not installed"),
-    ],
+    ("name", "reason"), [("triton", "Triton is not installed"), ("comfy-kitchen", "not installed")]
 )
-def test_a_package_that_is_missing_is_refused_with_a_remedy(name, package, reason, monkeypatch):
+def test_a_package_that_is_missing_is_refused_with_a_remedy(name, reason, monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda wanted: None if wanted == package else found(wanted)
-    )
+
+    def find(wanted: str) -> object:
+        return None if wanted == name.replace("-", "_") else found(wanted)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     one_pass._unusable.cache_clear()
     with pytest.raises(KernelsError, match=f"{name} functions on cuda:0: {reason}; install {name}"):
@@ -131,11 +124,9 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = str(func)
-        same = isinstance(made, torch.Tensor) and any(
-            made.data_ptr() == each.data_ptr() and made.dtype == each.dtype
-            for each in args[:1]
-            if isinstance(each, torch.Tensor)
-        )
+        tensors = [each for each in (made, *args[:1]) if isinstance(each, torch.Tensor)]
+        places = {(each.data_ptr(), each.dtype) for each in tensors}
+        same = len(tensors) == 2 and len(places) == 1
         writes = func._schema.is_mutable or "gelu_" in name
         if "empty" in name or (same and not writes):
             return made  # views, conversions without change, allocations
@@ -146,21 +137,14 @@ class Counted(TorchDispatchMode):
     def add(self, name: str, *tensors: Any) -> None:
         self.operations += 1
         if not any(part in name for part in self.HEAVY):
-            large = (
-                each
-                for each in tensors
-                if isinstance(each, torch.Tensor) and each.numel() > self.least
-            )
-            self.bytes += sum(each.numel() * each.element_size() for each in large)
+            real = [each for each in tensors if isinstance(each, torch.Tensor)]
+            self.bytes += sum(each.nbytes for each in real if each.numel() > self.least)
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text(encoding="utf-8")
-COSTS = {
-    name: (int(operations), float(tensors))
-    for name, operations, tensors in re.findall(
-        r"^\| `([\w-]+)` \| .* \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE
-    )
-} | {"triton, fp8": (27, 24.6)}
+ROWS = re.findall(r"^\| `([\w-]+)` \| .* \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
+COSTS = {name: (int(operations), float(tensors)) for name, operations, tensors in ROWS}
+COSTS |= {"triton, fp8": (27, 24.6)}
 """Operations per visit, and token tensors read and written."""
 
 
@@ -201,7 +185,6 @@ def test_operations_and_traffic_of_a_visit(name, request, monkeypatch):
     rotation = made.rotation(*tables)
     with torch.inference_mode(), counted:
         block(hidden, text, modulation, rotation)
-    traffic = counted.bytes / (tokens * WIDTH * 2)
     operations, tensors = COSTS[name]
     assert counted.operations == operations
-    assert traffic == pytest.approx(tensors, abs=0.5)
+    assert counted.bytes / (tokens * WIDTH * 2) == pytest.approx(tensors, abs=0.5)

@@ -64,10 +64,8 @@ def test_torch_multiplies_on_a_cpu(dtype, multiply, name, monkeypatch):
     monkeypatch.setattr(torch, "_int_mm", multiply)
     choice = choose_multiplication.__wrapped__("int8", CPU, dtype)
     assert choice.name == name
-    assert choice.words.startswith(
-        f"int8 matrices are multiplied by {name} on cpu "
-        "(comfy-kitchen: its kernels are for NVIDIA GPUs"
-    )
+    kitchen = "comfy-kitchen: its kernels are for NVIDIA GPUs"
+    assert choice.words.startswith(f"int8 matrices are multiplied by {name} on cpu ({kitchen}")
     assert ("its product is wrong" in choice.words) == (multiply is in_16_bits)
 
 

@@ -8,15 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.block_kernels import (
-    Fp8Linear,
-    Int8Linear,
-    ScaledLinear,
-    quantise_tokens_fp8,
-    scaled_linear,
-)
+from wanstream.block_kernels import Fp8Linear, ScaledLinear, quantise_tokens_fp8, scaled_linear
 from wanstream.block_kernels.fp8_linear import LARGEST
-from wanstream.block_kernels.int8_linear import quantise_tokens
+from wanstream.block_kernels.int8_linear import Int8Linear, quantise_tokens
 from wanstream.block_kernels.multiplication import multiplications
 from wanstream.offload.formats import quantise_int8
 from wanstream.testing.quantised import quantise
@@ -53,11 +47,9 @@ SCALES_INSIDE = pytest.mark.skipif(
     not multiplies_fp8(torch.ones(32, 1), torch.ones(1, 32)),
     reason="this torch multiplies with one scale only on a CPU",
 )
-FP8_KINDS = [
-    pytest.param(f"{kind}{where}", marks=mark)
-    for where, mark in (("", PLAIN_FP8), (", inside", SCALES_INSIDE))
-    for kind in ("fp8", "fp8 rows")
-]
+ENDS = {"": PLAIN_FP8, ", inside": SCALES_INSIDE}
+KINDS = [(kind + end, mark) for end, mark in ENDS.items() for kind in ("fp8", "fp8 rows")]
+FP8_KINDS = [pytest.param(kind, marks=mark) for kind, mark in KINDS]
 INT8 = {"int8 rows": 0, "int8 ConvRot 64": 64, "int8 ConvRot": 256}
 every_kind = pytest.mark.parametrize("kind", [*FP8_KINDS, *INT8])
 

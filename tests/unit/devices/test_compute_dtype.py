@@ -76,9 +76,7 @@ def test_a_choice_wins_and_several_devices_use_the_widest():
 
 
 @pytest.mark.parametrize("units", [False, True])
-def test_all_models_open_with_the_automatic_dtype(
-    units, tiny_expert_file, tiny_pipeline, pretend_cpu, monkeypatch
-):
+def test_auto_dtype_of_models(units, tiny_expert_file, tiny_pipeline, pretend_cpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pretend_cpu(bf16=units)
     file, expected = tiny_expert_file(), BF16 if units else FP32

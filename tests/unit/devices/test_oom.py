@@ -8,20 +8,17 @@ import torch
 from wanstream.devices import is_broken_device
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
-needs_class = pytest.mark.skipif(
-    not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no such class"
-)
+needs_class = pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8")
 
 
 def raised_from(cause: RuntimeError | None, context: RuntimeError | None = None) -> Exception:
     """Return an error caused by another one, or raised after another one was handled."""
-    try:
+    with pytest.raises(ValueError, match="node 3") as raised:
         try:
             raise context or cause
         except RuntimeError:
             raise ValueError("node 3") from cause
-    except ValueError as err:
-        return err
+    return raised.value
 
 
 @needs_class

@@ -77,10 +77,8 @@ with attach(stacks, policies[0], source=source) as engine:
     print(json.dumps([peak - before, filled - status("VmRSS")]))
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc"),
-]
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+pytestmark = [pytest.mark.slow, LINUX]
 
 
 @pytest.fixture(scope="module")

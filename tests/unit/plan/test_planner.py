@@ -109,10 +109,8 @@ def test_more_memory_is_used_where_bus_or_disk_are_slow():
         (DISK_BOUND, [(LAYERWISE, policy) for policy in in_ram], _ram_blocks, [0, 3, 6]),
     ):
         machine = rated(**rates)
-        plans = [
-            plan_offload(run, machine, _budget(run, machine, device=each, ram=ram))
-            for each, ram in fits
-        ]
+        budgets = (_budget(run, machine, device=device, ram=ram) for device, ram in fits)
+        plans = [plan_offload(run, machine, each) for each in budgets]
         assert [count(plan) for plan in plans] == expected
         totals = [plan.total_s for plan in plans]
         assert totals == sorted(set(totals), reverse=True)

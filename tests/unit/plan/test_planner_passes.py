@@ -8,16 +8,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.plan import (
-    BlockCosts,
-    Budgets,
-    Candidates,
-    PassPlan,
-    memory_needs,
-    plan_passes,
-    predict,
-)
-from wanstream.plan.costs import measured_costs
+from wanstream.plan import Candidates, PassPlan, memory_needs, plan_passes, predict
+from wanstream.plan.costs import BlockCosts, Budgets, measured_costs
 from wanstream.plan.programs import BlockSize
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.records import StepRecord
@@ -45,12 +37,8 @@ def choose(costs, record, *, vram=None, ram=None, **changes) -> PassPlan | None:
 
 # --- twenty blocks, a measured call ---------------------------------------------------------------
 
-BLOCKS = BlockCosts(
-    stacks=("model",),
-    blocks=20,
-    outside_bytes=50 * MB,
-    **dict.fromkeys(BLOCK_BYTES, 100 * MB),
-)
+SIZES = dict.fromkeys(BLOCK_BYTES, 100 * MB)
+BLOCKS = BlockCosts(stacks=("model",), blocks=20, outside_bytes=50 * MB, **SIZES)
 
 
 def visits(visit_s: float, *, bus: float = 20e9, passes: int = 1) -> StepRecord:
@@ -72,9 +60,8 @@ def test_one_pass_for_both_conditions_halves_a_call_of_transfers():
     """A call takes the measured time where nothing waits."""
     for visit_s, share in ((0.001, 0.5), (0.5, 1.0)):
         record = visits(visit_s, passes=2)
-        apart, together = (
-            plan(record, passes=passes, vram=350 * MB, ram=0).call_s for passes in (2, 1)
-        )
+        small = {"vram": 350 * MB, "ram": 0}
+        apart, together = (plan(record, passes=passes, **small).call_s for passes in (2, 1))
         assert together == pytest.approx(share * apart, rel=0.06)
     assert together == pytest.approx(record.compute_s)
 
@@ -120,13 +107,9 @@ class Model:
 
     def costs(self, scale: float) -> BlockCosts:
         sizes = [int(scale * each * MB) for each in self.blocks]
-        return BlockCosts(
-            stacks=("model",),
-            blocks=len(sizes),
-            outside_bytes=self.outside * MB,
-            sizes=tuple(BlockSize(size, size, size) for size in sizes),
-            **dict.fromkeys(BLOCK_BYTES, max(sizes)),
-        )
+        given = {"outside_bytes": self.outside * MB, **dict.fromkeys(BLOCK_BYTES, max(sizes))}
+        each = tuple(BlockSize(size, size, size) for size in sizes)
+        return BlockCosts(stacks=("model",), blocks=len(sizes), sizes=each, **given)
 
 
 def disk_call(nbytes: int, compute_s: float) -> StepRecord:

@@ -48,11 +48,8 @@ def compute_seconds(run: RunShape, machine: Machine, *, by_step: bool) -> list[f
 
 
 def test_steps_have_the_lanes_of_their_expert_or_of_their_own():
-    steps = [
-        StepShape(expert="high"),
-        StepShape(expert="high", sides=1),
-        StepShape(expert="low", sides=3),
-    ]
+    own = [("high", None), ("high", 1), ("low", 3)]
+    steps = [StepShape(expert=expert, sides=sides) for expert, sides in own]
     sides = {"high": 2, "low": 4}
     run = run_shape(steps=steps, sides=sides)
     for work, by_step, expected in (

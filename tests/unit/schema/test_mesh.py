@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from wanstream.schema import Mesh, MeshError
 
-MESHES = st.builds(
-    Mesh,
-    data=st.integers(1, 4),
-    stage=st.integers(1, 4),
-    cfg=st.integers(1, 2),
-    ring=st.integers(1, 3),
-    ulysses=st.integers(1, 5),
-)
+MOST = {"data": 4, "stage": 4, "cfg": 2, "ring": 3, "ulysses": 5}
+MESHES = st.builds(Mesh, **{axis: st.integers(1, most) for axis, most in MOST.items()})
 
 
 def coordinates(mesh: Mesh) -> dict[int, dict[str, int]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wanstream.plan.programs import step_visits
@@ -75,14 +75,11 @@ def test_residents_are_the_largest_blocks(count, sizes, blocks):
     assert buffers == plan_residency(policy, {"model": len(sizes)})[1]
 
 
-@settings(deadline=None)
-@given(
-    block_counts=st.dictionaries(
-        st.sampled_from(["high", "low", "encoder"]), st.integers(1, 12), min_size=1
-    ),
-    prefetch_blocks=st.integers(0, 5),
-    data=st.data(),
-)
+NAMES = st.sampled_from(["high", "low", "encoder"])
+COUNTS = st.dictionaries(NAMES, st.integers(1, 12), min_size=1)
+
+
+@given(block_counts=COUNTS, prefetch_blocks=st.integers(0, 5), data=st.data())
 def test_planned_buffers_are_enough_and_at_most_the_blocks(block_counts, prefetch_blocks, data):
     swapped = data.draw(st.integers(0, min(block_counts.values())))
     steps = data.draw(st.lists(st.sampled_from(sorted(block_counts)), max_size=6))

@@ -29,27 +29,24 @@ def test_ranges_are_parsed_in_their_order(text, expected):
     assert parse_step_strengths(", ".join(map(str, ranges))) == ranges
 
 
+TWICE = "step 2 has two strengths"
+NO_NUMBER = "is not a number from -10 to 10"
+NUMBERS = ("nan", "inf", "-10.5", "\uff11", "1_0", "1e", "1e999")
+NO_RANGES = ("-1: 0", "0-1 0", "0-9999999: 0", "\uff10-\uff11: 0")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "0-2: 0, 2-3: 1",
-            "step 2 has two strengths, in '0-2: 0' and in '2-3: 1': give ranges of steps that",
-        ),
+        ("0-2: 0, 2-3: 1", f"{TWICE}, in '0-2: 0' and in '2-3: 1': give ranges of steps that"),
         ("1: 0, 1: 0", "step 1 has two strengths"),
         ("3-1: 0", "'3-1: 0' ends before it begins: write 1-3"),
         ("0-1: much", "'much' in '0-1: much' is not a number from -10 to 10: give a strength"),
-        *(
-            (f"0-1: {number}", f"'{number}' in '0-1: {number}' is not a number from -10 to 10")
-            for number in ("nan", "inf", "-10.5", "\uff11", "1_0", "1e", "1e999")
-        ),
+        *((f"0-1: {each}", f"'{each}' in '0-1: {each}' {NO_NUMBER}") for each in NUMBERS),
         ("0.5", "strengths by steps have '0.5': give the first and the last step, a colon, and"),
         ("0, 0, 1", "strengths by steps have '0'"),
         ("0-1: 0,5", "strengths by steps have '5'"),
-        *(
-            (text, f"strengths by steps have '{text}'")
-            for text in ("-1: 0", "0-1 0", "0-9999999: 0", "\uff10-\uff11: 0")
-        ),
+        *((text, f"strengths by steps have '{text}'") for text in NO_RANGES),
         ("9" * 5000 + ": 0", f"strengths by steps have '{'9' * 40}...': give the first"),
     ],
 )

@@ -90,13 +90,8 @@ def test_chunks_bound_the_working_memory_at_720p():
 
     Two blocks and another lane still fit in 8 GB.
     """
-    for chunk, lanes, gigabytes in (
-        (4096, 1, 3.97),
-        (8192, 2, 4.76),
-        (65536, 2, 9.31),
-        (10**6, 2, 8.59),
-        (None, 2, 8.59),
-    ):
+    cases = [(4096, 1, 3.97), (8192, 2, 4.76), (65536, 2, 9.31), (10**6, 2, 8.59), (None, 2, 8.59)]
+    for chunk, lanes, gigabytes in cases:
         needed = T2V_A14B.working_bytes([TOKENS_720P] * lanes, chunk_tokens=chunk)
         assert needed == pytest.approx(gigabytes * 1e9, rel=1e-2)
     attention = 5 * TOKENS_720P * 5120 * 2

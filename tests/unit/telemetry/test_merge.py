@@ -27,16 +27,9 @@ HIGH = PhaseRecord(name="high", start_s=0.0, wall_s=1.0)
 
 
 def test_timeline_of_one_task_stays_what_it_is():
-    rich = timeline(
-        step(0),
-        step(1, start_s=1.0, expert="low"),
-        non_block_bytes=7,
-        first_block_s=0.1,
-        changes=("smaller",),
-        phases=(HIGH,),
-        memory=(MEMORY,),
-        copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=3, busy_s=0.4),),
-    )
+    more = {"non_block_bytes": 7, "first_block_s": 0.1, "changes": ("smaller",), "phases": (HIGH,)}
+    more["copy_rates"] = (RateRange(from_gb_per_s=1, fetches=2, nbytes=3, busy_s=0.4),)
+    rich = timeline(step(0), step(1, start_s=1.0, expert="low"), memory=(MEMORY,), **more)
     assert concatenate_timelines([rich]) == rich
     assert merge_timelines([(0, rich)]) == rich
     lost = merge_timelines([(0, rich)], ["one lost"])

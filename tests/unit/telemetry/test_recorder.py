@@ -45,9 +45,8 @@ def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, block
             arrived = recorder.clock.mark()
             time.sleep(0.001)
             ready = recorder.clock.mark()
-            recorder.record_arrival(
-                BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready))
-            )
+            decoded = (arrived, ready)
+            recorder.record_arrival(BlockArrival(block, 100, asked, arrived, None, None, decoded))
             time.sleep(0.001)
             recorder.visit((block, asked, arrived, ready, recorder.clock.mark()))
 

@@ -18,9 +18,8 @@ CLOCK = clock_for(torch.device("cpu"))
 
 def arrival(block: int, asked: float = 0, arrived: float = 0, **spans: Any) -> BlockArrival:
     """Return an arrival, with spans for `read`, `copied` and `decoded`."""
-    return BlockArrival(
-        block, 100, asked, arrived, *(spans.get(name) for name in ("read", "copied", "decoded"))
-    )
+    given = (spans.get(name) for name in ("read", "copied", "decoded"))
+    return BlockArrival(block, 100, asked, arrived, *given)
 
 
 def read(began: float, ended: float, *, straight: bool = False, locked: Any = None) -> ReadSpan:

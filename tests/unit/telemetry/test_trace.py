@@ -16,15 +16,10 @@ from wanstream.tests.support.full_disk import largest_file
 
 TIMES = {"wall_s": 2.0, "compute_s": 1.5, "stall_s": 0.5, "start_s": 1.0}
 STEP = StepRecord.of(index=3, expert="low", sigma=0.5, bytes_moved=100, read_bytes=40, **TIMES)
-TIMELINE = Timeline(
-    kind="measured",
-    steps=(STEP,),
-    phases=(
-        PhaseRecord(name="text", start_s=-2.0, wall_s=1.0),
-        PhaseRecord(name="low", start_s=1.0, wall_s=2.0),
-    ),
-    memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=9),),
-)
+TEXT = PhaseRecord(name="text", start_s=-2.0, wall_s=1.0)
+LOW = PhaseRecord(name="low", start_s=1.0, wall_s=2.0)
+MEMORY = MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=9)
+TIMELINE = Timeline(kind="measured", steps=(STEP,), phases=(TEXT, LOW), memory=(MEMORY,))
 
 
 def span(row: str, began: float, ended: float, **args: Any) -> TraceSpan:

@@ -53,11 +53,7 @@ def test_seed_determines_the_weights(make_tiny_expert):
 
 @pytest.mark.parametrize(
     ("dtype", "shards", "prefix"),
-    [
-        (torch.float32, 1, ""),
-        (torch.float16, 4, "model.diffusion_model."),
-        (torch.bfloat16, 1, ""),
-    ],
+    [(torch.float32, 1, ""), (torch.float16, 4, "model.diffusion_model."), (torch.bfloat16, 1, "")],
     ids=str,
 )
 def test_folders_and_files_have_the_made_weights(

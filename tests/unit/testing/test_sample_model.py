@@ -90,9 +90,7 @@ class TestContents:
         ],
         ids=str,
     )
-    def test_diffusers_opens_the_pipelines(
-        self, sample_models, pipeline, in_channels, boundary, flow_shift
-    ):
+    def test_pipelines_open(self, sample_models, pipeline, in_channels, boundary, flow_shift):
         opened = DiffusionPipeline.from_pretrained(sample_models / pipeline)
         assert opened.scheduler.config.flow_shift == flow_shift
         assert opened.transformer.config.in_channels == in_channels
@@ -133,9 +131,8 @@ class TestContents:
             assert (config.family == "ti2v") == (in_channels == 48)
 
     def test_clip_is_as_wide_as_the_image_branch(self, sample_models):
-        seen = open_image_encoder(sample_models / CLIP_FILE).encode(
-            torch.rand(1, 32, 48, 3), device="cpu"
-        )
+        encoder = open_image_encoder(sample_models / CLIP_FILE)
+        seen = encoder.encode(torch.rand(1, 32, 48, 3), device="cpu")
         assert seen.penultimate_hidden_states.shape == (1, 257, WIDTH)
         assert 0.1 < seen.penultimate_hidden_states.std() < 10
 
@@ -219,9 +216,8 @@ class TestNames:
 class TestFolder:
     @pytest.mark.slow
     def test_same_bytes_every_time(self, tmp_path):
-        one, other = (
-            write_tiny_model(tmp_path / name, layers=1).folder for name in ("one", "other")
-        )
+        folders = (tmp_path / "one", tmp_path / "other")
+        one, other = (write_tiny_model(folder, layers=1).folder for folder in folders)
         assert entries(one) == entries(other)
         for path in (path for path in one.rglob("*") if path.is_file()):
             assert path.read_bytes() == (other / path.relative_to(one)).read_bytes(), path

@@ -9,11 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from wanstream.devices.machine.available_ram import (
-    available_bytes,
-    insufficient_ram,
-    limited_groups,
-)
+from wanstream.devices import available_bytes
+from wanstream.devices.machine.available_ram import insufficient_ram, limited_groups
 
 HUGE = 9223372036854771712  # cgroup version 1 writes this number for an unlimited group
 Files = dict[str, object]
@@ -44,11 +41,8 @@ def v2(folder: str, limit: object, used: int, stat: str = "") -> Files:
 
 def v1(folder: str, limit: int, used: int, stat: str = "") -> Files:
     place = f"sys/fs/cgroup/memory/{folder}/memory".replace("//", "/")
-    return {
-        f"{place}.limit_in_bytes": limit,
-        f"{place}.usage_in_bytes": used,
-        f"{place}.stat": stat,
-    }
+    bytes_of = {f"{place}.limit_in_bytes": limit, f"{place}.usage_in_bytes": used}
+    return bytes_of | {f"{place}.stat": stat}
 
 
 def swap_v2(limit: object, used: int) -> Files:
@@ -65,6 +59,7 @@ CACHED_V2 = "anon 50\nfile 900\ninactive_file 100\nactive_file 200\nshmem 600"
 CACHED_V1 = "cache 900\ninactive_file 1\ntotal_inactive_file 100\ntotal_active_file 200"
 IN_A = group("0::/a")
 IN_B = group("0::/a/b")
+IN_DOCKER = group("4:memory:/docker/123", "0::/")
 V1 = group("7:blkio:/x", "4:cpu,memory:/a")
 
 
@@ -78,9 +73,7 @@ V1 = group("7:blkio:/x", "4:cpu,memory:/a")
         pytest.param(IN_B | v2("a/b", 1000, 600) | v2("a", 900, 700), [400, 200], id="v2 parent"),
         pytest.param(IN_A | v2("a", 1000, 1600), [0], id="over the limit"),
         pytest.param(V1 | v1("a", 1000, 600, CACHED_V1), [700], id="v1"),
-        pytest.param(
-            group("4:memory:/docker/123", "0::/") | v1("", 1000, 600), [400], id="v1 in a container"
-        ),
+        pytest.param(IN_DOCKER | v1("", 1000, 600), [400], id="v1 in a container"),
     ],
 )
 def test_free_memory_in_control_groups(write, files, expected):

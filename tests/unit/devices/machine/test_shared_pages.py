@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import random
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -59,10 +60,8 @@ def test_every_page_in_use_is_locked_once(seed):
 
 def test_mappings_of_files_are_found_and_those_of_ram_are_not(tmp_path):
     (tmp_path / "file").write_bytes(bytes(2 * PAGE))
-    how = {"size": 2 * PAGE, "dtype": torch.uint8}
-    of_file = [
-        torch.from_file(str(tmp_path / "file"), shared=shared, **how) for shared in (True, False)
-    ]
+    map_file = partial(torch.from_file, str(tmp_path / "file"), size=2 * PAGE, dtype=torch.uint8)
+    of_file = [map_file(shared=shared) for shared in (True, False)]
     shared_with_processes = torch.zeros(PAGE, dtype=torch.uint8).share_memory_()
     of_ram = [torch.ones(10), map_memory(2**22), shared_with_processes]
     files = list(file_mappings())

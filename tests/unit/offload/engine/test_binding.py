@@ -42,8 +42,7 @@ def values() -> dict[str, torch.Tensor]:
     shape = (WIDTH, WIDTH)
     tensors = {}
     for block in range(BLOCKS):
-        codes = torch.randint(0, 3, shape, dtype=torch.uint8, generator=generator)
-        tensors[f"{block}.codes"] = codes
+        tensors[f"{block}.codes"] = torch.randint(0, 3, shape, generator=generator).byte()
         tensors[f"{block}.scales"] = torch.rand(WIDTH, 1, generator=generator)
         tensors[f"{block}.plain"] = torch.randn(shape, generator=generator)
     return tensors
@@ -58,10 +57,8 @@ def path(tmp_path, values) -> Path:
 def test_pieces_are_joined_once_per_block_and_buffer(path, values):
     header = read_header(path).tensors
     joins = list[tuple[int, int]]()
-    blocks = [
-        nn.Sequential(Coded(), nn.Linear(WIDTH, WIDTH, bias=False, device="meta"))
-        for _ in range(BLOCKS)
-    ]
+    plain = {"bias": False, "device": "meta"}
+    blocks = [nn.Sequential(Coded(), nn.Linear(WIDTH, WIDTH, **plain)) for _ in range(BLOCKS)]
     names = {"codes": piece_name("0.weight", "codes"), "scales": piece_name("0.weight", "scales")}
     names["plain"] = "1.weight"
     stored = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -10,20 +9,15 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from wanstream.offload import (
-    AbsentWeightError,
-    BlockPatch,
-    OffloadEngine,
-    WeightPatch,
-    attach_offload,
-)
+from wanstream.offload import AbsentWeightError, BlockPatch, OffloadEngine, WeightPatch
 from wanstream.offload.core.pages import in_pages
 from wanstream.offload.engine import block_pool
+from wanstream.offload.engine.attach import attach_offload
 from wanstream.offload.host_memory.ram_slots import RamSlots
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, StateError, plan_residency
-from wanstream.tests.support.offload.fixtures import SlowSource
+from wanstream.tests.support.offload.fixtures import SlowSource, in_threads
 from wanstream.tests.support.offload.streaming import (
     BLOCK_BYTES,
     BLOCKS,
@@ -191,9 +185,7 @@ def test_memory_from_inference_mode_serves_other_threads(stacks):
         with torch.inference_mode():
             values.append(stream(engine, stacks)[0])
         assert not any(buffer.memory.is_inference() for buffer in engine.buffers)
-        thread = threading.Thread(target=lambda: values.append(stream(engine, stacks)[0]))
-        thread.start()
-        thread.join()
+        values += in_threads([lambda: stream(engine, stacks)[0]])
     assert [torch.equal(value, expected) for value in values] == [True, True]
 
 
@@ -275,11 +267,8 @@ def test_common_blocks_in_ram_are_not_read_again(stacks, slow):
             assert len(slow.reads) == reads
 
         stream(engine, stacks)
-        for policy in (
-            replace(IN_RAM, prefetch_blocks=3),
-            OffloadPolicy.block_swap(2, 1, source="pinned"),
-            IN_RAM,
-        ):
+        swap = OffloadPolicy.block_swap(2, 1, source="pinned")
+        for policy in (replace(IN_RAM, prefetch_blocks=3), swap, IN_RAM):
             check(policy, 2 * BLOCKS, 0)
         check(replace(IN_RAM, ram_blocks=4), 4, 2 * BLOCKS - 4)
         engine.set_policy(LAYERWISE)

@@ -67,12 +67,8 @@ def measure(weights, policy, computed, *, direct=False, recorder=None, **how) ->
     places = read_header(weights).tensors
     blocks = {key: {"weight": places[f"{key.block}"]} for key in sorted(keys("high", *range(4)))}
     source = FileSource(blocks, computed_dtypes=computed, direct=direct)
-    stacks = {
-        "high": [
-            nn.Linear(WIDTH, WIDTH, bias=False, device="meta", dtype=computed)
-            for _ in range(BLOCKS)
-        ]
-    }
+    form = {"bias": False, "device": "meta", "dtype": computed}
+    stacks = {"high": [nn.Linear(WIDTH, WIDTH, **form) for _ in range(BLOCKS)]}
     with attach(stacks, policy, source=source) as engine, torch.no_grad():
         stream(engine, stacks, ["high"] * STEPS, HIDDEN.to(computed), recorder=recorder, **how)
     return recorder
@@ -82,16 +78,10 @@ def disk_counts(weights: Path) -> bool:
     """Return True if direct reads are possible in this file system, and counted."""
     before = counted("read_bytes")
     try:
-        file = os.open(weights, os.O_RDONLY | O_DIRECT)
+        with os.fdopen(os.open(weights, os.O_RDONLY | O_DIRECT), "rb", 0) as file:
+            file.readinto(mmap.mmap(-1, ALIGNMENT))
     except OSError:
         return False
-    try:
-        with mmap.mmap(-1, ALIGNMENT) as page:
-            os.preadv(file, [page], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
     return counted("read_bytes") > before
 
 

@@ -20,10 +20,7 @@ from wanstream.telemetry import Recorder
 from wanstream.tests.support.offload.streaming import BLOCKS, CPU, ONES, WIDTH, attach, keys, stream
 from wanstream.tests.support.polling import eventually
 
-needs_class = pytest.mark.skipif(
-    not hasattr(torch, "AcceleratorError"),
-    reason="torch before 2.8 has no class for errors of a device",
-)
+needs_class = pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8")
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
@@ -62,16 +59,14 @@ def run_broken(make_stack, error: Exception | None, at: int | None) -> None:
 @pytest.mark.parametrize(
     ("at", "call", "place"),
     [
-        pytest.param(4, None, "block 1 of 'high', step 1", id="kernel"),
-        pytest.param(-2, None, "the end of block 2 of 'high', step 0", id="between visits"),
+        (4, None, "block 1 of 'high', step 1"),
+        (-2, None, "the end of block 2 of 'high', step 0"),
         (None, (CpuBackend, "copy_in", 4), "the fetch of block 1 of 'high', step 1"),
         (None, (BlockBuffer, "release", 2), "block 2 of 'high', step 0"),
         (None, (BlockBuffer, "acquire", 3), "block 0 of 'high', step 1"),
         (None, (CpuBackend, "begin_run", 0), "the start of a run"),
         (None, (CpuBackend, "end_run", 0), "the end of block 2 of 'high', step 1"),
-        pytest.param(
-            4, (CpuBackend, "end_run", 0), "block 1 of 'high', step 1", id="kernel and end"
-        ),
+        (4, (CpuBackend, "end_run", 0), "block 1 of 'high', step 1"),
     ],
     ids=str,
 )

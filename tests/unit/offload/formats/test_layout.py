@@ -20,16 +20,12 @@ from wanstream.offload.formats.layout import (
 F32 = torch.float32
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = [F32, torch.float16, BF16, FP8, torch.uint8, torch.int64, torch.bool]
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(DTYPES)),
-        max_size=8,
-    )
-)
+@given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=8))
 def test_views_are_aligned_disjoint_parts_of_the_memory(parts):
     given = [(f"t{index}", *part) for index, part in enumerate(parts)]
     layout = flat_layout(given)

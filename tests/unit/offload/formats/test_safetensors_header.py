@@ -63,11 +63,8 @@ def test_places_are_where_the_bytes_lie(tmp_path):
 
 
 def test_tensors_come_in_the_order_of_their_bytes(write):
-    entries = {
-        "z": tensor("U8", [1], 0, 1),
-        "a": tensor("U8", [2], 4, 6),
-        "m": tensor("U8", [3], 1, 4),
-    }
+    places = {"z": (0, 1), "a": (4, 6), "m": (1, 4)}
+    entries = {name: tensor("U8", [end - at], at, end) for name, (at, end) in places.items()}
     header = read_header(write(file_bytes(entries, 6)))
     assert list(header.tensors) == ["z", "m", "a"]
     assert header.metadata == {}

@@ -36,19 +36,16 @@ LARGEST = stored_bytes(KEYS[3])
 
 
 def resident(*keys: BlockKey) -> RamResidency:
-    residents = {
-        name: frozenset(key.block for key in keys if key.expert == name) for name in ("high", "low")
-    }
+    blocks = {name: [key.block for key in keys if key.expert == name] for name in ("high", "low")}
+    residents = {name: frozenset(each) for name, each in blocks.items()}
     return RamResidency(residency=Residency(residents=residents, permanent=True), slots=len(keys))
 
 
 @pytest.fixture
 def source() -> SlowSource:
     """Blocks filled with 1, 2, 3 and 4."""
-    blocks = {
-        key: {"weight": torch.full((SIZES[key],), number, dtype=torch.uint8)}
-        for number, key in enumerate(KEYS, 1)
-    }
+    memory = {key: torch.full((SIZES[key],), KEYS.index(key) + 1).byte() for key in KEYS}
+    blocks = {key: {"weight": values} for key, values in memory.items()}
     return SlowSource(TensorSource(blocks), seed=0, longest_s=0.0)
 
 
@@ -272,9 +269,9 @@ def test_blocks_in_flight_count_until_their_pages_are_there(monkeypatch):
     pages = HostPages(lock=None)
     counted = False
     with pages.reserve(0, KEYS[0], 3 * PAGE):
-        second = threading.Thread(target=fill, args=(pages, 1, 2 * PAGE))
+        given = ((pages, 1, 2 * PAGE), (pages, 2, PAGE))
+        second, third = (threading.Thread(target=fill, args=each) for each in given)
         second.start()
-        third = threading.Thread(target=fill, args=(pages, 2, PAGE))
         third.start()
         third.join(60)
         second.join(0.02)

@@ -85,11 +85,8 @@ def test_rates_of_ram_and_of_arithmetic():
 
 
 def test_all_rates_of_the_bus_are_in_the_words():
-    names = ("h2d", "h2d_pageable", "d2h", "d2h_pageable")
-    rates = {
-        name: CopyRate(at * 1e9, at * 1e9 + 1e9)
-        for name, at in zip(names, (1, 3, 5, 7), strict=True)
-    }
+    gb_per_s = {"h2d": 1, "h2d_pageable": 3, "d2h": 5, "d2h_pageable": 7}
+    rates = {name: CopyRate(rate * 1e9, rate * 1e9 + 1e9) for name, rate in gb_per_s.items()}
     assert BusRates(**rates, locked=True).words() == (
         "to the GPU, pinned 1.0 GB/s, 2.0 while it computes; to the GPU, pageable 3.0 GB/s, 4.0 "
         "while it computes; from the GPU, pinned 5.0 GB/s, 6.0 while it computes; from the GPU, "

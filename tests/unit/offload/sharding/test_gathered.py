@@ -71,9 +71,8 @@ class Rank:
 
     def patch(self) -> None:
         generator = torch.Generator().manual_seed(3)
-        up, down = (
-            torch.randn(shape, generator=generator) for shape in ((3 * WIDTH, 2), (2, WIDTH))
-        )
+        shapes = ((3 * WIDTH, 2), (2, WIDTH))
+        up, down = (torch.randn(shape, generator=generator) for shape in shapes)
         patch = BlockPatch(identity="lora", weights={"up.weight": WeightPatch(up=up, down=down)})
         self.engine.set_patches({BlockKey("high", 1): patch})
 
@@ -189,9 +188,8 @@ def test_a_new_rank_finds_the_others_with_empty_buffers(make_rank):
 
 def test_ranks_with_other_programs_are_refused_before_a_gather(make_rank):
     group = ThreadGroup(2)
-    ranks = [
-        make_rank(*each) for each in zip(("layerwise", "resident"), group.ranks(), strict=True)
-    ]
+    one, other = group.ranks()
+    ranks = [make_rank("layerwise", one), make_rank("resident", other)]
     for number, error in enumerate(run_all(ranks)):
         assert isinstance(error, ProgramMismatchError)
         words = f"rank {number} of 2 is about to stream other blocks than rank {1 - number}"

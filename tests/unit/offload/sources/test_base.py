@@ -65,24 +65,17 @@ def test_a_read_stops_after_any_piece_and_can_be_repeated(tmp_path, kind, pieces
 @pytest.mark.parametrize("pieces", range(2))
 @pytest.mark.parametrize(
     ("packing", "bad", "dtype"),
-    [
-        (EightBit(), struct.pack("<f", math.nan), torch.float32),
-        (MXFP8, b"\xff", torch.uint8),
-    ],
+    [(EightBit(), struct.pack("<f", math.nan), torch.float32), (MXFP8, b"\xff", torch.uint8)],
     ids=["rows", "groups"],
 )
 def test_a_stop_leaves_the_check_of_scales_to_the_next_read(tmp_path, packing, bad, dtype, pieces):
     shape = (1, 128)
     behind = stored_bytes(shape, torch.uint8, packing) - 128
     (tmp_path / "a").write_bytes(bytes(132) + bad * (behind // len(bad)))
-    codes, scale, scales = (
-        FileTensor(path=tmp_path / "a", offset=offset, nbytes=nbytes, dtype=dtype, shape=form)
-        for offset, nbytes, dtype, form in (
-            (0, 128, torch.uint8, shape),
-            (128, 4, torch.float32, ()),
-            (132, behind, dtype, packing.scale_shape(shape)),
-        )
-    )
+    place = partial(FileTensor, path=tmp_path / "a")
+    codes = place(offset=0, nbytes=128, dtype=torch.uint8, shape=shape)
+    scale = place(offset=128, nbytes=4, dtype=torch.float32, shape=())
+    scales = place(offset=132, nbytes=behind, dtype=dtype, shape=packing.scale_shape(shape))
     packed = replace(codes, packing=packing, behind=scales)
     blocks = {"a": packed, "b": replace(codes, dtype=torch.float8_e4m3fn)}
     scales_of = {KEY: {"b": scale}}
@@ -112,8 +105,7 @@ def test_an_error_of_a_piece_is_raised_also_if_the_read_stops():
 def test_every_read_is_passed_on_once_and_timed(slow):
     keys = [KEY, BlockKey("high", 1)]
     nbytes = slow.formats[KEY].stored.nbytes
-    read = allocate_flat(nbytes, "cpu").zero_()
-    expected = allocate_flat(nbytes, "cpu").zero_()
+    read, expected = (allocate_flat(nbytes, "cpu").zero_() for _ in range(2))
     spans = []
     for key, straight in zip(keys, (False, True), strict=True):
         spans.append(timed_read(slow, key, read, None, straight=straight))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,8 @@ def stored_name(key: BlockKey, name: str) -> str:
 @pytest.fixture
 def tensors() -> Tensors:
     torch.manual_seed(0)
-    return {
-        stored_name(key, name): torch.randn(shape).bfloat16()
-        for key in KEYS
-        for name, shape in SHAPES.items()
-    }
+    names = product(KEYS, SHAPES)
+    return {stored_name(key, name): torch.randn(SHAPES[name]).bfloat16() for key, name in names}
 
 
 @pytest.fixture

@@ -32,12 +32,8 @@ from wanstream.tests.support.offload.fixtures import in_threads
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
 FP8 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
-QUANTISED = {
-    "up.weight": (300, 64),
-    "down.weight": (64, 300),
-    "half.weight": (8, 16),
-    "full.weight": (9, 16),
-}
+QUANTISED = {"up.weight": (300, 64), "down.weight": (64, 300)}
+QUANTISED |= {"half.weight": (8, 16), "full.weight": (9, 16)}
 DTYPES = {"half.weight": torch.float16, "full.weight": torch.float32}
 NAMES = (*QUANTISED, "cast.weight", "scaled.weight")
 
@@ -74,11 +70,9 @@ def path(tmp_path, tensors) -> Path:
 @pytest.fixture
 def files(path) -> FileSource:
     header = read_header(path).tensors
-    return FileSource(
-        {key: {name: header[stored_name(key, name)] for name in NAMES} for key in KEYS},
-        computed_dtypes=BF16,
-        scales={key: {"scaled.weight": header[stored_name(key, "scale")]} for key in KEYS},
-    )
+    blocks = {key: {name: header[stored_name(key, name)] for name in NAMES} for key in KEYS}
+    scales = {key: {"scaled.weight": header[stored_name(key, "scale")]} for key in KEYS}
+    return FileSource(blocks, computed_dtypes=BF16, scales=scales)
 
 
 @pytest.fixture(params=[(1, QUANTISED_BYTES), (3, 500)], ids=str)
@@ -141,11 +135,8 @@ def test_formats_are_known_before_anything_is_read(path, files):
 
 
 def test_packed_and_fp8_tensors_leave_the_format_as_it_is():
-    packed = block_format(
-        {"a": ((4, 256), torch.uint8), "b": ((4, 4), torch.float8_e5m2)},
-        BF16,
-        packings={"a": QUANT_FORMATS["Q4_K"]},
-    )
+    shapes = {"a": ((4, 256), torch.uint8), "b": ((4, 4), torch.float8_e5m2)}
+    packed = block_format(shapes, BF16, packings={"a": QUANT_FORMATS["Q4_K"]})
     scaled = block_format({"c": ((4, 4), BF16)}, BF16, scaled=["c"])
     odd = block_format({"d": ((4, 6), BF16)}, BF16)
     assert quantised_format(scaled, "fp8") is scaled
@@ -175,17 +166,14 @@ def test_pieces_are_whole_rows_and_cover_every_byte_once(files, piece_bytes, mon
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 999, 70_000, QUANTISED_BYTES])
-def test_int8_is_the_same_in_any_pieces_and_takes_scaled_fp8(
-    files, tensors, piece_bytes, monkeypatch
-):
+def test_int8_in_any_pieces_and_from_scaled_fp8(files, tensors, piece_bytes, monkeypatch):
     monkeypatch.setattr(quantised, "QUANTISED_BYTES", piece_bytes)
     source = QuantisedSource(files, "int8 ConvRot", threads=2)
     stored = source.formats[KEYS[0]].stored
     assert source.scales(KEYS[0]) == {}
     groups = dict(zip(NAMES, (64, 4, 16, 16, 4, 4), strict=True))
-    for tensor, view in zip(
-        stored.tensors, tensor_views(read(source), stored).values(), strict=True
-    ):
+    views = tensor_views(read(source), stored)
+    for tensor, view in zip(stored.tensors, views.values(), strict=True):
         assert tensor.packing == EightBit(group=groups[tensor.name])
         values = tensors[f"high.0.{tensor.name}"].float()
         if tensor.name == "scaled.weight":
@@ -217,14 +205,12 @@ def test_ranges_together_are_the_block(files, storage, parts, monkeypatch):
     source.close()
 
 
-@pytest.mark.parametrize(
-    ("bad", "storage", "piece_bytes"),
-    [(math.nan, "fp8", 1000), (math.inf, "int8 ConvRot", QUANTISED_BYTES)],
-)
-def test_a_value_that_is_not_finite_is_refused_by_name(
-    path, tensors, request, bad, storage, piece_bytes, monkeypatch
-):
-    monkeypatch.setattr(quantised, "QUANTISED_BYTES", piece_bytes)
+NOT_FINITE = [(math.nan, "fp8", 1000), (math.inf, "int8 ConvRot", QUANTISED_BYTES)]
+
+
+@pytest.mark.parametrize(("bad", "storage", "nbytes"), NOT_FINITE)
+def test_infinite_and_nan_are_refused(path, tensors, request, bad, storage, nbytes, monkeypatch):
+    monkeypatch.setattr(quantised, "QUANTISED_BYTES", nbytes)
     tensors["high.1.up.weight"][217, 3] = bad
     save_file(tensors, path)
     source = QuantisedSource(request.getfixturevalue("files"), storage, threads=1)

@@ -26,6 +26,7 @@ from wanstream.offload.sources.read_plan import (
 
 A = Path("a")
 B = Path("b")
+FILES = st.sampled_from([A, B])
 MEMORY = memoryview(bytearray(1))
 PAGE = ALIGNMENT
 FAR = GAP_BYTES + ALIGNMENT
@@ -65,9 +66,7 @@ def test_pieces(places, expected):
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from([A, B]), st.integers(0, 50), st.integers(0, 700)), max_size=8
-    ),
+    st.lists(st.tuples(FILES, st.integers(0, 50), st.integers(0, 700)), max_size=8),
     st.integers(1, 600),
 )
 def test_pieces_take_every_byte_once_from_its_place(places, piece_bytes):
@@ -98,10 +97,8 @@ def piece(path: Path, offset: int, nbytes: int, target: int = 0, name: str = "x"
 
 def cover(*pieces: ReadPiece, extent_bytes: int = 4 * PAGE) -> list[tuple]:
     extents = direct_extents([(piece, MEMORY) for piece in pieces], extent_bytes=extent_bytes)
-    return [
-        (e.span.path, e.span.offset, e.span.nbytes, e.wanted, "".join(e.span.names), len(e.parts))
-        for e in extents
-    ]
+    spans = [(e.span.path, e.span.offset, e.span.nbytes, "".join(e.span.names)) for e in extents]
+    return [(*span, e.wanted, len(e.parts)) for span, e in zip(spans, extents, strict=True)]
 
 
 def after(offset: int) -> ReadPiece:
@@ -112,18 +109,18 @@ def after(offset: int) -> ReadPiece:
     ("pieces", "expected"),
     [
         ([piece(A, 5, 0)], []),
-        ([piece(A, PAGE - 1, 2)], [(A, 0, 2 * PAGE, PAGE + 1, "x", 1)]),
+        ([piece(A, PAGE - 1, 2)], [(A, 0, 2 * PAGE, "x", PAGE + 1, 1)]),
         (
             [piece(A, 8, 6 * PAGE)],
-            [(A, 0, 4 * PAGE, 4 * PAGE, "x", 1), (A, 4 * PAGE, 3 * PAGE, 2 * PAGE + 8, "x", 1)],
+            [(A, 0, 4 * PAGE, "x", 4 * PAGE, 1), (A, 4 * PAGE, 3 * PAGE, "x", 2 * PAGE + 8, 1)],
         ),
-        ([after(PAGE + 8), piece(A, 8, 100)], [(A, 0, 2 * PAGE, PAGE + 108, "xy", 2)]),
+        ([after(PAGE + 8), piece(A, 8, 100)], [(A, 0, 2 * PAGE, "xy", PAGE + 108, 2)]),
         (
             [piece(A, 8, 100), after(FAR + PAGE)],
-            [(A, 0, PAGE, 108, "x", 1), (A, FAR + PAGE, PAGE, 100, "y", 1)],
+            [(A, 0, PAGE, "x", 108, 1), (A, FAR + PAGE, PAGE, "y", 100, 1)],
         ),
-        ([piece(A, 8, 10), piece(B, 18, 10)], [(A, 0, PAGE, 18, "x", 1), (B, 0, PAGE, 28, "x", 1)]),
-        ([piece(A, 0, 100), after(0)], [(A, 0, PAGE, 100, "xy", 2)]),
+        ([piece(A, 8, 10), piece(B, 18, 10)], [(A, 0, PAGE, "x", 18, 1), (B, 0, PAGE, "x", 28, 1)]),
+        ([piece(A, 0, 100), after(0)], [(A, 0, PAGE, "xy", 100, 2)]),
     ],
     ids=["empty", "page edge", "cut", "small gap, in file order", "gap", "two files", "twice"],
 )
@@ -139,7 +136,7 @@ def test_small_gaps_are_read_and_other_versions_are_not():
     assert len(cover(piece(A, 0, 10), newer)) == 2
 
 
-places = st.tuples(st.sampled_from([A, B]), st.integers(0, 20 * PAGE), st.integers(0, 9 * PAGE))
+places = st.tuples(FILES, st.integers(0, 20 * PAGE), st.integers(0, 9 * PAGE))
 
 
 @settings(deadline=None, max_examples=50)
@@ -170,11 +167,9 @@ def test_extents_read_no_page_twice(parts, pages):
     assert [*(bytes_of.start for bytes_of in filled), target] == ends
     spans = sorted((path.name, offset, offset + nbytes) for path, offset, nbytes in parts if nbytes)
     if all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(spans)):
-        read = [
-            (extent.span.path, page)
-            for extent in extents
-            for page in range(extent.span.offset, extent.span.offset + extent.span.nbytes, PAGE)
-        ]
+        spans = [extent.span for extent in extents]
+        ends = [(span, span.offset + span.nbytes) for span in spans]
+        read = [(span.path, at) for span, end in ends for at in range(span.offset, end, PAGE)]
         assert len(read) == len(set(read))
 
 
@@ -209,7 +204,6 @@ def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
     ],
 )
 def test_route_and_threads_of_a_file(file_bytes, available, cores, in_ram, expected):
-    route = read_route(
-        file_bytes=int(file_bytes), available_bytes=int(available), cores=cores, in_ram=in_ram
-    )
+    nbytes = {"file_bytes": int(file_bytes), "available_bytes": int(available)}
+    route = read_route(**nbytes, cores=cores, in_ram=in_ram)
     assert (route.direct, route.readers) == expected

@@ -121,10 +121,8 @@ def test_many_pieces_arrive_in_their_places(reader, path):
     other.write_bytes(CONTENT[::-1])
     memory = buffer(size * count)
     second = buffer(10)
-    reads = [
-        (piece(path, size * (count - 1 - place), size, size * place), memory)
-        for place in range(count)
-    ]
+    pieces = [piece(path, size * (count - 1 - at), size, size * at) for at in range(count)]
+    reads = [(each, memory) for each in pieces]
     for _ in range(3):
         memory[:] = bytes(size * count)
         reader.read([*reads, (piece(other, 5, 10), second), (piece(other, 0, 0), memory)])
@@ -253,10 +251,8 @@ def test_a_refusing_file_system_is_read_through_the_cache(large, path, caplog, a
         reader.read(whole_of(large, memory))
         assert memory == LARGE
     assert len(layer.requests) == 4, "what was planned by then is tried, no more"
-    words = (
-        "the file system refuses direct reads (Invalid argument); reading through the page cache"
-    )
-    assert [record.getMessage() for record in caplog.records] == [f"{large}: {words}"]
+    words = "refuses direct reads (Invalid argument); reading through the page cache"
+    assert caplog.messages == [f"{large}: the file system {words}"]
     assert reader.bytes_read == 2 * len(LARGE)
     reader.close()
 
@@ -303,11 +299,9 @@ def test_repeated_reads_take_no_more_memory(reader, large):
 def test_files_in_ram_are_found_by_their_mount(tmp_path, monkeypatch, kind, expected):
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    lines = [
-        "21 1 0:999 / /elsewhere rw shared:1 - tmpfs none rw",
-        f"22 1 {number} / /a rw - {kind} /dev/x rw",
-    ]
-    (tmp_path / "mountinfo").write_text("\n".join(lines if kind else lines[:1]))
+    other = "21 1 0:999 / /elsewhere rw shared:1 - tmpfs none rw"
+    own = f"\n22 1 {number} / /a rw - {kind} /dev/x rw" if kind else ""
+    (tmp_path / "mountinfo").write_text(other + own)
     monkeypatch.setattr(reader_module, "MOUNTS", tmp_path / "mountinfo")
     assert lies_in_ram(tmp_path) is expected
     monkeypatch.setattr(reader_module, "MOUNTS", tmp_path / "missing")

@@ -126,16 +126,11 @@ def test_every_operation_reads_the_values(plain, operation):
         assert type(result) is torch.Tensor
 
 
-@pytest.mark.parametrize(
-    ("operation", "change"),
-    [
-        *zip(
-            [name for name in OPERATIONS if name != "like"],
-            cycle(["cut", "empty", "rewritten", "replaced", "gone"]),
-            strict=False,
-        )
-    ],
-)
+READING = [name for name in OPERATIONS if name != "like"]
+CHANGES = cycle(["cut", "empty", "rewritten", "replaced", "gone"])
+
+
+@pytest.mark.parametrize(("operation", "change"), [*zip(READING, CHANGES, strict=False)])
 def test_every_operation_on_a_changed_file_is_refused(plain, operation, change):
     path = plain.tensors["a"].place.path
     nbytes = path.stat().st_size
@@ -154,11 +149,7 @@ def test_every_operation_on_a_changed_file_is_refused(plain, operation, change):
 
 @pytest.mark.parametrize(
     "write",
-    [
-        lambda a: a.zero_(),
-        lambda a: a[1].copy_(torch.ones(4)),
-        lambda a: torch.add(a, 1, out=a),
-    ],
+    [lambda a: a.zero_(), lambda a: a[1].copy_(torch.ones(4)), lambda a: torch.add(a, 1, out=a)],
 )
 def test_a_view_cannot_be_written(plain, write):
     with pytest.raises(ValueError, match="clone it first"):

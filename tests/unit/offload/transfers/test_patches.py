@@ -15,25 +15,17 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
-from wanstream.offload import (
-    BlockPatch,
-    ComputedPatch,
-    Hadamard,
-    Kronecker,
-    OffloadEngine,
-    Product,
-    Rescaled,
-    WeightPatch,
-    attach_offload,
-)
+from wanstream.offload import ComputedPatch, Hadamard, Kronecker, Product, Rescaled, WeightPatch
 from wanstream.offload.core.pages import in_pages
+from wanstream.offload.engine.attach import attach_offload
+from wanstream.offload.engine.engine import OffloadEngine
 from wanstream.offload.formats.layout import block_format
 from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
 from wanstream.offload.sources.base import BlockSource
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.offload.transfers.patches import StagedPatches
+from wanstream.offload.transfers.patches import BlockPatch, StagedPatches
 from wanstream.plan.programs import BlockKey
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
@@ -57,6 +49,7 @@ from wanstream.tests.support.offload.streaming import (
 STEPS = ["high", "high", "low", "low", "high"]
 RESIDENT = OffloadPolicy.resident()
 FP8 = torch.float8_e4m3fn
+ALL = sorted(keys("high", *range(BLOCKS)) | keys("low", *range(BLOCKS)))
 UP = (3 * WIDTH, WIDTH)
 DOWN = (WIDTH, 3 * WIDTH)
 
@@ -84,10 +77,8 @@ def some_patches(strength: float, *, expert: str = "high", rank: int = 4) -> Pat
         3: {"down": WeightPatch(full=strength * draw(*DOWN))},
         4: {"down": replace(factors(*DOWN), full=strength * draw(*DOWN))},
     }
-    return {
-        BlockKey(expert, block): patch(("drawn", rank, strength), **weights)
-        for block, weights in of_block.items()
-    }
+    name = ("drawn", rank, strength)
+    return {BlockKey(expert, at): patch(name, **weights) for at, weights in of_block.items()}
 
 
 ONCE = some_patches(1.0)
@@ -137,28 +128,19 @@ def stored_source(kind: str, stacks, path: Path, dtype: torch.dtype) -> BlockSou
     """Store the weights in a file, and change them to the file's values."""
     if kind == "module":
         return ModuleSource(stacks)
-    blocks = {
-        BlockKey(expert, index): block
-        for expert, stack in stacks.items()
-        for index, block in enumerate(stack)
-    }
+    blocks = {key: stacks[key.expert][key.block] for key in ALL}
     tensors = {}
     for key, block in blocks.items():
         for name in SHAPES:
             weight = block.get_parameter(name)
             stored, values = encode(kind, name, key.block, weight)
             weight.copy_(values.to(dtype))
-            tensors |= {
-                f"{key.expert}.{key.block}.{name}{end}": each for end, each in stored.items()
-            }
+            tensors |= {f"{key}.{name}{end}": each for end, each in stored.items()}
     save_file(tensors, path)
     file = read_header(path).tensors
 
     def places(ending: str = "") -> dict[BlockKey, dict[str, FileTensor]]:
-        return {
-            key: {name: file[f"{key.expert}.{key.block}.{name}{ending}"] for name in SHAPES}
-            for key in blocks
-        }
+        return {key: {name: file[f"{key}.{name}{ending}"] for name in SHAPES} for key in blocks}
 
     weights = places()
     if kind == "packed":
@@ -184,21 +166,16 @@ def stored_source(kind: str, stacks, path: Path, dtype: torch.dtype) -> BlockSou
     ],
     ids=policy_name,
 )
-def test_streamed_with_patches_is_plain_with_patches(
-    make_stack, tmp_path, dtype, policy, kind, kept
-):
-    stacks = {
-        name: make_stack(BLOCKS, seed=seed, dtype=dtype)
-        for seed, name in enumerate(("high", "low"), 1)
-    }
+def test_streamed_and_patched_is_plain_and_patched(make_stack, tmp_path, dtype, policy, kind, kept):
+    seeds = {"high": 1, "low": 2}
+    stacks = {name: make_stack(BLOCKS, seed=seed, dtype=dtype) for name, seed in seeds.items()}
     source = stored_source(kind, stacks, tmp_path / "blocks.safetensors", dtype)
     source = SlowSource(source, seed=len(policy_name(policy)), longest_s=0.001)
     both = {**ONCE, **some_patches(0.5, expert="low")}
     high_only = some_patches(-0.75, rank=5)
     hidden = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
-    plain, with_both, other = (
-        plainly(patched(stacks, each), STEPS, hidden) for each in ({}, both, high_only)
-    )
+    different = (patched(stacks, each) for each in ({}, both, high_only))
+    plain, with_both, other = (plainly(each, STEPS, hidden) for each in different)
     assert not torch.equal(plain, with_both)
     assert not torch.equal(with_both, other)
     with attach(stacks, replace(policy, source=kept), source=source) as engine:
@@ -214,10 +191,8 @@ def test_streamed_with_patches_is_plain_with_patches(
 def test_a_models_own_forward_computes_with_patched_blocks(stacks):
     plain = plainly(stacks, ["high"])
     expected = plainly(patched(stacks), ["high"])
-    with (
-        torch.inference_mode(),
-        attach_offload({"b": stacks["high"]}, policy=LAYERWISE, device=CPU) as engine,
-    ):
+    high = {"b": stacks["high"]}
+    with torch.inference_mode(), attach_offload(high, policy=LAYERWISE, device=CPU) as engine:
         engine.set_patches(some_patches(1.0, expert="b"))
         assert torch.equal(plainly(stacks, ["high"]), expected)
     assert torch.equal(plainly(stacks, ["high"]), plain)
@@ -261,11 +236,10 @@ def test_factors_are_copied_once(stacks):
         engine.set_patches(unread)
         with pytest.raises(AssertionError, match="read again"):
             engine.set_patches({key: replace(each, identity="new") for key, each in unread.items()})
-        for each in patches.values():
-            for weight in each.weights.values():
-                for factor in (weight.up, weight.down, weight.full):
-                    if factor is not None:
-                        factor.zero_()
+        for weight in (weight for each in patches.values() for weight in each.weights.values()):
+            for factor in (weight.up, weight.down, weight.full):
+                if factor is not None:
+                    factor.zero_()
         assert torch.equal(stream(engine, stacks)[0], expected)
 
 

@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.programs import (
-    BlockKey,
-    TransferProgram,
-    check_program,
-    compile_program,
-    plan_buffers,
-    step_visits,
-)
-from wanstream.plan.programs.transfer_program import ProgramError
+from wanstream.plan.programs import BlockKey, check_program, plan_buffers, step_visits
+from wanstream.plan.programs.transfer_program import ProgramError, TransferProgram, compile_program
 from wanstream.schema import OffloadPolicy, Residency
 from wanstream.tests.support.plan_fixtures import Machine, final_contents
 
@@ -30,9 +23,8 @@ HIDREAM = [848] * 16 + [611] * 32 + [21] * 49
 @st.composite
 def any_policy(draw: st.DrawFn, block_bytes: Mapping[str, list[int]]) -> OffloadPolicy:
     ahead = draw(st.integers(0, 3))
-    swap = OffloadPolicy.block_swap(
-        draw(st.integers(0, min(map(len, block_bytes.values())))), ahead
-    )
+    swapped = draw(st.integers(0, min(map(len, block_bytes.values()))))
+    swap = OffloadPolicy.block_swap(swapped, ahead)
     pinned = replace(swap, pin_first_block=True)
     layerwise = OffloadPolicy.layerwise(ahead)
     return draw(st.sampled_from([OffloadPolicy.resident(), layerwise, swap, swap, pinned]))
@@ -86,9 +78,8 @@ def test_every_visit_finds_its_block_through_stops_and_skips(data, blocks, seed)
 @pytest.mark.parametrize("sizes", [FLUX, HIDREAM], ids=["Flux", "HiDream"])
 def test_bytes_of_residents_and_buffers(sizes):
     for swapped, ahead in product(range(len(sizes) + 1), (0, 1, 3)):
-        residency, planned = plan_buffers(
-            OffloadPolicy.block_swap(swapped, ahead), {"model": sizes}
-        )
+        policy = OffloadPolicy.block_swap(swapped, ahead)
+        residency, planned = plan_buffers(policy, {"model": sizes})
         residents = residency.residents["model"]
         streamed = [nbytes for block, nbytes in enumerate(sizes) if block not in residents]
         streaming = min(ahead + 1, swapped) * max(streamed, default=0)

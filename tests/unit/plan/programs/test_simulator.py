@@ -14,18 +14,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.programs import (
-    DIRECT,
-    BlockKey,
-    RamProgram,
-    RamResidency,
-    TransferProgram,
-    compile_program,
-    compile_ram,
-    plan_ram,
-    step_visits,
-)
+from wanstream.plan.programs import DIRECT, RamProgram, RamResidency, compile_ram, plan_ram
 from wanstream.plan.programs.simulator import Hardware, simulate
+from wanstream.plan.programs.transfer_program import TransferProgram, compile_program
+from wanstream.plan.programs.visits import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, Residency, spread_evenly
 from wanstream.schema.records import StepRecord, Timeline
 from wanstream.tests.support.plan_fixtures import (
@@ -122,13 +114,9 @@ def pairs(draw: st.DrawFn) -> Pair:
     buffers = buffers_needed(case.visits, case.residency) + case.spare_buffers
     program = compile_program(case.visits, case.residency, buffers, contents=case.contents)
     block = st.builds(BlockKey, st.sampled_from(EXPERTS), st.integers(0, 10))
-    ram = compile_ram(
-        program,
-        draw(any_ram_residency()),
-        staging=draw(st.integers(0, 3)),
-        contents=draw(st.dictionaries(st.integers(0, 12), block, max_size=8)),
-    )
-    return program, ram
+    slots = draw(st.dictionaries(st.integers(0, 12), block, max_size=8))
+    given = {"staging": draw(st.integers(0, 3)), "contents": slots}
+    return program, compile_ram(program, draw(any_ram_residency()), **given)
 
 
 def bytes_of_steps(program, ram, machine) -> dict[tuple[int, str], tuple[int, int, int]]:
@@ -140,11 +128,9 @@ def bytes_of_steps(program, ram, machine) -> dict[tuple[int, str], tuple[int, in
         is_copied = visit != DIRECT and not machine.decode_computes
         step = program.visits[fetch.needed_by].step, fetch.block.expert
         moved, copied, from_file = found.get(step, (0, 0, 0))
-        found[step] = (
-            moved + machine.block_bytes,
-            copied + is_copied * machine.block_bytes,
-            from_file + is_read * machine.file_bytes,
-        )
+        copied += is_copied * machine.block_bytes
+        from_file += is_read * machine.file_bytes
+        found[step] = (moved + machine.block_bytes, copied, from_file)
     return found
 
 
@@ -247,11 +233,8 @@ RATIOS = (0.05, 0.2, 0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 4.0)
     ],
 )
 def test_steady_step_over_its_bound(residents, streaming, expected):
-    found = [
-        steady_step(run(hardware(r), residents=residents, streaming=streaming))
-        / bound(residents, r)
-        for r in RATIOS
-    ]
+    how = {"residents": residents, "streaming": streaming}
+    found = [steady_step(run(hardware(r), **how)) / bound(residents, r) for r in RATIOS]
     assert found == pytest.approx(expected, abs=6e-4)
 
 

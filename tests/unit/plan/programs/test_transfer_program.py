@@ -8,18 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.programs import (
-    IMMEDIATE,
-    KEPT,
-    BlockKey,
-    Fetch,
-    Visit,
-    check_program,
-    compile_program,
-    eviction_order,
-    step_visits,
-)
+from wanstream.plan.programs import IMMEDIATE, KEPT, Fetch, compile_program, eviction_order
 from wanstream.plan.programs.transfer_program import ProgramError
+from wanstream.plan.programs.verify import check_program
+from wanstream.plan.programs.visits import BlockKey, Visit, step_visits
 from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
 from wanstream.tests.support.plan_fixtures import (
     Machine,
@@ -56,11 +48,8 @@ def overlap(visits: tuple[Visit, ...], residency: Residency) -> int:
     """
     most = 0
     for now, current in enumerate(visits):
-        other = [
-            i
-            for i, visit in enumerate(visits)
-            if (visit.expert, visit.patch) != (current.expert, current.patch)
-        ]
+        own = current.expert, current.patch
+        other = [i for i, visit in enumerate(visits) if (visit.expert, visit.patch) != own]
         stage_first = max((i + 1 for i in other if i < now), default=0)
         stage_past = min((i for i in other if i > now), default=len(visits))
         before, after = (0, len(visits)) if residency.permanent else (stage_first, stage_past)
@@ -187,11 +176,8 @@ def test_the_switch_rolls():
     The last high step is computing then. Every second low block is a resident.
     """
     program = compile_program(wan_steps(6, 6), even(20), 22)
-    refills = [
-        fetch
-        for fetch in program.fetches
-        if fetch.block.expert == "low" and 200 <= fetch.start_after < 240
-    ]
+    low = [fetch for fetch in program.fetches if fetch.block.expert == "low"]
+    refills = [fetch for fetch in low if 200 <= fetch.start_after < 240]
     assert len(refills) == 22
     assert sum(fetch.last > fetch.needed_by for fetch in refills) == 11
 
@@ -282,10 +268,8 @@ def test_two_copies_of_one_block_serve_two_visits():
 def test_the_same_input_makes_the_same_program():
     """Every rank in a group compiles for itself and must find the same order."""
     contents = {3: BlockKey("low", 4), 0: BlockKey("high", 7), 9: BlockKey("high", 7)}
-    one, other = (
-        compile_program(wan_steps(3, 3), even(8), 10, contents=dict(order))
-        for order in (sorted(contents.items()), sorted(contents.items(), reverse=True))
-    )
+    orders = (dict(sorted(contents.items(), reverse=reverse)) for reverse in (False, True))
+    one, other = (compile_program(wan_steps(3, 3), even(8), 10, contents=each) for each in orders)
     assert one == other
 
 

@@ -12,15 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.programs import (
-    KEPT,
-    BlockKey,
-    TransferProgram,
-    check_program,
-    compile_program,
-    step_visits,
-)
+from wanstream.plan.programs import KEPT, BlockKey, TransferProgram, compile_program, step_visits
 from wanstream.plan.programs.transfer_program import ProgramError
+from wanstream.plan.programs.verify import check_program
 from wanstream.schema import Residency
 from wanstream.tests.support.plan_fixtures import any_run, buffers_needed
 
@@ -33,10 +27,14 @@ PROGRAM = compile_program(
 )
 
 
+def with_fetches(*fetches) -> TransferProgram:
+    return replace(PROGRAM, fetches=fetches)
+
+
 def with_fetch(number: int, **values: Any) -> TransferProgram:
     fetches = list(PROGRAM.fetches)
     fetches[number] = fetches[number]._replace(**values)
-    return replace(PROGRAM, fetches=tuple(fetches))
+    return with_fetches(*fetches)
 
 
 def with_order(*order: int) -> TransferProgram:
@@ -60,10 +58,7 @@ def with_order(*order: int) -> TransferProgram:
         # Held longer than used, needed before its visit, without a visit.
         (with_fetch(1, last=5), "fetch 1 claims visits 2 to 5, it serves"),
         (with_fetch(3, needed_by=4), "fetch 3 claims visits 4 to 5"),
-        (
-            replace(PROGRAM, fetches=(*PROGRAM.fetches, PROGRAM.fetches[-1])),
-            "fetch 6 claims .* it serves None",
-        ),
+        (with_fetches(*PROGRAM.fetches, PROGRAM.fetches[-1]), "fetch 6 claims .* it serves None"),
         # Waits for its own visit, or for the fetch before.
         (with_fetch(2, start_after=4), "reaches it only after visit 4"),
         (with_order(0, 1, 4, 2, 3, 5), "fetch 3 is needed by visit 4"),

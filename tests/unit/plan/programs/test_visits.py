@@ -92,17 +92,17 @@ def test_skipped_steps(stage, taken, ratios, rule, skipped):
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("name", "value"),
     [
-        {"threshold": -1.0},
-        {"threshold": math.nan},
-        {"retention": 1.5},
-        {"max_consecutive_skips": -1},
+        ("threshold", -1.0),
+        ("threshold", math.nan),
+        ("retention", 1.5),
+        ("max_consecutive_skips", -1),
     ],
 )
-def test_rules_out_of_range_are_refused(values):
-    with pytest.raises(ValueError, match=f"{next(iter(values))} is "):
-        SkipRule(**{"threshold": 0.1, **values})
+def test_rules_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} is "):
+        SkipRule(**{"threshold": 0.1, name: value})
 
 
 @pytest.fixture(scope="module")

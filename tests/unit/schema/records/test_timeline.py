@@ -23,16 +23,14 @@ TIMES = {"decode_s": 0.125, "start_s": 2.25, "stall_on_read_s": 0.0, "copy_s": 0
 SIZES = {"device_bytes": 7, "rss_bytes": 9, "read_bytes": 40, "copied_bytes": 50}
 MORE_SIZES = {"reserved_bytes": 8, "device_used_bytes": 12, "dynamic_bytes": 3, "pinned_bytes": 4}
 LOW = {"index": 1, "expert": "low", "sigma": 0.5, "wall_s": 1.0, "compute_s": 1.0, "stall_s": 0.0}
+TEXT = PhaseRecord(name="text", start_s=-3.0, wall_s=2.0, rss_bytes=9)
 TIMELINE = timeline(
     record(sigma=1.0, wall_s=2.0, compute_s=1.5, stall_s=0.5),
     record(**LOW, bytes_moved=50, **TIMES, **SIZES, **MORE_SIZES),
     non_block_bytes=11,
     first_block_s=0.25,
     changes=("step 1: 2 buffers instead of 4, the device was out of memory",),
-    phases=(
-        PhaseRecord(name="text", start_s=-3.0, wall_s=2.0, rss_bytes=9),
-        PhaseRecord(name="high", start_s=0, wall_s=2),
-    ),
+    phases=(TEXT, PhaseRecord(name="high", start_s=0, wall_s=2)),
     memory=(MemorySample(at_s=0.5, device_bytes=7, device_used_bytes=None, rss_bytes=9),),
     copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=30, busy_s=0.5),),
     read_rates=(RateRange(from_gb_per_s=0, fetches=1, nbytes=3, busy_s=0.25),),
@@ -65,11 +63,8 @@ def test_share_of_the_transfers_hidden_by_computing():
 def test_rates_are_those_of_busy_routes():
     step = record(copied_bytes=60, copy_s=2.0, read_bytes=90, read_s=3.0)
     both = timeline(step, record())
-    for transfers, rate in (
-        (step.transfers, 30.0),
-        (both.transfers, 30.0),
-        (record().transfers, None),
-    ):
+    rates = [(step.transfers, 30.0), (both.transfers, 30.0), (record().transfers, None)]
+    for transfers, rate in rates:
         assert transfers.copy_bytes_per_s == transfers.read_bytes_per_s == rate
     transfers = both.transfers
     sums = (transfers.copy_s, transfers.copied_bytes, transfers.read_s, both.bytes_moved)
