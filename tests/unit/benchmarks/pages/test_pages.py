@@ -8,7 +8,7 @@ import pytest
 
 from wanstream.benchmarks.record import newest_results
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RESULTS = newest_results(ROOT / "benchmarks" / "results")
 ENCODERS = (
     "checkpoint with UMT5 and VAE", "umt5", "qwen3-vl, 36 layers", "gemma3, 48 layers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "minimal_streaming.py"
+EXAMPLE = Path(__file__).parents[4] / "docs" / "examples" / "minimal_streaming.py"
 
 
 def test_example_streams_with_equal_results(capsys):

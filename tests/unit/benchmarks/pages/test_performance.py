@@ -10,7 +10,7 @@ from wanstream.benchmarks.pages.performance import PAGES as WRITTEN
 from wanstream.benchmarks.pages.performance import page
 from wanstream.benchmarks.record import newest_results
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in WRITTEN}
 
 
