@@ -160,17 +160,15 @@ def checked_accelerator(seed: int) -> Iterator[Accelerator]:
         machine.set_device(0)
         yield _accelerator(torch.device("checked", 0), machine)
     unlisted = machine.host_waits - HOST_WAITS.keys()
-    assert not unlisted, (
-        f"a thread waits for the device in {', '.join(sorted(unlisted))}: remove it, or list it"
-    )
+    names = ", ".join(sorted(unlisted))
+    assert not unlisted, f"a thread waits for the device in {names}: remove it, or list it"
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("checked", marks=pytest.mark.checked),
-        pytest.param("real", marks=[pytest.mark.gpu, pytest.mark.timeout(LONGEST_S)]),
-    ]
-)
+REAL = [pytest.mark.gpu, pytest.mark.timeout(LONGEST_S)]
+DEVICES = {"checked": pytest.mark.checked, "real": REAL}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=marks) for name, marks in DEVICES.items()])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """The device for a test. At the end of a test on the checked device, everything is checked."""
     if request.param == "real":

@@ -22,10 +22,8 @@ def make_timeline(*walls: float, switch: int = 3, first: int = 0, **values: Any)
     """
     of_step = {name: value for name, value in values.items() if name in STEP_FIGURES}
     of_run = {name: value for name, value in values.items() if name not in STEP_FIGURES}
-    steps = tuple(
-        _step(index, "high" if index < switch else "low", wall, **of_step)
-        for index, wall in enumerate(walls, first)
-    )
+    named = [(at, "high" if at < switch else "low", wall) for at, wall in enumerate(walls, first)]
+    steps = tuple(_step(*each, **of_step) for each in named)
     return Timeline(**{"kind": "measured", "steps": steps, **of_run})
 
 

@@ -50,10 +50,8 @@ def final_contents(program: TransferProgram) -> dict[int, BlockKey]:
 def kept_in_ram(program: TransferProgram) -> RamProgram:
     """Return a RAM program without reads: all blocks are in slots from an earlier run."""
     blocks = sorted({fetch.block.stored for fetch in program.fetches})
-    residents = {
-        expert: [key.block for key in blocks if key.expert == expert]
-        for expert in {key.expert for key in blocks}
-    }
+    experts = {key.expert for key in blocks}
+    residents = {name: [key.block for key in blocks if key.expert == name] for name in experts}
     contents = dict(enumerate(blocks))
     return compile_ram(program, ram_residents(**residents), staging=0, contents=contents)
 
@@ -83,21 +81,17 @@ def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
     patch = st.just(0) | st.integers(0, 2)
     stage = st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4), patch)
     stages = draw(st.lists(stage, max_size=4))
-    visits = step_visits(
-        [expert for expert, steps, _ in stages for _ in range(steps)],
-        block_counts,
-        patches_of_steps=[patch for _, steps, patch in stages for _ in range(steps)],
-    )
+    experts = [expert for expert, steps, _ in stages for _ in range(steps)]
+    patches = [patch for _, steps, patch in stages for _ in range(steps)]
+    visits = step_visits(experts, block_counts, patches_of_steps=patches)
     if not whole_steps and draw(st.booleans()):
         skips = Random(draw(st.integers(0, 2**16)))
         visits = tuple(visit for visit in visits if skips.random() > 0.3)
     key = st.builds(BlockKey, st.sampled_from((*EXPERTS, "other")), st.integers(0, 10), patch)
-    return Run(
-        visits=visits,
-        residency=Residency(residents=residents, permanent=draw(st.booleans())),
-        contents=draw(st.dictionaries(st.integers(-1, 12), key, max_size=14)),
-        spare_buffers=draw(st.integers(0, 4)),
-    )
+    residency = Residency(residents=residents, permanent=draw(st.booleans()))
+    contents = draw(st.dictionaries(st.integers(-1, 12), key, max_size=14))
+    spare = draw(st.integers(0, 4))
+    return Run(visits=visits, residency=residency, contents=contents, spare_buffers=spare)
 
 
 class Machine:

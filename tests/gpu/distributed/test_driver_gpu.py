@@ -23,10 +23,8 @@ from wanstream.schema.refs import WorkersRef
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.wan.experts.open import ExpertsRegistry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+pytestmark = [pytest.mark.gpu, NO_GPU]
 
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 

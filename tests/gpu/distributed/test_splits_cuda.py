@@ -15,10 +15,8 @@ from wanstream.tests.support.distributed.split_jobs import SplitProcesses, job_l
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.sampling.runs import LAYERWISE, normal
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two workers need two GPUs"),
-]
+FEW = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two workers need two GPUs")
+pytestmark = [pytest.mark.gpu, FEW]
 
 Runs = tuple[SplitProcesses, Callable[[str], tuple[Any, ...]]]
 

@@ -88,11 +88,10 @@ def run(gpu, stack, engine, hidden, *, stop_at=None) -> torch.Tensor:
         return stream(engine, {ONLY_STACK: stack}, [ONLY_STACK] * 2, hidden, during=during)[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    list(zip(KINDS, [*POLICIES, *POLICIES[:2]], strict=True)),
-    ids=[kind.__name__ for kind in KINDS],
-)
+CASES = [*zip(KINDS, [*POLICIES, *POLICIES[:2]], strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "policy"), CASES, ids=[kind.__name__ for kind in KINDS])
 def test_copies_are_from_locked_memory(gpu, make_stack, tmp_path, kind, policy):
     stack = make_stack(BLOCKS, width=WIDTH)
     hidden = torch.randn(3, WIDTH)

@@ -69,11 +69,10 @@ def test_random_courses(part):
             raise AssertionError(f"seed {seed}") from err
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    list(zip(KINDS, [DEEP, PARTLY_PINNED] * 2, strict=True)),  # from the file, from RAM
-    ids=KINDS,
-)
+FROM_FILE_AND_RAM = [*zip(KINDS, [DEEP, PARTLY_PINNED] * 2, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "policy"), FROM_FILE_AND_RAM, ids=KINDS)
 def test_every_allocation_may_fail(kind, policy):
     """In any thread: a recognised error, nothing left from the run, and the engine runs again."""
     failed, number = 0, 0

@@ -1,7 +1,5 @@
 """Engine scenarios, in several execution orders."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.offload.core import pages

@@ -5,8 +5,6 @@ it, and the calls of its `DeviceRuntime`, arrive here: nothing in the product or
 for them.
 """
 
-from __future__ import annotations
-
 from .machine import HostWait, Issued, Machine, StreamWait, TraceEntry
 from .replay import races
 from .runtime import CheckedRuntime, checked_machine

@@ -489,10 +489,7 @@ class Machine:
 
     def _unmap(self, pages: Pages) -> None:
         with self.lock:
-            if any(
-                at < pages.start + pages.nbytes and pages.start < at + each.nbytes
-                for at, each in self.locked.items()
-            ):
+            if self._locked_parts(pages.bytes):
                 self.report(f"memory is unmapped while it is page-locked, at {site()}")
             self._access(pages.history, 0, pages.nbytes, f"unmapping at {site()}")
             pages.bytes.fill_(POISON)

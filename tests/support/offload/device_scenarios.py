@@ -114,9 +114,8 @@ class MemorySource(RangeSource):
 
     def in_place(self) -> TensorSource:
         """Return a source with the same blocks, to copy them in place."""
-        return TensorSource(
-            {key: tensor_views(self._blocks[key], fmt.stored) for key, fmt in self.formats.items()}
-        )
+        layouts = {key: fmt.stored for key, fmt in self.formats.items()}
+        return TensorSource({key: tensor_views(self._blocks[key], layouts[key]) for key in KEYS})
 
     def decoded(self, key: BlockKey) -> torch.Tensor:
         fmt = self.formats[key]
@@ -319,12 +318,8 @@ def scenarios(**variants) -> Callable[[Callable[..., None]], Callable[..., None]
     return add
 
 
-KINDS: Mapping[str, Mapping[str, Any]] = {
-    "raw": {},
-    "patched": {"patched": True},
-    "fp8": {"fp8": True},
-    "patched_fp8": {"patched": True, "fp8": True},
-}
+KINDS: dict[str, Mapping[str, Any]] = {"raw": {}, "patched": {"patched": True}}
+KINDS |= {"fp8": {"fp8": True}, "patched_fp8": {"patched": True, "fp8": True}}
 """Block kinds."""
 IN_PLACE = {"in_place": True}
 
@@ -633,10 +628,9 @@ class Ranks:
             except BaseException as err:  # noqa: BLE001 - returned
                 errors[rank] = err.with_traceback(None)
 
-        threads = [
-            threading.Thread(target=work, args=(rank,), name=f"wanstream-rank-{rank}", daemon=True)
-            for rank in range(2)
-        ]
+        names = ("wanstream-rank-0", "wanstream-rank-1")
+        start = partial(threading.Thread, target=work, daemon=True)
+        threads = [start(args=(rank,), name=name) for rank, name in enumerate(names)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -663,11 +657,9 @@ class Ranks:
         return ThreadGroup(2, wait_s=5.0).ranks(on_device=self.on_device)
 
 
-PLACES: Mapping[str, Mapping[str, Any]] = {
-    **KINDS,
-    "on_device": {"on_device": True},
-    "on_device_patched_fp8": {"on_device": True, "patched": True, "fp8": True},
-}
+ON_DEVICE = {"on_device": True}
+PLACES = KINDS | {"on_device": ON_DEVICE}
+PLACES |= {"on_device_patched_fp8": {**ON_DEVICE, "patched": True, "fp8": True}}
 """Block kinds, and shards in RAM or on the device."""
 
 

@@ -103,9 +103,8 @@ class _Switches(ast.NodeTransformer):
         self._rounds -= 1
         enumerated = ast.Call(func=ast.Name("enumerate", ast.Load()), args=[node.iter], keywords=[])
         target = ast.Tuple([ast.Name(ROUND, ast.Store()), node.target], ast.Store())
-        return ast.copy_location(
-            ast.For(target=target, iter=enumerated, body=node.body, orelse=node.orelse), node
-        )
+        loop = ast.For(target=target, iter=enumerated, body=node.body, orelse=node.orelse)
+        return ast.copy_location(loop, node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called, text = ast.unparse(node.func), ast.unparse(node)

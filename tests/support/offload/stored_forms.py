@@ -1,7 +1,5 @@
 """Stored forms whose kernel decodes in one pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -17,8 +15,6 @@ _PACKINGS += [EightBit(group=group) for group in ROTATED_GROUPS]
 _PACKINGS.append(EightBit(group=256, by_row=False))
 _FLOATS = [dtype for dtype in CODES if dtype != torch.int8]
 FORMS = [StoredForm(dtype=torch.uint8, packing=packing) for packing in _PACKINGS]
-FORMS += [
-    StoredForm(dtype=torch.uint8, packing=each, scaled=True)
-    for each in (NVFP4, replace(NVFP4, high_first=False))
-]
+_NVFP4 = (NVFP4, replace(NVFP4, high_first=False))
+FORMS += [StoredForm(dtype=torch.uint8, packing=each, scaled=True) for each in _NVFP4]
 FORMS += [StoredForm(dtype=dtype, scaled=scaled) for dtype in _FLOATS for scaled in (False, True)]

@@ -172,10 +172,8 @@ def test_settings_stand_beside_each_other():
 
 
 def test_phases_of_the_queue_item_and_medians_of_those_of_runs():
-    phases = (
-        PhaseRecord(name="open", start_s=-3, wall_s=2.5, rss_bytes=GB),
-        PhaseRecord(name="high", start_s=0, wall_s=40),
-    )
+    opened = PhaseRecord(name="open", start_s=-3, wall_s=2.5, rss_bytes=GB)
+    phases = (opened, PhaseRecord(name="high", start_s=0, wall_s=40))
     table = phase_table(make_report(make_variant("a"), phases=phases))
     assert table.head == ("Phase", "Began (s)", "Took (s)", "RAM")
     assert table.rows == (("open", "-3.00", "2.50", "1.00 GB"), ("high", "0.00", "40.00", ""))
@@ -284,10 +282,8 @@ def test_columns_without_known_values_are_left_out():
 
 def test_bytes_read_by_only_some_runs_are_shown_by_their_median():
     """The first run read blocks that the others had in RAM. One run waited for a file again."""
-    runs = [
-        make_timeline(2, stall_s=1, read_bytes=read * GB, stall_on_read_s=stall)
-        for read, stall in ((4, 1.0), (0, 0.0), (2, 0.5))
-    ]
+    reads = ((4 * GB, 1.0), (0, 0.0), (2 * GB, 0.5))
+    runs = [make_timeline(2, stall_s=1, read_bytes=n, stall_on_read_s=stall) for n, stall in reads]
     assert columns(make_variant("a", *runs), "Read", "Stall, files (s)") == [["2.00 GB"], ["0.50"]]
 
 
@@ -335,12 +331,8 @@ def test_histogram_counts_fetches_with_data_and_time():
 def lines(*steps: dict[str, Any]) -> list[str]:
     """Return the table of a run whose steps change the expert."""
     usual = {"wall_s": 1.5, "compute_s": 1.25, "stall_s": 0.25, "bytes_moved": 2_000_000}
-    records = tuple(
-        StepRecord.of(
-            index=at, expert=("high", "low")[at], **{"sigma": 1 - at / 4, **usual, **values}
-        )
-        for at, values in enumerate(steps)
-    )
+    own = ({"index": at, "sigma": 1 - at / 4, **usual, **each} for at, each in enumerate(steps))
+    records = tuple(StepRecord.of(expert=("high", "low")[each["index"]], **each) for each in own)
     return run_table(Timeline(steps=records, kind="measured")).text().splitlines()
 
 

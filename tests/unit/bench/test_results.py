@@ -1,7 +1,5 @@
 """Result files and their machine: file names, reading, and the newest file for each case first."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -1,7 +1,5 @@
 """Whole-run error in each number format, on smaller experts than the recorded ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.benchmarks import number_formats as benchmark

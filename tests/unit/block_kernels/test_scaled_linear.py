@@ -35,18 +35,12 @@ def multiplies_fp8(*scales: torch.Tensor) -> bool:
 
 # By torch alone: a fault of ours fails the tests.
 LARGEST_CODES = torch.full((32, 32), 127, dtype=torch.int8)
-EXACT_SUMS = pytest.mark.skipif(
-    int(torch._int_mm(LARGEST_CODES, LARGEST_CODES)[0, 0]) != 32 * 127**2,
-    reason="sums of int8 products saturate at 16 bits on this CPU",
-)
-PLAIN_FP8 = pytest.mark.skipif(
-    not multiplies_fp8(torch.ones(()), torch.ones(())),
-    reason="this CPU multiplies fp8 codes with their scales only",
-)
-SCALES_INSIDE = pytest.mark.skipif(
-    not multiplies_fp8(torch.ones(32, 1), torch.ones(1, 32)),
-    reason="this torch multiplies with one scale only on a CPU",
-)
+SATURATES = int(torch._int_mm(LARGEST_CODES, LARGEST_CODES)[0, 0]) != 32 * 127**2
+EXACT_SUMS = pytest.mark.skipif(SATURATES, reason="sums of int8 products saturate at 16 bits")
+NO_PLAIN = not multiplies_fp8(torch.ones(()), torch.ones(()))
+PLAIN_FP8 = pytest.mark.skipif(NO_PLAIN, reason="multiplies fp8 codes with their scales only")
+NO_SCALES = not multiplies_fp8(torch.ones(32, 1), torch.ones(1, 32))
+SCALES_INSIDE = pytest.mark.skipif(NO_SCALES, reason="multiplies with one scale only on a CPU")
 ENDS = {"": PLAIN_FP8, ", inside": SCALES_INSIDE}
 KINDS = [(kind + end, mark) for end, mark in ENDS.items() for kind in ("fp8", "fp8 rows")]
 FP8_KINDS = [pytest.param(kind, marks=mark) for kind, mark in KINDS]

@@ -59,10 +59,10 @@ def test_a_torch_without_these_queries_computes_in_fp32(pretend_cpu, monkeypatch
     assert auto_dtype(CPU) == FP32
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [((9, 0), BF16), ((8, 0), BF16), ((7, 5), FP16), ((7, 0), FP16), ((5, 2), FP32)],
-)
+UNITS = [((9, 0), BF16), ((8, 0), BF16), ((7, 5), FP16), ((7, 0), FP16), ((5, 2), FP32)]
+
+
+@pytest.mark.parametrize(("capability", "expected"), UNITS)
 def test_a_gpu_computes_in_the_first_with_units(capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert CudaRuntime(torch.device("cuda", 0)).auto_dtype() == expected

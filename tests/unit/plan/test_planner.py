@@ -52,10 +52,8 @@ def _all_policies(run: RunShape) -> list[OffloadPolicy]:
 
 def _budget(run, machine, *, device, ram=None) -> Budgets:
     """Just enough for `device` on the device and for `ram` (default: the same) in RAM."""
-    return Budgets(
-        vram_bytes=needs_of(run, machine, device).device_bytes,
-        ram_bytes=needs_of(run, machine, ram or device).host_bytes,
-    )
+    host_bytes = needs_of(run, machine, ram or device).host_bytes
+    return Budgets(vram_bytes=needs_of(run, machine, device).device_bytes, ram_bytes=host_bytes)
 
 
 def _residents(chosen: OffloadPlan, blocks: int = 8) -> int:

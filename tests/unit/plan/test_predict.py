@@ -75,11 +75,10 @@ def test_lanes_of_each_side_have_their_own_tokens():
     assert added == pytest.approx(2 * CHUNK_S), "the short lane has one chunk"
 
 
-@pytest.mark.parametrize(
-    ("stored", "file", "read_s"),
-    [(1.0, 1.0, 0.5), (0.5, 0.5, 0.25), (0.5, 1.0, 0.5)],
-    ids=["as stored", "packed", "quantised"],
-)
+SIZES = {"as stored": (1.0, 1.0, 0.5), "packed": (0.5, 0.5, 0.25), "quantised": (0.5, 1.0, 0.5)}
+
+
+@pytest.mark.parametrize(("stored", "file", "read_s"), SIZES.values(), ids=SIZES)
 def test_the_first_block_is_read_then_copied_then_decoded(stored, file, read_s):
     block = run_shape().blocks.computed_bytes
     run = run_shape(stored_bytes=int(stored * block), file_bytes=int(file * block))

@@ -70,11 +70,11 @@ def test_fewer_tokens_are_no_other_rate():
         assert found.disk_bytes_per_s == pytest.approx(believed.disk_bytes_per_s)
 
 
+ROUTES = [("disk_bytes_per_s", "read", "copy"), ("h2d_bytes_per_s", "copy", "read")]
+
+
 @pytest.mark.parametrize(("slow_s", "factor"), [(0.5, 0.2), (2.0, 0.5), (4.0, 2.5)])
-@pytest.mark.parametrize(
-    ("field", "slow", "fast"),
-    [("disk_bytes_per_s", "read", "copy"), ("h2d_bytes_per_s", "copy", "read")],
-)
+@pytest.mark.parametrize(("field", "slow", "fast"), ROUTES)
 def test_an_unpredicted_stall_corrects_the_slower_rate(field, slow, fast, slow_s, factor):
     run = run_shape()
     believed = rated(**{slow: slow_s, fast: 0.1})

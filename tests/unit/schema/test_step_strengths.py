@@ -1,7 +1,5 @@
 """LoRA strengths by step range, and their text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sizes against diffusers' parameter lists, FLOPs against sums over layers."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.shapes import T2V_A14B, TI2V_5B, ExpertShape, VideoShape
@@ -73,12 +71,11 @@ def test_sizes_that_the_vae_cannot_make_are_refused(size, message):
 
 TOKENS_720P = VideoShape(width=1280, height=720, frames=81).tokens
 
+# 512 bytes are the rotary embedding.
+LANES = [(2, 1, 20 * 5120 + 512), (2, 3, 24 * 5120 + 512), (4, 1, 30 * 5120 + 512)]
 
-@pytest.mark.parametrize(
-    ("value_bytes", "lanes", "per_token"),
-    # 512 bytes are the rotary embedding.
-    [(2, 1, 20 * 5120 + 512), (2, 3, 24 * 5120 + 512), (4, 1, 30 * 5120 + 512)],
-)
+
+@pytest.mark.parametrize(("value_bytes", "lanes", "per_token"), LANES)
 def test_working_bytes_include_waiting_lanes(value_bytes, lanes, per_token):
     text = (2 * lanes + 2) * 512 * 5120 * value_bytes
     found = T2V_A14B.working_bytes([TOKENS_720P] * lanes, value_bytes=value_bytes)

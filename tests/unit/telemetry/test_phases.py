@@ -1,7 +1,5 @@
 """Queue item phases, collected from several nodes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

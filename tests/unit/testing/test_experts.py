@@ -1,7 +1,5 @@
 """Sample experts: written weights equal to the generated ones in every format, model behaviour."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -51,11 +49,11 @@ def test_seed_determines_the_weights(make_tiny_expert):
         assert torch.equal(one, second[name]), name
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shards", "prefix"),
-    [(torch.float32, 1, ""), (torch.float16, 4, "model.diffusion_model."), (torch.bfloat16, 1, "")],
-    ids=str,
-)
+HALF = (torch.float16, 4, "model.diffusion_model.")
+CASES = [(torch.float32, 1, ""), HALF, (torch.bfloat16, 1, "")]
+
+
+@pytest.mark.parametrize(("dtype", "shards", "prefix"), CASES, ids=str)
 def test_folders_and_files_have_the_made_weights(
     tiny_expert_folder, tiny_expert_file, make_tiny_expert, dtype, shards, prefix
 ):

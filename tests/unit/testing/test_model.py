@@ -1,9 +1,8 @@
 """Test model: real names, accepted by all openers for real files, folder safe to name."""
 
-from __future__ import annotations
-
 import json
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -33,11 +32,8 @@ from wanstream.wan.vae import open_vae
 
 PIPELINES = ["diffusers/Wan2.2-T2V-A14B-Diffusers", "diffusers/Wan2.2-I2V-A14B-Diffusers"]
 FEW = [T2V_FILE.name, "wan_2.1_vae.safetensors"]
-SINGLE_FILES = [
-    f"diffusion_models/wan2.2_{family}_{{}}_noise_14B_{precision}.safetensors"
-    for family in ("t2v", "i2v")
-    for precision in ("fp16", "fp8_scaled")
-]
+KINDS = product(("t2v", "i2v"), ("fp16", "fp8_scaled"))
+SINGLE_FILES = [f"diffusion_models/wan2.2_{a}_{{}}_noise_14B_{b}.safetensors" for a, b in KINDS]
 
 
 def entries(folder):

@@ -1,7 +1,5 @@
 """Sample tokenizer: every reader returns the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoTokenizer
 

@@ -32,11 +32,8 @@ SAME = {"VAE", "Latent", "Sigmas"}
 IDEOGRAPH = re.compile(r"[\u4e00-\u9fff]")
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
-PAIRS = {
-    key: (english, texts(CHINESE)[key])
-    for key, english in texts(ENGLISH).items()
-    if key in texts(CHINESE) and not key.endswith(".name")
-}
+KEYS = [key for key in texts(ENGLISH) if key in texts(CHINESE) and not key.endswith(".name")]
+PAIRS = {key: (texts(ENGLISH)[key], texts(CHINESE)[key]) for key in KEYS}
 """English and Chinese texts by key."""
 
 

@@ -1,7 +1,5 @@
 """Heavy words: counts, and rates in this project."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.tools.prose_rates import page_prose, python_prose, rates, texts

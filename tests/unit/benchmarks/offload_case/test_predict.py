@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from wanstream.benchmarks.offload_case.predict import longer_run
@@ -14,11 +16,10 @@ def measured(stall_s: float) -> Timeline:
     """Return four steps by two experts, with 8 blocks each."""
     compute_s = BLOCKS * VISIT_S
     times = {"wall_s": compute_s + stall_s + OUTSIDE_S, "compute_s": compute_s, "stall_s": stall_s}
-    steps = [
-        StepRecord.of(index=index, expert=expert, sigma=None, bytes_moved=8_000, **times)
-        for index, expert in enumerate(("high", "high", "low", "low"))
-    ]
-    return Timeline(steps=tuple(steps), kind="measured")
+    step = partial(StepRecord.of, sigma=None, bytes_moved=8_000, **times)
+    experts = enumerate(("high", "high", "low", "low"))
+    steps = tuple(step(index=index, expert=expert) for index, expert in experts)
+    return Timeline(steps=steps, kind="measured")
 
 
 def test_blocks_scale_and_what_is_outside_them_does_not():

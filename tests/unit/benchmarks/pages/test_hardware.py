@@ -1,7 +1,5 @@
 """docs/hardware.md: a row for each self-test, and empty ones for cards without a file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from wanstream.benchmarks.pages.hardware import EXPECTED, PAGE, page, selftests

@@ -1,7 +1,5 @@
 """The performance pages in docs/ are up to date with the results."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

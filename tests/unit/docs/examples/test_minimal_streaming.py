@@ -1,7 +1,5 @@
 """The smallest use of the engine, as in `docs/examples/`."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

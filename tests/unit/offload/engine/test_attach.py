@@ -22,17 +22,14 @@ def snapshot(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return every tensor's identity and address, and the hook counts."""
     tensors = {name: (id(p), p.data_ptr()) for name, p in module.named_parameters()}
     tensors |= {name: (id(b), b.data_ptr()) for name, b in module.named_buffers()}
-    return tensors | {
-        f"hooks of {name}": (len(m._forward_hooks), len(m._forward_pre_hooks))
-        for name, m in module.named_modules()
-    }
+    hooks = {name: (m._forward_hooks, m._forward_pre_hooks) for name, m in module.named_modules()}
+    return tensors | {f"hooks of {name}": (*map(len, each),) for name, each in hooks.items()}
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [OffloadPolicy.resident(), OffloadPolicy.layerwise(2), OffloadPolicy.block_swap(2, 1)],
-    ids=str,
-)
+POLICIES = [OffloadPolicy.resident(), OffloadPolicy.layerwise(2), OffloadPolicy.block_swap(2, 1)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_own_forward_is_streamed_and_detached(model, policy):
     hidden = torch.randn(2, WIDTH)
     before = snapshot(model)
@@ -97,10 +94,8 @@ def test_a_block_out_of_turn_after_a_failed_last_one_raises(make_stack):
 
 def test_refusals_touch_nothing(model):
     before = snapshot(model)
-    for policy, device, words in (
-        (OffloadPolicy.block_swap(6), CPU, "5"),
-        (LAYERWISE, "cuda:99", "cuda:99 does not exist"),
-    ):
+    absent = (LAYERWISE, "cuda:99", "cuda:99 does not exist")
+    for policy, device, words in ((OffloadPolicy.block_swap(6), CPU, "5"), absent):
         with pytest.raises(ValueError, match=words):
             attach_offload(model.blocks, policy=policy, device=device)
     assert snapshot(model) == before

@@ -61,10 +61,9 @@ def test_pieces_are_joined_once_per_block_and_buffer(path, values):
     blocks = [nn.Sequential(Coded(), nn.Linear(WIDTH, WIDTH, **plain)) for _ in range(BLOCKS)]
     names = {"codes": piece_name("0.weight", "codes"), "scales": piece_name("0.weight", "scales")}
     names["plain"] = "1.weight"
-    stored = {
-        BlockKey(STACK, index): {name: header[f"{index}.{own}"] for own, name in names.items()}
-        for index in range(BLOCKS)
-    }
+    stored = {BlockKey(STACK, at): {} for at in range(BLOCKS)}
+    for key, places in stored.items():
+        places |= {name: header[f"{key.block}.{own}"] for own, name in names.items()}
     dtypes = dict.fromkeys(names.values(), torch.float32) | {names["codes"]: torch.uint8}
 
     def join(key: BlockKey, name: str, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:

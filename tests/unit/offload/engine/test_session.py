@@ -15,12 +15,8 @@ from wanstream.plan.programs import PassOrders
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.tests.support.offload.streaming import BLOCKS, ONES, attach, plainly
 
-POLICIES = [
-    OffloadPolicy.layerwise(1),
-    OffloadPolicy.layerwise(3),
-    OffloadPolicy.block_swap(4),
-    OffloadPolicy.resident(),
-]
+LAYERWISE = [OffloadPolicy.layerwise(1), OffloadPolicy.layerwise(3)]
+POLICIES = [*LAYERWISE, OffloadPolicy.block_swap(4), OffloadPolicy.resident()]
 
 
 class Passes:

@@ -1,7 +1,5 @@
 """Flat layouts of blocks: aligned and disjoint tensors, views, and stored against computed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

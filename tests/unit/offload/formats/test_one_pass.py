@@ -56,12 +56,11 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     one_pass.refusal.cache_clear()
 
 
+CASES = [*zip(FORMS, itertools.cycle([torch.float32, torch.float16, torch.bfloat16]), strict=False)]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinite products
-@pytest.mark.parametrize(
-    ("form", "computed"),
-    [*zip(FORMS, itertools.cycle([torch.float32, torch.float16, torch.bfloat16]), strict=False)],
-    ids=str,
-)
+@pytest.mark.parametrize(("form", "computed"), CASES, ids=str)
 def test_a_kernel_has_the_bits_of_torch(interpreted, monkeypatch, form, computed):
     monkeypatch.setattr(one_pass, "_kernels", lambda: interpreted)
     stored, shape, scale = one_pass.sample(form)

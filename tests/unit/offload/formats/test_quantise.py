@@ -83,10 +83,10 @@ def test_rows_of_zeros_and_extremes_stay_finite(dtype):
     assert decoded[3, 0].item() == pytest.approx(info.max, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bad", "work"),
-    [*zip(DTYPES, [math.nan, math.inf, -math.inf], [None, 32, 32], strict=True)],
-)
+NOT_FINITE = [*zip(DTYPES, [math.nan, math.inf, -math.inf], [None, 32, 32], strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "bad", "work"), NOT_FINITE)
 def test_the_first_row_that_is_not_finite_is_named(dtype, bad, work):
     values = torch.randn(20, 16).to(dtype)
     values[11, 5] = values[17, 0] = bad

@@ -103,11 +103,11 @@ def all_equal(results: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
     return all(torch.equal(result, expected) for result in results)
 
 
-@pytest.mark.parametrize(
-    ("policy", "fp8", "on_device"),
-    # Shards in RAM and on the device, raw and as fp8.
-    [(policy, at in (2, 3), at % 2 == 1) for at, policy in enumerate(POLICIES)],
-)
+# Shards in RAM and on the device, raw and as fp8.
+CASES = [(policy, at in (2, 3), at % 2 == 1) for at, policy in enumerate(POLICIES)]
+
+
+@pytest.mark.parametrize(("policy", "fp8", "on_device"), CASES)
 def test_gathered_blocks_are_whole_blocks(make_rank, policy, fp8, on_device):
     alone = make_rank(policy, fp8=fp8)
     group = ThreadGroup(3)
@@ -119,10 +119,10 @@ def test_gathered_blocks_are_whole_blocks(make_rank, policy, fp8, on_device):
     assert len(set(group.gathers)) == 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "on_device", "passes", "size"),
-    [("layerwise", False, 2, 2), ("pinned", False, 1, 4), ("layerwise", True, 1, 4)],
-)
+SHARES = [("layerwise", False, 2, 2), ("pinned", False, 1, 4), ("layerwise", True, 1, 4)]
+
+
+@pytest.mark.parametrize(("policy", "on_device", "passes", "size"), SHARES)
 def test_each_rank_reads_its_share(make_rank, policy, on_device, passes, size):
     ranks = [make_rank(policy, each) for each in ThreadGroup(size).ranks(on_device=on_device)]
     for _ in range(2):

@@ -276,11 +276,8 @@ def test_the_identity_has_the_tensors_and_the_files_version(path, tensors, monke
 
 @pytest.mark.integration
 def test_processes_share_the_identity(path):
-    code = (
-        "import sys, pathlib\n"
-        "from wanstream.tests.unit.offload.sources.test_file import blocks_of, identity\n"
-        "print(identity(blocks_of(pathlib.Path(sys.argv[1]))))\n"
-    )
+    imports = "from wanstream.tests.unit.offload.sources.test_file import Path, blocks_of, identity"
+    code = f"import sys\n{imports}\nprint(identity(blocks_of(Path(sys.argv[1]))))"
     command = [sys.executable, "-c", code, str(path)]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert found == identity(blocks_of(path))

@@ -50,10 +50,9 @@ def tensors() -> Tensors:
     made = {}
     for number, key in enumerate(KEYS):
         # Few bits make rotated sums exact: a CPU may add one row in another order than many.
-        block = {
-            name: torch.randn(shape).pow(3).mul(1024).round().div(1024).to(DTYPES.get(name, BF16))
-            for name, shape in QUANTISED.items()
-        }
+        block = {name: torch.randn(shape).pow(3) for name, shape in QUANTISED.items()}
+        for name, values in block.items():
+            block[name] = values.mul(1024).round().div(1024).to(DTYPES.get(name, BF16))
         block["cast.weight"] = torch.randn(5, 4).to(FP8)
         block["scaled.weight"] = torch.randn(6, 4).to(FP8)
         block["scale"] = torch.tensor(0.75 + 0.125 * number)

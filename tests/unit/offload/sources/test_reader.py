@@ -292,10 +292,10 @@ def test_repeated_reads_take_no_more_memory(reader, large):
     assert process.memory_info().rss - before < len(LARGE) // 2, "of 30 times as much"
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), (None, False)],
-)
+KINDS = [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), (None, False)]
+
+
+@pytest.mark.parametrize(("kind", "expected"), KINDS)
 def test_files_in_ram_are_found_by_their_mount(tmp_path, monkeypatch, kind, expected):
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -147,10 +147,10 @@ def test_every_operation_on_a_changed_file_is_refused(plain, operation, change):
         OPERATIONS[operation](plain.tensors["a"])
 
 
-@pytest.mark.parametrize(
-    "write",
-    [lambda a: a.zero_(), lambda a: a[1].copy_(torch.ones(4)), lambda a: torch.add(a, 1, out=a)],
-)
+WAYS = [lambda a: a.zero_(), lambda a: a[1].copy_(torch.ones(4)), lambda a: torch.add(a, 1, out=a)]
+
+
+@pytest.mark.parametrize("write", WAYS)
 def test_a_view_cannot_be_written(plain, write):
     with pytest.raises(ValueError, match="clone it first"):
         write(plain.tensors["a"])

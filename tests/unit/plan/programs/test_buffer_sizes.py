@@ -52,10 +52,8 @@ def test_every_visit_finds_its_block_through_stops_and_skips(data, blocks, seed)
     rest = step_visits(experts, counts, patches_of_steps=patches)
     residency, sizes = plan_buffers(data.draw(any_policy(blocks)), blocks)
     count = len(sizes.capacities)
-    found, equal = (
-        [fetch.block for fetch in compile_program(rest, residency, count, sizes=each).fetches]
-        for each in (sizes, None)
-    )
+    programs = (compile_program(rest, residency, count, sizes=each) for each in (sizes, None))
+    found, equal = ([fetch.block for fetch in program.fetches] for program in programs)
     assert found == equal, "as many fetches as with equal buffers"
     machine = Machine(seed)
     contents: dict[int, BlockKey] = {}
@@ -96,10 +94,8 @@ def test_equal_blocks_have_the_program_without_sizes(data, count):
     visits = step_visits(["high", "high", "low", "high"], dict.fromkeys(blocks, count))
     residency, sizes = plan_buffers(policy, blocks)
     contents = {0: BlockKey("low", 0), 1: BlockKey("high", 0), 2: BlockKey("high", count - 1)}
-    found, plain = (
-        compile_program(visits, residency, len(sizes.capacities), sizes=each, contents=contents)
-        for each in (sizes, None)
-    )
+    given = (visits, residency, len(sizes.capacities))
+    found, plain = (compile_program(*given, sizes=s, contents=contents) for s in (sizes, None))
     assert replace(found, sizes=None) == plain
 
 

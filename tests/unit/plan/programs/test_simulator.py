@@ -310,10 +310,8 @@ def test_kept_contents_start_at_once_and_no_visits_make_no_steps():
 )
 def test_two_staging_slots_hide_the_second_hop(staging, r, expected):
     """Everything from file: step over bound, per d."""
-    found = {
-        d: steady_step(run(hardware(r, d), pinned(0), staging=staging)) / (BLOCKS * max(1.0, d))
-        for d in expected
-    }
+    runs = {d: run(hardware(r, d), pinned(0), staging=staging) for d in expected}
+    found = {d: steady_step(each) / (BLOCKS * max(1.0, d)) for d, each in runs.items()}
     assert found == pytest.approx(expected, abs=6e-4)
 
 

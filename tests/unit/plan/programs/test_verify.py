@@ -19,12 +19,9 @@ from wanstream.schema import Residency
 from wanstream.tests.support.plan_fixtures import any_run, buffers_needed
 
 # Three steps with three blocks in three buffers. Block 0 is resident and already there.
-PROGRAM = compile_program(
-    step_visits(["high"] * 3, {"high": 3}),
-    Residency(residents={"high": frozenset({0})}),
-    3,
-    contents={2: BlockKey("high", 0)},
-)
+VISITS = step_visits(["high"] * 3, {"high": 3})
+FIRST = Residency(residents={"high": frozenset({0})})
+PROGRAM = compile_program(VISITS, FIRST, 3, contents={2: BlockKey("high", 0)})
 
 
 def with_fetches(*fetches) -> TransferProgram:

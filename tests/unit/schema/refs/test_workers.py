@@ -1,7 +1,5 @@
 """User-written worker descriptions, parsed."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

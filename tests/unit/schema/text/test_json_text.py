@@ -1,7 +1,5 @@
 """Documents read by Python without a message, or refused without a remedy."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from wanstream.schema.text.numbers import (
     format_count,
     format_need,
