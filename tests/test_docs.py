@@ -1,17 +1,19 @@
-"""Pages in `docs/` are short and linked, and their nodes, commands and paths exist."""
+"""Pages are short and linked. Their nodes, commands, paths and examples exist, figures are true."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+from urllib.parse import unquote
 
 import pytest
+import torch
 
 from wanstream.batch.running.collector import MAX_FILES
 from wanstream.batch.running.failures import MAX_LOSSES
@@ -20,23 +22,31 @@ from wanstream.batch.servers.server_backend import MAX_BODY_BYTES, MAX_FILE_BYTE
 from wanstream.block_kernels import ATTENTIONS, int8_attention
 from wanstream.cli import _COMMANDS, _parser, options
 from wanstream.cli.batch.ray_backend import PIECE
+from wanstream.cli.options import MachineOptions, PlanOptions
+from wanstream.cli.plan import run_shape
 from wanstream.cli.selftest.device_checks import LOCK_BYTES
 from wanstream.distributed.clusters import OPTIONAL, REQUIRED
 from wanstream.distributed.driver import driver, heartbeat
 from wanstream.distributed.ray.pool import START_TIMEOUT_S
 from wanstream.host.run_events import KEPT_RUNS
 from wanstream.offload.formats.safetensors_header import MAX_HEADER_BYTES
+from wanstream.plan import Budgets, expected_machine, plan_offload
+from wanstream.plan.programs.visits import split_at_boundary
 from wanstream.sampling import saved_states
 from wanstream.sampling.cache import PRESETS
-from wanstream.schema import Mesh
+from wanstream.sampling.steps.schedules import simple_schedule
+from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.policy import SMALLEST_BLOCK, SMALLEST_LAYER
 from wanstream.schema.records.timeline import STEP_FIGURES
 from wanstream.schema.refs import WEIGHT_PLACEMENTS, KernelSet
 from wanstream.shapes.block_times import WORTHWHILE
+from wanstream.shapes.expert import T2V_A14B
 from wanstream.telemetry.trace import MAX_SPANS
 from wanstream.tests.support.host.given_nodes import PACK
+from wanstream.tests.support.plan_fixtures import needs_of, predicted
 from wanstream.tools.code_counts import SourceTree
 from wanstream.tools.model_files import MODEL_FILES
+from wanstream.tools.templates import TITLES as TEMPLATES
 from wanstream.wan.measurement.meter import METERED_TOKENS
 
 ROOT = Path(__file__).parent.parent
@@ -92,8 +102,7 @@ def test_every_node_in_bold_or_in_a_table_is_ours(name):
 
 @EACH_TEXT
 def test_every_command_line_is_accepted(name):
-    lines = [line for block in FENCED.findall(TEXTS[name]) for line in block.splitlines()]
-    for line in lines:
+    for line in [line for block in FENCED.findall(TEXTS[name]) for line in block.splitlines()]:
         if line.startswith("wanstream "):
             parsed = _parser().parse_args(shlex.split(line, comments=True)[1:])
             options.parsed_options(parsed.kind, parsed)
@@ -110,8 +119,7 @@ def test_every_command_in_a_sentence_has_these_options(name):
 
 @EACH_TEXT
 def test_every_path_of_this_repository_is_there(name):
-    found = re.findall(rf"(?<![\w./-])(?:\.\./)?((?:{FOLDERS})/[\w./*-]+)", TEXTS[name])
-    for path in found:
+    for path in re.findall(rf"(?<![\w./-])(?:\.\./)?((?:{FOLDERS})/[\w./*-]+)", TEXTS[name]):
         assert [*ROOT.glob(path.rstrip("./"))], path
 
 
@@ -120,14 +128,13 @@ FILLED = re.compile(r"\.\.\.|'[^']*'|\[[^]]*\]|\b(?:[NM]|PATH|MACHINE)\b|(?<![\w
 """Parts of a quoted message filled in by a run."""
 
 
-def _texts(module: ast.Module) -> Iterator[str]:
+def _texts(module):
     """Yield the texts in a module, except docstrings, with NUL for each value filled in."""
     docstrings = {id(each.value) for each in ast.walk(module) if isinstance(each, ast.Expr)}
     for node in ast.walk(module):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(
-                str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values
-            )
+            parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            yield "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and id(node) not in docstrings:
             yield str(node.value)
 
@@ -139,9 +146,7 @@ def _words(text: str) -> list[str]:
 def test_every_quoted_message_has_the_words_of_the_code():
     """Adjacent words in a message are adjacent in the code too, or have a value in between."""
     modules = SourceTree(ROOT).trees.values()
-    known = {
-        pair for module in modules for text in _texts(module) for pair in pairwise(_words(text))
-    }
+    known = {pair for each in modules for text in _texts(each) for pair in pairwise(_words(text))}
     pages = [ROOT / "docs" / "workers-faults.md", *(ROOT / "web" / "docs").glob("*.md")]
     messages = [
         message
@@ -160,7 +165,7 @@ def test_every_quoted_message_has_the_words_of_the_code():
     assert foreign == {}
 
 
-LISTED: dict[tuple[str, str], Iterable[str]] = {
+LISTED = {
     ("caching", "preset | threshold"): [f"{name} {value:g}" for name, value in PRESETS.items()],
     ("cli", "command"): _COMMANDS,
     ("kernels", "`attention`"): ATTENTIONS,
@@ -199,7 +204,7 @@ LIMITS: dict[str, list[str]] = {
     "kernels.md": [f"a relative error above {int8_attention.LARGEST_ERROR:.0%}".replace("%", " %")],
     "native-models.md": [
         f"{SMALLEST_BLOCK / 1e6:g} MB of matrices or more, and linear layers of "
-        f"{SMALLEST_LAYER / 1e6:g} MB or more",
+        f"{SMALLEST_LAYER / 1e6:g} MB or more"
     ],
     "overlay.md": [f"the server's last {KEPT_RUNS} runs"],
     "timeline.md": [f"in the first {MAX_SPANS:,} slices"],
@@ -245,3 +250,197 @@ def test_files_of_all_workflows_are_listed():
     assert len(files) > 30
     left = [name for name in files if _kind(name) not in named]
     assert [name for name in left if not _kind(name).startswith(beginnings)] == []
+
+
+README = TEXTS["README.md"]
+LAYERWISE = OffloadPolicy.layerwise(1)
+
+
+def test_python_example_makes_frames(sample_models, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGES["cli.md"], flags=re.DOTALL)
+    small = {'"cuda"': '"cpu"', "(1, 16, 21, 60, 104)": "(1, 16, 3, 6, 8)", "steps=20": "steps=3"}
+    for written, smaller in small.items():
+        assert code.count(written) == 1
+        code = code.replace(written, smaller)
+    monkeypatch.chdir(sample_models / "diffusers")
+    names: dict[str, Any] = {}
+    exec(compile(code, "cli.md", "exec"), names)  # noqa: S102 - our own example
+    assert names["frames"].shape == (1, 9, 48, 64, 3)
+    assert torch.isfinite(names["frames"]).all()
+    assert [step.expert for step in names["result"].timeline.steps] == ["high", "high", "low"]
+
+
+def test_it_is_short_and_needs_no_glossary():
+    assert len(README.splitlines()) <= 80
+    assert re.findall(r"\b(?:lanes?|layerwise|visits?)\b", README, re.IGNORECASE) == []
+
+
+def test_measured_cards_have_the_figures_of_the_result():
+    result = ROOT / "benchmarks" / "results" / "kernels-gpu_nvidia-h100-80gb-hbm3_20261127.json"
+    runs = json.loads(result.read_text(encoding="utf-8"))["figures"]["runs"]
+    row = r"^\| H100 \| (\d+) frames, .*? \| (.+) \| measured \|$"
+    rows = re.findall(row, README, re.MULTILINE)
+    cells = "{device_peak_gb:.1f} | {rss_gb:.0f} | {median_step_s:.2f}"
+    expected = {name: cells.format(**run["streamed"]) for name, run in runs.items()}
+    assert {f"480p{frames}": row for frames, row in rows} == expected
+    long = runs["480p81"]
+    assert f"**{long['streamed']['device_peak_gb']:.1f} GB on" in README
+    assert f"instead of {long['resident']['device_peak_gb']:.1f}**" in README
+    assert f"**{long['streamed']['to_resident']:.3f} times**" in README
+
+
+def simulated(gpu, size):
+    """Return the run and the machine of a simulated row."""
+    options = PlanOptions(machine=MachineOptions(gpu=gpu), size=size, steps=4, cfg="none")
+    machine = expected_machine(gpu, ram_bytes=32 * 2**30, disk_bytes_per_s=3.5e9)
+    return run_shape(options), machine
+
+
+def test_simulated_cards_have_the_figures_of_the_planner():
+    """The planner chooses the policy with two buffers for the fastest and the slowest card."""
+    section = (
+        PAGES["performance.md"].partition("## Other cards (simulated)")[2].partition("\n## ")[0]
+    )
+    rows = re.findall(r"^\| (\w+ \d.*?) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    sizes = {"832x480x81": "4.8", "1280x720x81": "9.2"}
+    for card, *step_s in rows:
+        for (size, vram_gb), step in zip(sizes.items(), step_s, strict=True):
+            run, machine = simulated(card, size)
+            needs = needs_of(run, machine, LAYERWISE)
+            assert f"{predicted(run, machine, LAYERWISE).total_s / 4:.1f}" == step, card
+            assert f"{needs.device_bytes / 1e9:.1f}" == vram_gb, card
+            assert f"{needs.host_bytes / 1e9:.1f}" == "1.4", card
+    for card in ("A100 80GB", "RTX 3060 12GB"):
+        assert plan_offload(*simulated(card, "832x480x81"), Budgets()).policy == LAYERWISE
+    cards = {card: step for card, step, _ in rows}
+    row = r"^\| (.*) \| .* \| 4\.8 \| 1\.4 \| ([\d.]+) \| simulated \|$"
+    shown = re.findall(row, README, re.MULTILINE)
+    assert len(shown) == README.count("| simulated |")
+    assert {card: cards[card] for card, _ in shown} == dict(shown)
+    h100 = predicted(*simulated("H100", "832x480x81"), LAYERWISE)
+    computing = f"{(h100.total_s - sum(step.stall_s for step in h100.timeline.steps)) / 4:.1f} s"
+    assert f"{computing} of computing in a step" in section
+    assert f"{computing} of computing in a step" in README
+
+
+def test_graphs_have_the_seconds_of_the_result():
+    (result,) = (ROOT / "benchmarks" / "results").glob("native-graph_*.json")
+    figures = json.loads(result.read_text(encoding="utf-8"))["figures"]
+    for run in (case.removesuffix(", whole") for case in figures if case.endswith("whole")):
+        both = [figures[f"{run}, {how}"] for how in ("whole", "streamed")]
+        cells = [f"{each[name]:.2f}" for each in both for name in ("total_s", "outside_s")]
+        name = run.replace("wan", "Wan").replace("z_image", "Z-Image")
+        assert f"| {name} | {' | '.join(cells)} |" in PAGES["native-compared.md"]
+
+
+def first_cells(page: str) -> list[str]:
+    """Return the first cells of all rows in a page."""
+    return [line.split("|")[1] for line in PAGES[page].splitlines() if line.startswith("| ")]
+
+
+def test_every_node_and_every_workflow_is_in_its_table():
+    nodes = {name.strip() for cell in first_cells("nodes.md")[1:] for name in cell.split(",")}
+    assert nodes == TITLES
+    cells = " ".join(first_cells("workflows.md"))
+    links = re.findall(r"\[([^]]+)\]\(\.\./workflows/([^)]+)\.json\)", cells)
+    titles = [title for title, address in links if unquote(address) == title]
+    assert sorted(titles) == sorted(TEMPLATES.values())
+
+
+@EACH_TEXT
+def test_every_file_a_page_links_to_is_there(name):
+    folder = ROOT / "docs" if name in PAGES else ROOT
+    for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", TEXTS[name]):
+        target = folder / unquote(link or name)
+        assert target.exists(), link
+        if anchor:
+            text = target.read_text(encoding="utf-8").lower()
+            headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", each).replace(" ", "-") for each in headings}
+
+
+MIGRATION = ("migrate.md", "migrate-packs.md", "coming-from-wanvideowrapper.md")
+PACKS = PAGES["migrate.md"] + PAGES["migrate-packs.md"]
+SCHEMAS = [node.define_schema() for node in PACK]
+
+
+def rows_in(text: str) -> list[list[str]]:
+    """Return the table cells in a text, without rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if not row[0].startswith("---")]
+
+
+def section(title: str) -> list[list[str]]:
+    """Return the table cells in a section."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PACKS, re.MULTILINE | re.DOTALL)
+    assert found, title
+    return rows_in(found[1])
+
+
+def names_of(schemas: list[Any]) -> set[str]:
+    """Return the inputs of nodes, and their options."""
+    sockets = [socket for schema in schemas for socket in schema.inputs]
+    options = {str(option) for socket in sockets for option in socket.as_dict().get("options", ())}
+    return options | {socket.id for socket in sockets}
+
+
+@pytest.mark.parametrize("page", MIGRATION)
+def test_every_word_in_bold_is_a_node_of_ours(page):
+    assert {*re.findall(r"\*\*(.+?)\*\*", PAGES[page])} <= TITLES
+    assert PAGES[page].isascii()
+
+
+def test_every_setting_of_a_table_is_an_input_of_ours():
+    titles = re.findall(r"^## (From .*)$", PACKS, re.MULTILINE)
+    rows = [row for title in titles for row in section(title)]
+    named = {word for row in rows for word in re.findall(r"`(\w+)`", row[1])}
+    assert named <= names_of(SCHEMAS) | {"guider"}
+    assert len(named) > 20
+
+
+OF_WRAPPER = [row for row in rows_in(PAGES[MIGRATION[2]]) if row[0] != "there"]
+
+
+@pytest.mark.parametrize("row", OF_WRAPPER, ids=lambda row: row[0][:40])
+def test_every_setting_for_the_wrapper_is_one_of_ours(row):
+    """If a row names nodes, its settings belong to these nodes."""
+    _, here = row
+    named = [schema for schema in SCHEMAS if f"**{schema.display_name}**" in here]
+    assert {*re.findall(r"`([^`]+)`", here)} <= names_of(named or SCHEMAS)
+
+
+def test_page_for_the_wrapper_has_everything():
+    assert len(OF_WRAPPER) > 40
+    assert all(len(row) == 2 and all(row) for row in OF_WRAPPER)
+    assert sum(row[1].startswith("not here") for row in OF_WRAPPER) >= 10
+
+
+def switch(steps: int, shift: float, boundary: float) -> int:
+    timesteps = [1000 * sigma for sigma in simple_schedule(steps, shift).sigmas[:-1]]
+    return split_at_boundary(timesteps, boundary)
+
+
+@pytest.mark.parametrize(
+    ("steps", "shift", "boundary", "after"),
+    [(20, 8, 0.875, 11), (20, 5, 0.9, 8), (20, 8, 0.9, 10), (4, 5, 0.875, 2), (4, 5, 0.9, 2)],
+)
+def test_switch_of_the_templates(steps, shift, boundary, after):
+    assert switch(steps, shift, boundary) == after
+
+
+def test_switch_beside_that_of_another_pack():
+    table = [row for row in section("From WanMoeKSampler") if re.match(r"\d+, \d+, 0", row[0])]
+    assert len(table) == 5
+    for case, theirs, ours in table:
+        steps, shift, boundary = case.split(", ")
+        assert switch(int(steps), float(shift), float(boundary)) == int(ours)
+        assert int(theirs) == int(ours) - 1
+
+
+def test_sum_of_device_memory():
+    (swapped,) = map(int, re.findall(r"10 GB with one block ahead make (\d+)", PACKS))
+    block = T2V_A14B.streamed_bytes() / 1e9
+    outer = 2 * T2V_A14B.resident_bytes() / 1e9
+    assert (f"{block:.2f}", f"{outer:.2f}") == ("0.70", "0.03")
+    assert (41 - swapped + 1) * block + outer <= 10 < (41 - (swapped - 1) + 1) * block + outer

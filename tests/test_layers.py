@@ -7,7 +7,6 @@ import builtins
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ MOST_NAMES = 30
 
 
 @pytest.fixture(scope="module")
-def tree() -> SourceTree:
+def tree():
     """Half a million objects, dropped after these tests to keep other garbage collections fast."""
     return SourceTree(ROOT, PACKAGES)
 
@@ -57,7 +56,7 @@ Nodes = dict[type[ast.AST], list[tuple[Path, Any]]]
 
 
 @pytest.fixture(scope="module")
-def nodes(tree: SourceTree) -> Nodes:
+def nodes(tree):
     """Syntax nodes of all modules by type, each with the file's path in the project."""
     found: Nodes = defaultdict(list)
     for path, module in tree.trees.items():
@@ -67,7 +66,7 @@ def nodes(tree: SourceTree) -> Nodes:
     return found
 
 
-def _foreign_imports(nodes: Nodes) -> Iterator[tuple[Path, int, str]]:
+def _foreign_imports(nodes):
     """Yield each module imported absolutely, with the file and the line."""
     for place, node in nodes[ast.Import]:
         yield from ((place, node.lineno, alias.name) for alias in node.names)
@@ -101,8 +100,7 @@ def test_modules_do_not_import_each_other_in_cycles(tree):
 
 
 def test_sub_packages_do_not_import_each_other_in_cycles(tree):
-    cycles = [cycle for cycle in components(tree.sub_package_edges()) if len(cycle) > 1]
-    assert not cycles
+    assert not [cycle for cycle in components(tree.sub_package_edges()) if len(cycle) > 1]
 
 
 @pytest.mark.parametrize("package", ORDER_INSIDE)
@@ -116,8 +114,7 @@ def test_sub_packages_import_the_earlier_ones(tree, package):
 
 def test_other_packages_are_imported_by_their_public_surface(tree):
     # tools/walks.py measures calls behind the surface of offload.
-    past = [each for each in code_counts.past_surface(tree) if each.source != "tools.walks"]
-    assert not past
+    assert not [each for each in code_counts.past_surface(tree) if each.source != "tools.walks"]
 
 
 def test_surfaces_are_narrow(tree):
@@ -132,7 +129,7 @@ def test_chains_of_imports_stay_short(tree):
     assert depths[deepest] <= LONGEST_CHAIN, f"{deepest} is behind {depths[deepest]} modules"
 
 
-def _calls(node: ast.AST, name: str, *, in_classes: bool) -> Iterator[int]:
+def _calls(node, name, *, in_classes):
     """Yield the lines of a function's calls."""
     for each in ast.iter_child_nodes(node):
         if isinstance(each, ast.Call) and getattr(each.func, "id", "") == name:
@@ -170,7 +167,7 @@ def test_module_docstrings_start_with_a_noun_or_a_verb(nodes):
         assert place.stem not in {"utils", "common", "helpers", "manager"}, place
 
 
-def _docstrings(nodes: Nodes) -> Iterator[tuple[Path, ast.AST, str]]:
+def _docstrings(nodes):
     for kind in (ast.Module, ast.ClassDef, ast.FunctionDef):
         for place, node in nodes[kind]:
             yield place, node, ast.get_docstring(node) or ""
@@ -200,8 +197,7 @@ def test_docstrings_describe_arguments_that_exist(nodes):
 
 
 def test_only_one_file_may_synchronise_a_device(nodes):
-    attributes = nodes[ast.Attribute]
-    found = {place.as_posix() for place, node in attributes if node.attr == "synchronize"}
+    found = {place.as_posix() for place, node in nodes[ast.Attribute] if node.attr == "synchronize"}
     # A fetch or read thread may wait for its own copies.
     own = {"offload/transfers/cuda.py", "offload/host_memory/device_slots.py"}
     assert found <= {"devices/clock.py", *own}
@@ -225,9 +221,8 @@ def test_plan_command_starts_without_torch(tree):
     for found in tree.imports:
         if not found.in_function and not found.for_types:
             parts = found.target.split(".")
-            at_start.setdefault(found.source, set()).update(
-                ".".join(parts[:end]) for end in range(1, len(parts) + 1)
-            )
+            above = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+            at_start.setdefault(found.source, set()).update(above)
     reached = {"cli.plan"}
     while more := {target for module in reached for target in at_start.get(module, ())} - reached:
         reached |= more

@@ -7,7 +7,6 @@ import re
 import sys
 import textwrap
 from pathlib import Path, PurePath
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -39,12 +38,12 @@ ENDS = {name.rpartition(".")[2] for name in REVIEWED}
 
 
 @pytest.fixture(scope="module")
-def source() -> SourceTree:
+def source():
     return SourceTree(ROOT)
 
 
 @pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
+def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -124,8 +123,7 @@ def test_security_names_each_use_of_reviewed_modules(source):
     files = {path.relative_to(ROOT).as_posix(): path for path in source.files}
     assert named == {name: used for name, path in files.items() if (used := used_modules(path))}
     outside = text.partition("not in the archive:")[2]
-    archive = archived_files()
-    assert {name for name in named if f"`{name}`" in outside} == {*named} - archive
+    assert {name for name in named if f"`{name}`" in outside} == {*named} - archived_files()
 
 
 def test_every_package_is_installed(project):
@@ -160,7 +158,7 @@ def test_checklist_names_only_what_exists(project):
         assert key in project["tool"]["comfy"]
 
 
-def released(checkout: dict[str, Any]) -> dict[str, Any]:
+def released(checkout):
     """Return pyproject.toml's content with the checklist's lines for it."""
     lines = textwrap.dedent(re.findall(r" *```toml\n(.*?)```", CHECKLIST, re.DOTALL)[0])
     filled = tomllib.loads(lines.replace("OWNER/NAME", "someone/pack"))
@@ -169,11 +167,9 @@ def released(checkout: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_release_with_the_lines_of_the_checklist_is_complete(project):
-    home = "https://github.com/someone/pack"
-    given = {"tag": f"v{VERSION}", "repository": home}
+    given = {"tag": f"v{VERSION}", "repository": "https://github.com/someone/pack"}
     assert not [*faults(released(project), RELEASED, **given)]
-    lines = [line for line in release_notes(RELEASED, VERSION).splitlines() if line]
-    assert len(lines) <= 10
+    assert len([line for line in release_notes(RELEASED, VERSION).splitlines() if line]) <= 10
 
 
 @pytest.mark.parametrize(

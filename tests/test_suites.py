@@ -23,7 +23,7 @@ IN_COMFYUI = ("wanstream.host.comfy", "wanstream.tests.integration.comfy.inside"
 
 
 @pytest.fixture(scope="module")
-def suites() -> dict[str, Expression]:
+def suites():
     """The `-m` expression for every suite."""
     text = SCRIPT.read_text(encoding="utf-8")
     found = re.findall(r'^(\w+)\) .*?pytest -m "([^"]+)"', text, re.MULTILINE | re.DOTALL)

@@ -33,6 +33,7 @@ NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
 SCHEMAS = {node.__name__: node.define_schema() for node in PACK}
 EXPERTS = ("WanStreamExperts", "WanStreamOneExpert")
 MODELS = ("WanStreamLoadDiffusionModel", "WanStreamStreamModel")
+SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced")
 WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
 
 CORE = """
@@ -50,9 +51,8 @@ CORE = """
 EMBEDDED = {"LoadImage", "LoadVideo", "GetVideoComponents"}
 """ComfyUI nodes in the embedded host."""
 
-VARIANTS = {
-    f"{name}{over}" for name in ("fun_control", "fun_inp", "bernini") for over in ("", "_workers")
-}
+VARIANTS = {"fun_control", "fun_inp", "bernini"}
+VARIANTS |= {f"{name}_workers" for name in VARIANTS}
 
 Prompt = dict[str, dict[str, Any]]
 
@@ -234,16 +234,11 @@ def test_canvas_equals_the_api_file(name):
             continue
         class_type, inputs = inputs_by_name.pop(names[node["id"]])
         assert node["type"] == class_type
-        links = {
-            socket["name"]: origin[socket["link"]]
-            for socket in node["inputs"]
-            if socket.get("link") is not None
-        }
+        linked = [socket for socket in node["inputs"] if socket.get("link") is not None]
+        links = {socket["name"]: origin[socket["link"]] for socket in linked}
         assert links == {key: value for key, value in inputs.items() if isinstance(value, tuple)}
         if class_type in SCHEMAS:
-            assert dict(_widgets(node)) == {
-                key: value for key, value in inputs.items() if not isinstance(value, tuple)
-            }
+            assert dict(_widgets(node)) == {key: inputs[key] for key in inputs if key not in links}
     assert not inputs_by_name
 
 
@@ -287,7 +282,7 @@ def _small(name: str) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def shared_workers() -> Iterator[None]:
+def shared_workers():
     """Workflows with equal workers share their processes, as in ComfyUI, until the last test."""
     yield
     embedded_host.memory.worker_registry.close()
@@ -318,9 +313,8 @@ def test_workflow_of_our_nodes_runs_without_comfyui(name, sample_models, tmp_pat
     assert not history.node_errors
     latent, _ = history.results["sampler"]
     frames = 3 if "WanStreamContinueVideo" in classes(prompt_of(name)) else 2
-    assert latent["samples"].shape == (
-        (1, 48, 2, 2, 2) if name.startswith("wan22_5b") else (1, 16, frames, 4, 4)
-    )
+    shape = (1, 48, 2, 2, 2) if name.startswith("wan22_5b") else (1, 16, frames, 4, 4)
+    assert latent["samples"].shape == shape
     assert torch.isfinite(latent["samples"]).all()
     assert latent["samples"].std() > 0.1
     (saved,) = (file for shown in history.outputs.values() for file in shown.get("images", ()))
@@ -332,12 +326,9 @@ def test_native_workflows_have_a_loader_for_each_sampler():
     assert {*NATIVE} == {f"native_{name}" for name in names}
     for name in NATIVE:
         kinds = Counter(node["class_type"] for node in prompt_of(name).values())
-        samplers = sum(
-            kinds[kind] for kind in ("KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced")
-        )
+        samplers = sum(kinds[kind] for kind in SAMPLERS)
         assert samplers == (2 if name == "native_wan22" else 1)
-        loaders = sum(kinds[kind] for kind in MODELS)
-        assert loaders == samplers + kinds["WanStreamJoinExperts"]
+        assert sum(kinds[kind] for kind in MODELS) == samplers + kinds["WanStreamJoinExperts"]
         assert "UNETLoader" not in kinds
 
 
