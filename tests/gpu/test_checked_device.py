@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,18 +44,11 @@ def test_torch_finds_the_waits_that_are_missing(kind):
     working = {entry.stream for entry in trace if isinstance(entry, Issued) and entry.accesses}
     assert len(working) == (2 if kind == "raw" else 3)
     for stream in working:
-        assert races(
-            [
-                entry
-                for entry in trace
-                if not (isinstance(entry, StreamWait) and entry.stream is stream)
-            ]
-        )
+        assert races([e for e in trace if not isinstance(e, StreamWait) or e.stream is not stream])
 
 
 def unmapped_while_locked(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
-    memory = gpu.need_fake("").map_memory(99)
-    gpu.runtime.lock_pages(memory)
+    gpu.runtime.lock_pages(gpu.need_fake("").map_memory(99))
 
 
 def unlocked_and_unmapped_under_a_copy(gpu: Accelerator, patch: pytest.MonkeyPatch) -> None:
@@ -93,7 +85,7 @@ def refused_unlocks(gpu: Accelerator) -> None:
     case.engine.detach()
 
 
-PLANTS: dict[Callable[[Accelerator, pytest.MonkeyPatch], None], str] = {
+PLANTS = {
     unmapped_while_locked: "memory is unmapped while it is page-locked",
     unlocked_and_unmapped_under_a_copy: "race: unmapping",
     stream_returned_under_a_copy: "a stream is returned while its work is under way",

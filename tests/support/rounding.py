@@ -15,3 +15,8 @@ ROUNDING = 1e-5
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest value in `other`."""
     return float((one - other).abs().max() / other.abs().max())
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to the norm of `expected`."""
+    return float((found - expected).norm() / expected.norm())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +13,13 @@ import torch
 from wanstream.cli.selftest import device_checks, run_checks
 from wanstream.cli.selftest.command import LARGE, run_all, run_check
 from wanstream.cli.selftest.device_checks import Subject
-from wanstream.cli.selftest.findings import Finding, verdict
+from wanstream.cli.selftest.findings import verdict
 from wanstream.cli.selftest.run_checks import prepared_runs
 from wanstream.host import machine_profile
 from wanstream.offload.probes import machine as probe
-from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes import T2V_A14B, VideoShape
 from wanstream.testing import TinyShape
-from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
+from wanstream.tests.support.accelerator import HAS_REAL
 from wanstream.tests.support.checked_device import machine as checked
 from wanstream.tests.support.checked_device import tensors
 from wanstream.tests.support.offload.mutations import Mutation, Mutations
@@ -48,7 +45,7 @@ SMALL: list[tuple[Any, str, object]] = [
 
 
 @pytest.fixture
-def subject(gpu: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+def subject(gpu, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if HAS_REAL:
         return Subject(device=gpu.device, models=None, tiny=LARGE, block=T2V_A14B)
@@ -56,7 +53,7 @@ def subject(gpu: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(module, name, small)
     write = run_checks._write_experts
 
-    def write_some(*given: Any) -> dict[str, ExpertsRef]:
+    def write_some(*given):
         return {name: ref for name, ref in write(*given).items() if name in FORMATS}
 
     monkeypatch.setattr(run_checks, "_write_experts", write_some)
@@ -75,18 +72,18 @@ def test_every_check_passes(subject):
 
 
 @pytest.fixture
-def checked_subject(gpu: Accelerator, subject: Subject) -> Iterator[Subject]:
+def checked_subject(gpu, subject):
     machine = gpu.need_fake("a fault is planted in it")
     yield subject
     machine.problems.clear()  # the planted fault's problems
 
 
-def found(check: Callable[..., Finding], subject: Subject) -> Finding:
+def found(check, subject):
     return run_check(partial(check, subject), subject.device)
 
 
 @contextmanager
-def runs_found(subject: Subject, folder: Path) -> Iterator[Callable[..., Finding]]:
+def runs_found(subject, folder):
     with prepared_runs(subject, folder) as runs:
         yield lambda check, *args: run_check(partial(check, runs, *args), subject.device)
 

@@ -1,7 +1,7 @@
 """Whole runs on the checked device, equal to a CPU to the bit.
 
-Every pair of options is in some run, each run in two orders. The slow test makes a random sample
-of all combinations.
+Every pair of options is in some run, each run in two orders. One slow test makes a random sample
+of all combinations, another one lets an allocation fail.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from wanstream.block_kernels import multiplication
 from wanstream.offload.formats.rotation import signs
 from wanstream.sampling import denoise
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps.solvers import SOLVERS
 from wanstream.schema import OffloadPolicy, StepRange, StepStrengths
 from wanstream.shapes import ContextWindows
@@ -34,24 +31,17 @@ from wanstream.testing import (
 )
 from wanstream.tests.support.accelerator import checked_accelerator
 from wanstream.tests.support.checked_device import TraceEntry, races
-from wanstream.tests.support.sampling.runs import (
-    CPU,
-    MakeRequest,
-    changed_request,
-    normal,
-    run,
-    skipped,
-)
+from wanstream.tests.support.sampling.runs import CPU, changed_request, normal, run, skipped
 from wanstream.tests.support.wan.number_formats import MixedLayout, mixture
 from wanstream.tests.support.wan.quantised_files import Fp8Layout
-from wanstream.wan import Nag, open_experts
+from wanstream.wan import ExpertPair, Nag, open_experts
 from wanstream.wan.lora.file import open_lora
 
 pytestmark = pytest.mark.checked
 
 LAYERS = 2
 SWAP = OffloadPolicy.block_swap(1, source="pinned")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "policy": {
         "resident": OffloadPolicy.resident(),
         "one buffer": OffloadPolicy.layerwise(0),
@@ -129,7 +119,7 @@ FILES = {"fp8 in RAM": "raw", "int8 in RAM": "raw", "mixed in int8": "mixed", "f
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     for place, seed in (("high", 1), ("low", 2)):
         model = make_expert(TinyShape(layers=LAYERS, ffn_dim=256), seed=seed)
@@ -141,7 +131,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device) -> torch.Tensor:
+def latents(run, files, request, device):
     """Return one run's latents."""
     value = {name: OPTIONS[name][chosen] for name, chosen in run.items()}
     names = ("solver", "cache", "windows")
@@ -157,7 +147,7 @@ def latents(run: Run, files: Path, request: DenoiseRequest, device: torch.device
         return denoise(pair, chosen, policy=value["policy"], device=device).latents
 
 
-def check(run: Run, files: Path, request: DenoiseRequest, seeds: range) -> None:
+def check(run, files, request, seeds):
     expected = latents(run, files, request, CPU)
     assert expected.isfinite().all()
     for seed in seeds:
@@ -166,7 +156,7 @@ def check(run: Run, files: Path, request: DenoiseRequest, seeds: range) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_rotation(monkeypatch):
     """Rotate tokens by one matrix, as a device does: a CPU's two matrices sum in another order."""
 
     def one_matrix(group: int, device: torch.device) -> tuple[torch.Tensor]:
@@ -190,7 +180,7 @@ def test_steps_are_skipped_before_their_first_block(policy, files, make_request)
 
 
 @pytest.fixture
-def small(make_request: MakeRequest) -> DenoiseRequest:
+def small(make_request):
     return make_request(noise=normal(1, 16, 3, 4, 6, seed=3), steps=3, switch_step=1)
 
 
@@ -218,3 +208,45 @@ def test_a_sample_of_all_combinations(number, files, small):
     choose = random.Random(number)
     combination = {name: choose.choice([*values]) for name, values in OPTIONS.items()}
     check(combination, files, small, range(number, number + 1))
+
+
+TRIED = 20
+"""Failed allocations per test, evenly spaced."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [OffloadPolicy.resident(), OffloadPolicy.layerwise(1)])
+@pytest.mark.parametrize("kind", ["raw", "GGUF with a LoRA"])
+def test_any_allocation_may_fail(tmp_path, make_tiny_expert, make_request, kind, policy):
+    model, path = make_tiny_expert(), tmp_path / ("expert" if kind == "raw" else "expert.gguf")
+    if kind == "raw":
+        save_expert_file(model, path, dtype=torch.float32)
+    else:
+        save_expert_gguf(model, path, types=q4_k_m)
+    save_lora(make_lora(model, seed=2), tmp_path / "lora", dtype=torch.float32)
+    request = make_request(steps=2, switch_step=1)
+
+    def opened() -> ExpertPair:
+        pair = open_experts(path, path, compute_dtype=torch.float32)
+        if kind != "raw":
+            pair.set_loras(*([(open_lora(tmp_path / "lora"), each)] for each in (1.0, 0.5)))
+        return pair
+
+    with checked_accelerator(0) as gpu, opened() as pair:
+        expected = denoise(pair, request, policy=policy, device=gpu.device).latents
+        allocations = gpu.need_fake("").devices[0].allocations
+    assert allocations > 10 * TRIED
+    retried = 0
+    for number in range(1, allocations, allocations // TRIED):
+        with checked_accelerator(number) as gpu, opened() as pair:
+            gpu.need_fake("").devices[0].fail_at = number
+            try:
+                result = denoise(pair, request, policy=policy, device=gpu.device)
+            except torch.OutOfMemoryError:  # before the first step, or without a smaller policy
+                result = denoise(pair, request, policy=policy, device=gpu.device)
+            else:
+                retried += 1
+            assert torch.equal(result.latents, expected), f"allocation {number}"
+            del result
+    # Nearly all allocations are those of a step.
+    assert retried > TRIED // 2 or policy.kind == "layerwise"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -12,11 +9,9 @@ from torch._dynamo.utils import counters
 from wanstream.block_kernels import ATTENTIONS, INDUCTOR, Kernels, check_usable
 from wanstream.block_kernels.attention import KernelsError
 from wanstream.sampling import denoise
-from wanstream.sampling.steps import DenoiseResult
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.rounding import difference
-from wanstream.tests.support.sampling.runs import LAYERWISE, MakeRequest, normal
-from wanstream.wan import ExpertPair
+from wanstream.tests.support.sampling.runs import LAYERWISE, normal
 from wanstream.wan.experts.open import open_experts
 
 pytestmark = [
@@ -30,7 +25,7 @@ CLOSE = 2e-2
 
 
 @pytest.fixture
-def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
+def pair(tiny_expert_folder):
     shape = {"layers": 4, "heads": 8, "ffn_dim": 4096, "dtype": torch.bfloat16}
     folders = [tiny_expert_folder(seed=seed, **shape) for seed in (1, 2)]
     with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
@@ -38,7 +33,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 
 @pytest.fixture
-def run(pair: ExpertPair, make_request: MakeRequest) -> Callable[..., DenoiseResult]:
+def run(pair, make_request):
     request = make_request(noise=normal(1, 16, 5, 32, 48, seed=1))
     return lambda policy=LAYERWISE: denoise(pair, request, policy=policy, device=CUDA)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +14,10 @@ from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens, merge_request
 from wanstream.sampling.steps import DenoiseResult, InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
 from wanstream.shapes.context_windows import ContextWindows
-from wanstream.tests.support.accelerator import DTYPE, HAS_REAL, Accelerator
+from wanstream.tests.support.accelerator import DTYPE, HAS_REAL
 from wanstream.tests.support.rounding import difference
-from wanstream.tests.support.sampling.runs import LAYERWISE, MakeRequest, changed_request, normal
-from wanstream.wan import ExpertPair, Nag
+from wanstream.tests.support.sampling.runs import LAYERWISE, changed_request, normal
+from wanstream.wan import Nag
 from wanstream.wan.experts.open import open_experts
 
 SIZE = {"heads": 8, "ffn_dim": 4096} if HAS_REAL else {}
@@ -31,13 +28,9 @@ RESIDENT = OffloadPolicy.resident()
 DEEP = pytest.mark.parametrize("pair", [8 if HAS_REAL else 6], indirect=True)
 STILL = ContextWindows(frames=5, overlap=1, shift_windows=False)
 
-Run = Callable[..., DenoiseResult]
-
 
 @pytest.fixture
-def pair(
-    gpu: Accelerator, request: pytest.FixtureRequest, tiny_expert_folder: Callable[..., Path]
-) -> Iterator[ExpertPair]:
+def pair(gpu, request, tiny_expert_folder):
     """A pair with few layers, or with as many as the test's parameter says.
 
     It is closed while the device exists, and so needs `gpu` first.
@@ -49,7 +42,7 @@ def pair(
 
 
 @pytest.fixture
-def run(gpu: Accelerator, pair: ExpertPair) -> Run:
+def run(gpu, pair):
     def run(request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE) -> DenoiseResult:
         return denoise(pair, request, policy=policy, device=gpu.device)
 
@@ -57,17 +50,17 @@ def run(gpu: Accelerator, pair: ExpertPair) -> Run:
 
 
 @pytest.fixture
-def long(make_request: MakeRequest) -> DenoiseRequest:
+def long(make_request):
     return make_request(noise=normal(*LATENT, seed=20))
 
 
 @pytest.fixture
-def wide(make_request: MakeRequest) -> DenoiseRequest:
+def wide(make_request):
     return make_request(noise=normal(*WIDE, seed=10))
 
 
 @pytest.fixture
-def lanes(make_request: MakeRequest) -> list[DenoiseRequest]:
+def lanes(make_request):
     """Four requests with different noise and texts, in different lengths."""
     return [
         make_request(
@@ -80,7 +73,7 @@ def lanes(make_request: MakeRequest) -> list[DenoiseRequest]:
 
 
 @pytest.fixture
-def check_peak(gpu: Accelerator, pair: ExpertPair, run: Run) -> Callable[..., None]:
+def check_peak(gpu, pair, run):
     """`check_peak(request, policy)`: a run takes no more memory than estimated."""
 
     def check(request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE) -> None:
@@ -134,6 +127,7 @@ def test_the_noise_of_steps_is_drawn_as_on_a_cpu(pair, run, long):
 
 
 CONTEXT = (normal(1, 16, 2, 8, 8, seed=1), normal(1, 16, 1, 4, 12, seed=2))
+BESIDE = {"tokens": ExtraTokens(context=CONTEXT)}
 CONTROLLED = {
     "image_condition": normal(1, 36, 2, 8, 8, seed=3),
     "tokens": ExtraTokens(reference=normal(1, 16, 1, 8, 8, seed=4)),
@@ -141,19 +135,14 @@ CONTROLLED = {
 
 
 @pytest.mark.parametrize(
-    ("shape", "changes"),
-    [
-        ({}, {"tokens": ExtraTokens(context=CONTEXT)}),
-        ({"in_channels": 52, "reference": True}, CONTROLLED),
-    ],
-    ids=["Bernini", "Fun Control"],
+    ("shape", "changes"), [({}, BESIDE), ({"in_channels": 52, "reference": True}, CONTROLLED)]
 )
 def test_tokens_next_to_the_video(shape, changes, gpu, open_pair, make_request):
     """Streamed runs equal the resident one, and are close to a CPU."""
     pair = open_pair(**shape)
     request = make_request(noise=normal(1, 16, 2, 8, 8, seed=10), **changes)
 
-    def latents(policy: OffloadPolicy, device: Any = gpu.device) -> torch.Tensor:
+    def latents(policy, device=gpu.device):
         return denoise(pair, request, policy=policy, device=device).latents
 
     resident = latents(RESIDENT)
@@ -177,7 +166,7 @@ def test_lanes_that_do_not_fit_are_refused(gpu, pair, lanes):
 
 
 @pytest.fixture
-def limit(gpu: Accelerator) -> Iterator[Callable[[int], None]]:
+def limit(gpu):
     """`limit(nbytes)`: let torch allocate at most so many device bytes during the test."""
     yield gpu.runtime.limit_memory
     gpu.runtime.limit_memory(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,35 +17,30 @@ from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.quantise import FP8, quantise_rows, work_memory
 from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.testing.quantised import q4_k_m, random_groups, save_expert_gguf
-from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.rounding import difference
 from wanstream.tests.support.sampling.runs import LAYERWISE, normal
 from wanstream.tests.support.wan.opened_experts import FIRST_TIME, plain_velocity, streamed
-from wanstream.wan import ExpertPair, Lane
+from wanstream.wan import Lane
 from wanstream.wan.experts.open import open_experts, open_single_model
 from wanstream.wan.image_encoder import clip_pixels, open_image_encoder
 
-COMPUTED = pytest.mark.parametrize(
-    "computed", [torch.float32, torch.float16, torch.bfloat16], ids=str
-)
+COMPUTED = pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16])
 SOURCES = pytest.mark.parametrize("source", ["file", "pinned"])
 
 
-def lane_on(gpu: Accelerator, *latents: int, text: int = 5, **parts: Any) -> Lane:
+def lane_on(gpu, *latents, text=5, **parts):
     shape = latents or (1, 16, 2, 4, 6)
     on_device = [normal(*each, seed=1).to(gpu.device) for each in (shape, (1, text, 4096))]
     return Lane(latents=on_device[0], text=on_device[1], **parts)
 
 
-def streamed_on(gpu: Accelerator, pair: ExpertPair, lane: Lane, **policy: Any) -> torch.Tensor:
+def streamed_on(gpu, pair, lane, **policy):
     """Return the velocity from the high-noise expert, with layerwise streaming."""
     policy = replace(LAYERWISE, **policy)
     return streamed(pair, policy, lane, device=gpu.device)[0]
 
 
-@pytest.mark.parametrize(
-    "kernels", [Kernels(), Kernels(compiler=INDUCTOR)], ids=["plain", "compiled"]
-)
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels(compiler=INDUCTOR)], ids=str)
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_timesteps_per_frame(gpu, kernels, chunk, tiny_expert_folder):
     if kernels.compiler is not None:
@@ -65,35 +59,17 @@ def test_timesteps_per_frame(gpu, kernels, chunk, tiny_expert_folder):
 @pytest.mark.parametrize("chunk", [None, 256])
 def test_an_image_branch(gpu, chunk, tiny_expert_folder):
     folder = tiny_expert_folder(in_channels=36, image_dim=80)
-    image = normal(1, 17, 80, seed=3).to(gpu.device)
-    lane = lane_on(gpu, 1, 36, 3, 16, 24, text=512, image=image)
+    lane = lane_on(gpu, 1, 36, 3, 16, 24, text=512, image=normal(1, 17, 80, seed=3).to(gpu.device))
     model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
     with open_single_model(folder) as pair:
         found = streamed_on(gpu, pair, lane, chunk_tokens=chunk)
     assert difference(found.float(), plain_velocity(model.to(gpu.device), lane).float()) < 1e-2
 
 
-@pytest.mark.parametrize("layout", ["scaled_fp8", "comfy_quant"])
-def test_fp8_files(gpu, layout, tiny_expert_file, make_tiny_expert):
-    path = tiny_expert_file(fp8=layout, dtype=torch.float16)
+def check_streamed(gpu, path, model, source="file", **how):
+    """Compare two runs with the whole model to the bit."""
     lane = lane_on(gpu)
-    model = make_tiny_expert(dequantised_from=torch.float16)
-    with open_experts(path, path, compute_dtype=torch.float32) as pair:
-        pair.kernels = Kernels(math="exact")
-        assert torch.equal(streamed_on(gpu, pair, lane), plain_velocity(model.to(gpu.device), lane))
-
-
-@SOURCES
-def test_fp8_storage(gpu, source, tiny_expert_file, make_tiny_expert):
-    path = tiny_expert_file()
-    lane = lane_on(gpu)
-    model = make_tiny_expert()
-    # On the CPU: a GPU divides by a number by multiplying with its reciprocal.
-    for module in (each for block in model.blocks for each in block.modules()):
-        if isinstance(module, nn.Linear):
-            scale = module.weight.abs().amax(1, keepdim=True) / 448.0
-            module.weight.data = (module.weight / scale).to(FP8).float() * scale
-    with open_experts(path, path, compute_dtype=torch.float32, storage="fp8") as pair:
+    with open_experts(path, path, compute_dtype=torch.float32, **how) as pair:
         pair.kernels = Kernels(math="exact")
         for _ in range(2):
             found = streamed_on(gpu, pair, lane, source=source)
@@ -101,16 +77,27 @@ def test_fp8_storage(gpu, source, tiny_expert_file, make_tiny_expert):
         assert pair.loaded_bytes <= pair.device_bytes(replace(LAYERWISE, source=source))
 
 
+@pytest.mark.parametrize("layout", ["scaled_fp8", "comfy_quant"])
+def test_fp8_files(gpu, layout, tiny_expert_file, make_tiny_expert):
+    path = tiny_expert_file(fp8=layout, dtype=torch.float16)
+    check_streamed(gpu, path, make_tiny_expert(dequantised_from=torch.float16))
+
+
+@SOURCES
+def test_fp8_storage(gpu, source, tiny_expert_file, make_tiny_expert):
+    model = make_tiny_expert()
+    # On the CPU: a GPU divides by a number by multiplying with its reciprocal.
+    for module in (each for block in model.blocks for each in block.modules()):
+        if isinstance(module, nn.Linear):
+            scale = module.weight.abs().amax(1, keepdim=True) / 448.0
+            module.weight.data = (module.weight / scale).to(FP8).float() * scale
+    check_streamed(gpu, tiny_expert_file(), model, source, storage="fp8")
+
+
 @SOURCES
 def test_gguf_files(gpu, source, make_tiny_expert, tmp_path):
     path = tmp_path / "expert.gguf"
-    lane = lane_on(gpu)
-    model = save_expert_gguf(make_tiny_expert(), path, types=q4_k_m)
-    with open_experts(path, path, compute_dtype=torch.float32) as pair:
-        pair.kernels = Kernels(math="exact")
-        for _ in range(2):
-            found = streamed_on(gpu, pair, lane, source=source)
-        assert torch.equal(found, plain_velocity(model.to(gpu.device), lane))
+    check_streamed(gpu, path, save_expert_gguf(make_tiny_expert(), path, types=q4_k_m), source)
 
 
 @COMPUTED
@@ -119,9 +106,8 @@ def test_fp8_rows_have_the_bits_of_the_cpu(gpu, computed):
     scales = torch.empty(700, 1)
     stored = torch.empty(values.shape, dtype=FP8)
     quantise_rows(values, stored, scales, work_memory(5120))
-    on_cpu, on_gpu = (
-        torch.empty(values.shape, dtype=computed, device=device) for device in ("cpu", gpu.device)
-    )
+    on_cpu = torch.empty(values.shape, dtype=computed)
+    on_gpu = torch.empty_like(on_cpu, device=gpu.device)
     decode_tensor(stored, on_cpu, scale=scales)
     decode_tensor(stored.to(gpu.device), on_gpu, scale=scales.to(gpu.device))
     assert torch.equal(on_gpu.cpu(), on_cpu)
@@ -129,8 +115,7 @@ def test_fp8_rows_have_the_bits_of_the_cpu(gpu, computed):
 
 def groups_of(name: str) -> torch.Tensor:
     kind = GGMLQuantizationType[name]
-    random = np.random.default_rng(0)
-    return torch.from_numpy(random_groups(kind, 40_000, random, scale=0.01))
+    return torch.from_numpy(random_groups(kind, 40_000, np.random.default_rng(0), scale=0.01))
 
 
 @COMPUTED

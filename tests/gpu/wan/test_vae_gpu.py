@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from wanstream.testing.weights import make_tiny_vae
-from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
+from wanstream.tests.support.accelerator import HAS_REAL
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.wan.latents import WAN21
 from wanstream.wan.vae.memory import choose_tiling
@@ -21,13 +18,7 @@ HEIGHT, WIDTH = (384, 512) if HAS_REAL else (192, 256)
 
 
 @pytest.fixture(params=["Wan2.1", "Wan2.2 5B", "tiny"])
-def vae(
-    gpu: Accelerator,
-    request: pytest.FixtureRequest,
-    tiny_pipeline: Callable[[], Path],
-    wan22_vae: Path,
-    tmp_path: Path,
-) -> Iterator[WanVae]:
+def vae(gpu, request, tiny_pipeline, wan22_vae, tmp_path):
     """Yield a VAE with weights on the GPU and initialised libraries."""
     path = wan22_vae if request.param == "Wan2.2 5B" else tiny_pipeline()
     if request.param == "tiny":
@@ -72,5 +63,4 @@ def test_a_shortage_leads_to_smaller_tiles(gpu, vae):
     finally:
         gpu.runtime.limit_memory(None)
     pixels = int(changes[-1].split()[-2])
-    expected = decode(Tiling.of(pixels, needs.per_latent))
-    assert torch.allclose(frames, expected, atol=1e-4)
+    assert torch.allclose(frames, decode(Tiling.of(pixels, needs.per_latent)), atol=1e-4)

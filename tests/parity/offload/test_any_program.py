@@ -6,7 +6,6 @@ The results are bit-equal to those of plain blocks, and the transfers are the pl
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch
+from wanstream.offload import BlockPatch, WeightPatch
 from wanstream.offload.core.pages import host_bytes
 from wanstream.offload.formats.layout import BlockFormat, block_format, tensor_views
 from wanstream.offload.sources.module import ModuleSource
@@ -38,10 +37,8 @@ class HalfSource(ModuleSource):
         super().__init__(stacks)
         self._halves: dict[BlockKey, BlockFormat] = {}
         for key in decoded:
-            stored = {
-                name: (tuple(w.shape), torch.bfloat16) for name, w in self._weights[key].items()
-            }
-            self._halves[key] = block_format(stored, torch.float32)
+            low = {name: (tuple(w.shape), torch.bfloat16) for name, w in self._weights[key].items()}
+            self._halves[key] = block_format(low, torch.float32)
         self.formats |= self._halves
 
     def file_bytes(self, key: BlockKey) -> int:
@@ -56,12 +53,8 @@ class HalfSource(ModuleSource):
 
 
 KEYS = [BlockKey(name, block) for name in NAMES for block in range(BLOCKS)]
-VISITS = st.lists(
-    st.lists(st.integers(0, 2 * BLOCKS - 1), max_size=2 * BLOCKS), min_size=1, max_size=4
-).map(
-    lambda steps: tuple(
-        Visit(step, *KEYS[number]) for step, numbers in enumerate(steps) for number in numbers
-    )
+VISITS = st.lists(st.lists(st.sampled_from(KEYS), max_size=2 * BLOCKS), min_size=1, max_size=4).map(
+    lambda steps: tuple(Visit(step, *key) for step, keys in enumerate(steps) for key in keys)
 )
 DEVICE = st.one_of(
     st.just(OffloadPolicy.resident()),
@@ -71,9 +64,7 @@ DEVICE = st.one_of(
 HOMES = st.one_of(
     st.just({"source": "file"}),
     st.just({"source": "pinned"}),
-    st.builds(
-        lambda blocks: {"source": "pinned", "ram_blocks": blocks}, st.integers(0, 2 * BLOCKS + 1)
-    ),
+    st.builds(lambda n: {"source": "pinned", "ram_blocks": n}, st.integers(0, 2 * BLOCKS + 1)),
 )
 POLICIES = st.builds(lambda policy, homes: replace(policy, **homes), DEVICE, HOMES)
 
@@ -102,9 +93,7 @@ RUNS = st.builds(
     st.integers(0, 24),
     st.booleans(),
 )
-DECODED = st.sampled_from(
-    [frozenset(), frozenset(KEYS), frozenset(KEYS[::2]), frozenset(KEYS[:BLOCKS])]
-)
+DECODED = st.sampled_from([*map(frozenset, ((), KEYS, KEYS[::2], KEYS[:BLOCKS]))])
 
 
 def patch_of(strength: float) -> BlockPatch:
@@ -126,7 +115,7 @@ def patched(stacks: Stacks, strength: int) -> Stacks:
 
 
 @pytest.fixture
-def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
+def stacks(make_stack):
     stacks = {name: make_stack(BLOCKS, seed=seed, width=WIDTH) for seed, name in enumerate(NAMES)}
     for stack in stacks.values():
         for block in stack:
@@ -135,7 +124,7 @@ def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
     return stacks
 
 
-def set_patches(engine: OffloadEngine, before: Sequence[int], after: Sequence[int]) -> None:
+def set_patches(engine, before, after):
     """Patch the blocks. All others are kept."""
     held = set(engine.contents().values())
     pairs = zip(KEYS, before, after, strict=True)
@@ -145,9 +134,7 @@ def set_patches(engine: OffloadEngine, before: Sequence[int], after: Sequence[in
     assert set(engine.contents().values()) == held - changed
 
 
-def compute(
-    engine: OffloadEngine, stacks: Stacks, given: Run, reads: Sequence[BlockKey]
-) -> torch.Tensor:
+def compute(engine, stacks, given, reads):
     """Run until the stop. Compare the transfers of a run without one with the plan."""
     value = HIDDEN
     before = len(reads)
@@ -176,9 +163,7 @@ def compute(
 
 
 @pytest.mark.parity
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs=st.lists(RUNS, min_size=1, max_size=5), decoded=DECODED, seed=st.integers(0, 1000))
 def test_bits_and_transfers(stacks, slow_source, runs, decoded, seed):
     plain = [patched(stacks, strength) for strength in range(3)]

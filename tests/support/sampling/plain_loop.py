@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps.schedules import step_seeds
 from wanstream.sampling.steps.solvers import Solver
-from wanstream.shapes.context_windows import ContextWindows
-from wanstream.tests.support.sampling.runs import Models
 
 
 @torch.inference_mode()
-def plain_loop(
-    models: Models, request: DenoiseRequest, velocity_of: Callable[..., torch.Tensor]
-) -> torch.Tensor:
+def plain_loop(models, request, velocity_of):
     """Compute a run: `velocity_of(model, step, latents, time, text)` is one prompt's velocity."""
     plan = request.step_plan
     first = plan.schedule.sigmas[request.start_step]
@@ -37,12 +30,7 @@ def plain_loop(
     return latents
 
 
-def blend_windows(
-    windows: ContextWindows,
-    step: int,
-    latents: torch.Tensor,
-    velocity_of: Callable[[tuple[int, ...]], torch.Tensor],
-) -> torch.Tensor:
+def blend_windows(windows, step, latents, velocity_of):
     """Return the weighted sum of `velocity_of(window)` for a step's windows."""
     total = torch.zeros_like(latents)
     placed = windows.at(step, latents.shape[2])

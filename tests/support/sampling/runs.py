@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 
 MakeRequest = Callable[..., DenoiseRequest]
-OpenPair = Callable[..., ExpertPair]
 Models = Mapping[str, WanTransformer3DModel]
 
 
@@ -27,16 +26,12 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def run(
-    pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any
-) -> DenoiseResult:
+def run(pair, request, policy=LAYERWISE, **options):
     """Compute a run on the CPU."""
     return denoise(pair, request, policy=policy, device="cpu", **options)
 
 
-def latents_of(
-    pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE
-) -> torch.Tensor:
+def latents_of(pair, request, policy=LAYERWISE):
     return run(pair, request, policy).latents
 
 

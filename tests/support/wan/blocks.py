@@ -11,20 +11,13 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wanstream.wan.transformer.block import BlockSettings, WanBlock, replace_blocks
+from wanstream.wan.transformer.block import BlockSettings, replace_blocks
 from wanstream.wan.transformer.embedders import CachedEmbedder, Rows
 
 HEAD = 128
 
 
-def diffusers_block(
-    heads: int = 1,
-    ffn_dim: int = 256,
-    dtype: torch.dtype = torch.float32,
-    *,
-    seed: int = 0,
-    **more: Any,
-) -> WanTransformerBlock:
+def diffusers_block(heads=1, ffn_dim=256, dtype=torch.float32, *, seed=0, **more):
     """Return a block in `dtype`, but in fp32 the parameters kept so by `from_pretrained`."""
     torch.manual_seed(seed)
     block = WanTransformerBlock(HEAD * heads, ffn_dim, heads, cross_attn_norm=True, **more)
@@ -34,25 +27,19 @@ def diffusers_block(
     return block.eval().requires_grad_(False)
 
 
-def block_inputs(
-    tokens: int, heads: int = 1, dtype: torch.dtype = torch.float32, *, words: int = 7
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def block_inputs(tokens, heads=1, dtype=torch.float32, *, words=7):
     """Return hidden state, text, modulation and rotary tables in a model's shapes."""
     draw = torch.Generator().manual_seed(tokens)
     angles = torch.rand(1, tokens, 1, HEAD // 2, generator=draw).repeat_interleave(2, dim=-1) * 6
-    hidden, text, temb = (
-        torch.randn(1, rows, HEAD * heads, generator=draw).to(dtype) for rows in (tokens, words, 6)
-    )
+    shapes = ((1, rows, HEAD * heads) for rows in (tokens, words, 6))
+    hidden, text, temb = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
     return hidden, text, temb, (angles.cos(), angles.sin())
 
 
-def computed(
-    block: WanBlock, hidden: torch.Tensor, text: Any, temb: Any, tables: Any, **settings: Any
-) -> torch.Tensor:
+def computed(block, hidden, text, temb, tables, **settings):
     """Return the tokens after one of our blocks, with rotary tables as in a diffusers model."""
     vars(block.settings).update(settings)
-    result: torch.Tensor = block(hidden, text, temb, block.settings.used_math.rotation(*tables))
-    return result
+    return block(hidden, text, temb, block.settings.used_math.rotation(*tables))
 
 
 class Operations(TorchDispatchMode):
@@ -85,9 +72,8 @@ class DirectEmbedder(CachedEmbedder):
         return [self._embed(timestep, text.to(self.dtype), None)[:3] for text in texts]
 
     def time_rows(self, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
-        no_text = self.time_proj.weight.new_zeros(
-            1, 1, self.text_embedder.linear_1.in_features, dtype=self.dtype
-        )
+        width = self.text_embedder.linear_1.in_features
+        no_text = self.time_proj.weight.new_zeros(1, 1, width, dtype=self.dtype)
         rows = [self._embed(torch.tensor([time]), no_text, None)[:2] for time in timesteps]
         times, modulations = zip(*rows, strict=True)
         return torch.cat(times), torch.cat(modulations)

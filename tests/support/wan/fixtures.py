@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from wanstream import block_kernels
 from wanstream.testing.experts import make_lora
-from wanstream.tests.support.offload.edited_files import Change, rewrite
+from wanstream.tests.support.offload.edited_files import rewrite
 from wanstream.wan import ExpertEngine, Lane
 from wanstream.wan.checkpoint.key_names import native_transformer_name
 
@@ -75,27 +71,21 @@ def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
 
 
 def _layers(lora: Tensors) -> list[str]:
-    blocks = sorted({key.split(".")[2] for key in lora})
-    attention = [f"attn{n}.{p}" for n in (1, 2) for p in ("to_q", "to_k", "to_v", "to_out.0")]
-    return [
-        f"blocks.{block}.{layer}"
-        for block in blocks
-        for layer in (*attention, "ffn.net.0.proj", "ffn.net.2")
-    ]
+    layers = [f"attn{n}.{p}" for n in (1, 2) for p in ("to_q", "to_k", "to_v", "to_out.0")]
+    layers += ["ffn.net.0.proj", "ffn.net.2"]
+    return [f"blocks.{n}.{layer}" for n in {key.split(".")[2] for key in lora} for layer in layers]
 
 
 @pytest.fixture(scope="session")
-def lane() -> Lane:
+def lane():
     """A T2V lane with 2 x 2 x 3 patches and 5 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    return Lane(
-        latents=torch.randn(1, 16, 2, 4, 6, generator=generator),
-        text=torch.randn(1, 5, 4096, generator=generator),
-    )
+    draw = torch.Generator().manual_seed(0)
+    latents = torch.randn(1, 16, 2, 4, 6, generator=draw)
+    return Lane(latents=latents, text=torch.randn(1, 5, 4096, generator=draw))
 
 
 @pytest.fixture
-def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def equal_bf16_rows(monkeypatch):
     """Multiply bf16 without oneDNN, whose kernels depend on the number of rows.
 
     They do so most of all on a processor with AMX.
@@ -106,29 +96,26 @@ def equal_bf16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def changed_expert(tiny_expert_file: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+def changed_expert(tiny_expert_file, tmp_path):
     """`changed_expert(change, metadata=None, **file)`: a changed copy of a tiny expert file."""
 
-    def write(change: Change, metadata: Mapping[str, str] | None = None, **file: Any) -> Path:
-        path = tmp_path / "changed.safetensors"
-        return rewrite(tiny_expert_file(**file), path, change, metadata)
-
-    return write
-
-
-@pytest.fixture
-def lightning(make_tiny_expert: Callable[..., WanTransformer3DModel]) -> Callable[..., Tensors]:
-    """`lightning(seed=0, **shape)`: a lightning LoRA's tensors for a tiny expert.
-
-    They are in fp32, with rank 4 and alpha 2.
-    """
-    return lambda *, seed=0, **shape: make_lora(
-        make_tiny_expert(**shape), seed=seed, rank=RANK, alpha=ALPHA
+    return lambda change, metadata=None, **file: rewrite(
+        tiny_expert_file(**file), tmp_path / "changed.safetensors", change, metadata
     )
 
 
 @pytest.fixture
-def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[..., Path]:
+def lightning(make_tiny_expert):
+    """`lightning(seed=0, **shape)`: a lightning LoRA's tensors for a tiny expert.
+
+    They are in fp32, with rank 4 and alpha 2.
+    """
+    given = {"rank": RANK, "alpha": ALPHA}
+    return lambda seed=0, **shape: make_lora(make_tiny_expert(**shape), seed=seed, **given)
+
+
+@pytest.fixture
+def lora_file(tmp_path, lightning):
     """Return a function that writes a LoRA file and returns the path.
 
     `lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)` is the
@@ -136,14 +123,7 @@ def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[...
     """
     count = iter(range(1000))
 
-    def write(
-        tensors: Tensors | None = None,
-        *,
-        seed: int = 0,
-        style: str = "lightning",
-        biases: bool = True,
-        metadata: Mapping[str, str] | None = None,
-    ) -> Path:
+    def write(tensors=None, *, seed=0, style="lightning", biases=True, metadata=None):
         path = tmp_path / f"lora_{next(count)}.safetensors"
         if tensors is None:
             tensors = spelt(lightning(seed=seed), STYLES[style], biases=biases)
@@ -166,7 +146,7 @@ def wait_for_embedders(engine: ExpertEngine) -> int:
 
 
 @pytest.fixture(scope="module")
-def triton_math() -> Iterator[ModuleType]:
+def triton_math():
     """The module with Triton's set, with kernels for Triton's interpreter."""
     pytest.importorskip("triton")
     folder, package = Path(block_kernels.__file__).parent, "wanstream.block_kernels"

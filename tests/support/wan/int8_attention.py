@@ -15,37 +15,26 @@ QUERY_ROWS, KEY_ROWS = 32, 64
 ACTIVE = {"available": True, "disabled": False, "unavailable_reason": None, "capabilities": []}
 
 
-def quantised_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
-) -> torch.Tensor:
+def quantised_attention(query, key, value, scale=None):
     """Attention [B, H, S, D] in fp32, rounded as comfy-kitchen describes for `int8_attention`.
 
     Rotated q and k in signed 8 bits with a scale per rows, v with a scale per column, softmax in
     unsigned 8 bits.
     """
     rotation = _hadamard(query.shape[-1])
-    rotated = (
-        _by_rows(query.float() @ rotation, QUERY_ROWS),
-        _by_rows(key.float() @ rotation, KEY_ROWS),
-    )
-    scores = rotated[0] @ rotated[1].mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    queries = _by_rows(query.float() @ rotation, QUERY_ROWS)
+    keys = _by_rows(key.float() @ rotation, KEY_ROWS)
+    scores = queries @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    attended = (
-        (weights * 255).round()
-        / 255
-        @ _rounded(value.float(), (-2,))
-        / weights.sum(-1, keepdim=True)
-    )
-    return attended.to(query.dtype)
+    summed = (weights * 255).round() / 255 @ _rounded(value.float(), (-2,))
+    return (summed / weights.sum(-1, keepdim=True)).to(query.dtype)
 
 
 def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return functional.scaled_dot_product_attention(query, key, value)
 
 
-def kitchen(
-    attention: Any = quantised_attention, *, capable: bool = True, **registry: object
-) -> ModuleType:
+def kitchen(attention=quantised_attention, *, capable=True, **registry):
     """A module with the kernel `attention`.
 
     The CUDA backend is active unless `registry` says otherwise.
@@ -55,8 +44,7 @@ def kitchen(
     module.list_backends = lambda: {"cuda": {**ACTIVE, **registry}}
     module.int8_attention = attention
     module.int8_attention_is_available = lambda device: capable
-    found: ModuleType = module
-    return found
+    return module
 
 
 def _hadamard(size: int) -> torch.Tensor:

@@ -49,18 +49,13 @@ def int8(weight: torch.Tensor, *, rows: bool = True) -> Encoded:
     scale = (weight.abs().amax(1, keepdim=True) if rows else weight.abs().amax()).float() / 127
     scale = scale.clamp(min=1e-30)
     codes = (weight.float() / scale).round().clamp(-128, 127).to(torch.int8)
-    return Encoded(
-        {"weight": codes, "weight_scale": scale},
-        {"format": "int8_tensorwise"},
-        codes.float() * scale,
-    )
+    tensors = {"weight": codes, "weight_scale": scale}
+    return Encoded(tensors, {"format": "int8_tensorwise"}, codes.float() * scale)
 
 
 def rotation(group: int) -> torch.Tensor:
     """Return ConvRot's matrix, float64 [group, group]."""
-    four = torch.tensor(
-        [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float64
-    )
+    four = torch.ones(4, 4, dtype=torch.float64) - 2 * torch.eye(4).flip(1)
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < group:
         matrix = torch.kron(matrix, four)
@@ -92,21 +87,16 @@ def mxfp8(weight: torch.Tensor) -> Encoded:
     scales = torch.exp2(exponents - 127).unsqueeze(-1)
     codes = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn)
     tensors = {"weight": codes.view(weight.shape), "weight_scale": tiled(exponents.to(torch.uint8))}
-    return Encoded(
-        tensors, {"format": "mxfp8"}, (codes.double() * scales).float().view(weight.shape)
-    )
+    values = (codes.double() * scales).float().view(weight.shape)
+    return Encoded(tensors, {"format": "mxfp8"}, values)
 
 
 def nvfp4(weight: torch.Tensor, *, high_first: bool = True) -> Encoded:
     """Quantise to e2m1 with an e4m3fn scale for each 16 values and one for the matrix."""
     groups = weight.double().reshape(len(weight), -1, 16)
     overall = (groups.abs().amax() / (E4M3_MAX * E2M1_MAX)).float()
-    scales = (
-        (groups.abs().amax(-1) / E2M1_MAX / overall)
-        .clamp(max=E4M3_MAX)
-        .float()
-        .to(torch.float8_e4m3fn)
-    )
+    scales = (groups.abs().amax(-1) / E2M1_MAX / overall).clamp(max=E4M3_MAX)
+    scales = scales.float().to(torch.float8_e4m3fn)
     total = scales.float() * overall
     magnitudes = groups.abs() / total.double().unsqueeze(-1).clamp(min=1e-300)
     codes = (magnitudes.unsqueeze(-1) - torch.tensor(E2M1, dtype=torch.float64)).abs().argmin(-1)
@@ -114,10 +104,8 @@ def nvfp4(weight: torch.Tensor, *, high_first: bool = True) -> Encoded:
     codes += 8 * (groups < 0)
     first, second = codes.view(len(weight), -1, 2).unbind(-1)
     packed = (first * 16 + second if high_first else second * 16 + first).to(torch.uint8)
-    tensors = {
-        "weight": packed,
-        "weight_scale": tiled(scales.view(torch.uint8)).view(torch.float8_e4m3fn),
-    }
+    stored = tiled(scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+    tensors = {"weight": packed, "weight_scale": stored}
     if high_first:
         tensors["weight_scale_2"] = overall
     else:
@@ -172,19 +160,15 @@ class MixedLayout:
             if (name := self.format_of(layer)) is None:
                 continue
             encoded = ENCODERS[name](linear.weight)
-            tensors |= {
-                f"{layer}.{ending}": tensor.contiguous()
-                for ending, tensor in encoded.tensors.items()
-            }
+            for ending, tensor in encoded.tensors.items():
+                tensors[f"{layer}.{ending}"] = tensor.contiguous()
             if "alpha" not in encoded.tensors:  # LightX2V has no markers
                 settings[layer] = encoded.settings
         if self.markers == "names":
             settings = {layer: each["format"] for layer, each in settings.items()}
         if self.markers == "nested":
-            settings = {
-                layer: {"format": each.pop("format"), "params": each}
-                for layer, each in settings.items()
-            }
+            for each in settings.values():
+                each["params"] = {name: each.pop(name) for name in {*each} - {"format"}}
         if self.markers in ("metadata", "names"):
             text = json.dumps({"format_version": "1.0", "layers": settings})
             return QuantisedLayers(tensors, {"_quantization_metadata": text})
@@ -201,12 +185,6 @@ def mixture(layer: str) -> str | None:
     """Return a layer's format by native name: five per block, none for cross_attn.o."""
     if layer.endswith("cross_attn.o"):
         return None
-    for part, name in {
-        "self_attn.q": "int8",
-        "self_attn": "nvfp4",
-        "ffn.0": "int8 ConvRot",
-        "ffn": "int8 rows",
-    }.items():
-        if part in layer:
-            return name
-    return "mxfp8"
+    of_part = {"self_attn.q": "int8", "self_attn": "nvfp4", "ffn.0": "int8 ConvRot"}
+    of_part["ffn"] = "int8 rows"
+    return next((name for part, name in of_part.items() if part in layer), "mxfp8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +10,11 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from wanstream.offload.engine.session import EngineRun
 from wanstream.offload.formats import decode_tensor
 from wanstream.offload.sources import read_scales, read_tensors
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.wan import ExpertEngine, ExpertPair, Lane, forward_lanes
+from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.detect import WanConfig
 from wanstream.wan.checkpoint.open import Expert
 
@@ -31,16 +30,9 @@ SWAP = OffloadPolicy.block_swap(2, 1)
 
 def wan_config(*, heads: int, layers: int, ffn_dim: int, text_dim: int = 4096) -> WanConfig:
     """Return a text-to-video configuration with Wan's channels, patches and frequencies."""
-    return WanConfig(
-        num_attention_heads=heads,
-        num_layers=layers,
-        ffn_dim=ffn_dim,
-        in_channels=16,
-        out_channels=16,
-        text_dim=text_dim,
-        freq_dim=256,
-        patch_size=(1, 2, 2),
-    )
+    sizes = {"ffn_dim": ffn_dim, "text_dim": text_dim, "freq_dim": 256, "patch_size": (1, 2, 2)}
+    channels = {"in_channels": 16, "out_channels": 16}
+    return WanConfig(num_attention_heads=heads, num_layers=layers, **channels, **sizes)
 
 
 def decoded(expert: Expert) -> dict[str, torch.Tensor]:
@@ -78,9 +70,7 @@ def whole_model(folder: Path, dtype: torch.dtype = torch.float32) -> WanTransfor
 
 
 @torch.inference_mode()
-def plain_velocity(
-    model: WanTransformer3DModel, lane: Lane, time: float | torch.Tensor = FIRST_TIME
-) -> torch.Tensor:
+def plain_velocity(model, lane, time=FIRST_TIME):
     """Return the velocity of a whole model, for a time or for the times of all tokens."""
     dtype = model.patch_embedding.weight.dtype
     latents, *others = (each for each in (lane.latents, lane.text, lane.image) if each is not None)
@@ -89,13 +79,7 @@ def plain_velocity(
     return model(*given, return_dict=False)[0]
 
 
-def streamed(
-    pair: ExpertPair,
-    policy: OffloadPolicy,
-    *lanes: Lane,
-    steps: Sequence[str] = ("high",),
-    device: str | torch.device = "cpu",
-) -> list[torch.Tensor]:
+def streamed(pair, policy, *lanes, steps=("high",), device="cpu"):
     """Return the velocities of a run, in order of steps and lanes."""
     engine = pair.engine(policy, device)
     velocities = []
@@ -110,10 +94,7 @@ def run_steps(pair: ExpertPair, lane: Lane, policy: OffloadPolicy = LAYERWISE) -
     return torch.cat(streamed(pair, policy, lane, steps=STEPS))
 
 
-def run_step(
-    engine: ExpertEngine, run: EngineRun, step: int, expert: str, *lanes: Lane
-) -> list[torch.Tensor]:
+def run_step(engine, run, step, expert, *lanes):
     """Compute one step of a started run."""
     time = torch.tensor([FIRST_TIME - step])
-    visit = partial(run.visit, step, expert)
-    return forward_lanes(engine.models[expert], lanes, time, visit)
+    return forward_lanes(engine.models[expert], lanes, time, partial(run.visit, step, expert))

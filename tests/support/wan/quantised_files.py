@@ -9,16 +9,14 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import nn
 
 from wanstream.testing.experts import block_linears, native_layer
 from wanstream.testing.quantised import FP8, QuantisedLayers, TypeOf, is_matrix, quantise
-from wanstream.tests.support.wan.number_formats import ENCODERS, MixedLayout, json_tensor
+from wanstream.tests.support.wan.number_formats import ENCODERS, json_tensor
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -62,15 +60,10 @@ class Fp8Layout:
             metadata["_quantization_metadata"] = text
         return QuantisedLayers(tensors, metadata)
 
-    def _layer(
-        self, layer: str, linear: nn.Linear, settings: Mapping[str, Any]
-    ) -> dict[str, torch.Tensor]:
+    def _layer(self, layer, linear, settings):
         weight, scale = quantise(linear.weight, self.dtype)
-        scale_name = "scale_weight" if self.kind == "scaled_fp8" else "weight_scale"
-        tensors = {
-            f"{layer}.weight": weight,
-            f"{layer}.{scale_name}": scale.reshape(self.scale_shape),
-        }
+        ending = "scale_weight" if self.kind == "scaled_fp8" else "weight_scale"
+        tensors = {f"{layer}.weight": weight, f"{layer}.{ending}": scale.reshape(self.scale_shape)}
         if self.input_scale:
             tensors[f"{layer}.scale_input"] = torch.ones(self.scale_shape)
         if self.kind == "comfy_quant":
@@ -97,9 +90,7 @@ FP8_E5M2_LAYOUTS = {
 }
 
 
-def dequantised(
-    model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype | MixedLayout = FP8
-) -> WanTransformer3DModel:
+def dequantised(model, *, dtype, fp8=FP8):
     """Return the fp32 model with values as from a quantised file with other tensors in `dtype`."""
     rounded = in_dtype(model, dtype).float()
     originals = block_linears(model)
@@ -123,9 +114,7 @@ def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
     return model
 
 
-def save_shards(
-    model: WanTransformer3DModel, folder: Path, *, dtype: torch.dtype, shards: int
-) -> None:
+def save_shards(model, folder, *, dtype, shards):
     """Write a diffusers transformer folder in about `shards` files and an index."""
     model = in_dtype(model, dtype)
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -160,7 +149,5 @@ class Form:
         codes = (codes.round() if is_int8 else codes).to(self.dtype)
         values = (codes.float() * scales.float()).view(matrix.shape)
         sizes = {"out": rows, "n": blocks}
-        shape = [
-            sizes.get(each) or int(each) for each in self.shape.strip("[]").split(", ") if each
-        ]
+        shape = [sizes.get(one) or int(one) for one in self.shape.strip("[]").split(", ") if one]
         return codes.view(matrix.shape), scales.reshape(shape), values

@@ -43,16 +43,11 @@ def reference_frames(tensors: Mapping[str, torch.Tensor], latents: torch.Tensor)
 
 
 def _memory_block(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
-    y = torch.stack(
-        [torch.cat([x[at], x[at - 1] if at else torch.zeros_like(x[at])]) for at in range(len(x))]
-    )
+    before = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+    y = torch.cat([x, before], dim=1)
     for layer in (0, 2, 4):
-        y = conv2d(
-            y,
-            weights[f"{name}.conv.{layer}.weight"],
-            weights[f"{name}.conv.{layer}.bias"],
-            padding=1,
-        )
+        weight, bias = (weights[f"{name}.conv.{layer}.{kind}"] for kind in ("weight", "bias"))
+        y = conv2d(y, weight, bias, padding=1)
         if layer < 4:
             y = y.clamp(min=0)
     return (y + x).clamp(min=0)
@@ -63,8 +58,6 @@ def _grow(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
     The first frame has the first `width` outputs of the 1x1 matrix.
     """
-    width = x.shape[1]
-    matrices = weight[:, :, 0, 0].split(width)
-    return torch.stack(
-        [torch.einsum("oc,chw->ohw", matrix, frame) for frame in x for matrix in matrices]
-    )
+    matrices = weight[:, :, 0, 0].split(x.shape[1])
+    grown = [torch.einsum("oc,chw->ohw", each, frame) for frame in x for each in matrices]
+    return torch.stack(grown)

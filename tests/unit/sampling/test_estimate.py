@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -26,20 +25,15 @@ LANES = (Stage("high"), lane_names(1, (Side.POSITIVE,)))
 GPU = torch.device("cuda", 0)
 RESIDENT = OffloadPolicy.resident()
 PARTLY_IN_RAM = replace(OffloadPolicy.block_swap(2, 1, source="pinned"), ram_blocks=3)
+BF16 = torch.bfloat16
 ON_CPU = {"machine": CPU_MACHINE, "device": CPU}
 
 
 @pytest.mark.parametrize(
     ("stored", "storage", "decodes"),
-    [
-        (torch.bfloat16, "as stored", False),
-        (torch.float32, "as stored", True),
-        (torch.bfloat16, "fp8", True),
-    ],
+    [(BF16, "as stored", False), (torch.float32, "as stored", True), (BF16, "fp8", True)],
 )
-def test_the_planner_knows_the_files_that_are_decoded_on_arrival(
-    tiny_expert_file, stored, storage, decodes
-):
+def test_the_planner_knows_the_files_decoded_on_arrival(tiny_expert_file, stored, storage, decodes):
     path = tiny_expert_file(dtype=stored)
     shape = (1, 16, 1, 4, 4)
     given = {"lanes": {0: LANES}, "sides": {"high": (0,), "low": (0,)}}
@@ -93,7 +87,7 @@ def test_the_predicted_bytes_are_the_bytes_moved(policy, dtype, open_pair, make_
     pair = open_pair(dtype=dtype)
     request = make_request()
 
-    def figures(step: Any) -> tuple[Any, ...]:
+    def figures(step):
         moved = step.transfers.read_bytes, step.transfers.copied_bytes, step.bytes_moved
         return step.index, step.expert, step.sigma, *moved
 
@@ -126,15 +120,14 @@ def test_the_limit_of_a_step_is_that_of_its_lanes(open_pair, make_request):
     rates = {"product_flops_per_s": {"": 1e9}, "attention_flops_per_s": 2e9}
     rated = CPU_MACHINE.with_figures(**rates)
 
-    def limits(pair: Any, machine: Any = rated) -> list[float | None]:
+    def limits(pair, machine=rated):
         timeline = predicted_timeline(pair, request, RESIDENT, machine=machine, device=CPU)
         return [step.limit_s for step in timeline.steps]
 
     shape = pair.high.config.shape
     tokens = request_run_shape(pair, request, CPU).lane_tokens("low")[0]
     block_s = shape.linear_flops(tokens) / 1e9 + shape.attention_flops(tokens) / 2e9
-    expected = [lanes * 4 * block_s for lanes in (2, 2, 1, 1, 1)]
-    assert limits(pair) == pytest.approx(expected)
+    assert limits(pair) == pytest.approx([lanes * 4 * block_s for lanes in (2, 2, 1, 1, 1)])
     assert limits(pair, CPU_MACHINE) == limits(open_pair(dtype=torch.float16)) == [None] * 5
     pair.kernels = Kernels(attention="sdpa")
     assert limits(pair) == [None] * 5

@@ -6,19 +6,16 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from wanstream.distributed.messages import RunTask
 from wanstream.sampling import SavedRun, saved_states
-from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.sampling.inputs import ExtraTokens
 from wanstream.sampling.saved_states import file_versions, run_digest
 from wanstream.sampling.steps import RunSlice, RunState, SamplingCancelled
 from wanstream.shapes import ContextWindows
@@ -32,27 +29,25 @@ def ignore(change: str) -> None:
     return
 
 
-def saved_run(
-    folder: Path | None, *requests: DenoiseRequest, inputs: object = (), report: Any = ignore
-) -> SavedRun:
+def saved_run(folder, *requests, inputs=(), report=ignore):
     return SavedRun(folder, requests, inputs, report)
 
 
-def next_steps(states: Sequence[RunState | None]) -> list[int | None]:
+def next_steps(states):
     return [state and state.next_step for state in states]
 
 
 @pytest.fixture(scope="module")
-def computed() -> dict[str, list[RunState]]:
+def computed():
     """States by request digest, computed by the first test to need them."""
     return {}
 
 
 @pytest.fixture
-def states_of(computed: dict[str, list[RunState]]) -> Callable[[RunTask], list[RunState]]:
+def states_of(computed):
     """`states_of(task)`: the states after all steps."""
 
-    def states_of(task: RunTask) -> list[RunState]:
+    def states_of(task):
         key = run_digest(task.request)
         if key not in computed:
             states = list[RunState]()
@@ -84,9 +79,7 @@ def test_a_run_continued_from_a_file_gives_the_same_bits(solver, make_task, stat
     assert len(list(tmp_path.iterdir())) == 1, "the last one only"
 
 
-def test_a_file_is_whole_and_on_disk_before_it_has_its_name(
-    make_task, states_of, tmp_path, monkeypatch
-):
+def test_a_file_is_on_disk_before_it_has_its_name(make_task, states_of, tmp_path, monkeypatch):
     task, calls = make_task(), list[str]()
     sync, rename = os.fsync, Path.replace
 
@@ -118,18 +111,16 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
-def changed_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+def changed_bytes(change):
     return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
+DAMAGES = {
     "cut": changed_bytes(lambda data: data[:-100]),
     "zeroed": changed_bytes(lambda data: bytes(len(data))),
     "another key": changed_bytes(lambda data: data.replace(b"next_step", b"next_stop")),
     "another solver": changed_bytes(lambda data: data.replace(b"model_outputs", b"model_inputss")),
-    "past the end": changed_bytes(
-        lambda data: data.replace(b'next_step\\": 2', b'next_step\\": 9')
-    ),
+    "past the end": changed_bytes(lambda old: old.replace(b'next_step\\": 2', b'next_step\\": 9')),
     "a folder": a_folder,
 }
 
@@ -201,35 +192,17 @@ def test_without_a_folder_nothing_is_saved(make_task, states_of):
 def test_the_digest_has_every_input_of_a_request(make_task):
     base = make_task(request={"solver": "euler"}).request
     noise = base.noise
-    other: dict[str, Any] = {
-        "noise": noise + 1,
-        "positive": base.positive + 1,
-        "negative": base.negative + 1,
-        "image_condition": torch.zeros(1, 20, *noise.shape[2:]),
-        "latent": torch.zeros_like(noise),
-        "start_step": 1,
-        "steps": 5,
-        "solver": "dpm++",
-        "schedule": "simple",
-        "sigmas": (1.0, 0.9, 0.6, 0.3, 0.0),
-        "flow_shift": 4.0,
-        "boundary_ratio": 0.8,
-        "switch_step": 1,
-        "guidance": (4.0, 3.5),
-        "mask": torch.ones(1, 1, *noise.shape[2:]),
-        "end_step": 3,
-        "leftover_noise": True,
-        "add_noise": False,
-        "latent_sigma": 0.5,
-        "image_embedding": torch.zeros(1, 3, 1280),
-        "guidance_steps": (4.0, 3.0, 2.0, 2.0),
-        "cache": None,
-        "nag": None,
-        "windows": ContextWindows(frames=2, overlap=1),
-        "tokens": ExtraTokens(reference=torch.zeros(1, 16, 1, *noise.shape[3:])),
-        "negative_tokens": ExtraTokens(),
-        "context_guidance": 2.0,
-    }
+    other = {"noise": noise + 1, "positive": base.positive + 1, "negative": base.negative + 1}
+    other["image_condition"] = torch.zeros(1, 20, *noise.shape[2:])
+    other |= {"latent": torch.zeros_like(noise), "start_step": 1, "steps": 5, "solver": "dpm++"}
+    other |= {"schedule": "simple", "sigmas": (1.0, 0.9, 0.6, 0.3, 0.0), "flow_shift": 4.0}
+    other |= {"boundary_ratio": 0.8, "switch_step": 1, "guidance": (4.0, 3.5)}
+    other |= {"mask": torch.ones(1, 1, *noise.shape[2:]), "end_step": 3, "leftover_noise": True}
+    other |= {"add_noise": False, "latent_sigma": 0.5, "image_embedding": torch.zeros(1, 3, 1280)}
+    other |= {"guidance_steps": (4.0, 3.0, 2.0, 2.0), "cache": None, "nag": None}
+    other["windows"] = ContextWindows(frames=2, overlap=1)
+    other["tokens"] = ExtraTokens(reference=torch.zeros(1, 16, 1, *noise.shape[3:]))
+    other |= {"negative_tokens": ExtraTokens(), "context_guidance": 2.0}
     assert list(other) == list(base.keywords())
     digests = {run_digest(base)}
     for name, value in other.items():
@@ -244,7 +217,7 @@ def test_the_digest_has_every_input_of_a_request(make_task):
 
 
 def test_values_that_look_alike_have_different_digests():
-    values: list[Any] = [1, 1.0, True, "1", "True", None, "None", {"a": 1}, [()]]
+    values = [1, 1.0, True, "1", "True", None, "None", {"a": 1}, [()]]
     values += [(1,), ((1,),), (1, 2), (12,), ("1", "2"), ("12",)]
     zeros = torch.zeros(2)
     values += [zeros, zeros[:, None], zeros.double(), zeros.bfloat16(), torch.tensor(0.0)]
@@ -254,7 +227,7 @@ def test_values_that_look_alike_have_different_digests():
 
 
 @pytest.mark.parametrize(
-    ("ages_and_sizes", "removed"),
+    ("stored", "removed"),
     [
         ([], []),
         ([(1.0, 5), (13.0, 5)], []),
@@ -263,12 +236,10 @@ def test_values_that_look_alike_have_different_digests():
         ([(1.0, 11)], ["0"]),
     ],
 )
-def test_old_states_and_too_many_are_removed(
-    ages_and_sizes, removed, make_task, tmp_path, monkeypatch
-):
+def test_old_states_and_too_many_are_removed(stored, removed, make_task, tmp_path, monkeypatch):
     monkeypatch.setattr(saved_states, "MAX_BYTES", 10)
-    paths = [tmp_path / f"part-{number}.safetensors" for number in range(len(ages_and_sizes))]
-    for path, (days, nbytes) in zip(paths, ages_and_sizes, strict=True):
+    paths = [tmp_path / f"part-{number}.safetensors" for number in range(len(stored))]
+    for path, (days, nbytes) in zip(paths, stored, strict=True):
         path.write_bytes(bytes(nbytes))
         os.utime(path, (0, time.time() - days * DAY_S))
     saved_run(tmp_path, make_task().request).load()

@@ -4,57 +4,54 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import CLIPImageProcessor, CLIPVisionModel
+from transformers import CLIPImageProcessor
 
 from wanstream.testing.model import make_image_encoder, save_image_encoder
 from wanstream.testing.quantised import quantise
-from wanstream.tests.support.offload.edited_files import Change, Edits, Tensors, rewrite, zeros
+from wanstream.tests.support.offload.edited_files import Edits, Tensors, rewrite, zeros
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.image_encoder import PIXEL_MEAN, PIXEL_STD, clip_pixels, open_image_encoder
 
 SIZE = 28
 """Side of the tiny encoder's images in pixels: four patches in all."""
 FP8 = torch.float8_e4m3fn
-Changed = Callable[[Change], Path]
 
 
 @pytest.fixture(scope="module")
-def encoder() -> CLIPVisionModel:
+def encoder():
     return make_image_encoder(seed=1, image_size=SIZE)
 
 
 @pytest.fixture(scope="module")
-def file(encoder: CLIPVisionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(encoder, tmp_path_factory):
     path = tmp_path_factory.mktemp("clip") / "clip_vision_h.safetensors"
     save_image_encoder(encoder, path, dtype=torch.float32)
     return path
 
 
 @pytest.fixture(scope="module")
-def folder(encoder: CLIPVisionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(encoder, tmp_path_factory):
     path = tmp_path_factory.mktemp("pipeline")
     encoder.save_pretrained(path / "image_encoder")
     return path
 
 
 @pytest.fixture
-def changed(file: Path, tmp_path: Path) -> Changed:
+def changed(file, tmp_path):
     """`changed(change)`: a changed copy."""
     return lambda change: rewrite(file, tmp_path / "changed.safetensors", change)
 
 
 @pytest.fixture(scope="module")
-def expected(file: Path) -> torch.Tensor:
+def expected(file):
     """Hidden states of `file`."""
     return seen(file)
 
 
-def seen(path: Path, *, crop: bool = False) -> torch.Tensor:
+def seen(path, *, crop=False):
     """Return the hidden states of two images."""
     images = torch.rand(2, 40, 56, 3, generator=torch.Generator().manual_seed(0))
     encoded = open_image_encoder(path).encode(images, device="cpu", crop=crop)
@@ -108,55 +105,42 @@ def test_prefixes_and_other_tensors_are_passed_over(prefix, expected, changed):
     assert torch.equal(seen(path), expected)
 
 
-OPENCLIP = {
-    "embeddings.class_embedding": "class_embedding",
-    "embeddings.patch_embedding.": "conv1.",
-    "embeddings.position_embedding.weight": "positional_embedding",
-    "pre_layrnorm.": "ln_pre.",
-    "post_layernorm.": "ln_post.",
-    "encoder.layers.": "transformer.resblocks.",
-    "layer_norm1.": "ln_1.",
-    "layer_norm2.": "ln_2.",
-    "self_attn.out_proj.": "attn.out_proj.",
-    "mlp.fc1.": "mlp.c_fc.",
-    "mlp.fc2.": "mlp.c_proj.",
-    "self_attn.qkv.": "attn.in_proj_",
-}
-OWN = {
-    "embeddings.class_embedding": "cls_embedding",
-    "embeddings.patch_embedding.": "patch_embedding.",
-    "embeddings.position_embedding.weight": "pos_embedding",
-    "pre_layrnorm.": "pre_norm.",
-    "post_layernorm.": "post_norm.",
-    "encoder.layers.": "transformer.",
-    "layer_norm1.": "norm1.",
-    "layer_norm2.": "norm2.",
-    "self_attn.out_proj.": "attn.proj.",
-    "mlp.fc1.": "mlp.0.",
-    "mlp.fc2.": "mlp.2.",
-    "self_attn.qkv.": "attn.to_qkv.",
-}
-OPENCLIP_TEXT = (
-    *("transformer.resblocks.0.ln_1.weight", "ln_final.weight", "positional_embedding"),
-    "visual.proj",
+OPENCLIP = 1
+OWN = 2
+SPELLINGS = (
+    ("embeddings.class_embedding", "class_embedding", "cls_embedding"),
+    ("embeddings.patch_embedding.", "conv1.", "patch_embedding."),
+    ("embeddings.position_embedding.weight", "positional_embedding", "pos_embedding"),
+    ("pre_layrnorm.", "ln_pre.", "pre_norm."),
+    ("post_layernorm.", "ln_post.", "post_norm."),
+    ("encoder.layers.", "transformer.resblocks.", "transformer."),
+    ("layer_norm1.", "ln_1.", "norm1."),
+    ("layer_norm2.", "ln_2.", "norm2."),
+    ("self_attn.out_proj.", "attn.out_proj.", "attn.proj."),
+    ("mlp.fc1.", "mlp.c_fc.", "mlp.0."),
+    ("mlp.fc2.", "mlp.c_proj.", "mlp.2."),
+    ("self_attn.qkv.", "attn.in_proj_", "attn.to_qkv."),
 )
-OWN_TEXT = (
-    *("textual.blocks.0.norm1.weight", "textual.pos_embedding.weight", "log_scale"),
-    "visual.head",
-)
+"""Parts of names in transformers, in OpenCLIP and in Wan's own release."""
+OPENCLIP_TEXT = ("transformer.resblocks.0.ln_1.weight", "ln_final.weight", "positional_embedding")
+OPENCLIP_TEXT += ("visual.proj",)
+OWN_TEXT = ("textual.blocks.0.norm1.weight", "textual.pos_embedding.weight", "log_scale")
+OWN_TEXT += ("visual.head",)
 
 
-def spelt(tensors: Tensors, names: dict[str, str]) -> Tensors:
+def spelt(tensors: Tensors, spelling: int) -> Tensors:
     """Return the vision model with joined queries, keys and values under other names."""
     joined = {key.removeprefix("vision_model."): tensor for key, tensor in tensors.items()}
     for query in [key for key in joined if ".self_attn.q_proj." in key]:
         parts = [joined.pop(query.replace("q_proj", f"{part}_proj")) for part in "qkv"]
         joined[query.replace("q_proj", "qkv")] = torch.cat(parts)
-    if names is OWN:
+    if spelling == OWN:
         for key in ("embeddings.class_embedding", "embeddings.position_embedding.weight"):
             joined[key] = joined[key][(None,) * (3 - joined[key].ndim)]
     return {
-        functools.reduce(lambda text, pair: text.replace(*pair), names.items(), key): tensor
+        functools.reduce(
+            lambda text, row: text.replace(row[0], row[spelling]), SPELLINGS, key
+        ): tensor
         for key, tensor in joined.items()
     }
 
@@ -177,9 +161,7 @@ def test_names_of_openclip_and_of_wans_own_release(names, prefix, others, expect
 
 
 @pytest.mark.parametrize(
-    ("which", "dtype"),
-    [("all", FP8), ("matrices", torch.float64), ("scaled", FP8)],
-    ids=str,
+    ("which", "dtype"), [("all", FP8), ("matrices", torch.float64), ("scaled", FP8)]
 )
 def test_other_precisions_are_converted_with_a_warning(dtype, which, file, changed, tmp_path):
     def stored(tensors: Tensors) -> Edits:
@@ -194,9 +176,7 @@ def test_other_precisions_are_converted_with_a_warning(dtype, which, file, chang
     def plain(tensors: Tensors) -> Edits:
         edits = stored(tensors)
         named = {key: f"{key.removesuffix('.weight')}.scale_weight" for key in edits}
-        return {
-            key: edits[key].float() * edits.get(named[key], 1) for key in tensors if key in edits
-        }
+        return {k: edits[k].float() * edits.get(named[k], 1) for k in tensors if k in edits}
 
     path = changed(stored)
     (warning,) = open_image_encoder(path).warnings

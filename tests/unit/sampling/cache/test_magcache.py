@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,22 +20,10 @@ from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.magcache import Calibration
 from wanstream.sampling.cache.settings import MagCache
 from wanstream.sampling.calibrate import calibrate
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import DenoiseResult, RequestError, RunSlice
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.sampling.plain_loop import plain_loop
-from wanstream.tests.support.sampling.runs import (
-    CPU,
-    LAYERWISE,
-    MakeRequest,
-    Models,
-    OpenPair,
-    changed_request,
-    latents_of,
-    run,
-    skipped,
-)
-from wanstream.wan import ExpertPair
+from wanstream.tests.support.sampling.runs import CPU, changed_request, latents_of, run, skipped
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
 
@@ -49,12 +36,12 @@ UNGUIDED = {"guidance": (1.0, 1.0), "negative": None}
 
 
 @pytest.fixture
-def table(open_pair: OpenPair, make_eight_steps: MakeRequest) -> MagTable:
+def table(open_pair, make_eight_steps):
     return measured(open_pair(), make_eight_steps())
 
 
 @pytest.fixture
-def made_up(make_eight_steps: MakeRequest) -> MagTable:
+def made_up(make_eight_steps):
     """Table for such a request, with marks that fit no model."""
     plan = make_eight_steps().step_plan
     ratios = (tuple(1 - 0.01 * step for step in range(STEPS)),) * 2
@@ -63,13 +50,11 @@ def made_up(make_eight_steps: MakeRequest) -> MagTable:
     return MagTable(sigmas=sigmas, experts=plan.experts, ratios=ratios, **given)
 
 
-def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
+def measured(pair, request):
     return calibrate(request, partial(run, pair), source="a test")
 
 
-def with_diffusers_cache(
-    models: Models, request: DenoiseRequest, configs: Mapping[str, MagCacheConfig]
-) -> torch.Tensor:
+def with_diffusers_cache(models, request, configs):
     """Reference loop for one lane on whole models, with diffusers' cache around each."""
     for name, model in models.items():
         model.enable_cache(configs[name])
@@ -110,9 +95,7 @@ def test_ratios_and_results_are_diffusers(open_pair, plain_models, make_eight_st
 def test_measuring_changes_no_bit(open_pair, make_eight_steps):
     pair = open_pair()
     results = list[DenoiseResult]()
-    table = calibrate(
-        make_eight_steps(), lambda request: results.append(run(pair, request)), source="a test"
-    )
+    table = calibrate(make_eight_steps(), lambda each: results.append(run(pair, each)), source="x")
     assert torch.equal(results[0].latents, latents_of(pair, make_eight_steps()))
     assert len(table.ratios) == 2
     assert all(each[0] == each[SWITCH] == 1.0 and len(each) == STEPS for each in table.ratios)
@@ -140,9 +123,8 @@ def test_ratios_are_those_of_the_video_alone(of_others):
 def test_skipped_steps_move_nothing_under_any_policy(open_pair, make_eight_steps, table):
     pair = open_pair()
     request = make_eight_steps(cache=MagCache(table=table, rule=ALWAYS))
-    layerwise, swapped = (
-        run(pair, request, policy) for policy in (LAYERWISE, OffloadPolicy.block_swap(2, 1))
-    )
+    layerwise = run(pair, request)
+    swapped = run(pair, request, OffloadPolicy.block_swap(2, 1))
     assert torch.equal(layerwise.latents, swapped.latents)
     for step in (*layerwise.timeline.steps, *swapped.timeline.steps):
         skips = step.index in (1, 2, 5, 6)
@@ -227,18 +209,11 @@ def test_a_table_travels_and_is_written(made_up):
 
 
 def test_a_damaged_table_is_refused(made_up):
-    damages = [
-        {"format": "another"},
-        {"ratios": [[1.0]]},
-        {"ratios": []},
-        {"ratios": "abc"},
-        {"ratios": [[1.0, math.nan] + [1.0] * 6]},
-        {"ratios": [[1.0, -1.0] + [1.0] * 6]},
-        {"marks": [1.0]},
-        {"marks": {"high": [math.nan]}},
-        {"sigmas": None},
-        {"sigmas": [math.nan] * (STEPS + 1)},
-    ]
-    for data in (None, [], {}, *({**made_up.to_dict(), **damage} for damage in damages)):
+    damages = [("format", "another"), ("ratios", [[1.0]]), ("ratios", []), ("ratios", "abc")]
+    damages += [("ratios", [[1.0, bad] + [1.0] * 6]) for bad in (math.nan, -1.0)]
+    damages += [("marks", [1.0]), ("marks", {"high": [math.nan]}), ("sigmas", None)]
+    damages += [("sigmas", [math.nan] * (STEPS + 1))]
+    damaged = [{**made_up.to_dict(), name: value} for name, value in damages]
+    for data in (None, [], {}, *damaged):
         with pytest.raises(RequestError, match=r"calibrate|Calibration"):
             MagTable.from_dict(data)

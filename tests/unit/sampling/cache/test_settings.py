@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from wanstream.sampling.loop.lanes import lane_names
 from wanstream.sampling.steps import RequestError
 from wanstream.sampling.steps.parallel import LOCAL_FORWARD
 from wanstream.tests.support.plan_fixtures import CPU_MACHINE
-from wanstream.tests.support.sampling.runs import CPU, LAYERWISE, MakeRequest
+from wanstream.tests.support.sampling.runs import CPU, LAYERWISE
 from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.vae.memory import TensorMemoryTracker
@@ -33,7 +32,7 @@ LAYERS = 4
 
 
 @pytest.fixture
-def magnitudes(make_eight_steps: MakeRequest) -> MagCache:
+def magnitudes(make_eight_steps):
     """Settings that skip two in three steps, but never an expert's first step."""
     plan = make_eight_steps().step_plan
     given = {"sigmas": tuple(plan.schedule.sigmas), "experts": plan.experts, "marks": {}}
@@ -47,7 +46,7 @@ def test_memory_counts_the_states_of_a_cache(sides, open_pair, magnitudes):
     shape = (3, 16, 2, 40, 60)
     state = 3 * sides * 2 * 20 * 30 * 256 * 4  # lanes x tokens x width x fp32
 
-    def needed(cache: Any) -> int:
+    def needed(cache):
         return working_bytes(pair, shape, sides=(0,) * sides, cache=cache)
 
     assert needed(FirstBlockCache()) - needed(None) == 3 * state
@@ -105,9 +104,7 @@ def test_the_planner_knows_the_kept_states_and_blocks(open_pair, make_eight_step
     ],
     ids=["whole", "late", "other lanes"],
 )
-def test_the_prediction_knows_the_skipped_steps(
-    changes, left_out, lanes, open_pair, make_eight_steps, magnitudes
-):
+def test_skips_are_predicted(changes, left_out, lanes, open_pair, make_eight_steps, magnitudes):
     request = make_eight_steps(cache=magnitudes, **changes)
     pair = open_pair()
     steps = predicted_timeline(pair, request, LAYERWISE, machine=CPU_MACHINE, device=CPU).steps
@@ -121,7 +118,7 @@ def test_the_prediction_knows_the_skipped_steps(
 
 
 def test_lanes_of_other_caches_are_not_joined(make_eight_steps, magnitudes):
-    def refused(cache: Any, other: Any, message: str) -> None:
+    def refused(cache, other, message):
         lanes = [make_eight_steps(cache=cache), make_eight_steps(cache=other)]
         with pytest.raises(RequestError, match=f"lane 2 does not fit lane 1: {message}"):
             merge_requests(lanes)
@@ -131,8 +128,7 @@ def test_lanes_of_other_caches_are_not_joined(make_eight_steps, magnitudes):
     assert merge_requests([same, same]).options.cache == first
     refused(first, None, "cache none, in lane 1 first block")
     refused(first, FirstBlockCache(threshold=0.1), r".*threshold 0\.1, .* threshold 0\.05")
-    table = replace(magnitudes.table, ratios=((0.9,) * STEPS,) * 2)
-    other = replace(magnitudes, table=table)
+    other = replace(magnitudes, table=replace(magnitudes.table, ratios=((0.9,) * STEPS,) * 2))
     refused(magnitudes, other, "every number of the cache, as a digest,")
 
 

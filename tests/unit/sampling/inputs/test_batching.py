@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,13 +10,7 @@ from wanstream.sampling.cache import EasyCache, FirstBlockCache
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens, merge_requests, split_request
 from wanstream.sampling.steps import RequestError
 from wanstream.shapes import ContextWindows
-from wanstream.tests.support.sampling.runs import (
-    SHAPE,
-    MakeRequest,
-    changed_request,
-    latents_of,
-    normal,
-)
+from wanstream.tests.support.sampling.runs import SHAPE, changed_request, latents_of, normal
 from wanstream.wan import ExpertPair, Nag
 
 FRAMES = SHAPE[2:]
@@ -27,7 +19,7 @@ WINDOWS = ContextWindows(frames=2, overlap=1)
 LATE = {"sigmas": [0.75, 0.5, 0.0], "steps": 2, "switch_step": 1}
 
 
-def lanes_of(make_request: MakeRequest, count: int, **changes: Any) -> list[DenoiseRequest]:
+def lanes_of(make_request, count, **changes):
     """Return requests with different noise, texts and text lengths."""
     return [
         make_request(
@@ -60,8 +52,7 @@ def test_latents_and_masks_are_each_lanes_own(open_short, make_request):
     masks[0][:, :, :1] = 0
     masks[1][:, 3, :, 2:] = 0.25
     lanes = lanes_of(make_request, 2, start_step=1)
-    latents = [normal(*SHAPE, seed=seed) for seed in (60, 61)]
-    given = zip(lanes, latents, masks, strict=True)
+    given = zip(lanes, [normal(*SHAPE, seed=seed) for seed in (60, 61)], masks, strict=True)
     requests = [changed_request(lane, latent=latent, mask=mask) for lane, latent, mask in given]
     check_apart(open_short(), requests)
 
@@ -194,7 +185,7 @@ OF_5B = {
     "switch_step": None,
     "boundary_ratio": 0.0,
 }
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "texts of own lengths": ({}, OWN_TEXTS),
     "a text for all": ({}, {**ONE_TEXT, "solver": "euler"}),
     "an image for each": ({"in_channels": 36}, {"image_condition": IMAGES}),

@@ -69,14 +69,12 @@ def test_images_that_do_not_fit_are_refused(start, end, message):
         video_with_start_end(start, end, SQUARE)
 
 
-@pytest.mark.parametrize(
-    ("known", "latent_frames"), [(1, 1), (2, 1), (4, 1), (5, 2), (9, 3), (12, 3)]
-)
-def test_the_mask_frees_the_frames_that_are_not_given(known, latent_frames):
+@pytest.mark.parametrize(("known", "latents"), [(1, 1), (2, 1), (4, 1), (5, 2), (9, 3), (12, 3)])
+def test_the_mask_frees_the_frames_that_are_not_given(known, latents):
     mask = start_mask(known, SQUARE)
     assert mask.shape == (1, 1, 3, 4, 4)
-    assert (mask[:, :, :latent_frames] == 0).all()
-    assert (mask[:, :, latent_frames:] == 1).all()
+    assert (mask[:, :, :latents] == 0).all()
+    assert (mask[:, :, latents:] == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from wanstream.wan import Nag
 
 NOISE = torch.zeros(2, 16, 3, 4, 6)
 TEXT = torch.zeros(1, 5, 4096)
-LATE: dict[str, Any] = {"sigmas": [1.0, 0.75, 0.5, 0.0], "start_step": 1}
-LEFT: dict[str, Any] = {**LATE, "add_noise": False, "latent": NOISE}
+LATE = {"sigmas": [1.0, 0.75, 0.5, 0.0], "start_step": 1}
+LEFT = {**LATE, "add_noise": False, "latent": NOISE}
 SIMPLE = {"steps": 20, "flow_shift": 8.0, "schedule": "simple"}
 NAN = float("nan")
 MOVING = ContextWindows(frames=3, overlap=1)
@@ -26,7 +25,7 @@ STILL = ContextWindows(frames=3, overlap=1, shift_windows=False)
 NAG = Nag(scale=5.0, tau=1.5, alpha=0.5)
 
 
-def _request(**changes: Any) -> DenoiseRequest:
+def _request(**changes):
     return DenoiseRequest(**{"noise": NOISE, "positive": TEXT, **changes})
 
 
@@ -175,8 +174,7 @@ def test_a_part_keeps_the_schedule_and_the_switch(changes, steps, end_sigma):
 )
 def test_an_image_condition_must_fit_the_experts(channels, of_latent, of_model, message):
     condition = torch.zeros(1, channels, 3, 4, 6) if channels else None
-    noise = torch.zeros(1, of_latent, 3, 4, 6)
-    inputs = _request(noise=noise, image_condition=condition).inputs
+    inputs = _request(noise=torch.zeros(1, of_latent, 3, 4, 6), image_condition=condition).inputs
     if message is None:
         inputs.check_channels(of_model, of_latent)
         return

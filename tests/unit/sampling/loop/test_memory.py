@@ -7,7 +7,6 @@ Latents can be so large that small terms ignored by the estimate are negligible.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
@@ -33,7 +32,7 @@ from wanstream.schema import OffloadPolicy
 from wanstream.shapes import T2V_A14B, ExpertShape, KernelNeeds, VideoShape, expert
 from wanstream.shapes.expert import IMAGE_TOKENS
 from wanstream.tests.support.offload.alive_tensors import Alive
-from wanstream.tests.support.sampling.runs import CPU, LAYERWISE, MakeRequest, run
+from wanstream.tests.support.sampling.runs import CPU, LAYERWISE, run
 from wanstream.tests.support.wan.blocks import with_our_blocks
 from wanstream.tests.support.wan.int8_attention import kitchen
 from wanstream.wan import (
@@ -47,6 +46,8 @@ from wanstream.wan import (
     settings_of,
 )
 
+BF16 = torch.bfloat16
+FP32 = torch.float32
 LARGE = (16, 5, 128, 160)
 """Latents with 25600 tokens, so chunks make a difference."""
 CHUNKED = {"sides": (0, 0), "chunk_tokens": 2048}
@@ -59,7 +60,7 @@ def needed(pair: ExpertPair, samples: int, **how: Any) -> int:
 
 
 @pytest.fixture
-def lanes(make_request: MakeRequest) -> Callable[..., DenoiseRequest]:
+def lanes(make_request):
     def lanes(batch: int, **changes: Any) -> DenoiseRequest:
         text = torch.zeros(1, 4, 4096)
         noise = torch.zeros(1, *LARGE).expand(batch, *LARGE)
@@ -68,13 +69,7 @@ def lanes(make_request: MakeRequest) -> Callable[..., DenoiseRequest]:
     return lanes
 
 
-def check_limit(
-    pair: ExpertPair,
-    request: DenoiseRequest,
-    enough: int,
-    message: str,
-    policy: OffloadPolicy = LAYERWISE,
-) -> None:
+def check_limit(pair, request, enough, message, policy=LAYERWISE):
     """Check that a request is let through with so many bytes, and refused with one less."""
     check_room(pair, request, policy, CPU, free=enough)
     with pytest.raises(InsufficientMemoryError, match=message):
@@ -143,9 +138,7 @@ def estimate(pair: ExpertPair, chunk: int | None = None) -> int:
     return needed(pair, 1, chunk_tokens=chunk) + LATENT_COPIES * prod(LARGE) * 4
 
 
-def refuse(
-    pair: ExpertPair, policy: OffloadPolicy, available: float, device: torch.device = CPU
-) -> None:
+def refuse(pair, policy, available, device=CPU):
     run_policy = RunPolicy(pair, policy, device, shape=(1, *LARGE), sides=(0, 0))
     run_policy.refuse_without_ram(available=int(available))
 
@@ -168,7 +161,7 @@ def test_a_cpu_run_that_surely_lacks_ram_is_refused(open_pair):
         refuse(pair, LAYERWISE, estimate(pair, chunk=2048) // 2)
 
 
-def available(monkeypatch: pytest.MonkeyPatch, nbytes: Callable[[], int], swap: int = 0) -> None:
+def available(monkeypatch, nbytes, swap=0):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=nbytes()))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap))
 
@@ -206,7 +199,7 @@ TEXT = 512
 
 
 @pytest.fixture
-def fake() -> Iterator[None]:
+def fake():
     with FakeTensorMode():
         yield
 
@@ -222,7 +215,7 @@ def computed_in(model: torch.nn.Module, dtype: torch.dtype, chunk: int | None) -
 
 
 @pytest.fixture
-def make_model(fake: None, make_tiny_expert: Callable[..., Any]) -> Callable[..., Any]:
+def make_model(fake, make_tiny_expert):
     """`make_model(dtype, chunk=None, **shape)`: fake tensors in our blocks."""
 
     def make(dtype: torch.dtype, *, chunk: int | None = None, **shape: int) -> Any:
@@ -237,7 +230,7 @@ def lane_for(dtype: torch.dtype, *, channels: int = 16, text: int = 16, **parts:
     return Lane(latents=latents, text=torch.zeros(1, text, 4096, dtype=dtype), **parts)
 
 
-def peak_of(model: Any, lanes: Sequence[Lane]) -> int:
+def peak_of(model, lanes):
     """Return the most bytes alive during a forward pass, in addition to weights and inputs."""
     lane = lanes[0]
     inputs = (lane.latents, lane.text, lane.image, lane.negative_text)
@@ -247,15 +240,7 @@ def peak_of(model: Any, lanes: Sequence[Lane]) -> int:
     return alive.peak
 
 
-def estimated(
-    dtype: torch.dtype,
-    lanes: int = 1,
-    *,
-    tokens: int = TOKENS,
-    chunk: int | None = None,
-    shorter: int | None = None,
-    **how: Any,
-) -> int:
+def estimated(dtype, lanes=1, *, tokens=TOKENS, chunk=None, shorter=None, **how):
     """Return the estimate for a pass in which so many texts, or all, have few tokens."""
     shape = ExpertShape(**{"width": 512, "ffn_width": 1382, **how.pop("shape", {})})
     given = {"value_bytes": dtype.itemsize, "chunk_tokens": chunk, **how}
@@ -270,9 +255,7 @@ def patches(lanes: int = 1, values: int = 64, tokens: int = TOKENS) -> int:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lanes", "ffn_dim"),
-    [(torch.bfloat16, 1, 512), (torch.float32, 3, 1382), (torch.bfloat16, 3, 4096)],
-    ids=str,
+    ("dtype", "lanes", "ffn_dim"), [(BF16, 1, 512), (FP32, 3, 1382), (BF16, 3, 4096)], ids=str
 )
 def test_the_estimate_is_what_a_forward_pass_holds(dtype, lanes, ffn_dim, make_model):
     peak = peak_of(make_model(dtype, ffn_dim=ffn_dim), [lane_for(dtype, text=TEXT)] * lanes)
@@ -285,10 +268,10 @@ def test_the_estimate_is_what_a_forward_pass_holds(dtype, lanes, ffn_dim, make_m
 @pytest.mark.parametrize(
     ("heads", "ffn_dim", "lanes", "dtype", "chunk"),
     [
-        (1, 345, 1, torch.bfloat16, 1399),
-        (4, 1382, 2, torch.float32, 200),
-        (4, 4096, 2, torch.bfloat16, 700),
-        (4, 1382, 2, torch.bfloat16, TOKENS),
+        (1, 345, 1, BF16, 1399),
+        (4, 1382, 2, FP32, 200),
+        (4, 4096, 2, BF16, 700),
+        (4, 1382, 2, BF16, TOKENS),
     ],
 )
 def test_the_estimate_of_chunks(heads, ffn_dim, lanes, dtype, chunk, make_model):
@@ -300,11 +283,7 @@ def test_the_estimate_of_chunks(heads, ffn_dim, lanes, dtype, chunk, make_model)
 
 
 @pytest.mark.slow  # measures memory in large steps
-@pytest.mark.parametrize(
-    ("dtype", "chunk"),
-    [(torch.bfloat16, None), (torch.float32, 200), (torch.bfloat16, 700)],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "chunk"), [(BF16, None), (FP32, 200), (BF16, 700)], ids=str)
 def test_the_estimate_of_attention_to_a_second_text(dtype, chunk, make_model):
     model = make_model(dtype, chunk=chunk)
     negative = torch.zeros(1, TEXT, 4096, dtype=dtype)
@@ -316,9 +295,7 @@ def test_the_estimate_of_attention_to_a_second_text(dtype, chunk, make_model):
 
 @pytest.mark.slow  # measures memory in large steps
 @pytest.mark.parametrize(
-    ("lanes", "dtype", "chunk"),
-    [(1, torch.bfloat16, None), (2, torch.float32, None), (2, torch.bfloat16, 700)],
-    ids=str,
+    ("lanes", "dtype", "chunk"), [(1, BF16, None), (2, FP32, None), (2, BF16, 700)], ids=str
 )
 def test_the_estimate_of_tokens_beside_the_video(lanes, dtype, chunk, make_model):
     latents = torch.zeros(1, 16, *LATENT)
@@ -330,9 +307,7 @@ def test_the_estimate_of_tokens_beside_the_video(lanes, dtype, chunk, make_model
 
 
 @pytest.mark.slow  # measures memory in large steps
-@pytest.mark.parametrize(
-    ("dtype", "chunk"), [(torch.bfloat16, None), (torch.float32, 200)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "chunk"), [(BF16, None), (FP32, 200)])
 def test_the_estimate_of_attention_in_int8(dtype, chunk, make_model, monkeypatch):
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         codes = [torch.empty(each.shape, dtype=torch.int8) for each in (query, key, value)]
@@ -350,9 +325,7 @@ def test_the_estimate_of_attention_in_int8(dtype, chunk, make_model, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chunk"),
-    [pytest.param(torch.bfloat16, None, marks=pytest.mark.slow), (torch.float32, 350)],
-    ids=str,
+    ("dtype", "chunk"), [pytest.param(BF16, None, marks=pytest.mark.slow), (FP32, 350)], ids=str
 )
 def test_the_estimate_of_timesteps_per_frame(dtype, chunk, make_tiny_expert):
     """One modulation row per token, as in diffusers' pipelines, would take more than all this."""
@@ -374,11 +347,10 @@ def test_the_estimate_of_timesteps_per_frame(dtype, chunk, make_tiny_expert):
 @pytest.mark.slow  # measures memory in large steps
 @pytest.mark.parametrize(("lanes", "chunk"), [(1, 200), (2, None)])
 def test_the_estimate_of_an_image_branch(lanes, chunk, make_model):
-    dtype = torch.bfloat16
+    dtype = BF16
     model = make_model(dtype, chunk=chunk, layers=1, ffn_dim=512, in_channels=36, image_dim=1280)
     image = torch.zeros(1, IMAGE_TOKENS, 1280, dtype=dtype)
-    lane = lane_for(dtype, channels=36, text=TEXT, image=image)
-    peak = peak_of(model, [lane] * lanes)
+    peak = peak_of(model, [lane_for(dtype, channels=36, text=TEXT, image=image)] * lanes)
     shape = {"ffn_width": 512, "image_width": 1280}
     estimate = estimated(dtype, lanes, chunk=chunk, shorter=0, shape=shape)
     assert 0.85 * estimate <= peak <= 1.02 * estimate, f"{peak / estimate:.3f}"
@@ -392,15 +364,13 @@ CODES_OF_FP8 = EightBit(dtype=FP8)
 @pytest.mark.parametrize(
     ("packing", "dtype", "at_once", "ffn_dim", "chunk"),
     [
-        (INT8, torch.bfloat16, 2**26, 512, 200),
-        (CODES_OF_FP8, torch.bfloat16, 2**18, 4096, None),
-        (INT8, torch.float32, 2**18, 4096, None),
-        (CODES_OF_FP8, torch.float32, 2**26, 512, 700),
+        (INT8, BF16, 2**26, 512, 200),
+        (CODES_OF_FP8, BF16, 2**18, 4096, None),
+        (INT8, FP32, 2**18, 4096, None),
+        (CODES_OF_FP8, FP32, 2**26, 512, 700),
     ],
 )
-def test_the_estimate_of_scratch_memory_for_codes(
-    packing, dtype, chunk, at_once, ffn_dim, make_model, monkeypatch
-):
+def test_the_estimate_of_scratch(packing, dtype, chunk, at_once, ffn_dim, make_model, monkeypatch):
     monkeypatch.setattr(expert, "INT8_VALUES", at_once)
     model = make_model(dtype, chunk=chunk, layers=1, ffn_dim=ffn_dim)
     block = model.blocks[0]
@@ -413,8 +383,7 @@ def test_the_estimate_of_scratch_memory_for_codes(
             layer.rotation = [torch.zeros(16, 16)] * 2
     peak = peak_of(model, [lane_for(dtype)])
     kernels = KernelNeeds(linear_format="int8")
-    shape = {"ffn_width": ffn_dim}
-    estimate = estimated(dtype, chunk=chunk, kernels=kernels, shape=shape)
+    estimate = estimated(dtype, chunk=chunk, kernels=kernels, shape={"ffn_width": ffn_dim})
     assert peak <= 1.01 * estimate + patches()
     assert peak >= (0.9 if packing.group else 0.5) * estimate  # fp8 has no sums in int32
 
@@ -454,9 +423,7 @@ def test_working_bytes_of_a_pair(open_pair):
     chunked = working_bytes(pair, shape, sides=(0, 0), chunk_tokens=100)
     assert working_bytes(pair, shape, sides=(0,)) == of_lanes(2)
     assert whole == of_lanes(4)
-    assert working_bytes(open_pair(dtype=torch.bfloat16), shape, sides=(0, 0)) == of_lanes(
-        4, value_bytes=2
-    )
+    assert working_bytes(open_pair(dtype=BF16), shape, sides=(0, 0)) == of_lanes(4, value_bytes=2)
     assert chunked == of_lanes(4, chunk_tokens=100) < whole
     pair.kernels = Kernels(attention="int8")
     assert working_bytes(pair, shape, sides=(0, 0), chunk_tokens=100) > chunked

@@ -6,7 +6,6 @@ Wrong predictions cost fetches. Calls without enough device memory are computed 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from wanstream.offload import SessionState
 from wanstream.offload.engine.calls import CALLS_AHEAD, predict_again
 from wanstream.sampling import ModelCalls
-from wanstream.sampling.cache.base import LaneName, StepCache
+from wanstream.sampling.cache.base import LaneName
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.loop.oom_fallback import RunPolicy
 from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled
@@ -30,13 +29,8 @@ pytestmark = pytest.mark.usefixtures("exact_blocks")
 LAYERS = 4
 LANES = 2
 CALL = LAYERS * LANES
-POLICIES = [
-    LAYERWISE,
-    OffloadPolicy.layerwise(3),
-    OffloadPolicy.block_swap(2, 1),
-    OffloadPolicy.resident(),
-]
 RESIDENT = OffloadPolicy.resident()
+POLICIES = [LAYERWISE, OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), RESIDENT]
 KEEPS_FIRST = replace(LAYERWISE, pin_first_block=True)
 H = "high"
 L = "low"
@@ -60,12 +54,7 @@ def _sigma(call: int) -> float:
 class Calls:
     """Model calls on a pair that raises out-of-memory errors at chosen block uses."""
 
-    def __init__(
-        self,
-        pair: Any,
-        policy: OffloadPolicy = LAYERWISE,
-        short: Callable[[int], bool] | None = None,
-    ) -> None:
+    def __init__(self, pair, policy=LAYERWISE, short=None):
         self.policy = RunPolicy(pair, policy, CPU, shape=SHAPE, sides=(0, 0))
         self.recorder = Recorder(CPU)
         self._uses = 0
@@ -81,16 +70,10 @@ class Calls:
         if self._short(self._uses - 1):
             raise torch.OutOfMemoryError(f"no room at use {self._uses - 1}")
 
-    def open(self, predicted: Sequence[str], **settings: Any) -> ModelCalls:
+    def open(self, predicted, **settings):
         return ModelCalls(self.policy, predicted, recorder=self.recorder, **settings)
 
-    def of(
-        self,
-        calls: Sequence[str],
-        predicted: Sequence[str] | None = None,
-        lanes: int = LANES,
-        **settings: Any,
-    ) -> list[list[torch.Tensor]]:
+    def of(self, calls, predicted=None, lanes=LANES, **settings):
         """Return the velocities of each call, which are predicted by default."""
         try:
             with self.open(calls if predicted is None else predicted, **settings) as made:
@@ -148,9 +131,7 @@ PREDICTIONS = [
     [(*case, POLICIES[at % 4]) for at, case in enumerate(PREDICTIONS)],
     ids=str,
 )
-def test_every_call_is_that_of_the_whole_model(
-    policy, predicted, calls, surprises, open_pair, plain_models
-):
+def test_calls_equal_the_whole_models(policy, predicted, calls, surprises, open_pair, plain_models):
     whole = plain_models()
     going = Calls(open_pair(), policy)
     for call, velocities in enumerate(going.of(calls, predicted)):
@@ -244,7 +225,7 @@ def test_an_error_between_two_calls_ends_the_run(open_pair):
     Calls(pair).of([H])
 
 
-def _cache(threshold: float, calls: Sequence[str]) -> StepCache:
+def _cache(threshold, calls):
     names = tuple(lane.name for lane in _lanes())
     lanes = {at: (expert, names) for at, expert in enumerate(calls)}
     return FirstBlockCache(threshold=threshold).start(lanes)
@@ -259,8 +240,7 @@ def test_a_cache_reuses_the_results_of_the_previous_call(predicted, open_pair):
     steps = cached.recorder.timeline().steps
     assert [step.skipped_lanes for step in steps] == [0, 2, 0, 2, 2]
     assert [step.skipped_visits for step in steps] == [0, LAYERS - 1, 0, LAYERS - 1, LAYERS - 1]
-    whole = Calls(pair, KEEPS_FIRST).of(calls)
-    assert _equal(found, whole) == [True, False, True, False, False]
+    assert _equal(found, Calls(pair, KEEPS_FIRST).of(calls)) == [True, False, True, False, False]
 
 
 def test_nag_is_in_the_blocks_as_long_as_calls_are_open(open_pair):

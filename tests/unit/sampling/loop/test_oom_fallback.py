@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from wanstream.sampling.steps import InsufficientMemoryError, SamplingCancelled
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.sampling.runs import latents_of, normal, run
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.engine import ExpertEngine
 
 LAYERS = 4
 LAYERWISE = OffloadPolicy.layerwise
@@ -35,17 +33,10 @@ class ShortPair:
     The uses are counted over the run.
     """
 
-    def __init__(
-        self,
-        pair: ExpertPair,
-        short: Callable[[int, OffloadPolicy], bool],
-        error: type[RuntimeError] = torch.OutOfMemoryError,
-        message: str = "out of memory",
-    ) -> None:
+    def __init__(self, pair, short, error=torch.OutOfMemoryError("out of memory")):  # noqa: B008
         self._pair = pair
         self._short = short
         self._error = error
-        self._message = message
         self.policies = list[OffloadPolicy]()
         self.uses = 0
         self.left = list[Any]()
@@ -54,31 +45,28 @@ class ShortPair:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pair, name)
 
-    def engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine:
+    def engine(self, policy, device):
         engine = self._pair.engine(policy, device)
         self.policies.append(policy)
-        for blocks in engine.models.blocks.values():
-            for block in blocks:
-                if id(block) not in self._hooked:
-                    self._hooked.add(id(block))
-                    block.register_forward_pre_hook(self._use)
+        for block in (block for blocks in engine.models.blocks.values() for block in blocks):
+            if id(block) not in self._hooked:
+                self._hooked.add(id(block))
+                block.register_forward_pre_hook(self._use)
         return engine
 
     def _use(self, block: torch.nn.Module, given: tuple[Any, ...]) -> None:
         use = self.uses
-        self.uses = self.uses + 1
-        assert all(left() is None for left in self.left), (
-            "the failed step's tensors are still there"
-        )
+        self.uses += 1
+        assert all(left() is None for left in self.left), "tensors of the failed step are there"
         if self._short(use, self.policies[-1]):
             # A new tensor: the lanes' first tensors are views of the inputs.
             computed = given[0].clone()
             self.left += [weakref.ref(given[0]), weakref.ref(computed)]
-            raise self._error(f"{self._message} at use {use}: {list(computed.shape)}")
+            raise type(self._error)(f"{self._error} at use {use}: {list(computed.shape)}")
 
 
 @contextmanager
-def _no_collector() -> Iterator[None]:
+def _no_collector():
     """Memory in a reference cycle is not free when the next step needs it."""
     gc.collect()
     gc.disable()
@@ -88,7 +76,7 @@ def _no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _once(*uses: int) -> Callable[[int, OffloadPolicy], bool]:
+def _once(*uses):
     return lambda use, _: use in uses
 
 
@@ -158,9 +146,9 @@ def test_errors_that_are_shortages(error, message, short):
 
 def test_oom_error_of_a_library_counts(open_pair, make_request):
     request = make_request()
-    pair = ShortPair(open_pair(), _once(5), RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+    pair = ShortPair(open_pair(), _once(5), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     assert len(run(pair, request, RESIDENT).timeline.changes) == 1
-    pair = ShortPair(open_pair(), _once(5), RuntimeError, "CUDA error: an illegal memory access")
+    pair = ShortPair(open_pair(), _once(5), RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run(pair, request, RESIDENT)
     assert pair.uses == 6
@@ -176,8 +164,7 @@ def test_oom_without_a_smaller_policy_takes_chunks(open_pair, make_request, capl
     assert pair.policies == [LAYERWISE(1), replace(LAYERWISE(1), chunk_tokens=2048)]
     assert "2048 tokens at once" in result.timeline.changes[0]
     assert "the result is the same" not in caplog.text, "last bits may differ"
-    whole = latents_of(open_pair(), request)
-    assert torch.allclose(result.latents, whole, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(result.latents, latents_of(open_pair(), request), rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_is_computed_again_with_less_and_less(open_pair, make_request):
@@ -187,12 +174,8 @@ def test_a_step_is_computed_again_with_less_and_less(open_pair, make_request):
     assert pair.policies == [RESIDENT, BLOCK_SWAP(0, 1), LAYERWISE(1)]
 
 
-@pytest.mark.parametrize(
-    ("policy", "smallest"), [(RESIDENT, LAYERWISE(1)), (LAYERWISE(0), LAYERWISE(0))]
-)
-def test_without_a_smaller_policy_the_error_has_all_attempts(
-    policy, smallest, open_pair, make_request
-):
+@pytest.mark.parametrize(("policy", "ahead"), [(RESIDENT, 1), (LAYERWISE(0), 0)])
+def test_without_a_smaller_policy_the_error_has_attempts(policy, ahead, open_pair, make_request):
     inner = open_pair()
     still = [True]
     request = make_request(steps=1, switch_step=1)
@@ -200,7 +183,7 @@ def test_without_a_smaller_policy_the_error_has_all_attempts(
     with _no_collector(), pytest.raises(InsufficientMemoryError) as refused:
         run(pair, request, policy)
     assert all(left() is None for left in pair.left)
-    assert pair.policies[-1] == smallest
+    assert pair.policies[-1] == LAYERWISE(ahead)
     assert isinstance(refused.value, ValueError)
     assert isinstance(refused.value, torch.OutOfMemoryError), "a host unloads other models for it"
     message = str(refused.value)
@@ -238,12 +221,8 @@ def test_a_shortage_of_a_callback_is_none_of_the_step(open_pair, make_request):
     assert pair.policies == [RESIDENT]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(ExpertPair, "engine"), (EngineRun, "_start")], ids=["pool", "buffers"]
-)
-def test_a_pool_or_buffers_without_room_are_made_smaller(
-    owner, name, open_pair, make_request, monkeypatch
-):
+@pytest.mark.parametrize(("owner", "name"), [(ExpertPair, "engine"), (EngineRun, "_start")])
+def test_pools_and_buffers_without_room_shrink(owner, name, open_pair, make_request, monkeypatch):
     request = make_request(steps=2, switch_step=1)
     pair = ShortPair(open_pair(), _once())
     shortages = iter([torch.OutOfMemoryError("no room")])
@@ -262,19 +241,13 @@ def test_a_pool_or_buffers_without_room_are_made_smaller(
     assert torch.equal(result.latents, latents_of(open_pair(), request))
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(LAYERWISE(1), BLOCK_SWAP(1)), (RESIDENT, RESIDENT)], ids=str
-)
+@pytest.mark.parametrize(("before", "after"), [(LAYERWISE(1), BLOCK_SWAP(1)), (RESIDENT, RESIDENT)])
 def test_a_revised_policy_holds_from_the_second_step_on(before, after, open_pair, make_request):
     records = list[Any]()
     pair = ShortPair(open_pair(), _once())
     request = make_request(steps=3, switch_step=1)
 
-    def revise(record: Any) -> OffloadPolicy:
-        records.append(record)
-        return after
-
-    result = run(pair, request, before, revise=revise)
+    result = run(pair, request, before, revise=lambda record: records.append(record) or after)
     assert torch.equal(result.latents, latents_of(open_pair(), request, before))
     assert records == [result.timeline.steps[0]]
     assert pair.policies == ([before] if before == after else [before, after])
@@ -282,14 +255,9 @@ def test_a_revised_policy_holds_from_the_second_step_on(before, after, open_pair
     assert all(change.startswith("after the first step: ") for change in result.timeline.changes)
 
 
-@pytest.mark.parametrize(
-    ("steps", "uses", "revisions"),
-    [(2, [3], 0), (2, [10], 1), (1, [], 0)],
-    ids=["short in the first step", "short later", "one step"],
-)
-def test_a_disturbed_first_step_or_the_only_one_revises_nothing(
-    steps, uses, revisions, open_pair, make_request
-):
+# Short in the first step, short later, and a single step.
+@pytest.mark.parametrize(("steps", "uses", "revisions"), [(2, [3], 0), (2, [10], 1), (1, [], 0)])
+def test_a_disturbed_or_only_step_revises_nothing(steps, uses, revisions, open_pair, make_request):
     records = list[Any]()
     pair = ShortPair(open_pair(), _once(*uses))
     run(pair, make_request(steps=steps, switch_step=steps), RESIDENT, revise=records.append)

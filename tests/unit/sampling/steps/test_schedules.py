@@ -35,6 +35,7 @@ SWITCH = {
     (40, 12): ((26, 23), (26, 23)),
 }
 SHAPE = (2, 16, 2, 4, 6)
+SEEDS = [0, 7, 2**32 - 1, 2**63, 2**64 - 1]
 
 
 @pytest.mark.parametrize("name", ["simple", "wan"])
@@ -61,9 +62,8 @@ def test_simple_is_comfyuis_to_the_bit(steps, shift):
 @pytest.mark.parametrize("shift", [1.0, 3.0, 8.0])
 @pytest.mark.parametrize("steps", [1, 2, 7, 20, 38, 100])
 def test_wan_is_diffusers_unipc_to_the_bit(steps, shift):
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
-    )
+    how = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    scheduler = UniPCMultistepScheduler(**how, flow_shift=shift)
     scheduler.set_timesteps(steps)
     ours = wan_schedule(steps, shift)
     assert ours.sigmas == tuple(scheduler.sigmas.tolist())
@@ -73,8 +73,7 @@ def test_wan_is_diffusers_unipc_to_the_bit(steps, shift):
 @pytest.mark.parametrize("sigmas", [(1.0, 0.75, 0.1, 0.0), (1.0, 0.75, 0.5), (0.5, 0.25)])
 def test_explicit_sigmas_are_used_as_they_are(sigmas):
     rounded = tuple(torch.tensor(sigmas).tolist())
-    timesteps = tuple(1000 * sigma for sigma in rounded[:-1])
-    expected = Schedule(sigmas=rounded, timesteps=timesteps)
+    expected = Schedule(sigmas=rounded, timesteps=tuple(1000 * sigma for sigma in rounded[:-1]))
     assert explicit_schedule(sigmas) == explicit_schedule(torch.tensor(sigmas)) == expected
     assert expected.steps == len(sigmas) - 1
 
@@ -146,10 +145,7 @@ def test_values_that_make_no_schedule(make, given, message):
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    st.sampled_from([0, 7, 2**32 - 1, 2**63, 2**64 - 1]),
-)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from(SEEDS))
 def test_noise_is_that_of_the_global_generator(batch_index, seed):
     """As ComfyUI draws it, for each place in a batch. The generator is left alone."""
     with torch.random.fork_rng(devices=[]):

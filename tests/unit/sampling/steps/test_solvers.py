@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,12 +13,7 @@ from diffusers import (
 )
 
 from wanstream.sampling.steps import RequestError
-from wanstream.sampling.steps.schedules import (
-    Schedule,
-    explicit_schedule,
-    simple_schedule,
-    wan_schedule,
-)
+from wanstream.sampling.steps.schedules import explicit_schedule, simple_schedule, wan_schedule
 from wanstream.sampling.steps.solvers import Solver
 from wanstream.tests.support.sampling.runs import CPU, normal
 
@@ -35,23 +28,17 @@ def _velocity(latents: torch.Tensor, sigma: float) -> torch.Tensor:
     return torch.sin(latents * (1 + sigma)) + sigma
 
 
-def _run(
-    solver: Solver,
-    schedule: Schedule,
-    latents: torch.Tensor = LATENTS,
-    start: int = 0,
-    end: int = 99,
-) -> torch.Tensor:
+def _run(solver, schedule, latents=LATENTS, start=0, end=99):
     for sigma in schedule.sigmas[start : min(end, schedule.steps)]:
         latents = solver.step(_velocity(latents, sigma), latents)
     return latents
 
 
-def _new(name: str, schedule: Schedule, start: int = 0) -> Solver:
+def _new(name: str, schedule, start: int = 0) -> Solver:
     return Solver(name, schedule, start, seeds=SEEDS)
 
 
-def _scheduled(scheduler: Any, schedule: Schedule, start: int = 0) -> torch.Tensor:
+def _scheduled(scheduler, schedule, start=0):
     """Return what diffusers' scheduler makes of the latents."""
     latents = LATENTS
     scheduler.set_begin_index(start)
@@ -104,9 +91,7 @@ def test_lcm_is_the_scheduler_with_the_noise_of_each_step():
         scheduler.set_timesteps(sigmas=list(schedule.sigmas[:-1]))
         found = _run(_new("lcm", schedule, start), schedule, start=start)
         assert torch.equal(found, _scheduled(scheduler, schedule, start))
-    with pytest.raises(
-        RequestError, match="draws noise in every step: give a seed for each sample"
-    ):
+    with pytest.raises(RequestError, match="draws noise in every step: give a seed for each"):
         Solver("lcm", schedule)
 
 

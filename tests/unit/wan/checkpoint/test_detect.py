@@ -6,7 +6,6 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,11 @@ from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.checkpoint.open import open_expert
 
 
-def _config(**transformer: Any) -> str:
+def _config(**transformer):
     return json.dumps({"transformer": transformer})
 
 
+CLASS = "_class_name"
 # ComfyUI cannot load a non-object config either.
 HEADERS = [
     (_config(model_type="animate2"), "its header says that model_type is 'animate2'"),
@@ -44,17 +44,14 @@ def test_config_in_the_header(changed_expert, config, refusal):
 @pytest.mark.parametrize(
     ("config", "refusal"),
     [
-        (
-            {"_class_name": "WanVACETransformer3DModel"},
-            "is a WanVACE.*, not a WanTransformer3DModel",
-        ),
-        ({"_class_name": "WanAnimateModel"}, "is a WanAnimateModel, not .* or WanModel"),
-        ({"_class_name": None}, "is a None, not a WanTransformer3DModel"),
-        ({"_class_name": "WanModel", "model_type": "vace"}, "has the model_type 'vace'"),
-        ({"_class_name": "WanModel", "model_type": ["t2v"]}, r"has the model_type \['t2v'\]"),
-        ({"_class_name": "WanModel", "model_type": "t2v", "dim": 128}, None),
-        ({"_class_name": "WanModel"}, None),
-        ({"_class_name": "WanTransformer3DModel", "model_type": "vace"}, None),
+        ({CLASS: "WanVACETransformer3DModel"}, "is a WanVACE.*, not a WanTransformer3DModel"),
+        ({CLASS: "WanAnimateModel"}, "is a WanAnimateModel, not .* or WanModel"),
+        ({CLASS: None}, "is a None, not a WanTransformer3DModel"),
+        ({CLASS: "WanModel", "model_type": "vace"}, "has the model_type 'vace'"),
+        ({CLASS: "WanModel", "model_type": ["t2v"]}, r"has the model_type \['t2v'\]"),
+        ({CLASS: "WanModel", "model_type": "t2v", "dim": 128}, None),
+        ({CLASS: "WanModel"}, None),
+        ({CLASS: "WanTransformer3DModel", "model_type": "vace"}, None),
         ({}, None),
     ],
 )

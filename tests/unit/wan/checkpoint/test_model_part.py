@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
+from itertools import cycle
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from wanstream.tests.support.offload.edited_files import (
-    Change,
-    Edits,
-    Tensors,
-    renamed,
-    rewrite,
-    zeros,
-)
+from wanstream.tests.support.offload.edited_files import Change, renamed, rewrite, zeros
 from wanstream.tests.support.wan.opened_experts import assert_holds
-from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.checkpoint.open import Expert, open_expert
+from wanstream.wan.checkpoint.files import WEIGHTS, CheckpointError
+from wanstream.wan.checkpoint.open import open_expert
 
-Write = Callable[..., Path]
 SMALL = {"layers": 1, "heads": 1, "ffn_dim": 128, "text_dim": 64}
 LAYER = "blocks.0.self_attn.q"
 WHOLE = "model.diffusion_model."
 HEADER = "_quantization_metadata"
+FP8 = (None, "scaled_fp8", "comfy_quant")
 PREFIXES = [
     *("diffusion_model.", "net.", "model.model.", "transformer.", "high_noise_model."),
     *(WHOLE, "module.model.diffusion_model.", "module.model_ema.module."),
@@ -41,15 +32,13 @@ OTHERS = [
 
 
 @pytest.fixture
-def changed(tiny_expert_file: Write, tmp_path: Path) -> Callable[..., Expert]:
+def changed(tiny_expert_file, tmp_path):
     """`changed(rename, more=None, layers="", **file)`: a tiny file under other keys, opened.
 
     The values must equal the original's.
     """
 
-    def opened(
-        rename: Callable[[str], str], more: Edits | None = None, layers: str = "", **file: object
-    ) -> Expert:
+    def opened(rename, more=None, layers="", **file):
         source = tiny_expert_file(**SMALL, **file)
         with safe_open(source, framework="pt") as original:
             header = json.loads((original.metadata() or {}).get(HEADER, '{"layers": {}}'))
@@ -70,9 +59,7 @@ def changed(tiny_expert_file: Write, tmp_path: Path) -> Callable[..., Expert]:
     return opened
 
 
-@pytest.mark.parametrize(
-    ("prefix", "fp8"), list(zip(PREFIXES, itertools.cycle([None, "scaled_fp8", "comfy_quant"])))
-)
+@pytest.mark.parametrize(("prefix", "fp8"), [*zip(PREFIXES, cycle(FP8))])
 def test_any_prefix(changed, prefix, fp8):
     changed(lambda key: prefix + key, fp8=fp8)
 
@@ -90,10 +77,10 @@ def test_layers_in_the_header_under_another_prefix(changed, prefix, layers):
     [("", "_orig_mod."), ("", "module._orig_mod."), ("blocks.0.", "blocks.0._orig_mod.")],
 )
 def test_wrapped_modules(changed, start, wrapped):
-    changed(
-        lambda key: wrapped + key.removeprefix(start) if key.startswith(start) else key,
-        fp8="scaled_fp8",
-    )
+    def wrap(key: str) -> str:
+        return wrapped + key.removeprefix(start) if key.startswith(start) else key
+
+    changed(wrap, fp8="scaled_fp8")
 
 
 @pytest.mark.parametrize(("outer", "marker"), [("", ""), ("", WHOLE), ("module.", WHOLE)])
@@ -121,9 +108,8 @@ UNUSED = [
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_unused_tensors_are_ignored_with_one_note(changed, caplog, prefix):
     caplog.set_level("INFO", "wanstream.checkpoint")
-    [note] = changed(
-        lambda key: prefix + key, {prefix + name: zeros(1) for name in UNUSED}, fp8="scaled_fp8"
-    ).notes
+    unused = {prefix + name: zeros(1) for name in UNUSED}
+    [note] = changed(lambda key: prefix + key, unused, fp8="scaled_fp8").notes
     assert [record.getMessage() for record in caplog.records] == [note]
     assert f": {len(UNUSED)} tensors that this model does not use are ignored: " in note
     assert sum(prefix + name in note for name in UNUSED) == 3
@@ -133,16 +119,13 @@ def test_norms_of_an_image_branch(tiny_expert_folder, tmp_path):
     """The key norm is used, and the query norm is not."""
     source = tiny_expert_folder(**SMALL, in_channels=36, image_dim=64)
     norm = "blocks.0.attn2.norm_added_q.weight"
-    path = rewrite(
-        source / "diffusion_pytorch_model.safetensors", tmp_path / "a.safetensors", {norm: zeros(1)}
-    )
-    expert = open_expert(path)
+    expert = open_expert(rewrite(source / WEIGHTS, tmp_path / "a.safetensors", {norm: zeros(1)}))
     assert_holds(expert, open_expert(source))
     assert "1 tensors" in expert.notes[0]
     assert norm in expert.notes[0]
 
 
-def _under(*prefixes: str, but: str = "-") -> Callable[[Tensors], Edits]:
+def _under(*prefixes, but="-"):
     """Return a change to a copy under each prefix, without keys that contain `but`."""
     return lambda all: {
         **dict.fromkeys(all),
@@ -150,15 +133,12 @@ def _under(*prefixes: str, but: str = "-") -> Callable[[Tensors], Edits]:
     }
 
 
-def _only(*keys: str) -> Callable[[Tensors], Edits]:
+def _only(*keys):
     return lambda all: {**dict.fromkeys(all), **{key: zeros(4, 4) for key in keys}}
 
 
 REFUSED: list[tuple[Change, str]] = [
-    (
-        lambda all: {key: each if "blocks." in key else None for key, each in all.items()},
-        "a part of a Wan transf",
-    ),
+    (lambda all: {key: None for key in all if "blocks." not in key}, "a part of a Wan transf"),
     (_under("net.", but="patch_embedding.weight"), "patch_embedding.we"),
     (_under("high.", "low."), "holds 2 diffusion models, under the prefixes 'high.' and 'low.'"),
     ({"_orig_mod.head.head.bias": zeros(64)}, "holds head.head.bias twice, as .*_orig_mod"),

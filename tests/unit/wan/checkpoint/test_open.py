@@ -1,26 +1,32 @@
-"""Opened experts: each parameter's location and value in every layout, and named faults."""
+"""Opened experts: each parameter's location and value in every layout and GGUF, named faults."""
 
 from __future__ import annotations
 
+import functools
 import json
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from gguf import GGUFReader, GGUFWriter
 
 from wanstream.offload.formats import CheckpointFileError
 from wanstream.testing.experts import save_expert_file
-from wanstream.tests.support.offload.edited_files import rewrite, zeros
+from wanstream.testing.quantised import q4_k_m, save_expert_gguf
+from wanstream.tests.support.offload.edited_files import close_gguf, rewrite, zeros
 from wanstream.tests.support.wan.number_formats import json_tensor
-from wanstream.tests.support.wan.opened_experts import assert_holds, decoded
+from wanstream.tests.support.wan.opened_experts import LAYERWISE, assert_holds, decoded, streamed
 from wanstream.tests.support.wan.quantised_files import (
     FP8_E5M2_LAYOUTS,
     FP8_LAYOUTS,
     dequantised,
     in_dtype,
+    matrices,
 )
 from wanstream.wan.checkpoint.files import WEIGHTS, CheckpointError
-from wanstream.wan.checkpoint.open import open_expert
+from wanstream.wan.checkpoint.open import is_merged, open_expert
+from wanstream.wan.experts.open import open_experts
 
 PREFIX = "model.diffusion_model."
 PATCHES = "patch_embedding.weight"
@@ -37,79 +43,83 @@ def public(config):
     return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
-class TestLayouts:
-    @pytest.mark.parametrize(("shards", "in_channels"), [(1, 36), (4, 16)])
-    def test_diffusers_folder(self, tiny_expert_folder, make_tiny_expert, shards, in_channels):
-        folder = tiny_expert_folder(shards=shards, in_channels=in_channels)
-        for path in (folder, folder / WEIGHTS) if shards == 1 else (folder,):
-            expert = open_expert(path)
-            assert expert.config.in_channels == in_channels
-            assert_holds(expert, make_tiny_expert(in_channels=in_channels))
-
-    @pytest.mark.parametrize(("dtype", "prefix"), [(torch.float16, PREFIX), (torch.bfloat16, "")])
-    def test_native_file(self, tiny_expert_file, make_tiny_expert, dtype, prefix):
-        expert = open_expert(tiny_expert_file(dtype=dtype, prefix=prefix))
-        assert {tensor.dtype for tensor in expert.weights.values()} == {dtype}
-        assert_holds(expert, in_dtype(make_tiny_expert(), dtype).float())
-
-    def test_fp8_file(self, tiny_expert_file, make_tiny_expert, caplog):
-        model = make_tiny_expert(dequantised_from=torch.float16, layers=1)
-        for layout in FP8_LAYOUTS:
-            given = {"fp8": layout, "dtype": torch.float16, "prefix": PREFIX, "layers": 1}
-            expert = open_expert(tiny_expert_file(**given))
-            assert len(expert.scales) == 10, "the matrices of a block"
-            assert_holds(expert, model)
-            assert caplog.records == []
-
-    def test_fp8_outside_the_blocks(self, changed_expert, make_tiny_expert):
-        original = make_tiny_expert().condition_embedder.time_proj.weight
-        codes = (original * 2).to(E4M3)
-        change = {f"{TIME}.weight": codes, f"{TIME}.scale_weight": torch.tensor(0.5)}
-        values = decoded(open_expert(changed_expert(change, fp8="scaled_fp8")))
-        assert torch.equal(values["condition_embedder.time_proj.weight"], codes.float() * 0.5)
-
-    @pytest.mark.parametrize("kind", FP8_E5M2_LAYOUTS)
-    def test_e5m2_with_scales(self, tmp_path, make_tiny_expert, caplog, kind):
-        model = make_tiny_expert(layers=1)
-        path = tmp_path / "expert.safetensors"
-        save_expert_file(model, path, dtype=torch.float16, quantised=FP8_E5M2_LAYOUTS[kind])
+@pytest.mark.parametrize(("shards", "in_channels"), [(1, 36), (4, 16)])
+def test_diffusers_folder(tiny_expert_folder, make_tiny_expert, shards, in_channels):
+    folder = tiny_expert_folder(shards=shards, in_channels=in_channels)
+    for path in (folder, folder / WEIGHTS) if shards == 1 else (folder,):
         expert = open_expert(path)
-        assert {expert.weights[name].dtype for name in expert.scales} == {E5M2}
-        assert_holds(expert, dequantised(model, dtype=torch.float16, fp8=E5M2))
+        assert expert.config.in_channels == in_channels
+        assert_holds(expert, make_tiny_expert(in_channels=in_channels))
+
+
+@pytest.mark.parametrize(("dtype", "prefix"), [(torch.float16, PREFIX), (torch.bfloat16, "")])
+def test_native_file(tiny_expert_file, make_tiny_expert, dtype, prefix):
+    expert = open_expert(tiny_expert_file(dtype=dtype, prefix=prefix))
+    assert {tensor.dtype for tensor in expert.weights.values()} == {dtype}
+    assert_holds(expert, in_dtype(make_tiny_expert(), dtype).float())
+
+
+def test_fp8_file(tiny_expert_file, make_tiny_expert, caplog):
+    model = make_tiny_expert(dequantised_from=torch.float16, layers=1)
+    for layout in FP8_LAYOUTS:
+        given = {"fp8": layout, "dtype": torch.float16, "prefix": PREFIX, "layers": 1}
+        expert = open_expert(tiny_expert_file(**given))
+        assert len(expert.scales) == 10, "the matrices of a block"
+        assert_holds(expert, model)
         assert caplog.records == []
 
-    @pytest.mark.parametrize(("dtype", "everything"), [(E4M3, False), (E5M2, True)], ids=str)
-    def test_plain_cast_is_logged(self, changed_expert, tmp_path, caplog, dtype, everything):
-        """Cast only block matrices, or every tensor in the file."""
 
-        def cast(tensors):
-            chosen = [
-                key
-                for key in tensors
-                if everything
-                or (key.startswith("blocks.") and key.endswith(".weight") and ".norm" not in key)
-            ]
-            return {key: tensors[key].to(dtype) for key in chosen}
-
-        path = changed_expert(cast)
-        plain = tmp_path / "plain.safetensors"
-        rewrite(path, plain, lambda all: {key: each.float() for key, each in all.items()})
-        expert = open_expert(path)
-        assert expert.scales == {}
-        assert_holds(expert, open_expert(plain))
-        (note,) = caplog.records
-        assert (note.name, note.levelname) == ("wanstream.checkpoint", "WARNING")
-        assert all(text in note.getMessage() for text in (str(path), "plain casts", "GGUF"))
-
-    def test_config_is_that_of_the_model(self, tiny_expert_file, make_tiny_expert):
-        shape = {"layers": 3, "heads": 3, "ffn_dim": 256, "in_channels": 36}
-        expert = open_expert(tiny_expert_file(**shape))
-        rebuilt = WanTransformer3DModel(**expert.config.model_arguments())
-        assert public(rebuilt.config) == public(make_tiny_expert(**shape).config)
-        assert expert.config.family == "i2v"
+def test_fp8_outside_the_blocks(changed_expert, make_tiny_expert):
+    codes = (make_tiny_expert().condition_embedder.time_proj.weight * 2).to(E4M3)
+    change = {f"{TIME}.weight": codes, f"{TIME}.scale_weight": torch.tensor(0.5)}
+    values = decoded(open_expert(changed_expert(change, fp8="scaled_fp8")))
+    assert torch.equal(values["condition_embedder.time_proj.weight"], codes.float() * 0.5)
 
 
-WRONG_TENSORS = [
+@pytest.mark.parametrize("kind", FP8_E5M2_LAYOUTS)
+def test_e5m2_with_scales(tmp_path, make_tiny_expert, caplog, kind):
+    model = make_tiny_expert(layers=1)
+    path = tmp_path / "expert.safetensors"
+    save_expert_file(model, path, dtype=torch.float16, quantised=FP8_E5M2_LAYOUTS[kind])
+    expert = open_expert(path)
+    assert {expert.weights[name].dtype for name in expert.scales} == {E5M2}
+    assert_holds(expert, dequantised(model, dtype=torch.float16, fp8=E5M2))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("dtype", "everything"), [(E4M3, False), (E5M2, True)], ids=str)
+def test_plain_cast_is_logged(changed_expert, tmp_path, caplog, dtype, everything):
+    """Cast only block matrices, or every tensor in the file."""
+
+    def cast(tensors):
+        chosen = [
+            key
+            for key in tensors
+            if everything
+            or (key.startswith("blocks.") and key.endswith(".weight") and ".norm" not in key)
+        ]
+        return {key: tensors[key].to(dtype) for key in chosen}
+
+    path = changed_expert(cast)
+    plain = tmp_path / "plain.safetensors"
+    rewrite(path, plain, lambda all: {key: each.float() for key, each in all.items()})
+    expert = open_expert(path)
+    assert expert.scales == {}
+    assert_holds(expert, open_expert(plain))
+    (note,) = caplog.records
+    assert (note.name, note.levelname) == ("wanstream.checkpoint", "WARNING")
+    assert all(text in note.getMessage() for text in (str(path), "plain casts", "GGUF"))
+
+
+def test_config_is_that_of_the_model(tiny_expert_file, make_tiny_expert):
+    shape = {"layers": 3, "heads": 3, "ffn_dim": 256, "in_channels": 36}
+    expert = open_expert(tiny_expert_file(**shape))
+    rebuilt = WanTransformer3DModel(**expert.config.model_arguments())
+    assert public(rebuilt.config) == public(make_tiny_expert(**shape).config)
+    assert expert.config.family == "i2v"
+
+
+WRONG = [
     ({"blocks.2.ffn.0.weight": None}, "blocks.2.ffn.net.0.proj.weight .*is missing"),
     ({"head.head.weight": None}, r"proj_out.weight \(natively head.head.weight\) is missing"),
     ({"head.head.bias": None}, r"proj_out.bias \(natively head.head.bias\) \[64\] is missing"),
@@ -133,9 +143,7 @@ WRONG_TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), WRONG_TENSORS, ids=[text for _, text in WRONG_TENSORS]
-)
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[row[1] for row in WRONG])
 def test_wrong_tensors_are_refused(changed_expert, change, message):
     path = changed_expert(change)
     with pytest.raises(CheckpointError, match=message) as error:
@@ -157,11 +165,7 @@ WRONG_FP8 = [
     (LAYER, {WEIGHT: None}, f"{Q} is marked as quantised, but {WEIGHT} is missing"),
     (LAYER, {WEIGHT: zeros(256, 256)}, f"{WEIGHT} is torch.float32 .* is marked"),
     (LAYER, {MARKER: json_tensor({"format": ["float8_e5m2"]})}, "the quantisation format"),
-    (
-        LAYER,
-        {MARKER: json_tensor({"format": "float8_e5m2"})},
-        "is torch.float8_e4m3fn .*; .*e5m2 is",
-    ),
+    (LAYER, {MARKER: json_tensor({"format": "float8_e5m2"})}, "torch.float8_e4m3fn .*; .*e5m2 is"),
     (LAYER, {MARKER: json_tensor(None)}, f"{MARKER} is not a JSON object"),
     (LAYER, {MARKER: zeros(0, dtype=TEXT)}, f"{MARKER} is not JSON"),
     (LAYER, {MARKER: torch.full((4096,), ord("["), dtype=TEXT)}, f"{MARKER} is not JSON"),
@@ -211,3 +215,167 @@ def test_truncated_file_is_refused(tiny_expert_file, tmp_path):
     path.write_bytes(tiny_expert_file().read_bytes()[:-1])
     with pytest.raises(CheckpointFileError, match=f"{path}.* truncated"):
         open_expert(path)
+
+
+LAYERS = 2
+TYPES = {
+    **{name: matrices(name) for name in ("BF16", "Q4_K", "Q8_0")},
+    "Q4_K_M": q4_k_m,
+    "everything BF16": lambda name: "BF16",
+    "Q8_0, others F16": matrices("Q8_0", others="F16"),
+}
+
+
+@pytest.fixture(scope="module")
+def gguf_expert(tmp_path_factory, make_tiny_expert):
+    """`gguf_expert(types="Q4_K_M", seed=0, ...)`: a path, and the fp32 model with its values."""
+
+    @functools.cache
+    def write(*, types="Q4_K_M", seed=0, in_channels=16, **how):
+        path = tmp_path_factory.mktemp("gguf") / "expert.gguf"
+        model = make_tiny_expert(seed=seed, in_channels=in_channels, layers=LAYERS)
+        return path, save_expert_gguf(model, path, types=TYPES[types], seed=seed, **how)
+
+    return write
+
+
+@pytest.fixture
+def edited(gguf_expert, tmp_path):
+    """`edited(changes, architecture="wan", **fields)`: a Q8_0 file with these tensors and texts.
+
+    None leaves a tensor out.
+    """
+
+    def write(changes, architecture="wan", **fields):
+        path = tmp_path / "edited.gguf"
+        writer = GGUFWriter(path, architecture or "wan")
+        if architecture is None:
+            writer.kv_data[0].clear()
+        for field, text in fields.items():
+            writer.add_string(field, text)
+        whole = GGUFReader(gguf_expert(types="Q8_0")[0])
+        if PATCHES not in changes:
+            shape = f"comfy.gguf.orig_shape.{PATCHES}"
+            writer.add_array(shape, whole.get_field(shape).contents())
+        for tensor in whole.tensors:
+            if tensor.name not in changes:
+                writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        for name, tensor in changes.items():
+            if tensor is not None:
+                writer.add_tensor(name, tensor.detach().numpy())
+        close_gguf(writer)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_values_of_every_type_of_gguf(gguf_expert, types):
+    path, model = gguf_expert(types=types)
+    expert = open_expert(path)
+    assert_holds(expert, model)
+    assert expert.scales == {}
+    assert (expert.config.family, expert.config.num_layers) == ("t2v", LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("patches", "prefix", "in_channels"),
+    [("shape field", "", 16), ("five dimensions", PREFIX, 36), ("merged", "", 36)],
+)
+def test_five_dimensions_in_gguf(gguf_expert, patches, prefix, in_channels):
+    path, model = gguf_expert(patches=patches, prefix=prefix, in_channels=in_channels)
+    expert = open_expert(path)
+    assert expert.weights[PATCHES].shape == (256, in_channels, 1, 2, 2)
+    assert_holds(expert, model)
+
+
+@pytest.mark.parametrize("architecture", ["pig", None])
+def test_architectures_of_gguf(edited, gguf_expert, architecture):
+    assert_holds(open_expert(edited({}, architecture)), gguf_expert(types="Q8_0")[1])
+
+
+def test_leading_ones_may_be_gone(edited, gguf_expert):
+    """ggml counts dimensions from the other end and so drops leading ones in files."""
+    model = gguf_expert(types="Q8_0")[1]
+    tables = {f"blocks.{i}.modulation": b.scale_shift_table for i, b in enumerate(model.blocks)}
+    tables["head.modulation"] = model.scale_shift_table
+    assert_holds(open_expert(edited({name: table[0] for name, table in tables.items()})), model)
+
+
+@pytest.mark.parametrize("shape", [(256, 16, 2, 2), (256, 64), (256 * 64,)])
+def test_merged_patch_embeddings(edited, gguf_expert, shape):
+    model = gguf_expert(types="Q8_0")[1]
+    assert_holds(open_expert(edited({PATCHES: model.patch_embedding.weight.reshape(shape)})), model)
+
+
+@pytest.mark.parametrize(
+    ("stored", "original", "merged"),
+    [
+        ((6, 5), (1, 6, 5), True),
+        ((30,), (1, 6, 5), True),
+        ((5, 6), (6, 5), False),
+        ((3, 10), (6, 5), False),
+        ((6, 5, 1), (6, 5), True),
+        ((4096, 1, 2, 2), (256, 16, 1, 2, 2), True),
+        ((16, 256, 1, 2, 2), (256, 16, 1, 2, 2), False),
+        ((256, 16, 2), (256, 16, 1, 2, 2), False),
+        ((256,), (256, 16), False),
+        ((256, 16), (256,), False),
+        ((), (1,), True),
+        ((0, 3), (0, 3), True),
+        ((0,), (0, 3), False),
+        ((0, 5), (6, 5), False),
+    ],
+)
+def test_merged_shapes(stored, original, merged):
+    assert is_merged(stored, original) is merged
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({PATCHES: None}, "patch_embedding.weight is missing"),
+        ({"patch_embedding.bias": None, PATCHES: zeros(256, 64)}, r"weight is \[256, 64\]"),
+        ({PATCHES: zeros(256, 63)}, r"patch_embedding.weight is \[256, 63\]; 5 sizes"),
+        ({PATCHES: zeros(64, 256)}, r"patch_embedding.weight is \[64, 256\]; 5 sizes"),
+        ({"blocks.1.ffn.0.weight": zeros(256, 512)}, r"\[256, 512\]; \[512, 256\] is expected"),
+        ({"blocks.1.modulation": zeros(5, 256)}, r"\[5, 256\]; \[1, 6, 256\] is expected"),
+        ({NORM: zeros(256, dtype=INT32)}, "norm3.bias is torch.int32; weights are"),
+        ({f"{PREFIX}head.head.bias": zeros(64)}, "head.head.bias means the same parameter"),
+    ],
+)
+def test_wrong_tensors_of_gguf_are_refused(edited, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_expert(edited(changes))
+
+
+def test_config_in_the_header_of_gguf_is_read(edited):
+    with pytest.raises(CheckpointError, match="model_type is 'animate2'"):
+        open_expert(edited({}, config='{"transformer": {"model_type": "animate2"}}'))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "Wan"])
+def test_other_architectures_are_refused(edited, architecture):
+    with pytest.raises(CheckpointError, match=f"is a GGUF of '{architecture}', not of 'wan'"):
+        open_expert(edited({}, architecture))
+
+
+def test_streamed_bytes_are_those_of_the_file_and_the_compute_dtype(gguf_expert, lane):
+    path = gguf_expert(types="Q4_K")[0]
+    with open_experts(path, path, compute_dtype=torch.bfloat16) as pair:
+        streamed(pair, LAYERWISE, lane, steps=["high", "low"])
+        assert pair.loaded_bytes == pair.device_bytes(LAYERWISE, device="cpu")
+        weights = pair.high.weights.values()
+        assert 512 * 144 in {each.nbytes for each in weights if each.shape == (512, 256)}
+        in_blocks = LAYERS * (8 * 256 * 256 + 2 * 256 * 512) // 256 * 144
+        outside = sum(tensor.nbytes for tensor in weights) - in_blocks
+        assert pair.engine(LAYERWISE, "cpu").models.non_block_bytes == 2 * outside
+
+
+@pytest.mark.parametrize(("types", "same"), [("Q4_K_M", True), ("BF16", False)])
+def test_fp8_storage_changes_only_what_is_not_packed(gguf_expert, lane, types, same):
+    path = gguf_expert(types=types)[0]
+    with open_experts(path, path) as plain, open_experts(path, path, storage="fp8") as kept:
+        assert (kept.block_bytes.stored == plain.block_bytes.stored) is same
+        both = [streamed(pair, LAYERWISE, lane) for pair in (plain, kept)]
+        assert all(map(torch.equal, *both)) is same

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 
 from wanstream.offload.formats import EightBit, read_header
 from wanstream.offload.formats.decode import decode_block
@@ -18,7 +17,6 @@ from wanstream.offload.formats.layout import allocate_flat, tensor_views
 from wanstream.offload.sources.base import SourceError
 from wanstream.plan.programs import BlockKey
 from wanstream.testing import TinyShape, make_expert, save_expert_file
-from wanstream.testing.quantised import QuantiseLayers
 from wanstream.tests.support.offload.edited_files import Change, Edits, Tensors, rewrite, zeros
 from wanstream.tests.support.wan.number_formats import MixedLayout, json_tensor, mixture
 from wanstream.tests.support.wan.opened_experts import assert_holds
@@ -40,21 +38,18 @@ BYTES = torch.uint8
 Q = "blocks.0.self_attn.q"
 BLOCK = BlockKey("high", 0)
 INT8_MARKER = {"format": "int8_tensorwise"}
-Save = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def model() -> WanTransformer3DModel:
+def model():
     return make_expert(seed=1, shape=TinyShape(layers=1))
 
 
 @pytest.fixture
-def save(model: WanTransformer3DModel, tmp_path: Path) -> Save:
+def save(model, tmp_path):
     """`save(layout, change={}, metadata=None)`: the model in bf16 and this layout, changed."""
 
-    def write(
-        layout: QuantiseLayers, change: Change, metadata: Mapping[str, str] | None = None
-    ) -> Path:
+    def write(layout, change, metadata=None):
         path = tmp_path / "a.safetensors"
         save_expert_file(model, path, dtype=BF16, quantised=layout)
         return rewrite(path, path, change, metadata)
@@ -212,7 +207,7 @@ Quantised = Callable[..., tuple[Path, Tensors]]
 
 
 @pytest.fixture
-def quantised(tiny_expert_file: Save, tmp_path: Path) -> Quantised:
+def quantised(tiny_expert_file, tmp_path):
     """`quantised(form, more)`: a file with block matrices in this form and edits, and all values.
 
     Values are in fp32, by parameter name.

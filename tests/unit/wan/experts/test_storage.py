@@ -117,9 +117,7 @@ def test_engine_takes_the_predicted_bytes(tiny_expert_file, dtype, fp8):
         (BF16, "scaled_fp8", BF16, "int8 ConvRot", VALUES, QUANTISED),
     ],
 )
-def test_bytes_are_predicted_before_a_read(
-    tiny_expert_file, stored, fp8, compute, storage, file, kept
-):
+def test_bytes_are_known_before_a_read(tiny_expert_file, stored, fp8, compute, storage, file, kept):
     """A GPU has the stored bytes of decoded blocks too, also if only one expert is decoded."""
     path = tiny_expert_file(dtype=stored, fp8=fp8)
     plain = tiny_expert_file(dtype=compute)
@@ -136,9 +134,8 @@ def test_bytes_are_predicted_before_a_read(
         return
     for experts in ((path, plain), (plain, path)):
         with open_experts(*experts, compute_dtype=compute) as pair:
-            assert beside == pair.device_bytes(LAYERWISE) - pair.device_bytes(
-                LAYERWISE, device="cpu"
-            )
+            on_cpu = pair.device_bytes(LAYERWISE, device="cpu")
+            assert beside == pair.device_bytes(LAYERWISE) - on_cpu
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc")
@@ -207,9 +204,7 @@ def test_broken_weight_is_refused_by_name(tiny_expert_file, changed_expert, lane
         velocity(pair, lane, "low")  # the pair is still usable
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux" or not HAS_DIRECT, reason="O_DIRECT and /proc are Linux's"
-)
+@pytest.mark.skipif(sys.platform != "linux" or not HAS_DIRECT, reason="needs O_DIRECT and /proc")
 def test_blocks_read_past_the_page_cache_are_the_same(tiny_expert_folder, lane):
     high, low = (tiny_expert_folder(seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     found = []

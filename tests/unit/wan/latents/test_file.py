@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,7 @@ def test_file_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def _stored(tensor: torch.Tensor, description: str | None = None) -> Callable[[Path], object]:
+def _stored(tensor, description=None):
     tensors = {TENSOR: tensor, UNSCALED: torch.empty(0)}
     metadata = None if description is None else {DESCRIPTION: description}
     return lambda path: save_file(tensors, path, metadata)
@@ -105,7 +104,7 @@ DESCRIPTIONS = {
     "deep": "[" * 100_000,
     "no JSON": "{'sigma'",
 }
-WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+WRONG = {
     "missing": (lambda path: None, "does not exist"),
     "folder": (lambda path: path.mkdir(), "is a folder: choose a file of Wan Save Latent"),
     "text": (lambda path: path.write_text("a video"), "is not a latent file, or is incomplete"),

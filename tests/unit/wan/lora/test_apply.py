@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import peft
 import pytest
 import torch
@@ -17,6 +15,7 @@ from .test_file import WEIGHT as Q_WEIGHT
 from .test_file import Q, layer
 
 ROWS, COLUMNS, RANK, ALPHA = 256, 512, 4, 2.0
+FP32 = torch.float32
 AT_ONCE = "wanstream.offload.transfers.weight_patch._values_at_once"
 WEIGHT = "blocks.1.ffn.net.2.weight"
 LAYERS = (
@@ -43,7 +42,7 @@ LOHA_TUCKER = {f"hada_{n}": (RANK, ROWS if n[-1] == "a" else COLUMNS) for n in H
 LOHA_TUCKER |= {"hada_t1": (RANK, RANK), "hada_t2": (RANK, RANK)}
 LORA = {"lora_up.weight": (ROWS, RANK), "lora_down.weight": (RANK, COLUMNS)}
 # Layer tensors, and the product's factor by alpha.
-KINDS: Mapping[str, tuple[Mapping[str, tuple[int, ...]], float]] = {
+KINDS = {
     "LoKr": ({**LOKR_W1, **LOKR_W2}, 1.0),
     "LoKr, large w1": ({"lokr_w1": (64, 32), "lokr_w2": (4, 16)}, 1.0),
     "LoKr, factors of w1": ({**LOKR_W1_FACTORS, **LOKR_W2}, ALPHA / 2),
@@ -99,9 +98,7 @@ def opened(lora_file):
 
     def write(tensors, spelling=0):
         stored = {**tensors, "alpha": torch.tensor(ALPHA)}
-        return open_lora(
-            lora_file({LAYERS[spelling] + name: each for name, each in stored.items()})
-        )
+        return open_lora(lora_file({LAYERS[spelling] + name: stored[name] for name in stored}))
 
     return write
 
@@ -214,9 +211,7 @@ def test_lora_of_another_parameter_is_not_read(lora_file):
     assert not factors._tensors
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((6,), torch.float32), ((6, 2, 1, 2, 1), torch.bfloat16)]
-)
+@pytest.mark.parametrize(("shape", "dtype"), [((6,), FP32), ((6, 2, 1, 2, 1), torch.bfloat16)])
 def test_difference_is_added_in_the_shape_of_the_parameter(shape, dtype):
     """The sum is rounded once."""
     base = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

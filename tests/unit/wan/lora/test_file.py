@@ -19,10 +19,8 @@ WEIGHT = "blocks.1.attn1.to_q.weight"
 
 
 def layer(rows=256, columns=256, *, rank=4, name=Q):
-    return {
-        f"{name}.lora_down.weight": torch.ones(rank, columns),
-        f"{name}.lora_up.weight": torch.ones(rows, rank),
-    }
+    shapes = {"down": (rank, columns), "up": (rows, rank)}
+    return {f"{name}.lora_{end}.weight": torch.ones(shape) for end, shape in shapes.items()}
 
 
 def products(lora):
@@ -51,12 +49,7 @@ def test_contents_of_a_lightning_lora(lora_file, caplog):
 
 @pytest.mark.parametrize(
     ("alpha", "scale"),
-    [
-        (None, 1.0),
-        (torch.tensor([1.0], dtype=torch.bfloat16), 0.25),
-        (torch.tensor(8), 2.0),
-        (torch.tensor(0.0), 0.0),
-    ],
+    [(None, 1.0), (torch.ones(1).bfloat16(), 0.25), (torch.tensor(8), 2.0), (torch.zeros(()), 0.0)],
 )
 def test_scale_is_alpha_by_rank(lora_file, alpha, scale):
     """Only the header and the alphas are read: a non-finite factor is refused when it is read."""
@@ -82,8 +75,7 @@ def test_bias_of_up_is_scaled_like_up(lora_file):
 def test_identity_follows_the_file(lora_file):
     path = lora_file()
     lora = open_lora(path)
-    elsewhere = open_lora(path.parent / ".." / path.parent.name / path.name)
-    assert elsewhere.identity == lora.identity
+    assert open_lora(path.parent / ".." / path.parent.name / path.name).identity == lora.identity
     assert hash(lora.identity) == hash(open_lora(path).identity)
     assert lora.is_current()
     lora_file(seed=1, biases=False).replace(path)
@@ -93,38 +85,40 @@ def test_identity_follows_the_file(lora_file):
     assert not lora.is_current()
 
 
-class TestUnmatched:
-    AUDIO = "diffusion_model.blocks.0.audio_attn"
-    OTHERS = (
-        *(f"{AUDIO}.k.lora_down.weight", f"{AUDIO}.k.lora_up.weight", f"{AUDIO}.norm_k.diff"),
-        "diffusion_model.audio_emb.proj.1.diff_b",
-    )
-    LAYERS = f"diffusion_model.audio_emb.proj.1, {AUDIO}.k, {AUDIO}.norm_k"
+AUDIO = "diffusion_model.blocks.0.audio_attn"
+OTHERS = (
+    *(f"{AUDIO}.k.lora_down.weight", f"{AUDIO}.k.lora_up.weight", f"{AUDIO}.norm_k.diff"),
+    "diffusion_model.audio_emb.proj.1.diff_b",
+)
+LAYERS = f"diffusion_model.audio_emb.proj.1, {AUDIO}.k, {AUDIO}.norm_k"
 
-    def test_keys_of_no_parameter_are_listed_once(self, lora_file, lightning, caplog):
-        caplog.set_level(logging.WARNING, logger="wanstream.lora")
-        path = lora_file(lightning() | {key: torch.ones(4, 4) for key in self.OTHERS})
-        lora = open_lora(path)
-        assert open_lora(path) is lora  # a graph opens it in its check too: one line in the log
-        assert (set(lora.unmatched), len(products(lora))) == ({*self.OTHERS}, 4 * 10)
-        [record] = caplog.records
-        message = record.getMessage()
-        assert (record.name, (message,)) == ("wanstream.lora", lora.warnings)
-        used = "lora_0.safetensors is used in part: 3 of 43 layers do not belong to a Wan expert"
-        assert message.startswith(used)
-        assert message.endswith("are left out: " + self.LAYERS)
 
-    @pytest.mark.parametrize("key", ["diffusion_model.blocks.2.self_attn.q.alpha", f"{Q}.diff_m"])
-    def test_one_number_is_no_layer(self, lora_file, key):
-        lora = open_lora(lora_file(layer() | {key: torch.ones(())}))
-        assert (lora.unmatched, lora.warnings) == ((key,), ())
+def test_keys_of_no_parameter_are_listed_once(lora_file, lightning, caplog):
+    caplog.set_level(logging.WARNING, logger="wanstream.lora")
+    path = lora_file(lightning() | {key: torch.ones(4, 4) for key in OTHERS})
+    lora = open_lora(path)
+    assert open_lora(path) is lora  # a graph opens it in its check too: one line in the log
+    assert (set(lora.unmatched), len(products(lora))) == ({*OTHERS}, 4 * 10)
+    [record] = caplog.records
+    message = record.getMessage()
+    assert (record.name, (message,)) == ("wanstream.lora", lora.warnings)
+    used = "lora_0.safetensors is used in part: 3 of 43 layers do not belong to a Wan expert"
+    assert message.startswith(used)
+    assert message.endswith("are left out: " + LAYERS)
 
-    @pytest.mark.parametrize("key", ["anything", f"{Q}.diff_m"])
-    def test_layer_or_part_of_one_is_counted(self, lora_file, key):
-        lora = open_lora(lora_file(layer() | {key: torch.ones(2)}))
-        assert lora.unmatched == (key,)
-        assert "1 of 2 layers do not belong to a Wan expert" in lora.warnings[0]
-        assert f"left out: {key}" in lora.warnings[0]
+
+@pytest.mark.parametrize("key", ["diffusion_model.blocks.2.self_attn.q.alpha", f"{Q}.diff_m"])
+def test_one_number_is_no_layer(lora_file, key):
+    lora = open_lora(lora_file(layer() | {key: torch.ones(())}))
+    assert (lora.unmatched, lora.warnings) == ((key,), ())
+
+
+@pytest.mark.parametrize("key", ["anything", f"{Q}.diff_m"])
+def test_layer_or_part_of_one_is_counted(lora_file, key):
+    lora = open_lora(lora_file(layer() | {key: torch.ones(2)}))
+    assert lora.unmatched == (key,)
+    assert "1 of 2 layers do not belong to a Wan expert" in lora.warnings[0]
+    assert f"left out: {key}" in lora.warnings[0]
 
 
 DOWN = f"{Q}.lora_down.weight"

@@ -22,6 +22,7 @@ PARAMETERS = list(parameter_shapes(CONFIG))
 WEIGHTS = [name for name in PARAMETERS if not name.endswith(".bias")]
 BLOCK = "blocks.7"
 NATIVE = "diffusion_model.blocks.7"
+EMBEDDER = "condition_embedder"
 PEFT = "base_model.model.blocks.7"
 Q = f"{BLOCK}.attn1.to_q"
 
@@ -55,28 +56,21 @@ KNOWN = {
     "lycoris_blocks_7_attn1_to_q.lora_up.weight": (f"{Q}.weight", "up"),
     f"{NATIVE}.cross_attn.k_img.alpha": (f"{BLOCK}.attn2.add_k_proj.weight", "alpha"),
     "transformer.blocks.7.attn2.add_k_proj.alpha": (f"{BLOCK}.attn2.add_k_proj.weight", "alpha"),
-    "diffusion_model.img_emb.proj.4.diff_b": (
-        "condition_embedder.image_embedder.norm2.bias",
-        "diff",
-    ),
+    "diffusion_model.img_emb.proj.4.diff_b": (f"{EMBEDDER}.image_embedder.norm2.bias", "diff"),
 }
+WORDS = """
+    blocks.7.self_attn.q blocks.7.self_attn.q.weight blocks.7.self_attn.q.diff_m
+    diffusion_model.diff_m blocks.x.self_attn.q.diff blocks.7.self_attn.diff
+    xblocks.7.self_attn.q.diff blocks.7.self_attn.q.extra.diff
+    diffusion_model.blocks.7.cross_attn.norm_k_img.diff_b
+    diffusion_model.blocks.7.self_attn.norm_q.diff_b diffusion_model.blocks.7.modulation.diff_b
+    transformer_blocks.7.attn1.to_q.lora_down.weight lycoris_transformer_blocks_7_attn1_to_q.lokr_w1
+    lora_unet_down_blocks_7_attn1_to_q.lora_down.weight
+    lora_te_text_model_encoder_layers_0_mlp_fc1.lora_up.weight
+"""
 MEANINGLESS = [
+    *WORDS.split(),
     "",
-    "blocks.7.self_attn.q",
-    "blocks.7.self_attn.q.weight",
-    "blocks.7.self_attn.q.diff_m",
-    "diffusion_model.diff_m",
-    "blocks.x.self_attn.q.diff",
-    "blocks.7.self_attn.diff",
-    "xblocks.7.self_attn.q.diff",
-    "blocks.7.self_attn.q.extra.diff",
-    "diffusion_model.blocks.7.cross_attn.norm_k_img.diff_b",
-    "diffusion_model.blocks.7.self_attn.norm_q.diff_b",
-    "diffusion_model.blocks.7.modulation.diff_b",
-    "transformer_blocks.7.attn1.to_q.lora_down.weight",
-    "lycoris_transformer_blocks_7_attn1_to_q.lokr_w1",
-    "lora_unet_down_blocks_7_attn1_to_q.lora_down.weight",
-    "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_up.weight",
     "blocks.\N{ARABIC-INDIC DIGIT SEVEN}.self_attn.q.diff",
     f"blocks.{'7' * 5000}.self_attn.q.diff",
     f"lora_unet_{'model_' * 50_000}blocks_7_self_attn_q.diff",

@@ -60,8 +60,7 @@ def scales(path):
 )
 def test_config_next_to_the_file_and_in_the_header(tmp_path, config, expected):
     assert scales(write(tmp_path, config=config)) == expected
-    header = write(tmp_path / "header", metadata={PEFT_FIELD: json.dumps(config)})
-    assert scales(header) == expected
+    assert scales(write(tmp_path / "header", metadata={PEFT_FIELD: json.dumps(config)})) == expected
 
 
 @pytest.mark.parametrize(
@@ -124,11 +123,7 @@ def test_config_that_may_be_another_files_is_noted(tmp_path):
         ),
         *(
             ({"alpha_pattern": patterns}, "ways to match; only names of layers and simple")
-            for patterns in (
-                {".?" * 30: 1},
-                {"(.|.)" * 20: 1},
-                {f".*a.*{at}": 1 for at in range(21)},
-            )
+            for patterns in ({".?" * 30: 1}, {"(.|.)" * 20: 1}, {f".*a.*{n}": 1 for n in range(21)})
         ),
         ({"use_rslora": "false"}, "use_rslora is 'false'; true or false is expected"),
         ({"use_dora": True}, r"is a DoRA by its settings \(use_dora\), but has no magnitudes"),

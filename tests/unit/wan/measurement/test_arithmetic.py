@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +21,13 @@ INT8_ROWS = MixedLayout(format_of=lambda _: "int8 rows")
 
 
 @pytest.fixture(autouse=True)
-def _nothing_measured(monkeypatch: Patch, tmp_path: Path) -> None:
+def _nothing_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_measured", {})
 
 
 @pytest.fixture
-def int8_ref(make_tiny_expert: Any, tmp_path: Path) -> ExpertsRef:
+def int8_ref(make_tiny_expert, tmp_path):
     path = tmp_path / "int8.safetensors"
     save_expert_file(make_tiny_expert(seed=0), path, dtype=FP32, quantised=INT8_ROWS)
     return ExpertsRef(high_noise=path, single=True, compute_dtype="float32", arithmetic="auto")
@@ -38,7 +35,7 @@ def int8_ref(make_tiny_expert: Any, tmp_path: Path) -> ExpertsRef:
 
 def measures(monkeypatch: Patch, **visits: float) -> None:
     """Treat the CPU as a device whose visits take 1 s, or in 8 bits the given seconds."""
-    times: Mapping[str, BlockTimes] = {
+    times = {
         name: BlockTimes(visit_s=visit_s, products_s=0.1, attention_s=0.1, parts={}, decode_s=0.2)
         for name, visit_s in {"": 1.0, **visits}.items()
     }
@@ -73,10 +70,8 @@ def test_lora_that_needs_the_values_decodes_them(int8_ref, make_tiny_expert, tmp
     measures(monkeypatch, int8=0.5)
     expert = make_tiny_expert(seed=0)
     difference = {"diffusion_model.blocks.0.self_attn.q.diff": torch.ones(256, 256)}
-    for name, tensors, multiplied in (
-        ("product", make_lora(expert, seed=1), ("int8",)),
-        ("sum", difference, ()),
-    ):
+    product = make_lora(expert, seed=1)
+    for name, tensors, multiplied in (("product", product, ("int8",)), ("sum", difference, ())):
         save_lora(tensors, tmp_path / name, dtype=FP32)
         loras = (LoraRef(high_noise=tmp_path / name),)
         choice = measured_arithmetic(replace(int8_ref, loras=loras), CPU)

@@ -44,11 +44,9 @@ def test_operations_are_those_that_torch_counts(shape):
     assert counted.get_total_flops() == shape.block_flops(300)
 
 
-@pytest.mark.parametrize(
-    ("given", "most_s", "tokens"), [(700, 60, 700), (10, 60, 10), (100_000, 0.0, 256)]
-)
-def test_time_limits_the_tokens(given, most_s, tokens):
-    rate = probe_block(TINY, given, CPU, most_s=most_s)
+@pytest.mark.parametrize(("given", "limit", "tokens"), [(700, 60, 700), (9, 60, 9), (9999, 0, 256)])
+def test_time_limits_the_tokens(given, limit, tokens):
+    rate = probe_block(TINY, given, CPU, most_s=limit)
     assert rate.tokens == tokens
     assert 1e6 < rate.flops_per_s < 1e16
 

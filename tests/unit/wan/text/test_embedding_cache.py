@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ class CountedEncoder:
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
 
-    def __call__(self, path: Path, **_: object) -> Any:
+    def __call__(self, path, **_):
         return self
 
     def __enter__(self) -> CountedEncoder:
@@ -34,7 +31,7 @@ class CountedEncoder:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def encode(self, texts: Sequence[str], **_: object) -> list[torch.Tensor]:
+    def encode(self, texts, **_):
         self.calls.append(list(texts))
         embeddings = [torch.zeros(1, 16, 4) for _ in texts]
         for text, embedding in zip(texts, embeddings, strict=True):
@@ -43,24 +40,23 @@ class CountedEncoder:
 
 
 @pytest.fixture
-def encoder() -> CountedEncoder:
+def encoder():
     return CountedEncoder()
 
 
 @pytest.fixture
-def kept(encoder: CountedEncoder) -> EmbeddingCache:
+def kept(encoder):
     return EmbeddingCache(max_bytes=16 * 4 * 4 * 2, open_encoder=encoder)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     (tmp_path / "encoder.safetensors").touch()
     return tmp_path / "encoder.safetensors"
 
 
 def test_equal_texts_are_encoded_once(kept, path, encoder):
-    first = kept.encode(path, ["boat", "blurry"], device=CPU)
-    first[0].zero_()
+    kept.encode(path, ["boat", "blurry"], device=CPU)[0].zero_()
     again = kept.encode(path, ["boat", "blurry"], device=CPU)
     other = kept.encode(path, ["car", "blurry"], device=CPU)
     same = kept.encode(path, ["car", "car"], device=CPU)
@@ -101,9 +97,9 @@ def test_tokenizer_of_a_folder_counts_too(tiny_pipeline, tmp_path, kept, encoder
 
 
 def test_embedded_host_keeps_texts_from_run_to_run(tiny_pipeline, tmp_path, monkeypatch):
-    opened: list[Path] = []
+    opened = []
 
-    def counted(path: Path, **options: Any) -> object:
+    def counted(path, **options):
         opened.append(path)
         return open_text_encoder(path, **options)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from wanstream.wan.text.tokenizer import (
 )
 
 ROWS = len(VOCABULARY)
+GEMMA = ("<pad>", "<eos>", "<bos>", *VOCABULARY[2:])
 MODEL = sentencepiece_model()
 PROMPTS = [
     "",
@@ -38,7 +37,6 @@ PROMPTS = [
     "a</s>b</s></s>",
     "<pad> <unk> x<unk>y",
 ]
-Open = Callable[..., SentenceTokenizer]
 
 
 def random_prompts(count: int) -> list[str]:
@@ -49,7 +47,7 @@ def random_prompts(count: int) -> list[str]:
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Open:
+def stored(tmp_path):
     """`stored(data, rows=ROWS)`: an opened tokenizer, stored as this tensor or as these bytes."""
 
     def open_it(data: bytes | torch.Tensor = MODEL, *, rows: int = ROWS) -> SentenceTokenizer:
@@ -69,9 +67,8 @@ def test_tokens_are_those_of_the_folder(stored, tmp_path, length):
     # Both tokenizers get cleaned texts, without white space at the ends and without double spaces.
     texts = [" ".join(prompt.split()) for prompt in PROMPTS + random_prompts(500)]
     found = stored().tokens(texts, length=length)
-    expected = theirs(
-        texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    )
+    how = {"padding": "max_length", "max_length": length, "truncation": True}
+    expected = theirs(texts, **how, return_tensors="pt")
     for index, text in enumerate(texts):
         assert torch.equal(found.ids[index], expected.input_ids[index]), text
         assert torch.equal(found.mask[index], expected.attention_mask[index]), text
@@ -112,15 +109,10 @@ def test_damaged_model_is_refused(stored, data, rows, message):
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "rows"),
-    [
-        (VOCABULARY, ROWS - 1),
-        (VOCABULARY, ROWS + 512),
-        (("<pad>", "<eos>", "<bos>", *VOCABULARY[2:]), ROWS + 1),
-    ],
-    ids=["more pieces", "fewer pieces", "Gemma"],
+    ("vocabulary", "rows"), [(VOCABULARY, ROWS - 1), (VOCABULARY, ROWS + 512), (GEMMA, ROWS + 1)]
 )
 def test_tokenizer_of_another_model_is_not_taken(tmp_path, vocabulary, rows):
+    """With more pieces than rows, with far fewer, and with those of Gemma."""
     (tmp_path / "spiece.model").write_bytes(sentencepiece_model(vocabulary))
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         tokenizer_beside(tmp_path / "umt5.safetensors", rows=rows)

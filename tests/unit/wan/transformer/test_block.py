@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-from wanstream.block_kernels import MIN_TOKENS, BlockMath, choose_math, chunk_slices
-from wanstream.schema.refs import KernelSet
+from wanstream.block_kernels import MIN_TOKENS, choose_math, chunk_slices
 from wanstream.shapes import T2V_A14B, TEXT_TOKENS, VideoShape
 from wanstream.tests.support.wan.blocks import Operations, block_inputs, computed, diffusers_block
 from wanstream.wan import Nag, changed
@@ -28,24 +24,24 @@ NAG = Nag(scale=5.0, tau=1.5, alpha=0.5)
 TOKENS, IMAGE = 271, 17
 
 
-def math_of(name: KernelSet, dtype: torch.dtype = FP32) -> BlockMath:
+def math_of(name, dtype=FP32):
     if name == "comfy-kitchen":
         pytest.importorskip("comfy_kitchen")
     return choose_math(name, CPU, dtype, 256)
 
 
 @pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
+def _no_gradients():
     with torch.no_grad():
         yield
 
 
 @pytest.fixture(autouse=True)
-def _equal_rows(equal_bf16_rows: None) -> None:
+def _equal_rows(equal_bf16_rows):
     """Compare to the bit on every processor."""
 
 
-def by_hand(block: WanTransformerBlock, given: tuple[Any, ...]) -> torch.Tensor:
+def by_hand(block, given):
     """Return the tokens after diffusers' block, with NAG if there are two texts."""
     hidden, text, temb, tables = given
     if isinstance(temb, FrameModulation):
@@ -68,7 +64,7 @@ def by_hand(block: WanTransformerBlock, given: tuple[Any, ...]) -> torch.Tensor:
     return result
 
 
-def case_of(form: str, dtype: torch.dtype) -> tuple[WanTransformerBlock, tuple[Any, ...]]:
+def case_of(form, dtype):
     """Return diffusers' block, and inputs in this form."""
     image = {"added_kv_proj_dim": 256} if form == "image" else {}
     words = IMAGE + TEXT_TOKENS if form == "image" else 7
@@ -176,8 +172,7 @@ def test_products_are_of_a_chunk_and_the_attention_of_all(tokens, chunk, sizes):
 def test_no_token_gets_a_copy_of_its_rows(chunk):
     """In contrast to diffusers' block, no tensor with six rows per token is created."""
     hidden, text, temb, tables = block_inputs(4096)
-    spans = ((0, 2048, 0), (2048, 4096, 1))
-    rows = FrameModulation(rows=torch.cat([temb, temb]), spans=spans)
+    rows = FrameModulation(rows=torch.cat([temb, temb]), spans=((0, 2048, 0), (2048, 4096, 1)))
     ours = WanBlock(diffusers_block(), BlockSettings(chunk_tokens=chunk))
     with Operations() as operations:
         computed(ours, hidden, text, rows, tables)
@@ -185,53 +180,52 @@ def test_no_token_gets_a_copy_of_its_rows(chunk):
     assert max(each.untyped_storage().nbytes() for each in made) < 3 * hidden.nbytes
 
 
-class TestTwoTexts:
-    @pytest.mark.parametrize("name", ["exact", "torch"])
-    def test_alpha_of_zero_is_the_first_text_alone(self, name):
-        block, (hidden, texts, *others) = case_of("two texts", FP32)
-        ours = WanBlock(block, BlockSettings(math=math_of(name), nag=Nag(alpha=0.0)))
-        alone = computed(ours, hidden, texts[0], *others)
-        assert torch.equal(computed(ours, hidden, texts, *others), alone)
-
-    def test_attention_to_an_image_is_added_to_the_guided_one(self):
-        block, (hidden, rows, temb, tables) = case_of("image", FP32)
-        attn, negative = block.attn2, rows[:, :5].neg()
-        ours = WanBlock(block, BlockSettings(nag=NAG))
-        query = attn.norm_q(attn.to_q(hidden))
-
-        def attended(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            heads = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in (query, key, value))
-            return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-
-        image, text = rows[:, :IMAGE], rows[:, IMAGE:]
-        texts = (text, negative)
-        each = [attended(attn.norm_k(attn.to_k(words)), attn.to_v(words)) for words in texts]
-        image_part = attended(attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))
-        found = ours._attend_texts(query, (rows, negative))
-        assert torch.allclose(found, guide(*each, NAG) + image_part, rtol=1e-5, atol=1e-5)
-        assert computed(ours, hidden, (rows, negative), temb, tables).shape == hidden.shape
+@pytest.mark.parametrize("name", ["exact", "torch"])
+def test_alpha_of_zero_is_the_first_text_alone(name):
+    block, (hidden, texts, *others) = case_of("two texts", FP32)
+    ours = WanBlock(block, BlockSettings(math=math_of(name), nag=Nag(alpha=0.0)))
+    alone = computed(ours, hidden, texts[0], *others)
+    assert torch.equal(computed(ours, hidden, texts, *others), alone)
 
 
-class TestOnADevice:
-    @pytest.mark.parametrize("chunk", [1024, 4096])
-    def test_values_and_peak_of_the_real_width(self, gpu, chunk):
-        """Compare peak memory and results for one A14B block at 832x480x33."""
-        gpu.need_kernels("a block of the real width takes minutes on a CPU")
-        tokens = VideoShape(width=832, height=480, frames=33).tokens
-        block = diffusers_block(40, 13824, BF16).to("cuda")
-        hidden, text, modulation, tables = block_inputs(tokens, 40, BF16)
-        inputs = [each.cuda() for each in (hidden, text, modulation)]
-        inputs.append(tuple(table.cuda() for table in tables))
-        expected = block(*inputs)
-        math = choose_math("auto", hidden.cuda().device, BF16, hidden.shape[2])
-        ours = WanBlock(block, BlockSettings(math=math, chunk_tokens=chunk))
-        inputs[3] = math.rotation(*inputs[3])
-        ours(*inputs)  # libraries take their workspaces, kernels are compiled
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        found = ours(*inputs)
-        peak = torch.cuda.max_memory_allocated() - before + inputs[0].nbytes
-        change = (expected - inputs[0]).float().norm()
-        assert (found.float() - expected.float()).norm() <= ERROR[BF16] * change
-        predicted = T2V_A14B.working_bytes([tokens], chunk_tokens=chunk)
-        assert 0.85 * predicted <= peak <= 1.05 * predicted
+def test_attention_to_an_image_is_added_to_the_guided_one():
+    block, (hidden, rows, temb, tables) = case_of("image", FP32)
+    attn, negative = block.attn2, rows[:, :5].neg()
+    ours = WanBlock(block, BlockSettings(nag=NAG))
+    query = attn.norm_q(attn.to_q(hidden))
+
+    def attended(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        heads = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in (query, key, value))
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+    image, text = rows[:, :IMAGE], rows[:, IMAGE:]
+    texts = (text, negative)
+    each = [attended(attn.norm_k(attn.to_k(words)), attn.to_v(words)) for words in texts]
+    image_part = attended(attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))
+    found = ours._attend_texts(query, (rows, negative))
+    assert torch.allclose(found, guide(*each, NAG) + image_part, rtol=1e-5, atol=1e-5)
+    assert computed(ours, hidden, (rows, negative), temb, tables).shape == hidden.shape
+
+
+@pytest.mark.parametrize("chunk", [1024, 4096])
+def test_values_and_peak_of_the_real_width(gpu, chunk):
+    """Compare peak memory and results for one A14B block at 832x480x33."""
+    gpu.need_kernels("a block of the real width takes minutes on a CPU")
+    tokens = VideoShape(width=832, height=480, frames=33).tokens
+    block = diffusers_block(40, 13824, BF16).to("cuda")
+    hidden, text, modulation, tables = block_inputs(tokens, 40, BF16)
+    inputs = [each.cuda() for each in (hidden, text, modulation)]
+    inputs.append(tuple(table.cuda() for table in tables))
+    expected = block(*inputs)
+    math = choose_math("auto", hidden.cuda().device, BF16, hidden.shape[2])
+    ours = WanBlock(block, BlockSettings(math=math, chunk_tokens=chunk))
+    inputs[3] = math.rotation(*inputs[3])
+    ours(*inputs)  # libraries take their workspaces, kernels are compiled
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = ours(*inputs)
+    peak = torch.cuda.max_memory_allocated() - before + inputs[0].nbytes
+    change = (expected - inputs[0]).float().norm()
+    assert (found.float() - expected.float()).norm() <= ERROR[BF16] * change
+    predicted = T2V_A14B.working_bytes([tokens], chunk_tokens=chunk)
+    assert 0.85 * predicted <= peak <= 1.05 * predicted

@@ -12,7 +12,7 @@ STRONG = Nag(scale=5.0, tau=1.5, alpha=0.5)
 
 
 @pytest.fixture
-def pair() -> list[torch.Tensor]:
+def pair():
     """Attention to the positive and to the negative text. Ten rows stay within the limit."""
     draw = torch.Generator().manual_seed(6)
     positive, negative = (torch.randn(1, 30, 256, generator=draw) for _ in range(2))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 
-from wanstream.tests.support.rounding import ROUNDING
+from wanstream.tests.support.rounding import ROUNDING, distance
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.tests.support.wan.blocks import with_our_blocks
-from wanstream.tests.support.wan.pipelines import distance
 from wanstream.wan import Lane, SkipDecision, forward_lanes
 from wanstream.wan.transformer.forward import _local_slice
 from wanstream.wan.transformer.token_parts import FROM_ORIGIN, Positions, TokenPart, layout_tables
@@ -27,14 +24,12 @@ CONTEXTS = {
     "a video, a longer one, an image": [(3, 4, 6), (5, 2, 4), (1, 6, 6)],
 }
 
-Experts = Callable[..., WanTransformer3DModel]
 
-
-def _contexts(sizes: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+def _contexts(sizes):
     return [normal(1, 16, *size, seed=10 + number) for number, size in enumerate(sizes)]
 
 
-def _behind(contexts: Sequence[torch.Tensor]) -> tuple[TokenPart, ...]:
+def _behind(contexts):
     return tuple(
         TokenPart(latents=context, positions=Positions(source=source))
         for source, context in enumerate(contexts, 1)
@@ -45,25 +40,23 @@ def _lane(**parts: object) -> Lane:
     return Lane(latents=normal(*VIDEO, seed=1), text=normal(1, 5, TEXT_DIM, seed=2), **parts)
 
 
-def _forward(model: WanTransformer3DModel, *lanes: Lane, time: float = TIME) -> list[torch.Tensor]:
+def _forward(model, *lanes, time=TIME):
     with torch.no_grad():
         return forward_lanes(model, lanes, torch.tensor([time]), lambda block: nullcontext())
 
 
 @pytest.fixture(scope="module")
-def plain(make_tiny_expert: Experts) -> WanTransformer3DModel:
+def plain(make_tiny_expert):
     return make_tiny_expert(seed=3, layers=3, text_dim=TEXT_DIM)
 
 
 @pytest.fixture(scope="module")
-def model(plain: WanTransformer3DModel) -> WanTransformer3DModel:
+def model(plain):
     return with_our_blocks(plain)
 
 
 @torch.no_grad()
-def _with_contexts(
-    model: WanTransformer3DModel, lane: Lane, contexts: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _with_contexts(model, lane, contexts):
     """Return the velocity of diffusers' blocks over the joined tokens, cut before the head.
 
     Each token of source `s` is turned by `exp(i s f)`, on top of its position from the origin.
@@ -82,8 +75,7 @@ def _with_contexts(
     for block in model.blocks:
         tokens = block(tokens, text, six.unflatten(1, (6, -1)), rotary)
     shift, scale = (model.scale_shift_table + time.unsqueeze(1)).chunk(2, dim=1)
-    video = tokens[:, : streams[0].shape[1]]
-    rows = model.proj_out(model.norm_out(video) * (1 + scale) + shift)
+    rows = model.proj_out(model.norm_out(tokens[:, : streams[0].shape[1]]) * (1 + scale) + shift)
     return rows.reshape(1, 3, 2, 3, 1, 2, 2, 16).permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(VIDEO)
 
 
@@ -108,8 +100,7 @@ def test_positions_start_anywhere_on_every_axis(model):
     whole = layout_tables(model, [((5, 5, 5), FROM_ORIGIN)])
     placed = Positions(start=(1.0, 2.0, 0.0))
     for table, every in zip(layout_tables(model, [((2, 3, 2), placed)]), whole, strict=True):
-        expected = every.view(5, 5, 5, 128)[1:3, 2:5, 0:2].reshape(1, 12, 1, 128)
-        assert torch.equal(table, expected)
+        assert torch.equal(table, every.view(5, 5, 5, 128)[1:3, 2:5, 0:2].reshape(1, 12, 1, 128))
     between = layout_tables(model, [((1, 1, 1), Positions(start=(0.5, 0.0, 0.0)))])
     assert torch.allclose(between[0][0, 0, 0, 0], torch.tensor(0.5).cos())
 
@@ -121,9 +112,7 @@ def test_parts_of_a_video_equal_the_whole_video(make_tiny_expert):
     """
     model = with_our_blocks(make_tiny_expert(seed=5, layers=3, text_dim=TEXT_DIM, in_channels=48))
     latents = normal(1, 48, 4, 4, 6, seed=1)
-    whole = Lane(
-        latents=latents, text=normal(1, 5, TEXT_DIM, seed=2), timestep_scales=(1.0, 0.0, 0.5, 1.0)
-    )
+    whole = replace(_lane(), latents=latents, timestep_scales=(1.0, 0.0, 0.5, 1.0))
     parted = replace(
         whole,
         latents=latents[:, :, 1:3],
@@ -196,8 +185,6 @@ def test_cache_measures_the_video_alone(model, shares, rank, expected):
     lane, seen = _lane(front=(front,), behind=_behind(_contexts([(1, 4, 8)]))), Measured()
     with torch.no_grad():
         found = _local_slice(slice(6, 24), 32, lambda tokens: tokens.chunk(shares, dim=1)[rank])
-        forward_lanes(
-            model, [lane], torch.tensor([TIME]), lambda block: nullcontext(), shortcut=seen
-        )
+        forward_lanes(model, [lane], torch.tensor([TIME]), lambda _: nullcontext(), shortcut=seen)
     assert found == expected
     assert seen.videos == [slice(6, 24)]

@@ -98,8 +98,7 @@ THIN_WAN22 = _wan22_on_meta(8, 8)
 @example(height=8, width=8, count=6)  # finished latents raise the peak
 @settings(max_examples=4, deadline=None)
 def test_decode_and_encode_take_little_less_than_the_estimate(vae, side, height, width, count):
-    channels = vae.config.z_dim
-    peak = _decode_peak(vae, torch.empty(1, channels, count, height, width, device="meta"))
+    peak = _decode_peak(vae, torch.empty(1, vae.config.z_dim, count, height, width, device="meta"))
     estimate = decode_pixel_bytes(vae.config, count) * height * width
     assert 0.9 * estimate <= peak <= estimate
     frames = 4 * (count - 1) + 1
@@ -144,9 +143,7 @@ def test_device_that_computes_takes_the_estimate(tiny_pipeline):
     assert peak == pytest.approx(decode_pixel_bytes(vae.config, 3) * 64, rel=0.01)
 
 
-def _needs(
-    height: int, width: int, frames: int = 81, *, to_file: bool = False, per_latent: int = 8
-) -> DecodeNeeds:
+def _needs(height, width, frames=81, *, to_file=False, per_latent=8):
     return DecodeNeeds(
         height=height,
         width=width,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,39 +16,33 @@ from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.quantised import quantise
 from wanstream.testing.weights import make_vae
-from wanstream.tests.support.offload.edited_files import (
-    Change,
-    Edits,
-    Tensors,
-    prefixed,
-    rewrite,
-    zeros,
-)
+from wanstream.tests.support.offload.edited_files import Edits, Tensors, prefixed, rewrite, zeros
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.wan.vae.vae import VaeInputError, open_vae
 from wanstream.wan.vae.weights import FAMILIES
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
+MODEL = "model.diffusion_model.blocks.0"
 CONV = "decoder.conv1.weight"
 WAN21, WAN22 = FAMILIES
-Write = Callable[[Change], Path]
 
 
 @pytest.fixture(scope="module")
-def vae_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vae_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("vae") / "wan_2.1_vae.safetensors"
     save_vae_file(make_vae(seed=0), path)
     return path
 
 
 @pytest.fixture
-def changed(vae_file: Path, tmp_path: Path) -> Write:
+def changed(vae_file, tmp_path):
     """`changed(change)`: a changed copy."""
     return lambda change: rewrite(vae_file, tmp_path / "changed.safetensors", change)
 
 
-def assert_same_weights(path: Path, other: Path) -> None:
+def assert_same_weights(path, other):
     with open_vae(path) as found, open_vae(other) as expected:
         own, others = (vae._load(torch.device("cpu")).state_dict() for vae in (found, expected))
     assert own.keys() == others.keys()
@@ -86,10 +78,7 @@ def test_prefix_is_removed(changed, vae_file, prefix):
     ("change", "ignored"),
     [
         ({"optimizer.state.0.step": zeros(1), "global_step": zeros(1)}, "2 tensors .*global_step"),
-        (
-            lambda all: {**prefixed("vae.")(all), "model.diffusion_model.blocks.0.bias": zeros(3)},
-            r"blocks\.0\.bias",
-        ),
+        (lambda all: {**prefixed("vae.")(all), f"{MODEL}.bias": zeros(3)}, r"blocks\.0\.bias"),
     ],
 )
 def test_unused_tensors_are_ignored_with_a_note(changed, vae_file, change, ignored):
@@ -101,15 +90,12 @@ def test_unused_tensors_are_ignored_with_a_note(changed, vae_file, change, ignor
 
 @pytest.mark.parametrize(("which", "dtype"), [("all", FP8), ("one", torch.float64)], ids=str)
 def test_other_precisions_are_converted_with_a_warning(changed, tmp_path, dtype, which):
-    path = changed(
-        lambda all: {k: v.to(dtype) for k, v in all.items() if which == "all" or k == CONV}
-    )
+    path = changed(lambda all: {k: all[k].to(dtype) for k in all if which == "all" or k == CONV})
     (warning,) = open_vae(path).warnings
     assert str(dtype).removeprefix("torch.") in warning
     assert "wan_2.1_vae.safetensors" in warning
-    plain = rewrite(
-        path, tmp_path / "plain.safetensors", lambda all: {k: v.float() for k, v in all.items()}
-    )
+    plain = tmp_path / "plain.safetensors"
+    rewrite(path, plain, lambda all: {k: v.float() for k, v in all.items()})
     assert_same_weights(path, plain)
 
 
@@ -169,38 +155,36 @@ def test_decoder_alone_decodes_only(vae_file, tiny_pipeline, wan22_vae, tmp_path
             vae.encode(torch.zeros(1, 32, 32, 3), device="cpu")
 
 
-class TestNames:
-    def test_wan21_is_the_inverse_of_diffusers_converter(self):
-        with torch.device("meta"):
-            names = list(AutoencoderKLWan().state_dict())
-        native = {WAN21.native_name(name): name for name in names}
-        assert convert_wan_vae_to_diffusers(native) == {name: name for name in names}
+def test_names_of_wan21_are_the_inverse_of_diffusers_converter():
+    with torch.device("meta"):
+        names = list(AutoencoderKLWan().state_dict())
+    native = {WAN21.native_name(name): name for name in names}
+    assert convert_wan_vae_to_diffusers(native) == {name: name for name in names}
 
-    @pytest.mark.parametrize(
-        ("name", "native"),
-        [
-            (
-                "encoder.down_blocks.1.resnets.0.conv_shortcut",
-                "encoder.downsamples.1.{}.0.shortcut",
-            ),
-            ("encoder.down_blocks.2.downsampler.time_conv", "encoder.downsamples.2.{}.2.time_conv"),
-            ("decoder.up_blocks.0.resnets.2.conv2", "decoder.upsamples.0.{}.2.residual.6"),
-            ("decoder.up_blocks.2.upsampler.resample.1", "decoder.upsamples.2.{}.3.resample.1"),
-            ("decoder.mid_block.attentions.0.to_qkv", "decoder.middle.1.to_qkv"),
-        ],
-    )
-    def test_wan22(self, name, native):
-        inner = "downsamples" if name.startswith("encoder") else "upsamples"
-        assert WAN22.native_name(f"{name}.weight") == f"{native.format(inner)}.weight"
-        with torch.device("meta"):
-            names = list(AutoencoderKLWan.from_config(WAN22.config).state_dict())
-        assert len({WAN22.native_name(each) for each in names}) == len(names)
 
-    @pytest.mark.parametrize("name", ["decoder.up_blocks.x.resnets.0.norm1.gamma", ""])
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_name_outside_the_vae_is_refused(self, family, name):
-        with pytest.raises(ValueError, match="not a parameter"):
-            family.native_name(name)
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        ("encoder.down_blocks.1.resnets.0.conv_shortcut", "encoder.downsamples.1.{}.0.shortcut"),
+        ("encoder.down_blocks.2.downsampler.time_conv", "encoder.downsamples.2.{}.2.time_conv"),
+        ("decoder.up_blocks.0.resnets.2.conv2", "decoder.upsamples.0.{}.2.residual.6"),
+        ("decoder.up_blocks.2.upsampler.resample.1", "decoder.upsamples.2.{}.3.resample.1"),
+        ("decoder.mid_block.attentions.0.to_qkv", "decoder.middle.1.to_qkv"),
+    ],
+)
+def test_names_of_wan22(name, native):
+    inner = "downsamples" if name.startswith("encoder") else "upsamples"
+    assert WAN22.native_name(f"{name}.weight") == f"{native.format(inner)}.weight"
+    with torch.device("meta"):
+        names = list(AutoencoderKLWan.from_config(WAN22.config).state_dict())
+    assert len({WAN22.native_name(each) for each in names}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["decoder.up_blocks.x.resnets.0.norm1.gamma", ""])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_name_outside_the_vae_is_refused(family, name):
+    with pytest.raises(ValueError, match="not a parameter"):
+        family.native_name(name)
 
 
 @pytest.mark.parametrize(
@@ -238,14 +222,8 @@ ENCODER = "encoder.conv1.weight"
         ({"decoder.head.0.gamma": None}, r"decoder\.head\.0\.gamma \[8, 1, 1, 1\] is missing"),
         ({ENCODER: None}, r"encoder\.conv1\.weight is missing"),
         ({ENCODER: zeros(16, 3, 3, 3)}, r"\[16, 3, 3, 3\]; \[out, in, 3, 3, 3\] is expected"),
-        (
-            {"conv2.weight": zeros(48, 48, 1, 1, 1)},
-            r"rest of the file requires \[16, 16, 1, 1, 1\]",
-        ),
-        (
-            {"conv1.bias": zeros(32, dtype=torch.int8)},
-            r"conv1\.bias is torch\.int8; one of float32",
-        ),
+        ({"conv2.weight": zeros(48, 48, 1, 1, 1)}, r"rest of the file requires \[16, 16, 1, 1, 1"),
+        ({"conv1.bias": zeros(32, dtype=INT8)}, r"conv1\.bias is torch\.int8; one of float32"),
         ({"_orig_mod.conv1.bias": zeros(32)}, r"holds conv1\.bias twice, as .*_orig_mod"),
         (_average, "2 models of one kind, under the prefixes .*'ema.'"),
         (

@@ -1,34 +1,31 @@
-"""First-block cache and EasyCache: equal to diffusers' or the definition, and bytes saved."""
+"""Step caches alone and in windows: equal to diffusers' or the definition, and bytes saved."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
 
+from wanstream.plan.programs.visits import SkipRule
 from wanstream.sampling.cache import EasyCache
 from wanstream.sampling.cache.base import LaneName, PassStart, Stage
 from wanstream.sampling.cache.easycache import _distance, computed_steps
 from wanstream.sampling.cache.first_block import FirstBlockSteps, _abs_distance
-from wanstream.sampling.cache.settings import FirstBlockCache
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
+from wanstream.sampling.calibrate import calibrate
 from wanstream.sampling.steps import RequestError, RunSlice
 from wanstream.sampling.steps.parallel import LOCAL_FORWARD
 from wanstream.sampling.steps.solvers import Solver
 from wanstream.schema import OffloadPolicy
-from wanstream.tests.support.sampling.plain_loop import plain_loop
-from wanstream.tests.support.sampling.runs import (
-    LAYERWISE,
-    Models,
-    latents_of,
-    normal,
-    run,
-    skipped,
-)
+from wanstream.shapes.context_windows import ContextWindows
+from wanstream.tests.support.rounding import ROUNDING
+from wanstream.tests.support.sampling.plain_loop import blend_windows, plain_loop
+from wanstream.tests.support.sampling.runs import LAYERWISE, latents_of, normal, run, skipped
 from wanstream.tests.support.sampling.short_memory import ShortOnce
 
 pytestmark = pytest.mark.usefixtures("exact_blocks")
@@ -36,12 +33,13 @@ pytestmark = pytest.mark.usefixtures("exact_blocks")
 LAYERS = 4
 STEPS = 8
 SWITCH = 4
+FRAMES = 7
+MOVING = ContextWindows(frames=3, overlap=1)
+STILL = replace(MOVING, shift_windows=False)
+STRIDED = replace(MOVING, overlap=0, stride=2)
 DEEP = OffloadPolicy.layerwise(3)
-POLICIES = [
-    OffloadPolicy.resident(),
-    OffloadPolicy.layerwise(0),
-    OffloadPolicy.block_swap(2, 1, source="pinned"),
-]
+PINNED = OffloadPolicy.block_swap(2, 1, source="pinned")
+POLICIES = [OffloadPolicy.resident(), OffloadPolicy.layerwise(0), PINNED]
 FIRST = FirstBlockCache
 EASY = EasyCache
 SOME = {FIRST: FIRST(threshold=0.55), EASY: EASY(threshold=0.8)}
@@ -53,32 +51,43 @@ Thresholds are large because these experts' outputs change a lot when the input 
 both = pytest.mark.parametrize("kind", [FIRST, EASY])
 
 
-def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
-    """Reference loop on whole models, with diffusers' cache around each."""
+@pytest.fixture
+def make_windowed(make_eight_steps):
+    """`make_windowed(**changes)`: a request with 7 latent frames and 8 steps in fixed windows."""
+    given = {"noise": normal(1, 16, FRAMES, 4, 6, seed=20), "windows": STILL}
+    return lambda **changes: make_eight_steps(**{**given, **changes})
+
+
+def with_diffusers_cache(models, request, threshold):
+    """Reference loop on whole models, with diffusers' cache around each.
+
+    A cache serves one text and one window, as long as every step has the window.
+    """
+    frames = request.noise.shape[2]
+    windows = request.options.windows or ContextWindows(frames=frames, overlap=0)
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    placed = [windows.at(step, frames) for step in range(STEPS)]
 
-    def velocity_of(model: Any, step: int, *given: torch.Tensor) -> torch.Tensor:
-        with model.cache_context(str(given[-1] is request.negative)):
-            return model(*given, return_dict=False)[0]
+    def velocity_of(model: Any, step: int, latents: torch.Tensor, time: Any, text: Any) -> Any:
+        def in_window(window: tuple[int, ...]) -> torch.Tensor:
+            gaps = [before for before in range(step) if window not in placed[before]]
+            with model.cache_context(f"{text is request.negative} {window} {gaps}"):
+                return model(latents[:, :, list(window)], time, text, return_dict=False)[0]
+
+        return blend_windows(windows, step, latents, in_window)
 
     return plain_loop(models, request, velocity_of)
 
 
 @torch.inference_mode()
-def defined(
-    models: Models, request: DenoiseRequest, threshold: float
-) -> tuple[torch.Tensor, list[int]]:
+def defined(models, request, threshold):
     """Return the latents and skipped steps of EasyCache's definition, for whole models."""
     plan = request.step_plan
-    latents = request.noise
+    latents = before = request.noise
     left_out = []
     solver = Solver(request.solver, plan.schedule, request.start_step)
     expert = ""
-    factor = math.nan
-    total = 0.0
-    history = []
-    before = latents
     for step in plan.steps:
         if plan.experts[step] != expert:
             expert = plan.experts[step]
@@ -107,28 +116,24 @@ def defined(
     return latents, left_out
 
 
-@pytest.mark.parametrize(("threshold", "left_out"), [(0.67, [6]), (0.8, [2, 6])])
-def test_easycache_is_its_definition(
-    threshold, left_out, open_pair, plain_models, make_eight_steps
-):
-    request = make_eight_steps(cache=EASY(threshold=threshold))
-    latents, expected = defined(plain_models(), request, threshold)
-    result = run(open_pair(), request)
-    assert skipped(result) == expected == left_out
-    assert torch.equal(result.latents, latents)
+def test_easycache_is_its_definition(open_pair, plain_models, make_eight_steps):
+    for threshold, left_out in ((0.67, [6]), (0.8, [2, 6])):
+        request = make_eight_steps(cache=EASY(threshold=threshold))
+        latents, expected = defined(plain_models(), request, threshold)
+        result = run(open_pair(), request)
+        assert skipped(result) == expected == left_out
+        assert torch.equal(result.latents, latents)
 
 
-@pytest.mark.parametrize(("threshold", "lanes"), [(0.55, {0, 1, 2}), (1e9, {0, 2})])
-def test_the_first_block_cache_is_diffusers(
-    threshold, lanes, open_pair, plain_models, make_eight_steps
-):
-    request = make_eight_steps(cache=FIRST(threshold=threshold))
-    result = run(open_pair(), request)
-    expected = with_diffusers_cache(plain_models(), request, threshold)
-    assert torch.equal(result.latents, expected)
-    steps = result.timeline.steps
-    assert {step.skipped_lanes for step in steps} == lanes
-    assert all((step.skipped_visits == LAYERS - 1) == (step.skipped_lanes == 2) for step in steps)
+def test_the_first_block_cache_is_diffusers(open_pair, plain_models, make_eight_steps):
+    for threshold, lanes in ((0.55, {0, 1, 2}), (1e9, {0, 2})):
+        request = make_eight_steps(cache=FIRST(threshold=threshold))
+        result = run(open_pair(), request)
+        assert torch.equal(result.latents, with_diffusers_cache(plain_models(), request, threshold))
+        steps = result.timeline.steps
+        assert {step.skipped_lanes for step in steps} == lanes
+        for step in steps:
+            assert (step.skipped_visits == LAYERS - 1) == (step.skipped_lanes == 2)
 
 
 @pytest.mark.parametrize(
@@ -237,32 +242,29 @@ def test_easycache_computes_first_and_last_steps():
     assert computed_steps({}, 0.2) == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("change", "going"), [(0.25, ()), (0.75, (0,))], ids=["skipped", "computed"]
-)
+@pytest.mark.parametrize(("change", "going"), [(0.25, ()), (0.75, (0,))])
 def test_a_change_is_measured_in_the_video_alone(change, going):
     """The video's residuals change by less and by more than the threshold.
 
     The residuals next to the video are huge.
     """
     cache = FirstBlockSteps(0.5, LOCAL_FORWARD)
-    name = LaneName(0, 0)
+    names = [LaneName(0, 0)]
     video = slice(2, 6)
 
-    def decided(step: int, of_video: float, of_others: float) -> Sequence[int]:
+    def decided(step: int, of_video: float, of_others: float) -> tuple[int, ...]:
         hidden = torch.full((1, 9, 4), of_others)
         hidden[:, video] = of_video
-        start = PassStart(step, Stage("high"), [name], [name], torch.nn.Identity())
-        steps = cache.begin(start)
+        steps = cache.begin(PassStart(step, Stage("high"), names, names, torch.nn.Identity()))
         steps.entered(0, torch.zeros_like(hidden), hidden, video)
         decision = steps.choose()
         for lane in decision.lanes:
             steps.ended(lane, hidden)
-        return decision.lanes
+        return tuple(decision.lanes)
 
-    assert tuple(decided(0, 1.0, 1e6)) == (0,), "nothing to compare with"
+    assert decided(0, 1.0, 1e6) == (0,), "nothing to compare with"
     # In all tokens, the first change would be far above the threshold, the second far below.
-    assert tuple(decided(1, 1.0 + change, 1e6 if going else -1e6)) == going
+    assert decided(1, 1.0 + change, 1e6 if going else -1e6) == going
 
 
 @pytest.mark.parametrize("distance", [_distance, _abs_distance])
@@ -274,14 +276,62 @@ def test_a_device_needs_no_float64(distance):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "values"),
-    [
-        (FIRST, "threshold", (-0.1, math.nan, math.inf)),
-        (EASY, "threshold", (-0.1, math.nan, math.inf)),
-        (EASY, "retention", (-0.1, 1.1, math.nan)),
-    ],
+    ("kind", "name", "largest"),
+    [(FIRST, "threshold", math.inf), (EASY, "threshold", math.inf), (EASY, "retention", 1.1)],
 )
-def test_bad_settings_are_refused(kind, name, values):
-    for value in values:
+def test_bad_settings_are_refused(kind, name, largest):
+    for value in (-0.1, largest, math.nan):
         with pytest.raises(RequestError, match=name):
             kind(**{name: value})
+
+
+@pytest.mark.parity
+@pytest.mark.slow  # several loop runs
+@pytest.mark.parametrize(
+    ("windows", "threshold"), [(STILL, 0.55), (MOVING, 0.55), (STRIDED, 1e9), (MOVING, 0)]
+)
+def test_windows_have_diffusers_cache(windows, threshold, open_pair, plain_models, make_windowed):
+    request = make_windowed(windows=windows, cache=FIRST(threshold=threshold))
+    found = run(open_pair(), request)
+    expected = with_diffusers_cache(plain_models(), request, threshold)
+    torch.testing.assert_close(found.latents, expected, rtol=ROUNDING, atol=ROUNDING)
+    assert any(step.skipped_lanes for step in found.timeline.steps) == (threshold > 0)
+
+
+def test_fixed_windows_skip_the_steps_of_a_whole_video(open_pair, make_windowed):
+    pair = open_pair()
+    for windows in (STILL, None):
+        result = run(pair, make_windowed(windows=windows, cache=FIRST(threshold=1e9)))
+        assert skipped(result) == [1, 2, 3, 5, 6, 7]
+        # Blocks in transfer when the rest is skipped serve the next step: one prefetched block and
+        # the first one.
+        moved = [step.bytes_moved for step in result.timeline.steps[1 : SWITCH - 1]]
+        assert sum(moved) <= 2 * pair.block_bytes.stored
+
+
+def test_magnitudes_skip_a_step_only_with_the_windows_before(open_pair, make_windowed):
+    pair = open_pair(layers=2)
+    table = calibrate(make_windowed(), partial(run, pair), source="a test")
+    windows = ContextWindows(frames=3, overlap=0)
+    rule = SkipRule(threshold=1e9, max_consecutive_skips=9, retention=0.0)
+    request = make_windowed(windows=windows, cache=MagCache(table=table, rule=rule))
+    placed = [windows.at(step, FRAMES) for step in range(STEPS)]
+    assert [step for step in range(1, STEPS) if placed[step] == placed[step - 1]] == [6]
+    assert skipped(run(pair, request)) == [6]
+    message = r"windows shift in every.* turn shift_windows off in Wan Context Windows"
+    with pytest.raises(RequestError, match=message):
+        make_windowed(windows=MOVING, cache=request.options.cache)
+
+
+@pytest.mark.slow  # several loop runs
+def test_a_run_in_windows_can_be_calibrated(open_pair, make_windowed):
+    def ratios(windows: ContextWindows | None) -> tuple[tuple[float, ...], ...]:
+        request = make_windowed(windows=windows)
+        return calibrate(request, partial(run, open_pair()), source="a test").ratios
+
+    assert ratios(ContextWindows(frames=FRAMES, overlap=0)) == ratios(None)
+    moving, still = ratios(MOVING), ratios(STILL)
+    assert moving != still
+    assert len(moving) == len(still) == 2
+    for side in (*moving, *still):
+        assert [step for step, ratio in enumerate(side) if ratio == 1.0] == [0, SWITCH]

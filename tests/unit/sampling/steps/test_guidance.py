@@ -1,6 +1,6 @@
-"""Context token guidance (Bernini).
+"""Guidance of runs: scales by step, NAG, and context token guidance (Bernini).
 
-Guided steps have lanes with the negative text and without context.
+Guided steps of the last have lanes with the negative text and without context.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wanstream.distributed.driver.driver import stage_steps
 from wanstream.plan.programs import SkipRule
 from wanstream.sampling import LaneInputs, request_run_shape, working_bytes
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache, MagCache
@@ -18,13 +19,13 @@ from wanstream.sampling.calibrate import calibrate
 from wanstream.sampling.inputs import ExtraTokens
 from wanstream.sampling.loop.lanes import names_at
 from wanstream.sampling.loop.memory import extra_tokens_of
-from wanstream.sampling.steps import RequestError
+from wanstream.sampling.steps import RequestError, StepProgress
 from wanstream.sampling.steps.sides import Side, guided_velocity, sides_at
 from wanstream.shapes import HEAD_DIM, ContextWindows
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.tests.support.sampling.runs import (
     CPU,
-    MakeRequest,
+    block_calls,
     changed_request,
     latents_of,
     normal,
@@ -32,6 +33,7 @@ from wanstream.tests.support.sampling.runs import (
 )
 from wanstream.wan import Nag
 
+NAG = Nag(scale=5.0, tau=1.5, alpha=0.5)
 VIDEO_TOKENS, IMAGE_TOKENS = 12, 10
 SCALE = 1.75
 ALL_SIDES = (Side.POSITIVE, Side.NO_CONTEXT, Side.NEGATIVE)
@@ -43,10 +45,106 @@ NONE = ExtraTokens()
 
 
 @pytest.fixture
-def make_guided(make_request: MakeRequest) -> MakeRequest:
-    """`make_guided(**changes)`: a request with source, image and `context_guidance` SCALE."""
+def make_nag(make_request):
+    """An unguided request with NAG, 3 steps, 1 of them high-noise."""
+    given = {"steps": 3, "switch_step": 1, "guidance": (1.0, 1.0), "nag": NAG}
+    return lambda **changes: make_request(**{**given, **changes})
+
+
+@pytest.fixture
+def make_guided(make_request):
+    """A request with source, image and `context_guidance`."""
     given = {"tokens": CONTEXT, "context_guidance": SCALE}
     return lambda **changes: make_request(**{**given, **changes})
+
+
+@pytest.mark.usefixtures("exact_blocks")
+def test_every_step_has_its_own_scale(open_pair, plain_models, plain_denoise, make_request):
+    request = make_request(guidance_steps=(5.0, 1.0, 4.0, 3.0))
+    assert request.step_plan.guidance == (5.0, 1.0, 4.0, 3.0, 3.0)
+    latents = latents_of(open_pair(layers=2), request)
+    assert torch.equal(latents, plain_denoise(plain_models(layers=2), request))
+
+
+def test_a_late_run_keeps_the_scales_of_its_steps(make_request):
+    part = {"start_step": 1, "end_step": 4, "latent": torch.zeros(1, 16, 2, 4, 6)}
+    step_plan = make_request(guidance_steps=(6.0, 5.0, 4.0), **part).step_plan
+    assert [step_plan.guidance[step] for step in step_plan.steps] == [5.0, 4.0, 4.0]
+
+
+def test_texts_of_late_steps_are_embedded_with_the_rest(open_pair, make_request):
+    """The embedders are read once, as in a run guided from the first step on."""
+    late, always = (
+        run(open_pair(), make_request(guidance_steps=scales)).timeline.non_block_bytes
+        for scales in ((1.0, 1.0, 1.0, 1.0, 3.0), (3.0,))
+    )
+    assert late == always > 0
+
+
+@pytest.mark.parametrize(
+    ("scales", "lanes", "of_steps"),
+    [
+        ((4.0, 1.0), {"high": 2, "low": 1}, [2, 1, 1, 1, 1]),
+        ((1.0, 1.0, 3.0), {"high": 1, "low": 2}, [1, 1, 2, 2, 2]),
+        ((4.0, 1.0, 3.0, 1.0), {"high": 2, "low": 2}, [2, 1, 2, 1, 1]),
+        ((1.0,), {"high": 1, "low": 1}, [1] * 5),
+    ],
+)
+def test_the_planner_knows_the_lanes_of_each_step(scales, lanes, of_steps, open_pair, make_request):
+    shape = request_run_shape(open_pair(), make_request(guidance_steps=scales), CPU)
+    assert shape.lanes == lanes
+    assert [len(shape.lane_tokens_of_step(step)) for step in range(5)] == of_steps
+
+
+def test_stages_are_cut_by_the_lanes_of_their_steps(make_request):
+    def stages(*scales: float) -> list[range]:
+        return stage_steps(make_request(steps=8, switch_step=4, guidance_steps=scales), 3)
+
+    assert stages(2.0, 2.0, 2.0, 2.0, 1.0) == [range(2), range(2, 4), range(4, 8)]
+    assert stages(2.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0) == [range(4), range(4, 6), range(6, 8)]
+
+
+def test_a_list_of_ones_needs_no_negative(make_request):
+    assert not make_request(guidance_steps=(1.0,), negative=None).guidance_settings.guided
+
+
+def test_it_changes_a_run_as_the_negative_text_wants(open_pair, make_nag):
+    pair = open_pair(layers=2)
+    request = make_nag()
+    off = latents_of(pair, make_nag(nag=None))
+    on = latents_of(pair, request)
+    other = latents_of(pair, changed_request(request, negative=-request.negative))
+    assert torch.equal(latents_of(pair, make_nag(nag=Nag(alpha=0.0))), off)
+    assert not torch.allclose(off, on, rtol=1e-3)
+    assert not torch.allclose(on, other, rtol=1e-3)
+    assert torch.equal(latents_of(pair, make_nag(windows=ContextWindows(frames=2, overlap=0))), on)
+
+
+def test_one_lane_does_the_work_and_no_byte_more_is_moved(open_pair, make_nag):
+    def cost(**changes):
+        pair = open_pair()
+        calls = block_calls(pair)
+        timeline = run(pair, make_nag(**changes)).timeline
+        return len(calls), [step.bytes_moved for step in timeline.steps], timeline.non_block_bytes
+
+    off = cost(nag=None)
+    on = cost()
+    guided = cost(guidance=(4.0, 3.0), nag=None)
+    assert on[:2] == off[:2]
+    assert (on[0], guided[0]) == (3, 6)
+    assert on[2] == guided[2] > 0, "both texts are embedded before the first step"
+
+
+def test_guided_steps_are_left_alone(open_pair, make_nag):
+    def steps(**changes):
+        progress: list[StepProgress] = []
+        run(pair, make_nag(**changes), on_step=progress.append)
+        return [step.denoised for step in progress]
+
+    pair = open_pair()
+    off, on = (steps(guidance=(4.0, 1.0), nag=nag) for nag in (None, NAG))
+    assert [*map(torch.equal, off, on)] == [True, False, False]
+    assert all(map(torch.equal, steps(guidance_steps=(4.0, 1.0)), on))
 
 
 def test_steps_have_the_sides_of_their_scales():
@@ -101,11 +199,9 @@ def test_windows_have_lanes_without_context(open_short, make_guided):
     pair = open_short()
     long = normal(1, 16, 5, 4, 6, seed=1)
     windows = ContextWindows(frames=3, overlap=1, shift_windows=False)
-    tokens = ExtraTokens(context=(long, IMAGE))
-    request = make_guided(noise=long, tokens=tokens, windows=windows)
-    assert [name.side for name in names_at(request, 0)] == [
-        each for each in ALL_SIDES for _ in "12"
-    ]
+    request = make_guided(noise=long, tokens=ExtraTokens(context=(long, IMAGE)), windows=windows)
+    sides = [name.side for name in names_at(request, 0)]
+    assert sides == [each for each in ALL_SIDES for _ in "12"]
     assert extra_tokens_of(pair, request) == (18 + IMAGE_TOKENS, 0, 18 + IMAGE_TOKENS)
     lane_tokens = request_run_shape(pair, request, CPU).lane_tokens("high")
     assert lane_tokens == (46,) * 2 + (18,) * 2 + (46,) * 2
@@ -133,14 +229,13 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_short, make_gui
     extra = VIDEO_TOKENS + IMAGE_TOKENS
     assert extra_tokens_of(pair, request) == (extra, 0, extra)
     width = 256
-    value = 4
     two, three, equal = (
         working_bytes(pair, request.computed_shape, sides=sides)
         for sides in [(extra,) * 2, (extra, 0, extra), (extra,) * 3]
     )
-    texts, rotary = 2 * 512 * width * value, VIDEO_TOKENS * HEAD_DIM * 4
-    assert three - two == VIDEO_TOKENS * width * value + texts + rotary
-    assert equal - three == extra * width * value - rotary
+    texts, rotary = 2 * 512 * width * 4, VIDEO_TOKENS * HEAD_DIM * 4
+    assert three - two == VIDEO_TOKENS * width * 4 + texts + rotary
+    assert equal - three == extra * width * 4 - rotary
 
 
 @pytest.mark.slow  # several loop runs
@@ -171,12 +266,22 @@ def test_magcache_needs_a_table_of_all_sides(open_short, make_guided):
         changed_request(request, cache=two)
     steps = run(pair, changed_request(request, cache=three)).timeline.steps
     assert {step.skipped_lanes for step in steps if step.skipped_visits} == {3}
-    changed_request(plain, cache=three)
+    changed_request(plain, cache=three)  # has more than is needed
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+NO_EFFECT = {
+    "make_request": [
+        ({"guidance_steps": ()}, r"\(\): give a number for each step, the last one for the rest"),
+        ({"guidance_steps": (1.0, float("nan"))}, "guidance_steps .*nan.*: give a number for each"),
+        ({"guidance_steps": (1.0,) * 7}, "has 7 numbers for 5 steps: remove the last 2"),
+        ({"guidance_steps": (1.0, 2.0), "negative": None}, "give one, or give guidance_steps"),
+    ],
+    "make_nag": [
+        ({"negative": None}, "NAG needs a negative text"),
+        ({"guidance": (4.0, 3.0)}, "NAG acts in steps of guidance 1, and this run has none"),
+        ({"guidance": (4.0, 1.0), "end_step": 1}, "this run has none"),
+    ],
+    "make_guided": [
         ({"tokens": NONE}, r"is 1.75, and the negative has no context \(context_latents\) that co"),
         ({"negative_tokens": NONE}, "through WanStream Bernini, with a source or a reference, or "),
         ({"guidance": (1.0, 1.0)}, "acts in steps whose guidance is not 1, of which this run has"),
@@ -184,7 +289,13 @@ def test_magcache_needs_a_table_of_all_sides(open_short, make_guided):
         ({"context_guidance": math.nan}, "context_guidance is nan: give a finite number"),
         ({"negative": None}, "needs a negative text"),
     ],
+}
+"""Changes and refusals by the fixture that makes the request."""
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"), [(make, *row) for make in NO_EFFECT for row in NO_EFFECT[make]]
 )
-def test_a_scale_without_an_effect_is_refused(changes, message, make_guided):
+def test_guidance_without_an_effect_is_refused(make, changes, message, request):
     with pytest.raises(RequestError, match=message):
-        make_guided(**changes)
+        request.getfixturevalue(make)(**changes)

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from wanstream.block_kernels import EXACT
 from wanstream.block_kernels.block_math import TorchMath
+from wanstream.tests.support.rounding import distance
 from wanstream.tests.support.sampling.runs import normal
 from wanstream.tests.support.wan.blocks import computed, diffusers_block
 from wanstream.tests.support.wan.opened_experts import (
@@ -23,7 +20,6 @@ from wanstream.tests.support.wan.opened_experts import (
     streamed,
     whole_model,
 )
-from wanstream.tests.support.wan.pipelines import distance
 from wanstream.wan import Lane
 from wanstream.wan.experts.open import open_single_model
 from wanstream.wan.transformer.block import BlockSettings, WanBlock
@@ -35,6 +31,7 @@ from wanstream.wan.transformer.per_frame_timestep import (
     row_spans,
 )
 
+FP32 = torch.float32
 SHAPE = {"in_channels": 48, "layers": 3}
 FREEDOM = (0.0, 1.0, 0.25)
 Scales = tuple[float, ...] | None
@@ -42,14 +39,11 @@ Scales = tuple[float, ...] | None
 
 def _lane(timestep_scales: Scales = FREEDOM) -> Lane:
     latents = normal(1, 48, 3, 4, 6, seed=1)
-    text = normal(1, 7, 4096, seed=2)
-    return Lane(latents=latents, text=text, timestep_scales=timestep_scales)
+    return Lane(latents=latents, text=normal(1, 7, 4096, seed=2), timestep_scales=timestep_scales)
 
 
 @pytest.mark.parametrize(
-    ("scales", "dtype"),
-    [(None, torch.float32), (FREEDOM, torch.bfloat16), ((0.5, 0.5, 0.5), torch.float32)],
-    ids=str,
+    ("scales", "dtype"), [(None, FP32), (FREEDOM, torch.bfloat16), ((0.5, 0.5, 0.5), FP32)], ids=str
 )
 def test_lane_equals_the_model_with_a_timestep_for_every_token(scales, dtype, tiny_expert_folder):
     folder = tiny_expert_folder(**SHAPE)
@@ -59,21 +53,21 @@ def test_lane_equals_the_model_with_a_timestep_for_every_token(scales, dtype, ti
     with open_single_model(folder, compute_dtype=dtype) as pair:
         found, company = streamed(pair, SWAP, lane, _lane((1.0, 0.0, 1.0)))
         # A row is rounded differently in a matrix product with all tokens than alone.
-        limit = 1e-6 if dtype == torch.float32 else 1e-2
+        limit = 1e-6 if dtype == FP32 else 1e-2
         assert distance(found.float(), expected) <= limit
         assert torch.equal(found, streamed(pair, SWAP, lane)[0]), "company changes nothing"
         assert not torch.equal(found, company)
 
 
 @pytest.fixture
-def block() -> Iterator[WanTransformerBlock]:
+def block():
     torch._dynamo.reset()
     with torch.no_grad():
         yield diffusers_block()
     torch._dynamo.reset()
 
 
-def _inputs(tokens: int, rows: int) -> tuple[Any, ...]:
+def _inputs(tokens, rows):
     angles = normal(1, tokens, 1, 128, seed=tokens)
     bounds = [row * (tokens // rows) for row in range(rows)] + [tokens]
     spans = tuple(zip(bounds, bounds[1:], range(rows), strict=False))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from wanstream.sampling import request_run_shape
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.loop.memory import check_room, tokens_of, working_bytes
 from wanstream.sampling.steps.errors import InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
@@ -18,8 +16,6 @@ from wanstream.tests.support.sampling.plain_loop import blend_windows, plain_loo
 from wanstream.tests.support.sampling.runs import (
     CPU,
     LAYERWISE,
-    MakeRequest,
-    Models,
     block_calls,
     changed_request,
     latents_of,
@@ -28,29 +24,29 @@ from wanstream.tests.support.sampling.runs import (
 )
 
 FRAMES = 7
+BF16 = torch.bfloat16
+FP32 = torch.float32
 WINDOWS = ContextWindows(frames=3, overlap=1)
 IMAGE = normal(1, 20, FRAMES, 4, 6, seed=21)
 
 
 @pytest.fixture
-def make_long(make_request: MakeRequest) -> MakeRequest:
+def make_long(make_request):
     """Request with 7 latent frames, by default in 3-frame windows."""
 
-    def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
+    def make(*, batch=1, **changes):
         noise = normal(batch, 16, FRAMES, 4, 6, seed=20)
         return make_request(**{"batch": batch, "noise": noise, "windows": WINDOWS, **changes})
 
     return make
 
 
-def one_by_one(models: Models, request: DenoiseRequest) -> torch.Tensor:
+def one_by_one(models, request):
     """Reference loop: whole models, one forward pass per window and prompt, blended."""
     settings = request.options.windows
     condition = request.inputs.image_condition
 
-    def velocity_of(
-        model: Any, step: int, latents: torch.Tensor, time: torch.Tensor, text: torch.Tensor
-    ) -> torch.Tensor:
+    def velocity_of(model, step, latents, time, text):
         def in_window(window: tuple[int, ...]) -> torch.Tensor:
             seen = latents[:, :, list(window)]
             if condition is not None:
@@ -67,10 +63,7 @@ def one_by_one(models: Models, request: DenoiseRequest) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("blend", "dtype", "changes"),
-    [
-        ("pyramid", torch.bfloat16, {}),
-        ("flat", torch.float32, {"batch": 2, "image_condition": IMAGE}),
-    ],
+    [("pyramid", BF16, {}), ("flat", FP32, {"batch": 2, "image_condition": IMAGE})],
 )
 def test_one_window_of_all_frames_is_no_window(blend, dtype, changes, open_pair, make_long):
     pair = open_pair(dtype=dtype, in_channels=36 if "image_condition" in changes else 16)
@@ -91,9 +84,7 @@ def test_one_window_of_all_frames_is_no_window(blend, dtype, changes, open_pair,
     ],
     ids=str,
 )
-def test_windows_are_single_forwards_put_together(
-    windows, image, open_pair, plain_models, make_long
-):
+def test_windows_are_single_passes_put_together(windows, image, open_pair, plain_models, make_long):
     """The start image is seen by every window or by the first."""
     channels = 16 if image is None else 36
     request = make_long(windows=windows, image_condition=image)
@@ -103,7 +94,7 @@ def test_windows_are_single_forwards_put_together(
 
 
 def test_weights_move_once_for_all_windows(open_pair, make_long):
-    def moved(request: DenoiseRequest) -> tuple[int, list[int]]:
+    def moved(request):
         with open_pair() as pair:
             calls = block_calls(pair)
             steps = run(pair, request).timeline.steps
