@@ -1,4 +1,4 @@
-"""Runs to compile, and a machine that replays programs with random times for copies and visits."""
+"""Runs to compile, and a replay of programs with disk, bus and device at any speed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from wanstream.plan import BlockCosts, memory_needs, predict
 from wanstream.plan import Machine as RatedMachine
 from wanstream.plan.memory import MemoryNeeds
 from wanstream.plan.predict import Prediction
-from wanstream.plan.programs import IMMEDIATE, BlockKey, TransferProgram, Visit, step_visits
+from wanstream.plan.programs import DIRECT, IMMEDIATE, KEPT, BlockKey, Visit, step_visits
 from wanstream.plan.programs.ram_program import RamProgram, RamResidency, compile_ram
-from wanstream.plan.programs.transfer_program import list_lifetimes, max_overlap
+from wanstream.plan.programs.transfer_program import TransferProgram, list_lifetimes, max_overlap
 from wanstream.schema import OffloadPolicy, Residency, spread_evenly
 from wanstream.shapes import ExpertShape, KernelNeeds, RunShape, StepShape
 
@@ -94,52 +94,112 @@ def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
     return Run(visits=visits, residency=residency, contents=contents, spare_buffers=spare)
 
 
-class Machine:
-    """A bus and a device that run programs in turn, every copy and visit at a random speed.
+class Replay:
+    """Disk, bus and device, each at any speed: all that a program pair allows may happen.
 
-    Asserts the invariants at any speed: a visit finds the complete block, and no buffer is written
-    while it is read. Shares nothing with the compiler or with `check_program`.
+    Fails if a slot or buffer is overwritten before or while it is read, or if a visit is never
+    reached. Shares nothing with the compiler, the checks or the simulator.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._random = Random(seed)
-        self._computed_until = 0.0
-        self._copied_until = 0.0
-        self._holds: dict[int, tuple[BlockKey, float]] = {}
-        self._read_until: dict[int, float] = {}
+    def __init__(self, slots: Mapping[int, BlockKey], buffers: Mapping[int, BlockKey]) -> None:
+        self.slots: dict[int, BlockKey | None] = dict(slots)
+        self.buffers: dict[int, BlockKey | None] = dict(buffers)
 
-    def fill(self, contents: Mapping[int, BlockKey]) -> None:
-        self._holds.update({buffer: (block, 0.0) for buffer, block in contents.items()})
-
-    def run(self, program: TransferProgram, visits: int | None = None) -> dict[int, BlockKey]:
-        """Run the first `visits` visits (default: all) and return the buffer contents.
+    def run_device(self, program: TransferProgram, seed: int, visits: int | None = None) -> Any:
+        """Run without a RAM program up to a visit (default: all), and return the buffer contents.
 
         They are as the issued fetches leave them.
         """
-        visits = len(program.visits) if visits is None else visits
-        done = {IMMEDIATE: self._computed_until}
-        waiting = list(program.fetches)
-        for visit in range(visits + 1):
-            while waiting and waiting[0].start_after < visit:
-                fetch = waiting.pop(0)
-                begin = max(self._copied_until, done[fetch.start_after])
-                free = self._read_until.get(fetch.buffer, 0.0)
-                assert begin >= free, "a buffer was overwritten while it was read"
-                self._copied_until = begin + self._duration()
-                self._holds[fetch.buffer] = (fetch.block, self._copied_until)
-            if visit < visits:
-                buffer = program.visit_buffer[visit]
-                assert 0 <= buffer < program.buffers
-                block, arrived = self._holds[buffer]
-                assert block == program.visits[visit].key, "a visit found another block"
-                self._computed_until = max(self._computed_until, arrived) + self._duration()
-                done[visit] = self._read_until[buffer] = self._computed_until
-        if visits == len(program.visits):
-            assert not waiting, "a fetch was never issued"
-        return {buffer: block for buffer, (block, _) in self._holds.items()}
+        ram = compile_ram(program, ram_residents(), staging=0)
+        self.run(program, ram, seed, bus=True, visits=visits)
+        for fetch in program.fetches[self._at["bus"] :]:
+            if fetch.start_after < visits:
+                self.buffers[fetch.buffer] = fetch.block
+        return dict(self.buffers)
 
-    def _duration(self) -> float:
-        return self._random.choice((0.01, 0.5, 1.0, 7.0))
+    def run(self, program, ram, seed: int, *, bus: bool, visits: int | None = None) -> None:
+        """`bus` False: a fetch does nothing, and the visit that needs it reads the slot."""
+        self._program, self._ram, self._bus = program, ram, bus
+        self._at = {"disk": 0, "bus": 0, "device": 0}
+        self._busy: set[str] = set()
+        self._emptied: set[int] = set()  # RAM visits done
+        pick = Random(seed)
+        while self._at["device"] < (len(program.visits) if visits is None else visits):
+            able = [who for who in self._at if who in self._busy or self._may_begin(who)]
+            assert able, f"disk, bus and device wait for each other at {self._at}"
+            who = pick.choice(able)
+            if who in self._busy:
+                self._busy.discard(who)
+                self._end(who, self._at[who])
+                self._at[who] += 1
+            else:
+                self._busy.add(who)
+                self._begin(who, self._at[who])
+        assert visits is not None or self._at["bus"] == len(program.fetches)
+
+    def _may_begin(self, who: str) -> bool:
+        number, program, ram = self._at[who], self._program, self._ram
+        if who == "disk":
+            if number == len(ram.program.fetches):
+                return False
+            after = ram.program.fetches[number].start_after
+            return after == IMMEDIATE or after in self._emptied
+        if who == "device":
+            return self._at["bus"] > program.visit_fetch[number]
+        fetches = program.fetches
+        if number == len(fetches) or self._at["device"] <= fetches[number].start_after:
+            return False
+        visit = ram.visit_of_fetch[number]
+        return visit == DIRECT or self._at["disk"] > ram.program.visit_fetch[visit]
+
+    def _begin(self, who: str, number: int) -> None:
+        program, ram = self._program, self._ram
+        if who == "disk":
+            slot = ram.program.fetches[number].buffer
+            assert slot not in self._slots_being_read(), "a slot was filled while it was read"
+            self.slots[slot] = None
+        elif who == "bus":
+            fetch, visit = program.fetches[number], ram.visit_of_fetch[number]
+            if visit != DIRECT:
+                slot = ram.program.visit_buffer[visit]
+                assert self.slots[slot] == fetch.block.stored, "another block was read"
+            in_use = program.visit_buffer[self._at["device"]] if "device" in self._busy else None
+            assert fetch.buffer != in_use, "a buffer was overwritten while it was read"
+            self.buffers[fetch.buffer] = None
+        else:
+            if (slot := self._slot_of_visit(number)) is not None:
+                assert self.slots[slot] == program.visits[number].key.stored, "it was overwritten"
+            assert 0 <= program.visit_buffer[number] < program.buffers
+            assert self.buffers[program.visit_buffer[number]] == program.visits[number].key
+
+    def _end(self, who: str, number: int) -> None:
+        program, ram = self._program, self._ram
+        if who == "disk":
+            fetch = ram.program.fetches[number]
+            self.slots[fetch.buffer] = fetch.block
+        elif who == "bus":
+            self.buffers[program.fetches[number].buffer] = program.fetches[number].block
+            if self._bus and ram.visit_of_fetch[number] != DIRECT:
+                self._emptied.add(ram.visit_of_fetch[number])
+        elif self._slot_of_visit(number) is not None:
+            self._emptied.add(ram.visit_of_fetch[program.visit_fetch[number]])
+
+    def _slot_of_visit(self, number: int) -> int | None:
+        """Return the slot that a device visit reads itself."""
+        fetch = self._program.visit_fetch[number]
+        if self._bus or fetch == KEPT or self._program.fetches[fetch].needed_by != number:
+            return None
+        visit = self._ram.visit_of_fetch[fetch]
+        return None if visit == DIRECT else self._ram.program.visit_buffer[visit]
+
+    def _slots_being_read(self) -> set[int | None]:
+        reading: set[int | None] = set()
+        if self._bus and "bus" in self._busy:
+            visit = self._ram.visit_of_fetch[self._at["bus"]]
+            reading.add(None if visit == DIRECT else self._ram.program.visit_buffer[visit])
+        if "device" in self._busy:
+            reading.add(self._slot_of_visit(self._at["device"]))
+        return reading
 
 
 CPU_MACHINE = RatedMachine(

@@ -146,16 +146,11 @@ def test_a_models_own_forward_is_streamed_and_detached(gpu, stacks, hidden, plai
     assert torch.equal(model(hidden.cpu()), on_cpu)
 
 
-@pytest.mark.parametrize(
-    ("policy", "buffers"),
-    [
-        ("layerwise 0", 1),
-        ("layerwise 1", 2),
-        ("layerwise 3", 4),
-        ("block swap", 5),
-        ("resident", 2 * BLOCKS),
-    ],
-)
+BUFFERS = [("layerwise 0", 1), ("layerwise 1", 2), ("layerwise 3", 4)]
+BUFFERS += [("block swap", 5), ("resident", 2 * BLOCKS)]
+
+
+@pytest.mark.parametrize(("policy", "buffers"), BUFFERS)
 def test_memory_follows_the_policy_and_is_given_back(gpu, stacks, hidden, policy, buffers):
     for _ in range(2):  # in the first run, libraries allocate their workspaces
         gc.collect()

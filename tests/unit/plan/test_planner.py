@@ -410,12 +410,8 @@ MODELS = {
 }
 
 
-CARDS = {
-    "12 GB bf16": (12 * GB, 55e12, 1.0),
-    "12 GB int8": (12 * GB, 100e12, 0.5),
-    "24 GB bf16": (24 * GB, 150e12, 1.0),
-    "24 GB int8": (24 * GB, 280e12, 0.5),
-}
+CARDS = {"12 GB bf16": (12 * GB, 55e12, 1.0), "12 GB int8": (12 * GB, 100e12, 0.5)}
+CARDS |= {"24 GB bf16": (24 * GB, 150e12, 1.0), "24 GB int8": (24 * GB, 280e12, 0.5)}
 """Bytes of memory, FLOPs per second, and bytes per byte in bf16."""
 # Every model with and without RAM, and every card with both.
 CASES = pytest.mark.parametrize(

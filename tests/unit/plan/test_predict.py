@@ -52,11 +52,9 @@ def test_steps_have_the_lanes_of_their_expert_or_of_their_own():
     steps = [StepShape(expert=expert, sides=sides) for expert, sides in own]
     sides = {"high": 2, "low": 4}
     run = run_shape(steps=steps, sides=sides)
-    for work, by_step, expected in (
-        (run, False, [16.0, 16.0, 32.0]),
-        (run, True, [16.0, 8.0, 24.0]),
-        (run_shape(2, 1, sides=sides), True, [16.0, 16.0, 32.0]),
-    ):
+    cases = [(run, False, [16.0, 16.0, 32.0]), (run, True, [16.0, 8.0, 24.0])]
+    cases += [(run_shape(2, 1, sides=sides), True, [16.0, 16.0, 32.0])]
+    for work, by_step, expected in cases:
         assert compute_seconds(work, rated(), by_step=by_step) == pytest.approx(expected)
 
 
@@ -103,15 +101,11 @@ def test_a_cpu_decodes_while_nothing_computes():
     assert step.wall_s == pytest.approx(step.compute_s + step.stall_s + step.decode_s)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        LAYERWISE,
-        OffloadPolicy.resident(),
-        OffloadPolicy.block_swap(4, 2, source="pinned"),
-        replace(LAYERWISE, source="pinned", ram_blocks=5),
-    ],
-)
+POLICIES = [LAYERWISE, OffloadPolicy.resident(), OffloadPolicy.block_swap(4, 2, source="pinned")]
+POLICIES += [replace(LAYERWISE, source="pinned", ram_blocks=5)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_programs_are_right_on_every_machine(policy):
     run = run_shape()
     for work in (run, run_shape(stored_bytes=run.blocks.stored_bytes // 2)):
@@ -122,16 +116,11 @@ def test_programs_are_right_on_every_machine(policy):
             assert compile_programs(work.costs(machine), policy, device=programs.device) == programs
 
 
-@pytest.mark.parametrize(
-    ("high", "low", "switch_s"),
-    [
-        ([9, 2, 2], [7, 3, 3], 4.0),
-        ([9, 2, 2], [3, 3, 4], 0.0),
-        ([9, 2, 2], [7], 5.0),
-        ([9], [7], 7.0),
-        ([], [9, 2, 2], 0.0),
-    ],
-)
+SWITCHES = [([9, 2, 2], [7, 3, 3], 4.0), ([9, 2, 2], [3, 3, 4], 0.0)]
+SWITCHES += [([9, 2, 2], [7], 5.0), ([9], [7], 7.0), ([], [9, 2, 2], 0.0)]
+
+
+@pytest.mark.parametrize(("high", "low", "switch_s"), SWITCHES)
 def test_the_extra_stall_of_a_switch(high, low, switch_s):
     values = {"index": 0, "sigma": None, "wall_s": 9, "compute_s": 1, "bytes_moved": 0}
     stalls = [*(("high", each) for each in high), *(("low", each) for each in low)]

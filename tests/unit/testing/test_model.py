@@ -256,11 +256,9 @@ class TestFolder:
         vae = tmp_path / "vae" / "wan_2.1_vae.safetensors"
         vae.parent.mkdir()
         vae.write_text("real")
-        for folder, message in (
-            (tmp_path, "contains vae and is not a test model"),
-            (vae, "is a file"),
-            (vae / "below", r"below: .*Not a directory"),
-        ):
+        cases = [(tmp_path, "contains vae and is not a test model")]
+        cases += [(vae, "is a file"), (vae / "below", r"below: .*Not a directory")]
+        for folder, message in cases:
             with pytest.raises(TinyModelError, match=message):
                 write_tiny_model(folder, layers=1)
         assert entries(tmp_path) == ["vae", "vae/wan_2.1_vae.safetensors"]

@@ -43,15 +43,11 @@ def storages(engine: OffloadEngine) -> list[StorageWeakRef]:
     return [StorageWeakRef(buffer.memory.untyped_storage()) for buffer in engine.buffers]
 
 
-@pytest.mark.parametrize(
-    ("policy", "buffers"),
-    [
-        (RESIDENT, 2 * BLOCKS),
-        (OffloadPolicy.layerwise(0), 1),
-        (OffloadPolicy.layerwise(2), 3),
-        (OffloadPolicy.block_swap(3, 1), 5),
-    ],
-)
+BUFFERS = [(RESIDENT, 2 * BLOCKS), (OffloadPolicy.layerwise(0), 1)]
+BUFFERS += [(OffloadPolicy.layerwise(2), 3), (OffloadPolicy.block_swap(3, 1), 5)]
+
+
+@pytest.mark.parametrize(("policy", "buffers"), BUFFERS)
 def test_all_memory_is_released_and_allocated_again(stacks, policy, buffers):
     expected = plainly(stacks)
     with attach(stacks, policy) as engine:

@@ -85,16 +85,13 @@ def disk_counts(weights: Path) -> bool:
     return counted("read_bytes") > before
 
 
+WAYS = ["straight into buffers", "through staging", "some in RAM"]
+ROUTES = [(LAYERWISE, torch.bfloat16, 0, True), (LAYERWISE, torch.float32, 0, False)]
+ROUTES += [(replace(IN_RAM, ram_blocks=2), torch.bfloat16, 2, False)]
+
+
 @pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="reads are not counted")
-@pytest.mark.parametrize(
-    ("policy", "computed", "in_ram", "direct"),
-    [
-        (LAYERWISE, torch.bfloat16, 0, True),
-        (LAYERWISE, torch.float32, 0, False),
-        (replace(IN_RAM, ram_blocks=2), torch.bfloat16, 2, False),
-    ],
-    ids=["straight into buffers", "through staging", "some in RAM"],
-)
+@pytest.mark.parametrize(("policy", "computed", "in_ram", "direct"), ROUTES, ids=WAYS)
 def test_read_bytes_are_those_that_the_kernel_counts(weights, policy, computed, in_ram, direct):
     if direct and not disk_counts(weights):
         pytest.skip(f"O_DIRECT is refused or not counted in {weights.parent}")
@@ -107,15 +104,11 @@ def test_read_bytes_are_those_that_the_kernel_counts(weights, policy, computed, 
         assert read == (BLOCKS + (STEPS - 1) * (BLOCKS - in_ram)) * BLOCK_BYTES
 
 
-@pytest.mark.parametrize(
-    ("policy", "computed"),
-    [
-        (LAYERWISE, torch.bfloat16),
-        (LAYERWISE, torch.float32),
-        (OffloadPolicy.resident(), torch.float32),
-    ],
-    ids=["straight", "decoded", "decoded once"],
-)
+RUNS = [(LAYERWISE, torch.bfloat16), (LAYERWISE, torch.float32)]
+RUNS += [(OffloadPolicy.resident(), torch.float32)]
+
+
+@pytest.mark.parametrize(("policy", "computed"), RUNS, ids=["straight", "decoded", "decoded once"])
 def test_streamed_blocks_are_read_and_not_copied(weights, policy, computed):
     timeline = measure(weights, policy, computed).timeline()
     assert (timeline.transfers.copy_s, timeline.transfers.copied_bytes) == (0, 0)

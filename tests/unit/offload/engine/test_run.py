@@ -98,16 +98,12 @@ def test_library_errors_may_leave_the_device_whole(make_stack, words, meaning):
         run_broken(make_stack, RuntimeError(words), 4)
 
 
+ERRORS = [torch.OutOfMemoryError("CUDA out of memory")]
+ERRORS += [RuntimeError("CUDA error: out of memory"), ValueError(ILLEGAL)]
+
+
 @needs_class
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("CUDA error: out of memory"),
-        ValueError(ILLEGAL),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_other_errors_stay_as_they_are(make_stack, error):
     with pytest.raises(type(error)) as raised:
         run_broken(make_stack, error, 4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from wanstream.plan.programs import BlockKey, check_program, plan_buffers, step_visits
 from wanstream.plan.programs.transfer_program import ProgramError, TransferProgram, compile_program
 from wanstream.schema import OffloadPolicy, Residency
-from wanstream.tests.support.plan_fixtures import Machine, final_contents
+from wanstream.tests.support.plan_fixtures import Replay, final_contents
 
 PROPERTY = settings(deadline=None, max_examples=40)
 FLUX = [680] * 19 + [283] * 38
@@ -55,22 +55,21 @@ def test_every_visit_finds_its_block_through_stops_and_skips(data, blocks, seed)
     programs = (compile_program(rest, residency, count, sizes=each) for each in (sizes, None))
     found, equal = ([fetch.block for fetch in program.fetches] for program in programs)
     assert found == equal, "as many fetches as with equal buffers"
-    machine = Machine(seed)
     contents: dict[int, BlockKey] = {}
     for buffer, capacity in enumerate(sizes.capacities):
         fitting = sorted(key for key, needed in sizes.blocks.items() if needed <= capacity)
         if data.draw(st.booleans()):
             contents[buffer] = data.draw(st.sampled_from(fitting))
-    machine.fill(contents)
+    replay = Replay({}, contents)
     for _ in range(3):
         program = compile_program(rest, residency, count, sizes=sizes, contents=contents)
         check(program)
         stop = data.draw(st.integers(0, len(rest)))
-        contents = machine.run(program, stop)
+        contents = replay.run_device(program, seed, stop)
         rest = tuple(visit for visit in rest[stop:] if data.draw(st.integers(0, 3)))
     program = compile_program(rest, residency, count, sizes=sizes, contents=contents)
     check(program)
-    assert machine.run(program) == {**contents, **final_contents(program)}
+    assert replay.run_device(program, seed) == {**contents, **final_contents(program)}
 
 
 @pytest.mark.parametrize("sizes", [FLUX, HIDREAM], ids=["Flux", "HiDream"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise, product
-from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.programs import IMMEDIATE, KEPT, Fetch, TransferProgram, compile_program
+from wanstream.plan.programs import IMMEDIATE, Fetch, TransferProgram, compile_program
 from wanstream.plan.programs.ram_program import (
     DIRECT,
     RamProgram,
@@ -25,6 +24,7 @@ from wanstream.plan.programs.verify import check_ram
 from wanstream.plan.programs.visits import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
 from wanstream.tests.support.plan_fixtures import (
+    Replay,
     any_ram_residency,
     any_run,
     buffers_needed,
@@ -99,101 +99,6 @@ def test_blocks_from_the_file_are_spread_over_the_streamed_ones(swapped, blocks)
 
 
 # --- programs: any speed --------------------------------------------------------------------------
-
-
-class Replay:
-    """Disk, bus and device, each at any speed: all that a program pair allows may happen.
-
-    Fails if a slot or buffer is overwritten before or while it is read, or if a visit is never
-    reached. Shares nothing with the compiler, the checks or the simulator.
-    """
-
-    def __init__(self, slots: Mapping[int, BlockKey], buffers: Mapping[int, BlockKey]) -> None:
-        self.slots: dict[int, BlockKey | None] = dict(slots)
-        self.buffers: dict[int, BlockKey | None] = dict(buffers)
-
-    def run(self, program: TransferProgram, ram: RamProgram, seed: int, *, bus: bool) -> None:
-        """`bus` False: a fetch does nothing, and the visit that needs it reads the slot."""
-        self._program, self._ram, self._bus = program, ram, bus
-        self._at = {"disk": 0, "bus": 0, "device": 0}
-        self._busy: set[str] = set()
-        self._emptied: set[int] = set()  # RAM visits done
-        pick = Random(seed)
-        while self._at["device"] < len(program.visits):
-            able = [who for who in self._at if who in self._busy or self._may_begin(who)]
-            assert able, f"disk, bus and device wait for each other at {self._at}"
-            who = pick.choice(able)
-            if who in self._busy:
-                self._busy.discard(who)
-                self._end(who, self._at[who])
-                self._at[who] += 1
-            else:
-                self._busy.add(who)
-                self._begin(who, self._at[who])
-        assert self._at["bus"] == len(program.fetches)
-
-    def _may_begin(self, who: str) -> bool:
-        number, program, ram = self._at[who], self._program, self._ram
-        if who == "disk":
-            if number == len(ram.program.fetches):
-                return False
-            after = ram.program.fetches[number].start_after
-            return after == IMMEDIATE or after in self._emptied
-        if who == "device":
-            return self._at["bus"] > program.visit_fetch[number]
-        fetches = program.fetches
-        if number == len(fetches) or self._at["device"] <= fetches[number].start_after:
-            return False
-        visit = ram.visit_of_fetch[number]
-        return visit == DIRECT or self._at["disk"] > ram.program.visit_fetch[visit]
-
-    def _begin(self, who: str, number: int) -> None:
-        program, ram = self._program, self._ram
-        if who == "disk":
-            slot = ram.program.fetches[number].buffer
-            assert slot not in self._slots_being_read(), "a slot was filled while it was read"
-            self.slots[slot] = None
-        elif who == "bus":
-            fetch, visit = program.fetches[number], ram.visit_of_fetch[number]
-            if visit != DIRECT:
-                slot = ram.program.visit_buffer[visit]
-                assert self.slots[slot] == fetch.block.stored, "another block was read"
-            in_use = program.visit_buffer[self._at["device"]] if "device" in self._busy else None
-            assert fetch.buffer != in_use, "a buffer was overwritten while it was read"
-            self.buffers[fetch.buffer] = None
-        else:
-            if (slot := self._slot_of_visit(number)) is not None:
-                assert self.slots[slot] == program.visits[number].key.stored, "it was overwritten"
-            assert self.buffers[program.visit_buffer[number]] == program.visits[number].key
-
-    def _end(self, who: str, number: int) -> None:
-        program, ram = self._program, self._ram
-        if who == "disk":
-            fetch = ram.program.fetches[number]
-            self.slots[fetch.buffer] = fetch.block
-        elif who == "bus":
-            self.buffers[program.fetches[number].buffer] = program.fetches[number].block
-            if self._bus and ram.visit_of_fetch[number] != DIRECT:
-                self._emptied.add(ram.visit_of_fetch[number])
-        elif self._slot_of_visit(number) is not None:
-            self._emptied.add(ram.visit_of_fetch[program.visit_fetch[number]])
-
-    def _slot_of_visit(self, number: int) -> int | None:
-        """Return the slot that a device visit reads itself."""
-        fetch = self._program.visit_fetch[number]
-        if self._bus or fetch == KEPT or self._program.fetches[fetch].needed_by != number:
-            return None
-        visit = self._ram.visit_of_fetch[fetch]
-        return None if visit == DIRECT else self._ram.program.visit_buffer[visit]
-
-    def _slots_being_read(self) -> set[int | None]:
-        reading: set[int | None] = set()
-        if self._bus and "bus" in self._busy:
-            visit = self._ram.visit_of_fetch[self._at["bus"]]
-            reading.add(None if visit == DIRECT else self._ram.program.visit_buffer[visit])
-        if "device" in self._busy:
-            reading.add(self._slot_of_visit(self._at["device"]))
-        return reading
 
 
 block = st.builds(BlockKey, st.sampled_from((*EXPERTS, "other")), st.integers(0, 10))

@@ -14,7 +14,7 @@ from wanstream.plan.programs.verify import check_program
 from wanstream.plan.programs.visits import BlockKey, Visit, step_visits
 from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
 from wanstream.tests.support.plan_fixtures import (
-    Machine,
+    Replay,
     Run,
     any_run,
     buffers_needed,
@@ -70,9 +70,8 @@ def test_visits_find_their_blocks_at_any_speed(run, seed):
     buffers = with_buffers(run)
     program = compile_program(run.visits, run.residency, buffers, contents=run.contents)
     check_program(program)
-    machine = Machine(seed)
-    machine.fill({buffer: block for buffer, block in run.contents.items() if 0 <= buffer < buffers})
-    assert machine.run(program) == final_contents(program)
+    usable = {buffer: block for buffer, block in run.contents.items() if 0 <= buffer < buffers}
+    assert Replay({}, usable).run_device(program, seed) == final_contents(program)
     without = compile_program(run.visits, run.residency, buffers)
     assert len(program.fetches) == len(without.fetches) - len(program.initial)
     # Release times and deadlines rise along the queue: no other order starts a copy earlier.
@@ -121,20 +120,20 @@ def test_a_chain_of_recompilations_runs_as_one(run, data, seed):
     """Stop anywhere, skip some later visits, continue from issued fetches, complete or not."""
     rest = run.visits
     contents = {}
-    machine = Machine(seed)
+    replay = Replay({}, {})
     buffers = with_buffers(run)
     for _ in range(4):
         program = compile_program(rest, run.residency, buffers, contents=contents)
         check_program(program)
         stop = data.draw(st.integers(0, len(rest)))
-        contents = machine.run(program, stop)
+        contents = replay.run_device(program, seed, stop)
         rest = tuple(visit for visit in rest[stop:] if data.draw(st.integers(0, 3)))
         # A rest may do with fewer buffers, and giving some up must not break it. It may need more
         # where the stage between two others was skipped.
         needed = buffers_needed(rest, run.residency)
         buffers = data.draw(st.integers(needed, max(needed, buffers)))
         contents = {buffer: block for buffer, block in contents.items() if buffer < buffers}
-    machine.run(compile_program(rest, run.residency, buffers, contents=contents))
+    replay.run_device(compile_program(rest, run.residency, buffers, contents=contents), seed)
 
 
 @PROPERTY

@@ -36,17 +36,11 @@ def test_a_step_passes_once_through_the_blocks_of_its_expert():
 # --- boundary -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("timesteps", "boundary_ratio", "switch"),
-    [
-        ([999.0, 875.0, 874.9999, 500.0], 0.875, 2),
-        ([999.0, 999.0, 999.0, 10.0], 0.9, 3),
-        ([], 0.875, 0),
-        ([1000.0], 1.0, 1),
-        ([999.0, 500.0], 1.0, 0),
-        ([999.0, 0.0], 0.0, 2),
-    ],
-)
+SWITCHES = [([999.0, 875.0, 874.9999, 500.0], 0.875, 2), ([999.0, 999.0, 999.0, 10.0], 0.9, 3)]
+SWITCHES += [([], 0.875, 0), ([1000.0], 1.0, 1), ([999.0, 500.0], 1.0, 0), ([999.0, 0.0], 0.0, 2)]
+
+
+@pytest.mark.parametrize(("timesteps", "boundary_ratio", "switch"), SWITCHES)
 def test_step_at_the_boundary_is_high_noise(timesteps, boundary_ratio, switch):
     assert split_at_boundary(timesteps, boundary_ratio) == switch
 
@@ -91,15 +85,11 @@ def test_skipped_steps(stage, taken, ratios, rule, skipped):
     assert sorted(skipped_steps(range(*stage), range(*taken), ratios, rule)) == skipped
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("threshold", -1.0),
-        ("threshold", math.nan),
-        ("retention", 1.5),
-        ("max_consecutive_skips", -1),
-    ],
-)
+VALUES = [("threshold", -1.0), ("threshold", math.nan)]
+VALUES += [("retention", 1.5), ("max_consecutive_skips", -1)]
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES)
 def test_rules_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} is "):
         SkipRule(**{"threshold": 0.1, name: value})
