@@ -5,47 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
-import torch
-
-from wanstream.host.embedded.adapter import EmbeddedHost
-from wanstream.host.embedded.files import Folders
-from wanstream.host.embedded.run import History, Workflow, load_workflow
-from wanstream.host.embedded.workflow.graph import Prompt
-from wanstream.host.embedded.workflow.io import ComfyNode
-from wanstream.host.embedded.workflow.validate import Verdict
+from wanstream.host.embedded import EmbeddedHost, Folders, History, Prompt, load_workflow
 
 embedded_host = EmbeddedHost()
 
 
-def load(
-    prompt: Prompt | None,
-    *,
-    nodes: Sequence[type[ComfyNode]],
-    models: Path,
-    input_dir: Path,
-    output: Path = Path(),
-    device: torch.device | None = None,
-    strict: bool = False,
-) -> Workflow:
+def load(prompt, *, nodes, models, input_dir, output=Path(), device=None, strict=False):
     folders = Folders(models=models, output=output, input=input_dir)
     return load_workflow(
         prompt, host=embedded_host, nodes=nodes, folders=folders, device=device, strict=strict
     )
 
 
-def validate_workflow(
-    prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], **folders: Path
-) -> Verdict:
+def validate_workflow(prompt, nodes, **folders):
     return load(prompt, nodes=nodes, **folders).verdict
 
 
 RUN_OPTIONS = ("on_progress", "keep")
 
 
-def run_workflow(prompt: Prompt | None, *, only: Sequence[str] = (), **options: Any) -> History:
+def run_workflow(prompt: Prompt | None, *, only: Sequence[str] = (), **options) -> History:
     """Load and run. `options` are for `load` and `Workflow.run`.
 
     `on_event` gets the events announced by nodes. `only` are the nodes to keep: the rest of the

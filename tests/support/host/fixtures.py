@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from wanstream.host import current_host, io
-from wanstream.host.embedded.files import Folders
-from wanstream.host.embedded.run import History
-from wanstream.host.folders import OutsideFolderError
+from wanstream.host import OutsideFolderError, current_host, io
+from wanstream.host.embedded import Folders, History
 from wanstream.sampling.steps import errors
 from wanstream.tests.support.host.embedded import embedded_host, run_workflow
 
@@ -49,7 +46,7 @@ class Add(io.ComfyNode):
         return io.Schema(node_id="Add", inputs=inputs, outputs=[io.Int.Output()])
 
     @classmethod
-    def execute(cls, a: int, b: int, **optional: Any) -> io.NodeOutput:
+    def execute(cls, a: int, b: int, **optional) -> io.NodeOutput:
         return io.NodeOutput(a + b)
 
 
@@ -113,7 +110,7 @@ def run(nodes: SimpleNamespace, tmp_path: Path) -> Callable[..., History]:
     for folder in ("models", "output", "input"):
         (tmp_path / folder).mkdir()
 
-    def run(prompt: dict[str, Any], **options: Any) -> History:
+    def run(prompt, **options) -> History:
         places = {name: tmp_path / name for name in ("models", "output")}
         given = {"nodes": nodes.all, **options}
         return run_workflow(prompt, **places, input_dir=tmp_path / "input", **given)
@@ -143,6 +140,6 @@ def asked_ram(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def text() -> list[list[Any]]:
+def text():
     """Return CONDITIONING with random embeddings."""
     return [[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0)), {}]]

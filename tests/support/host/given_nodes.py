@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -23,11 +22,9 @@ class Given(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         outputs = [
-            io.Latent.Output(),
-            io.Image.Output(),
-            io.Conditioning.Output(),
+            io.Latent.Output(), io.Image.Output(), io.Conditioning.Output(),
             io.Custom("*").Output(),
-        ]
+        ]  # fmt: skip
         return io.Schema(node_id="Given", inputs=[io.Int.Input("frames")], outputs=outputs)
 
     @classmethod
@@ -52,7 +49,7 @@ class Shown(io.ComfyNode):
         return io.NodeOutput()
 
 
-def constant(node_id: str, output: Any, value: object) -> type[io.ComfyNode]:
+def constant(node_id: str, output, value: object) -> type[io.ComfyNode]:
     """Return a node class with one output, which has this value."""
 
     class Constant(io.ComfyNode):
@@ -78,7 +75,7 @@ PROMPTS = {"positive": ["given", 2], "negative": ["given", 2]}
 _OUTPUTS = ("WanStreamDecodeVideo", "WanStreamSaveVideo")
 
 
-def graph_around(class_type: str, inputs: dict[str, Any], *, frames: int) -> dict[str, Any]:
+def graph_around(class_type: str, inputs, *, frames: int):
     """Return a graph with the node "node", which may have links to "given"."""
     given = {"class_type": "Given", "inputs": {"frames": frames}}
     graph = {"given": given, "node": {"class_type": class_type, "inputs": inputs}}
@@ -87,23 +84,15 @@ def graph_around(class_type: str, inputs: dict[str, Any], *, frames: int) -> dic
     return graph
 
 
-SETTINGS: dict[str, Any] = {
-    "seed": 1,
-    "steps": 3,
-    "solver": "unipc",
-    "schedule": "wan",
-    "flow_shift": 5.0,
-    "boundary_ratio": 0.875,
-    "switch_step": -1,
-    "start_step": 0,
-    "guidance_high": 5.0,
+SETTINGS = {
+    "seed": 1, "steps": 3, "solver": "unipc", "schedule": "wan", "flow_shift": 5.0,
+    "boundary_ratio": 0.875, "switch_step": -1, "start_step": 0, "guidance_high": 5.0,
     "guidance_low": 1.0,
-}
+}  # fmt: skip
 """Inputs of Wan Sampler, apart from links."""
 
 
-def sampled(ref: ExpertsRef, given: Sequence[Any], **changes: Any) -> torch.Tensor:
+def sampled(ref: ExpertsRef, given, **changes) -> torch.Tensor:
     """Return the latents of Wan Sampler on both prompts and a latent."""
     latent, _ = WanStreamSampler.execute(ref, *given, **{**SETTINGS, **changes}).args
-    samples: torch.Tensor = latent["samples"]
-    return samples
+    return latent["samples"]

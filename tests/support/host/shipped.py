@@ -19,11 +19,11 @@ Workflow = dict[str, dict[str, Any]]
 Run = Callable[..., History]
 
 
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+def node(class_type: str, **inputs):
     return {"class_type": class_type, "inputs": inputs}
 
 
-def shipped(name: str = "t2v", **changes: Any) -> Workflow:
+def shipped(name: str = "t2v", **changes) -> Workflow:
     """Return the shipped workflow `name`, small, with changes.
 
     Each change is `node={input: value}`, or a whole node for a name that the workflow lacks.
@@ -40,8 +40,7 @@ def shipped(name: str = "t2v", **changes: Any) -> Workflow:
 
 
 def latent(history: History, node_id: str = "sampler") -> torch.Tensor:
-    samples: torch.Tensor = history.results[node_id][0]["samples"]
-    return samples
+    return history.results[node_id][0]["samples"]
 
 
 def timeline(history: History) -> Timeline:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -45,13 +45,7 @@ def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], Bu
     return lambda _: Budgets(vram_bytes=vram, ram_bytes=ram)
 
 
-def _choose(
-    planner: AutoPlanner,
-    room: Callable[[bool], Budgets],
-    run: RunShape = RUN,
-    *,
-    starts_empty: bool = True,
-) -> Any:
+def _choose(planner, room, run=RUN, *, starts_empty=True):
     given = {"device": CUDA, "weights": WEIGHTS, "free_memory_now": room}
     return planner.choose(AutoOffload(), run, **given, starts_empty=starts_empty)
 
@@ -62,29 +56,24 @@ def _on(machine: Machine) -> AutoPlanner:
 
 def test_budgets_are_limited_by_free_memory():
     for free, asked, given in (
-        ((10, 100), (None, None), (10, 50)),
-        ((10, 30), (None, None), (10, 30)),
-        ((10, 100), (4, 80), (4, 80)),
-        ((10, 70), (40, 80), (10, 70)),
-        ((None, 100), (4, None), (4, 50)),
-        ((None, 100), (None, None), (None, 50)),
-    ):
+        ((10, 100), (None, None), (10, 50)), ((10, 30), (None, None), (10, 30)),
+        ((10, 100), (4, 80), (4, 80)), ((10, 70), (40, 80), (10, 70)),
+        ((None, 100), (4, None), (4, 50)), ((None, 100), (None, None), (None, 50)),
+    ):  # fmt: skip
         budgets, room = (Budgets(vram_bytes=vram, ram_bytes=ram) for vram, ram in (asked, free))
         found = limited(budgets, room, replace(GPU, ram_bytes=100))
         assert (found.vram_bytes, found.ram_bytes) == given
 
 
 def test_planner_chooses_within_what_is_free():
-    choice, little = (
-        _choose(_on(GPU), _room(vram=vram, ram=ram))
-        for vram, ram in ((12 * GB, 32 * GB), (6 * GB, 2 * GB))
-    )
-    plan = plan_offload(RUN, GPU, Budgets(vram_bytes=12 * GB, ram_bytes=32 * GB))
-    assert choice.policy == plan.policy != little.policy
-    assert plan.reason in choice.reason
-    assert choice.reason.startswith("chosen: ")
-    tight = plan_offload(RUN, GPU, Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
-    assert tight.policy == little.policy
+    policies = []
+    for vram, ram in ((12 * GB, 32 * GB), (6 * GB, 2 * GB)):
+        choice = _choose(_on(GPU), _room(vram=vram, ram=ram))
+        plan = plan_offload(RUN, GPU, Budgets(vram_bytes=vram, ram_bytes=ram))
+        assert choice.reason.startswith("chosen: ")
+        assert plan.reason in choice.reason
+        policies += [choice.policy, plan.policy]
+    assert policies[0] == policies[1] != policies[2] == policies[3]
 
 
 def _record(policy: OffloadPolicy, machine: Machine, run: RunShape = RUN) -> StepRecord:
@@ -94,12 +83,7 @@ def _record(policy: OffloadPolicy, machine: Machine, run: RunShape = RUN) -> Ste
 
 
 def test_slow_bus_is_learned_and_the_next_run_knows_it():
-    asked = list[object]()
-
-    def profile(*key: object) -> Machine:
-        asked.append(key)
-        return FAST
-
+    profile = Mock(return_value=FAST)
     planner = AutoPlanner(profile)
     room = _room(vram=14 * GB)
     first = _choose(planner, room, FEW)
@@ -109,7 +93,7 @@ def test_slow_bus_is_learned_and_the_next_run_knows_it():
     assert better is not None
     assert better.kind == "block_swap"
     assert _choose(planner, room, FEW).policy.kind == "block_swap"
-    assert len(asked) == 1
+    profile.assert_called_once()
 
 
 @pytest.mark.parametrize(
@@ -138,16 +122,13 @@ def test_first_of_several_kinds_of_steps_is_learned_from(varying):
 
 
 def test_nothing_is_revised_without_a_reason():
-    evicting = list[bool]()
-
-    def room(evict: bool) -> Budgets:
-        evicting.append(evict)
-        return Budgets(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
-
+    large = Budgets(vram_bytes=12 * GB, ram_bytes=2 * GB)
+    room = Mock(side_effect=[large, Budgets(vram_bytes=GB, ram_bytes=0)])
     choice = _choose(_on(GPU), room)
     first = _record(choice.policy, GPU)
     assert choice.revise(first) is None, "as predicted; the plan's memory is allocated"
-    assert evicting == [True, False], "what others hold is not free for a revised policy"
+    # What others hold is not free for a revised policy.
+    assert room.call_args_list == [call(True), call(False)]
     # A ComfyUI sampler may begin with another expert than the sigmas suggest.
     assert choice.revise(replace(first, expert="low")) is None
     # It may also call the model twice in its only step.
@@ -164,7 +145,7 @@ class _Pair:
 
 def test_free_memory_includes_that_of_the_experts():
     """Some of the free RAM is left to others."""
-    pair: Any = _Pair()
+    pair = _Pair()
     on_gpu = free_memory(pair, CUDA, GB)
     assert on_gpu.vram_bytes == 6 * GB
     assert free_memory(pair, CUDA, -9 * GB).vram_bytes == 0
@@ -173,13 +154,9 @@ def test_free_memory_includes_that_of_the_experts():
     assert 0.8 * available_bytes() < ram < 0.95 * available_bytes()
 
 
-@pytest.fixture
-def pair_ref(tiny_expert_file: Callable[..., Path]) -> ExpertsRef:
+def test_embedded_host_chooses_and_the_run_is_the_same(tiny_expert_file, make_request):
     high, low = (tiny_expert_file(seed=seed) for seed in (1, 2))
-    return ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
-
-
-def test_embedded_host_chooses_and_the_run_is_the_same(pair_ref, make_request):
+    pair_ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     host = EmbeddedHost(_on(replace(ONLY_CPU, disk_bytes_per_s=1e6)))
     pair = host.models.experts(pair_ref)
     request = make_request(batch=2, guidance=(4.0, 1.0))
@@ -202,20 +179,13 @@ def test_embedded_host_chooses_and_the_run_is_the_same(pair_ref, make_request):
 
 
 def test_known_machine_is_the_stored_or_the_learned_one():
-    asked = list[tuple[object, ...]]()
-
-    def never(*_: object) -> Machine:
-        raise AssertionError("this machine was measured")
-
-    def stored(*key: object) -> Machine | None:
-        asked.append(key)
-        return ONLY_CPU if len(asked) > 1 else None
-
+    never = Mock(side_effect=AssertionError("this machine was measured"))
+    stored = Mock(side_effect=[None, ONLY_CPU])
     planner = AutoPlanner(never, stored)
     key = (CPU, RUN.expert, WEIGHTS)
     assert planner.known_machine(*key) is None
     assert planner.known_machine(*key) is ONLY_CPU
-    assert asked == [key] * 2
+    assert stored.call_args_list == [call(*key)] * 2
     planner = AutoPlanner(lambda *_: GPU, lambda *_: None)
     choice = _choose(planner, _room())
     assert planner.known_machine(CUDA, RUN.expert, WEIGHTS) is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from wanstream.host.distilled_models import cfg_notices
@@ -14,7 +12,7 @@ PLAIN = "wan2.2_t2v_high_noise_14B.safetensors"
 TURBO = "z_image_turbo_bf16.safetensors"
 
 
-def graph(*, lora: str = LIGHT, strength: float = 1.0, model: str = PLAIN) -> Any:
+def graph(*, lora: str = LIGHT, strength: float = 1.0, model: str = PLAIN):
     return {
         "1": node("WanStreamLoadDiffusionModel", unet_name=model),
         "2": node("LoraLoaderModelOnly", model=["1", 0], lora_name=lora, strength_model=strength),
@@ -26,7 +24,7 @@ def graph(*, lora: str = LIGHT, strength: float = 1.0, model: str = PLAIN) -> An
     }
 
 
-def switched(value: object) -> Any:
+def switched(value: object):
     """Return the graph with a switch between model and LoRA, as in ComfyUI's templates."""
     switch = node("ComfySwitchNode", switch=value, on_false=["1", 0], on_true=["2", 0])
     return {**graph(), "3": switch, "8": node("PrimitiveBoolean", value=True)}
@@ -38,23 +36,16 @@ CYCLE = {**graph(lora="a.safetensors"), "1": node("X", model=["3", 0])}
 @pytest.mark.parametrize(
     ("prompt", "node_id", "cfg", "file"),
     [
-        (graph(), "4", 3.5, LIGHT),
-        (graph(), "6", 3.5, LIGHT),
+        (graph(), "4", 3.5, LIGHT), (graph(), "6", 3.5, LIGHT),
         (graph(lora=f"wan\\{LIGHT}"), "4", 4, LIGHT),
         (graph(lora="a.safetensors", model=TURBO), "7", 2.0, TURBO),
-        (switched(["8", 0]), "4", 3.5, LIGHT),
-        (switched(True), "4", 3.5, LIGHT),
-        (switched(False), "4", 3.5, None),
-        (graph(), "4", 1.0, None),
-        (graph(), "4", None, None),
-        (graph(), "7", 3.5, None),
-        (graph(strength=0.0), "4", 3.5, None),
-        (graph(lora="style.safetensors"), "4", 3.5, None),
-        (CYCLE, "4", 3.5, None),
-        ({}, None, 3.5, None),
-        ({"4": "no node"}, "4", 3.5, None),
+        (switched(["8", 0]), "4", 3.5, LIGHT), (switched(True), "4", 3.5, LIGHT),
+        (switched(False), "4", 3.5, None), (graph(), "4", 1.0, None), (graph(), "4", None, None),
+        (graph(), "7", 3.5, None), (graph(strength=0.0), "4", 3.5, None),
+        (graph(lora="style.safetensors"), "4", 3.5, None), (CYCLE, "4", 3.5, None),
+        ({}, None, 3.5, None), ({"4": "no node"}, "4", 3.5, None),
     ],
-)
+)  # fmt: skip
 def test_cfg_with_a_distilled_file_is_noticed(prompt, node_id, cfg, file):
     found = cfg_notices(prompt, node_id, cfg, is_wan=True)
     if file is None:

@@ -13,8 +13,7 @@ import torch
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.host.error_names import PACKAGE, name_errors_of, plainly_named
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.sampling.steps import RequestError
-from wanstream.sampling.steps.errors import InsufficientMemoryError, SmallerPolicyError
+from wanstream.sampling.steps import InsufficientMemoryError, RequestError, SmallerPolicyError
 from wanstream.schema import OffloadPolicy
 
 OURS: list[Callable[[], Exception]] = [

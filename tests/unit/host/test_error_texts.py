@@ -6,7 +6,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +13,9 @@ from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.error_names import plainly_named
 from wanstream.host.error_texts import folders_last
 from wanstream.host.folders import check_output, inside
-from wanstream.offload.formats.gguf_header import read_gguf_header
-from wanstream.offload.formats.safetensors_header import CheckpointFileError, read_header
-from wanstream.wan import open_image_encoder
+from wanstream.offload.formats import CheckpointFileError, read_gguf_header, read_header
+from wanstream.wan import open_image_encoder, open_text_encoder, open_vae
 from wanstream.wan.latents.file import read_latent
-from wanstream.wan.text import open_text_encoder
-from wanstream.wan.vae import open_vae
 
 FIRST = 120
 """Characters shown by ComfyUI's panel in any case."""
@@ -150,5 +146,5 @@ def test_several_paths():
 
 
 def test_long_text_costs_little(tmp_path):
-    error: Any = CheckpointFileError(tmp_path / "x.sft", "/".join("ab" * 5000))
+    error = CheckpointFileError(tmp_path / "x.sft", "/".join("ab" * 5000))
     assert folders_last(str(error)).startswith("x.sft: a/b/")

@@ -6,23 +6,20 @@ import os
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from wanstream.host.embedded.adapter import EmbeddedHost
-from wanstream.host.embedded.files import Folders
+from wanstream.host import OutputFile, OutputNameError, OutsideFolderError, inside
+from wanstream.host.embedded import EmbeddedHost, Folders
 from wanstream.host.embedded.workflow.validate import Socket, listed_choice
 from wanstream.host.folders import (
     GGUF_FILES,
     CachedFileNames,
     ModelNotFoundError,
-    OutputFile,
-    OutputNameError,
-    OutsideFolderError,
     check_output,
     diffusers_folders,
     find_model,
-    inside,
     output_file,
     weight_files,
 )
@@ -142,12 +139,10 @@ def test_variables_of_a_prefix_are_filled_in(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("prefix", "repaired"),
     [
-        ("2026-11-26 12:30", "2026-11-26 12_30"),
-        ("aux/con.mp4", "_aux/_con.mp4"),
-        ("a. /b\0\ud800?\n", "a._/b____"),
-        ("C:\\nul ", "C_/nul "),
+        ("2026-11-26 12:30", "2026-11-26 12_30"), ("aux/con.mp4", "_aux/_con.mp4"),
+        ("a. /b\0\ud800?\n", "a._/b____"), ("C:\\nul ", "C_/nul "),
     ],
-)
+)  # fmt: skip
 def test_name_that_is_known_in_the_run_only_is_repaired(tmp_path, caplog, prefix, repaired):
     path = written(tmp_path, prefix).path
     assert path.relative_to(tmp_path).as_posix() == f"{repaired}_00001_.mp4"
@@ -207,15 +202,14 @@ def test_scan_visits_a_folder_once(tmp_path, monkeypatch):
     for name in "abcdefgh":
         (tmp_path / name).symlink_to(".")
         (tmp_path / f"{name}2").symlink_to("disk")
-    listed, count = os.scandir, []
-    monkeypatch.setattr(os, "scandir", lambda path: count.append(path) or listed(path))
-    read, looked = os.stat, []
-    monkeypatch.setattr(
-        os, "stat", lambda path, **how: looked.append(str(path)) or read(path, **how)
-    )
+    listed = Mock(wraps=os.scandir)
+    looked = Mock(wraps=os.stat)
+    monkeypatch.setattr(os, "scandir", listed)
+    monkeypatch.setattr(os, "stat", looked)
     assert len([*weight_files(tmp_path)]) == 20
-    assert len(count) == 22, "the top, its folder, and the twenty in there"
-    assert not [path for path in looked if path.endswith(".safetensors")], "no file is looked at"
+    assert listed.call_count == 22, "the top, its folder, and the twenty in there"
+    paths = [str(each.args[0]) for each in looked.call_args_list]
+    assert not [path for path in paths if path.endswith(".safetensors")], "no file is looked at"
 
 
 def test_name_over_another_link_is_the_listed_one(tmp_path):

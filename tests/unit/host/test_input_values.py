@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from wanstream.host.input_values import InputValueError, plain_value, same_choice
 
 NAN = float("nan")
 INF = float("inf")
-READ: list[tuple[str, Any, Any]] = [
+READ = [
     *(("BOOLEAN", value, bool(value)) for value in (True, False, 1, 0)),
-    *(("INT", value, 24) for value in (24, 24.0, "24", " 24 ")),
-    ("INT", 2**64 - 1, 2**64 - 1),
-    *(("FLOAT", value, 3.5) for value in (3.5, "3.5")),
-    ("FLOAT", 4, 4.0),
-    ("STRING", "", ""),
-    ("STRING", 12, "12"),
-    ("LATENT", None, None),
-]
+    *(("INT", value, 24) for value in (24, 24.0, "24", " 24 ")), ("INT", 2**64 - 1, 2**64 - 1),
+    *(("FLOAT", value, 3.5) for value in (3.5, "3.5")), ("FLOAT", 4, 4.0), ("STRING", "", ""),
+    ("STRING", 12, "12"), ("LATENT", None, None),
+]  # fmt: skip
 WORDS = ["disable", "enable", "false", "true", "False", "no", "off", "0", "1", ""]
-REFUSED: dict[str, tuple[list[Any], str]] = {
+REFUSED = {
     "BOOLEAN": (
         [*WORDS, None, 2, -1, 0.0, 1.0, {}],
         "is not true or false: write true or false, without quotes",

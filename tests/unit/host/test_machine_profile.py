@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -17,15 +17,9 @@ import torch
 
 from wanstream.devices import auto_dtype, dtype_name
 from wanstream.devices.machine.available_ram import limited_groups
+from wanstream.host import Profile, load_machine_profile, measure_machine
 from wanstream.host import machine_profile as module
-from wanstream.host.machine_profile import (
-    FORMAT,
-    Profile,
-    load_machine_profile,
-    measure_machine,
-    profile_path,
-    stored_machine,
-)
+from wanstream.host.machine_profile import FORMAT, profile_path, stored_machine
 from wanstream.plan import Machine
 from wanstream.shapes import ExpertShape
 from wanstream.tests.support.full_disk import largest_file
@@ -40,16 +34,13 @@ MARK = 12345.0
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     (folder / "diffusion_models").mkdir()
-    for name, size in (
-        ("small.safetensors", 1000),
-        ("diffusion_models/large.safetensors", 3_000_000),
-        ("larger.bin", 4_000_000),
-    ):
+    large = {"diffusion_models/large.safetensors": 3_000_000, "larger.bin": 4_000_000}
+    for name, size in {"small.safetensors": 1000, **large}.items():
         (folder / name).write_bytes(os.urandom(size))
     return folder
 
 
-def measure(**options: Any) -> Profile:
+def measure(**options) -> Profile:
     return measure_machine(CPU, **{"expert": TINY, "tokens": 300, **options})
 
 
@@ -76,11 +67,11 @@ def measures_at_once(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "_measured", lambda *_: measured.machine)
 
 
-def load(folder: Path, models: Path | None = None, **options: Any) -> Machine:
+def load(folder: Path, models: Path | None = None, **options) -> Machine:
     return load_machine_profile(CPU, expert=TINY, models=models, folder=folder, **options)
 
 
-def _change(folder: Path, identity: dict[str, Any] | None = None, **changes: Any) -> None:
+def _change(folder: Path, identity=None, **changes) -> None:
     path = profile_path(CPU, folder)
     data = json.loads(path.read_text(encoding="utf-8"))
     data |= {**changes, "identity": {**data["identity"], **(identity or {})}}
@@ -203,33 +194,21 @@ def test_profile_that_cannot_be_written_stops_no_run(kept, models, caplog):
     assert len(caplog.records) == 2
 
 
-@pytest.fixture
-def scratch_folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return the list of folders where temporary folders were made."""
-    made = list[Path]()
-    original = tempfile.TemporaryDirectory
-
-    def noted(*, prefix: str, dir: Path) -> tempfile.TemporaryDirectory[str]:
-        made.append(dir)
-        return original(prefix=prefix, dir=dir)
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", noted)
-    return made
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="there the environment does not name the cache folder"
 )
-def test_without_weights_a_file_on_the_same_disk_is_read(tmp_path, scratch_folders, monkeypatch):
+def test_without_weights_a_file_on_the_same_disk_is_read(tmp_path, monkeypatch):
     """Temporary files often lie in RAM, where a test file would show the fastest disk of all."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     empty = tmp_path / "models"
     empty.mkdir()
     (tmp_path / "home").mkdir()
+    made = Mock(wraps=tempfile.TemporaryDirectory)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", made)
     profiles = [measure(models=empty, folder=tmp_path / "cache"), measure()]
     read = "read: a temporary file, because there is no file of weights to read"
     assert [profile.notes[0] for profile in profiles] == [read, read]
-    assert scratch_folders == [empty, tmp_path / "home"]
+    assert [each.kwargs["dir"] for each in made.call_args_list] == [empty, tmp_path / "home"]
     assert list(empty.iterdir()) == []
     assert [path.name for path in (tmp_path / "home").iterdir()] == ["wanstream"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from wanstream.host import NOTICES_EVENT, RunEvents, run_settings
 from wanstream.host.distilled_models import cfg_notices, node_with_cfg
 from wanstream.host.run_events import (
     BEGIN,
@@ -19,13 +19,10 @@ from wanstream.host.run_events import (
     KEPT_NOTICES,
     KEPT_RUNS,
     LONGEST_NAME,
-    NOTICES_EVENT,
     STEP,
     VISITS,
-    RunEvents,
     RunLog,
     contents_of,
-    run_settings,
     short_text,
 )
 from wanstream.plan import AutoOffload
@@ -50,14 +47,14 @@ PREDICTED = Timeline(steps=(record(0),), kind="simulated")
 class Told(list[tuple[str, dict[str, Any]]]):
     """List of announced events after a JSON round trip."""
 
-    def __call__(self, event: str, payload: Mapping[str, Any]) -> None:
+    def __call__(self, event: str, payload) -> None:
         self.append((event, json.loads(json.dumps(payload))))
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of(self, kind: str):
         return [payload for event, payload in self if event == kind]
 
 
-def announced(told: Told, **options: Any) -> RunEvents:
+def announced(told: Told, **options) -> RunEvents:
     return RunEvents(told, **{"prompt_id": "p", "node_id": "7", "experts": EXPERTS, **options})
 
 
@@ -241,9 +238,7 @@ class TestLog:
         assert not any(node in ("0", "4", "5", "10") for _, node, _ in kept)
 
 
-def announce(
-    log: RunLog, node_id: str, texts: Sequence[str], *, workflow: str = "w", **more: Any
-) -> bool:
+def announce(log, node_id, texts, *, workflow="w", **more):
     notices = [{"text": text} for text in texts]
     payload = {"workflow": workflow, "node": node_id, "notices": notices, **more}
     return log.record(NOTICES_EVENT, payload)
@@ -264,14 +259,11 @@ def graph(prefix: str = "", *, strength: object = 1, file: str = "a", **loader: 
 
 MORE = {"4": node("Loader", file="b"), "x": "no node", "y": {}}
 EQUAL: dict[str, tuple[Graph, str]] = {
-    "ids": (graph("5:", _meta={"title": "mine"}), "123"),
-    "number": (graph(strength=1.0), "123"),
-    "strength": (graph(strength=2), "1"),
-    "file": (graph(file="b"), ""),
-    "class": (graph(class_type="Other"), ""),
-    "more": ({**graph(), **MORE}, "123"),
+    "ids": (graph("5:", _meta={"title": "mine"}), "123"), "number": (graph(strength=1.0), "123"),
+    "strength": (graph(strength=2), "1"), "file": (graph(file="b"), ""),
+    "class": (graph(class_type="Other"), ""), "more": ({**graph(), **MORE}, "123"),
     "cycle": ({**graph(), "1": node("Loader", file=["3", 0])}, ""),
-}
+}  # fmt: skip
 
 
 class TestNotices:
@@ -301,20 +293,15 @@ class TestNotices:
     @pytest.mark.parametrize(
         ("later", "kept"),
         [
-            ({"seed": 1}, True),
-            ({"cfg": 4}, True),
-            ({"cfg": 1.0}, False),
+            ({"seed": 1}, True), ({"cfg": 4}, True), ({"cfg": 1.0}, False),
             ({"file": "wan2.2_14B.safetensors"}, False),
-            ({"file": "other_8steps.safetensors"}, False),
-            ({"cfg": ["1", 0]}, False),
+            ({"file": "other_8steps.safetensors"}, False), ({"cfg": ["1", 0]}, False),
         ],
-    )
+    )  # fmt: skip
     def test_notice_of_a_graph_leaves_with_its_cause(self, later, guider, kept):
         log = RunLog()
 
-        def sampled(
-            file: str = "wan2.2_lightx2v_4steps.safetensors", cfg: object = 4.0, seed: int = 0
-        ) -> Graph:
+        def sampled(file="wan2.2_lightx2v_4steps.safetensors", cfg=4.0, seed=0):
             """A ComfyUI sampler as node "3"; with `guider`, node "3" is a guider."""
             sampler = node("KSampler", model=["1", 0], cfg=cfg, seed=seed)
             custom = {"4": node("Custom", guider=["3", 0])} if guider else {}

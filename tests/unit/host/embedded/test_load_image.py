@@ -15,8 +15,7 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from wanstream.host.embedded import load_image
-from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.embedded import History, NodeFailedError, load_image
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.sampling.steps import errors
 from wanstream.tests.support.host.embedded import embedded_host
@@ -34,10 +33,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def load(run: Callable[..., History]) -> Callable[..., Any]:
+def load(run: Callable[..., History]):
     """`load(name)` returns image and mask of a file in the input folder."""
 
-    def load(name: str) -> Any:
+    def load(name: str):
         prompt = {"1": node("LoadImage", image=name), "2": node("Shown", value=["1", 0])}
         return run(prompt, nodes=[Shown], keep=["1"]).results["1"]
 

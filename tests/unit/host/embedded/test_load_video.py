@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
@@ -47,8 +46,8 @@ print(status("VmHWM") - before)
 
 
 @pytest.fixture
-def load(run: Callable[..., History]) -> Callable[[str], tuple[Any, ...]]:
-    def load(name: str) -> tuple[Any, ...]:
+def load(run: Callable[..., History]):
+    def load(name: str):
         parts = {"2": node("GetVideoComponents", video=["1", 0])}
         prompt = {"1": node("LoadVideo", file=name), **parts, "3": node("Shown", value=["2", 0])}
         return run(prompt, nodes=[Shown], keep=["2"]).results["2"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ import torch
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs.experts import ExpertsRef, LoraRef
 from wanstream.tests.support.wan.opened_experts import streamed
-from wanstream.wan import ExpertPair, Lane
-from wanstream.wan.experts.open import ExpertsRegistry, open_pair
+from wanstream.wan import ExpertsRegistry, Lane, open_pair
 
 LIGHTNING = "loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
 EXPERT = "diffusion_models/wan2.2_t2v_{}_noise_14B_fp16.safetensors"
@@ -40,18 +40,14 @@ def lora(ref: ExpertsRef, tmp_path: Path) -> LoraRef:
 
 
 @pytest.fixture
-def opened() -> list[ExpertsRef]:
-    """Pairs opened by the registry, in order."""
-    return []
+def opened() -> Mock:
+    """The registry's function that opens pairs."""
+    return Mock(wraps=open_pair)
 
 
 @pytest.fixture
-def registry(opened: list[ExpertsRef]) -> Iterator[ExpertsRegistry]:
-    def counting(ref: ExpertsRef) -> ExpertPair:
-        opened.append(ref)
-        return open_pair(ref)
-
-    registry = ExpertsRegistry(counting)
+def registry(opened: Mock) -> Iterator[ExpertsRegistry]:
+    registry = ExpertsRegistry(opened)
     yield registry
     registry.free()
 
@@ -76,15 +72,13 @@ def test_other_loras_open_no_other_pair(run, opened, ref, lora):
     plain = run(ref)
     weaker = replace(lora, strength_high=0.5)
     only_low = replace(lora, high_noise=None)
-    results = [
-        plain,
-        *(run(ref, *each) for each in ((lora,), (weaker,), (only_low,), (lora, weaker))),
-    ]
+    stacks = ((lora,), (weaker,), (only_low,), (lora, weaker))
+    results = [plain, *(run(ref, *each) for each in stacks)]
     for one, other in combinations(results, 2):
         assert not torch.equal(one, other)
     assert torch.equal(results[3][0], plain[0]), "the high-noise expert has no LoRA"
     assert torch.equal(run(ref), plain)
-    assert opened == [ref]
+    opened.assert_called_once_with(ref)
 
 
 def test_reopened_pair_and_replaced_lora_are_current(run, registry, opened, ref, lora):
@@ -93,12 +87,12 @@ def test_reopened_pair_and_replaced_lora_are_current(run, registry, opened, ref,
     assert torch.equal(run(ref, lora), first)
     replace_file(ref.high_noise, ref.high_noise)
     assert torch.equal(run(ref, lora), first)
-    assert len(opened) == 3
+    assert opened.call_count == 3
     expected = run(ref, replace(lora, high_noise=lora.low_noise))
     run(ref, lora)
     replace_file(lora.high_noise, lora.low_noise)
     assert torch.equal(run(ref, lora), expected)
-    assert len(opened) == 3
+    assert opened.call_count == 3
 
 
 def test_unusable_lora_leaves_the_pair_as_it_was(run, opened, ref, lora):
@@ -112,4 +106,4 @@ def test_unusable_lora_leaves_the_pair_as_it_was(run, opened, ref, lora):
     lora.low_noise.unlink()
     with pytest.raises(ValueError, match="cannot be read"):
         run(ref, lora)
-    assert len(opened) == 1
+    assert opened.call_count == 1

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ import torch
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.host.workers.registry import WorkerRegistry, start_pool
 from wanstream.schema import Mesh
-from wanstream.schema.refs import WorkersRef
-from wanstream.schema.refs.workers import IN_PROCESS, WorkersError
+from wanstream.schema.refs import IN_PROCESS, WorkersError, WorkersRef
 
 ONE = WorkersRef(count=1, address=IN_PROCESS)
 CPU = torch.device("cpu")
@@ -79,16 +79,13 @@ def fake_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wanstream.host.workers.registry.Driver", FakeDriver)
 
 
-Pools = list[FakePool]
-
-
 @pytest.fixture
-def started() -> Pools:
+def started() -> list[FakePool]:
     return []
 
 
 @pytest.fixture
-def kept(started: Pools) -> WorkerRegistry:
+def kept(started: list[FakePool]) -> WorkerRegistry:
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         assert all("end" in pool.said for pool in started), "two sets share a device"
         started.append(FakePool(ref, device))
@@ -163,10 +160,7 @@ def test_hung_worker_is_ended_to_release_its_memory(kept, started, caplog, monke
 
 
 def test_failed_start_leaves_nothing_behind():
-    def start(ref: WorkersRef, device: torch.device) -> FakePool:
-        raise OSError("the port is taken")
-
-    kept = WorkerRegistry(start)
+    kept = WorkerRegistry(Mock(side_effect=OSError("the port is taken")))
     for _ in range(2):
         with pytest.raises(OSError, match="the port is taken"):
             kept.get(ONE, Mesh(), CPU)

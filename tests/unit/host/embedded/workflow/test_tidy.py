@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from wanstream.tests.support.host.embedded import run_workflow
@@ -14,25 +12,18 @@ from .test_validate import GOOD, changed, validate
 __all__ = ["validate"]
 
 
-WIDGETS: dict[str, Any] = {
-    "choose file to upload": "image",
-    "image_upload": True,
+WIDGETS = {
+    "choose file to upload": "image", "image_upload": True,
     "videopreview": {"hidden": False, "paused": False, "params": {}},
-    "$$comfy_animation_preview": 3,
-    "control_after_generate": "randomize",
-    "control_before_generate": "fixed",
-    "speak_and_recognation": {"__value__": [False, True]},
-    "__value__": [False, True],
-    "Refresh": None,
-    "➕ Add Lora": "",
-}
-SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"scael": "2.0"}, "did you mean scale"),
-    ({"sc-ale": None}, "did you mean scale"),
-    ({"zzz": 1}, "zzz: it has a, b, scale"),
-    ({"prefix": "x"}, "prefix: it has a, b"),
+    "$$comfy_animation_preview": 3, "control_after_generate": "randomize",
+    "control_before_generate": "fixed", "speak_and_recognation": {"__value__": [False, True]},
+    "__value__": [False, True], "Refresh": None, "➕ Add Lora": "",
+}  # fmt: skip
+SETTINGS = [
+    ({"scael": "2.0"}, "did you mean scale"), ({"sc-ale": None}, "did you mean scale"),
+    ({"zzz": 1}, "zzz: it has a, b, scale"), ({"prefix": "x"}, "prefix: it has a, b"),
     ({"image_preview": ["1", 0]}, "image_preview: it has"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WIDGETS)

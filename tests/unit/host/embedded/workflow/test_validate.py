@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from wanstream.host.embedded.workflow.validate import Socket, Verdict, value_fau
 from wanstream.tests.support.host.embedded import validate_workflow
 from wanstream.tests.support.host.shipped import node
 
-GOOD: dict[str, Any] = {
+GOOD = {
     "1": node("Number", value=3),
     "2": node("Add", a=["1", 0], b=4, scale=1.5, mode="odd"),
     "3": node("Show", number=["2", 0], prefix="video/a"),
@@ -23,11 +21,11 @@ GOOD: dict[str, Any] = {
 
 
 @pytest.fixture
-def validate(nodes: SimpleNamespace, tmp_path: Path) -> Callable[[Any], Verdict]:
+def validate(nodes: SimpleNamespace, tmp_path: Path):
     return lambda prompt: validate_workflow(prompt, nodes.all, models=tmp_path, input_dir=tmp_path)
 
 
-def changed(node_id: str, **inputs: Any) -> dict[str, Any]:
+def changed(node_id: str, **inputs):
     prompt = copy.deepcopy(GOOD)
     prompt[node_id]["inputs"] |= inputs
     return prompt
@@ -44,22 +42,18 @@ TYPE = "invalid_input_type"
 LINK = "return_type_mismatch"
 CHOICE = "value_not_in_list"
 INNER = "exception_during_inner_validation"
-NODE_FAULTS: list[tuple[str, dict[str, Any], str]] = [
-    ("1", {"value": 101}, "value_bigger_than_max"),
-    ("1", {"value": -1}, "value_smaller_than_min"),
+NODE_FAULTS = [
+    ("1", {"value": 101}, "value_bigger_than_max"), ("1", {"value": -1}, "value_smaller_than_min"),
     *(("1", {"value": value}, TYPE) for value in ("seven", None, float("inf"), 6.5, True)),
     ("1", {"value": [1, 2, 3]}, "bad_linked_input"),
     *(("1", {"negate": value}, TYPE) for value in ("disable", None)),
-    ("2", {"mode": "even"}, CHOICE),
-    ("2", {"mode": {"deep": 1}}, CHOICE),
-    ("2", {"b": ["1", 1]}, LINK),
-    ("2", {"scale": ["1", 0]}, LINK),
+    ("2", {"mode": "even"}, CHOICE), ("2", {"mode": {"deep": 1}}, CHOICE),
+    ("2", {"b": ["1", 1]}, LINK), ("2", {"scale": ["1", 0]}, LINK),
     *(("2", {"a": link}, INNER) for link in (["9", 0], ["1", 2], ["1", "0"], [1, 0], [[], 0])),
-    ("2", {"scael": 2.0}, "unknown_input"),
-    ("2", {"scale": float("nan")}, TYPE),
+    ("2", {"scael": 2.0}, "unknown_input"), ("2", {"scale": float("nan")}, TYPE),
     ("3", {"number": ["9", 0]}, "exception_during_validation"),
     ("3", {"prefix": "../a"}, "custom_validation_failed"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("node_id", "inputs", "kind"), NODE_FAULTS)
@@ -86,14 +80,12 @@ NOBODY = node("Nobody")
 @pytest.mark.parametrize(
     ("prompt", "kind"),
     [
-        (None, "no_prompt"),
-        ({}, "prompt_no_outputs"),
-        ({"1": GOOD["1"]}, "prompt_no_outputs"),
+        (None, "no_prompt"), ({}, "prompt_no_outputs"), ({"1": GOOD["1"]}, "prompt_no_outputs"),
         ({**GOOD, "4": NOBODY}, "missing_node_type"),
         ({**GOOD, "4": {"inputs": {}}}, "missing_node_type"),
         ({**GOOD, "4": {**NOBODY, "_meta": "a title"}}, "missing_node_type"),
     ],
-)
+)  # fmt: skip
 def test_faults_of_the_whole_workflow(validate, prompt, kind):
     verdict = validate(prompt)
     assert verdict.error is not None
@@ -136,7 +128,7 @@ def test_cycle_is_refused(validate, back):
     assert verdict.outputs == ()
 
 
-def combo_fault(value: str, *options: str) -> Any:
+def combo_fault(value: str, *options: str):
     socket = Socket(name="x", io_type="COMBO", options={"options": [*options]}, required=True)
     return value_fault(socket, value)
 
@@ -145,15 +137,11 @@ def test_name_that_is_not_in_the_list_gets_the_near_one():
     high = "wan22/high_noise.safetensors"
     low = "wan22/low_noise.safetensors"
     for value, near in (
-        ("high_noise.safetensors", high),
-        ("WAN22/High_Noise.safetensors", high),
-        ("wan22/high_noise", high),
-        ("wan22/highnoise.safetensors", high),
-        ("other/low_noise.safetensors", low),
-        ("low-noise.safetensors", low),
-        ("./wan21.gguf", "Wan21.gguf"),
-        ("wan22\\hihg_noise.safetensors", high),
-    ):
+        ("high_noise.safetensors", high), ("WAN22/High_Noise.safetensors", high),
+        ("wan22/high_noise", high), ("wan22/highnoise.safetensors", high),
+        ("other/low_noise.safetensors", low), ("low-noise.safetensors", low),
+        ("./wan21.gguf", "Wan21.gguf"), ("wan22\\hihg_noise.safetensors", high),
+    ):  # fmt: skip
         details = combo_fault(value, high, low, "Wan21.gguf", "odd")["details"]
         assert details.startswith(f"x: did you mean {near}? '{value}' not in [")
     long = combo_fault("y", *map(str, range(21)))
@@ -187,7 +175,7 @@ def test_entries_that_are_no_nodes_are_refused(more, reason):
 
 def test_request_bodies_are_workflows():
     assert api_prompt(GOOD) == api_prompt({"prompt": GOOD, "client_id": "x"}) == GOOD
-    others: list[Any] = [[], 3, {"nodes": [], "links": []}, {"1": []}, {"1": {"inputs": 3}}]
+    others = [[], 3, {"nodes": [], "links": []}, {"1": []}, {"1": {"inputs": 3}}]
     for document in (*others, {"prompt": 1}):
         with pytest.raises(WorkflowFormatError):
             api_prompt(document)

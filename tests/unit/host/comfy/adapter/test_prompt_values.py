@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any
 
 import pytest
 
-from wanstream.host import io
+from wanstream.host import io, name_errors_of
 from wanstream.host.comfy.adapter.prompt_values import PromptValues
-from wanstream.host.error_names import name_errors_of
 from wanstream.host.input_values import InputValueError, RefusedValue
 
 FILE = "wan22/high.sft"
@@ -25,7 +23,7 @@ class Node(io.ComfyNode):
         return io.Schema(node_id="Node", inputs=[*numbers, *words, io.Latent.Input("latent")])
 
 
-def checked(**inputs: Any) -> dict[str, Any]:
+def checked(**inputs):
     request = {"prompt": {"1": {"class_type": "Node", "inputs": inputs}}, "client_id": "x"}
     check = PromptValues([Node], lambda name, _: FILE if name == "link/high.sft" else name)
     assert check(request) is request

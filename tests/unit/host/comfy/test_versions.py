@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 COMFY = ROOT / "host" / "comfy"
 VERSIONS = COMFY / "versions.py"
 FILES = sorted(path for path in (ROOT / "host").rglob("*.py") if path != VERSIONS)
@@ -26,16 +26,14 @@ TORCH = {
 
 SHARED = {
     "APPLY_MODEL", "BaseModel", "CLIP", "INPUT_TYPES", "Linear", "ModelPatcher", "WAN21",
-    "WrappersMP", "arguments", "bias", "cfg",
-    "clone", "conds", "control", "current_patcher", "default", "get_dtype",
-    "get_user_directory", "get_wrappers", "hooks", "input", "instance", "is_injected",
-    "load_device", "lora", "memory_required", "model", "model_base", "model_detection",
-    "load_checkpoint_guess_config", "model_management", "model_options", "model_patcher", "nodes",
-    "noise", "not_loaded",
-    "object_patches", "offload_device", "ops", "parent", "patcher_extension", "patches",
-    "pinned", "pinned_bytes", "release_pinned", "required", "scaled_fp8", "sd", "sockets",
-    "unet_prefix_from_state_dict", "utils",
-    "weight", "weight_adapter", "weights", "wrappers",
+    "WrappersMP", "arguments", "bias", "cfg", "clone", "conds", "control", "current_patcher",
+    "default", "get_dtype", "get_user_directory", "get_wrappers", "hooks", "input", "instance",
+    "is_injected", "load_device", "lora", "memory_required", "model", "model_base",
+    "model_detection", "load_checkpoint_guess_config", "model_management", "model_options",
+    "model_patcher", "nodes", "noise", "not_loaded", "object_patches", "offload_device", "ops",
+    "parent", "patcher_extension", "patches", "pinned", "pinned_bytes", "release_pinned",
+    "required", "scaled_fp8", "sd", "sockets", "unet_prefix_from_state_dict", "utils", "weight",
+    "weight_adapter", "weights", "wrappers",
 }  # fmt: skip
 """Names in `versions.py` also used by us, or public."""
 

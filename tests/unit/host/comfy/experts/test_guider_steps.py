@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from wanstream.host.comfy.experts.guider_steps import GuiderSteps
 from wanstream.host.models import GuiderSettings
 from wanstream.plan.programs.visits import SkipRule
-from wanstream.sampling.cache.mag_table import MagTable
-from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
+from wanstream.sampling.cache import FirstBlockCache, MagCache, MagTable
 from wanstream.sampling.inputs import RequestOptions
-from wanstream.sampling.steps import RequestError
-from wanstream.sampling.steps.guidance import Guidance
+from wanstream.sampling.steps import Guidance, RequestError
 from wanstream.shapes.context_windows import ContextWindows
 from wanstream.wan import Nag
 
@@ -25,16 +22,14 @@ SCALES = PAIR.guidance.scales
 WINDOWS = ContextWindows(frames=3, overlap=1)
 
 
-def guider_steps(
-    settings: GuiderSettings = PAIR, sigmas: tuple[float, ...] = SIGMAS, **changes: Any
-) -> GuiderSteps:
+def guider_steps(settings=PAIR, sigmas=SIGMAS, **changes):
     levels = changes.pop("levels", sigmas[:-1])
     options = {name: changes.pop(name) for name in ("cache", "windows") if name in changes}
     changed = replace(settings, **changes, options=RequestOptions(**options))
     return GuiderSteps(settings=changed, sigmas=sigmas, shape=(2, 16, 7, 8, 6), levels=levels)
 
 
-def guided(**settings: Any) -> Guidance:
+def guided(**settings) -> Guidance:
     return Guidance(scales=SCALES, **settings)
 
 
