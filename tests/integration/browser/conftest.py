@@ -5,20 +5,25 @@ If one is missing on this machine, these tests are skipped and name it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 import pytest
 
-from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, populate, running_server
-from wanstream.tools.frontend import Frontend, NoBrowserError, SharedFrontends, running_browser
+from wanstream.tools.comfyui import find_comfyui
+from wanstream.tools.frontend import (
+    CLASSIC,
+    NODES_2,
+    NoBrowserError,
+    SharedFrontends,
+    opened_frontend,
+    running_browser,
+)
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+from .overlay_page import HEIGHT, Page, serve
+
+RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
 
 
 @pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
+def browser():
     try:
         with running_browser() as browser:
             yield browser
@@ -27,26 +32,46 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    try:
-        comfyui = find_comfyui()
-    except NoComfyUIError as err:
-        pytest.skip(str(err))
-    base = tmp_path_factory.mktemp("browser")
-    populate(base)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))  # not the user's machine profiles
-        with running_server(comfyui, base) as server:
-            yield server
+def server(tmp_path_factory):
+    yield from serve(tmp_path_factory.mktemp("browser"))
 
 
 @pytest.fixture(scope="package")
-def frontends(browser: Browser, server: Server) -> Iterator[SharedFrontends]:
+def frontends(browser, server):
     with SharedFrontends(browser, server) as frontends:
         yield frontends
 
 
 @pytest.fixture
-def frontend(frontends: SharedFrontends) -> Frontend:
+def frontend(frontends):
     """The frontend with first-start settings, and an empty graph."""
     return frontends.get()
+
+
+@pytest.fixture(params=RENDERERS)
+def renderer(request, server):
+    """The renderer's name.
+
+    `server` is requested first because it skips if a requirement is missing.
+    """
+    if request.param == "nodes-2" and find_comfyui().version() < (0, 4):
+        pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
+    return request.param
+
+
+@pytest.fixture
+def page(frontends, server, renderer):
+    """For behaviour that depends on the renderer. Other tests use `classic`."""
+    return Page(frontends.get(height=HEIGHT, settings=RENDERERS[renderer]), server)
+
+
+@pytest.fixture
+def classic(frontends, server):
+    return Page(frontends.get(height=HEIGHT, settings=CLASSIC), server)
+
+
+@pytest.fixture
+def unused(browser, server):
+    """A page of its own, whose table has no ticked runs, and whose settings a test may change."""
+    with opened_frontend(browser, server, height=HEIGHT) as frontend:
+        yield Page(frontend, server)

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wanstream.tests.support.host.shipped import node
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 STREAMED = {
     "UNETLoader": "WanStreamLoadDiffusionModel",
-    "CheckpointLoaderSimple": "WanStreamLoadCheckpoint",
-    "CLIPLoader": "WanStreamLoadCLIP",
-    "DualCLIPLoader": "WanStreamDualCLIP",
-    "TripleCLIPLoader": "WanStreamTripleCLIP",
+    "CheckpointLoaderSimple": "WanStreamLoadCheckpoint", "CLIPLoader": "WanStreamLoadCLIP",
+    "DualCLIPLoader": "WanStreamDualCLIP", "TripleCLIPLoader": "WanStreamTripleCLIP",
     "QuadrupleCLIPLoader": "WanStreamQuadrupleCLIP",
-}
-LORA = {"class_type": "LoraLoader", "inputs": {"model": ["1", 0], "clip": ["3", 0]}}
-LOADERS = {str(n): {"class_type": kind, "inputs": {}} for n, kind in enumerate(STREAMED, start=1)}
+}  # fmt: skip
+LORA = node("LoraLoader", model=["1", 0], clip=["3", 0])
+LOADERS = {str(number): node(kind) for number, kind in enumerate(STREAMED, start=1)}
 
 # Shared look, values and links on a loader and the counterpart, by id. One side lacks two widgets.
 NODES = f"""() => Object.fromEntries({GRAPH}.nodes.filter(node => node.type !== 'LoraLoader')
@@ -42,6 +36,10 @@ PREPARE = f"""() => {{
     Object.assign(window.app.canvas.ds, {{ scale: 1, offset: [0, 0] }})
     window.app.canvas.setDirty(true, true)
 }}"""
+INTO_A_SUBGRAPH = f"""() => {{
+    const {{ node }} = {GRAPH}.convertToSubgraph(new Set({GRAPH}.nodes.slice(0, 7)))
+    window.app.canvas.openSubgraph(node.subgraph, node)
+}}"""
 EXCHANGE = """async () => {
     const graph = window.app.canvas.graph
     for (const node of graph.nodes) window.app.canvas.selectNode(node, true)
@@ -49,13 +47,12 @@ EXCHANGE = """async () => {
 }"""
 
 
-def nodes(page: Page) -> dict[str, Any]:
+def nodes(page):
     page.wait_for_timeout(500)
-    found: dict[str, Any] = page.evaluate(NODES)
-    return found
+    return page.evaluate(NODES)
 
 
-def without_types(found: Mapping[str, Any]) -> list[Any]:
+def without_types(found):
     return [{**node, "type": None} for _, node in sorted(found.items())]
 
 
@@ -93,18 +90,11 @@ def test_command_exchanges_all_kinds_of_loaders(frontend):
     page.evaluate(EXCHANGE)
     after = nodes(page)
     assert [after[n]["type"] for n in LOADERS] == [*STREAMED.values()]
-    titled = {n: json.loads(node["look"])[0] for n, node in after.items()}
-    assert all(title.endswith(" (streamed)") for title in titled.values())
-    assert [node["values"] for node in after.values()] == [
-        node["values"] for node in before.values()
-    ]
+    assert all(json.loads(each["look"])[0].endswith(" (streamed)") for each in after.values())
+    values = [[each["values"] for each in found.values()] for found in (before, after)]
+    assert values[0] == values[1]
     assert frontend.export().prompt["9"]["inputs"]["clip"] == ["3", 0]
-    page.evaluate(
-        f"""() => {{
-            const {{ node }} = {GRAPH}.convertToSubgraph(new Set({GRAPH}.nodes.slice(0, 7)))
-            window.app.canvas.openSubgraph(node.subgraph, node)
-        }}"""
-    )
+    page.evaluate(INTO_A_SUBGRAPH)
     inside = {n.split(":")[-1]: node for n, node in frontend.export().prompt.items()}
     page.evaluate(EXCHANGE)
     page.wait_for_timeout(500)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from wanstream.tools.comfyui import find_comfyui
-from wanstream.tools.frontend import GRAPH, Frontend, SharedFrontends
+from wanstream.tools.frontend import GRAPH
 from wanstream.tools.graphs import by_name, numbered
 from wanstream.tools.templates import template
 
-pytestmark = [pytest.mark.comfy, pytest.mark.browser]
+from ..comfy.servers import ROOT, shipped
 
-ROOT = Path(__file__).parents[3]
+pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 # By node type: the title in the menus, the labels on widgets, sockets and outputs.
 SAID = f"""() => Object.fromEntries({GRAPH}.nodes.map(node => [node.type, {{
@@ -30,20 +28,18 @@ SAID = f"""() => Object.fromEntries({GRAPH}.nodes.map(node => [node.type, {{
 
 
 @pytest.fixture
-def chinese(frontends: SharedFrontends) -> Frontend:
+def chinese(frontends):
     return frontends.get(settings={"Comfy.Locale": "zh"})
 
 
 @pytest.fixture(scope="module")
-def locale() -> dict[str, Any]:
+def locale():
     """The Chinese texts by node type."""
-    text = (ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))
 
 
 def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese, locale):
-    prompt = json.loads((ROOT / "workflows" / "api" / "i2v.json").read_text(encoding="utf-8"))
+    prompt = shipped("i2v")
     chinese.load_prompt(numbered(prompt))
     labels = {kind: node for kind, node in chinese.page.evaluate(SAID).items() if kind in locale}
     assert len(labels) >= 6

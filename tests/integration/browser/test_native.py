@@ -10,22 +10,18 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
 
-from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, populate, running_server
+from wanstream.tests.support.host.shipped import node
 from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, SharedFrontends
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+from .overlay_page import serve
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
-COMFY_TESTS = Path(__file__).parents[1] / "comfy"
 STEPS = 6
 SEEDS = itertools.count(7)
 """Unused seeds: the server would not run the sampler again with the same one."""
@@ -45,50 +41,32 @@ ENDED = f"type => ({SHOWN})(type)?.numbers.startsWith('Queue to file')"
 QUEUE_TO_FILE = r"Queue to file (\S+) s: (\S+) s before the steps, (\S+) s in them, (\S+) s after"
 
 
-def k_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
+def k_sampler(model, family, seed):
     """Return the API graph for a model and ComfyUI's sampler node."""
+    links = {"positive": ["2", 0], "negative": ["2", 1], "latent_image": ["2", 2]}
+    settings = {"sampler_name": "euler", "scheduler": "simple", "denoise": 1.0, "cfg": 3.0}
     return {
-        "1": {
-            "class_type": "WanStreamLoadDiffusionModel",
-            "inputs": {"unet_name": model, "weight_dtype": "default"},
-        },
-        "2": {"class_type": "TestFamily", "inputs": {"family": family}},
-        "3": {
-            "class_type": "KSampler",
-            "inputs": {
-                "model": ["1", 0],
-                "positive": ["2", 0],
-                "negative": ["2", 1],
-                "latent_image": ["2", 2],
-                "seed": seed,
-                "steps": STEPS,
-                "cfg": 3.0,
-                "sampler_name": "euler",
-                "scheduler": "simple",
-                "denoise": 1.0,
-            },
-        },
-        "4": {"class_type": "TestDigest", "inputs": {"latent": ["3", 0]}},
+        "1": node("WanStreamLoadDiffusionModel", unet_name=model, weight_dtype="default"),
+        "2": node("TestFamily", family=family),
+        "3": node("KSampler", model=["1", 0], seed=seed, steps=STEPS, **links, **settings),
+        "4": node("TestDigest", latent=["3", 0]),
     }
 
 
-def custom_sampler(model: str, family: str, seed: int) -> dict[str, Any]:
+def custom_sampler(model, family, seed):
     """Return the same with a sampler's parts as nodes."""
-    parts = {"noise": "5", "guider": "6", "sampler": "7", "sigmas": "8", "latent_image": "2"}
-    inputs = {name: [node_id, 2 if node_id == "2" else 0] for name, node_id in parts.items()}
+    parts = {"noise": ["5", 0], "guider": ["6", 0], "sampler": ["7", 0], "sigmas": ["8", 0]}
     guided = {"model": ["1", 0], "positive": ["2", 0], "negative": ["2", 1], "cfg": 3.0}
     scheduled = {"model": ["1", 0], "scheduler": "simple", "steps": STEPS, "denoise": 1.0}
     return {
         **k_sampler(model, family, seed),
-        "3": {"class_type": "SamplerCustomAdvanced", "inputs": inputs},
-        "5": {"class_type": "RandomNoise", "inputs": {"noise_seed": seed}},
-        "6": {"class_type": "CFGGuider", "inputs": guided},
-        "7": {"class_type": "KSamplerSelect", "inputs": {"sampler_name": "euler"}},
-        "8": {"class_type": "BasicScheduler", "inputs": scheduled},
-    }
+        "3": node("SamplerCustomAdvanced", **parts, latent_image=["2", 2]),
+        "5": node("RandomNoise", noise_seed=seed), "6": node("CFGGuider", **guided),
+        "7": node("KSamplerSelect", sampler_name="euler"), "8": node("BasicScheduler", **scheduled),
+    }  # fmt: skip
 
 
-def keep_picture(page: Page, name: str) -> None:
+def keep_picture(page, name):
     """Save a screenshot of the canvas, upper left part, if pictures are enabled."""
     if folder := os.environ.get("WANSTREAM_IMAGES"):
         page.wait_for_timeout(1000)  # until the view has moved
@@ -98,21 +76,12 @@ def keep_picture(page: Page, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    try:
-        comfyui = find_comfyui()
-    except NoComfyUIError as err:
-        pytest.skip(str(err))
-    base = tmp_path_factory.mktemp("native")
-    populate(base)
-    for name in ("native.py", "clip.py"):
-        (base / "custom_nodes" / name).symlink_to(COMFY_TESTS / "custom_nodes" / name)
-    with running_server(comfyui, base) as server:
-        yield server
+def server(tmp_path_factory):
+    yield from serve(tmp_path_factory.mktemp("native"), "native.py", "clip.py")
 
 
 @pytest.fixture(scope="module")
-def frontends(browser: Browser, server: Server) -> Iterator[SharedFrontends]:
+def frontends(browser, server):
     with SharedFrontends(browser, server) as frontends:
         yield frontends
 
@@ -142,45 +111,35 @@ def test_overlay_appears_at_a_sampler_of_comfyui(frontends, sampler, graph, rend
     total, *phases = map(float, queue_to_file.groups())
     assert min(phases) >= 0 < phases[1]
     assert sum(phases) == pytest.approx(total, abs=0.1), "rounded"
-    widgets = (
-        f"type => {GRAPH}.nodes.find(node => node.type === "
-        "type).serialize().widgets_values?.length ?? 0"
-    )
-    assert page.evaluate(widgets, sampler) == (7 if sampler == "KSampler" else 0), (
-        "the overlay is not saved"
-    )
+    saved = frontend.export().workflow["nodes"]
+    (values,) = (each.get("widgets_values", ()) for each in saved if each["type"] == sampler)
+    assert len(values) == (7 if sampler == "KSampler" else 0), "the overlay is not saved"
     keep_picture(page, f"native_{sampler.lower()}")
 
 
 EXCHANGED = {"UNETLoader": "WanStreamLoadDiffusionModel", "CLIPLoader": "TestClip"}
 """Our loader for ComfyUI's. The sample text encoder needs another loader with the same inputs."""
-SIZE = [64, 48, 9, 1]
+VALUES = {"PrimitiveBoolean": [True], "EmptyHunyuanLatentVideo": [64, 48, 9, 1]}
 
 
-def template(server: Server) -> dict[str, Any]:
+def template(server):
     """Return ComfyUI's own Wan2.2 T2V template with two experts and LoRAs.
 
     The loaders are exchanged, and it is small and has 4 steps. Newer templates have everything in a
     subgraph, with a switch for 4 steps and the duration in seconds.
     """
-    workflow: dict[str, Any] = server.get("/templates/video_wan2_2_14B_t2v.json")
-    inner = [
-        node
-        for graph in workflow.get("definitions", {}).get("subgraphs", ())
-        for node in graph["nodes"]
-    ]
-    for node in [*workflow["nodes"], *inner]:
-        if node["type"] == "PrimitiveBoolean":
-            node["widgets_values"] = [True]
-        if node["type"] == "PrimitiveFloat" and node["widgets_values"] == [5]:
-            node["widgets_values"] = [0.5]
-        node["type"] = EXCHANGED.get(node["type"], node["type"])
-        if node["type"] == "EmptyHunyuanLatentVideo":
-            node["widgets_values"] = SIZE
-        if node["type"] == "KSamplerAdvanced":
-            node["widgets_values"][1] = next(SEEDS)
-        if "Node name for S&R" in node.get("properties", {}):
-            node["properties"]["Node name for S&R"] = node["type"]
+    workflow = server.get("/templates/video_wan2_2_14B_t2v.json")
+    graphs = [workflow, *workflow.get("definitions", {}).get("subgraphs", ())]
+    for each in (each for graph in graphs for each in graph["nodes"]):
+        if each["type"] in VALUES:
+            each["widgets_values"] = VALUES[each["type"]]
+        if each["type"] == "PrimitiveFloat" and each["widgets_values"] == [5]:
+            each["widgets_values"] = [0.5]
+        if each["type"] == "KSamplerAdvanced":
+            each["widgets_values"][1] = next(SEEDS)
+        each["type"] = EXCHANGED.get(each["type"], each["type"])
+        if "Node name for S&R" in each.get("properties", {}):
+            each["properties"]["Node name for S&R"] = each["type"]
     workflow["id"] = str(uuid.uuid4())
     return workflow
 

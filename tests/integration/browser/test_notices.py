@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
-from wanstream.tests.integration.browser.test_overlay import (
-    ENDED,
-    FIND,
-    SAMPLER,
-    WAIT_MS,
-    Page,
-    classic,
-    page,
-    renderer,
-)
-from wanstream.tools.frontend import READY
+from .overlay_page import FIND, SAMPLER, WAIT_MS
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
-__all__ = ["classic", "page", "renderer"]  # fixtures
-
 LOADER = "WanStreamExperts"
+LORA = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors"
 HIGH, LOW = (f"wan2.2_t2v_{place}_noise_14B_fp8_scaled.safetensors" for place in ("high", "low"))
 
 STRIP = f"""title => {{ {FIND}
@@ -36,7 +24,9 @@ STRIP = f"""title => {{ {FIND}
     }}
 }}"""
 GONE = f"title => !({STRIP})(title)"
-VALUES = f"title => {{ {FIND}; return find(title).widgets.map(widget => widget.value) }}"
+LINE = f"""title => {{ {FIND}
+    return overlay(title).querySelector('.wanstream-line-text').textContent
+}}"""
 
 # Widget elements that overlap, or reach out of the node.
 COVERED = f"""title => {{ {FIND}
@@ -53,11 +43,10 @@ COVERED = f"""title => {{ {FIND}
 }}"""
 
 
-def shown(page: Page, title: str) -> dict[str, Any]:
-    page.page.wait_for_function(f"title => Boolean(({STRIP})(title))", arg=title, timeout=WAIT_MS)
+def shown(page, title):
+    page.wait(f"title => Boolean(({STRIP})(title))", title)
     page.page.wait_for_timeout(500)
-    found: dict[str, Any] = page.page.evaluate(STRIP, title)
-    return found
+    return page.page.evaluate(STRIP, title)
 
 
 def test_swapped_experts_are_shown_until_they_are_exchanged(page, renderer):
@@ -69,117 +58,82 @@ def test_swapped_experts_are_shown_until_they_are_exchanged(page, renderer):
     assert (strip["level"], strip["buttons"]) == ("wrong", ["Exchange"])
     assert strip["texts"][0].startswith(f"the experts look swapped: {LOW} is chosen as high_noise")
     assert strip["box"]["width"] > 300
-    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    page.idle()
+    page.until_ended()
     assert page.page.evaluate(STRIP, LOADER)["texts"] == strip["texts"], "after the run"
     page.picture(f"overlay_notice_{renderer}")
-    page.page.evaluate(
-        f"title => {{ {FIND}; find(title).widgets.at(-1).element.querySelector('button').click() "
-        f"}}",
-        LOADER,
-    )
+    page.js("find(title).widgets.at(-1).element.querySelector('button').click()", LOADER)
     page.page.wait_for_timeout(500)
     opened = page.page.evaluate(STRIP, LOADER)
     assert opened["box"]["height"] > strip["box"]["height"], "the whole text"
     assert page.page.evaluate(COVERED, LOADER) == []
 
-    page.page.reload()
-    page.page.wait_for_function(READY, timeout=WAIT_MS)
+    page.reload()
     page.load(steps=2, workflow_id=workflow_id)
-    page.set(
-        LOADER, high_noise=HIGH, low_noise=LOW
-    )  # 0.18.1 opens a graph with a known id in its last state
+    # 0.18.1 opens a graph with a known id in its last state.
+    page.set(LOADER, high_noise=HIGH, low_noise=LOW)
     page.look_at(LOADER)
     page.page.wait_for_timeout(1000)
     assert page.page.evaluate(STRIP, LOADER) is None, "the files are in their places"
     page.set(LOADER, high_noise=LOW, low_noise=HIGH)
     assert shown(page, LOADER)["texts"] == strip["texts"]
     page.page.locator(".wanstream-notices .wanstream-button").click()
-    page.page.wait_for_function(GONE, arg=LOADER, timeout=WAIT_MS)
-    assert page.page.evaluate(VALUES, LOADER)[:2] == [HIGH, LOW]
-    assert (
-        next(iter(page.frontend.export().prompt.values()))["inputs"]
-        .keys()
-        .isdisjoint({"wanstream_notices"})
-    )
+    page.wait(GONE, LOADER)
+    values = page.js("return find(title).widgets.map(widget => widget.value)", LOADER)
+    assert values[:2] == [HIGH, LOW]
+    assert "wanstream_notices" not in next(iter(page.frontend.export().prompt.values()))["inputs"]
 
 
 def test_what_makes_the_video_wrong_is_a_message_too(classic):
     classic.load(steps=1)
     classic.set(LOADER, high_noise=HIGH, low_noise=HIGH)
     classic.queue()
-    toast = classic.page.locator(".p-toast-message", has_text="is both experts")
-    toast.wait_for(timeout=WAIT_MS)
+    classic.page.locator(".p-toast-message", has_text="is both experts").wait_for(timeout=WAIT_MS)
     classic.idle()
 
 
 def test_guidance_with_a_lora_for_few_steps_is_noticed(classic):
     classic.load(steps=1)
-    classic.page.evaluate(
-        f"""title => {{ {FIND}
-            const lora = window.LiteGraph.createNode('WanStreamLora'), sampler = find(title);
-            window.app.rootGraph.add(lora)
-            find('{LOADER}').connect(0, lora, 'experts')
-            lora.connect(0, sampler, 'experts')
-            lora.widgets.find(widget => widget.name === 'high_noise').value =
-                'wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors'
-        }}""",
-        SAMPLER,
-    )
+    with_lora = f"""const lora = window.LiteGraph.createNode('WanStreamLora')
+        window.app.rootGraph.add(lora)
+        find('{LOADER}').connect(0, lora, 'experts')
+        lora.connect(0, find(title), 'experts')
+        lora.widgets.find(widget => widget.name === 'high_noise').value = '{LORA}'
+        window.messages = []
+        const {{ toast }} = window.app.extensionManager, {{ add }} = toast
+        toast.add = message => {{
+            window.messages.push(message.detail)
+            return add.call(toast, message)
+        }}"""
+    classic.js(with_lora)
     classic.look_at(SAMPLER, zoom=0.8)
-    classic.page.evaluate(
-        """() => {
-            window.messages = []
-            const { toast } = window.app.extensionManager, { add } = toast
-            toast.add = (message) => {
-                window.messages.push(message.detail)
-                return add.call(toast, message)
-            }
-        }"""
-    )
     classic.run()
     classic.set(SAMPLER, seed=2)
     classic.run()
-    about = [
-        text for text in classic.page.evaluate("window.messages") if "guidance_high is 4" in text
-    ]
-    assert len(about) == 1, "once for a queue of runs"
+    messages = classic.page.evaluate("window.messages")
+    assert ["guidance_high is 4" in text for text in messages].count(True) == 1, "once for a queue"
     strip = shown(classic, SAMPLER)
     assert "guidance_high is 4: set it to 1" in strip["texts"][0]
     assert classic.page.evaluate(COVERED, SAMPLER) == []
     classic.set(SAMPLER, guidance_high=1.0)
-    classic.page.wait_for_function(GONE, arg=SAMPLER, timeout=WAIT_MS)
+    classic.wait(GONE)
 
 
 def test_first_step_shows_its_blocks_and_its_time(classic):
     classic.load(steps=2)
     classic.set("WanStreamEmptyLatent", width=640, height=480, frames=9)
-    classic.page.evaluate(
-        """() => {
-            window.shares = []
-            window.app.api.addEventListener('progress_state', ({ detail }) => {
-                for (const node of Object.values(detail.nodes))
-                    if (node.max === 2) window.shares.push(node.value)
-            })
-        }"""
-    )
+    kept = """() => {
+        window.shares = []
+        window.app.api.addEventListener('progress_state', ({ detail }) => window.shares.push(
+            ...Object.values(detail.nodes).filter(each => each.max === 2).map(each => each.value)))
+    }"""
+    classic.page.evaluate(kept)
     classic.queue()
-    line = (
-        f"title => {{ {FIND}; return "
-        f"overlay(title).querySelector('.wanstream-line-text').textContent }}"
-    )
-    classic.page.wait_for_function(
-        f"title => /^block [1-9]/.test(({line})(title))", arg=SAMPLER, timeout=WAIT_MS
-    )
-    text = classic.page.evaluate(line, SAMPLER)
+    classic.wait(f"title => /^block [1-9]/.test(({LINE})(title))")
+    text = classic.page.evaluate(LINE, SAMPLER)
     assert re.match(r"block \d+/4 · 0:\d\d elapsed · first step reads the weights", text), text
-    share = (
-        f"title => {{ {FIND}; return overlay(title).querySelector('.wanstream-share').style.width "
-        f"}}"
-    )
-    assert 0 < float(classic.page.evaluate(share, SAMPLER).removesuffix("%")) <= 100
-    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    assert classic.page.evaluate("() => window.shares.some(share => share > 0 && share < 1)"), (
-        "ComfyUI's own bar"
-    )
+    share = classic.js("return overlay(title).querySelector('.wanstream-share').style.width")
+    assert 0 < float(share.removesuffix("%")) <= 100
+    classic.until_ended()
+    # ComfyUI's own bar.
+    assert classic.page.evaluate("() => window.shares.some(share => share > 0 && share < 1)")
     assert " elapsed" not in classic.shown()["line"]

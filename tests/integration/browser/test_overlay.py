@@ -1,227 +1,35 @@
-"""The overlay in ComfyUI's own frontend, classic canvas and Nodes 2.0, in runs on the test model.
-
-`WANSTREAM_IMAGES` names a folder for the documentation's pictures. Without it none are kept.
-"""
+"""The overlay in ComfyUI's frontend, classic canvas and Nodes 2.0, in runs on the test model."""
 
 from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
-import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
 
 from wanstream.schema.records.timeline import Timeline
 from wanstream.schema.text.numbers import format_rate, format_seconds, format_size
+from wanstream.tests.support.host.shipped import node
 from wanstream.tools.build_workflows import SHOW
-from wanstream.tools.comfyui import PACK, Server, find_comfyui
-from wanstream.tools.frontend import (
-    CLASSIC,
-    GRAPH,
-    NODES_2,
-    READY,
-    Frontend,
-    SharedFrontends,
-    opened_frontend,
-)
+from wanstream.tools.comfyui import PACK
+from wanstream.tools.frontend import GRAPH, opened_frontend
 from wanstream.tools.graphs import numbered
-from wanstream.tools.templates import template
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+from ..comfy.servers import shipped
+from .conftest import RENDERERS
+from .overlay_page import FIND, HEIGHT, SAMPLER, SEEDS, SMALL, WAIT_MS, Page, last_history
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
-WORKFLOWS = Path(__file__).parents[3] / "workflows"
-RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
-SAMPLER = "WanStreamSampler"
-WAIT_MS = 120_000
-HEIGHT = 1080
-"""Height of all pages in pixels. Pages of one height are shared."""
-
-# Finds a node's widget by title or else by class, also in subgraphs, and reads the displayed
-# values.
-FIND = f"""
-function* every(graph) {{
-    for (const node of graph.nodes) {{ yield node; if (node.subgraph) yield* every(node.subgraph) }}
-}}
-const nodes = test => [...every({GRAPH})].find(test)
-const find = name => nodes(node => node.title === name) ?? nodes(node => node.type === name)
-const overlay = title => find(title).widgets.find(widget => widget.name === 'wanstream_run').element
-const bars = root =>
-    [...root.querySelectorAll('.wanstream-bar[data-wall]')].map(bar => ({{...bar.dataset}}))
-"""
-SHOWN = f"""title => {{ {FIND}
-    const root = overlay(title)
-    return {{
-        ...root.dataset, bars: bars(root), columns: root.querySelectorAll('.wanstream-bar').length,
-        line: root.querySelector('.wanstream-line-text').textContent,
-        numbers: root.querySelector('.wanstream-numbers').textContent,
-        predicted: [...root.querySelectorAll('[data-predicted]')]
-            .map(box => +box.dataset.predicted),
-        marked: root.querySelector('[data-switch]')?.dataset.switch ?? null,
-        peak: root.querySelector('[data-peak]')?.dataset.peak ?? null,
-        samples: +(root.querySelector('[data-samples]')?.dataset.samples ?? 0),
-        box: root.getBoundingClientRect().toJSON(),
-    }}
-}}"""
-ENDED = f"""([title, before]) => {{ {FIND}
-    const {{ run, ended }} = overlay(title).dataset
-    return run !== before && ended === 'true'
-}}"""
-UNDER_WAY = (
-    f"title => {{ {FIND}; const r = overlay(title); return r.dataset.ended === 'false' && "
-    f"bars(r).length > 1 }}"
-)
-SET = f"""([title, values]) => {{ {FIND}
-    for (const [name, value] of Object.entries(values))
-        find(title).widgets.find(w => w.name === name).value = value
-}}"""
-BADGES = (
-    "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.dataset.node, "
-    "b.textContent])"
-)
-
-SEEDS = itertools.count(1000)
-"""Unused seeds. The server caches a seed's result, so the sampler would not run again."""
-
-SMALL = {
-    "WanStreamEmptyLatent": {"width": 64, "height": 48, "frames": 9},
-    # A CPU without units for bf16 multiplies it a hundred times slower.
-    "WanStreamExperts": {"compute_dtype": "fp32"},
-}
+EXECUTE = "name => window.app.extensionManager.command.execute(name)"
 
 
-class Page:
-    """User actions on the overlay, on one page."""
-
-    def __init__(self, frontend: Frontend, server: Server) -> None:
-        self.frontend, self.page, self.server = frontend, frontend.page, server
-
-    def load(
-        self,
-        name: str = "t2v",
-        *,
-        steps: int = 12,
-        workflow_id: str | None = None,
-        ids_from: int = 0,
-    ) -> str:
-        """Open a shipped graph, sized for a CPU, under a new id, and return the id.
-
-        A run by an API client without a graph is shown at nodes with the same ids. `ids_from` is
-        added to all ids, so that no node has such a run.
-        """
-        workflow = template(name)
-        workflow["id"] = workflow_id or str(uuid.uuid4())
-        for node in workflow["nodes"]:
-            node["id"] += ids_from
-        for link in workflow["links"]:
-            link[1] += ids_from
-            link[3] += ids_from
-        workflow["last_node_id"] += ids_from
-        self.frontend.load_workflow(workflow)
-        for title, values in {**SMALL, SAMPLER: {"steps": steps, "seed": next(SEEDS)}}.items():
-            self.set(title, **values)
-        self.look_at(SAMPLER)
-        return str(workflow["id"])
-
-    def set(self, title: str, **values: Any) -> None:
-        """Change a node's widgets."""
-        self.page.evaluate(SET, [title, values])
-
-    def look_at(self, title: str, zoom: float = 1.0) -> None:
-        """Put a node into the canvas, at the upper middle."""
-        self.page.evaluate(
-            f"""([title, zoom]) => {{ {FIND}
-                const [x, y] = find(title).pos, {{ ds }} = window.app.canvas
-                ds.scale = zoom; ds.offset[0] = 450 / zoom - x; ds.offset[1] = 120 / zoom - y
-                window.app.canvas.setDirty(true, true)
-            }}""",
-            [title, zoom],
-        )
-        self.page.wait_for_timeout(300)
-
-    def queue(self) -> None:
-        self.page.evaluate("() => window.app.queuePrompt(0)")
-
-    def run(self, title: str = SAMPLER) -> dict[str, Any]:
-        """Run the graph with an unused seed until it ends, and return the overlay's content."""
-        before = self.shown(title)["run"]
-        self.set(SAMPLER, seed=next(SEEDS))
-        self.queue()
-        self.page.wait_for_function(ENDED, arg=[title, before], timeout=WAIT_MS)
-        self.idle()
-        return self.shown(title)
-
-    def idle(self) -> None:
-        """Wait until the server has nothing more to do and every badge shows it."""
-        while self.server.get("/prompt")["exec_info"]["queue_remaining"]:
-            self.page.wait_for_timeout(100)
-        self.page.wait_for_timeout(500)
-
-    def shown(self, title: str = SAMPLER) -> dict[str, Any]:
-        found: dict[str, Any] = self.page.evaluate(SHOWN, title)
-        return found
-
-    def id_of(self, title: str) -> str:
-        return str(self.page.evaluate(f"title => {{ {FIND}; return find(title).id }}", title))
-
-    def badges(self) -> dict[str, str]:
-        return dict(self.page.evaluate(BADGES))
-
-    def picture(self, name: str, **part: int) -> None:
-        """Save a screenshot of part of the page, if pictures are enabled."""
-        folder = os.environ.get("WANSTREAM_IMAGES")
-        if folder:
-            clip = {"x": 380, "y": 60, "width": 720, "height": 850, **part}
-            with Image.open(io.BytesIO(self.page.screenshot(clip=clip))) as picture:
-                picture.convert("RGB").save(Path(folder) / f"{name}.png", optimize=True)
-
-
-@pytest.fixture(params=RENDERERS)
-def renderer(request: pytest.FixtureRequest, server: Server) -> str:
-    """The renderer's name.
-
-    `server` is requested first because it skips if a requirement is missing.
-    """
-    name: str = request.param
-    if name == "nodes-2" and find_comfyui().version() < (0, 4):
-        pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
-    return name
-
-
-@pytest.fixture
-def page(frontends: SharedFrontends, server: Server, renderer: str) -> Page:
-    """For behaviour that depends on the renderer. Other tests use `classic`."""
-    return Page(frontends.get(height=HEIGHT, settings=RENDERERS[renderer]), server)
-
-
-@pytest.fixture
-def classic(frontends: SharedFrontends, server: Server) -> Page:
-    return Page(frontends.get(height=HEIGHT, settings=CLASSIC), server)
-
-
-@pytest.fixture
-def unused(browser: Browser, server: Server) -> Iterator[Page]:
-    """A page of its own, whose table has no ticked runs, and whose settings a test may change."""
-    with opened_frontend(browser, server, height=HEIGHT) as frontend:
-        yield Page(frontend, server)
-
-
-def last_history(server: Server) -> dict[str, Any]:
-    (entry,) = server.get("/history?max_items=1").values()
-    return dict(entry)
-
-
-def timeline_of(server: Server, title: str = SAMPLER) -> Timeline:
+def timeline_of(server, title=SAMPLER):
     """The timeline in the last queue item's history.
 
     It belongs to the node with this title, or else this class.
@@ -234,20 +42,14 @@ def timeline_of(server: Server, title: str = SAMPLER) -> Timeline:
     return Timeline.from_dict(history["outputs"][node_id]["wanstream_timeline"][0])
 
 
-def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
+def assert_shows(shown, timeline):
     """The bars are the timeline's steps, to the last bit."""
-    fields = {"compute": "compute_s", "stall": "stall_s", "wall": "wall_s"}
-    for name, field in fields.items():
-        assert [float(bar[name]) for bar in shown["bars"]] == [
-            getattr(step, field) for step in timeline.steps
-        ]
-    count = len(timeline.steps)
-    took = (
-        f"{format_seconds(timeline.wall_s)} s"
-        if timeline.wall_s < 60
-        else f"{timeline.wall_s // 60:.0f}:"
-    )
-    assert shown["line"].startswith(f"{count} steps in {took}")
+    steps = [(step.compute_s, step.stall_s, step.wall_s) for step in timeline.steps]
+    names = ("compute", "stall", "wall")
+    assert [tuple(float(bar[name]) for name in names) for bar in shown["bars"]] == steps
+    seconds = timeline.wall_s
+    took = f"{format_seconds(seconds)} s" if seconds < 60 else f"{seconds // 60:.0f}:"
+    assert shown["line"].startswith(f"{len(steps)} steps in {took}")
     assert " s/step · " in shown["line"]
     shown_stall = f"stall {format_seconds(timeline.stall_s)} s" in shown["line"]
     assert shown_stall == (timeline.stall_s > 0.005 * timeline.wall_s)
@@ -261,42 +63,35 @@ def test_run_is_shown_live_and_after_a_reload(page, renderer):
     workflow_id = page.load(steps=60)
     assert page.shown()["run"] == ""
     page.queue()
-    page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    page.until_under_way()
     live = page.shown()
     assert 1 < len(live["bars"]) < 60 == live["columns"]
     assert re.match(r"step \d+/60 · [\d.]+ s/step · \d+:\d\d left · ", live["line"]), live["line"]
     sampler = page.id_of(SAMPLER)
     assert re.fullmatch(r"[\d.]+ s · [\d.]+ [MG]B RAM", page.badges()[sampler])
     page.picture(f"overlay_live_{renderer}")
-    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    page.idle()
+    page.until_ended()
     timeline = timeline_of(page.server)
     ended = page.shown()
     assert_shows(ended, timeline)
     steps = [(step.start_s, step.start_s + step.wall_s) for step in timeline.steps]
     # The chart does not show samples between two steps.
-    in_steps = [
-        sum(began <= sample.at_s < end for began, end in steps) for sample in timeline.memory
-    ]
-    assert ended["samples"] == sum(in_steps) > 0
+    times = [sample.at_s for sample in timeline.memory]
+    assert ended["samples"] == sum(began <= at < end for began, end in steps for at in times) > 0
     assert ended["bars"][: len(live["bars"])] == live["bars"]
     badges = page.badges()
-    assert badges.keys() == last_history(page.server)["prompt"][2].keys(), (
-        "a badge on every node of the graph"
-    )
-    assert {text for text in badges.values() if text not in ("cached", "not run")}
-    began, *_, over = (
-        data["timestamp"] / 1000 for _, data in last_history(page.server)["status"]["messages"]
-    )
+    history = last_history(page.server)
+    assert badges.keys() == history["prompt"][2].keys(), "a badge on every node of the graph"
+    assert {*badges.values()} - {"cached", "not run"}
+    began, *_, over = (data["timestamp"] / 1000 for _, data in history["status"]["messages"])
     # A busy page gets the event of a node's start late.
     assert timeline.wall_s / 2 < float(badges[sampler].split()[0]) < over - began + 0.1
     page.look_at(SAMPLER, zoom=0.85)
     page.picture(f"overlay_{renderer}")
 
-    page.page.reload()
-    page.page.wait_for_function(READY, timeout=WAIT_MS)
+    page.reload()
     page.load(steps=60, workflow_id=workflow_id)
-    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    page.until_ended()
     again = page.shown()
     assert_shows(again, timeline)
     assert (again["run"], again["line"]) == (ended["run"], ended["line"])
@@ -305,23 +100,13 @@ def test_run_is_shown_live_and_after_a_reload(page, renderer):
 
 def test_run_in_a_subgraph_is_shown_inside_and_outside(page, renderer):
     page.load()
-    page.page.evaluate(
-        f"""title => {{ {FIND}
-            const {{ node }} = {GRAPH}.convertToSubgraph(new Set([find(title)]))
-            node.title = 'Inside'
-        }}""",
-        SAMPLER,
-    )
+    page.js(f"{GRAPH}.convertToSubgraph(new Set([find(title)])).node.title = 'Inside'")
     page.queue()
-    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    page.idle()
+    page.until_ended()
     outside = page.badges()
     inside_id = page.id_of("Inside")
     assert inside_id in outside
-    page.page.evaluate(
-        f"() => {{ {FIND}; const node = find('Inside'); "
-        f"window.app.canvas.openSubgraph(node.subgraph, node) }}"
-    )
+    page.js("window.app.canvas.openSubgraph(find(title).subgraph, find(title))", "Inside")
     page.page.wait_for_timeout(500)
     page.look_at(SAMPLER, zoom=0.85)
     shown = page.shown()
@@ -332,14 +117,13 @@ def test_run_in_a_subgraph_is_shown_inside_and_outside(page, renderer):
 
 
 def test_older_answer_does_not_end_a_new_run(classic):
-    held: list[Any] = []
+    held = []
     classic.load()
     classic.page.route("**/wanstream/runs", lambda route: held.append((route, route.fetch())))
-    classic.page.reload()
-    classic.page.wait_for_function(READY, timeout=WAIT_MS)
+    classic.reload()
     classic.load(steps=500)
     classic.queue()
-    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    classic.until_under_way()
     assert held
     for route, answer in held:
         route.fulfill(response=answer)
@@ -348,33 +132,26 @@ def test_older_answer_does_not_end_a_new_run(classic):
     assert shown["ended"] == "false"
     assert shown["line"].startswith("step ")
     classic.server.post("/interrupt", {})
-    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    classic.until_ended()
     shown = classic.shown()
     assert "of 500 steps: cancelled" in shown["line"]
     assert shown["bars"]
-    classic.idle()
     badges = classic.badges()
     assert badges[classic.id_of(SAMPLER)].endswith(" RAM")
     assert "not run" in badges.values(), "what comes after it"
 
 
-ALIVE = (
-    f"import('/extensions/{PACK}/overlay/run_widget.mjs')"
-    ".then(module => module.RunWidget.prototype)"
-)
+KIND = f"import('/extensions/{PACK}/overlay/run_widget.mjs').then(own => own.RunWidget.prototype)"
 
 
-def widgets_alive(page: Page) -> int:
+def widgets_alive(page):
     """Return the number of overlays in the browser after a garbage collection."""
     session = page.page.context.new_cdp_session(page.page)
-    prototype = session.send("Runtime.evaluate", {"expression": ALIVE, "awaitPromise": True})[
-        "result"
-    ]["objectId"]
-    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"][
-        "objectId"
-    ]
-    count = {"objectId": found, "functionDeclaration": "function() { return this.length }"}
-    alive: int = session.send("Runtime.callFunctionOn", count)["result"]["value"]
+    kind = session.send("Runtime.evaluate", {"expression": KIND, "awaitPromise": True})["result"]
+    found = session.send("Runtime.queryObjects", {"prototypeObjectId": kind["objectId"]})["objects"]
+    count = {"functionDeclaration": "function() { return this.length }"}
+    count["objectId"] = found["objectId"]
+    alive = session.send("Runtime.callFunctionOn", count)["result"]["value"]
     session.detach()
     return alive
 
@@ -385,10 +162,7 @@ def test_overlays_of_graphs_that_are_gone_are_gone(unused):
     Every undo replaces it.
     """
     unused.load()
-    unused.page.evaluate(
-        f"title => {{ {FIND}; {GRAPH}.convertToSubgraph(new Set([find(title)])) }}",
-        SAMPLER,
-    )
+    unused.js(f"{GRAPH}.convertToSubgraph(new Set([find(title)]))")
     workflow = unused.frontend.export().workflow
     for _ in range(6):
         unused.frontend.load_workflow(workflow)
@@ -406,32 +180,24 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(frontends, server):
     assert "内存" in shown["line"]
     assert "指向一个条形" in shown["numbers"]
     assert any("内存" in text for text in page.badges().values())
-    page.page.evaluate(
-        f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}",
-        SAMPLER,
-    )
+    page.js("overlay(title).querySelector('.wanstream-plot').focus()")
     page.page.keyboard.press("ArrowRight")
     assert page.shown()["numbers"].startswith("步 0（高噪）")
     open_table(page)
     heads = page.page.locator(".wanstream-table th").all_inner_texts()
     assert heads[1:5] == ["时间", "节点", "尺寸", "精度"]
     assert page.page.get_by_text("WanStream 运行记录").count() > 0
-    assert "wall" in download(page, "CSV").splitlines()[0], (
-        "what other programs read stays as it is"
-    )
+    # What other programs read stays as it is.
+    assert "wall" in download(page, "CSV").splitlines()[0]
 
 
 @pytest.mark.parametrize("renderer", ["nodes-2"], indirect=True)
 def test_prediction_is_drawn_as_an_outline(page, renderer):
     page.load(steps=4)
     # Choosing a policy measures an unknown machine. From then on every run is predicted.
-    page.page.evaluate(
-        f"""title => {{ {FIND}
-            const policy = window.LiteGraph.createNode('WanStreamAutoOffload');
-            {GRAPH}.add(policy)
-            policy.connect(0, find(title), 'policy')
-        }}""",
-        SAMPLER,
+    page.js(
+        f"const policy = window.LiteGraph.createNode('WanStreamAutoOffload'); {GRAPH}.add(policy);"
+        "policy.connect(0, find(title), 'policy')"
     )
     page.run()
     page.load(steps=16)
@@ -446,39 +212,27 @@ def test_prediction_is_drawn_as_an_outline(page, renderer):
 
 
 def test_two_samplers_show_a_run_each(classic):
-    prompt: dict[str, Any] = json.loads(
-        (WORKFLOWS / "api" / "t2v.json").read_text(encoding="utf-8")
-    )
+    prompt = shipped("t2v")
     prompt["latent"]["inputs"] |= SMALL["WanStreamEmptyLatent"]
     prompt["sampler"]["inputs"] |= {"steps": 8, "seed": next(SEEDS)}
     second = {**prompt["sampler"], "_meta": {"title": "Second"}}
     second["inputs"] = {**second["inputs"], "steps": 6, "seed": next(SEEDS)}
-    prompt |= {
-        "second": second,
-        "keep": {"class_type": "WanStreamVAEDecode", "_meta": {"title": "Second frames"}},
-    }
-    prompt["keep"]["inputs"] = {**prompt["frames"]["inputs"], "latent": ["second", 0]}
-    prompt["save 2"] = {**prompt["save"], "_meta": {"title": "Second MP4"}}
-    prompt["save 2"]["inputs"] = {
-        **prompt["save"]["inputs"],
-        "images": ["keep", 0],
-        "latent": ["second", 0],
-    }
+    keep = node("WanStreamVAEDecode", **{**prompt["frames"]["inputs"], "latent": ["second", 0]})
+    links = {"images": ["keep", 0], "latent": ["second", 0]}
+    save = node(prompt["save"]["class_type"], **{**prompt["save"]["inputs"], **links})
+    prompt |= {"second": second, "keep": keep, "save 2": save}
+    for name, title in (("keep", "Second frames"), ("save 2", "Second MP4")):
+        prompt[name]["_meta"] = {"title": title}
     classic.frontend.load_prompt(numbered(prompt))
-    classic.page.evaluate(
-        f"""title => {{ {FIND}
-            const left = find(title).pos[0]
-            for (const node of {GRAPH}.nodes)
-                if (node.pos[0] > left) node.pos = [node.pos[0] + 340, node.pos[1]]
-            find('Second').pos = [left + 340, find(title).pos[1]]
-        }}""",
-        SAMPLER,
-    )
+    apart = f"""const left = find(title).pos[0]
+        for (const node of {GRAPH}.nodes)
+            if (node.pos[0] > left) node.pos = [node.pos[0] + 340, node.pos[1]]
+        find('Second').pos = [left + 340, find(title).pos[1]]"""
+    classic.js(apart)
     before = {title: classic.shown(title)["run"] for title in (SAMPLER, "Second")}
     classic.queue()
     for title, run in before.items():
-        classic.page.wait_for_function(ENDED, arg=[title, run], timeout=WAIT_MS)
-    classic.idle()
+        classic.until_ended(title, run)
     classic.look_at(SAMPLER, zoom=0.85)
     both = [classic.shown(title) for title in (SAMPLER, "Second")]
     assert [len(shown["bars"]) for shown in both] == [8, 6]
@@ -492,10 +246,9 @@ def test_second_window_sees_what_the_first_one_runs(browser, classic):
         other = Page(frontend, classic.server)
         other.load(steps=40, workflow_id=workflow_id)
         classic.queue()
-        other.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+        other.until_under_way()
         for each in (other, classic):
-            each.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-        classic.idle()
+            each.until_ended()
         assert other.shown()["bars"] == classic.shown()["bars"]
         assert len(classic.badges()) == 7
         # ComfyUI sends the events of nodes to the page that queued them.
@@ -505,15 +258,14 @@ def test_second_window_sees_what_the_first_one_runs(browser, classic):
 def test_run_is_shown_after_another_tab_was_open(classic):
     classic.load(steps=40)
     classic.queue()
-    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
-    execute = "name => window.app.extensionManager.command.execute(name)"
-    classic.page.evaluate(execute, "Comfy.NewBlankWorkflow")
+    classic.until_under_way()
+    classic.page.evaluate(EXECUTE, "Comfy.NewBlankWorkflow")
     classic.page.wait_for_function(f"() => {GRAPH}.nodes.length === 0")
     assert classic.badges() == {}
     classic.idle()
-    classic.page.evaluate(execute, "Workspace.PreviousOpenedWorkflow")
+    classic.page.evaluate(EXECUTE, "Workspace.PreviousOpenedWorkflow")
     classic.page.wait_for_function(f"() => {GRAPH}.nodes.length > 0")
-    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    classic.until_ended()
     classic.look_at(SAMPLER)
     assert_shows(classic.shown(), timeline_of(classic.server))
     assert len(classic.badges()) == 7
@@ -522,14 +274,12 @@ def test_run_is_shown_after_another_tab_was_open(classic):
 def test_reload_during_a_run_shows_no_guessed_times(classic):
     workflow_id = classic.load(steps=300)
     classic.queue()
-    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
-    classic.page.reload()
-    classic.page.wait_for_function(READY, timeout=WAIT_MS)
+    classic.until_under_way()
+    classic.reload()
     classic.load(steps=300, workflow_id=workflow_id)
-    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    classic.until_under_way()
     classic.server.post("/interrupt", {})
-    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    classic.idle()
+    classic.until_ended()
     assert classic.badges() == {}
     classic.set(SAMPLER, steps=1)
     classic.run()
@@ -537,23 +287,17 @@ def test_reload_during_a_run_shows_no_guessed_times(classic):
 
 
 def test_nodes_of_other_packs_have_badges_without_memory(classic):
-    value = {"class_type": "PrimitiveString", "inputs": {"value": str(uuid.uuid4())}}
-    classic.frontend.load_prompt(
-        {"1": value, "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}}
-    )
+    value = node("PrimitiveString", value=str(uuid.uuid4()))
+    classic.frontend.load_prompt({"1": value, "2": node("PreviewAny", source=["1", 0])})
     classic.queue()
-    classic.page.wait_for_function(
-        "() => document.querySelectorAll('.wanstream-badge').length === 2"
-    )
+    classic.wait("() => document.querySelectorAll('.wanstream-badge').length === 2")
     classic.idle()
     assert classic.badges() == {"1": "< 0.1 s", "2": "< 0.1 s"}
     classic.queue()
-    classic.page.wait_for_function(
-        "() => document.querySelector('.wanstream-badge').textContent === 'cached'"
-    )
+    classic.wait("() => document.querySelector('.wanstream-badge').textContent === 'cached'")
 
 
-def without_preview(prompt: Mapping[str, Any]) -> dict[str, Any]:
+def without_preview(prompt):
     """Return the inputs without a widget of ComfyUI, added when the browser has loaded a video."""
     return {
         node_id: {name: value for name, value in node["inputs"].items() if name != "video-preview"}
@@ -565,9 +309,7 @@ def test_overlay_opens_and_closes_by_keyboard(page):
     page.load(steps=6)
     page.run()
     before, full = page.frontend.export(), page.shown()["box"]["height"]
-    page.page.evaluate(
-        f"title => {{ {FIND}; overlay(title).querySelector('button').focus() }}", SAMPLER
-    )
+    page.js("overlay(title).querySelector('button').focus()")
     page.page.keyboard.press("Enter")
     page.page.wait_for_timeout(500)
     closed = page.shown()
@@ -588,7 +330,7 @@ def test_arrow_keys_and_mouse_show_numbers_of_steps(page):
     page.run()
     page.look_at(SAMPLER, zoom=0.9)
     plot = "overlay(title).querySelector('.wanstream-plot')"
-    page.page.evaluate(f"title => {{ {FIND}; {plot}.focus() }}", SAMPLER)
+    page.js(f"{plot}.focus()")
     for step in timeline_of(page.server).steps:
         page.page.keyboard.press("ArrowRight")
         text = page.shown()["numbers"]
@@ -603,9 +345,7 @@ def test_arrow_keys_and_mouse_show_numbers_of_steps(page):
             assert read in text
     page.page.keyboard.press("Escape")
     assert "Point at a bar" in page.shown()["numbers"]
-    box = page.page.evaluate(
-        f"title => {{ {FIND}; return {plot}.getBoundingClientRect().toJSON() }}", SAMPLER
-    )
+    box = page.js(f"return {plot}.getBoundingClientRect().toJSON()")
     page.page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] * 0.5)
     page.page.wait_for_timeout(200)
     assert "step 2 " in page.shown()["numbers"]
@@ -613,18 +353,7 @@ def test_arrow_keys_and_mouse_show_numbers_of_steps(page):
 
 def test_all_views_have_the_numbers_of_the_timeline(classic):
     classic.load(steps=6)
-    classic.page.evaluate(
-        f"""title => {{ {FIND}
-            const sampler = find(title)
-            const benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
-            benchmark.pos = [sampler.pos[0] + 330, sampler.pos[1] + 480];
-            {GRAPH}.add(benchmark)
-            benchmark.title = 'Benchmark'
-            const run = sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN')
-            sampler.connect(run, benchmark, 'run')
-        }}""",
-        SAMPLER,
-    )
+    classic.add_benchmark(right=330, down=480)
     classic.run()
     timeline = timeline_of(classic.server)
     assert_shows(classic.shown(), timeline)
@@ -632,42 +361,34 @@ def test_all_views_have_the_numbers_of_the_timeline(classic):
 
     written = sorted((classic.server.base / "output" / "benchmark").glob("*.json"))[-1]
     (variant,) = json.loads(written.read_text(encoding="utf-8"))["variants"]
-    assert [Timeline.from_dict(trial["timeline"]).steps for trial in variant["trials"]] == [
-        timeline.steps
-    ]
+    (trial,) = variant["trials"]
+    assert Timeline.from_dict(trial["timeline"]).steps == timeline.steps
 
     open_table(classic)
     row = classic.page.locator(".wanstream-table tbody tr[data-run]").first
-    cells = {
-        cell.get_attribute("data-figure"): cell.inner_text()
-        for cell in row.locator("td[data-figure]").all()
-    }
+    found = row.locator("td[data-figure]").all()
+    cells = {cell.get_attribute("data-figure"): cell.inner_text() for cell in found}
     assert cells["wall"] == f"{format_seconds(timeline.wall_s)} s"
     assert cells["stall"] == f"{format_seconds(timeline.stall_s)} s"
     assert cells["moved"] == format_size(timeline.bytes_moved)
     assert cells["read"] == format_size(timeline.transfers.read_bytes)
 
     run = classic.shown()["run"]
-    (exported,) = (
-        each for each in json.loads(download(classic, "JSON"))["runs"] if each["run"] == run
-    )
+    runs = json.loads(download(classic, "JSON"))["runs"]
+    (exported,) = (each for each in runs if each["run"] == run)
     assert Timeline.from_dict(exported["timeline"]).steps == timeline.steps
-    (line,) = (
-        line for line in csv.DictReader(io.StringIO(download(classic, "CSV"))) if line["run"] == run
-    )
+    lines = csv.DictReader(io.StringIO(download(classic, "CSV")))
+    (line,) = (line for line in lines if line["run"] == run)
     assert float(line["wall"]) == timeline.wall_s
     assert float(line["moved"]) == timeline.bytes_moved
 
 
-def open_table(page: Page) -> None:
-    page.page.evaluate(
-        "() => "
-        "window.app.extensionManager.command.execute('Workspace.ToggleBottomPanelTab.wanstream-runs')"
-    )
+def open_table(page):
+    page.page.evaluate(EXECUTE, "Workspace.ToggleBottomPanelTab.wanstream-runs")
     page.page.locator(".wanstream-table").first.wait_for(timeout=WAIT_MS)
 
 
-def download(page: Page, kind: str) -> str:
+def download(page, kind):
     with page.page.expect_download() as waiting:
         page.page.locator(".wanstream-button", has_text=kind).click()
     return Path(waiting.value.path()).read_text(encoding="utf-8")
@@ -682,18 +403,13 @@ def test_ticked_runs_are_compared_and_exported_alone(unused):
     for number in range(2):
         unused.page.locator(".wanstream-table tbody tr[data-run] input").nth(number).focus()
         unused.page.keyboard.press("Space")
-    outside = unused.page.evaluate(
-        """names => {
-            const { right } = document.querySelector('.wanstream-panel').getBoundingClientRect()
-            const cell = name => document.querySelector(`tr[data-run] td[data-figure="${name}"]`)
-            return names.filter(name => cell(name).getBoundingClientRect().right > right)
-        }""",
-        ["overlap", "moved", "read", "RAM"],
-    )
-    assert outside == [], "the page is 1600 pixels wide"
-    settings = unused.page.locator(
-        ".wanstream-table:not(.wanstream-comparison) tr[data-run] td[data-setting]"
-    )
+    right = "element => element.getBoundingClientRect().right"
+    edge = unused.page.locator(".wanstream-panel").first.evaluate(right)
+    for name in ("overlap", "moved", "read", "RAM"):  # the page is 1600 pixels wide
+        cell = unused.page.locator(f'tr[data-run] td[data-figure="{name}"]').first
+        assert cell.evaluate(right) <= edge, name
+    rows = ".wanstream-table:not(.wanstream-comparison) tr[data-run]"
+    settings = unused.page.locator(f"{rows} td[data-setting]")
     assert settings.all_inner_texts()[:3] == ["64x48x9", "fp32", "layerwise, 1 ahead"]
     row = unused.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
     assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
@@ -705,19 +421,15 @@ PLANTED = ["img", {"src": "x", "onerror": "window.ran = true"}]
 MARKUP = '<img src=x onerror="window.ran = true">'
 
 
-def prefixed(prompt: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def prefixed(prompt, prefix):
     """The same graph with this before every id."""
-
-    def renamed(value: Any) -> Any:
-        return [f"{prefix}{value[0]}", value[1]] if isinstance(value, list) else value
-
-    return {
-        f"{prefix}{node_id}": {
-            **node,
-            "inputs": {name: renamed(value) for name, value in node["inputs"].items()},
-        }
-        for node_id, node in prompt.items()
-    }
+    changed = {}
+    for node_id, each in prompt.items():
+        for name, value in each["inputs"].items():
+            if isinstance(value, list):
+                each["inputs"][name] = [f"{prefix}{value[0]}", value[1]]
+        changed[f"{prefix}{node_id}"] = each
+    return changed
 
 
 def test_nothing_of_a_posted_prompt_runs_in_the_page(unused):
@@ -728,9 +440,9 @@ def test_nothing_of_a_posted_prompt_runs_in_the_page(unused):
     posted = [("", {"id": PLANTED}, PLANTED), ("", here, MARKUP), (MARKUP, PLANTED, PLANTED)]
     for prefix, canvas, title in posted:
         prompt = prefixed(unused.frontend.export().prompt, prefix)
-        for node in prompt.values():
-            node["_meta"] = {"title": title}
-        (sampler,) = (node for node in prompt.values() if node["class_type"] == "WanStreamSampler")
+        for each in prompt.values():
+            each["_meta"] = {"title": title}
+        (sampler,) = (each for each in prompt.values() if each["class_type"] == SAMPLER)
         sampler["inputs"]["seed"] = next(SEEDS)
         unused.server.run(prompt, extra_pnginfo={"workflow": canvas})
     open_table(unused)
@@ -750,7 +462,7 @@ def test_nothing_of_a_posted_prompt_runs_in_the_page(unused):
 def test_badges_can_be_switched_off_and_on(unused):
     switch = "on => window.app.extensionManager.setting.set('WanStream.Badges', on)"
     unused.page.evaluate(switch, False)
-    assert unused.page.evaluate("() => document.querySelector('.wanstream-badges')") is None
+    assert unused.page.locator(".wanstream-badges").count() == 0
     unused.load(steps=1)
     unused.run()
     assert unused.badges() == {}
@@ -771,7 +483,7 @@ def test_badges_go_with_their_nodes(page):
     page.run()
     assert len(page.badges()) == 7
     for way, left in (("key", 6), ("clear", 0)):
-        page.page.evaluate(f"title => {{ {FIND}; {REMOVALS[way]} }}", SAMPLER)
+        page.js(REMOVALS[way])
         if way == "key":
             page.page.locator("#graph-canvas").focus()
             page.page.keyboard.press("Delete")
@@ -798,22 +510,18 @@ def test_cached_nodes_say_so_and_badges_cover_no_titles(page):
 
 
 # All samplers' heights in the graph: with and without the chart.
-HEIGHTS = (
-    f"() => {{ {FIND}; return [...every({GRAPH})].filter(n => n.type === '{SAMPLER}').map(n => "
-    f"n.size[1]) }}"
-)
-PASTE = f"""title => {{ {FIND}
-    const {{ canvas }} = window.app
-    canvas.copyToClipboard([find(title)])
-    canvas.pasteFromClipboard()
+HEIGHTS = f"""() => {{ {FIND}
+    return [...every({GRAPH})].filter(n => n.type === '{SAMPLER}').map(n => n.size[1])
 }}"""
+PASTE = """const { canvas } = window.app
+    canvas.copyToClipboard([find(title)])
+    canvas.pasteFromClipboard()"""
 STATES = {
     "selected": "canvas.selectNodes([node])",
     "bypassed": "canvas.selectNodes([]); node.mode = 4",
     "collapsed": "node.mode = 0; node.collapse(true)",
 }
-STATE = """title => {{ {find}
-    const {{ canvas }} = window.app, {{ ds }} = canvas, node = find(title)
+STATE = """const {{ canvas }} = window.app, {{ ds }} = canvas, node = find(title)
     {state}
     canvas.draw(true, true)
     return new Promise(done => setTimeout(() => {{
@@ -828,8 +536,7 @@ STATE = """title => {{ {find}
             covered: Boolean(toolbox) && top < toolbox.bottom, off: overlay(title).dataset.off,
             opacity: +getComputedStyle(overlay(title)).opacity,
         }})
-    }}, 1000))
-}}"""
+    }}, 1000))"""
 
 
 def test_the_overlay_follows_its_node(page, renderer):
@@ -837,15 +544,10 @@ def test_the_overlay_follows_its_node(page, renderer):
     (before,) = page.page.evaluate(HEIGHTS)
     page.run()
     (with_chart,) = page.page.evaluate(HEIGHTS)
-    page.page.evaluate(PASTE, SAMPLER)
-    page.page.wait_for_function(
-        f"wanted => ({HEIGHTS})().length === 2 && ({HEIGHTS})()[1] === wanted", arg=before
-    )
+    page.js(PASTE)
+    page.wait(f"wanted => ({HEIGHTS})().length === 2 && ({HEIGHTS})()[1] === wanted", before)
     assert page.page.evaluate(HEIGHTS) == [with_chart, before], "a copy has no run to show"
-    found = {
-        name: page.page.evaluate(STATE.format(find=FIND, state=state), SAMPLER)
-        for name, state in STATES.items()
-    }
+    found = {name: page.js(STATE.format(state=state)) for name, state in STATES.items()}
     assert (found["selected"]["covered"], found["selected"]["below"] > 0) == (False, True)
     assert [each["above"] > 0 for each in found.values()] == [False, True, True]
     # The browser may snap a badge to the screen grid: less than a pixel.
@@ -913,13 +615,71 @@ def test_overlay_can_be_read_in_both_themes_at_half_size(frontends, server, pale
     page.picture(f"overlay_half_{palette}_{renderer}", height=440)
     shown = page.shown()
     assert shown["far"] == "true"
-    texts = page.page.evaluate(
-        f"""title => {{ {FIND}
-            const letters =
-                [...overlay(title).querySelectorAll('.wanstream-text, .wanstream-line-text')]
-            return [...letters, ...document.querySelectorAll('.wanstream-badge')]
-                .map(text => text.getBoundingClientRect().height)
-        }}""",
-        SAMPLER,
-    )
+    heights = """const letters = '.wanstream-text, .wanstream-line-text'
+        return [...overlay(title).querySelectorAll(letters),
+            ...document.querySelectorAll('.wanstream-badge')]
+            .map(text => text.getBoundingClientRect().height)"""
+    texts = page.js(heights)
     assert min(texts) >= 9, "lines of letters of 8 pixels and more"
+
+
+CHIP = "() => document.querySelector('.wanstream-chip')?.innerText.replaceAll('\\n', ' · ') ?? ''"
+
+
+def test_chip_shows_a_run_and_jumps_to_its_node(classic):
+    """The running run in ComfyUI's top bar."""
+    page = classic.page
+    classic.load(steps=100)
+    classic.js(f"{GRAPH}.convertToSubgraph(new Set([find(title)]))")
+    assert page.evaluate(CHIP) == "", "nothing runs"
+    classic.queue()
+    classic.wait(f"() => ({CHIP})().includes(' s/step')")
+    text = page.evaluate(CHIP)
+    assert re.fullmatch(
+        r"layerwise, 1 ahead · [\d.]+ of [\d.]+ GB RAM · [\d.]+ s/step · \d+:\d\d left", text
+    )
+    page.locator(".wanstream-chip").press("Enter")
+    assert classic.js("return find(title).id in window.app.canvas.selected_nodes")
+    assert page.evaluate(f"() => window.app.canvas.graph !== {GRAPH}"), "the subgraph is open"
+    classic.wait(f"() => ({CHIP})() === ''")
+
+
+# The browser has decoded the picture and gives it room.
+PREVIEW = f"""title => {{ {FIND}
+    const image = overlay(title).querySelector('.wanstream-preview')
+    const box = image.getBoundingClientRect()
+    return {{ src: image.src, alt: image.alt,
+        width: image.naturalWidth, height: image.naturalHeight, hidden: image.hidden,
+        visible: !image.hidden && image.complete && image.naturalWidth > 0 && box.height > 50,
+        ended: overlay(title).dataset.ended === 'true', ofComfyui: find(title).imgs?.length ?? 0,
+        box: {{ x: box.x, y: box.y, width: box.width, height: box.height }} }}
+}}"""
+
+
+def test_previewed_frames_move_on_the_sampler_and_stay_afterwards(page, renderer):
+    page.load("draft", steps=20)
+    page.set("WanStreamEmptyLatent", width=128, height=80, frames=17)
+    page.set("WanStreamPreview", frames=17, every_s=0.0)
+    page.look_at(SAMPLER, zoom=0.9)
+    assert page.page.evaluate(PREVIEW, SAMPLER)["hidden"], "there was no run"
+    page.queue()
+    page.wait(f"title => ({PREVIEW})(title).visible")
+    live = page.page.evaluate(PREVIEW, SAMPLER)
+    assert not live["ended"]
+    page.wait(f"title => ({PREVIEW})(title).ended")
+    page.page.wait_for_timeout(500)
+    shown = page.page.evaluate(PREVIEW, SAMPLER)
+    for found in (live, shown):
+        assert found["src"].startswith("data:image/webp;base64,")
+        assert (found["width"], found["height"]) == (128, 80)
+        assert found["alt"].startswith("The first frames of the video, as estimated in step ")
+    assert int(shown["alt"].split()[-1]) >= int(live["alt"].split()[-1]) >= 1
+    assert not shown["ofComfyui"], "ComfyUI's own preview is not shown as well"
+    seen = set()
+    for _ in range(8):
+        page.page.wait_for_timeout(130)
+        with Image.open(io.BytesIO(page.page.screenshot(clip=shown["box"]))) as picture:
+            seen.add(picture.convert("RGB").tobytes())
+    assert len(seen) > 1, "the picture moves"
+    assert page.frontend.complaints() == []
+    page.picture(f"preview_{renderer}", height=1000)

@@ -8,103 +8,83 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 
 from wanstream.schema.records import Timeline, limit_share
 from wanstream.schema.text.numbers import format_rate, format_seconds, format_share, format_size
+from wanstream.tests.support.host.shipped import node
 from wanstream.tools.comfyui import PACK
-from wanstream.tools.frontend import Frontend, SharedFrontends
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
-# Calls an export of an overlay module. State functions take the events received so far.
-CALL = f"""async ([module, name, values]) => {{
-    const exports = await import(`/extensions/{PACK}/overlay/${{module}}.mjs`)
-    return exports[name](...values)
+# Imports a module of the overlay. State functions take the events received so far.
+LOAD = f"""const load = name => import(`/extensions/{PACK}/overlay/${{name}}.mjs`)
+    const {{ EMPTY, after }} = await load('store')
+    const stateOf = events => events.reduce((state, each) => after(state, ...each), EMPTY)"""
+CALL = f"""async ([module, name, values]) => {{ {LOAD}
+    return (await load(module))[name](...values)
 }}"""
-STATE = f"""async events => {{
-    const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
-    return events.reduce((state, [event, payload, now]) => after(state, event, payload, now), EMPTY)
-}}"""
-
-Event = tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], float]
 
 
 class Modules:
     """The overlay's modules, called with plain values."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend):
         self.frontend = frontend
 
-    def evaluate(self, script: str, *values: Any) -> Any:
+    def evaluate(self, script, *values):
         return self.frontend.page.evaluate(script, *values)
 
-    def call(self, module: str, name: str, *values: Any) -> Any:
+    def call(self, module, name, *values):
         return self.evaluate(CALL, [module, name, list(values)])
 
-    def state(self, *events: Event) -> dict[str, Any]:
-        found: dict[str, Any] = self.evaluate(STATE, [list(event) for event in events])
-        return found
+    def with_events(self, code, *events):
+        """Run code for these events."""
+        return self.evaluate(f"async events => {{ {LOAD};\n{code} }}", events)
 
-    def run(self, *events: Event) -> dict[str, Any]:
+    def state(self, *events):
+        return self.with_events("return stateOf(events)", *events)
+
+    def run(self, *events):
         """Return the only run."""
         (found,) = self.state(*events)["runs"]
-        return dict(found)
+        return found
 
-    def chart(self, run: dict[str, Any], chosen: int | None = None) -> list[Any]:
+    def chart(self, run, chosen=None):
         options = {"run": run, "width": 400, "height": 150, "font": 11, "chosen": chosen, "id": "x"}
-        return list(self.call("chart", "chart", options))
+        return self.call("chart", "chart", options)
 
 
 @pytest.fixture(scope="module")
-def modules(frontends: SharedFrontends) -> Modules:
+def modules(frontends):
     return Modules(frontends.get())
 
 
-def record(index: int = 0, **fields: Any) -> dict[str, Any]:
+def record(index=0, **fields):
     plain = {"wall_s": 2.0, "compute_s": 1.0, "stall_s": 0.5, "bytes_moved": 100, "read_bytes": 50}
-    rest = {
-        "copy_s": 4.0,
-        "read_s": 2.0,
-        "device_bytes": None,
-        "rss_bytes": 7,
-        "device_used_bytes": None,
-    }
+    rest = {"copy_s": 4.0, "read_s": 2.0, "rss_bytes": 7}
+    rest |= dict.fromkeys(("device_bytes", "device_used_bytes"))
     return {"index": index, "expert": "high", **plain, **rest, **fields}
 
 
-def begin(run: str, **fields: Any) -> Event:
-    plain = {
-        "prompt_id": "p",
-        "node": "7",
-        "shown_at": "7",
-        "steps": 2,
-        "experts": ["high", "low"],
-        "switch_step": 1,
-    }
-    return "wanstream.begin", {
-        "run": run,
-        **plain,
-        "predicted": None,
-        "at": 0,
-        "workflow": None,
-        **fields,
-    }
+def begin(run, **fields):
+    plain = {"prompt_id": "p", "node": "7", "shown_at": "7", "steps": 2, "switch_step": 1, "at": 0}
+    plain |= {"run": run, "experts": ["high", "low"], "predicted": None, "workflow": None}
+    return "wanstream.begin", {**plain, **fields}
 
 
-def step(run: str, done: int) -> Event:
+def step(run, done):
     return "wanstream.step", {"run": run, "done": done, "total": 2, "record": record(done - 1)}
 
 
-def end(run: str, error: str | None = None, **timeline: Any) -> Event:
-    events = {"steps": [record(0), record(1)], "changes": []} if error is None else None
-    return "wanstream.end", {"run": run, "timeline": events, "predicted": None, "error": error}
+def end(run):
+    timeline = {"steps": [record(0), record(1)], "changes": []}
+    return "wanstream.end", {"run": run, "timeline": timeline, "predicted": None, "error": None}
 
 
-def snapshot_of(*runs: dict[str, Any], known: Sequence[str] = ()) -> Event:
+def snapshot_of(*runs, known=()):
     return "snapshot", {"runs": list(runs), "known": list(known)}
 
 
@@ -149,10 +129,10 @@ def test_run_grows_step_by_step(modules):
 
 
 def test_progress_within_a_step_belongs_to_that_step(modules):
-    def visits(step: int, done: int) -> Event:
+    def visits(step, done):
         return "wanstream.visits", {"run": "r", "step": step, "done": done, "total": 40}
 
-    def shown(now: float, *events: Event) -> str:
+    def shown(now, *events):
         return str(modules.call("figures", "runText", modules.run(*events), now))
 
     begun = (*begin("r"), 10.0)
@@ -160,42 +140,30 @@ def test_progress_within_a_step_belongs_to_that_step(modules):
     assert shown(51.0, begun) == f"step 0/2 · {waits}"
     assert shown(51.0, begun, visits(0, 12)) == f"block 12/40 · {waits}"
     first = (*step("r", 1), 60.0)
-    assert shown(61.0, begun, first, visits(0, 40)).startswith(
-        "step 1/2 · 2.00 s/step · 0:01 left · 0:51 elapsed · stall"
-    )
+    words = "step 1/2 · 2.00 s/step · 0:01 left · 0:51 elapsed · stall"
+    assert shown(61.0, begun, first, visits(0, 40)).startswith(words)
     run = modules.run(begun, first, visits(0, 40), visits(1, 10))
     assert modules.call("figures", "shareOfStep", run) == 0.25
     late = {**begin("r")[1], "records": [], "age_s": 30.0, "visits": None}
     assert modules.run((*snapshot_of(late), 100.0))["since"] == 70.0
 
 
-def notices(node: str, *found: dict[str, Any], workflow: str = "here") -> Event:
-    return "wanstream.notices", {
-        "node": node,
-        "workflow": workflow,
-        "type": "A",
-        "notices": list(found),
-    }
+def notices(node, *found, workflow="here"):
+    told = {"node": node, "workflow": workflow, "type": "A", "notices": found}
+    return "wanstream.notices", told
 
 
-def notice(text: str, level: str = "wrong", **values: str) -> dict[str, Any]:
+def notice(text, level="wrong", **values):
     return {"text": text, "level": level, "values": values, "exchange": None}
 
 
-BY_ID = f"""async events => {{
-    const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
-    const {{ noticesById, ordered }} = await import('/extensions/{PACK}/overlay/notices.mjs')
-    const state =
-        events.reduce((state, [event, payload, now]) => after(state, event, payload, now), EMPTY)
-    return [...noticesById(state, 'here')]
-        .map(([id, found]) => [id, ...ordered(found).map(each => each.text)])
-}}"""
+BY_ID = """const { noticesById, ordered } = await load('notices')
+    return [...noticesById(stateOf(events), 'here')]
+        .map(([id, found]) => [id, ...ordered(found).map(each => each.text)])"""
 
 
 def test_notices_are_those_of_the_last_time_that_a_node_ran(modules):
-    def by_id(*events: Event) -> Any:
-        return modules.evaluate(BY_ID, [list(event) for event in events])
-
+    by_id = partial(modules.with_events, BY_ID)
     told = [
         notices("7", notice("one", "note"), notice("two", "warning"), notice("three")),
         notices("8", notice("four")),
@@ -210,7 +178,7 @@ def test_notices_are_those_of_the_last_time_that_a_node_ran(modules):
 
 
 def test_notice_applies_to_the_file_that_the_server_took(modules):
-    def applies(value: Any, widget: Any, *files: str, linked: bool = False) -> Any:
+    def applies(value, widget, *files, linked=False):
         named = {"name": "file", "value": widget, "options": {"values": list(files)}}
         inputs = [{"widget": {"name": "file"}, "link": 7}] if linked else []
         node = {"widgets": [named], "inputs": inputs}
@@ -227,25 +195,21 @@ def test_notice_applies_to_the_file_that_the_server_took(modules):
     assert not applies(4, 1)
 
 
-NODES_WITH_NOTICES = f"""async events => {{
-    const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
-    const {{ NoticeStrips }} = await import('/extensions/{PACK}/overlay/notices.mjs')
-    const state = events.reduce((state, [event, payload]) => after(state, event, payload, 0), EMPTY)
-    const nodes = [[{{ comfyClass: 'A' }}, ['7']], [{{ comfyClass: 'B' }}, ['8']]]
-    const strips = new NoticeStrips({{ nodes: () => nodes, workflow: () => 'here' }})
-    return [...strips.current(state)]
-        .map(([node, found]) => [node.comfyClass, ...found.map(each => each.text)])
-}}"""
+NODES_WITH_NOTICES = """const { NoticeStrips } = await load('notices')
+    const nodes = [[{ comfyClass: 'A' }, ['7']], [{ comfyClass: 'B' }, ['8']]]
+    const strips = new NoticeStrips({ nodes: () => nodes, workflow: () => 'here' })
+    return [...strips.current(stateOf(events))]
+        .map(([node, found]) => [node.comfyClass, ...found.map(each => each.text)])"""
 
 
 def test_notice_of_another_client_is_for_nodes_of_its_class(modules):
     told = [notices(node, notice(node), workflow="") for node in ("7", "8")]
-    assert modules.evaluate(NODES_WITH_NOTICES, [list(event) for event in told]) == [["A", "7"]]
+    assert modules.with_events(NODES_WITH_NOTICES, *told) == [["A", "7"]]
     assert modules.call("notices", "applies", {**notice("x"), "type": "A"}, {"comfyClass": "A"})
 
 
-HEIGHT_WITHOUT_CHART = f"""async enlarged => {{
-    const {{ RunWidget }} = await import('/extensions/{PACK}/overlay/run_widget.mjs')
+HEIGHT_WITHOUT_CHART = f"""async enlarged => {{ {LOAD}
+    const {{ RunWidget }} = await load('run_widget')
     const node = {{ size: [300, 100], properties: {{}} }}
     const page = {{
         resize: () => (node.size[1] = 280), shrink: (node, height) => (node.size[1] -= height)
@@ -266,7 +230,7 @@ def test_node_gives_back_the_room_of_its_chart_alone(modules):
 PICTURE = "data:image/webp;base64,AAAA"
 
 
-def preview(run: str, image: str = PICTURE, done: int = 1) -> Event:
+def preview(run, image=PICTURE, done=1):
     return "wanstream.preview", {"run": run, "image": image, "done": done}
 
 
@@ -282,11 +246,9 @@ def test_run_has_its_last_preview(modules):
 
 
 def test_snapshot_fills_gaps_and_takes_nothing_back(modules):
-    def snapshot(*, ended: bool) -> Event:
-        missing = {"timeline": None, "error": None}
-        return snapshot_of(
-            {**begin("r")[1], "records": [record(0)], "ended": ended, **missing}, known=["r"]
-        )
+    def snapshot(*, ended):
+        more = {"records": [record(0)], "ended": ended, "timeline": None, "error": None}
+        return snapshot_of({**begin("r")[1], **more}, known=["r"])
 
     one = step("r", 1)
     two = step("r", 2)
@@ -304,35 +266,26 @@ def test_snapshot_fills_gaps_and_takes_nothing_back(modules):
     assert found == [("old", True, None, 0), ("r", False, None, 1)]
 
 
-def item(event: str, now: float = 0.0, **payload: Any) -> Event:
+def item(event, now=0.0, **payload):
     """A ComfyUI event about the queue item "p"."""
     return event, {"prompt_id": "p", **payload}, now
 
 
-def parts(now: float, **states: str) -> Event:
+def parts(now, **states):
     """The states of all begun parts of nodes.
 
     "a.1" is a part of "a", as if expanded from it.
     """
     names = {name.replace("_", "."): state for name, state in states.items()}
-    nodes = {
-        name: {"state": state, "display_node_id": name.split(".")[0]}
-        for name, state in names.items()
-    }
+    nodes = {name: {"state": state, "display_node_id": name[0]} for name, state in names.items()}
     return item("progress_state", now, nodes=nodes)
 
 
-GRAPH_OF_P = item(
-    "graph",
-    workflow="here",
-    nodes={each.lower(): {"class_type": each, "inputs": {}} for each in "ABC"},
-)
-
-
+GRAPH_OF_P = item("graph", workflow="here", nodes={each.lower(): node(each) for each in "ABC"})
 STARTED = (item("execution_start"), GRAPH_OF_P)
 
 
-def figures_of(modules: Modules, events: Sequence[Event], now: float) -> dict[str, Any]:
+def figures_of(modules, events, now):
     """The figures for each node in the item "p"."""
     found = modules.call("store", "lastItem", modules.state(*events), "here")
     return {
@@ -374,9 +327,8 @@ def test_phases_of_an_item_add_up_to_the_whole_time(modules):
         assert modules.call("store", "itemPhases", modules.state(*unknown), "p") is None
     phases = modules.call("store", "itemPhases", modules.state(*events, over), "p")
     assert phases == {"total": 8.0, "before": 2.0, "steps": 4.0, "after": 2.0}
-    assert modules.call("figures", "phasesText", phases) == (
-        "Queue to file 8.00 s: 2.00 s before the steps, 4.00 s in them, 2.00 s after"
-    )
+    words = "Queue to file 8.00 s: 2.00 s before the steps, 4.00 s in them, 2.00 s after"
+    assert modules.call("figures", "phasesText", phases) == words
 
 
 def test_node_runs_while_any_of_its_parts_does(modules):
@@ -407,13 +359,10 @@ def test_only_measured_times_are_shown(modules):
 
 
 def test_progress_bar_event_changes_nothing(modules):
-    same = f"""async events => {{
-        const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
-        const before = events.slice(0, -1).reduce((state, each) => after(state, ...each), EMPTY)
-        return after(before, ...events.at(-1)) === before
-    }}"""
+    same = """const before = stateOf(events.slice(0, -1))
+        return after(before, ...events.at(-1)) === before"""
     events = [item("execution_start"), parts(1.0, a="running"), parts(2.0, a="running")]
-    assert modules.frontend.page.evaluate(same, [list(each) for each in events])
+    assert modules.with_events(same, *events)
 
 
 def test_runs_are_found_by_node_and_graph(modules):
@@ -422,7 +371,7 @@ def test_runs_are_found_by_node_and_graph(modules):
     events += [begin("before", prompt_id="o", node="5:2", shown_at="3")]
     state = modules.state(*events)
 
-    def last(workflow: str, node_id: str) -> Any:
+    def last(workflow, node_id):
         found = modules.call("store", "lastRun", state, workflow, [node_id])
         return found and found["run"]
 
@@ -436,16 +385,16 @@ def test_runs_are_found_by_node_and_graph(modules):
     assert modules.call("figures", "mostMemory", []) is None
 
 
-def ranked(node: str, name: str) -> dict[str, Any]:
+def ranked(node, name):
     return {node: {"wanstream_ranking": [{"name": name}]}}
 
 
 def test_rankings_belong_to_a_node_in_a_graph(modules):
-    def last(*events: Event, node: str = "7", workflow: str = "here") -> Any:
+    def last(*events, node="7", workflow="here"):
         found = modules.call("store", "lastRanking", modules.state(*events), workflow, [node])
         return found and found[0]["name"]
 
-    def entry(workflow: str | None, outputs: dict[str, Any]) -> dict[str, Any]:
+    def entry(workflow, outputs):
         extra = {"extra_pnginfo": {"workflow": {"id": workflow}}} if workflow else {}
         return {"prompt": [1, "id", {}, extra, []], "outputs": outputs}
 
@@ -457,11 +406,9 @@ def test_rankings_belong_to_a_node_in_a_graph(modules):
         assert [last(*events, node="8"), last(*events, workflow="there")] == [None, None]
     entries = {
         "o": entry("here", {**ranked("7", "old"), **ranked("8", "other")}),
-        "api": entry(None, ranked("7", "posted")),
-        "none": None,
-        "empty": {"outputs": {"7": None}},
+        "api": entry(None, ranked("7", "posted")), "none": None, "empty": {"outputs": {"7": None}},
         "short": {**entry("here", ranked("7", "short")), "prompt": []},
-    }
+    }  # fmt: skip
     past = "history", entries
     assert [last(past), last(past, node="8")] == ["old", "other"]
     assert last(*STARTED, live, past) == "live", "it still runs"
@@ -476,7 +423,7 @@ def test_figures_of_a_subgraph_are_those_of_its_nodes(modules):
     times["51"] = {"seconds": 100.0, "since": None}
     found = {"classes": classes, "times": times, "cached": ["5:3"], "running": True}
 
-    def figures(key: str, class_type: str = "a subgraph's own type") -> Any:
+    def figures(key, class_type="a subgraph's own type"):
         return modules.call("graph_ids", "figuresAt", found, [key], class_type, 10.0)
 
     assert figures("5") == {"seconds": 3.0, "running": True, "ran": True, "cached": False}
@@ -489,7 +436,7 @@ def test_figures_of_a_subgraph_are_those_of_its_nodes(modules):
     assert figures("5") == {"seconds": 0, "running": False, "ran": False, "cached": False}
 
 
-def run_of(count: int, measured: int) -> dict[str, Any]:
+def run_of(count, measured):
     experts = ["high"] * (count // 2) + ["low"] * (count - count // 2)
     records = [record(number, expert=experts[number]) for number in range(measured)]
     begun = begin("r", steps=count, experts=experts, switch_step=count // 2)[1]
@@ -498,9 +445,8 @@ def run_of(count: int, measured: int) -> dict[str, Any]:
 
 def test_every_step_has_its_place_in_a_bar(modules):
     columns = modules.call("chart", "columnsOf", run_of(8, 3), 400)
-    assert [(column["first"], column["last"]) for column in columns] == [
-        (step, step) for step in range(8)
-    ]
+    ends = [(column["first"], column["last"]) for column in columns]
+    assert ends == [(step, step) for step in range(8)]
     assert [column["measured"] is not None for column in columns] == [True] * 3 + [False] * 5
     assert [column["expert"] for column in columns] == ["high"] * 4 + ["low"] * 4
     # Of many steps, a bar is the mean of some.
@@ -564,9 +510,7 @@ TEXTS = f"() => import('/extensions/{PACK}/overlay/i18n.mjs').then(module => mod
 
 
 def test_both_languages_have_all_words_and_values(modules):
-    texts = modules.evaluate(TEXTS)
-    english = texts["en"]
-    chinese = texts["zh"]
+    english, chinese = (modules.evaluate(TEXTS)[language] for language in ("en", "zh"))
     assert english.keys() == chinese.keys()
     for key, words in english.items():
         places = [sorted(re.findall(r"\{\d\}", text)) for text in (words, chinese[key])]
@@ -574,26 +518,19 @@ def test_both_languages_have_all_words_and_values(modules):
         assert re.search(r"[\u4e00-\u9fff]", chinese[key]), key
 
 
-def steps_of(*seconds: float, **fields: Any) -> list[dict[str, Any]]:
+def steps_of(*seconds, **fields):
     return [record(number, wall_s=wall, **fields) for number, wall in enumerate(seconds)]
 
 
-SIZES = {"device_total": 25_300_000_000, "ram_total": 17_180_000_000}
-SETTINGS = {
-    "size": "832x480x81",
-    "dtype": "bf16",
-    "policy": "layerwise, 1 ahead",
-    "lora": "",
-    "workers": None,
-    **SIZES,
-}
+SETTINGS = {"size": "832x480x81", "dtype": "bf16", "policy": "layerwise, 1 ahead", "lora": ""}
+SETTINGS |= {"workers": None, "device_total": 25_300_000_000, "ram_total": 17_180_000_000}
 
 
 def test_live_line_has_step_pace_and_time_left(modules):
     run = {**run_of(20, 0), "settings": SETTINGS, "since": 10.0, "stepAt": 100.0}
     run["records"] = steps_of(*[12.4] * 7, stall_s=0.0, rss_bytes=1_120_000_000)
 
-    def text(now: float = 100.0) -> str:
+    def text(now=100.0):
         return str(modules.call("figures", "runText", run, now))
 
     begun = "step 7/20 · 12.4 s/step · 2:41 left · 1:30 elapsed"
@@ -611,7 +548,7 @@ def test_live_line_has_step_pace_and_time_left(modules):
 
 
 def test_share_of_the_limit_is_that_of_reports(modules):
-    def timeline_of(records: Sequence[dict[str, Any]]) -> Timeline:
+    def timeline_of(records):
         steps = [{"sigma": None, **step} for step in records]
         return Timeline.from_dict({"kind": "simulated", "steps": steps})
 
@@ -629,7 +566,7 @@ def test_share_of_the_limit_is_that_of_reports(modules):
 
 
 def test_time_left_follows_last_steps_and_prediction(modules):
-    def left(*seconds: float, **fields: Any) -> Any:
+    def left(*seconds, **fields):
         run = {**run_of(10, 0), "records": steps_of(*seconds), **fields}
         return modules.call("figures", "secondsLeft", run)
 
@@ -646,8 +583,8 @@ def test_time_left_follows_last_steps_and_prediction(modules):
     assert left(1.0, ended=True) is None
 
 
-VERDICT = f"""async records => {{
-    const {{ verdictText, waitOf }} = await import('/extensions/{PACK}/overlay/figures.mjs')
+VERDICT = f"""async records => {{ {LOAD}
+    const {{ verdictText, waitOf }} = await load('figures')
     return records.map(([stall_s, stall_on_read_s, gain]) => {{
         const first = {{ wall_s: 90, stall_s: 80, stall_on_read_s: 80 }}
         const second = {{ wall_s: 10, stall_s, stall_on_read_s }}
@@ -671,21 +608,17 @@ def test_verdict_names_the_disk_the_bus_or_computing(modules):
     assert best == "Waits 20 % for the bus. In the free memory no policy is faster."
 
 
-def cells_of(part: Any, tag: str) -> list[str]:
+def cells_of(part, tag):
     """The texts in all elements with this tag, in depth."""
     if not isinstance(part, list):
         return []
-    own = (
-        [part[2] if len(part) > 2 else ""]
-        if part[0] == tag and not isinstance(part[-1], list)
-        else []
-    )
+    is_text = part[0] == tag and not isinstance(part[-1], list)
+    own = (part[2:3] or [""]) if is_text else []
     return own + [text for child in part[2:] for text in cells_of(child, tag)]
 
 
-TABLE = f"""async runs => {{
-    const {{ comparisonOf, csvOf, tableOf }} =
-        await import('/extensions/{PACK}/overlay/runs_table.mjs')
+TABLE = f"""async runs => {{ {LOAD}
+    const {{ comparisonOf, csvOf, tableOf }} = await load('runs_table')
     return [tableOf(runs, {{ ticked: new Set(), onTick: null }}), comparisonOf(runs), csvOf(runs)]
 }}"""
 
@@ -717,11 +650,10 @@ def test_comparison_has_ratios_where_figures_differ(modules):
     assert rows["steps"] == ["2", "2", "-"]
     assert rows["wall"] == ["4.00 s", "6.00 s (1.50 x)", "-"]
     assert rows["moved"] == ["200 B", "200 B", "-"]
-    words = modules.call("runs_table", "fastestText", [other, one, refused])
-    assert words.startswith("Fastest: ")
-    assert words.endswith(
-        " Sampler, 2.00 s/step. The next one takes 1.50 × as long, with 1.00 × the memory."
-    )
+    found = modules.call("runs_table", "fastestText", [other, one, refused])
+    assert found.startswith("Fastest: ")
+    words = " Sampler, 2.00 s/step. The next one takes 1.50 × as long, with 1.00 × the memory."
+    assert found.endswith(words)
     assert modules.call("runs_table", "fastestText", [one, refused]) == ""
     first, *_ = table[3][2:]
     figures = [cell[2] for cell in first[2:] if "data-figure" in cell[1]]
@@ -760,8 +692,7 @@ PLANTED = ["img", {"src": "x", "onerror": "window.ran = true", "onclick": "windo
 
 # Adds all elements that the overlay renders for a run to the page, and gives planted scripts a
 # moment to run.
-SHOW_ALL = f"""async ([runs, chosen]) => {{
-    const load = name => import(`/extensions/{PACK}/overlay/${{name}}.mjs`)
+SHOW_ALL = f"""async ([runs, chosen]) => {{ {LOAD}
     const [dom, table, chart, figures, badges] =
         await Promise.all(['dom', 'runs_table', 'chart', 'figures', 'badges'].map(load))
     window.ran = false
@@ -806,8 +737,8 @@ def test_values_of_a_prompt_never_become_elements(modules):
     assert (shown["ran"], shown["foreign"]) == (False, 0)
 
 
-REFUSED = f"""async ([tag, attributes]) => {{
-    const {{ element, h }} = await import('/extensions/{PACK}/overlay/dom.mjs')
+REFUSED = f"""async ([tag, attributes]) => {{ {LOAD}
+    const {{ element, h }} = await load('dom')
     try {{ element(h(tag, attributes)) }} catch (error) {{ return `${{error}}` }}
     return null
 }}"""
@@ -815,11 +746,9 @@ REFUSED = f"""async ([tag, attributes]) => {{
 
 def test_foreign_elements_and_scripts_in_attributes_are_refused(modules):
     for tag, attributes, message in (
-        ("img", {"src": "x"}, "no element img"),
-        ("script", {}, "no element script"),
-        (["div"], {}, "no element"),
-        ("div", {"onclick": "window.ran = true"}, "onclick would run"),
+        ("img", {"src": "x"}, "no element img"), ("script", {}, "no element script"),
+        (["div"], {}, "no element"), ("div", {"onclick": "window.ran = true"}, "onclick would run"),
         ("rect", {"ONLOAD": "window.ran = true"}, "ONLOAD would run"),
-    ):
+    ):  # fmt: skip
         assert message in (modules.evaluate(REFUSED, [tag, attributes]) or "made")
     assert modules.evaluate(REFUSED, ["div", {"class": "plain", "hidden": True}]) is None

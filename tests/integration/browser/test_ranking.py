@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 
-from wanstream.tests.integration.browser.test_overlay import (
-    FIND,
-    SAMPLER,
-    WAIT_MS,
-    Page,
-    classic,
-    last_history,
-    page,
-    renderer,
-)
 from wanstream.tools.comfyui import PACK
-from wanstream.tools.frontend import GRAPH, READY
+from wanstream.tools.frontend import GRAPH
+
+from .overlay_page import FIND, SAMPLER, WAIT_MS, last_history
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
-__all__ = ["classic", "page", "renderer"]  # fixtures
-
 BENCHMARK = "Benchmark"
-ADD = f"""title => {{ {FIND}
-    const sampler = find(title), benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
-    benchmark.title = '{BENCHMARK}'
-    benchmark.pos = [sampler.pos[0] + 1000, sampler.pos[1]];
-    {GRAPH}.add(benchmark)
-    sampler.connect(sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN'), benchmark)
-}}"""
 RANKING = f"""title => {{ {FIND}
     const root = find(title).widgets.find(each => each.name === 'wanstream_ranking')?.element
     return root && [...root.children].map(row => ({{
@@ -45,26 +27,20 @@ RANKING = f"""title => {{ {FIND}
 }}"""
 
 
-HEIGHT = f"title => {{ {FIND} return find(title).size[1] }}"
-
-
-def ranking(page: Page) -> list[dict[str, Any]]:
-    page.page.wait_for_function(
-        f"title => ({RANKING})(title)?.length", arg=BENCHMARK, timeout=WAIT_MS
-    )
+def ranking(page):
+    page.wait(f"title => ({RANKING})(title)?.length", BENCHMARK)
     page.page.wait_for_timeout(300)
-    rows: list[dict[str, Any]] = page.page.evaluate(RANKING, BENCHMARK)
-    return rows
+    return page.page.evaluate(RANKING, BENCHMARK)
 
 
-def policy(page: Page) -> dict[str, Any]:
+def policy(page):
     """Return the node at the sampler's policy input in the exported graph."""
     prompt = page.frontend.export().prompt
     sampler = next(node for node in prompt.values() if node["class_type"] == "WanStreamSampler")
     return dict(prompt[sampler["inputs"]["policy"][0]])
 
 
-def undo(page: Page, expected: dict[str, Any]) -> None:
+def undo(page, expected):
     """Take the last step back, and wait until the sampler has the policy before it."""
     page.page.keyboard.press("Control+z")
     deadline = time.monotonic() + WAIT_MS / 1000
@@ -76,59 +52,45 @@ def undo(page: Page, expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize("renderer", ["nodes-2"], indirect=True)
 def test_click_on_a_variant_gives_the_sampler_its_policy(page, renderer):
     workflow_id = page.load(steps=2)
-    page.page.evaluate(ADD, SAMPLER)
+    page.add_benchmark(right=1000, down=0)
     page.set(BENCHMARK, policies="layerwise, block_swap 3, resident", prefetch="2")
     page.look_at(BENCHMARK)
     before = policy(page)
     page.queue()
     rows = ranking(page)
     page.idle()
-    (output,) = [
-        output
-        for output in last_history(page.server)["outputs"].values()
-        if "wanstream_ranking" in output
-    ]
-    variants = output["wanstream_ranking"]
+    outputs = last_history(page.server)["outputs"].values()
+    (variants,) = [each["wanstream_ranking"] for each in outputs if "wanstream_ranking" in each]
     names = [variant["name"] for variant in variants]
     assert [row["name"] for row in rows] == [f"✓ {names[0]}", *names[1:]]
     medians = [variant["step_s"] for variant in variants]
     assert medians == sorted(medians)
-    assert [row["width"] for row in rows] == pytest.approx(
-        [median / medians[-1] for median in medians], abs=0.02
-    )
+    widths = [median / medians[-1] for median in medians]
+    assert [row["width"] for row in rows] == pytest.approx(widths, abs=0.02)
     assert [row["fastest"] for row in rows] == ["true", "false", "false"]
     assert rows[1]["text"].count(" × · RAM") == 1
     actions = dict(zip(names, (row["action"] for row in rows), strict=True))
-    assert actions == {
-        "layerwise, 2 ahead": "Use",
-        "block_swap 3, 2 ahead": "Use",
-        "resident": "",
-    }
+    assert actions == {"layerwise, 2 ahead": "Use", "block_swap 3, 2 ahead": "Use", "resident": ""}
     used = [before]
     page.picture(f"benchmark_ranking_{renderer}", x=440, width=300, y=100, height=760)
     for kind, name, widgets in (
-        ("WanStreamLayerwise", "layerwise, 2 ahead", {"prefetch_blocks": 2}),
-        (
-            "WanStreamBlockSwap",
-            "block_swap 3, 2 ahead",
-            {"prefetch_blocks": 2, "blocks_to_swap": 3},
-        ),
+        ("WanStreamLayerwise", "layerwise, 2 ahead", {}),
+        ("WanStreamBlockSwap", "block_swap 3, 2 ahead", {"blocks_to_swap": 3}),
     ):
         row = page.page.locator(".wanstream-rank", has_text=name)
         row.get_by_role("button").click()
         row.get_by_text("in use").wait_for(timeout=WAIT_MS)
         used.append(policy(page))
         assert used[-1]["class_type"] == kind
-        assert used[-1]["inputs"].items() >= widgets.items()
-    height = page.page.evaluate(HEIGHT, BENCHMARK)
+        assert used[-1]["inputs"].items() >= {"prefetch_blocks": 2, **widgets}.items()
+    height = page.js("return find(title).size[1]", BENCHMARK)
     for expected in (used[1], before):
         undo(page, expected)
         ranking(page)
-        assert page.page.evaluate(HEIGHT, BENCHMARK) == height
-    page.page.reload()
-    page.page.wait_for_function(READY, timeout=WAIT_MS)
+        assert page.js("return find(title).size[1]", BENCHMARK) == height
+    page.reload()
     page.load(steps=2, workflow_id=workflow_id)
-    page.page.evaluate(ADD, SAMPLER)
+    page.add_benchmark(right=1000, down=0)
     assert [row["text"] for row in ranking(page)] == [row["text"] for row in rows]
 
 
