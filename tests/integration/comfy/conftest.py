@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,21 +16,14 @@ from PIL import Image
 
 from wanstream.nodes.runs import write_video
 from wanstream.tests.integration.comfy.servers import HERE, add_models, make_base
-from wanstream.tools.comfyui import (
-    START_SECONDS,
-    ComfyUI,
-    NoComfyUIError,
-    Server,
-    find_comfyui,
-    running_server,
-)
+from wanstream.tools.comfyui import START_SECONDS, NoComfyUIError, find_comfyui, running_server
 
 PACK = "ComfyUI-WanStream.test-1"
 """The pack's folder name: a dot and a dash, illegal in a Python name."""
 
 
 @pytest.fixture(scope="session")
-def comfyui() -> ComfyUI:
+def comfyui():
     try:
         return find_comfyui()
     except NoComfyUIError as err:
@@ -40,7 +31,7 @@ def comfyui() -> ComfyUI:
 
 
 @pytest.fixture(scope="session")
-def vae_width(comfyui: ComfyUI) -> int:
+def vae_width(comfyui):
     """Return the `base_dim` for a VAE this ComfyUI can load.
 
     Older versions support only the real width.
@@ -50,7 +41,7 @@ def vae_width(comfyui: ComfyUI) -> int:
 
 
 @pytest.fixture(scope="session")
-def base(vae_width: int, sample_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(vae_width, sample_models, tmp_path_factory):
     """A base directory with the test model, test nodes, a picture, a video, and this pack.
 
     The pack is the archive for the Comfy Registry, without files that git does not have.
@@ -67,18 +58,15 @@ def base(vae_width: int, sample_models: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def in_comfyui(
-    comfyui: ComfyUI, base: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Any]]:
+def in_comfyui(comfyui, base, tmp_path_factory):
     """`in_comfyui(code, *arguments)` runs code in ComfyUI's Python, in a separate process.
 
     It returns the JSON value assigned to `answer`, and may take `seconds`. The code sees
     `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and can import the modules in this folder.
     ComfyUI, which takes seconds to import, is imported before the process is forked.
     """
-    files = {
-        name: str(tmp_path_factory.mktemp("in_comfyui") / name) for name in ("stdout", "stderr")
-    }
+    folder = tmp_path_factory.mktemp("in_comfyui")
+    files = {name: str(folder / name) for name in ("stdout", "stderr")}
     with subprocess.Popen(
         [comfyui.python, HERE / "inside" / "warm_comfyui.py", base],
         cwd=comfyui.path,
@@ -90,7 +78,7 @@ def in_comfyui(
         assert warm.stdin is not None
         assert warm.stdout is not None
 
-        def in_comfyui(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
+        def in_comfyui(code, *arguments, seconds=START_SECONDS):
             request = {"code": code, "arguments": arguments, "seconds": seconds, "files": files}
             print(json.dumps(request), file=warm.stdin, flush=True)
             status = warm.stdout.readline()
@@ -102,7 +90,7 @@ def in_comfyui(
 
 
 @pytest.fixture(scope="session")
-def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
+def server(comfyui, base):
     """The session's own ComfyUI server."""
     with running_server(comfyui, base) as server:
         yield server

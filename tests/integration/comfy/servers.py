@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 
 from wanstream.testing.components import save_vae_file
@@ -17,7 +15,7 @@ from wanstream.testing.model import VAE_FILE
 from wanstream.testing.weights import make_vae
 from wanstream.tests.support.archive import archived_files
 from wanstream.tests.support.host.shipped import WORKFLOWS, node
-from wanstream.tools.comfyui import PACK, Server
+from wanstream.tools.comfyui import PACK
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -25,7 +23,7 @@ ROOT = HERE.parents[2]
 Prompt = dict[str, dict[str, Any]]
 
 
-def make_base(folder: Path, *nodes: str, archived_as: str = "") -> Path:
+def make_base(folder, *nodes, archived_as=""):
     """Make a base directory with files from `custom_nodes` here and this pack, or its archive."""
     for name in ("custom_nodes", "input", "output"):
         (folder / name).mkdir(parents=True)
@@ -40,7 +38,7 @@ def make_base(folder: Path, *nodes: str, archived_as: str = "") -> Path:
     return folder
 
 
-def add_models(base: Path, models: Path, *, vae_width: int) -> None:
+def add_models(base, models, *, vae_width):
     """Link models into a base directory, and write a VAE with a width that ComfyUI can load."""
     for entry in models.glob("*/*"):
         link = base / "models" / entry.relative_to(models)
@@ -51,12 +49,11 @@ def add_models(base: Path, models: Path, *, vae_width: int) -> None:
     save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
 
 
-def shipped(name: str) -> Prompt:
-    prompt: Prompt = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
-    return prompt
+def shipped(name):
+    return json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def small(workflow: str, *, steps: int = 4, height: int = 48, **changes: dict[str, Any]) -> Prompt:
+def small(workflow, *, steps=4, height=48, **changes):
     """A shipped workflow, small enough for a CPU, with `changes` to inputs by node.
 
     ComfyUI's text encoder loader supports only the real one, so the test node replaces it.
@@ -74,12 +71,12 @@ def small(workflow: str, *, steps: int = 4, height: int = 48, **changes: dict[st
     return prompt
 
 
-def tapped(prompt: Prompt) -> Prompt:
+def tapped(prompt):
     """Return the workflow with a node that saves the sampler's latent."""
     return {**prompt, "tap": node("SaveLatent", samples=["sampler", 0], filename_prefix="tap")}
 
 
-def wan_item(*, native: bool, seed: int, **size: int) -> Prompt:
+def wan_item(*, native, seed, **size):
     """Our sampler on a pair of experts, or a native one-expert checkpoint for a step, decoded."""
     high, low = (f"wan2.2_t2v_{side}_noise_14B_fp8_scaled.safetensors" for side in ("high", "low"))
     encoder = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
@@ -109,24 +106,23 @@ def wan_item(*, native: bool, seed: int, **size: int) -> Prompt:
     return prompt
 
 
-def latent_of(server: Server, history: dict[str, Any], tap: str = "tap") -> torch.Tensor:
+def latent_of(server, history, tap="tap"):
     """The latent saved in a run of a `tapped` workflow."""
     (saved,) = history["outputs"][tap]["latents"]
     file = server.base / "output" / saved["subfolder"] / saved["filename"]
     return load_file(file)["latent_tensor"]
 
 
-def error_of(history: dict[str, Any]) -> dict[str, Any]:
+def error_of(history):
     """The error that ended a run."""
-    error: dict[str, Any] = dict(history["status"]["messages"])["execution_error"]
-    return error
+    return dict(history["status"]["messages"])["execution_error"]
 
 
-def said(server: Server) -> str:
+def said(server):
     return (server.base / "server.log").read_text(errors="replace")
 
 
-def free_until(server: Server, done: Callable[[], bool]) -> None:
+def free_until(server, done, *, memory=True):
     """POST /free until it has had an effect.
 
     ComfyUI may sleep through a request that arrives as it falls asleep.
@@ -134,5 +130,5 @@ def free_until(server: Server, done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, said(server)[-4000:]
-        server.post("/free", {"unload_models": True, "free_memory": True})
+        server.post("/free", {"unload_models": True, "free_memory": memory})
         time.sleep(1)

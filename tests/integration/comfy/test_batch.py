@@ -8,7 +8,6 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from wanstream.tests.integration.comfy.servers import latent_of, small, tapped
 from wanstream.tests.support.batch.command import command_line, journal_rows
 from wanstream.tests.support.host.shipped import node
 from wanstream.tests.support.polling import eventually
-from wanstream.tools.comfyui import Server
 from wanstream.wan.latents.file import read_latent
 
 pytestmark = [
@@ -37,12 +35,12 @@ pytestmark = [
 ]
 
 SIZE = {"width": 8, "height": 8, "batch_size": 1}
-PICTURE: dict[str, Any] = {
+PICTURE = {
     "1": node("EmptyImage", **SIZE, color=0),
     "2": node("SaveImage", images=["1", 0], filename_prefix="batch/picture"),
 }
 # Two pictures: one may be wrong and the other not.
-TWO: dict[str, Any] = {
+TWO = {
     **PICTURE,
     "3": node("EmptyImage", **SIZE, color=1),
     "4": node("SaveImage", images=["3", 0], filename_prefix="batch/other"),
@@ -54,16 +52,16 @@ Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def batch(server: Server, tmp_path: Path) -> Batch:
+def batch(server, tmp_path):
     """`batch(*rows, workflow=PICTURE)`: a batch command line for the session's server."""
 
-    def arguments(*rows: object, workflow: object = PICTURE) -> list[str]:
+    def arguments(*rows, workflow=PICTURE):
         return command_line(tmp_path, workflow, *rows, options=["--server", server.url])
 
     return arguments
 
 
-def colours(folder: Path) -> dict[str, int]:
+def colours(folder):
     """Each picture's colour by name."""
     found = {}
     for path in sorted((folder / "out").glob("*.png")):

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
+import httpx
 import pytest
 from PIL import Image
 
 from wanstream.tests.integration.comfy.conftest import PACK
-from wanstream.tests.integration.comfy.servers import ROOT, Prompt, small
+from wanstream.tests.integration.comfy.servers import ROOT, small
 from wanstream.tests.support.host.shipped import node
-from wanstream.tools.comfyui import ComfyUI, Server
-from wanstream.tools.templates import TITLES, template
+from wanstream.tools.templates import TITLES, template, template_path
 
 pytestmark = [
     pytest.mark.comfy,
@@ -30,6 +30,7 @@ pytestmark = [
 EXAMPLES = ROOT / "docs" / "examples"
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="ascii")
 SECONDS = 180
+T2V = "workflows/api/t2v.json"
 EXPERTS = ["high"] * 3 + ["low"]
 """Experts of the steps in a small `t2v`."""
 
@@ -38,7 +39,7 @@ Example = Callable[..., Done]
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Path:
+def desk(tmp_path):
     """A folder that looks like the repository to an example.
 
     The workflows are small enough for a CPU.
@@ -50,15 +51,15 @@ def desk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_workflow(desk: Path, prompt: Prompt, name: str = "t2v") -> None:
+def set_workflow(desk, prompt, name="t2v"):
     (desk / "workflows" / "api" / f"{name}.json").write_text(json.dumps(prompt))
 
 
 @pytest.fixture
-def run(comfyui: ComfyUI, server: Server, desk: Path) -> Callable[..., Done]:
+def run(comfyui, server, desk):
     """`run(*command, url=None)` runs a command on the desk. Python is ComfyUI's own."""
 
-    def run(*command: str, url: str | None = None) -> Done:
+    def run(*command, url=None):
         # No proxy stands between a test and its own machine.
         own = {"COMFYUI_URL": url or server.url, "NO_PROXY": "*", "no_proxy": "*"}
         given = {"cwd": desk, "env": {**comfyui.environment(), **own}, "timeout": SECONDS}
@@ -68,10 +69,10 @@ def run(comfyui: ComfyUI, server: Server, desk: Path) -> Callable[..., Done]:
 
 
 @pytest.fixture
-def example(comfyui: ComfyUI, run: Callable[..., Done]) -> Example:
+def example(comfyui, run):
     """`example("one_job.py", *arguments, fails=False, url=None)` runs an example on the desk."""
 
-    def example(name: str, *arguments: str, fails: bool = False, url: str | None = None) -> Done:
+    def example(name, *arguments, fails=False, url=None):
         run_by = "bash" if name.endswith(".sh") else str(comfyui.python)
         done = run(run_by, f"docs/examples/{name}", *arguments, url=url)
         assert done.returncode in ((1, 7) if fails else (0,)), done.stderr
@@ -82,52 +83,48 @@ def example(comfyui: ComfyUI, run: Callable[..., Done]) -> Example:
 
 
 @pytest.fixture(params=["sh", "py"])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return request.param
 
 
-def wait_until_idle(server: Server) -> None:
+def wait_until_idle(server):
     while server.get("/prompt")["exec_info"]["queue_remaining"]:
         time.sleep(0.1)
 
 
-def saved(server: Server) -> set[bytes]:
+def saved(server):
     """Contents of all videos saved by the server."""
     return {file.read_bytes() for file in (server.base / "output").rglob("*.mp4")}
 
 
 def test_every_example_is_run_here():
-    tested = {
-        f"{name}.{kind}"
-        for name in ("one_job", "many_jobs", "upload_image", "cancel")
-        for kind in ("sh", "py")
-    }
+    names = ("one_job", "many_jobs", "upload_image", "cancel", "comfy_http")
+    tested = {f"{name}.{kind}" for name in names for kind in ("sh", "py")}
     of_engine = {"minimal_streaming.py"}  # runs in the unit suite
     there = {file.name for file in EXAMPLES.iterdir() if file.is_file()} - of_engine
-    assert there == tested | {"progress.py", "comfy_http.sh", "comfy_http.py"}
+    assert there == tested | {"progress.py"}
     assert there == {*re.findall(r"\]\(examples/(\w+\.\w+)\)", PAGE)}
 
 
 def test_one_job_and_the_same_again(server, example, desk, kind):
     set_workflow(desk, small("t2v", sampler={"flow_shift": 11.0 if kind == "sh" else 10.0}))
-    done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos")
+    done = example(f"one_job.{kind}", T2V, "videos")
     file, *steps = done.stdout.splitlines()
     before = saved(server)
     assert (desk / file).read_bytes() in before
     assert [file] == [str(path.relative_to(desk)) for path in (desk / "videos").iterdir()]
-    assert [line.split(":")[0] for line in steps] == [
-        f"step {number} ({expert})" for number, expert in enumerate(EXPERTS)
-    ]
+    shown = [f"step {number} ({expert})" for number, expert in enumerate(EXPERTS)]
+    assert [line.split(":")[0] for line in steps] == shown
     *_, last = server.get("/history").values()
     assert last["prompt"][2]["sampler"]["inputs"]["seed"] == 7
     assert "lighthouse" in last["prompt"][2]["text"]["inputs"]["positive"]
-    again = example(f"one_job.{kind}", "workflows/api/t2v.json", "again")
+    again = example(f"one_job.{kind}", T2V, "again")
     assert Path(again.stdout.splitlines()[0]).name == Path(file).name
     assert saved(server) == before
 
 
 def test_many_jobs(server, example, desk, kind):
-    example(f"many_jobs.{kind}", "workflows/api/t2v.json", "videos", "a red fox", "a kite")
+    example(f"many_jobs.{kind}", T2V, "videos", "a red fox", "a kite")
     files = {file.read_bytes() for file in (desk / "videos").iterdir()}
     assert len(files) == 2
     assert files <= saved(server)
@@ -139,8 +136,7 @@ TEXTS = {"one_job": (), "many_jobs": ("a red fox", "a kite")}
 @pytest.mark.parametrize("name", TEXTS)
 def test_refused_job(example, desk, kind, name):
     set_workflow(desk, small("t2v", sampler={"steps": 2000}, latent={"frames": -3}))
-    arguments = ("workflows/api/t2v.json", "videos", *TEXTS[name])
-    done = example(f"{name}.{kind}", *arguments, fails=True)
+    done = example(f"{name}.{kind}", T2V, "videos", *TEXTS[name], fails=True)
     for words in ("2000", "sampler", "-3", "latent"):
         assert words in done.stderr
 
@@ -150,8 +146,7 @@ def test_failing_job_stops_no_other(example, desk, kind, name):
     files = small("i2v")["experts"]["inputs"]
     without_image = {name: files[name] for name in ("high_noise", "low_noise")}
     set_workflow(desk, small("t2v", experts=without_image))
-    arguments = ("workflows/api/t2v.json", "videos", *TEXTS[name])
-    done = example(f"{name}.{kind}", *arguments, fails=True)
+    done = example(f"{name}.{kind}", T2V, "videos", *TEXTS[name], fails=True)
     assert done.stderr.count("sampler (WanStreamSampler): ") == max(1, len(TEXTS[name]))
 
 
@@ -160,7 +155,7 @@ def test_partly_wrong_job_is_not_left_to_run(server, example, desk, kind):
     wrong = node("WanStreamSaveVideo", images=["frames", 0], fps=0, filename_prefix="x", crf=18)
     set_workflow(desk, {**small("t2v", sampler={"steps": 1000}), "again": wrong})
     before = server.get("/history")
-    done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos", fails=True)
+    done = example(f"one_job.{kind}", T2V, "videos", fails=True)
     assert "again" in done.stderr
     assert "0.01" in done.stderr
     wait_until_idle(server)
@@ -170,8 +165,7 @@ def test_partly_wrong_job_is_not_left_to_run(server, example, desk, kind):
 
 
 def test_wrong_address(example, kind):
-    arguments = ("workflows/api/t2v.json", "videos")
-    done = example(f"one_job.{kind}", *arguments, fails=True, url="http://127.0.0.1:9")
+    done = example(f"one_job.{kind}", T2V, "videos", fails=True, url="http://127.0.0.1:9")
     assert re.search("refused|connect", done.stderr)
 
 
@@ -192,7 +186,7 @@ def test_image_upload_writes_over_none(server, example, desk, kind):
 
 def test_progress_of_every_node_and_step(example, desk):
     set_workflow(desk, small("t2v", sampler={"seed": time.time_ns()}))
-    done = example("progress.py", "workflows/api/t2v.json")
+    done = example("progress.py", T2V)
     lines = done.stdout.splitlines()
     assert lines[-1] == "execution_success"
     # ComfyUI drops events that follow too quickly.
@@ -201,18 +195,17 @@ def test_progress_of_every_node_and_step(example, desk):
     assert steps == [f"step {number} of 4 ({expert})" for number, expert in enumerate(EXPERTS, 1)]
     assert lines.index("sampler (WanStreamSampler)") < lines.index("frames (WanStreamVAEDecode)")
     set_workflow(desk, small("t2v", sampler={"steps": 2000}))
-    assert "sampler" in example("progress.py", "workflows/api/t2v.json", fails=True).stderr
+    assert "sampler" in example("progress.py", T2V, fails=True).stderr
 
 
-def _queued(server: Server, seed: int, steps: int) -> str:
+def _queued(server, seed, steps):
     sampler = {"seed": seed + time.time_ns() % 2**32, "steps": steps}
     return server.queue(small("t2v", sampler=sampler))
 
 
 def test_cancel_ends_no_other_job(server, example, kind):
-    running, waiting, other = (
-        _queued(server, seed, steps) for seed, steps in ((1, 1000), (2, 1000), (3, 2))
-    )
+    running, waiting = (_queued(server, seed, 1000) for seed in (1, 2))
+    other = _queued(server, 3, 2)
     while not any(running == item[1] for item in server.get("/queue")["queue_running"]):
         time.sleep(0.1)
     example(f"cancel.{kind}", waiting, running)
@@ -252,9 +245,12 @@ def test_commands_of_the_page_in_order(server, run, desk):
     wait_until_idle(server)
 
 
-def test_every_shipped_workflow_is_served_as_a_template(server):
+def test_every_shipped_workflow_is_served_as_a_template_with_its_thumbnail(server):
     """ComfyUI takes templates from one folder of a pack: `examples` would hide `workflows`."""
     assert sorted(server.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
     for name, title in TITLES.items():
-        served = server.get(f"/api/workflow_templates/{PACK}/{quote(title)}.json")
-        assert served == template(name)
+        address = f"/api/workflow_templates/{PACK}/{quote(title)}"
+        assert server.get(f"{address}.json") == template(name)
+        picture = httpx.get(f"{server.url}{address}.jpg", trust_env=False)
+        assert (picture.status_code, picture.headers["content-type"]) == (200, "image/jpeg")
+        assert picture.content == template_path(name).with_suffix(".jpg").read_bytes()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from wanstream.tests.integration.comfy.servers import HERE
@@ -19,7 +16,7 @@ answer = checks.outcomes(*arguments)
 
 
 @pytest.fixture
-def experts(tmp_path: Path, tiny_expert_file: Callable[..., Path]) -> Path:
+def experts(tmp_path, tiny_expert_file):
     """A folder with pairs of text-to-video experts, image-to-video experts, and deeper ones."""
     deep = {"layers": 12, "heads": 1, "ffn_dim": 256}
     for kind, shape in (("t2v", {}), ("i2v", {"in_channels": 36}), ("deep", deep)):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from wanstream.tests.integration.comfy.servers import (
-    Prompt,
     error_of,
     free_until,
     make_base,
@@ -17,19 +14,14 @@ from wanstream.tests.integration.comfy.servers import (
     wan_item,
 )
 from wanstream.tests.support.host.shipped import node
-from wanstream.tools.comfyui import START_SECONDS, ComfyUI, Server, running_server
+from wanstream.tools.comfyui import START_SECONDS, running_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FLAGS = [
-    (),
-    ("--disable-dynamic-vram",),
-    ("--highvram",),
-    ("--lowvram",),
-    ("--novram",),
-    ("--disable-smart-memory",),
-    ("--reserve-vram", "2"),
-]
+    (), ("--disable-dynamic-vram",), ("--highvram",), ("--lowvram",), ("--novram",),
+    ("--disable-smart-memory",), ("--reserve-vram", "2"),
+]  # fmt: skip
 KEPT_BYTES = 64 * 2**20
 """Device bytes kept by libraries after first use."""
 
@@ -38,14 +30,18 @@ NATIVE = wan_item(native=True, seed=1, **LARGE)
 SWAP = {"blocks_to_swap": 2, "prefetch_blocks": 1, "weights_source": "RAM"}
 
 
-def _ours(seed: int) -> Prompt:
+def _ours(seed):
     prompt = wan_item(native=False, seed=seed, **LARGE)
     prompt["policy"] = node("WanStreamBlockSwap", **SWAP)
     prompt["sampler"]["inputs"]["policy"] = ["policy", 0]
     return prompt
 
 
-def _taking(prompt: Prompt, name: str, leave: int) -> Prompt:
+def _latent(server):
+    return server.run(_ours(1))["outputs"]["held"]["latent"]
+
+
+def _taking(prompt, name, leave):
     """Take all but some device bytes before the sampler, whose latent input has this name."""
     taken = node("TestTakeDevice", leave=leave, latent=["latent", 0])
     sampler = prompt["sampler"]
@@ -54,22 +50,17 @@ def _taking(prompt: Prompt, name: str, leave: int) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def on_gpu(comfyui: ComfyUI) -> ComfyUI:
+def on_gpu(comfyui):
     """ComfyUI, if its Python finds a CUDA device."""
-    look = [
-        str(comfyui.python),
-        "-c",
-        "import torch; raise SystemExit(not torch.cuda.is_available())",
-    ]
+    code = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    look = [str(comfyui.python), "-c", code]
     if subprocess.run(look, capture_output=True, timeout=START_SECONDS, check=False).returncode:
         pytest.skip("ComfyUI's Python finds no CUDA device")
     return comfyui
 
 
 @pytest.fixture
-def life(
-    request: pytest.FixtureRequest, on_gpu: ComfyUI, sample_models: Path, tmp_path: Path
-) -> Iterator[Server]:
+def life(request, on_gpu, sample_models, tmp_path):
     """A server on the GPU with the parameter's flags, this pack and the test model."""
     base = make_base(tmp_path / "base", "memory.py")
     (base / "models").symlink_to(sample_models, target_is_directory=True)
@@ -77,7 +68,7 @@ def life(
         yield server
 
 
-def _active(server: Server) -> int:
+def _active(server):
     """Device memory bytes in torch tensors."""
     (device, *_) = server.get("/system_stats")["devices"]
     return int(device["torch_vram_total"] - device["torch_vram_free"])
@@ -87,12 +78,12 @@ def _active(server: Server) -> int:
     "life", FLAGS, indirect=True, ids=lambda flags: "_".join(flags) or "default"
 )
 def test_we_and_native_models_take_turns(life):
-    first = life.run(_ours(1))["outputs"]["held"]["latent"]
+    first = _latent(life)
     life.run(NATIVE)
-    assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
+    assert _latent(life) == first
     free_until(life, lambda: _active(life) <= KEPT_BYTES)
     assert "the experts are unloaded" in said(life)
-    assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
+    assert _latent(life) == first
 
 
 @pytest.mark.parametrize(
@@ -100,16 +91,16 @@ def test_we_and_native_models_take_turns(life):
 )
 def test_a_vae_that_finds_no_room_evicts_us(life):
     """Another allocation leaves one gigabyte, less than ComfyUI requires for computing."""
-    first = life.run(_ours(1))["outputs"]["held"]["latent"]
+    first = _latent(life)
     before = said(life).count("freed ")
     life.run(_taking(NATIVE, "latent_image", 2**30))
     assert said(life).count("freed ") > before
-    assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
+    assert _latent(life) == first
 
 
 @pytest.mark.parametrize("life", [()], indirect=True, ids=["default"])
 def test_the_next_item_works_after_one_that_ran_out_of_memory(life):
-    first = life.run(_ours(1))["outputs"]["held"]["latent"]
+    first = _latent(life)
     error = error_of(life.wait(life.queue(_taking(_ours(2), "latent", 2**20))))
     assert "OutOfMemoryError" in error["exception_type"]
-    assert life.run(_ours(1))["outputs"]["held"]["latent"] == first
+    assert _latent(life) == first

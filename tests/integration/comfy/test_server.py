@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from typing import Any
 
 import pytest
 
@@ -21,10 +20,8 @@ from wanstream.tools.comfyui import find_comfyui
 pytestmark = pytest.mark.comfy
 
 MORE_CHOICES = {
-    "WanStreamSigmas": "schedule",
-    "WanStreamLoadCLIP": "type",
-    "WanStreamDualCLIP": "type",
-}
+    "WanStreamSigmas": "schedule", "WanStreamLoadCLIP": "type", "WanStreamDualCLIP": "type",
+}  # fmt: skip
 """Inputs with more choices in ComfyUI."""
 ADVANCED = {
     *("schedule", "boundary_ratio", "switch_step", "start_step", "end_step"),
@@ -35,10 +32,9 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 
 
 @pytest.fixture(scope="module")
-def described(server: Any) -> dict[str, Any]:
+def described(server):
     """Node definitions as the server sends them to the frontend."""
-    info: dict[str, Any] = server.get("/object_info")
-    return info
+    return server.get("/object_info")
 
 
 def test_every_node_of_the_pack_is_loaded(server, described):
@@ -49,7 +45,7 @@ def test_every_node_of_the_pack_is_loaded(server, described):
     assert f"/extensions/{PACK}/wanstream.js" in server.get("/extensions")
 
 
-def without_advanced(node: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+def without_advanced(node):
     """Return the node's inputs without the mark, and the marked inputs' names."""
     inputs = copy.deepcopy(node["input"])
     declared = {**inputs.get("required", {}), **inputs.get("optional", {})}
@@ -86,3 +82,55 @@ def test_node_looks_the_same_to_both_hosts(described, base, node):
     assert theirs["output_name"] == names
     assert theirs["output_node"] == schema.is_output_node
     assert theirs["display_name"] == schema.display_name
+
+
+TWINS = {
+    "WanStreamLoadDiffusionModel": ("UNETLoader", ["policy", "share_visits"]),
+    "WanStreamLoadCheckpoint": ("CheckpointLoaderSimple", ["policy", "share_visits"]),
+    "WanStreamLoadCLIP": ("CLIPLoader", ["device", "policy"]),
+    "WanStreamDualCLIP": ("DualCLIPLoader", ["device", "policy"]),
+    "WanStreamTripleCLIP": ("TripleCLIPLoader", ["policy"]),
+    "WanStreamQuadrupleCLIP": ("QuadrupleCLIPLoader", ["policy"]),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_loaders_have_the_inputs_of_comfyuis(described, name):
+    """A graph stays valid when the loader class is exchanged, as in each template of ComfyUI."""
+    twin, optional = TWINS[name]
+    own, ours = (described[each] for each in (twin, name))
+    assert [*ours["input"]["required"]] == [*own["input"]["required"]]
+    assert [*ours["input"]["optional"]] == optional
+    assert ours["output"] == own["output"]
+    for choice in own["input"]["required"].keys() & {"type", "weight_dtype"}:
+        assert _choices(ours, choice) == _choices(own, choice)
+
+
+def test_the_loader_lists_the_files_that_it_reads(described):
+    names = ("UNETLoader", "WanStreamLoadDiffusionModel")
+    own, ours = (_choices(described[name], "unet_name") for name in names)
+    readable = [name for name in own if name.endswith(".safetensors")]
+    assert [name for name in ours if not name.endswith(".gguf")] == readable != []
+
+
+def _choices(info, name):
+    """An input's choices in `/object_info`, where older nodes list them in place of the type."""
+    kind, *options = info["input"]["required"][name]
+    return list(kind if isinstance(kind, list) else options[0]["options"])
+
+
+ASK = """
+from wanstream.host import current_host
+from wanstream.nodes.loaders import WanStreamExperts, WanStreamLora
+fingerprints = [node.fingerprint_inputs()[0] for node in (WanStreamExperts, WanStreamLora)]
+(answer,) = {current_host().settings().strict, *fingerprints}
+"""
+
+
+def test_settings_of_the_page_are_read(server, in_comfyui):
+    """ComfyUI's own route writes the one that turns a warning into an error."""
+    assert in_comfyui(ASK) is False
+    for value in (True, False):
+        status, _ = server.post("/settings/WanStream.Strict", value)
+        assert status == 200
+        assert in_comfyui(ASK) is value

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import psutil
 import pytest
 import torch
 
-from wanstream.tests.integration.comfy.servers import Prompt, latent_of, small, tapped
-from wanstream.tools.comfyui import (
-    POLL_SECONDS,
-    RUN_SECONDS,
-    START_SECONDS,
-    ComfyUI,
-    Server,
-    populate,
-    running_server,
-)
+from wanstream.tests.integration.comfy.servers import free_until, latent_of, said, small, tapped
+from wanstream.tests.support.polling import eventually
+from wanstream.tools.comfyui import RUN_SECONDS, START_SECONDS, populate, running_server
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 
 GONE_SECONDS = 60
+WORDS = "the workers have unloaded their experts"
 SEED = 5
 
 
 @pytest.fixture(scope="module")
-def with_ray(comfyui: ComfyUI) -> ComfyUI:
+def with_ray(comfyui):
     """A ComfyUI whose Python has Ray."""
     looks = [comfyui.python, "-c", "import ray"]
     if subprocess.run(looks, capture_output=True, timeout=START_SECONDS, check=False).returncode:
@@ -42,7 +34,7 @@ def with_ray(comfyui: ComfyUI) -> ComfyUI:
 
 
 @pytest.fixture(scope="module")
-def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def served(with_ray, tmp_path_factory):
     """A server with the test model.
 
     It ends as by Ctrl-C, together with all processes started by tests.
@@ -65,7 +57,7 @@ def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert found == [], "ComfyUI has left these behind"
 
 
-def prompt(*, workers: bool = True, seed: int = SEED, **sampler: Any) -> Prompt:
+def prompt(*, workers=True, seed=SEED, **sampler):
     """The shipped workflow up to the latent. Without `workers`, this process computes it."""
     nodes = tapped(small("workers", sampler={"seed": seed, **sampler}))
     del nodes["frames"], nodes["save"]
@@ -78,7 +70,7 @@ def prompt(*, workers: bool = True, seed: int = SEED, **sampler: Any) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def alone(served: Server) -> torch.Tensor:
+def alone(served):
     """The latent as ComfyUI's own process computes it."""
     return latent_of(served, served.run(prompt(workers=False)))
 
@@ -87,14 +79,14 @@ Same = Callable[[int], None]
 
 
 @pytest.fixture
-def same(served: Server, alone: torch.Tensor) -> Iterator[Same]:
+def same(served, alone):
     """`same(end_step)` runs again. The workers before and after the test are the same.
 
     Another end beyond the last step is the same run, and ComfyUI keeps no result for it.
     """
     before = workers_of(served)
 
-    def same(end_step: int) -> None:
+    def same(end_step):
         history = served.run(prompt(end_step=end_step))
         assert torch.equal(latent_of(served, history), alone)
 
@@ -103,7 +95,7 @@ def same(served: Server, alone: torch.Tensor) -> Iterator[Same]:
     assert workers_of(served) == before
 
 
-def workers_of(server: Server) -> set[int]:
+def workers_of(server):
     family = psutil.Process(server.process_id).children(recursive=True)
     return {
         process.pid
@@ -131,13 +123,12 @@ def test_next_queue_items_find_the_same_workers(served, same, alone):
 
 def test_cancel_ends_the_run_and_leaves_the_workers(served, same):
     prompt_id = served.queue(prompt(seed=7, steps=1000))
-    deadline = time.monotonic() + RUN_SECONDS
-    while not any(
-        run["prompt_id"] == prompt_id and run["records"]
-        for run in served.get("/wanstream/runs")["runs"]
-    ):
-        assert time.monotonic() < deadline, "no step was run"
-        time.sleep(POLL_SECONDS)
+
+    def has_begun():
+        runs = served.get("/wanstream/runs")["runs"]
+        return any(run["prompt_id"] == prompt_id and run["records"] for run in runs)
+
+    assert eventually(has_begun, limit_s=RUN_SECONDS), "no step was run"
     served.post("/interrupt", {})
     events = [event for event, _ in served.wait(prompt_id)["status"]["messages"]]
     assert events[-1] == "execution_interrupted"
@@ -149,12 +140,5 @@ def test_unloading_models_empties_the_workers_and_keeps_them(served, same):
 
     The menu button posts the same request.
     """
-    log = served.base / "server.log"
-    said = "the workers have unloaded their experts"
-    deadline = time.monotonic() + RUN_SECONDS
-    while said not in log.read_text(encoding="utf-8", errors="replace"):
-        # ComfyUI may sleep through a request that arrives as it falls asleep.
-        served.post("/free", {"unload_models": True})
-        assert time.monotonic() < deadline, "no request reached the workers"
-        time.sleep(1)
+    free_until(served, lambda: WORDS in said(served), memory=False)
     same(9997)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,18 +26,18 @@ from wanstream.tests.integration.comfy.servers import (
     small,
     tapped,
 )
-from wanstream.tools.comfyui import Server, name_model_files
+from wanstream.tools.comfyui import name_model_files
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
 OF_5B = ["wan22_5b_t2v", "wan22_5b_i2v"]
 LATER_SWITCH = ["t2v", "draft", "bernini", "native_mixed"]
+HALVES = ["i2v", "flf2v", "fun_control", "fun_inp", "t2v_lightning", "i2v_lightning"]
+HALVES += ["long_video", "continue_video"]
 VARIANTS = ["fun_control", "fun_inp", "bernini"]
 EXPERTS = {
     **{name: ["high"] * 3 + ["low"] for name in LATER_SWITCH},
-    **{name: ["high"] * 2 + ["low"] * 2 for name in ("i2v", "flf2v", "fun_control", "fun_inp")},
-    **{name: ["high"] * 2 + ["low"] * 2 for name in ("t2v_lightning", "i2v_lightning")},
-    **{name: ["high"] * 2 + ["low"] * 2 for name in ("long_video", "continue_video")},
+    **{name: ["high"] * 2 + ["low"] * 2 for name in HALVES},
     **{name: ["high"] * 4 for name in ("wan21_t2v", "wan21_i2v", *OF_5B)},
     "three_stages": ["high"] * 4 + ["low"] * 2,
 }
@@ -47,10 +46,8 @@ EXPERTS = {
 OURS = sorted(EXPERTS.keys() - {"native_mixed"})
 OVER_WORKERS = ["workers", *(f"{name}_workers" for name in VARIANTS)]
 """See `test_workers.py`, and `tests/test_workflows.py` for the variants."""
-NATIVE = [
-    f"native_{name}"
-    for name in ("wan22", "joined", "vace", "animate", "flux", "qwen_image", "ltx2")
-]
+FAMILIES = ("wan22", "joined", "vace", "animate", "flux", "qwen_image", "ltx2")
+NATIVE = [f"native_{name}" for name in FAMILIES]
 OTHER_SEED = "t2v, other seed"
 
 # This package uses the embedded host in a Python without ComfyUI.
@@ -76,7 +73,7 @@ save_file(latents, results)
 """
 
 
-def _prompt(workflow: str, **changes: dict[str, Any]) -> Prompt:
+def _prompt(workflow, **changes):
     """A small workflow, with a size and a number of steps that fit its model and its switch."""
     steps = len(EXPERTS.get(workflow, range(4)))
     height = 64 if workflow in OF_5B else 48
@@ -84,9 +81,7 @@ def _prompt(workflow: str, **changes: dict[str, Any]) -> Prompt:
 
 
 @pytest.fixture(scope="module")
-def embedded(
-    comfyui: Any, base: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, torch.Tensor]:
+def embedded(comfyui, base, tmp_path_factory):
     """All runs' latents, made by the embedded host."""
     folder = tmp_path_factory.mktemp("embedded")
     (folder / "wanstream").symlink_to(ROOT, target_is_directory=True)
@@ -106,10 +101,10 @@ Run = Callable[[Prompt], tuple[torch.Tensor, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def run(server: Server) -> Run:
+def run(server):
     """`run(prompt)` returns a workflow's latent at node "sampler", and the history."""
 
-    def run(prompt: Prompt) -> tuple[torch.Tensor, dict[str, Any]]:
+    def run(prompt):
         history = server.run(tapped(prompt))
         latent = latent_of(server, history)
         assert latent.shape in ((1, 16, 3, 6, 8), (1, 48, 3, 4, 4))
@@ -124,12 +119,12 @@ def run(server: Server) -> Run:
     return run
 
 
-def _timeline(history: dict[str, Any]) -> dict[str, Any]:
+def _timeline(history):
     (timeline,) = history["outputs"]["sampler"]["wanstream_timeline"]
     return dict(timeline)
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
@@ -155,12 +150,12 @@ def test_workflow_of_native_model_is_valid(comfyui, server, name):
     with server.held():
         status, answer = server.post("/prompt", {"prompt": prompt})
     models = server.base / "models" / "diffusion_models"
-    empty = {
-        at
+    loaders = {
+        at: models / each["inputs"]["unet_name"]
         for at, each in prompt.items()
         if each["class_type"] == "WanStreamLoadDiffusionModel"
-        and not (models / each["inputs"]["unet_name"]).stat().st_size
     }
+    empty = {at for at, file in loaders.items() if not file.stat().st_size}
     assert status == (400 if empty else 200), answer
     assert answer["node_errors"].keys() == empty
     for each in answer["node_errors"].values():

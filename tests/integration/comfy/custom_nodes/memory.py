@@ -27,16 +27,10 @@ class TestHeld:
         if hasattr(trim := ctypes.CDLL(None), "malloc_trim"):
             trim.malloc_trim(0)
         digest = hashlib.sha1(latent["samples"].contiguous().numpy().tobytes()).hexdigest()
-        loaded = [
-            type(model.model).__name__ for model in comfy.model_management.current_loaded_models
-        ]
-        return {
-            "ui": {
-                "rss": [psutil.Process().memory_info().rss],
-                "latent": [digest],
-                "loaded": loaded,
-            }
-        }
+        models = comfy.model_management.current_loaded_models
+        loaded = [type(model.model).__name__ for model in models]
+        rss = psutil.Process().memory_info().rss
+        return {"ui": {"rss": [rss], "latent": [digest], "loaded": loaded}}
 
 
 class TestTakeDevice:
