@@ -17,6 +17,14 @@ MARK = "encoder.block.23.layer.1.DenseReluDense.wi_1.weight"
 FIRST = "encoder.block.0.layer."
 
 
+def read(path):
+    """A file's tensors, with old marks of quantised layers converted."""
+    if not hasattr(comfy.utils, "convert_old_quants"):  # before ComfyUI 0.4
+        return comfy.utils.load_torch_file(path, safe_load=True)
+    tensors, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+    return comfy.utils.convert_old_quants(tensors, model_prefix="", metadata=metadata)[0]
+
+
 def sizes(tensors):
     """Encoder sizes, by ComfyUI's own configuration names."""
     heads = tensors[FIRST + "0.SelfAttention.relative_attention_bias.weight"].shape[1]
@@ -45,13 +53,7 @@ class TestClip:
 
     def load(self, clip_name, type="wan", device="default"):
         path = folder_paths.get_full_path_or_raise("text_encoders", clip_name)
-        if hasattr(comfy.utils, "convert_old_quants"):
-            tensors, metadata = comfy.utils.load_torch_file(
-                path, safe_load=True, return_metadata=True
-            )
-            tensors, _ = comfy.utils.convert_old_quants(tensors, metadata=metadata)
-        else:  # before ComfyUI 0.4
-            tensors = comfy.utils.load_torch_file(path, safe_load=True)
+        tensors = read(path)
         config = sizes(tensors)
         tensors[MARK] = torch.zeros(1).expand(10240, 4096)
         clip = comfy.sd.load_text_encoder_state_dicts(

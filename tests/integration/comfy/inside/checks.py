@@ -10,11 +10,11 @@ import gc
 import inspect
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest import SkipTest
 
 import comfy.model_management
@@ -26,7 +26,7 @@ SHOWN = 2000
 """Characters of a frame in a traceback, with the local values."""
 
 
-def for_each(*rows: Any) -> Callable[[Check], Check]:
+def for_each(*rows) -> Callable[[Check], Check]:
     """Run a check once for each row of further arguments. A single value is a row."""
 
     def mark(check: Check) -> Check:
@@ -50,7 +50,7 @@ def outcomes(module: str, folder: str) -> dict[str, str]:
         except SkipTest as err:
             return {"setup": f"skipped: {err}"}
         with setup as given:
-            for name, check in vars(checks).items():
+            for name, check in [*vars(checks).items()]:
                 if not name.startswith("check_") or check.__module__ != checks.__name__:
                     continue
                 for row in getattr(check, "rows", [()]):
@@ -62,7 +62,7 @@ def outcomes(module: str, folder: str) -> dict[str, str]:
     return found
 
 
-def _setup(checks: ModuleType, folder: Path) -> AbstractContextManager[Any]:
+def _setup(checks: ModuleType, folder: Path):
     setup = getattr(checks, "setup", Path)
     if inspect.isgeneratorfunction(setup):
         return contextmanager(setup)(folder)
@@ -88,11 +88,7 @@ def require(there: object, what: str) -> None:
         raise SkipTest(what)
 
 
-def refused(
-    call: Callable[[], object],
-    *words: str,
-    kind: type[Exception] | tuple[type[Exception], ...] = ValueError,
-) -> str:
+def refused(call, *words, kind=ValueError):
     """Return the text of a call's error, which has the words."""
     try:
         call()

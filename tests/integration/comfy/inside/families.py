@@ -8,37 +8,28 @@ run in inference mode, as ComfyUI's nodes do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import comfy.clip_vision
-import comfy.model_base
-import comfy.model_detection
-import comfy.model_management
-import comfy.ops
 import comfy.sample
-import comfy.sd
-import comfy.utils
 import torch
+from comfy import clip_vision, model_base, model_detection, ops, sd, utils
 from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 from safetensors.torch import save_file
 
 DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
     "fp8": torch.float8_e4m3fn,
-}
+}  # fmt: skip
 """File number formats. In "fp8" files the matrices are fp8 and all other tensors bf16."""
 
-WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
+WEIGHT_DTYPES = {
     "default": {},
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
     "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
@@ -49,11 +40,11 @@ Conditions = Callable[[bool], dict[str, Any]]
 """Conditioning values next to the text, for the positive (True) or the negative one."""
 
 
-def _normal(*shape: int, seed: int) -> torch.Tensor:
+def _normal(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _nothing(_positive: bool) -> dict[str, Any]:
+def _nothing(_positive):
     return {}
 
 
@@ -90,31 +81,31 @@ class Family:
     """Seed for the weights."""
 
     @property
-    def have(self) -> bool:
+    def have(self):
         """True if this ComfyUI has the classes."""
         module, _, name = self.network.rpartition(".")
         try:
             found = hasattr(import_module(module), name)
         except ModuleNotFoundError:
             return False
-        return found and hasattr(comfy.model_base, self.base)
+        return found and hasattr(model_base, self.base)
 
     @property
-    def metadata(self) -> dict[str, str]:
+    def metadata(self):
         config = {"config": json.dumps({"transformer": dict(self.transformer)})}
         return config if self.transformer else {}
 
-    def key(self, name: str) -> str:
+    def key(self, name):
         """Return a parameter's key in a distributed file."""
         for old, new in self.renames:
             name = name.replace(old, new)
         return self.prefix + name
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self):
         """Return random fp32 weights under the class's names."""
         module, _, name = self.network.rpartition(".")
         settings = {**self.settings, **self.transformer}
-        operations = comfy.ops.disable_weight_init
+        operations = ops.disable_weight_init
         given = {"dtype": torch.float32, "device": "cpu", "operations": operations}
         with given_configuration(self), _marked_memory():
             model = getattr(import_module(module), name)(**settings, **given).float()
@@ -127,11 +118,11 @@ class Family:
                     _fill(name, buffer, generator)
         return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
 
-    def is_in_block(self, name: str) -> bool:
+    def is_in_block(self, name):
         """Return True for a parameter in a block."""
         return name.startswith(tuple(f"{blocks}." for blocks in self.lists))
 
-    def write(self, path: Path | str, dtype: str) -> None:
+    def write(self, path, dtype):
         """Write a checkpoint in a number format from `DTYPES`."""
         stored = {}
         for name, tensor in self.weights().items():
@@ -139,7 +130,7 @@ class Family:
             stored[self.key(name)] = tensor.to(torch.bfloat16 if small else DTYPES[dtype])
         save_file(stored, path, metadata=self.metadata)
 
-    def latent(self) -> Any:
+    def latent(self):
         """Return the samples for a LATENT, nested if it has several parts."""
         parts = [_normal(*size, seed=10 + i) for i, size in enumerate(self.sizes)]
         if len(parts) == 1:
@@ -148,7 +139,7 @@ class Family:
 
         return NestedTensor(parts)
 
-    def mask(self) -> torch.Tensor | None:
+    def mask(self):
         """Return the noise mask for a LATENT."""
         if not self.given_frames:
             return None
@@ -156,7 +147,7 @@ class Family:
         mask[:, :, : self.given_frames] = 0
         return mask
 
-    def conditioning(self) -> tuple[list[Any], list[Any]]:
+    def conditioning(self):
         """Return the positive and the negative CONDITIONING."""
         width, *tokens = self.text
         texts = [_normal(1, count, width, seed=20 + i) for i, count in enumerate(tokens)]
@@ -167,7 +158,7 @@ class Family:
 
 
 @contextmanager
-def _marked_memory() -> Iterator[None]:
+def _marked_memory():
     """Fill new memory with NaN to find buffers that are filled only from a file."""
     torch.use_deterministic_algorithms(True)
     try:
@@ -176,11 +167,11 @@ def _marked_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
+def _is_matrix(name, tensor):
     return name.endswith(".weight") and tensor.ndim >= 2
 
 
-def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+def _fill(name, parameter, generator):
     """Fill with normals that keep activations near one, to make each block matter."""
     parameter.normal_(generator=generator)
     if name.startswith("motion_encoder."):
@@ -193,9 +184,9 @@ def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> Non
     parameter.mul_(0.1).add_(float(not name.endswith("bias")))
 
 
-def _clip(*, tokens: int, width: int, seed: int = 30) -> comfy.clip_vision.Output:
+def _clip(*, tokens, width, seed=30):
     """Return a CLIP or SigLIP image encoder's output."""
-    output = comfy.clip_vision.Output()
+    output = clip_vision.Output()
     states = _normal(1, tokens, width, seed=seed)
     output.penultimate_hidden_states = output.last_hidden_state = states
     return output
@@ -206,18 +197,17 @@ WAN_TEXT = 4096, 12, 12
 CLIP_VISION = {"tokens": 5, "width": 1280}
 
 
-def _wan(channels=16, height=HEIGHT, width=WIDTH, time=TIME) -> tuple[int, ...]:
+def _wan(channels=16, height=HEIGHT, width=WIDTH, time=TIME):
     return 1, channels, time, height, width
 
 
 def _wan_family(
-    name: str, base: str, network: str, *, channels=16, latent_channels=16, lists=(),
-    height=HEIGHT, width=WIDTH, layers=5, dim=128, unet_config=None, **more: Any,
-) -> Family:  # fmt: skip
+    name, base, network, *, channels=16, latent_channels=16, lists=(),
+    height=HEIGHT, width=WIDTH, layers=5, dim=128, unet_config=None, **more,
+):  # fmt: skip
     """Return a Wan model. `more` are other fields of `Family`, and settings."""
-    fields = {
-        key: more.pop(key) for key in ("conditions", "given_frames", "patches") if key in more
-    }
+    names = ("conditions", "given_frames", "patches")
+    fields = {key: more.pop(key) for key in names if key in more}
     sizes = {"in_dim": channels, "dim": dim, "num_heads": dim // 128, "ffn_dim": 4 * dim}
     sizes |= {"num_layers": layers, "out_dim": latent_channels}
     return Family(
@@ -228,20 +218,20 @@ def _wan_family(
     )  # fmt: skip
 
 
-def _first_frame(_positive: bool) -> dict[str, Any]:
+def _first_frame(_positive):
     mask = torch.ones(1, 1, TIME, HEIGHT, WIDTH)
     mask[:, :, :1] = 0
     return {"concat_latent_image": _normal(*_wan(), seed=31), "concat_mask": mask}
 
 
-def _image_to_video(positive: bool) -> dict[str, Any]:
+def _image_to_video(positive):
     return {**_first_frame(positive), "clip_vision_output": _clip(**CLIP_VISION)}
 
 
-def _vace(contexts: int) -> Conditions:
+def _vace(contexts):
     strengths = [0.8, 0.6][:contexts]
 
-    def conditions(_positive: bool) -> dict[str, Any]:
+    def conditions(_positive):
         return {
             "vace_frames": [_normal(*_wan(32), seed=32 + i) for i in range(contexts)],
             "vace_mask": [_normal(*_wan(64), seed=34 + i).sigmoid() for i in range(contexts)],
@@ -255,24 +245,24 @@ FACE_PIXELS = 64
 """Face picture height and width for Wan Animate's motion encoder with three halvings fewer."""
 
 
-def _short_face_encoder() -> type:
+def _short_face_encoder():
     from comfy.ldm.wan.model_animate import EncoderApp
 
     class ShortEncoder(EncoderApp):
-        def __init__(self, *args: Any, **options: Any) -> None:
+        def __init__(self, *args, **options):
             super().__init__(*args, **options)
             del self.convs[5:8]
 
     return ShortEncoder
 
 
-def _narrow_audio_projection() -> Callable[..., Any]:
+def _narrow_audio_projection():
     from comfy.ldm.wan.model import AudioProjModel
 
     return lambda **options: AudioProjModel(**{**options, "intermediate_dim": 16})
 
 
-def _animate(positive: bool) -> dict[str, Any]:
+def _animate(positive):
     face = _normal(1, 3, 1, FACE_PIXELS, FACE_PIXELS, seed=36).tanh()
     return {
         **_image_to_video(positive),
@@ -281,7 +271,7 @@ def _animate(positive: bool) -> dict[str, Any]:
     }
 
 
-def _sound(positive: bool) -> dict[str, Any]:
+def _sound(positive):
     audio = _normal(1, 25, 1024, 4 * TIME, seed=38)
     return {
         "audio_embed": audio if positive else audio * 0.0,
@@ -291,7 +281,7 @@ def _sound(positive: bool) -> dict[str, Any]:
     }
 
 
-def _humo(positive: bool) -> dict[str, Any]:
+def _humo(positive):
     audio = _normal(1, TIME, 8, 5, 1280, seed=42)
     return {
         "audio_embed": audio if positive else torch.zeros_like(audio),
@@ -299,18 +289,18 @@ def _humo(positive: bool) -> dict[str, Any]:
     }
 
 
-def _camera(positive: bool) -> dict[str, Any]:
+def _camera(positive):
     return {
         **_image_to_video(positive),
         "camera_conditions": _normal(1, 24, TIME, 8 * HEIGHT, 8 * WIDTH, seed=44),
     }
 
 
-def _camera_of_a_frame(positive: bool) -> dict[str, Any]:
+def _camera_of_a_frame(positive):
     return {**_first_frame(positive), "camera_conditions": _camera(positive)["camera_conditions"]}
 
 
-def _scail(_positive: bool) -> dict[str, Any]:
+def _scail(_positive):
     return {
         "clip_vision_output": _clip(**CLIP_VISION),
         "reference_latents": [_normal(*_wan(time=1), seed=45)],
@@ -318,23 +308,23 @@ def _scail(_positive: bool) -> dict[str, Any]:
     }
 
 
-def _flux(positive: bool) -> dict[str, Any]:
+def _flux(positive):
     return {"pooled_output": _normal(1, 768, seed=47 + positive), "guidance": 3.5}
 
 
-def _kontext(positive: bool) -> dict[str, Any]:
+def _kontext(positive):
     return {**_flux(positive), "reference_latents": [_normal(1, 16, HEIGHT, WIDTH, seed=48)]}
 
 
-def _hunyuan_text(positive: bool) -> dict[str, Any]:
+def _hunyuan_text(positive):
     return {"pooled_output": _normal(1, 768, seed=50 + positive), "guidance": 6.0}
 
 
-def _qwen_edit(_positive: bool) -> dict[str, Any]:
+def _qwen_edit(_positive):
     return {"reference_latents": [_normal(1, 16, 1, HEIGHT, WIDTH, seed=49)]}
 
 
-def _hunyuan(positive: bool) -> dict[str, Any]:
+def _hunyuan(positive):
     return {
         "conditioning_byt5small": _normal(1, 5, 1472, seed=50 + positive),
         "clip_vision_output": _clip(tokens=6, width=1152),
@@ -343,7 +333,7 @@ def _hunyuan(positive: bool) -> dict[str, Any]:
     }
 
 
-def _ltx(_positive: bool) -> dict[str, Any]:
+def _ltx(_positive):
     return {"frame_rate": 25.0, "unprocessed_ltxav_embeds": True}
 
 
@@ -352,20 +342,15 @@ HUNYUAN_KEYS = (
     ("txt_in.t_embedder.out_layer.", "txt_in.t_embedder.mlp.2."),
     ("txt_in.c_embedder.in_layer.", "txt_in.c_embedder.linear_1."),
     ("txt_in.c_embedder.out_layer.", "txt_in.c_embedder.linear_2."),
-    ("_in.in_layer.", "_in.mlp.0."),
-    ("_in.out_layer.", "_in.mlp.2."),
-    ("_mod.lin.", "_mod.linear."),
-    ("mlp.0.", "mlp.fc1."),
-    ("mlp.2.", "mlp.fc2."),
-    ("time_in.mlp.fc1.", "time_in.mlp.0."),
-    ("time_in.mlp.fc2.", "time_in.mlp.2."),
+    ("_in.in_layer.", "_in.mlp.0."), ("_in.out_layer.", "_in.mlp.2."),
+    ("_mod.lin.", "_mod.linear."), ("mlp.0.", "mlp.fc1."), ("mlp.2.", "mlp.fc2."),
+    ("time_in.mlp.fc1.", "time_in.mlp.0."), ("time_in.mlp.fc2.", "time_in.mlp.2."),
     ("txt_in.t_embedder.mlp.fc1.", "txt_in.t_embedder.mlp.0."),
     ("txt_in.t_embedder.mlp.fc2.", "txt_in.t_embedder.mlp.2."),
     ("_attn.norm.query_norm.weight", "_attn_q_norm.weight"),
-    ("_attn.norm.key_norm.weight", "_attn_k_norm.weight"),
-    ("_attn.qkv.", "_attn_qkv."),
+    ("_attn.norm.key_norm.weight", "_attn_k_norm.weight"), ("_attn.qkv.", "_attn_qkv."),
     ("_attn.proj.", "_attn_proj."),
-)
+)  # fmt: skip
 
 WAN = "WAN21", "model.WanModel"
 VACE = "WAN21_Vace", "model.VaceWanModel"
@@ -374,37 +359,24 @@ WAN_FAMILIES = (
     _wan_family("wan_t2v", *WAN, model_type="t2v", dim=256, layers=4),
     _wan_family("wan_i2v", *WAN, channels=36, model_type="i2v", conditions=_image_to_video),
     _wan_family("wan22_i2v", *WAN, channels=36, model_type="t2v", conditions=_first_frame),
-    _wan_family(
-        "wan22_ti2v", "WAN22", "model.WanModel", channels=48, latent_channels=48, model_type="t2v",
-        given_frames=1,
-    ),
+    _wan_family("wan22_ti2v", "WAN22", "model.WanModel", channels=48, latent_channels=48,
+        model_type="t2v", given_frames=1),
     _wan_family("wan_vace", *VACE, **VACE_SETTINGS, conditions=_vace(1)),
     _wan_family("wan_vace_twice", *VACE, **VACE_SETTINGS, conditions=_vace(2)),
     # One face block for every five blocks.
-    _wan_family(
-        "wan22_animate", "WAN22_Animate", "model_animate.AnimateWanModel", channels=36,
+    _wan_family("wan22_animate", "WAN22_Animate", "model_animate.AnimateWanModel", channels=36,
         lists=("face_adapter.fuser_blocks",), layers=10, conditions=_animate,
-        patches={"comfy.ldm.wan.model_animate.EncoderApp": _short_face_encoder},
-    ),
+        patches={"comfy.ldm.wan.model_animate.EncoderApp": _short_face_encoder}),
     # The motion frames need a height and a width divisible by 8.
-    _wan_family(
-        "wan22_s2v", "WAN22_S2V", "model.WanModel_S2V",
-        lists=("audio_injector.injector", "audio_injector.injector_adain_layers"),
-        height=8, width=8, layers=6, conditions=_sound,
-        unet_config={"audio_inject_layers": [0, 2, 5]},
-    ),
-    _wan_family(
-        "wan_humo", "WAN21_HuMo", "model.HumoWanModel", channels=36, layers=4, conditions=_humo,
-        patches={"comfy.ldm.wan.model.AudioProjModel": _narrow_audio_projection},
-    ),
-    _wan_family(
-        "wan_camera", "WAN21_Camera", "model.CameraWanModel", channels=32, model_type="camera",
-        conditions=_camera,
-    ),
-    _wan_family(
-        "wan22_camera", "WAN21_Camera", "model.CameraWanModel", channels=36,
-        model_type="camera_2.2", conditions=_camera_of_a_frame,
-    ),
+    _wan_family("wan22_s2v", "WAN22_S2V", "model.WanModel_S2V",
+        lists=("audio_injector.injector", "audio_injector.injector_adain_layers"), height=8,
+        width=8, layers=6, conditions=_sound, unet_config={"audio_inject_layers": [0, 2, 5]}),
+    _wan_family("wan_humo", "WAN21_HuMo", "model.HumoWanModel", channels=36, layers=4,
+        conditions=_humo, patches={"comfy.ldm.wan.model.AudioProjModel": _narrow_audio_projection}),
+    _wan_family("wan_camera", "WAN21_Camera", "model.CameraWanModel", channels=32,
+        model_type="camera", conditions=_camera),
+    _wan_family("wan22_camera", "WAN21_Camera", "model.CameraWanModel", channels=36,
+        model_type="camera_2.2", conditions=_camera_of_a_frame),
     _wan_family("wan_scail", "WAN21_SCAIL", "model.SCAILWanModel", channels=20, conditions=_scail),
 )  # fmt: skip
 
@@ -458,48 +430,36 @@ REFINER = "txt_in.individual_token_refiner.blocks"
 
 EVERY_FAMILY = (
     *WAN_FAMILIES,
-    *(
-        Family(
-            name=name, base="Flux", network="comfy.ldm.flux.model.Flux", settings=FLUX,
-            lists=("double_blocks", "single_blocks"), sizes=((1, 16, HEIGHT, WIDTH),),
-            text=(4096, 12, 12), conditions=conditions, unet_config=FLUX_WIDTH,
-            renames=(("_norm.weight", "_norm.scale"),),
-        )
-        for name, conditions in (("flux", _flux), ("flux_kontext", _kontext))
-    ),
-    Family(
-        name="qwen_image", base="QwenImage",
+    *(Family(name=name, base="Flux", network="comfy.ldm.flux.model.Flux", settings=FLUX,
+        lists=("double_blocks", "single_blocks"), sizes=((1, 16, HEIGHT, WIDTH),),
+        text=(4096, 12, 12), conditions=conditions, unet_config=FLUX_WIDTH,
+        renames=(("_norm.weight", "_norm.scale"),))
+        for name, conditions in (("flux", _flux), ("flux_kontext", _kontext))),
+    Family(name="qwen_image", base="QwenImage",
         network="comfy.ldm.qwen_image.model.QwenImageTransformer2DModel",
         settings={"num_layers": 4, **QWEN}, lists=("transformer_blocks",),
         sizes=((1, 16, 1, HEIGHT, WIDTH),), text=(QWEN["joint_attention_dim"], 12, 9),
-        conditions=_qwen_edit, unet_config=QWEN,
-    ),
-    Family(
-        name="hunyuan_video", base="HunyuanVideo", network=HUNYUAN_NETWORK, settings=HUNYUAN,
+        conditions=_qwen_edit, unet_config=QWEN),
+    Family(name="hunyuan_video", base="HunyuanVideo", network=HUNYUAN_NETWORK, settings=HUNYUAN,
         lists=("double_blocks", "single_blocks", REFINER), sizes=(_wan(),), text=(4096, 12, 12),
-        conditions=_hunyuan_text, renames=HUNYUAN_KEYS,
-    ),
-    Family(
-        name="hunyuan_video_15", base="HunyuanVideo15", network=HUNYUAN_NETWORK,
+        conditions=_hunyuan_text, renames=HUNYUAN_KEYS),
+    Family(name="hunyuan_video_15", base="HunyuanVideo15", network=HUNYUAN_NETWORK,
         settings=HUNYUAN_15, lists=("double_blocks", REFINER), sizes=((1, 32, TIME, 4, 4),),
-        text=(3584, 12, 9), conditions=_hunyuan, renames=HUNYUAN_KEYS,
-    ),
-    Family(
-        name="ltx_2", base="LTXAV", network="comfy.ldm.lightricks.av_model.LTXAVModel",
+        text=(3584, 12, 9), conditions=_hunyuan, renames=HUNYUAN_KEYS),
+    Family(name="ltx_2", base="LTXAV", network="comfy.ldm.lightricks.av_model.LTXAVModel",
         settings={"num_layers": 4}, lists=LTX_LISTS, sizes=((1, 128, 2, 4, 3), (1, 8, 6, 16)),
         text=(LTX["caption_channels"], 12, 9), conditions=_ltx, transformer=LTX,
-        prefix="model.diffusion_model.",
-    ),
+        prefix="model.diffusion_model."),
 )  # fmt: skip
 FAMILIES = {family.name: family for family in EVERY_FAMILY if family.have}
 
 
 @contextmanager
-def given_configuration(family: Family) -> Iterator[None]:
+def given_configuration(family):
     """Give ComfyUI what it does not read from the family's files, while a file is loaded."""
-    detect = comfy.model_detection.detect_unet_config
+    detect = model_detection.detect_unet_config
 
-    def detected(*args: Any, **options: Any) -> dict[str, Any] | None:
+    def detected(*args, **options):
         found = detect(*args, **options)
         return None if found is None else {**found, **family.unet_config}
 
@@ -510,12 +470,12 @@ def given_configuration(family: Family) -> Iterator[None]:
         yield
 
 
-def quant_marker(**settings: Any) -> torch.Tensor:
+def quant_marker(**settings):
     """Return a layer's marker in a file."""
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
-def write_scaled_fp8(family: Family, path: Path | str, *, layout: str) -> None:
+def write_scaled_fp8(family, path, *, layout):
     """Write a checkpoint with scaled fp8 matrices, marked in the file's "metadata" or by a tensor.
 
     The tensor "scaled_fp8" is the oldest way, for which all matrices are scaled. By the metadata,
@@ -542,27 +502,25 @@ def write_scaled_fp8(family: Family, path: Path | str, *, layout: str) -> None:
 
 
 RANK = 4
-Random = Callable[..., torch.Tensor]
-"""`random(*shape)` returns normals."""
 
 
-def _lora(shape: Sequence[int], random: Random, rank: int = RANK) -> dict[str, torch.Tensor]:
+def _lora(shape, random, rank=RANK):
     rows, columns = shape
     down = random(rank, columns) * columns**-0.5
     up = random(rows, rank) * 0.3 * rank**-0.5
     return {"lora_A.weight": down, "lora_B.weight": up}
 
 
-def _kohya(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+def _kohya(shape, random):
     down, up = _lora(shape, random).values()
     return {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(RANK / 2)}
 
 
-def _dora(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+def _dora(shape, random):
     return {**_kohya(shape, random), "dora_scale": 1 + 0.1 * random(shape[0], 1)}
 
 
-def _loha(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+def _loha(shape, random):
     rows, columns = shape
     found = {"alpha": torch.tensor(float(RANK))}
     for i, size in ((1, 1.0), (2, 0.3 * columns**-0.5)):
@@ -571,22 +529,17 @@ def _loha(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
     return found
 
 
-def _lokr(shape: Sequence[int], random: Random) -> dict[str, torch.Tensor]:
+def _lokr(shape, random):
     rows, columns = shape
     second = random(rows // 4, columns // 4) * columns**-0.5
     return {"lokr_w1": random(4, 4) * 0.3, "lokr_w2": second}
 
 
-LORAS: dict[str, Callable[[Sequence[int], Random], dict[str, torch.Tensor]]] = {
-    "lora": _lora,
-    "rank 8": partial(_lora, rank=8),
-    "kohya": _kohya,
-    "dora": _dora,
-    "loha": _loha,
-    "lokr": _lokr,
-    "offset": _lora,
+LORAS = {
+    "lora": _lora, "rank 8": partial(_lora, rank=8), "kohya": _kohya, "dora": _dora, "loha": _loha,
+    "lokr": _lokr, "offset": _lora,
     "diff": lambda shape, random: {"diff": random(*shape) * 0.3 * shape[-1] ** -0.5},
-}
+}  # fmt: skip
 """LoRA tensors for a matrix, by LoRA kind.
 
 "kohya" is "lora" with other keys and an alpha, "offset" is "lora" for a matrix's first rows (Flux
@@ -597,7 +550,7 @@ BESIDE_THE_BLOCKS = ("text_embedding.0.weight", "txt_in.weight")
 """Matrices outside the blocks, also changed by `write_lora`."""
 
 
-def _lora_key(kind: str, name: str) -> str | None:
+def _lora_key(kind, name):
     """Return a parameter's key in a LoRA, or None if the LoRA does not change it."""
     bare = name.removesuffix(".weight")
     if kind == "offset":
@@ -607,14 +560,14 @@ def _lora_key(kind: str, name: str) -> str | None:
     return f"diffusion_model.{bare}"
 
 
-def write_lora(kind: str, path: Path | str, weights: Mapping[str, torch.Tensor]) -> None:
+def write_lora(kind, path, weights):
     """Write a LoRA kind from `LORAS` for the blocks and one other matrix in a Wan or Flux model.
 
     The weights are the diffusion model's, by name. Only their shapes matter.
     """
     generator, stored = torch.Generator().manual_seed(5), {}
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(shape, generator=generator)
 
     for name, weight in weights.items():
@@ -636,36 +589,25 @@ def write_lora(kind: str, path: Path | str, weights: Mapping[str, torch.Tensor])
 
 
 @torch.inference_mode()
-def load_lora(model: Any, path: Path | str, strength: float = 1.0) -> Any:
+def load_lora(model, path, strength=1.0):
     """Return a MODEL clone with a LoRA, as Load LoRA makes it."""
-    lora = comfy.utils.load_torch_file(str(path), safe_load=True)
-    return comfy.sd.load_lora_for_models(model, None, lora, strength, 0)[0]
+    lora = utils.load_torch_file(str(path), safe_load=True)
+    return sd.load_lora_for_models(model, None, lora, strength, 0)[0]
 
 
 @torch.inference_mode()
-def native(
-    path: Path | str, family: Family, *, weight_dtype="default", loras: Iterable[Path | str] = ()
-) -> Any:
+def native(path, family, *, weight_dtype="default", loras=()):
     """Return the MODEL from Load Diffusion Model and one Load LoRA per file."""
     options = dict(WEIGHT_DTYPES[weight_dtype])
     with given_configuration(family):
-        model = comfy.sd.load_diffusion_model(str(path), model_options=options)
+        model = sd.load_diffusion_model(str(path), model_options=options)
     for lora in loras:
         model = load_lora(model, lora)
     return model
 
 
 @torch.inference_mode()
-def sample(
-    model: Any,
-    family: Family,
-    *,
-    sampler="euler",
-    scheduler="simple",
-    steps=3,
-    cfg=3.0,
-    denoise=1.0,
-) -> torch.Tensor:
+def sample(model, family, *, sampler="euler", scheduler="simple", steps=3, cfg=3.0, denoise=1.0):
     """Return KSampler's latent, on the CPU.
 
     A nested latent's parts are joined into one vector.
@@ -680,5 +622,5 @@ def sample(
     return samples.cpu()
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def _difference(one, other):
     return float((one - other).norm() / other.norm())

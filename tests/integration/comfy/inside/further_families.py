@@ -5,8 +5,6 @@ Some have block lists that run before a pass, or in another order than built.
 
 from __future__ import annotations
 
-from typing import Any
-
 import comfy.model_base
 import torch
 
@@ -59,9 +57,8 @@ LTX_2_3 = {
 }  # fmt: skip
 SD3 = {
     "patch_size": 2, "in_channels": 16, "depth": 4, "adm_in_channels": 64, "input_size": None,
-    "context_embedder_config": {
-        "target": "torch.nn.Linear", "params": {"in_features": 128, "out_features": 256},
-    },
+    "context_embedder_config": {"target": "torch.nn.Linear",
+        "params": {"in_features": 128, "out_features": 256}},
     "num_patches": 192 * 192, "pos_embed_max_size": 192, "qk_norm": "rms",
     "pos_embed_scaling_factor": None, "x_block_self_attn_layers": [0, 1],
 }  # fmt: skip
@@ -109,10 +106,10 @@ if IS_OLD:
 
 
 def _family(
-    name: str, base: str, network: str, settings: dict[str, Any], lists: tuple[str, ...],
-    sizes: tuple[tuple[int, ...], ...], text: tuple[int, int, int], conditions=nf._nothing,
-    extra: dict[str, Any] | None = None, **more: Any,
-) -> Family:  # fmt: skip
+    name, base, network, settings, lists,
+    sizes, text, conditions=nf._nothing,
+    extra = None, **more,
+):  # fmt: skip
     return Family(
         name=name, base=base, network=f"comfy.ldm.{network}", settings=settings, lists=lists,
         sizes=sizes, text=text, conditions=conditions, unet_config={**settings, **(extra or {})},
@@ -120,20 +117,20 @@ def _family(
     )  # fmt: skip
 
 
-def _references(*shape: int) -> nf.Conditions:
+def _references(*shape):
     return lambda _positive: {"reference_latents": [nf._normal(*shape, seed=48)]}
 
 
-def _pooled(width: int) -> nf.Conditions:
+def _pooled(width):
     return lambda positive: {"pooled_output": nf._normal(1, width, seed=47 + positive)}
 
 
-def _keyframes(_positive: bool) -> dict[str, Any]:
+def _keyframes(_positive):
     frame = {"latent": nf._normal(1, 24, 1, 4, 6, seed=60), "resolved_frame_index": 0}
     return {"minimax_keyframes": [frame]}
 
 
-def _scail2(positive: bool) -> dict[str, Any]:
+def _scail2(positive):
     masks = {
         "ref_mask_28ch": nf._normal(1, TIME + 1, 28, HEIGHT, WIDTH, seed=70).sigmoid(),
         "driving_mask_28ch": nf._normal(1, TIME, 28, HEIGHT // 2, WIDTH, seed=71).sigmoid(),
@@ -141,21 +138,21 @@ def _scail2(positive: bool) -> dict[str, Any]:
     return {**nf._scail(positive), **masks}
 
 
-def _pose(positive: bool) -> dict[str, Any]:
+def _pose(positive):
     latent = nf._normal(*nf._wan(time=TIME - 1), seed=37)
     return {**nf._image_to_video(positive), "pose_video_latent": latent}
 
 
-def _contexts(_positive: bool) -> dict[str, Any]:
+def _contexts(_positive):
     latents = [nf._normal(*nf._wan(), seed=72), nf._normal(*nf._wan(time=1), seed=73)]
     return {"context_latents": latents}
 
 
-def _masked(positive: bool) -> dict[str, Any]:
+def _masked(positive):
     return {"attention_mask": torch.ones(1, 12 if positive else 9, dtype=torch.long)}
 
 
-def _hidream(positive: bool) -> dict[str, Any]:
+def _hidream(positive):
     return {
         "pooled_output": nf._normal(1, 96, seed=47 + positive),
         "conditioning_llama3": nf._normal(1, 4, 12, 64, seed=80 + positive),
@@ -170,7 +167,7 @@ OF_FLUX = ("double_blocks", "single_blocks")
 OF_LUMINA = ("layers", "noise_refiner", "context_refiner")
 
 
-def _minimax(name: str, conditions=nf._nothing, **changed: Any) -> Family:
+def _minimax(name, conditions=nf._nothing, **changed):
     return _family(
         name, "MiniMaxH3", "minimax.model.MiniMaxH3Model", {**MINIMAX_H3, **changed},
         ("blocks", "token_refiner.blocks"), ((1, 24, 2, 4, 6), (1, 32, 2, 8)), (192, 12, 9),
@@ -178,12 +175,12 @@ def _minimax(name: str, conditions=nf._nothing, **changed: Any) -> Family:
     )  # fmt: skip
 
 
-def _lumina(name: str, settings: dict[str, Any], conditions=nf._nothing) -> Family:
+def _lumina(name, settings, conditions=nf._nothing):
     given = ("Lumina2", "lumina.model.NextDiT", settings, OF_LUMINA, IMAGE, (64, 12, 9))
     return _family(name, *given, conditions)
 
 
-def _krea(name: str, conditions=nf._nothing, **more: Any) -> Family:
+def _krea(name, conditions=nf._nothing, **more):
     return _family(
         name, "Krea2", "krea2.model.SingleStreamDiT", {**KREA_2, **more},
         ("blocks", "txtfusion.layerwise_blocks", "txtfusion.refiner_blocks"), IMAGE_OF_A_VIDEO,
@@ -199,81 +196,47 @@ EVERY_FURTHER = (
     _lumina("z_image_ref", LUMINA, _references(1, 16, HEIGHT, WIDTH)),
     _lumina("lumina2", LUMINA_2, _masked),
     _krea("krea2"),
-    _krea(
-        "krea2_ref", _references(1, 16, 1, HEIGHT, WIDTH), default_ref_method="index_timestep_zero"
-    ),
-    _family(
-        "qwen_image_t2i", "QwenImage", "qwen_image.model.QwenImageTransformer2DModel",
-        {"num_layers": 4, **nf.QWEN}, ("transformer_blocks",), IMAGE_OF_A_VIDEO, (256, 12, 9),
-    ),
-    _family(
-        "flux2", "Flux2", "flux.model.Flux", FLUX_2, OF_FLUX, IMAGE_FLUX_2, (192, 12, 9),
-        lambda _: {"guidance": 3.5},
-    ),
-    _family(
-        "flux2_klein", "Flux2", "flux.model.Flux", {**FLUX_2, "guidance_embed": False}, OF_FLUX,
-        IMAGE_FLUX_2, (192, 12, 9), _references(1, 128, HEIGHT, WIDTH),
-    ),
-    _family(
-        "chroma", "Chroma", "chroma.model.Chroma", CHROMA, OF_FLUX, IMAGE, (192, 12, 9),
-        renames=(("_norm.weight", "_norm.scale"),),
-    ),
-    nf._wan_family(
-        "wan_scail2", "WAN21_SCAIL2", "model.SCAIL2WanModel", channels=20, model_type="scail2",
-        conditions=_scail2, unet_config={"model_type": "scail2"},
-    ),
-    nf._wan_family(
-        "wan_animate2", "WAN_Animate2", "model_animate2.WanAnimate2Model", channels=36,
-        model_type="animate2", conditions=_pose, unet_config={"model_type": "animate2"},
-    ),
-    nf._wan_family(
-        "wan_bernini", "WAN21", "model.WanModel", model_type="t2v", conditions=_contexts
-    ),
-    nf._wan_family(
-        "wan_dancer", "WAN22_WanDancer", "model_wandancer.WanDancerModel", channels=36,
+    _krea("krea2_ref", _references(1, 16, 1, HEIGHT, WIDTH),
+        default_ref_method="index_timestep_zero"),
+    _family("qwen_image_t2i", "QwenImage", "qwen_image.model.QwenImageTransformer2DModel",
+        {"num_layers": 4, **nf.QWEN}, ("transformer_blocks",), IMAGE_OF_A_VIDEO, (256, 12, 9)),
+    _family("flux2", "Flux2", "flux.model.Flux", FLUX_2, OF_FLUX, IMAGE_FLUX_2, (192, 12, 9),
+        lambda _: {"guidance": 3.5}),
+    _family("flux2_klein", "Flux2", "flux.model.Flux", {**FLUX_2, "guidance_embed": False}, OF_FLUX,
+        IMAGE_FLUX_2, (192, 12, 9), _references(1, 128, HEIGHT, WIDTH)),
+    _family("chroma", "Chroma", "chroma.model.Chroma", CHROMA, OF_FLUX, IMAGE, (192, 12, 9),
+        renames=(("_norm.weight", "_norm.scale"),)),
+    nf._wan_family("wan_scail2", "WAN21_SCAIL2", "model.SCAIL2WanModel", channels=20,
+        model_type="scail2", conditions=_scail2, unet_config={"model_type": "scail2"}),
+    nf._wan_family("wan_animate2", "WAN_Animate2", "model_animate2.WanAnimate2Model", channels=36,
+        model_type="animate2", conditions=_pose, unet_config={"model_type": "animate2"}),
+    nf._wan_family("wan_bernini", "WAN21", "model.WanModel", model_type="t2v",
+        conditions=_contexts),
+    nf._wan_family("wan_dancer", "WAN22_WanDancer", "model_wandancer.WanDancerModel", channels=36,
         model_type="wandancer", layers=4, conditions=nf._image_to_video,
-        unet_config={"model_type": "wandancer", "audio_inject_layers": [0, 2]},
-    ),
-    _family(
-        "ltxv", "LTXV", "lightricks.model.LTXVModel", LTXV, ("transformer_blocks",),
-        ((1, 128, 2, 4, 3),), (128, 12, 12), lambda _: {"frame_rate": 25.0, **MASK},
-    ),
-    _family(
-        "ltx_2.3", "LTXAV", "lightricks.av_model.LTXAVModel", {"num_layers": 4}, nf.LTX_LISTS,
+        unet_config={"model_type": "wandancer", "audio_inject_layers": [0, 2]}),
+    _family("ltxv", "LTXV", "lightricks.model.LTXVModel", LTXV, ("transformer_blocks",),
+        ((1, 128, 2, 4, 3),), (128, 12, 12), lambda _: {"frame_rate": 25.0, **MASK}),
+    _family("ltx_2.3", "LTXAV", "lightricks.av_model.LTXAVModel", {"num_layers": 4}, nf.LTX_LISTS,
         ((1, 128, 2, 4, 3), (1, 8, 6, 16)), (128 + 64, 12, 9), nf._ltx, transformer=LTX_2_3,
-        prefix="model.diffusion_model.",
-    ),
-    _family(
-        "sd3", "SD3", "modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper", SD3,
-        ("joint_blocks",), IMAGE, (128, 12, 9), _pooled(64),
-    ),
-    _family(
-        "kandinsky5", "Kandinsky5", "kandinsky5.model.Kandinsky5", KANDINSKY_5,
+        prefix="model.diffusion_model."),
+    _family("sd3", "SD3", "modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper", SD3,
+        ("joint_blocks",), IMAGE, (128, 12, 9), _pooled(64)),
+    _family("kandinsky5", "Kandinsky5", "kandinsky5.model.Kandinsky5", KANDINSKY_5,
         ("text_transformer_blocks", "visual_transformer_blocks"), (nf._wan(),), (192, 12, 12),
-        _pooled(64),
-    ),
-    _family(
-        "ernie", "ErnieImage", "ernie.model.ErnieImageModel", ERNIE, ("layers",), IMAGE_FLUX_2,
-        (96, 12, 9), extra={"image_model": "ernie"},
-    ),
-    _family(
-        "omnigen2", "Omnigen2", "omnigen.omnigen2.OmniGen2Transformer2DModel", OMNIGEN_2,
+        _pooled(64)),
+    _family("ernie", "ErnieImage", "ernie.model.ErnieImageModel", ERNIE, ("layers",), IMAGE_FLUX_2,
+        (96, 12, 9), extra={"image_model": "ernie"}),
+    _family("omnigen2", "Omnigen2", "omnigen.omnigen2.OmniGen2Transformer2DModel", OMNIGEN_2,
         (*OF_LUMINA, "ref_image_refiner"), IMAGE, (96, 12, 12),
-        lambda _: {"reference_latents": [nf._normal(1, 16, HEIGHT, WIDTH, seed=48)], **MASK},
-    ),
-    _family(
-        "ideogram4", "Ideogram4", "ideogram4.model.Ideogram4Transformer2DModel", IDEOGRAM_4,
+        lambda _: {"reference_latents": [nf._normal(1, 16, HEIGHT, WIDTH, seed=48)], **MASK}),
+    _family("ideogram4", "Ideogram4", "ideogram4.model.Ideogram4Transformer2DModel", IDEOGRAM_4,
         ("layers",), IMAGE_FLUX_2, (96, 12, 9),
-        patches={"comfy.supported_models.Ideogram4.unet_extra_config": lambda: IDEOGRAM_4},
-    ),
-    _family(
-        "hidream", "HiDream", "hidream.model.HiDreamImageTransformer2DModel", HIDREAM,
-        ("double_stream_blocks", "single_stream_blocks"), IMAGE, (64, 12, 12), _hidream,
-    ),
-    _family(
-        "cosmos_predict2", "CosmosPredict2", "cosmos.predict2.MiniTrainDIT", COSMOS_2, ("blocks",),
-        (nf._wan(),), (96, 12, 12),
-    ),
+        patches={"comfy.supported_models.Ideogram4.unet_extra_config": lambda: IDEOGRAM_4}),
+    _family("hidream", "HiDream", "hidream.model.HiDreamImageTransformer2DModel", HIDREAM,
+        ("double_stream_blocks", "single_stream_blocks"), IMAGE, (64, 12, 12), _hidream),
+    _family("cosmos_predict2", "CosmosPredict2", "cosmos.predict2.MiniTrainDIT", COSMOS_2,
+        ("blocks",), (nf._wan(),), (96, 12, 12)),
 )  # fmt: skip
 FURTHER = {
     family.name: family

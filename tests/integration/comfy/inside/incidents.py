@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
 
 import comfy.model_management
 import torch
@@ -17,13 +14,13 @@ Interrupt = comfy.model_management.InterruptProcessingException
 class Incident:
     """Action done `times` times, from call number `at` on. Counts the calls after it."""
 
-    def __init__(self, does: Callable[[], object], at: int, times: int = 1) -> None:
+    def __init__(self, does, at, times=1):
         self.does = does
         self.wait = at
         self.left = times
         self.later = 0
 
-    def __call__(self, _: torch.Tensor) -> None:
+    def __call__(self, _):
         self.wait -= 1
         self.later += not self.left
         if self.wait <= 0 and self.left:
@@ -32,7 +29,7 @@ class Incident:
 
 
 @contextmanager
-def in_blocks(model: Any, does: Callable[[torch.Tensor], object]) -> Iterator[None]:
+def in_blocks(model, does):
     """Call `does` with a layer's input in each block, for each condition or pass through it."""
     hooks = []
     for path in model.model.weights.blocks:
@@ -47,7 +44,7 @@ def in_blocks(model: Any, does: Callable[[torch.Tensor], object]) -> Iterator[No
 
 
 @contextmanager
-def is_cut(path: Path, model: Any, at: int) -> Iterator[None]:
+def is_cut(path, model, at):
     """Cut a file when a model computes block number `at` of a run. Put it back at the end."""
     content = path.read_bytes()
     times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
@@ -59,14 +56,14 @@ def is_cut(path: Path, model: Any, at: int) -> Iterator[None]:
     os.utime(path, ns=times)
 
 
-def failing(model: Any, error: Any, at: int, times: int = 1) -> AbstractContextManager[None]:
+def failing(model, error, at, times=1):
     """Raise `error` in a block `times` times, from one condition's pass through block `at` on."""
 
-    def fail() -> None:
+    def fail():
         raise error()
 
     return in_blocks(model, Incident(fail, at, times))
 
 
-def out_of_memory() -> BaseException:
+def out_of_memory():
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

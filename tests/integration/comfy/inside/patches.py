@@ -6,22 +6,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
-from typing import Any
 
-import comfy.controlnet
-import comfy.model_management
-import comfy.model_patcher
-import comfy.patcher_extension
 import torch
+from comfy import controlnet, model_management, model_patcher, patcher_extension
 
-WrappersMP = comfy.patcher_extension.WrappersMP
-Patch = Callable[[Any], Any]
+WrappersMP = patcher_extension.WrappersMP
 
 
-def node_results(node: Any, **inputs: Any) -> tuple[Any, ...]:
+def node_results(node, **inputs):
     """Return a ComfyUI node's results, called only with inputs in this version.
 
     The set of V3 nodes depends on the ComfyUI version.
@@ -32,11 +26,11 @@ def node_results(node: Any, **inputs: Any) -> tuple[Any, ...]:
     return tuple(result.args) if hasattr(result, "args") else tuple(result)
 
 
-def on_clone(change: Callable[[Any], object]) -> Patch:
+def on_clone(change):
     """Return a patch that changes a clone of a MODEL in place."""
 
     @wraps(change)
-    def patched(model: Any) -> Any:
+    def patched(model):
         clone = model.clone()
         change(clone)
         return clone
@@ -45,25 +39,21 @@ def on_clone(change: Callable[[Any], object]) -> Patch:
 
 
 @on_clone
-def attention_1(clone: Any) -> None:
+def attention_1(clone):
     clone.set_model_attn1_patch(lambda args: args["x"] * 0.9)
 
 
 @on_clone
-def attention_2(clone: Any) -> None:
+def attention_2(clone):
     clone.set_model_attn2_patch(lambda args: args["x"] * 0.9)
 
 
 @on_clone
-def double_block(clone: Any) -> None:
+def double_block(clone):
     clone.set_model_double_block_patch(lambda args: {"img": args["img"] * 1.01, "txt": args["txt"]})
 
 
-Values = dict[str, Any]
-"""A block's arguments or results."""
-
-
-def _replaced(model: Any, change: Callable[[Values, Any, int], Values]) -> Any:
+def _replaced(model, change):
     """Return a clone with blocks replaced by `change(arguments, original, index)`, in order."""
     clone = model.clone()
     network = model.model.diffusion_model
@@ -75,7 +65,7 @@ def _replaced(model: Any, change: Callable[[Values, Any, int], Values]) -> Any:
     for kind, names in kinds.items():
         for number in range(sum(len(getattr(network, name, ())) for name in names)):
 
-            def block(args: Values, extra: Values, index: int = index) -> Values:
+            def block(args, extra, index=index):
                 return change(args, extra["original_block"], index)
 
             clone.set_model_patch_replace(block, "dit", kind, number)
@@ -83,18 +73,18 @@ def _replaced(model: Any, change: Callable[[Values, Any, int], Values]) -> Any:
     return clone
 
 
-def replaced(model: Any) -> Any:
-    def change(args: Values, original: Any, _: int) -> Values:
+def replaced(model):
+    def change(args, original, _):
         return {name: value * 0.99 for name, value in original(args).items()}
 
     return _replaced(model, change)
 
 
-def first_block_cache(model: Any) -> Any:
+def first_block_cache(model):
     """Compute all blocks but the first in every second pass only."""
     passes = 0
 
-    def change(args: Values, original: Any, index: int) -> Values:
+    def change(args, original, index):
         nonlocal passes
         passes += index == 0
         return args if index and passes % 2 == 0 else original(args)
@@ -102,25 +92,25 @@ def first_block_cache(model: Any) -> Any:
     return _replaced(model, change)
 
 
-def skipped_layer(model: Any) -> Any:
+def skipped_layer(model):
     return _replaced(model, lambda args, original, index: args if index == 2 else original(args))
 
 
-def repeated_layer(model: Any) -> Any:
+def repeated_layer(model):
     """Compute a block twice in each pass."""
 
-    def change(args: Values, original: Any, index: int) -> Values:
+    def change(args, original, index):
         return original({**args, **original(args)} if index == 1 else args)
 
     return _replaced(model, change)
 
 
-def _cached(call: Callable[..., Any]) -> Callable[..., Any]:
+def _cached(call):
     """Return `call`, repeating its last result every second time."""
     calls = 0
     last = None
 
-    def caching(*args: Any, **options: Any) -> Any:
+    def caching(*args, **options):
         nonlocal calls, last
         calls += 1
         if calls % 2:
@@ -130,40 +120,40 @@ def _cached(call: Callable[..., Any]) -> Callable[..., Any]:
     return caching
 
 
-def _run(executor: Any, *args: Any, **options: Any) -> Any:
+def _run(executor, *args, **options):
     return executor(*args, **options)
 
 
 @on_clone
-def tea_cache(clone: Any) -> None:
+def tea_cache(clone):
     """Skip every second pass in a wrapper around the diffusion model."""
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", _cached(_run))
 
 
 @on_clone
-def apply_cache(clone: Any) -> None:
+def apply_cache(clone):
     """Skip every second pass outside the diffusion model."""
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", _cached(_run))
 
 
-def run_function(apply: Any, args: Any) -> Any:
+def run_function(apply, args):
     return apply(args["input"], args["timestep"], **args["c"])
 
 
 @on_clone
-def function_cache(clone: Any) -> None:
+def function_cache(clone):
     clone.set_model_unet_function_wrapper(_cached(run_function))
 
 
 @on_clone
-def function_wrapper(clone: Any) -> None:
+def function_wrapper(clone):
     clone.set_model_unet_function_wrapper(
         lambda apply, args: apply(args["input"], args["timestep"] * 0.99, **args["c"]) * 0.98
     )
 
 
 @on_clone
-def wrappers(clone: Any) -> None:
+def wrappers(clone):
     for factor, kind in ((0.99, WrappersMP.DIFFUSION_MODEL), (0.98, WrappersMP.APPLY_MODEL)):
         clone.add_wrapper_with_key(
             kind, "test", lambda *args, by=factor, **options: _run(*args, **options) * by
@@ -171,48 +161,47 @@ def wrappers(clone: Any) -> None:
 
 
 @on_clone
-def replaced_forward(clone: Any) -> None:
+def replaced_forward(clone):
     """Replace a layer's method inside a block, as packs do for other attention kernels."""
     path = "diffusion_model.blocks.1.self_attn.forward"
     forward = clone.get_model_object(path)
     clone.add_object_patch(path, lambda *args, **options: forward(*args, **options) * 0.9)
 
 
-def _by_node(module: str, name: str, **inputs: Any) -> Patch:
+def _by_node(module, name, **inputs):
     """Return a patch by a node of ComfyUI, which may be missing in older versions."""
 
-    def patched(model: Any) -> Any:
+    def patched(model):
         node = getattr(import_module(f"comfy_extras.{module}"), name)
         return node_results(node, model=model, **inputs)[0]
 
     return patched
 
 
+NAG = {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}
 ALWAYS = {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False}
 """Step cache settings that skip steps even with random weights."""
 
 
-class TinyControl(comfy.controlnet.ControlBase):  # type: ignore[misc]
+class TinyControl(controlnet.ControlBase):  # type: ignore[misc]
     """A one-layer control net, whose weights ComfyUI loads next to the model."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         layer = torch.nn.Linear(16, width)
         for parameter in layer.parameters():
             generator = torch.Generator().manual_seed(3)
             parameter.requires_grad_(False).normal_(generator=generator)
-        device = comfy.model_management.get_torch_device()
-        self.model = comfy.model_patcher.ModelPatcher(layer, device, device)
+        device = model_management.get_torch_device()
+        self.model = model_patcher.ModelPatcher(layer, device, device)
 
-    def get_models(self) -> list[Any]:
+    def get_models(self):
         return [self.model]
 
-    def copy(self) -> TinyControl:
+    def copy(self):
         return self
 
-    def get_control(
-        self, noisy: torch.Tensor, *_: Any, **__: Any
-    ) -> Mapping[str, list[torch.Tensor]]:
+    def get_control(self, noisy, *_, **__):
         added = self.model.model(noisy.float().mean(dim=(2, 3)))[:, None].to(noisy.dtype)
         return {"input": [added, added * 0.5], "output": [added]}
 
@@ -229,19 +218,15 @@ context_windows = _by_node(
     freenoise=False,
 )  # fmt: skip
 
-PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
-    "attn1 patch": (attention_1, ("wan_t2v",)),
-    "attn2 patch": (attention_2, ("wan_t2v",)),
+PATCHES = {
+    "attn1 patch": (attention_1, ("wan_t2v",)), "attn2 patch": (attention_2, ("wan_t2v",)),
     "double-block patch": (double_block, ("qwen_image",)),
     "replaced blocks": (replaced, ("wan_vace", "flux")),
-    "skipped layer": (skipped_layer, ("flux",)),
-    "repeated layer": (repeated_layer, ("wan_t2v",)),
-    "first-block cache": (first_block_cache, ("wan_t2v",)),
-    "TeaCache": (tea_cache, ("flux",)),
+    "skipped layer": (skipped_layer, ("flux",)), "repeated layer": (repeated_layer, ("wan_t2v",)),
+    "first-block cache": (first_block_cache, ("wan_t2v",)), "TeaCache": (tea_cache, ("flux",)),
     "cache of apply_model": (apply_cache, ("flux",)),
     "cache in a function wrapper": (function_cache, ("wan_t2v",)),
-    "function wrapper": (function_wrapper, ("wan_t2v",)),
-    "wrappers": (wrappers, ("flux",)),
+    "function wrapper": (function_wrapper, ("wan_t2v",)), "wrappers": (wrappers, ("flux",)),
     "replaced forward": (replaced_forward, ("wan_t2v",)),
     "shift": (_by_node("nodes_model_advanced", "ModelSamplingSD3", shift=3.0), ("wan_t2v",)),
     "skip-layer guidance": (layer_guidance, ("wan_t2v",)),
@@ -251,9 +236,6 @@ PATCHES: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "CFGNorm": (_by_node("nodes_cfg", "CFGNorm", strength=0.7), ("flux",)),
     "TCFG": (_by_node("nodes_tcfg", "TCFG"), ("wan_t2v",)),
     "RescaleCFG": (_by_node("nodes_model_advanced", "RescaleCFG", multiplier=0.7), ("wan_t2v",)),
-    "NAG": (
-        _by_node("nodes_nag", "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
-        ("flux",),
-    ),
-}
+    "NAG": (_by_node("nodes_nag", "NAGuidance", **NAG), ("flux",)),
+}  # fmt: skip
 """Patches and the families to try them on."""

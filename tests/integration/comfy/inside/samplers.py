@@ -6,21 +6,16 @@ Both start from the same noise, and use euler and the `simple` schedule.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import comfy.samplers
-import comfy.sd
-import comfy.utils
 import torch
+from comfy import samplers, sd, utils
 from comfy_extras import nodes_custom_sampler
 from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
 import nodes
 from wanstream.nodes.sampler import WanStreamSampler
-from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.weights import make_vae
 
@@ -31,16 +26,12 @@ SEED = 7
 NEAR = 1e-4
 """Relative L2 norm between two latents of the same run."""
 
-Latent = dict[str, Any]
-Sides = Sequence[Any]
-"""The positive and the negative CONDITIONING."""
-
 
 class Sampler(WanStreamSampler):
     hidden = SimpleNamespace(unique_id=None)
 
 
-def texts(positive: int, negative: int) -> list[Any]:
+def texts(positive, negative):
     """Return both sides of a text, with so many tokens."""
     return [
         [[_normal(1, tokens, 4096, seed=seed), {"pooled_output": None}]]
@@ -48,17 +39,17 @@ def texts(positive: int, negative: int) -> list[Any]:
     ]
 
 
-def shifted(file: Path, shift: float) -> Any:
+def shifted(file, shift):
     """Return an expert's MODEL by ComfyUI's nodes."""
-    return ModelSamplingSD3().patch(comfy.sd.load_diffusion_model(str(file)), shift)[0]
+    return ModelSamplingSD3().patch(sd.load_diffusion_model(str(file)), shift)[0]
 
 
-def switching(high: Any, low: Any, boundary: float = 0.875) -> Any:
+def switching(high, low, boundary=0.875):
     """Return ComfyUI's high-noise expert as a MODEL that calls the other expert at low noise."""
     inner = high.model_options.get("model_function_wrapper")
 
-    def call(apply_model: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
-        def expert(x: torch.Tensor, t: torch.Tensor, **conditions: Any) -> torch.Tensor:
+    def call(apply_model, given):
+        def expert(x, t, **conditions):
             is_high = float(t.flatten()[0]) * 1000 >= boundary * 1000
             return (apply_model if is_high else low.model.apply_model)(x, t, **conditions)
 
@@ -83,19 +74,19 @@ def back_and_forth(model, x, sigmas, extra_args=None, callback=None, disable=Non
     return x
 
 
-def write_vae(folder: Path) -> Any:
+def write_vae(folder):
     """Return ComfyUI's VAE from a file. Older versions support only the real width."""
-    is_thin = "decoder.head.0.gamma" in Path(comfy.sd.__file__).read_text(encoding="utf-8")
+    is_thin = "decoder.head.0.gamma" in Path(sd.__file__).read_text(encoding="utf-8")
     path = folder / "vae.safetensors"
     save_vae_file(make_vae(seed=3, base_dim=16 if is_thin else 96), path)
-    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+    return sd.VAE(sd=utils.load_torch_file(str(path)))
 
 
 def ksampler(
-    model: Any, sides: Sides, latent: Latent, *, steps: int, cfg: float, start: int = 0,
-    end: int = 10000, add_noise: bool = True, leftover: bool = False, seed: int = SEED,
-    sampler: str = "euler",
-) -> Latent:  # fmt: skip
+    model, sides, latent, *, steps, cfg, start = 0,
+    end = 10000, add_noise = True, leftover = False, seed = SEED,
+    sampler = "euler",
+):  # fmt: skip
     """Run KSampler (Advanced)."""
     switch = {True: "enable", False: "disable"}
     settings = (seed, steps, cfg, sampler, "simple", *sides)
@@ -104,18 +95,16 @@ def ksampler(
 
 
 def ksamplers(
-    high: Any, low: Any, sides: Sides, latent: Latent, *, switch: int, cfg: Sequence[float],
-    **settings: Any,
-) -> Latent:  # fmt: skip
+    high, low, sides, latent, *, switch, cfg,
+    **settings,
+):  # fmt: skip
     """Run two KSamplers: one expert before the step `switch`, the other from it on."""
     first = {"cfg": cfg[0], "end": switch, "leftover": True}
     left = ksampler(high, sides, latent, **first, **settings)
     return ksampler(low, sides, left, cfg=cfg[1], start=switch, add_noise=False, **settings)
 
 
-def our_sampler(
-    experts: ExpertsRef, sides: Sides, latent: Latent, *, cfg: tuple[float, float], **settings: Any
-) -> Latent:
+def our_sampler(experts, sides, latent, *, cfg, **settings):
     """Run our sampler."""
     given = {
         "seed": SEED, "solver": "euler", "schedule": "simple", "boundary_ratio": 0.9,
@@ -125,20 +114,18 @@ def our_sampler(
     return Sampler.execute(experts, *sides, latent, **given).result[0]
 
 
-def simple_sigmas(model: Any, steps: int, sampler: str = "euler") -> torch.Tensor:
+def simple_sigmas(model, steps, sampler="euler"):
     """Return a MODEL's sigmas, as KSampler makes them for a sampler."""
-    discards = sampler in comfy.samplers.KSampler.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
+    discards = sampler in samplers.KSampler.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
     sampling = model.get_model_object("model_sampling")
-    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps + discards)
+    sigmas = samplers.calculate_sigmas(sampling, "simple", steps + discards)
     return torch.cat([sigmas[:-2], sigmas[-1:]]) if discards else sigmas
 
 
-def guided(
-    guider: Any, latent: Latent, sigmas: torch.Tensor, sampler: Any = "euler", noise: Any = None
-) -> torch.Tensor:
+def guided(guider, latent, sigmas, sampler="euler", noise=None):
     """Return SamplerCustomAdvanced's latent for a guider."""
     if isinstance(sampler, str):
-        sampler = comfy.samplers.sampler_object(sampler)
+        sampler = samplers.sampler_object(sampler)
     source = nodes_custom_sampler.Noise_RandomNoise(SEED)
     if noise is not None:
         source = SimpleNamespace(seed=SEED, generate_noise=lambda _: noise)
@@ -150,7 +137,7 @@ def guided(
     return made["samples"].cpu()
 
 
-def assert_near(ours: Latent, native: Latent, most: float = NEAR) -> torch.Tensor:
+def assert_near(ours, native, most=NEAR):
     """Compare two latents, and return our samples."""
     assert ours["samples"].shape == native["samples"].shape
     assert _difference(ours["samples"], native["samples"]) <= most

@@ -6,24 +6,21 @@ The architectures are ComfyUI's, with fewer and thinner layers, by ComfyUI's con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import comfy.sd
 import comfy.text_encoders.llama
 import comfy.text_encoders.qwen_vl
-import comfy.utils
 import torch
+from comfy import sd
 from safetensors.torch import save_file
 
-Tensors = dict[str, torch.Tensor]
-Prompt = dict[str, list[list[tuple[Any, float]]]]
+from ..custom_nodes.clip import read
 
 VOCABULARY = 300
 T5 = {"num_layers": 4, "num_heads": 2, "d_kv": 16, "d_ff": 96, "d_model": 64, "vocab_size": 300}
@@ -55,7 +52,7 @@ MARK_OF_T5 = {LAST_OF_T5: (96, 64)}
 
 
 @contextmanager
-def thin_encoders() -> Iterator[None]:
+def thin_encoders():
     """Let ComfyUI detect thin encoders, and make their vision parts thin.
 
     Texts are given as tokens. ComfyUI's tokenizers, some of which need files, are not made.
@@ -93,18 +90,18 @@ def thin_encoders() -> Iterator[None]:
         yield
 
 
-DETECT = comfy.sd.detect_te_model
+DETECT = sd.detect_te_model
 
 
-def _detected(detect: Callable[[Tensors], Any], tensors: Tensors) -> Any:
-    return comfy.sd.TEModel.T5_XXL if LAST_OF_T5 in tensors else detect(tensors)
+def _detected(detect, tensors):
+    return sd.TEModel.T5_XXL if LAST_OF_T5 in tensors else detect(tensors)
 
 
-def _no_tokenizer(self: Any, *_: Any, **__: Any) -> None:
+def _no_tokenizer(self, *_, **__):
     self.min_length = 1
 
 
-def _with(own: Callable[..., Any], changed: Mapping[str, Any], **settings: Any) -> Any:
+def _with(own, changed, **settings):
     return own(**{**settings, **changed})
 
 
@@ -130,27 +127,25 @@ class Encoder:
     """Other ComfyUI model options."""
 
     @property
-    def have(self) -> bool:
+    def have(self):
         """True if this ComfyUI detects it."""
-        return hasattr(comfy.sd.TEModel, self.detected) and hasattr(
-            comfy.sd.CLIPType, self.kind.upper()
-        )
+        return hasattr(sd.TEModel, self.detected) and hasattr(sd.CLIPType, self.kind.upper())
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self):
         configs = {f"{name}_model_config": dict(config) for name, config in self.config.items()}
         return {**configs, **self.settings}
 
     @property
-    def type(self) -> Any:
-        return comfy.sd.CLIPType[self.kind.upper()]
+    def type(self):
+        return sd.CLIPType[self.kind.upper()]
 
-    def write(self, folder: Path, dtype: torch.dtype = torch.float16) -> tuple[Path, ...]:
+    def write(self, folder, dtype=torch.float16):
         """Write files with random weights, and return their paths."""
         zeros = partial(torch.zeros, dtype=dtype)
         files = [{key: zeros(shape) for key, shape in marks.items()} for marks in self.marks]
         options = {**self.options, "dtype": dtype}
-        load = partial(comfy.sd.load_text_encoder_state_dicts, clip_type=self.type)
+        load = partial(sd.load_text_encoder_state_dicts, clip_type=self.type)
         clip = load([dict(each) for each in files], model_options=options)
         generator = torch.Generator().manual_seed(1)
         paths = []
@@ -167,33 +162,21 @@ class Encoder:
             save_file(tensors, paths[-1])
         return tuple(paths)
 
-    def _key(self, key: str) -> str:
+    def _key(self, key):
         for start, renamed in self.renames:
             if key.startswith(start):
                 return renamed + key.removeprefix(start)
         return key
 
-    def load(self, paths: tuple[Path, ...]) -> Any:
+    def load(self, paths):
         """Return ComfyUI's own CLIP."""
-        tensors = []
-        for path in paths:
-            if hasattr(comfy.utils, "convert_old_quants"):
-                read, metadata = comfy.utils.load_torch_file(
-                    str(path), safe_load=True, return_metadata=True
-                )
-                read, _ = comfy.utils.convert_old_quants(read, model_prefix="", metadata=metadata)
-            else:  # before ComfyUI 0.4
-                read = comfy.utils.load_torch_file(str(path), safe_load=True)
-            tensors.append(read)
-        return comfy.sd.load_text_encoder_state_dicts(
-            tensors, clip_type=self.type, model_options=self.options
-        )
+        tensors = [read(str(path)) for path in paths]
+        options = {"clip_type": self.type, "model_options": self.options}
+        return sd.load_text_encoder_state_dicts(tensors, **options)
 
-    def prompt(self, length: int, image: torch.Tensor | None = None) -> Any:
+    def prompt(self, length, image=None):
         """Return tokens for a text, some with a weight, and for an image in it."""
-        tokens: list[tuple[Any, float]] = [
-            (3 + 7 * place % (VOCABULARY - 3), 1.0) for place in range(length)
-        ]
+        tokens = [(3 + 7 * place % (VOCABULARY - 3), 1.0) for place in range(length)]
         if "t5" in [*self.parts][-1]:  # the others compare with a token missing in VOCABULARY
             tokens[length // 3] = (tokens[length // 3][0], 1.2)
         if image is not None:
@@ -208,7 +191,7 @@ class Encoder:
         return prompt
 
 
-def _shapes(network: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(network):
     """Yield key and shape for each tensor in a file. Some layers get a weight when loading."""
     for key, tensor in network.state_dict().items():
         yield key, tuple(tensor.shape)
@@ -219,9 +202,9 @@ def _shapes(network: torch.nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _llama(
-    kind: str, name: str, detected: str, marks: Mapping[str, tuple[int, ...]], *, sees=False,
-    renames: tuple[tuple[str, str], ...] = (), **config: Any,
-) -> Encoder:  # fmt: skip
+    kind, name, detected, marks, *, sees=False,
+    renames = (), **config,
+):  # fmt: skip
     return Encoder(
         kind=kind, parts={name: name}, config={name: {**LLAMA, **config}}, detected=detected,
         marks=(marks,), sees=sees, renames=renames,
@@ -237,14 +220,14 @@ MARK_OF_LLAMA = {f"{LAYER}post_attention_layernorm.weight": (64,)}
 QWEN_3_VL = (("model.", "model.language_model."), ("visual.", "model.visual."))
 
 
-def _t5(kind: str, name: str, **config: Any) -> Encoder:
+def _t5(kind, name, **config):
     return Encoder(
         kind=kind, parts={name: name}, config={name: {**T5, **config}}, detected="T5_XXL",
         marks=(MARK_OF_T5,),
     )  # fmt: skip
 
 
-def _qwen_3_vl(layers: int) -> Encoder:
+def _qwen_3_vl(layers):
     marks = {
         "model.visual.deepstack_merger_list.0.norm.weight": (256,),
         "model.visual.merger.linear_fc2.weight": (2560, 256),
@@ -255,12 +238,12 @@ def _qwen_3_vl(layers: int) -> Encoder:
     )
 
 
-def _gemma_2(**config: Any) -> Encoder:
+def _gemma_2(**config):
     marks = {FEED: (64,)}
     return _llama("lumina2", "gemma2_2b", "GEMMA_2_2B", marks, hidden_size=64, **config)
 
 
-def _gemma_3(layers: int, width: int = 64) -> Encoder:
+def _gemma_3(layers, width=64):
     marks = {
         FEED: (width,),
         "model.layers.47.self_attn.q_norm.weight": (256,),
@@ -270,23 +253,20 @@ def _gemma_3(layers: int, width: int = 64) -> Encoder:
     return _llama("ltxv", "", "GEMMA_3_12B", marks, sees=True, **config)
 
 
-def _gemma_4(detected: str, last: int, **config: int) -> Encoder:
+def _gemma_4(detected, last, **config):
     marks = {FEED: (64,), f"model.layers.{last}.self_attn.q_norm.weight": (256,)}
     config |= {"hidden_size": 64, "num_hidden_layers": 9, "num_key_value_heads": 2}
     return _llama("stable_diffusion", "gemma4", detected, marks, sees=True, **config)
 
 
-def _ltx_2() -> Encoder:
+def _ltx_2():
     gemma = _gemma_4("GEMMA_4_E4B", 41)
     start = "text_embedding_projection.aggregate_embed."
     return replace(
-        gemma,
-        kind="ltxv",
-        parts={"gemma3_12b": "gemma4", "text_embedding_projection": "gemma4"},
-        config={"": gemma.config["gemma4"]},
-        marks=(*gemma.marks, {f"{start}weight": (3840, 640)}),
+        gemma, kind="ltxv", parts={"gemma3_12b": "gemma4", "text_embedding_projection": "gemma4"},
+        config={"": gemma.config["gemma4"]}, marks=(*gemma.marks, {f"{start}weight": (3840, 640)}),
         renames=(("weight", f"{start}weight"), ("bias", f"{start}bias")),
-    )
+    )  # fmt: skip
 
 
 GPT_OSS = {
@@ -299,36 +279,24 @@ CANDIDATES = {
     "umt5": _t5("wan", "umt5xxl"),
     "umt5, 24 layers": _t5("wan", "umt5xxl", num_layers=24),
     "t5": _t5("mochi", "t5xxl"),
-    "clip-l and t5": Encoder(
-        kind="flux", parts={"clip_l": "l", "t5xxl": "t5xxl"}, config={"clip_l": CLIP, "t5xxl": T5},
-        detected="T5_XXL", marks=(MARK_OF_CLIP_L, MARK_OF_T5),
-    ),
-    "clip-l and llama": Encoder(
-        kind="hunyuan_video", parts={"clip_l": "l", "llama": "llama"}, config=CLIP_L_AND_LLAMA,
-        detected="LLAMA3_8", marks=(MARK_OF_CLIP_L, MARK_OF_LLAMA),
-    ),
-    "clip-l, clip-g and t5": Encoder(
-        kind="sd3", parts={"clip_l": "l", "clip_g": "g", "t5xxl": "t5xxl"},
+    "clip-l and t5": Encoder(kind="flux", parts={"clip_l": "l", "t5xxl": "t5xxl"},
+        config={"clip_l": CLIP, "t5xxl": T5}, detected="T5_XXL",
+        marks=(MARK_OF_CLIP_L, MARK_OF_T5)),
+    "clip-l and llama": Encoder(kind="hunyuan_video", parts={"clip_l": "l", "llama": "llama"},
+        config=CLIP_L_AND_LLAMA, detected="LLAMA3_8", marks=(MARK_OF_CLIP_L, MARK_OF_LLAMA)),
+    "clip-l, clip-g and t5": Encoder(kind="sd3",
+        parts={"clip_l": "l", "clip_g": "g", "t5xxl": "t5xxl"},
         config={"clip_l": CLIP, "clip_g": CLIP, "t5xxl": {**T5, "d_model": 4096}},
-        detected="T5_XXL", marks=(MARK_OF_CLIP_L, MARK_OF_CLIP_G, MARK_OF_T5),
-    ),
-    "clip-l, clip-g, t5 and llama": Encoder(
-        kind="hidream",
+        detected="T5_XXL", marks=(MARK_OF_CLIP_L, MARK_OF_CLIP_G, MARK_OF_T5)),
+    "clip-l, clip-g, t5 and llama": Encoder(kind="hidream",
         parts={"clip_l": "l", "clip_g": "g", "t5xxl": "t5xxl", "llama": "llama"},
         config={**CLIP_L_AND_LLAMA, "clip_g": CLIP, "t5xxl": T5}, detected="LLAMA3_8",
-        marks=(MARK_OF_CLIP_L, MARK_OF_CLIP_G, MARK_OF_T5, MARK_OF_LLAMA),
-    ),
-    "qwen2.5-vl": _llama(
-        "qwen_image", "qwen25_7b", "QWEN25_7B", {f"{LAYER}self_attn.k_proj.bias": (512,)},
-        sees=True, hidden_size=64,
-    ),
-    "qwen3": _llama(
-        "lumina2", "qwen3_4b", "QWEN3_4B",
-        {
-            f"{LAYER}post_attention_layernorm.weight": (2560,),
-            f"{LAYER}self_attn.q_norm.weight": (128,),
-        },
-    ),
+        marks=(MARK_OF_CLIP_L, MARK_OF_CLIP_G, MARK_OF_T5, MARK_OF_LLAMA)),
+    "qwen2.5-vl": _llama("qwen_image", "qwen25_7b", "QWEN25_7B",
+        {f"{LAYER}self_attn.k_proj.bias": (512,)}, sees=True, hidden_size=64),
+    "qwen3": _llama("lumina2", "qwen3_4b", "QWEN3_4B",
+        {f"{LAYER}post_attention_layernorm.weight": (2560,),
+        f"{LAYER}self_attn.q_norm.weight": (128,)}),
     "qwen3-vl": _qwen_3_vl(layers=5),
     "qwen3-vl, 36 layers": _qwen_3_vl(layers=36),
     "gemma2": _gemma_2(),
@@ -338,20 +306,12 @@ CANDIDATES = {
     "gemma4": _gemma_4("GEMMA_4_E4B", 41, hidden_size_per_layer_input=16, num_kv_shared_layers=2),
     "gemma4 and projection": _ltx_2(),
     "gemma4 without vision layers": _gemma_4("GEMMA_4_12B", 47),
-    "t5-gemma": Encoder(
-        kind="stable_audio", parts={"t5gemma": "t5gemma"}, config={}, detected="T5_GEMMA",
-        marks=({"model.encoder.layers.0.pre_self_attn_layernorm.weight": (64,)},),
-    ),
-    "gpt-oss": Encoder(
-        kind="lens", parts={"gpt_oss": "gpt_oss"}, config={},
+    "t5-gemma": Encoder(kind="stable_audio", parts={"t5gemma": "t5gemma"}, config={},
+        detected="T5_GEMMA",
+        marks=({"model.encoder.layers.0.pre_self_attn_layernorm.weight": (64,)},)),
+    "gpt-oss": Encoder(kind="lens", parts={"gpt_oss": "gpt_oss"}, config={},
         settings={"gpt_oss_config": GPT_OSS, "selected_layers": (1, 3), "txt_offset": 7},
-        detected="GPT_OSS_20B",
-        marks=(
-            {
-                "layers.0.self_attn.sinks": (4,),
-                "layers.0.mlp.experts.gate_up_proj.weight": (4, 128, 64),
-            },
-        ),
-    ),
+        detected="GPT_OSS_20B", marks=({"layers.0.self_attn.sinks": (4,),
+        "layers.0.mlp.experts.gate_up_proj.weight": (4, 128, 64)},),),
 }  # fmt: skip
 ENCODERS = {name: each for name, each in CANDIDATES.items() if each.have}

@@ -7,19 +7,14 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
-import comfy.model_base
-import comfy.model_management
-import comfy.ops
 import torch
+from comfy import model_base, model_management, ops
 
 from wanstream.host import ModelStreaming, ShareVisits, current_host
 from wanstream.host.comfy import versions
@@ -27,12 +22,12 @@ from wanstream.host.comfy.native import load
 from wanstream.schema import OffloadPolicy
 
 from . import families
-from .families import FAMILIES, Family
+from .families import FAMILIES
 
 LIMITS = {"smallest_block": 20_000, "smallest_model": 1_000}
 """Size limits for blocks in the tiny models."""
 LAYERWISE = OffloadPolicy.layerwise(1)
-POLICIES: dict[str, Callable[[int], OffloadPolicy]] = {
+POLICIES = {
     "layerwise": lambda _: LAYERWISE,
     "block swap": lambda blocks: OffloadPolicy.block_swap(blocks // 2),
     "resident": lambda _: OffloadPolicy.resident(),
@@ -46,11 +41,7 @@ WAN = FAMILIES["wan_t2v"]
 FLUX = FAMILIES["flux"]
 
 
-Run = Callable[[Any], torch.Tensor]
-"""Samples with a MODEL."""
-
-
-def load_native(path: Path, weight_dtype: str, policy: Any, share: str = "auto", **limits: Any):
+def load_native(path, weight_dtype, policy, share="auto", **limits):
     """Return a MODEL whose blocks stream. See `load.load_native` and `ModelStreaming`."""
     streaming = ModelStreaming(policy=policy, share_visits=ShareVisits(share))
     return load.load_native(path, weight_dtype, streaming, current_host(), limits)
@@ -59,17 +50,17 @@ def load_native(path: Path, weight_dtype: str, policy: Any, share: str = "auto",
 class Files:
     """Checkpoints, written once, and the models loaded from them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
-        self._natives: dict[tuple[str, str], Any] = {}
+        self._natives = {}
 
-    def path(self, family: Family, dtype: str = "fp32") -> Path:
+    def path(self, family, dtype="fp32"):
         path = self.folder / f"{family.name}_{dtype}.safetensors"
         if not path.exists():
             family.write(path, dtype)
         return path
 
-    def native(self, family: Family, form: str = "fp32") -> Any:
+    def native(self, family, form="fp32"):
         """Return ComfyUI's MODEL, the same one for each call."""
         dtype, weight_dtype = FORMATS.get(form, (form, "default"))
         if (family.name, form) not in self._natives:
@@ -78,14 +69,12 @@ class Files:
             self._natives[family.name, form] = loaded
         return self._natives[family.name, form]
 
-    def forget(self) -> None:
+    def forget(self):
         """Drop all native models."""
         self._natives.clear()
         gc.collect()
 
-    def streamed(
-        self, family: Family, form="fp32", policy: Any = "layerwise", share="auto", **limits: int
-    ) -> Any:
+    def streamed(self, family, form="fp32", policy="layerwise", share="auto", **limits):
         """Return a new streamed MODEL, under a policy or one that `POLICIES` has."""
         dtype, weight_dtype = FORMATS.get(form, (form, "default"))
         named = isinstance(policy, str)
@@ -98,11 +87,11 @@ class Files:
             model.with_settings(replace(model.streaming, policy=chosen))
         return model
 
-    def pair(self, run: Run, family: Family, form="fp32", **settings: Any) -> tuple[Any, Any]:
+    def pair(self, run, family, form="fp32", **settings):
         """Return ComfyUI's result and a new streamed MODEL."""
         return run(self.native(family, form)), self.streamed(family, form, **settings)
 
-    def lora(self, family: Family = WAN, kind: str = "lora") -> Path:
+    def lora(self, family=WAN, kind="lora"):
         """Return a LoRA from `families.LORAS`."""
         path = self.folder / f"{family.name}_{kind}.safetensors"
         if not path.exists():
@@ -110,20 +99,16 @@ class Files:
         return path
 
 
-def empty_network(path: str, **settings: Any) -> dict[str, list[int]]:
+def empty_network(path, **settings):
     """Return the shapes in a network of ComfyUI, by key."""
     module, _, name = path.rpartition(".")
-    operations = comfy.ops.disable_weight_init
+    settings |= {"dtype": torch.float16, "device": "meta", "operations": ops.disable_weight_init}
     with torch.device("meta"):
-        network = getattr(import_module(module), name)(
-            **settings, dtype=torch.float16, device="meta", operations=operations
-        )
+        network = getattr(import_module(module), name)(**settings)
     return {key: list(tensor.shape) for key, tensor in network.state_dict().items()}
 
 
-def write_header(
-    path: Path, tensors: Mapping[str, tuple[str, list[int], int]], metadata: Mapping[str, str]
-) -> int:
+def write_header(path, tensors, metadata):
     """Write a safetensors header and a hole in place of tensors. Return the hole's bytes.
 
     Tensors have a dtype, a shape, and bytes per value.
@@ -141,47 +126,43 @@ def write_header(
     return end
 
 
-def room_for_one(_: object, input_shape: list[int], **__: Any) -> float:
+def room_for_one(_, input_shape, **__):
     """Activation bytes, so many for a batch that ComfyUI computes conditions one by one."""
     return 1e30 if input_shape[0] > 1 else 1e6
 
 
-def one_by_one() -> Any:
+def one_by_one():
     """Let ComfyUI compute conditions one by one."""
-    return patch.object(comfy.model_base.BaseModel, "memory_required", room_for_one)
+    return patch.object(model_base.BaseModel, "memory_required", room_for_one)
 
 
-def with_free(nbytes: int) -> Any:
+def with_free(nbytes):
     """Let the device seem to have free memory."""
 
-    def free(_: object = None, torch_free_too: bool = False) -> Any:
+    def free(_=None, torch_free_too=False):
         return (nbytes, 0) if torch_free_too else nbytes
 
-    return patch.object(comfy.model_management, "get_free_memory", free)
+    return patch.object(model_management, "get_free_memory", free)
 
 
-def figures(model: Any) -> SimpleNamespace:
+def figures(model):
     """Return the counts from a streamed model's last run."""
     run = model.model.runs.last
     steps = run.shown.timeline.steps
     return SimpleNamespace(
-        bytes=[step.bytes_moved for step in steps],
-        experts=[step.expert for step in steps],
-        visits=run.session.visits,
-        fetches=run.session.fetches,
-        recompiled=run.session.recompiled,
-        notes=run.policy.notes,
-        steps=len(steps),
-    )
+        bytes=[step.bytes_moved for step in steps], experts=[step.expert for step in steps],
+        visits=run.session.visits, fetches=run.session.fetches, recompiled=run.session.recompiled,
+        notes=run.policy.notes, steps=len(steps),
+    )  # fmt: skip
 
 
 @contextmanager
-def counted_patches() -> Iterator[list[int]]:
+def counted_patches():
     """Count the weights that get patches in the last value of the list."""
     counts = [0]
     patched = versions.patched_weight
 
-    def counting(*args: Any, **settings: Any) -> torch.Tensor:
+    def counting(*args, **settings):
         counts[-1] += 1
         return patched(*args, **settings)
 
@@ -190,9 +171,9 @@ def counted_patches() -> Iterator[list[int]]:
 
 
 @contextmanager
-def logged(name: str = "") -> Iterator[list[str]]:
+def logged(name=""):
     """Yield the lines that are logged."""
-    lines: list[str] = []
+    lines = []
     log = logging.getLogger(name)
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -206,7 +187,7 @@ def logged(name: str = "") -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-def threads(*, readers: bool = False) -> list[str]:
+def threads(*, readers=False):
     """Return the run threads, with `readers` those that read parts of blocks too.
 
     They belong to the source, which lives longer.
@@ -215,14 +196,14 @@ def threads(*, readers: bool = False) -> list[str]:
     return [name for name in names if readers or not name.startswith("wanstream-read_")]
 
 
-def same(run: Run, model: Any, expected: torch.Tensor, runs: int = 1) -> list[str]:
+def same(run, model, expected, runs=1):
     """Check that all runs have ComfyUI's result. Return the notes of the last one."""
     for _ in range(runs):
         assert torch.equal(run(model), expected)
     return list(figures(model).notes)
 
 
-def has_ended(run: Run, model: Any, expected: torch.Tensor) -> None:
+def has_ended(run, model, expected):
     """Check that nothing is left of a run, and that the next one is right."""
     assert not model.weights.running
     assert threads() == []

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import traceback
-from typing import Any
 
 BASE = sys.argv[1]
 # ComfyUI's own modules, imported in `main.py` order.
@@ -31,7 +30,7 @@ load_pack()
 import wanstream.nodes  # noqa: E402, F401 - takes seconds
 
 
-def _run(code: str, arguments: list[Any], seconds: int, files: dict[str, str]) -> int:
+def _run(code: str, arguments, seconds: int, files: dict[str, str]) -> int:
     """Run code, with results in files, as in a separate process. Return the exit code."""
     signal.alarm(seconds)  # ends the process
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):

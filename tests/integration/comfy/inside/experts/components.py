@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import comfy.ldm.wan.vae2_2
-import comfy.sd
-import comfy.utils
 import folder_paths
 import torch
+from comfy import sd, utils
 from comfy_extras import nodes_wan
 from safetensors.torch import save_file
 
@@ -28,9 +25,8 @@ from wanstream.testing.weights import (
     make_wan22_vae,
 )
 from wanstream.tests.support.wan.quantised_files import FP8_LAYOUTS
+from wanstream.wan import open_text_encoder, open_vae
 from wanstream.wan.latents import WAN21, WAN22
-from wanstream.wan.text import open_text_encoder
-from wanstream.wan.vae import open_vae
 
 from ...custom_nodes.clip import TestClip
 from ..checks import for_each, require
@@ -49,11 +45,11 @@ START, END = (
 """Images in two sizes, neither equal to the video's."""
 
 
-def _loaded(path: Path) -> Any:
-    return comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(path)))
+def _loaded(path):
+    return sd.VAE(sd=utils.load_torch_file(str(path)))
 
 
-def _check_frames(path: Path, vae: Any, latent: torch.Tensor) -> None:
+def _check_frames(path, vae, latent):
     """Compare the decoded frames."""
     (theirs,) = nodes.VAEDecode().decode(vae, {"samples": latent})
     with open_vae(path) as vae:
@@ -64,7 +60,7 @@ def _check_frames(path: Path, vae: Any, latent: torch.Tensor) -> None:
     assert _difference(ours, theirs) <= 1e-5
 
 
-def _given_frames(vae: str, text: Any, start: int, end: int, width: int, batch: int) -> Any:
+def _given_frames(vae, text, start, end, width, batch):
     ends = {"end_image": END[:end]} if end else {}
     size = {"width": width, "height": HEIGHT, "frames": FRAMES, "batch_size": batch}
     return WanStreamImageToVideo.execute(text, text, vae, START[:start], **size, **ends).args
@@ -72,7 +68,7 @@ def _given_frames(vae: str, text: Any, start: int, end: int, width: int, batch: 
 
 @for_each(None, "comfy_quant")
 def check_text_encoder(folder, layout):
-    require(hasattr(comfy.utils, "convert_old_quants"), "quantised text encoders")
+    require(hasattr(utils, "convert_old_quants"), "quantised text encoders")
     file = folder / f"{layout}.safetensors"
     encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
     quantised = None if layout is None else FP8_LAYOUTS[layout]
@@ -88,7 +84,7 @@ def check_text_encoder(folder, layout):
 
 def check_wan21_vae(folder):
     """Frames, and conditions from images: one, five, the first and the last, many of both."""
-    require('sd["decoder.head.0.gamma"]' in inspect.getsource(comfy.sd), "VAE of another width")
+    require('sd["decoder.head.0.gamma"]' in inspect.getsource(sd), "VAE of another width")
     file = folder / WAN21_VAE
     save_vae_file(make_vae(seed=0), file)
     vae = _loaded(file)
@@ -114,7 +110,7 @@ def check_wan22_vae(folder):
     wide = comfy.ldm.wan.vae2_2.WanVAE
     save_vae_file(make_wan22_vae(seed=0), file)
 
-    def thin(**config: Any) -> Any:
+    def thin(**config):
         return wide(**{**config, "dim": 4, "dec_dim": 8})
 
     with patch.object(comfy.ldm.wan.vae2_2, "WanVAE", thin):
@@ -142,7 +138,7 @@ def check_tiny_vae(folder, space):
     _check_frames(file, _loaded(file), _normal(1, space.channels, 3, 4, 5, seed=0))
 
 
-def setup(folder: Path) -> Path:
+def setup(folder):
     for kind in ("text_encoders", "vae"):
         folder_paths.add_model_folder_path(kind, str(folder), is_default=True)
     return folder

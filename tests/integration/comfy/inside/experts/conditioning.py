@@ -9,7 +9,6 @@ import importlib.util
 import inspect
 import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace as Namespace
 from typing import Any, ClassVar
 
@@ -18,11 +17,7 @@ from comfy_api.latest import io
 
 from wanstream.sampling import denoise
 from wanstream.sampling.inputs import DenoiseRequest, RequestOptions, native_inputs
-from wanstream.sampling.inputs.conditioning_keys import (
-    IGNORED,
-    READ,
-    REFUSED,
-)
+from wanstream.sampling.inputs.conditioning_keys import IGNORED, READ, REFUSED
 from wanstream.sampling.steps import Guidance, RequestError, StepSettings
 from wanstream.schema import OffloadPolicy
 from wanstream.wan.experts.open import open_experts
@@ -37,41 +32,31 @@ START_IMAGE_NODES = (
     # The audio is a patch on the MODEL, which our nodes cannot take.
     "WanInfiniteTalkToVideo",
 )  # fmt: skip
-EXPECTED: dict[str, dict[str, str]] = {
+EXPECTED = {
     **{name: {} for name in START_IMAGE_NODES},
     # Without a camera it is an ordinary start image.
     "WanCameraImageToVideo": dict.fromkeys(("camera_conditions", "all"), "camera_conditions"),
     # Without a face or a pose it is an ordinary start image. Animate weights are refused on
     # opening.
-    "WanAnimateToVideo": {
-        "face_video": "face_video_pixels", "pose_video": "pose_video_latent",
-        "all": "pose_video_latent",
-    },
+    "WanAnimateToVideo": {"face_video": "face_video_pixels", "pose_video": "pose_video_latent",
+        "all": "pose_video_latent"},
     # The reference image alone is reference_latents, ignored by plain weights in native sampling
     # too.
-    "WanSCAILToVideo": {
-        "pose_video": "pose_video_latent", "pose_video_mask": "driving_mask_28ch",
-        "all": "pose_video_latent",
-    },
+    "WanSCAILToVideo": {"pose_video": "pose_video_latent", "pose_video_mask": "driving_mask_28ch",
+        "all": "pose_video_latent"},
     "WanFunControlToVideo": {"*": "concat_latent_image"},
     "Wan22FunControlToVideo": {"*": "concat_mask_index"},
     "WanVaceToVideo": {"*": "vace_frames"},
     "WanPhantomSubjectToVideo": {"*": "time_dim_concat"},
-    "WanSoundImageToVideo": {
-        "*": "control_video", "audio_encoder_output": "audio_embed",
-        "ref_motion": "reference_motion", "all": "audio_embed",
-    },
+    "WanSoundImageToVideo": {"*": "control_video", "audio_encoder_output": "audio_embed",
+        "ref_motion": "reference_motion", "all": "audio_embed"},
     "WanSoundImageToVideoExtend": {"*": "reference_motion"},
     "WanHuMoImageToVideo": {"*": "audio_embed"},
-    "WanAnimate2ToVideo": {
-        "*": "cross_attn_pose", "pose_video": "pose_video_latent", "all": "pose_video_latent",
-        "clip_vision_output": "clip_vision_output_pose",
-        "clip_vision_output_pose": "clip_vision_output_pose",
-    },
+    "WanAnimate2ToVideo": {"*": "cross_attn_pose", "pose_video": "pose_video_latent",
+        "all": "pose_video_latent", "clip_vision_output": "clip_vision_output_pose",
+        "clip_vision_output_pose": "clip_vision_output_pose"},
     # Without music it is an ordinary start image.
-    "WanDancerVideo": {
-        "audio_encoder_output": "audio_embed", "all": "clip_vision_output_ref",
-    },
+    "WanDancerVideo": {"audio_encoder_output": "audio_embed", "all": "clip_vision_output_ref"},
 }  # fmt: skip
 """The refused key by node and way to connect it, "*" for all others. Without one it runs."""
 
@@ -96,7 +81,7 @@ class Model:
     model_options: ClassVar[Any] = {"transformer_options": {}}
     model_dtype = add_wrapper_with_key = set_model_patch = lambda *_: torch.float32
 
-    def clone(self) -> Model:
+    def clone(self):
         return self
 
 
@@ -110,32 +95,30 @@ class AudioProjection:
     context_tokens = 32
     output_dim = 768
 
-    def __call__(self, first: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+    def __call__(self, first, later):
         return torch.zeros(1, 3, 32, 8)
 
 
-def _audio(width: int, layers: int) -> dict[str, Any]:
+def _audio(width, layers):
     encoded = [torch.ones(1, 60, width)] * layers
     features = {"encoded_audio_all_layers": encoded, "audio_feature": encoded[0]}
     return {**features, "audio_samples": 16000, "fps": 30.0}
 
 
-def _values(node: str) -> dict[str, Any]:
+def _values(node):
     """Something for every input on these nodes, by name."""
     picture = torch.full((1, SIZE, SIZE, 3), 0.25)
     video = torch.full((FRAMES, SIZE, SIZE, 3), 0.75)
     audio = {"WanHuMoImageToVideo": (1280, 33), "WanInfiniteTalkToVideo": (768, 13)}
     text = {"pooled_output": None}
     seen = _clip(tokens=257, width=1280)
-    by_value: list[tuple[Any, str]] = [
+    by_value = [
         ([[torch.full((1, 6, 4096), 0.01), text]], "positive"),
         ([[torch.full((1, 5, 4096), 0.02), text]], "negative"),
-        ([[torch.full((1, 4, 4096), 0.03), text]], "positive_pose"),
-        (Vae(16, 8), "vae"),
+        ([[torch.full((1, 4, 4096), 0.03), text]], "positive_pose"), (Vae(16, 8), "vae"),
         (Model(), "model"),
         (Namespace(model=Namespace(audio_proj=AudioProjection())), "model_patch"),
-        (SIZE, "width height"),
-        (FRAMES, "length motion_frame_count"),
+        (SIZE, "width height"), (FRAMES, "length motion_frame_count"),
         (picture, "start_image end_image ref_image reference_image images continue_motion"),
         (picture, "pose_video_mask reference_image_mask"),
         (video, "control_video pose_video face_video background_video ref_motion previous_frames"),
@@ -146,21 +129,16 @@ def _values(node: str) -> dict[str, Any]:
         (torch.ones(1, 24, (FRAMES - 1) // 4 + 1, SIZE, SIZE), "camera_conditions"),
         ({"samples": torch.ones(1, 16, 25, SIZE // 8, SIZE // 8)}, "video_latent"),
         (json.dumps([[{"x": 8 * point, "y": 8} for point in range(4)]]), "tracks"),
-        ({"mode": "single_speaker"}, "mode"),
-        (0.0, "pose_start pose_start_percent"),
+        ({"mode": "single_speaker"}, "mode"), (0.0, "pose_start pose_start_percent"),
         (1.0, "pose_end pose_end_percent pose_strength strength reference_image_strength"),
-        (1.0, "audio_scale"),
-        (220.0, "temperature"),
-        (0, "video_frame_offset"),
-        (1, "batch_size"),
-        (2, "topk"),
-        (5, "continue_motion_max_frames previous_frame_count"),
+        (1.0, "audio_scale"), (220.0, "temperature"), (0, "video_frame_offset"), (1, "batch_size"),
+        (2, "topk"), (5, "continue_motion_max_frames previous_frame_count"),
         (False, "replacement_mode"),
-    ]
+    ]  # fmt: skip
     return {name: value for value, names in by_value for name in names.split()}
 
 
-def wan_nodes() -> dict[str, Any]:
+def wan_nodes():
     """Every node in ComfyUI's Wan modules with a conditioning output."""
     found = {}
     for module in (importlib.import_module(f"comfy_extras.{name}") for name in MODULES):
@@ -172,7 +150,7 @@ def wan_nodes() -> dict[str, Any]:
     return found
 
 
-def _given(node: str, schema: Any, optional: list[str]) -> dict[str, Any]:
+def _given(node, schema, optional):
     values = _values(node)
     if node == "WanMoveTrackToVideo":
         values["tracks"] = {"track_path": torch.full((FRAMES, 1, 2), 8.0)}
@@ -180,7 +158,7 @@ def _given(node: str, schema: Any, optional: list[str]) -> dict[str, Any]:
     return {name: values[name] for name in names}
 
 
-def _run(folder: Path, results: tuple[Any, ...], keys: set[str]) -> None:
+def _run(folder, results, keys):
     """Run our sampler with a node's first conditioning, last conditioning and latent."""
     sides = [value for value in results if isinstance(value, list)]
     latent = next(value for value in results if isinstance(value, dict) and "samples" in value)
@@ -195,12 +173,12 @@ def _run(folder: Path, results: tuple[Any, ...], keys: set[str]) -> None:
     assert made.latents.isfinite().all()
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value):
     """Return True for a number or a flag, which cannot be a picture."""
     return isinstance(value, int | float | str)
 
 
-def _check(folder: Path, node: str, way: str, results: tuple[Any, ...]) -> None:
+def _check(folder, node, way, results):
     """It runs, or is refused by the name of its key, and all keys are known."""
     options = [each for side in results if isinstance(side, list) for _, each in side]
     keys = {key for each in options for key, value in each.items() if not _is_number(value)}

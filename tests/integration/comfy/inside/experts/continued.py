@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace as Namespace
-from typing import Any
 
 import comfy.latent_formats
 import folder_paths
@@ -38,9 +37,7 @@ class Saver(WanStreamSaveLatent):
     hidden = Namespace(unique_id="1", prompt=None, extra_pnginfo=None)
 
 
-def _native_condition(
-    anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int
-) -> dict[str, torch.Tensor]:
+def _native_condition(anchor, previous, overlap):
     """Return the I2V condition as SVI 2.0 Pro fills it."""
     parts = [anchor[:, :, :1]]
     if previous is not None:
@@ -53,9 +50,7 @@ def _native_condition(
     return {"concat_latent_image": torch.cat(parts, dim=2), "concat_mask": mask}
 
 
-def native_clip(
-    pair: Side, anchor: torch.Tensor, previous: torch.Tensor | None, overlap: int, seed: int
-) -> torch.Tensor:
+def native_clip(pair, anchor, previous, overlap, seed):
     values = _native_condition(anchor, previous, overlap)
     sides = [node_helpers.conditioning_set_values(side, values) for side in pair.sides]
     latent = {"samples": torch.zeros(1, 16, LATENT_FRAMES, *anchor.shape[3:])}
@@ -63,7 +58,7 @@ def native_clip(
     return ksamplers(*pair.natives, sides, latent, **settings)["samples"]
 
 
-def our_clip(pair: Side, seed: int, **continued: Any) -> dict[str, Any]:
+def our_clip(pair, seed, **continued):
     given = WanStreamContinueVideo.execute(*pair.sides, frames=FRAMES, **continued).args
     *sides, latent = given
     settings = {"seed": seed, "steps": STEPS, "switch_step": SWITCH, "flow_shift": SHIFT}
@@ -72,8 +67,8 @@ def our_clip(pair: Side, seed: int, **continued: Any) -> dict[str, Any]:
 
 @for_each(1, 2)
 def check_three_clips(pair, overlap):
-    native: torch.Tensor | None = None
-    ours: dict[str, Any] | None = None
+    native = None
+    ours = None
     clips = []
     for seed in SEEDS:
         native = native_clip(pair, ANCHOR, native, overlap, seed)
@@ -106,5 +101,5 @@ def check_latent_files(pair):
     assert {*folder.glob("x_*")} == before
 
 
-def setup(folder: Path) -> Side:
+def setup(folder):
     return Side(folder, "i2v")

@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from operator import attrgetter, itemgetter
 from types import FunctionType
 from types import SimpleNamespace as Namespace
-from typing import Any
 
-import comfy.cli_args
 import comfy.k_diffusion.sampling
-import comfy.model_management
-import comfy.sample
-import comfy.samplers
-import comfy.sd
-import comfy.utils
 import latent_preview
 import numpy
 import torch
+from comfy import cli_args, model_management, sample, samplers, utils
 from comfy_extras import nodes_advanced_samplers, nodes_custom_sampler
 
 from wanstream.host import current_host
@@ -32,12 +25,9 @@ from wanstream.host.auto_policy import AutoPlanner
 from wanstream.host.comfy.experts.guider import ExpertsGuider
 from wanstream.host.comfy.samplers import predicted_sigmas, preserve_random_state
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
-from wanstream.plan import AutoOffload, Machine
-from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
+from wanstream.plan import AutoOffload, Machine, OffloadPolicy
+from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.sampling.steps import NonFiniteLatentError, RequestError
-from wanstream.schema import OffloadPolicy
-from wanstream.schema.records import Timeline
 from wanstream.schema.refs.experts import ExpertsRef
 from wanstream.tests.support.rounding import ROUNDING
 
@@ -61,15 +51,15 @@ UNPREDICTED = {*SEEDLESS, ADAPTIVE, "euler", "uni_pc"}
 """Samplers that also run without a dry run."""
 
 
-class NativePair(comfy.samplers.CFGGuider):
+class NativePair(samplers.CFGGuider):
     """Both experts as ComfyUI loads them, each with its guidance."""
 
-    def __init__(self, high: Any, low: Any, guidance: tuple[float, float]) -> None:
+    def __init__(self, high, low, guidance):
         super().__init__(switching(high, low, BOUNDARY))
         self.guidance = guidance
-        self.calls: list[str] = []
+        self.calls = []
 
-    def predict_noise(self, x: Any, timestep: torch.Tensor, *args: Any, **more: Any) -> Any:
+    def predict_noise(self, x, timestep, *args, **more):
         is_low = float(timestep[0]) * 1000 < BOUNDARY * 1000
         self.calls.append("low" if is_low else "high")
         self.set_cfg(self.guidance[is_low])
@@ -79,51 +69,51 @@ class NativePair(comfy.samplers.CFGGuider):
 class Unpredicted(ExpertsGuider):
     """Our guider without a dry run."""
 
-    def _predict_sigmas(self, *_: Any) -> list[float]:
+    def _predict_sigmas(self, *_):
         return []
 
 
 class Side:
     """Both guiders for one kind of expert, and runs with no other difference."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder, kind):
         self.folder = folder
         high, low = (folder / f"{kind}_{name}.safetensors" for name in ("high", "low"))
         self.ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
         self.natives = [shifted(high, SHIFT), shifted(low, SHIFT)]
         self.sides = texts(12, 9)
 
-    def with_values(self, **values: Any) -> Side:
+    def with_values(self, **values):
         """Return the same experts, with more values next to both texts."""
         changed = copy.copy(self)
         changed.sides = [[[text, {**given, **values}]] for ((text, given),) in self.sides]
         return changed
 
-    def ours(self, scales: tuple[float, float] = GUIDANCE, **changes: Any) -> Any:
+    def ours(self, scales=GUIDANCE, **changes):
         sides = dict(zip(("positive", "negative"), self.sides, strict=True))
         given = {**sides, "boundary_ratio": BOUNDARY, "flow_shift": SHIFT, **changes}
         high, low = scales
         node = WanStreamGuider.execute(self.ref, **given, guidance_high=high, guidance_low=low)
         return node.args[0]
 
-    def unpredicted(self, guider: Any) -> Unpredicted:
+    def unpredicted(self, guider):
         plain = Unpredicted(guider.host, guider.model_patcher, guider.settings, guider.requested)
         plain.set_conds(*self.sides)
         return plain
 
-    def theirs(self, guidance: tuple[float, float] = GUIDANCE) -> NativePair:
+    def theirs(self, guidance=GUIDANCE):
         guider = NativePair(*self.natives, guidance)
         guider.set_conds(*self.sides)
         return guider
 
-    def request(self, noise: torch.Tensor, **more: Any) -> DenoiseRequest:
+    def request(self, noise, **more):
         """Return the same run for our own sampler."""
         positive, negative = (text for ((text, _),) in self.sides)
         experts = {"guidance": GUIDANCE, "boundary_ratio": BOUNDARY}
         given = {"sigmas": simple_sigmas(), "solver": "euler", **experts, **more}
         return DenoiseRequest(noise, positive, negative=negative, **given)
 
-    def by_our_sampler(self, noise: torch.Tensor, **more: Any) -> tuple[torch.Tensor, Timeline]:
+    def by_our_sampler(self, noise, **more):
         """Return our own sampler's raw latent and timeline."""
         pair = current_host().models.experts(self.ref)
         policy = OffloadPolicy.layerwise()
@@ -131,68 +121,60 @@ class Side:
         raw = self.ours().model_patcher.model.process_latent_out(run.latents)
         return raw, run.timeline
 
-    def check(
-        self,
-        sampler: Any = "euler",
-        sigmas: torch.Tensor | None = None,
-        guidance: tuple[float, float] = GUIDANCE,
-        **run: Any,
-    ) -> torch.Tensor:
+    def check(self, sampler="euler", sigmas=None, guidance=GUIDANCE, **run):
         """Run both guiders, compare the results, and return ours."""
-        ours, theirs = (
-            sampled(guider, sampler, sigmas, **run)
-            for guider in (self.ours(guidance), self.theirs(guidance))
-        )
+        guiders = (self.ours(guidance), self.theirs(guidance))
+        ours, theirs = (sampled(guider, sampler, sigmas, **run) for guider in guiders)
         assert _difference(ours, theirs) <= NEAR
         return ours
 
 
 def sampled(
-    guider: Any,
-    sampler: Any = "euler",
-    sigmas: torch.Tensor | None = None,
+    guider,
+    sampler="euler",
+    sigmas=None,
     *,
-    seed: int | None = SEED,
-    latent: torch.Tensor | None = None,
-    noise: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    callback: Any = None,
-) -> torch.Tensor:
+    seed=SEED,
+    latent=None,
+    noise=None,
+    mask=None,
+    callback=None,
+):
     """A run as SamplerCustomAdvanced makes it, the random state set to the same start."""
     if isinstance(sampler, str):
-        sampler = comfy.samplers.sampler_object(sampler)
+        sampler = samplers.sampler_object(sampler)
     elif isinstance(sampler, FunctionType):
-        sampler = comfy.samplers.KSAMPLER(sampler)
+        sampler = samplers.KSAMPLER(sampler)
     sigmas = simple_sigmas() if sigmas is None else sigmas
     latent = torch.zeros(SHAPE) if latent is None else latent
     torch.manual_seed(0)
     numpy.random.seed(0)
     random.seed(0)
-    noise = comfy.sample.prepare_noise(latent, SEED) if noise is None else noise
+    noise = sample.prepare_noise(latent, SEED) if noise is None else noise
     settings = {"denoise_mask": mask, "callback": callback, "disable_pbar": True, "seed": seed}
     # A copy: some samplers write into their sigmas.
     return guider.sample(noise, latent, sampler, sigmas.clone(), **settings)
 
 
-def simple_sigmas(name: str = "euler") -> torch.Tensor:
+def simple_sigmas(name="euler"):
     """Sigmas as KSampler makes them for a sampler."""
-    discard = name in comfy.samplers.KSampler.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
+    discard = name in samplers.KSampler.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
     sigmas = current_host().models.sigmas("simple", STEPS + discard, 1.0, SHIFT)
     return torch.cat([sigmas[:-2], sigmas[-1:]]) if discard else sigmas
 
 
-def _state() -> list[object]:
+def _state():
     kind, keys, *rest = numpy.random.get_state()
     return [torch.get_rng_state().tolist(), kind, keys.tolist(), rest, random.getstate()]
 
 
 # With "_gpu" in the name they draw their noise on a GPU.
-@for_each(*(name for name in comfy.samplers.SAMPLER_NAMES if not name.endswith("_gpu")))
+@for_each(*(name for name in samplers.SAMPLER_NAMES if not name.endswith("_gpu")))
 def check_sampler(side, name):
-    sampler: Any = name
+    sampler = name
     sigmas = simple_sigmas(name)
     if name == ADAPTIVE:  # coarse, and so with few calls
-        sampler = comfy.samplers.ksampler(name, {"rtol": 0.5, "atol": 0.5})
+        sampler = samplers.ksampler(name, {"rtol": 0.5, "atol": 0.5})
     ours = side.ours()
     theirs = side.theirs()
     result = sampled(ours, sampler, sigmas)
@@ -221,16 +203,14 @@ def check_sampler(side, name):
 
 
 def check_schedules(side):
-    assert len(comfy.samplers.SAMPLER_NAMES) >= 42
+    assert len(samplers.SAMPLER_NAMES) >= 42
     names = current_host().models.schedule_names()
-    assert names == [*comfy.samplers.SCHEDULER_NAMES, "wan"]
+    assert names == [*samplers.SCHEDULER_NAMES, "wan"]
     for name in names:
         whole = {"steps": STEPS, "denoise": 1.0}
         part = {"steps": 3, "denoise": 0.5}
-        sigmas = [
-            WanStreamSigmas.execute(name, flow_shift=SHIFT, **length).args[0]
-            for length in (whole, part)
-        ]
+        given = partial(WanStreamSigmas.execute, name, flow_shift=SHIFT)
+        sigmas = [given(**length).args[0] for length in (whole, part)]
         if name == "wan":
             side.check("dpmpp_2m", sigmas[0])
         else:
@@ -257,7 +237,7 @@ def check_guidance_of_one(side, high, low, fewest):
         assert _difference(result, sampled(side.theirs(guidance), name)) <= NEAR
 
 
-GUIDANCE_OPTIONS: dict[str, Any] = {
+GUIDANCE_OPTIONS = {
     "sampler_cfg_function": lambda call: call["uncond"] + call["cond"] * call["cond_scale"] * 0.5,
     "sampler_pre_cfg_function": [lambda call: call["conds_out"][::-1]],
     "sampler_post_cfg_function": [lambda call: call["denoised"] - 0.1 * call["uncond_denoised"]],
@@ -294,7 +274,7 @@ def check_odd_sizes(side, *size):
     native = side.check(latent=zeros)
     mask = _normal(1, 1, *size, seed=5).sigmoid()
     side.check(latent=_normal(2, 16, *size, seed=3), mask=mask)
-    ours, _ = side.by_our_sampler(comfy.sample.prepare_noise(zeros, SEED))
+    ours, _ = side.by_our_sampler(sample.prepare_noise(zeros, SEED))
     assert _difference(ours, native) <= NEAR
 
 
@@ -303,7 +283,7 @@ def check_batch(side):
     zeros = torch.zeros(2, *SHAPE[1:])
     together = side.ours()
     alone = side.ours()
-    noise = comfy.sample.prepare_noise(zeros, SEED)
+    noise = sample.prepare_noise(zeros, SEED)
     both = sampled(together, "dpmpp_2m", latent=zeros)
     assert torch.equal(both[1:], sampled(alone, "dpmpp_2m", noise=noise[1:].clone()))
     # A run before may have left blocks for the first call.
@@ -312,7 +292,7 @@ def check_batch(side):
     side.check("dpmpp_2m", latent=zeros)
 
 
-def slow_machine(*_: object) -> Machine:
+def slow_machine(*_):
     """One whose disk is slow."""
     names = ("flops", "decode_bytes", "copy_bytes", "quantise_bytes")
     rates = {f"{name}_per_s": 1e9 for name in names}
@@ -321,7 +301,7 @@ def slow_machine(*_: object) -> Machine:
 
 
 @contextmanager
-def planned_by(planner: AutoPlanner) -> Iterator[list[Any]]:
+def planned_by(planner):
     """Replace the planner, and collect the predictions that runs announce."""
     host = current_host()
     announced = []
@@ -348,13 +328,11 @@ def check_predicted_calls(side):
         guider = side.ours()
         sampled(guider, "heun")
     (predicted,) = known
-    names = ("index", "expert", "sigma", "bytes_moved", "read_bytes")
+    facts = itemgetter("index", "expert", "sigma", "bytes_moved", "read_bytes")
     steps = [step.to_dict() for step in guider.timeline.steps]
     assert predicted["kind"] == "simulated"
     assert len(steps) == 11
-    assert [[step[name] for name in names] for step in predicted["steps"]] == [
-        [step[name] for name in names] for step in steps
-    ]
+    assert [*map(facts, predicted["steps"])] == [*map(facts, steps)]
 
 
 def check_planned_policy(side):
@@ -379,7 +357,7 @@ def check_split_sigmas(side):
 
 def check_endless_sampler(side):
     """A sampler that never accepts a step is tried for a while."""
-    sampler = comfy.samplers.ksampler(ADAPTIVE, {"accept_safety": 1e9})
+    sampler = samplers.ksampler(ADAPTIVE, {"accept_safety": 1e9})
     patcher = side.ours().model_patcher
     guider = Namespace(inner_model=patcher.model, model_patcher=patcher)
     assert len(predicted_sigmas(guider, sampler, simple_sigmas(), SEED)) == 2000
@@ -388,14 +366,11 @@ def check_endless_sampler(side):
 def check_our_sampler(side):
     guider = side.ours()
     result = sampled(guider)
-    noise = comfy.sample.prepare_noise(torch.zeros(SHAPE), SEED)
+    noise = sample.prepare_noise(torch.zeros(SHAPE), SEED)
     ours, timeline = side.by_our_sampler(noise)
     assert _difference(result, ours) <= ROUNDING
-    for name in ("bytes_moved", "expert", "sigma"):
-        steps = guider.timeline.steps, timeline.steps
-        assert [getattr(step, name) for step in steps[0]] == [
-            getattr(step, name) for step in steps[1]
-        ]
+    facts = attrgetter("bytes_moved", "expert", "sigma")
+    assert [*map(facts, guider.timeline.steps)] == [*map(facts, timeline.steps)]
 
 
 def check_interrupt(side):
@@ -404,10 +379,10 @@ def check_interrupt(side):
     whole = sampled(guider, "heun")
     visited = []
 
-    def cancel(*_: Any) -> None:
+    def cancel(*_):
         visited.append(1)
         if len(visited) == 3:
-            comfy.model_management.interrupt_current_processing(True)
+            model_management.interrupt_current_processing(True)
 
     patcher = guider.model_patcher
     models = patcher.model.pair.engine(patcher.policy, torch.device("cpu")).models
@@ -417,7 +392,7 @@ def check_interrupt(side):
         hook.remove()
     # The third lane cancels the run: the other lane finishes the block.
     assert len(visited) == 4
-    assert not comfy.model_management.processing_interrupted()
+    assert not model_management.processing_interrupted()
     assert torch.equal(sampled(guider, "heun"), whole)
 
 
@@ -429,12 +404,12 @@ def check_failing_sampler(side):
     guider = side.ours()
     whole = sampled(guider)
 
-    def fail(step: int, *_: Any) -> None:
+    def fail(step, *_):
         if step == 2:
-            raise comfy.model_management.OOM_EXCEPTION("made up")
+            raise model_management.OOM_EXCEPTION("made up")
 
-    refused(lambda: sampled(guider, callback=fail), kind=comfy.model_management.OOM_EXCEPTION)
-    comfy.model_management.unload_all_models()
+    refused(lambda: sampled(guider, callback=fail), kind=model_management.OOM_EXCEPTION)
+    model_management.unload_all_models()
     assert guider.model_patcher.loaded_size() == 0
     assert torch.equal(sampled(guider), whole)
 
@@ -447,18 +422,18 @@ def check_eviction(side):
     cpu = torch.device("cpu")
     during = []
 
-    def evict(step: int, *_: Any) -> None:
+    def evict(step, *_):
         if step == 1:
             freed = patcher.partially_unload(cpu, 10)
-            loaded = [each.model for each in comfy.model_management.current_loaded_models]
+            loaded = [each.model for each in model_management.current_loaded_models]
             during.append((freed, patcher in loaded))
         if step == 3:
-            comfy.model_management.unload_all_models()
+            model_management.unload_all_models()
             during.append(patcher.loaded_size() > 0)
 
     assert torch.equal(sampled(guider, callback=evict), whole)
     assert during == [(10, True), True]
-    comfy.model_management.load_models_gpu([patcher])
+    model_management.load_models_gpu([patcher])
     patcher.detach()
     assert patcher.loaded_size() == 0
 
@@ -468,7 +443,7 @@ def check_random_state(_):
     before = _state()
 
     @preserve_random_state()
-    def trial() -> None:
+    def trial():
         torch.manual_seed(9)
         torch.rand(3), numpy.random.rand(3), random.random()
         assert _state() != before
@@ -482,7 +457,7 @@ def check_sampler_of_another_pack(side):
     """It is never dry-run, and right all the same."""
     runs = []
 
-    def foreign(*given: Any, **more: Any) -> torch.Tensor:
+    def foreign(*given, **more):
         runs.append(1)
         return back_and_forth(*given, **more)
 
@@ -520,14 +495,14 @@ def check_previews(side):
     """Previews sent to the browser by ComfyUI's sampling node and our progress bar, by method."""
     methods = latent_preview.LatentPreviewMethod
     pictures = {methods.Latent2RGB: ["JPEG", 6, 8], methods.NoPreviews: None}
-    shown: list[object] = []
+    shown = []
 
-    def look(done: int, total: int, preview: Any, *_: Any, **__: Any) -> None:
+    def look(done, total, preview, *_, **__):
         shown.append([done, total, preview and [preview[0], *preview[1].size]])
 
-    comfy.utils.set_progress_bar_global_hook(look)
+    utils.set_progress_bar_global_hook(look)
     for method, picture in pictures.items():
-        comfy.cli_args.args.preview_method = method
+        cli_args.args.preview_method = method
         shown.clear()
         latent = guided(side.ours(), {"samples": torch.zeros(SHAPE)}, simple_sigmas()[:4])
         assert latent.shape == SHAPE
@@ -540,10 +515,10 @@ def check_previews(side):
             assert {preview for *_, preview in shown} == {None}
         else:
             assert shown == [*sampling, [1, 4, picture], [4, 4, None]]
-    comfy.cli_args.args.preview_method = methods.Latent2RGB
+    cli_args.args.preview_method = methods.Latent2RGB
     current_host().events.progress(4, None).update(1, _normal(1, 48, 2, 4, 3, seed=6))
     assert shown[-1] == [1, 4, ["JPEG", 3, 4]]
-    comfy.utils.set_progress_bar_global_hook(None)
+    utils.set_progress_bar_global_hook(None)
 
 
 def check_refusals(side):
@@ -554,13 +529,13 @@ def check_refusals(side):
     parts = torch.nested.nested_tensor([torch.zeros(SHAPE[1:]), torch.zeros(8, 10, 1, 1)])
     two = torch.zeros(2, *SHAPE[1:])
 
-    def per_sample(model: Any, x: Any, sigmas: Any, extra_args: Any, **_: Any) -> torch.Tensor:
+    def per_sample(model, x, sigmas, extra_args, **_):
         return model(x, torch.linspace(0.9, 0.8, len(x)), **extra_args)
 
-    def broken(model: Any, x: Any, sigmas: Any, extra_args: Any, **_: Any) -> torch.Tensor:
+    def broken(model, x, sigmas, extra_args, **_):
         return model(x * float("nan"), sigmas[:1], **extra_args)
 
-    def curious(model: Any, x: Any, sigmas: Any, extra_args: Any, **_: Any) -> torch.Tensor:
+    def curious(model, x, sigmas, extra_args, **_):
         return model.inner_model.inner_model.diffusion_model(x)
 
     replaced = side.ours()
@@ -568,13 +543,12 @@ def check_refusals(side):
     replaced.model_options = {**replaced.model_options, **options}
     run = partial(partial, sampled)
     ours = partial(partial, side.ours)
+    reads = "the sampler curious reads the attribute diffusion_model of the model"
     calls = {
         "the sampler lcm_upscale changes the size of the latent from": run(side.ours(), resizing),
         "a sigma is 14.6, but flow models have none above 1": run(side.ours(), sigmas=karras),
         "uses 2 noise levels in one model call": run(side.ours(), per_sample, latent=two),
-        "the sampler curious reads the attribute diffusion_model of the model": (
-            run(side.ours(), curious)
-        ),
+        reads: run(side.ours(), curious),
         "sampler_calc_cond_batch_function": run(replaced),
         "positive carries a ControlNet (control)": ours(positive=control),
         "the latent has several parts": run(side.ours(), latent=parts, noise=parts),
@@ -588,11 +562,8 @@ def check_refusals(side):
 def check_images(text):
     """Conditioning from WanImageToVideo (one mask channel) and WanFirstLastFrameToVideo (four)."""
     side = Side(text.folder, "i2v")
-    refused(
-        lambda: sampled(side.ours()),
-        "these are image-to-video experts, and no start image is connected",
-        kind=RequestError,
-    )
+    words = "these are image-to-video experts, and no start image is connected"
+    refused(lambda: sampled(side.ours()), words, kind=RequestError)
     for size, channels, kept in ((SHAPE[2:], 1, 1), (SHAPE[2:], 4, 1), ((2, 9, 7), 4, 1)):
         mask = torch.ones(1, channels, *size)
         mask[:, :, :kept] = 0
@@ -607,5 +578,5 @@ def check_images(text):
     side.with_values(concat_latent_image=image).check(latent=image, mask=mask)
 
 
-def setup(folder: Path) -> Side:
+def setup(folder):
     return Side(folder, "t2v")

@@ -5,25 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from safetensors.torch import load_file
 
-from wanstream.block_kernels import choice, int8_attention, multiplication
+from wanstream.block_kernels import EXACT, Int8Linear, choice, int8_attention, multiplication
 from wanstream.block_kernels.attention import Kernels
-from wanstream.block_kernels.block_math import EXACT
-from wanstream.block_kernels.int8_linear import Int8Linear
-from wanstream.offload.formats import (
-    MXFP8,
-    NVFP4,
-    EightBit,
-    decode_tensor,
-    kronecker_factors,
-)
+from wanstream.offload.formats import MXFP8, NVFP4, EightBit, decode_tensor, kronecker_factors
 from wanstream.offload.sources import read_tensors
 from wanstream.testing import TinyShape, make_expert, save_expert_file
 from wanstream.testing.experts import native_layer
@@ -58,12 +48,10 @@ def check_values(_):
     by_row = kitchen.quantize_int8_rowwise(weight)
     whole = kitchen.quantize_int8_tensorwise(weight)
     for packing, (codes, scale), expected in (
-        (EightBit(), by_row, simple(*by_row)),
-        (EightBit(by_row=False), whole, simple(*whole)),
+        (EightBit(), by_row, simple(*by_row)), (EightBit(by_row=False), whole, simple(*whole)),
         (EightBit(group=256), rotated, kitchen.dequantize_int8_convrot_weight(*rotated, 256)),
-        (MXFP8, mxfp8, kitchen.dequantize_mxfp8(*mxfp8, **fp32)),
-        (NVFP4, nvfp4, four_bits),
-    ):
+        (MXFP8, mxfp8, kitchen.dequantize_mxfp8(*mxfp8, **fp32)), (NVFP4, nvfp4, four_bits),
+    ):  # fmt: skip
         scale = scale.view(torch.uint8) if scale.element_size() == 1 else scale
         tensors = {"weight": codes, "weight_scale": scale}
         if packing == NVFP4:
@@ -123,9 +111,8 @@ def check_written_files(folder):
     write_int8(open_expert(folder / "source.safetensors"), folder / "int8.safetensors")
     tensors = load_file(folder / "int8.safetensors")
     expert = open_expert(folder / "int8.safetensors")
-    packed = {
-        name: each for name, each in expert.weights.items() if isinstance(each.packing, EightBit)
-    }
+    weights = expert.weights.items()
+    packed = {name: each for name, each in weights if isinstance(each.packing, EightBit)}
     assert len(packed) == 10
     assert len([key for key in tensors if key.endswith(".comfy_quant")]) == 10
     for name, stored in read_tensors(packed).items():
@@ -160,7 +147,7 @@ def check_attention(_):
     """comfy-kitchen's fits into our blocks."""
     import comfy_kitchen
 
-    def fault(dtype: torch.dtype) -> str | None:
+    def fault(dtype):
         operation = comfy_kitchen.int8_attention
         results = int8_attention._test_results(operation, CPU, dtype)
         return choice.fault_of(lambda: results, int8_attention.LARGEST_ERROR)
@@ -168,9 +155,8 @@ def check_attention(_):
     on_cpu = "fails (ValueError: q, k, and v must be on the same CUDA device)"
     assert fault(torch.bfloat16) == on_cpu
     # The operation of comfy-kitchen has no code for a CPU: it gets the definition of its roundings.
-    comfy_kitchen.sage_attention._op_int8_attention.register_kernel("cpu")(
-        lambda q, k, v, scale: quantised_attention(q, k, v, scale).contiguous()
-    )
+    operation = comfy_kitchen.sage_attention._op_int8_attention
+    operation.register_kernel("cpu")(lambda *given: quantised_attention(*given).contiguous())
     assert [fault(dtype) for dtype in (torch.float32, torch.bfloat16)] == [None, None]
     torch.manual_seed(0)
     block = WanTransformerBlock(256, 256, 2, cross_attn_norm=True).eval().requires_grad_(False)
@@ -195,10 +181,10 @@ def check_registry(_):
     """The last case: it registers backends."""
     import comfy_kitchen
 
-    def refusal(dtype: torch.dtype = torch.bfloat16) -> str | None:
+    def refusal(dtype=torch.bfloat16):
         return int8_attention.int8_attention_refusal(torch.device("cuda", 0), dtype)
 
-    def refusals(*names: str) -> Any:
+    def refusals(*names):
         return choice.backend_refusal(comfy_kitchen, *names)
 
     registry = comfy_kitchen.registry
@@ -216,7 +202,7 @@ def check_registry(_):
         assert refusal(torch.float16) == DISABLED
 
 
-def setup(folder: Path) -> Path:
+def setup(folder):
     require(importlib.util.find_spec("comfy_kitchen"), "comfy-kitchen")
     importlib.import_module("comfy.quant_ops")  # as in core, before comfy-kitchen
     return folder

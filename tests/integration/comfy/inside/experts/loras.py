@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 
-import comfy.model_management
-import comfy.sd
 import folder_paths
 import torch
+from comfy import model_management, sd
 from safetensors.torch import load_file, save_file
 
 import nodes
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.testing.experts import make_lora
-from wanstream.testing.weights import TinyShape, make_expert
-from wanstream.wan import Lane, forward_lanes
-from wanstream.wan.experts.open import open_experts
-from wanstream.wan.lora.file import open_lora
+from wanstream.testing import TinyShape, make_expert, make_lora
+from wanstream.wan import Lane, forward_lanes, open_experts, open_lora
 
 from ..checks import for_each
 from ..families import _difference, _normal, write_lora
@@ -28,19 +23,13 @@ LATENTS = _normal(1, 16, 2, 4, 6, seed=0)
 TEXT = _normal(1, 512, 4096, seed=1)
 FOR_COMFYUI = " for ComfyUI"
 
-Stack = list[tuple[str, float]]
-Tensors = dict[str, torch.Tensor]
 
-
-def _doras(weights: Tensors) -> dict[str, Tensors]:
+def _doras(weights):
     """Two DoRAs for some layers in every block, and what ComfyUI needs for one of them."""
     generator = torch.Generator().manual_seed(9)
-    files: dict[str, Tensors] = {}
-    for name in (
-        f"blocks.{block}.{layer}"
-        for block in range(4)
-        for layer in ("self_attn.q", "cross_attn.o", "ffn.0")
-    ):
+    files = {}
+    layers = ("self_attn.q", "cross_attn.o", "ffn.0")
+    for name in (f"blocks.{block}.{layer}" for block in range(4) for layer in layers):
         weight = weights[f"{name}.weight"]
         rows, columns = weight.shape
         up = 0.2 * torch.randn(rows, 4, generator=generator)
@@ -61,54 +50,46 @@ def _doras(weights: Tensors) -> dict[str, Tensors]:
     return files
 
 
-def _native(expert: Path, stack: Stack) -> torch.Tensor:
-    model = comfy.sd.load_diffusion_model(str(expert), model_options={"dtype": torch.float32})
+def _native(expert, stack):
+    model = sd.load_diffusion_model(str(expert), model_options={"dtype": torch.float32})
     for name, strength in stack:
         lora = f"{name}.safetensors"
         (model,) = nodes.LoraLoaderModelOnly().load_lora_model_only(model, lora, strength)
-    comfy.model_management.load_models_gpu([model], force_full_load=True)
+    model_management.load_models_gpu([model], force_full_load=True)
     result = model.model.diffusion_model(LATENTS, TIMESTEP, TEXT, transformer_options={})
-    comfy.model_management.unload_all_models()
+    model_management.unload_all_models()
     return result
 
 
 @cache
-def _without_lora(expert: Path) -> torch.Tensor:
+def _without_lora(expert):
     return _native(expert, [])
 
 
 @for_each(
-    [],
-    [("lightning", 0.8)],
-    [("lora", 1.0)],
-    [("kohya", 1.0)],
-    [("diff", -0.7)],
-    [("lokr", 0.8)],
-    [("loha", -0.6)],
-    [("dora columns", 0.7)],
-    [(f"dora rows{FOR_COMFYUI}", 0.7)],
+    [], [("lightning", 0.8)], [("lora", 1.0)], [("kohya", 1.0)], [("diff", -0.7)], [("lokr", 0.8)],
+    [("loha", -0.6)], [("dora columns", 0.7)], [(f"dora rows{FOR_COMFYUI}", 0.7)],
     [("lightning", 0.5), ("diff", 0.3), ("kohya", -1.0)],
-)
+)  # fmt: skip
 def check_one_forward(expert, stack):
     native = _native(expert, stack)
     with open_experts(expert, expert, compute_dtype=torch.float32) as pair:
-        files = [
-            (expert.with_name(f"{name.replace(FOR_COMFYUI, '')}.safetensors"), strength)
-            for name, strength in stack
-        ]
-        pair.set_loras([(open_lora(file), strength) for file, strength in files], [])
+        loras = []
+        for name, strength in stack:
+            file = expert.with_name(f"{name.replace(FOR_COMFYUI, '')}.safetensors")
+            loras.append((open_lora(file), strength))
+        pair.set_loras(loras, [])
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
         lane = Lane(latents=LATENTS, text=TEXT)
         with engine.run(step_visits(["high"], engine.block_counts)) as run:
-            [found] = forward_lanes(
-                engine.models["high"], [lane], TIMESTEP, lambda block: run.visit(0, "high", block)
-            )
+            visit = partial(run.visit, 0, "high")
+            [found] = forward_lanes(engine.models["high"], [lane], TIMESTEP, visit)
     assert _difference(found, native) <= 1e-5
     if stack:
         assert _difference(native, _without_lora(expert)) > 1e-2
 
 
-def setup(folder: Path) -> Path:
+def setup(folder):
     expert = folder / "t2v_high.safetensors"
     weights = load_file(expert)
     lightning = make_lora(make_expert(TinyShape(), seed=1), seed=3)

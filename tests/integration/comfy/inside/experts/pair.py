@@ -7,13 +7,9 @@ fp32, with the same noise, euler and `simple`.
 from __future__ import annotations
 
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
-import comfy.samplers
-import comfy.sd
-import comfy.utils
 import torch
+from comfy import samplers
 from comfy_extras.nodes_custom_sampler import SamplerCustom
 from comfy_extras.nodes_wan import WanFirstLastFrameToVideo, WanImageToVideo
 
@@ -23,16 +19,7 @@ from wanstream.testing import TinyShape, make_expert, save_expert_file
 from ..checks import for_each, refused
 from ..families import _normal
 from ..patches import node_results
-from ..samplers import (
-    Latent,
-    assert_near,
-    ksampler,
-    ksamplers,
-    our_sampler,
-    shifted,
-    texts,
-    write_vae,
-)
+from ..samplers import assert_near, ksampler, ksamplers, our_sampler, shifted, texts, write_vae
 
 WIDTH = 48
 HEIGHT = 32
@@ -51,41 +38,41 @@ VIDEO = {"samples": _normal(1, 16, *LATENT, seed=4)}
 TEXTS = texts(7, 5)
 
 
-def _expert(seed: int, channels: int) -> Any:
+def _expert(seed, channels):
     return make_expert(TinyShape(in_channels=channels, layers=3), seed=seed)
 
 
 class Pair:
     """Both experts, by ComfyUI's nodes and by ours."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         for name, (seed, channels) in EXPERTS.items():
             save_expert_file(_expert(seed, channels), self.file(name), dtype=torch.float16)
         self.vae = write_vae(folder)
         self.model = cache(lambda name: shifted(self.file(name), SHIFT))
 
-    def file(self, name: str) -> Path:
+    def file(self, name):
         return self.folder / f"{name}.safetensors"
 
-    def native(self, name, latent, start=0, end=10000, *, sides=TEXTS, cfg=4.0, **more) -> Latent:
+    def native(self, name, latent, start=0, end=10000, *, sides=TEXTS, cfg=4.0, **more):
         given = {"steps": STEPS, "cfg": cfg, "start": start, "end": end, **more}
         return ksampler(self.model(name), sides, latent, **given)
 
-    def native_pair(self, latent, sides=TEXTS, high="high", low="low") -> Latent:
+    def native_pair(self, latent, sides=TEXTS, high="high", low="low"):
         experts = self.model(high), self.model(low)
         settings = {"steps": STEPS, "switch": SWITCH, "cfg": (4.0, 3.0)}
         return ksamplers(*experts, sides, latent, **settings)
 
     def ours(
         self, latent, high="high", low="low", *, sides=TEXTS, cfg=(4.0, 3.0), switch=SWITCH, **more
-    ) -> Latent:
+    ):
         files = {"high_noise": self.file(high), "low_noise": self.file(low)}
         experts = ExpertsRef(**files, compute_dtype="float32")
         given = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": switch, **more}
         return our_sampler(experts, sides, latent, cfg=cfg, **given)
 
-    def compare(self, latent, sides=TEXTS, *experts: str) -> None:
+    def compare(self, latent, sides=TEXTS, *experts):
         native = self.native_pair(latent, sides, *experts)
         assert_near(self.ours(latent, *experts, sides=sides), native)
 
@@ -114,7 +101,7 @@ def check_three_samplers_of_either_kind(pair, kinds):
     In the kinds, o is ours and n is KSampler (Advanced).
     """
 
-    def chain(kinds: str) -> Latent:
+    def chain(kinds):
         stages = ("high", 0, 2, 4.0), ("high_lora", 2, 4, 4.0), ("low", 4, 10000, 3.0)
         latent = EMPTY
         for (name, start, end, cfg), kind in zip(stages, kinds, strict=True):
@@ -134,13 +121,13 @@ def check_three_samplers_of_either_kind(pair, kinds):
 def check_sigmas_of_another_node_in_parts(pair):
     """SplitSigmas' high part, then its low part, and both at once."""
     sampling = pair.model("high").get_model_object("model_sampling")
-    sigmas = comfy.samplers.calculate_sigmas(sampling, "beta", 7)
+    sigmas = samplers.calculate_sigmas(sampling, "beta", 7)
     split = int((sigmas >= 0.9).sum())
 
-    def custom(name, add_noise, cfg, sigmas, latent) -> Latent:
+    def custom(name, add_noise, cfg, sigmas, latent):
         given = {"model": pair.model(name), "add_noise": add_noise, "noise_seed": 7, "cfg": cfg}
         given |= {"positive": TEXTS[0], "negative": TEXTS[1], "latent_image": latent}
-        sampler = comfy.samplers.sampler_object("euler")
+        sampler = samplers.sampler_object("euler")
         return node_results(SamplerCustom, **given, sampler=sampler, sigmas=sigmas)[0]
 
     part = custom("high", True, 4.0, sigmas[: split + 1], EMPTY)
@@ -182,7 +169,7 @@ def check_masks_in_a_chain_and_in_a_batch(pair):
     assert_near(pair.ours(two, switch=0, cfg=(1.0, 1.0)), pair.native("low", two, cfg=1.0))
 
 
-def _picture(seed: int) -> torch.Tensor:
+def _picture(seed):
     return torch.rand(1, HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(seed))
 
 
@@ -190,7 +177,7 @@ START = _picture(5)
 END = _picture(6)
 
 
-def with_images(pair: Pair, name: str) -> tuple[Any, Any, Any]:
+def with_images(pair, name):
     """Return conditioning and latent by ComfyUI's nodes."""
     given = (*TEXTS, pair.vae, WIDTH, HEIGHT, FRAMES)
     if name in ("flf", "last frame"):
@@ -207,10 +194,9 @@ def check_image_to_video(pair, name):
 
 
 def check_an_image_without_a_mask(pair):
-    sides = [
-        [[text, {"concat_latent_image": values["concat_latent_image"]}]]
-        for ((text, values),) in with_images(pair, "start")[:2]
-    ]
+    name = "concat_latent_image"
+    given = with_images(pair, "start")[:2]
+    sides = [[[text, {name: values[name]}]] for ((text, values),) in given]
     for latent in (EMPTY, {**VIDEO, "noise_mask": LAST_FRAMES}):
         ours = pair.ours(latent, "i2v_high", "i2v_low", sides=sides, switch=0, cfg=(4.0, 4.0))
         assert_near(ours, pair.native("i2v_low", latent, sides=sides))
@@ -218,16 +204,11 @@ def check_an_image_without_a_mask(pair):
 
 def check_samplers_that_do_not_fit_together_are_refused(pair):
     left = pair.ours(EMPTY, end_step=2, leftover_noise=True)
+    two = "left at sigma 0.90921, and step 2 starts at sigma"
     for latent, settings, numbers in (
         (left, {"start_step": 3}, "at sigma 0.90921, and step 3 starts at sigma 0.83333"),
-        (
-            left, {"start_step": 2, "flow_shift": 8.0},
-            "left at sigma 0.90921, and step 2 starts at sigma 0.94126",
-        ),
-        (
-            left, {"start_step": 2, "steps": 8},
-            "left at sigma 0.90921, and step 2 starts at sigma 0.93750",
-        ),
+        (left, {"start_step": 2, "flow_shift": 8.0}, f"{two} 0.94126"),
+        (left, {"start_step": 2, "steps": 8}, f"{two} 0.93750"),
         (pair.ours(EMPTY), {"start_step": 2}, "turn leftover_noise on"),
     ):  # fmt: skip
         refused(partial(pair.ours, latent, add_noise=False, **settings), numbers)

@@ -8,17 +8,14 @@ checked against the original.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
-import comfy.sample
-import comfy.samplers
 import torch
+from comfy import sample
 from comfy_extras import nodes_custom_sampler, nodes_edit_model, nodes_wan
 from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
@@ -34,18 +31,7 @@ from wanstream.wan.latents import WAN21, WAN22
 
 from ..checks import for_each, refused, require
 from ..families import Family, _clip, _difference, _normal, _wan_family, native
-from ..samplers import (
-    NEAR,
-    SEED,
-    Latent,
-    Sides,
-    guided,
-    ksampler,
-    ksamplers,
-    our_sampler,
-    simple_sigmas,
-    texts,
-)
+from ..samplers import NEAR, SEED, guided, ksampler, ksamplers, our_sampler, simple_sigmas, texts
 
 SHIFT = 5.0
 STEPS = 5
@@ -57,9 +43,6 @@ LATENT_HEIGHT = 4
 LATENT_WIDTH = 6
 HAS_CONTEXTS = importlib.util.find_spec("comfy_extras.nodes_bernini") is not None
 """False for a ComfyUI that does not read context latents."""
-
-Inputs = tuple[Sides, Latent]
-"""Sampler inputs, made by ComfyUI's nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +57,7 @@ class Variant:
     pair: bool = False
     """True for a high-noise and a low-noise expert."""
 
-    def inputs(self, *, other: Collection[str] = (), batch: int = 1) -> Inputs:
+    def inputs(self, *, other=(), batch=1):
         """Return the outputs of the node.
 
         Args:
@@ -86,7 +69,7 @@ class Variant:
         vae = Vae(channels, pixels)
         height = LATENT_HEIGHT * pixels
         width = LATENT_WIDTH * pixels
-        given: dict[str, Any] = {}
+        given = {}
         for seed, name in enumerate(self.optional, start=70):
             frames = FRAMES if name == "control_video" else 1
             seed = seed + 100 * (name in other)
@@ -111,15 +94,15 @@ class Variant:
 class Vae:
     """A VAE whose latents depend on every pixel: averages over latent pixels, mixed and bent."""
 
-    def __init__(self, latent_channels: int, pixels: int) -> None:
+    def __init__(self, latent_channels, pixels):
         self.latent_channels = latent_channels
         self._pixels = pixels
         self._mix = _normal(latent_channels, 6, seed=60)
 
-    def spacial_compression_encode(self) -> int:
+    def spacial_compression_encode(self):
         return self._pixels
 
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode(self, pixels):
         """Return latents for pictures [frames, height, width, 3].
 
         The first picture is a latent frame by itself.
@@ -127,21 +110,20 @@ class Vae:
         frames, height, width, _ = pixels.shape
         first = pixels[:1].repeat(4, 1, 1, 1) if frames % 4 else pixels[:0]
         groups = torch.cat([first, pixels[frames % 4 :]])
-        cells = groups.reshape(
-            -1, 4, height // self._pixels, self._pixels, width // self._pixels, self._pixels, 3
-        )
+        size = self._pixels
+        cells = groups.reshape(-1, 4, height // size, size, width // size, size, 3)
         halves = cells.unflatten(1, (2, 2)).mean(dim=(2, 4, 6))
         mixed = torch.einsum("tshwc,dsc->dthw", 6 * (halves - 0.5), self._mix.view(-1, 2, 3))
         return (2 * mixed.tanh() + 0.3 * mixed)[None]
 
 
-def _family(name: str, channels: int, **settings: Any) -> Family:
+def _family(name, channels, **settings):
     base = "WAN22" if settings.get("latent_channels") == 48 else "WAN21"
     size = {"dim": 256, "layers": 4}
     return _wan_family(name, base, "model.WanModel", channels=channels, **size, **settings)
 
 
-def _fun_control(name: str, channels: int, latent: int, **model: Any) -> Variant:
+def _fun_control(name, channels, latent, **model):
     """Return a Fun Control 2.2 model for latents with this many channels."""
     settings = {"latent_channels": latent, "in_dim_ref_conv": latent}
     family = _family(name, channels, model_type="t2v", **settings)
@@ -149,19 +131,19 @@ def _fun_control(name: str, channels: int, latent: int, **model: Any) -> Variant
     return Variant(family=family, node=nodes_wan.Wan22FunControlToVideo, optional=optional, **model)
 
 
-def _fun_control_21() -> Variant:
+def _fun_control_21():
     """Return a later Fun Control 2.1 model. ComfyUI's node has no input for its reference."""
     family = _family("fun_control_21", 48, model_type="i2v", in_dim_ref_conv=16)
     optional = ("reference", "clip_vision_output", "start_image", "control_video")
     return Variant(family=family, node=nodes_wan.WanFunControlToVideo, optional=optional)
 
 
-def _fun_inp(family: Family, *more: str, **model: Any) -> Variant:
+def _fun_inp(family, *more, **model):
     optional = (*more, "start_image", "end_image")
     return Variant(family=family, node=nodes_wan.WanFunInpaintToVideo, optional=optional, **model)
 
 
-FUN: dict[str, Variant] = {
+FUN = {
     case.family.name: case
     for case in (
         _fun_control("fun_control_22", 52, 16, pair=True),
@@ -174,14 +156,14 @@ FUN: dict[str, Variant] = {
 }
 
 
-def _pictures(frames: int, height: int, width: int, *, seed: int) -> torch.Tensor:
+def _pictures(frames, height, width, *, seed):
     return torch.rand(frames, height, width, 3, generator=torch.Generator().manual_seed(seed))
 
 
 class Models:
     """A variant's experts in fp32 files, run by ComfyUI and by us."""
 
-    def __init__(self, folder: Path, variant: Variant) -> None:
+    def __init__(self, folder, variant):
         self.variant = variant
         self.experts = ("high", "low") if variant.pair else ("high",)
         self.files = []
@@ -194,16 +176,16 @@ class Models:
         self.ref = ExpertsRef(high_noise=self.files[0], low_noise=low, **settings)
 
     @cached_property
-    def models(self) -> list[Any]:
+    def models(self):
         """MODELs after Load Diffusion Model and ModelSamplingSD3."""
         loaded = [native(path, self.variant.family) for path in self.files]
         return [ModelSamplingSD3().patch(model, SHIFT)[0] for model in loaded]
 
     @cached_property
-    def sigmas(self) -> torch.Tensor:
+    def sigmas(self):
         return simple_sigmas(self.models[0], STEPS)
 
-    def native_run(self, inputs: Inputs) -> torch.Tensor:
+    def native_run(self, inputs):
         """Return KSampler's latent. Pairs run in two, which switch at the step `SWITCH`."""
         sides, latent = inputs
         if not self.variant.pair:
@@ -213,10 +195,10 @@ class Models:
             run = ksamplers(*self.models, sides, latent, **settings)
         return run["samples"].cpu()
 
-    def native_dual_run(self, inputs: Inputs) -> torch.Tensor:
+    def native_dual_run(self, inputs):
         """Return the Dual CFG Guider's latent, with steps, noise and guidance of `native_run`."""
         sides, latent = inputs
-        noise = comfy.sample.prepare_noise(latent["samples"], SEED)
+        noise = sample.prepare_noise(latent["samples"], SEED)
         without_context = [[text, {"pooled_output": None}] for text, _ in sides[1]]
         parts = (slice(SWITCH + 1), slice(SWITCH, None)) if self.variant.pair else (slice(None),)
         for model, part, scale in zip(self.models, parts, GUIDANCE, strict=False):
@@ -227,24 +209,24 @@ class Models:
             noise = torch.zeros_like(noise)
         return latent["samples"]
 
-    def ours(self, inputs: Inputs, **changes: Any) -> torch.Tensor:
+    def ours(self, inputs, **changes):
         """Return our sampler's latent, with the settings of `native_run`."""
         switch = SWITCH if self.variant.pair else -1
         given = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": switch, **changes}
         return our_sampler(self.ref, *inputs, cfg=GUIDANCE, **given)["samples"]
 
-    def guider(self, inputs: Inputs, **more: Any) -> Any:
+    def guider(self, inputs, **more):
         # The native run switches at a step, and the guider at a noise level.
         boundary = float(self.sigmas[SWITCH - 1 : SWITCH + 1].mean())
         given = {"flow_shift": SHIFT, "boundary_ratio": boundary, **more}
         given |= {"guidance_high": GUIDANCE[0], "guidance_low": GUIDANCE[1]}
         return WanStreamGuider.execute(self.ref, *inputs[0], **given).args[0]
 
-    def by_guider(self, inputs: Inputs) -> torch.Tensor:
+    def by_guider(self, inputs):
         """Return the latent of ComfyUI's Euler over our guider, at `native_run`'s sigmas."""
         return guided(self.guider(inputs), inputs[1], self.sigmas)
 
-    def assert_parity(self, inputs: Inputs) -> torch.Tensor:
+    def assert_parity(self, inputs):
         """Compare whole runs by our sampler and our guider. Return ComfyUI's latent."""
         expected = self.native_run(inputs)
         for run in (self.ours, self.by_guider):
@@ -268,14 +250,14 @@ def check_two_videos(folder, name):
     Models(folder, FUN[name]).assert_parity(FUN[name].inputs(batch=2))
 
 
-def bernini(folder: Path, *, pair: bool) -> Models:
+def bernini(folder, *, pair):
     """Experts with text-to-video tensors, as Bernini has."""
     require(HAS_CONTEXTS, "context latents")
     family = _family("bernini_pair" if pair else "bernini", 16, model_type="t2v")
     return Models(folder, Variant(family=family, pair=pair))
 
 
-def context_inputs(*sizes: tuple[int, int, int], batch: int = 1) -> Inputs:
+def context_inputs(*sizes, batch=1):
     """Return BerniniConditioning's outputs for contexts in these sizes."""
     context = [_normal(1, 16, *size, seed=90 + number) for number, size in enumerate(sizes)]
     values = {"context_latents": context} if context else {}
@@ -309,11 +291,8 @@ def check_context_guidance(folder, pair, batch):
     ours = models.ours(inputs, guidance=guidance)
     assert _difference(ours, models.native_dual_run(inputs)) <= NEAR
     assert _difference(ours, models.ours(inputs)) > 0.01
-    refused(
-        lambda: models.guider(inputs, guidance=guidance),
-        "context_guidance is 1.75, which Wan Guider does not apply",
-        kind=RequestError,
-    )
+    words = "context_guidance is 1.75, which Wan Guider does not apply"
+    refused(lambda: models.guider(inputs, guidance=guidance), words, kind=RequestError)
 
 
 def check_refusals(folder):
@@ -328,7 +307,7 @@ SIZE = {"width": 48, "height": 32}
 """Pixel size for 4 x 6 latent pixels."""
 
 
-def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
+def _ours(node, vae, **inputs):
     """Return our node's outputs, with the test VAE in place of a file."""
     space = WAN22 if vae.latent_channels == WAN22.channels else WAN21
     positive, negative = texts(3, 3)
@@ -342,7 +321,7 @@ def _ours(node: Any, vae: Vae, **inputs: Any) -> list[Any]:
         return list(node.execute(**given).args)
 
 
-def _check_options(ours: list[Any], theirs: list[Any]) -> None:
+def _check_options(ours, theirs):
     """Compare what two nodes have put next to the text."""
     ((_, ours),) = ours
     ((_, theirs),) = theirs
@@ -356,17 +335,12 @@ def check_fun_control_node(_, channels, frames):
     factor = 2 if channels == 48 else 1
     vae = Vae(channels, 8 * factor)
     size = {side: factor * length for side, length in SIZE.items()}
-    pictures = {
-        "control_video": _pictures(13, 96, 100, seed=1),
-        "start_image": _pictures(1, 64, 80, seed=2),
-    }
+    control = _pictures(13, 96, 100, seed=1)
+    given = {**size, "control_video": control, "start_image": _pictures(1, 64, 80, seed=2)}
     reference = _pictures(2, 50, 60, seed=3)
-    ours = _ours(
-        WanStreamFunControl, vae, **size, frames=frames, reference_image=reference, **pictures
-    )
-    theirs = nodes_wan.Wan22FunControlToVideo.execute(
-        *texts(3, 3), vae, **size, length=frames, batch_size=1, ref_image=reference, **pictures
-    ).args
+    ours = _ours(WanStreamFunControl, vae, **given, frames=frames, reference_image=reference)
+    given |= {"length": frames, "batch_size": 1, "ref_image": reference}
+    theirs = nodes_wan.Wan22FunControlToVideo.execute(*texts(3, 3), vae, **given).args
     for side in (0, 1):
         _check_options(ours[side], theirs[side])
 
@@ -377,10 +351,8 @@ def check_bernini_node(_):
 
     vae = Vae(16, 8)
     pictures = _pictures(2, 50, 60, seed=3)
-    videos = {
-        "source_video": _pictures(13, 96, 100, seed=1),
-        "reference_video": _pictures(5, 70, 40, seed=4),
-    }
+    videos = {"source_video": _pictures(13, 96, 100, seed=1)}
+    videos["reference_video"] = _pictures(5, 70, 40, seed=4)
     node = partial(_ours, WanStreamBernini, vae, **SIZE, frames=9, longest_side=64)
     ours = node(reference_image=pictures, **videos)
     given = {"vae": vae, "batch_size": 1, "length": 9, "ref_max_size": 64, **SIZE, **videos}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
 
 from torch import nn
 
@@ -32,7 +30,7 @@ class _Other(Exception):
     """An expression that is no member of a ComfyUI module."""
 
 
-def _imported(node: ast.stmt) -> Iterator[tuple[str, object]]:
+def _imported(node):
     """Yield the ComfyUI modules and members imported by a statement."""
     if isinstance(node, ast.Import):
         for alias in node.names:
@@ -44,7 +42,7 @@ def _imported(node: ast.stmt) -> Iterator[tuple[str, object]]:
         yield from ((alias.name, getattr(module, alias.name)) for alias in node.names)
 
 
-def _member(node: ast.AST, imported: dict[str, Any]) -> Any:
+def _member(node, imported):
     if isinstance(node, ast.Name) and node.id in imported:
         return imported[node.id]
     if isinstance(node, ast.Attribute):
@@ -52,7 +50,7 @@ def _member(node: ast.AST, imported: dict[str, Any]) -> Any:
     raise _Other
 
 
-def _fault(node: ast.AST, imported: dict[str, Any]) -> str:
+def _fault(node, imported):
     """Return why ComfyUI has no such member, or does not take such a call, in words."""
     try:
         if isinstance(node, ast.Call):
@@ -68,7 +66,7 @@ def _fault(node: ast.AST, imported: dict[str, Any]) -> str:
     return ""
 
 
-def _call_fault(call: ast.Call, function: Any) -> str:
+def _call_fault(call, function):
     named = {each.arg: each.value for each in call.keywords}
     if None in named or any(isinstance(each, ast.Starred) for each in call.args):
         return ""
@@ -95,7 +93,7 @@ def check_public_names(_):
     assert not faults
 
 
-def _of_self(kind: type, context: type[ast.expr_context]) -> set[str]:
+def _of_self(kind, context):
     """Return the attributes on `self` and `super()` in a class's source."""
     return {
         node.attr
@@ -106,7 +104,7 @@ def _of_self(kind: type, context: type[ast.expr_context]) -> set[str]:
     }
 
 
-def _override_fault(ours: Callable[..., Any], theirs: Callable[..., Any]) -> str:
+def _override_fault(ours, theirs):
     """Return "" if `ours` takes all arguments from `theirs`, all by name or all by position."""
     parameters = inspect.signature(theirs).parameters.values()
     _, *named = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]

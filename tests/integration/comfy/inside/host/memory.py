@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import comfy.model_management as mm
@@ -26,20 +24,13 @@ from wanstream.host.auto_policy import AutoPlanner
 from wanstream.host.comfy.adapter.comfy_host import ComfyHost
 from wanstream.host.comfy.experts.patcher import make_room_for_probes
 from wanstream.host.machine_profile import PROBE_BYTES
-from wanstream.nodes.runs.decode import (
-    DecodeSettings,
-    TileNotes,
-    _first_tiling,
-)
-from wanstream.plan import AutoOffload, Bus
+from wanstream.nodes.runs.decode import DecodeSettings, TileNotes, _first_tiling
+from wanstream.plan import AutoOffload, Bus, OffloadPolicy
 from wanstream.plan.programs import BlockSize
-from wanstream.sampling import denoise, lane_names, run_shape, working_bytes
+from wanstream.sampling import DenoiseRequest, denoise, lane_names, run_shape, working_bytes
 from wanstream.sampling.cache import Stage
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import Side
-from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs.experts import ExpertsRef
-from wanstream.shapes import RunShape
 from wanstream.wan.experts.open import open_pair
 from wanstream.wan.vae.memory import DecodeNeeds
 
@@ -58,8 +49,6 @@ BLOCK_SWAP = OffloadPolicy.block_swap(6)
 LAYERWISE = OffloadPolicy.layerwise(1)
 RESIDENT = OffloadPolicy.resident()
 
-Files = tuple[str, str]
-
 
 class OnCpu:
     """Experts that ComfyUI sees on the made-up device.
@@ -67,63 +56,59 @@ class OnCpu:
     Every byte counts as a thousand (SCALE).
     """
 
-    def __init__(self, pair: Any) -> None:
+    def __init__(self, pair):
         self._pair = pair
         self.locked = 0
-        self.fails: Exception | None = None
+        self.fails = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._pair, name)
 
-    def engine(self, policy: OffloadPolicy, device: torch.device) -> Any:
+    def engine(self, policy, device):
         engine = self._pair.engine(policy, CPU)
         if self.fails is not None:
             raise self.fails
         return engine
 
-    def device_bytes(self, policy: OffloadPolicy, *, device: object = None) -> int:
+    def device_bytes(self, policy, *, device=None):
         return SCALE * int(self._pair.device_bytes(policy))
 
     @property
-    def loaded_bytes(self) -> int:
+    def loaded_bytes(self):
         return SCALE * int(self._pair.loaded_bytes)
 
-    def release_memory(self, nbytes: int) -> int:
+    def release_memory(self, nbytes):
         return SCALE * int(self._pair.release_memory(-(-nbytes // SCALE)))
 
     @property
-    def pinned_bytes(self) -> int:
+    def pinned_bytes(self):
         return self.locked if self._pair.loaded_bytes else 0
 
 
 class Neighbour(comfy.model_patcher.ModelPatcher):
     """Another model with `nbytes`, which loads and gives back any number of bytes."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes):
         super().__init__(torch.nn.Module(), GPU, CPU, size=nbytes)
 
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> int:
+    def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
         return self._take(min(int(extra_memory), self.size - self.loaded_size()))
 
-    def partially_unload(
-        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
-    ) -> int:
+    def partially_unload(self, device_to, memory_to_free=0, force_patch_weights=False):
         return -self._take(-min(int(memory_to_free) + 1, self.loaded_size()))
 
-    def detach(self, unpatch_all: bool = True) -> Any:
+    def detach(self, unpatch_all=True):
         if unpatch_all:
             self._take(-self.loaded_size())
         return self.model
 
-    def model_mmap_residency(self, free: bool = False) -> tuple[int, int]:
+    def model_mmap_residency(self, free=False):
         return self.size, self.size
 
-    def pinned_memory_size(self) -> int:
+    def pinned_memory_size(self):
         return self.size
 
-    def _take(self, nbytes: int) -> int:
+    def _take(self, nbytes):
         self.model.model_loaded_weight_memory += nbytes
         self.model.device = GPU if self.model.model_loaded_weight_memory else CPU
         return nbytes
@@ -132,72 +117,66 @@ class Neighbour(comfy.model_patcher.ModelPatcher):
 class World:
     """A device with `capacity` bytes, an empty list of loaded models, and a door."""
 
-    def __init__(self, high: str, low: str, capacity: int = PLENTY) -> None:
+    def __init__(self, high, low, capacity=PLENTY):
         self.ref = ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
         self.other = ExpertsRef(high_noise=Path(low), low_noise=Path(high), compute_dtype="float32")
         self.capacity = capacity
-        self.pairs: list[OnCpu] = []
-        self.neighbours: list[Any] = []
+        self.pairs = []
+        self.neighbours = []
         self.host = ComfyHost(self._open)
 
-    def _open(self, ref: ExpertsRef) -> OnCpu:
+    def _open(self, ref):
         self.pairs.append(OnCpu(open_pair(ref)))
         return self.pairs[-1]
 
     @property
-    def pair(self) -> OnCpu:
+    def pair(self):
         return self.pairs[-1]
 
     @property
-    def taken(self) -> int:
-        return sum(pair.loaded_bytes for pair in self.pairs) + sum(
-            n.loaded_size() for n in self.neighbours
-        )
+    def taken(self):
+        ours = sum(pair.loaded_bytes for pair in self.pairs)
+        return ours + sum(each.loaded_size() for each in self.neighbours)
 
-    def free(self, dev: object = None, torch_free_too: bool = False) -> Any:
+    def free(self, dev=None, torch_free_too=False):
         free = self.capacity - self.taken
         return (free, 0) if torch_free_too else free
 
-    def neighbour(self, nbytes: int) -> Neighbour:
+    def neighbour(self, nbytes):
         self.neighbours.append(Neighbour(nbytes))
         mm.load_models_gpu([self.neighbours[-1]], memory_required=0)
         return self.neighbours[-1]
 
-    def load(self, policy: OffloadPolicy, ref: ExpertsRef | None = None) -> Any:
+    def load(self, policy, ref=None):
         return self.host.models.load_experts(ref or self.ref, policy, working_bytes=WORKING)
 
-    def run(self, policy: OffloadPolicy, ref: ExpertsRef | None = None, on_step: Any = None) -> Any:
+    def run(self, policy, ref=None, on_step=None):
         loaded = self.load(policy, ref)
         noise = torch.randn(1, 16, 1, 4, 4, generator=torch.Generator().manual_seed(0))
         text = torch.randn(1, 5, 4096, generator=torch.Generator().manual_seed(1))
         request = DenoiseRequest(noise, text, steps=4, switch_step=2, solver="euler")
         return denoise(loaded.pair, request, policy=loaded.policy, device="cpu", on_step=on_step)
 
-    def planned(self, policy: OffloadPolicy) -> int:
+    def planned(self, policy):
         return int(self.host.models.experts(self.ref).device_bytes(policy))
 
     @property
-    def block(self) -> int:
+    def block(self):
         return self.planned(LAYERWISE) - self.planned(OffloadPolicy.layerwise(0))
 
     @property
-    def wanted(self) -> float:
+    def wanted(self):
         """Free bytes that ComfyUI requires in addition to the weights."""
         return max(mm.minimum_inference_memory(), WORKING + mm.extra_reserved_memory())
 
 
 @contextmanager
-def world(
-    files: Files, capacity: int = PLENTY, **settings: Any
-) -> Iterator[tuple[World, list[str]]]:
+def world(files, capacity=PLENTY, **settings):
     """A world with these memory manager settings, and our log messages in it."""
     made = World(*files, capacity)
     settings = {"vram_state": mm.VRAMState.NORMAL_VRAM, "MIN_WEIGHT_MEMORY_RATIO": 0.0, **settings}
-    settings |= {
-        "get_free_memory": made.free,
-        "get_torch_device": lambda: GPU,
-        "current_loaded_models": [],
-    }
+    settings |= {"get_free_memory": made.free, "get_torch_device": lambda: GPU}
+    settings["current_loaded_models"] = []
     with patch.multiple(mm, **settings), logged("wanstream.memory") as messages:
         try:
             yield made, messages
@@ -250,9 +229,8 @@ def check_eviction_by_block(files):
             assert here.pair.loaded_bytes == full
             freed = rf"freed [\d.]+ [MG]B of 8.81 GB for another model: {blocks} blocks"
             assert re.fullmatch(freed, messages.pop())
-            mm.current_loaded_models[:] = [
-                each for each in mm.current_loaded_models if each.model is not neighbour
-            ]
+            loaded = mm.current_loaded_models
+            loaded[:] = [each for each in loaded if each.model is not neighbour]
             here.neighbours.clear()
         assert messages == []
         # Blocks do not make up for what another model needs.
@@ -326,7 +304,7 @@ def check_eviction_by_dynamic_model(files):
     class Dynamic(comfy.model_patcher.ModelPatcherDynamic):
         """Everything but the pages, which need a device."""
 
-        def load(self, device_to: Any = None, *_: Any, **__: Any) -> None:
+        def load(self, device_to=None, *_, **__):
             self.model.device = device_to
 
     with ExitStack() as stack:
@@ -378,7 +356,7 @@ def check_page_locked_bytes(files):
     pinned = OffloadPolicy.layerwise(1, source="pinned")
     with world(files, TOTAL_PINNED_MEMORY=100) as (here, _):
 
-        def lock() -> None:
+        def lock():
             here.load(pinned)
             here.pair.locked = 5000
             here.load(pinned)
@@ -413,7 +391,7 @@ def check_eviction_of_running_experts(files, disabled):
         require("pins_required" in signature(mm.free_memory).parameters, "request to free memory")
     with world(files, DISABLE_SMART_MEMORY=disabled) as (here, messages):
 
-        def want_all(step: Any) -> None:
+        def want_all(step):
             if step.done == 2:
                 mm.free_memory(1e30, GPU)
 
@@ -445,7 +423,7 @@ def check_experts_of_a_deleted_guider(files):
 def check_out_of_memory(files):
     """Nothing is left after it, while we load and in a run."""
 
-    def fail(step: Any) -> None:
+    def fail(step):
         raise mm.OOM_EXCEPTION("made up")
 
     with world(files) as (here, _):
@@ -468,7 +446,7 @@ def check_step_short_of_memory(files):
         whole = here.run(BLOCK_SWAP)
         uses = iter(range(10**6))
 
-        def fail(*_: object) -> None:
+        def fail(*_):
             if next(uses) in {14, 20}:
                 raise mm.OOM_EXCEPTION("made up")
 
@@ -503,9 +481,8 @@ def check_planned_policy(files):
             shape = run_shape(pair, (1, 16, 1, 4, 4), GPU, lanes=lanes, sides=UNGUIDED)
             more = mm.EXTRA_RESERVED_VRAM + reserve * here.block
             with patch.object(mm, "EXTRA_RESERVED_VRAM", more):
-                choice = here.host.memory.choose_policy(
-                    pair, here.ref, AutoOffload(), _scaled(shape)
-                )
+                given = (pair, here.ref, AutoOffload(), _scaled(shape))
+                choice = here.host.memory.choose_policy(*given)
                 loaded = here.host.models.load_experts(here.ref, choice.policy, working_bytes=0)
             assert choice.policy.kind == "block_swap"
             assert loaded.policy == choice.policy
@@ -559,7 +536,7 @@ def check_room_for_a_decode(files):
         assert before - here.pair.loaded_bytes == here.block
 
 
-def _scaled(shape: RunShape) -> RunShape:
+def _scaled(shape):
     """Return the shape with a thousand times the bytes per block."""
     costs = shape.blocks
     names = ("stored_bytes", "file_bytes", "computed_bytes")
@@ -591,6 +568,6 @@ def check_model_interface(files):
         assert one == working_bytes(here.pair, [1, 16, 3, 60, 104], sides=(0, 0))
 
 
-def setup(folder: Path) -> Files:
+def setup(folder):
     high, low = (f"{folder}/deep_{name}.safetensors" for name in ("high", "low"))
     return high, low

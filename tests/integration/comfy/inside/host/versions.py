@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
-import comfy.hooks
-import comfy.lora
-import comfy.model_base
-import comfy.model_management
-import comfy.model_patcher
-import comfy.ops
-import comfy.samplers
-import comfy.sd
-import comfy.supported_models
-import comfy.utils
-import comfy.weight_adapter
 import execution
 import folder_paths
 import server
 import torch
+from comfy import (
+    hooks,
+    lora,
+    model_base,
+    model_management,
+    model_patcher,
+    ops,
+    samplers,
+    supported_models,
+    weight_adapter,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -63,41 +61,40 @@ stored_names twin_memo weight_before_patches weight_functions with_marked_layers
 """Names without a case. Other checks here, and tests of the server, fail where they are wrong."""
 INFERENCE_MODE = False
 
-Case = Callable[[Any], None]
-CASES: dict[str, Case] = {}
+CASES = {}
 
 
-def case(names: str) -> Callable[[Case], None]:
+def case(names):
     """Mark a function as the case for names in `versions`."""
     return partial(CASES.__setitem__, names)
 
 
 @cache
-def checkpoint() -> Path:
+def checkpoint():
     folder = Path(folder_paths.get_temp_directory(), "version_cases")
     folder.mkdir(parents=True)
     FAMILY.write(folder / "model.safetensors", "fp16")
     return folder / "model.safetensors"
 
 
-def configuration(**changes: Any) -> Any:
+def configuration(**changes):
     config = versions.model_config(load_file(checkpoint()), {})
     config.set_inference_dtype(torch.float16, None)
     vars(config).update(changes)
     return config
 
 
-def layer_of(model: Any) -> Any:
+def layer_of(model):
     return model.model.diffusion_model.blocks[0].ffn[0]
 
 
 @case("version")
-def _(_: Any) -> None:
+def _(_):
     assert f'version = "{versions.version()}"' in Path("pyproject.toml").read_text()
 
 
 @case("server has_viewers running_item QueueItem")
-def _(_: Any) -> None:
+def _(_):
     assert not hasattr(server.PromptServer, "instance")
     assert versions.server() is None
     assert not versions.has_viewers()
@@ -119,8 +116,8 @@ def _(_: Any) -> None:
 
 
 @case("loaded_models")
-def _(model: Any) -> None:
-    comfy.model_management.load_models_gpu([model])
+def _(model):
+    model_management.load_models_gpu([model])
     (entry,) = [entry for entry in versions.loaded_models(CPU) if entry.model is model]
     assert entry in versions.loaded_models()
     assert entry.model_loaded_memory() > 0
@@ -128,9 +125,9 @@ def _(model: Any) -> None:
 
 
 @case("is_dynamic without_dynamic_vram")
-def _(model: Any) -> None:
+def _(model):
     assert not versions.is_dynamic(model)
-    assert hasattr(comfy.model_patcher.ModelPatcher, "is_dynamic") != OLD
+    assert hasattr(model_patcher.ModelPatcher, "is_dynamic") != OLD
     assert hasattr(model, "cached_patcher_init") != OLD
     if not OLD:
         assert versions.is_dynamic(SimpleNamespace(is_dynamic=lambda: True))
@@ -141,33 +138,31 @@ def _(model: Any) -> None:
 
 
 @case("config_without_network")
-def _(_: Any) -> None:
-    family = comfy.supported_models.WAN21_T2V
+def _(_):
+    family = supported_models.WAN21_T2V
     config = versions.config_without_network(family, {"image_model": "wan2.1", "model_type": "t2v"})
-    model = comfy.model_base.BaseModel(config, comfy.model_base.ModelType.FLOW)
+    model = model_base.BaseModel(config, model_base.ModelType.FLOW)
     assert not hasattr(model, "diffusion_model")
 
 
 @case("layers_of set_layers linear_layers")
-def _(_: Any) -> None:
+def _(_):
     config = configuration()
     chosen = versions.layers_of(config, torch.float16, None)
-    assert chosen is comfy.ops.disable_weight_init
+    assert chosen is ops.disable_weight_init
     operations = type("Operations", (chosen,), {"Linear": type("Linear", (chosen.Linear,), {})})
     versions.set_layers(config, operations)
     assert versions.layers_of(config, torch.float16, None) is operations
     model = config.get_model(load_file(checkpoint()), "")
     assert type(model.diffusion_model.blocks[0].ffn[0]) is operations.Linear
     assert versions.linear_layers(model) == (nn.Linear, operations.Linear)
-    quantised = configuration(
-        **({"scaled_fp8": torch.float8_e4m3fn} if OLD else {"quant_config": {"mixed_ops": True}})
-    )
-    mixed = versions.layers_of(quantised, torch.float16, torch.float16)
+    marks = {"scaled_fp8": torch.float8_e4m3fn} if OLD else {"quant_config": {"mixed_ops": True}}
+    mixed = versions.layers_of(configuration(**marks), torch.float16, torch.float16)
     assert mixed is not versions.layers_of(configuration(), torch.float16, torch.float16)
 
 
 @case("multiply_in_fp8")
-def _(_: Any) -> None:
+def _(_):
     fast = native(checkpoint(), FAMILY, weight_dtype="fp8_e4m3fn_fast").model.model_config
     config = configuration(optimizations={})
     versions.multiply_in_fp8(config)
@@ -175,7 +170,7 @@ def _(_: Any) -> None:
 
 
 @case("compute_dtype")
-def _(model: Any) -> None:
+def _(model):
     for cast, dtype in ((None, model.model.get_dtype()), (torch.bfloat16, torch.bfloat16)):
         with patch.object(model.model, "manual_cast_dtype", cast):
             assert versions.compute_dtype(model.model) == dtype
@@ -183,9 +178,9 @@ def _(model: Any) -> None:
 
 
 @case("casts_weights set_weight_functions")
-def _(_: Any) -> None:
+def _(_):
     assert not versions.casts_weights(nn.Linear(2, 2))
-    layer = comfy.ops.manual_cast.Linear(2, 2)
+    layer = ops.manual_cast.Linear(2, 2)
     assert versions.casts_weights(layer)
     layer.weight.data.fill_(1)
     layer.bias.data.fill_(1)
@@ -195,12 +190,12 @@ def _(_: Any) -> None:
 
 
 @case("force_casts")
-def _(model: Any) -> None:
-    layer = comfy.ops.disable_weight_init.Linear(2, 2)
+def _(model):
+    layer = ops.disable_weight_init.Linear(2, 2)
     for _ in range(2):
         versions.force_casts(layer, forced=True)
         assert layer.comfy_cast_weights
-    comfy.model_patcher.wipe_lowvram_weight(layer)
+    model_patcher.wipe_lowvram_weight(layer)
     assert not layer.comfy_cast_weights
     assert not hasattr(layer, "prev_comfy_cast_weights")
     model.load(CPU)
@@ -208,8 +203,8 @@ def _(model: Any) -> None:
 
 
 @case("marked_as_patched")
-def _(model: Any) -> None:
-    layer = comfy.ops.manual_cast.Linear(2, 2)
+def _(model):
+    layer = ops.manual_cast.Linear(2, 2)
     with versions.marked_as_patched([layer]):
         assert layer.comfy_patched_weights
     assert not hasattr(layer, "comfy_patched_weights")
@@ -217,30 +212,28 @@ def _(model: Any) -> None:
     assert layer_of(model).comfy_patched_weights
 
 
-def with_lora(model: Any) -> Any:
+def with_lora(model):
     """Return a MODEL clone with a rank-3 LoRA on the weight `KEY`."""
     rows, columns = layer_of(model).weight.shape
     factors = (torch.randn(rows, 3), torch.randn(3, columns), 6.0, None, None, None)
     model = model.clone()
-    model.add_patches({KEY: comfy.weight_adapter.LoRAAdapter(set(), factors)}, 0.5)
+    model.add_patches({KEY: weight_adapter.LoRAAdapter(set(), factors)}, 0.5)
     return model
 
 
 @case("with_tensors _with_tensors patch_identity ByIdentity")
-def _(model: Any) -> None:
+def _(model):
     (patch,) = with_lora(model).patches[KEY]
-    found: list[torch.Tensor] = []
+    found = []
 
-    def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    def doubled(tensor):
         found.append(tensor)
         return tensor * 2
 
     changed = versions.with_tensors(patch, doubled)
     assert [tuple(tensor.shape)[-1] for tensor in found] == [3, layer_of(model).weight.shape[1]]
     weight = torch.zeros(layer_of(model).weight.shape)
-    once, twice = (
-        comfy.lora.calculate_weight([each], weight.clone(), KEY) for each in (patch, changed)
-    )
+    once, twice = (lora.calculate_weight([each], weight.clone(), KEY) for each in (patch, changed))
     torch.testing.assert_close(twice, 4 * once)
     again = versions.with_tensors(patch, lambda tensor: tensor)
     assert versions.patch_identity(again) == versions.patch_identity(patch)
@@ -250,7 +243,7 @@ def _(model: Any) -> None:
 
 
 @case("original_modules")
-def _(model: Any) -> None:
+def _(model):
     block = model.model.diffusion_model.blocks[0]
     model.add_object_patch("diffusion_model.blocks.0", torch.nn.Identity())
     assert versions.original_modules(model) == {}
@@ -260,79 +253,70 @@ def _(model: Any) -> None:
 
 
 @case("patched_weight in_dynamic_vram")
-def _(model: Any) -> None:
+def _(model):
     model = with_lora(model)
     layer = layer_of(model)
     patches = model.patches[KEY]
     weight = layer.weight.detach().clone()
-    if hasattr(comfy.ops, "resolve_cast_module_with_vbar"):  # absent in 0.18.1
+    if hasattr(ops, "resolve_cast_module_with_vbar"):  # absent in 0.18.1
         for stored in (weight, quantised(weight)):
             expected = in_dynamic_vram(layer, stored, patches)
             with patch("comfy.memory_management.aimdo_enabled", new=True):
-                patched = versions.patched_weight(
-                    layer_with(layer, stored), KEY, stored, patches, dtype=torch.float16
-                )
+                given = (layer_with(layer, stored), KEY, stored, patches)
+                patched = versions.patched_weight(*given, dtype=torch.float16)
             assert type(patched) is type(expected)
             assert torch.equal(*(each.to(torch.float32) for each in (patched, expected)))
 
 
-def quantised(weight: torch.Tensor) -> torch.Tensor:
+def quantised(weight):
     from comfy.quant_ops import QuantizedTensor  # absent in 0.3.64
 
     return QuantizedTensor.from_float(weight, "TensorWiseINT8Layout", scale="recalculate")
 
 
-def layer_with(layer: nn.Module, weight: torch.Tensor) -> Any:
+def layer_with(layer, weight):
     """Return ComfyUI's mixed precision layer with a weight, or the layer itself."""
     if isinstance(weight, nn.Parameter) or type(weight) is torch.Tensor:
         return layer
-    made = comfy.ops.mixed_precision_ops().Linear(2, 2, bias=False)
+    made = ops.mixed_precision_ops().Linear(2, 2, bias=False)
     made.weight = nn.Parameter(weight, requires_grad=False)
     made.layout_type = weight._layout_cls
     return made
 
 
-def in_dynamic_vram(layer: nn.Module, weight: torch.Tensor, patches: Any) -> torch.Tensor:
+def in_dynamic_vram(layer, weight, patches):
     """Return a layer's patched weight in dynamic VRAM, from ComfyUI's function for it."""
-    used = SimpleNamespace(
-        weight=weight,
-        bias=None,
-        seed_key=KEY.removesuffix(".weight"),
-        weight_lowvram_function=comfy.model_patcher.LowVramPatch(KEY, {KEY: patches}),
-        _prefetch={
-            "resident": False,
-            "signature": None,
-            "needs_cast": False,
-            "cast_geometry": comfy.memory_management.tensors_to_geometries([weight, None]),
-            "xfer_dest": torch.empty(
-                comfy.memory_management.vram_aligned_size([weight, None]), dtype=torch.uint8
-            ),
-        },
-    )
-    comfy.model_management.cast_to_gathered([weight, None], used._prefetch["xfer_dest"])
-    dtype = torch.float16
-    found, _ = comfy.ops.resolve_cast_module_with_vbar(
-        used, dtype, CPU, dtype, dtype, want_requant=True
-    )
-    return found
+    from comfy import memory_management  # absent in 0.3.64
+
+    both = [weight, None]
+    nbytes = memory_management.vram_aligned_size(both)
+    prefetch = {"resident": False, "signature": None, "needs_cast": False}
+    prefetch["cast_geometry"] = memory_management.tensors_to_geometries(both)
+    prefetch["xfer_dest"] = torch.empty(nbytes, dtype=torch.uint8)
+    functions = {"weight_lowvram_function": model_patcher.LowVramPatch(KEY, {KEY: patches})}
+    names = {"seed_key": KEY.removesuffix(".weight"), "_prefetch": prefetch}
+    used = SimpleNamespace(weight=weight, bias=None, **functions, **names)
+    model_management.cast_to_gathered(both, prefetch["xfer_dest"])
+    half = torch.float16
+    return ops.resolve_cast_module_with_vbar(used, half, CPU, half, half, want_requant=True)[0]
 
 
 @case("StaticPatcher")
-def _(model: Any) -> None:
+def _(model):
     methods = {"is_dynamic", "pinned_memory_size", "partially_unload_ram", "model_mmap_residency"}
-    absent = {name for name in methods if not hasattr(comfy.model_patcher.ModelPatcher, name)}
+    absent = {name for name in methods if not hasattr(model_patcher.ModelPatcher, name)}
     assert absent == (methods if OLD else absent & {"model_mmap_residency"})
 
     class Patcher(versions.StaticPatcher):
         released = False
 
-        def not_loaded(self) -> list[nn.Module]:
+        def not_loaded(self):
             return [layer_of(model)]
 
-        def pinned_bytes(self) -> int:
+        def pinned_bytes(self):
             return 0
 
-        def release_pinned(self) -> None:
+        def release_pinned(self):
             self.released = True
 
     patcher = Patcher(model.model, CPU, CPU)
@@ -347,7 +331,7 @@ def _(model: Any) -> None:
 
 
 @case("remove_functions_later")
-def _(model: Any) -> None:
+def _(model):
     versions.set_weight_functions(layer_of(model), "weight", [abs])
     versions.remove_functions_later(model.model)
     model.unpatch_model(CPU)
@@ -355,13 +339,13 @@ def _(model: Any) -> None:
 
 
 @case("OF_THE_WEIGHTS carry_over")
-def _(model: Any) -> None:
+def _(model):
     """A new attribute in ComfyUI must be put into one of the two sets."""
     absent = {"pinned", "backup_buffers", "cached_patcher_init"} if OLD else set()
     assert versions.OF_THE_WEIGHTS - vars(model).keys() == absent
     assert vars(model).keys() - versions.OF_THE_WEIGHTS <= CARRIED
     changed = with_lora(model)
-    target = comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), CPU, CPU)
+    target = model_patcher.ModelPatcher(nn.Linear(2, 2), CPU, CPU)
     own = target.model
     versions.carry_over(changed, target)
     assert target.patches is changed.patches
@@ -369,7 +353,7 @@ def _(model: Any) -> None:
 
 
 @case("architecture")
-def _(model: Any) -> None:
+def _(model):
     assert "dtype" in model.model.model_config.unet_config
     found = versions.architecture(model.model)
     assert found["dim"] == FAMILY.settings["dim"]
@@ -377,7 +361,7 @@ def _(model: Any) -> None:
 
 
 @case("copy_run_state")
-def _(model: Any) -> None:
+def _(model):
     source = SimpleNamespace(latent_shapes=[(1, 2)])
     target = SimpleNamespace()
     versions.copy_run_state(model.model, target)
@@ -386,22 +370,18 @@ def _(model: Any) -> None:
 
 
 @case("HOOKS CONTROL DEFAULT")
-def _(_: Any) -> None:
-    condition = {
-        "model_conds": {},
-        "uuid": None,
-        versions.HOOKS: "hooks of it",
-        versions.CONTROL: "control of it",
-    }
-    found = comfy.samplers.get_area_and_mult(condition, torch.zeros(1, 4, 8, 8), torch.ones(1))
+def _(_):
+    condition = {versions.HOOKS: "hooks of it", versions.CONTROL: "control of it"}
+    condition |= {"model_conds": {}, "uuid": None}
+    found = samplers.get_area_and_mult(condition, torch.zeros(1, 4, 8, 8), torch.ones(1))
     assert (found.hooks, found.control) == ("hooks of it", "control of it")
-    combined = comfy.hooks.set_default_conds_and_combine([[]], [[[None, {}]]])
+    combined = hooks.set_default_conds_and_combine([[]], [[[None, {}]]])
     assert combined[0][0][1] == {versions.DEFAULT: True}
 
 
 @case("LOCKSTEP_MODELS")
-def _(_: Any) -> None:
-    absent = {name for name in versions.LOCKSTEP_MODELS if not hasattr(comfy.model_base, name)}
+def _(_):
+    absent = {name for name in versions.LOCKSTEP_MODELS if not hasattr(model_base, name)}
     newer = {"MiniMaxH3", "Krea2", "ErnieImage", "WAN_Animate2"}  # than 0.18.1
     assert absent in ({*newer, "WAN21_SCAIL", "HunyuanVideo15", "LTXAV"}, newer, set())
 
@@ -421,5 +401,5 @@ def check_case(model, names):
     CASES[names](model.clone())
 
 
-def setup(_: Path) -> Any:
+def setup(_):
     return native(checkpoint(), FAMILY)

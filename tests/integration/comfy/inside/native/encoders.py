@@ -5,29 +5,26 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
-import comfy.hooks
 import comfy.lora
 import comfy.model_management as mm
-import comfy.sd
 import comfy.text_encoders.wan
 import torch
+from comfy import hooks, sd
 from comfy_extras import nodes_model_merging
 from safetensors.torch import load_file, save_file
 
-from wanstream.host import current_host
+from wanstream.host import EncoderFiles, ModelStreaming, current_host
 from wanstream.host.comfy import versions
 from wanstream.host.comfy.native import encoders
 from wanstream.host.comfy.native.encoders import load_encoders, stream_clip
 from wanstream.host.comfy.native.load import load_checkpoint
-from wanstream.host.native_models import EncoderFiles, ModelStreaming
 from wanstream.offload.engine.run import EngineRun
 from wanstream.offload.formats import CheckpointFileError
 from wanstream.schema import OffloadPolicy
@@ -35,7 +32,8 @@ from wanstream.schema import OffloadPolicy
 from ..checks import for_each, refused, require
 from ..families import sample
 from ..incidents import is_cut
-from ..tiny_encoders import CANDIDATES, ENCODERS, T5, Prompt, thin_encoders
+from ..patches import on_clone
+from ..tiny_encoders import CANDIDATES, ENCODERS, T5, thin_encoders
 from ..tiny_models import POLICIES, WAN, has_ended
 from .formats import QUANT_ALGOS, cpu_kernels, quantised
 
@@ -49,9 +47,7 @@ LAYERWISE = POLICIES["layerwise"](0)
 class Pair:
     """ComfyUI's CLIP from files in a new folder, and a streamed one."""
 
-    def __init__(
-        self, folder: Path, name: str, policy: str = "layerwise", form: str = "float16"
-    ) -> None:
+    def __init__(self, folder, name, policy="layerwise", form="float16"):
         require(name in ENCODERS, name)
         self.encoder = ENCODERS[name]
         self.folder = Path(mkdtemp(dir=folder))
@@ -65,10 +61,10 @@ class Pair:
         self.streamed = _load(self.encoder, self.paths, ANY_LAYER, POLICIES[policy](4))
         self.weights = self.streamed.cond_stage_model.weights
 
-    def equal_texts(self, *lengths: int, change: Callable[[Any], Any] = lambda clip: clip) -> bool:
+    def equal_texts(self, *lengths, change=lambda clip: clip):
         return all(self.equal(self.encoder.prompt(length), change) for length in lengths)
 
-    def equal(self, prompt: Prompt, change: Callable[[Any], Any] = lambda clip: clip) -> bool:
+    def equal(self, prompt, change=lambda clip: clip):
         own, streamed = (
             # A copy: some encoders take the images out.
             change(clip).encode_from_tokens(copy.deepcopy(prompt), return_dict=True)
@@ -77,12 +73,12 @@ class Pair:
         return _equal(own, streamed)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one, other):
     pairs = list(zip(_tensors(one), _tensors(other), strict=True))
     return bool(pairs) and all(torch.equal(*pair) for pair in pairs)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value):
     if isinstance(value, torch.Tensor):
         assert value.isfinite().all()
         yield value
@@ -91,7 +87,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value[name])
 
 
-def setup(folder: Path) -> Iterator[Path]:
+def setup(folder):
     with thin_encoders():
         yield folder
 
@@ -103,10 +99,10 @@ def check_encodings_take_two_blocks_of_memory(folder, name):
     encoder = pair.encoder
     weights = pair.weights
     leave = EngineRun.__exit__
-    peaks: list[int] = []
-    fetched: list[int] = []
+    peaks = []
+    fetched = []
 
-    def counting(run: EngineRun, *error: Any) -> None:
+    def counting(run, *error):
         peaks.append(weights.loaded_bytes - weights.outside_bytes)
         fetched.extend(fetch.block.block for fetch in run.fetched)
         leave(run, *error)
@@ -146,14 +142,14 @@ def check_format(folder, name, form):
     assert form == "float32" or any(key.endswith(tables) for key in in_file)
 
 
-def _is_matrix(key: str, tensor: torch.Tensor) -> bool:
+def _is_matrix(key, tensor):
     """Return True for a matrix in a block."""
     is_in_block = ".block." in key or "layers." in key
     is_weight = tensor.is_floating_point() and "embed" not in key and "bias" not in key
     return tensor.dim() == 2 and is_in_block and is_weight
 
 
-def _quantise(path: Path, kind: str) -> None:
+def _quantise(path, kind):
     require(kind in QUANT_ALGOS, kind)
     stored = {}
     with cpu_kernels():
@@ -165,7 +161,7 @@ def _quantise(path: Path, kind: str) -> None:
     save_file(stored, path)
 
 
-def _scale(path: Path) -> None:
+def _scale(path):
     stored = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
     for key, tensor in load_file(path).items():
         is_table = key == "embed_tokens.weight"  # in GPT-OSS: old versions know no scales there
@@ -179,7 +175,7 @@ def _scale(path: Path) -> None:
     save_file(stored, path)
 
 
-def _with_lora(strength: float, own: Any, clip: Any) -> Any:
+def _with_lora(strength, own, clip):
     """Return a clone with a LoRA on all matrices, also on the token table."""
     if not strength:
         return clip
@@ -199,9 +195,9 @@ def _with_lora(strength: float, own: Any, clip: Any) -> Any:
     return changed
 
 
-def _hook_on(clip: Any, strength: float = 1.0) -> None:
+def _hook_on(clip, strength=1.0):
     key = next(iter(clip.cond_stage_model.stored))
-    clip.patcher.add_hook_patches(comfy.hooks.WeightHook(), {key: ()}, strength)
+    clip.patcher.add_hook_patches(hooks.WeightHook(), {key: ()}, strength)
 
 
 @for_each(*CHANGED)
@@ -221,16 +217,12 @@ def check_changes(folder, name):
     assert message.endswith(f"or load this model with {loader}")
     _hook_on(pair.streamed, 0.0)  # one for the MODEL
 
-    def ending_at(layer: int | None, clip: Any) -> Any:
-        changed = clip.clone()
-        changed.clip_layer(layer)
-        return changed
-
     for layer in (-2, -1, None, -3):
-        assert pair.equal_texts(50, change=partial(ending_at, layer))
+        ending = on_clone(methodcaller("clip_layer", layer))
+        assert pair.equal_texts(50, change=ending)
 
 
-def _saved(clip: Any, folder: Path) -> dict[str, torch.Tensor]:
+def _saved(clip, folder):
     """Return the tensors in the files of CLIPSave."""
     clip = clip.clone()
     clip.tokenizer = SimpleNamespace(state_dict=dict)
@@ -262,14 +254,12 @@ def check_clips_are_saved_with_their_patches(folder, name):
 
 @for_each("gemma2", "gemma2 with a head")
 def check_generated_texts(folder, name):
-    require(hasattr(comfy.sd.CLIP, "generate"), "generated texts")
+    require(hasattr(sd.CLIP, "generate"), "generated texts")
     pair = Pair(folder, name)
     for is_sampled in (False, True):
-        own, streamed = (
-            clip.generate(pair.encoder.prompt(20), max_length=6, do_sample=is_sampled, seed=5)
-            for clip in (pair.own, pair.streamed)
-        )
-        assert own == streamed
+        given = {"max_length": 6, "do_sample": is_sampled, "seed": 5}
+        prompt = pair.encoder.prompt(20)
+        assert pair.own.generate(prompt, **given) == pair.streamed.generate(prompt, **given)
     assert pair.equal_texts(50)
 
 
@@ -292,7 +282,7 @@ def check_an_encoding_keeps_only_what_the_policy_asks_for(folder, policy, blocks
     assert network() is None
 
 
-def _load(encoder: Any, paths: Any, limits: Any = LIMITS, policy: Any = LAYERWISE) -> Any:
+def _load(encoder, paths, limits=LIMITS, policy=LAYERWISE):
     files = EncoderFiles(paths=paths, kind=encoder.kind)
     return load_encoders(files, policy, limits, encoder.options)
 
@@ -301,7 +291,7 @@ def check_clips_of_another_loader_stream_with_their_patches(folder):
     """CLIPs from ComfyUI's loader, with and without a LoRA and an earlier last layer."""
     encoder = ENCODERS["clip-l and t5"]
     names = [str(path) for path in encoder.write(Path(mkdtemp(dir=folder)))]
-    own = comfy.sd.load_clip(names, clip_type=encoder.type, model_options=encoder.options)
+    own = sd.load_clip(names, clip_type=encoder.type, model_options=encoder.options)
     own.clip_layer(-2)
     require(versions.loaded_clip(own.patcher), "files of a CLIP")
     changed = _with_lora(0.5, own, own)
@@ -343,11 +333,9 @@ def check_one_of_two_files_may_be_too_small_to_stream(folder):
     limits = {**LIMITS, "smallest_block": 55_000}  # between the blocks of T5 and of CLIP-L
     clip = _load(encoder, paths, limits)
     assert {name.split(".")[0] for name in clip.cond_stage_model.weights.blocks} == {"clip_l"}
-    encoded = [
-        each.encode_from_tokens(encoder.prompt(50), return_dict=True)
-        for each in (clip, encoder.load(paths))
-    ]
-    assert _equal(*encoded)
+    clips = (clip, encoder.load(paths))
+    prompt = encoder.prompt(50)
+    assert _equal(*(each.encode_from_tokens(prompt, return_dict=True) for each in clips))
 
 
 def check_an_image_for_a_file_without_vision_is_refused(folder):
@@ -379,7 +367,7 @@ def check_the_parts_of_a_checkpoint(folder, prefix):
     thin = partial(_thin_umt5, comfy.text_encoders.wan.UMT5XXlModel)
     streaming = ModelStreaming(policy=OffloadPolicy.layerwise(1))
     with patch.object(comfy.text_encoders.wan, "UMT5XXlModel", thin):
-        own, own_clip, own_vae, _ = comfy.sd.load_checkpoint_guess_config(str(path))
+        own, own_clip, own_vae, _ = sd.load_checkpoint_guess_config(str(path))
         read = partial(load_checkpoint, path, streaming, current_host())
         parts = read(LIMITS)
         # With a limit between the two, the MODEL streams and ComfyUI loads the CLIP.
@@ -411,9 +399,9 @@ def check_checkpoints_without_a_model_are_refused(folder):
     path = folder / "vae.safetensors"
     save_file({"decoder.conv1.weight": torch.zeros(4, 4, 3, 3, 3)}, path)
     streaming = ModelStreaming(policy=OffloadPolicy.layerwise(1))
-    words = ("not a diffusion model that this ComfyUI detects",)
-    refused(lambda: load_checkpoint(path, streaming, current_host(), LIMITS), path.name, *words)
+    words = "not a diffusion model that this ComfyUI detects"
+    refused(lambda: load_checkpoint(path, streaming, current_host(), LIMITS), path.name, words)
 
 
-def _thin_umt5(own: Callable[..., Any], *, model_options: Any, **settings: Any) -> Any:
+def _thin_umt5(own, *, model_options, **settings):
     return own(model_options={**model_options, "umt5xxl_model_config": T5}, **settings)

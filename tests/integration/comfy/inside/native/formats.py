@@ -9,30 +9,26 @@ import ctypes
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
 from unittest import SkipTest
 from unittest.mock import patch
 
-import comfy.model_patcher
-import comfy.sd
-import comfy.utils
 import numpy as np
 import torch
+from comfy import model_patcher, sd, utils
 from safetensors.torch import load_file, save_file
 
 from wanstream.host.comfy.native.network.build import check_native
 from wanstream.offload.formats import CheckpointFileError, decode_tensor, read_gguf_header
 from wanstream.offload.sources import read_tensors
 from wanstream.schema import OffloadPolicy
+from wanstream.tests.support.wan.quantised_files import Form
 
 from ..checks import for_each, refused, require
 from ..families import (
     FAMILIES,
-    Family,
     given_configuration,
     load_lora,
     native,
@@ -64,24 +60,52 @@ BLOCK_VALUES = {"wan_t2v": 1048576, "flux": 589824}
 MEGABYTE = 1_000_000
 ROTATED = "int8 ConvRot 64"
 RESIDENT = OffloadPolicy.resident()
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+INT8 = torch.int8
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP64 = torch.float64
+FORMATS = {E4M3: "float8_e4m3fn", E5M2: "float8_e5m2", INT8: "int8_tensorwise"}
+OTHERS = (
+    "vae.decoder.up_blocks.0.conv.weight",
+    "text_encoders.umt5xxl.layers.0.ffn.weight",
+    "first_stage_model.a",
+)
+Q = "blocks.0.self_attn.q"
+MARKERS = {
+    b"{": "q.comfy_quant is not JSON",
+    b'{"format": "int2"}': f"layer {Q} is quantised as int2, which this ComfyUI does not have",
+    "{}": "_quantization_metadata has no layers",
+}
+"""Broken markers of a layer, in a tensor (bytes) or in the header, and the message. The unit tests
+of experts have more, which are refused by the same code."""
+
+SCALED = {
+    "one": Form(shape="[]"),
+    "one e5m2 fp64": Form(dtype=E5M2, scale=FP64, shape="[]", key="scale_weight"), "rows": Form(),
+    "rows vector fp16": Form(scale=FP16, shape="[out]", key="scale_weight"),
+    "int8 rows bf16": Form(dtype=INT8, scale=BF16), "int8 one": Form(dtype=INT8, shape="[1]"),
+    "blocks": Form(scale=BF16, shape="[out, n, 1]", key="scale_weight"),
+    "int8 blocks": Form(dtype=INT8, shape="[out, n, 1]"),
+}  # fmt: skip
+"""Scales without a marker."""
 
 
 setup = Files
 
 
-def streamed(
-    path: Path, family: Family, weight_dtype="default", policy=LAYERWISE, **limits: int
-) -> Any:
+def streamed(path, family, weight_dtype="default", policy=LAYERWISE, **limits):
     with given_configuration(family):
         return load_native(path, weight_dtype, policy, **{**LIMITS, **limits})
 
 
-def buffer_bytes(model: Any) -> int:
+def buffer_bytes(model):
     no_buffers = model.weights.device_bytes(OffloadPolicy.layerwise(0))
     return model.weights.device_bytes(LAYERWISE) - no_buffers
 
 
-def compare(path: Path, family: Family, reference: Path | None = None, **limits: int) -> Any:
+def compare(path, family, reference=None, **limits):
     """Compare streamed runs of a file with a native run of it or `reference`. Return a MODEL."""
     expected = sample(native(reference or path, family), family)
     assert expected.isfinite().all()
@@ -93,7 +117,7 @@ def compare(path: Path, family: Family, reference: Path | None = None, **limits:
 
 
 @contextmanager
-def cpu_kernels() -> Iterator[None]:
+def cpu_kernels():
     """Skip a check of a format that this ComfyUI cannot compute on the CPU."""
     try:
         yield
@@ -109,7 +133,7 @@ def check_scaled_fp8_stays_fp8_in_the_buffers(files, name, layout):
     assert buffer_bytes(compare(path, FAMILIES[name])) == BLOCK_VALUES[name]
 
 
-def quantised(layer: str, tensor: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+def quantised(layer, tensor, kind):
     """Return a layer's tensors in a file, in a format from `QUANT_ALGOS` or `ROTATED`."""
     options = {} if kind == "mxfp8" else {"scale": "recalculate"}
     marks = {}
@@ -125,25 +149,24 @@ def quantised(layer: str, tensor: torch.Tensor, kind: str) -> dict[str, torch.Te
     return stored
 
 
-def write_mixed(family: Family, path: Path, format_of: Callable[[int], str | None]) -> None:
+def write_mixed(family, path, format_of):
     """Write a file with block matrix number n quantised as `format_of(n)`."""
     stored = {}
     number = 0
     for name, tensor in family.weights().items():
         key = family.key(name)
-        layer = family.key(name).removesuffix(".weight")
         chosen = None
         if family.is_in_block(name) and name.endswith(".weight") and tensor.ndim == 2:
             chosen = format_of(number)
-            number = number + 1
+            number += 1
         if chosen is None:
             stored[key] = tensor.to(torch.bfloat16)
-            continue
-        stored |= quantised(layer, tensor, chosen)
+        else:
+            stored |= quantised(key.removesuffix(".weight"), tensor, chosen)
     save_file(stored, path, metadata=family.metadata)
 
 
-def mixed(files: Files, name: str, *formats: str | None) -> Any:
+def mixed(files, name, *formats):
     require(QUANT_ALGOS, MARKS)
     path = files.folder / "mixed.safetensors"
     with cpu_kernels():
@@ -169,24 +192,22 @@ def check_all_formats_and_plain_layers_in_one_file(files):
 def check_quantised_layers_are_saved_as_they_are_in_the_file(files):
     """Streamed quantised layers, saved, and loaded again by ComfyUI."""
     require(QUANT_ALGOS, MARKS)
-    path = files.folder / "quantised.safetensors"
-    again = files.folder / "again.safetensors"
+    path, again = (files.folder / f"{name}.safetensors" for name in ("quantised", "again"))
     write_mixed(WAN, path, lambda number: ("nvfp4", "float8_e4m3fn", None)[number % 3])
     expected = sample(native(path, WAN), WAN)
     model = streamed(path, WAN)
-    comfy.sd.save_checkpoint(str(again), model)
-    stored = load_file(path)
-    written = load_file(again)
-    marked = [key.removesuffix("comfy_quant") for key in stored if key.endswith(".comfy_quant")]
-    assert len(marked) > 20
-    for key in (f"{layer}{part}" for layer in marked for part in ("weight", "weight_scale")):
+    sd.save_checkpoint(str(again), model)
+    stored, written = map(load_file, (path, again))
+    layers = [key.removesuffix("comfy_quant") for key in stored if key.endswith(".comfy_quant")]
+    assert len(layers) > 20
+    for key in (f"{layer}{part}" for layer in layers for part in ("weight", "weight_scale")):
         assert torch.equal(written[f"model.diffusion_model.{key}"], stored[key])
     assert torch.equal(sample(native(again, WAN), WAN), expected)
-    save = partial(comfy.sd.save_checkpoint, str(again), load_lora(model, files.lora()))
+    save = partial(sd.save_checkpoint, str(again), load_lora(model, files.lora()))
     refused(save, "Load Diffusion Model")
 
 
-def write_quantised(family: Family, path: Path, quantised: str) -> None:
+def write_quantised(family, path, quantised):
     """Write a file with all matrices in blocks quantised, "by row" in fp8 with a scale per row."""
     stored = {"by row": "float8_e4m3fn", ROTATED: "int8_tensorwise"}.get(quantised, quantised)
     require(stored in QUANT_ALGOS, quantised)
@@ -211,10 +232,8 @@ def check_a_lora_on_quantised_layers(files, name, quantised, *kinds):
     write_quantised(family, path, quantised)
     loras = [files.lora(family, kind) for kind in kinds]
 
-    def at_strengths(model: Any) -> list[Any]:
-        return [
-            reduce(partial(load_lora, strength=strength), loras, model) for strength in (1.0, 0.5)
-        ]
+    def at_strengths(model):
+        return [reduce(partial(load_lora, strength=by), loras, model) for by in (1.0, 0.5)]
 
     run = partial(sample, family=family, steps=2)
     with products() as counts, counted_patches() as added:
@@ -238,7 +257,7 @@ def check_a_lora_on_quantised_layers(files, name, quantised, *kinds):
 @for_each("fp32", "float8_e4m3fn", "int8_tensorwise")
 def check_a_lora_behind_an_activation(files, form):
     """Load LoRA and ComfyUI's bypass node, for a layer whose int8 product has the activation."""
-    require(hasattr(comfy.sd, "load_bypass_lora_for_models"), "bypass node")
+    require(hasattr(sd, "load_bypass_lora_for_models"), "bypass node")
     path = files.path(WAN)
     if form != "fp32":
         path = files.folder / "patched.safetensors"
@@ -249,17 +268,16 @@ def check_a_lora_behind_an_activation(files, form):
     run = partial(sample, family=WAN, steps=2)
     streams = streamed(path, WAN)
     results = [run(native(path, WAN))]
-    for load in (comfy.sd.load_lora_for_models, comfy.sd.load_bypass_lora_for_models):
-        theirs, ours = (
-            load(model, None, load_file(lora), 1.0, 0)[0] for model in (native(path, WAN), streams)
-        )
-        results.append(run(theirs))
-        assert torch.equal(run(ours), results[-1])
+    for load in (sd.load_lora_for_models, sd.load_bypass_lora_for_models):
+        models = (native(path, WAN), streams)
+        theirs, ours = (run(load(model, None, load_file(lora), 1.0, 0)[0]) for model in models)
+        results.append(theirs)
+        assert torch.equal(ours, theirs)
     assert not torch.equal(*results[:2])
     assert torch.equal(run(streams), results[0])
 
 
-def scale_rows(path: Path) -> None:
+def scale_rows(path):
     """Give each matrix row a separate scale."""
     stored = load_file(path)
     for key in [key for key in stored if key.endswith(".weight_scale")]:
@@ -269,7 +287,7 @@ def scale_rows(path: Path) -> None:
 
 
 @contextmanager
-def products() -> Iterator[list[int]]:
+def products():
     """Count products with quantised weights in the last value of the list.
 
     ComfyUI calls the int8 product itself where it folds an activation into it.
@@ -278,11 +296,11 @@ def products() -> Iterator[list[int]]:
     linear = torch.nn.functional.linear
     folded = getattr(ck, "int8_linear", None)
 
-    def counting(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+    def counting(x, weight, *bias):
         counts[-1] += isinstance(weight, QuantizedTensor)
         return linear(x, weight, *bias)
 
-    def counting_folded(*given: Any, **settings: Any) -> torch.Tensor:
+    def counting_folded(*given, **settings):
         counts[-1] += 1
         return folded(*given, **settings)
 
@@ -293,7 +311,6 @@ def products() -> Iterator[list[int]]:
         yield counts
 
 
-TypeOf = Callable[[str, torch.Tensor], str]
 GGUF_TYPES = {"F32": 0, "Q8_0": 8, "Q4_K": 12, "IQ1_S": 19}
 
 
@@ -301,7 +318,7 @@ GROUPS = {"Q8_0": (32, 34, [6e-4]), "Q4_K": (256, 144, [2e-4, 1.5e-3])}
 """Values and bytes of a packed group, and the scales that it begins with."""
 
 
-def _packed(tensor: torch.Tensor, values: int, nbytes: int, scales: list[float]) -> bytes:
+def _packed(tensor, values, nbytes, scales):
     """Return random groups with usefully sized values."""
     random = np.random.default_rng(tensor.numel())
     groups = random.integers(0, 256, (tensor.numel() // values, nbytes), dtype=np.uint8)
@@ -309,12 +326,10 @@ def _packed(tensor: torch.Tensor, values: int, nbytes: int, scales: list[float])
     return groups.tobytes()
 
 
-def write_gguf(
-    path: Path, tensors: Mapping[str, torch.Tensor], type_of: TypeOf, architecture: str
-) -> None:
+def write_gguf(path, tensors, type_of, architecture):
     """Write a GGUF version 3 file."""
 
-    def text(value: str) -> bytes:
+    def text(value):
         return struct.pack("<Q", len(value)) + value.encode()
 
     field = text("general.architecture") + struct.pack("<I", 8) + text(architecture)
@@ -323,22 +338,21 @@ def write_gguf(
     for name, tensor in tensors.items():
         kind = type_of(name, tensor)
         shape = list(reversed(tensor.shape))
-        entries += text(name) + struct.pack(
-            f"<I{len(shape)}QIQ", len(shape), *shape, GGUF_TYPES[kind], len(data)
-        )
+        place = (len(shape), *shape, GGUF_TYPES[kind], len(data))
+        entries += text(name) + struct.pack(f"<I{len(shape)}QIQ", *place)
         encoded = _packed(tensor, *GROUPS[kind]) if kind in GROUPS else tensor.numpy().tobytes()
         data += encoded + bytes(-len(encoded) % 32)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1) + field + entries
     path.write_bytes(head + bytes(-len(head) % 32) + data)
 
 
-def packed_type(name: str, tensor: torch.Tensor) -> str:
+def packed_type(name, tensor):
     if tensor.ndim != 2 or not name.endswith(".weight") or tensor.shape[1] % 32:
         return "F32"
     return "Q4_K" if tensor.shape[1] % 256 == 0 else "Q8_0"
 
 
-def decode(path: Path, to: Path, shapes: Mapping[str, torch.Tensor] | None = None) -> None:
+def decode(path, to, shapes=None):
     """Write a GGUF file's values, in other `shapes` if given."""
     plain = {}
     for key, place in read_gguf_header(path).tensors.items():
@@ -349,7 +363,7 @@ def decode(path: Path, to: Path, shapes: Mapping[str, torch.Tensor] | None = Non
     save_file(plain, to)
 
 
-def gguf_and_decoded(folder: Path, family: Family, prefix: str = "") -> tuple[Path, Path]:
+def gguf_and_decoded(folder, family, prefix=""):
     path = folder / "model.gguf"
     decoded = folder / "decoded.safetensors"
     tensors = {prefix + family.key(key): tensor for key, tensor in family.weights().items()}
@@ -373,21 +387,21 @@ def check_packed_weights_take_a_lora_and_are_not_saved_or_merged(files):
     assert not torch.equal(patched, sample(model, WAN))
     refusals = {"merged": model.get_key_patches}
     # 0.3.64 saves no streamed model.
-    if hasattr(comfy.model_patcher.ModelPatcher, "state_dict_for_saving"):
+    if hasattr(model_patcher.ModelPatcher, "state_dict_for_saving"):
         refusals["saved"] = model.state_dict_for_saving
     for done, call in refusals.items():
         first = "packed (GGUF), diffusion_model.blocks.0.self_attn.q.weight and others"
         refused(call, f"{first}, and cannot be {done}")
 
 
-def refusal(path: Path, *words: str, weight_dtype: str = "default") -> None:
+def refusal(path, *words, weight_dtype="default"):
     """Check the message, before the graph runs, for a file that cannot stream."""
     with given_configuration(WAN):
         call = partial(check_native, path, weight_dtype)
         refused(call, path.name, *words, kind=CheckpointFileError)
 
 
-def refuse_to_load(path: Path, *words: str, **limits: int) -> None:
+def refuse_to_load(path, *words, **limits):
     refused(partial(streamed, path, WAN, **limits), *words, kind=CheckpointFileError)
 
 
@@ -420,16 +434,15 @@ def check_large_parameters_stream_with_their_block(files):
 WIDE = {"dim": 1536, "num_heads": 12, "ffn_dim": 8960, "num_layers": 4}
 
 
-def write_sparse(path: Path, kind: str) -> int:
+def write_sparse(path, kind):
     """Write a file for a wide Wan model without taking space. Return the bytes in blocks."""
-    tensors: dict[str, tuple[str, list[int], int]] = {}
-    layers: dict[str, Any] = {}
+    tensors = {}
+    layers = {}
     shapes = empty_network(WAN.network, **{**WAN.settings, **WIDE})
     for key, shape in shapes.items():
         layer = key.removesuffix(".weight")
-        if kind == "fp16" or not (
-            WAN.is_in_block(key) and key.endswith(".weight") and len(shape) == 2
-        ):
+        is_matrix = WAN.is_in_block(key) and key.endswith(".weight") and len(shape) == 2
+        if kind == "fp16" or not is_matrix:
             tensors[key] = "F16", shape, 2
             continue
         rows, columns = shape
@@ -439,14 +452,11 @@ def write_sparse(path: Path, kind: str) -> int:
         tensors[f"{layer}.weight_scale_2"] = "F32", [], 4
     quantised = json.dumps({"format_version": "1.0", "layers": layers})
     write_header(path, tensors, {"_quantization_metadata": quantised} if layers else {})
-    return sum(
-        math.prod(shape) * itemsize
-        for key, (_, shape, itemsize) in tensors.items()
-        if WAN.is_in_block(key)
-    )
+    in_blocks = [each for key, each in tensors.items() if WAN.is_in_block(key)]
+    return sum(math.prod(shape) * itemsize for _, shape, itemsize in in_blocks)
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
@@ -501,10 +511,9 @@ def check_keys_of_diffusers_are_converted_by_comfyui(files):
     stored = {}
     written = set()
     sizes = {name: settings[name] for name in ("depth", "depth_single_blocks", "hidden_size")}
-    for key, target in comfy.utils.flux_to_diffusers(sizes).items():
-        name, part, change = (
-            (target, None, None) if isinstance(target, str) else (*target, None)[:3]
-        )
+    for key, target in utils.flux_to_diffusers(sizes).items():
+        parts = (target,) if isinstance(target, str) else target
+        name, part, change = (*parts, None, None)[:3]
         name = name if name in weights else name.replace("_norm.weight", "_norm.scale")
         is_new = name in weights and (name, part) not in written
         if is_new and not key.endswith("to_qkv_mlp_proj.weight"):
@@ -535,3 +544,187 @@ def check_a_unet_with_unequal_blocks_is_refused(files):
     size = "too small to be worth streaming (0.69 GB in its blocks, from 2 GB on)"
     load = partial(load_native, path, "default", LAYERWISE)
     refused(load, size, "(SDXL)", "Load Diffusion Model", kind=CheckpointFileError)
+
+
+def same_as(path, reference, family=WAN):
+    """Return True if the streamed file has the result of ComfyUI's own run of the other one."""
+    run = partial(sample, family=family, steps=1, cfg=1.0)
+    return torch.equal(run(streamed(path, family)), run(native(reference, family)))
+
+
+PREFIXES = ("diffusion_model.", "transformer.", "_orig_mod.", "module._orig_mod.", "pipe.dit.")
+PREFIXES += ("model.", "model.diffusion_model.", "module.model.diffusion_model.")
+
+
+@for_each(
+    *((prefix, "plain") for prefix in PREFIXES),
+    ("transformer.", "scaled_fp8"), ("model.", "scaled_fp8"), ("transformer.", "flux"),
+    ("diffusion_model.", "whole checkpoint"),
+)  # fmt: skip
+def check_prefix(files, prefix, layout):
+    """A file under a prefix, next to the bare file loaded by ComfyUI."""
+    path, bare = (files.folder / f"{name}.safetensors" for name in ("prefixed", "bare"))
+    family = FLUX if layout == "flux" else WAN
+    if layout == "scaled_fp8":
+        write_scaled_fp8(family, bare, layout=layout)
+    else:
+        family.write(bare, "fp16")
+    others = {key: torch.zeros(4, 4) for key in OTHERS} if layout == "whole checkpoint" else {}
+    prefixed = {prefix + key: tensor for key, tensor in load_file(bare).items()}
+    save_file(prefixed | others, path, family.metadata)
+    assert same_as(path, bare, family)
+
+
+def check_two_models_in_a_file_and_a_part_of_one_are_refused(files):
+    path = files.folder / "two.safetensors"
+    stored = {key: each.half() for key, each in WAN.weights().items()}
+    both = {p + key: each.clone() for key, each in stored.items() for p in ("high.", "low.")}
+    save_file(both, path)
+    words = "holds 2 diffusion models, under the prefixes 'high.' and 'low.'"
+    refuse_to_load(path, path.name, words)
+    path = files.folder / "part.safetensors"
+    save_file({f"net.{key}": each for key, each in stored.items() if "blocks." in key}, path)
+    refuse_to_load(path, path.name, "not a diffusion model that this ComfyUI detects", "blocks.0.")
+
+
+def scaled_file(form):
+    """Return a file with quantised block matrices, and the file with their values."""
+    values = {key: tensor.bfloat16() for key, tensor in WAN.weights().items()}
+    stored = dict(values)
+    for name, tensor in WAN.weights().items():
+        if name.startswith("blocks.") and tensor.ndim == 2:
+            stored[name], scale, values[name] = form.quantise(tensor)
+            stored[f"{name.removesuffix('.weight')}.{form.key}"] = scale
+    return stored, values
+
+
+def marked(stored):
+    """Return a file in ComfyUI's layout: a marker for each layer, and scales in fp32."""
+    result = {}
+    for key, tensor in stored.items():
+        layer, _, last = key.rpartition(".")
+        if "scale" not in last:
+            result[key] = tensor
+            continue
+        scale = tensor.float()
+        rows = scale if scale.numel() == 1 else scale.reshape(len(scale), -1)
+        result[f"{layer}.weight_scale"] = rows
+        name = FORMATS[stored[f"{layer}.weight"].dtype]
+        result[f"{layer}.comfy_quant"] = quant_marker(format=name)
+    return result
+
+
+@for_each(*SCALED)
+def check_scales_without_a_marker(files, name):
+    """The values of a file without markers are equal, and a marked file, where ComfyUI has it.
+
+    ComfyUI rounds int8 layer inputs, so only the file with markers has equal results there.
+    """
+    path, reference = (files.folder / f"{name}.safetensors" for name in ("bare", "reference"))
+    is_int8 = SCALED[name].dtype == INT8
+    has_marks = QUANT_ALGOS and "blocks" not in name and FORMATS[SCALED[name].dtype] in QUANT_ALGOS
+    stored, values = scaled_file(SCALED[name])
+    save_file(stored, path)
+    if has_marks:
+        save_file(marked(stored), reference)
+        assert same_as(path, reference)
+    if not (has_marks and is_int8):
+        save_file(values, reference)
+        assert same_as(path, reference)
+
+
+@for_each(
+    (BF16, "scaled_fp8"), (FP16, "scaled_fp8"), (BF16, "comfy_quant"), (FP16, "comfy_quant"),
+    (FP64, "comfy_quant"),
+)  # fmt: skip
+def check_marked_scales_in_another_dtype(files, dtype, layout):
+    """Next to the same values in fp32."""
+    require(QUANT_ALGOS or layout == "scaled_fp8", MARKS)
+    path, reference = (files.folder / f"{name}.safetensors" for name in ("other", "reference"))
+    stored, _ = scaled_file(Form(scale=dtype, shape="[]", key="scale_weight"))
+    stored = marked(stored) if layout == "comfy_quant" else stored
+
+    def with_scales(dtype):
+        mark = {"scaled_fp8": torch.zeros(2, dtype=E4M3)} if layout == "scaled_fp8" else {}
+        return mark | {
+            key: each.to(dtype) if key.endswith((".weight_scale", ".scale_weight")) else each
+            for key, each in stored.items()
+        }
+
+    save_file(with_scales(dtype), path)
+    save_file(with_scales(torch.float32), reference)
+    assert same_as(path, reference)
+
+
+def save_with_marker(folder, text, metadata):
+    """Save one quantised layer with the marker `text`, or in the header, next to the good file."""
+    require(QUANT_ALGOS, MARKS)
+    path, reference = (folder / f"{name}.safetensors" for name in ("marker", "reference"))
+    stored, _ = scaled_file(SCALED["one"])
+    plain = {key: tensor.bfloat16() for key, tensor in WAN.weights().items()}
+    stored = plain | {key: each for key, each in stored.items() if key.startswith(Q)}
+    save_file(marked(stored), reference)
+    more = {} if text is None else {f"{Q}.comfy_quant": torch.tensor(list(text), dtype=torch.uint8)}
+    save_file(stored | more, path, dict(metadata))
+    return path, reference
+
+
+def check_markers_in_other_spellings(files):
+    assert same_as(*save_with_marker(files.folder, b"float8_e4m3fn", {}))
+    strings = json.dumps({"layers": {Q: "float8_e4m3fn"}})
+    assert same_as(*save_with_marker(files.folder, None, {"_quantization_metadata": strings}))
+
+
+@for_each(*MARKERS)
+def check_broken_markers_are_refused(files, text):
+    header = {} if isinstance(text, bytes) else {"_quantization_metadata": text}
+    path, _ = save_with_marker(files.folder, None if header else text, header)
+    refuse_to_load(path, path.name, MARKERS[text])
+
+
+def refuse_with(folder, more, words, without=""):
+    path = folder / "refused.safetensors"
+    stored, _ = scaled_file(SCALED["one"])
+    save_file({key: each for key, each in (stored | more).items() if key != without}, path)
+    refuse_to_load(path, path.name, words)
+
+
+def check_layers_with_two_scales_or_without_a_part_are_refused(files):
+    refuse_with(files.folder, {f"{Q}.scale_weight": torch.ones(1)}, f"{Q} has two scales")
+    require(QUANT_ALGOS, MARKS)
+    names = ("float8_e4m3fn", "nvfp4")
+    fp8, nvfp4 = ({f"{Q}.comfy_quant": quant_marker(format=name)} for name in names)
+    plain = {f"{Q}.weight": torch.ones(128, 128)}
+    start = f"marked as float8_e4m3fn, but {Q}"
+    refuse_with(files.folder, fp8 | plain, f"{start}.weight is torch.float32")
+    for part in ("weight_scale", "weight"):
+        refuse_with(files.folder, fp8, f"{start}.{part} is missing", f"{Q}.{part}")
+    refuse_with(files.folder, nvfp4, f"marked as nvfp4, but {Q}.weight_scale_2 is missing")
+
+
+PATCHES = "patch_embedding.weight"
+GGUF_SHAPES = {
+    "usual": lambda name, each: each.flatten(0, 1) if name == PATCHES else each,
+    "block modulation": lambda name, each: (
+        each[0] if name.endswith(".modulation") and "blocks" in name else each
+    ),
+    "one modulation": lambda name, each: each[0] if name == "blocks.2.modulation" else each,
+    "head modulation": lambda name, each: each[0] if name == "head.modulation" else each,
+    "folded patches": lambda name, each: each.reshape(-1, 1, 2, 2) if name == PATCHES else each,
+    "patches as a matrix": lambda name, each: each.flatten(1) if name == PATCHES else each,
+    "flat patches": lambda name, each: each.flatten() if name == PATCHES else each,
+    "all": lambda name, each: (
+        each.squeeze().flatten(0, 1) if "patch_embedding.w" in name else each.squeeze()
+    ),
+}
+
+
+@for_each(*GGUF_SHAPES)
+def check_gguf_with_other_shapes(files, name):
+    path = files.folder / "shapes.gguf"
+    decoded = files.folder / "decoded.safetensors"
+    original = WAN.weights()
+    changed = {key: GGUF_SHAPES[name](key, each).contiguous() for key, each in original.items()}
+    write_gguf(path, changed, packed_type, "wan")
+    decode(path, decoded, original)
+    assert same_as(path, decoded)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
 
 import comfy.model_management
 import torch
 
 from ..checks import for_each, refused, require
-from ..families import Family, load_lora, sample, write_lora
+from ..families import load_lora, sample, write_lora
 from ..further_families import FURTHER
 from ..incidents import Interrupt, failing, out_of_memory
 from ..patches import _replaced, node_results
-from ..tiny_models import (
-    WAN,
-    Files,
-    Run,
-    counted_patches,
-    figures,
-    has_ended,
-    one_by_one,
-    same,
-)
+from ..tiny_models import WAN, Files, counted_patches, figures, has_ended, one_by_one, same
 from .models import compare
 
 setup = Files
@@ -33,14 +22,14 @@ CHUNKS = 12
 run = partial(sample, family=WAN, steps=STEPS)
 
 
-def in_parts(model: Any, *, below: float = 2.0) -> Any:
+def in_parts(model, *, below=2.0):
     """Compute blocks from their modules in the steps `below` a sigma, the MLP in token chunks.
 
     Packs with other kinds of attention do so.
     """
     network = model.model.diffusion_model
 
-    def change(args: dict[str, Any], original: Any, index: int) -> dict[str, Any]:
+    def change(args, original, index):
         if args["transformer_options"]["sigmas"][0] >= below:
             return dict(original(args))
         block = network.blocks[index]
@@ -54,28 +43,23 @@ def in_parts(model: Any, *, below: float = 2.0) -> Any:
     return _replaced(model, change)
 
 
-def nested(model: Any, *, whole: bool) -> torch.Tensor:
+def nested(model, *, whole):
     """Sample with an adapter in block 3, made from a module of block 1 or the `whole` block."""
     blocks = model.model.diffusion_model.blocks
-    given: list[Any] = []
+    given = []
 
-    def keep(_: object, *inputs: Any) -> None:
+    def keep(_, *inputs):
         given[:] = inputs
 
-    def add(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
-        if whole:
-            return output + 0.1 * blocks[1](*given[0], **given[1])
-        return output + 0.1 * blocks[1].ffn(output)
+    def add(_, __, output):
+        inner = blocks[1](*given[0], **given[1]) if whole else blocks[1].ffn(output)
+        return output + 0.1 * inner
 
-    hooks = [
+    with (
         blocks[3].register_forward_pre_hook(keep, with_kwargs=True),
         blocks[3].cross_attn.register_forward_hook(add),
-    ]
-    try:
-        return sample(model, WAN, steps=STEPS)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    ):
+        return run(model)
 
 
 @for_each("layerwise", "resident", "RAM")
@@ -101,7 +85,7 @@ def check_such_calls_fetch_and_patch_a_block_once(files, policy):
     assert found[0][0] > [0]
 
 
-def _three_runs(files: Files, run: Run, policy: str, share: str = "off") -> list[str]:
+def _three_runs(files, run, policy, share="off"):
     """Run three times, after blocks were only called whole. Return all notes."""
     expected, model = files.pair(run, WAN, policy=policy, share=share)
     assert not torch.equal(sample(files.native(WAN), WAN, steps=STEPS), expected)
@@ -158,7 +142,7 @@ def check_a_weight_that_is_read_directly_is_refused(files):
     model = files.streamed(WAN).clone()
     network = model.model.diffusion_model
 
-    def read(apply: Any, call: dict[str, Any]) -> Any:
+    def read(apply, call):
         weight = network.blocks[0].ffn[0].weight
         torch.nn.functional.linear(torch.ones(1, weight.shape[-1]), weight)
         return apply(call["input"], call["timestep"], **call["c"])
@@ -168,7 +152,7 @@ def check_a_weight_that_is_read_directly_is_refused(files):
     refused(lambda: run(model), words, "as Load Diffusion Model does")
 
 
-def _animate() -> Family:
+def _animate():
     """Return Wan Animate 2, which never calls a block itself."""
     require("wan_animate2" in FURTHER, "Wan Animate 2")
     return FURTHER["wan_animate2"]
@@ -186,7 +170,7 @@ def check_an_error_between_two_modules(files, error, at):
     has_ended(run, model, expected)
 
 
-def _compare_animate(files: Files, run: Callable[[Any], torch.Tensor], **options: Any) -> None:
+def _compare_animate(files, run, **options):
     plain = sample(files.native(_animate(), options.get("form", "fp32")), _animate(), steps=STEPS)
     compare(files, _animate(), run, plain=plain, **options)
 
@@ -197,7 +181,7 @@ def check_animate_2_with_a_lora(files, form, policy):
     path = files.folder / "animate_lora.safetensors"
     write_lora("lora", path, {key: each for key, each in weights.items() if "blocks." in key[:7]})
 
-    def with_lora(model: Any) -> torch.Tensor:
+    def with_lora(model):
         return sample(load_lora(model, path), _animate(), steps=STEPS)
 
     _compare_animate(files, with_lora, form=form, policy=policy)
@@ -208,7 +192,7 @@ def check_animate_2_with_its_cache(files):
     family = _animate()
     from comfy_extras import nodes_wan
 
-    def with_cache(model: Any) -> torch.Tensor:
+    def with_cache(model):
         given = {"model": model, "device": "cpu", "dtype": "default"}
         (model,) = node_results(nodes_wan.WanAnimate2Cache, **given)
         return sample(model, family, steps=STEPS)

@@ -5,20 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
-import comfy.conds
-import comfy.model_base
-import comfy.model_management
-import comfy.patcher_extension
-import comfy.samplers
 import torch
+from comfy import conds, model_base, model_management, samplers
 from comfy.k_diffusion import sampling
 from comfy_extras import nodes_custom_sampler
 
@@ -27,18 +20,20 @@ from wanstream.tests.support.polling import eventually
 from wanstream.tests.support.rounding import ROUNDING
 
 from ..checks import for_each, refused
-from ..families import FAMILIES, Family, load_lora, sample
+from ..families import FAMILIES, load_lora, sample
 from ..incidents import is_cut
 from ..patches import (
     PATCHES,
     WrappersMP,
+    _run,
     attention_1,
     context_windows,
     layer_guidance,
     node_results,
+    on_clone,
 )
 from ..samplers import back_and_forth, guided, ksamplers, simple_sigmas, switching
-from ..tiny_models import LAYERWISE, SHARED, Files, Run, figures, has_ended, one_by_one
+from ..tiny_models import LAYERWISE, SHARED, Files, figures, has_ended, one_by_one
 from ..tiny_models import WAN as HIGH
 from .models import traffic
 
@@ -49,52 +44,50 @@ BOUNDARY = 0.875
 class Models(Files):
     """Both experts in files, as ComfyUI's MODELs and as streamed ones."""
 
-    def __init__(self, folder: Path, high: Family = HIGH, low: Family = LOW) -> None:
+    def __init__(self, folder, high=HIGH, low=LOW):
         super().__init__(folder)
         self.experts = high, low
         self.join = current_host().native.join_experts
         self.split = current_host().native.split_experts
 
-    def plain(self, *dtypes: str) -> list[Any]:
+    def plain(self, *dtypes):
         """Return ComfyUI's MODELs, new ones for each call."""
         self.forget()
         return list(map(self.native, self.experts, dtypes or ("fp32", "fp32")))
 
-    def separate(self, *dtypes: str, **settings: Any) -> list[Any]:
+    def separate(self, *dtypes, **settings):
         pairs = zip(self.experts, dtypes or ("fp32", "fp32"), strict=True)
         return [self.streamed(*pair, **settings) for pair in pairs]
 
-    def joined(self, *dtypes: str, boundary: float = BOUNDARY, **settings: Any) -> Any:
+    def joined(self, *dtypes, boundary=BOUNDARY, **settings):
         return self.join(*self.separate(*dtypes, **settings), boundary)
 
 
 setup = Models
 
 
-def run_custom(
-    model: Any, sampler: Any, *, steps: int = 4, cfg: float | None = 1.0, sigmas: Any = None
-) -> torch.Tensor:
+def run_custom(model, sampler, *, steps=4, cfg=1.0, sigmas=None):
     """Return SamplerCustomAdvanced's latent with a SAMPLER, without `cfg` under BasicGuider."""
     positive, negative = HIGH.conditioning()
     if cfg is None:
         basic = nodes_custom_sampler.BasicGuider
         (guider,) = node_results(basic, model=model, conditioning=positive)
     else:
-        guider = comfy.samplers.CFGGuider(model)
+        guider = samplers.CFGGuider(model)
         guider.set_conds(positive, negative)
         guider.set_cfg(cfg)
     steps_of = simple_sigmas(model, steps) if sigmas is None else torch.tensor(sigmas)
     return guided(guider, {"samples": HIGH.latent()}, steps_of, sampler)
 
 
-def run_advanced(high: Any, low: Any, *, steps: int, switch: int) -> torch.Tensor:
+def run_advanced(high, low, *, steps, switch):
     """Return the latent from ComfyUI's graph with two KSamplerAdvanced."""
     settings = {"steps": steps, "switch": switch, "cfg": (1.0, 1.0)}
     latent = {"samples": HIGH.latent()}
     return ksamplers(high, low, HIGH.conditioning(), latent, **settings)["samples"]
 
 
-def switch_step(model: Any, steps: int) -> int:
+def switch_step(model, steps):
     sigmas = simple_sigmas(model, steps)[:-1].tolist()
     return sum(sigma * 1000 >= BOUNDARY * 1000 for sigma in sigmas)
 
@@ -102,31 +95,28 @@ def switch_step(model: Any, steps: int) -> int:
 def shifted(model, x, sigmas, extra_args=None, callback=None, disable=None):
     """Sampler function around Euler's: calls and steps have different noise levels."""
 
-    class Shifted:
-        def __init__(self) -> None:
-            self.inner_model = model.inner_model
+    def call(x, sigma, **more):
+        return model(x, sigma * 0.97, **more)
 
-        def __call__(self, x: torch.Tensor, sigma: torch.Tensor, **more: Any) -> torch.Tensor:
-            return model(x, sigma * 0.97, **more)
-
-    return sampling.sample_euler(Shifted(), x, sigmas, extra_args, callback, disable)
+    call.inner_model = model.inner_model
+    return sampling.sample_euler(call, x, sigmas, extra_args, callback, disable)
 
 
-class OwnLoop(comfy.samplers.Sampler):
+class OwnLoop(samplers.Sampler):
     """SAMPLER that is no KSAMPLER."""
 
-    def sample(self, *given: Any, **more: Any) -> torch.Tensor:
-        return comfy.samplers.KSAMPLER(back_and_forth).sample(*given, **more)
+    def sample(self, *given, **more):
+        return samplers.KSAMPLER(back_and_forth).sample(*given, **more)
 
 
 FOREIGN = {
     "own loop": OwnLoop,
-    "back and forth": lambda: comfy.samplers.KSAMPLER(back_and_forth),
-    "shifted": lambda: comfy.samplers.KSAMPLER(shifted),
+    "back and forth": partial(samplers.KSAMPLER, back_and_forth),
+    "shifted": partial(samplers.KSAMPLER, shifted),
 }
 
 
-def compare(run: Run, expected: torch.Tensor, model: Any) -> list[SimpleNamespace]:
+def compare(run, expected, model):
     """Compare two runs with ComfyUI's model bit by bit. Return the counts of each."""
     found = []
     for _ in range(2):
@@ -181,11 +171,11 @@ def check_low_noise_blocks_are_read_early(models):
     blocks = len(joined.weights.blocks)
     read = []
 
-    def unread() -> int:
+    def unread():
         reads = joined.model.runs.last.session._run.reads
         return blocks - len({fetch.block for fetch in reads if fetch.block.expert == "low"})
 
-    def wait(executor: Any, x: torch.Tensor, t: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def wait(executor, x, t, *args, **options):
         result = executor(x, t, *args, **options)
         if joined.model.expert(t) == "high":
             read.append(eventually(lambda: unread() == 0))
@@ -217,7 +207,7 @@ def check_two_samplers_give_the_same_bits_and_one_the_same_video(models, steps):
     assert joined.weights.loaded_engine.loaded_bytes <= 0.51 * buffers
 
 
-def with_lora(models: Models) -> Callable[[Any], Any]:
+def with_lora(models):
     return partial(load_lora, path=models.lora())
 
 
@@ -310,11 +300,11 @@ def check_joined_experts_share_memory(models):
     assert torch.equal(run(one), both)
     assert one.weights is other.weights
     assert one.weights.loaded_bytes > 0
-    comfy.model_management.unload_all_models()
+    model_management.unload_all_models()
     assert one.weights.loaded_bytes == other.weights.loaded_bytes == 0
     assert torch.equal(run(one), both)
     dead = [weakref.ref(each) for each in (one.model, one.model.low, one.weights)]
-    comfy.model_management.unload_all_models()
+    model_management.unload_all_models()
     del one, other
     gc.collect()
     assert [each() for each in dead] == [None] * 3
@@ -344,16 +334,16 @@ def check_experts_with_images(models, name):
 
 
 def check_each_expert_has_its_own_conditioning(models):
-    original = comfy.model_base.WAN21.extra_conds
+    original = model_base.WAN21.extra_conds
 
-    def scaled(self: Any, **values: Any) -> dict[str, Any]:
+    def scaled(self, **values):
         found = original(self, **values)
         bias = self.diffusion_model.head.head.bias.mean()
         text = found["c_crossattn"].cond
-        return {**found, "c_crossattn": comfy.conds.CONDRegular(text * (1 + bias.to(text)))}
+        return {**found, "c_crossattn": conds.CONDRegular(text * (1 + bias.to(text)))}
 
     joined = models.joined()
-    with patch.object(comfy.model_base.WAN21, "extra_conds", scaled):
+    with patch.object(model_base.WAN21, "extra_conds", scaled):
         made = run_advanced(joined, joined, steps=4, switch=3)
         assert torch.equal(made, run_advanced(*models.plain(), steps=4, switch=3))
 
@@ -362,24 +352,22 @@ def check_what_is_no_pair_is_refused(models):
     high, low = models.separate()
     joined = models.join(high, low, BOUNDARY)
 
-    def of(base: str, **changes: Any) -> Any:
+    def of(base, **changes):
         return models.streamed(replace(FAMILIES[base], **changes))
 
-    def wrapped(model: Any) -> Any:
-        clone = model.clone()
-        kind = comfy.patcher_extension.WrappersMP.OUTER_SAMPLE
-        clone.add_wrapper_with_key(kind, "cache", lambda executor, *given: executor(*given))
-        return clone
+    @on_clone
+    def wrapped(clone):
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "cache", _run)
 
-    def bound(model: Any) -> Any:
-        clone = model.clone()
+    @on_clone
+    def bound(clone):
         block = clone.get_model_object("diffusion_model.blocks.0")
         clone.add_object_patch("diffusion_model.blocks.0", torch.nn.Sequential(block))
-        return clone
 
     images = {"name": "images", "settings": {**HIGH.settings, "in_dim": 36}}
     wider = {"name": "wider", "settings": {**HIGH.settings, "dim": 384}}
     swapping = models.streamed(LOW, policy="block swap")
+    not_streamed = "the low-noise MODEL does not stream: connect Load Diffusion Model (streamed)"
     module = "has replaced diffusion_model.blocks.0 by a module that holds"
     refusals = [
         ((high, low, 1.5), "the boundary is 1.5: give 0 to 1"),
@@ -387,10 +375,7 @@ def check_what_is_no_pair_is_refused(models):
         ((high, of("flux"), 1), "the class is WAN21 and Flux, the latent format is Wan21 and Flux"),
         ((high, of("wan_t2v", **images), 1), "in_dim is 16 and 36"),
         ((high, of("wan_t2v", **wider), 1), "dim is 256 and 384"),
-        (
-            (high, models.plain()[1], 1),
-            "the low-noise MODEL does not stream: connect Load Diffusion Model (streamed)",
-        ),
+        ((high, models.plain()[1], 1), not_streamed),
         ((joined, low, 1), "the high-noise MODEL is joined already"),
         (("high", low, 1), "the high-noise MODEL does not stream"),
         ((high, swapping, 1), "connect the same policy to both loaders"),

@@ -6,11 +6,9 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import comfy.model_management as mm
 import comfy.model_patcher
@@ -20,16 +18,7 @@ from ..checks import for_each, refused
 from ..families import sample
 from ..incidents import Incident, Interrupt, in_blocks, is_cut
 from ..patches import run_function
-from ..tiny_models import (
-    FLUX,
-    WAN,
-    Files,
-    has_ended,
-    logged,
-    same,
-    threads,
-    with_free,
-)
+from ..tiny_models import FLUX, WAN, Files, has_ended, logged, same, threads, with_free
 
 setup = Files
 CPU = torch.device("cpu")
@@ -39,7 +28,7 @@ BLOCKS = 8
 run = partial(sample, family=FLUX)
 
 
-def listed(model: Any) -> int:
+def listed(model):
     """Return how often a MODEL or a clone is in ComfyUI's list of loaded models."""
     return sum(
         entry.model is not None and entry.model.model is model.model
@@ -47,7 +36,7 @@ def listed(model: Any) -> int:
     )
 
 
-def openings(path: Path) -> list[int]:
+def openings(path):
     """Return the number of open handles and the number of mappings for a file."""
     handles = 0
     for link in Path("/proc/self/fd").iterdir():
@@ -59,7 +48,7 @@ def openings(path: Path) -> list[int]:
 
 
 @contextmanager
-def messages() -> Iterator[list[str]]:
+def messages():
     """Collect warnings, and what ComfyUI logs about leaks."""
     with logged() as found, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -67,7 +56,7 @@ def messages() -> Iterator[list[str]]:
     found += [str(each.message) for each in caught if "hook" in str(each.message)]
 
 
-def _fail() -> None:
+def _fail():
     raise ZeroDivisionError("made up")
 
 
@@ -105,7 +94,7 @@ def check_an_error_that_a_wrapper_catches_does_not_end_the_run(files):
     incident = Incident(_fail, at=BLOCKS + 4)
     clone = model.clone()
 
-    def again(apply: Any, args: Any) -> torch.Tensor:
+    def again(apply, args):
         try:
             return run_function(apply, args)
         except ZeroDivisionError:
@@ -136,7 +125,7 @@ def check_other_models_evict_blocks(files, policy):
         assert torch.equal(run(model), expected)
 
 
-def load_vae() -> Any:
+def load_vae():
     """Load another model with more memory than there is.
 
     ComfyUI itself frees nothing for a load on the CPU.
@@ -154,7 +143,7 @@ def check_a_vae_that_loads_during_a_run_evicts_nothing(files):
     neighbours = []
     present = []
 
-    def load(args: dict[str, Any]) -> torch.Tensor:
+    def load(args):
         neighbours.append(load_vae())
         present.append(listed(model))
         return args["denoised"]

@@ -7,36 +7,27 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import MethodType
-from typing import Any
 from unittest.mock import patch
 
-import comfy.hooks
 import comfy.ldm.wan.model
-import comfy.model_management
-import comfy.model_patcher
-import comfy.patcher_extension
-import comfy.sd
-import comfy.utils
 import torch
 import torch._dynamo
+from comfy import hooks, model_management, model_patcher, patcher_extension, sd
 from comfy.ldm.modules.attention import attention_pytorch
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras import nodes_lora_extract, nodes_model_merging, nodes_torch_compile
 from safetensors.torch import load_file, save, save_file
 
-from wanstream.host import current_host
+from wanstream.host import WEIGHT_DTYPES, ModelStreaming, current_host
 from wanstream.host.comfy import versions
 from wanstream.host.comfy.native.stream_model import ModelStreamer
-from wanstream.host.native_models import WEIGHT_DTYPES, ModelStreaming
 from wanstream.schema import OffloadPolicy
 
 from .. import families
 from ..checks import for_each, refused, require
-from ..families import Family, load_lora
+from ..families import load_lora
 from ..patches import _run, run_function
 from ..tiny_models import FLUX, LIMITS, POLICIES, WAN, Files, counted_patches, load_native, logged
 from ..tiny_models import LAYERWISE as POLICY
@@ -46,36 +37,36 @@ SWAP = OffloadPolicy.block_swap(2, prefetch_blocks=1)
 NUMBER_FORMATS = {"fp32": "default", "bf16": "bf16", "fp8": "fp8_e4m3fn"}
 """Loader weight type by the file's number format. "bf16" keeps bf16 weights, which the CPU casts to
 compute."""
-SAVES_LAZILY = hasattr(comfy.model_patcher.ModelPatcher, "state_dict_for_saving")
+SAVES_LAZILY = hasattr(model_patcher.ModelPatcher, "state_dict_for_saving")
 """ComfyUI 0.3.64 cannot save or extract without all weights in memory."""
 ALL_WEIGHTS = "a node needs all weights of the model in memory"
 
 
-def stream_model(model: Any, policy: OffloadPolicy = POLICY, **limits: int) -> Any:
+def stream_model(model, policy=POLICY, **limits):
     return STREAMER.stream(model, ModelStreaming(policy=policy), **limits)
 
 
 class Side(Files):
     """A model's files in every number format, loaded by ComfyUI and by us, and LoRAs."""
 
-    def __init__(self, folder: Path, family: Family = WAN) -> None:
+    def __init__(self, folder, family=WAN):
         super().__init__(folder)
         self.family = family
 
-    def file(self, dtype: str) -> Path:
+    def file(self, dtype):
         return self.path(self.family, dtype)
 
-    def native(self, dtype: str) -> Any:
+    def native(self, dtype):
         weight_dtype = NUMBER_FORMATS[dtype]
         return families.native(self.file(dtype), self.family, weight_dtype=weight_dtype)
 
-    def streamed(self, dtype: str, policy: OffloadPolicy = POLICY, **limits: int) -> Any:
+    def streamed(self, dtype, policy=POLICY, **limits):
         # LoRAs are on layers outside the lists too.
         limits = {**LIMITS, "smallest_layer": 20_000, **limits}
         with families.given_configuration(self.family):
             return load_native(self.file(dtype), NUMBER_FORMATS[dtype], policy, **limits)
 
-    def lora(self, kind: str, *, streamed: bool = False) -> Path:
+    def lora(self, kind, *, streamed=False):
         """Return a LoRA for everything, or only for layers that stream."""
         path = self.folder / f"{self.family.name}_{kind}_{streamed}.safetensors"
         if not path.exists():
@@ -87,11 +78,11 @@ class Side(Files):
             families.write_lora(kind, path, weights)
         return path
 
-    def sample(self, model: Any, **settings: Any) -> torch.Tensor:
+    def sample(self, model, **settings):
         return families.sample(model, self.family, **{"steps": 2, **settings})
 
 
-def setup(folder: Path) -> Iterator[Side]:
+def setup(folder):
     options = {**families.WEIGHT_DTYPES, "bf16": {"dtype": torch.bfloat16}}
     with (
         patch.dict(WEIGHT_DTYPES, {"bf16": torch.bfloat16}),
@@ -124,10 +115,8 @@ def check_clones_share_the_weights_and_keep_their_own_patches(side):
     clones = []
     samples = []
     for strength in (1.0, None, 0.5, None, 1.0):
-        theirs, clone = (
-            model if strength is None else load_lora(model, lora, strength)
-            for model in (native, ours)
-        )
+        with_lora = partial(load_lora, path=lora, strength=strength)
+        theirs, clone = (native, ours) if strength is None else map(with_lora, (native, ours))
         samples.append(side.sample(theirs))
         assert torch.equal(side.sample(clone), samples[-1])
         clones.append(clone)
@@ -142,7 +131,7 @@ def check_clones_share_the_weights_and_keep_their_own_patches(side):
     assert not first.clone_has_same_weights(plain)
     assert not first.clone_has_same_weights(again)
     assert len({id(each.model.weights.loaded_engine) for each in clones}) == 1
-    loaded = [entry.model.model for entry in comfy.model_management.current_loaded_models]
+    loaded = [entry.model.model for entry in model_management.current_loaded_models]
     assert [each is ours.model for each in loaded].count(True) == 1
 
 
@@ -161,7 +150,7 @@ def check_a_lora_is_added_once_to_a_block_that_stays(side, dtype, place):
 
 def check_a_clone_for_another_gpu_streams_from_the_file(side):
     """Clones for further GPUs, which ComfyUI makes with a MODEL's loader."""
-    require(hasattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu"), "such clones")
+    require(hasattr(model_patcher.ModelPatcher, "deepclone_multigpu"), "such clones")
     lora = side.lora("lora")
     native = load_lora(side.native("fp32"), lora)
     models = [load_lora(side.streamed("fp32"), lora), stream_model(native, **LIMITS)]
@@ -175,16 +164,14 @@ def check_a_clone_for_another_gpu_streams_from_the_file(side):
 
 def check_another_dtype_to_compute_with(side):
     """As nodes set it."""
-    changed = []
-    native = side.native("bf16")
-    ours = side.streamed("bf16")
-    for model in (native, ours):
-        changed.append(model.clone())
-        changed[-1].set_model_compute_dtype(torch.bfloat16)
-    result = side.sample(changed[1])
-    assert torch.equal(result, side.sample(changed[0]))
-    assert torch.equal(side.sample(ours), side.sample(native))
-    assert not torch.equal(result, side.sample(ours))
+    models = [side.native("bf16"), side.streamed("bf16")]
+    changed = [model.clone() for model in models]
+    for clone in changed:
+        clone.set_model_compute_dtype(torch.bfloat16)
+    native, ours, changed_native, result = map(side.sample, [*models, *changed])
+    assert torch.equal(result, changed_native)
+    assert torch.equal(ours, native)
+    assert not torch.equal(result, ours)
 
 
 def check_functions_of_other_nodes_on_weights(side):
@@ -206,14 +193,13 @@ def check_a_lora_for_another_architecture_changes_nothing(side):
     assert torch.equal(side.sample(native), side.sample(ours))
 
 
-def _decorated(model: Any) -> tuple[Any, list[str]]:
+def _decorated(model):
     """Return a clone with every kind of addition to a MODEL, and a list of calls."""
     changed = model.clone()
     calls = []
-    extension = comfy.patcher_extension
 
-    def called(name: str, result: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-        def call(*args: Any, **settings: Any) -> Any:
+    def called(name, result=lambda *_: None):
+        def call(*args, **settings):
             if name not in calls:
                 calls.append(name)
             return result(*args, **settings)
@@ -221,12 +207,10 @@ def _decorated(model: Any) -> tuple[Any, list[str]]:
         return call
 
     network = model.model.diffusion_model
-    wrappers = extension.WrappersMP
+    wrappers = patcher_extension.WrappersMP
     unpatchify = type(network).unpatchify
     halved = MethodType(lambda self, *args: unpatchify(self, *args) * 0.5, network)
-    inject = called("inject")
-    eject = called("eject")
-    before = called("pre run")
+    injected = patcher_extension.PatcherInjection(called("inject"), called("eject"))
     function = called("function", lambda *given: run_function(*given) * 0.9)
     changed.set_model_attn2_patch(called("attn2", lambda given: given["x"] * 1.1))
     changed.set_model_unet_function_wrapper(function)
@@ -235,25 +219,26 @@ def _decorated(model: Any) -> tuple[Any, list[str]]:
     changed.add_object_patch("diffusion_model.unpatchify", halved)
     for kind in (wrappers.DIFFUSION_MODEL, wrappers.SAMPLER_SAMPLE):
         changed.add_wrapper_with_key(kind, "test", called(kind, _run))
-    changed.add_callback_with_key(extension.CallbacksMP.ON_PRE_RUN, "test", before)
-    changed.set_injections("test", [extension.PatcherInjection(inject=inject, eject=eject)])
+    before = patcher_extension.CallbacksMP.ON_PRE_RUN
+    changed.add_callback_with_key(before, "test", called("pre run"))
+    changed.set_injections("test", [injected])
     changed.set_attachments("test", "attached")
     weight = called("weight", lambda weight: weight * 1.5)
     changed.add_weight_wrapper("diffusion_model.blocks.0.ffn.0.weight", weight)
     return changed, calls
 
 
-def _of_unknown_file(model: Any) -> Any:
+def _of_unknown_file(model):
     model.cached_patcher_init = None
     return model
 
 
-def _of_checkpoint(side: Side) -> Any:
+def _of_checkpoint(side):
     path = side.folder / "checkpoint.safetensors"
     stored = load_file(side.file("fp32"))
     save_file({f"model.diffusion_model.{key}": each for key, each in stored.items()}, path)
     given = {"output_vae": False, "output_clip": False}
-    return comfy.sd.load_checkpoint_guess_config(str(path), **given)[0]
+    return sd.load_checkpoint_guess_config(str(path), **given)[0]
 
 
 @for_each("file", "fp8 file", "checkpoint", "memory")
@@ -293,16 +278,14 @@ def check_stream_model_carries_everything_over(side, source):
     assert torch.equal(side.sample(ours), theirs)
     (line,) = lines
     if source == "memory":
-        assert (
-            "is not known: its blocks stream from the 16.8 MB of RAM that they occupy, which saves "
-            "VRAM only" in line
-        )
+        words = "its blocks stream from the 16.8 MB of RAM that they occupy, which saves VRAM only"
+        assert f"is not known: {words}" in line
     elif hasattr(given, "cached_patcher_init"):  # not in ComfyUI 0.3.64
         assert versions.loaded_file(given).is_checkpoint == (source == "checkpoint")
         assert line.endswith("checkpoint.safetensors" if source == "checkpoint" else ".safetensors")
 
 
-def _matrices(one: Any, two: Any) -> tuple[Any]:
+def _matrices(one, two):
     """Merge as the nodes do, but only streamed matrices.
 
     ComfyUI rounds other weights to fp8 only if they are loaded.
@@ -315,11 +298,9 @@ def _matrices(one: Any, two: Any) -> tuple[Any]:
 
 MERGES = {
     "simple": lambda one, two: nodes_model_merging.ModelMergeSimple().merge(one, two, 0.3),
-    "blocks": lambda one, two: nodes_model_merging.ModelMergeBlocks().merge(
-        one, two, **{"": 0.7, "blocks.1": 0.2}
-    ),
+    "blocks": partial(nodes_model_merging.ModelMergeBlocks().merge, **{"": 0.7, "blocks.1": 0.2}),
     "subtract": lambda one, two: nodes_model_merging.ModelSubtract().merge(one, two, 0.5),
-    "add": lambda one, two: nodes_model_merging.ModelAdd().merge(one, two),
+    "add": nodes_model_merging.ModelAdd().merge,
     "matrices": _matrices,
 }
 
@@ -333,7 +314,7 @@ def check_merged_models(side, name, dtype):
     lora = side.lora("lora", streamed=dtype == "fp8")
     models = [(load(dtype), load_lora(load(dtype), lora)) for load in (side.native, side.streamed)]
 
-    def merged(one: int, two: int) -> torch.Tensor:
+    def merged(one, two):
         return side.sample(MERGES[name](models[one][0], models[two][1])[0])
 
     expected = merged(0, 0)
@@ -369,7 +350,7 @@ def check_saved_files_are_those_of_comfyui(side, kind, dtype):
         if kind is not None:
             model = load_lora(model, side.lora(kind, streamed=dtype != "fp32"))
         side.sample(model, steps=1)
-        save_model = partial(comfy.sd.save_checkpoint, str(path), model, metadata={"of": "test"})
+        save_model = partial(sd.save_checkpoint, str(path), model, metadata={"of": "test"})
         if not SAVES_LAZILY and load == side.streamed:
             refused(save_model, ALL_WEIGHTS)
             return
@@ -380,26 +361,26 @@ def check_saved_files_are_those_of_comfyui(side, kind, dtype):
     assert files[0] == files[1]
 
 
-def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], object]]:
+def _roads(side, dtype, folder):
     """Everything that reads a streamed MODEL's weights."""
 
-    def merged(model: Any) -> object:
+    def merged(model):
         (both,) = nodes_model_merging.ModelMergeSimple().merge(side.native(dtype), model, 0.5)
         return side.sample(both, steps=1)
 
-    def patched(model: Any) -> object:
+    def patched(model):
         changed = load_lora(model, side.lora("lora", streamed=True))
         patch_weight = partial(changed.patch_weight_to_device, return_weight=True)
         return [patch_weight(key) + 0 for key in changed.patches]
 
-    def state(model: Any) -> list[torch.Tensor]:
+    def state(model):
         # Without quantised weights, because some ComfyUI versions cannot copy them.
         return [each for key, each in model.model_state_dict().items() if key in model.model.stored]
 
     return {
         "sample": lambda model: side.sample(model, steps=1),
         "sample a clone": lambda model: side.sample(model.clone(), steps=1),
-        "save": lambda model: comfy.sd.save_checkpoint(str(folder / "saved.safetensors"), model),
+        "save": lambda model: sd.save_checkpoint(str(folder / "saved.safetensors"), model),
         "merge": merged,
         "patch": patched,
         "extract": lambda model: _extracted(model, "", bias=False),
@@ -408,12 +389,12 @@ def _roads(side: Side, dtype: str, folder: Path) -> dict[str, Callable[[Any], ob
         "numpy": lambda model: [each.view(torch.uint8).numpy() for each in state(model)],
         "deep copy": lambda model: [each + 0 for each in copy.deepcopy(state(model))],
         "key patches": lambda model: [
-            each[0][0].clone() for each in model.get_key_patches().values()
+            one[0][0].clone() for one in model.get_key_patches().values()
         ],
     }
 
 
-def _change(path: Path, kind: str) -> None:
+def _change(path, kind):
     content = path.read_bytes()
     if kind in {"cut", "empty"}:
         os.truncate(path, len(content) // 2 if kind == "cut" else 0)
@@ -447,12 +428,11 @@ def check_a_changed_file_is_refused(side, dtype, kind):
         assert road != "sample" or "SourceError" in outcome
 
 
-def _extracted(model: Any, prefix: str, *, bias: bool) -> dict[str, torch.Tensor]:
+def _extracted(model, prefix, *, bias):
     """Return the LoRA of Extract and Save Lora."""
-    output: dict[str, torch.Tensor] = {}
-    kind = nodes_lora_extract.LORAType.FULL_DIFF
-    extract = nodes_lora_extract.calc_lora_model
-    extract(model, 4, "diffusion_model.", prefix, output, kind, bias_diff=bias)
+    output = {}
+    given = (model, 4, "diffusion_model.", prefix, output, nodes_lora_extract.LORAType.FULL_DIFF)
+    nodes_lora_extract.calc_lora_model(*given, bias_diff=bias)
     return output
 
 
@@ -474,17 +454,15 @@ def check_an_extracted_lora_is_that_of_comfyui(side):
     assert max(each.abs().max() for each in ours.values()) > 0.01
 
 
-def _with_hook(side: Side, hook: Any) -> Any:
+def _with_hook(side, hook):
     """Let all conditions have a hook, whose strength changes during the run."""
-    group = comfy.hooks.HookGroup()
-    keyframes = comfy.hooks.HookKeyframeGroup()
+    group = hooks.HookGroup()
+    keyframes = hooks.HookKeyframeGroup()
     group.add(hook)
-    keyframes.add(comfy.hooks.HookKeyframe(strength=0.5, start_percent=0.3))
+    keyframes.add(hooks.HookKeyframe(strength=0.5, start_percent=0.3))
     group.set_keyframes_on_hooks(keyframes)
-    changed = [
-        [(text, {**values, "hooks": group}) for text, values in each]
-        for each in side.family.conditioning()
-    ]
+    sides = side.family.conditioning()
+    changed = [[(text, {**values, "hooks": group}) for text, values in each] for each in sides]
     return patch.object(families.Family, "conditioning", lambda *_: changed)
 
 
@@ -497,12 +475,12 @@ def check_hooks(side):
     options = {"patches": {"attn2_patch": [lambda given: given["x"] * 1.2]}}
     unknown = {"unknown": next(iter(lora.values()))}
     for hook in (
-        comfy.hooks.TransformerOptionsHook(options),
-        comfy.hooks.create_hook_lora(unknown, 1.0, 0.0).hooks[0],
+        hooks.TransformerOptionsHook(options),
+        hooks.create_hook_lora(unknown, 1.0, 0.0).hooks[0],
     ):
         with _with_hook(side, hook):
             assert torch.equal(side.sample(ours), side.sample(native))
-    with _with_hook(side, comfy.hooks.create_hook_lora(lora, 1.0, 0.0).hooks[0]):
+    with _with_hook(side, hooks.create_hook_lora(lora, 1.0, 0.0).hooks[0]):
         assert not torch.equal(side.sample(native), plain)
         words = "use Load LoRA for the whole run"
         message = refused(lambda: side.sample(ours), words)
@@ -510,10 +488,10 @@ def check_hooks(side):
     assert message.startswith(start)
 
 
-GRAPHS: list[int] = []
+GRAPHS = []
 
 
-def _backend(graph: Any, _: object) -> Callable[..., Any]:
+def _backend(graph, _):
     GRAPHS.append(len(graph.graph.nodes))
     return graph.forward
 
@@ -525,7 +503,7 @@ UNGUARDED = getattr(
 OPTIONS = {"guard_filter_fn": UNGUARDED}
 
 
-def _compiled(way: str, model: Any, *keys: str) -> Any:
+def _compiled(way, model, *keys):
     """Return a clone compiled by ComfyUI's wrapper or by object patches."""
     changed = model.clone()
     if way == "wrapper":

@@ -5,13 +5,11 @@ Both models come from one file by `families`, and run with the same input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import comfy.model_base
@@ -23,8 +21,7 @@ from wanstream.host.comfy.adapter import native_models
 from wanstream.host.comfy.versions import LOCKSTEP_MODELS
 from wanstream.nodes.native import models as native_nodes
 from wanstream.offload.engine.run import EngineRun
-from wanstream.plan import AutoOffload
-from wanstream.schema import OffloadPolicy
+from wanstream.plan import AutoOffload, OffloadPolicy
 
 from .. import families
 from ..checks import for_each, refused, require
@@ -32,28 +29,19 @@ from ..families import EVERY_FAMILY, FAMILIES, Family, sample
 from ..further_families import EVERY_FURTHER, FURTHER
 from ..patches import PATCHES, TinyControl, context_windows, node_results
 from ..samplers import guided, ksamplers, simple_sigmas
-from ..tiny_models import (
-    FLUX,
-    SHARED,
-    WAN,
-    Files,
-    Run,
-    figures,
-    logged,
-    one_by_one,
-)
+from ..tiny_models import FLUX, SHARED, WAN, Files, figures, logged, one_by_one
 
 setup = Files
 STEPS = 3
 
 
 @contextmanager
-def traffic() -> Iterator[SimpleNamespace]:
+def traffic():
     """Count visits, fetches by block index, and bytes in all engines."""
     counted = SimpleNamespace(visits=0, fetched=[], nbytes=0)
     leave = EngineRun.__exit__
 
-    def counting(run: EngineRun, *error: Any) -> None:
+    def counting(run, *error):
         leave(run, *error)
         counted.visits += run._next
         counted.fetched += [fetch.block.block for fetch in run.fetched]
@@ -63,23 +51,24 @@ def traffic() -> Iterator[SimpleNamespace]:
         yield counted
 
 
-def block_bytes(model: Any) -> list[int]:
+def block_bytes(model):
     """Return the bytes per block in a streamed MODEL's file, by block index.
 
     Blocks are aligned to 256 bytes.
     """
-    stored = model.model.stored
-    starts = [f"diffusion_model.{path}." for path in model.model.weights.blocks]
-    return [
-        -sum(view.nbytes for key, view in stored.items() if key.startswith(start)) // 256 * -256
-        for start in starts
-    ]
+    found = []
+    for path in model.model.weights.blocks:
+        views = model.model.stored.items()
+        start = f"diffusion_model.{path}."
+        nbytes = sum(each.nbytes for key, each in views if key.startswith(start))
+        found.append(-nbytes // 256 * -256)
+    return found
 
 
 def compare(
-    files: Files, family: Family, run: Run, *, form="fp32", policy="layerwise", share="off",
-    plain: torch.Tensor | None = None, runs: int = 2, **limits: int,
-) -> SimpleNamespace:  # fmt: skip
+    files, family, run, *, form="fp32", policy="layerwise", share="off",
+    plain = None, runs = 2, **limits,
+):  # fmt: skip
     """Compare runs of a streamed model with one of ComfyUI's own, which is not `plain`.
 
     Return the counts. Where conditions may share visits, both models compute them one by one.
@@ -109,14 +98,14 @@ def compare(
     )  # fmt: skip
 
 
-def with_little_room(run: Run, model: Any) -> torch.Tensor:
+def with_little_room(run, model):
     """Sample on a device with room for one condition at a time."""
     with one_by_one():
         return run(model)
 
 
 @contextmanager
-def _zeroed(block: torch.nn.Module) -> Iterator[None]:
+def _zeroed(block):
     kept = [parameter.detach().clone() for parameter in block.parameters()]
     for parameter in block.parameters():
         parameter.zero_()
@@ -131,7 +120,7 @@ OTHER_FORMS = ("fp16", "fp8", "fp8 kept")
 NAMES = [family.name for family in (*EVERY_FAMILY, *EVERY_FURTHER)]
 
 
-def _family(name: str) -> Family:
+def _family(name):
     require(name in FAMILIES or name in FURTHER, name)
     return {**FAMILIES, **FURTHER}[name]
 
@@ -183,11 +172,8 @@ def check_family(files, name):
     assert swap.blocks > layerwise.blocks
 
 
-SHARING = [
-    family.name
-    for family in (*EVERY_FAMILY, *EVERY_FURTHER)
-    if family.base in {*LOCKSTEP_MODELS, "HiDream", "WAN21_SCAIL2"}
-]
+BASES = {*LOCKSTEP_MODELS, "HiDream", "WAN21_SCAIL2"}
+SHARING = [family.name for family in (*EVERY_FAMILY, *EVERY_FURTHER) if family.base in BASES]
 """Families that share visits by themselves, and two that do so on request."""
 
 
@@ -238,7 +224,7 @@ def check_sampler(files, sampler):
     compare(files, WAN, partial(sample, family=WAN, sampler=sampler, steps=4))
 
 
-def halves(high: Any, low: Any, family: Family) -> torch.Tensor:
+def halves(high, low, family):
     """Sample the first steps with one model and the rest with another, as Wan2.2 graphs do."""
     latent = {"samples": torch.zeros(family.sizes[0])}
     settings = {"steps": 6, "switch": 3, "cfg": (3.0, 3.0), "sampler": "dpmpp_2m"}
@@ -256,17 +242,15 @@ def check_two_models_by_turns_stay_loaded(files):
             assert model.model.weights.loaded_bytes > 0
 
 
-def custom(model: Any, family: Family, guider: str) -> torch.Tensor:
+def custom(model, family, guider):
     """Return SamplerCustomAdvanced's result with a guider."""
     positive, negative = family.conditioning()
     middle = [[positive[0][0] * 0.5, positive[0][1]]]
     inputs = {
         "BasicGuider": {"conditioning": positive},
         "CFGGuider": {"positive": positive, "negative": negative, "cfg": 3.0},
-        "DualCFGGuider": {
-            "cond1": positive, "cond2": middle, "negative": negative, "cfg_conds": 3.0,
-            "cfg_cond2_negative": 2.0,
-        },
+        "DualCFGGuider": {"cond1": positive, "cond2": middle, "negative": negative,
+            "cfg_conds": 3.0, "cfg_cond2_negative": 2.0},
     }  # fmt: skip
     node = getattr(nodes_custom_sampler, guider)
     (guide,) = node_results(node, model=model, style="regular", **inputs[guider])
@@ -274,16 +258,15 @@ def custom(model: Any, family: Family, guider: str) -> torch.Tensor:
     return guided(guide, latent, simple_sigmas(model, STEPS), "dpmpp_2m")
 
 
+GUIDERS = ("BasicGuider", "CFGGuider", "DualCFGGuider")
 RUNS = {
     "denoise 0.5": partial(sample, denoise=0.5, steps=STEPS),
     "heun": partial(sample, sampler="heun"),
-    **{
-        name: partial(custom, guider=name) for name in ("BasicGuider", "CFGGuider", "DualCFGGuider")
-    },
+    **{name: partial(custom, guider=name) for name in GUIDERS},
 }
 
 
-def _share_visits(apart: SimpleNamespace, together: SimpleNamespace, passes: int) -> None:
+def _share_visits(apart, together, passes):
     """Compare the visits of runs with and without shared ones.
 
     ComfyUI computes the first call's `passes` one after the other.
@@ -293,13 +276,10 @@ def _share_visits(apart: SimpleNamespace, together: SimpleNamespace, passes: int
 
 
 @for_each(
-    ("denoise 0.5", "wan_t2v", "layerwise"),
-    ("heun", "flux", "block swap"),
-    ("BasicGuider", "wan_t2v", "block swap"),
-    ("CFGGuider", "flux", "layerwise"),
-    ("DualCFGGuider", "wan_t2v", "layerwise"),
-    ("DualCFGGuider", "flux", "block swap"),
-)
+    ("denoise 0.5", "wan_t2v", "layerwise"), ("heun", "flux", "block swap"),
+    ("BasicGuider", "wan_t2v", "block swap"), ("CFGGuider", "flux", "layerwise"),
+    ("DualCFGGuider", "wan_t2v", "layerwise"), ("DualCFGGuider", "flux", "block swap"),
+)  # fmt: skip
 def check_run(files, name, on, policy):
     family = FAMILIES[on]
     passes = {"BasicGuider": 1, "DualCFGGuider": 3}.get(name, 2)
@@ -311,7 +291,7 @@ def check_run(files, name, on, policy):
 class Regions(Family):
     """A family whose positive conditioning has an area, a mask and a part for the whole picture."""
 
-    def conditioning(self) -> tuple[list[Any], list[Any]]:
+    def conditioning(self):
         positive, negative = super().conditioning()
         _, _, height, width = self.sizes[0]
         ((text, values),) = positive
@@ -329,33 +309,27 @@ class Regions(Family):
 class Controlled(Family):
     """A family with a control net."""
 
-    def conditioning(self) -> tuple[list[Any], list[Any]]:
-        added = {
-            "control": TinyControl(self.settings["hidden_size"]),
-            "control_apply_to_uncond": False,
-        }
-        return tuple(
-            [[text, {**values, **added}] for text, values in conditioning]
-            for conditioning in super().conditioning()
-        )
+    def conditioning(self):
+        added = {"control": TinyControl(self.settings["hidden_size"])}
+        added["control_apply_to_uncond"] = False
+        sides = super().conditioning()
+        return tuple([[text, {**values, **added}] for text, values in side] for side in sides)
 
 
-def _as(kind: type[Family], family: Family) -> Family:
+def _as(kind, family):
     return kind(**{field.name: getattr(family, field.name) for field in fields(family)})
 
 
-def _batch(family: Family) -> Family:
+def _batch(family):
     return replace(family, sizes=((2, *family.sizes[0][1:]),))
 
 
-def same(model: Any) -> Any:
+def same(model):
     return model
 
 
 OTHER_INPUTS = {
-    "context windows": (
-        context_windows, replace(WAN, sizes=((1, 16, 7, *WAN.sizes[0][3:]),)),
-    ),
+    "context windows": (context_windows, replace(WAN, sizes=((1, 16, 7, *WAN.sizes[0][3:]),))),
     "regions": (same, _as(Regions, FLUX)),
     "control net": (same, _as(Controlled, FLUX)),
     "batch of two": (same, _batch(WAN)),
@@ -364,23 +338,19 @@ OTHER_INPUTS = {
 }  # fmt: skip
 HINDERED = {
     "replaced blocks": "a replacement of dit blocks",
-    "skipped layer": "a replacement of dit blocks",
-    "repeated layer": "a replacement of dit blocks",
+    "skipped layer": "a replacement of dit blocks", "repeated layer": "a replacement of dit blocks",
     "first-block cache": "a replacement of dit blocks",
-    "TeaCache": "the diffusion_model wrapper test",
-    "cache of apply_model": None,
-    "cache in a function wrapper": None,
-    "function wrapper": "the model function wrapper",
-    "wrappers": "wrapper test",
-    "EasyCache": "the calc_cond_batch wrapper easycache",
+    "TeaCache": "the diffusion_model wrapper test", "cache of apply_model": None,
+    "cache in a function wrapper": None, "function wrapper": "the model function wrapper",
+    "wrappers": "wrapper test", "EasyCache": "the calc_cond_batch wrapper easycache",
     "control net": "a ControlNet",
-}
+}  # fmt: skip
 """Patches that prevent shared visits, and the reason. None: they are no passes of their own anyway.
 """
 
 
 @cache
-def _plain(files: Files, on: str) -> torch.Tensor:
+def _plain(files, on):
     return sample(files.native(FAMILIES[on]), FAMILIES[on], steps=STEPS)
 
 
@@ -396,7 +366,7 @@ def check_patch(files, name, on):
     changed, given = OTHER_INPUTS.get(name) or (PATCHES[name][0], family)
     plain = _plain(files, on)
 
-    def run(model: Any) -> torch.Tensor:
+    def run(model):
         return sample(changed(model), given, steps=STEPS)
 
     apart = compare(files, family, run, plain=plain, runs=1)
@@ -426,17 +396,15 @@ def check_nodes_give_the_results_of_comfyuis_loader(files, name):
         "WanStreamStreamModel": {"model": own},
     }
 
-    def loaded(**policy: Any) -> Any:
+    def loaded(**policy):
         return getattr(native_nodes, name).execute(**loading[name], **policy).args[0]
 
-    names = folder_paths.folder_names_and_paths["diffusion_models"]
+    places = folder_paths.folder_names_and_paths
+    own_places = {"diffusion_models": ([str(files.folder)], *places["diffusion_models"][1:])}
     limits = {"smallest_block": 0, "smallest_model": 0}
     with (
         families.given_configuration(FLUX),
-        patch.dict(
-            folder_paths.folder_names_and_paths,
-            {"diffusion_models": ([str(files.folder)], *names[1:])},
-        ),
+        patch.dict(places, own_places),
         patch.object(native_models, "_native_limits", lambda: limits),
     ):
         swap = OffloadPolicy.block_swap(5, prefetch_blocks=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import Any
 
 import comfy.model_management as mm
 import psutil
@@ -19,7 +18,7 @@ from .models import halves
 ITEMS = 5
 
 
-def _resident_bytes() -> int:
+def _resident_bytes():
     gc.collect()
     return psutil.Process().memory_info().rss
 
@@ -35,7 +34,7 @@ def check_queue_items_leave_no_memory_behind(folder):
     sizes = {"dim": 1024, "ffn_dim": 4096, "num_heads": 8, "num_layers": 6}
     replace(WAN, settings={**WAN.settings, **sizes}).write(path, "fp16")
 
-    def experts() -> list[Any]:
+    def experts():
         policy = OffloadPolicy.block_swap(4)
         return [load_native(path, "default", policy, **LIMITS) for _ in range(2)]
 

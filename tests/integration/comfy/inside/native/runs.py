@@ -7,11 +7,9 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +17,8 @@ from uuid import uuid4
 
 import comfy.ldm.wan.model
 import comfy.model_management as mm
-import comfy.model_patcher
-import comfy.patcher_extension
-import comfy.samplers
 import torch
+from comfy import model_patcher, patcher_extension, samplers
 
 from wanstream.host import ShareVisits, current_host
 from wanstream.host.comfy import versions
@@ -31,9 +27,8 @@ from wanstream.host.comfy.native.runs import policy as native_policy
 from wanstream.host.comfy.native.streamed.weights import NativeWeights
 from wanstream.host.events import Executing
 from wanstream.offload import OffloadEngine
-from wanstream.plan import AutoOffload
+from wanstream.plan import AutoOffload, OffloadPolicy
 from wanstream.plan.programs import step_visits
-from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.checked_device import checked_machine
 from wanstream.tests.support.offload.alive_tensors import Alive
 
@@ -56,7 +51,7 @@ from ..tiny_models import (
 from .life import listed
 
 STEPS = 3
-WrappersMP = comfy.patcher_extension.WrappersMP
+WrappersMP = patcher_extension.WrappersMP
 run = partial(sample, family=WAN, steps=STEPS)
 same = partial(tiny_models.same, run)
 has_ended = partial(tiny_models.has_ended, run)
@@ -66,114 +61,104 @@ APART_OR_NOT = "off", "on"
 class Models(Files):
     """Models of Wan's family, as the changes to them stay."""
 
-    def native(self, *given: Any) -> Any:
+    def native(self, *given):
         self.forget()
         return super().native(*given)
 
     @cached_property
-    def expected(self) -> torch.Tensor:
+    def expected(self):
         return run(self.native(WAN))
 
-    def pair(self, policy: Any = "layerwise", share: str = "on") -> tuple[Any, Any]:
+    def pair(self, policy="layerwise", share="on"):
         return self.expected, self.streamed(WAN, policy=policy, share=share)
 
 
-def setup(folder: Path) -> Iterator[Models]:
+def setup(folder):
     """No two conditions fit into one pass."""
     with one_by_one():
         yield Models(folder)
 
 
-def with_apply_wrapper(clone: Any) -> None:
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "counting", _run)
+def with_callback(clone):
+    clone.add_callback(patcher_extension.CallbacksMP.ON_PREPARE_STATE, lambda *_: None)
 
 
-def with_apply_model(clone: Any) -> None:
-    clone.add_object_patch("apply_model", partial(_run, clone.model.apply_model))
-
-
-def with_callback(clone: Any) -> None:
-    clone.add_callback(comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE, lambda *_: None)
-
-
-def attention_patch(call: dict[str, Any]) -> torch.Tensor:
+def attention_patch(call):
     return call["x"] * 1.01
 
 
-def _compiled(block: torch.nn.Module) -> None:
+def _compiled(block):
     """Leave a block as `compile` does, whose first call takes ten seconds."""
     block._compiled_call_impl = block._call_impl
 
 
-def set_option(clone: Any, **option: Any) -> None:
+def set_option(clone, **option):
     clone.model_options["transformer_options"] |= option
 
 
-def _counting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _counting(forward):
     """Return another pack's forward, whose result depends on its call count."""
     calls = itertools.count(1)
     return lambda *inputs, **more: forward(*inputs, **more) * (1 + 0.01 * (next(calls) % 3))
 
 
-def network(model: Any) -> torch.nn.Module:
+def network(model):
     return model.model.diffusion_model
 
 
-def _layer(model: Any) -> torch.nn.Module:
+def _layer(model):
     return network(model).blocks[1].ffn
 
 
-def _counted(module: torch.nn.Module, method: str = "forward") -> Callable[..., torch.Tensor]:
+def _counted(module, method="forward"):
     return _counting(partial(getattr(type(module), method), module))
 
 
-def with_object_patch(clone: Any) -> None:
+def with_object_patch(clone):
     clone.add_object_patch("diffusion_model.blocks.1.ffn.forward", _counted(_layer(clone)))
 
 
-def with_injection(clone: Any) -> None:
+def with_injection(clone):
     layer = _layer(clone)
 
-    def inject(_: Any) -> None:
+    def inject(_):
         layer.forward = _counted(layer)
 
-    def eject(_: Any) -> None:
+    def eject(_):
         del layer.forward
 
-    clone.set_injections("test", [comfy.model_patcher.PatcherInjection(inject, eject)])
+    clone.set_injections("test", [model_patcher.PatcherInjection(inject, eject)])
 
 
-def with_method(clone: Any) -> None:
+def with_method(clone):
     network(clone).forward_orig = _counted(network(clone), "forward_orig")
 
 
-def with_hook(clone: Any) -> None:
+def with_hook(clone):
     counted = _counting(lambda hidden: hidden)
     _layer(clone).register_forward_hook(lambda _, inputs, output: counted(output))
 
 
-def with_subclass(clone: Any) -> None:
+def with_subclass(clone):
     layer = _layer(clone)
     counted = _counted(layer)
-    layer.__class__ = type(
-        "Replaced", (type(layer),), {"forward": lambda _, hidden: counted(hidden)}
-    )
+    forward = {"forward": lambda _, hidden: counted(hidden)}
+    layer.__class__ = type("Replaced", (type(layer),), forward)
 
 
-Change = Callable[[Any], None]
-WHOLE_PASSES: dict[str, Change] = {
-    "the apply_model wrapper counting": with_apply_wrapper,
-    "the replaced apply_model": with_apply_model,
+WHOLE_PASSES = {
+    "the apply_model wrapper counting": lambda clone: clone.add_wrapper_with_key(
+        WrappersMP.APPLY_MODEL, "counting", _run),
+    "the replaced apply_model": lambda clone: clone.add_object_patch(
+        "apply_model", partial(_run, clone.model.apply_model)),
     "the on_prepare_state callback with_callback": with_callback,
-}
+}  # fmt: skip
 """Changes that may count passes, by the reason against shared visits. `models.py` has more."""
-IN_LAYERS: dict[str, tuple[Change, bool]] = {
-    "the attn2_patch attention_patch": (
-        lambda clone: clone.set_model_attn2_patch(attention_patch), True,
-    ),
+IN_LAYERS = {
+    "the attn2_patch attention_patch": (lambda clone: clone.set_model_attn2_patch(attention_patch),
+        True),
     "the optimized_attention_override _run": (
-        partial(set_option, optimized_attention_override=_run), True,
-    ),
+        partial(set_option, optimized_attention_override=_run), True),
     "the cache SimpleNamespace": (partial(set_option, cache=SimpleNamespace()), True),
     "the compiled blocks.1": (lambda clone: _compiled(network(clone).blocks[1]), True),
     "the replaced blocks.1.ffn.forward": (with_object_patch, False),
@@ -185,16 +170,14 @@ IN_LAYERS: dict[str, tuple[Change, bool]] = {
 """Changes inside the layers, and whether the result does not depend on the order of passes."""
 
 
-def _changed(models: Models, change: Change, share: str, runs: int = 1) -> tuple[list[bool], Any]:
+def _changed(models, change, share, runs=1):
     """Run with another node's change. Return what equals ComfyUI's result, and the counts."""
     expected = run(on_clone(change)(models.native(WAN)))
     model = on_clone(change)(models.streamed(WAN, share=share))
     return [torch.equal(run(model), expected) for _ in range(runs)], figures(model)
 
 
-def _apart(
-    models: Models, reason: str, change: Change = lambda clone: None, share: str = "auto"
-) -> str:
+def _apart(models, reason, change=lambda clone: None, share="auto"):
     """Check that conditions do not share visits, for a reason. Return the note."""
     equal, found = _changed(models, change, share, runs=2)
     assert equal == [True, True]
@@ -249,7 +232,7 @@ def check_untested_models_share_no_visits_by_themselves(models):
         _apart(models, "the untested model WAN21")
 
 
-def _free(nbytes: int) -> Any:
+def _free(nbytes):
     return patch.object(type(current_host().memory), "free_vram", lambda _: nbytes)
 
 
@@ -260,16 +243,14 @@ def check_no_visits_are_shared_without_memory_for_activations(models):
 
 
 @contextmanager
-def planned(
-    policy: OffloadPolicy | None = None, apart_s: float = 0.0, shared_s: float = 0.0
-) -> Iterator[list[SimpleNamespace]]:
+def planned(policy=None, apart_s=0.0, shared_s=0.0):
     """Replace the planner by the policy, or the present one, and by seconds per call.
 
     Yield what the planner is asked.
     """
     asked = list[SimpleNamespace]()
 
-    def choose(*_: Any, **given: Any) -> Any:
+    def choose(*_, **given):
         asked.append(SimpleNamespace(**given))
         call_s = apart_s if given["keep_present"] else shared_s
         return SimpleNamespace(policy=policy or given["present"], call_s=call_s)
@@ -340,7 +321,7 @@ def check_an_error_of_one_condition_ends_the_run(models, error, at):
 
 
 @contextmanager
-def short_of_memory(model: Any, times: int) -> Iterator[None]:
+def short_of_memory(model, times):
     """Let a run's second model call run out of memory `times` times."""
     run(model)
     at = 3 * len(model.model.weights.blocks)
@@ -372,10 +353,9 @@ def check_runs_end_in_words_where_no_policy_is_smaller(models, share):
 
 
 @for_each(
-    ("wan_t2v", "blocks.*.ffn"),
-    ("flux", "double_blocks.*.img_mlp"),
+    ("wan_t2v", "blocks.*.ffn"), ("flux", "double_blocks.*.img_mlp"),
     ("qwen_image", "transformer_blocks.*.img_mlp"),
-)
+)  # fmt: skip
 def check_feed_forwards_in_chunks(models, name, kind):
     """Feed-forwards in chunks by the policy, then in larger ones after an error."""
     batch, channels, *frames, _, _ = FAMILIES[name].sizes[0]
@@ -383,18 +363,16 @@ def check_feed_forwards_in_chunks(models, name, kind):
     run = partial(sample, family=family, steps=2, cfg=1.0)
     expected = run(models.native(family))
     model = models.streamed(family, policy=replace(LAYERWISE, chunk_tokens=16))
-    assert torch.equal(run(model), expected)
+    notes = tiny_models.same(run, model, expected)
     pattern = re.compile(r"feed-forwards \((.*)\) are computed in chunks of 16")
-    assert {found[1] for found in map(pattern.search, figures(model).notes) if found} == {kind}
+    assert {found[1] for found in map(pattern.search, notes) if found} == {kind}
     model.policy = LAYERWISE
     at = len(model.model.weights.blocks) + 1
     with patch.object(native_policy, "LAST_CHUNKS", (32,)):
         with failing(model, out_of_memory, at=at):
-            assert torch.equal(run(model), expected)
-        notes = figures(model).notes
+            notes = tiny_models.same(run, model, expected)
         assert notes[0] == "out of memory in call 1: feed-forwards of 32 tokens at once"
-        assert torch.equal(run(model), expected)
-        notes = figures(model).notes
+        notes = tiny_models.same(run, model, expected)
         assert not [note for note in notes if note.startswith("out of memory")]
         assert [note for note in notes if "in chunks of 32 tokens" in note]
     modules = model.model.diffusion_model.modules()
@@ -413,13 +391,13 @@ def check_chunks_halve_the_peak_of_a_block(models):
     peaks = []
     results = []
 
-    def measured(forward: Callable[..., torch.Tensor], *inputs: Any, **more: Any) -> torch.Tensor:
+    def measured(forward, *inputs, **more):
         with Alive() as alive:
             result = forward(*inputs, **more)
         peaks.append(alive.peak)
         return result
 
-    def copied(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def copied(query, *_, **__):
         return query.clone()
 
     for chunk_tokens in (None, 2048):
@@ -479,7 +457,7 @@ def check_runs_go_on_without_memory_for_better_policies(models, name, error):
     method = getattr(OffloadEngine, name)
     failed = []
 
-    def fails(engine: OffloadEngine, *inputs: Any) -> Any:
+    def fails(engine, *inputs):
         if len(engine.buffers) > 2 - (name == "set_policy") and not failed:
             failed.append(name)
             raise error()
@@ -505,7 +483,7 @@ def check_room_for_activations(models, most, share, room):
     free = 10**9
     model = models.streamed(WAN, policy=AutoOffload(), share=share)
 
-    def required(input_shape: list[int], **_: Any) -> float:
+    def required(input_shape, **_):
         return 1e6 * input_shape[0] if input_shape[0] <= most else 1e30
 
     model.model.memory_required = required
@@ -516,7 +494,7 @@ def check_room_for_activations(models, most, share, room):
 
 
 @contextmanager
-def loading_again(clone: Any) -> Iterator[None]:
+def loading_again(clone):
     """A patch uses a VAE and reloads all models in a pass, as ControlNets do."""
     load = Incident(lambda: mm.load_models_gpu(mm.loaded_models(only_currently_used=True)), at=6)
     with in_blocks(clone, load):
@@ -525,13 +503,13 @@ def loading_again(clone: Any) -> Iterator[None]:
 
 
 @contextmanager
-def call_inside_a_call(clone: Any) -> Iterator[None]:
+def call_inside_a_call(clone):
     inside = []
 
-    def twice(executor: Any, *inputs: Any) -> Any:
+    def twice(executor, *inputs):
         if not inside:
             inside.append(True)
-            comfy.samplers.calc_cond_batch(*inputs)
+            samplers.calc_cond_batch(*inputs)
             inside.clear()
         return executor(*inputs)
 
@@ -540,11 +518,11 @@ def call_inside_a_call(clone: Any) -> Iterator[None]:
 
 
 @contextmanager
-def block_outside_of_a_pass(clone: Any) -> Iterator[None]:
+def block_outside_of_a_pass(clone):
     shapes = list[torch.Size]()
     block = network(clone).blocks[2]
 
-    def compute(apply: Any, call: dict[str, Any]) -> Any:
+    def compute(apply, call):
         with patch.object(block, "forward", lambda: shapes.append(block.ffn[0].weight.shape)):
             block()
         return run_function(apply, call)
@@ -556,12 +534,12 @@ def block_outside_of_a_pass(clone: Any) -> Iterator[None]:
 
 
 @contextmanager
-def call_repeated_after_an_error(clone: Any) -> Iterator[None]:
-    def again(call: dict[str, Any]) -> Any:
+def call_repeated_after_an_error(clone):
+    def again(call):
         options = dict(call["model_options"])
         del options["sampler_calc_cond_batch_function"]
         given = (call[name] for name in ("model", "conds", "input", "sigma"))
-        compute = partial(comfy.samplers.calc_cond_batch, *given, options)
+        compute = partial(samplers.calc_cond_batch, *given, options)
         try:
             return compute()
         except RuntimeError:
@@ -572,11 +550,11 @@ def call_repeated_after_an_error(clone: Any) -> Iterator[None]:
         yield
 
 
+IN_BOTH = (loading_again, call_inside_a_call, call_repeated_after_an_error)
+
+
 @for_each(
-    *((loading_again, share) for share in APART_OR_NOT),
-    *((call_inside_a_call, share) for share in APART_OR_NOT),
-    *((call_repeated_after_an_error, share) for share in APART_OR_NOT),
-    (block_outside_of_a_pass, "on"),
+    *((does, share) for does in IN_BOTH for share in APART_OR_NOT), (block_outside_of_a_pass, "on")
 )
 def check_what_other_nodes_may_do_in_a_run(models, does, share):
     expected, model = models.pair(share=share)
@@ -594,7 +572,7 @@ def check_an_error_keeps_no_activations(models, share):
     model = models.streamed(WAN, share=share)
     run(model)
 
-    def fail(hidden: torch.Tensor) -> None:
+    def fail(hidden):
         activation = hidden + 1
         activations.append(weakref.ref(activation))
         if len(activations) == 9:
@@ -610,21 +588,21 @@ def check_an_error_keeps_no_activations(models, share):
 
 
 @contextmanager
-def on_a_checked_device(opened: Any, source: Callable[[], Any]) -> Iterator[tuple[Any, Any]]:
+def on_a_checked_device(opened, source):
     """Yield the weights on a device with streams, and a function that runs passes."""
     with checked_machine() as machine:
         machine.set_device(0)
         device = torch.device("checked", 0)
         weights = NativeWeights(opened.stacks, source, quantised={}, outside_bytes=0, device=device)
 
-        def passes(policy: OffloadPolicy, count: int) -> None:
+        def passes(policy, count):
             _visit_blocks(weights, weights.engine(policy, device), count)
 
         yield weights, passes
         weights.close()
 
 
-def _visit_blocks(weights: Any, engine: Any, passes: int) -> None:
+def _visit_blocks(weights, engine, passes):
     visits = step_visits([*weights.block_counts] * passes, weights.block_counts)
     with engine.run(visits) as running:
         for visit in visits:
@@ -644,7 +622,7 @@ def check_a_first_call_keeps_in_ram_what_it_reads(models):
     opened = load_native(models.path(WAN), "default", LAYERWISE, **LIMITS).weights
     sources = []
 
-    def source() -> Any:
+    def source():
         sources.append(opened._source())
         return sources[-1]
 
@@ -668,7 +646,7 @@ def check_a_first_load_needs_no_ram(models, lacks_ram, sources):
     weights.has_bus = True
     engine = weights.engine
 
-    def opened(policy: OffloadPolicy, device: torch.device) -> Any:
+    def opened(policy, device):
         tried.append(policy.source)
         if lacks_ram and policy.source == "pinned":
             raise OSError("RAM is short")
@@ -692,7 +670,7 @@ def check_models_whose_runs_take_turns_need_the_buffers_of_one(models):
         pair = [models.streamed(WAN, share="off") for _ in range(2)]
         outside = pair[0].model.weights.outside_bytes
 
-        def held(*pair: Any) -> list[int]:
+        def held(*pair):
             return [each.model.weights.loaded_bytes - outside for each in pair]
 
         found = []
@@ -714,10 +692,8 @@ def check_a_run_is_announced_at_the_node_that_executes(models):
     model = models.streamed(WAN, share="off")
     host = current_host().events
     node = {"inputs": {"model": ["1", 0], "cfg": 3.0}}
-    graphs = [
-        {"12:3": node, "1": {"inputs": {"unet_name": f"{name}.safetensors"}}}
-        for name in ("wan_lightx2v", "wan", "wan")
-    ]
+    files = [f"{name}.safetensors" for name in ("wan_lightx2v", "wan", "wan")]
+    graphs = [{"12:3": node, "1": {"inputs": {"unet_name": file}}} for file in files]
     with (
         patch.object(host, "running_graph", iter(graphs).__next__),
         patch.object(host, "announce", lambda event, given: events.append((event, dict(given)))),
@@ -730,13 +706,12 @@ def check_a_run_is_announced_at_the_node_that_executes(models):
         phases = [phase.name for phase in host.ledger().phases()]
     assert phases == ["first block", "model"] * 2, "the failed run ends in its first step"
 
-    def values(kind: str, key: str) -> list[Any]:
+    def values(kind, key):
         return [payload[key] for name, payload in events if name == f"wanstream.{kind}"]
 
     (distilled,), *others = values("notices", "notices")
-    assert distilled["text"].startswith(
-        "wan_lightx2v.safetensors needs no CFG, and cfg is 3: set it to 1"
-    )
+    words = "wan_lightx2v.safetensors needs no CFG, and cfg is 3: set it to 1"
+    assert distilled["text"].startswith(words)
     assert others == [[], []], "another model"
     # Visits are reported by time.
     shown = [event for event in events if event[0] not in ("wanstream.notices", "wanstream.visits")]
