@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +47,18 @@ def raising(error: Exception, *parts: str) -> Callable[[Any], None]:
 
 
 def rows_of(count: int) -> list[Row]:
-    return [
-        Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)
-    ]
+    return [Row(line=n, position=n, hash=f"hash {n}") for n in range(1, count + 1)]
 
 
 def plan_of(size: int) -> Planner:
     """Jobs with up to `size` rows. The node `n` saves the file for row n."""
 
-    def plan(rows: Sequence[Row]) -> list[BatchJob]:
-        jobs = []
-        for start in range(0, len(rows), size):
-            share = tuple(rows[start : start + size])
-            prompt: dict[str, Any] = {str(row.position): {"class_type": "Save"} for row in share}
-            saves = {
-                row.hash: frozenset([str(row.position)]) if size > 1 else None for row in share
-            }
-            jobs.append(BatchJob(prompt=prompt, rows=share, saves=saves))
-        return jobs
+    def job_of(share: tuple[Row, ...]) -> BatchJob:
+        prompt: dict[str, Any] = {str(row.position): {"class_type": "Save"} for row in share}
+        saves = {row.hash: frozenset([str(row.position)]) if size > 1 else None for row in share}
+        return BatchJob(prompt=prompt, rows=share, saves=saves)
 
-    return plan
+    return lambda rows: [job_of(tuple(rows[at : at + size])) for at in range(0, len(rows), size)]
 
 
 class Server:
@@ -136,11 +129,9 @@ class Server:
             self.queue.pop(0)
             self.history[prompt_id] = backend.Interrupted()
 
-    def release(self, prompt_id: str) -> None:
-        pass
+    def release(self, prompt_id: str) -> None: ...
 
-    def halt(self) -> None:
-        pass
+    def halt(self) -> None: ...
 
     def restart(self) -> None:
         self.queue, self.history = [], {}
@@ -160,9 +151,8 @@ class Server:
         elif step >= self.steps:
             self.queue.pop(0)
             reason = self.bad(prompt)
-            self.history[prompt_id] = (
-                backend.JobFailed(reason=reason) if reason else self._save(prompt)
-            )
+            failed = reason and backend.JobFailed(reason=reason)
+            self.history[prompt_id] = failed or self._save(prompt)
 
     def _save(self, prompt: Mapping[str, Any]) -> backend.Ended:
         made = []
@@ -194,8 +184,7 @@ class Reporter:
     def running(self, backend: str, job: str | None, rows: int) -> None:
         self.jobs[backend] = job
 
-    def done(self, backend: str | None = None) -> None:
-        pass
+    def done(self, backend: str | None = None) -> None: ...
 
     def failed(self, row: Row, reason: str, backend: str | None = None) -> None:
         self.told.append(f"failed {row.name or row.position}: {reason}")
@@ -203,8 +192,7 @@ class Reporter:
     def note(self, text: str) -> None:
         self.told.append(text)
 
-    def excluded(self, backend: str) -> None:
-        pass
+    def excluded(self, backend: str) -> None: ...
 
     def unresponsive(self, backend: str, unresponsive: bool) -> None:
         (self.silent.add if unresponsive else self.silent.discard)(backend)
@@ -281,12 +269,10 @@ class Bench:
     def run_through(self, mishaps: Mishaps) -> None:
         """Start the client again after each kill, until no row is left."""
         for _ in range(mishaps.left + 1):
-            try:
+            with suppress(Killed):
                 self.run()
-            except Killed:
-                time.sleep(0.01)  # the killed client's other threads end
-                continue
-            break
+                break
+            time.sleep(0.01)  # the killed client's other threads end
 
     def states(self) -> list[State]:
         with Journal(self.folder / "journal.sqlite", workflow="w") as journal:

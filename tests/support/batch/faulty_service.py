@@ -27,7 +27,7 @@ class FaultyRowService(RowService):
         marked = str(Path(settings["input"], "not on this machine", "mark"))
         super().__init__(device, processes, **{**settings, "marked": marked})
         self._fault: Exception | None = None
-        Workflow.run = lambda workflow, **given: self._run_row(workflow, **given)  # type: ignore[method-assign]
+        Workflow.run = lambda workflow, **given: self._run_row(workflow, **given)
 
     def _run_row(self, workflow: Workflow, **given: Any) -> History:
         for name in (DEVICE, DISK) if self._fault is None else ():

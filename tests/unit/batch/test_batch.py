@@ -6,9 +6,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import av
 import pytest
@@ -18,7 +15,6 @@ from wanstream.batch.opening import locked
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, FAILED, INTERRUPTED, INVALID
 from wanstream.cli.batch import embedded_backend
-from wanstream.host.embedded.files import Folders
 from wanstream.tests.faults.replaced import computing_replaced
 from wanstream.tests.support.batch.command import command_line, journal_rows, shipped, videos
 from wanstream.tests.support.forked_command import ForkedCommand
@@ -28,17 +24,13 @@ SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "save": {"crf": 30}
 T2V = shipped(sampler={"steps": 2}, **SMALL)
 FORKED = pytest.mark.skipif(sys.platform == "win32", reason="forks and signals are POSIX")
 
-Call = Callable[..., list[str]]
-Run = Callable[..., int]
-Capture = pytest.CaptureFixture[str]
 
-
-def seeded(*seeds: int, **values: Any) -> list[dict[str, Any]]:
+def seeded(*seeds, **values):
     return [{"sampler.seed": seed, **values} for seed in seeds]
 
 
 @pytest.fixture
-def call(tmp_path: Path, sample_models: Path) -> Call:
+def call(tmp_path, sample_models):
     """`call(*rows, workflow=T2V, options=())` returns a `wanstream batch` command line."""
     places = ["--models", sample_models, "--input", tmp_path]
     return lambda *rows, workflow=T2V, options=(): command_line(
@@ -47,24 +39,17 @@ def call(tmp_path: Path, sample_models: Path) -> Call:
 
 
 @pytest.fixture
-def run(call: Call) -> Run:
+def run(call):
     """`run(*rows, workflow=T2V, options=())` runs the command and returns the exit code."""
     return lambda *rows, **given: main(call(*rows, **given))
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     return tmp_path / "out"
 
 
-@pytest.fixture
-def replaced() -> Iterator[None]:
-    """Compute nothing: every video has its seed and its graph."""
-    with computing_replaced():
-        yield
-
-
-def seeds_of(out: Path) -> dict[str, int]:
+def seeds_of(out):
     """Return the seeds in the videos by name."""
     found = {}
     for path in sorted(out.glob("*.mp4")):
@@ -133,9 +118,9 @@ def test_a_row_loads_a_latent_of_the_output_folder(run, out):
 
 def test_the_next_command_finds_the_states_of_a_row(run, out, monkeypatch):
     """A row's output folder has another name in each attempt."""
-    places: list[Folders] = []
+    places = []
 
-    def refuse(prompt: object, *, folders: Folders, **_: object) -> None:
+    def refuse(prompt, *, folders, **_):
         places.append(folders)
         raise ValueError("only the folders count here")
 
@@ -147,7 +132,7 @@ def test_the_next_command_finds_the_states_of_a_row(run, out, monkeypatch):
     assert all(work / "made" in (each.output, *each.output.parents) for each in places)
 
 
-@pytest.mark.usefixtures("replaced")
+@computing_replaced()
 def test_the_same_command_again_makes_only_what_is_missing(run, out, capsys):
     def times() -> dict[str, int]:
         return {path.stem: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
@@ -220,22 +205,16 @@ def test_a_command_that_cannot_be_run_runs_nothing(run, out, capsys, options, wo
     assert not [*out.glob("*.mp4")]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "fault"),
-    [
+def test_a_fault_of_all_rows_is_printed_once_and_nothing_runs(run, out, capsys):
+    twice = "sampler.seed and WanStreamSampler.seed are the same input"
+    for inputs, fault in (
         ({"sampler.sed": 1}, "WanStreamSampler has no input sed"),
-        (
-            {"sampler.seed": 1, "WanStreamSampler.seed": 2},
-            "sampler.seed and WanStreamSampler.seed are the same input",
-        ),
-    ],
-    ids=["misspelled", "given twice"],
-)
-def test_a_fault_of_all_rows_is_printed_once_and_nothing_runs(run, out, capsys, inputs, fault):
-    assert run(inputs, inputs | {"save.crf": 40}) == INVALID
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"no row can run: lines 1-2: {fault}")
-    assert not out.exists()
+        ({"sampler.seed": 1, "WanStreamSampler.seed": 2}, twice),
+    ):
+        assert run(inputs, inputs | {"save.crf": 40}) == INVALID
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"no row can run: lines 1-2: {fault}")
+        assert not out.exists()
 
 
 @pytest.mark.parametrize("name", ["jobs.jsonl", "notes.csv"])
@@ -251,7 +230,7 @@ def test_a_file_that_was_never_a_journal_is_not_changed(call, tmp_path, capsys, 
     assert contents() == before
 
 
-@pytest.mark.usefixtures("replaced")
+@computing_replaced()
 def test_a_journal_belongs_to_one_workflow_and_one_client(run, out, capsys):
     assert run(*seeded(1)) == DONE
     titled = {**T2V, "sampler": {**T2V["sampler"], "_meta": {"title": "another title"}}}

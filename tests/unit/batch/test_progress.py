@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ from wanstream.host.embedded.events import NodeProgress
 class Watched:
     """A bar, the time as set by the test, and what was drawn last."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], **settings: Any) -> None:
+    def __init__(self, capsys, **settings):
         self.now = 0.0
         self._capsys = capsys
         self.bar = BatchBar(**{"rows": 8, "ended": 0, "clock": lambda: self.now, **settings})
@@ -30,9 +28,8 @@ class Watched:
         self.bar.running(on, job, rows)
 
     def report(self, done: int, total: int, on: str = "a") -> None:
-        self.bar.show(
-            NodeProgress(node_id="node", class_type="N", done=done, total=total), backend=on
-        )
+        progress = NodeProgress(node_id="node", class_type="N", done=done, total=total)
+        self.bar.show(progress, backend=on)
 
     def end(self, now: float, on: str = "a") -> None:
         self.now = now
@@ -52,11 +49,11 @@ class Watched:
 
 
 @pytest.fixture
-def watch(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Watched]]:
+def watch(capsys):
     """`watch(rows=8, ended=0, backends=1)` opens a bar."""
     with ExitStack() as opened:
 
-        def start(**settings: Any) -> Watched:
+        def start(**settings):
             watched = Watched(capsys, **settings)
             opened.enter_context(watched.bar)
             return watched

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import av
@@ -18,16 +16,11 @@ from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.nodes.runs.video_file import write_video
 from wanstream.tests.faults import replaced
 from wanstream.tests.support.batch.command import command_line, journal_rows, shipped, videos
+from wanstream.tests.support.distributed.local_actor import needs_device_errors
 
-ROWS: list[dict[str, Any]] = [
-    {"sampler.seed": 1},
-    {"sampler.seed": 2},
-    {"sampler.seed": 3, "name": "shot"},
-]
+ROWS = [{"sampler.seed": 1}, {"sampler.seed": 2}, {"sampler.seed": 3, "name": "shot"}]
 LANES = ("--share-weights", "3")
 ALL_DONE = [("00001", "done"), ("00002", "done"), ("shot", "done")]
-
-Capture = pytest.CaptureFixture[str]
 
 
 class Batch:
@@ -42,7 +35,7 @@ class Batch:
         self.copy = self.out / "journal.sqlite.before"
         self.runs: list[list[int]] = []
 
-    def __call__(self, rows: list[dict[str, Any]] = ROWS, *options: object) -> int:
+    def __call__(self, rows=ROWS, *options):
         self.runs.clear()
         options = ("--models", self.models, *options)
         return main(command_line(self.out.parent, self.workflow, *rows, options=options))
@@ -52,22 +45,17 @@ class Batch:
         self.journal.unlink()
         self.copy.unlink()
 
-    def damage(self) -> None:
-        """Make the journal unreadable, and remove its copy."""
-        self.journal.write_text("no journal")
-        self.copy.unlink()
-
     def everything(self) -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in self.out.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
-def batch(tmp_path: Path) -> Iterator[Batch]:
+def batch(tmp_path):
     made = Batch(tmp_path)
     with replaced.computing_replaced():
         run = Workflow.run
 
-        def count(workflow: Workflow, **options: Any) -> Any:
+        def count(workflow, **options):
             prompt = workflow.verdict.prompt
             savers = [name for name, node in prompt.items() if node["class_type"] == replaced.SAVE]
             made.runs.append([replaced.seed_behind(prompt, name) for name in savers])
@@ -78,7 +66,7 @@ def batch(tmp_path: Path) -> Iterator[Batch]:
             yield made
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
+DAMAGES = {
     "whole": lambda path: None,
     "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
     "overwritten": lambda path: path.write_text("no journal"),
@@ -133,7 +121,8 @@ def test_videos_belong_to_their_rows_wherever_these_are_now(batch):
 def test_a_video_of_another_workflow_is_never_taken_for_a_row(batch, capsys):
     assert batch() == DONE
     made = videos(batch.out)
-    batch.damage()
+    batch.journal.write_text("no journal")
+    batch.copy.unlink()
     before = batch.everything()
     batch.workflow["sampler"]["inputs"]["steps"] = 3
     assert batch() == INVALID
@@ -171,7 +160,8 @@ def test_a_refusal_of_names_moves_and_removes_nothing(batch, journal):
     (batch.parts / "00001.mp4").write_bytes(b"half")
     (batch.out / "00001.mp4").rename(batch.parts / "00009.mp4")
     if journal == "damaged":
-        batch.damage()
+        batch.journal.write_text("no journal")
+        batch.copy.unlink()
     before = batch.everything()
     assert batch() == INVALID
     changed = {name for name, _ in batch.everything().items() ^ before.items()}
@@ -264,7 +254,7 @@ def test_latents_of_killed_rows_go_when_the_rows_are_done(batch, capsys, monkeyp
     inner = Workflow.run
     left = list[Path]()
 
-    def killed(workflow: Workflow, **options: Any) -> Any:
+    def killed(workflow, **options):
         seed = workflow.verdict.prompt["sampler"]["inputs"]["seed"]
         left.append(latent_of(batch, workflow.folders.output.name))
         if seed == 1 and len(left) == 1:
@@ -298,14 +288,12 @@ def test_a_video_without_a_workflow_in_the_way_is_refused(batch, capsys):
     assert "contains 00001.mp4, which is not from this batch" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(
-    not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no such class"
-)
+@needs_device_errors
 def test_a_broken_device_ends_the_batch_and_fails_no_row(batch, capsys, monkeypatch):
     """A row that breaks the device each time does not keep the others from running."""
     inner = Workflow.run
 
-    def run(workflow: Workflow, **options: Any) -> Any:
+    def run(workflow, **options):
         if workflow.verdict.prompt["sampler"]["inputs"]["seed"] == 2:
             error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
             raise NodeFailedError("sampler", "WanStreamSampler", error) from error

@@ -128,9 +128,7 @@ def test_a_link_or_another_kind_with_a_harmless_name_is_refused(out, tmp_path, n
 
 @AS_ROOT
 def test_a_drive_that_maps_users_is_no_other_users(out, monkeypatch):
-    trust = own_files._trust(out)
-    assert trust is not None
-    assert trust.owner_of_new_files == os.geteuid()
+    assert own_files._trust(out).owner_of_new_files == os.geteuid()
     for path in (*out.rglob("*"), out / "journal.sqlite"):
         os.chown(path, 65534, -1)
     with pytest.raises(ForeignFileError, match="belongs to another user"):
@@ -145,7 +143,6 @@ def test_only_a_folder_on_another_device_is_mounted(out, name, mounted):
     found = [*os.lstat(path)]
     found[stat.ST_DEV] += 1  # as a file in an overlay has its layer's device
     trust = own_files._trust(out.parent)
-    assert trust is not None
     fault = trust._fault(path, os.stat_result(found), folder=mounted, names=1)
     assert fault == "is on another file system (mounted)" * mounted
 

@@ -10,11 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +22,7 @@ from wanstream.batch.journal.entry import KeptFile, State
 from wanstream.batch.journal.journal import Journal
 from wanstream.batch.opening import LockedError, locked
 from wanstream.batch.rows.rows import Row
+from wanstream.tests.support.full_disk import largest_file
 
 FILE = KeptFile(name="00001.mp4", size=3, sha256="abc")
 
@@ -34,7 +32,7 @@ def row_of(number: int, *, at: int = 0, name: str | None = None, fault: str | No
     return Row(line=position + 1, position=position, hash=f"hash {number}", name=name, fault=fault)
 
 
-def open_journal(path: Path) -> Journal:
+def open_journal(path):
     return Journal(path, workflow="w" * 64)
 
 
@@ -50,12 +48,12 @@ def run_to_done(journal: Journal, digest: str, name: str = "00001.mp4") -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "journal.sqlite"
 
 
 @pytest.fixture
-def journal(path: Path) -> Iterator[Journal]:
+def journal(path):
     """A journal with two waiting rows."""
     with open_journal(path) as journal:
         assert journal.enter([row_of(1), row_of(2)], compared=list) == []
@@ -159,7 +157,7 @@ def test_no_row_is_called_like_a_file_of_the_journal(path, name):
         assert entry.error is None or entry.error.endswith(fault)
 
 
-def changed(path: Path, *changes: str) -> Path:
+def changed(path, *changes):
     """Change a database by another program."""
     with closing(sqlite3.connect(path)) as connection:
         for change in changes:
@@ -168,7 +166,7 @@ def changed(path: Path, *changes: str) -> Path:
     return path
 
 
-def crafted(path: Path, *changes: str) -> Path:
+def crafted(path, *changes):
     """Return a changed journal with one posted row."""
     with open_journal(path) as journal:
         journal.enter([row_of(1)], compared=list)
@@ -181,9 +179,8 @@ def test_a_journal_of_an_older_version_is_refused(path, version):
     table = "CREATE TABLE batch (workflow TEXT NOT NULL)"
     changed(path, table, "PRAGMA application_id = 1465078850", f"PRAGMA user_version = {version}")
     before = path.read_bytes()
-    with pytest.raises(
-        database.OtherJournalError, match=rf"\({version}, this one reads 4\): use that"
-    ):
+    said = rf"\({version}, this one reads 4\): use that"
+    with pytest.raises(database.OtherJournalError, match=said):
         open_journal(path)
     assert path.read_bytes() == before
 
@@ -193,14 +190,12 @@ def test_the_journal_of_another_batch_is_refused(path):
     with pytest.raises(database.JournalError, match="journal of another workflow"):
         Journal(path, workflow="v")
     changed(path, "PRAGMA user_version = 99")
-    with pytest.raises(
-        database.DamagedJournalError, match="is 99, and its tables are those of version 4"
-    ):
+    said = "is 99, and its tables are those of version 4"
+    with pytest.raises(database.DamagedJournalError, match=said):
         open_journal(path)
     changed(path, "CREATE TABLE of_the_future (a)")
-    with pytest.raises(
-        database.OtherJournalError, match=r"another version of WanStream \(99, .*or move"
-    ):
+    said = r"another version of WanStream \(99, .*or move"
+    with pytest.raises(database.OtherJournalError, match=said):
         open_journal(path)
 
 
@@ -213,10 +208,10 @@ def test_what_is_no_journal_is_left_alone(tmp_path, path, kind):
     elif kind == "folder":
         path.mkdir()
     place = path if kind != "no folder" else tmp_path / "none" / "journal.sqlite"
-    before = path.read_bytes() if path.is_file() else None
+    before = {each: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()}
     with pytest.raises(database.JournalError, match="journal"):
         open_journal(place)
-    assert (path.read_bytes() if path.is_file() else None) == before
+    assert {each: each.read_bytes() for each in tmp_path.iterdir() if each.is_file()} == before
 
 
 def placing(name: str) -> str:
@@ -227,7 +222,7 @@ def placing(name: str) -> str:
 OUTSIDE = ["../../victim.txt", "/etc/victim", "..", "00001/../x.mp4", "00001.mp4/x", ""]
 DAMAGES = {
     "line 2 is invalid: .* is not": [  # a file named in `placing` is moved
-        *map(placing, [*OUTSIDE, "00001\\\\x.mp4", "00002.mp4"]),
+        *map(placing, [*OUTSIDE, "00001\\\\x.mp4", "00002.mp4"])
     ],
     "is not a prompt id": [  # the folder with this name is removed at the end of a row
         f"UPDATE rows SET prompt_id = '{name}'" for name in ("../../../home", "/home", "..", "")
@@ -279,22 +274,11 @@ def test_journal_damaged_while_open_keeps_its_copy(path):
     assert {each.name for each in path.parent.iterdir()} == {path.name, database.copy_of(path).name}
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
 @pytest.mark.parametrize("limit", [1, 4000, 10_000])
 def test_the_cause_behind_a_disk_io_error_is_named(path, limit):
-    """A file size limit acts like a full disk."""
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with (
-            pytest.raises(database.JournalError, match="File too large") as met,
-            open_journal(path) as new,
-        ):
+    with largest_file(limit), pytest.raises(database.JournalError, match="File too large") as met:
+        with open_journal(path) as new:
             new.enter([row_of(number) for number in range(1000)], compared=list)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert isinstance(met.value.__cause__, OSError)
     assert met.value.__cause__.errno == errno.EFBIG
     assert is_full_disk(met.value)
@@ -315,17 +299,14 @@ def test_a_lock_has_one_holder_and_dies_with_it(tmp_path):
     lock = tmp_path / "lock"
     command = [sys.executable, "-c", HOLD, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(LockedError, match="another `wanstream batch` is using the batch"):
-            with locked(lock, of="the batch"):
-                pass
+            locked(lock, of="the batch").__enter__()
         other.kill()
         other.wait()
     for _ in range(2):
         with locked(lock, of="the batch"), pytest.raises(LockedError):
-            with locked(lock, of="the batch"):
-                pass
+            locked(lock, of="the batch").__enter__()
 
 
 def test_threads_change_the_journal_one_after_the_other(path):
@@ -354,15 +335,14 @@ def test_a_journal_is_not_closed_while_a_thread_writes_it(path):
             time.sleep(0.2)
             ended.set()
 
-    thread = threading.Thread(target=change)
-    thread.start()
-    assert changing.wait(10)
-    opened.close()
-    assert ended.is_set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(change)
+        assert changing.wait(10)
+        opened.close()
+        assert ended.is_set()
 
 
-def filled(path: Path) -> bytes:
+def filled(path):
     with open_journal(path) as journal:
         journal.enter([row_of(1), row_of(2, name="shot"), row_of(3)], compared=list)
         run_to_done(journal, "hash 1")
@@ -382,11 +362,11 @@ BUILDS = {
 
 
 @pytest.fixture(params=BUILDS)
-def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def build(request, monkeypatch):
     """Create every database as another SQLite build."""
     connect = sqlite3.connect
 
-    def connect_to_new(path: Path, **options: Any) -> sqlite3.Connection:
+    def connect_to_new(path, **options):
         if request.param == "reserved bytes" and not (path.is_file() and path.stat().st_size):
             with closing(connect(path)) as new:
                 new.execute("PRAGMA user_version = 1")

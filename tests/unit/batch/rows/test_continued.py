@@ -6,10 +6,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,16 +17,9 @@ from wanstream.batch.backend import Ended, MadeFile, own_nodes
 from wanstream.batch.errors import RefusedError, SetupError, UnreachableError
 from wanstream.batch.journal.entry import State
 from wanstream.batch.journal.journal import Journal
+from wanstream.batch.rows import rows as row_file
 from wanstream.batch.rows.continued import continue_from, latent_name
 from wanstream.batch.rows.lanes import lane_jobs
-from wanstream.batch.rows.rows import (
-    BatchJob,
-    Row,
-    apply_row,
-    fail_dependents,
-    read_rows,
-    workflow_digest,
-)
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INVALID
 from wanstream.host.embedded.workflow.inputs import InputError
@@ -39,7 +29,7 @@ from wanstream.tests.support.host.embedded import run_workflow
 from wanstream.wan.latents.file import read_latent, write_latent
 
 WORKFLOW = shipped("continue_video")
-CHAIN: list[dict[str, Any]] = [
+CHAIN = [
     {"name": "a", "sampler.seed": 1},
     {"name": "b", "continues": "a", "sampler.seed": 2},
     {"name": "c", "continues": "B", "sampler.seed": 3},
@@ -47,13 +37,11 @@ CHAIN: list[dict[str, Any]] = [
 ]
 CIRCLE = "which continues it in turn: a circle"
 
-RowsOf = Callable[..., list[Row]]
-
 
 @pytest.fixture
-def rows_of(tmp_path: Path) -> RowsOf:
+def rows_of(tmp_path):
     """`rows_of(*rows)` returns rows read from JSON lines."""
-    return lambda *rows: read_rows(write_rows(tmp_path, *rows))
+    return lambda *rows: row_file.read_rows(write_rows(tmp_path, *rows))
 
 
 def test_a_row_has_the_hash_and_the_depth_of_its_source(rows_of):
@@ -93,8 +81,7 @@ def test_a_row_that_can_continue_none_is_at_fault(rows_of):
         "not a valid file name",
         "it continues 'i~' (line 9), which cannot run",
     ]
-    for fault, part in zip(faults, wanted, strict=True):
-        assert part in fault
+    assert all(part in fault for fault, part in zip(faults, wanted, strict=True)), faults
 
 
 def test_a_long_chain_is_linked_from_either_end(rows_of):
@@ -105,17 +92,19 @@ def test_a_long_chain_is_linked_from_either_end(rows_of):
 
 def test_a_fault_that_is_found_later_is_passed_on(rows_of):
     a, b, c, other = rows_of(*CHAIN)
-    faulty = Row(line=1, position=1, hash=a.hash, name="a", fault="no such input")
-    rows = fail_dependents([c, b, faulty, other])
-    assert [bool(row.fault) for row in rows] == [True, True, True, False]
+    faulty = row_file.Row(line=1, position=1, hash=a.hash, name="a", fault="no such input")
+    faults = [bool(row.fault) for row in row_file.fail_dependents([c, b, faulty, other])]
+    assert faults == [True, True, True, False]
 
 
 def test_the_workflow_of_a_row_names_the_latent_of_its_source(rows_of):
     a, b, *_ = rows_of(*CHAIN)
     other = shipped("continue_video", sampler={"steps": 7})
-    prompts = [apply_row(*given, {}) for given in ((WORKFLOW, a), (WORKFLOW, b), (other, b))]
+    prompts = [
+        row_file.apply_row(*given, {}) for given in ((WORKFLOW, a), (WORKFLOW, b), (other, b))
+    ]
     names = [prompt["clip"]["inputs"]["previous_file"] for prompt in prompts]
-    assert names[:2] == ["none", latent_name(workflow_digest(WORKFLOW), a.hash)]
+    assert names[:2] == ["none", latent_name(row_file.workflow_digest(WORKFLOW), a.hash)]
     assert names[2] != names[1], "other batches have other latents on a server"
     assert all(name.startswith("continued/") and name.endswith(".latent") for name in names[1:])
     assert prompts[1]["sampler"]["inputs"]["seed"] == 2
@@ -149,12 +138,12 @@ def test_clip_that_continues_its_own_workflow_is_no_place():
 def test_a_row_does_not_choose_a_file_too(rows_of):
     row = {"continues": "a", "clip.previous_file": "mine.latent [input]"}
     with pytest.raises(InputError, match=r"sets clip\.previous_file, and continues a row"):
-        apply_row(WORKFLOW, rows_of({"name": "a"}, row)[1], {})
+        row_file.apply_row(WORKFLOW, rows_of({"name": "a"}, row)[1], {})
 
 
 def test_rows_that_continue_one_another_never_share_a_pass(rows_of):
     rows = rows_of(*CHAIN, {"name": "d", "continues": "a", "sampler.seed": 5})
-    jobs = lane_jobs({row: apply_row(WORKFLOW, row, {}) for row in rows}, 4)
+    jobs = lane_jobs({row: row_file.apply_row(WORKFLOW, row, {}) for row in rows}, 4)
     assert [[row.position for row in job.rows] for job in jobs] == [[1, 4], [2, 5], [3]]
 
 
@@ -177,11 +166,11 @@ class Machine(Server):
         super().__init__(name, steps=0)
         self.latents: dict[str | None, str] = {}
 
-    def provide(self, prompt_id: str, latent: Path, name: str) -> None:
+    def provide(self, prompt_id, latent, name):
         self._enter("provide")
         self.latents[name] = latent.read_text()
 
-    def _save(self, prompt: Any) -> Ended:
+    def _save(self, prompt):
         self.made.append(prompt["seed"])
         video = video_of(prompt["seed"], prompt["file"] and self.latents[prompt["file"]])
         files = {f"{len(self.files)}_{kind}": video for kind in ("latent.latent", "video.txt")}
@@ -193,30 +182,29 @@ def video_of(seed: str, latent: str | None) -> str:
     return hashlib.sha256(f"{seed} after {latent}".encode()).hexdigest()
 
 
-def plan(rows: Sequence[Row]) -> list[BatchJob]:
+def plan(rows):
     jobs = []
     for row in rows:
         seed = str(row.values["sampler.seed"])
         prompt = {"seed": seed, "file": row.source and latent_name("w", row.source)}
-        jobs.append(BatchJob(prompt=prompt, rows=(row,), saves={row.hash: None}))
+        jobs.append(row_file.BatchJob(prompt=prompt, rows=(row,), saves={row.hash: None}))
     return jobs
 
 
 class Chain:
     """Batches with the same output folder and rows. The files of `Machine` are text."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder / "out"
         self.machine = Machine()
         # Each row continues the one before by number.
         rows = [{"name": f"r{n}", "sampler.seed": n, "continues": f"r{n - 1}"} for n in range(10)]
         del rows[0]["continues"]
         random.Random(3).shuffle(rows)
-        self.rows = read_rows(write_rows(folder, *rows))
-        self.failures: list[str] = []
+        self.use(*rows)
 
     def use(self, *rows: object) -> None:
-        self.rows = read_rows(write_rows(self.folder.parent, *rows))
+        self.rows = row_file.read_rows(write_rows(self.folder.parent, *rows))
 
     def run(self, *machines: Machine, max_failures: int | None = None) -> dict[str, State]:
         """Run, and return the states by row name."""
@@ -242,12 +230,12 @@ class Chain:
 
 
 @pytest.fixture
-def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
+def chain(tmp_path, monkeypatch):
     monkeypatch.setattr("wanstream.batch.output_store.check_media", lambda path: None)
     return Chain(tmp_path)
 
 
-def bad(*seeds: str) -> Callable[[Any], str | None]:
+def bad(*seeds):
     return lambda prompt: "no memory" if prompt["seed"] in seeds else None
 
 
@@ -271,8 +259,8 @@ def test_kills_lose_double_and_change_no_row(chain, seed):
             raise Killed if what == "kill" else UnreachableError(what)
 
     chain.machine.called = chain.machine.fetching = happen
-    states = None
-    while states is None:
+    states: dict[str, State] = {}
+    while not states:
         with suppress(Killed):
             states = chain.run()
     assert mishaps.happened
@@ -338,16 +326,12 @@ def test_a_row_of_which_one_file_was_removed_is_made_again(chain, monkeypatch, r
     if killed_at:
         target = output_store.OutputStore if killed_at == "place" else chain.machine
         with monkeypatch.context() as patched, pytest.raises(Killed):
-            patched.setattr(target, killed_at, lambda *_: raising(Killed())(""))  # type: ignore[arg-type]
+            patched.setattr(target, killed_at, lambda *_: raising(Killed())(""))
             chain.run()
     assert {*chain.run().values()} == {State.done}
     assert {*chain.machine.made} == {"2"}
     assert chain.files() == made
-
-
-def test_a_changed_file_of_a_row_that_runs_again_is_not_replaced(chain):
-    chain.use(*CHAIN)
-    chain.run()
+    # A changed file of a row that runs again is not replaced.
     (chain.folder / "b~1.latent").unlink()
     (chain.folder / "b~2.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"b~2\.txt, which is not from this batch or was changed"):
@@ -358,14 +342,14 @@ def test_a_changed_file_of_a_row_that_runs_again_is_not_replaced(chain):
 class Forgetful(Machine):
     """A server without the latents."""
 
-    def _save(self, prompt: Any) -> Ended:
+    def _save(self, prompt):
         return Ended(files=super()._save(prompt).files[1:])
 
 
 class Small(Machine):
     """A server with too little room for a latent."""
 
-    def provide(self, prompt_id: str, latent: Path, name: str) -> None:
+    def provide(self, prompt_id, latent, name):
         raise RefusedError("too large")
 
 
@@ -409,12 +393,12 @@ def small() -> Prompt:
 
 
 @pytest.fixture
-def batch(tmp_path: Path, sample_models: Path) -> Callable[..., int]:
+def batch(tmp_path, sample_models):
     """`batch(*rows, options=())` runs the small workflow into `out` and returns the exit code."""
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "example.png")
     places = ["--models", sample_models, "--input", tmp_path]
 
-    def run(*rows: object, options: Any = ()) -> int:
+    def run(*rows, options=()):
         return main(command_line(tmp_path, small(), *rows, options=[*places, *options]))
 
     return run
@@ -433,7 +417,7 @@ def test_rows_make_the_clips_of_one_long_workflow(batch, tmp_path, sample_models
     long = small()
     for name, source, seed in (("2", "sampler", 43), ("3", "sampler2", 44)):
         sockets = ("positive", "negative", "latent")
-        inputs: dict[str, Any] = {socket: [f"clip{name}", at] for at, socket in enumerate(sockets)}
+        inputs = {socket: [f"clip{name}", at] for at, socket in enumerate(sockets)}
         further = small()
         further["clip"]["inputs"]["previous"] = [source, 0]
         further["sampler"]["inputs"] |= {**inputs, "seed": seed}

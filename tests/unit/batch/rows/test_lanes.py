@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -33,7 +31,7 @@ SAVER = "WanStreamSaveVideo"
 TWICE = (LANE, LANE_LATENT, "WanStreamVAEDecode", SAVER)
 
 
-def row(name: str = "t2v", /, seed: int = 0, **changes: dict[str, Any]) -> Prompt:
+def row(name="t2v", /, seed=0, **changes):
     """Return a shipped workflow with changed inputs by node."""
     changes["sampler"] = {"seed": seed, **changes.get("sampler", {})}
     return shipped(name, **changes)
@@ -45,9 +43,8 @@ def seeds(*numbers: int) -> dict[int, Prompt]:
 
 def jobs_of(prompts: dict[int, Prompt], lanes: int) -> list[BatchJob]:
     """Return the jobs for rows with these workflows, by line."""
-    return lane_jobs(
-        {Row(line=n, position=n, hash=str(n)): prompt for n, prompt in prompts.items()}, lanes
-    )
+    rows = (Row(line=n, position=n, hash=str(n)) for n in prompts)
+    return lane_jobs(dict(zip(rows, prompts.values(), strict=True)), lanes)
 
 
 def lines(made: BatchJob) -> tuple[int, ...]:
@@ -80,12 +77,10 @@ def test_rows_with_other_seeds_share_conditioning():
     assert classes(made) == sorted([*TWICE, *TWICE, *loaders, "WanStreamEmptyLatent", LANE_SAMPLER])
     for node_id in ("experts", "policy", "text", "latent"):
         assert made.prompt[node_id] == plain[node_id]
-    settings = {
-        name: value for name, value in plain["sampler"]["inputs"].items() if name not in OWN_INPUTS
-    }
+    given = plain["sampler"]["inputs"].items()
+    settings = {name: value for name, value in given if name not in OWN_INPUTS}
     assert made.prompt["sampler"]["inputs"] == {**settings, "lanes": ["lane_inputs2_sampler", 0]}
     first, second = made.saves.values()
-    assert first is not None
     assert {"experts", "text", "sampler", "lane1_save"} <= first
     assert second == {"lane2_frames", "lane2_save", "lane2_sampler", "lane_inputs2_sampler"}
 
@@ -206,10 +201,8 @@ def test_rows_are_shared_out_in_their_order():
 
 
 def test_one_lane_leaves_every_row_as_it_is():
-    rows = seeds(1, 2)
-    assert [(lines(made), made.prompt, made.reason) for made in jobs_of(rows, 1)] == [
-        ((number,), prompt, "") for number, prompt in rows.items()
-    ]
+    found = [(lines(made), made.prompt, made.reason) for made in jobs_of(seeds(1, 2), 1)]
+    assert found == [((number,), row(seed=number), "") for number in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -285,16 +278,11 @@ def test_a_prompt_that_is_not_of_a_pass_names_no_row(prompt):
     assert digest_of_lane(prompt, "save") is None
 
 
-Planned = Callable[..., tuple[list[BatchJob], list[str]]]
-
-
 @pytest.fixture
-def planned() -> Planned:
+def planned():
     """`planned(lanes, *values, workflow=...)` returns the jobs for rows, and the messages."""
 
-    def make(
-        lanes: int, *values: dict[str, Any], workflow: Prompt | None = None
-    ) -> tuple[list[BatchJob], list[str]]:
+    def make(lanes, *values, workflow=None):
         told: list[str] = []
         rows = [Row(line=n, position=n, hash=str(n), values=v) for n, v in enumerate(values, 1)]
         plan = lane_planner(workflow or row(), {}, lanes, told.append)
@@ -314,8 +302,6 @@ def test_every_row_has_the_nodes_that_save_its_files(planned):
     assert [lines(job) for job in jobs] == [(1, 2), (3, 4), (5,)]
     for job in jobs[:2]:
         one, other = (job.saves[row.hash] for row in job.rows)
-        assert one is not None
-        assert other is not None
         assert one.isdisjoint(other)
         savers = {name for name, node in job.prompt.items() if node["class_type"] == SAVER}
         assert len(one & savers) == len(other & savers) == 1

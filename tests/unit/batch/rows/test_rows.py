@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +10,9 @@ from wanstream.batch.rows.rows import JobsError, Row, apply_row, lines_by_reason
 from wanstream.host.embedded.workflow.inputs import InputError
 from wanstream.host.embedded.workflow.validate import Socket
 
-ReadRows = Callable[[str, str | bytes], list[Row]]
-
 
 @pytest.fixture
-def rows_of(tmp_path: Path) -> ReadRows:
+def rows_of(tmp_path):
     """`rows_of(name, content)` reads a row file."""
 
     def read(name: str, content: str | bytes) -> list[Row]:
@@ -42,9 +37,8 @@ def test_csv_cells_are_text_and_an_empty_one_changes_nothing(rows_of):
 
 def test_json_lines_keep_their_types(rows_of):
     values = b'{"sampler.seed": 7, "129:86.images.image0": ["3", 0]}'
-    first, second = rows_of(
-        "jobs.jsonl", b"\xef\xbb\xbf" + values + b'\r\n\n{"a.b": null, "name": "x"}\n'
-    )
+    lines = b"\xef\xbb\xbf" + values + b'\r\n\n{"a.b": null, "name": "x"}\n'
+    first, second = rows_of("jobs.jsonl", lines)
     assert first.values == {"sampler.seed": 7, "129:86.images.image0": ["3", 0]}
     assert (second.line, second.name, second.values) == (3, "x", {"a.b": None})
     assert not first.as_text
@@ -81,10 +75,8 @@ def test_a_bad_csv_row_fails_alone(rows_of):
     assert [row.line for row in rows if row.fault] == [2, 4, 6]
     assert "3 cells, but 2 columns" in str(rows[0].fault)
     assert "this is not CSV" in str(rows[2].fault)
-    assert [dict(row.values) for row in rows if not row.fault] == [
-        {"a.b": "4", "a.c": "5"},
-        {"a.b": "9", "a.c": "10"},
-    ]
+    values = [dict(row.values) for row in rows if not row.fault]
+    assert values == [{"a.b": "4", "a.c": "5"}, {"a.b": "9", "a.c": "10"}]
 
 
 @pytest.mark.parametrize(
@@ -109,9 +101,8 @@ def test_a_file_without_rows_is_refused(rows_of, tmp_path, name, content, reason
 
 
 def test_a_row_has_the_same_hash_wherever_it_stands(rows_of):
-    before = rows_of(
-        "a.jsonl", '{"a.b": 1}\n{"a.b": 2, "a.c": 3}\n{"a.b": 1}\n{"a.b": 1, "name": "x"}\n'
-    )
+    lines = '{"a.b": 1}\n{"a.b": 2, "a.c": 3}\n{"a.b": 1}\n{"a.b": 1, "name": "x"}\n'
+    before = rows_of("a.jsonl", lines)
     assert len({row.hash for row in before}) == 4
     after = rows_of("b.jsonl", '{"a.c": 3, "a.b": 2}\n{"a.b": 1}\n{"a.b": 9}\n{"a.b": 1}\n')
     common = {row.hash for row in before} & {row.hash for row in after}
@@ -119,16 +110,13 @@ def test_a_row_has_the_same_hash_wherever_it_stands(rows_of):
 
 
 def test_lines_with_one_reason_are_listed_as_ranges():
-    for text, lines in {
-        "line 4": [4],
-        "lines 4, 9": [4, 9],
-        "lines 2-4, 7-9": [9, 2, 3, 4, 7, 8],
-    }.items():
+    found = {"line 4": [4], "lines 4, 9": [4, 9], "lines 2-4, 7-9": [9, 2, 3, 4, 7, 8]}
+    for text, lines in found.items():
         assert lines_by_reason((line, "x") for line in lines) == {"x": (len(lines), text)}
 
 
 SAMPLER_INPUTS = {"seed": 1, "cfg": 4.5, "model": ["1", 0]}
-WORKFLOW: dict[str, Any] = {
+WORKFLOW = {
     "3": {"class_type": "Sampler", "inputs": SAMPLER_INPUTS},
     "1": {"class_type": "Loader", "inputs": {"file": "a.safetensors", "strength": 2}},
     "129:86": {"class_type": "Loader", "inputs": {"own": "text", "made_up": 3}},
@@ -143,7 +131,7 @@ TYPES = {
 }
 
 
-def socket_of(name: str, kind: str | list[Any]) -> Socket:
+def socket_of(name, kind):
     io_type, options = (kind, {}) if isinstance(kind, str) else ("COMBO", {"options": kind})
     return Socket(name=name, io_type=io_type, options=options, required=True)
 
@@ -154,10 +142,9 @@ SOCKETS = {
 }
 
 
-def changed(values: dict[str, Any], *, as_text: bool = True) -> dict[str, Any]:
-    return apply_row(
-        WORKFLOW, Row(line=2, position=1, hash="h", values=values, as_text=as_text), SOCKETS
-    )
+def changed(values, *, as_text=True):
+    row = Row(line=2, position=1, hash="h", values=values, as_text=as_text)
+    return apply_row(WORKFLOW, row, SOCKETS)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """States of a runner's connection: the usual order, and any other one refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from wanstream.batch.running.connection import FIRST_RETRY, Connection, Contact

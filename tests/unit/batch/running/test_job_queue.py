@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from wanstream.batch.errors import UnsuitableError
 from wanstream.batch.journal.entry import KeptFile, State
 from wanstream.batch.journal.journal import Journal
-from wanstream.batch.rows.rows import Row
 from wanstream.batch.running.failures import MAX_STREAK
 from wanstream.batch.running.fleet import run_all
 from wanstream.batch.running.job_queue import JobQueue, Submission
 from wanstream.batch.running.stop_request import StopRequest
-from wanstream.tests.support.batch.fake_batch import Reporter, Server, plan_of, rows_of
+from wanstream.tests.support.batch.fake_batch import Reporter, Server, plan_of, raising, rows_of
 
 A = "http://a"
 B = "http://b"
@@ -32,9 +29,9 @@ class Desk:
         self.queue = JobQueue(
             journal=journal,
             planner=plan_of(1),
-            reporter=Reporter(),  # type: ignore[arg-type]
+            reporter=Reporter(),
             stop=StopRequest(),
-            backends=[*self.servers.values()],  # type: ignore[list-item]
+            backends=[*self.servers.values()],
         )
 
     def enter(self, count: int) -> Desk:
@@ -43,25 +40,19 @@ class Desk:
         return self
 
     def take(self, name: str) -> Submission | None:
-        taken = self.queue.take(self.servers[name])  # type: ignore[arg-type]
+        taken = self.queue.take(self.servers[name])
         return taken and taken[0]
 
-    def taken(self, name: str) -> Submission:
-        """Take a server's next row."""
-        taken = self.take(name)
-        assert taken is not None
-        return taken
-
-    def fail(self, name: str, taken: Submission | None = None) -> list[Row]:
+    def fail(self, name, taken=None):
         """Fail a server's next row."""
-        taken = taken or self.taken(name)
+        taken = taken or self.take(name)
         self.queue.fail(taken.rows[0], "CUDA error", on=name)
         self.queue.end(name, taken)
         return taken.rows
 
     def finish(self, name: str) -> None:
         """Finish a server's next row."""
-        taken = self.taken(name)
+        taken = self.take(name)
         (row,) = taken.rows
         files = [KeptFile(name=f"{row.position:05}.txt", size=1, sha256="0")]
         self.journal.place(row.hash, files)
@@ -74,7 +65,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path):
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         yield Desk(journal)
 
@@ -89,16 +80,13 @@ def test_an_error_of_the_main_thread_ends_the_runners(desk):
                 time.sleep(0.001)
             ended.wait(10)
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run_all([Endless(), Endless()], queue, interrupt)  # type: ignore[list-item]
+        run_all([Endless(), Endless()], queue, lambda: raising(KeyboardInterrupt())(""))
     ended.wait(10)
 
 
 def test_a_row_taken_by_nobody_is_reclaimed_with_its_id(desk):
-    first = desk.enter(2).taken(A)
+    first = desk.enter(2).take(A)
     desk.queue.unanswered(A, 10.0)
     assert desk.queue.give_back(A) == [first]
     # A killed client would poll it there.
@@ -107,14 +95,14 @@ def test_a_row_taken_by_nobody_is_reclaimed_with_its_id(desk):
     assert desk.queue.reclaim(A, first)
     assert desk.queue.submissions(A) == [first]
     assert desk.first_row() == (State.posted, A, first.prompt_id)
-    assert [row.hash for row in desk.taken(B).rows] == ["hash 2"], "it waits no more"
+    assert [row.hash for row in desk.take(B).rows] == ["hash 2"], "it waits no more"
 
 
 def test_a_row_taken_by_another_server_is_not_reclaimed(desk):
-    first = desk.enter(2).taken(A)
+    first = desk.enter(2).take(A)
     desk.queue.unanswered(A, 10.0)
     desk.queue.give_back(A)
-    taken = desk.taken(B)
+    taken = desk.take(B)
     assert taken.rows == first.rows
     assert desk.first_row() == (State.posted, B, taken.prompt_id)
     assert not desk.queue.reclaim(A, first)
@@ -124,7 +112,7 @@ def test_a_row_taken_by_another_server_is_not_reclaimed(desk):
 
 
 def test_a_server_keeps_its_rows_if_no_other_one_responds(desk):
-    first = desk.enter(2).taken(A)
+    first = desk.enter(2).take(A)
     for name in (A, B):
         desk.queue.unanswered(name, 10.0)
     assert desk.queue.give_back(A) == []
@@ -138,13 +126,13 @@ def test_the_last_rows_go_to_servers_without_any(desk):
 
 
 def test_a_queued_row_is_withdrawn_for_an_idle_server(desk):
-    running = desk.enter(4).taken(A)
-    queued = desk.taken(A)
+    running = desk.enter(4).take(A)
+    queued = desk.take(A)
     running.begun = True
     queued.begun = False
-    other = desk.taken(B)
+    other = desk.take(B)
     assert not desk.queue.is_superfluous(A, queued), "a row waits"
-    last = desk.taken(B)
+    last = desk.take(B)
     assert not desk.queue.is_superfluous(A, queued), "the other server is not idle"
     for submission in (other, last):
         desk.queue.end(B, submission)
@@ -156,13 +144,13 @@ def test_a_suspected_server_gets_only_rows_failed_by_others(desk):
     desk.enter(12)
     assert [desk.fail(A)[0].position for _ in range(MAX_STREAK)] == [1, 2, 3]
     assert desk.take(A) is None, "it is suspected"
-    desk.queue.fail(desk.taken(B).rows[0], "bad row", on=B)
+    desk.queue.fail(desk.take(B).rows[0], "bad row", on=B)
     # The first row has failed everywhere, so two failures are left.
     assert desk.fail(A)[0].position == 4
     for _ in range(3):
         desk.take(B)
     failed = desk.fail(B)
-    assert desk.taken(A).rows == failed
+    assert desk.take(A).rows == failed
 
 
 def test_a_finished_row_ends_a_streak_of_failures(desk):
@@ -178,7 +166,7 @@ def test_a_finished_row_ends_a_streak_of_failures(desk):
 def suspected(desk: Desk) -> Desk:
     """The server a has failed rows until it is suspected, and has one more row."""
     desk.enter(12)
-    taken = [desk.taken(A) for _ in range(MAX_STREAK + 1)]
+    taken = [desk.take(A) for _ in range(MAX_STREAK + 1)]
     for submission in taken[:-1]:
         desk.fail(A, submission)
     assert desk.take(A) is None

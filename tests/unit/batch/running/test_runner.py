@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from wanstream.batch.backend import Ended, Interrupted
 from wanstream.batch.errors import BackendTimeoutError, UnreachableError
 from wanstream.batch.journal import journal as journal_module
-from wanstream.batch.journal.entry import KeptFile, State
+from wanstream.batch.journal.entry import State
 from wanstream.batch.journal.journal import Journal
 from wanstream.batch.output_store import OutputStore
 from wanstream.batch.running import collector
@@ -47,7 +45,7 @@ class Chance:
         for name in names:
             setattr(target, name, partial(self._around, getattr(target, name), remote))
 
-    def _around(self, call: Callable[..., Any], remote: bool, *args: Any, **named: Any) -> Any:
+    def _around(self, call, remote, *args, **named):
         self.happen(remote)
         answer = call(*args, **named)
         self.happen(remote)
@@ -86,12 +84,10 @@ def test_kills_at_any_point_cost_no_row(tmp_path, size):
             chance.endanger(journal, "enter", "post", "fail", "wait", "place", "finish")
             chance.endanger(store, "check_file", "clear_parts", "place")
             bench.stop = StopRequest()
-            try:
+            with suppress(Killed):
                 bench.run(journal, store)
-            except Killed:
-                continue
-            if not bench.stop.requested:
-                break
+                if not bench.stop.requested:
+                    break
         bench.check(number for number in range(1, ROWS + 1) if number != 5)
         assert bench.states().count(State.failed) == 1
         # A row that this client stops does not fail.
@@ -301,7 +297,7 @@ def test_a_row_cleared_from_the_queue_is_posted_again_any_times(tmp_path):
     assert len(server.ids) > MAX_LOSSES
 
 
-def stopped_bench(folder: Path, times: int) -> Bench:
+def stopped_bench(folder, times):
     """Return a bench whose user presses Ctrl-C during the third workflow."""
     server = Server(steps=5)
     bench = Bench(folder, server)
@@ -373,7 +369,7 @@ def test_a_placed_part_replaces_no_file_and_a_refusal_moves_none(tmp_path):
 
 def test_a_checked_file_removed_by_somebody_ends_the_batch(tmp_path):
     class Robbed(OutputStore):
-        def check_file(self, path: Path) -> KeptFile:
+        def check_file(self, path):
             checked = super().check_file(path)
             path.unlink()
             return checked

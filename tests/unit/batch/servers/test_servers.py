@@ -1,13 +1,9 @@
 """Servers for one batch: what is refused before a row is queued, and what is only noted."""
 
-from __future__ import annotations
-
+import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,26 +17,20 @@ from wanstream.schema import VERSION
 from wanstream.tests.faults import comfy_like
 from wanstream.tests.faults.comfy_like import State, Trouble, handler_of
 from wanstream.tests.faults.replaced import named_models
-from wanstream.tests.support.batch.command import Prompt, command_line, serving, shipped, videos
+from wanstream.tests.support.batch.command import command_line, serving, shipped, videos
 from wanstream.tools.comfyui import free_port
 
 T2V = shipped()
 OTHER_NODE = {"2": {"class_type": "Odd", "inputs": {"n": 1}}}
 ODD = {"input": {"required": {"n": ["INT", {}]}}, "output": [], "output_node": True}
 
-Answer = tuple[int, Any]
-Serve = Callable[..., tuple[str, State]]
-Capture = pytest.CaptureFixture[str]
-Command = Callable[..., tuple[int, str, str]]
-Answering = Callable[[Callable[[State, str, Any], Answer | None]], None]
-
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def serve(tmp_path):
     """`serve(comfyui=..., about=...)` returns the address and state of a server with all models."""
     with ExitStack() as opened:
 
-        def start(**settings: Any) -> tuple[str, State]:
+        def start(**settings):
             folder = tmp_path / f"server{len([*tmp_path.glob('server*')])}"
             (folder / "output").mkdir(parents=True)
             state = State(folder / "output", named_models(folder / "models", T2V), **settings)
@@ -52,12 +42,12 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 @pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
+def answering(monkeypatch):
     """`answering(found)`: `found(state, route, body)` answers instead of servers, unless false."""
     answer = State.answer
 
-    def replace(found: Callable[[State, str, Any], Answer | None]) -> None:
-        def replaced(self: State, route: str, query: dict[str, str], body: Any) -> Answer:
+    def replace(found):
+        def replaced(self, route, query, body):
             return found(self, route, body) or answer(self, route, query, body)
 
         monkeypatch.setattr(State, "answer", replaced)
@@ -66,12 +56,10 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: Capture) -> Command:
+def run(tmp_path, capsys):
     """`run(*urls, rows=6, options=())` runs a batch, and returns the exit code and the output."""
 
-    def command(
-        *urls: str, rows: Any = 6, options: Any = (), workflow: Prompt = T2V
-    ) -> tuple[int, str, str]:
+    def command(*urls, rows=6, options=(), workflow=T2V):
         if isinstance(rows, int):
             rows = [{"sampler.seed": seed} for seed in range(1, rows + 1)]
         servers = [word for url in urls for word in ("--server", url)]
@@ -82,20 +70,16 @@ def run(tmp_path: Path, capsys: Capture) -> Command:
 
 
 @pytest.fixture
-def refused(run: Command, tmp_path: Path) -> Callable[..., str]:
+def refused(run, tmp_path):
     """`refused(*urls)` runs a batch to be refused, and returns the message."""
 
-    def message(*urls: str, **given: Any) -> str:
+    def message(*urls, **given):
         code, _, told = run(*urls, **given)
         assert code == INVALID
         assert not (tmp_path / "out").exists(), "nothing was written or queued"
         return told
 
     return message
-
-
-def closed_port() -> str:
-    return f"http://127.0.0.1:{free_port()}"
 
 
 def test_two_servers_share_the_rows_and_the_summary_says_how(serve, run, tmp_path):
@@ -140,8 +124,8 @@ def test_a_server_without_a_node_or_a_model_is_refused(serve, refused, answering
     first, _ = serve()
     second, state = serve()
     other = {**T2V, "other": {"class_type": "NobodysNode", "inputs": {}}}
-    told = refused(first, workflow=other)
-    assert told.splitlines()[1:] == ["node other: unknown class NobodysNode"]
+    told = refused(first, workflow=other).splitlines()
+    assert told[1:] == ["node other: unknown class NobodysNode"]
     name = T2V["experts"]["inputs"]["high_noise"]
     (state.models / "diffusion_models" / name).unlink()
     told = refused(first, second)
@@ -167,24 +151,24 @@ def test_different_versions_of_comfyui_are_noted(serve, run):
 
 
 def test_a_server_that_is_down_is_noted_and_the_others_run(serve, run):
-    down = closed_port()
+    down = f"http://127.0.0.1:{free_port()}"
     url, _ = serve()
     code, out, err = run(down, url, rows=1)
     assert code == DONE
-    assert f"no complete answer from {down}/system_stats" in err
+    assert re.search(f"no complete answer from {down}/system_stats: .*refused", err)
     assert "it gets rows when it responds" in err
     assert f"1 of 2 servers, no answer from {down}" in err
     assert f"{url}: 1 row\n{down}: 0 rows\n" in out
 
 
 def test_servers_that_are_all_down_are_refused_and_named(refused):
-    urls = [closed_port(), closed_port()]
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     told = refused(*urls)
     assert told.startswith("none of the servers responds; is ComfyUI running there?")
     assert all(url in told for url in urls)
 
 
-def checked(url: str, **needed: Any) -> ServerBackend:
+def checked(url, **needed):
     backend = ServerBackend(url)
     needs = {"classes": {}, "wanstream": VERSION, "url": "http://other", **needed}
     backend.faults_of_server = Requirements(**needs).faults
@@ -221,16 +205,13 @@ def test_a_server_whose_description_fails_is_checked_later(
     backend.check()
 
 
-@pytest.mark.parametrize(
-    ("url", "address"),
-    [
-        ("http://localhost:8188", "http://127.0.0.1:8188"),
-        ("http://localhost/a", "http://127.0.0.1/a"),
-        ("http://localhost.example:8188", "http://localhost.example:8188"),
-    ],
-)
-def test_localhost_is_recorded_as_its_number(url, address):
-    assert ServerBackend(url).address == address
+def test_localhost_is_recorded_as_its_number():
+    for host, recorded in (
+        ("localhost:8188", "127.0.0.1:8188"),
+        ("localhost/a", "127.0.0.1/a"),
+        ("localhost.example:8188", "localhost.example:8188"),
+    ):
+        assert ServerBackend(f"http://{host}").address == f"http://{recorded}"
 
 
 @pytest.mark.parametrize(
@@ -291,12 +272,12 @@ def test_a_file_not_in_the_list_but_taken_by_the_server_runs(serve, run, tmp_pat
 
 def test_rows_refused_by_all_servers_have_one_line(serve, run, answering):
     """Each is tried on both: another version of a node may have another range."""
-    posts: list[Answer] = []
+    posts = []
     error = {"type": "value_bigger_than_max", "message": "too big", "details": "crf"}
     node = {"errors": [error], "dependent_outputs": ["save"], "class_type": "WanStreamSaveVideo"}
     refusal = {"error": {"message": "", "details": ""}, "node_errors": {"save": node}}
 
-    def refuse(state: State, route: str, body: Any) -> Answer | None:
+    def refuse(state, route, body):
         if route != "/prompt" or body["prompt"]["sampler"]["inputs"]["seed"] not in (2, 3, 4, 6):
             return None
         posts.append((400, refusal))
@@ -311,7 +292,7 @@ def test_rows_refused_by_all_servers_have_one_line(serve, run, answering):
 
 
 def test_the_summary_has_ten_reasons_and_the_place_of_the_others(serve, run, answering, tmp_path):
-    def refuse(state: State, route: str, body: Any) -> Answer | None:
+    def refuse(state, route, body):
         if route != "/prompt":
             return None
         message = f"no {body['prompt']['sampler']['inputs']['seed']}"
