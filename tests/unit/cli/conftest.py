@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from wanstream.cli import main
@@ -11,7 +9,7 @@ from wanstream.cli.arguments import INVALID
 
 
 @pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(capsys):
     """`refusal(*command, code=INVALID)` runs a command that prints no result, and returns why."""
 
     def refusal(*command: str, code: int = INVALID) -> str:

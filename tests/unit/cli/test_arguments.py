@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -63,7 +62,7 @@ def test_device_that_cannot_be_used_is_refused(
 
 
 @pytest.fixture
-def as_in_a_terminal() -> Iterator[None]:
+def as_in_a_terminal():
     """Restore Ctrl-C, which a shell makes background programs ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -5,32 +5,29 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.model_file import FileRun, ModelFile, read_model_file, tokens_of
+from wanstream.cli.model_file import FileRun, read_model_file, tokens_of
 from wanstream.plan import Budgets, memory_needs, plan_offload
 from wanstream.plan.machine import expected_machine
 
 BYTES = {"BF16": 2, "F32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
-Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 RTX_4070 = expected_machine("RTX 4070", ram_bytes=32 << 30, disk_bytes_per_s=5e9)
 MACHINE = ["--gpu", "RTX 4070", "--ram", "32", "--ssd", "5"]
 
 
-def write_header(path: Path, shapes: Shapes) -> Path:
+def write_header(path, shapes):
     """Write a sparse file with the real size but no values."""
     header = {}
     end = 0
     for name, (dtype, shape) in shapes.items():
-        begin = end
-        end = end + math.prod(shape) * BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        nbytes = math.prod(shape) * BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -56,7 +53,7 @@ def flux2(prefix: str = "", dtype: str = "BF16", double: int = 8, single: int = 
 
 
 @pytest.fixture
-def read(tmp_path: Path) -> Callable[[Shapes], ModelFile]:
+def read(tmp_path):
     return lambda shapes: read_model_file(write_header(tmp_path / "a.safetensors", shapes))
 
 
@@ -134,9 +131,7 @@ def test_command_plans_an_image(tmp_path, capsys):
     assert "1 x 4096 tokens, multiplied in int8 at" in lines[1]
     assert lines[-2].startswith("best: ")
     figures = r"from Queue: open 0\.0 s .*, first step (.+) s, all 4 (.+) s, latent after (.+) s; "
-    found = re.match(figures, lines[-1])
-    assert found is not None
-    first, steps, latent = map(float, found.groups())
+    first, steps, latent = map(float, re.match(figures, lines[-1]).groups())
     assert first < steps <= latent
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "simulated"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +22,8 @@ from wanstream.schema import Mesh
 from wanstream.schema.text.numbers import format_size
 from wanstream.shapes import TI2V_5B
 
-Capture = pytest.CaptureFixture[str]
-
-ASKED = PlanOptions(
-    machine=MachineOptions(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5), size="1280x720x81"
-)
+RTX_4060 = MachineOptions(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5)
+ASKED = PlanOptions(machine=RTX_4060, size="1280x720x81")
 OPTIONS = {"gpu": "RTX 4060 Ti 16GB", "ram": "32", "ssd": "3.5", "size": "1280x720x81"}
 FOUR = ["--workers", "4"]
 
@@ -44,8 +40,7 @@ def on_4090(*more: str) -> list[str]:
 
 
 def _plan(arguments: PlanOptions) -> OffloadPlan:
-    machine = requested_machine(arguments)
-    return plan_offload(run_shape(arguments), machine, Budgets())
+    return plan_offload(run_shape(arguments), requested_machine(arguments), Budgets())
 
 
 def cells(line: str) -> list[str]:
@@ -78,9 +73,9 @@ def test_table_and_json_have_the_planners_own_figures(capsys):
 
 
 def test_alternatives_are_listed_on_request(capsys, monkeypatch):
-    planned: list[Any] = []
+    planned = []
 
-    def plan_once(*given: Any) -> Any:
+    def plan_once(*given):
         if not planned:
             planned.extend(plan_alternatives(*given))
         return planned
@@ -96,25 +91,20 @@ def test_alternatives_are_listed_on_request(capsys, monkeypatch):
     assert {"as requested", 'storage "fp8"'} <= {way["way"] for way in fitting}
     for line, way in zip(lines[start + 1 :], fitting, strict=False):
         total_s = way["total_s"]
-        expected = [way["way"], f"{total_s / way['videos']:.1f} s", f"{total_s:.1f} s"]
-        assert cells(line)[:3] == expected
+        video_s = total_s / way["videos"]
+        assert cells(line)[:3] == [way["way"], f"{video_s:.1f} s", f"{total_s:.1f} s"]
     lacking = [way for way in ways if "because" in way]
     assert lacking, "four videos at once do not fit into 9 GB"
-    assert lines[start + 1 + len(fitting) :] == [
-        f"does not fit: {way['way']}, because {way['because']}" for way in lacking
-    ]
-
-
-def changed(**changes: Any) -> PlanOptions:
-    return replace(ASKED, **changes)
+    told = [f"does not fit: {way['way']}, because {way['because']}" for way in lacking]
+    assert lines[start + 1 + len(fitting) :] == told
 
 
 def test_arguments_reach_the_run():
     plain = run_shape(ASKED)
     assert (plain.tokens, plain.lanes) == (75_600, {"high": 2, "low": 2})
     assert plain.experts_of_steps == ("high",) * 10 + ("low",) * 10
-    assert run_shape(changed(cfg="high")).lanes == {"high": 2, "low": 1}
-    few = run_shape(changed(cfg="none", steps=5, switch_step=1))
+    assert run_shape(replace(ASKED, cfg="high")).lanes == {"high": 2, "low": 1}
+    few = run_shape(replace(ASKED, cfg="none", steps=5, switch_step=1))
     assert few.experts_of_steps == ("high", *("low",) * 4)
 
 
@@ -133,7 +123,7 @@ INT8 = BLOCK // 2 + 4 * (9 * 5120 + 13824)
     ],
 )
 def test_blocks_have_the_size_of_their_storage(storage, stored, file, computed):
-    run = run_shape(changed(storage=storage))
+    run = run_shape(replace(ASKED, storage=storage))
     found = (run.blocks.stored_bytes, run.blocks.file_bytes, run.blocks.computed_bytes)
     assert found == (stored, file, computed)
     assert run.blocks.decodes == (stored != computed)
@@ -143,7 +133,7 @@ def test_blocks_have_the_size_of_their_storage(storage, stored, file, computed):
 
 
 def test_5b_model_is_one_expert_of_fewer_tokens():
-    asked = changed(model="5b", size="1280x704x121")
+    asked = replace(ASKED, model="5b", size="1280x704x121")
     run = run_shape(asked)
     assert (run.expert, run.tokens, run.blocks.counts) == (TI2V_5B, 31 * 22 * 40, {"high": 30})
     assert {*run.experts_of_steps} == {"high"}
@@ -154,14 +144,14 @@ def test_5b_model_is_one_expert_of_fewer_tokens():
         ({"switch_step": 5}, "--switch-step 5: 5b has a single expert"),
     ):
         with pytest.raises(ArgumentError, match=message):
-            run_shape(replace(asked, **change))  # type: ignore[arg-type]
-    assert _plan(asked).total_s < _plan(changed(size="1280x704x121")).total_s / 5
+            run_shape(replace(asked, **change))
+    assert _plan(asked).total_s < _plan(replace(ASKED, size="1280x704x121")).total_s / 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_run_on_this_machine_is_planned_in_its_dtype(dtype, monkeypatch):
     monkeypatch.setattr(devices, "auto_dtype", lambda device: dtype)
-    name, size = planned_dtype(changed(machine=MachineOptions(gpu="this")))
+    name, size = planned_dtype(replace(ASKED, machine=MachineOptions(gpu="this")))
     assert size == dtype.itemsize
     run = run_shape(ASKED, dtype=(name, size))
     usual = run_shape(ASKED)
@@ -267,8 +257,8 @@ def test_measured_machine_is_read_from_a_file(tmp_path):
     ):
         path.write_text(json.dumps(data), encoding="utf-8")
         asked = MachineOptions(gpu=str(path))
-        assert requested_machine(changed(machine=asked)) == measured
-        more = requested_machine(changed(machine=replace(asked, ram_gb=8)))
+        assert requested_machine(replace(ASKED, machine=asked)) == measured
+        more = requested_machine(replace(ASKED, machine=replace(asked, ram_gb=8)))
         assert more.ram_bytes == 8 * 2**30
 
 

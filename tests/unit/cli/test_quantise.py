@@ -1,17 +1,11 @@
 """`wanstream quantise`: files against int8 ConvRot's definition, for every kind of expert."""
 
-from __future__ import annotations
-
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from wanstream import testing
@@ -23,15 +17,12 @@ from wanstream.tests.support.wan.number_formats import MixedLayout, int8_convrot
 from wanstream.tests.support.wan.quantised_files import Fp8Layout, matrices
 from wanstream.wan.checkpoint import native_transformer_name, open_expert, write_int8
 
-Write = Callable[[WanTransformer3DModel, Path], object]
 SHAPE = testing.TinyShape(layers=1)
-FORMS: dict[str, tuple[str, Write]] = {
+FP8 = partial(testing.save_expert_file, dtype=torch.float16, quantised=Fp8Layout())
+FORMS = {
     "bf16": ("a.safetensors", partial(testing.save_expert_file, dtype=torch.bfloat16)),
     "fp16": ("a.safetensors", partial(testing.save_expert_file, dtype=torch.float16)),
-    "fp8": (
-        "a.safetensors",
-        partial(testing.save_expert_file, dtype=torch.float16, quantised=Fp8Layout()),
-    ),
+    "fp8": ("a.safetensors", FP8),
     "GGUF": ("a.gguf", partial(testing.save_expert_gguf, types=matrices("Q8_0"))),
     "folder": ("transformer", partial(testing.save_expert_folder, dtype=torch.float32)),
 }
@@ -41,7 +32,7 @@ MARKER = b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 2
 
 
 @pytest.fixture(scope="module")
-def model() -> WanTransformer3DModel:
+def model():
     return testing.make_expert(SHAPE, seed=1)
 
 
@@ -118,7 +109,7 @@ def test_unusable_files_leave_no_file(fault, words, model, tmp_path, refusal):
     layout = MixedLayout(format_of=lambda _: "int8 rows") if fault == "int8" else None
     testing.save_expert_file(model, source, dtype=torch.bfloat16, quantised=layout)
     if fault == "NaN":
-        tensors: dict[str, Any] = load_file(source)
+        tensors = load_file(source)
         tensors["blocks.0.ffn.0.weight"][3, 4] = float("nan")
         save_file(tensors, source)
     if fault == "a text":

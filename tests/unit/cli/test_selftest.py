@@ -86,8 +86,7 @@ def test_wrong_arguments(tmp_path, refusal):
         ("cpu", "--models", "none", "no such file or folder"),
         ("cuda:99", "--out", "", "cuda:99 does not exist"),
     ):
-        said = refusal("selftest", "--device", device, option, str(tmp_path / place))
-        assert message in said
+        assert message in refusal("selftest", "--device", device, option, str(tmp_path / place))
 
 
 def test_arithmetic_of_a_block_is_printed_and_stored():

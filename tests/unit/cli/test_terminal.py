@@ -1,7 +1,5 @@
 """Terminal text from servers and files."""
 
-from __future__ import annotations
-
 import io
 import sys
 

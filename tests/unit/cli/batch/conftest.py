@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,7 @@ def workflow() -> Prompt:
 
 
 @pytest.fixture
-def options(
-    tmp_path: Path, workflow: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[BatchOptions]:
+def options(tmp_path, workflow, monkeypatch):
     for name in ("temporary", "input"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -34,11 +31,8 @@ def options(
     # replacement again.
     monkeypatch.setattr(Workflow, "run", run_replaced)
     models = named_models(tmp_path / "models", workflow)
+    places = {"workflow": WORKFLOWS / "t2v.json", "output": tmp_path / "out"}
+    local = LocalOptions(models=models, input=tmp_path / "input")
+    given = {"local": local, "actors": ActorOptions(ray="local")}
     with rows_ended():
-        yield BatchOptions(
-            jobs=Path("jobs.csv"),
-            workflow=WORKFLOWS / "t2v.json",
-            output=tmp_path / "out",
-            local=LocalOptions(models=models, input=tmp_path / "input"),
-            actors=ActorOptions(ray="local"),
-        )
+        yield BatchOptions(jobs=Path("jobs.csv"), **places, **given)

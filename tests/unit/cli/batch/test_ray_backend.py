@@ -1,42 +1,45 @@
-"""Batch actors with services in this process and with computing replaced."""
+"""Batches on actors with services in this process, and with computing replaced."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from wanstream.batch.backend import Ended, JobFailed, Lost, Outcome, UnderWay, Unknown
+from wanstream.batch.backend import Ended, Lost, Outcome, UnderWay, Unknown
 from wanstream.batch.errors import NoSuchFileError, UnreachableError, UnsuitableError
-from wanstream.batch.output_store import check_media
-from wanstream.cli.arguments import ArgumentError
+from wanstream.batch.journal.entry import State
+from wanstream.batch.output_store import OutputStore, check_media
+from wanstream.batch.rows.rows import BatchJob
+from wanstream.batch.running import failures
+from wanstream.batch.running.failures import MAX_LOSSES
+from wanstream.cli import main
+from wanstream.cli.arguments import DONE, INVALID, ArgumentError
 from wanstream.cli.batch import ray_backend
 from wanstream.cli.batch import row_service as row_service_module
+from wanstream.cli.batch.row_service import RowService
 from wanstream.cli.options import ActorOptions, BatchOptions, LocalOptions
 from wanstream.distributed import WorkerLostError
 from wanstream.distributed.path_map import MissingPathError
 from wanstream.host.embedded.events import NodeProgress
-from wanstream.host.embedded.run import NodeFailedError, Workflow
-from wanstream.tests.support.distributed.local_actor import (
-    MARK,
-    LocalActor,
-    local_backend,
-    needs_device_errors,
-    row_service,
-)
+from wanstream.host.embedded.run import History, NodeFailedError, Workflow
+from wanstream.host.workers.clusters import VARIABLE
+from wanstream.tests.support.batch.command import command_line, shipped
+from wanstream.tests.support.batch.fake_batch import Bench, Killed, Mishaps
+from wanstream.tests.support.distributed import local_actor
 from wanstream.tests.support.host.shipped import node
 from wanstream.tests.support.polling import eventually
 from wanstream.wan.latents import write_latent
@@ -48,16 +51,16 @@ SAMPLER = {"node_id": "sampler", "class_type": "WanStreamSampler"}
 class Rig:
     """A backend on an actor that shares the driver's output folder or has another one."""
 
-    def __init__(
-        self, options: BatchOptions, workflow: dict[str, Any], folder: Path, *, shared: bool
-    ) -> None:
+    def __init__(self, options, workflow, folder, *, shared):
         self.options = options
         self.workflow = workflow
         self.folder = folder
         self.shared = shared
         self.part = folder / "part"
-        self.actor = LocalActor(row_service(options, folder / ("made" if shared else "elsewhere")))
-        self.backend = local_backend(self.actor, options)
+        self.actor = local_actor.LocalActor(
+            local_actor.row_service(options, folder / ("made" if shared else "elsewhere"))
+        )
+        self.backend = local_actor.local_backend(self.actor, options)
         self.shown: list[NodeProgress] = []
 
     @property
@@ -84,9 +87,7 @@ class Rig:
         return outcome
 
     def fetched(self, prompt_id: str) -> bytes:
-        outcome = self.ended(prompt_id)
-        assert isinstance(outcome, Ended)
-        (file,) = outcome.files
+        (file,) = self.ended(prompt_id).files
         self.backend.fetch(file, self.part)
         return self.part.read_bytes()
 
@@ -101,9 +102,7 @@ BOTH = pytest.mark.parametrize("rig", ["shared folder", "object store"], indirec
 
 
 @pytest.fixture(params=["object store"])
-def rig(
-    request: pytest.FixtureRequest, options: BatchOptions, workflow: dict[str, Any], tmp_path: Path
-) -> Iterator[Rig]:
+def rig(request, options, workflow, tmp_path):
     rig = Rig(options, workflow, tmp_path, shared=request.param == "shared folder")
     with rig.backend.opened(tmp_path / "made", rig.shown.append):
         yield rig
@@ -123,7 +122,7 @@ def test_files_come_back_in_pieces_or_by_a_shared_folder(rig, monkeypatch):
     (made,) = rig.output.rglob("row-2/**/*.mp4")
     assert made.read_bytes() == second
     assert made.is_relative_to(rig.folder / "made") == rig.shared
-    assert (rig.folder / "made" / MARK).is_dir()
+    assert (rig.folder / "made" / local_actor.MARK).is_dir()
     pieces = len(first) // 1000 + len(second) // 1000 + 2
     assert rig.actor.calls.count("read") == (0 if rig.shared else pieces)
     monkeypatch.setattr(ray_backend, "PIECE", len(second))
@@ -164,19 +163,18 @@ def test_latent_is_sent_for_its_workflow(rig, monkeypatch):
     assert rig.actor.calls == ["write_latent"] * 6
 
 
+LINKED = ["load", 0]
+VIDEO = node("WanStreamSaveVideo", images=LINKED, filename_prefix="x", fps=16.0, crf=20)
+LATENT = node("WanStreamSaveLatent", latent=LINKED, filename_prefix="x")
+OUTPUT_IMAGE = node("LoadImage", image="latents/x [output]")
+OUTPUT_LATENT = node("WanStreamLoadLatent", file="latents/x")
+
+
 @pytest.mark.parametrize(
     ("load", "save", "fault"),
     [
-        (
-            node("LoadImage", image="latents/x [output]"),
-            node("WanStreamSaveVideo", images=["load", 0], filename_prefix="x", fps=16.0, crf=20),
-            "latents/x is not in the output folder",
-        ),
-        (
-            node("WanStreamLoadLatent", file="latents/x"),
-            node("WanStreamSaveLatent", latent=["load", 0], filename_prefix="x"),
-            "x does not exist",
-        ),
+        (OUTPUT_IMAGE, VIDEO, "latents/x is not in the output folder"),
+        (OUTPUT_LATENT, LATENT, "x does not exist"),
     ],
 )
 def test_files_of_the_output_folder_are_sent_and_read(rig, load, save, fault):
@@ -197,19 +195,15 @@ def touch(folder: Path, *names: str) -> None:
 def test_input_files_of_a_workflow_are_those_below_the_folder(tmp_path):
     touch(tmp_path, "input/a.png", "input/below/b.mp4", "outside.png")
     touch(tmp_path, "output/c.png", "output/d.png")
-    named = ["a.png", "below/b.mp4 [input]", "c.png [output]", "d.png", "below\\b.mp4"]
-    named += ["a.png[input]", "d.png [temp]", "e.png [output]", "", "a\0b", "x" * 5000]
-    named += ["../outside.png", "../outside.png [output]", str(tmp_path / "outside.png")]
-    values = [*named, 1, ["node", 0]]
+    values = ["a.png", "below/b.mp4 [input]", "c.png [output]", "d.png", "below\\b.mp4"]
+    values += ["a.png[input]", "d.png [temp]", "e.png [output]", "", "a\0b", "x" * 5000]
+    values += ["../outside.png", "../outside.png [output]", str(tmp_path / "outside.png")]
+    values += [1, ["node", 0]]
     prompt = {"node": {"inputs": {str(number): value for number, value in enumerate(values)}}}
-    folder = tmp_path / "input"
-    output = tmp_path / "output"
-    assert ray_backend.input_files(prompt, folder, output) == {
-        "a.png": folder / "a.png",
-        "below/b.mp4": folder / "below" / "b.mp4",
-        ".output/c.png": output / "c.png",
-        ".output/d.png": output / "d.png",
-    }
+    found = ray_backend.input_files(prompt, tmp_path / "input", tmp_path / "output")
+    places = {f".output/{name}": f"output/{name}" for name in ("c.png", "d.png")}
+    places |= {name: f"input/{name}" for name in ("a.png", "below/b.mp4")}
+    assert found == {name: tmp_path / place for name, place in places.items()}
 
 
 def test_model_files_are_named_by_the_workflow_or_a_row(tmp_path):
@@ -227,11 +221,11 @@ def test_model_files_are_named_by_the_workflow_or_a_row(tmp_path):
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def gate(monkeypatch):
     """Event awaited by every run, unless the run is stopped."""
     event, inner = threading.Event(), Workflow.run
 
-    def waiting(workflow: Workflow, *, on_progress: Callable[[NodeProgress], None]) -> Any:
+    def waiting(workflow, *, on_progress):
         with workflow.host.opened(workflow.folders, device=workflow.device):
             while not event.wait(0.01):
                 on_progress(NodeProgress(**SAMPLER, done=0, total=1))
@@ -265,7 +259,7 @@ def test_progress_of_the_running_workflow_comes_with_a_poll(rig, monkeypatch):
     begun, go_on, inner = threading.Event(), threading.Event(), Workflow.run
     halfway = NodeProgress(**SAMPLER, done=500, total=1000)
 
-    def run(workflow: Workflow, *, on_progress: Callable[[NodeProgress], None], **_: Any) -> Any:
+    def run(workflow, *, on_progress, **_):
         for done in range(1000):
             on_progress(replace(halfway, done=done))
         on_progress(halfway)
@@ -287,7 +281,6 @@ def test_refused_workflow_fails_with_its_faults(rig):
     rig.workflow["sampler"]["inputs"]["steps"] = 0
     rig.post("row")
     outcome = rig.ended("row")
-    assert isinstance(outcome, JobFailed)
     for words in (outcome.reason, "\n".join(rig.backend.faults(rig.workflow))):
         assert "node sampler (WanStreamSampler)" in words
 
@@ -296,18 +289,15 @@ def test_refused_workflow_fails_with_its_faults(rig):
 def test_full_disk_of_the_driver_ends_the_batch(rig, monkeypatch):
     full = OSError(errno.ENOSPC, "full")
 
-    def run(*_: Any, **__: Any) -> Any:
-        raise NodeFailedError("save", "WanStreamSaveVideo", full) from full
-
-    monkeypatch.setattr(Workflow, "run", run)
+    failed = NodeFailedError("save", "WanStreamSaveVideo", full)
+    failed.__cause__ = full
+    monkeypatch.setattr(Workflow, "run", mock.Mock(side_effect=failed))
     rig.post("row")
     free = rf"[\d,]+ bytes are free in {rig.output}"
-    error = UnsuitableError
     message = rf"actor 0: its disk is full: on .*, {free}: node save .*full"
     if rig.shared:
-        error = OSError
         message = rf"node save .*full \(on .*, {free}\)"
-    with pytest.raises(error, match=message) as raised:
+    with pytest.raises(OSError if rig.shared else UnsuitableError, match=message) as raised:
         rig.ended("row")
     assert not rig.shared or raised.value.errno == errno.ENOSPC
     # The disk under the inputs is the actor's own.
@@ -333,7 +323,7 @@ def test_all_actors_stop_at_the_same_time():
     lost.set_exception(WorkerLostError("worker 0 is gone", 0))
     threading.Timer(0.1, lambda: [answer.set_result(None) for answer in others]).start()
     began = time.monotonic()
-    ray_backend.stop_all(actors)  # type: ignore[arg-type]
+    ray_backend.stop_all(actors)
     assert 0.05 < time.monotonic() - began < ray_backend.STOP_TIMEOUT_S
 
 
@@ -344,16 +334,15 @@ def test_all_actors_stop_at_the_same_time():
 def test_lost_actor_has_files_only_in_a_shared_folder(rig):
     rig.post("row")
     before = rig.fetched("row")
-    outcome = rig.ended("row")
-    assert isinstance(outcome, Ended)
+    (file,) = rig.ended("row").files
     rig.actor.kill()
     if rig.shared:
-        rig.backend.fetch(outcome.files[0], rig.part)
+        rig.backend.fetch(file, rig.part)
         check_media(rig.part.rename(rig.folder / "part.mp4"))
     rig.is_unreachable_twice()
     if not rig.shared:
         with pytest.raises(NoSuchFileError):
-            rig.backend.fetch(outcome.files[0], rig.part)
+            rig.backend.fetch(file, rig.part)
     assert (rig.backend.outcome("row"), rig.actor.restarts) == (Unknown(), 1)
     rig.post("row")
     assert rig.fetched("row") == before
@@ -415,13 +404,13 @@ def test_restarted_actor_needs_a_suitable_machine(rig, error, raised, message):
 BROKEN = "CUDA error: an illegal memory access was encountered"
 
 
-def break_device(*_: Any, **__: Any) -> Any:
+def break_device(*_, **__):
     """Fail in place of `Workflow.run`, as with a broken device."""
     cause = torch.AcceleratorError(f"{BROKEN}\nCUDA kernel errors might be asynchronously reported")
     raise NodeFailedError("sampler", "WanStreamSampler", cause) from cause
 
 
-@needs_device_errors
+@local_actor.needs_device_errors
 def test_process_with_a_broken_device_ends(rig, monkeypatch):
     rig.post("before")
     assert isinstance(rig.ended("before"), Ended)
@@ -442,7 +431,7 @@ def test_process_with_a_broken_device_ends(rig, monkeypatch):
     assert isinstance(rig.ended("again"), Ended)
 
 
-@needs_device_errors
+@local_actor.needs_device_errors
 def test_actor_whose_device_keeps_breaking_gets_no_rows(rig, monkeypatch):
     def break_often() -> None:
         for _ in range(ray_backend.MAX_BROKEN - 1):
@@ -467,9 +456,7 @@ def test_actor_whose_device_keeps_breaking_gets_no_rows(rig, monkeypatch):
 # --- options, and the number of actors ------------------------------------------------------------
 
 
-def with_actors(
-    ray: str | None = "local", workers: int | None = None, device: str | None = None, **more: Any
-) -> BatchOptions:
+def with_actors(ray="local", workers=None, device=None, **more):
     given = {"actors": ActorOptions(ray=ray, workers=workers), "local": LocalOptions(device=device)}
     return BatchOptions(jobs=Path(), workflow=Path(), output=Path(), **given, **more)
 
@@ -487,7 +474,7 @@ def with_actors(
 )
 def test_options_that_do_not_fit_together_are_refused(given, message):
     for fitting in ({}, {"ray": None}, {"device": "cuda"}, {"device": "cpu", "workers": 4}):
-        ray_backend.check_ray_options(with_actors(**fitting))  # type: ignore[arg-type]
+        ray_backend.check_ray_options(with_actors(**fitting))
     with pytest.raises(ArgumentError, match=message):
         ray_backend.check_ray_options(with_actors(**given))
 
@@ -526,3 +513,196 @@ def test_too_many_actors_for_this_machine_are_refused(device, workers, gpus, cor
 def test_note_has_the_number_of_actors_if_known(monkeypatch, workers, gpus, address, note):
     monkeypatch.setattr(ray_backend, "gpu_count", lambda: gpus)
     assert ray_backend.note_of_start(workers, address) == note
+
+
+# --- fleets ---------------------------------------------------------------------------------------
+
+
+KINDS = ("actor", "actor while it answers", "driver", "answer")
+"""Killed actors, killed drivers, and a lost response."""
+
+
+def seed_of(workflow):
+    return workflow.verdict.prompt["sampler"]["inputs"]["seed"]
+
+
+def write_row(workflow, **_):
+    """Replace `Workflow.run`."""
+    folder = workflow.folders.output / "video"
+    folder.mkdir(parents=True)
+    (folder / "row.txt").write_text(f"row {seed_of(workflow)}")
+    shown = {"images": [{"filename": "row.txt", "subfolder": "video", "type": "output"}]}
+    return History(outputs={"save": shown}, results={}, node_errors={})
+
+
+class UnluckyActor(local_actor.LocalActor):
+    """An actor with mishaps."""
+
+    mishaps: Mishaps
+
+    def serve(self, method, *args):
+        what = "" if method == "stop" else self.mishaps.next(*KINDS)
+        if what == "actor":
+            self.kill()
+        if what == "driver":
+            raise Killed
+        answer = super().serve(method, *args)
+        if what == "actor while it answers":
+            self.kill()
+        return Future() if what == "answer" else answer
+
+
+class ActorFleet(Bench):
+    """A driver restarted at will on one folder, along with its actors."""
+
+    def __init__(self, options: BatchOptions, output: Path, *, actors: int, rows: int) -> None:
+        super().__init__(options.output, rows=rows)
+        self.planner = self._plan
+        self.mishaps = Mishaps(0, 0, 0.0)
+        self._options = options
+        self._make = local_actor.row_service(options, output)
+        self._count = actors
+
+    def run(self, *_, **__):
+        actors = [UnluckyActor(self._make, rank) for rank in range(self._count)]
+        self.servers = [local_actor.local_backend(actor, self._options) for actor in actors]
+        folder = OutputStore.backend_folder_of(self.folder)
+        with ExitStack() as opened:
+            for actor, backend in zip(actors, self.servers, strict=True):
+                actor.mishaps = self.mishaps
+                opened.enter_context(backend.opened(folder, lambda _: None))
+            return super().run()
+
+    def _plan(self, rows):
+        prompts = [shipped(sampler={"seed": row.position}) for row in rows]
+        pairs = zip(prompts, rows, strict=True)
+        return [BatchJob(prompt=p, rows=(row,), saves={row.hash: None}) for p, row in pairs]
+
+
+@pytest.fixture
+def replaced(options, monkeypatch):
+    """Compute nothing: rows are texts."""
+    monkeypatch.setattr(Workflow, "run", write_row)
+    monkeypatch.setattr(ray_backend, "LIMIT_S", 1.0)
+
+
+@pytest.mark.slow  # runs a whole batch, or waits for its servers
+@pytest.mark.usefixtures("replaced")
+@pytest.mark.parametrize("shared", [True, False])
+def test_fifty_mishaps_in_a_hundred_rows_cost_nothing(shared, options, tmp_path, monkeypatch):
+    own = tmp_path / "of another machine"
+    mishaps = Mishaps(int(shared), 50, 0.2)
+    # So many mishaps may hit one row five times while the driver lives, and it would rightly fail.
+    monkeypatch.setattr(failures, "MAX_LOSSES", mishaps.left + 1)
+    output = OutputStore.backend_folder_of(options.output) if shared else own
+    fleet = ActorFleet(options, output, actors=4, rows=100)
+    fleet.mishaps = mishaps
+    fleet.run_through(mishaps)
+    fleet.check(range(1, 101))
+    assert not fleet.reporter.failures
+    assert set(mishaps.happened) == {*KINDS}
+    assert mishaps.left == 0
+    assert [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()] == []
+
+
+@pytest.fixture
+def faulty_fleet(options, tmp_path, monkeypatch, replaced):
+    """Create a fleet with three actors on separate machines and 40 rows, some with faults.
+
+    `faulty_fleet(fault)`: `fault` returns a node's error for a workflow, or None.
+    """
+
+    def make(fault):
+        fleet = ActorFleet(options, tmp_path / "of another machine", actors=3, rows=40)
+
+        def run(workflow, **given):
+            if (error := fault(workflow)) is not None:
+                raise NodeFailedError("save", "WanStreamSaveVideo", error) from error
+            time.sleep(0.02)
+            return write_row(workflow, **given)
+
+        monkeypatch.setattr(Workflow, "run", run)
+        return fleet
+
+    return make
+
+
+def test_batch_ends_when_the_disks_of_all_actors_are_full(faulty_fleet):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    fleet = faulty_fleet(lambda _: full)
+    reason = r"actor \d: its disk is full: on .*bytes are free.*No space left on device"
+    with pytest.raises(UnsuitableError, match=reason):
+        fleet.run()
+    whole = re.compile(rf"{reason}; it gets no more rows")
+    assert len([told for told in fleet.reporter.told if whole.fullmatch(told)]) == 2
+    assert State.failed not in fleet.states()
+
+
+@local_actor.needs_device_errors
+def test_row_that_breaks_every_device_fails_alone(faulty_fleet):
+    raised = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    fleet = faulty_fleet(lambda workflow: raised if seed_of(workflow) == 4 else None)
+    fleet.run()
+    fleet.check(number for number in range(1, 41) if number != 4)
+    (failed,) = fleet.reporter.failures
+    node = "node save (WanStreamSaveVideo): Acc"
+    assert failed.startswith(f"failed 4: lost {MAX_LOSSES} times while running: {node}")
+    assert any(f"has lost a row: {node}" in told for told in fleet.reporter.told)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def open_services(_, service, *, device, count, paths):
+    assert device == "cpu"
+    make = partial(RowService, device, count, **service[1])
+    return nullcontext(([local_actor.LocalActor(make, rank) for rank in range(count)], None))
+
+
+@pytest.fixture
+def batch(options, tmp_path, monkeypatch):
+    """`batch(rows, *options)` runs a batch with as many rows, and returns the exit code."""
+    monkeypatch.setattr(ray_backend, "check_ray", lambda ref: None)
+    monkeypatch.setattr(ray_backend, "open_services", open_services)
+    places = ["--models", options.local.models, "--input", tmp_path]
+
+    def run(count: int, *more: str) -> int:
+        rows = [{"sampler.seed": number} for number in range(count)]
+        return main(command_line(tmp_path, shipped(), *rows, options=[*places, *more]))
+
+    return run
+
+
+def test_summary_has_the_rows_of_each_actor_and_command(batch, capsys):
+    for rows, expected in ((6, {}), (8, {"earlier commands": 6})):
+        assert batch(rows, "--ray", "--device", "cpu", "--workers", "2") == DONE
+        printed = capsys.readouterr()
+        notes = printed.err.splitlines()
+        assert (notes[0], notes[-1]) == ("starting Ray and 2 actors", "ending the actors")
+        first, *lines = printed.out.splitlines()
+        assert "rows are done in" in first
+        counts = {name: int(line.split()[0]) for name, line in (each.split(": ") for each in lines)}
+        assert counts.keys() == {"actor 0", "actor 1", *expected}
+        assert sum(counts.values()) == rows
+        assert counts.items() >= expected.items()
+
+
+TOO_MANY = "--workers 5: each actor on a CPU needs a core, and there are 4: give --workers 4 at"
+NO_CLUSTER = "the cluster is 'lab', and there are local, rack: choose one of them"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [("--ray --device cpu --workers 5", TOO_MANY), ("--ray lab", NO_CLUSTER)]
+)
+def test_wrong_actors_are_refused_before_ray_starts(
+    batch, given, message, tmp_path, monkeypatch, capsys
+):
+    started = mock.Mock(side_effect=AssertionError("Ray is started"))
+    monkeypatch.setattr(ray_backend, "open_services", started)
+    monkeypatch.setattr(ray_backend, "core_count", lambda: 4)
+    listed = tmp_path / "clusters.json"
+    listed.write_text(json.dumps({"rack": {"address": "127.0.0.1:6379"}}), encoding="utf-8")
+    monkeypatch.setenv(VARIABLE, str(listed))
+    assert batch(1, *given.split()) == INVALID
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

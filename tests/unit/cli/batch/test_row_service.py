@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import pytest
 
@@ -32,7 +31,7 @@ def test_folders_of_killed_processes_are_removed(options, tmp_path):
 def test_services_of_one_machine_share_the_blocks_in_ram(options, tmp_path, monkeypatch):
     opened: list[bool] = []
 
-    def open_pair(ref: ExpertsRef, *, shared: bool) -> Any:
+    def open_pair(ref, *, shared):
         opened.append(shared)
         raise InterruptedError
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,12 +33,11 @@ from wanstream.tests.support.plan_fixtures import run_shape
 
 SHAPE = ExpertShape(width=4 * HEAD_DIM, blocks=8)
 RUN = run_shape(1, 0, expert=SHAPE, tokens=1600, sides={"high": 2, "low": 2})
-Capture = pytest.CaptureFixture[str]
 LAYERWISE = OffloadPolicy.layerwise()
 TINY = ["--size", "32x32x5", "--steps", "2", "--repeats", "2", "--warmup", "0"]
 
 
-def settings(policies: str = "layerwise", steps: str = "4") -> Any:
+def settings(policies="layerwise", steps="4"):
     return TrialMatrix.parse(policies, "", steps).settings(LAYERWISE)
 
 
@@ -48,7 +45,7 @@ def run_of(videos: int, *, guided: bool = True) -> RunShape:
     return replace(RUN, samples=videos, sides=dict.fromkeys(("high", "low"), 1 + guided))
 
 
-def names(cases: Iterable[BenchCase]) -> list[str]:
+def names(cases):
     return [case.name for case in cases if not case.failed]
 
 
@@ -70,11 +67,9 @@ def test_every_setting_is_measured_on_the_chosen_layouts():
 
     Videos of a cell are lanes that two sides share.
     """
-    assert names(bench_cases((1, 2), [Mesh(cfg=2), Mesh(ulysses=2)], settings(), RUN, 1)) == [
-        "4 steps, 1 worker, layerwise, 1 ahead",
-        "4 steps, 2 workers (cfg 2), layerwise, 1 ahead",
-        "4 steps, 2 workers (ulysses 2), layerwise, 1 ahead",
-    ]
+    cases = bench_cases((1, 2), [Mesh(cfg=2), Mesh(ulysses=2)], settings(), RUN, 1)
+    workers = ("1 worker", "2 workers (cfg 2)", "2 workers (ulysses 2)")
+    assert names(cases) == [f"4 steps, {each}, layerwise, 1 ahead" for each in workers]
     steps = (StepShape(expert="high"), StepShape(expert="low", sides=1, patch=1))
     run = replace(RUN, steps=steps)
     cases = bench_cases((1, 2), [Mesh(cfg=2)], settings(steps="1, 4"), run, 1)
@@ -88,11 +83,8 @@ def test_every_setting_is_measured_on_the_chosen_layouts():
 def test_impossible_cases_are_left_out_with_their_reasons():
     policies = settings("layerwise, block_swap 9", "1, 4")
     cases = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, RUN, 1)
-    assert names(cases) == [
-        "1 steps, 1 worker, layerwise, 1 ahead",
-        "4 steps, 1 worker, layerwise, 1 ahead",
-        "4 steps, 2 workers (stage 2), layerwise, 1 ahead",
-    ]
+    fitting = ("1 steps, 1 worker", "4 steps, 1 worker", "4 steps, 2 workers (stage 2)")
+    assert names(cases) == [f"{each}, layerwise, 1 ahead" for each in fitting]
     reasons = {case.name: case.failed for case in cases}
     assert "stage 2 for 1 step: " in reasons["1 steps, 2 workers (stage 2), layerwise, 1 ahead"]
     assert "only 8 blocks" in reasons["4 steps, 1 worker, block_swap 9, 1 ahead"]
@@ -109,10 +101,9 @@ def test_words_that_are_no_layout(words):
 
 def timeline(seconds: float, rss: int) -> Timeline:
     figures = {"wall_s": seconds, "compute_s": seconds, "stall_s": 0, "bytes_moved": 10}
-    steps = tuple(
-        StepRecord.of(index=index, expert=expert, sigma=0.5, rss_bytes=rss, **figures)
-        for index, expert in enumerate(("high", "high", "low"))
-    )
+    experts = enumerate(("high", "high", "low"))
+    figures |= {"sigma": 0.5, "rss_bytes": rss}
+    steps = tuple(StepRecord.of(index=at, expert=expert, **figures) for at, expert in experts)
     unknown = {"device_bytes": None, "device_used_bytes": None}
     memory = tuple(MemorySample(at_s=at, rss_bytes=rss - 50 * at, **unknown) for at in (0, 1))
     return Timeline(steps=steps, kind="measured", first_block_s=0.25, memory=memory)
@@ -150,11 +141,9 @@ def test_idle_worker_has_the_memory_of_its_other_runs():
     """The faster cell in a stage may take every video in a run."""
     runs = case_runs(Mesh(data=2, stage=2), 6, 6, 6)
     kept = (range(4), (0, 1), (0, 1, 3), (0, 1))
-    idle = tuple(
-        replace(run, ranks={rank: run.ranks[rank] for rank in ranks})
-        for run, ranks in zip(runs.trials, kept, strict=True)
-    )
-    (case,) = figures([replace(runs, trials=idle)])
+    pairs = zip(runs.trials, kept, strict=True)
+    idle = (replace(run, ranks={rank: run.ranks[rank] for rank in ranks}) for run, ranks in pairs)
+    (case,) = figures([replace(runs, trials=tuple(idle))])
     peaks = {rank: memory["peak"] for rank, memory in case["memory"].items()}
     assert peaks == {0: 100, 1: 101, 3: 103}
 

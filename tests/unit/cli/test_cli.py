@@ -1,12 +1,8 @@
 """Malformed workflows and rows for `wanstream run` and `batch`: a clear refusal, no traceback."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,23 +14,19 @@ from wanstream.tests.support.batch.command import command_line, shipped
 T2V = shipped()
 
 
-def deep(levels: int) -> Any:
-    value: Any = 0
-    for _ in range(levels):
-        value = [value]
-    return value
+def deep(levels):
+    return [deep(levels - 1)] if levels else 0
 
 
 PLAIN = [None, True, -1, 0, 1.5, float("inf"), float("nan"), 10**400, [], {}, {"a": [{}]}]
 TEXTS = ["", "x", "\ud800", "\0", "../x"]
 LINKS = [["sampler", number] for number in (0, 0.5, float("nan"), -9, "0")]
 LINKS += [[target, 0] for target in ([], {}, None, "nobody")]
-VALUES: list[Any] = [*PLAIN, *TEXTS, *LINKS, [1, 2, 3], {"__value__": []}, deep(150)]
+VALUES = [*PLAIN, *TEXTS, *LINKS, [1, 2, 3], {"__value__": []}, deep(150)]
 VALUES += [{"__value__": {"__value__": 1}}]
-Commands = Callable[..., int]
 
 
-def broken(document: Any, chance: random.Random) -> Any:
+def broken(document, chance):
     """Return a copy with one to three places replaced, removed or added."""
     document = json.loads(json.dumps(document))
     for _ in range(chance.randint(1, 3)):
@@ -59,20 +51,19 @@ def broken(document: Any, chance: random.Random) -> Any:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Commands:
+def command(tmp_path):
     """`command("run" | "batch", workflow, rows, *options)`: write the files and run the command."""
     files = ["--models", str(named_models(tmp_path / "models", T2V)), "--input", str(tmp_path)]
 
-    def run(name: str, workflow: Any, rows: Any = ({},), *more: str, csv: str = "") -> int:
+    def run(name, workflow, rows=({},), *more, csv=""):
         lines = rows if isinstance(rows, list | tuple) else [rows]
         line = command_line(tmp_path, workflow, *lines, options=[*files, *more])
         prompt = tmp_path / "workflow.json"
-        jobs = tmp_path / "jobs.csv"
         if isinstance(workflow, str):
             prompt.write_text(workflow, encoding="utf-8")
         if csv:
-            jobs.write_text(csv, encoding="utf-8")
-            line[1] = str(jobs)
+            line[1] = str(tmp_path / "jobs.csv")
+            Path(line[1]).write_text(csv, encoding="utf-8")
         out = f"{tmp_path / 'out'}{len([*tmp_path.iterdir()])}"
         if name == "run":
             return main(["run", str(prompt), "--out", out, *files, *more])
