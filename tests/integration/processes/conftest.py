@@ -1,14 +1,8 @@
 """One thread for the tests in this folder, and runs compared with one worker's."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from wanstream.tests.support.distributed.split_jobs import SplitProcesses
 from wanstream.tests.support.one_thread import one_thread
 from wanstream.tests.support.rounding import ROUNDING, difference
 
@@ -16,13 +10,13 @@ __all__ = ["one_thread"]
 
 
 @pytest.fixture
-def check_split(split: SplitProcesses) -> Callable[..., Any]:
+def check_split(split):
     """`check_split(*given, exact=False)`: run, and return one worker's latents and all results.
 
     All workers have the latents of one worker alone, to the bit if `exact`.
     """
 
-    def check(*given: Any, exact: bool = False) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    def check(*given, exact=False):
         alone = split.alone(*given)
         results = split.run(*given)
         for worker in results:
@@ -31,3 +25,14 @@ def check_split(split: SplitProcesses) -> Callable[..., Any]:
         return alone, results
 
     return check
+
+
+@pytest.fixture
+def make_request(make_task):
+    """`make_request(shape=..., **changes)`: 4 steps, 2 of them high-noise, for 48-token lanes."""
+
+    def make(*, shape=(1, 16, 2, 8, 12), **changes):
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(20))
+        return make_task(request={"noise": noise, **changes}).request
+
+    return make

@@ -1,27 +1,18 @@
 """Two real workers share runs with a cache: both skip the same blocks, so neither waits."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling.cache.settings import EasyCache, FirstBlockCache
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import ExpertsRef
-from wanstream.schema.refs.workers import WeightPlacement
 from wanstream.shapes.context_windows import ContextWindows
-from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.distributed.reports import Reports
 from wanstream.tests.support.distributed.split_jobs import rendezvous
 from wanstream.tests.support.rounding import ROUNDING, difference
@@ -34,15 +25,8 @@ THRESHOLDS = [RANDOM.uniform(0.35, 0.85) for _ in range(8)]
 EVERY = 4
 """One in this many thresholds is compared with a single worker."""
 
-Decisions = list[tuple[int, int]]
-"""Per step: lanes with skipped blocks here, and skipped visits."""
 
-Kind = type[FirstBlockCache] | type[EasyCache]
-
-
-def job_run_each(
-    here: SimpleNamespace, every: Sequence[RendezvousSpec], tasks: Sequence[RunTask]
-) -> list[tuple[Decisions, torch.Tensor | None]]:
+def job_run_each(here, every, tasks):
     """Run the tasks one after the other on one worker, in a group if there are several."""
     worker = Worker("cpu", threads=1)
     found = []
@@ -58,15 +42,13 @@ def job_run_each(
 
 
 @pytest.fixture
-def group(processes: Processes) -> Callable[..., list[Any]]:
+def group(processes):
     """`group(mesh, tasks, home="full")`: the results on each worker in a group.
 
     `None` as mesh: a single worker.
     """
 
-    def run(
-        mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightPlacement = "full"
-    ) -> list[Any]:
+    def run(mesh, tasks, home="full"):
         specs = rendezvous(mesh) if mesh else []
         every = [replace(each, weights=home) for each in specs]
         return processes.all(job_run_each, every, tasks, count=len(every) or 1)
@@ -75,9 +57,7 @@ def group(processes: Processes) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def cached_task(
-    make_task: Callable[..., RunTask], tiny_expert_folder: Callable[..., Path]
-) -> Callable[..., RunTask]:
+def cached_task(make_task, tiny_expert_folder):
     """`cached_task(threshold, batch=1, kind=FirstBlockCache, **request)`: 8 steps, 4 high-noise.
 
     Lanes with 12 tokens.
@@ -85,9 +65,7 @@ def cached_task(
     high, low = (tiny_expert_folder(seed=seed, heads=2) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
 
-    def make(
-        threshold: float, *, batch: int = 1, kind: Kind = FirstBlockCache, **changes: Any
-    ) -> RunTask:
+    def make(threshold, *, batch=1, kind=FirstBlockCache, **changes):
         noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(10))
         request = {"noise": noise, "steps": 8, "switch_step": 4, "cache": kind(threshold=threshold)}
         policy = OffloadPolicy.layerwise(1)
@@ -96,7 +74,7 @@ def cached_task(
     return make
 
 
-def visits_of(ran: Sequence[tuple[Decisions, Any]]) -> list[list[int]]:
+def visits_of(ran):
     return [[visits for _, visits in decided] for decided, _ in ran]
 
 
@@ -113,15 +91,13 @@ def test_two_workers_that_share_tokens_decide_alike(group, cached_task):
 
 
 @pytest.fixture
-def check_alike(group: Callable[..., list[Any]]) -> Callable[..., Any]:
+def check_alike(group):
     """`check_alike(mesh, tasks, home="full", exact=False)`: two workers do what one does.
 
     Returns the results of one worker alone, and of both.
     """
 
-    def check(
-        mesh: Mesh, tasks: Sequence[RunTask], home: WeightPlacement = "full", *, exact: bool = False
-    ) -> tuple[Any, Any, Any]:
+    def check(mesh, tasks, home="full", *, exact=False):
         [alone] = group(None, tasks)
         one, other = group(mesh, tasks, home)
         assert visits_of(one) == visits_of(other) == visits_of(alone)
@@ -176,10 +152,8 @@ def test_context_windows_of_two_workers_decide_as_those_of_one(mesh, check_alike
     Without guidance in late steps, cfg ranks share windows.
     """
     noise = torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(11))
-    moving, resting = (
-        {"noise": noise, "windows": ContextWindows(frames=3, overlap=1, shift_windows=shift)}
-        for shift in (True, False)
-    )
+    windows = [ContextWindows(frames=3, overlap=1, shift_windows=shift) for shift in (True, False)]
+    moving, resting = ({"noise": noise, "windows": each} for each in windows)
     tasks = [cached_task(0.55, **moving), cached_task(0.55, **resting)]
     alone, _, _ = check_alike(mesh, [*tasks, cached_task(1e9, **resting, **FEWER_LANES_LATE)])
     assert all(any(lanes for lanes, _ in expected) for expected, _ in alone)

@@ -1,7 +1,5 @@
 """Process memory over 40 cancelled runs, next to a process with uncancelled runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

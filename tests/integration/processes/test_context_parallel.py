@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from wanstream.distributed.worker.parallel_forward import backend_for
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy, parse_step_strengths
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.schema.refs import ExpertsRef, LoraRef
@@ -30,7 +27,7 @@ CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 
 
 @pytest.fixture(scope="session")
-def wide(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertsRef]:
+def wide(tiny_expert_folder):
     """`wide(dtype=float32, **shape)`: experts with four heads."""
 
     def make(*, dtype: torch.dtype = torch.float32, **shape: int) -> ExpertsRef:
@@ -41,24 +38,9 @@ def wide(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertsRef]:
     return make
 
 
-@pytest.fixture
-def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
-    """`make_request(shape=..., **changes)`: 4 steps, 2 of them high-noise, for 48-token lanes."""
-
-    def make(*, shape: tuple[int, ...] = (1, 16, 2, 8, 12), **changes: Any) -> DenoiseRequest:
-        noise = torch.randn(shape, generator=torch.Generator().manual_seed(20))
-        return make_task(request={"noise": noise, **changes}).request
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("mesh", "policy"),
-    [
-        (Mesh(ulysses=2), SWAP),
-        (Mesh(ulysses=4), CHUNKED),
-        (Mesh(cfg=2, ulysses=2), LAYERWISE),
-    ],
+    [(Mesh(ulysses=2), SWAP), (Mesh(ulysses=4), CHUNKED), (Mesh(cfg=2, ulysses=2), LAYERWISE)],
     ids=split_jobs.row_id,
 )
 def test_ulysses_gives_what_one_worker_gives(mesh, policy, split, wide, make_request, check_split):
@@ -93,10 +75,10 @@ def test_windows_and_nag_on_shared_tokens(split, wide, make_request, check_split
 
 
 @pytest.fixture
-def save_lora(make_tiny_expert: Any, tmp_path: Path) -> Callable[..., LoraRef]:
+def save_lora(make_tiny_expert, tmp_path):
     """`save_lora(seed=1, in_channels=16, **settings)`: a LoRA for `wide` experts."""
 
-    def save(*, seed: int = 1, in_channels: int = 16, **settings: Any) -> LoraRef:
+    def save(*, seed=1, in_channels=16, **settings):
         path = tmp_path / f"{seed}.safetensors"
         lora = make_lora(make_tiny_expert(heads=4, in_channels=in_channels), seed=seed)
         experts.save_lora(lora, path, dtype=torch.float32)
@@ -141,9 +123,8 @@ def test_compiled_blocks_on_shared_tokens(split, wide, make_request):
     split.join(Mesh(ulysses=2))
     longer = torch.randn(1, 16, 5, 4, 8, generator=torch.Generator().manual_seed(1))
     for request in (make_request(), make_request(noise=longer)):
-        for plain, first, second in split.all(
-            split_jobs.job_run_compiled, wide(layers=2), request, LAYERWISE
-        ):
+        job = split_jobs.job_run_compiled, wide(layers=2), request, LAYERWISE
+        for plain, first, second in split.all(*job):
             assert torch.equal(first["latents"], plain["latents"])
             assert torch.equal(second["latents"], plain["latents"])
             assert plain["gathered"] == first["gathered"] == second["gathered"] > 0
@@ -163,8 +144,7 @@ def test_a_ring_gives_what_one_worker_gives(mesh, split, wide, make_request, che
 
 
 def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(split, wide, make_request):
-    mesh = Mesh(ring=2)
-    split.join(mesh)
+    split.join(Mesh(ring=2))
     given = wide(dtype=torch.bfloat16), make_request(), LAYERWISE
     exact = split.alone(wide(), *given[1:])
     with split.attention_with_lse():
@@ -187,9 +167,8 @@ def test_the_models_are_as_they_were(mesh, policy, split, wide):
         assert after == []
         for changed in ("high rope: forward", "low blocks.0: forward", "low proj_out: forward"):
             assert changed in inside
-        assert {"settings: parallel", "settings: self_backend", "settings: exchanging"} & set(
-            inside
-        )
+        settings = ("parallel", "self_backend", "exchanging")
+        assert {f"settings: {name}" for name in settings} & set(inside)
         assert "settings: backend" not in inside, "each worker has the whole text"
 
 
@@ -216,6 +195,7 @@ def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
 
 
 HALF = torch.bfloat16
+NO_LSE = "'int8' returns no log-sum-exp, which a ring needs"
 
 
 @pytest.mark.parametrize(
@@ -226,12 +206,7 @@ HALF = torch.bfloat16
         ("int8", Mesh(ulysses=2), HALF, "int8"),
         (None, Mesh(ring=2, ulysses=2), torch.float32, "use ulysses 4 instead, or bf16 on a GPU"),
         ("xformers", Mesh(ulysses=2), HALF, "'xformers' does not support several workers; choose"),
-        (
-            "int8",
-            Mesh(ring=2, ulysses=2),
-            HALF,
-            "'int8' returns no log-sum-exp, which a ring needs",
-        ),
+        ("int8", Mesh(ring=2, ulysses=2), HALF, NO_LSE),
     ],
 )
 def test_a_backend_is_chosen_for_the_mesh_or_refused(name, mesh, dtype, chosen):
@@ -283,10 +258,8 @@ def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
     mesh = Mesh(cfg=2, ulysses=2)
     split.join(mesh, timeout_s=3.0)
     given = wide(), make_request(), LAYERWISE
-    answers = [
-        each.start(split_jobs.job_run_until, *given, {3: 6}, sent) for each in split.processes[:4]
-    ]
-
+    job = split_jobs.job_run_until, *given, {3: 6}, sent
+    answers = [process.start(*job) for process in split.processes[:4]]
     try:
         for answer in answers[:3]:
             with pytest.raises((PeerLostError, WorkerTimeoutError), match="no sign of rank 3"):

@@ -5,42 +5,64 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
 from wanstream.distributed import wire_traffic
+from wanstream.distributed.driver import driver as driver_module
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.worker_group import WorkerFailedError
-from wanstream.distributed.messages import RunTask
 from wanstream.sampling import request_run_shape
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
 from wanstream.sampling.steps import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.refs import ExpertsRef, WorkersRef
+from wanstream.tests.support.distributed import process_pool
+from wanstream.tests.support.distributed.fixtures import normal
+from wanstream.tests.support.distributed.processes import Processes, Source
 from wanstream.tests.support.rounding import ROUNDING
 from wanstream.wan.experts.open import ExpertsRegistry
 
 WORKERS = 4
 
-MakeTask = Callable[..., RunTask]
+
+def drive(here, task, mesh, states, options):
+    """Run a task on a driver with its own workers.
+
+    handover_s: interval between two states.
+    dies_at: step in which this process is killed, or None.
+
+    Return the latents, the changes, and `done` in every reported step.
+    """
+    driver_module.handover_interval_s = lambda nbytes, groups: options["handover_s"]
+    done = []
+
+    def on_step(step):
+        done.append(step.done)
+        if step.done == options["dies_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # Separate processes, which end with this one.
+    with process_pool.ProcessPool(Processes(Source(here.source)), mesh.size) as pool:
+        ran = run(driver_of(pool, mesh), task, on_step=on_step, states=states)
+    return ran.latents, ran.timeline.changes, done
 
 
 @pytest.fixture(scope="module")
-def pool(processes: Any, process_pools: Any) -> Iterator[Any]:
+def pool(processes, process_pools):
     with process_pools.ProcessPool(processes, WORKERS) as started:
         yield started
 
 
-def driver_of(pool: Any, mesh: Mesh, **settings: Any) -> Driver:
+def driver_of(pool, mesh, **settings):
     settings = {"timeout_s": 60.0, "max_restarts": 3, **settings}
     return Driver(pool, WorkersRef(count=mesh.size, **settings), mesh)
 
 
-def run(driver: Driver, task: RunTask, **more: Any) -> Any:
+def run(driver, task, **more):
     return driver.denoise(task.experts, task.request, task.policy, **more)
 
 
@@ -48,12 +70,12 @@ def difference_of(latents: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((latents - wanted).norm() / wanted.norm()).item()
 
 
-def with_steps(task: RunTask, steps: int) -> RunTask:
+def with_steps(task, steps):
     changes = {"steps": steps, "switch_step": steps // 2}
     return replace(task, request=DenoiseRequest(**{**task.request.keywords(), **changes}))
 
 
-def stop_after(driver: Driver, task: RunTask, step: int) -> int:
+def stop_after(driver, task, step):
     """Stop a run after this step, and return the block before which it stopped."""
     stop = threading.Event()
 
@@ -66,12 +88,8 @@ def stop_after(driver: Driver, task: RunTask, step: int) -> int:
     return cancelled.value.block
 
 
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture
-def batch_task(make_task: MakeTask) -> MakeTask:
+def batch_task(make_task):
     """`batch_task(batch, **request)`: a task with several samples, each with different noise."""
     return lambda batch, **request: make_task(
         request={"noise": normal(batch, 16, 2, 4, 6, seed=10), **request}
@@ -81,11 +99,8 @@ def batch_task(make_task: MakeTask) -> MakeTask:
 @pytest.mark.parametrize(
     "mesh",
     [
-        Mesh(data=2),
-        Mesh(data=2, stage=2),
-        Mesh(stage=2, cfg=2),
-        Mesh(data=2, ulysses=2),
-        Mesh(cfg=2, ulysses=2),
+        *(Mesh(data=2), Mesh(data=2, stage=2), Mesh(stage=2, cfg=2)),
+        *(Mesh(data=2, ulysses=2), Mesh(cfg=2, ulysses=2)),
     ],
     ids=str,
 )
@@ -102,15 +117,11 @@ def test_every_mesh_gives_what_one_worker_gives(mesh, pool, batch_task, alone):
 
 
 def test_ulysses_shares_out_the_heads_of_the_sample_model(pool, make_task, alone, sample_models):
-    high, low = (
-        sample_models / f"diffusion_models/wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors"
-        for expert in ("high", "low")
-    )
-    experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
-    task = make_task(experts=experts)
-    assert (
-        difference_of(run(driver_of(pool, Mesh(ulysses=2)), task).latents, alone(task)) <= ROUNDING
-    )
+    file = f"{sample_models}/diffusion_models/wan2.2_t2v_%s_noise_14B_fp8_scaled.safetensors"
+    files = {f"{expert}_noise": Path(file % expert) for expert in ("high", "low")}
+    task = make_task(experts=ExpertsRef(**files, compute_dtype="float32"))
+    ran = run(driver_of(pool, Mesh(ulysses=2)), task)
+    assert difference_of(ran.latents, alone(task)) <= ROUNDING
 
 
 def test_in_two_stages_no_worker_changes_its_expert(pool, batch_task, alone):
@@ -205,8 +216,7 @@ def test_oom_of_one_rank_shrinks_its_whole_cell(
     machines, processes, process_pools, make_task, alone
 ):
     task = make_task(policy=OffloadPolicy.layerwise(3))
-    blocks = 4
-    given = {"short_at": {1: 2 * blocks + 1}, "machines": machines}
+    given = {"short_at": {1: 2 * 4 + 1}, "machines": machines}  # 4 blocks a step
     with process_pools.ProcessPool(processes, 2, first=WORKERS, **given) as pool:
         ran = run(driver_of(pool, Mesh(cfg=2), max_restarts=0), task)
         assert torch.equal(ran.latents, alone(task))
@@ -254,3 +264,44 @@ def test_predicted_traffic_is_what_workers_receive(
     output = tokens // shares * 64 * shape.value_bytes if mesh.ulysses > 1 else 0
     steps = len(ran.timeline.steps)
     assert ran.gathered_bytes == 2 * steps * (traffic.bytes + output)
+
+
+NEVER_S = 1e9
+
+
+@pytest.fixture
+def drivers(processes):
+    """Processes for drivers that start processes themselves, behind those of `pool`."""
+    yield processes.at_least(WORKERS + 1)
+    processes.replace(WORKERS)  # the job has changed modules
+
+
+@pytest.mark.parametrize(
+    ("mesh", "videos", "handover_s", "dies_at", "continued"),
+    [
+        (Mesh(cfg=2), 1, 0.0, 2, ("continued from step 2 of an interrupted run",)),
+        (Mesh(stage=2), 1, NEVER_S, 3, ("continued from step 2 of an interrupted run",)),
+        (Mesh(data=2), 3, 0.0, 3, None),
+    ],
+    ids=["cfg 2", "stage 2, at the end of a stage", "data 2"],
+)
+def test_run_of_a_killed_driver_continues(
+    mesh, videos, handover_s, dies_at, continued, drivers, make_task, alone, tmp_path
+):
+    task = make_task(request={"noise": normal(videos, 16, 2, 4, 6, seed=5), "solver": "unipc"})
+    states = tmp_path / "states"
+    given = {"handover_s": handover_s, "dies_at": dies_at}
+    with pytest.raises(RuntimeError, match="ended in the middle of a job"):
+        drivers[WORKERS].start(drive, task, mesh, states, given).result()
+    drivers.replace(WORKERS)
+    running = drivers[WORKERS].start(drive, task, mesh, states, {**given, "dies_at": None})
+    latents, changes, done = running.result()
+    assert torch.equal(latents, alone(task))
+    assert not states.exists()
+    assert done == list(range(done[0], done[-1] + 1))
+    if continued is None:
+        assert 1 <= len(changes) <= 2
+        assert dies_at < done[0] <= dies_at + 3
+    else:
+        assert changes == continued
+        assert done[0] == 3

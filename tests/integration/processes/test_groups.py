@@ -9,21 +9,17 @@ import gc
 import os
 import signal
 import socket
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
 from wanstream.tests.support.distributed import split_jobs
-from wanstream.tests.support.distributed.processes import Processes
 
 LOOPBACK = "127.0.0.1"
 SHORT_S, LONG_S = 2.0, 50.0
@@ -38,7 +34,7 @@ def listening() -> set[tuple[str, int]]:
     return {each.laddr for each in every if each.status == psutil.CONN_LISTEN}
 
 
-def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> tuple[int, GroupsState, set]:
+def job_join(here, every):
     """Return the process id, the state, and the addresses this process listens on."""
     # Groups broken by earlier tests listen until nothing refers to their errors.
     here.before = listening()
@@ -46,14 +42,14 @@ def job_join(here: SimpleNamespace, every: list[RendezvousSpec]) -> tuple[int, G
     return os.getpid(), here.groups.state, {ip for ip, _ in listening()}
 
 
-def job_join_and_leave(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> None:
+def job_join_and_leave(here, every):
     for specs in every:
         groups = split_jobs.join_groups(specs[here.number])
         assert groups.state is GroupsState.JOINED
         groups.leave()
 
 
-def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
+def job_leave(here):
     """Leave twice.
 
     Returns the state, and the number of ports still open since this process joined.
@@ -63,17 +59,12 @@ def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
     return here.groups.state, len(listening() - here.before)
 
 
-def job_leave_if_joined(here: SimpleNamespace) -> None:
-    if hasattr(here, "groups"):
-        here.groups.leave()
-
-
-def job_decide(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
+def job_decide(here, wishes):
     """Decide once per wish on this process."""
     return [here.groups.any_wants(wish) for wish in wishes[here.number]]
 
 
-def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
+def job_reduce(here, name):
     """Return the group ranks of the process group's members."""
     group = here.groups.group(name)
     seen = torch.zeros(here.groups.size, dtype=torch.int64)
@@ -82,22 +73,22 @@ def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
     return seen.nonzero().flatten().tolist()
 
 
-def job_die(here: SimpleNamespace) -> None:
+def job_die(here):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
-def joined(processes: Processes) -> Any:
+def joined(processes):
     """`joined(mesh)`: join with as many processes as the mesh has, and leave after the test."""
     count = 0
 
-    def make(mesh: Mesh, **changes: Any) -> list[dict[str, Any]]:
+    def make(mesh, **changes):
         nonlocal count
         count = max(count, mesh.size)
         return processes.all(job_join, split_jobs.rendezvous(mesh, **changes), count=mesh.size)
 
     yield make
-    processes.all(job_leave_if_joined, count=count)
+    processes.all(split_jobs.job_leave, count=count)
 
 
 def test_workers_listen_on_loopback_only_and_leave_no_sockets(processes, joined):
@@ -140,8 +131,7 @@ def test_processes_join_five_times(processes, joined):
         assert processes.all(job_decide, [[True], [False], [False]], count=3) == [[True]] * 3
         if turn == 2:
             doomed = processes[1].start(job_die)
-            answers = [processes[rank].start(job_decide, [[False]] * 3) for rank in (0, 2)]
-            for answer in answers:
+            for answer in [processes[rank].start(job_decide, [[False]] * 3) for rank in (0, 2)]:
                 with pytest.raises(PeerLostError, match="no sign of rank 1"):
                     answer.result()
             with pytest.raises(RuntimeError, match="process 1 ended"):
@@ -162,9 +152,8 @@ def test_a_worker_that_hangs_is_named(processes, joined):
     errors = []
     try:
         for answer in [processes[rank].start(job_decide, [[False]] * 3) for rank in range(2)]:
-            with pytest.raises(
-                (WorkerTimeoutError, PeerLostError), match="no sign of rank 2"
-            ) as caught:
+            lost = (WorkerTimeoutError, PeerLostError)
+            with pytest.raises(lost, match="no sign of rank 2") as caught:
                 answer.result()
             errors.append(caught.value)
     finally:
@@ -178,14 +167,10 @@ def test_worker_leaves_from_another_thread(name, processes, joined):
     joined(Mesh(ulysses=3))
     processes[2].signal(signal.SIGSTOP)
     try:
-        waiting = [
-            processes[rank].start(split_jobs.job_leave_while_it_waits, name) for rank in (0, 1)
-        ]
-        for answer in waiting:
-            with pytest.raises(
-                PeerLostError,
-                match=r"this worker has left the rendezvous|another worker broke",
-            ):
+        job = split_jobs.job_leave_while_it_waits, name
+        said = r"this worker has left the rendezvous|another worker broke"
+        for answer in [processes[rank].start(*job) for rank in (0, 1)]:
+            with pytest.raises(PeerLostError, match=said):
                 answer.result(LONG_S)
         assert processes[0].start(job_leave).result() == (GroupsState.LEFT, 0)
     finally:
@@ -202,7 +187,7 @@ def test_the_loss_of_rank_0_is_reported(processes, joined):
         with pytest.raises(PeerLostError, match="rank 0, which runs the store, is gone"):
             answer.result()
     processes.replace(0)
-    processes.all(job_leave_if_joined, count=3)
+    processes.all(split_jobs.job_leave, count=3)
 
 
 def test_missing_workers_are_named(processes):

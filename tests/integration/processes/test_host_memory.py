@@ -10,22 +10,17 @@ import gc
 import json
 import logging
 import mmap
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.distributed.messages import RunTask
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.refs import ExpertsRef
 from wanstream.testing.weights import TinyShape, expert_config
-from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.distributed.reports import latents_of
 from wanstream.wan.checkpoint.open import open_expert
 
@@ -35,12 +30,8 @@ MOST = 1.15
 SHAPE = TinyShape(layers=128, heads=4, ffn_dim=2048)
 PINNED, FILE = OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.layerwise(1)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not Path("/proc/self/smaps_rollup").exists(), reason="the system reports no PSS"
-    ),
-]
+NO_PSS = not Path("/proc/self/smaps_rollup").exists()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_PSS, reason="the system reports no PSS")]
 
 
 def pss() -> int:
@@ -52,22 +43,22 @@ def pss() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
-def job_begin(here: SimpleNamespace) -> None:
+def job_begin(here):
     """Note the bytes in a process that has imported everything."""
     here.worker = Worker("cpu", threads=1)
     pss()
     here.own = pss()
 
 
-def job_run(here: SimpleNamespace, task: RunTask) -> torch.Tensor:
+def job_run(here, task):
     return latents_of(here.worker, task)
 
 
-def job_taken(here: SimpleNamespace) -> int:
+def job_taken(here):
     return pss() - here.own
 
 
-def job_close(here: SimpleNamespace) -> None:
+def job_close(here):
     here.worker.close()
 
 
@@ -83,7 +74,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertsRef:
 
 
 @pytest.fixture(scope="module")
-def begun(processes: Processes) -> Iterator[Any]:
+def begun(processes):
     """Fresh processes with everything imported and nothing opened."""
     processes.at_least(RANKS)
     for number in range(RANKS):
@@ -137,7 +128,7 @@ def _write_zeros(folder: Path) -> Path:
     with torch.device("meta"):
         model = WanTransformer3DModel(**expert_config(SHAPE))
     model.save_config(folder)
-    header: dict[str, Any] = {}
+    header = {}
     end = 0
     for name, tensor in model.state_dict().items():
         start, end = end, end + 2 * tensor.numel()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, lanes_of_rank
 from wanstream.schema.refs import ExpertsRef
@@ -32,15 +29,7 @@ def split(split: split_jobs.SplitProcesses) -> split_jobs.SplitProcesses:
     return split
 
 
-@pytest.fixture
-def make_request(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
-    """`make_request(batch=1, **changes)`: a request with 4 steps, 2 of them high-noise."""
-
-    def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
-        noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(20))
-        return make_task(request={"noise": noise, **changes}).request
-
-    return make
+SHAPE = (1, 16, 2, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +52,7 @@ def test_lanes_are_shared_out_evenly(count, sides):
 def test_two_sides_give_what_one_worker_gives(
     batch, guidance, lanes_a_step, split, experts_ref, make_request, check_split
 ):
-    request = make_request(batch=batch, guidance=guidance)
+    request = make_request(shape=(batch, *SHAPE[1:]), guidance=guidance)
     _, results = check_split(experts_ref(), request, LAYERWISE, exact=True)
     assert len({*split.pids, os.getpid()}) == 3
     for side in results:
@@ -86,15 +75,13 @@ def test_images_condition_both_sides_under_any_policy(
     high, low = (tiny_expert_folder(seed=seed, in_channels=36) for seed in (1, 2))
     experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
     image = torch.randn(1, 20, 2, 4, 6, generator=torch.Generator().manual_seed(21))
-    request = make_request(batch=2, image_condition=image, solver="unipc")
+    request = make_request(shape=(2, *SHAPE[1:]), image_condition=image, solver="unipc")
     check_split(experts, request, policy, exact=True)
 
 
 @pytest.fixture
-def given(
-    experts_ref: Callable[..., ExpertsRef], make_request: Callable[..., DenoiseRequest]
-) -> tuple[ExpertsRef, DenoiseRequest, OffloadPolicy]:
-    return experts_ref(), make_request(), LAYERWISE
+def given(experts_ref, make_request):
+    return experts_ref(), make_request(shape=SHAPE), LAYERWISE
 
 
 @pytest.mark.parametrize(

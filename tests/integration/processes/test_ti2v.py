@@ -3,21 +3,16 @@
 Each worker uses the right timesteps for its tokens, also within a frame.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes.context_windows import ContextWindows
+from wanstream.tests.support.distributed.fixtures import normal
 from wanstream.tests.support.distributed.split_jobs import job_run_compiled
 from wanstream.tests.support.rounding import ROUNDING, difference
 
@@ -28,23 +23,15 @@ SHAPE = (1, 48, 3, 4, 8)
 
 
 @pytest.fixture
-def given(
-    make_task: Callable[..., Any], tiny_expert_folder: Callable[..., Path]
-) -> Callable[..., tuple[ExpertsRef, DenoiseRequest]]:
+def given(make_task, tiny_expert_folder):
     """`given(**changes)`: the model with four heads, and a request with a first frame."""
 
-    def make(**changes: Any) -> tuple[ExpertsRef, DenoiseRequest]:
-        draw = torch.Generator().manual_seed(20)
+    def make(**changes):
         mask = torch.ones(1, 1, *SHAPE[2:])
         mask[:, :, 0] = 0
-        request = {
-            "noise": torch.randn(SHAPE, generator=draw),
-            "latent": torch.randn(SHAPE, generator=draw) * (1 - mask),
-            "mask": mask,
-            "switch_step": None,
-            "boundary_ratio": 0.0,
-            **changes,
-        }
+        start = {"mask": mask, "latent": normal(*SHAPE, seed=21) * (1 - mask)}
+        steps = {"switch_step": None, "boundary_ratio": 0.0}
+        request = {"noise": normal(*SHAPE, seed=20), **start, **steps, **changes}
         folder = tiny_expert_folder(heads=4, in_channels=48, layers=2)
         ref = ExpertsRef(high_noise=folder, single=True, compute_dtype="float32")
         return ref, make_task(request=request).request

@@ -3,13 +3,8 @@
 The tokens are Bernini's contexts or the Fun Control reference.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +13,13 @@ from wanstream.plan.programs.visits import SkipRule
 from wanstream.sampling import denoise
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
 from wanstream.sampling.calibrate import calibrate
-from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
+from wanstream.sampling.inputs import ExtraTokens
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh, MeshError
 from wanstream.schema.refs import ExpertsRef
 from wanstream.shapes import ContextWindows
 from wanstream.tests.support.distributed import split_jobs
+from wanstream.tests.support.distributed.fixtures import normal
 from wanstream.tests.support.rounding import ROUNDING, difference
 from wanstream.wan import Nag
 from wanstream.wan.experts.open import ExpertsRegistry
@@ -33,47 +29,41 @@ CHUNKED = replace(LAYERWISE, chunk_tokens=8)
 SHAPE = (1, 16, 3, 4, 8)
 """8 tokens in each of 3 frames."""
 
-Given = Callable[..., tuple[ExpertsRef, DenoiseRequest]]
 
-
-def _normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-SOURCE, IMAGE = _normal(*SHAPE, seed=1), _normal(1, 16, 1, 4, 4, seed=2)
-BERNINI: dict[str, Any] = {"tokens": ExtraTokens(context=(SOURCE, IMAGE))}
-CONTROL: dict[str, Any] = {
-    "image_condition": _normal(1, 36, *SHAPE[2:], seed=3),
-    "tokens": ExtraTokens(reference=_normal(1, 16, 1, 4, 8, seed=4)),
+SOURCE, IMAGE = normal(*SHAPE, seed=1), normal(1, 16, 1, 4, 4, seed=2)
+BERNINI = {"tokens": ExtraTokens(context=(SOURCE, IMAGE))}
+CONTROL = {
+    "image_condition": normal(1, 36, *SHAPE[2:], seed=3),
+    "tokens": ExtraTokens(reference=normal(1, 16, 1, 4, 8, seed=4)),
 }
-SIDES: dict[str, Any] = {"negative_tokens": ExtraTokens()}
+SIDES = {"negative_tokens": ExtraTokens()}
 """Lanes with 27 and 24 tokens, with `ODD`."""
-CACHE: dict[str, Any] = {"cache": FirstBlockCache(threshold=0.05)}
-WINDOWS: dict[str, Any] = {"windows": ContextWindows(frames=2, overlap=1)}
-STEPS: dict[str, Any] = {"guidance_steps": (4.0, 1.0, 3.0)}
-NAG: dict[str, Any] = {"nag": Nag(), "guidance": (4.0, 1.0)}
-TWO_VIDEOS: dict[str, Any] = {
-    "noise": _normal(2, *SHAPE[1:], seed=20),
+CACHE = {"cache": FirstBlockCache(threshold=0.05)}
+WINDOWS = {"windows": ContextWindows(frames=2, overlap=1)}
+STEPS = {"guidance_steps": (4.0, 1.0, 3.0)}
+NAG = {"nag": Nag(), "guidance": (4.0, 1.0)}
+TWO_VIDEOS = {
+    "noise": normal(2, *SHAPE[1:], seed=20),
     "tokens": ExtraTokens(context=(torch.cat([SOURCE, -SOURCE]), IMAGE)),
 }
 
 
 @pytest.fixture
-def given(make_task: Callable[..., Any], tiny_expert_folder: Callable[..., Path]) -> Given:
+def given(make_task, tiny_expert_folder):
     """`given(**changes)`: experts with four heads, and a request."""
 
-    def make(**changes: Any) -> tuple[ExpertsRef, DenoiseRequest]:
+    def make(**changes):
         control = {"in_channels": 52, "reference": True} if "image_condition" in changes else {}
         high, low = (tiny_expert_folder(seed=seed, heads=4, **control) for seed in (1, 2))
         ref = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
-        return ref, make_task(request={"noise": _normal(*SHAPE, seed=20), **changes}).request
+        return ref, make_task(request={"noise": normal(*SHAPE, seed=20), **changes}).request
 
     return make
 
 
-THREE_SIDES: dict[str, Any] = {**BERNINI, "context_guidance": 1.5}
+THREE_SIDES = {**BERNINI, "context_guidance": 1.5}
 """Lanes with 52, 24 and 52 tokens. With cfg 2 both ranks compute the middle one, or half of it."""
-ODD: dict[str, Any] = {"tokens": ExtraTokens(context=(_normal(1, 16, 1, 2, 6, seed=5),))}
+ODD = {"tokens": ExtraTokens(context=(normal(1, 16, 1, 2, 6, seed=5),))}
 """A lane with 27 tokens."""
 
 
@@ -107,9 +97,6 @@ def test_workers_give_what_one_gives(name, mesh, policy, split, given, check_spl
     split.join(mesh)
     for more in every:
         check_split(*given(**{**changes, **more}), policy)
-
-
-"""Lanes with 52, 24 and 52 tokens."""
 
 
 def test_a_cache_skips_alike_with_unequal_shares(split, given, check_split):

@@ -6,17 +6,13 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from wanstream.distributed.messages import RendezvousSpec, RunTask
-from wanstream.distributed.plan.weights import WeightFigures, choose_weight_placement
+from wanstream.distributed.plan.weights import choose_weight_placement
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.distributed.worker.weights import GroupGather, measure, taken_bytes
 from wanstream.distributed.worker.worker import Worker
@@ -25,10 +21,8 @@ from wanstream.sampling import working_bytes
 from wanstream.sampling.steps import SamplingCancelled
 from wanstream.schema import Mesh, OffloadPolicy, parse_step_strengths
 from wanstream.schema.refs import ExpertsRef, LoraRef
-from wanstream.schema.refs.workers import WeightPlacement
 from wanstream.testing.experts import make_lora, save_lora
 from wanstream.testing.quantised import save_expert_gguf
-from wanstream.tests.support.distributed.processes import Processes
 from wanstream.tests.support.distributed.reports import Reports
 from wanstream.tests.support.distributed.split_jobs import join_groups, rendezvous
 from wanstream.tests.support.wan.quantised_files import matrices
@@ -36,49 +30,39 @@ from wanstream.wan.experts.open import open_pair
 
 CELL = Mesh(cfg=2)
 POLICIES = (
-    OffloadPolicy.layerwise(1),
-    OffloadPolicy.block_swap(2, 1),
-    OffloadPolicy.resident(),
-    OffloadPolicy.layerwise(1, source="pinned"),
+    *(OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2, 1)),
+    *(OffloadPolicy.resident(), OffloadPolicy.layerwise(1, source="pinned")),
 )
-CASES = (
-    ("plain", POLICIES[0]),
-    ("plain", POLICIES[1]),
-    ("plain", POLICIES[2]),
-    ("plain", POLICIES[3]),
-    ("plain with LoRA", POLICIES[0]),
-    ("fp8 with LoRA", POLICIES[1]),
-    ("GGUF with LoRA", POLICIES[2]),
-    ("plain with a LoRA by steps", POLICIES[3]),
-)
+FORMS = ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA", "plain with a LoRA by steps")
+CASES = (*(("plain", policy) for policy in POLICIES), *zip(FORMS, POLICIES, strict=True))
 """Every policy with blocks as stored, and every other storage format with one policy."""
 SHORT_S = 20.0
 """Far below the rendezvous timeout, and far above any job's duration here."""
 
 
-def job_join(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> int:
+def job_join(here, every):
     if not hasattr(here, "worker"):
         here.worker = Worker("cpu", threads=1)
     here.worker.join(every[here.number])
     return os.getpid()
 
 
-def job_leave(here: SimpleNamespace) -> None:
+def job_leave(here):
     if hasattr(here, "worker"):
         here.worker.close()
 
 
-def job_run(here: SimpleNamespace, task: RunTask) -> dict[str, Any]:
+def job_run(here, task):
     reports = Reports()
     ended = here.worker.run(task, reports)
     return {"latents": reports[-1].state and reports.latents, "gathered": ended.gathered_bytes}
 
 
-def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
+def job_run_and_stop(here, task, after):
     """Request a stop on one worker after `after` steps. All workers stop."""
     reports = itertools.count(1)
 
-    def record(_: Any) -> None:
+    def record(_):
         if next(reports) == after and here.number == 1:
             here.worker.stop(task.run_id)
 
@@ -89,10 +73,10 @@ def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
     raise AssertionError("the run was not stopped")
 
 
-def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int | None) -> None:
+def job_run_and_fail(here, task, number, how):
     """Raise an error, or send a signal, on one worker as it reports the first step."""
 
-    def record(_: Any) -> None:
+    def record(_):
         if here.number == number:
             if how is not None:
                 os.kill(os.getpid(), how)
@@ -101,18 +85,18 @@ def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int
     here.worker.run(task, record)
 
 
-def job_leave_meeting(here: SimpleNamespace) -> None:
+def job_leave_meeting(here):
     here.worker.leave()
 
 
 @pytest.fixture(scope="module")
-def join(processes: Processes) -> Iterator[Callable[..., list[int]]]:
+def join(processes):
     """`join(placement, mesh=CELL)`: join with as many processes as the mesh has.
 
     Experts stay open.
     """
 
-    def join(placement: WeightPlacement, mesh: Mesh = CELL) -> list[int]:
+    def join(placement, mesh=CELL):
         every = [replace(each, weights=placement) for each in rendezvous(mesh)]
         return processes.all(job_join, every, count=mesh.size)
 
@@ -121,11 +105,7 @@ def join(processes: Processes) -> Iterator[Callable[..., list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def forms(
-    experts_ref: Callable[..., ExpertsRef],
-    make_tiny_expert: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, ExpertsRef]:
+def forms(experts_ref, make_tiny_expert, tmp_path_factory):
     """Experts in every storage format, with a LoRA where blocks are decoded on arrival."""
     folder = tmp_path_factory.mktemp("forms")
     path = folder / "lora.safetensors"
@@ -146,15 +126,14 @@ def forms(
 
 
 @pytest.fixture
-def check_run(processes: Processes, alone: Callable[..., Any]) -> Callable[..., int]:
+def check_run(processes, alone):
     """`check_run(task)`: run on two workers as on one, and return the gathered bytes."""
 
-    def check(task: RunTask) -> int:
+    def check(task):
         first, second = processes.all(job_run, task, count=2)
         assert torch.equal(first["latents"], alone(task)), task
         assert first["gathered"] == second["gathered"]
-        gathered: int = first["gathered"]
-        return gathered
+        return first["gathered"]
 
     return check
 
@@ -213,7 +192,7 @@ def test_a_rank_that_fails_alone_holds_nobody_up(processes, join, make_task, che
     check_run(task)
 
 
-def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
+def job_gather_alone(here, every):
     """Abort a gather on the first process, never called by the second, and leave the rendezvous."""
     groups = join_groups(every[here.number])
     if here.number == 1:
@@ -259,9 +238,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(processes, join, make_task, che
 
 
 @contextmanager
-def opened(
-    here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]
-) -> Iterator[tuple[Any, ...]]:
+def opened(here, task, every):
     """Yield what measures take: groups, experts, a request and a policy."""
     groups = join_groups(every[here.number])
     try:
@@ -271,12 +248,12 @@ def opened(
         groups.leave()
 
 
-def job_measure(here: SimpleNamespace, *given: Any) -> tuple[WeightFigures, int]:
+def job_measure(here, *given):
     with opened(here, *given) as each:
         return measure(*each), taken_bytes(*each)
 
 
-def job_told(here: SimpleNamespace, task: RunTask) -> Any:
+def job_told(here, task):
     return here.worker.run(task, lambda _: None).timeline.changes
 
 

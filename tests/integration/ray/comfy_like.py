@@ -27,11 +27,6 @@ def load(folder: str) -> str:
     return name
 
 
-def say(**values: object) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
-
-
 def long_task(module, high: str, low: str):
     import torch
 
@@ -61,11 +56,10 @@ def main(folder: str, high: str, low: str, how: str) -> None:
     worker.run(long_task(module, high, low), lambda step: begun.set())
     assert begun.wait(60)
     children = psutil.Process().children(recursive=True)
-    say(
-        worker=worker.started.facts.pid,
-        children=[child.pid for child in children],
-        folders=[str(Path(log).parents[2]) for log in worker.started.logs],
-    )
+    said = {"worker": worker.started.facts.pid, "children": [child.pid for child in children]}
+    said["folders"] = [str(Path(log).parents[2]) for log in worker.started.logs]
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
     if how == "waits":
         signal.pause()
 

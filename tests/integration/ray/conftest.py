@@ -1,7 +1,5 @@
 """One thread for the tests in this folder."""
 
-from __future__ import annotations
-
 from wanstream.tests.support.one_thread import one_thread
 
 __all__ = ["one_thread"]

@@ -43,16 +43,10 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def request(videos: int, steps: int) -> DenoiseRequest:
-    return DenoiseRequest(
-        noise=normal(videos, 16, 2, 8, 8, seed=10),
-        positive=normal(1, 7, 4096, seed=11),
-        negative=normal(1, 5, 4096, seed=12),
-        steps=steps,
-        switch_step=steps // 2,
-        flow_shift=5.0,
-        solver="unipc",
-        guidance=(4.0, 3.0),
-    )
+    texts = {"positive": normal(1, 7, 4096, seed=11), "negative": normal(1, 5, 4096, seed=12)}
+    given = {"steps": steps, "switch_step": steps // 2, "flow_shift": 5.0, "solver": "unipc"}
+    noise = normal(videos, 16, 2, 8, 8, seed=10)
+    return DenoiseRequest(noise=noise, guidance=(4.0, 3.0), **texts, **given)
 
 
 def begin(count: int, address: str, mesh: dict[str, int], **settings: Any) -> dict[str, Any]:
@@ -96,16 +90,10 @@ def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[st
     wanted = held["alone"]
     machines = [(ranks, {each.machine for each in facts}) for ranks, facts in driver.workers]
     apart = [list(ranks) for ranks, names in machines if len(names) > 1]
-    return {
-        "digest": tensor_digest(ran.latents),
-        "difference": ((ran.latents - wanted).norm() / wanted.norm()).item(),
-        "nodes": nodes(),
-        "apart": apart,
-        "ranks": sorted(ran.timelines),
-        "gathered_bytes": ran.gathered_bytes,
-        "max_restarts": ran.restarts,
-        "changes": list(ran.timeline.changes),
-    }
+    found = {"digest": tensor_digest(ran.latents), "nodes": nodes(), "apart": apart}
+    found["difference"] = ((ran.latents - wanted).norm() / wanted.norm()).item()
+    found |= {"ranks": sorted(ran.timelines), "gathered_bytes": ran.gathered_bytes}
+    return {**found, "max_restarts": ran.restarts, "changes": list(ran.timeline.changes)}
 
 
 def main() -> None:

@@ -9,12 +9,7 @@ import json
 import os
 import sys
 
-from wanstream.distributed.ray.environment import (
-    RaySetupError,
-    import_ray,
-    on_loopback,
-    token_of_cluster,
-)
+from wanstream.distributed.ray import environment
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.schema.refs import WorkersRef
 
@@ -24,7 +19,7 @@ address, token_file = sys.argv[1:]
 def refusal(ref: WorkersRef) -> str:
     try:
         RayPool(ref).close()
-    except RaySetupError as err:
+    except environment.RaySetupError as err:
         return str(err)
     return ""
 
@@ -35,9 +30,9 @@ def main() -> dict[str, object]:
     with RayPool(cluster):
         found["too many"] = refusal(WorkersRef(count=3, address=address))
         found["other Ray"] = refusal(WorkersRef(count=1))
-    ray = import_ray()
+    ray = environment.import_ray()
     found["left"] = not ray.is_initialized()
-    with on_loopback(), token_of_cluster(token_file):
+    with environment.on_loopback(), environment.token_of_cluster(token_file):
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     found["foreign"] = refusal(WorkersRef(count=1))
     with RayPool(cluster) as pool:

@@ -75,11 +75,8 @@ def place(folder: str) -> dict[str, Any]:
 if __name__ == "__main__":
     # Ray writes the cluster's address to a folder there, which must exist.
     (Path(sys.argv[1]) / "ray").mkdir()
-    settings = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TMPDIR": sys.argv[1],
-        "RAY_prestart_worker_first_driver": "0",  # nothing runs here
-    }
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": sys.argv[1]}
+    settings["RAY_prestart_worker_first_driver"] = "0"  # nothing runs here
     with temporary_environment(settings), on_loopback():
         answer = place(sys.argv[1])
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -5,21 +5,16 @@ The files equal one process's, whatever is killed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from wanstream.batch.backend import Unknown
 from wanstream.cli import main
@@ -28,69 +23,55 @@ from wanstream.cli.batch import ray_backend
 from wanstream.cli.batch.row_messages import PATH
 from wanstream.distributed import WorkerLostError, open_services
 from wanstream.distributed.ray.connection import CONNECTION
-from wanstream.distributed.ray.pool import RayWorkerHandle
 from wanstream.schema.refs import WorkersRef
 from wanstream.testing.model import model_names, write_tiny_model
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.batch import faulty_service
+from wanstream.tests.support.batch.command import command_line, shipped, videos
+from wanstream.tests.support.distributed.local_actor import needs_device_errors
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT_S = 400
 ROWS = 12
-T2V = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"
 SIZE = {"width": 32, "height": 32, "frames": 5}
 SMALL = {"latent": SIZE, "sampler": {"steps": 2}, "save": {"crf": 30}}
+ACTOR = "ray::WanStreamWorker"
 ON_TWO = ("--ray", "--device", "cpu", "--workers", "2")
 
-Command = Callable[..., list[str]]
 
-
-def words(rows: int, workflow: Path, models: Path, folder: Path) -> list[str]:
-    """Return a batch's words, without the output, and write the rows to the folder."""
-    lines = [json.dumps({"sampler.seed": number}) for number in range(rows)]
-    (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    paths = [folder / "jobs.jsonl", "--workflow", workflow, "--models", models, "--input", folder]
-    return ["batch", *map(str, paths)]
+def words(rows, workflow, models, folder):
+    """Return a batch's words, and write the rows and the workflow to the folder."""
+    seeds = [{"sampler.seed": number} for number in range(rows)]
+    places = ["--models", models, "--input", folder]
+    return command_line(folder, workflow, *seeds, options=places)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     """The workflow's files, two blocks deep."""
-    names = model_names(json.loads(T2V.read_text(encoding="utf-8")))
+    names = model_names(shipped())
     return write_tiny_model(tmp_path_factory.mktemp("models"), layers=2, names=names).folder
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Command:
+def command(tmp_path_factory, models):
     """`command(out, *more)`: the words for a batch with the tiny model."""
-    folder = tmp_path_factory.mktemp("batch")
-    workflow = json.loads(T2V.read_text(encoding="utf-8"))
-    for node_id, inputs in SMALL.items():
-        workflow[node_id]["inputs"] |= inputs
-    (folder / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
-    given = words(ROWS, folder / "workflow.json", models, folder)
+    given = words(ROWS, shipped(**SMALL), models, tmp_path_factory.mktemp("batch"))
     return lambda out, *more: [*given, "--out", str(out), *more]
 
 
 @pytest.fixture(scope="module")
-def alone(command: Command, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def alone(command, tmp_path_factory):
     """The files from this process alone."""
     out = tmp_path_factory.mktemp("alone")
     assert main(command(out)) == DONE
-    return files(out)
-
-
-def files(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(out.glob("*.mp4"))}
-
-
-Start = Callable[[], "subprocess.Popen[str]"]
+    return videos(out)
 
 
 @pytest.fixture
-def start(command: Command, tmp_path: Path) -> Iterator[Start]:
+def start(command, tmp_path):
     """Start the batch on two actors. Each call starts the same command."""
     started: list[subprocess.Popen[str]] = []
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -98,7 +79,7 @@ def start(command: Command, tmp_path: Path) -> Iterator[Start]:
 
     def run() -> subprocess.Popen[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(program, env={**kept, "OMP_NUM_THREADS": "1"}, **pipes))  # type: ignore[call-overload]
+        started.append(subprocess.Popen(program, env={**kept, "OMP_NUM_THREADS": "1"}, **pipes))
         return started[-1]
 
     yield run
@@ -107,18 +88,14 @@ def start(command: Command, tmp_path: Path) -> Iterator[Start]:
         driver.communicate(timeout=LIMIT_S)
 
 
-def actors(driver: subprocess.Popen[str]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process(driver.pid).children(recursive=True):
-        line = process.cmdline()
-        if line and line[0].startswith("ray::WanStreamWorker"):
-            found.append(process)
-    return found
+def actors(driver):
+    children = psutil.Process(driver.pid).children(recursive=True)
+    return [each for each in children if "".join(each.cmdline()[:1]).startswith(ACTOR)]
 
 
-def wait_for_files(driver: subprocess.Popen[str], out: Path, count: int) -> None:
+def wait_for_files(driver, out, count):
     until = time.monotonic() + LIMIT_S
-    while len(files(out)) < count:
+    while len(videos(out)) < count:
         assert driver.poll() is None, driver.communicate()
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -138,10 +115,10 @@ def test_same_command_continues_after_each_kind_of_loss(start, tmp_path, alone):
     assert "failed: Ray has ended on this machine: run the same command again to go on\n" in errors
     assert not re.search("state-dump|is gone|trying again|has been marked dead", output + errors)
     assert time.monotonic() - ended < 30
-    assert 1 <= len(files(tmp_path)) < ROWS
+    assert 1 <= len(videos(tmp_path)) < ROWS
 
     driver = start()
-    wait_for_files(driver, tmp_path, len(files(tmp_path)) + 1)
+    wait_for_files(driver, tmp_path, len(videos(tmp_path)) + 1)
     children = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=60)
@@ -157,7 +134,7 @@ def test_same_command_continues_after_each_kind_of_loss(start, tmp_path, alone):
     output, errors = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == DONE, errors
     assert f"{ROWS} of {ROWS} rows are done" in output
-    assert files(tmp_path) == alone
+    assert videos(tmp_path) == alone
     # No row is made twice.
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in times} == times
     assert not any((tmp_path / ".wanstream" / "made").iterdir())
@@ -172,13 +149,13 @@ def test_ctrl_c_lets_the_running_rows_finish(start, tmp_path, alone):
     assert driver.returncode == INTERRUPTED, errors
     assert "are left: run the same command again to resume" in output
     assert "lost" not in errors
-    made = files(tmp_path)
+    made = videos(tmp_path)
     assert 1 < len(made) < ROWS
     assert made.items() <= alone.items()
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[None]:
+def ray():
     """A Ray of this process, for the actors of several tests."""
     CONNECTION.acquire(WorkersRef(count=1))
     yield
@@ -206,7 +183,7 @@ def test_restarted_process_gets_no_calls_of_the_old_one(models):
         assert actor.serve("outcome", "row").result(LIMIT_S) == Unknown()
 
 
-def restarted(actor: RayWorkerHandle) -> Any:
+def restarted(actor):
     """The report from an actor's new process, or None while there is none."""
     with suppress(WorkerLostError):
         return actor.call("started").result(LIMIT_S)
@@ -214,9 +191,7 @@ def restarted(actor: RayWorkerHandle) -> Any:
 
 
 @pytest.mark.usefixtures("ray")
-@pytest.mark.skipif(
-    not hasattr(torch, "AcceleratorError"), reason="torch before 2.8 has no class for such errors"
-)
+@needs_device_errors
 def test_actors_whose_device_or_disk_fails_cost_no_row(tmp_path, capfd, monkeypatch):
     """One of each, and Ray restarts only the actor with the failed device."""
     monkeypatch.setattr(ray_backend, "PATH", faulty_service.PATH)
@@ -225,17 +200,14 @@ def test_actors_whose_device_or_disk_fails_cost_no_row(tmp_path, capfd, monkeypa
         fault.touch()
     messages = [
         "has lost a row: node save (WanStreamSaveVideo): AcceleratorError: CUDA error: an illegal",
-        "trying again",
-        "its disk is full: on ",
-        " bytes are free in ",
+        *("trying again", "its disk is full: on ", " bytes are free in "),
         "; it gets no more rows",
     ]
     rows = 40
-    models = named_models(tmp_path / "models", json.loads(T2V.read_text(encoding="utf-8")))
-    command = [*words(rows, T2V, models, tmp_path), "--out", str(tmp_path / "out")]
-    assert main([*command, *ON_TWO]) == 0
+    models = named_models(tmp_path / "models", shipped())
+    assert main([*words(rows, shipped(), models, tmp_path), *ON_TWO]) == 0
     printed = capfd.readouterr()
     assert f"{rows} of {rows} rows are done" in printed.out
     assert all(message in printed.err for message in messages), printed.err
     assert not any(fault.exists() for fault in faults)
-    assert len(files(tmp_path / "out")) == rows
+    assert len(videos(tmp_path / "out")) == rows

@@ -10,8 +10,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -41,13 +39,12 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def ref_of(mesh: Mesh, **changes: Any) -> WorkersRef:
-    given = {"count": mesh.size, "threads": 1, "timeout_s": 60.0}
-    return WorkersRef(**{**given, **changes})
+def ref_of(mesh, **changes):
+    return WorkersRef(count=mesh.size, threads=1, timeout_s=60.0, **changes)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Any]:
+def pool():
     from wanstream.distributed.ray.pool import RayPool
 
     before = _left_behind()
@@ -69,11 +66,11 @@ def undisturbed(task, alone):
 
 
 @pytest.fixture(scope="module")
-def driver(pool: Any) -> Driver:
+def driver(pool):
     return Driver(pool, ref_of(MESH), MESH)
 
 
-def pid_of(pool: Any, rank: int) -> int:
+def pid_of(pool, rank):
     return int(pool.workers[rank].started.facts.pid)
 
 
@@ -108,16 +105,11 @@ def test_stopped_runs_leave_workers_and_machine_unchanged(pool, driver, task, un
         stop = threading.Event()
         at = chance.randrange(0, 2 * STEPS - 1)
         timer = threading.Timer(chance.uniform(0, 0.1), stop.set)
-
-        def on_step(step: StepProgress, at: int = at, timer: threading.Timer = timer) -> None:
-            if step.done == at:
-                timer.start()
-
         if at == 0:
             timer.start()
-        given = {"on_step": on_step, "should_stop": stop.is_set}
         with pytest.raises(SamplingCancelled):
-            driver.denoise(task.experts, long, task.policy, **given)
+            start = {"on_step": lambda step, at=at, timer=timer: step.done == at and timer.start()}
+            driver.denoise(task.experts, long, task.policy, should_stop=stop.is_set, **start)
         timer.join()
         ran = driver.denoise(task.experts, task.request, task.policy)
         assert torch.equal(ran.latents, undisturbed)
@@ -147,31 +139,22 @@ def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool, tiny_pipeline):
 def _left_behind() -> set[str]:
     """Return this process and all descendants, their listening ports, and shared memory files."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    listening = {
-        f"port {each.laddr.port}"
-        for process in family
-        if process.is_running()
-        for each in process.net_connections()
-        if each.status == psutil.CONN_LISTEN
-    }
-    return {f"process {process.pid}" for process in family} | listening | names_in_shared_memory()
+    running = (process for process in family if process.is_running())
+    open_ports = [each for process in running for each in process.net_connections()]
+    listening = {each.laddr.port for each in open_ports if each.status == psutil.CONN_LISTEN}
+    names = names_in_shared_memory() | {f"process {process.pid}" for process in family}
+    return names | {f"port {port}" for port in listening}
 
 
 def _open_things(pids: list[int]) -> set[str]:
     """Return resources a stopped run could leak: worker sockets, shared memory, processes."""
-    processes = {
-        f"process number {place}"
-        for place, _ in enumerate(psutil.Process().children(recursive=True))
-    }
-    connections = {
-        f"connection number {place} of process {pid}"
-        for pid in pids
-        for place, _ in enumerate(psutil.Process(pid).net_connections())
-    }
-    return processes | connections | names_in_shared_memory()
+    counts = {"processes": len(psutil.Process().children(recursive=True))}
+    counts |= {f"connections of {pid}": len(psutil.Process(pid).net_connections()) for pid in pids}
+    numbered = {f"{kind}: {at}" for kind, count in counts.items() for at in range(count)}
+    return numbered | names_in_shared_memory()
 
 
-def _stays_open(opened: Callable[[], set[str]], before: set[str]) -> set[str]:
+def _stays_open(opened, before):
     """Return new resources still there after a minute.
 
     A leak stays. Ray's connections may end late on a busy machine, and other programs use shared

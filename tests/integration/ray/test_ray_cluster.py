@@ -7,10 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 LIMIT_S = 240
-PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
 
 
@@ -33,32 +31,18 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
-Head = tuple["subprocess.Popen[str]", str]
-"""Process and address."""
-
-
-def start_head(folder: Path) -> Head:
-    """Start a Ray, and return it with the address."""
-    program = [sys.executable, str(HERE / "ray_head.py"), str(folder)]
-    head = subprocess.Popen(program, **PIPES, cwd=folder, env=environment(**TOKEN))
-    return head, head.stdout.readline().strip()
-
-
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """A Ray for several tests. The last one kills it."""
-    process, found = start_head(tmp_path_factory.mktemp("ray"))
-    yield process, found
+def head(tmp_path_factory):
+    """A Ray for several tests, and its address. The last test kills it."""
+    folder = tmp_path_factory.mktemp("ray")
+    program = [sys.executable, str(HERE / "ray_head.py"), str(folder)]
+    process = subprocess.Popen(program, **PIPES, cwd=folder, env=environment(**TOKEN))
+    yield process, process.stdout.readline().strip()
     children = psutil.Process(process.pid).children(recursive=True)
     process.communicate(timeout=LIMIT_S)
     _, alive = psutil.wait_procs(children, timeout=10)
     for child in alive:
         child.kill()
-
-
-@pytest.fixture
-def address(head: Head) -> str:
-    return head[1]
 
 
 @pytest.fixture
@@ -70,14 +54,15 @@ def token_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def output_of(program: list[str], folder: Path) -> dict[str, Any]:
+def output_of(program, folder):
     """Run a program, and return the JSON in the last output line."""
     given = {"stdout": subprocess.PIPE, "text": True, "cwd": folder, "env": environment()}
     done = subprocess.run(program, timeout=LIMIT_S, check=True, **given)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_cluster_is_joined_and_left_as_it_was(address, tmp_path, token_file):
+def test_a_cluster_is_joined_and_left_as_it_was(head, tmp_path, token_file):
+    _, address = head
     program = [sys.executable, str(HERE / "ray_guest.py"), address, token_file]
     found = output_of(program, tmp_path)
     assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
@@ -90,7 +75,8 @@ def test_a_cluster_is_joined_and_left_as_it_was(address, tmp_path, token_file):
     assert len({*found["pids"], found["own pid"]}) == 2
 
 
-def test_without_its_token_a_cluster_refuses_in_words(address, monkeypatch):
+def test_without_its_token_a_cluster_refuses_in_words(head, monkeypatch):
+    _, address = head
     for name, value in TOKEN.items():
         monkeypatch.setenv(name, value)
     # Another process joins first, and is refused.
@@ -102,12 +88,8 @@ def test_without_its_token_a_cluster_refuses_in_words(address, monkeypatch):
 
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path):
     found = output_of([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
-    why = {
-        "no room": "the minimum allowed is",
-        "long name": "AF_UNIX path",
-        "no folder": "No such file or directory",
-    }
-    for case, reason in why.items():
+    why = {"no room": "the minimum allowed is", "long name": "AF_UNIX path"}
+    for case, reason in {**why, "no folder": "No such file or directory"}.items():
         assert "does not start on this machine: " in found[case]
         assert reason in found[case]
         assert "Check that disk, RAM and shared memory have free space" in found[case]
@@ -120,11 +102,8 @@ def test_groups_are_reserved_on_one_machine_or_not_at_all(tmp_path):
         found = output_of([sys.executable, str(HERE / "ray_placement.py"), folder], tmp_path)
     refused = found.pop("refused")
     machines = {layout: each["machines"] for layout, each in found.items()}
-    assert machines == {
-        "data 2 x ulysses 4": "AAAAABBB",
-        "data 2 x ulysses 3": "AAABBB",
-        "data 8": "AAAAABBB",
-    }
+    of_eight = dict.fromkeys(("data 2 x ulysses 4", "data 8"), "AAAAABBB")
+    assert machines == {**of_eight, "data 2 x ulysses 3": "AAABBB"}
     assert {each["free after it"] for each in found.values()} == {8}
     assert found["data 2 x ulysses 3"]["shared"] == [3, 3]
     assert "no free slots for 6 workers within 1 s: at first 4 of 8 GPUs" in refused["message"]

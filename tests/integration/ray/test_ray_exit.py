@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,7 +22,7 @@ GONE_S = 30
 
 
 @pytest.fixture
-def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
+def start(tmp_path, tiny_expert_folder):
     """`start(how)`: `comfy_like.py`, with the pack in a folder with another name."""
     folder = tmp_path / "pack with.dots-and spaces"
     folder.symlink_to(ROOT, target_is_directory=True)
@@ -45,7 +43,7 @@ def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
         process.communicate(timeout=LIMIT_S)
 
 
-def next_message(process: subprocess.Popen[str]) -> dict[str, Any]:
+def next_message(process):
     line = process.stdout.readline()
     assert line, f"it ended with {process.wait(LIMIT_S)}"
     return json.loads(line)

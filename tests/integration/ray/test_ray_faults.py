@@ -14,13 +14,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from operator import is_
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -68,7 +67,7 @@ class FakeRay:
         self.ended = 0
         self.server, self.raylet_port = "127.0.0.1:1", 2
 
-    def init(self, *, _temp_dir: str, num_cpus: int, **_: Any) -> None:
+    def init(self, *, _temp_dir, num_cpus, **_):
         self.folders.append(Path(_temp_dir))
         self.cpus = num_cpus
         if (error := self.inits.pop(0)) is not None:
@@ -80,15 +79,14 @@ class FakeRay:
     def is_initialized(self) -> bool:
         return True
 
-    def get_runtime_context(self) -> Any:
+    def get_runtime_context(self):
         return SimpleNamespace(get_node_id=lambda: OWN, gcs_address=self.server)
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self):
         raylet = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": self.raylet_port}
         return [{"NodeID": name, "Alive": alive, **raylet} for name, alive in self.alive.items()]
 
-    def kill(self, actor: object) -> None:
-        return
+    def kill(self, actor: object) -> None: ...
 
     def get(self, answer: float | Exception, timeout: float) -> Started:
         if isinstance(answer, Exception):
@@ -99,19 +97,15 @@ class FakeRay:
         return started()
 
 
-def started(**changes: Any) -> Started:
+def started(**changes):
     facts = Worker("cpu", machine=OTHER).facts()
     given = {"facts": facts, "logs": (), "requires_token": True, "process": ""}
     return Started(**{**given, **changes})
 
 
-PLACEMENT = SimpleNamespace(
-    options=lambda rank: {},
-    node_of=lambda rank: OWN,
-    workers_on_machine_of=lambda rank: 1,
-    describe_delay=lambda rank: "see whether its machine is busy",
-    close=lambda: None,
-)
+PLACE = {"options": {}, "node_of": OWN, "workers_on_machine_of": 1}
+PLACE["describe_delay"] = "see whether its machine is busy"
+PLACEMENT = mock.Mock(**{f"{name}.return_value": value for name, value in PLACE.items()})
 """Placement without failures."""
 
 
@@ -125,7 +119,7 @@ def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Excep
     """Answers from starting workers, in order: a delay in seconds, or an error."""
     every: list[float | Exception] = []
 
-    def call(method: str, *_: Any) -> Any:
+    def call(method, *_):
         if method != "started":
             return SimpleNamespace(future=lambda: closed)
         answer = every.pop(0)
@@ -261,10 +255,8 @@ def test_closing_ends_all_replacements_in_flight(ray, answers, monkeypatch):
 def test_lost_machine_or_raylet_makes_the_connection_unusable(ray, monkeypatch):
     monkeypatch.setattr(ray_environment, "import_ray", lambda: ray)
     connection = RayConnection()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_server(("127.0.0.1", 0)) as raylet,
-    ):
+    server, raylet = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    with server, raylet:
         connection._server = ray.server = f"127.0.0.1:{server.getsockname()[1]}"
         ray.raylet_port = raylet.getsockname()[1]
         assert connection.is_alive()
@@ -283,7 +275,7 @@ def start_local(ray: FakeRay, undo: ExitStack) -> None:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(tmp_path, monkeypatch):
     """A separate folder for temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
@@ -338,10 +330,9 @@ def test_local_ray_has_a_slot_for_each_core(cores, ray, temporary, monkeypatch):
     monkeypatch.setattr(ray_setup, "core_count", lambda: cores)
     ray.inits = [None]
     most = max(cores, MIN_CPU_ACTORS)
-    local = LocalOptions(device="cpu")
-    actors = ActorOptions(workers=most)
-    paths = {"jobs": temporary, "workflow": temporary, "output": temporary}
-    check_local(BatchOptions(**paths, local=local, actors=actors), gpus=0, cores=cores)
+    paths = dict.fromkeys(("jobs", "workflow", "output"), temporary)
+    given = {"local": LocalOptions(device="cpu"), "actors": ActorOptions(workers=most)}
+    check_local(BatchOptions(**paths, **given), gpus=0, cores=cores)
     with ExitStack() as undo:
         start_local(ray, undo)
         assert ray.cpus / ray_setup.CPU_SLOT >= most, "as many actors as the command allows"
@@ -354,12 +345,12 @@ def test_paths_of_sockets_are_short_enough():
 
 
 def test_closing_looks_for_ray_once_for_all_workers(answers, monkeypatch):
-    looked: list[bool] = []
+    look = mock.Mock(return_value=True)
     answers += [0.0] * 8
     pool = RayPool(WorkersRef(count=8), start_timeout_s=10.0)
-    monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", lambda: not looked.append(True))
+    monkeypatch.setattr(ray_pool.CONNECTION, "is_alive", look)
     pool.close()
-    assert len(looked) == 1, "a look takes seconds if the server cannot be reached"
+    look.assert_called_once()  # a look takes seconds if the server cannot be reached
 
 
 @pytest.mark.integration

@@ -9,16 +9,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 
 from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.messages import StepReport, WorkerFacts
 from wanstream.distributed.ray.environment import RaySetupError, import_ray
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
@@ -39,7 +38,7 @@ LONG = {"steps": 1000, "switch_step": 500}
 
 
 @pytest.fixture(scope="module")
-def untouched() -> Iterator[tuple[dict[str, str], object]]:
+def untouched():
     """The environment and the SIGTERM handler before any worker was there.
 
     Ray is to take its calls unguarded.
@@ -50,16 +49,15 @@ def untouched() -> Iterator[tuple[dict[str, str], object]]:
 
 
 @pytest.fixture(scope="module")
-def pool(untouched: object) -> Iterator[RayPool]:
+def pool(untouched):
     with RayPool(WorkersRef(count=2, threads=1), "cpu", store_bytes=STORE_BYTES) as pool:
         yield pool
 
 
-def ignore(_: StepReport) -> None:
-    return
+def ignore(_): ...
 
 
-def facts_of(pool: RayPool) -> list[WorkerFacts]:
+def facts_of(pool):
     return [worker.call("facts").result(LIMIT_S) for worker in pool.workers]
 
 
@@ -86,19 +84,15 @@ def test_workers_are_processes_of_their_own_on_loopback(pool):
 
 
 def test_shared_request_is_stored_once_until_the_run_ends(pool, make_task, alone, monkeypatch):
-    task, put, kept = make_task(), ray.put, list[object]()
-
-    def counting(value: object) -> object:
-        kept.append(put(value))
-        return kept[-1]
-
-    monkeypatch.setattr(ray, "put", counting)
+    task = make_task()
+    put = mock.Mock(wraps=ray.put)
+    monkeypatch.setattr(ray, "put", put)
     driver = driver_of(pool)
     for _ in range(2):
         ran = driver.denoise(task.experts, task.request, task.policy)
         assert torch.equal(ran.latents, alone(task))
         assert pool._shared == {}
-    assert len(kept) == 2, "once per run, for two workers"
+    assert put.call_count == 2, "once per run, for two workers"
     assert ran.gathered_bytes == 2 * 4 * task.request.noise.numel() * 4, "a velocity per step"
     leave(pool)
 
@@ -107,7 +101,7 @@ def test_questions_and_stops_are_heard_beside_a_run(pool, make_task, alone):
     worker, pids = pool.workers[0], []
     task = make_task(request=LONG)
 
-    def on_report(report: StepReport) -> None:
+    def on_report(report):
         if report.record.index == 1:
             pids.append(worker.call("facts").result(LIMIT_S).pid)
             worker.call("stop", task.run_id).result(LIMIT_S)
@@ -141,19 +135,11 @@ def test_everything_listens_on_loopback(pool, make_task):
     driver_of(pool).denoise(task.experts, task.request, task.policy)
     own = psutil.Process()
     processes = [own, *own.children(recursive=True)]
-    listening = {
-        process.pid: [
-            each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN
-        ]
-        for process in processes
-    }
-    names = {process.name() for process in processes}
-    assert {"gcs_server", "raylet"} <= names
-    pids = {each.pid for each in facts_of(pool)}
-    assert pids <= set(listening)
-    assert all(listening[pid] for pid in pids)
-    every = {ip for addresses in listening.values() for ip in addresses}
-    assert every <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert {"gcs_server", "raylet"} <= {process.name() for process in processes}
+    open_ports = [(each.pid, port) for each in processes for port in each.net_connections()]
+    listening = {(pid, p.laddr.ip) for pid, p in open_ports if p.status == psutil.CONN_LISTEN}
+    assert {each.pid for each in facts_of(pool)} <= {pid for pid, _ in listening}
+    assert {ip for _, ip in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     leave(pool)
 
 
@@ -185,7 +171,7 @@ def test_a_killed_worker_is_lost_and_replaced(pool, make_task, alone):
     worker, other = pool.workers
     pid = worker.started.facts.pid
 
-    def on_report(report: StepReport) -> None:
+    def on_report(report):
         if report.record.index == 1:
             os.kill(pid, signal.SIGKILL)
 
@@ -227,7 +213,7 @@ def test_killing_ends_a_process_that_hangs_in_a_run(pool, make_task):
     worker = pool.workers[0]
     process = psutil.Process(worker.started.facts.pid)
 
-    def on_report(report: StepReport) -> None:
+    def on_report(report):
         process.suspend()
         worker.kill()
 

@@ -9,29 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 
 from wanstream.distributed.messages import WorkerFacts
 from wanstream.distributed.ray import connection as ray_connection
-from wanstream.distributed.ray import environment as ray_environment
+from wanstream.distributed.ray import environment
 from wanstream.distributed.ray.actor import Started
 from wanstream.distributed.ray.connection import RayConnection, RayReaper, check_cluster
-from wanstream.distributed.ray.environment import (
-    ONE_MACHINE,
-    PROCESS_TOKEN,
-    RaySetupError,
-    check_token_file,
-    import_ray,
-    local_ray_environment,
-    on_loopback,
-    temporary_environment,
-    token_of_cluster,
-)
 from wanstream.distributed.ray.pool import check_exposure, describe_exit, tail
 from wanstream.distributed.transport.threads import run_in_thread
 from wanstream.schema.refs import WorkersRef
@@ -72,11 +60,11 @@ def test_exposed_workers_are_refused_unless_allowed_and_guarded():
         check_exposure([started(address, token=False)], beyond_loopback=address == "::1")
     outside = [started("127.0.0.1", token=True), started("192.0.2.7", token=True)]
     message = r"listen on 192\.0\.2\.7, which other machines reach: set remote_machines"
-    with pytest.raises(RaySetupError, match=message):
+    with pytest.raises(environment.RaySetupError, match=message):
         check_exposure(outside, beyond_loopback=False)
     check_exposure(outside, beyond_loopback=True)
     message = r"192\.0\.2\.7 and requires no token: .* RAY_AUTH_MODE=token"
-    with pytest.raises(RaySetupError, match=message):
+    with pytest.raises(environment.RaySetupError, match=message):
         check_exposure([started("192.0.2.7", token=False)], beyond_loopback=True)
 
 
@@ -84,7 +72,7 @@ def test_an_address_where_nobody_listens_is_told_at_once():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     said = rf"no Ray cluster answers at 127\.0\.0\.1:{port} .*ray start --head"
-    with pytest.raises(RaySetupError, match=said):
+    with pytest.raises(environment.RaySetupError, match=said):
         check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port)
 
 
@@ -113,32 +101,31 @@ def test_helper_processes_import_nothing_from_the_folder(tmp_path, monkeypatch, 
 @pytest.mark.integration
 def test_what_is_no_ray_is_told_in_bounded_time():
     pytest.importorskip("ray")
+    said = "did not accept this process within 3 s"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        with (
-            temporary_environment({ONE_MACHINE: "0"}),
-            pytest.raises(RaySetupError, match="did not accept this process within 3 s"),
-        ):
-            check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=3)
+        with environment.temporary_environment({environment.ONE_MACHINE: "0"}):
+            with pytest.raises(environment.RaySetupError, match=said):
+                check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=3)
 
 
 def test_ray_settings_are_set_only_while_they_are_needed(monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     before = dict(os.environ)
-    with local_ray_environment():
-        assert os.environ[ONE_MACHINE] == "0"
+    with environment.local_ray_environment():
+        assert os.environ[environment.ONE_MACHINE] == "0"
         assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-        assert os.environ["RAY_AUTH_TOKEN"] == PROCESS_TOKEN
-        assert len(PROCESS_TOKEN) == 64
+        assert os.environ["RAY_AUTH_TOKEN"] == environment.PROCESS_TOKEN
+        assert len(environment.PROCESS_TOKEN) == 64
         os.environ["RAY_LEFT_BY_RAY"] = os.environ["PYTHONBREAKPOINT"] = "x"
     assert dict(os.environ) == before
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster")
-    with local_ray_environment():
+    with environment.local_ray_environment():
         assert os.environ["RAY_AUTH_MODE"] == "token"
-        assert os.environ["RAY_AUTH_TOKEN"] == PROCESS_TOKEN
+        assert os.environ["RAY_AUTH_TOKEN"] == environment.PROCESS_TOKEN
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
     assert os.environ["RAY_AUTH_TOKEN"] == "of a cluster"
@@ -149,14 +136,12 @@ def test_one_thread_at_a_time_changes_the_environment():
     entered = threading.Event()
 
     def enter() -> str | None:
-        with temporary_environment({"RAY_OF_THE_SECOND": "1"}):
+        with environment.temporary_environment({"RAY_OF_THE_SECOND": "1"}):
             entered.set()
             return os.environ.get("RAY_OF_THE_FIRST")
 
-    with (
-        temporary_environment({"RAY_OF_THE_FIRST": "1"}),
-        temporary_environment({ONE_MACHINE: "0"}),
-    ):
+    first = environment.temporary_environment({"RAY_OF_THE_FIRST": "1"})
+    with first, environment.temporary_environment({environment.ONE_MACHINE: "0"}):
         second = run_in_thread("second", enter)
         assert not entered.wait(0.1)
     assert second.result(LIMIT_S) is None
@@ -167,15 +152,13 @@ def test_imported_ray_is_returned_without_new_settings(monkeypatch):
     imported = ModuleType("ray")
     monkeypatch.setitem(sys.modules, "ray", imported)
 
-    def changed(values: object) -> NoReturn:
-        raise AssertionError(f"the environment is changed: {values}")
-
-    monkeypatch.setattr(ray_environment, "temporary_environment", changed)
-    assert import_ray() is imported
+    changed = mock.Mock(side_effect=AssertionError("the environment is changed"))
+    monkeypatch.setattr(environment, "temporary_environment", changed)
+    assert environment.import_ray() is imported
 
 
 @pytest.fixture
-def token_file(tmp_path: Path) -> Path:
+def token_file(tmp_path):
     """A file with a token, readable only by the user."""
     file = tmp_path / "token"
     file.touch(mode=0o600)
@@ -187,11 +170,11 @@ def test_a_token_comes_from_the_file_of_the_entry_alone(token_file, monkeypatch)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     before = dict(os.environ)
-    with token_of_cluster(str(token_file)):
+    with environment.token_of_cluster(str(token_file)):
         assert "RAY_AUTH_TOKEN" not in os.environ
         assert os.environ["RAY_AUTH_MODE"] == "token"
         assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(token_file)
-    with token_of_cluster(""):
+    with environment.token_of_cluster(""):
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
         assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
     assert dict(os.environ) == before
@@ -199,18 +182,20 @@ def test_a_token_comes_from_the_file_of_the_entry_alone(token_file, monkeypatch)
 
 @pytest.mark.skipif(os.name != "posix", reason="these are bits of POSIX")
 def test_unreadable_empty_or_open_token_file_is_refused(token_file):
-    check_token_file(str(token_file))
+    environment.check_token_file(str(token_file))
     for mode in (0o640, 0o604):
         token_file.chmod(mode)
-        with pytest.raises(RaySetupError, match=rf"has the mode {mode:o} .*chmod 600"):
-            check_token_file(str(token_file))
+        with pytest.raises(environment.RaySetupError, match=rf"has the mode {mode:o} .*chmod 600"):
+            environment.check_token_file(str(token_file))
     token_file.chmod(0o600)
     token_file.write_text(" \n")
-    with pytest.raises(RaySetupError, match="is empty: copy the token"):
-        check_token_file(str(token_file))
+    with pytest.raises(environment.RaySetupError, match="is empty: copy the token"):
+        environment.check_token_file(str(token_file))
     token_file.unlink()
-    with pytest.raises(RaySetupError, match=r"cannot be read .*ray get-auth-token --generate"):
-        check_token_file(str(token_file))
+    with pytest.raises(
+        environment.RaySetupError, match=r"cannot be read .*ray get-auth-token --generate"
+    ):
+        environment.check_token_file(str(token_file))
 
 
 @pytest.mark.slow
@@ -241,8 +226,9 @@ def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path, monkeypatc
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         heard = run_in_thread("listener", keep, listening)
-        with on_loopback(), token_of_cluster(""), pytest.raises(RaySetupError):
-            check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=10)
+        with environment.on_loopback(), environment.token_of_cluster(""):
+            with pytest.raises(environment.RaySetupError):
+                check_cluster(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=10)
         ended.set()
         heard.result(60)
     assert b"".join(received), "nothing was sent at all"
@@ -274,14 +260,14 @@ def test_the_end_of_a_log_has_what_the_worker_wrote(tmp_path):
 def test_ctrl_c_while_ray_starts_ends_what_is_started_afterwards(monkeypatch):
     ended: list[str] = []
 
-    def start(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
+    def start(ray, ref, store_bytes, undo):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.3)
         undo.callback(ended.append, "agent")
 
     monkeypatch.setattr(ray_connection, "_start_local", start)
     ray = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setattr(ray_environment, "import_ray", lambda: ray)
+    monkeypatch.setattr(environment, "import_ray", lambda: ray)
     # A test run in a shell's background ignores the signal.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -131,16 +131,11 @@ class FakeWorker:
     def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
         generation = 0 if self._rendezvous is None else self._rendezvous[0].generation
         missing = [path for path in self._pool.missing.get(self.rank, ()) if path in paths]
-        return replace(
-            FACTS,
-            pid=self.pid,
-            node=f"node-{self.rank}",
-            sizes=dict.fromkeys(missing),
-            generation=generation,
-            machine=self._pool.machines.get(self.rank, ""),
-            auto_dtype=self._pool.auto_dtypes.get(self.rank, "float32"),
-            multiplied=self._pool.multiplied.get(self.rank, ("int8", "fp8")),
-        )
+        given: dict[str, Any] = {"machine": self._pool.machines.get(self.rank, "")}
+        given["auto_dtype"] = self._pool.auto_dtypes.get(self.rank, "float32")
+        given["multiplied"] = self._pool.multiplied.get(self.rank, ("int8", "fp8"))
+        given |= {"node": f"node-{self.rank}", "sizes": dict.fromkeys(missing)}
+        return replace(FACTS, pid=self.pid, generation=generation, **given)
 
     def _fast_formats(self, experts: ExpertsRef, maps: Sequence[PathMap]) -> tuple[CodeFormat, ...]:
         assert experts.compute_dtype != "auto", "measured in the dtype of all workers"
@@ -301,7 +296,7 @@ class FakePool:
 def driver_of(pool: FakePool, mesh: Mesh | None = None, **changes: Any) -> Driver:
     mesh = mesh or Mesh()
     given = {"count": mesh.size, "timeout_s": 20.0, "max_restarts": 3, **changes}
-    return Driver(pool, WorkersRef(**given), mesh)  # type: ignore[arg-type]
+    return Driver(pool, WorkersRef(**given), mesh)
 
 
 def expected(noise: torch.Tensor, steps: range) -> torch.Tensor:

@@ -24,7 +24,7 @@ SHAPE = (1, 16, 2, 4, 6)
 STEPS, SWITCH_STEP = 4, 2
 
 
-def _normal(*shape: int, seed: int) -> torch.Tensor:
+def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -47,20 +47,11 @@ def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
 
     def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
         steps = {"steps": STEPS, "switch_step": SWITCH_STEP, "flow_shift": 5.0}
-        defaults = {
-            "noise": _normal(*SHAPE, seed=seed),
-            "positive": _normal(1, 7, 4096, seed=11),
-            "negative": _normal(1, 5, 4096, seed=12),
-            "guidance": (4.0, 3.0),
-            **steps,
-        }
-        given = {
-            "run_id": f"run {next(numbers)}",
-            "experts": experts_ref(),
-            "request": DenoiseRequest(**{**defaults, **(request or {})}),
-            "policy": OffloadPolicy.layerwise(1),
-        }
-        return RunTask(**{**given, **changes})
+        texts = {"positive": normal(1, 7, 4096, seed=11), "negative": normal(1, 5, 4096, seed=12)}
+        defaults = {"noise": normal(*SHAPE, seed=seed), "guidance": (4.0, 3.0), **texts, **steps}
+        asked = DenoiseRequest(**{**defaults, **(request or {})})
+        given = {"run_id": f"run {next(numbers)}", "experts": experts_ref(), "request": asked}
+        return RunTask(**{**given, "policy": OffloadPolicy.layerwise(1), **changes})
 
     return make
 
@@ -118,11 +109,3 @@ def process_pools() -> ModuleType:
     from wanstream.tests.support.distributed import process_pool
 
     return process_pool
-
-
-@pytest.fixture(scope="session")
-def namespaces() -> ModuleType:
-    """`Machines` from `machines.py`, and why there can be none."""
-    from wanstream.tests.support.distributed import machines
-
-    return machines

@@ -25,10 +25,8 @@ MARK = "mark"
 ROWS, STOPPING = "wanstream rows", "stopping service"
 END_SECONDS = 30.0
 
-needs_device_errors = pytest.mark.skipif(
-    not hasattr(torch, "AcceleratorError"),
-    reason="torch before 2.8 has no class for errors of a device",
-)
+NO_CLASS = "torch before 2.8 has no class for errors of a device"
+needs_device_errors = pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason=NO_CLASS)
 
 
 def is_plain(value: object) -> bool:

@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,7 @@ class Machine:
             raise OSError(f"{name} does not start; the reason is in its output")
         (self._inside,) = psutil.Process(self._first.pid).children()
 
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], **given: Any
-    ) -> subprocess.Popen[str]:
+    def start(self, command, environment, **given):
         """Start a program there, with only this environment."""
         enter = f"nsenter --target {self._inside.pid} --net --mount --uts --ipc --pid".split()
         given |= {"env": dict(environment), "text": True, "cwd": "/"}

@@ -7,12 +7,11 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
-from types import SimpleNamespace
 from typing import Any
 
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
@@ -30,14 +29,7 @@ Processes = Any
 """From `processes.py`."""
 
 
-def serve(
-    here: SimpleNamespace,
-    address: str,
-    key: bytes,
-    rank: int,
-    short_at: int | None,
-    machine: str | None,
-) -> None:
+def serve(here, address, key, rank, short_at, machine):
     """Serve a worker's calls until the driver hangs up.
 
     All runs share one thread. Every other call has a new one.
@@ -115,9 +107,7 @@ class ProcessWorker:
         self._connection.close()
         return not self._lost_one
 
-    def _send(
-        self, method: str, args: Sequence[Any], on_report: Callable[[StepReport], None] | None
-    ) -> Future[Any]:
+    def _send(self, method, args, on_report):
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -171,15 +161,7 @@ class ProcessPool:
         machines: machine identifier by rank, by default this machine's.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        count: int,
-        *,
-        first: int = 0,
-        short_at: Mapping[int, int] | None = None,
-        machines: Mapping[int, str] | None = None,
-    ) -> None:
+    def __init__(self, processes, count, *, first=0, short_at=None, machines=None):
         self._machines = machines or {}
         self._processes = processes.at_least(first + count)
         self._first = first

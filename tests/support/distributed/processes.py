@@ -62,11 +62,9 @@ class Source:
             self._socket = socket.socket(fileno=os.dup(handle))
             return
         self._socket, theirs = socket.socketpair()
-        self._popen = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
 
     def fork(self, number: int) -> tuple[int, Connection]:

@@ -27,7 +27,6 @@ from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import group_forward
 from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest
 from wanstream.sampling.steps import RunSlice, SamplingCancelled
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.mesh import Mesh
@@ -170,15 +169,7 @@ class Crossed(TorchDispatchMode):
         return output
 
 
-def compute(
-    here: SimpleNamespace,
-    part: RunSlice,
-    experts: ExpertsRef,
-    request: DenoiseRequest,
-    policy: OffloadPolicy,
-    device: str = "cpu",
-    **options: Any,
-) -> torch.Tensor:
+def compute(here, part, experts, request, policy, device="cpu", **options):
     """Return a run's latents on "cpu" or on this process's "cuda" device.
 
     The process keeps the experts open.
@@ -232,14 +223,7 @@ def compute_with(here: SimpleNamespace, experts: ExpertsRef, compiler: str | Non
     experts_of(here).get(experts).kernels = Kernels(math="exact", compiler=compiler)
 
 
-def job_run_until(
-    here: SimpleNamespace,
-    experts: ExpertsRef,
-    request: DenoiseRequest,
-    policy: OffloadPolicy,
-    wishes: dict[int, int],
-    sent: int | None,
-) -> tuple[int, int]:
+def job_run_until(here, experts, request, policy, wishes, sent):
     """Stop, or send the signal `sent` to itself, from a number of polls on.
 
     `wishes` has the number for this process.
@@ -259,13 +243,7 @@ def job_run_until(
     raise AssertionError("the run was not stopped")
 
 
-def job_run_and_leave(
-    here: SimpleNamespace,
-    experts: ExpertsRef,
-    request: DenoiseRequest,
-    policy: OffloadPolicy,
-    visits: int,
-) -> tuple[str, int]:
+def job_run_and_leave(here, experts, request, policy, visits):
     """Leave the rendezvous at a poll, as the driver makes it.
 
     Return the run's error and the number of polls.
@@ -307,9 +285,7 @@ def job_count_votes(here: SimpleNamespace, *run: Any) -> tuple[torch.Tensor, int
         del here.groups.any_wants
 
 
-def job_hold(
-    here: SimpleNamespace, counting: str, dtype: torch.dtype, lanes: int, chunk_tokens: int | None
-) -> tuple[int, int]:
+def job_hold(here, counting, dtype, lanes, chunk_tokens):
     """The most bytes held at once by a forward pass here, by the `Alive` in that file.
 
     And the estimate for it.
@@ -355,9 +331,7 @@ def job_offer_int8_attention(here: SimpleNamespace, offered: bool) -> None:
         del sys.modules["comfy_kitchen"]
 
 
-def attention_of_all_tokens(
-    here: SimpleNamespace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+def attention_of_all_tokens(here, query, key, value):
     here.seen = query.shape
     return exact_attention(query, key, value)
 
@@ -368,32 +342,29 @@ def job_seen(here: SimpleNamespace) -> tuple[int, ...]:
 
 
 def attention_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
-) -> torch.Tensor:
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    return_lse=False,
+    _parallel_config=None,
+):
     """See diffusers' backends: [B, S, heads, D] each."""
     if _parallel_config is None:
         return attended(query, key, value)[0]
-    return attention_dispatch._templated_context_parallel_attention(
-        query,
-        key,
-        value,
-        forward_op=lambda ctx, query, key, value, *rest, **named: attended(query, key, value),
-        backward_op=None,
-        _parallel_config=_parallel_config,
-    )
+    given = {"forward_op": attended_by_rank, "backward_op": None}
+    given["_parallel_config"] = _parallel_config
+    return attention_dispatch._templated_context_parallel_attention(query, key, value, **given)
 
 
-def attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attended_by_rank(ctx, query, key, value, *_, **__):
+    return attended(query, key, value)
+
+
+def attended(query, key, value):
     """The result, and the scores' log-sum-exp [B, S, heads]."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) / query.shape[-1] ** 0.5
     lse = scores.logsumexp(-1)
@@ -401,9 +372,7 @@ def attended(
     return result.to(query.dtype), lse.transpose(1, 2)
 
 
-def job_attach_and_detach(
-    here: SimpleNamespace, experts: ExpertsRef, policy: OffloadPolicy
-) -> tuple[list[str], list[str]]:
+def job_attach_and_detach(here, experts, policy):
     """Return the model attributes changed in context parallelism, and afterwards."""
     engine = experts_of(here).get(experts).engine(policy, torch.device("cpu"))
     before = everything_of(engine)
@@ -413,29 +382,23 @@ def job_attach_and_detach(
     return differing(before, inside), differing(before, after)
 
 
-def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
-    """Return every module's instance attributes, and the block settings."""
-    modules = {
-        f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()
-    }
-    return {
-        name: shallow(vars(each))
-        for name, each in {**modules, "settings": engine.models.settings}.items()
-    }
+def kept(own: Any) -> Any:
+    """Return a copy of a dictionary, which may change, and anything else as it is."""
+    return dict(own) if isinstance(own, dict) else own
 
 
-def shallow(own: dict[str, Any]) -> dict[str, Any]:
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in own.items()}
+def everything_of(engine: Any) -> dict[str, Any]:
+    """Return the attributes of every module's instance, and the block settings, by place."""
+    experts = engine.models.items()
+    owners = {f"{e} {name}": m for e, model in experts for name, m in model.named_modules()}
+    owners["settings"] = engine.models.settings
+    every = [(place, *own) for place, owner in owners.items() for own in vars(owner).items()]
+    return {f"{place}: {name}": kept(own) for place, name, own in every}
 
 
-def differing(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [
-        f"{thing}: {name}"
-        for thing in one
-        for name in sorted(one[thing].keys() | other[thing].keys())
-        if not same(one[thing].get(name, missing), other[thing].get(name, missing))
-    ]
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    names = sorted(one.keys() | other.keys())
+    return [name for name in names if not same(one.get(name, missing), other.get(name, missing))]
 
 
 def same(one: Any, other: Any) -> bool:

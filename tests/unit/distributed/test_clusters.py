@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,12 +14,8 @@ from wanstream.schema.refs.workers import WorkersError
 
 one = partial(WorkersRef, count=1)
 
-LAB = {
-    "address": "192.168.1.5:6379",
-    "token_file": "~/lab",
-    "remote_machines": True,
-    "path_map": ["/a -> /b"],
-}
+PLACE = {"address": "192.168.1.5:6379", "token_file": "~/lab"}
+LAB = {**PLACE, "remote_machines": True, "path_map": ["/a -> /b"]}
 OWN = ["127.0.0.1", "127.8.9.10", "localhost", "::1", "::ffff:127.0.0.1"]
 OTHERS = [
     *("192.0.2.7", "rack.example", "localhost.evil.example", "127.evil.example"),
@@ -73,8 +68,8 @@ def test_invalid_addresses_are_refused(address):
 def test_an_entry_has_an_address_a_token_leave_and_paths():
     found = read_clusters(json.dumps({"lab": LAB, "here": {"address": "[::1]:1"}}), "clusters.json")
     assert list(found) == ["local", "in-process", "lab", "here"]
-    lab = one(address="192.168.1.5:6379", token_file="~/lab", beyond_loopback=True)
-    assert found["lab"] == replace(lab, paths=(PathMap(here="/a", there="/b"),))
+    paths = (PathMap(here="/a", there="/b"),)
+    assert found["lab"] == one(**PLACE, beyond_loopback=True, paths=paths)
     assert cluster_named("here", found, "clusters.json") == one(address="[::1]:1")
 
 

@@ -1,7 +1,5 @@
 """Runs on workers that compute next to nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

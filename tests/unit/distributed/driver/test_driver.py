@@ -9,9 +9,9 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,13 +20,8 @@ from wanstream.distributed.driver import driver as driver_module
 from wanstream.distributed.driver.driver import handover_interval_s
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
+from wanstream.sampling import steps as sampling
 from wanstream.sampling.inputs import DenoiseRequest
-from wanstream.sampling.steps import (
-    NonFiniteLatentError,
-    SamplingCancelled,
-    SmallerPolicyError,
-    StepProgress,
-)
 from wanstream.schema import Mesh, MeshError, OffloadPolicy, StateError
 from wanstream.tests.support.distributed.fake_pool import FakePool, FakeWorker, Fault, driver_of
 
@@ -34,9 +29,9 @@ STEPS, SWITCH = 6, 3
 LAYERWISE = OffloadPolicy.layerwise(1)
 CFG = Mesh(cfg=2)
 DATA_CFG = Mesh(data=2, cfg=2)
-BROKEN = NonFiniteLatentError("the latent is NaN or infinite after step 3")
+BROKEN = sampling.NonFiniteLatentError("the latent is NaN or infinite after step 3")
 
-Steps = list[StepProgress]
+Steps = list[sampling.StepProgress]
 
 
 def next_steps(pool: FakePool) -> list[int]:
@@ -142,14 +137,12 @@ def test_a_worker_that_cannot_measure_makes_all_decode(trouble, run, experts, mo
 def test_workers_that_die_cost_no_step_that_was_reported(mesh, seed, run):
     chance = random.Random(seed)
     steps = Steps()
-    kinds: Any = ["dies", "dies after all reports"]
-    faults = [
-        Fault(chance.randrange(mesh.size), chance.randrange(STEPS + 1), chance.choice(kinds))
-        for _ in range(3)
-    ]
-    pool = FakePool(mesh.size, list(faults))
+    pool = FakePool(mesh.size)
+    for _ in range(3):
+        at = (chance.randrange(mesh.size), chance.randrange(STEPS + 1))
+        pool.faults.append(Fault(*at, chance.choice(["dies", "dies after all reports"])))
     result = run(driver_of(pool, mesh), 3, on_step=steps.append)
-    died = len(faults) - len(pool.faults)
+    died = 3 - len(pool.faults)
     assert result.restarts == len(result.timeline.changes)
     # Two deaths in one step are one loss.
     assert min(died, 1) <= result.restarts <= died
@@ -190,10 +183,10 @@ def test_between_handovers_a_lost_leader_costs_its_steps(rank, resumed, run):
     assert taken == [*range(4), *range(resumed, STEPS)]
 
 
-def interrupt_at(number: int) -> Callable[[StepProgress], None]:
+def interrupt_at(number):
     """Return a callback to raise KeyboardInterrupt at that step, as the end of a process does."""
 
-    def on_step(step: StepProgress) -> None:
+    def on_step(step: sampling.StepProgress) -> None:
         if step.done == number:
             raise KeyboardInterrupt
 
@@ -253,13 +246,9 @@ def test_only_the_same_video_continues_in_another_layout(
 ):
     with pytest.raises(KeyboardInterrupt):
         run(driver_of(FakePool(1)), on_step=interrupt_at(4), states=tmp_path)
-    others: list[dict[str, Any]] = [
-        {"request": request_of(seed=2)},
-        {"request": request_of(flow_shift=4.0)},
-        {"experts": experts_ref(high=2, low=1)},
-        {"experts": replace(experts, compute_dtype="bfloat16")},
-    ]
-    for other in others:
+    requests = [request_of(seed=2), request_of(flow_shift=4.0)]
+    refs = [experts_ref(high=2, low=1), replace(experts, compute_dtype="bfloat16")]
+    for other in (*({"request": each} for each in requests), *({"experts": each} for each in refs)):
         assert run(driver_of(FakePool(1)), states=tmp_path, **other).timeline.changes == ()
     result = run(driver_of(FakePool(2), CFG), states=tmp_path)
     assert result.timeline.changes == ("continued from step 4 of an interrupted run",)
@@ -268,7 +257,7 @@ def test_only_the_same_video_continues_in_another_layout(
 @EVERY_STATE
 @pytest.mark.parametrize(
     ("failure", "error"),
-    [(None, SamplingCancelled), ("dies", RestartLimitError), (BROKEN, WorkerFailedError)],
+    [(None, sampling.SamplingCancelled), ("dies", RestartLimitError), (BROKEN, WorkerFailedError)],
     ids=["cancelled", "given up", "failed"],
 )
 def test_states_are_kept_after_an_error_only(failure, error, run, tmp_path):
@@ -277,13 +266,9 @@ def test_states_are_kept_after_an_error_only(failure, error, run, tmp_path):
     steps = Steps()
     if failure is not None:
         pool.faults.append(Fault(0, 3, failure, always=True))
+    given = {"should_stop": lambda: failure is None and len(steps) > 2, "states": states}
     with pytest.raises(error):
-        run(
-            driver_of(pool, max_restarts=1),
-            on_step=steps.append,
-            should_stop=lambda: failure is None and len(steps) > 2,
-            states=states,
-        )
+        run(driver_of(pool, max_restarts=1), on_step=steps.append, **given)
     assert states.exists() == (failure is not None)
     continued = run(driver_of(FakePool(1)), states=states).timeline.changes
     assert continued == ("continued from step 3 of an interrupted run",) * (failure is not None)
@@ -291,19 +276,13 @@ def test_states_are_kept_after_an_error_only(failure, error, run, tmp_path):
 
 @EVERY_STATE
 def test_a_full_disk_is_reported_once_and_the_run_goes_on(run, tmp_path, monkeypatch):
-    tries: list[int] = []
-
-    def full(handle: int) -> None:
-        tries.append(handle)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(os, "fsync", full)
     (change,) = run(driver_of(FakePool(1)), states=tmp_path / "s").timeline.changes
-    assert change == (
-        f"a state of this run cannot be saved in {tmp_path / 's'} (No space left on device): the "
-        "run goes on, and starts from an earlier step if its process ends"
-    )
-    assert len(tries) == STEPS - 1, "every state is tried: there may be room again"
+    refused = f"a state of this run cannot be saved in {tmp_path / 's'} (No space left on device)"
+    goes_on = "the run goes on, and starts from an earlier step if its process ends"
+    assert change == f"{refused}: {goes_on}"
+    assert full.call_count == STEPS - 1, "every state is tried: there may be room again"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -345,7 +324,7 @@ def test_a_worker_that_hangs_is_ended_and_replaced(mesh, run):
 
 def test_oom_retry_uses_a_smaller_policy_in_the_whole_group(run):
     smaller = OffloadPolicy.layerwise(0)
-    short = SmallerPolicyError("out of memory in step 4: 1 MB instead of 2 MB", smaller)
+    short = sampling.SmallerPolicyError("out of memory in step 4: 1 MB instead of 2 MB", smaller)
     pool = FakePool(4, [Fault(3, 4, short)])
     driver = driver_of(pool, Mesh(stage=2, cfg=2), max_restarts=0)
     result = run(driver, 2)
@@ -379,21 +358,21 @@ def test_an_error_of_a_worker_ends_the_run_and_names_it(mesh, run):
     said = rf"worker {rank} \(node-{rank}, cpu\) failed: the latent is NaN"
     with pytest.raises(WorkerFailedError, match=said) as raised:
         run(driver, 2)
-    assert isinstance(raised.value.__cause__, NonFiniteLatentError)
+    assert isinstance(raised.value.__cause__, sampling.NonFiniteLatentError)
     run(driver, 2)
     assert pool.killed == []
 
 
 @pytest.mark.parametrize(
     ("mesh", "error"),
-    [(Mesh(data=2, stage=2), SamplingCancelled), (CFG, KeyboardInterrupt)],
+    [(Mesh(data=2, stage=2), sampling.SamplingCancelled), (CFG, KeyboardInterrupt)],
     ids=str,
 )
 def test_a_run_that_is_stopped_leaves_all_workers_usable(mesh, error, run, request_of):
     pool = FakePool(mesh.size, step_s=0.01)
     driver, stop = driver_of(pool, mesh), threading.Event()
 
-    def on_step(step: StepProgress) -> None:
+    def on_step(step: sampling.StepProgress) -> None:
         if step.done == 2:
             stop.set()
             if error is KeyboardInterrupt:
@@ -401,7 +380,7 @@ def test_a_run_that_is_stopped_leaves_all_workers_usable(mesh, error, run, reque
 
     with pytest.raises(error) as raised:
         run(driver, request=request_of(3, steps=400), on_step=on_step, should_stop=stop.is_set)
-    if isinstance(raised.value, SamplingCancelled):
+    if isinstance(raised.value, sampling.SamplingCancelled):
         assert raised.value.step > 0, "that of a stopped job, and not of a waiting one"
     met = len(pool.joined)
     run(driver, 3)

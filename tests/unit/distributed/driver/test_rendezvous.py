@@ -82,7 +82,7 @@ def test_workers_that_do_not_start_count_as_lost(failing, run):
             raise WorkerLostError("it does not start", rank)
         return replace_worker(rank)
 
-    pool.replace = sometimes  # type: ignore[method-assign]
+    pool.replace = sometimes
     driver = driver_of(pool, CFG)
     if failing < 3:
         assert run(driver).restarts == 3
@@ -99,9 +99,7 @@ def test_workers_that_do_not_start_count_as_lost(failing, run):
 def test_a_run_can_be_stopped_while_workers_join(run):
     pool = FakePool(2)
     pool.workers[1].kill()
-    pool.replace = lambda rank: (  # type: ignore[method-assign]
-        pytest.fail("late") if threading.Event().wait(1) else FakePool(2).workers[1]
-    )
+    pool.replace = lambda rank: threading.Event().wait(1) or FakePool(2).workers[1]
     with pytest.raises(SamplingCancelled):
         run(driver_of(pool, CFG), should_stop=lambda: True)
 
@@ -144,7 +142,7 @@ def test_a_repair_of_a_former_driver_is_awaited(run):
         assert go_on.wait(60)
         return replace_worker(rank)
 
-    pool.replace = slowly  # type: ignore[method-assign]
+    pool.replace = slowly
     first = driver_of(pool, CFG)
     with pytest.raises(SamplingCancelled) as stopped:
         run(first, should_stop=repairing.is_set)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
 
 from wanstream.distributed.driver.stage_run import CallEnd, JobEnd, JobEvent, StageRun
 from wanstream.distributed.messages import StepReport
@@ -16,15 +15,15 @@ class Waiting:
     run_id = "this run"
     times = 0
 
-    def start(self, assignment: Any, inbox: Any) -> Waiting:
-        inbox.put(StepReport(run_id="another", place=0, record=None))  # type: ignore[arg-type]
+    def start(self, assignment, inbox):
+        inbox.put(StepReport(run_id="another", place=0, record=None))
         for number in assignment.steps:
             future: Future[int] = Future()
             future.set_result(number)
             inbox.put(CallEnd(run_id=self.run_id, future=future))
         return self
 
-    def receive(self, message: Any) -> JobEvent:
+    def receive(self, message):
         step = message.future.result()
         return JobEvent(report=step, next_step=step + 1, end=JobEnd() if step == 2 else None)
 

@@ -6,11 +6,9 @@ import gc
 import queue
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,45 +17,31 @@ from wanstream.distributed.driver.heartbeat import Heartbeat
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import TaskLog
 from wanstream.distributed.driver.stage_run import Inbox, JobEnd, JobEvent
-from wanstream.distributed.driver.worker_group import (
-    TaskOutcome,
-    WorkerFailedError,
-    WorkerGroup,
-    classify_failure,
-)
 from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.plan.jobs import Assignment, GroupId
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.distributed.worker.worker import Worker
-from wanstream.sampling.steps import (
-    InsufficientMemoryError,
-    RunState,
-    SamplingCancelled,
-    SmallerPolicyError,
-)
+from wanstream.sampling import steps as sampling
 from wanstream.schema import Mesh, OffloadPolicy
 from wanstream.schema.records import StepRecord, Timeline
 from wanstream.schema.refs import WorkersRef
 
 RESULT = TaskResult(timeline=Timeline(kind="measured", steps=()), gathered_bytes=5)
-CANCELLED = SamplingCancelled(3, 4)
+CANCELLED = sampling.SamplingCancelled(3, 4)
 PEER = PeerLostError("peer")
 GONE = WorkerLostError("gone", 1)
 HUNG = WorkerTimeoutError("hung")
 RESET = RuntimeError("reset")
-SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
-WRONG = InsufficientMemoryError("no room")
-RECORD = StepRecord.of(
-    index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0
-)
+SHORT = sampling.SmallerPolicyError("short", OffloadPolicy.layerwise(0))
+WRONG = sampling.InsufficientMemoryError("no room")
+TIMES = {"wall_s": 0.001, "compute_s": 0.001, "stall_s": 0.0, "bytes_moved": 0}
+RECORD = StepRecord.of(index=0, expert="high", sigma=1.0, **TIMES)
 LIMIT_S = 60.0
-ENDED, FAILED, SMALLER, LOST, KILLED, STOPPED, FINISHED = TaskOutcome
-
-Outcome = TaskResult | BaseException
+ENDED, FAILED, SMALLER, LOST, KILLED, STOPPED, FINISHED = worker_group.TaskOutcome
 
 
-def errors_of(outcomes: list[Outcome]) -> dict[int, BaseException]:
+def errors_of(outcomes):
     return {place: each for place, each in enumerate(outcomes) if isinstance(each, BaseException)}
 
 
@@ -82,7 +66,7 @@ def errors_of(outcomes: list[Outcome]) -> dict[int, BaseException]:
     ],
 )
 def test_the_error_that_caused_the_others_is_returned(outcomes, killed, outcome, place):
-    end = classify_failure(errors_of(outcomes), killed=killed, stopped=False)
+    end = worker_group.classify_failure(errors_of(outcomes), killed=killed, stopped=False)
     assert (end.outcome, end.place) == (outcome, place)
     assert end.error is outcomes[place]
     assert end.outcome.is_loss == (outcome in (ENDED, LOST, KILLED))
@@ -92,10 +76,10 @@ def test_the_error_that_caused_the_others_is_returned(outcomes, killed, outcome,
     "outcomes", [[CANCELLED, PEER], [WRONG, CANCELLED], [GONE, CANCELLED], [SHORT, RESULT], [GONE]]
 )
 def test_any_error_of_a_stopped_task_counts_as_stopped(outcomes):
-    end = classify_failure(errors_of(outcomes), killed=(), stopped=True)
+    end = worker_group.classify_failure(errors_of(outcomes), killed=(), stopped=True)
     assert end.outcome is STOPPED
     assert (end.error is CANCELLED) == (CANCELLED in outcomes)
-    finished = classify_failure({}, killed=(), stopped=True)
+    finished = worker_group.classify_failure({}, killed=(), stopped=True)
     assert finished == (FINISHED, None, 0), "even after a stop"
 
 
@@ -108,8 +92,8 @@ class Handle:
         self.calls: list[str] = []
         self.begun = self.pulses = 0
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
+    def call(self, method, *args):
+        answer = Future()
         if method == "blocks_begun":
             self.pulses += 1
             answer.set_result(self.begun)
@@ -118,7 +102,7 @@ class Handle:
             answer.set_result(None)
         return answer
 
-    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
+    def run(self, task, on_report):
         run_id = task.run_id
         self.report = lambda report: on_report(replace(report, run_id=run_id))
         return self.ended
@@ -129,11 +113,9 @@ class Handle:
     def kill(self) -> None:
         raise AssertionError("no worker is late")
 
-    def end(self, outcome: Outcome) -> None:
-        if isinstance(outcome, BaseException):
-            self.ended.set_exception(outcome)
-        else:
-            self.ended.set_result(outcome)
+    def end(self, outcome):
+        failed = isinstance(outcome, BaseException)
+        (self.ended.set_exception if failed else self.ended.set_result)(outcome)
 
 
 class Running:
@@ -142,31 +124,28 @@ class Running:
     def __init__(self, handles: list[Handle], task: RunTask, timeout_s: float) -> None:
         self.log = TaskLog()
         count = len(handles)
-        pool: Any = SimpleNamespace(workers=handles)
         ref = WorkersRef(count=count, timeout_s=timeout_s)
+        pool = SimpleNamespace(workers=handles)
         self.rendezvous = Rendezvous(pool, ref, range(count), Mesh(cfg=count))
         self.rendezvous.is_joined = True
         self._inbox: Inbox = queue.SimpleQueue()
-        group = WorkerGroup(self.rendezvous, [task], [None], self.log)
-        self._jobs = [group.start(Assignment(GroupId(0, 0), 0, range(4)), self._inbox)]
+        group = worker_group.WorkerGroup(self.rendezvous, [task], [None], self.log)
+        self.jobs = [group.start(Assignment(GroupId(0, 0), 0, range(4)), self._inbox)]
 
     def poll(self) -> list[JobEvent]:
         found = list[JobEvent]()
-        while self._jobs and not (found and found[-1].end):
+        while self.jobs and not (found and found[-1].end):
             if self._inbox.empty():
-                event = self._jobs[0].check_time()
-            elif (message := self._inbox.get()).run_id == self._jobs[0].run_id:
-                event = self._jobs[0].receive(message)
+                event = self.jobs[0].check_time()
+            elif (message := self._inbox.get()).run_id == self.jobs[0].run_id:
+                event = self.jobs[0].receive(message)
             if event is not None:
                 found.append(event)
             elif self._inbox.empty():
                 break
         if found and found[-1].end:
-            self._jobs.clear()
+            self.jobs.clear()
         return found
-
-    def stop(self) -> None:
-        self._jobs[0].stop()
 
     def end(self) -> JobEnd:
         """Return the job's end, which must be the only event left."""
@@ -178,7 +157,7 @@ class Running:
 @pytest.fixture
 def report(make_task):
     """Return the leader's report after the first step."""
-    state = RunState(next_step=1, latents=make_task().request.noise, history={})
+    state = sampling.RunState(next_step=1, latents=make_task().request.noise, history={})
     return StepReport(run_id="", place=0, record=RECORD, state=state)
 
 
@@ -206,7 +185,7 @@ def start_group(make_task):
 def test_workers_stay_joined_if_all_end_alike(start_group, outcomes, error, resumable, joined):
     group, handles = start_group(len(outcomes))
     if error is CANCELLED:
-        group.stop()
+        group.jobs[0].stop()
     for handle, outcome in zip(handles, outcomes, strict=True):
         handle.end(outcome)
     end = group.end()
@@ -221,7 +200,7 @@ def test_an_error_of_the_task_names_its_worker(start_group):
     assert [handle.calls for handle in handles] == [["leave", "stop"], ["leave"]]
     handles[0].end(PEER)
     end = group.end()
-    assert isinstance(end.error, WorkerFailedError)
+    assert isinstance(end.error, worker_group.WorkerFailedError)
     assert (str(end.error), end.error.__cause__) == ("worker 1 failed: no room", WRONG)
     assert not end.can_resume
 
@@ -276,7 +255,7 @@ def test_stop_between_machines_waits_for_the_step(machines, start_group, monkeyp
     group, handles = start_group(2, 5.0)
     facts = Worker("cpu").facts()
     group.rendezvous.facts = tuple(replace(facts, machine=name) for name in machines)
-    group.stop()
+    group.jobs[0].stop()
     for second in range(1, 30):
         clock[0] = second
         handles[0].begun += 1
@@ -304,7 +283,7 @@ def test_a_worker_that_does_not_answer_gets_one_request():
     requests: list[Future[int]] = []
 
     class Silent(Handle):
-        def call(self, method: str, *args: Any) -> Future[Any]:
+        def call(self, method, *args):
             requests.append(Future())
             return requests[-1]
 
@@ -322,12 +301,7 @@ def test_a_task_that_is_over_keeps_no_tensors(make_task):
     sent = list[RunTask]()
     handle = Handle(0)
     run = handle.run
-
-    def record(task: RunTask, on_report: Any) -> Future[TaskResult]:
-        sent.append(task)
-        return run(task, on_report)
-
-    handle.run = record  # type: ignore[method-assign]
+    handle.run = lambda task, on_report: sent.append(task) or run(task, on_report)
     running = Running([handle], make_task(), 60.0)
     reference = weakref.ref(sent[0])
     handle.end(RESULT)

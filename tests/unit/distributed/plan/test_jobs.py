@@ -29,9 +29,7 @@ def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
     return items, draw(st.integers(1, 3))
 
 
-def schedule_of(
-    items: list[list[range]], data: int = 1, max_restarts: int = 0, ahead: int = sys.maxsize
-) -> JobSchedule:
+def schedule_of(items, data=1, max_restarts=0, ahead=sys.maxsize):
     stages = len(items[0]) if items else 1
     groups = [GroupId(row, stage) for row in range(data) for stage in range(stages)]
     return JobSchedule(items, groups, max_restarts=max_restarts, ahead=ahead)
@@ -73,11 +71,8 @@ class Simulation:
     def _ready(self, stage: int) -> list[int]:
         """Return the items that wait for this stage."""
         computed = {assignment.item for assignment in self.stands.values()}
-        return [
-            number
-            for number, item in enumerate(self.schedule.items)
-            if item.stage == stage and number not in computed and number <= self._furthest()
-        ]
+        within = enumerate(self.schedule.items[: self._furthest() + 1])
+        return [at for at, item in within if item.stage == stage and at not in computed]
 
     def _check_idle(self) -> None:
         data = len(self.schedule.groups) // self.schedule.stages
@@ -91,8 +86,7 @@ class Simulation:
             assert is_full or not self._ready(group.stage), f"{group} idles"
 
     def _advance(self) -> None:
-        moves = [*self.stands, *self.schedule.repairing]
-        group = self.chance.choice(moves)
+        group = self.chance.choice([*self.stands, *self.schedule.repairing])
         if group in self.schedule.repairing:
             if self.chance.random() < self.losses:
                 self._lose(group)

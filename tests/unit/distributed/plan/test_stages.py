@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
@@ -22,11 +21,11 @@ def _runs(draw: st.DrawFn) -> tuple[list[str], list[float]]:
     return experts, draw(st.lists(COSTS, min_size=len(experts), max_size=len(experts)))
 
 
-def _switches(experts: Sequence[str]) -> set[int]:
+def _switches(experts):
     return {step for step, (before, now) in enumerate(pairwise(experts), start=1) if before != now}
 
 
-def _by_trying_all(experts: Sequence[str], costs: Sequence[float], stages: int) -> float:
+def _by_trying_all(experts, costs, stages):
     """Return the slowest stage's cost in the best division with a cut at every switch."""
     slowest = []
     for cuts in combinations(range(1, len(experts)), stages - 1):
@@ -54,19 +53,13 @@ def test_the_switch_and_equal_costs_are_cuts():
     assert parts == (range(13), range(13, 26), range(26, 40))
 
 
-@pytest.mark.parametrize(
-    ("experts", "stages", "message"),
-    [
+def test_stages_that_there_cannot_be():
+    for experts, stages, message in (
         (["high", "low"], 3, "stage 3 for 2 steps: every stage needs one; use 1 to 2"),
         (["high"], 0, "stage 0 for 1 step: "),
         (["high", "low", "high"], 2, "changes 2 times, .* are 3, not 2: use 1, or 3 to 3"),
-    ],
-)
-def test_stages_that_there_cannot_be(experts, stages, message):
-    with pytest.raises(MeshError, match=message):
-        stage_boundaries(experts, [1.0] * len(experts), stages)
-
-
-def test_a_cost_for_each_step():
+    ):
+        with pytest.raises(MeshError, match=message):
+            stage_boundaries(experts, [1.0] * len(experts), stages)
     with pytest.raises(ValueError, match="1 costs for 2 steps"):
         stage_boundaries(["high", "low"], [1.0], 2)

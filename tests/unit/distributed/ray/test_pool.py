@@ -6,24 +6,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.ray import pool as ray_pool
 from wanstream.distributed.ray.actor import FOLDER, Started
 from wanstream.distributed.ray.connection import CONNECTION
-from wanstream.distributed.ray.pool import (
-    RayPool,
-    RayWorkerHandle,
-    VersionsError,
-    check_versions,
-    series,
-)
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema.refs import PathMap, WorkersRef
 from wanstream.schema.version import VERSION
@@ -43,19 +35,13 @@ def lose(monkeypatch):
     return message
 
 
-def worker(logs: tuple[str, ...] = (), node: str = HERE, pid: int | None = None) -> RayWorkerHandle:
+def worker(logs=(), node=HERE, pid=None):
     facts = Worker("cpu", machine=node).facts()
-    started = Started(
-        facts=replace(facts, node=node, pid=pid or facts.pid),
-        logs=logs,
-        requires_token=False,
-        process="p",
-    )
-    ray: Any = SimpleNamespace(
-        is_initialized=lambda: False,
-        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: HERE),
-    )
-    return RayWorkerHandle(ray, {}, None, 0, started)
+    facts = replace(facts, node=node, pid=pid or facts.pid)
+    started = Started(facts=facts, logs=logs, requires_token=False, process="p")
+    context = SimpleNamespace(get_node_id=lambda: HERE)
+    ray = SimpleNamespace(is_initialized=lambda: False, get_runtime_context=lambda: context)
+    return ray_pool.RayWorkerHandle(ray, {}, None, 0, started)
 
 
 def test_the_end_of_a_log_is_shown_and_its_path_only_if_it_stays(lose, tmp_path):
@@ -73,29 +59,18 @@ def test_the_end_of_a_log_is_shown_and_its_path_only_if_it_stays(lose, tmp_path)
     assert lose("local", (str(gone),)) == ended, "our Ray has removed it"
 
 
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield started
-    started.kill()
-    started.wait(30)
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("is_alive", [False, True])
-def test_a_worker_whose_ray_is_gone_is_ended_from_here(process, monkeypatch, is_alive):
-    monkeypatch.setattr(CONNECTION, "is_alive", lambda: is_alive)
-    worker(pid=process.pid).wait_for_end(1.0 if is_alive else 30.0)
-    assert (process.poll() is None) == is_alive
+def test_a_worker_whose_ray_is_gone_is_ended_from_here(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        for is_alive, limit_s in ((True, 1.0), (False, 30.0)):
+            monkeypatch.setattr(CONNECTION, "is_alive", lambda alive=is_alive: alive)
+            worker(pid=process.pid).wait_for_end(limit_s)
+            assert (process.poll() is None) == is_alive
 
 
 @pytest.mark.parametrize(
     ("server", "is_alive", "has_ray"),
-    [
-        ("127.0.0.1:6379", True, True),
-        ("127.0.0.1:6379", False, False),
-        ("10.0.0.5:6379", False, True),
-    ],
+    [(CLUSTER, True, True), (CLUSTER, False, False), ("10.0.0.5:6379", False, True)],
 )
 def test_a_server_on_another_machine_may_be_cut_off_for_a_moment(
     monkeypatch, server, is_alive, has_ray
@@ -108,12 +83,8 @@ def test_a_server_on_another_machine_may_be_cut_off_for_a_moment(
 LIMIT_S = 120
 STORE_BYTES = 128 << 20
 
-VERSIONS = {
-    "WanStream": "0.1.0",
-    "torch": "2.13.0+cu130",
-    "diffusers": "0.39.0",
-    "Python": "3.11.7",
-}
+_PACKAGES = {"WanStream": "0.1.0", "torch": "2.13.0+cu130", "diffusers": "0.39.0"}
+VERSIONS = {**_PACKAGES, "Python": "3.11.7"}
 DRIVER = WorkerFacts(pid=1, node="desk", address="127.0.0.1", device="cpu", versions=VERSIONS)
 
 
@@ -126,7 +97,7 @@ def a_worker(node: str = "rack", **versions: str) -> WorkerFacts:
     [("torch", "2.13.1"), ("torch", "2.13.0+cpu"), ("diffusers", "0.39.2"), ("Python", "3.11.9")],
 )
 def test_what_differs_behind_the_second_number_fits(name, version):
-    check_versions(VERSIONS, [DRIVER, a_worker(**{name: version})])
+    ray_pool.check_versions(VERSIONS, [DRIVER, a_worker(**{name: version})])
 
 
 @pytest.mark.parametrize(
@@ -138,8 +109,8 @@ def test_what_differs_behind_the_second_number_fits(name, version):
 )
 def test_other_versions_are_refused_by_name(name, version, monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "desk")
-    with pytest.raises(VersionsError) as refused:
-        check_versions(VERSIONS, [DRIVER, a_worker(**{name: version})])
+    with pytest.raises(ray_pool.VersionsError) as refused:
+        ray_pool.check_versions(VERSIONS, [DRIVER, a_worker(**{name: version})])
     driver = f"the driver on desk has {name} {VERSIONS[name]}"
     assert f"worker 1 on rack has {name} {version}, {driver}" in str(refused.value)
     assert "install the same versions" in str(refused.value)
@@ -147,8 +118,8 @@ def test_other_versions_are_refused_by_name(name, version, monkeypatch):
 
 def test_every_difference_is_told():
     other = a_worker(torch="2.9.0", diffusers="0.36.0")
-    with pytest.raises(VersionsError) as refused:
-        check_versions(VERSIONS, [other, DRIVER, other])
+    with pytest.raises(ray_pool.VersionsError) as refused:
+        ray_pool.check_versions(VERSIONS, [other, DRIVER, other])
     told = str(refused.value)
     assert [told.count(f"worker {rank}") for rank in range(3)] == [2, 0, 2]
 
@@ -158,7 +129,7 @@ def test_every_difference_is_told():
     [("2.13.1+cu130", "2.13"), ("0.39.0.dev0", "0.39"), ("3.11", "3.11"), ("main", "main")],
 )
 def test_the_series_of_a_version(version, first_two):
-    assert series(version) == first_two
+    assert ray_pool.series(version) == first_two
 
 
 @pytest.mark.slow
@@ -175,12 +146,9 @@ def test_worker_with_another_wanstream_is_refused(tmp_path):
     ref = WorkersRef(count=1, threads=1, paths=(PathMap(here=str(FOLDER), there=str(there)),))
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     said = rf"worker 0 on .* has WanStream 0\.0\.1, the driver on .* {VERSION}: inst"
-    with pytest.raises(VersionsError, match=said):
-        RayPool(ref, "cpu", store_bytes=STORE_BYTES)
-    started = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.pid not in before
-    ]
+    with pytest.raises(ray_pool.VersionsError, match=said):
+        ray_pool.RayPool(ref, "cpu", store_bytes=STORE_BYTES)
+    children = psutil.Process().children(recursive=True)
+    started = [process for process in children if process.pid not in before]
     _, left = psutil.wait_procs(started, timeout=LIMIT_S)
     assert left == []

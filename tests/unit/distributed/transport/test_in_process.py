@@ -1,17 +1,13 @@
 """One-worker pool in this process: same guarantees as every pool."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from wanstream.distributed.messages import StepReport
 from wanstream.distributed.transport.in_process import InProcessPool
-from wanstream.distributed.transport.pool import Pool, WorkerLostError
+from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.sampling.steps import SamplingCancelled
 from wanstream.tests.support.distributed.reports import Reports, latents_of
 
@@ -19,14 +15,13 @@ LIMIT_S = 60
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
+def pool():
     pool = InProcessPool("cpu")
     yield pool
     pool.close()
 
 
-def ignore(report: StepReport) -> None:
-    return
+def ignore(report): ...
 
 
 def test_a_run_on_another_thread_is_reported_and_ends(pool, make_task, alone):
@@ -36,7 +31,7 @@ def test_a_run_on_another_thread_is_reported_and_ends(pool, make_task, alone):
     worker = pool.workers[0]
     task = make_task()
 
-    def on_report(step: StepReport) -> None:
+    def on_report(step):
         told.append(step)
         threads.add(threading.get_ident())
         pids.add(worker.call("facts").result(LIMIT_S).pid)  # answered during the run
@@ -76,7 +71,7 @@ def test_closing_ends_the_run_and_its_thread(make_task):
     pool = InProcessPool("cpu")
     begun, go_on = threading.Event(), threading.Event()
 
-    def on_report(step: StepReport) -> None:
+    def on_report(step):
         begun.set()
         assert go_on.wait(LIMIT_S)
 

@@ -1,7 +1,5 @@
 """One worker's share in a group's step."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -9,12 +7,11 @@ import pytest
 import torch
 
 from wanstream.block_kernels import ATTENTIONS, INT8_ATTENTION
-from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import ProcessGroups
 from wanstream.distributed.worker.parallel_forward import GroupForward, backend_for
 from wanstream.distributed.worker.rendezvous import PeerLostError
 from wanstream.schema import Mesh, MeshError
-from wanstream.schema.refs import Attention
+from wanstream.tests.support.distributed.split_jobs import rendezvous
 from wanstream.wan import Lane
 
 PAGE = (Path(__file__).parents[4] / "docs" / "kernels.md").read_text(encoding="utf-8")
@@ -22,20 +19,15 @@ PAGE = (Path(__file__).parents[4] / "docs" / "kernels.md").read_text(encoding="u
 
 def test_a_worker_that_has_left_reports_the_loss_of_its_peers():
     """After a lost peer the driver resumes the run, but not after a worker's own error."""
-    place = RendezvousSpec(
-        rank=0, mesh=Mesh(cfg=2), host="127.0.0.1", port=0, generation=0, timeout_s=1.0
-    )
-    groups = ProcessGroups(place, torch.device("cpu"))
+    groups = ProcessGroups(rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
     groups.leave()
     lane = Lane(latents=torch.zeros(1, 16, 1, 4, 4), text=torch.zeros(1, 1, 4096))
-    with (
-        pytest.raises(PeerLostError, match="left the rendezvous"),
-        GroupForward(groups).computing([lane, lane]),
-    ):
-        pytest.fail("no lane can be shared")
+    with pytest.raises(PeerLostError, match="left the rendezvous"):
+        with GroupForward(groups).computing([lane, lane]):
+            pytest.fail("no lane can be shared")
 
 
-def _is_supported(attention: Attention, mesh: Mesh) -> bool:
+def _is_supported(attention, mesh):
     backend = INT8_ATTENTION if attention == INT8_ATTENTION else ATTENTIONS[attention].backend
     try:
         backend_for(backend, mesh, torch.device("cuda"), torch.bfloat16)

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import pickle
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +28,13 @@ SLOW = pytest.mark.slow  # several workers decode or compute
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def worker():
     worker = Worker("cpu")
     yield worker
     worker.close()
 
 
-def ignore(_: StepReport) -> None:
-    return
+def ignore(_): ...
 
 
 PLACE = RendezvousSpec(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=1, timeout_s=10)

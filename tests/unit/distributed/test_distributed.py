@@ -1,6 +1,4 @@
-"""Our errors keep their type and arguments on the way from another process."""
-
-from __future__ import annotations
+"""Errors keep their type and arguments on the way from another process."""
 
 import copy
 from pathlib import Path
@@ -12,26 +10,15 @@ from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.worker.rendezvous import PeerLostError, WorkerTimeoutError
 from wanstream.offload.formats.quantise import NotFiniteError
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.sampling.steps import (
-    InsufficientMemoryError,
-    RequestError,
-    SamplingCancelled,
-    SmallerPolicyError,
-)
+from wanstream.sampling import steps
 from wanstream.schema import OffloadPolicy
 from wanstream.wan.checkpoint.files import CheckpointError
 
 ERRORS = [
-    SamplingCancelled(3, 5),
-    SmallerPolicyError("less", OffloadPolicy.layerwise(2)),
-    InsufficientMemoryError("no room"),
-    RequestError("no"),
-    CheckpointFileError(Path("/a"), "is gone"),
-    CheckpointError(Path("/a"), "is gone"),
-    NotFiniteError(7),
-    WorkerTimeoutError("hangs"),
-    PeerLostError("lost"),
-    WorkerLostError("gone", 3),
+    *(steps.SamplingCancelled(3, 5), steps.SmallerPolicyError("less", OffloadPolicy.layerwise(2))),
+    *(steps.InsufficientMemoryError("no room"), steps.RequestError("no"), NotFiniteError(7)),
+    *(CheckpointFileError(Path("/a"), "is gone"), CheckpointError(Path("/a"), "is gone")),
+    *(WorkerTimeoutError("hangs"), PeerLostError("lost"), WorkerLostError("gone", 3)),
     RaySetupError("none"),
 ]
 

@@ -1,7 +1,5 @@
 """A work thread keeps no references to its calls."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch
