@@ -1,31 +1,23 @@
 """Fixtures: workflows with our nodes on the test model, in the embedded host."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from wanstream.host import io
 from wanstream.host.embedded.files import Folders
-from wanstream.host.embedded.run import History
 from wanstream.tests.support.host.embedded import embedded_host, run_workflow
 from wanstream.tests.support.host.given_nodes import NODES
-from wanstream.tests.support.host.shipped import Run, Workflow
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
+def output(tmp_path):
     """The output folder of `run`, which the first file makes."""
     return tmp_path / "output"
 
 
 @pytest.fixture
-def own_loras(tmp_path: Path, sample_models: Path) -> Path:
+def own_loras(tmp_path, sample_models):
     """The test model's folders, with a copy of `loras` for tests to change."""
     models = tmp_path / "models"
     shutil.copytree(sample_models / "loras", models / "loras")
@@ -36,14 +28,14 @@ def own_loras(tmp_path: Path, sample_models: Path) -> Path:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Path]:
+def opened(tmp_path):
     """Open the embedded host on this folder, for models and all files."""
     with embedded_host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path)):
         yield tmp_path
 
 
 @pytest.fixture
-def run(tmp_path: Path, sample_models: Path, output: Path) -> Iterator[Run]:
+def run(tmp_path, sample_models, output):
     """Run a workflow, and close workers and experts at the end.
 
     `run(workflow, more_nodes=(), **options)` has `example.png` in the input folder. Other `models`
@@ -52,12 +44,8 @@ def run(tmp_path: Path, sample_models: Path, output: Path) -> Iterator[Run]:
     (tmp_path / "input").mkdir()
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "input" / "example.png")
     places = {"models": sample_models, "output": output, "input_dir": tmp_path / "input"}
-
-    def run(
-        nodes: Workflow, *, more_nodes: Sequence[type[io.ComfyNode]] = (), **options: Any
-    ) -> History:
-        return run_workflow(nodes, nodes=[*NODES, *more_nodes], **{**places, **options})
-
-    yield run
+    yield lambda nodes, *, more_nodes=(), **options: run_workflow(
+        nodes, nodes=[*NODES, *more_nodes], **{**places, **options}
+    )
     embedded_host.memory.worker_registry.close()
     embedded_host.free_experts()

@@ -1,9 +1,5 @@
 """Lanes in the embedded host: videos equal separate runs, and weights move once."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,18 +11,16 @@ from wanstream.nodes.batch_sampler import WanStreamLaneLatent
 from wanstream.sampling.steps import RequestError
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import constant
-from wanstream.tests.support.host.shipped import Workflow, latent, node, shipped, timeline
+from wanstream.tests.support.host.shipped import latent, node, shipped, timeline
 
 
-def seeded(seed: int, **changes: Any) -> Workflow:
+def seeded(seed, **changes):
     return shipped(sampler={"seed": seed, "steps": 2, "switch_step": 1}, **changes)
 
 
 def test_videos_are_separate_runs_and_move_the_bytes_of_one(run, output):
-    rows = [
-        seeded(n, text={"positive": f"boat {n}"}, save={"filename_prefix": f"v{n}"})
-        for n in range(2)
-    ]
+    saves = [{"filename_prefix": f"v{n}"} for n in range(2)]
+    rows = [seeded(n, text={"positive": f"boat {n}"}, save=save) for n, save in enumerate(saves)]
     lanes = ["lane1_sampler", "lane2_sampler"]
     together = run(merge_lanes(rows)[0], keep=lanes)
     names = sorted(path.name for path in output.iterdir())
@@ -45,7 +39,7 @@ def test_videos_are_separate_runs_and_move_the_bytes_of_one(run, output):
         assert moved > 0
 
 
-def lanes(second: dict[str, Any] | None = None, **sampler: Any) -> Workflow:
+def lanes(second=None, **sampler):
     """Return two lanes, with other inputs for the second and other settings."""
     nodes = shipped()
     inputs = nodes["sampler"]["inputs"]

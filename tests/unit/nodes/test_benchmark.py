@@ -1,11 +1,7 @@
 """The benchmark node behind the sampler, in the embedded host, on the test model."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +9,6 @@ import torch
 from PIL import Image
 
 from wanstream.host import io
-from wanstream.host.embedded.events import NodeProgress
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.schema import Cancelled
@@ -21,7 +16,7 @@ from wanstream.schema.records import Timeline
 from wanstream.schema.text.numbers import format_seconds
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import constant
-from wanstream.tests.support.host.shipped import Workflow, node, shipped
+from wanstream.tests.support.host.shipped import node, shipped
 from wanstream.wan.latents import tensor_digest
 
 TIMELINE = "wanstream_timeline"
@@ -31,7 +26,7 @@ FILES = [f"run_00001_.{suffix}" for suffix in ("csv", "html", "json", "png")]
 ONLY = {"only": ["sampler", "benchmark"]}
 
 
-def workflow(**changes: Any) -> Workflow:
+def workflow(**changes):
     """Text to video in three steps, measured; `changes` sets benchmark inputs."""
     sampler = {"steps": 3, "switch_step": 2}
     inputs = {"run": ["sampler", 1], **PLAIN, **UNVARIED, **changes}
@@ -40,18 +35,17 @@ def workflow(**changes: Any) -> Workflow:
     return nodes
 
 
-def written(output: Path, number: int = 1) -> dict[str, Any]:
+def written(output, number=1):
     """Return the JSON report."""
     path = output / "figures" / f"run_{number:05}_.json"
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return report
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def names(output: Path) -> list[str]:
+def names(output):
     return sorted(path.name for path in (output / "figures").iterdir())
 
 
-def digests(report: dict[str, Any]) -> set[str]:
+def digests(report):
     return {trial["latents"] for variant in report["variants"] for trial in variant["trials"]}
 
 
@@ -142,7 +136,7 @@ def test_unusable_settings_are_refused_before_a_run(run, output):
 def test_stop_leaves_what_was_measured(run, output):
     """Two runs of three steps finish, and the third stops in the first step."""
 
-    def stop_in_the_third_run(progress: NodeProgress) -> None:
+    def stop_in_the_third_run(progress):
         if progress.node_id == "benchmark" and (progress.done, progress.total) == (7, 15):
             embedded_host.stop()
 
@@ -159,7 +153,7 @@ def test_linked_name_is_checked_before_a_run_is_repeated(run, output):
     text = constant("Text", io.String.Output(), "../outside")
     nodes = workflow(filename_prefix=["text of another node", 0], repeats=2)
     nodes["text of another node"] = node("Text")
-    seen: list[NodeProgress] = []
+    seen = []
     with pytest.raises(NodeFailedError, match="leaves the folder"):
         run(nodes, more_nodes=[text], only=["benchmark"], on_progress=seen.append)
     assert {(step.done, step.total) for step in seen if step.node_id == "benchmark"} == {(0, 1)}

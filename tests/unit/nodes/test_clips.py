@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 
 from wanstream.host.folders import OutsideFolderError
+from wanstream.nodes.clips import latent_files
 from wanstream.nodes.clips.continue_video import ContinuationError, WanStreamContinueVideo
 from wanstream.nodes.clips.join import WanStreamJoinClips
-from wanstream.nodes.clips.latent_files import (
-    NoSavedLatentError,
-    WanStreamLoadLatent,
-    WanStreamSaveLatent,
-    latent_stamp,
-)
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.loaders import WanStreamExperts
 from wanstream.nodes.runs.clip_join import JoinError, join_clips
@@ -35,10 +29,8 @@ SIZE = {"width": 64, "height": 32, "frames": 9}
 NOISE = {"samples": torch.randn(1, 16, 3, 4, 8, generator=torch.Generator().manual_seed(0))}
 NOISY = native_latent(NOISE["samples"], {}, sigma=0.5)
 
-Text = list[list[Any]]
 
-
-def made(given: Any, seed: int, **changes: Any) -> dict[str, Any]:
+def made(given, seed, **changes):
     """Return the latent of two euler steps on both prompts and a latent."""
     names = (f"wan2.2_i2v_{expert}_noise_14B_fp16.safetensors" for expert in ("high", "low"))
     (ref,) = WanStreamExperts.execute(*names, "fp32").args
@@ -47,22 +39,21 @@ def made(given: Any, seed: int, **changes: Any) -> dict[str, Any]:
     return {"samples": sampled(ref, given, seed=seed, **settings, **guidance, **changes)}
 
 
-def continued(text: Any, **inputs: Any) -> tuple[Any, ...]:
+def continued(text, **inputs):
     given = {"positive": text, "negative": text, "frames": 9, "overlap": 1, **inputs}
     return tuple(WanStreamContinueVideo.execute(**given).args)
 
 
-def saved(latent: dict[str, Any]) -> str:
-    (file,) = WanStreamSaveLatent.execute(latent, "latents/clip").ui["latents"]
+def saved(latent):
+    (file,) = latent_files.WanStreamSaveLatent.execute(latent, "latents/clip").ui["latents"]
     return f"{file['subfolder']}/{file['filename']}"
 
 
 @pytest.fixture
-def start(opened_test_model: None, text: Text) -> Text:
+def start(opened_test_model, text):
     """A prompt with a start image."""
     image = torch.rand(1, 40, 56, 3, generator=torch.Generator().manual_seed(1))
-    found: Text = WanStreamImageToVideo.execute(text, text, VAE, image, 1, **SIZE).args[0]
-    return found
+    return WanStreamImageToVideo.execute(text, text, VAE, image, 1, **SIZE).args[0]
 
 
 class TestContinued:
@@ -108,13 +99,12 @@ class TestContinued:
         noisy = r"still has noise \(level 0.500\)"
         file = saved(NOISY)
         both = r"a latent and the file x\.latent"
-        cases: list[tuple[str, Text, dict[str, Any]]] = [
+        for message, prompt, given in (
             (f"the anchor {noisy}", text, {"previous": NOISE, "anchor": NOISY}),
             (noisy, start, {"previous": NOISY}),
             (noisy, start, {"previous_file": file}),
             (both, start, {"previous": NOISE, "previous_file": "x.latent"}),
-        ]
-        for message, prompt, given in cases:
+        ):
             with pytest.raises((ConditioningError, ContinuationError), match=message):
                 continued(prompt, **given)
 
@@ -149,37 +139,39 @@ class TestContinued:
 @pytest.mark.usefixtures("opened_test_model")
 class TestSaved:
     def test_saved_latent_is_listed_and_loaded(self, tmp_path):
-        WanStreamSaveLatent.execute(NOISE, "latents/clip")
-        made = WanStreamSaveLatent.execute(NOISE, "latents/clip")
+        latent_files.WanStreamSaveLatent.execute(NOISE, "latents/clip")
+        made = latent_files.WanStreamSaveLatent.execute(NOISE, "latents/clip")
         assert made.args[0] is NOISE
         place = {"filename": "clip_00002_.latent", "subfolder": "latents", "type": "output"}
         assert made.ui["latents"] == [place]
         assert made.ui["text"] == ["Wan2.1 and Wan2.2 A14B: 64 x 32, 9 frames"]
-        (choices,) = (socket.options for socket in WanStreamLoadLatent.define_schema().inputs)
+        (choices,) = (
+            socket.options for socket in latent_files.WanStreamLoadLatent.define_schema().inputs
+        )
         files = [f"latents/clip_0000{number}_.latent" for number in (1, 2)]
         assert choices == [NONE, *files]
         (tmp_path / "mine.latent").write_bytes((tmp_path / files[0]).read_bytes())
-        assert WanStreamLoadLatent.validate_inputs("mine.latent [input]")
+        assert latent_files.WanStreamLoadLatent.validate_inputs("mine.latent [input]")
         for name in (files[1], "mine.latent [input]"):
-            (loaded,) = WanStreamLoadLatent.execute(name).args
+            (loaded,) = latent_files.WanStreamLoadLatent.execute(name).args
             assert torch.equal(loaded["samples"], NOISE["samples"])
 
     def test_changed_file_is_another_input(self, tmp_path):
         name = saved(NOISE)
         fingerprint = WanStreamContinueVideo.fingerprint_inputs
         before = fingerprint(previous_file=name)
-        assert before == WanStreamLoadLatent.fingerprint_inputs(name)
-        assert before == latent_stamp(embedded_host.files, name)
+        assert before == latent_files.WanStreamLoadLatent.fingerprint_inputs(name)
+        assert before == latent_files.latent_stamp(embedded_host.files, name)
         (tmp_path / name).write_bytes(b"x")
         assert fingerprint(previous_file=name) != before
         assert fingerprint(previous_file="../gone") == ("../gone", 0, 0)
         assert fingerprint() == (NONE, 0, 0)
-        assert WanStreamLoadLatent.fingerprint_inputs(None) == (None, 0, 0), "linked"
+        assert latent_files.WanStreamLoadLatent.fingerprint_inputs(None) == (None, 0, 0), "linked"
 
     def test_other_files_and_latents_are_refused(self, tmp_path):
         (tmp_path / "video.mp4").write_bytes(b"not a latent")
         for loader, socket in (
-            (WanStreamLoadLatent, "file"),
+            (latent_files.WanStreamLoadLatent, "file"),
             (WanStreamContinueVideo, "previous_file"),
         ):
             for name, error, message in (
@@ -190,12 +182,14 @@ class TestSaved:
                 with pytest.raises(error, match=message):
                     loader.validate_inputs(**{socket: name})
             assert loader.validate_inputs(**{socket: NONE})
-        with pytest.raises(NoSavedLatentError, match="no file is chosen"):
-            WanStreamLoadLatent.execute(NONE)
+        with pytest.raises(latent_files.NoSavedLatentError, match="no file is chosen"):
+            latent_files.WanStreamLoadLatent.execute(NONE)
         with pytest.raises(ValueError, match="12"):
-            WanStreamSaveLatent.execute({"samples": torch.zeros(1, 12, 3, 4, 8)}, "latents/x")
+            latent_files.WanStreamSaveLatent.execute(
+                {"samples": torch.zeros(1, 12, 3, 4, 8)}, "latents/x"
+            )
         with pytest.raises(OutsideFolderError):
-            WanStreamSaveLatent.validate_inputs("../x")
+            latent_files.WanStreamSaveLatent.validate_inputs("../x")
 
 
 def test_graph_of_a_saved_latent_is_in_its_file(run, output):

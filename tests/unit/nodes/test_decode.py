@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import av
 import pytest
@@ -14,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.events import NodeProgress
-from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.embedded.run import NodeFailedError
 from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.decode import WanStreamVAEDecode
 from wanstream.nodes.runs import decode as decode_run
@@ -31,7 +27,7 @@ from wanstream.tests.support.host.given_nodes import VAE, constant
 from wanstream.tests.support.host.shipped import Run, node
 from wanstream.wan.vae.memory import HEAP_BYTES, VaeMemoryError
 from wanstream.wan.vae.tiles import Tiling, TilingError
-from wanstream.wan.vae.vae import DecodeOutOfMemoryError, VaeInputError, WanVae, open_vae
+from wanstream.wan.vae.vae import DecodeOutOfMemoryError, VaeInputError, open_vae
 
 LATENT = torch.randn(1, 16, 2, 8, 10, generator=torch.Generator().manual_seed(0))
 IMAGES = "WanStreamVAEDecode"
@@ -47,7 +43,7 @@ NOISE = constant("Noise", io.Latent.Output(), {"samples": LATENT})
 def decode(run: Run) -> Run:
     """`decode(kind, **inputs)` runs the node on `LATENT`, with progress and models as options."""
 
-    def decode(kind: str, **inputs: Any) -> History:
+    def decode(kind, **inputs):
         options = {name: inputs.pop(name) for name in ("on_progress", "models") if name in inputs}
         saving = {} if kind == IMAGES else {"fps": 16.0, "filename_prefix": "video", "crf": 1}
         inputs = {"vae": VAE, "latent": ["noise", 0], **saving, **inputs}
@@ -64,7 +60,7 @@ def decode(run: Run) -> Run:
 
 
 @pytest.fixture(scope="module")
-def frames(sample_models: Path) -> dict[int, torch.Tensor]:
+def frames(sample_models):
     """Return frames by tile size, with 0 for whole frames."""
     with open_vae(sample_models / "vae" / VAE) as vae:
         whole = vae.decode(LATENT, device="cpu").flatten(0, 1)
@@ -72,37 +68,35 @@ def frames(sample_models: Path) -> dict[int, torch.Tensor]:
         return {0: whole, 64: tiled}
 
 
-def budget_for(
-    vae: WanVae, latent: torch.Tensor, tiling: Tiling, *, to_file: bool = False
-) -> float:
+def budget_for(vae, latent, tiling, *, to_file=False):
     """Return a budget in GB with just enough room for such tiles."""
     needs = vae.decode_needs(latent, to_file=to_file)
     return (needs.device_bytes(tiling) + needs.host_bytes(tiling) + HEAP_BYTES + 1000) / 1e9
 
 
-def pictures(path: Path) -> torch.Tensor:
+def pictures(path):
     with av.open(str(path)) as container:
         decoded = (frame.to_ndarray(format="rgb24") for frame in container.decode(video=0))
         return torch.stack([torch.from_numpy(picture) for picture in decoded])
 
 
-def check_made(history: History, output: Path, expected: torch.Tensor) -> None:
+def check_made(history, output, expected):
     """Compare images or the only file with these frames. Nothing else may be left."""
     if history.results.get("decode"):
         assert torch.equal(history.results["decode"][0], expected)
         assert [*output.rglob("*")] == []
-    else:
-        assert [path.name for path in output.iterdir()] == ["video_00001_.mp4"]
-        write_video(output / "expected.mp4", expected, fps=16, crf=1, metadata={})
-        made = pictures(output / "video_00001_.mp4")
-        assert torch.equal(made, pictures(output / "expected.mp4"))
+        return
+    (made,) = output.iterdir()
+    assert made.name == "video_00001_.mp4"
+    write_video(output / "expected.mp4", expected, fps=16, crf=1, metadata={})
+    assert torch.equal(pictures(made), pictures(output / "expected.mp4"))
 
 
-def short(*, times: int = 1, at: int = 3) -> Callable[[NodeProgress], None]:
+def short(*, times=1, at=3):
     """Raise out of memory `times` times, from the latent frame `at` on."""
     seen: list[int] = []
 
-    def on_progress(progress: NodeProgress) -> None:
+    def on_progress(progress):
         if progress.node_id == "decode":
             seen.append(progress.done)
             if at <= len(seen) < at + times:
@@ -111,7 +105,7 @@ def short(*, times: int = 1, at: int = 3) -> Callable[[NodeProgress], None]:
     return on_progress
 
 
-def kept_in(output: Path) -> Path:
+def kept_in(output):
     (kept,) = output.rglob("*.latent")
     assert torch.equal(load_file(kept)["latent_tensor"], LATENT)
     assert not [*output.rglob("*.mp4*")]
@@ -192,10 +186,7 @@ RETRIED = "no memory for decoding tiles of 80 pixels: retrying with tiles of 64 
 
 @pytest.mark.parametrize(
     ("more", "tile", "said"),
-    [
-        ({"tile_size": 64}, 64, []),
-        ({"on_progress": short(at=2)}, 64, [BY_MEMORY, RETRIED]),
-    ],
+    [({"tile_size": 64}, 64, []), ({"on_progress": short(at=2)}, 64, [BY_MEMORY, RETRIED])],
 )
 def test_worker_decodes_in_tiles(more, tile, said, decode, frames, output):
     history = decode(IMAGES, **WORKERS, **more)
@@ -213,9 +204,9 @@ def test_no_memory_for_the_smallest_tile_keeps_the_latent(decode, output):
 
 
 def test_latent_is_kept_while_it_is_decoded_and_after_a_cancel(decode, output, caplog):
-    found: list[Path] = []
+    found = []
 
-    def stop(progress: NodeProgress) -> None:
+    def stop(progress):
         if progress.node_id == "decode" and progress.total > 1:
             found.extend(output.rglob("*.latent"))
             embedded_host.stop()
@@ -234,7 +225,7 @@ def test_impossible_tile_size_is_refused_before_the_run(tile_size, said):
 
 
 @pytest.fixture
-def models(sample_models: Path, tmp_path: Path) -> Path:
+def models(sample_models, tmp_path):
     """The test model's VAEs, and a tiny VAE under another name."""
     folder = tmp_path / "models"
     for kind in ("vae", "vae_approx"):
@@ -244,7 +235,7 @@ def models(sample_models: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def frames_of(file: Path, tile: int, scale: str = "by file name") -> torch.Tensor:
+def frames_of(file, tile, scale="by file name"):
     tiling = Tiling.of(tile) if tile else None
     with open_vae(file, latent_scale=scale) as vae:
         return vae.decode(LATENT, device="cpu", tiling=tiling).flatten(0, 1)
@@ -274,7 +265,7 @@ def test_latent_scale_is_used_wherever_tiles_are_decoded(decode, models, scale, 
 
 
 OTHER_SPACE = r"\[1, 16, 2, 8, 10\], .* 48 channels: take lighttaew2_1.safetensors"
-REFUSED: list[tuple[type[Exception], str, dict[str, Any], str]] = [
+REFUSED = [
     (NodeFailedError, "taew2_2", {}, OTHER_SPACE),
     (NodeFailedError, "taew2_1", {"memory_gb": 1e-6}, "decoding 80x64 frames in tiles of 64"),
     (InvalidWorkflowError, "mine", {}, "set latent_scale to raw or normalised"),
@@ -297,17 +288,11 @@ class TestOf5B:
     WORKER = WorkersRef(count=1, address=IN_PROCESS)
 
     @pytest.fixture
-    def opened(self, sample_models: Path) -> Iterator[WanVae]:
+    def opened(self, sample_models):
         with open_vae(sample_models / "vae" / self.VAE) as vae:
             yield vae
 
-    def decoded(
-        self,
-        latents: torch.Tensor,
-        vae: str = VAE,
-        workers: WorkersRef | None = None,
-        **settings: Any,
-    ) -> Any:
+    def decoded(self, latents, vae=VAE, workers=None, **settings):
         found = DecodeSettings.of(embedded_host, vae, latents, **settings)
         return decode_images(embedded_host, found, latents, workers, node_id=None)
 

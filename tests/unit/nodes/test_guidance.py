@@ -1,9 +1,5 @@
 """Guidance and context windows nodes in the embedded host."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,24 +10,22 @@ from wanstream.nodes.guidance import WanStreamGuidance
 from wanstream.sampling.steps import RequestError
 from wanstream.sampling.steps.guidance import Guidance
 from wanstream.shapes.context_windows import ContextWindows
-from wanstream.tests.support.host.shipped import Run, latent, node, shipped
+from wanstream.tests.support.host.shipped import latent, node, shipped
 from wanstream.wan import Nag
 
 GUIDANCE = {"guidance_steps": "", "nag_scale": 1.0, "nag_tau": 2.5, "nag_alpha": 0.25}
 WINDOWS = {"frames": 9, "overlap": 4, "stride": 1, "blend": "linear", "repeat_image": True}
 
-Nodes = dict[str, dict[str, Any]]
 
-
-def guided(**settings: Any) -> Nodes:
+def guided(**settings):
     return {"guidance": node("WanStreamGuidance", **GUIDANCE | settings)}
 
 
-def windowed(**settings: Any) -> Nodes:
+def windowed(**settings):
     return {"windows": node("WanStreamContextWindows", **WINDOWS | settings)}
 
 
-def sampler(run: Run, nodes: Nodes, *, frames: int = 5, **settings: Any) -> Any:
+def sampler(run, nodes, *, frames=5, **settings):
     """Run text to video in 2 steps, with these nodes at the sampler, and return the history."""
     links = {name: [name, 0] for name in nodes}
     inputs = {"steps": 2, "switch_step": 1, **links, **settings}
@@ -44,29 +38,24 @@ def test_steps_have_the_guidance_of_the_list(run):
     assert torch.equal(latent(listed), latent(plain))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "message"),
-    [
-        (windowed(), r"windows of 9 frames \(3 latent\) are longer than the video of 5"),
-        (guided(context_guidance=1.5), "is 1.5, and the negative has no context .* Bernini"),
-    ],
-)
-def test_settings_that_do_not_suit_the_run_are_refused(run, nodes, message):
-    with pytest.raises(NodeFailedError, match=message):
-        sampler(run, nodes)
+UNSUITABLE = [
+    (windowed(), r"windows of 9 frames \(3 latent\) are longer than the video of 5"),
+    (guided(context_guidance=1.5), "is 1.5, and the negative has no context .* Bernini"),
+]
+MEANINGLESS = [
+    (guided(guidance_steps="4, much"), "guidance_steps has 'much': give numbers with commas"),
+    (windowed(frames=10), "frames is 10, it must be a multiple of 4 plus 1: use 9"),
+    (windowed(overlap=6), "overlap is 6, it must be a multiple of 4: use 8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "message"),
-    [
-        (guided(guidance_steps="4, much"), "guidance_steps has 'much': give numbers with commas"),
-        (windowed(frames=10), "frames is 10, it must be a multiple of 4 plus 1: use 9"),
-        (windowed(overlap=6), "overlap is 6, it must be a multiple of 4: use 8"),
-    ],
-)
-def test_meaningless_settings_are_refused_before_the_run(run, nodes, message):
-    with pytest.raises(InvalidWorkflowError, match=message):
-        sampler(run, nodes, frames=17)
+def test_settings_are_refused_in_the_run_or_before_it(run):
+    for nodes, message in UNSUITABLE:
+        with pytest.raises(NodeFailedError, match=message):
+            sampler(run, nodes)
+    for nodes, message in MEANINGLESS:
+        with pytest.raises(InvalidWorkflowError, match=message):
+            sampler(run, nodes, frames=17)
 
 
 def test_list_of_scales_is_read():

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
+from wanstream.nodes import latents
 from wanstream.nodes.decode import WanStreamVAEDecode
-from wanstream.nodes.latents import (
-    UnsupportedImageError,
-    WanStreamEmptyLatent,
-    WanStreamImageToVideo,
-)
 from wanstream.nodes.runs.decode import encode_here
 from wanstream.nodes.text import WanStreamTextEncode
 from wanstream.sampling.steps import InsufficientMemoryError
@@ -28,7 +22,7 @@ FOLDER = "Wan2.2-I2V-A14B-Diffusers"
 VAE_5B = "wan2.2_vae.safetensors"
 SIZE = {"width": 64, "height": 32, "frames": 9}
 HUGE = {"width": 4096, "height": 4096, "frames": 1025}
-TEXT: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
+TEXT = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
 DOT = torch.zeros(1, 8, 8, 3)
 
 pytestmark = pytest.mark.usefixtures("opened_test_model")
@@ -38,16 +32,14 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
-    ("node", "socket", "file"),
-    [
+def test_folders_and_files_are_listed():
+    for node, socket, file in (
         (WanStreamTextEncode, "text_encoder", UMT5),
-        (WanStreamImageToVideo, "vae", VAE),
-    ],
-)
-def test_folders_and_files_are_listed(node, socket, file):
-    (combo,) = (one for one in node.define_schema().inputs if one.id == socket)
-    assert {FOLDER, file} <= set(combo.as_dict()["options"])
+        (latents.WanStreamImageToVideo, "vae", VAE),
+    ):
+        (combo,) = (one for one in node.define_schema().inputs if one.id == socket)
+        assert {FOLDER, file} <= set(combo.as_dict()["options"])
+        assert not [name for name in combo.as_dict()["options"] if "tae" in name], "no tiny VAE"
 
 
 def test_file_encodes_and_decodes_as_the_folder(sample_models):
@@ -64,33 +56,32 @@ def test_file_encodes_and_decodes_as_the_folder(sample_models):
 
 def test_empty_latent_has_the_channels_of_its_model():
     for more, shape in (({}, (2, 16, 3, 4, 8)), ({"model": WAN22.models}, (2, 48, 3, 2, 4))):
-        (latent,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=2, **more).args
+        (latent,) = latents.WanStreamEmptyLatent.execute(**SIZE, batch_size=2, **more).args
         assert latent["samples"].shape == shape
         assert not latent["samples"].any()
     size = {"width": 1280, "height": 720, "frames": 121}
-    assert WanStreamEmptyLatent.validate_inputs(**size) is True
-    assert WanStreamEmptyLatent.validate_inputs(**size, model=None) is True, "linked"
+    assert latents.WanStreamEmptyLatent.validate_inputs(**size) is True
+    assert latents.WanStreamEmptyLatent.validate_inputs(**size, model=None) is True, "linked"
     with pytest.raises(ValueError, match="height is 720, it must be a multiple of 32: use 736"):
-        WanStreamEmptyLatent.validate_inputs(**size, model=WAN22.models)
+        latents.WanStreamEmptyLatent.validate_inputs(**size, model=WAN22.models)
 
 
 def test_too_little_ram_is_refused_before_anything_is_made(asked_ram):
     message = r"the latent takes 4\.31 GB of RAM, and 2\.00 GB are free"
     with pytest.raises(InsufficientMemoryError, match=message):
-        WanStreamEmptyLatent.execute(**HUGE, batch_size=1)
+        latents.WanStreamEmptyLatent.execute(**HUGE, batch_size=1)
     message = r"the video with the start image takes 206\.36 GB of RAM"
     with pytest.raises(InsufficientMemoryError, match=message):
-        WanStreamImageToVideo.execute([], [], VAE, DOT, 1, **HUGE)
+        latents.WanStreamImageToVideo.execute([], [], VAE, DOT, 1, **HUGE)
     assert asked_ram == [16 * 257 * 512 * 512 * 4, 4096 * 4096 * 1025 * 3 * 4]
 
 
 def given(vae: str, *images: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the values added to the prompts for start and end images."""
     start, *end = images
-    made = WanStreamImageToVideo.execute(TEXT, TEXT, vae, start, 1, *end, **SIZE)
-    positive, negative, _ = made.args
-    added: dict[str, torch.Tensor] = positive[0][1]
-    assert all(negative[0][1][name] is value for name, value in added.items())
+    made = latents.WanStreamImageToVideo.execute(TEXT, TEXT, vae, start, 1, *end, **SIZE)
+    ((_, added),), ((_, negative),), _ = made.args
+    assert all(negative[name] is value for name, value in added.items())
     return added
 
 
@@ -114,20 +105,15 @@ def test_unsuitable_images_are_refused():
         ({"end_image": DOT}, "^end_image given with the VAE of Wan2.2 5B"),
         ({"clip_vision": CLIP}, "^clip_vision given .* disconnect it"),
     ):
-        with pytest.raises(UnsupportedImageError, match=message):
-            WanStreamImageToVideo.execute(TEXT, TEXT, VAE_5B, DOT, 1, **SIZE, **more)
+        with pytest.raises(latents.UnsupportedImageError, match=message):
+            latents.WanStreamImageToVideo.execute(TEXT, TEXT, VAE_5B, DOT, 1, **SIZE, **more)
     with pytest.raises(ValueError, match="height is 48, it must be a multiple of 32: use 64"):
-        WanStreamImageToVideo.execute(TEXT, TEXT, VAE_5B, DOT, 1, **{**SIZE, "height": 48})
-
-
-def test_image_nodes_list_no_tiny_vae():
-    (vae,) = (each for each in WanStreamImageToVideo.define_schema().inputs if each.id == "vae")
-    assert not [name for name in vae.as_dict()["options"] if "tae" in name]
+        latents.WanStreamImageToVideo.execute(TEXT, TEXT, VAE_5B, DOT, 1, **{**SIZE, "height": 48})
 
 
 def test_latent_of_5b_begins_with_the_start_image(sample_models):
     image = noise(1, 32, 64, 3)
-    made = WanStreamImageToVideo.execute(TEXT, TEXT, VAE_5B, image, 2, **SIZE)
+    made = latents.WanStreamImageToVideo.execute(TEXT, TEXT, VAE_5B, image, 2, **SIZE)
     positive, negative, latent = made.args
     assert positive is negative is TEXT
     samples = latent["samples"]
@@ -148,7 +134,7 @@ def test_clip_vision_sees_the_first_image(sample_models):
     seen = encoder.encode(images[:1], device="cpu").penultimate_hidden_states
     for crop, is_whole in (("none", True), ("center", False)):
         clip = {"clip_vision": CLIP, "clip_crop": crop}
-        made = WanStreamImageToVideo.execute(TEXT, TEXT, VAE, images, 1, **clip, **SIZE)
+        made = latents.WanStreamImageToVideo.execute(TEXT, TEXT, VAE, images, 1, **clip, **SIZE)
         for side in made.args[:2]:
             found = side[0][1]["clip_vision_output"].penultimate_hidden_states
             assert torch.equal(found, seen) == is_whole

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,20 +25,13 @@ from wanstream.sampling.steps import RequestError
 from wanstream.schema import StepRange
 from wanstream.schema.refs import ExpertsRef
 from wanstream.schema.refs.experts import LoraRef
-from wanstream.testing.model import (
-    I2V_FILE,
-    T2V_FILE,
-    T2V_PIPELINE,
-    TI2V_FILE,
-    TI2V_PIPELINE,
-    WAN22_VAE_FILE,
-)
+from wanstream.testing import model
 from wanstream.tests.support.host.given_nodes import SETTINGS
-from wanstream.tests.support.host.shipped import Run, node, shipped
+from wanstream.tests.support.host.shipped import node, shipped
 
 T2V = "wan2.2_t2v_{}_noise_14B_fp16.safetensors"
 PAIR = {"high_noise": T2V.format("high"), "low_noise": T2V.format("low")}
-LOADERS = [(WanStreamExperts, PAIR), (WanStreamOneExpert, {"file": Path(T2V_FILE).name})]
+LOADERS = [(WanStreamExperts, PAIR), (WanStreamOneExpert, {"file": Path(model.T2V_FILE).name})]
 BOTH = pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
 REF = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
 
@@ -60,9 +52,7 @@ class TestExperts:
         assert (before.storage, fp8.storage) == ("as stored", "fp8")
 
     @BOTH
-    @pytest.mark.skipif(
-        importlib.util.find_spec("sageattention") is not None, reason="sageattention is installed"
-    )
+    @pytest.mark.skipif(find_spec("sageattention") is not None, reason="sageattention is there")
     def test_missing_package_is_named(self, loader, files):
         message = r"attention 'sage' needs sageattention 2\.1\.1 or later, which cannot be"
         with pytest.raises(KernelsError, match=message):
@@ -87,7 +77,7 @@ class TestExperts:
         assert choice.as_dict()["default"] == "auto"
 
     def test_single_models_are_files_and_folders(self):
-        for file in (T2V_FILE, I2V_FILE, T2V_PIPELINE):
+        for file in (model.T2V_FILE, model.I2V_FILE, model.T2V_PIPELINE):
             (ref,) = WanStreamOneExpert.execute(file.name, "fp32").args
             assert (ref.single, ref.low_noise) == (True, None)
             assert current_host().models.experts(ref).is_single
@@ -100,7 +90,7 @@ def test_report_names_the_chosen_kernels():
 
 
 def test_single_model_takes_every_step_under_the_first_guidance():
-    def found(experts: ExpertsRef, **changes: Any) -> tuple[Any, ...]:
+    def found(experts, **changes):
         settings = SamplerSettings.of(experts, {**SETTINGS, **changes})
         return settings.steps.boundary_ratio, settings.steps.switch_step, settings.guidance.scales
 
@@ -117,11 +107,11 @@ SIZE = {"width": 64, "height": 32, "frames": 9}
 
 @pytest.mark.usefixtures("opened_test_model")
 class TestSingleModels:
-    @pytest.mark.parametrize("name", [TI2V_FILE.name, TI2V_PIPELINE.name])
+    @pytest.mark.parametrize("name", [model.TI2V_FILE.name, model.TI2V_PIPELINE.name])
     def test_sampler_runs_a_single_model(self, name, text):
         (ref,) = WanStreamOneExpert.execute(name, "fp32").args
         image = torch.rand(1, 40, 56, 3, generator=torch.Generator().manual_seed(1))
-        given = (text, text, WAN22_VAE_FILE.name, image, 1)
+        given = (text, text, model.WAN22_VAE_FILE.name, image, 1)
         *prompts, latent = WanStreamImageToVideo.execute(*given, **SIZE).args
         made, ran = WanStreamSampler.execute(ref, *prompts, latent, **SETTINGS).args
         assert [step.expert for step in ran.timeline.steps] == ["high"] * 3
@@ -143,10 +133,10 @@ ONLY_LOW = {**LORA, "high_noise": "none"}
 
 class TestLora:
     @pytest.fixture
-    def made(self, run: Run, own_loras: Path) -> Any:
+    def made(self, run, own_loras):
         """`made(*loras, keep="sampler")` runs text to video with these LoRA nodes in a row."""
 
-        def made(*loras: dict[str, Any], keep: str = "sampler") -> Any:
+        def made(*loras, keep="sampler"):
             nodes = shipped(latent={"frames": 1}, sampler={"steps": 2, "switch_step": 1})
             for number, lora in enumerate(loras):
                 link = nodes["sampler"]["inputs"]["experts"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,14 +13,8 @@ from wanstream.host.embedded.run import InvalidWorkflowError
 from wanstream.host.folders import ModelNotFoundError, OutsideFolderError
 from wanstream.host.models import NeedsComfyUIError
 from wanstream.host.native_models import Checkpoint, EncoderFiles, ModelStreaming, ShareVisits
+from wanstream.nodes.native import clip
 from wanstream.nodes.native.checkpoints import WanStreamLoadCheckpoint
-from wanstream.nodes.native.clip import (
-    WanStreamDualCLIP,
-    WanStreamLoadCLIP,
-    WanStreamQuadrupleCLIP,
-    WanStreamStreamCLIP,
-    WanStreamTripleCLIP,
-)
 from wanstream.nodes.native.experts import WanStreamJoinExperts, WanStreamSplitExperts
 from wanstream.nodes.native.models import WanStreamLoadDiffusionModel, WanStreamStreamModel
 from wanstream.plan import AutoOffload
@@ -45,7 +38,7 @@ def models(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def host(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedHost]:
+def host(models, monkeypatch):
     """A host whose loaders return their arguments."""
     host = EmbeddedHost()
     for name in RETURNED:
@@ -59,7 +52,7 @@ def test_files_are_listed_as_in_comfyui_with_gguf_models():
     name, dtype, *_ = WanStreamLoadDiffusionModel.define_schema().inputs
     assert name.as_dict()["options"] == [FILE, "quantised.gguf", "sub/other.safetensors"]
     assert dtype.as_dict()["options"] == ["default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"]
-    encoder, *_ = WanStreamLoadCLIP.define_schema().inputs
+    encoder, *_ = clip.WanStreamLoadCLIP.define_schema().inputs
     assert encoder.as_dict()["options"] == [FILE, "sub/other.safetensors"]
 
 
@@ -80,17 +73,12 @@ def test_host_joins_splits_and_opens_checkpoints(host, models, monkeypatch):
     assert joined.args == (("high", "low", 0.9),)
     monkeypatch.setattr(host.native, "split_experts", lambda model: (f"{model} high", "low"))
     assert WanStreamSplitExperts.execute("a").args == ("a high", "low")
-    given: list[Any] = []
-
-    def load(*arguments: Any) -> Checkpoint:
-        given.extend(arguments)
-        return Checkpoint(model="a model", clip=None, vae="a vae")
-
+    load = mock.Mock(return_value=Checkpoint(model="a model", clip=None, vae="a vae"))
     monkeypatch.setattr(host.native, "load_checkpoint", load)
     output = WanStreamLoadCheckpoint.execute(ckpt_name=FILE, share_visits="on")
     assert output.args == ("a model", None, "a vae")
     settings = ModelStreaming(policy=AutoOffload(), share_visits=ShareVisits.ON)
-    assert given == [models / "checkpoints" / FILE, settings]
+    load.assert_called_once_with(models / "checkpoints" / FILE, settings)
 
 
 @pytest.mark.usefixtures("host")
@@ -99,14 +87,16 @@ def test_text_encoders_keep_nothing_unless_a_policy_says_so(models, policy):
     path = models / "text_encoders" / FILE
     used = policy if isinstance(policy, OffloadPolicy) else OffloadPolicy.layerwise()
     files = EncoderFiles(paths=(path,), kind="wan", on_cpu=True)
-    one = WanStreamLoadCLIP.execute(clip_name=FILE, type="wan", device="cpu", policy=policy)
+    one = clip.WanStreamLoadCLIP.execute(clip_name=FILE, type="wan", device="cpu", policy=policy)
     assert one.args == ((files, used),)
-    two = WanStreamDualCLIP.execute(clip_name1=FILE, clip_name2=FILE, type="flux", policy=policy)
+    two = clip.WanStreamDualCLIP.execute(
+        clip_name1=FILE, clip_name2=FILE, type="flux", policy=policy
+    )
     assert two.args == ((EncoderFiles(paths=(path, path), kind="flux"), used),)
-    for several, count in ((WanStreamTripleCLIP, 3), (WanStreamQuadrupleCLIP, 4)):
+    for several, count in ((clip.WanStreamTripleCLIP, 3), (clip.WanStreamQuadrupleCLIP, 4)):
         output = several.execute(policy=policy, **dict.fromkeys(several.FILES, FILE))
         assert output.args == ((EncoderFiles(paths=(path,) * count), used),)
-    assert WanStreamStreamCLIP.execute("a clip", policy=policy).args == (("a clip", used),)
+    assert clip.WanStreamStreamCLIP.execute("a clip", policy=policy).args == (("a clip", used),)
 
 
 @pytest.mark.usefixtures("host")
@@ -119,12 +109,12 @@ def test_name_is_not_followed_out_of_its_folder():
 def test_file_is_checked_and_fingerprinted(host, models, monkeypatch):
     loader = WanStreamLoadDiffusionModel
     path = models / "diffusion_models" / FILE
-    checked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(host.native, "check_model", lambda *given: checked.append(given))
+    check = mock.Mock()
+    monkeypatch.setattr(host.native, "check_model", check)
     for dtype in ({}, {"weight_dtype": None}, *[{"weight_dtype": "fp8_e5m2"}] * 2):
         assert loader.validate_inputs(unet_name=FILE, **dtype)
     assert loader.validate_inputs(unet_name=None)
-    assert checked == [(path, "default"), (path, "fp8_e5m2")]
+    assert check.call_args_list == [mock.call(path, "default"), mock.call(path, "fp8_e5m2")]
     with pytest.raises(ValueError, match="weight_dtype is 'int3': choose default or"):
         loader.validate_inputs(unet_name=FILE, weight_dtype="int3")
 
@@ -161,7 +151,6 @@ def test_embedded_host_refuses_native_models_first(name, models):
     assert line.startswith(f"{name} needs ComfyUI")
     assert "Wan Experts (streamed) or Wan Model (single)" in line
     error = refused.value.verdict.error
-    assert error is not None
     assert (error["type"], error["extra_info"]["node_id"]) == ("needs_comfyui", "model")
 
 

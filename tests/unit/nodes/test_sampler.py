@@ -22,8 +22,6 @@ from wanstream.host.run_events import END, NOTICES_EVENT, STEP, VISITS
 from wanstream.nodes.runs import run_experts
 from wanstream.sampling import denoise
 from wanstream.schema import Cancelled, OffloadPolicy
-from wanstream.schema.refs.experts import ExpertsRef
-from wanstream.telemetry.phases import QueueItemPhases
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tests.support.host.given_nodes import constant
 from wanstream.tests.support.host.shipped import Run, Workflow, latent, node, shipped, timeline
@@ -62,7 +60,7 @@ def test_shipped_workflow_ends_with_its_video(run, output, name, high_steps):
 class Peek(io.ComfyNode):
     """Node to store the ledger of the current queue item."""
 
-    seen: ClassVar[list[tuple[str | None, QueueItemPhases]]] = []
+    seen: ClassVar[list[Any]] = []
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -206,7 +204,7 @@ def test_stop_ends_the_run_and_the_next_one_is_whole(run):
 def test_host_may_run_another_policy(run, monkeypatch):
     asked: list[tuple[OffloadPolicy, int]] = []
 
-    def load_experts(ref: ExpertsRef, policy: OffloadPolicy, working_bytes: int) -> LoadedExperts:
+    def load_experts(ref, policy, working_bytes):
         asked.append((policy, working_bytes))
         given = {"policy": OffloadPolicy.resident(), "device": torch.device("cpu")}
         return LoadedExperts(pair=embedded_host.models.experts(ref), **given)
@@ -249,9 +247,8 @@ def test_run_is_announced_with_the_figures_of_the_history(run, monkeypatch):
     monkeypatch.setattr(run_experts, "thread_notes", lambda device: ["cores are busy"])
     events = list[tuple[str, Mapping[str, Any]]]()
     progress = list[NodeProgress]()
-    history = run(
-        shipped(), on_event=lambda *event: events.append(event), on_progress=progress.append
-    )
+    told = {"on_event": lambda *event: events.append(event), "on_progress": progress.append}
+    history = run(shipped(), **told)
     done = [each.done for each in progress if (each.node_id, each.total) == ("sampler", 4)]
     assert done == [1, 2, 3, 4]
     events = [each for each in events if each[0] not in {NOTICES_EVENT, VISITS}]

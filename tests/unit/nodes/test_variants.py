@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from wanstream.nodes.sampler import SamplerSettings
 from wanstream.nodes.variants.bernini import WanStreamBernini
 from wanstream.nodes.variants.fun_control import WAN21_CONTROL, WanStreamFunControl
 from wanstream.sampling import denoise
-from wanstream.sampling.inputs import DenoiseRequest, control
+from wanstream.sampling.inputs import control
 from wanstream.sampling.inputs.control import fitted_reference, whole_latent_frames
 from wanstream.sampling.steps import InsufficientMemoryError
 from wanstream.schema import OffloadPolicy
@@ -44,7 +44,7 @@ START = _images(1, 40, 50, seed=2)
 REFERENCE = _images(1, 40, 50, seed=3)
 
 
-def _made(node: Any, **inputs: Any) -> Any:
+def _made(node, **inputs):
     """Return both prompts and the latent from a node, for random texts."""
     prompts = {}
     for seed, side in enumerate(("positive", "negative"), start=1):
@@ -53,17 +53,15 @@ def _made(node: Any, **inputs: Any) -> Any:
     return node.execute(**prompts, **{"vae": VAE, **SIZE, **inputs}).args
 
 
-def _fun(**inputs: Any) -> Any:
+def _fun(**inputs):
     return _made(WanStreamFunControl, **{"control_video": CONTROL, **inputs})
 
 
-def _bernini(**inputs: Any) -> Any:
+def _bernini(**inputs):
     return _made(WanStreamBernini, **inputs)
 
 
-def request_of(
-    positive: Any, negative: Any, latent: Any, guidance: Any = None, **widgets: Any
-) -> DenoiseRequest:
+def request_of(positive, negative, latent, guidance=None, **widgets):
     ref = ExpertsRef(high_noise=Path("any"))
     settings = SamplerSettings.of(ref, {**widgets, "guidance": guidance})
     return settings.request(positive, negative, latent, seed=1)
@@ -133,9 +131,8 @@ class TestBernini:
         positive, _, latent = _bernini(source_video=CONTROL, reference_image=REFERENCE)
         _, negative, _ = _bernini(reference_image=REFERENCE)
         request = request_of(positive, negative, latent, **PAIR)
-        for side, given, count in zip(
-            request.inputs.tokens_of_sides, (positive, negative), (2, 1), strict=True
-        ):
+        sides = (request.inputs.tokens_of_sides, (positive, negative), (2, 1))
+        for side, given, count in zip(*sides, strict=True):
             wanted = [normalise(each) for each in given[0][1]["context_latents"]]
             assert len(side.context) == len(wanted) == count
             assert all(map(torch.equal, side.context, wanted))
@@ -163,12 +160,9 @@ class TestBernini:
     def test_too_little_ram_is_refused_before_scaling(
         self, monkeypatch, asked_ram, inputs, name, values
     ):
-
-        def scaled(*_: object, **__: object) -> torch.Tensor:
-            raise AssertionError("the video was scaled")
-
-        monkeypatch.setattr(control, "fitted", scaled)
-        monkeypatch.setattr(control, "fitted_reference", scaled)
+        scaled = mock.Mock(side_effect=AssertionError("the video was scaled"))
+        for scale in ("fitted", "fitted_reference"):
+            monkeypatch.setattr(control, scale, scaled)
         message = rf"the {name} video takes .* of RAM, and 2\.00 GB are free"
         size = {"width": 4096, "height": 4096, "frames": 1025, "longest_side": 480}
         with pytest.raises(InsufficientMemoryError, match=message):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ NOT_ASKED = ("weights", "threads", "max_restarts", "timeout_s")
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def lab(tmp_path, monkeypatch):
     """Write a cluster list with an entry `lab`, where no worker answers, and return its token."""
     file = tmp_path / "clusters.json"
     token = tmp_path / "token"
@@ -135,12 +134,8 @@ def test_run_is_announced_with_each_workers_timeline(run, monkeypatch):
     )
     events = list[tuple[str, Mapping[str, Any]]]()
     progress = list[NodeProgress]()
-    history = run(
-        workflow(),
-        on_event=lambda *event: events.append(event),
-        on_progress=progress.append,
-        **ONLY,
-    )
+    told = {"on_event": lambda *event: events.append(event), "on_progress": progress.append}
+    history = run(workflow(), **told, **ONLY)
     assert history.results["sampler"][1].workers == WorkersRef(count=1, address="in-process")
     names = [event for event, _ in events if event != NOTICES_EVENT]
     assert names == ["wanstream.begin", *["wanstream.step"] * 4, "wanstream.end"]
@@ -154,7 +149,7 @@ def test_run_is_announced_with_each_workers_timeline(run, monkeypatch):
 
 
 @pytest.fixture
-def states(output: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def states(output, monkeypatch):
     """The folder of states, which every step writes."""
     interval = "wanstream.distributed.driver.driver.handover_interval_s"
     monkeypatch.setattr(interval, lambda nbytes, groups: 0.0)

@@ -6,11 +6,9 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,21 +18,11 @@ from wanstream.bench.report_tables import run_phase_table
 from wanstream.bench.trial_matrix import TrialMatrix
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
-from wanstream.host import Host, ModelRun
-from wanstream.host.embedded.events import NodeProgress
+from wanstream.host import ModelRun
 from wanstream.host.embedded.files import Folders
 from wanstream.host.folders import OutputFile
 from wanstream.nodes.runs import benchmark as benchmark_runs
-from wanstream.nodes.runs.benchmark import (
-    Benchmark,
-    MeasuredModel,
-    ReportFileError,
-    ReportFiles,
-    describe_request,
-    measure,
-    named_runs,
-)
-from wanstream.nodes.runs.run_experts import Measurement, SamplerInputs, SamplerRun
+from wanstream.nodes.runs.run_experts import SamplerRun
 from wanstream.offload.sources import InsufficientRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling.inputs import DenoiseRequest, ExtraTokens
@@ -54,7 +42,7 @@ LATENTS = torch.zeros(1, 16, 1, 2, 2)
 LAYERWISE = OffloadPolicy.layerwise()
 
 
-def request(steps: int | None = 4, **changes: Any) -> DenoiseRequest:
+def request(steps=4, **changes):
     given = {"noise": LATENTS, "positive": torch.zeros(1, 3, 4096), "steps": steps}
     return DenoiseRequest(**{**given, "switch_step": 2, **changes})
 
@@ -66,46 +54,31 @@ def step_record(index: int, expert: str, sigma: float, seconds: float) -> StepRe
 
 def result(request: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
     plan = request.step_plan
-    steps = (
-        step_record(step, plan.experts[step], plan.schedule.sigmas[step], seconds)
-        for step in plan.steps
-    )
-    timeline = Timeline(kind="measured", steps=tuple(steps))
+    each = ((step, plan.experts[step], plan.schedule.sigmas[step]) for step in plan.steps)
+    steps = tuple(step_record(*step, seconds) for step in each)
+    timeline = Timeline(kind="measured", steps=steps)
     return DenoiseResult(latents=LATENTS, sigma=0, timeline=timeline)
 
 
-def sampler_run(ran: DenoiseRequest | None = None, **values: Any) -> SamplerRun:
+def sampler_run(ran=None, **values):
     ran = ran or request()
-    given = {
-        "experts": EXPERTS,
-        "request": ran,
-        "requested": LAYERWISE,
-        "policy": LAYERWISE,
-        "device": torch.device("cpu"),
-        "result": result(ran),
-        "node_id": "sampler",
-        "block_counts": {"high": 40, "low": 40},
-    }
-    return SamplerRun(**{**given, **values})
+    given = {"experts": EXPERTS, "request": ran, "result": result(ran), "node_id": "sampler"}
+    given |= {"requested": LAYERWISE, "policy": LAYERWISE, "device": torch.device("cpu")}
+    return SamplerRun(**{**given, "block_counts": {"high": 40, "low": 40}, **values})
 
 
-def benchmark(
-    *runs: SamplerRun | MeasuredModel,
-    matrix: tuple[str, str, str] = ("", "", ""),
-    traces: Path | None = None,
-    **times: Any,
-) -> Benchmark:
-    named = named_runs(dict(zip(("run", "run_b"), runs or (sampler_run(),), strict=False)), {})
+def benchmark(*runs, matrix=("", "", ""), traces=None, **times):
+    named = benchmark_runs.named_runs(
+        dict(zip(("run", "run_b"), runs or (sampler_run(),), strict=False)), {}
+    )
     parts = {"matrix": TrialMatrix.parse(*matrix), "times": TrialTimes(**times)}
-    return Benchmark(title="A benchmark", runs=named, traces=traces, **parts)
+    return benchmark_runs.Benchmark(title="A benchmark", runs=named, traces=traces, **parts)
 
 
 class Experts:
     """Fake `run_experts`: records calls and kept reports, fails where `fails` returns an error."""
 
-    def __init__(
-        self, fails: Callable[[OffloadPolicy], Exception | None] = lambda _: None, parts: int = 1
-    ) -> None:
+    def __init__(self, fails=lambda _: None, parts=1):
         self._fails = fails
         self._parts = parts
         self.calls: list[tuple[ExpertsRef, int, OffloadPolicy | AutoOffload]] = []
@@ -113,16 +86,13 @@ class Experts:
         self.traces: set[Path | None] = set()
         self.workers: set[WorkersRef | None] = set()
 
-    def measure(self, benchmark: Benchmark) -> Report:
+    def measure(self, benchmark: benchmark_runs.Benchmark) -> Report:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(benchmark_runs, "run_experts", self)
-            return measure(
-                embedded_host, benchmark, node_id="benchmark", on_report=self.kept.append
-            )
+            given = {"node_id": "benchmark", "on_report": self.kept.append}
+            return benchmark_runs.measure(embedded_host, benchmark, **given)
 
-    def __call__(
-        self, host: Host, inputs: SamplerInputs, *, node_id: str | None, measured: Measurement
-    ) -> SamplerRun:
+    def __call__(self, host, inputs, *, node_id, measured):
         assert (host, node_id) == (embedded_host, "benchmark")
         ran = inputs.request
         requested = inputs.requested
@@ -142,15 +112,13 @@ class Experts:
 
 
 @pytest.fixture(autouse=True)
-def progress(tmp_path: Path) -> Iterator[list[NodeProgress]]:
+def progress(tmp_path):
     """Open a host and yield the benchmark's progress events."""
-    events: list[NodeProgress] = []
+    events = []
     folders = Folders(models=tmp_path, output=tmp_path, input=tmp_path)
-    with (
-        embedded_host.opened(folders, events.append),
-        embedded_host.events.node("benchmark", "WanStreamBenchmark"),
-    ):
-        yield events
+    with embedded_host.opened(folders, events.append):
+        with embedded_host.events.node("benchmark", "WanStreamBenchmark"):
+            yield events
 
 
 def test_finished_run_alone_is_reported_without_another():
@@ -217,7 +185,7 @@ def test_several_runs_are_varied_under_their_names():
 def test_runs_have_the_titles_of_their_nodes():
     a, b, c = (sampler_run(node_id=node) for node in "123")
     titles = {"1": "Fast", "2": "Fast"}
-    named = named_runs({"run": a, "run_b": b, "run_c": c, "run_d": None}, titles)
+    named = benchmark_runs.named_runs({"run": a, "run_b": b, "run_c": c, "run_d": None}, titles)
     assert named == {"Fast (run)": a, "Fast (run_b)": b, "run_c": c}
 
 
@@ -319,23 +287,23 @@ def test_report_has_the_method_and_no_folder():
 
 
 OPEN = PhaseRecord(name="open", start_s=-2.0, wall_s=1.0)
-NATIVE_PHASES = (
-    PhaseRecord(name="first block", start_s=0.0, wall_s=0.5),
-    PhaseRecord(name="model", start_s=0.5, wall_s=4.0),
-)
+FIRST_BLOCK = PhaseRecord(name="first block", start_s=0.0, wall_s=0.5)
+NATIVE_PHASES = (FIRST_BLOCK, PhaseRecord(name="model", start_s=0.5, wall_s=4.0))
 
 
-def native_run() -> MeasuredModel:
+def native_run() -> benchmark_runs.MeasuredModel:
     settings = {"Model": "WAN21", "Policy": "layerwise, 1 ahead"}
     given = {"settings": settings, "device": torch.device("cpu"), "node_id": "ksampler"}
     timeline = replace(result(request()).timeline, phases=NATIVE_PHASES)
     run = ModelRun(timeline=timeline, **given)
-    return MeasuredModel(**vars(run), latents=LATENTS)
+    return benchmark_runs.MeasuredModel(**vars(run), latents=LATENTS)
 
 
 def test_native_run_is_reported_and_not_repeated():
     """The report has the phases of the native run, and those of its queue item."""
-    given = named_runs({"run": sampler_run(), "run_b": native_run()}, {"ksampler": "KSampler"})
+    given = benchmark_runs.named_runs(
+        {"run": sampler_run(), "run_b": native_run()}, {"ksampler": "KSampler"}
+    )
     embedded_host.events.ledger().add((OPEN, *NATIVE_PHASES), run_start=time.perf_counter())
     experts = Experts()
     report = experts.measure(replace(benchmark(), runs=given))
@@ -375,24 +343,14 @@ def test_digest_depends_on_values_shape_and_dtype():
 
 
 def test_request_is_described_in_words(make_request):
-    assert describe_request(make_request(batch=2)) == {
-        "Size": "48x32, 5 frames",
-        "Videos": "2",
-        "Steps": "5: 2 high-noise, 3 low-noise",
-        "Solver": "unipc",
-        "Sigmas": "wan, flow shift 5",
-        "Guidance": "4 high-noise, 3 low-noise",
-    }
-    own = make_request(
-        steps=None,
-        sigmas=[1.0, 0.5, 0.0],
-        switch_step=1,
-        start_step=1,
-        latent=torch.ones(1, 16, 2, 4, 6),
-        tokens=ExtraTokens(context=(torch.ones(1, 16, 1, 4, 6),)),
-        context_guidance=1.5,
-    )
-    words = describe_request(own)
+    words = {"Size": "48x32, 5 frames", "Videos": "2", "Solver": "unipc"}
+    words |= {"Steps": "5: 2 high-noise, 3 low-noise", "Sigmas": "wan, flow shift 5"}
+    words["Guidance"] = "4 high-noise, 3 low-noise"
+    assert benchmark_runs.describe_request(make_request(batch=2)) == words
+    steps = {"steps": None, "sigmas": [1.0, 0.5, 0.0], "switch_step": 1, "start_step": 1}
+    tokens = ExtraTokens(context=(torch.ones(1, 16, 1, 4, 6),))
+    given = {"latent": torch.ones(1, 16, 2, 4, 6), "tokens": tokens, "context_guidance": 1.5}
+    words = benchmark_runs.describe_request(make_request(**steps, **given))
     assert (words["Sigmas"], words["Context guidance"]) == ("from another node", "1.5")
     assert words["Steps"] == "1: 0 high-noise, 1 low-noise"
 
@@ -402,16 +360,17 @@ ALL_FILES = [".csv", ".html", ".json", ".png"]
 
 def report(trials: int) -> Report:
     timeline = Timeline(kind="measured", steps=(step_record(0, "high", 1.0, 2.0),))
-    variant = Variant(
-        name="a", settings={}, trials=(Trial(timeline=timeline, latents="ab"),) * trials
-    )
+    made = (Trial(timeline=timeline, latents="ab"),) * trials
+    variant = Variant(name="a", settings={}, trials=made)
     parts = {"variants": (variant,), "method": {}, "machine": {}, "planned": 3}
     return Report(title="A benchmark", finished=trials == 3, **parts)
 
 
-def files(folder: Path) -> ReportFiles:
+def files(folder: Path) -> benchmark_runs.ReportFiles:
     name = "a_00001_.json"
-    return ReportFiles(OutputFile(path=folder / name, filename=name, subfolder="sub"))
+    return benchmark_runs.ReportFiles(
+        OutputFile(path=folder / name, filename=name, subfolder="sub")
+    )
 
 
 def suffixes(folder: Path) -> list[str]:
@@ -441,16 +400,14 @@ def test_file_name_in_another_encoding_is_reported(tmp_path):
     assert "caf?" in (tmp_path / "a_00001_.csv").read_text(encoding="utf-8")
 
 
-FULL = ReportFileError(errno.ENOSPC, "full")
+FULL = benchmark_runs.ReportFileError(errno.ENOSPC, "full")
 
 
 @pytest.mark.parametrize(
     ("trials", "error", "left"),
     [
-        (2, KeyboardInterrupt(), ALL_FILES),
-        (0, KeyboardInterrupt(), [".json"]),
-        (2, None, [".json"]),
-        (2, FULL, [".json"]),
+        *((2, KeyboardInterrupt(), ALL_FILES), (0, KeyboardInterrupt(), [".json"])),
+        *((2, None, [".json"]), (2, FULL, [".json"])),
     ],
 )
 def test_stopped_benchmark_leaves_its_runs_in_all_files(tmp_path, trials, error, left):
@@ -471,7 +428,7 @@ def test_failed_files_do_not_hide_why_the_benchmark_ended(tmp_path, caplog):
         raise ZeroDivisionError
     assert "a_00001_.csv could not be written" in caplog.text
     lost = r"gone/a_00001_\.json could not be written: No such file"
-    with pytest.raises(ReportFileError, match=lost):
+    with pytest.raises(benchmark_runs.ReportFileError, match=lost):
         files(tmp_path / "gone").save(report(0))
 
 
@@ -479,8 +436,8 @@ def test_full_disk_leaves_the_reports_before(tmp_path):
     place = files(tmp_path)
     place.save(report(1))
 
-    def refusal(room: int, write: Callable[[Report], object], given: Report) -> str:
-        with largest_file(room), pytest.raises(ReportFileError) as failed:
+    def refusal(room, write, given):
+        with largest_file(room), pytest.raises(benchmark_runs.ReportFileError) as failed:
             write(given)
         assert failed.value.errno == errno.EFBIG
         return str(failed.value)

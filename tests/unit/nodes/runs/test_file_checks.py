@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,32 +17,20 @@ from wanstream.host.embedded.workflow.validate import InvalidWorkflowError
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs import file_checks
 from wanstream.nodes.runs.file_checks import SAME_FOLDER
+from wanstream.tests.support.host import given_nodes as given
 from wanstream.tests.support.host.embedded import embedded_host, run_workflow, validate_workflow
-from wanstream.tests.support.host.given_nodes import (
-    ANYTHING,
-    LATENT,
-    NODES,
-    PROMPTS,
-    VIDEO,
-    Given,
-    graph_around,
-)
 from wanstream.wan.checkpoint import open as checkpoint_open
-from wanstream.wan.checkpoint.files import read_checkpoint
-
-Tensors = dict[str, torch.Tensor]
-Inputs = dict[str, Any]
 
 FILE = "x.safetensors"
 VAE = {"vae": "vae.safetensors"}
-DECODED = {**VAE, "latent": LATENT}
-ENCODED = {**VAE, **PROMPTS, "width": 32, "height": 32, "frames": 5, "batch_size": 1}
-USES: dict[str, Inputs] = {
+DECODED = {**VAE, "latent": given.LATENT}
+ENCODED = {**VAE, **given.PROMPTS, "width": 32, "height": 32, "frames": 5, "batch_size": 1}
+USES = {
     "WanStreamVAEDecode": DECODED,
     "WanStreamDecodeVideo": {**DECODED, "fps": 16.0, "filename_prefix": "x", "crf": 18},
-    "WanStreamImageToVideo": {**ENCODED, "image": VIDEO},
-    "WanStreamFunControl": {**ENCODED, "control_video": VIDEO},
-    "WanStreamBernini": {**ENCODED, "reference_image": VIDEO},
+    "WanStreamImageToVideo": {**ENCODED, "image": given.VIDEO},
+    "WanStreamFunControl": {**ENCODED, "control_video": given.VIDEO},
+    "WanStreamBernini": {**ENCODED, "reference_image": given.VIDEO},
 }
 """Nodes with a VAE, with their inputs."""
 
@@ -57,33 +44,35 @@ def models(tmp_path: Path, sample_models: Path) -> Path:
         kind = path.split("/")[0]
         place = tmp_path / kind / f"{kind}.safetensors"
         shutil.copyfile(sample_models / f"{path}.safetensors", place)
-    Given.ran.clear()
+    given.Given.ran.clear()
     return tmp_path
 
 
-def run(models: Path, class_type: str, *, strict: bool = False, **inputs: Any) -> Any:
+def run(models, class_type, *, strict=False, **inputs):
     places = {"models": models, "output": models / "output", "input_dir": models}
-    graph = graph_around(class_type, inputs, frames=1)
-    return run_workflow(graph, nodes=NODES, **places, strict=strict)
+    graph = given.graph_around(class_type, inputs, frames=1)
+    return run_workflow(graph, nodes=given.NODES, **places, strict=strict)
 
 
-def validate(models: Path, class_type: str, **inputs: Any) -> list[str]:
-    graph = graph_around(class_type, inputs, frames=1)
-    return validate_workflow(graph, NODES, models=models, input_dir=models, output=models).lines()
+def validate(models, class_type, **inputs):
+    graph = given.graph_around(class_type, inputs, frames=1)
+    return validate_workflow(
+        graph, given.NODES, models=models, input_dir=models, output=models
+    ).lines()
 
 
-def damaged(path: Path, edit: Callable[[Tensors], Any]) -> None:
+def damaged(path, edit):
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path)
 
 
-def without_encoder(tensors: Tensors) -> None:
+def without_encoder(tensors):
     for key in [key for key in tensors if key.startswith(("encoder.", "conv1."))]:
         del tensors[key]
 
 
-def integer_bias(tensors: Tensors) -> None:
+def integer_bias(tensors):
     tensors["conv2.bias"] = tensors["conv2.bias"].to(torch.int8)
 
 
@@ -93,7 +82,7 @@ def test_unusable_vae_is_refused_before_anything_runs(models, class_type):
     message = rf"node \({class_type}\): .*vae.safetensors.*is torch.int8"
     with pytest.raises(InvalidWorkflowError, match=message):
         run(models, class_type, **USES[class_type])
-    assert Given.ran == []
+    assert given.Given.ran == []
 
 
 @pytest.mark.parametrize("class_type", USES)
@@ -105,9 +94,9 @@ def test_decoder_alone_is_refused_where_a_node_encodes(models, class_type):
 
 
 TEXT = {"text_encoder": FILE, "positive": "", "negative": ""}
-LORA = {"experts": LATENT}
+LORA = {"experts": given.LATENT}
 VISION = {"clip_vision": FILE}
-OTHER_FILES: list[tuple[str, str, Inputs, str]] = [
+OTHER_FILES = [
     ("TextEncode", "text_encoders", TEXT, "not a UMT5"),
     ("ImageToVideo", "clip_vision", {**USES["WanStreamImageToVideo"], **VISION}, "CLIP vision"),
     ("FunControl", "clip_vision", {**USES["WanStreamFunControl"], **VISION}, "CLIP vision"),
@@ -125,7 +114,7 @@ def test_other_unusable_files_are_refused(models, class_type, kind, inputs, reas
     assert reason in line
 
 
-def of_pair(family: str) -> Inputs:
+def of_pair(family):
     file = f"wan2.2_{family}_%s_noise_14B_fp8_scaled.safetensors"
     return {"high_noise": file % "high", "low_noise": file % "low", "compute_dtype": "fp32"}
 
@@ -137,10 +126,10 @@ HIGH = T2V["high_noise"]
 LOW = T2V["low_noise"]
 IMAGE = I2V["low_noise"]
 PART = {"blocks.0.attn.q.weight": torch.zeros(2, 2)}
-EXPERTS: list[tuple[Inputs, Callable[[Path], Any], str, str]] = [
+EXPERTS = [
     ({**T2V, "low_noise": IMAGE}, Path.exists, IMAGE, "is I2V, but"),
     ({**T2V, "low_noise": SAME_FOLDER}, Path.exists, HIGH, "is one expert"),
-    ({**T2V, "high_noise": ANYTHING}, lambda path: os.truncate(path, 9), LOW, "truncated"),
+    ({**T2V, "high_noise": given.ANYTHING}, lambda path: os.truncate(path, 9), LOW, "truncated"),
     (SINGLE, lambda path: save_file(PART, path), SINGLE["file"], "is a part of a Wan"),
 ]
 
@@ -163,13 +152,11 @@ def test_unusable_experts_are_refused_on_their_node(
 def test_file_is_read_once_for_checks_and_runs(models, sample_models, monkeypatch):
     file = models / "diffusion_models" / str(SINGLE["file"])
     shutil.copyfile(sample_models / "diffusion_models" / file.name, file)
-    read: list[Path] = []
-    monkeypatch.setattr(
-        checkpoint_open, "read_checkpoint", lambda path: read.append(path) or read_checkpoint(path)
-    )
+    reads = mock.Mock(wraps=checkpoint_open.read_checkpoint)
+    monkeypatch.setattr(checkpoint_open, "read_checkpoint", reads)
     for _ in range(2):
         run(models, "WanStreamOneExpert", **SINGLE)
-    assert read == [file]
+    assert reads.call_args_list == [mock.call(file)]
     with embedded_host.opened(Folders(models=models, output=models, input=models)):
         pair = {"high_noise": file.name, "low_noise": SAME_FOLDER}
         before = WanStreamOneExpert.fingerprint_inputs(**SINGLE)
@@ -178,24 +165,21 @@ def test_file_is_read_once_for_checks_and_runs(models, sample_models, monkeypatc
         assert WanStreamOneExpert.fingerprint_inputs(**SINGLE) != before
         assert WanStreamExperts.fingerprint_inputs(**pair) != before_pair
     run(models, "WanStreamOneExpert", **SINGLE)
-    assert read == [file] * 2
+    assert reads.call_args_list == [mock.call(file)] * 2
 
 
 def test_header_is_read_once_until_the_file_changes(models, monkeypatch):
-    opened = list[Path]()
-    open_vae = file_checks.open_vae
-    monkeypatch.setattr(
-        file_checks, "open_vae", lambda path, *rest: opened.append(path) or open_vae(path, *rest)
-    )
+    opens = mock.Mock(wraps=file_checks.open_vae)
+    monkeypatch.setattr(file_checks, "open_vae", opens)
     file = models / "vae" / "vae.safetensors"
     assert [validate(models, "WanStreamVAEDecode", **DECODED) for _ in range(3)] == [[]] * 3
-    assert opened == [file]
+    assert [call.args[0] for call in opens.call_args_list] == [file]
     os.utime(file, (1, 1))
     assert validate(models, "WanStreamVAEDecode", **DECODED) == []
-    assert opened == [file] * 2
+    assert [call.args[0] for call in opens.call_args_list] == [file] * 2
 
 
-def to_fp8(tensors: Tensors) -> None:
+def to_fp8(tensors):
     tensors |= {key: tensor.to(torch.float8_e4m3fn) for key, tensor in tensors.items()}
     tensors["epoch"] = torch.zeros(1)
 
@@ -206,7 +190,7 @@ def test_loss_of_precision_is_a_warning_and_strictly_an_error(models, class_type
     message = r"float8_e4m3fn, which are converted.*strict"
     with pytest.raises((InvalidWorkflowError, NodeFailedError), match=message):
         run(models, class_type, strict=True, **USES[class_type])
-    assert Given.ran == []
+    assert given.Given.ran == []
     shown = run(models, class_type, **USES[class_type]).outputs["node"]
     assert ["float8_e4m3fn" in warning for warning in shown["wanstream_warnings"]] == [True]
     assert "1 tensors that this model does not use are ignored: epoch" in shown["text"][0]

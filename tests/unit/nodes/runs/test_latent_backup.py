@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,17 +14,11 @@ from wanstream.host import io
 from wanstream.host.embedded.run import NodeFailedError
 from wanstream.nodes.decode import WanStreamSaveVideo
 from wanstream.nodes.runs import latent_backup
-from wanstream.nodes.runs.latent_backup import (
-    VideoFailedError,
-    VideoNotSavedError,
-    VideoRefusedError,
-    keep_latent_until_done,
-)
 from wanstream.nodes.runs.video_file import VideoFileError, write_video
 from wanstream.schema import Cancelled
 from wanstream.tests.support.full_disk import largest_file
 from wanstream.tests.support.host.embedded import embedded_host, validate_workflow
-from wanstream.tests.support.host.shipped import Workflow, node
+from wanstream.tests.support.host.shipped import node
 from wanstream.wan.vae.memory import VaeMemoryError
 from wanstream.wan.vae.vae import DecodeOutOfMemoryError
 
@@ -39,8 +32,8 @@ class Made(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        values = [io.Float.Output(), io.String.Output()]
-        outputs = [io.Image.Output(), io.Latent.Output(), *values]
+        kinds = (io.Image, io.Latent, io.Float, io.String)
+        outputs = [kind.Output() for kind in kinds]
         sides = [io.Int.Input("height", default=32), io.Int.Input("width", default=48)]
         return io.Schema(node_id="Made", inputs=sides, outputs=outputs)
 
@@ -50,20 +43,19 @@ class Made(io.ComfyNode):
         return io.NodeOutput(images, {"samples": LATENT}, float("nan"), "x" * 300)
 
 
-def graph(height: int = 32, width: int = 48, **inputs: Any) -> Workflow:
+def graph(height=32, width=48, **inputs):
     links = {"images": ["made", 0], "latent": ["made", 1]}
     save = node("WanStreamSaveVideo", **{**links, **SAVED, **inputs})
     return {"made": node("Made", height=height, width=width), "save": save}
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
-    folder = tmp_path / "output"
-    folder.mkdir()
-    return folder
+def output(output):
+    output.mkdir()
+    return output
 
 
-def kept_in(output: Path) -> Path:
+def kept_in(output):
     (kept,) = output.rglob("*.latent")
     tensors = load_file(kept)
     assert torch.equal(tensors["latent_tensor"], LATENT)
@@ -83,7 +75,7 @@ def test_copy_is_removed_once_the_video_is_saved(run, output):
 
 RATE = "frames per second: give a number from 0.01 to 1000"
 RATES = [float("nan"), float("inf"), 0.0, -1.0, 1e9]
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     *(({"fps": fps}, RATE) for fps in RATES),
     *(({"filename_prefix": prefix}, "") for prefix in ("video/a\0b", "x" * 300, "video/x")),
     ({"format": "av1 10 bit", "fps": 241.0}, "at most 240 frames per second"),
@@ -118,7 +110,7 @@ def test_impossible_linked_value_keeps_the_latent(run, output, inputs):
 def test_refused_sound_or_format_keeps_the_latent(opened, linked, reason):
     images = torch.full((2, 32, 48, 3), 0.5)
     latent = {"samples": LATENT}
-    with pytest.raises(VideoRefusedError, match=reason):
+    with pytest.raises(latent_backup.VideoRefusedError, match=reason):
         WanStreamSaveVideo.execute(images, 8.0, "x", 18, latent=latent, **linked)
     kept_in(opened)
 
@@ -126,14 +118,14 @@ def test_refused_sound_or_format_keeps_the_latent(opened, linked, reason):
 def test_file_in_the_way_keeps_the_latent(run, output, monkeypatch):
     written = latent_backup.write_latent
 
-    def block(path: Path, samples: torch.Tensor) -> None:
+    def block(path, samples):
         written(path, samples)
         (output / "video").touch()
 
     monkeypatch.setattr(latent_backup, "write_latent", block)
     with pytest.raises(NodeFailedError, match="The latent is kept in") as failed:
         run(graph(), more_nodes=[Made])
-    assert isinstance(failed.value.__cause__, VideoNotSavedError)
+    assert isinstance(failed.value.__cause__, latent_backup.VideoNotSavedError)
     assert failed.value.__cause__.errno == errno.EEXIST
     assert str(kept_in(output)) in str(failed.value)
 
@@ -145,19 +137,18 @@ def test_without_an_output_folder_the_copy_is_in_the_temp_folder(
     monkeypatch.setattr(embedded_host.files, "temp_folder", lambda: temp)
     opened.rmdir()
     opened.touch()
-    with (
-        pytest.raises(VideoNotSavedError, match=r"The latent is kept in .*temp"),
-        keep_latent_until_done(embedded_host, LATENT),
-    ):
-        embedded_host.files.output_file("video/x", "mp4")
+    with pytest.raises(latent_backup.VideoNotSavedError, match=r"The latent is kept in .*temp"):
+        with latent_backup.keep_latent_until_done(embedded_host, LATENT):
+            embedded_host.files.output_file("video/x", "mp4")
     kept_in(temp)
 
 
+NO_SHAPE = "TypeError: None has no shape"
 FULL = VideoFileError(errno.ENOSPC, "x could not be written: no room")
 ERRORS: list[tuple[Exception, type[Exception], str]] = [
-    (FULL, VideoNotSavedError, "x could not be written"),
-    (ValueError("odd size"), VideoRefusedError, "odd size"),
-    (TypeError("None has no shape"), VideoFailedError, "TypeError: None has no shape"),
+    (FULL, latent_backup.VideoNotSavedError, "x could not be written"),
+    (ValueError("odd size"), latent_backup.VideoRefusedError, "odd size"),
+    (TypeError("None has no shape"), latent_backup.VideoFailedError, NO_SHAPE),
     (torch.OutOfMemoryError("none left"), DecodeOutOfMemoryError, "none left"),
     (VaeMemoryError("too little"), DecodeOutOfMemoryError, "too little"),
 ]
@@ -165,8 +156,9 @@ ERRORS: list[tuple[Exception, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("error", "raised", "reason"), ERRORS)
 def test_every_error_names_the_place_of_the_latent(opened, error, raised, reason):
-    with pytest.raises(raised) as failed, keep_latent_until_done(embedded_host, LATENT):
-        raise error
+    with pytest.raises(raised) as failed:
+        with latent_backup.keep_latent_until_done(embedded_host, LATENT):
+            raise error
     assert failed.value.__cause__ is error
     assert str(failed.value).startswith(reason)
     assert f"The latent is kept in {kept_in(opened)}" in str(failed.value)
@@ -176,7 +168,7 @@ def test_every_error_names_the_place_of_the_latent(opened, error, raised, reason
 @pytest.mark.parametrize("end", [Cancelled("stopped"), KeyboardInterrupt()], ids=repr)
 def test_cancel_stays_a_cancel(opened, caplog, end):
     with caplog.at_level(**WARNINGS), pytest.raises(type(end)) as ended:
-        with keep_latent_until_done(embedded_host, LATENT):
+        with latent_backup.keep_latent_until_done(embedded_host, LATENT):
             raise end
     assert ended.value is end
     assert f"its latent is kept in {kept_in(opened)}" in caplog.text
@@ -184,9 +176,7 @@ def test_cancel_stays_a_cancel(opened, caplog, end):
 
 @pytest.mark.parametrize(("end", "kept"), [(Cancelled("end"), 0), (ValueError("end"), 1)])
 def test_cancelled_save_leaves_no_latent(run, output, monkeypatch, end, kept):
-    def stop(*_: object, **__: object) -> None:
-        raise end
-
+    stop = mock.Mock(side_effect=end)
     monkeypatch.setattr("wanstream.nodes.runs.video_file.write_video", stop)
     with pytest.raises(Exception, match="end"):
         run(graph(), more_nodes=[Made])
@@ -200,20 +190,16 @@ NO_MEMORY = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate me
 def test_video_is_made_without_memory_or_place_for_the_copy(
     opened, tmp_path, monkeypatch, caplog, error
 ):
-    def save(tensors: object, **_: object) -> bytes:
-        assert error is not None
-        raise error
-
     if error is None:
         monkeypatch.setattr(embedded_host.files, "temp_folder", lambda: tmp_path / "gone")
         (opened / "latents").touch()
     else:
-        monkeypatch.setattr("safetensors.torch.save", save)
+        monkeypatch.setattr("safetensors.torch.save", mock.Mock(side_effect=error))
     done = False
     with caplog.at_level(**WARNINGS), pytest.raises(VaeMemoryError, match=r"^too little$"):
-        with keep_latent_until_done(embedded_host, LATENT):
+        with latent_backup.keep_latent_until_done(embedded_host, LATENT):
             done = True
-        with keep_latent_until_done(embedded_host, LATENT):
+        with latent_backup.keep_latent_until_done(embedded_host, LATENT):
             raise VaeMemoryError("too little")
     assert done
     assert caplog.text.count("could not be saved before the video is made") == 2
@@ -225,10 +211,10 @@ def test_only_a_new_and_empty_folder_is_removed(opened, there):
     folder = opened / "latents"
     if there:
         folder.mkdir()
-    with keep_latent_until_done(embedded_host, LATENT):
+    with latent_backup.keep_latent_until_done(embedded_host, LATENT):
         kept_in(opened)
     assert folder.exists() == there
-    with keep_latent_until_done(embedded_host, LATENT):
+    with latent_backup.keep_latent_until_done(embedded_host, LATENT):
         (folder / "other.latent").touch()
     assert [path.name for path in folder.iterdir()] == ["other.latent"]
 
@@ -238,13 +224,13 @@ def test_full_disk_keeps_the_latent_or_leaves_nothing(opened):
 
     def refusal(room: int, kind: type[OSError]) -> str:
         with largest_file(room), pytest.raises(kind) as failed:
-            with keep_latent_until_done(embedded_host, LATENT):
+            with latent_backup.keep_latent_until_done(embedded_host, LATENT):
                 write_video(opened / "a.mp4", noise, fps=16, crf=1, metadata={})
         assert failed.value.errno == errno.EFBIG
         return str(failed.value)
 
     refusal(1_000, VideoFileError)
     assert list(opened.iterdir()) == []
-    said = refusal(20_000, VideoNotSavedError)
+    said = refusal(20_000, latent_backup.VideoNotSavedError)
     assert f"The latent is kept in {kept_in(opened)}" in said
     assert [path.name for path in opened.iterdir()] == ["latents"]

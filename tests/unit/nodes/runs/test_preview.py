@@ -6,10 +6,9 @@ import base64
 import io as bytes_io
 import json
 import logging
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,18 +20,10 @@ from wanstream.host.run_events import PREVIEW, STEP
 from wanstream.nodes import WanStreamPreview
 from wanstream.nodes.runs import preview as previews_module
 from wanstream.nodes.runs import run_experts as run_experts_module
-from wanstream.nodes.runs.preview import (
-    MAX_SHARE,
-    PREVIEW_PIXELS,
-    MovingPreviews,
-    PreviewSettings,
-    is_due,
-)
 from wanstream.sampling import denoise
-from wanstream.sampling.steps import DenoiseResult, StepProgress
 from wanstream.schema import Cancelled
 from wanstream.tests.support.host.embedded import embedded_host
-from wanstream.tests.support.host.shipped import WORKFLOWS, Run, shipped
+from wanstream.tests.support.host.shipped import WORKFLOWS, shipped
 from wanstream.wan.checkpoint.components import ComponentFile
 from wanstream.wan.latents import WAN21, denormalise
 from wanstream.wan.vae import WanVae, open_tiny_vae
@@ -50,15 +41,13 @@ class Watched(EmbeddedEvents):
         return True
 
 
-class Previews(MovingPreviews):
+class Previews(previews_module.MovingPreviews):
     """Previews whose seconds are set by the test alone."""
 
     now = 100.0
 
-    def __init__(
-        self, tiny: Path, latents: torch.Tensor = DENOISED, events: Any = None, **settings: Any
-    ) -> None:
-        found = PreviewSettings(vae=tiny, **settings)
+    def __init__(self, tiny, latents=DENOISED, events=None, **settings):
+        found = previews_module.PreviewSettings(vae=tiny, **settings)
         super().__init__(found, latents, CPU, events or Watched(), clock=lambda: self.now)
 
     def after(self, seconds: float, latents: torch.Tensor = DENOISED) -> bytes:
@@ -80,16 +69,12 @@ def pictures_of(webp: bytes) -> list[Image.Image]:
 
 
 def test_pause_before_a_preview_grows_with_its_cost():
-    waited_cost_every_s = {
-        (0.0, 0.0, 0.0): True,
-        (4.9, 0.0, 5.0): False,
-        (5.0, 0.2, 5.0): True,
-        (5.0, 0.3, 5.0): False,
-        (5.8, 0.3, 5.0): True,
-        (18.0, 1.0, 0.0): False,
-        (19.0, 1.0, 0.0): True,
-    }
-    assert {each: is_due(*each) for each in waited_cost_every_s} == waited_cost_every_s
+    due = [(0.0, 0.0, 0.0), (5.0, 0.2, 5.0), (5.8, 0.3, 5.0), (19.0, 1.0, 0.0)]
+    early = [(4.9, 0.0, 5.0), (5.0, 0.3, 5.0), (18.0, 1.0, 0.0)]
+    for waited_s, cost_s, every_s in (*due, *early):
+        assert previews_module.is_due(waited_s, cost_s, every_s) == (
+            (waited_s, cost_s, every_s) in due
+        )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +88,7 @@ def test_previews_after_the_first_take_a_twentieth_of_a_run(
     decoded = list[int]()
     latents = torch.zeros(1, 16, 12, 4, 6)
 
-    def stream(self: WanVae, latents: torch.Tensor, **_: Any) -> Iterator[torch.Tensor]:
+    def stream(self, latents, **_):
         decoded.append(latents.shape[2])
         shown.now += 0.0 if len(decoded) > 1 else load_s
         for at in range(latents.shape[2]):
@@ -117,7 +102,7 @@ def test_previews_after_the_first_take_a_twentieth_of_a_run(
             shown.now += step_s
             shown.update(latents)
             if shown.count:
-                share = MAX_SHARE * (shown.now - Previews.now)
+                share = previews_module.MAX_SHARE * (shown.now - Previews.now)
                 assert shown.spent_s <= share + load_s + 2 * latent_s + 1e-9
     assert decoded == [2] + [9] * (len(decoded) - 1), "the first shows 5 of 33 frames"
     assert len(decoded) > 2
@@ -145,11 +130,16 @@ def test_still_and_wide_pictures(tiny):
         assert [len(pictures_of(shown.after(5))) for _ in range(2)] == [1, 1]
     with Previews(tiny) as shown:
         (picture,) = pictures_of(shown.after(5, torch.zeros(1, 16, 1, 2, 100)))
-    assert picture.size == (PREVIEW_PIXELS, round(16 * PREVIEW_PIXELS / 800))
+    assert picture.size == (
+        previews_module.PREVIEW_PIXELS,
+        round(16 * previews_module.PREVIEW_PIXELS / 800),
+    )
 
 
 def test_preview_of_too_many_bytes_has_fewer_frames(tiny, monkeypatch):
-    noise = torch.randint(256, (PREVIEW_PIXELS, PREVIEW_PIXELS, 3), dtype=torch.uint8)
+    noise = torch.randint(
+        256, (previews_module.PREVIEW_PIXELS, previews_module.PREVIEW_PIXELS, 3), dtype=torch.uint8
+    )
     one = previews_module._animation([Image.fromarray(noise.numpy())], 16)
     assert len(one) < previews_module.MAX_BYTES, "one picture of noise fits"
 
@@ -160,9 +150,7 @@ def test_preview_of_too_many_bytes_has_fewer_frames(tiny, monkeypatch):
     with Previews(tiny, frames=13) as shown:
         update(1_000_000)
         whole = update(1_000_000)
-        smaller = update(len(whole) - 1)
-        least = update(1)
-        later = update(1_000_000)
+        smaller, least, later = (update(limit) for limit in (len(whole) - 1, 1, 1_000_000))
     # The number of frames is not raised again.
     assert [len(pictures_of(each)) for each in (whole, smaller, least, later)] == [13, 9, 1, 1]
     assert len(smaller) < len(whole)
@@ -189,18 +177,13 @@ def test_nothing_is_decoded_while_nobody_is_connected(tiny, monkeypatch):
     ],
 )
 def test_run_goes_on_without_previews_that_fail(tiny, monkeypatch, caplog, error, is_known):
-    calls: list[int] = []
-
-    def fail(*_: Any) -> bytes:
-        calls.append(1)
-        raise error
-
-    monkeypatch.setattr(MovingPreviews, "_image", fail)
+    fail = mock.Mock(side_effect=error)
+    monkeypatch.setattr(previews_module.MovingPreviews, "_image", fail)
     with caplog.at_level(logging.WARNING, "wanstream.nodes"), Previews(tiny) as shown:
         for _ in range(3):
             shown.now += 100
             assert shown.update(DENOISED) is None
-    assert len(calls) == 1
+    fail.assert_called_once()
     (record,) = caplog.records
     words = f"no more previews in this run, which goes on: {type(error).__name__}: {error}"
     assert record.getMessage() == words
@@ -234,7 +217,7 @@ def test_impossible_previews_are_refused_before_the_run(tiny, monkeypatch):
         with pytest.raises(ValueError, match=refused):
             WanStreamPreview.validate_inputs(frames=frames)
         with pytest.raises(ValueError, match=refused):
-            PreviewSettings(vae=tiny, frames=frames)
+            previews_module.PreviewSettings(vae=tiny, frames=frames)
     assert all(WanStreamPreview.validate_inputs(frames=frames) for frames in (1, 5, 1025, None))
     message = r"\[2, 16, 4, 4, 6\], .* 48 channels: take lighttaew2_1"
     with pytest.raises(VaeInputError, match=message):
@@ -261,29 +244,23 @@ def test_help_page_has_the_memory_of_a_preview(size, height, width):
 
 class TestInARun:
     @pytest.fixture
-    def previewed(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def previewed(self, run, monkeypatch):
         """`previewed(preview)` returns latents and events, with a preview due at every step."""
         monkeypatch.setattr(previews_module, "is_due", lambda *_: True)
 
-        def previewed(
-            preview: dict[str, Any] | None, *, viewers: bool = True, seeds: tuple[int, ...] = (42,)
-        ) -> tuple[torch.Tensor, list[tuple[str, Any]]]:
+        def previewed(preview, *, viewers=True, seeds=(42,)):
             monkeypatch.setattr(embedded_host.events, "has_viewers", lambda: viewers)
+            given = {"preview": preview or {}}
             rows = [
-                shipped(
-                    "draft",
-                    preview=preview or {},
-                    sampler={"seed": seed},
-                    save={"filename_prefix": f"{seed}"},
-                )
-                for seed in seeds
+                shipped("draft", **given, sampler={"seed": n}, save={"filename_prefix": f"{n}"})
+                for n in seeds
             ]
             nodes = rows[0] if len(rows) == 1 else merge_lanes(rows)[0]
             if preview is None:
                 del nodes["preview"], nodes["sampler"]["inputs"]["preview"]
-            events: list[tuple[str, Any]] = []
+            events = []
 
-            def record(event: str, payload: Any) -> None:
+            def record(event, payload):
                 events.append((event, json.loads(json.dumps(payload))))
 
             found = run(nodes, device=CPU, on_event=record, only=["sampler"]).results["sampler"][0]
@@ -315,10 +292,8 @@ class TestInARun:
     def test_step_of_another_part_of_a_batch_shows_nothing(self, previewed, monkeypatch):
         """Workers in parts report every video's steps: here each step comes twice."""
 
-        def in_two_parts(
-            *args: Any, on_step: Callable[[StepProgress], None], **more: Any
-        ) -> DenoiseResult:
-            def report(step: StepProgress) -> None:
+        def in_two_parts(*args, on_step, **more):
+            def report(step):
                 on_step(replace(step, part=1, done=2 * step.done - 1, total=2 * step.total))
                 on_step(replace(step, done=2 * step.done, total=2 * step.total))
 

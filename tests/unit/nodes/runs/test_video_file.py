@@ -3,31 +3,25 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import av
 import pytest
 import torch
 
-from wanstream.nodes.runs.video_file import (
-    FORMATS,
-    Sound,
-    VideoFileError,
-    available_formats,
-    write_video,
-)
+from wanstream.nodes.runs import video_file
 
 GREY = torch.full((5, 32, 48, 3), 0.5)
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path):
     """`write(frames, name="a.mp4", **options)` writes a video and returns the path."""
 
-    def write(frames: Any = GREY, name: str = "a.mp4", **options: Any) -> Path:
-        write_video(tmp_path / name, frames, **{"fps": 16, "crf": 1, "metadata": {}, **options})
+    def write(frames=GREY, name="a.mp4", **options):
+        video_file.write_video(
+            tmp_path / name, frames, **{"fps": 16, "crf": 1, "metadata": {}, **options}
+        )
         return tmp_path / name
 
     return write
@@ -55,10 +49,14 @@ def test_file_has_the_frames_the_rate_and_the_graph(write, tmp_path):
     assert content.index(b"moov") < content.index(b"prompt") < content.index(b"mdat")
 
 
-@pytest.mark.parametrize("kind", [each for each in available_formats() if "10 bit" in each])
+@pytest.mark.parametrize(
+    "kind", [each for each in video_file.available_formats() if "10 bit" in each]
+)
 def test_ten_bits_keep_levels_that_eight_merge(write, kind):
     frames = torch.linspace(0.4, 0.6, 512).view(1, 1, 512, 1).expand(3, 64, 512, 3)
-    path = write(frames, f"a.{FORMATS[kind].suffix}", metadata={"prompt": {"a": 1}}, kind=kind)
+    path = write(
+        frames, f"a.{video_file.FORMATS[kind].suffix}", metadata={"prompt": {"a": 1}}, kind=kind
+    )
     with av.open(str(path)) as container:
         assert json.loads(container.metadata["prompt"]) == {"a": 1}
         first = next(container.decode(video=0)).reformat(format="gray10le").to_ndarray()
@@ -68,7 +66,7 @@ def test_ten_bits_keep_levels_that_eight_merge(write, kind):
 @pytest.mark.parametrize(("channels", "rate"), [(1, 44100), (2, 44100), (2, 192_000), (1, 5000)])
 def test_sound_ends_with_the_frames_each_time(write, channels, rate):
     wave = torch.sin(torch.arange(3 * rate) * 2000 / rate).expand(1, channels, -1)
-    sound = Sound(wave, rate)
+    sound = video_file.Sound(wave, rate)
     for _ in range(2):  # a decoding is repeated with smaller tiles if memory runs out
         with av.open(str(write(fps=5, sound=sound))) as container:
             (stream,) = container.streams.audio
@@ -124,12 +122,12 @@ def test_equal_frames_give_equal_bytes(write, height, width):
     moving = torch.stack([torch.roll(squares, 3 * at, 1) for at in range(9)])
     frames = 0.8 * moving + 0.2 * torch.rand(9, height, width, 3, generator=drawn)
     made = set()
-    for filled_with in (1, 85, 170):
-        libc.mallopt(M_PERTURB, filled_with)
-        try:
+    try:
+        for filled_with in (1, 85, 170):
+            libc.mallopt(M_PERTURB, filled_with)
             made.add(write(frames, crf=18).read_bytes())
-        finally:
-            libc.mallopt(M_PERTURB, 0)
+    finally:
+        libc.mallopt(M_PERTURB, 0)
     assert len(made) == 1
 
 
@@ -143,9 +141,11 @@ def test_impossible_frames_or_sound_are_refused(write, tmp_path):
         (torch.full((1, 1, 100), float("nan")), "not finite"),
     ):
         with pytest.raises(ValueError, match=reason):
-            Sound(waveform, 48000)
+            video_file.Sound(waveform, 48000)
     with pytest.raises(FileNotFoundError, match="weights"):  # while the first frame is made
         write(map(Path.read_bytes, [tmp_path / "weights"]))
-    with pytest.raises(VideoFileError, match=r"gone/a\.mp4 could not be written: No such file"):
+    with pytest.raises(
+        video_file.VideoFileError, match=r"gone/a\.mp4 could not be written: No such file"
+    ):
         write(name="gone/a.mp4")
     assert list(tmp_path.iterdir()) == []
