@@ -20,21 +20,11 @@ from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
-from wanstream.tests.support.batch.command import Prompt, shipped, write_rows
-from wanstream.tools.comfyui import (
-    PACK,
-    ROOT,
-    ComfyUI,
-    NoComfyUIError,
-    find_comfyui,
-    free_port,
-    running_server,
-)
+from wanstream.tests.support.batch.command import Prompt, shipped, videos, write_rows
+from wanstream.tools import comfyui as comfyui_tools
 
-ROWS: tuple[dict[str, Any], ...] = (
-    *({"sampler.seed": 1}, {"sampler.seed": 2, "name": "shot"}),
-    *({"sampler.seed": 3}, {"sampler.seed": 4}),
-)
+ROWS: tuple[dict[str, Any], ...] = tuple({"sampler.seed": seed} for seed in range(1, 5))
+ROWS[1]["name"] = "shot"
 REAL_ROWS = 3
 _REAL = ("real", "run", "comfyui")
 """Worlds where videos are computed."""
@@ -54,40 +44,33 @@ class Case:
 
 def small_workflow() -> Prompt:
     """T2V, 32x32x5 in two steps, in fp32: half precision takes 100 times as long on some CPUs."""
-    return shipped(
-        latent={"width": 32, "height": 32, "frames": 5},
-        sampler={"steps": 2},
-        save={"crf": 30},
-        experts={"compute_dtype": "fp32"},
-        # Only hosts validate, and would turn 0 into a float. All files shall have one prompt.
-        frames={"memory_gb": 0.0},
-    )
+    latent = {"width": 32, "height": 32, "frames": 5}
+    # Only hosts validate, and would turn 0 into a float. All files shall have one prompt.
+    given = {"frames": {"memory_gb": 0.0}, "experts": {"compute_dtype": "fp32"}}
+    return shipped(latent=latent, sampler={"steps": 2}, save={"crf": 30}, **given)
 
 
 class RealServer:
     """A ComfyUI server killed and restarted at the same port."""
 
-    def __init__(self, comfyui: ComfyUI, base: Path, models: Path) -> None:
-        self._comfyui, self._base, self._port = comfyui, base, free_port()
+    def __init__(self, comfyui: comfyui_tools.ComfyUI, base: Path, models: Path) -> None:
+        self._comfyui, self._base, self._port = comfyui, base, comfyui_tools.free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
         self._opened, self._process_id = ExitStack(), 0
         for folder in ("custom_nodes", "input", "output"):
             (base / folder).mkdir(parents=True)
-        (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
+        (base / "custom_nodes" / comfyui_tools.PACK).symlink_to(
+            comfyui_tools.ROOT, target_is_directory=True
+        )
         (base / "models").symlink_to(models, target_is_directory=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
 
     def kill(self) -> None:
         os.kill(self._process_id, signal.SIGKILL)
         self._opened.close()
 
     def start(self) -> None:
-        running = self._opened.enter_context(
-            running_server(self._comfyui, self._base, port=self._port)
-        )
-        self._process_id = running.process_id
+        server = comfyui_tools.running_server(self._comfyui, self._base, port=self._port)
+        self._process_id = self._opened.enter_context(server).process_id
 
     def close(self) -> None:
         self._opened.close()
@@ -151,8 +134,8 @@ class Campaign:
     def comfyui(self) -> RealServer:
         """A ComfyUI with this pack and the test model. Raises SkippedError where there is none."""
         try:
-            server = RealServer(find_comfyui(), self.folder / "base", self.models)
-        except NoComfyUIError as err:
+            server = RealServer(comfyui_tools.find_comfyui(), self.folder / "base", self.models)
+        except comfyui_tools.NoComfyUIError as err:
             raise SkippedError(str(err)) from err
         server.start()
         return server
@@ -164,7 +147,6 @@ class Campaign:
 
     @cached_property
     def _comfyui_files(self) -> dict[str, list[bytes]]:
-        _ = self.comfyui
         return self._undisturbed("comfyui", self.models)
 
     @cached_property
@@ -234,7 +216,7 @@ class Campaign:
     def _undisturbed(self, world: str, models: Path) -> dict[str, list[bytes]]:
         with self._on_stage(_first_kind(world), models) as stage:
             assert stage.run() == 0, stage.stderr()
-            made = {name: [content] for name, content in stage.videos().items()}
+            made = {name: [content] for name, content in videos(stage.out).items()}
             assert len(made) == len(self._rows(world)), made.keys()
             for name in made:
                 check_media(stage.out / name)

@@ -25,6 +25,7 @@ from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_se
 from wanstream.tests.faults.foreign import FOREIGN, Outside, foreign_thing, mounted
 from wanstream.tests.faults.points import Points, full_disk, interrupt_twice, kill, remove
 from wanstream.tests.faults.stage import Stage
+from wanstream.tests.support.batch.command import videos
 from wanstream.tools.comfyui import free_port
 
 Harm = Callable[[Stage, random.Random, "Place"], None]
@@ -131,9 +132,8 @@ def _region_damaged(*, copy: bool) -> Harm:
         else:
             length = chance.choice([1, 4, 16, 100, 1000, 5000])
             start = chance.randrange(len(content))
-        values = chance.choice(
-            [bytes(length), b"\xff" * length, chance.randbytes(length), chance.randbytes(length)]
-        )
+        drawn = [chance.randbytes(length) for _ in range(2)]
+        values = chance.choice([bytes(length), b"\xff" * length, *drawn])
         content[start : start + length] = values[: len(content) - start]
         journal.write_bytes(content)
         if not copy:
@@ -160,9 +160,7 @@ def _mounted(stage: Stage, chance: random.Random, place: Place) -> None:
         raise SkippedError(f"a folder cannot be mounted: {err}") from err
 
 
-def _outside(
-    stage: Stage, place: Place, put: Callable[[Outside], AbstractContextManager[Path]]
-) -> None:
+def _outside(stage, place, put) -> None:
     assert place.half_done is not None
     shutil.copytree(place.half_done, stage.out)
     outside = Outside(stage.folder / "outside")
@@ -172,9 +170,9 @@ def _outside(
 
 
 def _refused(stage: Stage, path: Path) -> None:
-    made = stage.videos()
+    made = videos(stage.out)
     code = stage.run()
-    if code != 2 or path.name not in stage.stderr() or stage.videos() != made:
+    if code != 2 or path.name not in stage.stderr() or videos(stage.out) != made:
         told = stage.stderr()[-500:]
         stage.findings.broken.append(f"{path} was not refused before a row was computed: {told}")
 
@@ -217,9 +215,9 @@ def _slowly(seconds: float) -> None:
 
     def slow(workflow: Workflow, **options: object) -> object:
         time.sleep(seconds)
-        return inner(workflow, **options)  # type: ignore[arg-type]
+        return inner(workflow, **options)
 
-    Workflow.run = slow  # type: ignore[assignment]
+    Workflow.run = slow
 
 
 def _two_clients(stage: Stage, chance: random.Random, place: Place) -> None:
@@ -424,11 +422,8 @@ def _kill(server: int) -> None:
 
 
 _BAD = (
-    '{"latent.width": 70, "sampler.seed": 90}',
-    "no json",
-    '{"sampler.sed": 1}',
-    '{"name": "../x"}',
-    "[" * 9000,
+    *('{"latent.width": 70, "sampler.seed": 90}', "no json", '{"sampler.sed": 1}'),
+    *('{"name": "../x"}', "[" * 9000),
 )
 
 _INT = signal.SIGINT

@@ -133,8 +133,7 @@ def object_info(models: Path) -> dict[str, Any]:
             kinds = {kind: each for kind, each in node.INPUT_TYPES().items() if kind != "hidden"}
             outputs = [output.io_type for output in schema.outputs]
             info[name] = {"input": kinds, "output": outputs, "output_node": schema.is_output_node}
-        described: dict[str, Any] = json.loads(json.dumps(info, default=str))
-    return described
+        return json.loads(json.dumps(info, default=str))
 
 
 def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
@@ -162,8 +161,7 @@ def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
 
         do_GET = do_POST = answer
 
-        def log_message(self, *arguments: object) -> None:
-            pass
+        def log_message(self, *arguments: object) -> None: ...
 
     return Handler
 
@@ -173,9 +171,7 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
 
-def forked_server(
-    port: int, output: Path, models: Path, *, trouble: Trouble | None = None, seconds: float = 0.0
-) -> int:
+def forked_server(port, output, models, *, trouble=None, seconds=0.0):
     """Start a server in a separate process, and return the process id as soon as it listens."""
     pid = os.fork()
     if pid == 0:

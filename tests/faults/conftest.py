@@ -1,7 +1,5 @@
 """In-memory folder for these tests."""
 
-from __future__ import annotations
-
 from wanstream.tests.support.memory_folder import tmp_path
 
 __all__ = ["tmp_path"]

@@ -166,9 +166,8 @@ def mounted(out: Path, chance: random.Random, outside: Outside) -> Iterator[Path
     """Mount somebody else's folder in the working folder. Raises OSError if not permitted."""
     path = out / ".wanstream" / chance.choice(["parts", "made", "made/some-id"])
     path.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["mount", "--bind", outside.folder / "parts", path], capture_output=True, check=False
-    )
+    mount = ["mount", "--bind", outside.folder / "parts", path]
+    done = subprocess.run(mount, capture_output=True, check=False)
     if done.returncode:
         raise OSError(done.stderr.decode())
     try:

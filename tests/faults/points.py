@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,7 @@ def interrupt_twice(name: str) -> None:
 
 def remove(folder: Path) -> Action:
     """Return an action to remove a folder, as another process would."""
-
-    def action(name: str) -> None:
-        shutil_rmtree(folder, ignore_errors=True)
-
-    return action
+    return lambda name: shutil_rmtree(folder, ignore_errors=True)
 
 
 shutil_rmtree = shutil.rmtree
@@ -49,9 +46,7 @@ shutil_rmtree = shutil.rmtree
 class Points:
     """Counter of calls after `install`, with an action before or after number `at`."""
 
-    def __init__(
-        self, at: int | None = None, action: Action = kill, *, after: bool = False
-    ) -> None:
+    def __init__(self, at=None, action=kill, *, after=False):
         self._at, self._action, self._after = at, action, after
         self._numbers = itertools.count()
         self.count = 0
@@ -60,9 +55,8 @@ class Points:
         """Replace this process's calls for good: it is a child and ends soon."""
         for module, names in ((os, _OF_OS), (shutil, _OF_SHUTIL)):
             for name in names:
-                setattr(
-                    module, name, self._wrapped(f"{module.__name__}.{name}", getattr(module, name))
-                )
+                call = partial(self.call, f"{module.__name__}.{name}", getattr(module, name))
+                setattr(module, name, call)
         points, connect = self, sqlite3.connect
 
         class Connection(sqlite3.Connection):
@@ -72,7 +66,7 @@ class Points:
             def backup(self, *arguments: Any, **named: Any) -> None:
                 points.call("sqlite.backup", super().backup, *arguments, **named)
 
-        sqlite3.connect = lambda *arguments, **named: points.call(  # type: ignore[assignment]
+        sqlite3.connect = lambda *arguments, **named: points.call(
             "sqlite.connect", connect, *arguments, **{**named, "factory": Connection}
         )
 
@@ -86,6 +80,3 @@ class Points:
         finally:  # also after a failed call, such as `mkdir` for an existing folder
             if number == self._at and self._after:
                 self._action(name)
-
-    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, **named: self.call(name, function, *arguments, **named)

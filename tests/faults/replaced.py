@@ -32,10 +32,10 @@ def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
         node = prompt[node_id]
         inputs = node["inputs"]
         if node["class_type"] == "WanStreamLaneLatent":
-            lane, node_id = inputs["index"], as_link(inputs["latents"]).node_id  # type: ignore[union-attr]
+            lane, node_id = inputs["index"], as_link(inputs["latents"]).node_id
         elif node["class_type"] == "WanStreamLaneSampler":
             # The last lane is linked to the sampler, each lane to the one before it.
-            chain = [as_link(inputs["lanes"]).node_id]  # type: ignore[union-attr]
+            chain = [as_link(inputs["lanes"]).node_id]
             while (before := as_link(prompt[chain[0]]["inputs"].get("lanes"))) is not None:
                 chain.insert(0, before.node_id)
             return int(prompt[chain[lane or 0]]["inputs"]["seed"])
@@ -114,13 +114,8 @@ def computing_replaced() -> Iterator[None]:
 
 def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
     """Create a models folder with small files, valid by header, under a workflow's names."""
-    kinds = {
-        "WanStreamExperts": "diffusion_models",
-        "WanStreamTextEncode": "text_encoders",
-        "WanStreamImageToVideo": "vae",
-        "WanStreamLora": "loras",
-        "WanStreamVAEDecode": "vae",
-    }
+    kinds = {"WanStreamExperts": "diffusion_models", "WanStreamTextEncode": "text_encoders"}
+    kinds |= {"WanStreamLora": "loras", "WanStreamImageToVideo": "vae", "WanStreamVAEDecode": "vae"}
     for node in workflow.values():
         for name in node["inputs"].values():
             if str(name).endswith(".safetensors"):

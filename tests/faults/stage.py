@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
+import pytest
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
@@ -26,6 +25,14 @@ from wanstream.tests.support.batch.command import command_line, videos
 
 TRACEBACK = 99
 """Exit code after an uncaught exception."""
+
+FORKED = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked, and limited"),
+    # Python warns about a fork with threads, but a client uses no threads from the test run.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+"""Marks of tests with forked clients."""
 
 WAIT_SECONDS = 240.0
 MOST_RUNS = 8
@@ -83,9 +90,7 @@ class Findings:
 class Stage:
     """A folder with rows and a workflow, and the clients that ran in it."""
 
-    def __init__(
-        self, folder: Path, workflow: Mapping[str, Any], rows: Sequence[object], more: Sequence[str]
-    ) -> None:
+    def __init__(self, folder, workflow, rows, more):
         self.folder, self.out, self.log = folder, folder / "out", folder / "log"
         self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
@@ -94,9 +99,7 @@ class Stage:
         self.findings = Findings()
         self._clients: list[int] = []
 
-    def start(
-        self, prepare: Callable[[], object] | None = None, after: Callable[[], object] | None = None
-    ) -> int:
+    def start(self, prepare=None, after=None):
         """Start a client, with `prepare` before the command and `after` when it has ended."""
 
         def work() -> int:
@@ -137,17 +140,12 @@ class Stage:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    def signal_each(
-        self, pid: int, numbers: Sequence[int], chance: random.Random, *, pause: float
-    ) -> None:
+    def signal_each(self, pid, numbers, chance, *, pause):
         """Send signals with pauses, and wait for the end."""
         for number in numbers:
             self.signal(pid, number)
             time.sleep(chance.uniform(0, pause))
         self.wait(pid)
-
-    def videos(self) -> dict[str, bytes]:
-        return videos(self.out)
 
     def run(self, prepare: Callable[[], object] | None = None) -> int:
         return self.wait(self.start(prepare))
@@ -170,12 +168,10 @@ class Stage:
         """Return the output of all clients."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
-    def judge(
-        self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False
-    ) -> Findings:
+    def judge(self, expected, *, frames_alone=False):
         """Compare the folder with undisturbed files, where each file may have several contents."""
         findings = self.findings
-        made = self.videos()
+        made = videos(self.out)
         findings.lost += sorted(expected.keys() - made.keys())
         findings.doubled += sorted(made.keys() - expected.keys())
         same = _frames if frames_alone else bytes

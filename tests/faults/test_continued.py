@@ -1,13 +1,7 @@
 """A chain of ten rows, with clients killed at seeded points: no row is lost, doubled or changed."""
 
-from __future__ import annotations
-
 import random
-import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,25 +11,18 @@ from wanstream.batch.output_store import check_media
 from wanstream.cli.arguments import DONE
 from wanstream.tests.faults.points import Points, kill
 from wanstream.tests.faults.replaced import computing_replaced, latent_of, named_models
-from wanstream.tests.faults.stage import Stage
-from wanstream.tests.support.batch.command import shipped
+from wanstream.tests.faults.stage import FORKED, Stage
+from wanstream.tests.support.batch.command import shipped, videos
 from wanstream.wan.latents.file import read_latent
 
 SEED = 19
 COUNT = 8
 ROWS = 10
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
-    # Python warns about a fork with threads, but a client uses no threads from the test run.
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-]
-
-MakeStage = Callable[[str], Stage]
+pytestmark = FORKED
 
 
-def rows() -> list[dict[str, Any]]:
+def rows():
     """Return a shuffled chain, with a branch from the middle."""
     chain = [{"name": f"r{number}", "sampler.seed": number} for number in range(ROWS)]
     for number in range(1, ROWS):
@@ -45,7 +32,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def make_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStage]:
+def make_stage(tmp_path_factory):
     # A child forked from a process with a thread pool would wait for threads it lacks.
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("continued")
@@ -58,7 +45,7 @@ def make_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeStage]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(make_stage: MakeStage) -> tuple[Mapping[str, bytes], int]:
+def undisturbed(make_stage):
     """All files' contents after an undisturbed run, and the number of crash points."""
     stage = make_stage("undisturbed")
     points = stage.count_points()
@@ -66,15 +53,13 @@ def undisturbed(make_stage: MakeStage) -> tuple[Mapping[str, bytes], int]:
     return contents(stage.out), points
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     """Return whole files: videos as bytes, latents as values because the metadata order varies."""
-    found = {}
-    for path in sorted((*folder.glob("*.mp4"), *folder.glob("*.latent"))):
+    latents = [*folder.glob("*.latent")]
+    for path in (*folder.glob("*.mp4"), *latents):
         check_media(path)
-        is_latent = path.suffix == ".latent"
-        values = read_latent(path).samples.numpy().tobytes() if is_latent else path.read_bytes()
-        found[path.name] = values
-    return found
+    values = {path.name: read_latent(path).samples.numpy().tobytes() for path in latents}
+    return videos(folder) | values
 
 
 def test_every_row_follows_from_the_row_before(undisturbed):
@@ -84,10 +69,10 @@ def test_every_row_follows_from_the_row_before(undisturbed):
         before = seeds[4] if number == ROWS - 1 else seeds[-1]
         seeds.append(zlib.crc32(latent_of(before).numpy().tobytes(), number))
     latents = {f"r{n}~1.latent": latent_of(seed).numpy().tobytes() for n, seed in enumerate(seeds)}
-    videos = {f"r{number}~2.mp4" for number in range(ROWS)}
-    assert made.keys() == {*latents, *videos}
+    names = {f"r{number}~2.mp4" for number in range(ROWS)}
+    assert made.keys() == {*latents, *names}
     assert {name: made[name] for name in latents} == latents
-    assert len({made[name] for name in videos}) == ROWS
+    assert len({made[name] for name in names}) == ROWS
 
 
 @pytest.mark.timeout(900)

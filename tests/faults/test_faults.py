@@ -3,32 +3,22 @@
 `python -m wanstream.tests.faults` runs all faults.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
 from wanstream.tests.faults.campaign import Campaign
 from wanstream.tests.faults.cases import SkippedError
+from wanstream.tests.faults.stage import FORKED
 
 SEED = 14
 COUNT = 14
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        sys.platform != "linux", reason="clients are forked, and limits are those of Linux"
-    ),
-    # Python warns about a fork with threads, but a client uses no threads from the test run.
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-]
+pytestmark = FORKED
 
 
 @pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def campaign(tmp_path_factory):
     with closing(Campaign(tmp_path_factory.mktemp("faults"), seed=SEED)) as campaign:
         yield campaign
 

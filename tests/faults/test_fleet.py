@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,24 +20,20 @@ from wanstream.tests.faults import comfy_like
 from wanstream.tests.faults.campaign import small_workflow
 from wanstream.tests.faults.comfy_like import forked_server
 from wanstream.tests.faults.replaced import computing_replaced, named_models
-from wanstream.tests.faults.stage import Stage
+from wanstream.tests.faults.stage import FORKED, Stage
+from wanstream.tests.support.batch.command import videos
 from wanstream.tools.comfyui import free_port
 
 SEED, ROWS, SERVERS, KILLS = 20, 100, 4, 50
 PATIENCE_SECONDS = 60.0
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked"),
-    # Python warns about a fork with threads, but a client uses no threads from the test run.
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-]
+pytestmark = FORKED
 
 
 class Machine:
     """A server killed and restarted at the same port after some time."""
 
-    def __init__(self, folder: Path, models: Path) -> None:
+    def __init__(self, folder, models):
         self._output, self._models, self._port = folder, models, free_port()
         folder.mkdir()
         self.url = f"http://127.0.0.1:{self._port}"
@@ -74,7 +67,7 @@ class Machine:
 class Fleet:
     """Servers, a batch on them, and the files of one process without servers."""
 
-    def __init__(self, folder: Path, *, rows: int, servers: int) -> None:
+    def __init__(self, folder, *, rows, servers):
         # A child forked from a process with a thread pool would wait for threads it lacks.
         torch.set_num_threads(1)
         workflow = small_workflow()
@@ -83,14 +76,14 @@ class Fleet:
         alone = Stage(folder / "one", workflow, seeds, ["--models", str(models)])
         with computing_replaced():
             assert alone.run() == DONE, alone.stderr()
-        self._expected = {name: [content] for name, content in alone.videos().items()}
-        assert len(self._expected) == rows
+        self.expected = {name: [content] for name, content in videos(alone.out).items()}
+        assert len(self.expected) == rows
         comfy_like.object_info(models)  # kept for the servers, which would need seconds for it
         self.machines = [Machine(folder / f"served{number}", models) for number in range(servers)]
         where = [word for machine in self.machines for word in ("--server", machine.url)]
         self.stage = Stage(folder / "fleet", workflow, seeds, [*where, "--timeout", "60"])
 
-    def wait_for(self, count: int, poll: Callable[[], object] = lambda: None) -> None:
+    def wait_for(self, count, poll=lambda: None):
         """Wait until so many rows are there."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len([*self.stage.out.glob("*.mp4")]) < count:
@@ -107,10 +100,6 @@ class Fleet:
         assert self.stage.wait(client) == -signal.SIGKILL, self.stage.stderr()[-3000:]
         return self.stage.start()
 
-    def check(self) -> None:
-        findings = self.stage.judge(self._expected)
-        assert findings.clean, findings
-
     def close(self) -> None:
         for machine in self.machines:
             machine.kill()
@@ -118,16 +107,12 @@ class Fleet:
 
 
 @pytest.fixture
-def make_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fleet]]:
+def make_fleet(tmp_path, monkeypatch):
     """`make_fleet(rows=..., servers=...)`."""
     monkeypatch.setattr(comfy_like, "object_info", cache(comfy_like.object_info))
     monkeypatch.setattr(runner, "GRACE_SECONDS", 0.5)
     with ExitStack() as opened:
-
-        def make(**given: int) -> Fleet:
-            return opened.enter_context(closing(Fleet(tmp_path, **given)))
-
-        yield make
+        yield lambda **given: opened.enter_context(closing(Fleet(tmp_path, **given)))
 
 
 @pytest.mark.timeout(600)
@@ -150,7 +135,7 @@ def test_fifty_kills_cost_no_row(make_fleet):
     fleet.start_machines(now=True)
     fleet.stage.wait(client)
     fleet.stage.finish()
-    fleet.check()
+    assert fleet.stage.judge(fleet.expected).clean, fleet.stage.findings
     assert killed.total() == KILLS
     assert min(killed.values()) >= 10, killed
     assert "other backends take its" in fleet.stage.stderr(), "rows have changed servers"
@@ -173,5 +158,5 @@ def test_a_server_that_is_stopped_for_a_while_costs_no_row(make_fleet, monkeypat
     fleet.wait_for(20)
     hung.hang(on=False)
     assert fleet.stage.wait(client) == DONE, fleet.stage.stderr()[-3000:]
-    fleet.check()
+    assert fleet.stage.judge(fleet.expected).clean, fleet.stage.findings
     assert killed or f"{hung.url} has not responded for" in fleet.stage.stderr()
