@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +228,7 @@ class Mishaps:
 class Bench:
     """A client that can be started again and again on one folder."""
 
-    def __init__(
-        self, folder: Path, *servers: Any, rows: int | Sequence[Row] = ROWS, size: int = 1
-    ) -> None:
+    def __init__(self, folder, *servers, rows=ROWS, size=1):
         self.folder, self.servers = folder, [*servers]
         self._store_type = SlowDisk if len(servers) > 1 else OutputStore
         self.rows = rows_of(rows) if isinstance(rows, int) else rows
@@ -253,10 +251,8 @@ class Bench:
             tally = Tally(max_failures=self.max_failures)
             queue = JobQueue(journal=journal, tally=tally, **given)
             queue.enter(self.rows)
-            runners = [
-                Runner(backend=server, queue=queue, store=store, sleep=self._sleep, **self.limits)
-                for server in self.servers
-            ]
+            own = {"queue": queue, "store": store, "sleep": self._sleep, **self.limits}
+            runners = [Runner(backend=server, **own) for server in self.servers]
             run_all(runners, queue, self.wait)
             return queue
 
@@ -291,9 +287,9 @@ class Bench:
         with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
             entries = [each for each in journal.entries.values() if each.state is State.done]
         kept = {file.name: (file.size, file.sha256) for each in entries for file in each.files}
+        texts = contents.items()
         assert kept == {
-            name: (len(text), hashlib.sha256(text.encode()).hexdigest())
-            for name, text in contents.items()
+            name: (len(text), sha256(text.encode()).hexdigest()) for name, text in texts
         }
         assert list((self.folder / ".wanstream" / "parts").iterdir()) == []
 

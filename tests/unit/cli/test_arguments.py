@@ -52,11 +52,8 @@ def test_device_that_cannot_be_used_is_refused(
     monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
     (tmp_path / "x.json").write_text("{}", encoding="utf-8")
     here = str(tmp_path)
-    options = {
-        "run": (str(tmp_path / "x.json"), "--out", here, "--models", here),
-        "plan": PLAN[1:],
-        "bench": ("--out", here),
-    }
+    options = {"plan": PLAN[1:], "bench": ("--out", here)}
+    options["run"] = (str(tmp_path / "x.json"), "--out", here, "--models", here)
     said = refusal(command, *options.get(command, ()), "--device", device)
     assert f"--device {device}: {message}" in said
 

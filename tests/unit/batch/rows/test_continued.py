@@ -69,17 +69,12 @@ def test_a_row_that_can_continue_none_is_at_fault(rows_of):
     names = {"a": "a", "b": "x", "c": "c", "d": "e", "e": "d", "f": "d", "g": "", "h": 5, "i~": "i"}
     rows = [{"name": name, "continues": source} for name, source in names.items()]
     faults = [row.fault or "" for row in rows_of(*rows, {"continues": "i~"})]
+    nobody = "no row has this name"
     wanted = [
-        f"continues 'a', {CIRCLE}",
-        "continues 'x': no row has this name",
-        f"continues 'c', {CIRCLE}",
-        "it continues 'e' (line 5), which cannot run",
-        f"continues 'd', {CIRCLE}",
-        "it continues 'd' (line 4), which cannot run",
-        "no row has this name",
-        "continues is a text, not 5",
-        "not a valid file name",
-        "it continues 'i~' (line 9), which cannot run",
+        *(f"continues 'a', {CIRCLE}", f"continues 'x': {nobody}", f"continues 'c', {CIRCLE}"),
+        *("it continues 'e' (line 5), which cannot run", f"continues 'd', {CIRCLE}"),
+        *("it continues 'd' (line 4), which cannot run", nobody, "continues is a text, not 5"),
+        *("not a valid file name", "it continues 'i~' (line 9), which cannot run"),
     ]
     assert all(part in fault for fault, part in zip(faults, wanted, strict=True)), faults
 
@@ -383,13 +378,9 @@ def test_a_latent_that_was_changed_is_not_continued(chain):
 
 def small() -> Prompt:
     """Return the workflow, small enough for a test."""
-    return shipped(
-        "continue_video",
-        start={"width": 32, "height": 32, "frames": 5},
-        clip={"frames": 5},
-        sampler={"steps": 2},
-        experts={"compute_dtype": "fp32"},
-    )
+    start = {"width": 32, "height": 32, "frames": 5}
+    given = {"sampler": {"steps": 2}, "experts": {"compute_dtype": "fp32"}}
+    return shipped("continue_video", start=start, clip={"frames": 5}, **given)
 
 
 @pytest.fixture
@@ -428,10 +419,8 @@ def test_rows_make_the_clips_of_one_long_workflow(batch, tmp_path, sample_models
     places = {"models": sample_models, "output": tmp_path / "one", "input_dir": tmp_path}
     nodes = [*own_nodes().values()]
     results = run_workflow(long, nodes=nodes, keep=[*samplers.values()], **places).results
-    made = {
-        name: read_latent(tmp_path / "out" / f"{name}~1.latent").samples
-        for name in ("a", "b", "c", "b2")
-    }
+    files = {name: tmp_path / "out" / f"{name}~1.latent" for name in ("a", "b", "c", "b2")}
+    made = {name: read_latent(file).samples for name, file in files.items()}
     for name, sampler in samplers.items():
         assert torch.equal(made[name], results[sampler][0]["samples"]), name
     assert not torch.equal(made["b2"], made["b"])

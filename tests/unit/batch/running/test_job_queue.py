@@ -26,13 +26,8 @@ class Desk:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.servers = {A: Server("a"), B: Server("b")}
-        self.queue = JobQueue(
-            journal=journal,
-            planner=plan_of(1),
-            reporter=Reporter(),
-            stop=StopRequest(),
-            backends=[*self.servers.values()],
-        )
+        parts = {"planner": plan_of(1), "reporter": Reporter(), "stop": StopRequest()}
+        self.queue = JobQueue(journal=journal, backends=[*self.servers.values()], **parts)
 
     def enter(self, count: int) -> Desk:
         self.journal.enter(rows_of(count), compared=list)

@@ -38,12 +38,8 @@ class Canned:
     """
 
     def __init__(self, url, folder):
-        self.answers = {
-            "/object_info": (200, INFO),
-            "/queue": (200, IDLE),
-            "/interrupt": (200, b""),
-            "/upload/image": (200, {"name": "x.latent"}),
-        }
+        self.answers = {"/object_info": (200, INFO), "/queue": (200, IDLE)}
+        self.answers |= {"/interrupt": (200, b""), "/upload/image": (200, {"name": "x.latent"})}
         self.requests = []
         self.promise: int | None = None
         self.encoding = ""
@@ -338,9 +334,7 @@ def test_workflow_without_an_answer(canned):
 ODD_MESSAGES = [["execution_error", "too big"]], [["execution_error", [1]]], [[]]
 ODD_NODES = ["1"], {"1": "Save"}, {"1": {}}, {"1": {"class_type": []}}
 ODD_HISTORIES = [
-    {"outputs": [1]},
-    {"outputs": "none"},
-    {"status": None},
+    *({"outputs": [1]}, {"outputs": "none"}, {"status": None}),
     *({"status": {"status_str": "error", "messages": each}} for each in ODD_MESSAGES),
     *({"prompt": [1, "id", each, {}, ["2"]]} for each in ODD_NODES),
 ]

@@ -13,16 +13,7 @@ import torch
 from wanstream.bench import Result, TrialTimes
 from wanstream.bench.trial_matrix import TrialMatrix
 from wanstream.cli import main
-from wanstream.cli.bench.cases import (
-    Bench,
-    BenchCase,
-    BenchRun,
-    bench_cases,
-    bench_request,
-    parse_mesh,
-    run_cases,
-    small_experts,
-)
+from wanstream.cli.bench import cases as bench
 from wanstream.cli.bench.report import figures, page
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.schema import Mesh, MeshError, OffloadPolicy
@@ -58,7 +49,7 @@ def names(cases):
     ],
 )
 def test_usual_layouts_share_one_video_and_spread_several(videos, guided, expected):
-    cases = bench_cases((1, 2, 4), (), settings(), run_of(videos, guided=guided), videos)
+    cases = bench.bench_cases((1, 2, 4), (), settings(), run_of(videos, guided=guided), videos)
     assert [str(case.mesh) for case in cases if not case.failed] == ["one worker", *expected]
 
 
@@ -67,22 +58,24 @@ def test_every_setting_is_measured_on_the_chosen_layouts():
 
     Videos of a cell are lanes that two sides share.
     """
-    cases = bench_cases((1, 2), [Mesh(cfg=2), Mesh(ulysses=2)], settings(), RUN, 1)
+    cases = bench.bench_cases((1, 2), [Mesh(cfg=2), Mesh(ulysses=2)], settings(), RUN, 1)
     workers = ("1 worker", "2 workers (cfg 2)", "2 workers (ulysses 2)")
     assert names(cases) == [f"4 steps, {each}, layerwise, 1 ahead" for each in workers]
     steps = (StepShape(expert="high"), StepShape(expert="low", sides=1, patch=1))
     run = replace(RUN, steps=steps)
-    cases = bench_cases((1, 2), [Mesh(cfg=2)], settings(steps="1, 4"), run, 1)
+    cases = bench.bench_cases((1, 2), [Mesh(cfg=2)], settings(steps="1, 4"), run, 1)
     assert [case.failed for case in cases] == [""] * 4
     layouts = [Mesh(cfg=2), Mesh(data=2, cfg=2), Mesh(data=4, cfg=2)]
-    *fitting, refused = bench_cases((2, 4, 8), layouts, settings(), run_of(4, guided=False), 4)
+    *fitting, refused = bench.bench_cases(
+        (2, 4, 8), layouts, settings(), run_of(4, guided=False), 4
+    )
     assert [(case.mesh, case.failed) for case in fitting] == [(each, "") for each in layouts[:2]]
     assert "guidance is 1" in refused.failed
 
 
 def test_impossible_cases_are_left_out_with_their_reasons():
     policies = settings("layerwise, block_swap 9", "1, 4")
-    cases = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, RUN, 1)
+    cases = bench.bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], policies, RUN, 1)
     fitting = ("1 steps, 1 worker", "4 steps, 1 worker", "4 steps, 2 workers (stage 2)")
     assert names(cases) == [f"{each}, layerwise, 1 ahead" for each in fitting]
     reasons = {case.name: case.failed for case in cases}
@@ -94,9 +87,9 @@ def test_impossible_cases_are_left_out_with_their_reasons():
     "words", ["cfg", "cfg 2 2", "cfg two", "depth 2", "cfg 2 x cfg 2", "cfg 2, data 2", ""]
 )
 def test_words_that_are_no_layout(words):
-    assert parse_mesh("data 2 x cfg 2") == Mesh(data=2, cfg=2)
+    assert bench.parse_mesh("data 2 x cfg 2") == Mesh(data=2, cfg=2)
     with pytest.raises(MeshError):
-        parse_mesh(words)
+        bench.parse_mesh(words)
 
 
 def timeline(seconds: float, rss: int) -> Timeline:
@@ -109,19 +102,19 @@ def timeline(seconds: float, rss: int) -> Timeline:
     return Timeline(steps=steps, kind="measured", first_block_s=0.25, memory=memory)
 
 
-def case_runs(mesh: Mesh, *seconds: float, latents: str = "same") -> BenchCase:
+def case_runs(mesh: Mesh, *seconds: float, latents: str = "same") -> bench.BenchCase:
     """Return a case with a warm-up of 99 s, and runs."""
     trials = []
     for wall_s in (99.0, *seconds):
         ranks = {rank: timeline(wall_s / 3, 100 + rank) for rank in range(mesh.size)}
         given = {"wall_s": wall_s, "latents": latents, "gathered_bytes": 7}
-        trials.append(BenchRun(timeline=ranks[0], ranks=ranks, warmup=not trials, **given))
-    return replace(BenchCase.of(mesh, LAYERWISE, 3), start_s=3.0, trials=tuple(trials))
+        trials.append(bench.BenchRun(timeline=ranks[0], ranks=ranks, warmup=not trials, **given))
+    return replace(bench.BenchCase.of(mesh, LAYERWISE, 3), start_s=3.0, trials=tuple(trials))
 
 
 def test_figures_are_compared_with_one_worker():
     two = case_runs(Mesh(cfg=2), 6, 5, 5.5, latents="other")
-    failed = replace(BenchCase.of(Mesh(), LAYERWISE, 3), failed="no room")
+    failed = replace(bench.BenchCase.of(Mesh(), LAYERWISE, 3), failed="no room")
     one_figures, two_figures = figures([case_runs(Mesh(), 10, 12, 11), two])
     names = ("speedup", "efficiency", "same_latents")
     assert [one_figures[name] for name in names] == [1.0, 1.0, True]
@@ -151,17 +144,16 @@ def test_idle_worker_has_the_memory_of_its_other_runs():
 @pytest.mark.slow
 def test_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path):
     shape = VideoShape(width=32, height=32, frames=5)
-    bench = Bench(
-        experts=small_experts(tmp_path),
-        request=bench_request(shape, videos=1, guidance=1.0, in_channels=16),
-        times=TrialTimes(repeats=1, warmup=0),
-        workers=WorkersRef(count=1, address="in-process", max_restarts=0),
-        device=torch.device("cpu"),
+    request = bench.bench_request(shape, videos=1, guidance=1.0, in_channels=16)
+    ref = WorkersRef(count=1, address="in-process", max_restarts=0)
+    given = {"times": TrialTimes(repeats=1, warmup=0), "device": torch.device("cpu")}
+    measured = bench.Bench(
+        experts=bench.small_experts(tmp_path), request=request, workers=ref, **given
     )
     pool = InProcessPool("cpu")
-    cases = [BenchCase.of(Mesh(), LAYERWISE, steps) for steps in (1, 2)]
+    cases = [bench.BenchCase.of(Mesh(), LAYERWISE, steps) for steps in (1, 2)]
     pools = iter((pool, InProcessPool("cpu")))
-    runs = run_cases(bench, cases, lambda line: None, lambda ref, device: next(pools))
+    runs = bench.run_cases(measured, cases, lambda line: None, lambda ref, device: next(pools))
     assert not next(runs).failed
     pool.workers[0].kill()
     (after,) = runs
