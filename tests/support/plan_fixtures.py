@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from wanstream.plan import BlockCosts, memory_needs, predict
@@ -302,15 +301,3 @@ def rated(read: float = 0.5, copy: float = 0.1, visit: float = 1.0, **changes: A
 def rated_cpu(**changes: Any) -> RatedMachine:
     """Return the same without a GPU and bus."""
     return rated(**{"computes_on": "cpu", "vram_bytes": 0, **changes})
-
-
-@pytest.fixture(scope="session")
-def rate_machine() -> Callable[..., RatedMachine]:
-    """Create a machine as `rated` does."""
-    return rated
-
-
-@pytest.fixture(scope="session")
-def rate_cpu() -> Callable[..., RatedMachine]:
-    """Create a machine as `rated_cpu` does."""
-    return rated_cpu
