@@ -13,10 +13,12 @@ pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 STREAMED = {
     "UNETLoader": "WanStreamLoadDiffusionModel",
-    "CheckpointLoaderSimple": "WanStreamLoadCheckpoint", "CLIPLoader": "WanStreamLoadCLIP",
-    "DualCLIPLoader": "WanStreamDualCLIP", "TripleCLIPLoader": "WanStreamTripleCLIP",
+    "CheckpointLoaderSimple": "WanStreamLoadCheckpoint",
+    "CLIPLoader": "WanStreamLoadCLIP",
+    "DualCLIPLoader": "WanStreamDualCLIP",
+    "TripleCLIPLoader": "WanStreamTripleCLIP",
     "QuadrupleCLIPLoader": "WanStreamQuadrupleCLIP",
-}  # fmt: skip
+}
 LORA = node("LoraLoader", model=["1", 0], clip=["3", 0])
 LOADERS = {str(number): node(kind) for number, kind in enumerate(STREAMED, start=1)}
 

@@ -61,9 +61,11 @@ def custom_sampler(model, family, seed):
     return {
         **k_sampler(model, family, seed),
         "3": node("SamplerCustomAdvanced", **parts, latent_image=["2", 2]),
-        "5": node("RandomNoise", noise_seed=seed), "6": node("CFGGuider", **guided),
-        "7": node("KSamplerSelect", sampler_name="euler"), "8": node("BasicScheduler", **scheduled),
-    }  # fmt: skip
+        "5": node("RandomNoise", noise_seed=seed),
+        "6": node("CFGGuider", **guided),
+        "7": node("KSamplerSelect", sampler_name="euler"),
+        "8": node("BasicScheduler", **scheduled),
+    }
 
 
 def keep_picture(page, name):

@@ -406,9 +406,11 @@ def test_rankings_belong_to_a_node_in_a_graph(modules):
         assert [last(*events, node="8"), last(*events, workflow="there")] == [None, None]
     entries = {
         "o": entry("here", {**ranked("7", "old"), **ranked("8", "other")}),
-        "api": entry(None, ranked("7", "posted")), "none": None, "empty": {"outputs": {"7": None}},
+        "api": entry(None, ranked("7", "posted")),
+        "none": None,
+        "empty": {"outputs": {"7": None}},
         "short": {**entry("here", ranked("7", "short")), "prompt": []},
-    }  # fmt: skip
+    }
     past = "history", entries
     assert [last(past), last(past, node="8")] == ["old", "other"]
     assert last(*STARTED, live, past) == "live", "it still runs"
@@ -746,9 +748,11 @@ REFUSED = f"""async ([tag, attributes]) => {{ {LOAD}
 
 def test_foreign_elements_and_scripts_in_attributes_are_refused(modules):
     for tag, attributes, message in (
-        ("img", {"src": "x"}, "no element img"), ("script", {}, "no element script"),
-        (["div"], {}, "no element"), ("div", {"onclick": "window.ran = true"}, "onclick would run"),
+        ("img", {"src": "x"}, "no element img"),
+        ("script", {}, "no element script"),
+        (["div"], {}, "no element"),
+        ("div", {"onclick": "window.ran = true"}, "onclick would run"),
         ("rect", {"ONLOAD": "window.ran = true"}, "ONLOAD would run"),
-    ):  # fmt: skip
+    ):
         assert message in (modules.evaluate(REFUSED, [tag, attributes]) or "made")
     assert modules.evaluate(REFUSED, ["div", {"class": "plain", "hidden": True}]) is None

@@ -15,8 +15,15 @@ WORDS = {
     "WanStreamBlockSwap": ("block swap",),
     "WanStreamLayerwise": ("low vram",),
     "WanStreamAutoOffload": ("offload", "oom", "cpu"),
-    "WanStreamExperts": ("moe", "high noise", "gguf", "fp8", "load diffusion", "sage attention",
-        "torch compile"),
+    "WanStreamExperts": (
+        "moe",
+        "high noise",
+        "gguf",
+        "fp8",
+        "load diffusion",
+        "sage attention",
+        "torch compile",
+    ),
     "WanStreamOneExpert": ("unet",),
     "WanStreamWorkers": ("multigpu",),
     "WanStreamImageToVideo": ("i2v", "flf2v"),
@@ -29,7 +36,7 @@ WORDS = {
     "WanStreamBenchmark": ("benchmark",),
     "WanStreamLoadDiffusionModel": ("unet loader", "vace", "flux", "out of memory", "distorch"),
     "WanStreamStreamModel": ("load checkpoint",),
-}  # fmt: skip
+}
 
 # Search results in the "Add node" dialog, best first.
 SEARCH = """words => {

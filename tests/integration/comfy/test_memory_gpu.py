@@ -19,9 +19,14 @@ from wanstream.tools.comfyui import START_SECONDS, running_server
 pytestmark = [pytest.mark.gpu, pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FLAGS = [
-    (), ("--disable-dynamic-vram",), ("--highvram",), ("--lowvram",), ("--novram",),
-    ("--disable-smart-memory",), ("--reserve-vram", "2"),
-]  # fmt: skip
+    (),
+    ("--disable-dynamic-vram",),
+    ("--highvram",),
+    ("--lowvram",),
+    ("--novram",),
+    ("--disable-smart-memory",),
+    ("--reserve-vram", "2"),
+]
 KEPT_BYTES = 64 * 2**20
 """Device bytes kept by libraries after first use."""
 

@@ -20,8 +20,10 @@ from wanstream.tools.comfyui import find_comfyui
 pytestmark = pytest.mark.comfy
 
 MORE_CHOICES = {
-    "WanStreamSigmas": "schedule", "WanStreamLoadCLIP": "type", "WanStreamDualCLIP": "type",
-}  # fmt: skip
+    "WanStreamSigmas": "schedule",
+    "WanStreamLoadCLIP": "type",
+    "WanStreamDualCLIP": "type",
+}
 """Inputs with more choices in ComfyUI."""
 ADVANCED = {
     *("schedule", "boundary_ratio", "switch_step", "start_step", "end_step"),

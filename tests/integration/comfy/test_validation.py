@@ -32,18 +32,38 @@ pytestmark = pytest.mark.comfy
 WORKFLOWS = 200
 SOUND = 60
 SHIPPED = [
-    "t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "three_stages", "continue_video",
-    "long_video", "fun_inp", "wan21_t2v", "wan21_i2v", "wan22_5b_t2v", "wan22_5b_i2v",
-]  # fmt: skip
+    "t2v",
+    "i2v",
+    "flf2v",
+    "t2v_lightning",
+    "i2v_lightning",
+    "three_stages",
+    "continue_video",
+    "long_video",
+    "fun_inp",
+    "wan21_t2v",
+    "wan21_i2v",
+    "wan22_5b_t2v",
+    "wan22_5b_i2v",
+]
 
 # Every verdict and fault must come up among the workflows.
 KINDS = {
-    "valid", "missing_node_type", "prompt_no_outputs", "prompt_outputs_failed_validation",
-    "required_input_missing", "bad_linked_input", "return_type_mismatch", "invalid_input_type",
-    "value_not_in_list", "value_smaller_than_min", "value_bigger_than_max",
-    "custom_validation_failed", "exception_during_validation",
+    "valid",
+    "missing_node_type",
+    "prompt_no_outputs",
+    "prompt_outputs_failed_validation",
+    "required_input_missing",
+    "bad_linked_input",
+    "return_type_mismatch",
+    "invalid_input_type",
+    "value_not_in_list",
+    "value_smaller_than_min",
+    "value_bigger_than_max",
+    "custom_validation_failed",
+    "exception_during_validation",
     "exception_during_inner_validation",
-}  # fmt: skip
+}
 
 RENAMED = {"invalid_prompt": "missing_node_type"}
 """Error type in ComfyUI 0.3.64, and the current name."""

@@ -22,9 +22,11 @@ class Given(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         outputs = [
-            io.Latent.Output(), io.Image.Output(), io.Conditioning.Output(),
+            io.Latent.Output(),
+            io.Image.Output(),
+            io.Conditioning.Output(),
             io.Custom("*").Output(),
-        ]  # fmt: skip
+        ]
         return io.Schema(node_id="Given", inputs=[io.Int.Input("frames")], outputs=outputs)
 
     @classmethod
@@ -85,10 +87,17 @@ def graph_around(class_type: str, inputs, *, frames: int):
 
 
 SETTINGS = {
-    "seed": 1, "steps": 3, "solver": "unipc", "schedule": "wan", "flow_shift": 5.0,
-    "boundary_ratio": 0.875, "switch_step": -1, "start_step": 0, "guidance_high": 5.0,
+    "seed": 1,
+    "steps": 3,
+    "solver": "unipc",
+    "schedule": "wan",
+    "flow_shift": 5.0,
+    "boundary_ratio": 0.875,
+    "switch_step": -1,
+    "start_step": 0,
+    "guidance_high": 5.0,
     "guidance_low": 1.0,
-}  # fmt: skip
+}
 """Inputs of Wan Sampler, apart from links."""
 
 

@@ -56,10 +56,13 @@ def _on(machine: Machine) -> AutoPlanner:
 
 def test_budgets_are_limited_by_free_memory():
     for free, asked, given in (
-        ((10, 100), (None, None), (10, 50)), ((10, 30), (None, None), (10, 30)),
-        ((10, 100), (4, 80), (4, 80)), ((10, 70), (40, 80), (10, 70)),
-        ((None, 100), (4, None), (4, 50)), ((None, 100), (None, None), (None, 50)),
-    ):  # fmt: skip
+        ((10, 100), (None, None), (10, 50)),
+        ((10, 30), (None, None), (10, 30)),
+        ((10, 100), (4, 80), (4, 80)),
+        ((10, 70), (40, 80), (10, 70)),
+        ((None, 100), (4, None), (4, 50)),
+        ((None, 100), (None, None), (None, 50)),
+    ):
         budgets, room = (Budgets(vram_bytes=vram, ram_bytes=ram) for vram, ram in (asked, free))
         found = limited(budgets, room, replace(GPU, ram_bytes=100))
         assert (found.vram_bytes, found.ram_bytes) == given

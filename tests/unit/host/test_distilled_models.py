@@ -36,16 +36,23 @@ CYCLE = {**graph(lora="a.safetensors"), "1": node("X", model=["3", 0])}
 @pytest.mark.parametrize(
     ("prompt", "node_id", "cfg", "file"),
     [
-        (graph(), "4", 3.5, LIGHT), (graph(), "6", 3.5, LIGHT),
+        (graph(), "4", 3.5, LIGHT),
+        (graph(), "6", 3.5, LIGHT),
         (graph(lora=f"wan\\{LIGHT}"), "4", 4, LIGHT),
         (graph(lora="a.safetensors", model=TURBO), "7", 2.0, TURBO),
-        (switched(["8", 0]), "4", 3.5, LIGHT), (switched(True), "4", 3.5, LIGHT),
-        (switched(False), "4", 3.5, None), (graph(), "4", 1.0, None), (graph(), "4", None, None),
-        (graph(), "7", 3.5, None), (graph(strength=0.0), "4", 3.5, None),
-        (graph(lora="style.safetensors"), "4", 3.5, None), (CYCLE, "4", 3.5, None),
-        ({}, None, 3.5, None), ({"4": "no node"}, "4", 3.5, None),
+        (switched(["8", 0]), "4", 3.5, LIGHT),
+        (switched(True), "4", 3.5, LIGHT),
+        (switched(False), "4", 3.5, None),
+        (graph(), "4", 1.0, None),
+        (graph(), "4", None, None),
+        (graph(), "7", 3.5, None),
+        (graph(strength=0.0), "4", 3.5, None),
+        (graph(lora="style.safetensors"), "4", 3.5, None),
+        (CYCLE, "4", 3.5, None),
+        ({}, None, 3.5, None),
+        ({"4": "no node"}, "4", 3.5, None),
     ],
-)  # fmt: skip
+)
 def test_cfg_with_a_distilled_file_is_noticed(prompt, node_id, cfg, file):
     found = cfg_notices(prompt, node_id, cfg, is_wan=True)
     if file is None:

@@ -139,10 +139,12 @@ def test_variables_of_a_prefix_are_filled_in(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("prefix", "repaired"),
     [
-        ("2026-11-26 12:30", "2026-11-26 12_30"), ("aux/con.mp4", "_aux/_con.mp4"),
-        ("a. /b\0\ud800?\n", "a._/b____"), ("C:\\nul ", "C_/nul "),
+        ("2026-11-26 12:30", "2026-11-26 12_30"),
+        ("aux/con.mp4", "_aux/_con.mp4"),
+        ("a. /b\0\ud800?\n", "a._/b____"),
+        ("C:\\nul ", "C_/nul "),
     ],
-)  # fmt: skip
+)
 def test_name_that_is_known_in_the_run_only_is_repaired(tmp_path, caplog, prefix, repaired):
     path = written(tmp_path, prefix).path
     assert path.relative_to(tmp_path).as_posix() == f"{repaired}_00001_.mp4"

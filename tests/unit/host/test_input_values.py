@@ -10,10 +10,14 @@ NAN = float("nan")
 INF = float("inf")
 READ = [
     *(("BOOLEAN", value, bool(value)) for value in (True, False, 1, 0)),
-    *(("INT", value, 24) for value in (24, 24.0, "24", " 24 ")), ("INT", 2**64 - 1, 2**64 - 1),
-    *(("FLOAT", value, 3.5) for value in (3.5, "3.5")), ("FLOAT", 4, 4.0), ("STRING", "", ""),
-    ("STRING", 12, "12"), ("LATENT", None, None),
-]  # fmt: skip
+    *(("INT", value, 24) for value in (24, 24.0, "24", " 24 ")),
+    ("INT", 2**64 - 1, 2**64 - 1),
+    *(("FLOAT", value, 3.5) for value in (3.5, "3.5")),
+    ("FLOAT", 4, 4.0),
+    ("STRING", "", ""),
+    ("STRING", 12, "12"),
+    ("LATENT", None, None),
+]
 WORDS = ["disable", "enable", "false", "true", "False", "no", "off", "0", "1", ""]
 REFUSED = {
     "BOOLEAN": (

@@ -259,11 +259,14 @@ def graph(prefix: str = "", *, strength: object = 1, file: str = "a", **loader: 
 
 MORE = {"4": node("Loader", file="b"), "x": "no node", "y": {}}
 EQUAL: dict[str, tuple[Graph, str]] = {
-    "ids": (graph("5:", _meta={"title": "mine"}), "123"), "number": (graph(strength=1.0), "123"),
-    "strength": (graph(strength=2), "1"), "file": (graph(file="b"), ""),
-    "class": (graph(class_type="Other"), ""), "more": ({**graph(), **MORE}, "123"),
+    "ids": (graph("5:", _meta={"title": "mine"}), "123"),
+    "number": (graph(strength=1.0), "123"),
+    "strength": (graph(strength=2), "1"),
+    "file": (graph(file="b"), ""),
+    "class": (graph(class_type="Other"), ""),
+    "more": ({**graph(), **MORE}, "123"),
     "cycle": ({**graph(), "1": node("Loader", file=["3", 0])}, ""),
-}  # fmt: skip
+}
 
 
 class TestNotices:
@@ -293,11 +296,14 @@ class TestNotices:
     @pytest.mark.parametrize(
         ("later", "kept"),
         [
-            ({"seed": 1}, True), ({"cfg": 4}, True), ({"cfg": 1.0}, False),
+            ({"seed": 1}, True),
+            ({"cfg": 4}, True),
+            ({"cfg": 1.0}, False),
             ({"file": "wan2.2_14B.safetensors"}, False),
-            ({"file": "other_8steps.safetensors"}, False), ({"cfg": ["1", 0]}, False),
+            ({"file": "other_8steps.safetensors"}, False),
+            ({"cfg": ["1", 0]}, False),
         ],
-    )  # fmt: skip
+    )
     def test_notice_of_a_graph_leaves_with_its_cause(self, later, guider, kept):
         log = RunLog()
 

@@ -24,9 +24,11 @@ from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 from safetensors.torch import save_file
 
 DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
     "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
+}
 """File number formats. In "fp8" files the matrices are fp8 and all other tensors bf16."""
 
 WEIGHT_DTYPES = {
@@ -342,15 +344,20 @@ HUNYUAN_KEYS = (
     ("txt_in.t_embedder.out_layer.", "txt_in.t_embedder.mlp.2."),
     ("txt_in.c_embedder.in_layer.", "txt_in.c_embedder.linear_1."),
     ("txt_in.c_embedder.out_layer.", "txt_in.c_embedder.linear_2."),
-    ("_in.in_layer.", "_in.mlp.0."), ("_in.out_layer.", "_in.mlp.2."),
-    ("_mod.lin.", "_mod.linear."), ("mlp.0.", "mlp.fc1."), ("mlp.2.", "mlp.fc2."),
-    ("time_in.mlp.fc1.", "time_in.mlp.0."), ("time_in.mlp.fc2.", "time_in.mlp.2."),
+    ("_in.in_layer.", "_in.mlp.0."),
+    ("_in.out_layer.", "_in.mlp.2."),
+    ("_mod.lin.", "_mod.linear."),
+    ("mlp.0.", "mlp.fc1."),
+    ("mlp.2.", "mlp.fc2."),
+    ("time_in.mlp.fc1.", "time_in.mlp.0."),
+    ("time_in.mlp.fc2.", "time_in.mlp.2."),
     ("txt_in.t_embedder.mlp.fc1.", "txt_in.t_embedder.mlp.0."),
     ("txt_in.t_embedder.mlp.fc2.", "txt_in.t_embedder.mlp.2."),
     ("_attn.norm.query_norm.weight", "_attn_q_norm.weight"),
-    ("_attn.norm.key_norm.weight", "_attn_k_norm.weight"), ("_attn.qkv.", "_attn_qkv."),
+    ("_attn.norm.key_norm.weight", "_attn_k_norm.weight"),
+    ("_attn.qkv.", "_attn_qkv."),
     ("_attn.proj.", "_attn_proj."),
-)  # fmt: skip
+)
 
 WAN = "WAN21", "model.WanModel"
 VACE = "WAN21_Vace", "model.VaceWanModel"
@@ -536,10 +543,15 @@ def _lokr(shape, random):
 
 
 LORAS = {
-    "lora": _lora, "rank 8": partial(_lora, rank=8), "kohya": _kohya, "dora": _dora, "loha": _loha,
-    "lokr": _lokr, "offset": _lora,
+    "lora": _lora,
+    "rank 8": partial(_lora, rank=8),
+    "kohya": _kohya,
+    "dora": _dora,
+    "loha": _loha,
+    "lokr": _lokr,
+    "offset": _lora,
     "diff": lambda shape, random: {"diff": random(*shape) * 0.3 * shape[-1] ** -0.5},
-}  # fmt: skip
+}
 """LoRA tensors for a matrix, by LoRA kind.
 
 "kohya" is "lora" with other keys and an alpha, "offset" is "lora" for a matrix's first rows (Flux

@@ -219,14 +219,18 @@ context_windows = _by_node(
 )  # fmt: skip
 
 PATCHES = {
-    "attn1 patch": (attention_1, ("wan_t2v",)), "attn2 patch": (attention_2, ("wan_t2v",)),
+    "attn1 patch": (attention_1, ("wan_t2v",)),
+    "attn2 patch": (attention_2, ("wan_t2v",)),
     "double-block patch": (double_block, ("qwen_image",)),
     "replaced blocks": (replaced, ("wan_vace", "flux")),
-    "skipped layer": (skipped_layer, ("flux",)), "repeated layer": (repeated_layer, ("wan_t2v",)),
-    "first-block cache": (first_block_cache, ("wan_t2v",)), "TeaCache": (tea_cache, ("flux",)),
+    "skipped layer": (skipped_layer, ("flux",)),
+    "repeated layer": (repeated_layer, ("wan_t2v",)),
+    "first-block cache": (first_block_cache, ("wan_t2v",)),
+    "TeaCache": (tea_cache, ("flux",)),
     "cache of apply_model": (apply_cache, ("flux",)),
     "cache in a function wrapper": (function_cache, ("wan_t2v",)),
-    "function wrapper": (function_wrapper, ("wan_t2v",)), "wrappers": (wrappers, ("flux",)),
+    "function wrapper": (function_wrapper, ("wan_t2v",)),
+    "wrappers": (wrappers, ("flux",)),
     "replaced forward": (replaced_forward, ("wan_t2v",)),
     "shift": (_by_node("nodes_model_advanced", "ModelSamplingSD3", shift=3.0), ("wan_t2v",)),
     "skip-layer guidance": (layer_guidance, ("wan_t2v",)),
@@ -237,5 +241,5 @@ PATCHES = {
     "TCFG": (_by_node("nodes_tcfg", "TCFG"), ("wan_t2v",)),
     "RescaleCFG": (_by_node("nodes_model_advanced", "RescaleCFG", multiplier=0.7), ("wan_t2v",)),
     "NAG": (_by_node("nodes_nag", "NAGuidance", **NAG), ("flux",)),
-}  # fmt: skip
+}
 """Patches and the families to try them on."""

@@ -263,10 +263,13 @@ def _ltx_2():
     gemma = _gemma_4("GEMMA_4_E4B", 41)
     start = "text_embedding_projection.aggregate_embed."
     return replace(
-        gemma, kind="ltxv", parts={"gemma3_12b": "gemma4", "text_embedding_projection": "gemma4"},
-        config={"": gemma.config["gemma4"]}, marks=(*gemma.marks, {f"{start}weight": (3840, 640)}),
+        gemma,
+        kind="ltxv",
+        parts={"gemma3_12b": "gemma4", "text_embedding_projection": "gemma4"},
+        config={"": gemma.config["gemma4"]},
+        marks=(*gemma.marks, {f"{start}weight": (3840, 640)}),
         renames=(("weight", f"{start}weight"), ("bias", f"{start}bias")),
-    )  # fmt: skip
+    )
 
 
 GPT_OSS = {

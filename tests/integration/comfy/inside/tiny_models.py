@@ -150,10 +150,14 @@ def figures(model):
     run = model.model.runs.last
     steps = run.shown.timeline.steps
     return SimpleNamespace(
-        bytes=[step.bytes_moved for step in steps], experts=[step.expert for step in steps],
-        visits=run.session.visits, fetches=run.session.fetches, recompiled=run.session.recompiled,
-        notes=run.policy.notes, steps=len(steps),
-    )  # fmt: skip
+        bytes=[step.bytes_moved for step in steps],
+        experts=[step.expert for step in steps],
+        visits=run.session.visits,
+        fetches=run.session.fetches,
+        recompiled=run.session.recompiled,
+        notes=run.policy.notes,
+        steps=len(steps),
+    )
 
 
 @contextmanager

@@ -24,10 +24,12 @@ from wanstream.tests.support.host.shipped import node
 
 # Node 1 is read twice, and node 5 not at all.
 PROMPT = {
-    "4": node("Show", number=["3", 0]), "3": node("Add", a=["1", 0], b=["2", 0]),
-    "2": node("Add", a=["1", 0], b="1"), "1": node("Number", value=20),
+    "4": node("Show", number=["3", 0]),
+    "3": node("Add", a=["1", 0], b=["2", 0]),
+    "2": node("Add", a=["1", 0], b="1"),
+    "1": node("Number", value=20),
     "5": node("Number", value=1),
-}  # fmt: skip
+}
 
 
 def test_steps_are_planned_once_each_in_order(nodes):

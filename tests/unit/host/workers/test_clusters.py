@@ -49,9 +49,12 @@ def test_token_file_is_found_from_the_folder_of_the_list(listed, tmp_path, monke
     monkeypatch.chdir(tmp_path.parent)
     monkeypatch.setenv(VARIABLE, str(Path(tmp_path.name, "mine.json")))
     for given, found in {
-        "tokens/lab": tmp_path / "tokens" / "lab", "~/lab": home / "lab", str(elsewhere): elsewhere,
-        "~nobody-of-that-name/lab": tmp_path / "~nobody-of-that-name" / "lab", "": "",
-    }.items():  # fmt: skip
+        "tokens/lab": tmp_path / "tokens" / "lab",
+        "~/lab": home / "lab",
+        str(elsewhere): elsewhere,
+        "~nobody-of-that-name/lab": tmp_path / "~nobody-of-that-name" / "lab",
+        "": "",
+    }.items():
         listed(token_file=given)
         assert cluster("lab").token_file == str(found)
 

@@ -115,10 +115,12 @@ def _values(node):
     by_value = [
         ([[torch.full((1, 6, 4096), 0.01), text]], "positive"),
         ([[torch.full((1, 5, 4096), 0.02), text]], "negative"),
-        ([[torch.full((1, 4, 4096), 0.03), text]], "positive_pose"), (Vae(16, 8), "vae"),
+        ([[torch.full((1, 4, 4096), 0.03), text]], "positive_pose"),
+        (Vae(16, 8), "vae"),
         (Model(), "model"),
         (Namespace(model=Namespace(audio_proj=AudioProjection())), "model_patch"),
-        (SIZE, "width height"), (FRAMES, "length motion_frame_count"),
+        (SIZE, "width height"),
+        (FRAMES, "length motion_frame_count"),
         (picture, "start_image end_image ref_image reference_image images continue_motion"),
         (picture, "pose_video_mask reference_image_mask"),
         (video, "control_video pose_video face_video background_video ref_motion previous_frames"),
@@ -129,12 +131,17 @@ def _values(node):
         (torch.ones(1, 24, (FRAMES - 1) // 4 + 1, SIZE, SIZE), "camera_conditions"),
         ({"samples": torch.ones(1, 16, 25, SIZE // 8, SIZE // 8)}, "video_latent"),
         (json.dumps([[{"x": 8 * point, "y": 8} for point in range(4)]]), "tracks"),
-        ({"mode": "single_speaker"}, "mode"), (0.0, "pose_start pose_start_percent"),
+        ({"mode": "single_speaker"}, "mode"),
+        (0.0, "pose_start pose_start_percent"),
         (1.0, "pose_end pose_end_percent pose_strength strength reference_image_strength"),
-        (1.0, "audio_scale"), (220.0, "temperature"), (0, "video_frame_offset"), (1, "batch_size"),
-        (2, "topk"), (5, "continue_motion_max_frames previous_frame_count"),
+        (1.0, "audio_scale"),
+        (220.0, "temperature"),
+        (0, "video_frame_offset"),
+        (1, "batch_size"),
+        (2, "topk"),
+        (5, "continue_motion_max_frames previous_frame_count"),
         (False, "replacement_mode"),
-    ]  # fmt: skip
+    ]
     return {name: value for value, names in by_value for name in names.split()}
 
 

@@ -48,9 +48,15 @@ def magnitudes(side):
 
 # By the most lanes that a cache leaves out in a step.
 @for_each(
-    ("guidance list", 0), ("NAG", 0), ("windows", 0), ("cache", 2), ("magnitudes", 2),
-    ("cache in windows", 8), ("magnitudes in still windows", 6), ("all", 8),
-)  # fmt: skip
+    ("guidance list", 0),
+    ("NAG", 0),
+    ("windows", 0),
+    ("cache", 2),
+    ("magnitudes", 2),
+    ("cache in windows", 8),
+    ("magnitudes in still windows", 6),
+    ("all", 8),
+)
 def check_settings(side, name, lanes):
     chosen = {}
     if "magnitudes" in name:

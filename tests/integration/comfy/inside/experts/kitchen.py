@@ -48,10 +48,12 @@ def check_values(_):
     by_row = kitchen.quantize_int8_rowwise(weight)
     whole = kitchen.quantize_int8_tensorwise(weight)
     for packing, (codes, scale), expected in (
-        (EightBit(), by_row, simple(*by_row)), (EightBit(by_row=False), whole, simple(*whole)),
+        (EightBit(), by_row, simple(*by_row)),
+        (EightBit(by_row=False), whole, simple(*whole)),
         (EightBit(group=256), rotated, kitchen.dequantize_int8_convrot_weight(*rotated, 256)),
-        (MXFP8, mxfp8, kitchen.dequantize_mxfp8(*mxfp8, **fp32)), (NVFP4, nvfp4, four_bits),
-    ):  # fmt: skip
+        (MXFP8, mxfp8, kitchen.dequantize_mxfp8(*mxfp8, **fp32)),
+        (NVFP4, nvfp4, four_bits),
+    ):
         scale = scale.view(torch.uint8) if scale.element_size() == 1 else scale
         tensors = {"weight": codes, "weight_scale": scale}
         if packing == NVFP4:

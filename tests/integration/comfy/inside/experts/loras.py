@@ -67,10 +67,17 @@ def _without_lora(expert):
 
 
 @for_each(
-    [], [("lightning", 0.8)], [("lora", 1.0)], [("kohya", 1.0)], [("diff", -0.7)], [("lokr", 0.8)],
-    [("loha", -0.6)], [("dora columns", 0.7)], [(f"dora rows{FOR_COMFYUI}", 0.7)],
+    [],
+    [("lightning", 0.8)],
+    [("lora", 1.0)],
+    [("kohya", 1.0)],
+    [("diff", -0.7)],
+    [("lokr", 0.8)],
+    [("loha", -0.6)],
+    [("dora columns", 0.7)],
+    [(f"dora rows{FOR_COMFYUI}", 0.7)],
     [("lightning", 0.5), ("diff", 0.3), ("kohya", -1.0)],
-)  # fmt: skip
+)
 def check_one_forward(expert, stack):
     native = _native(expert, stack)
     with open_experts(expert, expert, compute_dtype=torch.float32) as pair:

@@ -50,9 +50,11 @@ def check_masked_image(_):
     mask[:, :, :1] = 0
     patches = Namespace(weight=torch.zeros(1, 36))
     model = Namespace(
-        diffusion_model=Namespace(patch_embedding=patches), latent_format=wan,
-        process_latent_in=wan.process_in, image_to_video=False,
-    )  # fmt: skip
+        diffusion_model=Namespace(patch_embedding=patches),
+        latent_format=wan,
+        process_latent_in=wan.process_in,
+        image_to_video=False,
+    )
     # One that is too short too.
     for each in (mask, torch.rand(1, 4, 3, 4, 6), torch.rand(1, 3, 2, 4, 6)):
         given = {"concat_latent_image": image.clone(), "concat_mask": each}

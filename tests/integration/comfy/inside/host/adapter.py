@@ -184,9 +184,12 @@ def check_output_files(folder):
     """They are named and refused as ComfyUI does."""
     output = folder / "saved"
     for name in (
-        "clip_00004_.mp4", "video/clip_00001_.png", "video/clip_x_.png", "832/c_480_00011_.mp4",
+        "clip_00004_.mp4",
+        "video/clip_00001_.png",
+        "video/clip_x_.png",
+        "832/c_480_00011_.mp4",
         "video_00002_",
-    ):  # fmt: skip
+    ):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).touch()
 

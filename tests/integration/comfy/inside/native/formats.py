@@ -83,12 +83,14 @@ of experts have more, which are refused by the same code."""
 
 SCALED = {
     "one": Form(shape="[]"),
-    "one e5m2 fp64": Form(dtype=E5M2, scale=FP64, shape="[]", key="scale_weight"), "rows": Form(),
+    "one e5m2 fp64": Form(dtype=E5M2, scale=FP64, shape="[]", key="scale_weight"),
+    "rows": Form(),
     "rows vector fp16": Form(scale=FP16, shape="[out]", key="scale_weight"),
-    "int8 rows bf16": Form(dtype=INT8, scale=BF16), "int8 one": Form(dtype=INT8, shape="[1]"),
+    "int8 rows bf16": Form(dtype=INT8, scale=BF16),
+    "int8 one": Form(dtype=INT8, shape="[1]"),
     "blocks": Form(scale=BF16, shape="[out, n, 1]", key="scale_weight"),
     "int8 blocks": Form(dtype=INT8, shape="[out, n, 1]"),
-}  # fmt: skip
+}
 """Scales without a marker."""
 
 
@@ -558,9 +560,11 @@ PREFIXES += ("model.", "model.diffusion_model.", "module.model.diffusion_model."
 
 @for_each(
     *((prefix, "plain") for prefix in PREFIXES),
-    ("transformer.", "scaled_fp8"), ("model.", "scaled_fp8"), ("transformer.", "flux"),
+    ("transformer.", "scaled_fp8"),
+    ("model.", "scaled_fp8"),
+    ("transformer.", "flux"),
     ("diffusion_model.", "whole checkpoint"),
-)  # fmt: skip
+)
 def check_prefix(files, prefix, layout):
     """A file under a prefix, next to the bare file loaded by ComfyUI."""
     path, bare = (files.folder / f"{name}.safetensors" for name in ("prefixed", "bare"))
@@ -634,9 +638,12 @@ def check_scales_without_a_marker(files, name):
 
 
 @for_each(
-    (BF16, "scaled_fp8"), (FP16, "scaled_fp8"), (BF16, "comfy_quant"), (FP16, "comfy_quant"),
+    (BF16, "scaled_fp8"),
+    (FP16, "scaled_fp8"),
+    (BF16, "comfy_quant"),
+    (FP16, "comfy_quant"),
     (FP64, "comfy_quant"),
-)  # fmt: skip
+)
 def check_marked_scales_in_another_dtype(files, dtype, layout):
     """Next to the same values in fp32."""
     require(QUANT_ALGOS or layout == "scaled_fp8", MARKS)

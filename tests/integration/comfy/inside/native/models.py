@@ -276,10 +276,13 @@ def _share_visits(apart, together, passes):
 
 
 @for_each(
-    ("denoise 0.5", "wan_t2v", "layerwise"), ("heun", "flux", "block swap"),
-    ("BasicGuider", "wan_t2v", "block swap"), ("CFGGuider", "flux", "layerwise"),
-    ("DualCFGGuider", "wan_t2v", "layerwise"), ("DualCFGGuider", "flux", "block swap"),
-)  # fmt: skip
+    ("denoise 0.5", "wan_t2v", "layerwise"),
+    ("heun", "flux", "block swap"),
+    ("BasicGuider", "wan_t2v", "block swap"),
+    ("CFGGuider", "flux", "layerwise"),
+    ("DualCFGGuider", "wan_t2v", "layerwise"),
+    ("DualCFGGuider", "flux", "block swap"),
+)
 def check_run(files, name, on, policy):
     family = FAMILIES[on]
     passes = {"BasicGuider": 1, "DualCFGGuider": 3}.get(name, 2)
@@ -338,13 +341,17 @@ OTHER_INPUTS = {
 }  # fmt: skip
 HINDERED = {
     "replaced blocks": "a replacement of dit blocks",
-    "skipped layer": "a replacement of dit blocks", "repeated layer": "a replacement of dit blocks",
+    "skipped layer": "a replacement of dit blocks",
+    "repeated layer": "a replacement of dit blocks",
     "first-block cache": "a replacement of dit blocks",
-    "TeaCache": "the diffusion_model wrapper test", "cache of apply_model": None,
-    "cache in a function wrapper": None, "function wrapper": "the model function wrapper",
-    "wrappers": "wrapper test", "EasyCache": "the calc_cond_batch wrapper easycache",
+    "TeaCache": "the diffusion_model wrapper test",
+    "cache of apply_model": None,
+    "cache in a function wrapper": None,
+    "function wrapper": "the model function wrapper",
+    "wrappers": "wrapper test",
+    "EasyCache": "the calc_cond_batch wrapper easycache",
     "control net": "a ControlNet",
-}  # fmt: skip
+}
 """Patches that prevent shared visits, and the reason. None: they are no passes of their own anyway.
 """
 

@@ -148,11 +148,13 @@ def with_subclass(clone):
 
 WHOLE_PASSES = {
     "the apply_model wrapper counting": lambda clone: clone.add_wrapper_with_key(
-        WrappersMP.APPLY_MODEL, "counting", _run),
+        WrappersMP.APPLY_MODEL, "counting", _run
+    ),
     "the replaced apply_model": lambda clone: clone.add_object_patch(
-        "apply_model", partial(_run, clone.model.apply_model)),
+        "apply_model", partial(_run, clone.model.apply_model)
+    ),
     "the on_prepare_state callback with_callback": with_callback,
-}  # fmt: skip
+}
 """Changes that may count passes, by the reason against shared visits. `models.py` has more."""
 IN_LAYERS = {
     "the attn2_patch attention_patch": (lambda clone: clone.set_model_attn2_patch(attention_patch),
@@ -353,9 +355,10 @@ def check_runs_end_in_words_where_no_policy_is_smaller(models, share):
 
 
 @for_each(
-    ("wan_t2v", "blocks.*.ffn"), ("flux", "double_blocks.*.img_mlp"),
+    ("wan_t2v", "blocks.*.ffn"),
+    ("flux", "double_blocks.*.img_mlp"),
     ("qwen_image", "transformer_blocks.*.img_mlp"),
-)  # fmt: skip
+)
 def check_feed_forwards_in_chunks(models, name, kind):
     """Feed-forwards in chunks by the policy, then in larger ones after an error."""
     batch, channels, *frames, _, _ = FAMILIES[name].sizes[0]

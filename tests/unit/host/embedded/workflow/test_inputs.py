@@ -28,13 +28,17 @@ INPUTS = "has no input stepz; did you mean steps\\? it has steps, shift, text, s
 @pytest.mark.parametrize(
     ("change", "socket", "value"),
     [
-        ("sampler.steps=4", "steps", 4), ("Sampler.steps=4", "steps", 4),
-        ("sampler.shift=5", "shift", 5), ("sampler.preview=true", "preview", True),
+        ("sampler.steps=4", "steps", 4),
+        ("Sampler.steps=4", "steps", 4),
+        ("sampler.shift=5", "shift", 5),
+        ("sampler.preview=true", "preview", True),
         ('sampler.latent=["2", 0]', "latent", ["2", 0]),
-        ("sampler.text=x = y.z", "text", "x = y.z"), ("sampler.text=12", "text", "12"),
-        ("sampler.text=", "text", ""), ("sampler.solver=7", "solver", "7"),
+        ("sampler.text=x = y.z", "text", "x = y.z"),
+        ("sampler.text=12", "text", "12"),
+        ("sampler.text=", "text", ""),
+        ("sampler.solver=7", "solver", "7"),
     ],
-)  # fmt: skip
+)
 def test_value_is_read_as_its_input_takes_it(change, socket, value):
     changed = apply_overrides(PROMPT, [change], SOCKETS)["sampler"]["inputs"][socket]
     assert (type(changed), changed) == (type(value), value)

@@ -13,17 +13,24 @@ __all__ = ["validate"]
 
 
 WIDGETS = {
-    "choose file to upload": "image", "image_upload": True,
+    "choose file to upload": "image",
+    "image_upload": True,
     "videopreview": {"hidden": False, "paused": False, "params": {}},
-    "$$comfy_animation_preview": 3, "control_after_generate": "randomize",
-    "control_before_generate": "fixed", "speak_and_recognation": {"__value__": [False, True]},
-    "__value__": [False, True], "Refresh": None, "➕ Add Lora": "",
-}  # fmt: skip
+    "$$comfy_animation_preview": 3,
+    "control_after_generate": "randomize",
+    "control_before_generate": "fixed",
+    "speak_and_recognation": {"__value__": [False, True]},
+    "__value__": [False, True],
+    "Refresh": None,
+    "➕ Add Lora": "",
+}
 SETTINGS = [
-    ({"scael": "2.0"}, "did you mean scale"), ({"sc-ale": None}, "did you mean scale"),
-    ({"zzz": 1}, "zzz: it has a, b, scale"), ({"prefix": "x"}, "prefix: it has a, b"),
+    ({"scael": "2.0"}, "did you mean scale"),
+    ({"sc-ale": None}, "did you mean scale"),
+    ({"zzz": 1}, "zzz: it has a, b, scale"),
+    ({"prefix": "x"}, "prefix: it has a, b"),
     ({"image_preview": ["1", 0]}, "image_preview: it has"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", WIDGETS)

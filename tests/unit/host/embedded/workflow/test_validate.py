@@ -43,17 +43,21 @@ LINK = "return_type_mismatch"
 CHOICE = "value_not_in_list"
 INNER = "exception_during_inner_validation"
 NODE_FAULTS = [
-    ("1", {"value": 101}, "value_bigger_than_max"), ("1", {"value": -1}, "value_smaller_than_min"),
+    ("1", {"value": 101}, "value_bigger_than_max"),
+    ("1", {"value": -1}, "value_smaller_than_min"),
     *(("1", {"value": value}, TYPE) for value in ("seven", None, float("inf"), 6.5, True)),
     ("1", {"value": [1, 2, 3]}, "bad_linked_input"),
     *(("1", {"negate": value}, TYPE) for value in ("disable", None)),
-    ("2", {"mode": "even"}, CHOICE), ("2", {"mode": {"deep": 1}}, CHOICE),
-    ("2", {"b": ["1", 1]}, LINK), ("2", {"scale": ["1", 0]}, LINK),
+    ("2", {"mode": "even"}, CHOICE),
+    ("2", {"mode": {"deep": 1}}, CHOICE),
+    ("2", {"b": ["1", 1]}, LINK),
+    ("2", {"scale": ["1", 0]}, LINK),
     *(("2", {"a": link}, INNER) for link in (["9", 0], ["1", 2], ["1", "0"], [1, 0], [[], 0])),
-    ("2", {"scael": 2.0}, "unknown_input"), ("2", {"scale": float("nan")}, TYPE),
+    ("2", {"scael": 2.0}, "unknown_input"),
+    ("2", {"scale": float("nan")}, TYPE),
     ("3", {"number": ["9", 0]}, "exception_during_validation"),
     ("3", {"prefix": "../a"}, "custom_validation_failed"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("node_id", "inputs", "kind"), NODE_FAULTS)
@@ -80,12 +84,14 @@ NOBODY = node("Nobody")
 @pytest.mark.parametrize(
     ("prompt", "kind"),
     [
-        (None, "no_prompt"), ({}, "prompt_no_outputs"), ({"1": GOOD["1"]}, "prompt_no_outputs"),
+        (None, "no_prompt"),
+        ({}, "prompt_no_outputs"),
+        ({"1": GOOD["1"]}, "prompt_no_outputs"),
         ({**GOOD, "4": NOBODY}, "missing_node_type"),
         ({**GOOD, "4": {"inputs": {}}}, "missing_node_type"),
         ({**GOOD, "4": {**NOBODY, "_meta": "a title"}}, "missing_node_type"),
     ],
-)  # fmt: skip
+)
 def test_faults_of_the_whole_workflow(validate, prompt, kind):
     verdict = validate(prompt)
     assert verdict.error is not None
@@ -137,11 +143,15 @@ def test_name_that_is_not_in_the_list_gets_the_near_one():
     high = "wan22/high_noise.safetensors"
     low = "wan22/low_noise.safetensors"
     for value, near in (
-        ("high_noise.safetensors", high), ("WAN22/High_Noise.safetensors", high),
-        ("wan22/high_noise", high), ("wan22/highnoise.safetensors", high),
-        ("other/low_noise.safetensors", low), ("low-noise.safetensors", low),
-        ("./wan21.gguf", "Wan21.gguf"), ("wan22\\hihg_noise.safetensors", high),
-    ):  # fmt: skip
+        ("high_noise.safetensors", high),
+        ("WAN22/High_Noise.safetensors", high),
+        ("wan22/high_noise", high),
+        ("wan22/highnoise.safetensors", high),
+        ("other/low_noise.safetensors", low),
+        ("low-noise.safetensors", low),
+        ("./wan21.gguf", "Wan21.gguf"),
+        ("wan22\\hihg_noise.safetensors", high),
+    ):
         details = combo_fault(value, high, low, "Wan21.gguf", "odd")["details"]
         assert details.startswith(f"x: did you mean {near}? '{value}' not in [")
     long = combo_fault("y", *map(str, range(21)))
