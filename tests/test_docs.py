@@ -404,7 +404,7 @@ OF_WRAPPER = [row for row in rows_in(PAGES[MIGRATION[2]]) if row[0] != "there"]
 
 @pytest.mark.parametrize("row", OF_WRAPPER, ids=lambda row: row[0][:40])
 def test_every_setting_for_the_wrapper_is_one_of_ours(row):
-    """If a row names nodes, its settings belong to these nodes."""
+    """Settings in a row belong to the nodes that the row names."""
     _, here = row
     named = [schema for schema in SCHEMAS if f"**{schema.display_name}**" in here]
     assert {*re.findall(r"`([^`]+)`", here)} <= names_of(named or SCHEMAS)

@@ -54,7 +54,9 @@ class RealServer:
     """A ComfyUI server killed and restarted at the same port."""
 
     def __init__(self, comfyui: comfyui_tools.ComfyUI, base: Path, models: Path) -> None:
-        self._comfyui, self._base, self._port = comfyui, base, comfyui_tools.free_port()
+        self._comfyui = comfyui
+        self._base = base
+        self._port = comfyui_tools.free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._opened, self._process_id = ExitStack(), 0
         for folder in ("custom_nodes", "input", "output"):

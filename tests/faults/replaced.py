@@ -32,7 +32,8 @@ def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
         node = prompt[node_id]
         inputs = node["inputs"]
         if node["class_type"] == "WanStreamLaneLatent":
-            lane, node_id = inputs["index"], as_link(inputs["latents"]).node_id
+            lane = inputs["index"]
+            node_id = as_link(inputs["latents"]).node_id
         elif node["class_type"] == "WanStreamLaneSampler":
             # The last lane is linked to the sampler, each lane to the one before it.
             chain = [as_link(inputs["lanes"]).node_id]

@@ -248,5 +248,5 @@ def test_any_allocation_may_fail(tmp_path, make_tiny_expert, make_request, kind,
                 retried += 1
             assert torch.equal(result.latents, expected), f"allocation {number}"
             del result
-    # Nearly all allocations are those of a step.
+    # Nearly all allocations are made in a step.
     assert retried > TRIED // 2 or policy.kind == "layerwise"

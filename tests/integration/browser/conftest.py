@@ -72,6 +72,6 @@ def classic(frontends, server):
 
 @pytest.fixture
 def unused(browser, server):
-    """A page of its own, whose table has no ticked runs, and whose settings a test may change."""
+    """A separate page. No run in the table is ticked, and a test may change settings."""
     with opened_frontend(browser, server, height=HEIGHT) as frontend:
         yield Page(frontend, server)

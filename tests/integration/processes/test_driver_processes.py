@@ -271,7 +271,7 @@ NEVER_S = 1e9
 
 @pytest.fixture
 def drivers(processes):
-    """Processes for drivers that start processes themselves, behind those of `pool`."""
+    """Processes for drivers that start processes themselves, next to the ones of `pool`."""
     yield processes.at_least(WORKERS + 1)
     processes.replace(WORKERS)  # the job has changed modules
 

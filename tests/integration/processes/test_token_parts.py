@@ -30,7 +30,8 @@ SHAPE = (1, 16, 3, 4, 8)
 """8 tokens in each of 3 frames."""
 
 
-SOURCE, IMAGE = normal(*SHAPE, seed=1), normal(1, 16, 1, 4, 4, seed=2)
+SOURCE = normal(*SHAPE, seed=1)
+IMAGE = normal(1, 16, 1, 4, 4, seed=2)
 BERNINI = {"tokens": ExtraTokens(context=(SOURCE, IMAGE))}
 CONTROL = {
     "image_condition": normal(1, 36, *SHAPE[2:], seed=3),

@@ -33,7 +33,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A Ray for several tests, and its address. The last test kills it."""
+    """A Ray for several tests, with the address. The last test kills it."""
     folder = tmp_path_factory.mktemp("ray")
     program = [sys.executable, str(HERE / "ray_head.py"), str(folder)]
     process = subprocess.Popen(program, **PIPES, cwd=folder, env=environment(**TOKEN))

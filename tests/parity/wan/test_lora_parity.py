@@ -126,7 +126,8 @@ def test_differences_and_products_of_all_parameters(pair, plain_models, lora_fil
             tensors[f"{native}.diff"] = change.clone()
             if parameter.ndim >= 2 and name.endswith(".weight"):
                 # A convolution's factors have the dimensions of the kernel.
-                rank, kernel = number % 5 + 1, [1] * (parameter.ndim - 2)
+                rank = number % 5 + 1
+                kernel = [1] * (parameter.ndim - 2)
                 up = 0.05 * torch.randn(parameter.shape[0], rank, *kernel, generator=generator)
                 down = 0.05 * torch.randn(rank, *parameter.shape[1:], generator=generator)
                 layer = native.removesuffix(".weight")

@@ -212,7 +212,7 @@ class Slab:
         memory = np.empty(nbytes + GRANULE, np.uint8)
         start = -memory.ctypes.data % GRANULE
         with torch.inference_mode(False):
-            # Its storage starts there.
+            # The storage starts there.
             self.bytes = torch.from_numpy(memory[start : start + nbytes])
         self.nbytes = nbytes
         self.address = self.bytes.data_ptr()

@@ -327,7 +327,8 @@ def test_euler_is_comfyuis_loop(mask, latent, changes, open_short, plain_models,
     with torch.inference_mode():
         for step, (sigma, after) in enumerate(pairwise(request.step_plan.schedule.sigmas)):
             seen = latents * free + (sigma * noise + (1 - sigma) * kept) * (1 - free)
-            model, time = models["high" if step < 2 else "low"], torch.tensor([sigma * 1000])
+            model = models["high" if step < 2 else "low"]
+            time = torch.tensor([sigma * 1000])
             texts = (request.positive, request.negative)
             ends = [seen - sigma * model(seen, time, text, return_dict=False)[0] for text in texts]
             end = ends[1] + request.guidance[step >= 2] * (ends[0] - ends[1])

@@ -233,7 +233,8 @@ def test_the_memory_counts_three_lanes_and_their_own_tokens(open_short, make_gui
         working_bytes(pair, request.computed_shape, sides=sides)
         for sides in [(extra,) * 2, (extra, 0, extra), (extra,) * 3]
     )
-    texts, rotary = 2 * 512 * width * 4, VIDEO_TOKENS * HEAD_DIM * 4
+    texts = 2 * 512 * width * 4
+    rotary = VIDEO_TOKENS * HEAD_DIM * 4
     assert three - two == VIDEO_TOKENS * width * 4 + texts + rotary
     assert equal - three == extra * width * 4 - rotary
 

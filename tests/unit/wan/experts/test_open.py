@@ -344,7 +344,8 @@ def test_no_single_model_is_refused(tiny_expert_folder, tmp_path):
     ],
 )
 def test_single_model_in_a_pair_is_refused(shape, message, tiny_expert_file):
-    ours, other = tiny_expert_file(**shape), tiny_expert_file()
+    ours = tiny_expert_file(**shape)
+    other = tiny_expert_file()
     for pair in [(ours, ours)] if shape is IMAGE else [(ours, ours), (ours, other), (other, ours)]:
         with pytest.raises(CheckpointError, match=message):
             open_experts(*pair)

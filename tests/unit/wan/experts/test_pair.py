@@ -541,7 +541,8 @@ def test_second_pair_finds_what_the_first_one_has_read(tiny_expert_file, policy,
     with opened() as alone:
         expected, whole = matrices_of(alone, policy)
     with opened(shared=True) as first, opened(shared=True) as second:
-        (one, read), (two, read_again) = matrices_of(first, policy), matrices_of(second, policy)
+        one, read = matrices_of(first, policy)
+        two, read_again = matrices_of(second, policy)
         assert all(map(torch.equal, one, expected))
         assert all(map(torch.equal, two, expected))
         assert read >= whole / 2 > 10**6

@@ -342,7 +342,8 @@ def _cast(tensors: Tensors) -> Edits:
 )
 def test_fp8_equals_its_values(changed, tmp_path, caplog, change, fp8):
     path = changed(change, fp8=fp8)
-    tensors, values = load_file(path), {}
+    tensors = load_file(path)
+    values = {}
     assert tensors[QUERIES].dtype == FP8
     for name in tensors:
         if not name.endswith(BESIDE):

@@ -112,7 +112,7 @@ def test_damaged_model_is_refused(stored, data, rows, message):
     ("vocabulary", "rows"), [(VOCABULARY, ROWS - 1), (VOCABULARY, ROWS + 512), (GEMMA, ROWS + 1)]
 )
 def test_tokenizer_of_another_model_is_not_taken(tmp_path, vocabulary, rows):
-    """With more pieces than rows, with far fewer, and with those of Gemma."""
+    """With more pieces than rows, with far fewer, and with the pieces of Gemma."""
     (tmp_path / "spiece.model").write_bytes(sentencepiece_model(vocabulary))
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         tokenizer_beside(tmp_path / "umt5.safetensors", rows=rows)
