@@ -16,7 +16,6 @@ from pathlib import Path
 
 import av
 import numpy as np
-import pytest
 
 from wanstream.cli import main
 from wanstream.cli.arguments import DONE, INTERRUPTED
@@ -25,14 +24,6 @@ from wanstream.tests.support.batch.command import command_line, videos
 
 TRACEBACK = 99
 """Exit code after an uncaught exception."""
-
-FORKED = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked, and limited"),
-    # Python warns about a fork with threads, but a client uses no threads from the test run.
-    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
-]
-"""Marks of tests with forked clients."""
 
 WAIT_SECONDS = 240.0
 MOST_RUNS = 8

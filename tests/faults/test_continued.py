@@ -11,8 +11,9 @@ from wanstream.batch.output_store import check_media
 from wanstream.cli.arguments import DONE
 from wanstream.tests.faults.points import Points, kill
 from wanstream.tests.faults.replaced import computing_replaced, latent_of, named_models
-from wanstream.tests.faults.stage import FORKED, Stage
+from wanstream.tests.faults.stage import Stage
 from wanstream.tests.support.batch.command import shipped, videos
+from wanstream.tests.support.marks import FORKED
 from wanstream.wan.latents.file import read_latent
 
 SEED = 19

@@ -9,7 +9,7 @@ import pytest
 
 from wanstream.tests.faults.campaign import Campaign
 from wanstream.tests.faults.cases import SkippedError
-from wanstream.tests.faults.stage import FORKED
+from wanstream.tests.support.marks import FORKED
 
 SEED = 14
 COUNT = 14

@@ -20,8 +20,9 @@ from wanstream.tests.faults import comfy_like
 from wanstream.tests.faults.campaign import small_workflow
 from wanstream.tests.faults.comfy_like import forked_server
 from wanstream.tests.faults.replaced import computing_replaced, named_models
-from wanstream.tests.faults.stage import FORKED, Stage
+from wanstream.tests.faults.stage import Stage
 from wanstream.tests.support.batch.command import videos
+from wanstream.tests.support.marks import FORKED
 from wanstream.tools.comfyui import free_port
 
 SEED, ROWS, SERVERS, KILLS = 20, 100, 4, 50

@@ -97,7 +97,7 @@ class Replay:
     """Disk, bus and device, each at any speed: all that a program pair allows may happen.
 
     Fails if a slot or buffer is overwritten before or while it is read, or if a visit is never
-    reached. Shares nothing with the compiler, the checks or the simulator.
+    reached. `run` shares nothing with the compiler, the checks or the simulator.
     """
 
     def __init__(self, slots: Mapping[int, BlockKey], buffers: Mapping[int, BlockKey]) -> None:
@@ -134,7 +134,8 @@ class Replay:
             else:
                 self._busy.add(who)
                 self._begin(who, self._at[who])
-        assert visits is not None or self._at["bus"] == len(program.fetches)
+        ended = self._at["device"] == len(program.visits)
+        assert not ended or self._at["bus"] == len(program.fetches)
 
     def _may_begin(self, who: str) -> bool:
         number, program, ram = self._at[who], self._program, self._ram

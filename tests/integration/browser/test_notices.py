@@ -97,14 +97,16 @@ def test_guidance_with_a_lora_for_few_steps_is_noticed(classic):
         window.app.rootGraph.add(lora)
         find('{LOADER}').connect(0, lora, 'experts')
         lora.connect(0, find(title), 'experts')
-        lora.widgets.find(widget => widget.name === 'high_noise').value = '{LORA}'
-        window.messages = []
-        const {{ toast }} = window.app.extensionManager, {{ add }} = toast
-        toast.add = message => {{
+        lora.widgets.find(widget => widget.name === 'high_noise').value = '{LORA}'"""
+    record_messages = """window.messages = []
+        const { toast } = window.app.extensionManager
+        const { add } = toast
+        toast.add = message => {
             window.messages.push(message.detail)
             return add.call(toast, message)
-        }}"""
+        }"""
     classic.js(with_lora)
+    classic.js(record_messages)
     classic.look_at(SAMPLER, zoom=0.8)
     classic.run()
     classic.set(SAMPLER, seed=2)

@@ -84,8 +84,8 @@ def test_run_is_shown_live_and_after_a_reload(page, renderer):
     assert badges.keys() == history["prompt"][2].keys(), "a badge on every node of the graph"
     assert {*badges.values()} - {"cached", "not run"}
     began, *_, over = (data["timestamp"] / 1000 for _, data in history["status"]["messages"])
-    # A busy page gets the event of a node's start late.
-    assert timeline.wall_s / 2 < float(badges[sampler].split()[0]) < over - began + 0.1
+    # A busy page gets the events of a node's start and end late.
+    assert timeline.wall_s / 2 < float(badges[sampler].split()[0]) < 2 * (over - began)
     page.look_at(SAMPLER, zoom=0.85)
     page.picture(f"overlay_{renderer}")
 
@@ -272,11 +272,12 @@ def test_run_is_shown_after_another_tab_was_open(classic):
 
 
 def test_reload_during_a_run_shows_no_guessed_times(classic):
-    workflow_id = classic.load(steps=300)
+    # Enough for a slow page to come back within the run.
+    workflow_id = classic.load(steps=1000)
     classic.queue()
     classic.until_under_way()
     classic.reload()
-    classic.load(steps=300, workflow_id=workflow_id)
+    classic.load(steps=1000, workflow_id=workflow_id)
     classic.until_under_way()
     classic.server.post("/interrupt", {})
     classic.until_ended()

@@ -277,7 +277,10 @@ def parts(now, **states):
     "a.1" is a part of "a", as if expanded from it.
     """
     names = {name.replace("_", "."): state for name, state in states.items()}
-    nodes = {name: {"state": state, "display_node_id": name[0]} for name, state in names.items()}
+    nodes = {
+        name: {"state": state, "display_node_id": name.split(".")[0]}
+        for name, state in names.items()
+    }
     return item("progress_state", now, nodes=nodes)
 
 

@@ -122,12 +122,12 @@ def said(server):
     return (server.base / "server.log").read_text(errors="replace")
 
 
-def free_until(server, done, *, memory=True):
+def free_until(server, done, *, memory=True, limit_s=60):
     """POST /free until it has had an effect.
 
     ComfyUI may sleep through a request that arrives as it falls asleep.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < deadline, said(server)[-4000:]
         server.post("/free", {"unload_models": True, "free_memory": memory})

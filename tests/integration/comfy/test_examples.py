@@ -9,16 +9,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote
 
-import httpx
 import pytest
 from PIL import Image
 
-from wanstream.tests.integration.comfy.conftest import PACK
 from wanstream.tests.integration.comfy.servers import ROOT, small
 from wanstream.tests.support.host.shipped import node
-from wanstream.tools.templates import TITLES, template, template_path
 
 pytestmark = [
     pytest.mark.comfy,
@@ -243,14 +239,3 @@ def test_commands_of_the_page_in_order(server, run, desk):
     assert errors == "{}"
     assert (desk / "video.mp4").read_bytes() in saved(server)
     wait_until_idle(server)
-
-
-def test_every_shipped_workflow_is_served_as_a_template_with_its_thumbnail(server):
-    """ComfyUI takes templates from one folder of a pack: `examples` would hide `workflows`."""
-    assert sorted(server.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
-    for name, title in TITLES.items():
-        address = f"/api/workflow_templates/{PACK}/{quote(title)}"
-        assert server.get(f"{address}.json") == template(name)
-        picture = httpx.get(f"{server.url}{address}.jpg", trust_env=False)
-        assert (picture.status_code, picture.headers["content-type"]) == (200, "image/jpeg")
-        assert picture.content == template_path(name).with_suffix(".jpg").read_bytes()

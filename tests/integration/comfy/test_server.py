@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from urllib.parse import quote
 
+import httpx
 import pytest
 
 from wanstream.host.embedded.files import Folders
@@ -16,6 +18,7 @@ from wanstream.nodes import WanStreamExtension
 from wanstream.tests.integration.comfy.conftest import PACK
 from wanstream.tests.support.host.embedded import embedded_host
 from wanstream.tools.comfyui import find_comfyui
+from wanstream.tools.templates import TITLES, template, template_path
 
 pytestmark = pytest.mark.comfy
 
@@ -45,6 +48,17 @@ def test_every_node_of_the_pack_is_loaded(server, described):
     assert loaded == {node.define_schema().node_id for node in NODES}
     assert described["WanStreamSampler"]["python_module"] == f"custom_nodes.{PACK}"
     assert f"/extensions/{PACK}/wanstream.js" in server.get("/extensions")
+
+
+def test_every_shipped_workflow_is_served_as_a_template_with_its_thumbnail(server):
+    """ComfyUI takes templates from one folder of a pack: `examples` would hide `workflows`."""
+    assert sorted(server.get("/api/workflow_templates")[PACK]) == sorted(TITLES.values())
+    for name, title in TITLES.items():
+        address = f"/api/workflow_templates/{PACK}/{quote(title)}"
+        assert server.get(f"{address}.json") == template(name)
+        picture = httpx.get(f"{server.url}{address}.jpg", trust_env=False)
+        assert (picture.status_code, picture.headers["content-type"]) == (200, "image/jpeg")
+        assert picture.content == template_path(name).with_suffix(".jpg").read_bytes()
 
 
 def without_advanced(node):

@@ -98,7 +98,7 @@ INPUT_FAULTS = {
         lambda one: one.io_type == "COMBO",
         lambda rng, _: rng.choice(["nothing", 3, None, "../wan"]),
     ),
-    "no link": (_is_not(""), lambda rng, _: rng.choice([[], ["1"], ["1", 0, 0]])),
+    "no link": (lambda _: True, lambda rng, _: rng.choice([[], ["1"], ["1", 0, 0]])),
     "constant": (_is_link, lambda rng, _: rng.choice([5, "text", None, {"samples": 1}])),
     "wrong type": (_is_not("WANSTREAM_POLICY"), lambda *_: ["policy", 0]),
     "dangling": (_is_link, lambda rng, _: rng.choice([["99", 0], ["no", 1], [1, 0], [[], 0]])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 
 import psutil
@@ -12,7 +13,13 @@ import torch
 
 from wanstream.tests.integration.comfy.servers import free_until, latent_of, said, small, tapped
 from wanstream.tests.support.polling import eventually
-from wanstream.tools.comfyui import RUN_SECONDS, START_SECONDS, populate, running_server
+from wanstream.tools.comfyui import (
+    POLL_SECONDS,
+    RUN_SECONDS,
+    START_SECONDS,
+    populate,
+    running_server,
+)
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -125,6 +132,7 @@ def test_cancel_ends_the_run_and_leaves_the_workers(served, same):
     prompt_id = served.queue(prompt(seed=7, steps=1000))
 
     def has_begun():
+        time.sleep(POLL_SECONDS)  # each poll costs the server time
         runs = served.get("/wanstream/runs")["runs"]
         return any(run["prompt_id"] == prompt_id and run["records"] for run in runs)
 
@@ -140,5 +148,5 @@ def test_unloading_models_empties_the_workers_and_keeps_them(served, same):
 
     The menu button posts the same request.
     """
-    free_until(served, lambda: WORDS in said(served), memory=False)
+    free_until(served, lambda: WORDS in said(served), memory=False, limit_s=RUN_SECONDS)
     same(9997)

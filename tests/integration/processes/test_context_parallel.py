@@ -170,6 +170,7 @@ def test_the_models_are_as_they_were(mesh, policy, split, wide):
         settings = ("parallel", "self_backend", "exchanging")
         assert {f"settings: {name}" for name in settings} & set(inside)
         assert "settings: backend" not in inside, "each worker has the whole text"
+        assert not any(changed.endswith(": _modules") for changed in inside)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from wanstream.testing.model import model_names, write_tiny_model
 from wanstream.tests.faults.replaced import named_models
 from wanstream.tests.support.batch import faulty_service
 from wanstream.tests.support.batch.command import command_line, shipped, videos
-from wanstream.tests.support.distributed.local_actor import needs_device_errors
+from wanstream.tests.support.marks import needs_device_errors
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

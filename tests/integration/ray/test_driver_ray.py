@@ -107,9 +107,14 @@ def test_stopped_runs_leave_workers_and_machine_unchanged(pool, driver, task, un
         timer = threading.Timer(chance.uniform(0, 0.1), stop.set)
         if at == 0:
             timer.start()
+
+        def start_timer(step, at=at, timer=timer):
+            if step.done == at:
+                timer.start()
+
+        how = {"should_stop": stop.is_set, "on_step": start_timer}
         with pytest.raises(SamplingCancelled):
-            start = {"on_step": lambda step, at=at, timer=timer: step.done == at and timer.start()}
-            driver.denoise(task.experts, long, task.policy, should_stop=stop.is_set, **start)
+            driver.denoise(task.experts, long, task.policy, **how)
         timer.join()
         ran = driver.denoise(task.experts, task.request, task.policy)
         assert torch.equal(ran.latents, undisturbed)

@@ -103,9 +103,13 @@ def started(**changes):
     return Started(**{**given, **changes})
 
 
-PLACE = {"options": {}, "node_of": OWN, "workers_on_machine_of": 1}
-PLACE["describe_delay"] = "see whether its machine is busy"
-PLACEMENT = mock.Mock(**{f"{name}.return_value": value for name, value in PLACE.items()})
+PLACEMENT = SimpleNamespace(
+    options=lambda rank: {},
+    node_of=lambda rank: OWN,
+    workers_on_machine_of=lambda rank: 1,
+    describe_delay=lambda rank: "see whether its machine is busy",
+    close=lambda: None,
+)
 """Placement without failures."""
 
 

@@ -123,16 +123,17 @@ def test_differences_and_products_of_all_parameters(pair, plain_models, lora_fil
         for number, (name, parameter) in enumerate(models[expert].named_parameters(), start=1):
             native = f"diffusion_model.{native_transformer_name(name)}"
             change = 0.02 * torch.randn(parameter.shape, generator=generator)
-            tensors[f"{native}.diff"] = change.clone()
+            layer, _, kind = native.rpartition(".")
+            tensors[f"{layer}.diff_b" if kind == "bias" else f"{native}.diff"] = change.clone()
             if parameter.ndim >= 2 and name.endswith(".weight"):
                 # A convolution's factors have the dimensions of the kernel.
                 rank = number % 5 + 1
                 kernel = [1] * (parameter.ndim - 2)
                 up = 0.05 * torch.randn(parameter.shape[0], rank, *kernel, generator=generator)
                 down = 0.05 * torch.randn(rank, *parameter.shape[1:], generator=generator)
-                layer = native.removesuffix(".weight")
                 tensors |= {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down}
-                change += (up.flatten(1) @ down.flatten(1)).reshape(parameter.shape)
+                tensors[f"{layer}.alpha"] = torch.tensor(rank / 2)
+                change += (up.flatten(1) @ down.flatten(1)).reshape(parameter.shape) / 2
             parameter.data += strength * change
         loras.append([(lora_file(tensors), strength)])
     set_loras(pair, *loras)

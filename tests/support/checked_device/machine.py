@@ -264,7 +264,9 @@ class Device:
             size = -(-nbytes // GRANULE) * GRANULE
             pool = self._pool.get((stream, size))
             if self.allocations == self.fail_at:
-                raise torch.OutOfMemoryError(f"{size} bytes requested, to fail by request")
+                raise torch.OutOfMemoryError(
+                    f"allocation {self.allocations} of {size} bytes fails by request"
+                )
             if pool:
                 slab = pool.pop()
             else:

@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 from wanstream.cli.batch.ray_backend import RayBackend, stop_all
 from wanstream.cli.batch.row_service import RowService
 from wanstream.cli.options import BatchOptions
@@ -24,9 +21,6 @@ PLAIN = (str, int, float, bool, bytes, type(None))
 MARK = "mark"
 ROWS, STOPPING = "wanstream rows", "stopping service"
 END_SECONDS = 30.0
-
-NO_CLASS = "torch before 2.8 has no class for errors of a device"
-needs_device_errors = pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason=NO_CLASS)
 
 
 def is_plain(value: object) -> bool:

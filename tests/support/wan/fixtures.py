@@ -73,7 +73,8 @@ def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
 def _layers(lora: Tensors) -> list[str]:
     layers = [f"attn{n}.{p}" for n in (1, 2) for p in ("to_q", "to_k", "to_v", "to_out.0")]
     layers += ["ffn.net.0.proj", "ffn.net.2"]
-    return [f"blocks.{n}.{layer}" for n in {key.split(".")[2] for key in lora} for layer in layers]
+    blocks = sorted({key.split(".")[2] for key in lora})
+    return [f"blocks.{block}.{layer}" for block in blocks for layer in layers]
 
 
 @pytest.fixture(scope="session")

@@ -61,9 +61,14 @@ def seeds_of(out):
 
 def test_a_batch_makes_a_file_for_each_row_and_names_bad_lines(run, out, capsys):
     rows = [
-        *({"sampler.seed": 1}, {"sampler.seed": 2, "name": "shot"}, "no json"),
-        *({"sampler.sed": 3}, {"KSampler.x": 1}, {"sampler.steps": 0, "sampler.seed": 4}),
-        *({"experts.low_noise": "none"}, {"sampler.seed": 1}),
+        {"sampler.seed": 1},
+        {"sampler.seed": 2, "name": "shot"},
+        "no json",
+        {"sampler.sed": 3},
+        {"KSampler.x": 1},
+        {"sampler.steps": 0, "sampler.seed": 4},
+        {"experts.low_noise": "none"},
+        {"sampler.seed": 1},
     ]
     assert run(*rows) == FAILED
     assert seeds_of(out) == {"00001": 1, "00008": 1, "shot": 2}
@@ -81,8 +86,12 @@ def test_a_batch_makes_a_file_for_each_row_and_names_bad_lines(run, out, capsys)
     ]:
         assert told in printed.err
     assert journal_rows(out, "stem, state, attempts") == [
-        *(("00001", "done", 1), ("shot", "done", 1), *[(None, "failed", 0)] * 3),
-        *(("00006", "failed", 1), ("00007", "failed", 1), ("00008", "done", 1)),
+        ("00001", "done", 1),
+        ("shot", "done", 1),
+        *[(None, "failed", 0)] * 3,
+        ("00006", "failed", 1),
+        ("00007", "failed", 1),
+        ("00008", "done", 1),
     ]
     # Only the files and the journal remain.
     journals = {"journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock", ".wanstream"}

@@ -16,7 +16,7 @@ from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.nodes.runs.video_file import write_video
 from wanstream.tests.faults import replaced
 from wanstream.tests.support.batch.command import command_line, journal_rows, shipped, videos
-from wanstream.tests.support.distributed.local_actor import needs_device_errors
+from wanstream.tests.support.marks import needs_device_errors
 
 ROWS = [{"sampler.seed": 1}, {"sampler.seed": 2}, {"sampler.seed": 3, "name": "shot"}]
 LANES = ("--share-weights", "3")

@@ -75,8 +75,9 @@ def test_planner_chooses_within_what_is_free():
         plan = plan_offload(RUN, GPU, Budgets(vram_bytes=vram, ram_bytes=ram))
         assert choice.reason.startswith("chosen: ")
         assert plan.reason in choice.reason
-        policies += [choice.policy, plan.policy]
-    assert policies[0] == policies[1] != policies[2] == policies[3]
+        assert choice.policy == plan.policy
+        policies.append(choice.policy)
+    assert policies[0] != policies[1]
 
 
 def _record(policy: OffloadPolicy, machine: Machine, run: RunShape = RUN) -> StepRecord:

@@ -334,7 +334,7 @@ def test_euler_is_comfyuis_loop(mask, latent, changes, open_short, plain_models,
             end = ends[1] + request.guidance[step >= 2] * (ends[0] - ends[1])
             end = end * free + kept * (1 - free)
             latents = latents + (latents - end) / sigma * (after - sigma)
-    policy = OffloadPolicy.block_swap(2)
+    policy = OffloadPolicy.block_swap(1)
     assert distance(latents_of(open_short(), request, policy), latents) <= 1e-5
 
 

@@ -42,7 +42,8 @@ STEPS = 3
 SETTINGS = {"steps": STEPS, "flow_shift": 3.0, "switch_step": None, "boundary_ratio": 0.0}
 SETTINGS |= {"guidance": (5.0, 5.0), "solver": "unipc", "schedule": "wan"}
 """Settings of the pipelines, as keywords of a request."""
-OF_A14B = {**SETTINGS, "steps": 6, "boundary_ratio": 0.875, "guidance": (4.0, 3.0)}
+OF_A14B = {**SETTINGS, "steps": 6, "flow_shift": 5.0, "boundary_ratio": 0.875}
+OF_A14B["guidance"] = (4.0, 3.0)
 SIZE = {"height": 32, "width": 48, "num_frames": 5}
 SIZE_5B = {"height": 64, "width": 96, "num_frames": 9}
 SHAPE = (1, 48, 3, 4, 6)
@@ -95,13 +96,13 @@ def _given(latent: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"latent": latent * (1 - mask), "mask": mask}
 
 
-def pipeline_of(kind: Any, pair: Any, **parts: Any) -> Any:
+def pipeline_of(kind: Any, pair: Any, flow_shift: float, **parts: Any) -> Any:
     """Return a `kind` pipeline with UniPC and the models of `pair`, without a text encoder."""
     names = ("transformer", "transformer_2")
     for name, expert in zip(names, pair.experts.values(), strict=False):
         parts[name] = WanTransformer3DModel.from_pretrained(expert.path).requires_grad_(False)
     how = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-    scheduler = UniPCMultistepScheduler(**how, flow_shift=SETTINGS["flow_shift"])
+    scheduler = UniPCMultistepScheduler(**how, flow_shift=flow_shift)
     pipeline = kind(tokenizer=None, text_encoder=None, scheduler=scheduler, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -134,48 +135,63 @@ def test_text_to_video_is_diffusers(shape, noise, size, settings, parts, open_mo
     pair = open_model(settings is OF_A14B, **shape)
     request = make_request(batch=2, noise=normal(2, *noise, seed=1), **settings)
     assert set(request.step_plan.experts) == set(pair.experts)
-    expected = pipeline_of(WanPipeline, pair, **parts)(**arguments_of(request, **size)).frames
+    pipeline = pipeline_of(WanPipeline, pair, settings["flow_shift"], **parts)
+    expected = pipeline(**arguments_of(request, **size)).frames
     assert distance(latents_of(pair, request, SWAP), expected) <= TOLERANCE
 
 
-@pytest.mark.parity
-@pytest.mark.slow  # several loop runs
-@pytest.mark.parametrize("settings", [OF_A14B, SETTINGS], ids=["Wan2.2 A14B", "Wan2.1"])
-def test_image_to_video_is_wan_image_to_video_pipeline(
-    settings, open_model, make_request, image_request, tmp_path
-):
-    """Both sides compute the CLIP embedding of Wan2.1 from the same image and the same file."""
-    is_a14b = settings is OF_A14B
-    pair = open_model(is_a14b, in_channels=36, **({} if is_a14b else {"image_dim": WIDTH}))
-    encoder = make_image_encoder(seed=5)
-    pixels = np.random.default_rng(4).integers(0, 256, (224, 224, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels)
-    clip = {"image_encoder": encoder, "image_processor": CLIPImageProcessor()}
-    parts = {"boundary_ratio": 0.875} if is_a14b else clip
-    pipeline = pipeline_of(WanImageToVideoPipeline, pair, vae=make_vae(seed=3), **parts)
-    plain = make_request(**settings) if is_a14b else image_request()
+def image_to_video(
+    pair: Any, plain: Any, image: Image.Image, flow_shift: float, **parts: Any
+) -> tuple[Any, Any]:
+    """Return the request with the image as condition, and the latents of the pipeline."""
+    pipeline = pipeline_of(WanImageToVideoPipeline, pair, flow_shift, vae=make_vae(seed=3), **parts)
     expected = pipeline(image=image, **arguments_of(plain, **SIZE)).frames
     prepared = pipeline.video_processor.preprocess(image, height=32, width=48)
     given = {**SIZE, "dtype": torch.float32, "latents": plain.noise}
     _, condition = pipeline.prepare_latents(prepared, 1, **given)
-    request = changed_request(plain, image_condition=condition.detach())
-    if not is_a14b:
-        save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
-        opened = open_image_encoder(tmp_path / "clip.safetensors")
-        seen = opened.encode(torch.from_numpy(pixels)[None] / 255, device="cpu")
-        states = seen.penultimate_hidden_states
-        request = changed_request(request, image_embedding=states)
-        other = changed_request(request, image_embedding=states.flip(2))
-        assert distance(latents_of(pair, other), expected) > 1e-3, "what CLIP sees counts"
+    return changed_request(plain, image_condition=condition.detach()), expected
+
+
+def check_policies(pair: Any, request: Any, expected: Any) -> None:
     for policy in (SWAP, POLICIES["chunks"]):
         assert distance(latents_of(pair, request, policy), expected) <= TOLERANCE
+
+
+def random_pixels() -> np.ndarray:
+    return np.random.default_rng(4).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+
+
+@pytest.mark.parity
+def test_image_to_video_is_the_pipeline_of_wan22_a14b(open_pair, make_request):
+    pair = open_pair(in_channels=36)
+    image = Image.fromarray(random_pixels())
+    plain = make_request(**OF_A14B)
+    check_policies(pair, *image_to_video(pair, plain, image, 5.0, boundary_ratio=0.875))
+
+
+@pytest.mark.parity
+@pytest.mark.slow  # several loop runs
+def test_image_to_video_is_the_pipeline_of_wan21(open_one, image_request, tmp_path):
+    """Both sides compute the CLIP embedding from the same image and the same file."""
+    pair = open_one(in_channels=36, image_dim=WIDTH)
+    encoder = make_image_encoder(seed=5)
+    pixels = random_pixels()
+    clip = {"image_encoder": encoder, "image_processor": CLIPImageProcessor()}
+    request, expected = image_to_video(pair, image_request(), Image.fromarray(pixels), 3.0, **clip)
+    save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
+    opened = open_image_encoder(tmp_path / "clip.safetensors")
+    seen = opened.encode(torch.from_numpy(pixels)[None] / 255, device="cpu")
+    states = seen.penultimate_hidden_states
+    check_policies(pair, changed_request(request, image_embedding=states), expected)
+    other = changed_request(request, image_embedding=states.flip(2))
+    assert distance(latents_of(pair, other), expected) > 1e-3, "what CLIP sees counts"
 
 
 @pytest.mark.parity
 @pytest.mark.slow  # several loop runs
 def test_image_to_video_is_the_pipeline_of_wan22_5b(pair_5b, request_5b):
     """Both sides start from the image, encoded by the pipeline's VAE."""
-    pipeline = pipeline_of(WanImageToVideoPipeline, pair_5b, **OF_5B)
+    pipeline = pipeline_of(WanImageToVideoPipeline, pair_5b, SETTINGS["flow_shift"], **OF_5B)
     plain = request_5b()
     image = torch.rand(1, 3, 64, 96, generator=torch.Generator().manual_seed(4))
     expected = pipeline(image=image, **arguments_of(plain, **SIZE_5B)).frames

@@ -32,8 +32,10 @@ from wanstream.wan.vae import open_vae
 
 PIPELINES = ["diffusers/Wan2.2-T2V-A14B-Diffusers", "diffusers/Wan2.2-I2V-A14B-Diffusers"]
 FEW = [T2V_FILE.name, "wan_2.1_vae.safetensors"]
-KINDS = product(("t2v", "i2v"), ("fp16", "fp8_scaled"))
-SINGLE_FILES = [f"diffusion_models/wan2.2_{a}_{{}}_noise_14B_{b}.safetensors" for a, b in KINDS]
+SINGLE_FILES = [
+    f"diffusion_models/wan2.2_{family}_{{}}_noise_14B_{precision}.safetensors"
+    for family, precision in product(("t2v", "i2v"), ("fp16", "fp8_scaled"))
+]
 
 
 def entries(folder):

@@ -106,9 +106,7 @@ if IS_OLD:
 
 
 def _family(
-    name, base, network, settings, lists,
-    sizes, text, conditions=nf._nothing,
-    extra = None, **more,
+    name, base, network, settings, lists, sizes, text, conditions=nf._nothing, extra=None, **more,
 ):  # fmt: skip
     return Family(
         name=name, base=base, network=f"comfy.ldm.{network}", settings=settings, lists=lists,

@@ -83,9 +83,8 @@ def write_vae(folder):
 
 
 def ksampler(
-    model, sides, latent, *, steps, cfg, start = 0,
-    end = 10000, add_noise = True, leftover = False, seed = SEED,
-    sampler = "euler",
+    model, sides, latent, *, steps, cfg, start=0, end=10000, add_noise=True, leftover=False,
+    seed=SEED, sampler="euler",
 ):  # fmt: skip
     """Run KSampler (Advanced)."""
     switch = {True: "enable", False: "disable"}
@@ -94,10 +93,7 @@ def ksampler(
     return run(model, switch[add_noise], *settings, latent, start, end, switch[leftover])[0]
 
 
-def ksamplers(
-    high, low, sides, latent, *, switch, cfg,
-    **settings,
-):  # fmt: skip
+def ksamplers(high, low, sides, latent, *, switch, cfg, **settings):
     """Run two KSamplers: one expert before the step `switch`, the other from it on."""
     first = {"cfg": cfg[0], "end": switch, "leftover": True}
     left = ksampler(high, sides, latent, **first, **settings)

@@ -336,10 +336,11 @@ def test_a_journal_is_not_closed_while_a_thread_writes_it(path):
             ended.set()
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(change)
+        changed = pool.submit(change)
         assert changing.wait(10)
         opened.close()
         assert ended.is_set()
+        changed.result()
 
 
 def filled(path):

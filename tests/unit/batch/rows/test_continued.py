@@ -71,10 +71,16 @@ def test_a_row_that_can_continue_none_is_at_fault(rows_of):
     faults = [row.fault or "" for row in rows_of(*rows, {"continues": "i~"})]
     nobody = "no row has this name"
     wanted = [
-        *(f"continues 'a', {CIRCLE}", f"continues 'x': {nobody}", f"continues 'c', {CIRCLE}"),
-        *("it continues 'e' (line 5), which cannot run", f"continues 'd', {CIRCLE}"),
-        *("it continues 'd' (line 4), which cannot run", nobody, "continues is a text, not 5"),
-        *("not a valid file name", "it continues 'i~' (line 9), which cannot run"),
+        f"continues 'a', {CIRCLE}",
+        f"continues 'x': {nobody}",
+        f"continues 'c', {CIRCLE}",
+        "it continues 'e' (line 5), which cannot run",
+        f"continues 'd', {CIRCLE}",
+        "it continues 'd' (line 4), which cannot run",
+        nobody,
+        "continues is a text, not 5",
+        "not a valid file name",
+        "it continues 'i~' (line 9), which cannot run",
     ]
     assert all(part in fault for fault, part in zip(faults, wanted, strict=True)), faults
 

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
-from wanstream.batch.backend import Ended, Lost, Outcome, UnderWay, Unknown
+from wanstream.batch.backend import Ended, JobFailed, Lost, Outcome, UnderWay, Unknown
 from wanstream.batch.errors import NoSuchFileError, UnreachableError, UnsuitableError
 from wanstream.batch.journal.entry import State
 from wanstream.batch.output_store import OutputStore, check_media
@@ -41,6 +41,7 @@ from wanstream.tests.support.batch.command import command_line, shipped
 from wanstream.tests.support.batch.fake_batch import Bench, Killed, Mishaps
 from wanstream.tests.support.distributed import local_actor
 from wanstream.tests.support.host.shipped import node
+from wanstream.tests.support.marks import needs_device_errors
 from wanstream.tests.support.polling import eventually
 from wanstream.wan.latents import write_latent
 
@@ -281,6 +282,7 @@ def test_refused_workflow_fails_with_its_faults(rig):
     rig.workflow["sampler"]["inputs"]["steps"] = 0
     rig.post("row")
     outcome = rig.ended("row")
+    assert isinstance(outcome, JobFailed)
     for words in (outcome.reason, "\n".join(rig.backend.faults(rig.workflow))):
         assert "node sampler (WanStreamSampler)" in words
 
@@ -410,7 +412,7 @@ def break_device(*_, **__):
     raise NodeFailedError("sampler", "WanStreamSampler", cause) from cause
 
 
-@local_actor.needs_device_errors
+@needs_device_errors
 def test_process_with_a_broken_device_ends(rig, monkeypatch):
     rig.post("before")
     assert isinstance(rig.ended("before"), Ended)
@@ -431,7 +433,7 @@ def test_process_with_a_broken_device_ends(rig, monkeypatch):
     assert isinstance(rig.ended("again"), Ended)
 
 
-@local_actor.needs_device_errors
+@needs_device_errors
 def test_actor_whose_device_keeps_breaking_gets_no_rows(rig, monkeypatch):
     def break_often() -> None:
         for _ in range(ray_backend.MAX_BROKEN - 1):
@@ -638,7 +640,7 @@ def test_batch_ends_when_the_disks_of_all_actors_are_full(faulty_fleet):
     assert State.failed not in fleet.states()
 
 
-@local_actor.needs_device_errors
+@needs_device_errors
 def test_row_that_breaks_every_device_fails_alone(faulty_fleet):
     raised = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     fleet = faulty_fleet(lambda workflow: raised if seed_of(workflow) == 4 else None)

@@ -56,7 +56,11 @@ def job(tiny_pipeline, latents):
 
 @pytest.fixture
 def decode(job, alone):
-    """`decode(pool, task=job, wanted=alone, **changes)` decodes and checks the frames."""
+    """`decode(pool, task=job, wanted=alone, **options)` decodes and checks the frames.
+
+    The options are arguments of the decode, `stop`, and values of the `WorkersRef`.
+    """
+    of_decode = ("tiling", "needs", "on_tile", "on_change")
 
     def run(pool, task=job, wanted=alone, *, stop=bool, check=bool, **options):
         def check_both() -> None:
@@ -64,13 +68,11 @@ def decode(job, alone):
             if stop():
                 raise DecodeCancelled("stopped by the test")
 
-        told = {name: options.pop(name) for name in ("on_tile", "on_change") if name in options}
-        how = (options.pop("tiling", TILING), options.pop("needs", NEEDS))
-        given = {"max_restarts": 1, "timeout_s": LIMIT_S, **options}
-        ref = WorkersRef(count=len(pool.workers), **given)
-        frames = shared_decode.decode_in_shared_tiles(
-            pool, ref, task, *how, check=check_both, **told
-        )
+        how = {name: options.pop(name) for name in of_decode if name in options}
+        how = {"tiling": TILING, "needs": NEEDS, "check": check_both, **how}
+        limits = {"max_restarts": 1, "timeout_s": LIMIT_S, **options}
+        ref = WorkersRef(count=len(pool.workers), **limits)
+        frames = shared_decode.decode_in_shared_tiles(pool, ref, task, **how)
         assert wanted is None or torch.equal(frames, wanted)
         return frames
 
@@ -414,10 +416,12 @@ def test_no_memory_for_the_smallest_tile(tile_pools, decode_wide):
 
 
 def test_a_lost_worker_is_no_shortage_whatever_its_log_says(tile_pools, decode_wide):
-    lost = WorkerLostError("gone; its log: can't allocate memory", 0)
+    def lose(worker, *_):
+        raise WorkerLostError("gone; its log: can't allocate memory", worker.rank)
+
     told: list[str] = []
     with pytest.raises(RestartLimitError, match="gone"):
-        decode_wide(tile_pools(2, mock.Mock(side_effect=lost)), on_change=told.append)
+        decode_wide(tile_pools(2, lose), on_change=told.append)
     assert told == []
 
 

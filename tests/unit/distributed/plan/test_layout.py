@@ -272,7 +272,6 @@ def test_group_on_several_machines_is_described():
     )
 
 
-BOTH_GUIDED = {"high": 2, "low": 2}
 ONE_SIDE = {"high": 1, "low": 1}
 
 
@@ -280,7 +279,7 @@ def tokens(count, *extra):
     return {"tokens": count, "extra_tokens": extra}
 
 
-USUAL = {"tokens": 32_760, "sides": BOTH_GUIDED, "samples": 1}
+USUAL = {"tokens": 32_760, "sides": GUIDED, "samples": 1}
 EXPERTS = ("high",) * 10 + ("low",) * 10
 
 

@@ -62,10 +62,13 @@ def test_the_end_of_a_log_is_shown_and_its_path_only_if_it_stays(lose, tmp_path)
 @pytest.mark.integration
 def test_a_worker_whose_ray_is_gone_is_ended_from_here(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        for is_alive, limit_s in ((True, 1.0), (False, 30.0)):
-            monkeypatch.setattr(CONNECTION, "is_alive", lambda alive=is_alive: alive)
-            worker(pid=process.pid).wait_for_end(limit_s)
-            assert (process.poll() is None) == is_alive
+        try:
+            for is_alive, limit_s in ((True, 1.0), (False, 30.0)):
+                monkeypatch.setattr(CONNECTION, "is_alive", lambda alive=is_alive: alive)
+                worker(pid=process.pid).wait_for_end(limit_s)
+                assert (process.poll() is None) == is_alive
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

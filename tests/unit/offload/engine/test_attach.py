@@ -22,8 +22,10 @@ def snapshot(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Return every tensor's identity and address, and the hook counts."""
     tensors = {name: (id(p), p.data_ptr()) for name, p in module.named_parameters()}
     tensors |= {name: (id(b), b.data_ptr()) for name, b in module.named_buffers()}
-    hooks = {name: (m._forward_hooks, m._forward_pre_hooks) for name, m in module.named_modules()}
-    return tensors | {f"hooks of {name}": (*map(len, each),) for name, each in hooks.items()}
+    return tensors | {
+        f"hooks of {name}": (len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in module.named_modules()
+    }
 
 
 POLICIES = [OffloadPolicy.resident(), OffloadPolicy.layerwise(2), OffloadPolicy.block_swap(2, 1)]

@@ -17,10 +17,10 @@ from wanstream.offload.transfers.cpu import CpuBackend
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
+from wanstream.tests.support.marks import needs_device_errors
 from wanstream.tests.support.offload.streaming import BLOCKS, CPU, ONES, WIDTH, attach, keys, stream
 from wanstream.tests.support.polling import eventually
 
-needs_class = pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch before 2.8")
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
@@ -55,11 +55,12 @@ def run_broken(make_stack, error: Exception | None, at: int | None) -> None:
                     raise error
 
 
-@needs_class
+@needs_device_errors
 @pytest.mark.parametrize(
     ("at", "call", "place"),
     [
         (4, None, "block 1 of 'high', step 1"),
+        # After visit 2.
         (-2, None, "the end of block 2 of 'high', step 0"),
         (None, (CpuBackend, "copy_in", 4), "the fetch of block 1 of 'high', step 1"),
         (None, (BlockBuffer, "release", 2), "block 2 of 'high', step 0"),
@@ -85,7 +86,7 @@ def test_late_errors_name_the_place(make_stack, monkeypatch, at, call, place):
     assert is_broken_device(raised.value)
 
 
-@needs_class
+@needs_device_errors
 @pytest.mark.parametrize(
     ("words", "meaning"),
     [
@@ -102,7 +103,7 @@ ERRORS = [torch.OutOfMemoryError("CUDA out of memory")]
 ERRORS += [RuntimeError("CUDA error: out of memory"), ValueError(ILLEGAL)]
 
 
-@needs_class
+@needs_device_errors
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_other_errors_stay_as_they_are(make_stack, error):
     with pytest.raises(type(error)) as raised:

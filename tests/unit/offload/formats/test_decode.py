@@ -90,7 +90,9 @@ def test_a_tensor_is_cast_and_a_scaled_one_is_the_formula(dtype, computed, by_ro
 
 @pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
 @pytest.mark.parametrize("computed", WIDE, ids=str)
-@pytest.mark.parametrize("scale", [None, torch.tensor(0.0173), torch.rand(16, 1) * 1e-3])
+@pytest.mark.parametrize(
+    "scale", [None, torch.tensor(0.0173), torch.rand(16, 1) * 1e-3], ids=["none", "one", "rows"]
+)
 def test_decoding_is_the_formula_also_with_nan(dtype, computed, scale):
     every = EVERY.view(dtype).view(16, 16)
     # A NaN changes the code path for all other values.

@@ -167,9 +167,11 @@ def test_extents_read_no_page_twice(parts, pages):
     assert [*(bytes_of.start for bytes_of in filled), target] == ends
     spans = sorted((path.name, offset, offset + nbytes) for path, offset, nbytes in parts if nbytes)
     if all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(spans)):
-        spans = [extent.span for extent in extents]
-        ends = [(span, span.offset + span.nbytes) for span in spans]
-        read = [(span.path, at) for span, end in ends for at in range(span.offset, end, PAGE)]
+        read = [
+            (extent.span.path, page)
+            for extent in extents
+            for page in range(extent.span.offset, extent.span.offset + extent.span.nbytes, PAGE)
+        ]
         assert len(read) == len(set(read))
 
 

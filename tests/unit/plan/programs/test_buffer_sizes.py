@@ -61,11 +61,11 @@ def test_every_visit_finds_its_block_through_stops_and_skips(data, blocks, seed)
         if data.draw(st.booleans()):
             contents[buffer] = data.draw(st.sampled_from(fitting))
     replay = Replay({}, contents)
-    for _ in range(3):
+    for turn in range(3):
         program = compile_program(rest, residency, count, sizes=sizes, contents=contents)
         check(program)
         stop = data.draw(st.integers(0, len(rest)))
-        contents = replay.run_device(program, seed, stop)
+        contents = replay.run_device(program, seed + turn, stop)
         rest = tuple(visit for visit in rest[stop:] if data.draw(st.integers(0, 3)))
     program = compile_program(rest, residency, count, sizes=sizes, contents=contents)
     check(program)

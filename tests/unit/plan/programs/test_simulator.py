@@ -206,15 +206,15 @@ def test_a_steady_step_is_within_two_percent_of_its_bound(residents, bus, disk, 
     """
     streamed = BLOCKS - residents
     from_file = data.draw(st.integers(1, streamed))
-    least = 3 if 1 <= residents <= 12 or residents == 15 else 2
-    streaming = data.draw(st.integers(least, 3))
+    has_single_gaps = 1 <= residents <= 12 or residents == 15
+    streaming = data.draw(st.integers(3 if has_single_gaps else 2, 3))
     if staging == 2:
         assume(max(bus, disk) < 0.9 or max(bus, disk) / min(bus, disk) > 1.3)
     machine = hardware(bus * BLOCKS / streamed, disk * BLOCKS / from_file)
     ram = pinned(streamed - from_file, experts=("high",))
     timeline = run(machine, ram, residents=residents, streaming=streaming, staging=staging)
-    least = BLOCKS * max(1.0, bus, disk)
-    assert least * (1 - 1e-9) <= steady_step(timeline) <= 1.02 * least
+    bound = BLOCKS * max(1.0, bus, disk)
+    assert bound * (1 - 1e-9) <= steady_step(timeline) <= 1.02 * bound
 
 
 # --- figures: blocks in RAM -----------------------------------------------------------------------

@@ -122,11 +122,11 @@ def test_a_chain_of_recompilations_runs_as_one(run, data, seed):
     contents = {}
     replay = Replay({}, {})
     buffers = with_buffers(run)
-    for _ in range(4):
+    for turn in range(4):
         program = compile_program(rest, run.residency, buffers, contents=contents)
         check_program(program)
         stop = data.draw(st.integers(0, len(rest)))
-        contents = replay.run_device(program, seed, stop)
+        contents = replay.run_device(program, seed + turn, stop)
         rest = tuple(visit for visit in rest[stop:] if data.draw(st.integers(0, 3)))
         # A rest may do with fewer buffers, and giving some up must not break it. It may need more
         # where the stage between two others was skipped.

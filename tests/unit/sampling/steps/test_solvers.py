@@ -91,7 +91,7 @@ def test_lcm_is_the_scheduler_with_the_noise_of_each_step():
         scheduler.set_timesteps(sigmas=list(schedule.sigmas[:-1]))
         found = _run(_new("lcm", schedule, start), schedule, start=start)
         assert torch.equal(found, _scheduled(scheduler, schedule, start))
-    with pytest.raises(RequestError, match="draws noise in every step: give a seed for each"):
+    with pytest.raises(RequestError, match="noise in every step: give a seed for each sample"):
         Solver("lcm", schedule)
 
 

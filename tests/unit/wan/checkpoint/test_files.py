@@ -50,7 +50,9 @@ def test_prefixes_in_shards_and_index(sharded, plain, in_shards, in_index):
     assert_holds(open_expert(sharded), open_expert(plain))
 
 
-@pytest.mark.parametrize("name", ["diffusion_pytorch_model.bf16.safetensors", "wan2.2.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["diffusion_pytorch_model.bf16.safetensors", "wan2.2_high.safetensors"]
+)
 def test_only_file_is_opened(folder, plain, name):
     (folder / WEIGHTS).rename(folder / name)
     assert_holds(open_expert(folder), open_expert(plain))

@@ -255,7 +255,6 @@ TOKENS = "spiece_model"
 BLOCK = "encoder.block.{}.layer.0.SelfAttention."
 QUERIES, LATER_QUERIES = (BLOCK.format(n) + "q.weight" for n in (0, 1))
 LATER_POSITIONS = BLOCK.format(1) + "relative_attention_bias.weight"
-Write = Callable[..., Path]
 
 # Encodes a prompt in a separate process and prints its peak memory.
 PEAK = """

@@ -1,6 +1,6 @@
 """Wan2.2 TI2V-5B: a timestep for each frame, in all block kernels.
 
-`experts/test_single_model.py` has the file formats.
+`experts/test_open.py` has the file formats.
 """
 
 from __future__ import annotations

@@ -173,12 +173,15 @@ def check_refusals(side):
         return model(x, sigmas[:1], **extra_args)
 
     cache = magnitudes(side)
+    moving = {"cache": cache, "windows": WINDOWS}
     too_long = {"guidance": Guidance(steps=(4.0,) * 7)}
-    # The unit tests of the steps have the other settings that do not fit them.
+    shorter = {"sigmas": simple_sigmas()[2:]}
     runs = {
         "guidance_steps has 7 numbers for 6 steps": (too_long, {}),
         "the sampler heun makes 11 model calls": ({"cache": cache}, {"sampler": "heun"}),
+        "the cache was calibrated for 6 steps, this run has 4": ({"cache": cache}, shorter),
         "the sampler foreign has unknown model calls": ({"cache": cache}, {"sampler": foreign}),
+        "the context windows shift in every step": (moving, {}),
     }
     for words, (chosen, settings) in runs.items():
         run = partial(sampled, side.ours(**chosen), latent=torch.zeros(LONG), **settings)

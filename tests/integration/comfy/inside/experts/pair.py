@@ -204,11 +204,11 @@ def check_an_image_without_a_mask(pair):
 
 def check_samplers_that_do_not_fit_together_are_refused(pair):
     left = pair.ours(EMPTY, end_step=2, leftover_noise=True)
-    two = "left at sigma 0.90921, and step 2 starts at sigma"
+    at_step_2 = "left at sigma 0.90921, and step 2 starts at sigma"
     for latent, settings, numbers in (
         (left, {"start_step": 3}, "at sigma 0.90921, and step 3 starts at sigma 0.83333"),
-        (left, {"start_step": 2, "flow_shift": 8.0}, f"{two} 0.94126"),
-        (left, {"start_step": 2, "steps": 8}, f"{two} 0.93750"),
+        (left, {"start_step": 2, "flow_shift": 8.0}, f"{at_step_2} 0.94126"),
+        (left, {"start_step": 2, "steps": 8}, f"{at_step_2} 0.93750"),
         (pair.ours(EMPTY), {"start_step": 2}, "turn leftover_noise on"),
     ):  # fmt: skip
         refused(partial(pair.ours, latent, add_noise=False, **settings), numbers)

@@ -194,7 +194,7 @@ def check_all_formats_and_plain_layers_in_one_file(files):
 def check_quantised_layers_are_saved_as_they_are_in_the_file(files):
     """Streamed quantised layers, saved, and loaded again by ComfyUI."""
     require(QUANT_ALGOS, MARKS)
-    path, again = (files.folder / f"{name}.safetensors" for name in ("quantised", "again"))
+    path, again = (files.folder / f"{each}.safetensors" for each in ("quantised", "again"))
     write_mixed(WAN, path, lambda number: ("nvfp4", "float8_e4m3fn", None)[number % 3])
     expected = sample(native(path, WAN), WAN)
     model = streamed(path, WAN)
@@ -567,7 +567,7 @@ PREFIXES += ("model.", "model.diffusion_model.", "module.model.diffusion_model."
 )
 def check_prefix(files, prefix, layout):
     """A file under a prefix, next to the bare file loaded by ComfyUI."""
-    path, bare = (files.folder / f"{name}.safetensors" for name in ("prefixed", "bare"))
+    path, bare = (files.folder / f"{each}.safetensors" for each in ("prefixed", "bare"))
     family = FLUX if layout == "flux" else WAN
     if layout == "scaled_fp8":
         write_scaled_fp8(family, bare, layout=layout)
@@ -624,7 +624,7 @@ def check_scales_without_a_marker(files, name):
 
     ComfyUI rounds int8 layer inputs, so only the file with markers has equal results there.
     """
-    path, reference = (files.folder / f"{name}.safetensors" for name in ("bare", "reference"))
+    path, reference = (files.folder / f"{each}.safetensors" for each in ("bare", "reference"))
     is_int8 = SCALED[name].dtype == INT8
     has_marks = QUANT_ALGOS and "blocks" not in name and FORMATS[SCALED[name].dtype] in QUANT_ALGOS
     stored, values = scaled_file(SCALED[name])
@@ -647,7 +647,7 @@ def check_scales_without_a_marker(files, name):
 def check_marked_scales_in_another_dtype(files, dtype, layout):
     """Next to the same values in fp32."""
     require(QUANT_ALGOS or layout == "scaled_fp8", MARKS)
-    path, reference = (files.folder / f"{name}.safetensors" for name in ("other", "reference"))
+    path, reference = (files.folder / f"{each}.safetensors" for each in ("other", "reference"))
     stored, _ = scaled_file(Form(scale=dtype, shape="[]", key="scale_weight"))
     stored = marked(stored) if layout == "comfy_quant" else stored
 
@@ -666,7 +666,7 @@ def check_marked_scales_in_another_dtype(files, dtype, layout):
 def save_with_marker(folder, text, metadata):
     """Save one quantised layer with the marker `text`, or in the header, next to the good file."""
     require(QUANT_ALGOS, MARKS)
-    path, reference = (folder / f"{name}.safetensors" for name in ("marker", "reference"))
+    path, reference = (folder / f"{each}.safetensors" for each in ("marker", "reference"))
     stored, _ = scaled_file(SCALED["one"])
     plain = {key: tensor.bfloat16() for key, tensor in WAN.weights().items()}
     stored = plain | {key: each for key, each in stored.items() if key.startswith(Q)}

@@ -168,7 +168,8 @@ def check_another_dtype_to_compute_with(side):
     changed = [model.clone() for model in models]
     for clone in changed:
         clone.set_model_compute_dtype(torch.bfloat16)
-    native, ours, changed_native, result = map(side.sample, [*models, *changed])
+    # The clones run first: they leave the originals in their own dtype.
+    changed_native, result, native, ours = map(side.sample, [*changed, *models])
     assert torch.equal(result, changed_native)
     assert torch.equal(ours, native)
     assert not torch.equal(result, ours)

@@ -66,8 +66,8 @@ def block_bytes(model):
 
 
 def compare(
-    files, family, run, *, form="fp32", policy="layerwise", share="off",
-    plain = None, runs = 2, **limits,
+    files, family, run, *, form="fp32", policy="layerwise", share="off", plain=None, runs=2,
+    **limits,
 ):  # fmt: skip
     """Compare runs of a streamed model with one of ComfyUI's own, which is not `plain`.
 
