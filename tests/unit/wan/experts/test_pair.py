@@ -121,7 +121,16 @@ def pair(open_pair):
     return open_pair()
 
 
-def test_engine_takes_on_another_policy(pair, lane):
+@pytest.fixture
+def decoded_pair(tiny_expert_folder):
+    """Experts in fp16, computed in fp32: blocks are decoded on arrival."""
+    files = (tiny_expert_folder(**each, dtype=torch.float16) for each in (HIGH, LOW))
+    with open_experts(*files, compute_dtype=torch.float32) as pair:
+        yield pair
+
+
+def test_engine_takes_on_another_policy(decoded_pair, lane):
+    pair = decoded_pair
     engine = pair.engine(LAYERWISE, "cpu")
     expected = run_steps(pair, lane)
     assert pair.engine(LAYERWISE, torch.device("cpu")) is engine
@@ -132,7 +141,8 @@ def test_engine_takes_on_another_policy(pair, lane):
     assert pair.engine(SWAP, "cpu") is engine
 
 
-def test_closed_engine_does_nothing_and_the_pair_opens_again(pair, lane):
+def test_closed_engine_does_nothing_and_the_pair_opens_again(decoded_pair, lane):
+    pair = decoded_pair
     before = set(threading.enumerate())
     # Held, so closing has to end the threads, not the collector.
     engine = pair.engine(LAYERWISE, "cpu")
@@ -177,7 +187,8 @@ def test_file_that_vanished_is_read_again_once_it_is_back(tiny_expert_folder, tm
         run_steps(pair, lane)
 
 
-def test_running_engine_is_not_taken_away(pair, lane):
+def test_running_engine_is_not_taken_away(decoded_pair, lane):
+    pair = decoded_pair
     engine = pair.engine(LAYERWISE, "cpu")
     visits = step_visits(["low"], engine.block_counts)
     with torch.inference_mode(), engine.run(visits) as engine_run:
