@@ -36,7 +36,9 @@ class Model:
     def call(self, seed, order=WHOLE, *, fail_at=None) -> torch.Tensor:
         hidden = float(seed) * ONES
         for block in order:
-            self.lockstep.lane.await_block(block)
+            lane = self.lockstep.lane
+            lane.await_block(block)
+            assert lane.block == block, "hooks of a model read it"
             if block == fail_at:
                 raise ValueError(f"block {block} failed")
             hidden = self.stack[block](hidden)
