@@ -92,7 +92,7 @@ class Page:
         self.server = server
 
     def js(self, code, title=SAMPLER):
-        """Run code that finds a node by its title."""
+        """Run code that finds a node by title."""
         return self.page.evaluate(f"title => {{ {FIND};\n{code} }}", title)
 
     def wait(self, condition, arg=SAMPLER):

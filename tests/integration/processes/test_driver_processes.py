@@ -30,7 +30,7 @@ WORKERS = 4
 
 
 def drive(here, task, mesh, states, options):
-    """Run a task on a driver with its own workers.
+    """Run a task on a driver with separate workers.
 
     handover_s: interval between two states.
     dies_at: step in which this process is killed, or None.

@@ -122,7 +122,7 @@ def test_an_invalid_input_has_the_error_type_of_comfyui(
 
 
 def with_bad_output() -> str:
-    """Return a workflow that ComfyUI would run without its second output."""
+    """Return a workflow that ComfyUI would run without the second output."""
     nodes = shipped()
     nodes["copy"] = {**nodes["save"], "inputs": {**nodes["save"]["inputs"], "crf": 99}}
     return json.dumps(nodes)

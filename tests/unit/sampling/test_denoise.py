@@ -527,7 +527,7 @@ def test_a_run_of_three_stages_is_three_samplers_in_sequence(open_pair, make_req
 def test_the_solver_keeps_its_history_across_a_change(open_pair, make_request, loras):
     """The reference continues from the previous part's state, with other strengths.
 
-    A run is also resumed with the strengths of its steps.
+    A run is also resumed with the strengths of each step.
     """
     pair = open_pair()
     request = make_request(**{**STAGES, "solver": "unipc"})

@@ -555,7 +555,7 @@ class UnluckyActor(local_actor.LocalActor):
 
 
 class ActorFleet(Bench):
-    """A driver restarted at will on one folder, along with its actors."""
+    """A driver restarted at will on one folder, along with the actors."""
 
     def __init__(self, options: BatchOptions, output: Path, *, actors: int, rows: int) -> None:
         super().__init__(options.output, rows=rows)
@@ -588,7 +588,7 @@ def replaced(options, monkeypatch):
     monkeypatch.setattr(ray_backend, "LIMIT_S", 1.0)
 
 
-@pytest.mark.slow  # runs a whole batch, or waits for its servers
+@pytest.mark.slow  # runs a whole batch, or waits for the servers
 @pytest.mark.usefixtures("replaced")
 @pytest.mark.parametrize("shared", [True, False])
 def test_fifty_mishaps_in_a_hundred_rows_cost_nothing(shared, options, tmp_path, monkeypatch):

@@ -223,7 +223,7 @@ FORMS |= dict.fromkeys(("prefixed", "fp8", "gguf"), IMAGE)
 
 @pytest.mark.parametrize(("form", "shape"), FORMS.items(), ids=FORMS)
 def test_every_form_is_known(shape, form, tiny_expert_folder, in_form):
-    """Detect the model by its tensors. An exact file has the values of the folder."""
+    """Detect the model by tensors. An exact file has the values of the folder."""
     folder = open_single_model(tiny_expert_folder(**shape), compute_dtype=torch.float32)
     with folder, open_single_model(in_form(form, shape), compute_dtype=torch.float32) as pair:
         assert pair.is_single
