@@ -187,7 +187,7 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(frontends, server):
     heads = page.page.locator(".wanstream-table th").all_inner_texts()
     assert heads[1:5] == ["时间", "节点", "尺寸", "精度"]
     assert page.page.get_by_text("WanStream 运行记录").count() > 0
-    # What other programs read stays as it is.
+    # The CSV keeps English names, because other programs read it.
     assert "wall" in download(page, "CSV").splitlines()[0]
 
 

@@ -131,7 +131,7 @@ def test_nothing_is_revised_without_a_reason():
     choice = _choose(_on(GPU), room)
     first = _record(choice.policy, GPU)
     assert choice.revise(first) is None, "as predicted; the plan's memory is allocated"
-    # What others hold is not free for a revised policy.
+    # Memory of other programs is not free for a revised policy.
     assert room.call_args_list == [call(True), call(False)]
     # A ComfyUI sampler may begin with another expert than the sigmas suggest.
     assert choice.revise(replace(first, expert="low")) is None

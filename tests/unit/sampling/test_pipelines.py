@@ -165,8 +165,8 @@ def random_pixels() -> np.ndarray:
 def test_image_to_video_is_the_pipeline_of_wan22_a14b(open_pair, make_request):
     pair = open_pair(in_channels=36)
     image = Image.fromarray(random_pixels())
-    plain = make_request(**OF_A14B)
-    check_policies(pair, *image_to_video(pair, plain, image, 5.0, boundary_ratio=0.875))
+    parts = {"flow_shift": OF_A14B["flow_shift"], "boundary_ratio": OF_A14B["boundary_ratio"]}
+    check_policies(pair, *image_to_video(pair, make_request(**OF_A14B), image, **parts))
 
 
 @pytest.mark.parity
@@ -177,7 +177,8 @@ def test_image_to_video_is_the_pipeline_of_wan21(open_one, image_request, tmp_pa
     encoder = make_image_encoder(seed=5)
     pixels = random_pixels()
     clip = {"image_encoder": encoder, "image_processor": CLIPImageProcessor()}
-    request, expected = image_to_video(pair, image_request(), Image.fromarray(pixels), 3.0, **clip)
+    parts = {"flow_shift": SETTINGS["flow_shift"], **clip}
+    request, expected = image_to_video(pair, image_request(), Image.fromarray(pixels), **parts)
     save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
     opened = open_image_encoder(tmp_path / "clip.safetensors")
     seen = opened.encode(torch.from_numpy(pixels)[None] / 255, device="cpu")
