@@ -97,6 +97,7 @@ def attention_function(attention: Attention) -> Callable[..., torch.Tensor]:
     """Return the self-attention function, with the arguments of diffusers' dispatcher."""
     if attention == INT8_ATTENTION:
         return int8_dispatch()
+    # Imported here, because ComfyUI imports this module at startup.
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     return cast("Callable[..., torch.Tensor]", dispatch_attention_fn)
@@ -122,8 +123,10 @@ def check_installed(kernels: Kernels) -> None:
 
     try:
         _check_attention_backend_requirements(AttentionBackendName(kernel.backend))
+        # Not an import, which would load compiled libraries.
         if kernel.own_module and importlib.util.find_spec(kernel.own_module) is None:
             raise ImportError(kernel.own_module)
+    # diffusers raises RuntimeError for a missing or an old package.
     except (RuntimeError, ImportError) as err:
         raise KernelsError(
             f"attention {kernels.attention!r} needs {kernel.package}, which cannot be imported "

@@ -73,6 +73,7 @@ class BlockMath:
 
         The tables contain each value twice. Dimension 1 of the result is the token.
         """
+        # diffusers' block reads these places. The result is [1, S, P, 2].
         return torch.stack((cosines[:, :, 0, 0::2], sines[:, :, 0, 1::2]), dim=-1)
 
     def norm(self, tokens: torch.Tensor, norm: Norm, out: Out = None) -> torch.Tensor:
@@ -132,10 +133,12 @@ class BlockMath:
         self, tokens: torch.Tensor, rms: nn.RMSNorm, rotation: torch.Tensor, out: Out = None
     ) -> torch.Tensor:
         """Return the RMS norm of `tokens` with rotary embedding. `tokens` may be overwritten."""
+        # Before the heads are split: Wan has one norm for all heads of a token.
         normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
         cosine, sine = rotation.unsqueeze(2).unbind(-1)
         real, imaginary = normed.unflatten(-1, (-1, cosine.shape[-1], 2)).unbind(-1)
         out = torch.empty_like(normed) if out is None else out
+        # A view, so the two lines below fill `out`.
         pairs = out.unflatten(-1, (-1, cosine.shape[-1], 2))
         pairs[..., 0] = real * cosine - imaginary * sine
         pairs[..., 1] = real * sine + imaginary * cosine
@@ -148,6 +151,7 @@ class BlockMath:
     def _norm(self, tokens: torch.Tensor, norm: Norm, out: Out) -> torch.Tensor:
         width = tokens.shape[-1:]
         if norm.modulated:
+            # diffusers' order: norm and modulation in fp32, then one rounding.
             plain = F.layer_norm(tokens.float(), width, None, None, norm.eps)
             return written((plain * (1 + norm.scale) + norm.shift).type_as(tokens), out)
         scale = norm.scale.view(-1).float()
@@ -159,6 +163,7 @@ class BlockMath:
     def _add(
         self, tokens: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
+        # The sum is a separate tensor, because `out` may be `tokens` or `update`.
         return out.copy_(tokens.float() + update.float() * gate)
 
 
@@ -171,6 +176,7 @@ class TorchMath(BlockMath):
         self, tokens: torch.Tensor, rms: nn.RMSNorm, rotation: torch.Tensor, out: Out = None
     ) -> torch.Tensor:
         normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
+        # torch has no complex bf16, so the pairs are turned in fp32.
         turns = torch.view_as_complex(rotation).unsqueeze(2)
         pairs = torch.view_as_complex(normed.float().unflatten(-1, (-1, turns.shape[-1], 2)))
         rotated = torch.view_as_real(pairs * turns).flatten(-3)

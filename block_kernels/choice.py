@@ -60,6 +60,7 @@ def fault_of(results: Callable[[], Results], largest: float) -> str | None:
     try:
         for name, found, expected in results():
             values = expected.double()
+            # Relative error: |found - expected| / |expected|, as L2 norms over all values.
             error = float((found.to("cpu", torch.float64) - values).norm() / values.norm())
             if not error <= largest:  # NaN too
                 return f"its {name} is wrong (error {error:.2g} of {largest:g} allowed)"
@@ -83,6 +84,7 @@ def kitchen_refusal(device: torch.device, *capabilities: str) -> str | None:
         return "its kernels are for NVIDIA GPUs"
     if importlib.util.find_spec("comfy_kitchen") is None:
         return "not installed"
+    # torch for ROCm calls devices cuda too, and has no CUDA version.
     if torch.version.cuda is None or int(torch.version.cuda.partition(".")[0]) < FIRST_CUDA:
         return (
             f"needs torch for CUDA {FIRST_CUDA} or later, and this one is for "

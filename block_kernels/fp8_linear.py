@@ -9,6 +9,7 @@ from .block_math import Codes
 from .scaled_linear import ScaledLinear
 
 LARGEST = torch.finfo(FP8).max
+# The smallest normal number: a row of zeros is not divided by 0.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -50,11 +51,13 @@ class Fp8Linear(ScaledLinear):
                 self.add_patch(out, part)
 
             return self.by_pieces(tokens, write)
+        # `_scaled_mm` requires scales. With 1 it returns bare sums, and both scales follow in fp32.
         one = torch.ones((), device=tokens.device)
         scales = self.weight_scale.view(1, -1)
 
         def write_sums(part: torch.Tensor, out: torch.Tensor) -> None:
             codes = quantise_tokens_fp8(part)
+            # A transposed view: CUDA multiplies fp8 only by a second matrix in column order.
             sums = torch._scaled_mm(codes.codes, self.weight.t(), one, one, out_dtype=torch.float32)
             out.copy_(self.finish(sums.mul_(scales).mul_(codes.scales), part))
 
@@ -62,6 +65,7 @@ class Fp8Linear(ScaledLinear):
 
     def _by_row(self) -> torch.Tensor:
         """Return one scale per matrix row, [1, rows]."""
+        # CUDA requires one contiguous scale per output column, even if all are equal.
         return self.weight_scale.view(1, -1).expand(1, self.out_features).contiguous()
 
     def _scaled_product(

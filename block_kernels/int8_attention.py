@@ -52,6 +52,7 @@ def dispatch_int8(
     assert attn_mask is None, "self-attention of Wan has no mask"
     if parallel_config is None:
         return _attend(kernel, query, key, value)
+    # Private in diffusers. The dispatcher exchanges tokens for listed backends only.
     from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
     # The template passes options that the kernel does not have.
@@ -88,6 +89,7 @@ def _test_results(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> R
     generator = torch.Generator().manual_seed(0)
     for tokens in TEST_TOKENS:
         qkv = [torch.randn(1, tokens, *TEST_HEADS, generator=generator).to(dtype) for _ in range(3)]
+        # In fp64, from values already rounded to `dtype`: the error is the kernel's alone.
         expected = _attend(
             torch.nn.functional.scaled_dot_product_attention, *(tensor.double() for tensor in qkv)
         )

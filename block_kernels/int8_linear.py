@@ -76,6 +76,7 @@ class Int8Linear(ScaledLinear):
         16 bits, which saturate: 2 * 255 * 127 is too much, 2 * 255 * 64 is not.
         """
         if self.halves:
+            # w = 2 (w >> 1) + (w & 1). The shift keeps the sign, so negative codes are right too.
             sums = torch._int_mm(codes, (self.weight >> 1).t()).mul_(2)
             return sums.add_(torch._int_mm(codes, (self.weight & 1).t()))
         # CUDA refuses fewer tokens, so zeros are added and cut off again.
@@ -88,6 +89,7 @@ class Int8Linear(ScaledLinear):
     def _by_kitchen(self, tokens: torch.Tensor, activation: str | None) -> torch.Tensor:
         """Multiply with comfy-kitchen. The last digits differ. The package must be imported."""
         matrix = self.weight, self.weight_scale, self.bias
+        # A group size is required, and read for rotated weights only.
         result: torch.Tensor = torch.ops.comfy_kitchen.int8_linear(
             tokens, *matrix, self.kitchen_dtype, bool(self.group), self.group or 256, activation
         )
@@ -98,6 +100,7 @@ def quantise_tokens(
     tokens: torch.Tensor, rotation: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 codes [tokens, columns] and their fp32 scales [tokens, 1]."""
+    # A copy even if tokens are in fp32, because `quantise_int8` overwrites the values.
     values = tokens.to(torch.float32, copy=True)
     if rotation:
         group = math.prod(map(len, rotation))

@@ -21,6 +21,7 @@ class KitchenMath(TorchMath):
     def rotation(self, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         cosine = cosines[:, :, :, 0::2]
         sine = sines[:, :, :, 1::2]
+        # A rotation matrix for each pair: [1, S, 1, P, 2, 2].
         matrices: torch.Tensor = torch.stack((cosine, -sine, sine, cosine), dim=-1).unflatten(
             -1, (2, 2)
         )
@@ -30,7 +31,7 @@ class KitchenMath(TorchMath):
         self, tokens: torch.Tensor, rms: nn.RMSNorm, rotation: torch.Tensor, out: Out = None
     ) -> torch.Tensor:
         normed = F.rms_norm(tokens, tokens.shape[-1:], rms.weight, rms.eps)
-        heads = normed.unflatten(-1, (-1, 2 * rotation.shape[-3]))
+        heads = normed.unflatten(-1, (-1, 2 * rotation.shape[-3]))  # [1, S, heads, 2 P]
         rotated: torch.Tensor = torch.ops.comfy_kitchen.apply_rope1(heads, rotation).flatten(-2)
         return written(rotated, out)
 

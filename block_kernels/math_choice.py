@@ -149,8 +149,10 @@ def _computed(
         0.1 * _tokens(seed, width)[:, :2].transpose(0, 1).to(device) for seed in (2, 3, 4)
     )
     rms = nn.RMSNorm(width, eps=1e-6, device=device, dtype=dtype).requires_grad_(False)
+    # Weights other than 1: a kernel without them fails the test.
     rms.weight.copy_(scale[0, 0])
     angles = _tokens(5, TEST_HEAD).view(1, TEST_TOKENS, 1, TEST_HEAD).to(device)
+    # The second row comes first, so a kernel with wrong row numbers fails the test.
     rows = Norm(scale, shift, 1e-6, True, spans=((0, 2, 1), (2, TEST_TOKENS, 0)))
     modulated = rows.of_row(0)
     first = Gate(gate[:1])
@@ -159,6 +161,7 @@ def _computed(
     found = {
         "norm": math.norm(tokens, modulated),
         "norm of several rows": math.norm(tokens, rows),
+        # Clones, here and below: these functions may overwrite their arguments.
         "RMS norm": math.rms_norm(tokens.clone(), rms),
         "rotary embedding": math.rotate(
             tokens.clone(), rms, math.rotation(angles.cos(), angles.sin())

@@ -112,6 +112,7 @@ class Multiplications:
 
     def prepare(self, layers: Iterable[ScaledLinear]) -> None:
         """Set the code for layers, and the rotation matrices on the device."""
+        # By group: all layers share one copy on the device. 0 means not rotated.
         shared: dict[int, list[torch.Tensor]] = {0: []}
         for layer in layers:
             if isinstance(layer, Fp8Linear):
@@ -173,6 +174,7 @@ def kitchen_int8_refusal(device: torch.device, dtype: torch.dtype) -> str | None
         return reason
     import comfy_kitchen
 
+    # The schema shows the arguments without a call.
     known = {
         argument.name for argument in torch.ops.comfy_kitchen.int8_linear.default._schema.arguments
     }
@@ -202,6 +204,7 @@ def product_fault(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) ->
 
 def _products(fmt: CodeFormat, code: Multiplications, dtype: torch.dtype) -> Results:
     generator = torch.Generator().manual_seed(0)
+    # 512 columns are two rotation groups, and 48 tokens are enough for CUDA's int8 product.
     tokens, matrix, bias = (
         torch.randn(*size, generator=generator) for size in ((48, 512), (256, 512), (256,))
     )

@@ -13,6 +13,7 @@ from torch import nn
 from ..shapes import piece_tokens
 
 _numbers = itertools.count()
+# Weak, so the layers in a closed model are freed.
 _layers: weakref.WeakValueDictionary[int, ScaledLinear] = weakref.WeakValueDictionary()
 
 
@@ -33,6 +34,7 @@ class ScaledLinear(nn.Linear):
     patch_down: torch.Tensor | None
 
     def __init__(self, plain: nn.Linear, *, group: int = 0) -> None:
+        # On meta, because the codes are bound to the layer later.
         super().__init__(
             plain.in_features,
             plain.out_features,
@@ -73,6 +75,7 @@ class ScaledLinear(nn.Linear):
         rows, columns = self.weight.shape
         flat = tokens.reshape(-1, columns).contiguous()  # CUDA takes codes row by row only
         out = flat.new_empty(len(flat), rows)
+        # In pieces, because sums in 32 bits and copies of all tokens would take too much memory.
         at_once = piece_tokens(rows, columns)
         for start in range(0, len(flat), at_once):
             write(flat[start : start + at_once], out[start : start + at_once])
@@ -88,6 +91,7 @@ class ScaledLinear(nn.Linear):
         """Add the patch, if any, to the product with `tokens` in place."""
         if self.patch_up is not None:
             assert self.patch_down is not None, "up without down"
+            # In this order: `up @ down` would be as large as the weight.
             result.add_(
                 nn.functional.linear(nn.functional.linear(tokens, self.patch_down), self.patch_up)
             )
@@ -99,6 +103,7 @@ def _register() -> None:
     """Register `scaled_linear` with torch, which then compiles blocks around it into one graph."""
 
     def compute(tokens: torch.Tensor, rows: int, number: torch.Tensor) -> torch.Tensor:
+        # The number is on the CPU, so reading it does not wait for the device.
         return _layers[int(number)].compute(tokens)
 
     schema = "(Tensor tokens, int rows, Tensor number) -> Tensor"

@@ -46,6 +46,7 @@ def feed_forwards(block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         layers = [
             layer
             for layer in module.modules()
+            # Not by class: the linear layers in ComfyUI's quantised models are not `nn.Linear`.
             if hasattr(layer, "in_features") and hasattr(layer, "out_features")
         ]
         if len(layers) not in FEED_FORWARD_LAYERS:
@@ -134,9 +135,11 @@ class TokenChunks:
             self._equal[module] = self._compare(path, whole, tokens, slices)
             if not self._equal[module]:
                 return whole(tokens)
+        # The first chunk gives the dtype and the width. Both may differ from the tokens'.
         first = whole(tokens[..., slices[0], :])
         result = first.new_empty((*tokens.shape[:-1], first.shape[-1]))
         result[..., slices[0], :] = first
+        # Freed before the next chunk takes memory.
         del first
         for at in slices[1:]:
             result[..., at, :] = whole(tokens[..., at, :])

@@ -30,6 +30,7 @@ class TritonMath(BlockMath):
         state: Out = None,
         codes: bool = False,
     ) -> torch.Tensor | Codes:
+        # A launch reads one row of factors, so several rows take one launch each.
         if norm.spans or (gate is not None and gate.spans):
             return super().normed(tokens, norm, update, gate, state, codes)
         if codes:
@@ -46,6 +47,7 @@ class TritonMath(BlockMath):
         count, width = tokens.shape[1:]
         assert all(each.is_contiguous() for each in (tokens, rotation, out)), "rows with gaps"
         blocks = _blocks(width)
+        # Triton launches on the current device, wherever the tensors are.
         with made_current(tokens.device):
             rotated_rows[count,](
                 tokens, rms.weight, rotation, out, width, rms.eps, pairs=rotation.shape[2], **blocks
@@ -123,5 +125,6 @@ def _launch(
 
 
 def _blocks(width: int) -> dict[str, int]:
+    # `tl.arange` and `num_warps` take powers of two only.
     block = triton.next_power_of_2(width)
     return {"block": block, "num_warps": max(1, min(16, block // VALUES_PER_WARP))}

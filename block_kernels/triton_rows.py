@@ -47,6 +47,7 @@ def rows(
         x = x.to(tl.float32)
     if bias_ptr is not None:
         # The variance of differences: a mean of squares loses digits if the mean is large.
+        # Values outside the row stay 0, or the variance would count them.
         x = tl.where(inside, x - tl.sum(x) / width, 0.0)
     if weight_ptr is not None:
         x *= tl.rsqrt(tl.sum(x * x) / width + eps)
@@ -58,6 +59,7 @@ def rows(
         x += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if gelu:
         # x / 2 (1 + tanh(z)) = x / (1 + exp(-2 z))
+        # 1.5957691216057308 is 2 sqrt(2 / pi).
         x /= 1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x))
     if out_ptr is not None:
         x = x.to(dtype)
@@ -89,6 +91,7 @@ def rotated_rows(
     x *= tl.rsqrt(tl.sum(x * x) / width + eps)
     x *= tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     real, imaginary = tl.split(tl.reshape(x.to(dtype).to(tl.float32), (block // 2, 2)))
+    # All heads of a token share the rotation: pair i takes entry i % pairs.
     turn = rotation_ptr + 2 * (row * pairs + tl.arange(0, block // 2) % pairs)
     cosine = tl.load(turn)
     sine = tl.load(turn + 1)
