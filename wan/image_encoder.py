@@ -255,6 +255,7 @@ def _thirds(tensor: FileTensor) -> list[FileTensor]:
         raise CheckpointError(
             tensor.path, f"has joined queries, keys and values in {found}: use clip_vision_h"
         )
+    # Rows of the queries come first, then of the keys and the values.
     rows = tensor.shape[0] // 3
     return [tensor.rows(start, start + rows) for start in range(0, 3 * rows, rows)]
 
@@ -293,5 +294,6 @@ def _config_from_shapes(path: Path, tensors: Mapping[str, FileTensor]) -> dict[s
         "num_attention_heads": HEADS,
         "patch_size": patch,
         "image_size": side * patch,
+        # transformers' default is quick_gelu, as in OpenAI's CLIP.
         "hidden_act": "gelu",
     }

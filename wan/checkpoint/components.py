@@ -84,6 +84,7 @@ def require_config(
             )
     for key in sizes:
         value = config.get(key)
+        # Not `isinstance`, because True is an int too.
         if type(value) is not int or value < 1:
             raise CheckpointError(
                 folder / CONFIG, f"{key} is {value!r}; a whole number above 0 is expected"
@@ -250,6 +251,7 @@ def match_weights(
             raise CheckpointError(tensor.path, f"{found}; {described_by} requires {list(shape)}")
         found = str(tensor.dtype)
         fits = tensor.dtype in DTYPES
+        # A packed tensor's dtype describes the bytes only, so the packing decides.
         if tensor.packing is not None:
             found = tensor.packing.name
             fits = name in packed

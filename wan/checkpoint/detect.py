@@ -233,14 +233,17 @@ def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
     blocks = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     width, in_channels, *patch = shape("patch_embedding.weight", 5)
     config = WanConfig(
+        # No tensor shows the head size. Every Wan model has 128.
         num_attention_heads=width // HEAD_DIM,
         num_layers=len(blocks),
         ffn_dim=shape("blocks.0.ffn.net.0.proj.weight", 2)[0],
         in_channels=in_channels,
+        # The rows are output channels x values in a patch.
         out_channels=shape("proj_out.weight", 2)[0] // math.prod(patch),
         text_dim=shape("condition_embedder.text_embedder.linear_1.weight", 2)[1],
         freq_dim=shape("condition_embedder.time_embedder.linear_1.weight", 2)[1],
         patch_size=(patch[0], patch[1], patch[2]),
+        # By any tensor in the branch, so a missing first layer is reported.
         image_dim=shape(IMAGE_LAYER, 2)[1] if any(map(IMAGE_BRANCH.match, shapes)) else None,
         reference_channels=shape(REFERENCE_LAYER, 4)[1] if REFERENCE_LAYER in shapes else None,
     )

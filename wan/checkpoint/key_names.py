@@ -37,6 +37,7 @@ def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
     # the values.
     renamed = convert_wan_transformer_to_diffusers({key: key for key in keys})
     names = {key: name for name, key in renamed.items()}
+    # A lost key was overwritten by another one for the same parameter.
     for key in keys:
         if key not in names:
             raise CheckpointError(path, f"{key} means the same parameter as another key")

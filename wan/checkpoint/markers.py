@@ -73,6 +73,7 @@ def own_layers(names: Collection[str], keys: Container[str]) -> dict[str, str]:
         found = (at for at in range(len(parts)) if f"{'.'.join(parts[at:])}.weight" in keys)
         if (at := next(found, None)) is not None:
             prefixes["".join(f"{part}." for part in parts[:at])] += 1
+    # The most frequent prefix, because other models may have layers with the same last parts.
     prefix = max(prefixes, key=lambda each: prefixes[each], default="")
     layers = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     return {layer: name for layer, name in layers.items() if f"{layer}.weight" in keys}

@@ -78,6 +78,7 @@ def parameter_shapes(config: WanConfig) -> Mapping[str, Shape]:
     }
     for index in range(config.num_layers):
         shapes |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
+    # Read-only, because the cache returns it to every caller.
     return MappingProxyType(shapes)
 
 
@@ -120,6 +121,7 @@ def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     """Return a parameter's dtype: fp32 if diffusers always keeps it so, else `compute_dtype`."""
     from diffusers import WanTransformer3DModel
 
+    # diffusers looks for these names among all parts of a parameter's name.
     in_fp32 = set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules)
     return torch.float32 if in_fp32 else compute_dtype
 

@@ -110,6 +110,7 @@ def open_expert(path: Path) -> Expert:
     return replace(_opened(path, model_version(path)))
 
 
+# The version is part of the cache key: a changed file is opened again.
 @lru_cache(KEPT)
 def _opened(path: Path, version: ModelVersion) -> Expert:
     stored = read_checkpoint(path)

@@ -66,12 +66,14 @@ def write_int8(
     if free < needed:
         reason = f"needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there"
         raise CheckpointError(path, f"{reason}: choose another folder (--out)")
+    # In the same folder, because `os.replace` does not work across file systems.
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
             file.write(_header(entries))
             done = 0
             for name, tensor in expert.weights.items():
+                # In the order of `_entries`, which set the offsets in the header.
                 for written in _tensors(expert, name, tensor, name in matrices):
                     file.write(host_bytes(written.contiguous()).data)
                 if name in matrices:

@@ -269,6 +269,7 @@ def with_scale_behind(matrix: FileTensor, scale: FileTensor) -> FileTensor:
 
     Unchanged if the scale cannot lie there.
     """
+    # Scales follow the codes, so their first byte must be aligned.
     if len(matrix.shape) != 2 or math.prod(matrix.shape) % max(4, scale.dtype.itemsize):
         return matrix
     return _packed(matrix, scale, EightBit(dtype=matrix.dtype))
@@ -414,6 +415,7 @@ class _Layers:
             if marker.dtype != torch.uint8 or marker.nbytes > MAX_MARKER_BYTES:
                 found = f"{key} is {marker.dtype} {list(marker.shape)}"
                 self.refuse(f"{found}; a marker is a short JSON text")
+        # A layer's own marker counts before the header.
         for key, text in read(markers).items():
             layer = key.removesuffix(LAYER_MARKER)
             stated = marker_settings(self.path, key, bytes(text.tolist()))
@@ -441,6 +443,7 @@ class _Layers:
                 "known"
             )
         nested = stated.get("params")
+        # ComfyUI reads settings inside `params` too.
         if isinstance(nested, dict):
             stated = {**nested, **stated}
         full_precision = bool(stated.get("full_precision_matrix_mult", False))

@@ -64,6 +64,7 @@ class ExpertEngine(OffloadEngine):
         self._kernels = Kernels()
         self._configs = {name: expert.config for name, expert in experts.items()}
         self._segment = None
+        # With shards, each rank keeps another part of a block, so there is nothing to share.
         if shared and sharded is None:
             self._segment = shared_segment(source)
         super().__init__(
@@ -74,6 +75,7 @@ class ExpertEngine(OffloadEngine):
             shared=self._segment,
             sharded=sharded,
         )
+        # After `super().__init__`, which may raise an error: no read is in progress then.
         self.models.start_reading()
         self.models.settings.set(self._kernels, math, policy.chunk_tokens)
         self._read_for_next_run()
@@ -148,6 +150,7 @@ class ExpertEngine(OffloadEngine):
             raise RuntimeError(
                 "kernels cannot be changed while this engine is running a program; wait for its end"
             )
+        # Both calls may raise an error, so nothing is changed before them.
         check_usable(kernels, self.device, self._compute_dtype)
         math = choose_math(kernels.math, self.device, self._compute_dtype, self._width)
         self.models.settings.set(kernels, math, self.policy.chunk_tokens)

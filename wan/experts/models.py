@@ -110,6 +110,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         }
         self._compute_dtype = compute_dtype
         self._device = device
+        # One thread: parts are read in the order of submission, one at a time.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream-outer")
         self._runtime = runtime_for(device)
         self._reads: dict[Part, Future[Read]] = {}
@@ -216,6 +217,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         # A list, because the loop removes entries.
         for name, part in [each for each in self._reads if each[1] is not None]:
             if part not in self._embedders[name].missing_parts and not self._is_for_next_run(name):
+                # `cancel` does not end a read in progress. The future then drops the tensors.
                 self._reads.pop((name, part)).cancel()
         self._read_ahead()
 
@@ -269,6 +271,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         model = self.bare[name]
         weights = self._load((name, part))
         patches = self._selected_patches(name)
+        # In place, because these weights were decoded for this context alone.
         for full in weights.keys() & patches.keys():
             write_sum(weights[full], patches[full], weights[full])
         meta_parameters = {full: model.get_parameter(full) for full in weights}

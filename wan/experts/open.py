@@ -259,12 +259,14 @@ class ExpertsRegistry:
         kernels = Kernels(
             math=ref.kernels, attention=ref.attention, compiler=INDUCTOR if ref.compile else None
         )
+        # First, so that missing kernels do not close the open pair.
         check_installed(kernels)
         with self._lock:
             pair = self._pair
             if pair is None or self._ref != ref.opened or not pair.is_current():
                 self._close()
                 pair = self._open_pair(ref.opened)
+                # Kept before the LoRAs are set: a refused LoRA must not cost the opened pair.
                 self._pair = pair
                 self._ref = ref.opened
             if self._loras != ref.loras or not pair.loras_are_current():
@@ -287,6 +289,7 @@ class ExpertsRegistry:
 
     def _close(self) -> None:
         pair = self._pair
+        # Forgotten first, so a pair whose closing fails is not returned again.
         self._pair = None
         self._loras = ()
         self._kernels = Kernels()

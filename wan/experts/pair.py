@@ -200,6 +200,7 @@ class ExpertPair(StreamedWeights, AbstractContextManager["ExpertPair"]):
         self._engine.set_kernels(self.kernels)
         if self._engine.policy != policy:
             self._engine.set_policy(policy)
+        # Before new files are read: RAM then holds no factors of removed LoRAs.
         self._factors.keep_only([lora for loras in self._loras.values() for lora, _ in loras])
         self._engine.set_loras(
             {name: stages.stacks for name, stages in self._stages.items()}, self._factors
@@ -349,6 +350,7 @@ class ExpertPair(StreamedWeights, AbstractContextManager["ExpertPair"]):
 
     def _close_engine(self) -> None:
         if self._engine is not None:
+            # In this order: closing raises an error during a run, and the engine is then kept.
             self._engine.close()
             self._engine = None
 

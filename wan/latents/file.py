@@ -65,6 +65,7 @@ def write_latent(
         tensors = {TENSOR: samples.contiguous().cpu(), UNSCALED: torch.empty(0)}
         part.write_bytes(safetensors.torch.save(tensors, metadata=stored or None))
         part.replace(path)
+    # torch raises RuntimeError if RAM for a tensor is short, and Python MemoryError.
     except (MemoryError, RuntimeError) as err:
         if isinstance(err, RuntimeError) and not is_out_of_memory(err):
             raise
@@ -148,8 +149,10 @@ def _sigma(path: Path, metadata: Mapping[str, str]) -> float:
     try:
         described: Any = json.loads(metadata[DESCRIPTION])
         sigma = float(described["sigma"])
+    # JSON may hold an integer beyond the range of float, or lists nested too deeply.
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as err:
         raise LatentFileError(f"{path} has malformed metadata {DESCRIPTION}: {err!r:.100}") from err
+    # Below 1, because samples with leftover noise are stored divided by 1 - sigma.
     if not (math.isfinite(sigma) and 0.0 <= sigma < 1.0):
         raise LatentFileError(f"{path} has noise level {sigma}: a latent has one from 0 to below 1")
     return sigma
@@ -157,6 +160,7 @@ def _sigma(path: Path, metadata: Mapping[str, str]) -> float:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of shape, dtype and values in hex."""
+    # Flat and as bytes: a 0-d tensor has no view as bytes, and numpy has no bf16.
     values = tensor.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     digest.update(values.view(torch.uint8).numpy().tobytes())

@@ -101,6 +101,7 @@ def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> W
             magnitude = magnitude.reshape(-1, 1)
             if is_by_column(lora.tensors[change.magnitude].shape, columns):
                 magnitude = magnitude.T
+            # Without the strength: it scales the difference between the matrix and the DoRA.
             alone = _summed([(change, tensors, change.scale)])
             rescaled.append(Rescaled(change=alone, magnitude=magnitude, strength=strength))
     return replace(_summed(added), rescaled=tuple(rescaled))
@@ -151,6 +152,7 @@ def _product(keys: Factors, tensors: Tensors) -> Product:
     if len(keys) < 3:
         return Product(up=up.flatten(1), down=down.flatten(1))
     core = tensors[keys[2]].float()
+    # With a core, `up` is [rank, rows], `down` [rank, columns] and the core [rank, rank, ...].
     return Product(up=up.T, down=torch.einsum("ij...,jc->ic...", core, down.float()).flatten(1))
 
 
@@ -237,6 +239,7 @@ def block_patches(
     patches = {}
     for block in range(config.num_layers):
         names = {f"blocks.{block}.{name}": name for name in block_streams(config)}
+        # Other LoRAs do not count, so the block stays in the buffer if they change.
         involved = [each for each in stack if names.keys() & each[0].changes]
         if involved:
             changed = {

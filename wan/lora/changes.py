@@ -126,6 +126,7 @@ def changes_of(
         changes = _Layer(path, tensors, roles, alpha, settings, parameter).changes()
         if changes:
             found[parameter] = tuple(changes)
+    # After all weights, because a file may list a bias before its weight.
     for parameter, roles in parts.items():
         if "up bias" in roles:
             # The bias belongs to the `up` layer, so it has the same scale as the product.
@@ -234,6 +235,7 @@ class _Layer:
         if core:
             if (len(up), len(down)) != (2, 2) or core[0][:2] != [up[0], rank]:
                 self._refuse(f"{factors[2]} is {core[0]}; [{up[0]}, {rank}, ...] is expected")
+        # The up factor of a convolution is [rows, rank, 1, 1].
         elif math.prod(up[1:]) != rank:
             self._refuse(
                 f"mixed ranks: {one} {up} has rank {math.prod(up[1:])}, {other} {down} has rank "

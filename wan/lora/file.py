@@ -53,6 +53,7 @@ class LoraFile:
 
     def is_current(self) -> bool:
         """Return True if the file and the settings file have not changed since opening."""
+        # All tensors are in one file, so one of them is enough.
         files = [(self.path, tensor.version) for tensor in self.tensors.values()][:1]
         return are_current([*files, *filter(None, [self.settings])])
 
@@ -81,6 +82,7 @@ def lora_version(path: Path) -> ModelVersion:
     return model_version(path, config, *others)
 
 
+# The version is part of the cache key: a changed file is opened again.
 @lru_cache(KEPT)
 def _opened(path: Path, version: ModelVersion) -> LoraFile:
     header = read_header(path)
@@ -93,6 +95,7 @@ def _opened(path: Path, version: ModelVersion) -> LoraFile:
     meant = used | {parts[name]["alpha"] for name in changes if "alpha" in parts[name]}
     unmatched = [key for key in header.tensors if key not in meant]
     in_blocks = any(name.startswith("blocks.") for name in changes)
+    # Other models have layers outside the blocks with the same names.
     if not changes or (not in_blocks and other_model(unmatched) is not None):
         raise CheckpointError(path, _no_match_message(header.tensors))
     tensors = {key: tensor for key, tensor in header.tensors.items() if key in used}
@@ -131,6 +134,7 @@ def _unused_layers(header: FileHeader, meant: Set[str]) -> list[str]:
     used = {layer_of(key) for key in meant}
     unmatched = {key: tensor for key, tensor in header.tensors.items() if key not in meant}
     named = {key: layer_of(key) for key, tensor in unmatched.items() if math.prod(tensor.shape) > 1}
+    # By key where a layer is used in part, so the message names the unused tensor.
     unused = {key if layer in used else layer: key for key, layer in named.items()}
     if not unused:
         return []

@@ -29,6 +29,7 @@ Matrix = Literal["lokr_w1", "lokr_w2", "hada_w1", "hada_w2"]
 
 FORMS: Mapping[Matrix, tuple[tuple[Role, ...], ...]] = {
     "lokr_w1": (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b")),
+    # With `t2` first, because the two factors alone are complete too.
     "lokr_w2": (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b", "lokr_t2"), ("lokr_w2_a", "lokr_w2_b")),
     "hada_w1": (("hada_w1_a", "hada_w1_b", "hada_t1"), ("hada_w1_a", "hada_w1_b")),
     "hada_w2": (("hada_w2_a", "hada_w2_b", "hada_t2"), ("hada_w2_a", "hada_w2_b")),
@@ -227,6 +228,7 @@ def _look_up(text: str, dot: str) -> str | None:
     if in_block is None:
         return _OUTER[dot].get(text)
     local = _BLOCK[dot].get(in_block[2])
+    # "03" and "3" are one block.
     return local and f"blocks.{int(in_block[1])}.{local}"
 
 

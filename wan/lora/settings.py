@@ -213,6 +213,7 @@ def _name_end(path: Path, where: str, name: str, pattern: str) -> str:
 
 
 def _tries(expression: str) -> int:
+    # Ways to match: 50 ends for each long repetition, 2 for each choice.
     tries: int = 50 ** len(LONG_REPETITION.findall(expression)) * 2 ** len(
         CHOICE.findall(expression)
     )
@@ -252,6 +253,7 @@ def _flag(path: Path, name: str, value: object) -> bool:
 def _number(path: Path, name: str, value: object, *, least: float = -LARGEST) -> float:
     # Compare instead of converting: `float` raises an error for integers beyond the float range.
     if (
+        # True is an int in Python, hence the second check.
         isinstance(value, (int, float))
         and not isinstance(value, bool)
         and least <= value <= LARGEST

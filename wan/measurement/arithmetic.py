@@ -97,6 +97,7 @@ def measured_arithmetic(
     if runtime_for(device) is None or ref.compile:
         where = "in compiled blocks, which are not measured" if ref.compile else "on a CPU"
         return _decoded(f"8-bit matrices are decoded {where}")
+    # As stored, so that `set_loras` refuses LoRAs for multiplied matrices.
     with open_pair(replace(ref.opened, arithmetic="as stored")) as pair:
         usable = multiplied_formats(device, pair.compute_dtype)
         formats = tuple(name for name in pair.code_formats if name in usable)
@@ -201,6 +202,7 @@ def _stored() -> dict[str, MeasuredBlock]:
 def _store(key: str, measured: MeasuredBlock) -> None:
     """Add one measurement to the file."""
     try:
+        # Read again, because another process may have added times.
         write_json(
             _file(), {name: asdict(each) for name, each in {**_stored(), key: measured}.items()}
         )

@@ -284,6 +284,7 @@ def _metered(block: WanBlock, meter: _Meter) -> Iterator[None]:
     finally:
         for layer in linears:
             for name in PRODUCTS:
+                # Without the attribute, the class's method is called again.
                 vars(layer).pop(name, None)
 
 
@@ -335,8 +336,10 @@ def _set_codes(block: WanBlock, name: CodeFormat, lora_rank: int) -> list[Scaled
         stored = torch.empty(rows, scaled.in_features, dtype=torch.uint8, device=like.device)
         probe.tile_into(stored.view(-1), codes)
         scaled.weight = nn.Parameter(stored.view(dtype), requires_grad=False)
+        # Codes with a deviation of 40 times 5e-4 are as large as the weights in `random_block`.
         scaled.weight_scale = torch.full((rows, 1), 5e-4, device=like.device)
         if lora_rank:
+            # Zeros, because the time does not depend on the values.
             scaled.patch_up = zeros(rows, lora_rank)
             scaled.patch_down = zeros(lora_rank, scaled.in_features)
     return replaced

@@ -102,6 +102,7 @@ def random_block(
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():
         tile_into(parameter.view(-1), tile)
+    # diffusers keeps the table and the norms in fp32.
     block.scale_shift_table.data = block.scale_shift_table.data.float()
     block.norm2.float()
     return WanBlock(

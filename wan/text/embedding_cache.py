@@ -54,6 +54,7 @@ class EmbeddingCache:
         Raises the errors in `open_text_encoder` and `TextEncoder.encode`.
         """
         version = encoder_version(path.absolute())
+        # With the device: another one may round differently or compute in another dtype.
         keys = [(version, str(device), text) for text in texts]
         # The lock is kept while encoding. Otherwise a second caller would load the encoder again,
         # often for the same texts.
@@ -88,8 +89,6 @@ class EmbeddingCache:
 
 def _trim(embedding: torch.Tensor) -> torch.Tensor:
     """Return a copy of the rows up to the last nonzero one."""
-    # Most rows of an embedding are padding. `clone`, because a view would keep the whole storage
-    # alive.
     # Most rows of an embedding are padding. `clone`, because a view would keep the whole storage
     # alive.
     used = embedding[0].ne(0).any(dim=1).nonzero().flatten().tolist()

@@ -173,6 +173,7 @@ def _opened(
     stack = BlockStack(
         name=TEXT_STACK, prefix="encoder.block.", model=model, blocks=list(model.encoder.block)
     )
+    # GGUF files pack the token table too.
     gguf = {name for name, each in stored.weights.items() if isinstance(each.packing, QuantFormat)}
     file = components.match_weights(
         path,
@@ -206,6 +207,7 @@ def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
     if QUERIES not in tensors or POSITIONS not in tensors or GATE not in tensors:
         found = f"it has {len(tensors)} tensors, first: {next(iter(tensors), 'none')}"
         raise CheckpointError(path, f"is not a UMT5 text encoder: {REMEDY} ({found})")
+    # T5 has position biases in the first block only, UMT5 in every block.
     several = any(key.startswith("encoder.block.1.") for key in tensors)
     if several and SECOND_POSITIONS not in tensors:
         reason = "is a T5 (of SD3, Flux and others), not UMT5"
@@ -238,6 +240,7 @@ def _config_from_shapes(path: Path, weights: Mapping[str, FileTensor]) -> dict[s
     return {
         **UMT5,
         "vocab_size": table.shape[0],
+        # Query rows are heads x d_kv, and the position biases are [buckets, heads].
         "d_kv": queries[0] // positions[1],
         "d_ff": gate[0],
         "num_heads": positions[1],
@@ -337,6 +340,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         tokens = self._tokenizer.tokens(
             [clean_prompt(prompt) for prompt in prompts], length=max_length
         )
+        # With embeddings as input, the encoder does not read the token table.
         embeds = self._token_rows(tokens.ids).to(device)
         encoder = self._stack.model.get_submodule("encoder")
         # For this call only: the experts need the buffer memory afterwards.
@@ -359,6 +363,7 @@ class TextEncoder(AbstractContextManager["TextEncoder"]):
         table = self._file.weights[TOKEN_TABLE]
         rows = read_tensors({str(row): table.rows(row, row + 1) for row in distinct.tolist()})
         factor = self._file.read_factors([TOKEN_TABLE]).get(TOKEN_TABLE)
+        # A scale per row, cut to the rows read.
         if factor is not None and factor.dim():
             factor = factor[distinct]
         read = replace(table, shape=(len(distinct), *table.shape[1:]))
@@ -396,6 +401,7 @@ def _split_batch(block: nn.Module) -> None:
 
 def _row(value: Any, row: int, hidden: torch.Tensor) -> Any:
     """Return one prompt's part of an argument. Only attention masks differ between prompts."""
+    # In transformers 4, `cache_position` has one dimension, and may be as long as the batch.
     if isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(hidden):
         return value[row : row + 1]
     return value

@@ -51,10 +51,13 @@ def sentence_model(
     """
     pieces = list(pieces)
     spells_bytes = any(each.kind == BYTE for each in pieces)
+    # TrainerSpec: model_type 3, vocab_size 4, byte_fallback 35. NormalizerSpec:
+    # precompiled_charsmap 2, add_dummy_prefix 3, remove_extra_whitespaces 4, escape_whitespaces 5.
     trainer = _whole(3, UNIGRAM) + _whole(4, len(pieces)) + _whole(35, spells_bytes)
     normalizer = (
         _text(2, characters) + _whole(3, space_first) + _whole(4, collapse_spaces) + _whole(5, True)
     )
+    # ModelProto: pieces 1 (`_token`), trainer_spec 2, normalizer_spec 3.
     return b"".join(map(_token, pieces)) + _text(2, trainer) + _text(3, normalizer)
 
 
@@ -67,10 +70,12 @@ def gguf_sentence_model(path: Path) -> bytes | None:
     return _converted(path, model_version(path))
 
 
+# The version is part of the cache key: a replaced file is read again.
 @lru_cache(2)
 def _converted(path: Path, version: ModelVersion) -> bytes | None:
     # Kept, 6 MB each: a graph is checked before it runs, and the conversion takes seconds.
     fields = read_gguf_fields(path, (MODEL, *LISTS, CHARACTERS, SPACE_FIRST, COLLAPSE_SPACES))
+    # llama.cpp's name for a unigram tokenizer.
     if fields.get(MODEL) != "t5":
         return None
     lists = [fields.get(name) for name in LISTS]
@@ -116,6 +121,7 @@ _SCORE = struct.Struct("<BfB")
 def _token(piece: Piece) -> bytes:
     # A model has a quarter of a million tokens, so the field numbers are constants here.
     text = piece.text.encode()
+    # Before each value: 0x0a is field 1 (text), 0x15 field 2 (fp32 score), 0x18 field 3 (kind).
     numbers = _SCORE.pack(0x15, piece.score, 0x18) + _varint(piece.kind)
     content = b"\x0a" + _varint(len(text)) + text + numbers
     return b"\x0a" + _varint(len(content)) + content

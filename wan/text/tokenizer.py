@@ -121,6 +121,7 @@ class SentenceTokenizer:
 
     def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
         """See `Tokenizer.tokens`."""
+        # Cut before the end token is added, so every text ends in </s>.
         rows = [[*self._ids(text)[: length - 1], self._end] for text in texts]
         return PromptTokens(
             ids=torch.tensor([row + [self._pad] * (length - len(row)) for row in rows]),
@@ -208,6 +209,7 @@ def tokenizer_beside(path: Path, *, rows: int) -> FoundTokenizer:
                 tokenizer = sentence_tokenizer(file, file.read_bytes(), rows=rows)
             else:
                 header = read_header(file)
+                # A whole checkpoint has a prefix before the name.
                 tensors = {key.rpartition(".")[2]: each for key, each in header.tensors.items()}
                 if SENTENCE_MODEL not in tensors:
                     continue
@@ -236,6 +238,7 @@ def files_beside(path: Path) -> Iterator[Path]:
         yield from (folder / name for name in SENTENCE_FILES if (folder / name).is_file())
     yield from (
         file
+        # Sorted, so that the choice does not depend on the file system.
         for file in sorted(path.parent.iterdir())
         if file.suffix in TENSOR_FILES and file != path
     )

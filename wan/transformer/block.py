@@ -142,6 +142,7 @@ class WanBlock(nn.Module):
         self.attn2 = original.attn2
         self.ffn = original.ffn
         self.scale_shift_table = original.scale_shift_table
+        # norm1 and norm3 have no parameters, and diffusers gives both the same eps.
         self.eps = original.norm1.eps
         self.settings = settings
 
@@ -170,7 +171,7 @@ class WanBlock(nn.Module):
             )
         rows, spans = rows_and_spans(temb)
         # The sum is in fp32, as in diffusers.
-        values = (self.scale_shift_table + rows.float()).unsqueeze(2).unbind(1)
+        values = (self.scale_shift_table + rows.float()).unsqueeze(2).unbind(1)  # six [R, 1, D]
         return self.compute(tokens, encoder_hidden_states, Modulation(values, spans), rotary_emb)
 
     def compute(
@@ -186,6 +187,7 @@ class WanBlock(nn.Module):
         if self.settings.exchanging is not None:
             self.settings.exchanging(qkv[0])
         settings = self.settings
+        # The result becomes the new state: `_enter_text` reads each chunk, then overwrites it.
         state = self._attend(settings.dispatch_self, settings.self_backend, settings.parallel, *qkv)
         # `del`, here and below: the next stage then takes this memory.
         del qkv
@@ -238,6 +240,7 @@ class WanBlock(nn.Module):
         """Add a chunk's text attention and feed-forward to `state`."""
         math = self.settings.used_math
         update = self._projected(self.attn2, attended)
+        # Without diffusers' activation, which is computed in place or while quantising below.
         up = self.ffn.net[0].proj
         down = self.ffn.net[2]
         norm = modulation.norm(3, self.eps)
@@ -294,6 +297,7 @@ class WanBlock(nn.Module):
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Attend from `query` [1, S, D] to keys and values."""
+        # Both attentions have equally many heads.
         heads = self.attn1.heads
         attended = dispatch(
             *(tensor.unflatten(2, (heads, -1)) for tensor in (query, key, value)),
@@ -364,6 +368,7 @@ def _by_chunk(
     compute: Callable[[slice, Outs], tuple[torch.Tensor, ...]],
 ) -> tuple[torch.Tensor, ...]:
     """Return `count` tensors like `like`, with chunk results that `compute` returns or writes."""
+    # `compute` returns the tensors of a single chunk, so nothing is copied.
     if len(chunks) == 1:
         return compute(ALL, (None,) * count)
     filled = tuple(torch.empty_like(like) for _ in range(count))

@@ -67,6 +67,7 @@ class BlockCompiler:
         """
         # Prompts differ in length: without the mark, the second prompt would compile another graph.
         for each in (text,) if isinstance(text, torch.Tensor) else text:
+            # `mark_dynamic` would raise an error where a graph specialises on the length.
             torch._dynamo.maybe_mark_dynamic(each, TEXT_LENGTH_DIM)
         compiled = _compiled(self, function)
         if not isinstance(temb, FrameModulation):

@@ -55,6 +55,7 @@ class CachedEmbedder(nn.Module):
         `weight_loader(part)`."""
         self._rows: dict[EmbedderPart, dict[Hashable, Row]] = {part: {} for part in PARTS}
         self._expected: dict[EmbedderPart, Inputs] = {part: {} for part in PARTS}
+        # By identity: == of two tensors gives a tensor, so no ordinary dict can find one.
         self._digests = WeakIdKeyDictionary()
 
     @property
@@ -130,6 +131,7 @@ class CachedEmbedder(nn.Module):
 
     def _time_row(self, time: float) -> Row:
         device = self.time_proj.weight.device
+        # As in diffusers: fp32 up to the embedder's result, then the compute dtype.
         dtype = next(self.time_embedder.parameters()).dtype
         waves = self.timesteps_proj(torch.tensor([time], device=device))
         row = self.time_embedder(waves.to(dtype)).to(self._compute_dtype)
@@ -146,6 +148,7 @@ class CachedEmbedder(nn.Module):
             whole = hashlib.blake2b(
                 host_bytes(text.to("cpu").contiguous()).data, digest_size=16
             ).digest()
+            # Texts with other shapes may have the same bytes.
             self._digests[text] = (whole, tuple(text.shape), text.dtype)
         found: Hashable = self._digests[text]
         return found
@@ -153,6 +156,7 @@ class CachedEmbedder(nn.Module):
 
 def _evict_extra(rows: dict[Hashable, Row], needed: Inputs, limit: int) -> None:
     """Drop the oldest rows outside `needed`, until at most `limit` extra ones remain."""
+    # Dicts keep the order of insertion, so the oldest rows come first.
     extra = [key for key in rows if key not in needed]
     for key in extra[: max(0, len(extra) - limit)]:
         del rows[key]

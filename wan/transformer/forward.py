@@ -69,6 +69,7 @@ def forward_lanes(
         shortcut: lets lanes skip blocks. Blocks that no lane needs are not visited.
         local_tokens: selects this worker's tokens where workers share a lane. None: all.
     """
+    # Before the padding: velocities are cut to these sizes at the end.
     sizes = [lane.latents.shape[3:] for lane in lanes]
     lanes = [replace(lane, latents=padded(lane.latents, model.config.patch_size)) for lane in lanes]
     select = local_tokens or (lambda tokens: tokens)
@@ -151,6 +152,7 @@ def _frame_times(
         if not runs or _frame_key(model, lane) in found:
             continue
         times = frame_timesteps([scale for scale, _ in runs], timestep)
+        # One row for each distinct timestep. Six rows for each token would take gigabytes.
         distinct = sorted(set(times))
         rows = [
             (distinct.index(time), tokens) for time, (_, tokens) in zip(times, runs, strict=True)
@@ -193,6 +195,7 @@ def _through_blocks(
                     shortcut.entered(
                         at, tokens, passed, _local_slice(lane.video, tokens.shape[1], select)
                     )
+        # Outside the visit, so that a fetch can start while the choice waits for the device.
         if index == 0 and shortcut is not None:
             going, visits = shortcut.choose()
             if not visits:
@@ -264,6 +267,7 @@ def _local_slice(video: slice, tokens: int, select: TokenSelector) -> slice:
     """Return this worker's part of `video`. A worker has consecutive tokens among all `tokens`."""
     if video == slice(0, tokens):
         return video
+    # The selector cuts [1, S, D] tokens along dim 1, here with token numbers as D = 1.
     own = select(torch.arange(tokens)[None, :, None]).flatten()
     first = int(own[0])
     count = len(own)
@@ -289,4 +293,5 @@ def _velocity(
     patches: torch.Tensor = model.proj_out(normed)[:, lane.video].reshape(
         1, *lane.grid, *model.config.patch_size, -1
     )
+    # [1, T, h, w, pt, ph, pw, C] becomes [1, C, T pt, h ph, w pw].
     return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)

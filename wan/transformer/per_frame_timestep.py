@@ -81,6 +81,7 @@ def row_spans(runs: Sequence[tuple[int, int]], select: TokenSelector) -> Spans:
     rows = torch.tensor([row for row, _ in runs]).repeat_interleave(
         torch.tensor([tokens for _, tokens in runs])
     )
+    # As [1, S, 1], because the selector cuts dim 1 of three.
     values, counts = select(rows[None, :, None]).flatten().unique_consecutive(return_counts=True)
     spans = []
     start = 0

@@ -82,6 +82,7 @@ def padded(latents: torch.Tensor, patch_size: Sequence[int]) -> torch.Tensor:
     if not any(missing):
         return latents
     frames, rows, columns = missing
+    # `F.pad` counts from the last dimension.
     return F.pad(latents, (0, columns, 0, rows, 0, frames), mode="circular")
 
 
@@ -97,6 +98,7 @@ class AxisTables:
     """
 
     def __init__(self) -> None:
+        # A cache per model: one for the process would keep tables of closed models on the device.
         self.of_axis = functools.lru_cache(maxsize=KEPT_TABLES)(_axis_tables)
 
 
@@ -143,10 +145,12 @@ def _axis_tables(
     # The tables outlive the run that first needs them, and a later run may be outside inference
     # mode.
     with torch.inference_mode(False), torch.no_grad():
+        # On the CPU, because not every device has fp64.
         pairs = torch.arange(0, width, 2, dtype=torch.float64)
         frequencies = 1.0 / (THETA ** (pairs / width))
         angles = torch.outer(start + torch.arange(count, dtype=torch.float64), frequencies)
         if source:
+            # Pair j = first + pairs / 2 of the head turns by source x THETA^(-2 j / 128) more.
             angles += source / (THETA ** ((2 * first + pairs) / HEAD_DIM))
         tables = [
             table.repeat_interleave(2, dim=1).float().to(device)

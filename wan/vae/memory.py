@@ -108,6 +108,7 @@ def encode_pixel_bytes(
 
 def _key(config: Mapping[str, Any]) -> str:
     # A string, because the cache of `_count_bytes` needs hashable arguments.
+    # diffusers' notes, such as `_diffusers_version`, differ between files of equal VAEs.
     return json.dumps(
         {name: value for name, value in config.items() if not name.startswith("_")}, sort_keys=True
     )
@@ -127,9 +128,11 @@ def _count_bytes(config: str, latent_frames: int, dtype: torch.dtype, *, decode:
         latents = torch.empty(1, vae.config.z_dim, *tile, dtype=dtype)
         frames = FRAMES_PER_LATENT * (latent_frames - 1) + 1
         video = torch.empty(1, 3, frames, side, side, dtype=dtype)
+        # Weights and inputs exist before, because they are not counted.
         tracker = TensorMemoryTracker()
         with tracker:
             if decode:
+                # Dropped at once: finished frames are moved to RAM one portion at a time.
                 for part in decoded_frames(vae, latents):
                     del part
             else:
@@ -215,6 +218,7 @@ class DecodeNeeds:
         """
         tiles = tiling.tiles(self.height, self.width)
         row = sum(len(tile.columns) for tile in tiles if tile.row == 0)
+        # Pixels: blended lines x the width of a tile row, then x the height of one tile.
         below = tiling.blended * row * self.per_latent
         right = tiling.blended * min(tiling.pixels, self.height * self.per_latent)
         return (below + right) * CHANNELS * FP32_BYTES * self.frames
@@ -313,5 +317,6 @@ def too_little(needs: DecodeNeeds, budget: int, *, shared: bool) -> str:
 
 def _tilings(needs: DecodeNeeds) -> list[Tiling]:
     """Return all tilings that cut the frame with exactly a quarter overlap, smallest first."""
+    # In steps of 4, so that a quarter of the side is a whole latent pixel.
     sizes = range(MIN_TILE_LATENT, max(needs.height, needs.width), OVERLAP)
     return [Tiling.of(size * needs.per_latent, needs.per_latent) for size in sizes]

@@ -143,12 +143,14 @@ def decoded_frames(
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
+    # One slot for each causal convolution, in call order, as diffusers counts them.
     cache: list[object] = [None] * sum(
         isinstance(module, WanCausalConv3d) for module in vae.decoder.modules()
     )
     for at, states in enumerate(_states(vae, latents, whole)):
         # Not around the loop: the caller would be in `no_grad` between frames too.
         with torch.no_grad():
+            # The decoder counts convolutions in `feat_idx`, so every latent frame needs a new list.
             frames = vae.decoder(states, feat_cache=cache, feat_idx=[0], first_chunk=at == 0)
         if vae.config.patch_size is not None:
             frames = unpatchify(frames, patch_size=vae.config.patch_size)
@@ -217,6 +219,7 @@ def convert_pixels(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Overwrites `pixels`.
     """
     if dtype == torch.uint8:
+        # Rounded, because the cast to uint8 cuts off the fraction.
         return pixels.mul_(255).round_().to(dtype)
     return pixels.to(dtype)
 
@@ -298,6 +301,7 @@ class TileBlender:
         left = self._tiling.per_latent * tile.columns.start
         target = self._frames[frames, top:, left:]
         if len(self._tiles) > 1:
+            # The overlap behind the stride belongs to the next tile, which blends it.
             target = target[:, : self._tiling.stride, : self._tiling.stride]
         pixels = as_pixels(decoded[:, :, : target.shape[1], : target.shape[2]])
         target.copy_(convert_pixels(pixels, target.dtype))

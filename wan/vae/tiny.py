@@ -36,6 +36,7 @@ NORMALISED = "normalised"
 LATENT_SCALES = (BY_FILE_NAME, RAW, NORMALISED)
 """Choices for a tiny VAE's training latents."""
 
+# "lighttaew2_1" contains "taew" too, so "lighttae" is compared first.
 SCALE_OF_NAMES = (("lighttae", RAW), ("taew", NORMALISED))
 """Latent scale by a part of the file name. The first match decides."""
 
@@ -124,7 +125,7 @@ class _Grow(nn.Module):
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         grown: torch.Tensor = self.conv(frames)
-        return grown.reshape(-1, *frames.shape[1:])
+        return grown.reshape(-1, *frames.shape[1:])  # [frames, width, h, w]
 
 
 def _convolution(inputs: int, outputs: int, *, bias: bool = True) -> nn.Conv2d:
@@ -159,6 +160,7 @@ class TinyDecoder(nn.Module):
         frames: Iterable[torch.Tensor] = (self._first(part) for part in latents.split(1))
         for stage in STAGES[:-1]:
             frames = self._through(stage, frames)
+        # Dropped behind the last memory blocks, because later frames are mixed with these.
         for states in self._through(STAGES[-1], frames, dropped=FRAMES_PER_LATENT - 1):
             pixels = self.decoder[str(LAST)](states.relu_())
             yield F.pixel_shuffle(pixels, self.patch).clamp_(0, 1)
@@ -179,6 +181,7 @@ class TinyDecoder(nn.Module):
         for states in frames:
             for index in range(MEMORY_BLOCKS):
                 before = past[index]
+                # The block's input, not the result: the files were trained so.
                 past[index] = states
                 if before is None:
                     before = torch.zeros_like(states)

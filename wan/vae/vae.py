@@ -168,6 +168,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         self._encoder_config()
         self._check_video(video)
         vae = self._load(torch.device(device))
+        # [1, 3, F, H, W] in -1..1.
         pixels = video.to(device, self._dtype).movedim(-1, 0)[None] * 2 - 1
         height, width = (size // self.space.pixels for size in video.shape[1:3])
         if tiling is not None and not tiling.cuts(height, width):
@@ -283,6 +284,7 @@ class WanVae(AbstractContextManager["WanVae"]):
         """Yield one video's frames not yet in `into`: fp32, or uint8 if `into` is None."""
         assert tiling is None or tiling.per_latent == self.space.pixels, "tiles of another VAE"
         vae = self._load(device)
+        # Scaled before the cast, because the VAE may compute in 16 bits.
         moved = self._opened.decoder_input(latents).to(device, self._dtype)
         dtype = torch.uint8 if into is None else torch.float32
         if tiling is None or not tiling.cuts(*latents.shape[3:]):

@@ -221,6 +221,7 @@ def open_vae_folder(folder: Path) -> VaeWeights:
         CheckpointFileError: a file is missing, damaged, or for another model.
     """
     config = components.read_config(folder)
+    # Any other width counts as Wan2.1, so `require_config` names it.
     family = family_of(WAN22 if config.get("z_dim") == WAN22.channels else WAN21)
     model = f"the VAE of {' or of '.join(space.models for space in SPACES)}"
     components.require_config(folder, config, family.config, family.widths, model)
@@ -247,6 +248,7 @@ def open_vae_file(path: Path, stored: components.ComponentFile) -> VaeWeights:
     _refuse_other_heads(path, tensors, key_of(LAST_CONVOLUTION), family)
     places = family.widths
     if decodes_only:
+        # The first convolution belongs to the encoder, so the decoder's last one gives the width.
         places = dict.fromkeys(places, (LAST_CONVOLUTION, 1))
     widths = {
         name: components.convolution_width(path, tensors, key_of(parameter), at, kernel=3)
@@ -282,6 +284,7 @@ def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
 
 def _without_encoder(vae: AutoencoderKLWan) -> AutoencoderKLWan:
     vae.encoder = None
+    # It follows the encoder. `post_quant_conv` precedes the decoder, and stays.
     vae.quant_conv = None
     return vae
 
