@@ -33,6 +33,7 @@ def calibrate(
             f"the run takes steps {step_plan.start_step} to {step_plan.schedule.steps} of "
             f"{step_plan.whole_steps}, and a table needs all of them: calibrate a run of all steps"
         )
+    # `measured` is also the run's cache, so it is filled here.
     run(request)
     ratios = measured.ratios(dict(enumerate(step_plan.experts)))
     if not all(math.isfinite(ratio) and ratio > 0 for each in ratios for ratio in each):

@@ -57,6 +57,7 @@ def run_shape(
     """
     steps = []
     for (expert, patch), names in lanes.values():
+        # With context windows, each window counts as a sample.
         count = len({name.side for name in names})
         samples = len(names) // count
         steps.append(StepShape(expert=expert, samples=samples, sides=count, patch=patch))
@@ -85,6 +86,7 @@ def run_shape(
         blocks=blocks,
         steps=tuple(steps),
         video_tokens=tokens_of(shape),
+        # The expert with most sides decides: the memory must suffice for both.
         extra_tokens=max((tuple(sides[expert]) for expert in numbers), key=len),
         samples=shape[0],
         sides=numbers,
@@ -127,6 +129,7 @@ def predicted_timeline(
     policy = policy_with_cache(policy, cache)
     if cache is not None:
         skipped = cache.start(step_lanes(pair, request, step_plan.steps)).skipped
+        # `run` numbers steps from the first one computed.
         run = run.skipping([step - step_plan.start_step for step in skipped])
     sigmas = [step_plan.schedule.sigmas[step] for step in step_plan.steps]
     return predicted_calls(
@@ -158,6 +161,7 @@ def predicted_calls(
     steps = []
     for number, sigma in enumerate(sigmas):
         limit_s = run.limit_s(machine, number) if usual else None
+        # Skipped steps have no visits, so the simulation has no record for them.
         step = found.get(number) or _without_blocks(run, number)
         steps.append(replace(step, index=first_step + number, sigma=sigma, limit_s=limit_s))
     return replace(simulated, steps=tuple(steps))

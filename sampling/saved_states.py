@@ -86,17 +86,20 @@ def _update(digest: Any, value: object) -> None:
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
         digest.update(f"tensor {tensor.dtype} {tuple(tensor.shape)};".encode())
+        # As bytes, because numpy has no bf16. Flat, because a 0-d tensor has no view as bytes.
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     elif is_dataclass(value) and not isinstance(value, type):
         named = {each.name: getattr(value, each.name) for each in fields(value)}
         if isinstance(value, DenoiseRequest):
             # In keyword order, whatever the layout of the request's values.
             named = value.keywords()
+        # The count and the names keep values with other fields apart.
         digest.update(f"{type(value).__name__} {len(named)};".encode())
         for name, each in named.items():
             digest.update(f"{name}=".encode())
             _update(digest, each)
     elif isinstance(value, Mapping):
+        # Sorted, so that equal mappings in another order have the same digest.
         _update(digest, sorted(value.items()))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         digest.update(f"sequence {len(value)};".encode())
@@ -150,6 +153,7 @@ class SavedRun(AbstractContextManager["SavedRun"]):
         """
         if self._folder is None:
             return [None] * len(self._parts)
+        # The folder does not exist before the first state.
         with suppress(OSError):
             _remove_outdated(self._folder, {path.name for path in self._paths})
         found = [
@@ -198,6 +202,7 @@ class SavedRun(AbstractContextManager["SavedRun"]):
         with suppress(OSError):
             for path in self._paths:
                 path.unlink(missing_ok=True)
+            # This fails while the folder has states of other runs.
             self._folder.rmdir()
 
     def _is_over(self, part: int, state: RunState) -> bool:
@@ -216,6 +221,7 @@ def _remove_outdated(folder: Path, kept: Container[str]) -> None:
     ]
     oldest_s = time.time() - MAX_AGE_S
     nbytes = 0
+    # The newest first, so that the limit removes the oldest.
     for path, status in sorted(found, key=lambda each: each[1].st_mtime, reverse=True):
         nbytes += status.st_size
         if status.st_mtime < oldest_s or nbytes > MAX_BYTES:
@@ -236,6 +242,7 @@ def _write(path: Path, state: RunState) -> None:
 def _stored(name: str, value: object, tensors: dict[str, torch.Tensor]) -> object:
     """Return a history value as JSON, and add its tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
+        # safetensors refuses tensors with gaps.
         tensors[name] = value.contiguous()
         return {TENSOR: name}
     if isinstance(value, list):
@@ -253,6 +260,7 @@ def _read(path: Path, request: DenoiseRequest) -> RunState | None:
             # Copies: tensors mapped from the file would not be aligned, and Windows would not
             # replace the file.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+            # safetensors returns None for a header without metadata.
             return _checked(json.loads((file.metadata() or {})[STATE]), tensors, request)
     except FileNotFoundError:
         return None

@@ -56,6 +56,7 @@ def computed_steps(steps: StepLanes, retention: float) -> frozenset[int]:
         for stage, stretch in groupby(sorted(steps), key=lambda step: steps[step][0])
     ]
     for _, taken in stages:
+        # At least two, because the factor is a ratio of changes between two computed steps.
         found.update(taken[: max(FEWEST_COMPUTED, math.ceil(retention * len(taken)))])
     for (stage, taken), (after, _) in pairwise(stages):
         if stage.expert == after.expert:
@@ -83,6 +84,7 @@ class EasySteps(StepCache):
             self._samples = {}
         elif step == self._step:
             self._samples = self._before
+        # A copy, because this step replaces entries.
         self._stage, self._step, self._before = stage, step, dict(self._samples)
         if step in self._always:
             return {}
@@ -91,7 +93,7 @@ class EasySteps(StepCache):
             inputs[name.sample][name] = lane.latents
         for sample, change in self._changes(inputs).items():
             # NaN fails this comparison, so an unknown change computes the step.
-            if change < self._threshold:  # not if it is NaN
+            if change < self._threshold:
                 kept = self._samples[sample]
                 # Clones, because views would keep the conditions too.
                 now = {
@@ -111,6 +113,7 @@ class EasySteps(StepCache):
         """See `StepCache.record`."""
         found: dict[int, dict[LaneName, _Output]] = {sample: {} for sample in _samples(lanes)}
         for name, lane, velocity in zip(names_of(lanes), lanes, velocities, strict=True):
+            # Clones: velocities may be views of padded ones, and inputs have condition channels.
             output = _Output(input=_like(lane.latents, velocity).clone(), velocity=velocity.clone())
             found[name.sample][name] = output
         for sample, outputs in found.items():
@@ -138,11 +141,13 @@ class EasySteps(StepCache):
             return dict.fromkeys(inputs, math.nan)
         # One host wait per step.
         rows = dict(zip(sums, torch.stack(list(sums.values())).cpu().tolist(), strict=True))
+        # The second number counts the workers in the sum.
         own = [(_relative(*rows[sample]) if sample in rows else math.nan, 1.0) for sample in inputs]
         # The mean over all workers, because last digits differ between devices.
         every = self._split.all_reduce_sums(torch.tensor(own, dtype=torch.float64)).every
         added, workers = every.view(-1, len(own), 2).sum(0).unbind(1)
         earlier = [self._samples[sample].change if sample in rows else 0.0 for sample in inputs]
+        # NaN on one worker makes the mean NaN, so all workers compute the step.
         changes = added / workers + torch.tensor(earlier, dtype=torch.float64)
         return dict(zip(inputs, changes.tolist(), strict=True))
 
@@ -156,6 +161,7 @@ def _relative(output: float, input: float, norm: float, moved: float) -> float:
 
     NaN if it is unknown.
     """
+    # Relative change = (output change / input change) x new input change / output norm.
     if input > 0 and norm > 0:
         return output / input * moved / norm
     return math.nan
@@ -176,6 +182,7 @@ def _compare(last: _Sample, outputs: Mapping[LaneName, _Output]) -> torch.Tensor
 def _moved(last: _Output, latents: torch.Tensor) -> torch.Tensor:
     """Return the last output, moved like its input."""
     now = _like(latents, last.velocity).float()
+    # The difference between output and input is kept, in fp32.
     return (now + (last.velocity.float() - last.input.float())).to(last.velocity.dtype)
 
 

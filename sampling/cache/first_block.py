@@ -44,6 +44,7 @@ class FirstBlockSteps(StepCache):
             self._texts = texts
         # Residuals from this step or a later one belong to a failed attempt. Without them, a
         # repeated step decides as the first attempt did.
+        # A tuple, because the loop removes entries.
         for name, kept in tuple(self.kept.items()):
             if kept.step >= start.step or name not in start.own:
                 del self.kept[name]
@@ -76,6 +77,7 @@ class FirstBlockPass(CachedPass):
 
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""
+        # One copy per lane: the first one waits for the device, the others find it idle.
         sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
         # Every worker decides by the same sums, so all of them skip or visit the same blocks.
         own, every = self._split.all_reduce_sums(sums)
@@ -84,6 +86,7 @@ class FirstBlockPass(CachedPass):
         self.skipped_lanes, self.skips_rest = len(self._sums) - len(going), not visits
         for lane in range(len(self._sums)):
             if lane in going:
+                # Freed before the other blocks compute: `ended` stores new residuals.
                 self._kept.pop(self._names[lane], None)
             else:
                 del self._added[lane], self._after_first[lane]
@@ -95,6 +98,7 @@ class FirstBlockPass(CachedPass):
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
         """See `BlockCache.ended`."""
+        # Popped, so that the first block's output is freed with this statement.
         rest = hidden - self._after_first.pop(lane)
         self._kept[self._names[lane]] = _LaneState(self._step, self._added.pop(lane), rest)
 

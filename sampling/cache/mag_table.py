@@ -93,6 +93,7 @@ class MagTable:
                     f"this run has {own:.4f} there (another schedule or flow shift): "
                     f"{CALIBRATE_REMEDY}"
                 )
+        # Not strict: a run may end before the schedule does.
         for step, (expert, known) in enumerate(zip(experts, self.experts, strict=False)):
             if expert != known:
                 raise RequestError(
@@ -100,6 +101,7 @@ class MagTable:
                     f"run takes the {expert}-noise expert there: {CALIBRATE_REMEDY}"
                 )
         for step in range(1, len(sides)):
+            # Nothing is reused across a switch, so no ratio is needed there.
             if experts[step - 1] != experts[step]:
                 continue
             lasting = set(sides[step - 1]) & set(sides[step])
@@ -116,6 +118,7 @@ class MagTable:
             raise RequestError(
                 f"the cache was not calibrated for the {expert}-noise expert: {CALIBRATE_REMEDY}"
             )
+        # The absolute term is for weights near 0.
         if any(
             abs(own - other) > NEAR_MARK * abs(other) + NEAR_SIGMA
             for own, other in zip(mark, known, strict=True)
@@ -128,6 +131,7 @@ class MagTable:
 
     def _has(self, side: Side, step: int) -> bool:
         """Return True if lanes on a CFG side were measured in this step and the previous one."""
+        # 1 marks a step without such lanes.
         return side == Side.POSITIVE or (len(self.ratios) > side and self.ratios[side][step] != 1)
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def known_skips(table: MagTable, rule: SkipRule, steps: StepLanes) -> frozenset[
     for (stage, _), stretch in groupby(sorted(steps), key=texts.__getitem__):
         measured = [step for step, expert in enumerate(table.experts) if expert == stage.expert]
         taken, computed = list(stretch), None
+        # All steps with this expert count, because the retention is a share of them.
         allowed = skipped_steps(measured, taken, table.ratios, rule)
         # A skipped step adds residuals by lane name, so the last computed step must have had all
         # these lanes.
@@ -60,6 +61,7 @@ class MagSteps(StepCache):
             self._checked.add(expert)
         whole = start.step in self.skipped
         if not whole:
+            # Freed before the pass, which measures all lanes again.
             self._added.clear()
         return MagPass(start.own, self._added, _residual, self._split, whole=whole)
 
@@ -86,6 +88,7 @@ class Calibration(StepCache):
     def begin(self, start: PassStart) -> MagPass:
         """See `StepCache.begin`."""
         self.marks.setdefault(start.stage.expert, model_mark(start.model))
+        # A new dict, so a repeated attempt does not keep lengths of the failed one.
         lengths = self._lengths[start.step] = {}
         return MagPass(start.own, lengths, _residual_lengths, LOCAL_FORWARD)
 

@@ -140,6 +140,7 @@ def _merged_texts(
     for given, batch in zip(texts, batches, strict=True):
         assert given is not None
         if len(given) == 1:
+            # One object for all samples, because the embedder hashes each object once.
             (text,) = [given] if isinstance(given, torch.Tensor) else given
             merged += [text] * batch
         elif isinstance(given, torch.Tensor):

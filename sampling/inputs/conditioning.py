@@ -131,6 +131,7 @@ def _samples(latent: Latent) -> torch.Tensor:
         size = (round(side * ratio) for side in samples.shape[-2:])
         samples = samples.new_zeros(len(samples), WAN21.channels, 1, *size)
     elif samples.ndim == 4:
+        # An image latent is a video with one frame.
         samples = samples.unsqueeze(2)
     if samples.ndim != 5 or samples.shape[1] not in [space.channels for space in SPACES]:
         raise ConditioningError(
@@ -190,6 +191,7 @@ def _repeated(values: torch.Tensor, batch: int) -> torch.Tensor:
 
     A single value stays single.
     """
+    # Tensors with other dimensions are refused by name later.
     if values.ndim not in {3, 5} or len(values) in (0, 1, batch):
         return values
     return values.repeat(-(-batch // len(values)), *[1] * (values.ndim - 1))[:batch]
@@ -283,7 +285,9 @@ def _known_mask(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         )
     free = mask.to(image.device)
     if free.shape[1] != MASK_CHANNELS:
+        # As in ComfyUI, other numbers of channels are averaged.
         free = free.mean(dim=1, keepdim=True)
+    # After the inversion, 0 means unknown, so zeros are right for missing frames.
     known = pad(1.0 - free, (0, 0, 0, 0, 0, frames - mask.shape[2]))
     return known.expand(-1, MASK_CHANNELS, -1, -1, -1)
 

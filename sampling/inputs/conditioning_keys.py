@@ -188,6 +188,7 @@ def holds_tensor(value: object) -> bool:
         found = waiting.popleft()
         if found is None or isinstance(found, _PLAIN) or id(found) in seen:
             continue
+        # By attributes: arrays from numpy and other libraries count too.
         if hasattr(found, "shape") and hasattr(found, "dtype"):
             if found.shape == ():
                 continue
@@ -200,6 +201,7 @@ def holds_tensor(value: object) -> bool:
         elif isinstance(found, list | tuple | set | frozenset | deque):
             waiting.extend(found)
         else:
+            # Objects with slots, and most built-in ones, have no `__dict__`.
             waiting.extend(getattr(found, "__dict__", {}).values())
     return False
 

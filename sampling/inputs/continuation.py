@@ -61,6 +61,7 @@ def continuation(
     if previous is not None and anchor is not None:
         _check_same_size(previous, anchor)
     parts = [first[:, :, :1]]
+    # Not for an overlap of 0, because `-0:` selects all frames.
     if previous is not None and overlap:
         _check_length(previous, overlap=overlap, frames=frames)
         parts.append(previous[:, :, -overlap:])

@@ -65,6 +65,7 @@ def video_with_start_end(
 def start_mask(known_frames: int, shape: VideoShape) -> torch.Tensor:
     """Return a float32 mask [1, 1, T, h, w]: 0 in latents of the first `known_frames`, else 1."""
     mask = torch.ones(1, 1, *shape.latent)
+    # The first latent frame holds one frame, each other one four.
     mask[:, :, : (known_frames - 1) // FRAMES_PER_LATENT + 1] = 0
     return mask
 
@@ -79,6 +80,7 @@ def start_end_mask(start_frames: int, end_frames: int, shape: VideoShape) -> tor
     places = torch.ones(latent_frames * FRAMES_PER_LATENT)
     if start_frames:
         places[: start_frames + FRAMES_PER_LATENT - 1] = 0
+    # Not `-end_frames`, because `places[-0:]` is everything.
     places[len(places) - end_frames :] = 0
     mask = places.view(1, latent_frames, FRAMES_PER_LATENT, 1, 1).transpose(1, 2)
     return mask.expand(-1, -1, -1, height, width).contiguous()
@@ -132,6 +134,7 @@ def _check_images(given: Mapping[str, torch.Tensor], shape: VideoShape) -> None:
 def fitted(images: torch.Tensor, shape: VideoShape, *, mode: str = "bilinear") -> torch.Tensor:
     """Crop images [N, H, W, 3] around their centre to the video's aspect ratio, and scale them."""
     pixels = _crop_to_aspect(images[..., :3].movedim(-1, 1), shape)
+    # Without antialiasing, as in ComfyUI's `common_upscale`.
     return interpolate(pixels, size=(shape.height, shape.width), mode=mode).movedim(1, -1)
 
 

@@ -51,6 +51,7 @@ def latent_mask(noise_mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         raise ConditioningError(
             f"the noise mask {given} contains NaN or infinity: give values from 0 to 1"
         )
+    # Frames are scaled too, so a mask for video frames fits the latent ones.
     scaled = interpolate(mask, size=shape[2:], mode="trilinear")
     if len(scaled) == 1:
         return scaled

@@ -131,6 +131,7 @@ class RunInputs:
     @property
     def control_channels(self) -> int:
         """Number of control video channels, the first ones in the condition. 0 without a video."""
+        # Only Fun Control has two latents in the condition.
         if self.condition_channels < 2 * self.channels:
             return 0
         return self.channels
@@ -165,6 +166,7 @@ class RunInputs:
         """Raise RequestError if the latent cannot continue at `sigma`, where `step` starts."""
         left = self.latent_sigma
         if self.add_noise:
+            # None is an unknown level, and 0 a finished video: both may get new noise.
             if left:
                 raise RequestError(
                     f"the latent still carries noise (left at sigma {left:.5f}), and add_noise "

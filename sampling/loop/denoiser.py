@@ -67,6 +67,7 @@ class Denoiser:
         if part.resume is None:
             self.latents = _starting_latents(request.inputs, self.step_plan.start_sigma).to(device)
         else:
+            # Not scaled again: the state is at the step's noise level.
             self.latents = part.resume.latents.to(device)
             self._solver.restore(part.resume.history, device)
 
@@ -87,6 +88,7 @@ class Denoiser:
             schedule = self.step_plan.schedule
             for step, expert in self._steps:
                 for attempt in calls.attempts(expert, schedule.sigmas[step]):
+                    # Without enough memory, an attempt raises nothing, and another one follows.
                     with attempt:
                         result = self._compute_step(step, calls)
                 self._accept(step, result)
@@ -118,6 +120,7 @@ class Denoiser:
         latents, solver = self.latents, self._solver.copy()
         state = latents if self._masked is None else self._masked.model_input(latents, sigma)
         windows = windows_at(self._request, step)
+        # NAG replaces the negative lane, so it acts without CFG only.
         nag = guidance == 1 and self._request.guidance_settings.nag is not None
         sides = self._request.sides_at(step)
         lanes = self._inputs.lanes(state, sides, attach_nag=nag, windows=windows)
@@ -127,6 +130,7 @@ class Denoiser:
         velocity = guided_velocity(
             velocities, sides, guidance, self._request.guidance_settings.context
         )
+        # x = (1 - sigma) x0 + sigma noise and v = noise - x0, so x0 = x - sigma v.
         denoised = state - sigma * velocity
         if self._masked is not None:
             denoised = self._masked.merge_kept(denoised)
@@ -156,6 +160,7 @@ class Denoiser:
 def _state(next_step: int, result: _StepResult) -> RunState:
     return RunState(
         next_step=next_step,
+        # A copy on a CPU too, so a change to the state does not reach the run.
         latents=result.latents.to("cpu", copy=True),
         history=result.solver.history(),
     )
@@ -185,6 +190,7 @@ def _starting_latents(inputs: RunInputs, sigma: float) -> torch.Tensor:
     """
     if not inputs.add_noise:
         assert inputs.latent is not None
+        # ComfyUI's samplers divide leftover noise by 1 - sigma. This undoes it.
         return (1 - sigma) * inputs.latent.to(inputs.noise)
     if inputs.latent is not None:
         return sigma * inputs.noise + (1 - sigma) * inputs.latent.to(inputs.noise)

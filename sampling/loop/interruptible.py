@@ -74,6 +74,7 @@ class Interruptible(TorchFunctionMode):
         **given: Any,
     ) -> torch.Tensor:
         self._poll()
+        # A mask may have rows for all queries, and would have to be cut too.
         masked = bool(args) or given.get("attn_mask") is not None or given.get("is_causal")
         pieces: tuple[slice, ...] = ()
         if not masked and not _must_stay_whole(query):
@@ -104,6 +105,7 @@ def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
     A remainder that is too short joins the last piece.
     """
     rows = query.shape[-2]
+    # QK^T and PV take 2 FLOP per multiplication with the addition.
     row_flops = 4 * key.shape[-2] * query.numel() // max(1, rows)
     fitting = int(PIECE_FLOPS / max(1, row_flops)) // ROWS_AT_ONCE * ROWS_AT_ONCE
     size, start = max(PIECE_ROWS, fitting), 0

@@ -24,6 +24,7 @@ def lane_names(
     pieces: Sequence[tuple[int, ...] | None] = (None,)
     if windows is not None:
         pieces = windows.frames
+    # Sides vary slowest, for `guided_velocity`, and windows fastest, for `StepWindows.whole`.
     return tuple(LaneName(*each) for each in product(sides, range(samples), pieces))
 
 
@@ -63,6 +64,7 @@ class LaneInputs:
             if given is None:
                 return ()
             if isinstance(given, torch.Tensor):
+                # Views of one copy on the device, also for a shared text.
                 return list(given.to(device).expand(inputs.batch, *given.shape[1:]).split(1))
             return [text.to(device) for text in given]
 
@@ -101,6 +103,7 @@ class LaneInputs:
         """
         states = list(latents.split(1))
         if self._image:
+            # The noisy latents come first, then the condition: [1, 16 + C, T, h, w].
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
         # A control video (Fun Control) follows the windows. The start image behind it may begin
         # every window.
@@ -113,6 +116,7 @@ class LaneInputs:
         texts, pieces = (self._positive, self._negative, self._negative), len(parts[0])
         return [
             Lane(
+                # Windows vary fastest in the names.
                 latents=parts[name.sample][number % pieces],
                 text=texts[name.side][name.sample],
                 image=self._embedding[name.sample] if self._embedding else None,
@@ -140,6 +144,7 @@ class LaneInputs:
             parts["front"] = (TokenPart(latents=tokens.reference, through_ref_conv=True),)
             parts["positions"] = Positions(start=(1.0, 0.0, 0.0))
         behind = []
+        # The video is source 0.
         for source, context in enumerate(tokens.context, 1):
             own = context
             if name.frames and is_cut(context, frames):
@@ -158,6 +163,7 @@ class LaneInputs:
         scaled = [scales for scales in self._timestep_scales if scales is not None]
         for expert, timestep, with_negative in calls:
             of_frames = (frame_timesteps(scales, timestep) for scales in scaled)
+            # With the step's own timestep, because a pass reads it for all lanes.
             timesteps.setdefault(expert, []).extend(sorted({timestep}.union(*of_frames)))
             texts.setdefault(expert, self._positive)
             if with_negative:

@@ -133,6 +133,7 @@ def check_room(
 
     def needed(samples: int) -> int:
         lanes, *size = request.computed_shape
+        # With context windows, a sample has several lanes.
         shape = (samples * lanes // request.batch, *size)
         chunk, cache = smallest.chunk_tokens, request.options.cache
         return working_bytes(pair, shape, sides=sides, chunk_tokens=chunk, cache=cache)
@@ -141,8 +142,10 @@ def check_room(
         free = free_bytes(device)
         if free is None:
             free = available_bytes()
+        # Loaded weights count as free, because `weights` covers all of them.
         free += pair.loaded_bytes
     available = free - weights
+    # The largest batch first. 0 always fits, so there is a result.
     fitting = next(
         count for count in range(request.batch, -1, -1) if count == 0 or needed(count) <= available
     )
@@ -163,6 +166,7 @@ def smallest_policy(
     pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device
 ) -> OffloadPolicy:
     """Return the smallest fallback policy from `policy` for a run with `tokens` tokens."""
+    # No policy fits 0 bytes, so this is the smallest one.
     smallest = shrink_to_budget(
         policy,
         pair.block_counts,

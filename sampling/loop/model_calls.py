@@ -148,6 +148,7 @@ class ModelCalls:
         self._select_patches()
         self._session.begin_pass()
         stage = Stage(*self._steps.patches[0])
+        # Before the lanes are divided: workers predict alike, and share the rest.
         predicted = self._cache.predict(self._steps.step, stage, lanes)
         # This worker's share of the predicted lanes, rounded up.
         saved = -(-len(predicted) // self._policy.split.share.cfg)
@@ -168,6 +169,7 @@ class ModelCalls:
                     split.local_tokens,
                 )
                 velocities = split.gather(velocities, len(computed))
+            # After the gather, so that every worker keeps the velocities of all lanes.
             self._cache.record(computed, velocities)
             self._record_cached(expert, saved, shortcut)
         else:
@@ -175,6 +177,7 @@ class ModelCalls:
             self._recorder.cached(lanes=saved, visits=self.engine.block_counts[expert])
         self._session.end_pass()
         self._compiled = self.engine.models.settings.graphs > graphs
+        # Computed velocities are in lane order, without the predicted ones.
         rest = iter(velocities)
         return [predicted[at] if at in predicted else next(rest) for at in range(len(lanes))]
 
@@ -245,11 +248,13 @@ class ModelCalls:
             attaching.enter_context(self._policy.split.attached(engine.models.bare.values()))
             if self._nag is not None:
                 attaching.enter_context(changed(engine.models.settings, nag=self._nag))
+            # `pop_all` keeps the contexts open. An error before it ends them.
             self._attached = attaching.pop_all()
         self._attached_policy = policy
         return engine
 
     def _detach(self) -> None:
+        # First, so that models count as detached even if a context fails to end.
         self._attached_policy = None
         self._attached.close()
 
@@ -259,11 +264,13 @@ class ModelCalls:
                 entering.enter_context(self._recorder.watching())
                 entering.callback(self._detach)
                 self._entered = entering
+            # An error here ends the contexts entered above.
             self._session.begin()
             self._entered = entering.pop_all()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # The contexts end after the session, even if closing it raises an error.
         with self._entered:
             self._session.close(error)
 

@@ -150,6 +150,7 @@ class RunPolicy:
         logger.info("%s", text)
         self.changes.append(text)
         self.policy = policy
+        # Attempts are counted again, because each retry frees at least twice as many blocks.
         self._tried = [policy]
 
     def make_smaller(self, where: str, message: str) -> None:
@@ -173,6 +174,7 @@ class RunPolicy:
             missing=bytes_to_free(
                 len(self._tried) - 1, block=block, working_bytes=working, free_bytes=free
             ),
+            # This worker has only a part of the tokens between the exchanges.
             chunks=chunks_below(self._tokens // (share.ring * share.ulysses)),
             device_bytes=self._bytes,
         )
@@ -183,6 +185,7 @@ class RunPolicy:
             f"{self._describe(self.policy)}"
         )
         if not self.split.alone:
+            # The policy stays as it is, because all workers change together.
             raise SmallerPolicyError(f"{text} ({message})", smaller)
         same = ""
         if smaller.chunk_tokens == self.policy.chunk_tokens:

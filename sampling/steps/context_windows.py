@@ -73,6 +73,8 @@ class StepWindows:
         _, channels, _, *size = velocities[0].shape
         merged = torch.zeros(1, channels, self._video_frames, *size, device=velocities[0].device)
         for velocity, window, weights in zip(velocities, self.frames, self._weights, strict=True):
+            # In fp32, so that half-precision velocities are summed in fp32.
             counted = torch.tensor(weights, device=merged.device).reshape(1, 1, -1, 1, 1)
+            # Correct only without repeated frames in a window: an indexed += counts an index once.
             merged[:, :, list(window)] += velocity * counted
         return merged

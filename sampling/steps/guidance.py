@@ -60,6 +60,7 @@ class Guidance:
             try:
                 scale = float(word)
             except ValueError:
+                # NaN is refused below, with the word in the message.
                 scale = math.nan
             if not math.isfinite(scale):
                 raise RequestError(
@@ -83,6 +84,7 @@ class Guidance:
         """Return the CFG scale in a step with the expert "high" or "low"."""
         if self.steps is not None:
             return self.steps[min(step, len(self.steps) - 1)]
+        # False is index 0 (high), True is 1 (low).
         return self.scales[expert == "low"]
 
     def sides(self, scale: float) -> tuple[Side, ...]:
@@ -91,6 +93,7 @@ class Guidance:
 
     def most_sides(self, scales: Sequence[float]) -> tuple[Side, ...]:
         """Return the CFG sides in the step with most sides, among steps with these scales."""
+        # A run may have no step of this expert.
         return max(map(self.sides, scales), key=len, default=sides_at(1))
 
     def check_length(self, steps: int) -> None:

@@ -100,6 +100,7 @@ class Schedule:
 
 def simple_schedule(steps: int, flow_shift: float) -> Schedule:
     """Return ComfyUI's `simple` schedule under a `ModelSamplingSD3` with this shift, bit-equal."""
+    # In float32, as in ComfyUI: float64 rounds to other last bits.
     table = _shifted(torch.arange(1, TRAIN_TIMESTEPS + 1) / TRAIN_TIMESTEPS, flow_shift).tolist()
     # ComfyUI divides first and truncates afterwards. Integer division picks another entry at 38,
     # 76, 122, ... steps.
@@ -110,6 +111,7 @@ def simple_schedule(steps: int, flow_shift: float) -> Schedule:
 def wan_schedule(steps: int, flow_shift: float) -> Schedule:
     """Return flow sigmas bit-equal to diffusers' `UniPCMultistepScheduler` (0.37 and later)."""
     stride = (1 / TRAIN_TIMESTEPS - 1) / steps
+    # u = 1 - 0.999 i / steps, in the order of operations in numpy's `linspace`.
     levels = [_shifted(i * stride + 1, flow_shift) for i in range(steps)]
     levels[0] = HIGHEST_BELOW_ONE
     # diffusers passes integer timesteps, truncated from the float64 level: the first one is 999.

@@ -154,8 +154,10 @@ class StepSettings:
         """Return the steps of a run with this guidance."""
         switch = self.switch_step
         if switch is None:
+            # In the whole schedule, so that a part of a run switches where the whole would.
             switch = split_at_boundary(self.whole.timesteps, self.boundary_ratio)
         schedule = self.whole.until(self._end, leftover_noise=self.leftover_noise)
+        # A negative count gives no low steps, if the run ends before the switch.
         experts = ("high",) * min(switch, schedule.steps) + ("low",) * (schedule.steps - switch)
         return StepPlan(
             schedule=schedule,

@@ -48,6 +48,7 @@ def guided_velocity(
     Returns:
         [B, C, T, h, w] float32.
     """
+    # In fp32 before the sum: the guidance scale multiplies rounding errors too.
     stacked = torch.cat(list(velocities)).float()
     of_side = dict(zip(sides, stacked.chunk(len(sides)), strict=True))
     positive = of_side[Side.POSITIVE]

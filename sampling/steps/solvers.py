@@ -88,6 +88,7 @@ class Solver:
         *,
         seeds: Sequence[int] | None = None,
     ) -> None:
+        # Imported here, because ComfyUI imports this module at startup.
         import diffusers
 
         method = SOLVERS[name]
@@ -108,6 +109,7 @@ class Solver:
         # timestep by value.
         scheduler.set_begin_index(start_step)
         self._scheduler, self._history = scheduler, method.history
+        # The same for all steps: schedulers read sigmas by the index that they count.
         self._timestep = scheduler.timesteps[start_step]
         self._seeds = None
         if method.draws_noise:
@@ -129,6 +131,7 @@ class Solver:
 
         A step repeated here or in another process then draws the same.
         """
+        # None before the first step.
         step = self._scheduler.step_index
         if step is None:
             step = self._scheduler.begin_index
@@ -154,6 +157,7 @@ class Solver:
     def restore(self, history: Mapping[str, Any], device: torch.device) -> None:
         """Continue from the history of a solver with this name and schedule, on `device`."""
         for name in self._history:
+            # Copied, because the scheduler shifts lists in place and the state may be used again.
             setattr(self._scheduler, name, _copied(history[name], device))
 
 
