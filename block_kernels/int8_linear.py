@@ -89,7 +89,7 @@ class Int8Linear(ScaledLinear):
     def _by_kitchen(self, tokens: torch.Tensor, activation: str | None) -> torch.Tensor:
         """Multiply with comfy-kitchen. The last digits differ. The package must be imported."""
         matrix = self.weight, self.weight_scale, self.bias
-        # A group size is required, and read for rotated weights only.
+        # The group size is read for rotated weights only. 256 is the default of the operation.
         result: torch.Tensor = torch.ops.comfy_kitchen.int8_linear(
             tokens, *matrix, self.kitchen_dtype, bool(self.group), self.group or 256, activation
         )

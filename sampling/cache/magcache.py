@@ -61,7 +61,7 @@ class MagSteps(StepCache):
             self._checked.add(expert)
         whole = start.step in self.skipped
         if not whole:
-            # Freed before the pass, which measures all lanes again.
+            # Freed before the pass, because it measures all lanes again.
             self._added.clear()
         return MagPass(start.own, self._added, _residual, self._split, whole=whole)
 

@@ -73,7 +73,7 @@ def write_int8(
             file.write(_header(entries))
             done = 0
             for name, tensor in expert.weights.items():
-                # In the order of `_entries`, which set the offsets in the header.
+                # In the order of `_entries`: the header has the offsets in this order.
                 for written in _tensors(expert, name, tensor, name in matrices):
                     file.write(host_bytes(written.contiguous()).data)
                 if name in matrices:

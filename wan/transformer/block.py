@@ -240,7 +240,7 @@ class WanBlock(nn.Module):
         """Add a chunk's text attention and feed-forward to `state`."""
         math = self.settings.used_math
         update = self._projected(self.attn2, attended)
-        # Without diffusers' activation, which is computed in place or while quantising below.
+        # Without diffusers' activation: it is computed below, in place or while quantising.
         up = self.ffn.net[0].proj
         down = self.ffn.net[2]
         norm = modulation.norm(3, self.eps)

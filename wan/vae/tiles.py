@@ -301,7 +301,7 @@ class TileBlender:
         left = self._tiling.per_latent * tile.columns.start
         target = self._frames[frames, top:, left:]
         if len(self._tiles) > 1:
-            # The overlap behind the stride belongs to the next tile, which blends it.
+            # The overlap behind the stride belongs to the next tile and is blended there.
             target = target[:, : self._tiling.stride, : self._tiling.stride]
         pixels = as_pixels(decoded[:, :, : target.shape[1], : target.shape[2]])
         target.copy_(convert_pixels(pixels, target.dtype))
