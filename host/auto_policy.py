@@ -158,6 +158,7 @@ class AutoPlanner:
         """
         key = (device, shape.expert, weights)
         machine = self.machine(*key)
+        # Other models count as free, because the host evicts them when it loads the experts.
         plan = plan_offload(shape, machine, limited(auto.budgets, free_memory_now(True), machine))
         reason = _describe(plan, shape)
         logger.info("%s", reason)
@@ -168,6 +169,7 @@ class AutoPlanner:
                 return None
             first = replace(record, index=0)  # a run may start at a later step
             self._corrected[key] = corrected = calibrate_machine(machine, shape, plan, first)
+            # Nothing can be evicted in the middle of a run.
             now = limited(auto.budgets, free_memory_now(False), corrected)
             if now.vram_bytes is not None:  # the plan's memory is allocated already
                 now = replace(now, vram_bytes=max(now.vram_bytes, plan.device_bytes))

@@ -40,6 +40,7 @@ def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as err:
             if not type(err).__module__.startswith(f"{PACKAGE}."):
                 raise
+            # The same object keeps traceback, cause and attributes.
             err.__class__ = _twin(type(err))
             # Not a bare `raise`: before Python 3.11 it keeps the original class in `sys.exc_info`.
             raise err

@@ -96,6 +96,7 @@ def inside(folder: Path, name: str) -> Path:
     # Not `Path.resolve`: links in the folder are the user's own and may lead out of it.
     top = os.path.abspath(folder)
     path = os.path.abspath(os.path.join(top, name))
+    # With a separator at the end, so that "output2" is not below "output".
     if os.path.isabs(name) or not path.startswith(os.path.join(top, "")):
         raise OutsideFolderError(f"'{name}' leaves the folder {top}: give a name below it")
     return Path(path)
@@ -365,6 +366,7 @@ def _check_lengths(prefix: str, stem: Path, folder: Path) -> None:
                 f"'{_shortened(prefix)}': {_shortened(place.name)!r} has {_length(place.name)} "
                 f"bytes, and the limit is {limit}: shorten it"
             )
+    # PATH_MAX counts the NUL at the end, so the path must be shorter.
     whole = _length(str(stem)) + ending
     if whole >= longest:
         raise OutputNameError(
@@ -380,6 +382,7 @@ def _limit(folder: Path, name: str, usual: int) -> int:
     # Windows lacks the call, some file systems the value.
     except (AttributeError, OSError, ValueError):
         return usual
+    # -1 stands for a file system without a limit.
     return limit if limit > 0 else usual
 
 
@@ -410,6 +413,7 @@ def output_file(
 
 def _next_counter(stem: Path) -> int:
     """Return the largest number in file names `<stem>_<number>_...` plus 1, or 1 without files."""
+    # As in ComfyUI: on Windows, names that differ only in case share a counter.
     start = os.path.normcase(f"{stem.name}_")
     numbers = [
         name[len(start) :].split("_")[0]

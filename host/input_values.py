@@ -24,6 +24,7 @@ class InputValueError(ValueError):
 class RefusedValue(str):
     """A constant, as JSON. Conversion to a number, a boolean or a text fails with a reason."""
 
+    # The class is a text, because ComfyUI writes the value into the JSON answer.
     reason: str
 
     def _refuse(self) -> NoReturn:

@@ -278,6 +278,7 @@ def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
             for _ in range(SCRATCH_FILE_BYTES // len(part)):
                 file.write(part)
             file.flush()
+            # POSIX_FADV_DONTNEED leaves unwritten pages in the page cache.
             os.fsync(file.fileno())
         notes.append("read: a temporary file, because there is no file of weights to read")
         yield path

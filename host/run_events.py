@@ -192,6 +192,7 @@ class RunEvents:
         once.
         """
         step = self._done
+        # -(-a // b) is a / b, rounded up.
         total = blocks * max(1, -(-done // blocks))
         if self._state is _State.RUNNING:
             self._send(VISITS, step=step, done=done, total=total)
@@ -436,6 +437,7 @@ class RunLog:
         with self._lock:
             now = time.time()
             runs = [
+                # An age, because the clocks of browser and server may differ.
                 {**run, "records": list(run["records"]), "age_s": now - run["at"]}
                 for run in self._runs.values()
             ]
@@ -449,6 +451,7 @@ class RunLog:
 
 def _keep(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     """Set a value as the newest of the last `KEPT_NOTICES`."""
+    # Otherwise the key would keep the old place in the dictionary.
     kept.pop(key, None)
     kept[key] = value
     for oldest in list(kept)[:-KEPT_NOTICES]:

@@ -61,6 +61,7 @@ class PolicyMemory:
         fitted = shrink_to_budget(
             requested, weights.block_counts, budget=budget, device_bytes=device_bytes
         )
+        # Free memory changes a little between runs, and a new policy costs a new buffer pool.
         if self.policy is not None and self.requested == requested and weights.loaded_bytes:
             fitted = keep_near_policy(self.policy, fitted, budget=budget, device_bytes=device_bytes)
         if fitted != requested:
@@ -162,6 +163,7 @@ class StreamedPatcher(versions.StaticPatcher):
         outside = one - block  # weights outside the blocks
         if memory_to_free > before - outside:
             return 0  # ComfyUI then detaches the weights
+        # Rounded up: ComfyUI detaches the model if less than `memory_to_free` was freed.
         freed = weights.release_memory(math.ceil(memory_to_free))
         self.memory.count_pins(weights)
         logger.info(
@@ -186,6 +188,7 @@ class StreamedPatcher(versions.StaticPatcher):
         noun = self.memory.noun
         if unpatch_all:
             if weights.running:
+                # Without `super().detach`, which would remove object patches under the run.
                 logger.info("the %s are running: they are not unloaded", noun)
                 return self.model
             before = self.loaded_size()

@@ -106,10 +106,12 @@ def predicted_sigmas(
     if not _is_comfyui_sampler(sampler):
         return None
     dry_run = _DryRunGuider(guider)
+    # Not the run's options: some samplers replace them or write into them.
     options: dict[str, Any] = {"model_options": {versions.IN_LAYERS: {}}, "seed": seed}
     own_sigmas = sigmas.detach().cpu().clone()  # some samplers write to them
     zeros = torch.zeros(LATENT_SHAPE)
     with preserve_random_state(), suppress(_MaxCallsError):
+        # Arguments: guider, sigmas, extra arguments, callback, noise, latent image, mask, no bar.
         sampler.sample(dry_run, own_sigmas, options, None, zeros, zeros.clone(), None, True)
     return dry_run.sigmas
 
@@ -135,6 +137,7 @@ def sampler_name(sampler: Any) -> str:
 
 def _is_comfyui_sampler(sampler: Any) -> bool:
     """Return True if all functions in a SAMPLER are ComfyUI's. Others may keep run state."""
+    # A subclass may override `sample` and keep run state.
     if type(sampler) is not comfy.samplers.KSAMPLER:
         return False
     options = (*sampler.extra_options.values(), *sampler.inpaint_options.values())

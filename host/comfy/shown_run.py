@@ -66,6 +66,7 @@ class ShownRun:
             is_stop=events.is_stop,
         )
         self._block_counts = block_counts
+        # A schedule with one sigma has no step.
         steps = max(1, steps)
         self._bar = events.progress(steps, self.node_id)
         self._calls_per_step = max(1.0, len(calls) / steps)

@@ -98,6 +98,7 @@ def running_item(prompt_id: str | None) -> QueueItem:
     if running is None:
         return QueueItem({}, {})
     # An item is (number, id, graph, extra_data, outputs) and, in later versions, secrets.
+    # `get_current_queue` would also deep-copy all pending items with their graphs.
     for _, item_id, graph, extra_data, *_ in running.prompt_queue.get_current_queue_volatile()[0]:
         if item_id == prompt_id:
             return QueueItem(graph, extra_data)
@@ -116,6 +117,7 @@ def loaded_models(device: torch.device | None = None) -> list[Any]:
 def count_pinned_bytes(nbytes: int) -> None:
     """Add `nbytes` to ComfyUI's total of page-locked bytes. 0.3.64 has no total."""
     management = comfy.model_management
+    # ComfyUI limits this total (`MAX_PINNED_MEMORY`), and our pages take from the same RAM.
     if hasattr(management, "TOTAL_PINNED_MEMORY"):
         management.TOTAL_PINNED_MEMORY = max(0, management.TOTAL_PINNED_MEMORY + nbytes)
 
@@ -169,6 +171,7 @@ def loaded_file(patcher: Any) -> LoadedFile | None:
     if loader is None:
         return None
     function, arguments, *place = loader
+    # The stored arguments are all positional, and their order differs between loaders.
     given = inspect.signature(function).bind(*arguments).arguments
     options = given.get("model_options", {})
     if function is comfy.sd.load_diffusion_model:
@@ -209,6 +212,7 @@ def loaded_clip(patcher: Any) -> LoadedClip | None:
 
 def clip_kinds(files: int) -> list[str]:
     """Return the type choices in ComfyUI's loaders for one or two text encoder files."""
+    # Only the loader nodes have this list. It differs between versions.
     loaders = import_module("nodes")
     loader = {1: loaders.CLIPLoader, 2: loaders.DualCLIPLoader}[files]
     return list(loader.INPUT_TYPES()["required"]["type"][0])
@@ -230,6 +234,7 @@ def model_config(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 def is_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
     """Return True if ComfyUI's checkpoint loader detects a model below a prefix."""
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
+    # `convert_old_quants` pops keys from the mapping it receives.
     tensors = dict(tensors)
     metadata = dict(metadata)
     if hasattr(comfy.utils, "convert_old_quants"):  # absent in 0.3.64
@@ -262,6 +267,7 @@ def layers_of(config: Any, dtype: torch.dtype, cast: torch.dtype | None) -> Any:
         fast = config.optimizations.get("fp8", False)
         return comfy.ops.pick_operations(dtype, cast, fp8_optimizations=fast, model_config=config)
     scaled = config.scaled_fp8
+    # 0.3.64 sets this option when it detects scales. A marker with two numbers sets it to False.
     fast = config.optimizations.get("fp8", scaled is not None)
     return comfy.ops.pick_operations(dtype, cast, fp8_optimizations=fast, scaled_fp8=scaled)
 
@@ -323,6 +329,7 @@ def loading_by(network: nn.Module, load: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
+        # The instance attribute hid the method. Deleting it uncovers the method again.
         del network.load_state_dict
 
 
@@ -333,6 +340,7 @@ def loading_clip_by(load: Callable[..., Any]) -> Iterator[None]:
     `load_sd` is ComfyUI's own method. While a CLIP is being built the networks have no values, and
     only then can they be prepared for file tensors.
     """
+    # On the class, because `CLIP.__init__` itself calls `load_sd`.
     own = comfy.sd.CLIP.load_sd
 
     def load_sd(clip: Any, *args: Any, **settings: Any) -> Any:
@@ -380,8 +388,11 @@ def set_weight_functions(
 
 def force_casts(layer: Any, *, forced: bool) -> None:
     """Make a layer cast weights that need no cast, until `ModelPatcher.unpatch_model`."""
+    # `ModelPatcher.load` sets this, but it skips streamed layers.
     layer.comfy_force_cast_weights = forced
     if casts_weights(layer) and forced and not hasattr(layer, "prev_comfy_cast_weights"):
+        # `unpatch_model` restores the flag from here. Without the check, a second call would store
+        # True.
         layer.prev_comfy_cast_weights = layer.comfy_cast_weights
         layer.comfy_cast_weights = True
 
@@ -390,6 +401,8 @@ def force_casts(layer: Any, *, forced: bool) -> None:
 def marked_as_patched(layers: Collection[nn.Module]) -> Iterator[None]:
     """Make ComfyUI treat these layers' weights as if they contained the patches."""
     for layer in layers:
+        # 0.18.1 and 0.33.0 then save the layer's own `state_dict`. Otherwise they would patch the
+        # weight when it is written.
         vars(layer)["comfy_patched_weights"] = True
     try:
         yield
@@ -400,6 +413,7 @@ def marked_as_patched(layers: Collection[nn.Module]) -> Iterator[None]:
 
 def load_on_any_device(layer: Any) -> None:
     """Make a built mixed-precision layer keep loaded tensors on their device."""
+    # ComfyUI calls `to(device=...)` with this value, and `to(device=None)` keeps tensors on `meta`.
     layer.factory_kwargs = {**layer.factory_kwargs, "device": None}
 
 
@@ -417,6 +431,7 @@ def with_tensors(
     """
     strength, value, *rest = patch
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):
+        # A copy, because all clones of a MODEL share the adapter.
         changed = copy.copy(value)
         changed.weights = _with_tensors(value.weights, change)
         return (strength, changed, *rest)
@@ -520,6 +535,7 @@ def patched_weight(
         dtype: the layer's compute dtype.
     """
     path, _, name = key.rpartition(".")
+    # A shallow copy shares `_parameters` with the layer, so the twin gets another dictionary.
     twin: Any = copy.copy(layer)
     if not isinstance(weight, nn.Parameter):
         weight = nn.Parameter(weight, requires_grad=False)
@@ -537,6 +553,8 @@ def patched_weight(
         patcher.patch_weight_to_device(key, device_to=weight.device)
         return twin._parameters[name]  # type: ignore[no-any-return]
     # As layers in `comfy.ops` apply a `LowVramPatch` to a weight that stays on the device.
+    # The seed comes from the layer's path here, but from the weight's key in
+    # `patch_weight_to_device`.
     seed = comfy.utils.string_to_seed(path)
     _, set_weight, convert = comfy.model_patcher.get_key_weight(root, key)
     computed = weight.to(dtype)
@@ -624,6 +642,7 @@ def weight_before_patches(patcher: Any, key: str) -> torch.Tensor | None:
 
 def remove_functions_later(model: nn.Module) -> None:
     """Make `ModelPatcher.unpatch_model` remove the layers' weight functions."""
+    # `unpatch_model` wipes weight functions and restores cast flags only with this flag.
     model.model_lowvram = True  # type: ignore[assignment]
 
 
@@ -668,6 +687,7 @@ OF_THE_WEIGHTS = frozenset({
 def carry_over(source: Any, target: Any) -> None:
     """Copy everything a node can set on a MODEL to another one with other weights."""
     for name in vars(source).keys() & vars(target).keys() - OF_THE_WEIGHTS:
+        # Both MODELs share the dictionaries and lists until the next `clone`.
         setattr(target, name, getattr(source, name))
 
 
@@ -723,6 +743,7 @@ def guidance_scale(guider: Any) -> object:
 
 def noise_of_run(arguments: Sequence[Any], settings: Mapping[str, Any]) -> torch.Tensor:
     """Return the noise among a SAMPLER_SAMPLE wrapper's arguments after the sigmas."""
+    # After the sigmas: extra arguments, callback, noise, latent image, mask, progress bar.
     noise: torch.Tensor = arguments[2] if len(arguments) > 2 else settings["noise"]
     return noise
 

@@ -75,6 +75,7 @@ class EmbeddedHost:
             self.events.end()
             self.memory.of_run = self.files.of_run = None
             self._settings = HostSettings()
+            # Last: until then, no other run may set folders and device.
             self._busy.release()
 
     def stop(self) -> None:

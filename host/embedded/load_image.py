@@ -122,9 +122,12 @@ def _loaded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
             )
             mask = blank
             if frame.shape[2] > _COLORS:
+                # In a MASK, 1 is transparent. The copy is contiguous, because `from_numpy` refuses
+                # the negative strides of turned images.
                 mask = 1.0 - torch.from_numpy(np.ascontiguousarray(frame[..., _COLORS]))
             masks.append(mask)
     if any(mask is not blank for mask in masks):
+        # Masks with different sizes cannot be stacked.
         opaque = torch.zeros(first.shape[:2])
         masks = [opaque if mask is blank else mask for mask in masks]
     return images[: len(masks)], torch.stack(masks)

@@ -111,6 +111,7 @@ def _sound(path: Path) -> dict[str, object] | None:
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
         frames = [
             torch.from_numpy(part.to_ndarray())
+            # None flushes the resampler.
             for frame in (*container.decode(stream), None)
             for part in resampler.resample(frame)
         ]

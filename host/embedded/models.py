@@ -59,4 +59,5 @@ class EmbeddedModels(Models):
         return schedule_sigmas(name, steps, denoise, flow_shift)
 
     def clip_kinds(self, files: int) -> list[str]:
+        # Schemas need a choice although nothing can be loaded here.
         return [["wan"], ["flux"]][files - 1]

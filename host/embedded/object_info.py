@@ -58,6 +58,7 @@ def faults_elsewhere(
             if not any(each.is_output for each in rules.values()):
                 return ["the workflow has no node that saves or shows anything"]
             lines = validate_nodes(prompt, rules, host.files).lines()
+        # The temporary folder stands for the one on the server.
         return [line.replace(str(empty), "output") for line in lines]
 
 

@@ -81,6 +81,7 @@ class Workflow:
         """
         if self.verdict.error is not None:
             raise InvalidWorkflowError(self.verdict)
+        # Validation opened and closed the host, so another workflow may have run since.
         with (
             self.host.opened(self.folders, on_progress, self.device, strict=self.strict),
             torch.inference_mode(),

@@ -122,6 +122,7 @@ class WorkerRegistry:
                 return True
             if entry.driver is not None and entry.driver.is_running:
                 return False
+            # All at once, so that they release memory in parallel.
             requests = {worker.call("close"): worker for worker in entry.pool.workers}
             done, late = wait(requests, timeout=RELEASE_TIMEOUT_S)
             for request in late:
@@ -152,6 +153,7 @@ class WorkerRegistry:
         entry = self._entry
         if entry is not None and (entry.ref, entry.device) == (key, device) and entry.pool.usable:
             return entry
+        # First, because old and new workers would not fit on the same devices together.
         self.close()
         self._entry = entry = _StartedWorkers(ref=key, device=device, pool=self._start(ref, device))
         atexit.register(self.close)

@@ -57,6 +57,7 @@ class ComfyMemory(Memory):
         return versions.dynamic_vram_bytes()
 
     def evict(self, wanted: int) -> None:
+        # `free_vram` subtracts the same reserve.
         reserved = int(comfy.model_management.minimum_inference_memory())
         comfy.model_management.free_memory(wanted + reserved, self.device())
 
@@ -66,6 +67,7 @@ class ComfyMemory(Memory):
         self._workers_patcher = self._workers_patcher or workers_patcher(
             self.worker_registry.release_memory, self.device()
         )
+        # This adds the workers to ComfyUI's list, so that unloading all models reaches them too.
         management.load_models_gpu([self._workers_patcher])
         if runtime_for(self.device()) is not None:
             # One worker shares this process's GPU, so this process's models must be evicted.
@@ -80,6 +82,7 @@ def _evictable(device: torch.device) -> int:
     others = [
         entry
         for entry in versions.loaded_models(device)
+        # The model is None if the MODEL was collected: entries hold weak references.
         if not isinstance(entry.model, ExpertsPatcher | None)
     ]
     return sum(int(entry.model_loaded_memory()) for entry in others)

@@ -42,6 +42,7 @@ class ComfyModels(Models):
         self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int
     ) -> LoadedExperts:
         patcher = self._experts.patcher(ref, policy)
+        # ComfyUI offers the policy the free memory above this minimum.
         comfy.model_management.load_models_gpu(
             [patcher], memory_required=working_bytes, minimum_memory_required=working_bytes
         )

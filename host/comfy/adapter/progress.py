@@ -43,6 +43,7 @@ class NodeBar:
         # for every step.
         least_s = 0.1 if sys.stderr.isatty() else LOG_EVERY_S
         self._line = tqdm(total=total, unit=unit, mininterval=least_s, disable=not shown)
+        # A context variable, so `advance` would not find it on another thread.
         context = get_executing_context()
         self._node_id = node_id or (context and context.node_id)
         self._lock = threading.Lock()

@@ -33,6 +33,8 @@ class PromptValues:
         if not self._by_id:  # not on import, because schemas list model files
             self._by_id = {node.define_schema().node_id: node for node in self._nodes}
         prompt = request.get("prompt")
+        # ComfyUI calls handlers before it validates anything, so the body may be any JSON object.
+        # If a handler raises, ComfyUI logs the error and goes on without our checks.
         if not isinstance(prompt, dict):
             return request
         for node in prompt.values():
@@ -46,6 +48,7 @@ class PromptValues:
         for kind in ("required", "optional"):
             for name, (io_type, options) in input_types.get(kind, {}).items():
                 value = inputs.get(name)
+                # ComfyUI's wrapper for lists as values, because a bare list is a link.
                 if isinstance(value, dict) and "__value__" in value:
                     value = value["__value__"]
                 if name not in inputs or isinstance(value, list):

@@ -56,6 +56,8 @@ class ServerEvents:
             workflow = short_text(request, "extra_data", "extra_pnginfo", "workflow", "id")
             if isinstance(prompt, dict):
                 for payload in self.log.queued(prompt, workflow):
+                    # No client id: the message goes to all pages, not only to the one with the
+                    # queued workflow.
                     server.send_sync(NOTICES_EVENT, payload, None)
             return request
 

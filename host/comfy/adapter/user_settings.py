@@ -26,4 +26,5 @@ def setting_is_on(file: Path, name: str) -> bool:
         # Not an error: ComfyUI falls back to defaults as well.
         logger.warning("cannot read %s, so %s is off: %s", file, name, err)
         return False
+    # Not by truth value: the text "false" in an edited file is true in Python.
     return isinstance(settings, dict) and settings.get(name) is True

@@ -111,6 +111,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         *run: Any,
         **settings: Any,
     ) -> torch.Tensor:
+        # ComfyUI's NestedTensor, absent in 0.3.64, where this reads the property of a torch Tensor.
         if latent_image.is_nested:
             raise RequestError(
                 "the latent has several parts, but Wan generates only video: use an empty video "
@@ -190,8 +191,11 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                     samples: torch.Tensor = super().inner_sample(
                         *arguments, callback, disable_pbar, seed, **more
                     )
+                # After `model_calls` has ended the session, so the timeline is complete. Inside
+                # `events`, whose exit announces it.
                 self.timeline = run.shown.ended(run.policy.changes)
         except SamplingCancelled:
+            # ComfyUI reports all exceptions except the interrupt as node errors.
             comfy.model_management.throw_exception_if_processing_interrupted()
             raise
         except AttributeError as err:
@@ -227,6 +231,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             )
 
         def conditions(arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+            # At scale 1, ComfyUI passes None unless a sampler needs the negative, as CFG++ does.
             latents, (_, negative) = versions.conditions_call(arguments)
             return run.denoised(latents, sigma, with_negative=negative is not None)
 
@@ -246,6 +251,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         """Return the inputs for this run, with the same checks as in our own sampler."""
         if denoise_mask is not None:
             denoise_mask = denoise_mask.cpu()
+        # Only the shape is read. The noise replaces these zeros below.
         latent = {"samples": torch.zeros(noise.shape), "noise_mask": denoise_mask}
         inputs = native_inputs(
             self._conditioning["positive"], self._conditioning["negative"], latent
@@ -256,6 +262,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             inputs = replace(inputs, mask=None)
         return DenoiseRequest.of(
             replace(inputs, noise=noise.float(), add_noise=True),
+            # Without steps, cache and windows. `GuiderSteps` applies these to each model call.
             StepSettings(boundary_ratio=self.settings.boundary_ratio),
             Guidance(scales=self.settings.guidance.scales),
             RequestOptions(),
@@ -367,6 +374,7 @@ class _GuiderRun:
         lanes = self.inputs.lanes(x, given, attach_nag=attach_nag, windows=windows)
         velocities = self.model_calls.forward(expert, lanes, sigma)
         self.shown.step(self.policy.changes)
+        # Shape [sides * B, C, T, h, w], one side after the other.
         velocity = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
         if not velocity.isfinite().all():
             source = "the result"
@@ -377,5 +385,6 @@ class _GuiderRun:
                 "another sampler or other sigmas; if that does not help, an input or a weight is "
                 "broken"
             )
+        # x0 = x - sigma * velocity, the rectified flow.
         sides = [x - each * sigma for each in velocity.split(len(x))]
         return sides if with_negative else [*sides, torch.zeros_like(x)]

@@ -66,6 +66,7 @@ class GuiderSteps:
             for step, level in enumerate(self.sigmas[:-1])
             if direction * (level - sigma) >= -SIGMA_TOLERANCE
         )
+        # A level between two steps, as in midpoint samplers, belongs to the earlier step.
         return max(started, default=0)
 
     def scale(self, sigma: float) -> float:

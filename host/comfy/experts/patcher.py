@@ -193,6 +193,7 @@ class OpenExperts:
             root = ExpertsPatcher(ExpertsModel(ref, self.get), device, torch.device("cpu"))
             root.ref = ref
             self._patchers[ref.opened] = self._patcher = root
+        # Clones have separate policies and shifts, but share the model and the engine.
         patcher: ExpertsPatcher = root.clone()
         patcher.ref = ref
         patcher.policy = policy
@@ -204,6 +205,7 @@ class OpenExperts:
 
     def _count_pins(self) -> None:
         # Opening or closing a pair may have closed another one and unlocked the pages.
+        # `list` holds the patchers, so none is collected during the loop.
         for patcher in list(self._patchers.values()):
             patcher.memory.count_pins(patcher.weights)
 

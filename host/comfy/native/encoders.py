@@ -65,6 +65,7 @@ def load_encoders(
         ValueError: the policy does not fit the number of blocks.
     """
     stored = [_open(path) for path in files.paths]
+    # Copied mappings, because ComfyUI renames keys in place.
     tensors = [
         versions.with_marked_layers(dict(each.tensors), dict(each.metadata))[0] for each in stored
     ]
@@ -72,6 +73,7 @@ def load_encoders(
     if files.on_cpu:
         cpu = torch.device("cpu")
         model_options |= {"load_device": cpu, "offload_device": cpu}
+    # ComfyUI's own loaders have the same fallback.
     kind = getattr(comfy.sd.CLIPType, files.kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
 
     def load() -> comfy.sd.CLIP:
@@ -220,6 +222,7 @@ def _streamed(
     network = clip.cond_stage_model
     linear = versions.encoder_linear_layers(network)
     kept = (nn.Embedding, *linear)
+    # First, because `stream_from_files` leaves absent weights in RAM unless they are on `meta`.
     _drop_absent(network, kept, files)
     stream_from_files(
         network,
@@ -234,6 +237,7 @@ def _streamed(
     )
     network.runs = EncoderRuns(network.weights)
     weakref.finalize(network, network.runs.detach).atexit = False  # hooks keep the blocks alive
+    # The CLIP already holds this object, so only the class can be exchanged.
     network.__class__ = followed(type(network))
     clip.patcher = _patcher(clip.patcher, policy)
     return clip

@@ -62,7 +62,9 @@ class JoinedPatcher(NativePatcher):
     def pre_run(self) -> None:
         for own in self.own.values():
             own.pre_run()
+        # Last: `own` sets the current patcher of the same high-noise model.
         super().pre_run()
+        # Clones share the model and may have different boundaries.
         self.model.boundary = self.boundary
 
     def cleanup(self) -> None:
@@ -83,6 +85,8 @@ class JoinedPatcher(NativePatcher):
         self, device_to: torch.device | None = None, unpatch_weights: bool = True
     ) -> None:
         for own in self.own.values():
+            # Loading patches clones of `own`, and clones share their backups. This MODEL patches
+            # nothing.
             own.unpatch_model(device_to, unpatch_weights)
 
     def models(self) -> list[Any]:
@@ -128,6 +132,7 @@ class JoinedPatcher(NativePatcher):
         expert.model_options = _merged(expert.model_options, self.model_options)
         for kind, wrappers in self.wrappers.items():
             for key, functions in wrappers.items():
+                # The expert has our wrappers already.
                 if key != KEY:
                     for function in functions:
                         expert.add_wrapper_with_key(kind, key, function)
@@ -137,6 +142,7 @@ class JoinedPatcher(NativePatcher):
                     expert.add_callback_with_key(kind, key, function)
         for key, models in self.additional_models.items():
             expert.set_additional_models(key, models)
+        # Without shared patches, the expert keeps the identity, and ComfyUI loads nothing again.
         if versions.has_patched_weights(self):
             versions.join_patch_identities(expert, expert, self)
         return expert.with_settings(self.streaming)
@@ -186,11 +192,13 @@ class ExpertJoiner:
         experts = {HIGH: high, LOW: low}
         _check(experts, boundary)
         of_high = self._joined.setdefault(high.model, weakref.WeakKeyDictionary())
+        # The default returns None, like a dead reference.
         root = of_high.get(low.model, lambda: None)()
         if root is None:
             root = _first(experts, self._host)
             # A weak reference, because the MODEL holds both models, which are the keys here.
             of_high[low.model] = weakref.ref(root)
+        # Each clone keeps `root` alive, because ComfyUI sets `parent` on clones.
         joined: JoinedPatcher = root.clone()
         joined.experts = experts
         joined.own = {name: _own(experts[name], root.own[name]) for name in experts}
@@ -251,6 +259,7 @@ def _first(experts: Mapping[str, NativePatcher], host: Host) -> JoinedPatcher:
     root = native_patcher(high, experts[HIGH].streaming, host, JoinedPatcher)
     assert isinstance(root, JoinedPatcher)
     root.add_wrapper_with_key(WRAPPERS.PREDICT_NOISE, KEY, predict_noise)
+    # Each patcher in `own` reads these from the model it patches.
     for name in ("weights", "memory", "runs"):
         setattr(low, name, getattr(high, name))
     root.experts = experts
@@ -266,6 +275,7 @@ def _own(expert: NativePatcher, bare: NativePatcher) -> NativePatcher:
     """Return a clone of `bare` with everything `expert` has except weights."""
     carrier: NativePatcher = bare.clone()
     versions.carry_over(expert, carrier)
+    # `carry_over` shares lists and dictionaries with `expert`. This second clone copies them.
     own: NativePatcher = carrier.clone()
     try:
         own.object_patches = rebound(own.object_patches, expert, own)
@@ -275,6 +285,7 @@ def _own(expert: NativePatcher, bare: NativePatcher) -> NativePatcher:
             "expert's layers: leave that node out, or use two samplers without Join Experts"
         ) from err
     for wrappers in own.wrappers.values():
+        # The joined MODEL has our wrappers, once for both experts.
         wrappers.pop(KEY, None)
     return own
 

@@ -77,6 +77,7 @@ class ModelStreamer:
             source = _open(model, limits, self._host)
             # A weak reference, so that the weights go with the last MODEL.
             self._streamed[model.model] = weakref.ref(source)
+        # Clones keep `source` alive as their `parent`.
         return _carry_over(model, source).with_settings(streaming)
 
 
@@ -109,6 +110,7 @@ def _file_of(model: Any) -> tuple[Path, str] | None:
     fast = bool(file.options.get("fp8_optimizations"))
     if fast and file.is_checkpoint:  # the checkpoint loader ignores the option
         return None
+    # Any other option, such as custom operations, may change layers or values.
     known_options = file.options.keys() <= {"dtype", "fp8_optimizations"}
     if not known_options or not str(file.path).endswith((".safetensors", ".sft")):
         return None
@@ -200,6 +202,7 @@ def _take_matrices(block: nn.Module) -> dict[str, torch.Tensor]:
     """Return the matrices in a block by name, leaving only their shapes in the block."""
     taken: dict[str, torch.Tensor] = {}
     for path, module in block.named_modules():
+        # `list`, because the loop replaces entries of the iterated dictionary.
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() > 1:
                 taken[f"{path}.{name}".lstrip(".")] = parameter.detach()
@@ -212,6 +215,7 @@ def _carry_over(model: Any, source: NativePatcher) -> NativePatcher:
     """Return a clone of `source` with everything `model` has except weights."""
     carrier: NativePatcher = source.clone()
     versions.carry_over(model, carrier)
+    # `carry_over` shares lists and dictionaries with `model`. This second clone copies them.
     carried: NativePatcher = carrier.clone()
     if versions.is_compiled_by_wrapper(carried):
         raise _bound_elsewhere("torch.compile", model)
@@ -219,6 +223,7 @@ def _carry_over(model: Any, source: NativePatcher) -> NativePatcher:
         carried.object_patches = rebound(carried.object_patches, model, carried)
     except BoundElsewhereError as err:
         raise _bound_elsewhere(str(err), model) from err
+    # `carry_over` has replaced all wrappers, also ours.
     for kind, wrappers in source.wrappers.items():
         for wrapper in wrappers.get(KEY, []):
             carried.add_wrapper_with_key(kind, KEY, wrapper)

@@ -72,6 +72,7 @@ def _modules(patcher: Any) -> dict[str, nn.Module]:
     """Return a MODEL's modules by path, without currently patched-in modules."""
     modules = dict(patcher.model.named_modules())
     for name, original in versions.original_modules(patcher).items():
+        # With dots, so that `blocks.1` does not match `blocks.10`.
         for path in [path for path in modules if f"{path}.".startswith(f"{name}.")]:
             del modules[path]
         if isinstance(original, nn.Module):
@@ -95,6 +96,7 @@ def _exchanged(value: Any, into: Mapping[int, nn.Module]) -> Any:
     cells = tuple(_exchanged_cell(cell, value, into) for cell in value.__closure__)
     if all(map(is_, cells, value.__closure__)):
         return value
+    # A closure cannot be replaced in a function, only given to a new one.
     made = FunctionType(
         value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
     )

@@ -161,6 +161,7 @@ def plan_steps(
         node_id: [link.node_id for link in given.values()] for node_id, given in links.items()
     }
     order = execution_order(sources, outputs)
+    # A result without a reader is freed after the node itself.
     last_reader = {node_id: node_id for node_id in order}
     last_reader |= {source: reader for reader in order for source in sources[reader]}
     return tuple(

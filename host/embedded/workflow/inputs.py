@@ -65,6 +65,7 @@ def with_inputs(
     an unknown node or input, for an input under two names, and for text that does not fit the input
     type.
     """
+    # Batch rows share one workflow, so each gets a deep copy.
     changed: dict[str, Any] = copy.deepcopy(dict(workflow))
     keys: dict[tuple[str, str], str] = {}
     for key, value in values.items():

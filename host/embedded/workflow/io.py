@@ -167,6 +167,7 @@ class Combo(ComfyTypeIO, io_type="COMBO"):
             if self.upload is not None:
                 del given["upload"]
                 given[self.upload.value] = True
+            # ComfyUI describes each combo with this key.
             return {**given, "multiselect": False}
 
 

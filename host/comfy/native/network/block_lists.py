@@ -67,6 +67,7 @@ def blocks_to_stream(
         # Not by stored bytes: files in all formats must have the same blocks to be joined.
         elif isinstance(block, layers) and nbytes(block) and _bf16_bytes(block) >= smallest_layer:
             blocks[path] = block
+    # At least one byte: without any block, nothing streams, whatever the limit.
     if sum(sizes[path] for path in blocks if path in sizes) >= max(1, smallest_model):
         return blocks
     total = sum(sizes.values())

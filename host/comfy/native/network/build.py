@@ -38,6 +38,8 @@ def build_model(
     """
     config, tensors = _detected(path, file, weight_dtype)
     management = comfy.model_management
+    # From here on as in ComfyUI's `load_diffusion_model_state_dict`. With quantised layers, it
+    # ignores the stored dtype.
     supported = config.supported_inference_dtypes
     quantised = versions.is_quantised(config)
     stored = None
@@ -58,6 +60,7 @@ def build_model(
         versions.multiply_in_fp8(config)
     versions.set_layers(config, streamed_operations(versions.layers_of(config, dtype, cast)))
     model = config.get_model(tensors, "")
+    # Before loading, because `assign` also replaces the dtypes.
     dtypes = {entry.place: entry.tensor.dtype for entry in entries(model.diffusion_model)}
     with _referring(model.diffusion_model, path, file):
         try:
@@ -132,6 +135,7 @@ def _referring(network: nn.Module, path: Path, file: StoredFile) -> Iterator[Non
                 raise CheckpointFileError(
                     path, f"{name} {list(tensor.shape)} is a tensor that ComfyUI {reason}"
                 )
+        # Without `assign`, torch would copy the values and so read the whole file.
         return load(tensors, strict=strict, assign=True)
 
     with versions.loading_by(network, assign):

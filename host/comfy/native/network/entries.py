@@ -33,6 +33,7 @@ class Entry(NamedTuple):
         else:
             store: dict[str, Any] = self.module._parameters
             store[self.name] = (
+                # `nn.Parameter` would copy the scales of a joined weight. See `joined`.
                 tensor if is_joined(tensor) else nn.Parameter(tensor, requires_grad=False)
             )
 

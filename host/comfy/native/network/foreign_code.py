@@ -90,6 +90,7 @@ def _is_foreign(function: object) -> bool:
     elif not isinstance(function, FunctionType) and callable(function):
         function = type(function).__call__
     code = getattr(function, "__code__", None)
+    # Functions written in C have no code object, and so no known owner.
     return code is not None and not code.co_filename.startswith(_own_folders())
 
 
@@ -98,8 +99,10 @@ def _own_folders() -> tuple[str, ...]:
     """Return folders: ComfyUI's core, Python's libraries, and this pack's model code."""
     pack = Path(__file__).parents[4]
     folders = [versions.code_folder(), Path(torch.__file__).parent]
+    # The parts of this pack with hooks and replaced methods in native models.
     folders += [pack / name for name in ("block_kernels", "host", "offload")]
     folders += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    # A source file may be named through a link or by the real path.
     folders += [folder.resolve() for folder in folders]
     return tuple(f"{folder}{os.sep}" for folder in folders)
 

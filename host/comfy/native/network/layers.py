@@ -51,6 +51,7 @@ def _rows(base: Any) -> type:
             try:
                 return super().forward(places, *args, **settings)  # type: ignore[no-any-return]
             finally:
+                # Otherwise the next text would find only the rows of this one.
                 self._parameters["weight"] = table
 
     return Embedding
@@ -169,6 +170,7 @@ def _refer(
             )
             error_msgs.append(f"{keys[id(tensor)]} is {found}")
             continue
+        # ComfyUI views some scales as another 8-bit dtype, such as e8m0 in mxfp8.
         inner[name] = stored.view(tensor.dtype)
     return joined(weight, inner)
 

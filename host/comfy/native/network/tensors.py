@@ -83,6 +83,7 @@ def native_tensors(path: Path, file: StoredFile, detect: Detect) -> tuple[Tensor
 def _bare_keys(path: Path, file: StoredFile, detect: Detect) -> dict[str, str]:
     """Return the file key for each diffusion model tensor, by bare key."""
     keys = {WRAPPERS.sub("", key): key for key in file.tensors}
+    # ComfyUI reads only the keys here.
     prefix = comfy.model_detection.unet_prefix_from_state_dict(dict.fromkeys(keys))
     below = _below(keys, prefix) or keys
     if detect(_tensors(path, file, below)):
@@ -197,6 +198,7 @@ def _read_unmarked(
         return  # ComfyUI reads such a file
     of_file = tensors.pop(FILE_MARKER, None)
     more = {}
+    # Two numbers mean products in full precision, as in ComfyUI's `convert_old_quants`.
     if of_file is not None and of_file.numel() == 2:
         more = {"full_precision_matrix_mult": True}
     others = [layer for layer, each in layers.items() if not _has_format(each)]
@@ -216,6 +218,7 @@ def _read_unmarked(
         if others:
             tensors[f"{layer}.weight"] = file.pack(each.weight)
             for ending in SCALES:
+                # The packed weight contains the scales.
                 tensors.pop(layer + ending, None)
         else:
             tensors[layer + MARKER] = _marker({"format": each.format, **more})

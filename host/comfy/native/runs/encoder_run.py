@@ -72,6 +72,7 @@ class EncoderRuns(NativeRuns):
         except BaseException as err:
             self._close(run, err)
             raise
+        # No later block ends the last pass.
         if run.passed:
             self.leave()
             run.session.end_pass()

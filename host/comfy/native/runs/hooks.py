@@ -231,6 +231,8 @@ class NativeRuns:
         with ExitStack() as entered:
             run = entered.enter_context(self.weights.loaded_engine.run((visit,)))
             entered.enter_context(run.visit(*visit))
+            # `pop_all` keeps the visit open behind this `with`. An error before it closes the
+            # visit.
             self._alone = _Alone(key, entered.pop_all())
 
     # Modules inside a block.
@@ -239,6 +241,7 @@ class NativeRuns:
         """Install hooks on modules with streamed weights in a block."""
         use = partial(self._use, key)
         self._hooks_inside[key] = [
+            # First, so that other nodes' hooks on the module see the weights.
             module.register_forward_pre_hook(use, prepend=True)
             for module in self._modules_inside(key)
         ]

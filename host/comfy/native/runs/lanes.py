@@ -118,6 +118,7 @@ def _untested(call: ModelCall) -> str | None:
             return f"the {kind} {name_of(functions[0])}"
     for name, value in versions.in_layers(call.options).items():
         # An object may keep values from one pass for the next, as caches do.
+        # A tensor has a `__dict__` too, but keeps nothing.
         if callable(value) or (hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)):
             return f"the {name} {name_of(value)}"
     return None

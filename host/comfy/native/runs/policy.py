@@ -149,6 +149,7 @@ class NativePolicy:
         assert self._memory.policy is not None, "the model is loaded"
         present = replace(self._memory.policy, chunk_tokens=self.chunks.chunk_tokens)
         call = self._calls_done()
+        # A revision did not fit. The policy before it did, so that one comes back first.
         if self._replaced is not None:
             self._keep_replaced(message)
             return
@@ -179,6 +180,7 @@ class NativePolicy:
         self._attempts += 1
         self.note(f"out of memory in call {call}: {change}")
         self._load(smaller)
+        # torch keeps freed buffers until then, in sizes that may not suit the next attempt.
         comfy.model_management.soft_empty_cache()
 
     def note(self, text: str) -> None:
@@ -255,6 +257,7 @@ def _plain_blocks(model_of_run: ref[NativePatcher]) -> dict[str, nn.Module]:
             # By path: another node may have replaced a block with a wrapper.
             block = model.diffusion_model.get_submodule(path)
             name = f"diffusion_model.{path}."
+            # All end with a dot, so that `blocks.1` does not match `blocks.10`.
             if any(name.startswith(each) or each.startswith(name) for each in compiled):
                 continue
             if not any(module._compiled_call_impl is not None for module in block.modules()):

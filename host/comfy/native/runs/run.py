@@ -112,9 +112,11 @@ class NativeRun:
         with self.shown.events, self.shown.recorder.watching(), self.policy.chunked():
             try:
                 self.session.begin()
+                # After `begin`: from here on, hooks report their blocks to this session.
                 runs.current = runs.last = self
                 result = compute()
             # Keep the error in no other variable: with the traceback it would form a cycle.
+            # ComfyUI's interrupt is a BaseException in 0.33.0, an Exception in 0.18.1.
             except BaseException as err:
                 self._close(err)
                 raise

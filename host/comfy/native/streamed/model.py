@@ -237,6 +237,7 @@ def _load_others(
         labelled |= {_label(number, name): place for name, place in of_entry.items()}
     read = read_tensors(labelled)
     for number, (entry, of_entry) in enumerate(zip(others, places, strict=True)):
+        # `pop`, so that the stored value is freed as soon as it is converted.
         values = {name: read.pop(_label(number, name)) for name in of_entry}
         _load(entry, files, dtype_of(entry, dtypes), values)
 
@@ -324,6 +325,7 @@ def _locate(tensor: torch.Tensor, files: Sequence[StoredFile]) -> Places:
     """
     if not is_joined(tensor):
         return _places(tensor, files)
+    # A single number, such as the scale for a whole matrix, stays on the device.
     large = {name: inner for name, inner in inner_tensors(tensor).items() if inner.numel() > 1}
     places = {name: place for name, place in _places(tensor, files).items() if name in large}
     return {
@@ -350,6 +352,7 @@ def _load(
     tensor = entry.tensor
     if is_joined(tensor):
         cloned = {
+            # In memory, or not contiguous in the file: then `clone` reads the values.
             name: inner.clone()
             for name, inner in inner_tensors(tensor).items()
             if name not in values

@@ -102,6 +102,7 @@ class NativePatcher(StreamedPatcher):
         parts = self.parts()
         with ExitStack() as ejected:
             for part in parts.values():
+                # As in ComfyUI's own `partially_load`: injections are applied once, on exit.
                 ejected.enter_context(part.use_ejected(skip_and_inject_on_exit_only=True))
             try:
                 return self._load(parts, device_to, extra_memory, force_patch_weights)
@@ -155,6 +156,7 @@ class NativePatcher(StreamedPatcher):
             model.runs.detach()
             for each in self.models():
                 _move(each, self.offload_device)
+                # ComfyUI's `unpatch_model` sets it only when called with a device.
                 each.device = self.offload_device
         return model
 
@@ -222,6 +224,7 @@ class NativePatcher(StreamedPatcher):
         """
         before = None
         if settings.get("return_weight"):
+            # From the original, or the patches would be added a second time.
             before = versions.weight_before_patches(self, key)
 
         def unpatched(key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -285,11 +288,13 @@ class NativePatcher(StreamedPatcher):
             arriving = Arriving.joined(
                 [arriving_patches(stack, part.model, part.patches) for stack, part in parts.items()]
             )
+            # Before the policy is loaded, because it must leave this memory free.
             weights.patch_bytes = arriving.device_bytes
         for part in parts.values():
             part._patch(device, weights=stale)
         added = 0 if running else self._load_weights(device, extra_memory)
         if stale:
+            # After the policy, because loading may create the engine.
             weights.loaded_engine.set_patches(arriving.blocks)
         with ExitStack() as replaced:
             # Our hooks must be outside compiled code, even where ComfyUI puts it in place only
@@ -313,8 +318,12 @@ class NativePatcher(StreamedPatcher):
 
     def _load_outside(self, device: torch.device) -> None:
         """Load all tensors that do not stream, patched, and weight functions for streamed ones."""
+        # Not `full_load`: ComfyUI would call `to` on the whole model.
         self.load(device, lowvram_model_memory=EVERYTHING)
+        # After `load`, which resets the flag.
         versions.remove_functions_later(self.model)
+        # `load` skips the parameters of modules with children that have parameters too, and the
+        # layers in `not_loaded`.
         _move(self.model, device)
         for path, layer in self._streaming().items():
             casts = versions.casts_weights(layer)
@@ -381,6 +390,7 @@ class NativePatcher(StreamedPatcher):
                 store = self.model.get_submodule(path)._parameters
                 bound = store[name]
                 assert bound is not None
+                # Before `made`, which may raise: then the tensor is put back too.
                 replaced.append((store, name, bound))
                 store[name] = nn.Parameter(made(key, bound.dtype), requires_grad=False)
             yield

@@ -67,6 +67,7 @@ class NativeWeights(StreamedWeights):
         self._policy: OffloadPolicy | None = None
         self._scales: Mapping[str, torch.Tensor] = {}
         self.patch_bytes = 0
+        # Only the layout is needed before the model is loaded. The engine opens the source again.
         opened = source()
         self.formats = opened.formats
         self._in_memory = isinstance(opened, TensorSource)
