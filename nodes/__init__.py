@@ -34,6 +34,7 @@ from .variants.fun_control import WanStreamFunControl
 from .workers import WanStreamWorkers
 
 
+# ComfyUI would ignore this entry point if the pack also had NODE_CLASS_MAPPINGS.
 class WanStreamExtension(ComfyExtension):
     """All nodes, in the order in which a graph is built."""
 

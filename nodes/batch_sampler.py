@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MAX_LANES = 1000
 
 
+# `eq=False`: a comparison of tensors has no single truth value.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VideoLane:
     """Inputs for one video, as native CONDITIONING and LATENT values."""
@@ -121,6 +122,7 @@ class WanStreamLaneSampler(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
         )
 
+    # Bound to the other class, but it reads only inputs from `SETTING_INPUTS`, in both nodes.
     validate_inputs = WanStreamSampler.validate_inputs
 
     @classmethod
@@ -139,6 +141,7 @@ class WanStreamLaneSampler(io.ComfyNode):
             node_id=cls.hidden.unique_id,
             preview=values.get("preview"),
         )
+        # A latent may have several videos, so lanes differ in batch size.
         samples = run.result.latents.split([request.batch for request in requests])
         latents = tuple(  # each with the size of its input
             native_latent(part, lane.latent, sigma=run.result.sigma)

@@ -129,6 +129,8 @@ class WanStreamBenchmark(io.ComfyNode):
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
             # Two equal benchmarks must both run.
+            # Without this, ComfyUI's cache key has no node id, not even for V3 nodes with
+            # `unique_id`.
             not_idempotent=True,
         )
 
@@ -167,6 +169,7 @@ class WanStreamBenchmark(io.ComfyNode):
     ) -> io.NodeOutput:
         matrix = TrialMatrix.parse(policies, prefetch, steps)
         times = TrialTimes(warmup=warmup, repeats=repeats, cooldown_s=cooldown_s)
+        # ComfyUI passes inputs in the order of the workflow file, but the report shows a, b, c, d.
         inputs = {"run": run, **dict(sorted(others.items()))}
         runs = named_runs(inputs, _titles(cls.hidden.prompt))
         host = current_host()
@@ -189,12 +192,15 @@ def _output(report: Report, files: ReportFiles, policies: Sequence[Policy]) -> i
         "text": [text],
         "images": [files.chart_preview()],
     }
+    # IMAGE is [1, H, W, 3], float32 in 0..1.
+    # `array` copies: torch warns about the read-only view from `asarray`.
     image = torch.from_numpy(np.array(chart)).float().div(255)
     return io.NodeOutput(image.unsqueeze(0), text, ui=shown)
 
 
 def _ranked(rank: Rank, policies: Sequence[Policy]) -> dict[str, Any]:
     """Return a variant as JSON, with the node for its policy if the first sampler can run it."""
+    # The variants of the first sampler come first, in the order of `policies`.
     is_of_first = rank.place < len(policies) and not rank.failed
     return {
         "name": rank.name,
@@ -234,6 +240,7 @@ class WanStreamModelRun(io.ComfyNode):
     @classmethod
     def execute(cls, model: object, latent: Mapping[str, Any]) -> io.NodeOutput:
         run = current_host().native.model_run(model)
+        # The input `latent` orders the graph: without it, this node might run before the sampler.
         return io.NodeOutput(MeasuredModel(**vars(run), latents=latent["samples"]))
 
 

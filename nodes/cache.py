@@ -93,10 +93,12 @@ class WanStreamCache(io.ComfyNode):
         kind: str,
         preset: str,
         threshold: float,
+        # ComfyUI passes only inputs in the workflow, so older workflows need these defaults.
         calibration: str = "",
         max_consecutive_skips: int = 2,
         retention: float = 0.2,
     ) -> io.NodeOutput:
+        # OWN_THRESHOLD is not a preset, so `get` returns the threshold.
         settings: CacheSettings = FirstBlockCache(threshold=PRESETS.get(preset, threshold))
         if kind == MAGNITUDES:
             rule = SkipRule(
@@ -136,6 +138,7 @@ class WanStreamCacheCalibration(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
             # Two equal calibrations must both run.
+            # Without this, ComfyUI's cache key has no node id.
             not_idempotent=True,
         )
 

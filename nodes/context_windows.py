@@ -91,6 +91,7 @@ class WanStreamContextWindows(io.ComfyNode):
         stride: int,
         blend: str,
         repeat_image: bool,
+        # ComfyUI passes only inputs in the workflow, so older workflows need this default.
         shift_windows: bool = True,
     ) -> io.NodeOutput:
         windows = windows_of(frames=frames, overlap=overlap, stride=stride)

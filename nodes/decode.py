@@ -167,6 +167,7 @@ def graph_of(host: Host, hidden: io.HiddenHolder) -> dict[str, object]:
         return {}
     graph = dict(hidden.extra_pnginfo or {})
     if hidden.prompt is not None:
+        # The prompt alone does not show this node if several nodes save files.
         graph |= {"prompt": hidden.prompt, SAVING_NODE: hidden.unique_id}
     return graph
 
@@ -341,6 +342,7 @@ class WanStreamVAEDecode(FileNode):
             videos, notes = decode_images(
                 host, settings, latent["samples"], workers, node_id=cls.hidden.unique_id
             )
+        # IMAGE has one batch dimension: [B, F, H, W, 3] becomes [B * F, H, W, 3].
         return noticed(host, videos.flatten(0, 1), notices=(*settings.notices, *notes))
 
 
@@ -471,6 +473,7 @@ class WanStreamSaveVideo(io.ComfyNode):
         samples = latent["samples"] if latent else None
         keep = keep_latent_until_done(host, samples, after_cancel=False)
         with host.events.ledger().phase("save", host.memory.device()), keep:
+            # Inside `keep`: a refused format or file name must not cost the latent.
             video = _encoding(host, cls.hidden, fps, crf, format, audio)
             file = host.files.output_file(filename_prefix, video.suffix, width=width, height=height)
             video.write(file.path, images, host.events.raise_if_stopped)

@@ -20,6 +20,7 @@ from .sampler import for_experts, show_guidance_notices
 
 
 def _guidance_input(name: str, default: float, tooltip: str) -> io.Input:
+    # The range of ComfyUI's CFGGuider, with values below 1.
     return io.Float.Input(name, default=default, min=0.0, max=100.0, step=0.1, tooltip=tooltip)
 
 

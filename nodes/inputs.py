@@ -9,6 +9,7 @@ from typing import Any
 from ..host import io
 from . import sockets
 
+# 0.3.64 has no `advanced` and raises TypeError for an unknown argument.
 _INPUT_ARGUMENTS = frozenset(signature(io.Int.Input).parameters)
 
 
@@ -54,6 +55,7 @@ NEGATIVE_INPUT = io.Conditioning.Input(
 
 
 def shift_input(tooltip: str) -> io.Input:
+    # The minimum is above 0, because a shift of 0 makes all noise levels 0.
     return io.Float.Input(
         "flow_shift", default=12.0, min=0.01, max=100.0, step=0.01, tooltip=tooltip
     )

@@ -65,6 +65,7 @@ def video_shape(space: LatentSpace, **size: int) -> VideoShape:
 
     Raises ValueError for an impossible width, height or number of frames.
     """
+    # ComfyUI checks no range for inputs that `validate_inputs` receives.
     for name, value in size.items():
         if value > MAX_SIZE[name]:
             raise ValueError(f"{name} is {value}: use {MAX_SIZE[name]} or less")
@@ -101,6 +102,7 @@ def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict
 
     Raises InsufficientMemoryError if there is too little RAM.
     """
+    # Before `torch.zeros`, which succeeds: Linux allocates pages at the first write.
     check_tensor_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
     return {"samples": torch.zeros(batch_size, space.channels, *shape.latent)}
 
@@ -150,6 +152,7 @@ class WanStreamEmptyLatent(io.ComfyNode):
         frames: int | None = None,
         model: str | None = WAN21.models,
     ) -> bool:
+        # A workflow without this input gets the default.
         # A linked model is None until the run.
         if model is not None:
             check_size(_space_named(model), width=width, height=height, frames=frames)
@@ -191,6 +194,7 @@ def conditioned(
     *notices: Notice,
 ) -> io.NodeOutput:
     """Return both prompts with `values`, the latent, and notices on the node's files."""
+    # False sorts before True, and equal levels keep their order.
     warnings_first = sorted(notices, key=lambda notice: notice.level == "note")
     prompts = (added(positive, values), added(negative, values))
     return noticed(host, *prompts, latent, notices=warnings_first)
@@ -211,6 +215,7 @@ class SizedNode(FileNode):
         frames: int | None = None,
         clip_vision: str | None = None,
     ) -> bool:
+        # Multiples of 16, as in Wan2.1. For 5B, `execute` checks multiples of 32.
         check_size(width=width, height=height, frames=frames)
         check_encoder(current_host(), vae)
         check_clip_vision(current_host(), clip_vision)
@@ -288,7 +293,9 @@ class WanStreamImageToVideo(SizedNode):
         if space != WAN21:
             _check_one_image(end_image, clip_vision)
             latent = latent_with_first_frames(encode, image, shape, batch_size)
+            # 5B reads the start image from the latent, so the prompts stay as they are.
             return noticed(host, positive, negative, latent, notices=check_encoder(host, vae))
+        # The whole video is encoded, with grey frames behind the start image.
         check_video_ram(shape, "the video with the start image")
         values = start_image_values(encode, image, end_image, shape)
         if clip_vision != NONE:

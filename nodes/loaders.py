@@ -52,6 +52,7 @@ MODEL_INPUTS: tuple[io.Input, ...] = (
         "fp32: twice the memory, and on a GPU at least twice the time.",
     ),
     io.Combo.Input(
+        # Optional, like all later inputs: ComfyUI refuses older workflows without a required one.
         "storage",
         options=list(STORAGES),
         default="as stored",
@@ -128,6 +129,7 @@ class WanStreamExperts(FileNode):
     """Reference to a high-noise and a low-noise expert, checked to be a pair."""
 
     FILES: ClassVar = {"high_noise": EXPERT_FOLDERS, "low_noise": EXPERT_FOLDERS}
+    # ComfyUI compares no choice that `validate_inputs` receives. The embedded host does for these.
     LISTED_INPUTS = ("high_noise", "low_noise")
 
     @classmethod
@@ -171,6 +173,7 @@ class WanStreamExperts(FileNode):
         cls, high_noise: str, low_noise: str, compute_dtype: str, **settings: Unpack[ModelWidgets]
     ) -> io.NodeOutput:
         host = current_host()
+        # Widgets missing in an older workflow keep the defaults of `ExpertsRef`.
         ref = ExpertsRef(
             high_noise=host.files.model_path(high_noise, *EXPERT_FOLDERS),
             low_noise=optional_path(host.files, low_noise, EXPERT_FOLDERS, no_file=SAME_FOLDER),
@@ -364,9 +367,11 @@ class WanStreamLora(FileNode):
         low_noise: str,
         strength_high: float,
         strength_low: float,
+        # ComfyUI passes only inputs in the workflow, so older workflows need this default.
         strength_steps: str = "",
     ) -> io.NodeOutput:
         host = current_host()
+        # An equal reference keeps the open experts as they are.
         if high_noise == low_noise == NONE:
             return noticed(host, experts)
         lora = LoraRef(

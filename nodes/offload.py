@@ -17,6 +17,7 @@ ALL_BLOCKS = 80
 MOST_BLOCKS = 200
 """More blocks than any native model has."""
 
+# Saved workflows contain the names on the left.
 _SOURCES: dict[str, SourceKind] = {"disk": "file", "RAM": "pinned"}
 _FIXED = {"layerwise": "WanStreamLayerwise", "block_swap": "WanStreamBlockSwap"}
 """Node types by the kind of their policy. No node keeps both experts resident."""
@@ -68,8 +69,10 @@ def _policy(
     `ram_blocks` counts only if the source is RAM.
     """
     source = _SOURCES[weights_source]
+    # The widget's largest value means no limit, also for models with more than 80 blocks.
     limit = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
     return io.NodeOutput(
+        # The widget has no empty value, so 0 stands for None.
         replace(policy, source=source, ram_blocks=limit, chunk_tokens=chunk_tokens or None)
     )
 
@@ -95,6 +98,7 @@ class WanStreamLayerwise(io.ComfyNode):
         cls,
         prefetch_blocks: int,
         weights_source: str,
+        # ComfyUI passes only inputs in the workflow, so older workflows need these defaults.
         ram_blocks: int = ALL_BLOCKS,
         chunk_tokens: int = 0,
     ) -> io.NodeOutput:
@@ -192,6 +196,7 @@ def policy_node(policy: OffloadPolicy | AutoOffload) -> dict[str, Any] | None:
     if isinstance(policy, AutoOffload):
         budgets = policy.budgets
         gigabytes = {
+            # 0 in the widget stands for None.
             "vram_budget_gb": (budgets.vram_bytes or 0) / GB,
             "ram_budget_gb": (budgets.ram_bytes or 0) / GB,
         }

@@ -37,6 +37,7 @@ NO_END_STEP = 10000
 SEED_INPUT = io.Int.Input(
     "seed",
     default=0,
+    # The seed range of ComfyUI's KSampler.
     **inputs.limits(0, 2**64 - 1),
     control_after_generate=True,
     tooltip="Draws the same noise as ComfyUI's own samplers. A new seed reloads nothing.",
@@ -180,9 +181,11 @@ def for_experts(
 
     A single model runs every step with that of the high expert.
     """
+    # At boundary 0, every noise level belongs to the high-noise expert.
     return (0.0, high, high) if experts.single else (boundary_ratio, high, low)
 
 
+# `eq=False`: a comparison of tensors has no single truth value.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplerSettings:
     """Settings of a sampler node, adapted to its experts."""
@@ -218,6 +221,7 @@ class SamplerSettings:
             boundary_ratio=boundary,
             switch_step=None if switch == FROM_BOUNDARY else switch,
             start_step=values["start_step"],
+            # With `get`, because older workflows lack this input, and ComfyUI fills in no defaults.
             end_step=values.get("end_step"),
             leftover_noise=values.get("leftover_noise", False),
         )
@@ -225,6 +229,7 @@ class SamplerSettings:
             steps=steps,
             guidance=replace(values.get("guidance") or Guidance(), scales=(high, low)),
             options=RequestOptions(cache=values.get("cache"), windows=values.get("windows")),
+            # The default for older workflows, as in the schema.
             add_noise=values.get("add_noise", True),
         )
 
@@ -238,6 +243,7 @@ class SamplerSettings:
         """
         # A negative that no step reads is not checked: its keys must not refuse the run.
         read = negative if self.guidance.needs_negative else None
+        # Without a seed, the noise is zeros: the latent has the noise of an earlier sampler.
         native = native_inputs(positive, read, latent, seed if self.add_noise else None)
         return DenoiseRequest.of(native, self.steps, self.guidance, self.options)
 
@@ -285,6 +291,7 @@ def sampler_inputs(
 def sampler_output(run: SamplerRun, shown: dict[str, Any]) -> dict[str, Any]:
     """Return the UI output of a sampler node: its notices, the timeline and the changes."""
     text = [*shown.get("text", ()), *run.timeline.changes]
+    # Lists, because ComfyUI concatenates the values when a node runs several times.
     return {**shown, TIMELINE: [run.timeline.to_dict()], "text": text}
 
 
@@ -352,6 +359,7 @@ class WanStreamSampler(io.ComfyNode):
             del given["switch_step"]
         if sigmas is NOT_CONNECTED:  # connected ones define the number of steps
             given |= inputs.known(int, steps=steps)
+        # Placeholders for unknown values refuse nothing. `execute` checks the real ones.
         StepSettings(**{"steps": TRAIN_TIMESTEPS, "end_step": NO_END_STEP, **given})
         check_scales(guidance_high=guidance_high, guidance_low=guidance_low)
         return True
@@ -370,6 +378,7 @@ class WanStreamSampler(io.ComfyNode):
         host = current_host()
         settings = SamplerSettings.of(experts, values)
         request = settings.request(positive, negative, latent, seed)
+        # Before the run: strict mode refuses it here, and the user may stop it.
         shown = show_sampler_notices(host, experts, request, values)
         run = run_experts(
             host,

@@ -63,5 +63,6 @@ class WanStreamTextEncode(FileNode):
         path = host.files.model_path(text_encoder, *TEXT_FOLDERS)
         with host.events.ledger().phase("text", host.memory.device()):
             embeddings = host.models.encode_texts(path, [positive, negative])
+        # The keys as in ComfyUI's conditionings. UMT5 has no pooled embedding.
         conditionings = ([[embedding, {"pooled_output": None}]] for embedding in embeddings)
         return noticed(host, *conditionings, notices=check_text_encoder(host.files, text_encoder))

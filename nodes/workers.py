@@ -164,6 +164,7 @@ def check_known(*, gpus: int | None, **inputs: object) -> None:
     Called in `validate_inputs`, before any node runs.
     """
     numbers = {name: inputs.pop(name, None) for name in NUMERIC_INPUTS}
+    # A linked input is None until the run.
     texts = {name: value for name, value in inputs.items() if value is not None}
     _check({**texts, **known(int, **numbers)}, gpus=gpus)
 
@@ -179,9 +180,12 @@ def workers_ref(*, gpus: int | None, **widgets: Unpack[WorkersWidgets]) -> Worke
         cluster(widgets["cluster"]),
         count=widgets["count"],
         mesh=_mesh(widgets) if is_manual else None,
+        # The manual layout is no goal, but the field needs one.
         goal=next((goal for goal in GOALS if goal == widgets["layout"]), GOALS[0]),
         weights=widgets["weights"],
+        # The widget has no empty value, so 0 stands for None.
         threads=widgets.get("threads") or None,
+        # Workflows saved before these inputs existed lack them, and ComfyUI fills in no defaults.
         max_restarts=widgets.get("max_restarts", WorkersRef.max_restarts),
         timeout_s=widgets.get("timeout_s", WorkersRef.timeout_s),
     )
@@ -234,6 +238,7 @@ class WanStreamWorkers(io.ComfyNode):
         ulysses: int | None = None,
         cluster: str | None = None,
     ) -> bool:
+        # Parameters by name: with `**inputs`, ComfyUI would check no range and no choice itself.
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
         gpus = gpus_of(current_host().memory.device())
         check_known(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster)

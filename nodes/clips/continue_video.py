@@ -51,6 +51,7 @@ def _finished(name: str, latent: dict[str, Any]) -> torch.Tensor:
 
 def start_image(conditioning: Conditioning) -> torch.Tensor | None:
     """Return the raw start image latent in a conditioning, if any."""
+    # ComfyUI's key for the encoded image in image-to-video conditioning.
     return conditioning[0][1].get("concat_latent_image") if conditioning else None
 
 
@@ -61,9 +62,11 @@ def check_prompts(positive: Conditioning, negative: Conditioning) -> None:
     """
     for name, side in (("positive", positive), ("negative", negative)):
         for _, values in side:
+            # ComfyUI's key, and 5 dimensions as from its image-to-video nodes.
             mask = values.get("concat_mask")
             if mask is None or mask.ndim != 5:  # replaced in any case
                 continue
+            # The mask is [B, C, T, h, w], 0 where a frame is known.
             known = (mask[:, :, 1:] < 1).flatten(3).any(3).any(0).any(0).nonzero().flatten()
             if len(known):
                 raise ContinuationError(
@@ -168,6 +171,7 @@ class WanStreamContinueVideo(io.ComfyNode):
             overlap=overlap,
             frames=(frames - 1) // FRAMES_PER_LATENT + 1,
         )
+        # The batch size follows from the previous clip and the anchor.
         empty = {"samples": torch.zeros_like(values["concat_latent_image"])}
         return conditioned(host, positive, negative, values, empty)
 

@@ -59,6 +59,7 @@ def latent_stamp(files: Files, name: str | None) -> tuple[str | None, int, int]:
     """
     if name is not None and name != NONE:
         with suppress(OSError, ValueError):  # the node itself raises the error
+            # A latent written again under the same name must be read again.
             found = os.stat(files.latent_path(name))
             return name, found.st_size, found.st_mtime_ns
     return name, 0, 0

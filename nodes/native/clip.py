@@ -80,6 +80,7 @@ class ClipLoader(FileNode):
             paths=tuple(
                 host.files.model_path(values[name], *folders) for name, folders in cls.FILES.items()
             ),
+            # The loaders of three and four files have no type, as in ComfyUI.
             kind=values.get("type", EncoderFiles.kind),
             on_cpu=values.get("device") == "cpu",
         )

@@ -140,6 +140,7 @@ class MeasuredModel(ModelRun):
     def variant(self, name: str) -> Variant:
         """Return the run as a variant with one trial."""
         latents = self.latents
+        # ComfyUI's NestedTensor for video with sound has one tensor each.
         parts = latents.unbind() if latents.is_nested else [latents]
         digests = " ".join(map(tensor_digest, parts))
         trial = Trial(timeline=self.timeline, latents=digests)
@@ -187,6 +188,7 @@ class Benchmark:
                 )
             for setting in self.matrix.settings(run.requested):
                 if isinstance(setting.policy, OffloadPolicy):
+                    # Raises for a policy with more swapped blocks than the experts have.
                     plan_residency(setting.policy, run.block_counts)
                 request = run.request.with_steps(setting.steps)
                 request.step_plan.check_strengths(run.experts.strength_ranges)
@@ -241,6 +243,7 @@ def measure(
     candidates = benchmark.candidates()
     variants = [_variant(*candidate) for candidate in candidates]
     runs = benchmark.times.runs
+    # Reported once before the first run, so that an unusable folder ends the benchmark early.
     report = replace(report, variants=tuple(variants), planned=len(candidates) * runs)
     on_report(report)
     steps = [len(inputs.request.step_plan.steps) * runs for _, inputs in candidates]
@@ -250,6 +253,7 @@ def measure(
             variants[place] = variant
             report = replace(report, variants=tuple(variants))
             on_report(report)
+        # A failed variant has taken fewer steps than planned.
         bar.advance_to(sum(steps[: place + 1]))
     return replace(report, finished=True)
 
@@ -264,6 +268,7 @@ def _empty(host: Host, benchmark: Benchmark) -> Report:
             f"{times.repeats} measured after {times.warmup} not counted, {times.cooldown_s:g} s of "
             "rest before each"
         )
+    # All runs were made by this process, on one device.
     device = next(iter(benchmark.runs.values())).device
     return Report(
         title=benchmark.title,
@@ -415,8 +420,10 @@ class ReportFiles(AbstractContextManager["ReportFiles"]):
         """Write all four files and return the chart."""
         chart = report_chart(report)
         pixels = io.BytesIO()
+        # In memory, because the HTML page contains the same bytes.
         chart.save(pixels, "PNG")
         self.save(report)
+        # After the JSON: on a full disk, at least the measurements are complete.
         self._write(".csv", _bytes(csv_document(report)))
         self._write(".html", _bytes(html_document(report, pixels.getvalue())))
         self._write(".png", pixels.getvalue())
@@ -435,6 +442,7 @@ class ReportFiles(AbstractContextManager["ReportFiles"]):
 
     def traces(self) -> Path:
         """Return the path to the trace folder for these runs. It is not created here."""
+        # The stem ends with an underscore, behind the counter.
         return self._place.path.with_name(f"{self._place.path.stem}traces")
 
     def chart_preview(self) -> ui.SavedResult:

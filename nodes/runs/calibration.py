@@ -73,6 +73,7 @@ def calibrate_run(host: Host, run: SamplerRun, *, node_id: str | None) -> MagTab
     """
 
     def run_again(request: DenoiseRequest) -> None:
+        # Without workers: the residuals are measured in this process.
         inputs = SamplerInputs(experts=run.experts, request=request, requested=run.requested)
         run_experts(host, inputs, node_id=node_id)
 

@@ -45,6 +45,7 @@ def join_clips(clips: Sequence[torch.Tensor], overlap: int) -> torch.Tensor:
     for clip in clips[1:]:
         # Frame by frame: an intermediate result for all shared frames would be another copy.
         for index in range(overlap):
+            # In place: a + w * (b - a), where a is the earlier clip's frame.
             video[end - overlap + index].lerp_(clip[index], (index + 1) / (overlap + 1))
         rest = len(clip) - overlap
         video[end : end + rest] = clip[overlap:]

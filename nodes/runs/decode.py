@@ -76,6 +76,7 @@ class DecodeSettings:
             TilingError: no tiles of this size are possible.
             Exception: any error from `check_decoder`.
         """
+        # Again, because `validate_inputs` gets None for linked values. Results are cached.
         notices = check_decoder(host, vae, compute_dtype, latent_scale)
         check_latents(latents)
         return cls(
@@ -125,6 +126,7 @@ def decode_shared(
     # This reads only the header, which is enough to compute the memory needs.
     with settings.open() as opened:
         needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
+    # After the VAE's header: a bad file must not start workers.
     pool = host.memory.worker_pool(ref)
     tiling = settings.tiling
     if tiling is None:
@@ -225,12 +227,15 @@ def decode_to_file(
     height, width = (size * space_of(latents.shape[1]).pixels for size in latents.shape[3:])
 
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
+        # Each attempt starts from the first frame and writes the file again.
         parts = opened.stream(latents, device=host.memory.device(), tiling=tiling, check=check)
+        # Parts [n, H, W, 3] become single frames.
         frames = itertools.chain.from_iterable(parts)
         stop = host.events.raise_if_stopped
         video.write(file.path, frames, stop)
 
     with keep_latent_until_done(host, latents):
+        # Inside the `with`: a folder that cannot be created must not cost the latent.
         file = host.files.output_file(prefix, video.suffix, width=width, height=height)
         _, notes = decode_here(host, settings, latents, decode, to_file=True, node_id=node_id)
     return file, notes
@@ -289,6 +294,7 @@ def decode_here(
             tiles = 1 if tiling is None else len(tiling.tiles(height, width))
             # `count + 1`: a check before each latent frame of a tile, and one after the last.
             bar = host.events.progress(batch * tiles * (count + 1), node_id)
+            # A new count for each attempt, like the bar.
             frames = itertools.count(1)
 
             def check() -> None:
@@ -305,10 +311,13 @@ def _first_tiling(
 ) -> Tiling | None:
     """Return the requested tiles, or fitting ones, after the host has freed memory for them."""
     in_ram = runtime_for(memory.device()) is None
+    # Without tiles, memory for whole frames. Smaller tiles follow only if that is not free.
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
+    # The weights are not loaded yet and take a part.
     room = memory.make_room(wanted + opened.weight_bytes) - opened.weight_bytes
     tiling = settings.tiling
     if tiling is None:
+        # The limit of the user, but not more than there is.
         budget = min(room, settings.memory_bytes or room)
         tiling = choose_tiling(needs, budget, shared=in_ram)
         if tiling is not None:
@@ -316,6 +325,7 @@ def _first_tiling(
                 f"decoded in {describe_tiling(tiling)}: whole frames take "
                 f"{format_size(needs.device_bytes(None))}, {format_size(budget)} given"
             )
+    # After the eviction: it may free RAM as well.
     _check_decode_ram(needs, tiling, in_ram=in_ram)
     return tiling
 

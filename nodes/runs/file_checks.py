@@ -53,6 +53,7 @@ def check_experts(files: Files, high_noise: object, low_noise: object) -> None:
     high = optional_path(files, high_noise, EXPERT_FOLDERS)
     low = optional_path(files, low_noise, EXPERT_FOLDERS, no_file=SAME_FOLDER)
     if high is not None and low_noise is not None:
+        # Only headers are checked, so any dtype will do, and fp32 works on every device.
         open_pair(ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"))
         return
     for path in (high, low):  # the other one is linked, and may be in the same folder
@@ -146,6 +147,7 @@ def _checked(
     if path is None:
         return ()
     notices = notices_of(path, model_version(path))
+    # Outside the cached function, because the user may change strict mode at any time.
     accepted_warnings(host, notices)
     return notices
 

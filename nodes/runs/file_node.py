@@ -59,6 +59,7 @@ def _version(files: Files, kinds: tuple[str, ...], name: str | None) -> ModelVer
     if name in (None, NONE, SAME_FOLDER):
         return ()
     try:
+        # `str`, because a graph may contain any JSON value here.
         return VERSIONS.get(kinds, model_version)(files.model_path(str(name), *kinds))
     except (OSError, ValueError):
         return ()  # validation, or the node itself, raises the error

@@ -66,6 +66,7 @@ def keep_latent_until_done(
             return
         try:
             yield
+        # The interrupt in ComfyUI 0.33.0 is not an Exception, nor is KeyboardInterrupt.
         except BaseException as err:
             if host.events.is_stop(err) and not after_cancel:
                 kept.unlink(missing_ok=True)
@@ -75,6 +76,7 @@ def keep_latent_until_done(
                 raise
             raise _with_place(err, kept) from err
         try:
+            # The user may have moved the file meanwhile.
             kept.unlink(missing_ok=True)
         except OSError as err:  # not raised: the video is complete
             logger.warning("the video was made; its latent could not be removed: %s", err)
@@ -86,6 +88,7 @@ def _with_place(err: Exception, kept: Path) -> Exception:
         f"The latent is kept in {kept}: remove the cause, load it with Wan Load Latent and decode "
         "it again"
     )
+    # Before ValueError, because VaeMemoryError is one.
     if isinstance(err, VaeMemoryError) or (isinstance(err, RuntimeError) and is_out_of_memory(err)):
         return DecodeOutOfMemoryError(f"{err}. {place}")
     if isinstance(err, OSError):
@@ -120,6 +123,7 @@ def _write_copy(files: Files, samples: torch.Tensor) -> Path | None:
     except OSError as err:
         reason = str(err)
     try:
+        # The temp folder may be on another disk with room.
         path = files.temp_folder() / f"WanStream_{uuid.uuid4().hex}.latent"
         write_latent(path, samples)
     except OSError as err:

@@ -119,7 +119,9 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         self._events = events
         self._clock = clock
         self._vae = settings.open(device)
+        # Now, before the experts are opened, and not at the first preview.
         self._vae.check_latents(latents)
+        # The run's start counts as an end, so the first preview waits `every_s`.
         self._ended_at = clock()
         self._latents = min(latents.shape[2], (settings.frames - 1) // FRAMES_PER_LATENT + 1)
         self._cost_s = 0.0
@@ -170,6 +172,7 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         )
         report = logger.warning if known else logger.exception
         report("no more previews in this run, which goes on: %s: %s", type(err).__name__, err)
+        # The traceback holds the tensors of the failed preview.
         forget(err)
 
     def _image(self, denoised: torch.Tensor, latents: int) -> tuple[bytes, float]:
@@ -178,6 +181,7 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
         The first latent frame may also load the weights.
         """
         latents = min(latents, self._latents)
+        # Sliced before the copy. Latents from workers are in RAM.
         raw = denormalise(denoised[:1, :, :latents].to(self._device, torch.float32))
         pictures: list[Image.Image] = []
         first_at = self._clock()
@@ -201,6 +205,7 @@ class MovingPreviews(AbstractContextManager["MovingPreviews"]):
 
 
 def _small(picture: Image.Image) -> Image.Image:
+    # `thumbnail` changes the picture itself and keeps the aspect ratio.
     picture.thumbnail((PREVIEW_PIXELS, PREVIEW_PIXELS), Image.Resampling.BOX)
     return picture
 
@@ -214,6 +219,7 @@ def _limited(pictures: list[Image.Image], fps: int) -> tuple[bytes, int]:
     """
     image = _animation(pictures, fps)
     while len(image) > MAX_BYTES and len(pictures) > 1:
+        # By proportion: size grows about linearly with the number of pictures.
         fitting = len(pictures) * MAX_BYTES // len(image)
         pictures = pictures[: max(0, fitting - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1]
         image = _animation(pictures, fps)
@@ -228,7 +234,9 @@ def _animation(pictures: list[Image.Image], fps: int) -> bytes:
         "WEBP",
         save_all=True,
         append_images=others,
+        # Milliseconds for one picture.
         duration=round(1000 / fps),
+        # 0 repeats it for ever.
         loop=0,
         quality=QUALITY,
         method=0,  # the fastest

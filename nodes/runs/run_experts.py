@@ -33,6 +33,7 @@ LATENT_PREVIEW_S = 1.0
 """Shortest interval between latents that workers send for a progress bar's preview."""
 
 
+# `eq=False`: a comparison of tensors has no single truth value.
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplerInputs:
     """Inputs to a sampling run."""
@@ -158,6 +159,7 @@ def prepare_shared(
     run = SharedRun(workers=workers, shape=shape, videos=request.batch, requested=inputs.requested)
     plan = host.memory.plan_workers(run, inputs.experts)
     driver = host.memory.workers(workers, plan.mesh)
+    # A measured run must not continue from states, or steps would be missing.
     states = None if measured else host.files.folders().run_states
     preview_s = _latent_interval(host, preview, measured)
 
@@ -239,6 +241,7 @@ def run_experts(
     bar = None if measured else host.events.progress(total, node_id, unit="step")
 
     def on_visits(expert: str, done: int) -> None:
+        # Called on the thread that samples memory, during the computation.
         step, share = events.visits(done, pair.block_counts[expert])
         if bar is not None:
             bar.advance(step + share)
@@ -253,9 +256,11 @@ def run_experts(
         if previews is not None and step.denoised is not None and step.part == 0:
             image = previews.update(step.denoised)
             if image is not None:
+                # Steps done in this run: the index counts from the start of the schedule.
                 events.preview(step.index - plan.start_step + 1, image)
 
     try:
+        # The last one exits first: the VAE of the previews is closed before the end is announced.
         with nullcontext() if bar is None else closing(bar), events, previews or nullcontext():
             result = prepared.compute(on_step, on_visits)
             result = replace(result, predicted=prepared.predicted)
@@ -266,6 +271,7 @@ def run_experts(
         host.events.raise_if_stopped()
         raise
     return SamplerRun(
+        # Not `asdict`: it would copy all tensors.
         **vars(inputs),
         policy=prepared.policy,
         device=prepared.device,
@@ -281,6 +287,8 @@ def _prepared(
     """Return the inputs, with dtypes resolved here, the open experts and the prepared run."""
     workers = inputs.workers
     if workers is not None:
+        # Dtype and arithmetic stay unresolved, because the workers resolve them together. The pair
+        # is open only for shapes, until the workers need the memory.
         pair = host.models.experts(inputs.experts)
         return inputs, pair, prepare_shared(host, pair, inputs, workers, preview, measured)
     # Before the settings, because reports show the dtype.

@@ -65,6 +65,7 @@ FORMATS: Mapping[str, VideoFormat] = {
         encoder="libx265",
         pixels="yuv420p10le",
         highest_crf=51,
+        # x265 writes to stderr itself, past the log level of FFmpeg.
         options={"x265-params": "log-level=error"},
         tag="hvc1",  # QuickTime does not play hev1
     ),
@@ -74,6 +75,7 @@ FORMATS: Mapping[str, VideoFormat] = {
         pixels="yuv420p10le",
         highest_crf=63,
         highest_fps=240.0,
+        # Presets start at 0, the slowest.
         options={"preset": "8"},
     ),
     "prores 10 bit": VideoFormat(
@@ -115,10 +117,12 @@ class Sound:
         if len(shape) != 3 or not shape[0] or shape[1] not in (1, 2):
             raise ValueError(f"audio is [batch, 1 or 2 channels, samples], not {list(shape)}")
         self.layout = "mono" if shape[1] == 1 else "stereo"
+        # PyAV reads planar float samples from a contiguous array, [C, T].
         self.samples = waveform[0].detach().float().cpu().contiguous()
         if not self.samples.isfinite().all():
             raise ValueError("the audio has samples that are not finite numbers")
         self.sample_rate = int(sample_rate)
+        # The encoder refuses other rates when it opens.
         if self.sample_rate not in av.Codec("aac", "w").audio_rates:
             self.samples = self._resampled()
             self.sample_rate = COMMON_RATE
@@ -127,6 +131,7 @@ class Sound:
         frame = av.AudioFrame.from_ndarray(self.samples.numpy(), format="fltp", layout=self.layout)
         frame.sample_rate = self.sample_rate
         resampler = av.AudioResampler(format="fltp", layout=self.layout, rate=COMMON_RATE)
+        # None flushes the resampler.
         parts = [*resampler.resample(frame), *resampler.resample(None)]
         return torch.cat([torch.from_numpy(part.to_ndarray()) for part in parts], dim=1)
 
@@ -139,6 +144,7 @@ class Sound:
         samples = self.samples[:, start:end].contiguous().numpy()
         frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=self.layout)
         frame.sample_rate = self.sample_rate
+        # One tick per sample, so that `pts` counts samples.
         frame.time_base = Fraction(1, self.sample_rate)
         frame.pts = start
         yield frame
@@ -189,8 +195,10 @@ def write_video(
         av.open(str(unfinished), "w", format=video.suffix, options=flags) as container,
     ):
         for key, value in metadata.items():
+            # Before the first packet: PyAV writes the header, with the metadata, in front of it.
             container.metadata[key] = json.dumps(value)
         options = video.encoder_options(crf) | _without_avx512(video.encoder)
+        # FFmpeg's fractions have 32 bits, too few for the exact value of a float such as 23.976.
         rate = Fraction(round(fps * 1000), 1000)
         stream = container.add_stream(video.encoder, rate=rate, options=options)
         stream.height, stream.width = video_size(*first.shape[:2])
@@ -202,13 +210,16 @@ def write_video(
             codec.codec_tag = video.tag
         audio = None
         if sound is not None:
+            # All streams before the first packet, because the header lists them.
             audio = container.add_stream("aac", rate=sound.sample_rate, layout=sound.layout)
         for number, frame in enumerate(chain([first], frames)):
             check()
             container.mux(stream.encode(_picture(frame, video.pixels)))
             if audio is not None and sound is not None:
+                # Next to the picture, so that players need not read ahead for the sound.
                 for samples in sound.between(float(number / rate), float((number + 1) / rate)):
                     container.mux(audio.encode(samples))
+        # None flushes the frames that the encoder still holds.
         container.mux(stream.encode(None))
         if audio is not None:
             container.mux(audio.encode(None))
@@ -303,12 +314,14 @@ def _pixels(frame: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _picture(frame: torch.Tensor, pixel_format: str) -> av.VideoFrame:
+    # `reformat` reduces 16 bits to 10. Frames in uint8 have nothing to lose.
     bits = 16 if "10" in pixel_format and frame.dtype != torch.uint8 else 8
     pixels = _pixels(frame, bits)
     if pixels.shape[0] % 2:
         pixels = torch.cat([pixels, pixels[-1:]])
     if pixels.shape[1] % 2:
         pixels = torch.cat([pixels, pixels[:, -1:]], dim=1)
+    # From numpy, because torch has few operations for uint16.
     if bits == 16:
         picture = av.VideoFrame.from_ndarray(pixels.numpy().astype("uint16"), format="rgb48le")
     else:

@@ -16,6 +16,7 @@ def whole_file(path: Path, error: type[OSError], *, remedy: str = "") -> Iterato
     Raises:
         error: an OSError in the block or while renaming, with its `errno` and `remedy`.
     """
+    # In the same folder, because a rename cannot cross file systems.
     unfinished = path.with_name(f"{path.name}.part")
     try:
         yield unfinished
@@ -23,4 +24,5 @@ def whole_file(path: Path, error: type[OSError], *, remedy: str = "") -> Iterato
     except OSError as err:
         raise error(err.errno, f"{path} could not be written: {err.strerror}{remedy}") from err
     finally:
+        # Missing after `replace`.
         unfinished.unlink(missing_ok=True)

@@ -90,6 +90,7 @@ class WanStreamBernini(latents.SizedNode):
         host = current_host()
         shape = latents.video_shape(WAN21, width=width, height=height, frames=frames)
         encode = partial(encode_here, host, _vae(host.files, vae))
+        # In the order of the sockets, because keyword arguments come in workflow order.
         images = [references[name] for name in REFERENCES if references.get(name) is not None]
         videos = {"source": source_video, "reference": reference_video}
         values = context_values(

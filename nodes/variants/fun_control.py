@@ -91,6 +91,7 @@ class WanStreamFunControl(latents.SizedNode):
         host = current_host()
         path, space = latents.vae_of(host.files, vae)
         shape = latents.video_shape(space, **size)
+        # Before the control video is encoded.
         _check_space(model, space)
         latents.check_video_ram(shape, "the control video")
         images = {"start": start_image, "reference": reference_image}
