@@ -131,6 +131,7 @@ class BlockBinding:
 
     def bind(self, buffer: BlockBuffer, patch: StagedPatch | None = None) -> None:
         """Point the block's parameters and patch factors to the contents of `buffer`."""
+        # A resident block keeps buffer and views between two visits.
         if self._bound == buffer.index:
             return
         # Each patch of a block needs its own views, because the factors differ.
@@ -254,6 +255,7 @@ class ResidentTensors:
 
 
 def _install(entries: list[_Entry]) -> None:
+    # Emptied, so nothing but the modules refers to the copies, and `restore` frees them.
     while entries:
         tensors, name, tensor = entries.pop()
         tensors[name] = tensor

@@ -167,6 +167,7 @@ class BlockPool:
             changed = self.patches.changed(prepared)
             if not changed:
                 return
+            # Copies of the former factors may be in progress, and `replace` frees their memory.
             self.backend.settle()
             for index, key in self.contents().items():
                 if key in changed:
@@ -175,7 +176,9 @@ class BlockPool:
             self.patches.replace(prepared)
             for buffer in self.buffers:
                 for key in changed:
+                    # These views point to the former patch's factors.
                     buffer.views.pop(key, None)
+                # Too small for the new factors behind the block.
                 if 0 < buffer.nbytes < buffer.capacity + self.patches.tail_bytes:
                     _free_buffer(buffer)
 
@@ -214,6 +217,7 @@ class BlockPool:
             return 0
         kept = {index for index, key in self.contents().items() if self._residency.keeps(*key)}
         idle = (buffer for buffer in self.buffers if buffer.index not in kept)
+        # As many bytes as these have: they come first in the eviction order.
         return self.release_memory(sum(buffer.nbytes for buffer in idle))
 
     def release_passing_blocks(self) -> None:
@@ -231,6 +235,7 @@ class BlockPool:
             for buffer in self.buffers:
                 if buffer.index not in kept:
                     _free_buffer(buffer)
+            # Twice: the first call frees the staging slots, and new ones have no memory yet.
             self.ram.resize(self._ram_residency, 0)
             self.ram.resize(self._ram_residency, self.route.staging)
 
@@ -276,6 +281,7 @@ class BlockPool:
             self.ram.resize(ram_residency, self.route.staging)
             self._residency = residency
             self._ram_residency = ram_residency
+            # Kept buffers come first, so the capacities have another order than in the plan.
             self._sizes = replace(sizes, capacities=tuple(buffer.capacity for buffer in kept))
 
     def restore_buffers(self, program: TransferProgram) -> None:
@@ -322,6 +328,7 @@ class BlockPool:
         with self._claimed():
             self.backend.close()
             self.drop_buffers()
+            # It would keep the closed backend alive as long as this pool.
             self._dropped.detach()
             self.route.meet(sharded)
             self._start_backend()
@@ -364,6 +371,7 @@ class BlockPool:
             binding.restore()
         for tensors in self._resident_tensors:
             tensors.restore()
+        # After `ram.close`, because pages of the source's tensors may be locked until then.
         self._source.close()
         if failed is not None:
             raise failed

@@ -181,6 +181,7 @@ class PassCalls:
 
     def predicted(self, visited: Sequence[int]) -> tuple[Visit, ...]:
         """Return the predicted rest of the present pass, and the passes after it."""
+        # `passes` includes the present one, and numbers start at 0.
         number = self.passes - self._in_pass
         after = max(0, self._expected - number - 1)
         return predict_visits(self.orders, self._stack, visited, passes_after=after, number=number)
@@ -223,6 +224,7 @@ class PassCalls:
         order = tuple(visited)
         if is_whole:
             self.orders = self.orders.learn(order)
+        # A failed attempt is ended without blocks, and leaves no entry.
         if is_whole or order:
             self.course.append(order)
         self._in_pass = False
@@ -268,6 +270,7 @@ class StackCalls:
             stack: PassCalls(stack, replace(each, course=_orders_of(stack, course)), 1)
             for stack, each in orders.items()
         }
+        # A guess, to fetch blocks before the first call names the stack.
         self._stack = next(iter((*self._known, *self._calls, *orders)))
         self._in_pass = False
         self._passes_of_call = 0
@@ -298,6 +301,7 @@ class StackCalls:
         self._planned_from = self._number
         passes: dict[str, Iterator[tuple[Visit, ...]]] = {}
         for stack, count in Counter(self._planned).items():
+            # Only the first planned pass can be the present one, with blocks visited already.
             seen = visited if stack == self._planned[0] else ()
             passes[stack] = iter(self._of_stack[stack].predicted_passes(seen, count))
         return tuple(visit for stack in self._planned for visit in next(passes[stack]))
@@ -334,6 +338,7 @@ class StackCalls:
         if is_whole or order:
             self.course.append(StackPass(self._stack, order))
         if not is_whole:  # the call is computed again
+            # A failed attempt has no entry in `course`, so the number is used again.
             self.passes -= self._in_pass and not order
             self._passes_of_call = 0
         self._in_pass = False
@@ -350,6 +355,7 @@ class StackCalls:
     def _follows(self) -> bool:
         """Return False, and forget the earlier run, if the pass was predicted for another stack."""
         place = self._number - self._planned_from
+        # Empty behind the last planned pass: nothing else was predicted there.
         follows = self._planned[place : place + 1] in {(), (self._stack,)}
         if not follows:
             self._known = ()
@@ -379,5 +385,6 @@ def _orders_of(stack: str, course: Sequence[StackPass]) -> tuple[tuple[int, ...]
 def _stage(stacks: Sequence[str]) -> tuple[str, int | None]:
     """Return the stack in the first passes, and their number if another stack follows."""
     first = stacks[0]
+    # The number is None if no other stack follows, because the end is only a guess.
     length = sum(1 for _ in takewhile(first.__eq__, stacks))
     return first, None if length == len(stacks) else length

@@ -95,6 +95,7 @@ class Route:
             self.sizes = {key: gathering.shard_bytes(key) for key in self._formats}
             for key, fmt in self._formats.items():
                 if fmt.is_raw:
+                    # Shards are gathered straight into the buffer, with padding at the end.
                     padded = gathering.gathered_bytes(key)
                     self.computed_sizes[key] = max(self.computed_sizes[key], padded)
 
@@ -139,6 +140,7 @@ class Route:
             if self.gathering is not None:
                 return GatherCudaBackend(*blocks, self._runtime, self.gathering)
             return CudaBackend(*blocks, self._runtime)
+        # Devices without streams too: their blocks are decoded in RAM.
         keep_freed_memory()
         if self.gathering is not None:
             return GatherCpuBackend(*blocks, self.gathering)

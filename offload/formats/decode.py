@@ -37,12 +37,14 @@ def widen(stored: torch.Tensor, into: torch.Tensor, bits: torch.Tensor) -> None:
     """
     codes = stored.view(torch.int8)
     if stored.dtype == torch.float8_e5m2:
+        # e5m2 is the upper byte of an fp16 number.
         torch.bitwise_left_shift(bits.copy_(codes), 8, out=bits)
         into.copy_(bits.view(torch.float16))
     elif _has_nan(codes):
         # The shift below would turn NaN into a number, so torch converts, one value at a time.
         into.copy_(stored)
     else:
+        # Exponent and mantissa move to their places in fp16, where the bias is 15 instead of 7.
         torch.bitwise_left_shift(bits.copy_(codes), 7, out=bits)
         bits.bitwise_and_(~_SIGN_TWICE)
         into.copy_(bits.view(torch.float16)).mul_(_BIAS)
@@ -216,6 +218,7 @@ def _of_microscaled(
     codes = stored[:count].view(shape[0], -1)
     scales = group_scales(stored[count:], packing, shape).unsqueeze(-1)
     if scale is not None:
+        # Both scales first, as in `microscaled_kernel`: another order rounds to other bits.
         scales = scales * scale
     if packing.bits == 4:
         return _in_groups(_look_up(codes, packing, into, constants), scales, packing.values)
@@ -327,6 +330,7 @@ def _look_up(
     [table] = constants[packing, dtype]
 
     def write(part: slice, values: torch.Tensor) -> None:
+        # `index_select` takes int32 and int64 only.
         torch.index_select(table, 0, codes[part].reshape(-1).int(), out=values.view(word).view(-1))
 
     return write
@@ -349,7 +353,8 @@ def group_scales(
     codes = codes.reshape(rows, columns)[: shape[0], : shape[1] // packing.values]
     if packing.bits == 4:
         return codes.contiguous().view(torch.float8_e4m3fn).float()
-    # The scale 2**-127 becomes 0. Only groups of zeros have it.
+    # e8m0 is the exponent of an fp32 number: 2**(code - 127). The scale 2**-127 becomes 0. Only
+    # groups of zeros have it.
     return codes.int().bitwise_left_shift_(_FP32_MANTISSA_BITS).view(torch.float32)
 
 

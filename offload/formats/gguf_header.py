@@ -74,6 +74,7 @@ class HeaderCursor:
     """
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
+        # From the open file, because the path may name a newer one by now.
         self.version = FileVersion.of(os.fstat(file.fileno()))
         self.position = 0
         self.start = file.read(KIND_BYTES)
@@ -155,6 +156,7 @@ def read_gguf_header(path: Path | str) -> FileHeader:
         entries = _named(cursor, counts[0], _entry)
     alignment = _alignment(cursor, fields)
     data_start = -(-cursor.position // alignment) * alignment
+    # An empty tensor may have the same offset as the next one, and then comes first.
     in_file_order = sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes))
     _check_offsets(cursor, in_file_order, data_start, alignment)
     tensors = {
@@ -198,6 +200,7 @@ def _check_start(cursor: HeaderCursor) -> None:
     if not cursor.start.startswith(GGUF_START) or len(cursor.start) < START_BYTES:
         raise cursor.error(other_format("GGUF", cursor.start, cursor.version.nbytes))
     version = cursor.take(START_BYTES)[len(GGUF_START) :]
+    # The magic number is text in either byte order, so only the version shows it.
     if int.from_bytes(version, "big") in VERSIONS:
         raise cursor.error("is a big-endian GGUF file; only little-endian ones can be read")
     found = int.from_bytes(version, "little")
@@ -310,6 +313,7 @@ def _check_offsets(
             raise cursor.damaged(f"overlapping tensors {before!r} and {name!r}")
         end = entry.offset + entry.nbytes
         before = name
+    # A file without tensors may end before the alignment does.
     if data_start + end > cursor.version.nbytes and entries:
         raise cursor.error(
             f"is truncated: has {cursor.version.nbytes} of {data_start + end} bytes; download it "

@@ -29,6 +29,7 @@ class QuantFormat:
         return (math.prod(shape) // self.values, self.nbytes)
 
 
+# Bytes per group of 32 or 256 values, as in ggml.
 _32 = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
 _256 = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}
 

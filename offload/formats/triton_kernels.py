@@ -14,11 +14,14 @@ from .packing import UNIT
 
 _UNIT = tl.constexpr(UNIT)
 _LOW_LEVELS, _HIGH_LEVELS = (
+    # Eight signed bytes, the first in the lowest bits.
     tl.constexpr(int.from_bytes((level & 255 for level in half), "little", signed=True))
     for half in (LEVELS[:8], LEVELS[8:])
 )
 
 
+# Sizes differ between matrices. By default, Triton would compile again for 1 and for multiples of
+# 16, and for pointers at such an address.
 @triton.jit(do_not_specialize=["scales", "units", "units_per_scale"])
 def codes_kernel(
     stored,
@@ -141,6 +144,7 @@ def groups_kernel(
     """Decode GGUF groups. `gguf_dequant` has the layouts."""
     first, unit, valid = _units(units, UNITS)
     value = tl.arange(0, _UNIT)[None, :]
+    # `UNITS` is a multiple of `UNITS_PER_GROUP`, so each program starts with a whole group.
     start = stored + first // UNITS_PER_GROUP * NBYTES
     group = unit // UNITS_PER_GROUP
     part = unit % UNITS_PER_GROUP
@@ -155,6 +159,7 @@ def groups_kernel(
 @triton.jit
 def _units(units, UNITS: tl.constexpr):
     """Return this program's first unit, its unit numbers from there, and which units exist."""
+    # In 64 bits: a place in a large matrix may exceed 2**31.
     first = tl.program_id(0).to(tl.int64) * UNITS
     unit = tl.arange(0, UNITS)[:, None]
     return first, unit, first + unit < units
@@ -175,6 +180,7 @@ def _rounded(values, into, BY_BITS: tl.constexpr):
     if BY_BITS and into.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # NaN differs from itself, and rounding could carry into the sign.
         rounded = tl.where(values == values, rounded, 0x7FFF)
         rounded = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -202,6 +208,7 @@ def _number(codes, CODES: tl.constexpr):
 def _e2m1(codes):
     """Return 4-bit floats in int32 as fp32 numbers."""
     half = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+    # The exponent bias of fp16 is 15, and that of e2m1 is 1: 2**14.
     return half.to(tl.float32) * 16384.0
 
 

@@ -113,6 +113,7 @@ class InPlaceBlocks:
 
     def _is_locked_by_owner(self, memory: torch.Tensor) -> bool:
         """Return True if the owner page-locked the memory: it stays locked while it exists."""
+        # Both ends, because the owner may have locked only a part.
         ends = memory[:1], memory[-1:]
         is_locked = all(map(self._runtime.is_locked, ends))
         return is_locked and not self._runtime.shared_pages.has(memory)
@@ -178,6 +179,7 @@ def file_mappings() -> Iterable[range]:
             yield range(start, start + mapping.rss)
         return
     for line in MAPS.read_text(errors="replace").splitlines():
+        # A path may contain spaces. Anonymous mappings have the inode 0.
         addresses, permissions, _, _, inode, *path = line.split(maxsplit=5)
         name = "".join(path)
         in_ram = name.startswith(IN_RAM + SHARED_IN_RAM if permissions.endswith("s") else IN_RAM)

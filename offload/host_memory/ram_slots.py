@@ -111,7 +111,7 @@ class HostPages(SlotMemory):
         old = self._pages.get(slot)
         if old is None or slot in self._in_segment or old.numel() < nbytes:
             self.drop(slot)  # before the new memory is mapped: there may not be enough RAM for both
-            del old
+            del old  # this name would keep the memory mapped
             self._begin_filling(slot, nbytes)
             self._pages[slot] = _map(nbytes)
         return self._pages[slot]
@@ -161,6 +161,7 @@ class RamSlot(BlockStorage):
 
     def end_run(self) -> None:
         """End the run. A finished read has left a complete block, even if no fetch has taken it."""
+        # Before the general rule, which empties a buffer in this state.
         if self.state is BufferState.ISSUED:
             self.state = BufferState.DONE
         super().end_run()
@@ -393,6 +394,7 @@ class RamSlots:
             memory.drop(slot)
 
     def _memories(self) -> tuple[SlotMemory, ...]:
+        # Both may be one object, whose bytes count once.
         return tuple(dict.fromkeys((self._staging, self._resident)))
 
 

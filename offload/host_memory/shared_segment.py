@@ -255,9 +255,12 @@ def _join(place: Path, nbytes: int) -> tuple[FileLock, mmap.mmap]:
         try:
             if lock.try_exclude():
                 # The first process: contents left by killed ones are not valid.
+                # Down to 0 first: all pages, with the marks of filled blocks, are zeros afterwards.
                 os.ftruncate(lock.descriptor, 0)
                 os.ftruncate(lock.descriptor, nbytes)
             lock.share()
+            # flock drops the exclusive lock before it takes the shared one, so another
+            # process may have removed or emptied the file between them.
             if lock.exists() and os.fstat(lock.descriptor).st_size == nbytes:
                 return lock, mmap.mmap(lock.descriptor, nbytes)
         except OSError:

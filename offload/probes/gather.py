@@ -32,6 +32,7 @@ def probe_gather(gather: Gather, device: torch.device, block_bytes: int) -> dict
     most = CPU_PROBE_BYTES if device.type == "cpu" else PROBE_BYTES
     shard = shard_bytes(min(block_bytes, most), gather.size)
     host = map_memory(shard * gather.size)
+    # Touched, so no page fault is measured.
     host.zero_()
     copied, gathered = (
         torch.empty(host.numel(), dtype=torch.uint8, device=device) for _ in range(2)
@@ -56,6 +57,7 @@ def probe_gather(gather: Gather, device: torch.device, block_bytes: int) -> dict
             on_copies = partial(runtime.on_stream, runtime.stream())
             locked = LockedBlocks(runtime)
             locked.add(host)
+            # Callbacks run in reverse: the copies end before the memory is unlocked.
             undo.callback(locked.release)
             undo.callback(aside, clock_for(device).settle)
         # One rank at a time: this is the bus without the other ranks' copies.

@@ -189,6 +189,7 @@ def wrong_decodings(device: torch.device, computed: torch.dtype) -> tuple[str, .
         into = torch.empty(shape, dtype=computed, device=place)
         moved = None if scale is None else scale.to(place)
         decode_tensor(stored.to(place), into, packing=packing, scale=moved)
+        # NaN is not equal to itself, and both devices must have it at the same places.
         return into.cpu().nan_to_num(7.0)
 
     cpu = torch.device("cpu")

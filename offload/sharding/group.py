@@ -181,6 +181,7 @@ class Gathering:
             self.sharded.gather.abort()
 
     def _digest(self, program: TransferProgram) -> bytes:
+        # Programs of two models can be equal, but blocks of other sizes cannot be gathered.
         nbytes = [self._nbytes[fetch.block.stored] for fetch in program.fetches]
         text = repr((program.visits, program.fetches, sorted(program.initial.items()), nbytes))
         return hashlib.sha256(text.encode()).digest()

@@ -53,6 +53,7 @@ class OpenFiles:
         """Read up to `len(into)` bytes and return their number. 0 at the file end."""
         handle = self._handle(path)
         if self._positional:
+            # `pread` would return new bytes for each call, to be copied once more.
             return os.preadv(handle.fileno(), [into], position)
         handle.seek(position)
         return handle.readinto(into) or 0
@@ -100,6 +101,7 @@ def lies_in_ram(path: Path) -> bool:
         return False
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.splitlines():
+        # Any number of optional fields may stand before the hyphen.
         place, _, kind = line.partition(" - ")
         if place.split()[2] == number:
             return kind.split()[0] in IN_RAM

@@ -181,6 +181,7 @@ def add_patch(matrix: torch.Tensor, patch: WeightPatch) -> None:
         if isinstance(second, Product):
             second = second.up @ second.down
         rows, columns = each.first.shape
+        # The shape is (first rows, second rows, first columns, second columns).
         blocks = matrix.view(rows, second.shape[0], columns, second.shape[1])
         blocks.addcmul_(each.first[:, None, :, None], second[None, :, None, :])
 
