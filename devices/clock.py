@@ -133,6 +133,7 @@ class StreamClock:
         return event
 
     def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
+        # `elapsed_time` returns milliseconds.
         return cast(Event, start).elapsed_time(cast(Event, end)) / 1000.0
 
     def settle(self) -> None:

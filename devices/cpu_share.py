@@ -36,6 +36,7 @@ def cpu_quotas(root: Path = ROOT) -> Iterator[float]:
                 period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
         except OSError:  # no such group here
             continue
+        # Without a limit, the file has "max" in version 2, and -1 in version 1.
         if quota not in ("max", "-1"):
             yield int(quota) / int(period)
 
@@ -68,6 +69,7 @@ def thread_notice(threads: int, cpus: float, *, all_cpus: int, load: float | Non
         all_cpus: CPUs in the machine.
         load: see `cpu_load`.
     """
+    # A quota of 1.5 CPUs permits two threads, and one is proposed if there are more.
     best = max(1, math.floor(cpus)) if threads > max(1, math.ceil(cpus)) else threads
     reason = f"{threads} threads of torch share {cpus:.3g} CPUs"
     # The load covers the whole machine, including threads from an earlier run in this process. It

@@ -33,6 +33,7 @@ class CudaRuntime(DeviceRuntime):
         driver = driver_version()
         if driver is None:
             return f"torch is built for CUDA {built}, and there is no NVIDIA driver: install one"
+        # Within a major version, a driver runs builds for later minor versions.
         if driver[0] < int(built.partition(".")[0]):
             return (
                 f"torch is built for CUDA {built}, and the NVIDIA driver supports CUDA up to "
@@ -65,6 +66,7 @@ class CudaRuntime(DeviceRuntime):
     def _unlock(self, memory: torch.Tensor) -> bool:
         cudart = torch.cuda.cudart()
         with torch.cuda.device(self.device):
+            # CUDA takes only the address of an earlier cudaHostRegister.
             if cudart.cudaHostUnregister(memory.data_ptr()) == cudart.cudaError.success:
                 return True
             self._clear_last_error()
@@ -106,6 +108,7 @@ def driver_version() -> tuple[int, int] | None:
             return None
     except (OSError, AttributeError):
         return None
+    # 12040 is CUDA 12.4.
     return version.value // 1000, version.value % 1000 // 10
 
 
@@ -125,6 +128,7 @@ class NvtxRanges:
 
     def start(self, name: str) -> int:
         """Start a range and return its number."""
+        # Not `range_push`, because those ranges must end in reverse, and on the same thread.
         return int(torch.cuda.nvtx.range_start(name))
 
     def end(self, number: int) -> None:

@@ -25,6 +25,7 @@ def free_bytes(device: torch.device) -> int | None:
     runtime = runtime_for(device)
     if runtime is None:
         return None
+    # The driver counts torch's cache as used, but torch allocates from it first.
     return runtime.memory().free + runtime.reserved_bytes() - runtime.active_bytes()
 
 

@@ -60,6 +60,7 @@ def core_count() -> int:
 def forked_random_state() -> Iterator[None]:
     """Restore torch's random states after the `with`, for the CPU and used devices with streams."""
     with ExitStack() as forked:
+        # By default, `fork_rng` includes all CUDA devices, and would initialise them.
         forked.enter_context(torch.random.fork_rng(devices=()))
         for family, runtime in FAMILIES.items():
             if runtime is not None and runtime.is_initialized():
@@ -84,4 +85,5 @@ def made_current(device: torch.device) -> AbstractContextManager[object]:
     runtime = runtime_for(device)
     if runtime is None or runtime.current_index() == device.index:
         return nullcontext()
+    # A stream's context makes the device current too.
     return runtime.on_stream(runtime.current_stream())

@@ -199,6 +199,7 @@ class DeviceRuntime:
         """
         self._torch.empty_cache()  # cached memory counts against the limit
         fraction = 1.0 if nbytes is None else nbytes / self.memory().total
+        # torch takes a fraction of all memory, not a number of bytes.
         self._torch.set_per_process_memory_fraction(fraction, self.device)
 
     def reset_peaks(self) -> None:

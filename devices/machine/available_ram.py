@@ -104,6 +104,7 @@ def limited_groups(root: Path = ROOT) -> Iterator[MemoryGroup]:
             counters = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
         except OSError:  # no such group here
             continue
+        # Without a limit, version 1 has a huge number here, and it restricts nothing.
         if limit != "max":
             counts = {name: int(count) for name, count in map(str.split, counters)}
             cached = sum(counts.get(name, 0) for name in names.cached)
@@ -123,6 +124,7 @@ def group_folders(controller: str, root: Path = ROOT) -> Iterator[tuple[Path, bo
     except OSError:  # not Linux
         return
     for line in groups:
+        # Version 2 lists no controllers, as in `0::/path`. A path may contain colons.
         _, controllers, name = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             group = Path(name.lstrip("/"))
@@ -143,5 +145,6 @@ def _swap_allowance(folder: Path, names: _Controller, limit: int, used: int) -> 
         return None
     if swap_limit == "max":
         return None
+    # Version 1 limits RAM and swap together: without the RAM, the swap remains.
     ram = (0, 0) if names.swap_only else (limit, used)
     return max(0, (int(swap_limit) - ram[0]) - (swap_used - ram[1]))

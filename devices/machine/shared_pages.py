@@ -96,6 +96,7 @@ class SharedPages:
                     users.append(span)
                     self._pages.spans.append(span)
             except BaseException:
+                # Spans that were locked here too, before the driver refused another one.
                 self._leave(users)
                 raise
 
@@ -104,6 +105,7 @@ class SharedPages:
 
         If another call is under way, it unlocks these pages when it ends.
         """
+        # A deque's `append` is atomic, so it needs no lock.
         self._pages.left.append(memory)
         self._unlock_if_free()
 
