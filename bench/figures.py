@@ -47,6 +47,7 @@ class Spread:
 
         Seconds have at most `digits` decimals, or fewer if the median needs fewer.
         """
+        # Low and high have as many digits as the median, so they can be compared.
         digits = min(digits, second_digits([self.median]))
         median, low, high = (
             figure_text(value, unit, digits) for value in (self.median, self.low, self.high)
@@ -126,6 +127,7 @@ def _wall_s(step: StepRecord | None) -> float | None:
 def _whole_s(timeline: Timeline) -> float | None:
     """Return the seconds from the start of the run to the end of the last phase."""
     ends = (phase.start_s + phase.wall_s for phase in timeline.phases)
+    # Phases before the run have negative times.
     return max((end for end in ends if end > 0), default=None)
 
 

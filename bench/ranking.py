@@ -35,6 +35,7 @@ def _order(rank: Rank) -> float:
 
 
 def _rank(place: int, variant: Variant) -> Rank:
+    # Runs before a failure do not count: the variant is last in any case.
     steps = None if variant.failed else PER_STEP.spread(variant)
     return Rank(
         place=place,

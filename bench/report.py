@@ -36,6 +36,7 @@ class Table:
         rule = tuple(MARKDOWN_RULES[side] for side in self._sides())
         cells = [self.head, rule, *self.rows]
         if self.marked is not None:
+            # Behind the head and the rule. An empty cell would become four asterisks.
             cells[2 + self.marked] = tuple(
                 cell and f"**{cell}**" for cell in self.rows[self.marked]
             )
@@ -52,6 +53,7 @@ class Table:
 
         rows = [f"<tr>{row(cells, 'td')}</tr>" for cells in self.rows]
         if self.marked is not None:
+            # Cells are escaped, so only the row's own tag matches.
             rows[self.marked] = rows[self.marked].replace("<tr>", '<tr class="marked">')
         head = f"<thead><tr>{row(self.head, 'th')}</tr></thead>"
         return (

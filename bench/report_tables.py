@@ -46,6 +46,7 @@ def comparison(report: Report) -> Table:
     if not many:
         return _variant_table(title, "Metric", rows, report)
     table = _variant_table(title, "Variant", rows, report)
+    # Turned, because so many variants are too wide as columns.
     head, *lines = zip(table.head, *table.rows, strict=True)
     return Table(title=title, head=head, rows=tuple(lines))
 
@@ -217,7 +218,9 @@ def step_table(variant: Variant) -> Table:
     """
     runs = variant.measured
     digits = _digits([variant])
+    # Equal in all runs of a variant, like the steps.
     switch = runs[0].switch_step
+    # Cumulative per run: medians of steps come from different runs, and do not add up.
     ends = [tuple(accumulate(step.wall_s for step in run.steps)) for run in runs]
     rows = [
         _step_row(
@@ -284,6 +287,7 @@ def _over_steady(runs: Sequence[Timeline], place: int, digits: int) -> str:
     if over is None or steady is None:
         return ""
     seconds = format_seconds(over.median, digits)
+    # A rounded 0 gets a plus sign too.
     if not seconds.startswith("-"):
         seconds = f"+{seconds}"
     share = round(100 * over.median / steady.median)
@@ -313,6 +317,7 @@ def _run_cells(record: StepRecord | Timeline, memory: int | None) -> tuple[str, 
         f"{record.stall_s:.2f}",
         f"{record.decode_s:.2f}" if record.decode_s else "",
         format_size(record.bytes_moved),
+        # Empty for 0, so a run without reads has no such column.
         _size(record.transfers.read_bytes or None),
         _size(memory),
     )
@@ -339,6 +344,7 @@ def _histogram(title: str, counted: Sequence[RateRange]) -> Table:
         RateRange(from_gb_per_s=border, fetches=0, nbytes=0, busy_s=0.0) for border in RATE_BORDERS
     )
     rows = []
+    # With empty ranges, so every table has the same rows. The last one has no upper border.
     for rates, high in zip(together([*empty, *counted]), (*RATE_BORDERS[1:], None), strict=True):
         low = rates.from_gb_per_s
         label = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"

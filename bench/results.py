@@ -45,6 +45,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     }
     if device.type != "cpu":
         for name in ("CUDA", "HIP", "XPU"):
+            # Older versions of torch lack some of these.
             built_for = getattr(torch.version, name.lower(), None)
             if built_for:
                 description["Versions"] += f", {name} {built_for}"
@@ -67,6 +68,7 @@ def processor_name() -> str:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
+    # On ARM, Linux lists no model name.
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
 
@@ -117,6 +119,7 @@ def _commit() -> str:
     root = Path(__file__).parent.parent
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
+        # Outside a checkout, git fails with an empty output, so the status is not checked.
         result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return "unknown (no git)"

@@ -124,6 +124,7 @@ def _numbers(name: str, text: str, *, least: int, most: int) -> tuple[int, ...]:
 
 def _is_number(text: str) -> bool:
     # The length is limited because int() refuses thousands of digits with another error.
+    # `isdecimal` is True for digits in all scripts.
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
@@ -158,6 +159,7 @@ def _with_settings_of(base: Policy, policy: Policy) -> Policy:
     if isinstance(base, AutoOffload) or isinstance(policy, AutoOffload):
         return policy
     chosen = replace(base, kind=policy.kind, blocks_to_swap=policy.blocks_to_swap)
+    # A base that does not stream has no depth to keep.
     if _streams(base) and _streams(policy):
         return chosen
     return replace(chosen, prefetch_blocks=policy.prefetch_blocks)
