@@ -23,6 +23,7 @@ def shift_timeline(timeline: Timeline, by_s: float) -> Timeline:
 def concatenate_timelines(timelines: Sequence[Timeline]) -> Timeline:
     """Return one timeline for several tasks in order of start, with times relative to the run."""
     assert timelines, "a worker without tasks has no timeline"
+    # A task without visits has none.
     first_blocks = [each.first_block_s for each in timelines if each.first_block_s is not None]
     return Timeline(
         kind="measured",
@@ -85,6 +86,7 @@ def _merge_step(records: Sequence[tuple[int, StepRecord]]) -> StepRecord:
     transfers = Transfers.total(step.transfers for step in slowest)
     all_transfers = Transfers.total(step.transfers for step in steps)
     return replace(
+        # All records of a step have the same index, expert and sigma.
         steps[0],
         wall_s=sum(step.wall_s for step in slowest),
         compute_s=sum(step.compute_s for step in slowest),

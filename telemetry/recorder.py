@@ -140,6 +140,7 @@ class Recorder:
                 yield
         finally:
             if queue_item is not None:
+                # After the sampler's last sample, because phases take their peaks from the samples.
                 queue_item.add(self._run_phases(), run_start=self._start)
             if folder is not None:
                 self._write_trace(folder)
@@ -149,6 +150,7 @@ class Recorder:
         """Record the `with` body as step `index`. Record nothing if it raises."""
         events = self._events = StepEvents(self.clock)
         self._expert = expert
+        # A repeated step starts again, without the peak of the failed attempt.
         self._memory.reset_peaks()
         start = time.perf_counter()
         with ranged(self.ranges, f"step {index} ({expert})"):
@@ -233,6 +235,7 @@ class Recorder:
             steps=tuple(self._steps),
             kind="measured",
             non_block_bytes=self.non_block_bytes,
+            # A step without visits has no first block.
             first_block_s=next((each for each in self._computed_from if each is not None), None),
             phases=(*self._phases_before, *self._run_phases()),
             memory=self._sampler.samples(),
