@@ -53,6 +53,7 @@ def save_text_encoder_file(
     """
     blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
     linears = {name: module for name, module in blocks if isinstance(module, nn.Linear)}
+    # A bytearray, because torch warns about a buffer that cannot be written.
     tokenizer = torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
     save_single_file(
         {**_parameters(encoder, dtype), "spiece_model": tokenizer},
@@ -102,6 +103,7 @@ def write_settings(
         "_diffusers_version": __version__,
         "boundary_ratio": boundary_ratio,
         "expand_timesteps": False,
+        # diffusers reads (None, None) as a component that does not exist.
         "transformer_2": (None, None) if boundary_ratio is None else COMPONENTS["transformer"],
         **COMPONENTS,
         **index,
@@ -122,4 +124,5 @@ def link_components(source: Path, target: Path, components: Iterable[str]) -> No
             try:
                 os.link(file, target / component / file.name)
             except OSError:
+                # The file system has no hard links, or the folders are on two.
                 shutil.copyfile(file, target / component / file.name)

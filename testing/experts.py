@@ -17,6 +17,7 @@ from torch import nn
 from ..wan.checkpoint import native_transformer_name
 from .quantised import QuantiseLayers, save_single_file
 
+# LoRA files for ComfyUI have it before the layer names.
 PREFIX = "diffusion_model."
 
 
@@ -73,6 +74,7 @@ def save_expert_file(
 
 
 def _stored(model: WanTransformer3DModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    # safetensors refuses tensors that are not contiguous.
     return {name: tensor.to(dtype).contiguous() for name, tensor in model.state_dict().items()}
 
 

@@ -77,6 +77,7 @@ def save_single_file(
     metadata = {"format": "pt"}
     if quantised is not None:
         added = quantised(layers)
+        # These replace the plain matrices.
         stored |= added.tensors
         metadata |= added.metadata
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +164,7 @@ def save_expert_gguf(
             quantize(values, kind) if kind.name in QUANTISED else random_packs(values, kind, random)
         )
         parameters[name].data.copy_(torch.from_numpy(dequantize(packs, kind).copy()).reshape(shape))
+        # Packs are bytes for numpy, so the type must be given.
         writer.add_tensor(prefix + key, packs, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -179,6 +181,7 @@ def random_groups(
 
     packs = random.integers(0, 256, (count, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     at, minimum_at, ratio = _SCALES[kind.name]
+    # Random fp16 bits would be NaN or infinity now and then.
     _put_half(packs, at, scale)
     if minimum_at is not None:
         _put_half(packs, minimum_at, scale * ratio)

@@ -41,6 +41,7 @@ def save_tokenizer(folder: Path) -> None:
         "tokenizer_class": "T5Tokenizer",
         "model_max_length": 512,
         "padding_side": "right",
+        # By default, T5Tokenizer adds 100 sentinel tokens behind the vocabulary.
         "extra_ids": 0,
         "additional_special_tokens": [],
     }
@@ -57,6 +58,7 @@ def _tokenizer() -> Tokenizer:
     vocabulary = [(token, _score(token)) for token in VOCABULARY]
     tokenizer = Tokenizer(models.Unigram(vocabulary, VOCABULARY.index(UNKNOWN), False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        # Several spaces count as one, as in sentencepiece.
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(SPACE, "always")]
     )
     tokenizer.decoder = decoders.Metaspace(SPACE, "always")

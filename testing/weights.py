@@ -133,10 +133,12 @@ def _tiny_encoder_shapes(channels: int, colours: int, width: int) -> dict[str, t
         return {f"{name}.weight": (outputs, inputs, 3, 3), f"{name}.bias": (outputs,)}
 
     shapes = convolution("encoder.0", colours, width)
+    # Number of the stage's first layer, and frames merged into one there.
     for first, frames in ((2, 2), (7, 2), (12, 1)):
         shapes[f"encoder.{first}.conv.weight"] = (width, frames * width, 1, 1)
         shapes[f"encoder.{first + 1}.weight"] = (width, width, 3, 3)
         for block in range(first + 2, first + 5):
+            # A block reads the frame before, too, in as many further channels.
             for layer, inputs in ((0, 2 * width), (2, width), (4, width)):
                 shapes |= convolution(f"encoder.{block}.conv.{layer}", inputs, width)
     return shapes | convolution("encoder.17", width, channels)
@@ -159,6 +161,7 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
 
 def randomised(build: Callable[[], ModelT], seed: int) -> ModelT:
     """Build a model with parameters drawn from that seed, in eval mode and without gradients."""
+    # Some layers draw values without `torch.nn.init`, from the caller's random state.
     with torch.random.fork_rng(devices=[]), NoInitialValues():
         model = build()
     generator = torch.Generator().manual_seed(seed)
