@@ -13,6 +13,7 @@ def is_loopback(host: str) -> bool:
 
     Other names are never loopback, because they can resolve to anything.
     """
+    # `ip_address` accepts no names.
     if host == "localhost":
         return True
     try:

@@ -21,6 +21,7 @@ class Mesh:
     Raises MeshError for a degree below 1, and for a cfg degree other than 1 or 2.
     """
 
+    # Ranks follow the order of these fields. A new axis in between would renumber all workers.
     data: int = 1
     stage: int = 1
     cfg: int = 1
@@ -68,6 +69,8 @@ class Mesh:
         place = [name for name, _ in self.degrees].index(axis)
         degree = getattr(self, axis)
         distance = math.prod(astuple(self)[place + 1 :])
+        # `rank // distance % degree` is the position along the axis, `distance` the step between
+        # ranks.
         first = rank - rank // distance % degree * distance
         return tuple(range(first, first + degree * distance, distance))
 

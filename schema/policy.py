@@ -43,6 +43,7 @@ class Residency:
 
     def keeps(self, expert: str, block: int, patch: int = 0) -> bool:
         """Return True if the block is resident. The patch does not matter."""
+        # Callers pass `*key`, hence the third parameter.
         return block in self.residents.get(expert, frozenset())
 
 
@@ -118,6 +119,7 @@ def spread_evenly(residents: int, blocks: int) -> frozenset[int]:
     Even gaps give every streamed block the same time to arrive. With a contiguous set of equal size
     a step can take 1.45 times as long when the bus is the bottleneck.
     """
+    # Without residents the range is empty, and nothing is divided by 0.
     return frozenset(j * blocks // residents for j in range(residents))
 
 
@@ -183,6 +185,7 @@ def plan_residency(
     # blocks.
     buffers = max(
         blocks
+        # Without streamed blocks, no buffer is needed for a prefetch.
         if len(residents[expert]) == blocks
         else len(residents[expert]) + policy.prefetch_blocks + 1
         for expert, blocks in block_counts.items()

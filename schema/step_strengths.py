@@ -14,6 +14,7 @@ EXAMPLE = "0-1: 0, 2-3: 0.5"
 SHOWN = 40
 """Most characters quoted in an error message."""
 
+# `[0-9]` and not `\d`, because `\d` matches digits in any script. Six digits bound the numbers.
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?\s*:\s*(\S+)")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 """Narrower than `float`: underscores and digits in other scripts do not match."""
@@ -79,6 +80,7 @@ def parse_step_strengths(text: str) -> tuple[StepRange, ...]:
     ranges = sorted(
         _parse_range(part.strip()) for part in re.split(r"[,;\n]", text) if part.strip()
     )
+    # Sorted by first step, so only neighbours can share one.
     for before, after in pairwise(ranges):
         if after.first <= before.last:
             raise StepStrengthsError(

@@ -214,6 +214,8 @@ class StepRecord:
         missing = [name for name in REQUIRED_FIGURES if name not in figures]
         if missing:
             raise TypeError(f"a step is missing {', '.join(missing)}")
+        # Both calls take their fields out of `figures`, the dict of this call. The rest belongs to
+        # the step, and dataclasses raise TypeError for unknown fields.
         transfers = Transfers(**_taken(figures, Transfers))
         memory = StepMemory(**_taken(figures, StepMemory))
         return cls(**figures, transfers=transfers, memory=memory)
@@ -302,6 +304,7 @@ class Timeline:
     read_rates: tuple[RateRange, ...] = ()
     """File read rates for the fetches in this run. Empty as `copy_rates`."""
 
+    # Without annotations, so that `dataclass` does not make fields of them.
     wall_s = _StepSum[float]()
     compute_s = _StepSum[float]()
     stall_s = _StepSum[float]()
@@ -330,7 +333,9 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings, lists and dicts, ready for JSON."""
+        # `asdict` would nest transfers and memory, and saved steps are flat.
         data = {**asdict(self), "steps": [step.to_dict() for step in self.steps]}
+        # Lists, so that the result equals the same timeline read from JSON.
         return {
             name: list(value) if isinstance(value, tuple) else value for name, value in data.items()
         }
@@ -357,6 +362,7 @@ class Timeline:
                 values[name] = tuple(RateRange(**each) for each in values.get(name, ()))
             values["changes"] = _lines(values.get("changes", ()))
             return cls(**values)
+        # Dataclasses raise it for fields from a newer version, and for missing ones.
         except TypeError as err:
             raise ValueError(f"not a timeline: {err}") from err
 
@@ -373,6 +379,7 @@ def limit_share(measured: Timeline, simulated: Timeline | None) -> float | None:
     steps = [
         step
         for step in measured.steps
+        # `limit_s` is for all lanes.
         if step.index in limits and step.compute_s > 0 and not step.skipped_lanes
     ]
     if not steps:
@@ -407,6 +414,7 @@ def run_phases(
     for expert, members in groupby(placed, key=lambda placed_step: placed_step[0].expert):
         stage = list(members)
         (first, computes), (last, _) = stage[0], stage[-1]
+        # Timelines from older versions have no start times.
         if first.start_s is None or last.start_s is None:
             return ()
         if computes is None:

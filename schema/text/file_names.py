@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 # Windows also reserves names with the superscript digits.
+# Spaces before a suffix do not count: `nul .txt` is a device.
 _DEVICE = re.compile(
     r"(?:con|conin\$|conout\$|prn|aux|nul|com[\d¹²³]|lpt[\d¹²³]) *(?:[.:].*)?", re.IGNORECASE
 )
@@ -36,5 +37,6 @@ def windows_name(name: str) -> str:
     """
     name = _FORBIDDEN.sub("_", name)
     if name.endswith((".", " ")):
+        # One underscore is enough: no dot or space is at the end after it.
         name = f"{name[:-1]}_"
     return f"_{name}" if _DEVICE.fullmatch(name) else name

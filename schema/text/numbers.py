@@ -15,6 +15,7 @@ def format_size(nbytes: float) -> str:
     while size >= 999.5 and unit < len(_UNITS) - 1:
         size = size / 1000
         unit = unit + 1
+    # Values from a border on are rounded to one more digit before the point: 9.996 to 10.0.
     digits = sum(unit > 0 and size < border for border in (9.995, 99.95))
     return f"{size:.{digits}f} {_UNITS[unit]}"
 
@@ -59,6 +60,7 @@ def error_text(err: Exception) -> str:
 
     For an operating system error, the words and the file without the number.
     """
+    # An OSError with one argument has no `strerror`. With two, `str` would show the errno.
     if not isinstance(err, OSError) or not err.strerror:
         return str(err)
     if err.filename:
