@@ -27,6 +27,8 @@ def _flat(size: int, overlap: int) -> list[Fraction]:
 
 def _linear(size: int, overlap: int) -> list[Fraction]:
     """Weights that rise over the overlap at the start and fall over the overlap at the end."""
+    # Two ramps with `overlap + 1` steps add up to 1 in every frame. The first weight is above 0,
+    # because the first and last frame of a video lie in one window only.
     ramp = overlap + 1
     return [Fraction(min(place + 1, size - place, ramp), ramp) for place in range(size)]
 
@@ -105,9 +107,11 @@ class ContextWindows:
         hop = self.frames - self.overlap
         shift = van_der_corput(step * self.shift_windows)
         windows: list[tuple[int, ...]] = []
+        # Windows with stride 1 cover every frame, so wider strides may be left out.
         for stride in (2**power for power in range(self.stride.bit_length())):
             span = (self.frames - 1) * stride + 1
             if span <= frames:
+                # Rounded down, so the shift is less than one hop.
                 starts = _starts(frames - span, hop * stride, int(shift * hop * stride))
                 windows += [tuple(range(start, start + span, stride)) for start in starts]
         return tuple(windows)
@@ -147,8 +151,10 @@ def _starts(last: int, hop: int, first: int) -> list[int]:
     wanted = sorted({0, last, *range(min(first, last), last, hop)})
     starts = [0]
     for start, following in pairwise(wanted[1:]):
+        # Without `start`, the windows on both sides would lie more than a hop apart.
         if following - starts[-1] > hop:
             starts.append(start)
+    # `last` 0: the window is as long as the video, and 0 is in the list already.
     return [*starts, last] if last else starts
 
 

@@ -13,6 +13,7 @@ from math import prod
 from ..schema import Mesh
 from .latent_grid import PATCH
 
+# ComfyUI and diffusers pad prompts with zeros to 512 tokens.
 TEXT_TOKENS = 512
 IMAGE_TOKENS = 257
 """Tokens per CLIP ViT-H/14 image: 16 x 16 patches and one class token."""
@@ -21,6 +22,7 @@ HEAD_DIM = 128
 BF16_BYTES = 2
 FP32_BYTES = 4
 
+# A short chunk could change the last bits: MKL multiplies up to 3 fp32 rows with another kernel.
 SHORT_CHUNK = 15
 """Largest remainder in tokens that is added to the last full chunk instead of forming its own."""
 OUTPUT_TOKENS = 1024
@@ -91,11 +93,13 @@ class ExpertShape:
     @property
     def non_block_parameters(self) -> int:
         """Parameters outside the blocks."""
+        # Each `+ 1` adds a bias.
         patch = self.width * (self.in_channels * prod(PATCH) + 1)
         output = self.out_channels * prod(PATCH) * (self.width + 1)
         embedders = (
             self._time_embedder + self._time_projection + self._text_embedder + self._image_embedder
         )
+        # `2 * width` is the output modulation. The norm before it has no parameters.
         return patch + embedders + 2 * self.width + output
 
     def resident_bytes(self) -> int:
@@ -118,6 +122,7 @@ class ExpertShape:
 
     def int8_bytes(self) -> int:
         """Return the bytes in a block with int8 matrices and an fp32 scale per row."""
+        # The first feed-forward matrix has F rows. All others have D.
         rows = (self._square_matrices + 1) * self.width + self.ffn_width
         return self.streamed_parameters + rows * FP32_BYTES
 
@@ -143,6 +148,7 @@ class ExpertShape:
 
         Cross-attention is over 512 text tokens and, with an image branch, 257 image tokens.
         """
+        # Queries times keys, and scores times values: a product with n keys takes 2 n D per token.
         return 4 * tokens**2 * self.width + 4 * tokens * self._attended * self.width
 
     def working_bytes(
@@ -177,6 +183,7 @@ class ExpertShape:
         value = value_bytes
         lanes = len(lane_tokens)
         tokens = max(lane_tokens)
+        # Unequal shares differ by one token. The largest decides.
         shares = [-(-each // (workers.ring * workers.ulysses)) for each in lane_tokens]
         local_tokens = max(shares)
         chunk = local_tokens
@@ -201,11 +208,14 @@ class ExpertShape:
         # A set: lanes of equal length share their table.
         rotary = sum(set(lane_tokens)) * HEAD_DIM * FP32_BYTES
         # Hidden states for the lanes outside the block, and embedded texts, in rows of D values.
+        # One lane counts in the block, and one enters the first block whole. The text has a row set
+        # per lane and expert, and two in the block (keys and values).
         waiting = sum(shares) - 2 * local_tokens + tokens + (2 * lanes + 2) * TEXT_TOKENS
         waiting += cached_states * sum(shares)
         if self.image_width is not None:
             # Every lane has one tensor with image and text rows, and a block their keys and values.
             waiting += (lanes + 2) * (TEXT_TOKENS + IMAGE_TOKENS)
+        # diffusers keeps the time embedder in fp32.
         embedding = self._time_embedder * FP32_BYTES + self._time_projection * value
         return max(in_block + rotary + waiting * width * value, embedding)
 
@@ -332,6 +342,7 @@ def _int8_scratch(tokens: int, rows: int, columns: int) -> int:
     copies of the input while it is rotated, and then the codes, the int32 sums and the fp32
     results.
     """
+    # Bytes per token: int8 codes have 1 per input, int32 sums and fp32 results 8 per output.
     return min(tokens, piece_tokens(rows, columns)) * max(
         3 * FP32_BYTES * columns, columns + 8 * rows
     )

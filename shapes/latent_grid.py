@@ -41,6 +41,7 @@ class VideoShape:
     """Pixels per latent pixel along each side: 8, or 16 for Wan2.2 5B."""
 
     def __post_init__(self) -> None:
+        # A video side must divide into whole tokens, 2 latent pixels wide.
         per_token = self.per_latent * PATCH[1]
         for side, pixels in (("width", self.width), ("height", self.height)):
             if pixels < per_token or pixels % per_token:
@@ -58,6 +59,7 @@ class VideoShape:
     def latent(self) -> tuple[int, int, int]:
         """Latent shape (frames, height, width)."""
         return (
+            # The VAE encodes the first frame alone, then 4 frames per latent frame.
             (self.frames - 1) // FRAMES_PER_LATENT + 1,
             self.height // self.per_latent,
             self.width // self.per_latent,

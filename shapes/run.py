@@ -126,6 +126,7 @@ class RunShape:
         sides = step.sides or self.sides[step.expert]
         samples = step.samples or self.samples
         extras = self.extra_tokens[:sides] or (0,) * sides
+        # All samples with the first CFG side come first, then those with the next.
         return tuple(self.video_tokens + extra for extra in extras for _ in range(samples))
 
     def of_steps(self, steps: Sequence[int]) -> RunShape:
@@ -230,6 +231,8 @@ class RunShape:
             # the measured time.
             linear = sum(map(self.expert.linear_flops, lane_tokens))
             left = computed_s * machine.flops_per_s - (whole - linear)
+            # Otherwise attention alone would take longer than measured, so the compute rate is
+            # wrong.
             if left > 0:
                 speedups = {**machine.block.linear_speedups, linear_format: linear / left}
                 return machine.with_figures(linear_speedups=speedups)
