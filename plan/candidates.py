@@ -33,6 +33,7 @@ def device_policies(blocks: int) -> Iterator[OffloadPolicy]:
     for residents in range(1, blocks):
         for depth in DEPTHS:
             yield OffloadPolicy.block_swap(blocks - residents, depth)
+    # One depth: a prefetch adds no buffer where all blocks are resident.
     yield OffloadPolicy.block_swap(0, 1)
     yield OffloadPolicy.resident()
 
@@ -129,6 +130,7 @@ class Candidates:
 
         # Lower bound: every block as large as the largest. Upper bound: every block as small as the
         # smallest, and no staging slots.
+        # `every` first: infinite room gives NaN here, and `min` then returns the first argument.
         least = int(min(every, 1 + room // max(sizes)))
         most = int(min(every, 1 + (room + staging) // min(sizes)))
         ram_blocks = bisect_left(range(every), True, lo=least, hi=most, key=lacks_room) - 1
@@ -193,10 +195,12 @@ def lower_bound_s(costs: RunCosts, policy: OffloadPolicy) -> float:
     for expert in (step.expert for step in costs.steps):
         residents = residency.residents.get(expert, frozenset())
         in_ram = in_ram_residency.residents.get(expert, frozenset())
+        # A stage begins with the fetches of residents.
         if expert != stage and not (residency.permanent and expert in seen):
             residents = frozenset()
         fetched = [block for block in blocks if block not in residents]
         from_file = [block for block in fetched if block not in in_ram]
+        # RAM-resident blocks are read once, in the first stage with their expert.
         filled = in_ram if expert not in seen else ()
         disk_s += sum(read_s[block] for block in (*from_file, *filled))
         bus_s += sum((copy_s if block in in_ram else from_file_s)[block] for block in fetched)

@@ -14,6 +14,7 @@ def describe_policy(policy: OffloadPolicy, blocks: int) -> str:
     """Describe a policy's device side: `30 of 40 stream, 2 ahead`."""
     if policy.kind == "resident":
         return "both experts resident"
+    # A layerwise policy streams all blocks, but has 0 in `blocks_to_swap`.
     streamed = {"layerwise": blocks}.get(policy.kind, policy.blocks_to_swap)
     if not streamed:
         return "one expert resident"

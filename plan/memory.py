@@ -119,6 +119,7 @@ def memory_budget(machine: Machine, budgets: Budgets) -> MemoryBudget:
     host = RAM_SHARE * machine.ram_bytes
     if budgets.ram_bytes is not None:
         host = budgets.ram_bytes
+    # On a CPU all bytes count in `host`.
     device = math.inf
     if budgets.vram_bytes is not None:
         device = budgets.vram_bytes
@@ -141,6 +142,7 @@ def memory_needs(
     slots = [nbytes for stack in blocks.stacks for at, nbytes in each if at in kept[stack]]
     staged = (nbytes for stack in blocks.stacks for at, nbytes in each if at not in kept[stack])
     staging = staging_slots(blocks, ram.slots, has_bus=has_bus)
+    # Every staging slot may hold any block that is not RAM-resident.
     slots += [max(staged, default=0)] * staging
     return MemoryNeeds(
         blocks=blocks,

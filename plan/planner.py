@@ -73,6 +73,7 @@ def plan_offload(run: RunModel, machine: Machine, budgets: Budgets) -> OffloadPl
     thousandths. Policies equal to the millisecond are ranked by device memory, then by RAM. Raises
     DoesNotFitError if no policy fits into memory.
     """
+    # Hundreds of candidates share a few token counts.
     costs = cache(partial(run.costs, machine))
     budget = memory_budget(machine, budgets)
     search = _Search(Candidates(costs=costs, chunks=run.chunks, budget=budget))
@@ -120,6 +121,7 @@ class _Search:
         for bound, fit in sorted(
             ((self._lower_bound(fit), fit) for fit in fitting), key=lambda pair: pair[0]
         ):
+            # The bounds ascend, so no later policy can be the best either.
             if bound >= self.best.rank:
                 break
             self.simulate(fit.policy)
@@ -151,6 +153,7 @@ class _Search:
             if bounds[fit.policy] <= near * shortest_s:
                 last_step_s = self.simulate(fit.policy).last_step_s
                 shortest_s = min(shortest_s, last_step_s)
+                # All later ones take more memory, and none is faster than `least_s`.
                 if fit is not by_memory[-1] and last_step_s <= near * least_s:
                     break
         fast_enough = [

@@ -59,9 +59,12 @@ def calibrate_machine(
     routes = ["disk_bytes_per_s", "h2d_bytes_per_s" if machine.has_bus else "copy_bytes_per_s"]
     disk_s = measured.transfers.read_bytes / blocks.file_bytes * blocks.read_seconds(found)
     if disk_s < measured.bytes_moved / found.load_bytes_per_s:
+        # The slower route explains the stall. The other one is then changed only if a difference is
+        # left.
         routes.reverse()
     for route in routes:
         found = found.with_figures(**{route: _rate(found, route, run, plan.policy, measured)})
+    # A machine may be corrected again, and needs the words once.
     return replace(found, origin=machine.origin.removesuffix(CORRECTED) + CORRECTED)
 
 

@@ -68,6 +68,7 @@ def _smaller(policy: OffloadPolicy, blocks: int) -> Iterator[OffloadPolicy]:
 
     The first may exceed `policy`.
     """
+    # A resident policy has depth 0. The smaller ones stream, and need a prefetch.
     ahead = {"resident": MIN_PREFETCH}.get(policy.kind, policy.prefetch_blocks)
     if policy.kind != "layerwise":
         for swapped in range(blocks):
@@ -119,4 +120,5 @@ def bytes_to_free(attempt: int, *, block: int, working_bytes: int, free_bytes: i
     """
     if free_bytes is None:
         free_bytes = working_bytes
+    # The retries free 1, 2, 4, ... blocks.
     return max(working_bytes - free_bytes, block << attempt)

@@ -53,6 +53,7 @@ def plan_buffers(
         for expert, blocks in block_bytes.items()
         for block, nbytes in enumerate(blocks)
     }
+    # Permanent residents of all experts are there at once. Others take turns.
     at_once = [list(block_bytes)] if residency.permanent else [[expert] for expert in block_bytes]
     wanted = [
         _wanted(
@@ -78,7 +79,9 @@ def _wanted(
     streamed = [nbytes for key, nbytes in needed.items() if not residency.keeps(*key)]
     buffers: list[tuple[int, BlockKey | None]] = [*residents]
     if streamed:
+        # Any of these may hold any streamed block, so each is as large as the largest.
         buffers += [(max(streamed), None)] * min(streaming, most - len(residents))
+    # By size alone: a BlockKey and None cannot be compared.
     return sorted(buffers, key=lambda buffer: -buffer[0])
 
 
@@ -113,6 +116,7 @@ class BufferPool:
     @property
     def size(self) -> int:
         """Buffer count. Below 0 if there are too few to set those for residents apart."""
+        # Not `len`, because it returns 0 for a negative range.
         return self.numbers.stop - self.numbers.start
 
     @property

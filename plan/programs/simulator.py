@@ -107,6 +107,7 @@ class Queues:
         self._read_for = {fetch.needed_by for fetch in ram.program.fetches}
         """RAM program visits with a file read."""
         self._hardware = hardware
+        # Programs name blocks by index, so the tables need all up to the largest.
         self._costs = hardware.fetch_costs(
             1 + max((fetch.block.block for fetch in program.fetches), default=0)
         )
@@ -207,12 +208,15 @@ class Queues:
         visit = self._ram.visit_of_fetch[number]
         ready = 0.0 if visit == DIRECT else self._ready_in_ram(visit)
         self._left_file.append(ready)
+        # A CPU decodes out of the RAM slot. `run_step` frees it, after the decoding.
         if hardware.decode_computes and visit != DIRECT:
             return ready
+        # IMMEDIATE is -1, a valid index: without the test it would read the last visit.
         buffer_free = 0.0 if fetch.start_after == IMMEDIATE else self._done[fetch.start_after]
         decodes = costs.decode_s > 0 and not hardware.decode_computes
         # A block to decode on arrival crosses the bus into a raw slot. Only decoding waits for the
         # buffer.
+        # The entry at `-RAW_SLOTS` is the time when the next raw slot is free.
         start = max(self._bus_free, ready, self._decoded[-RAW_SLOTS] if decodes else buffer_free)
         if visit == DIRECT:
             # One disk serves both routes. Reads into RAM with an earlier start go first.

@@ -66,6 +66,7 @@ def max_overlap(lifetimes: Sequence[Lifetime]) -> int:
     change = [0] * (max((lifetime.last for lifetime in lifetimes), default=0) + 2)
     for lifetime in lifetimes:
         change[lifetime.first] += 1
+        # `last` is included, so the count falls one visit later.
         change[lifetime.last + 1] -= 1
     return max(accumulate(change))
 
@@ -172,6 +173,7 @@ def compile_program(
         levels = [levels_of[each.block] for each in lived]
         if (shortage := _shortage(lived, levels, pool)) is not None:
             raise ProgramError(shortage)
+        # Sorted, so that equal contents give equal programs, whatever their history.
         loaded = {
             buffer: key
             for buffer, key in sorted((contents or {}).items())
@@ -213,6 +215,7 @@ def _shortage(
     needed = max_overlap(lifetimes)
     if pool.size < needed:
         return f"{pool.size} buffers are too few: these residents and visits need {needed}"
+    # With one size, the test above covers all.
     for level in range(len(counts) if len(counts) > 1 else 0):
         large = [at for at, allowed in enumerate(levels) if allowed.start >= level]
         same = [at for at in large if lifetimes[at].resident and levels[at].start == level]
@@ -311,6 +314,7 @@ def _fetches(
             continue
         level = allowed.start
         if len(allowed) > 1:
+            # Each heap has the buffer free longest on top, so only the tops are compared.
             level = min(allowed, key=lambda level: free[level][0][0])
         free_since, _, buffer = free[level][0]
         assert free_since < lifetime.first, "more lifetimes overlap than there are buffers"
@@ -332,6 +336,7 @@ def eviction_order(
         block = contents.get(buffer)
         if block is None:
             return (0, 0, -buffer)
+        # Negative, so that late experts and late blocks come first.
         return (1 + residency.keeps(*block), -experts.get(block.expert, len(experts)), -block.block)
 
     return tuple(sorted(buffers, key=usefulness))

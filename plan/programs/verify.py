@@ -107,6 +107,7 @@ def _check_queue(program: TransferProgram) -> None:
     """Check that a queue processing the fetches in this order cannot deadlock."""
     waited_for = IMMEDIATE
     for number, fetch in enumerate(program.fetches):
+        # Fetches run in order, so one also waits for all that earlier ones wait for.
         waited_for = max(waited_for, fetch.start_after)
         if fetch.start_after < IMMEDIATE or waited_for >= fetch.needed_by:
             raise ProgramError(
@@ -117,6 +118,7 @@ def _check_queue(program: TransferProgram) -> None:
 
 def _check_buffers(program: TransferProgram) -> None:
     """Check that no block is replaced before the last visit to it is done."""
+    # The loop below changes this dict. `kept_until` returns a new one for each call.
     occupied_until = program.kept_until
     for number, fetch in enumerate(program.fetches):
         if fetch.start_after < occupied_until.get(fetch.buffer, IMMEDIATE):

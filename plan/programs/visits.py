@@ -147,9 +147,11 @@ def skipped_steps(
     skipped: set[int] = set()
     sizes, errors, in_a_row = [1.0] * len(ratios), [0.0] * len(ratios), 0
     for place, step in enumerate(taken):
+        # These are the first steps in the stage, so the sums have not begun.
         if step in retained:
             continue
         in_a_row += 1
+        # Ratios are from step to step. The product is relative to the last computed step.
         sizes = [size * each[step] for size, each in zip(sizes, ratios, strict=True)]
         errors = [error + abs(1 - size) for error, size in zip(errors, sizes, strict=True)]
         is_small = all(error < rule.threshold for error in errors)
@@ -207,6 +209,7 @@ class PassOrders:
         over come last. A list that others have interrupted twice is interrupted at such distances.
         """
         start = tuple(visited)
+        # A slice, because a run may make more passes than the one before.
         for order in (*self.course[number : number + 1], *self.seen):
             if order[: len(start)] == start:
                 return order[len(start) :]
@@ -248,9 +251,11 @@ class PassOrders:
                 rest.append(block)
             number, between = divmod(block - latest, distance)
             if not between:
+                # Part of the latest interruption may be over.
                 skipped = len(present) if block == latest else 0
                 for each in usual[skipped:]:
                     moved = each + number * shift
+                    # An interruption does not go on into the next list.
                     if moved < self.blocks and self._list_of(moved) == self._list_of(each):
                         rest.append(moved)
         return tuple(rest)
