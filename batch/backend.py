@@ -147,6 +147,7 @@ def output_files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:
     """Return the files in the output folder. Previews are in the temporary folder."""
     # A dict and not a set: it keeps the order of the nodes, and drops duplicates.
     files: dict[MadeFile, None] = {}
+    # Sorted, because this order numbers the files, and nodes may run in any order.
     for node_id, shown in sorted(outputs.items()):
         if not isinstance(shown, dict):  # other packs' nodes may return anything
             continue
@@ -164,6 +165,7 @@ def output_files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:
 @cache
 def own_nodes() -> Mapping[str, type[ComfyNode]]:
     """Return this pack's nodes by `class_type`."""
+    # asyncio.run fails inside a running event loop, so this is for commands only.
     return nodes_by_id(asyncio.run(WanStreamExtension().get_node_list()))
 
 

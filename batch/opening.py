@@ -93,6 +93,7 @@ class OpenBatch:
             )
             by_address[backend.address] -= count
             counts[backend.name] = count
+        # `+` drops addresses without rows.
         return counts, dict(+by_address)
 
     def clean_up(self) -> list[tuple[Path, list[int] | None]]:
@@ -166,6 +167,7 @@ def open_batch(
         opened, notes = open_journal(path, workflow=workflow, start=start, is_own=was_journal)
         with opened:
             notes += start(opened)
+            # After `start`, because it may finish rows. Their latents are not needed.
             store.remove_leftovers(opened.lines_left)
             tally = Tally(max_failures=max_failures)
             yield OpenBatch(spec=spec, store=store, journal=opened, notes=tuple(notes), tally=tally)

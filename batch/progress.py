@@ -79,6 +79,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
         noun: str = "servers",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # `super().__init__` draws the bar, so all fields come before it.
         self._clock = clock
         self._noun = noun
         self._ended = ended

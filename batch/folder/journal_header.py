@@ -77,6 +77,7 @@ def header_fault(head: bytes, nbytes: int) -> str:
         return ""
     if len(head) < HEAD_BYTES or not head.startswith(_MAGIC):
         return "the file is not a database"
+    # The head is big-endian on every machine.
     (stored,) = struct.unpack_from(">H", head, 16)
     # SQLite stores 65536 as 1.
     page = {1: 65536}.get(stored, stored)

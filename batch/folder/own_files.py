@@ -165,6 +165,7 @@ def own_entries(folder: Path) -> Iterator[Path]:
     Returns nothing if another process has removed the folder.
     """
     try:
+        # A whole list, because `remove_tree` removes entries between two items.
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
         names = []
@@ -186,6 +187,7 @@ def _is_harmless(path: Path) -> bool:
 
 
 def _is_link(found: os.stat_result) -> bool:
+    # `st_reparse_tag` exists on Windows only.
     return stat.S_ISLNK(found.st_mode) or bool(
         getattr(found, "st_reparse_tag", 0) & _NAME_SURROGATE
     )
@@ -228,6 +230,7 @@ def remove_tree(folder: Path) -> None:
             remove_tree(path)
         else:
             path.unlink()
+    # A file manager's files may be left.
     if not os.listdir(folder):
         folder.rmdir()
 

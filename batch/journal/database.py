@@ -57,6 +57,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         """Open or create the file."""
         self.path = path
+        # Reentrant: `Journal.back_up_if_old` holds it around `back_up`.
         self.lock = threading.RLock()
         self._check_header()
         self._connection = self._connect()
@@ -78,6 +79,7 @@ class Database:
         with self.lock:
             try:
                 unfinished.unlink(missing_ok=True)
+                # `closing`: `with connection` only commits, and Windows renames no open file.
                 with closing(sqlite3.connect(unfinished)) as copy:
                     self._connection.backup(copy)
                     # `backup` does not check pages: a damaged journal would replace the last
@@ -97,6 +99,7 @@ class Database:
     def _connect(self) -> sqlite3.Connection:
         try:
             # The lock keeps the threads apart.
+            # With isolation_level=None, sqlite3 begins no transaction by itself.
             connection = sqlite3.connect(
                 self.path, isolation_level=None, timeout=_LOCKED_SECONDS, check_same_thread=False
             )
@@ -115,6 +118,7 @@ class Database:
         try:
             if self.path.is_file() and rollback.is_file() and rollback.stat().st_size:
                 with closing(self._connect()) as connection:
+                    # SQLite rolls back at the first read. Opening the file is not enough.
                     connection.execute("SELECT * FROM sqlite_master").fetchall()
             head = read_head(self.path)
             nbytes = self.path.stat().st_size if self.path.is_file() else 0
@@ -151,6 +155,7 @@ class Database:
     def transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
         """Execute all statements inside the `with` or none."""
         try:
+            # The connection commits or rolls back here, and stays open.
             with self.lock, self._connection:
                 # Locks for writing at once: a later upgrade of the lock could fail.
                 self._connection.execute("BEGIN IMMEDIATE")

@@ -77,6 +77,7 @@ def columns_of(entry: RowEntry) -> dict[str, Any]:
     if entry.saves is not None:
         saves = json.dumps(sorted(entry.saves))
     files = json.dumps([asdict(file) for file in entry.files])
+    # `|` keeps the order of the fields. The seal is a digest of the values in this order.
     columns = vars(entry) | {"state": entry.state.value, "saves": saves, "files": files}
     return columns | {SEAL: seal_of([*columns.values()])}
 

@@ -102,6 +102,7 @@ class ServerBackend(BatchBackend):
         try:
             parts = urllib.parse.urlsplit(url)
             host = parts.hostname
+            # Only reading it raises ValueError for an invalid port.
             _ = parts.port
         except ValueError as err:
             raise NotComfyUIError(f"--server {url}: {err}") from err
@@ -228,6 +229,7 @@ class ServerBackend(BatchBackend):
                 "data": about,
                 "files": {"image": (filename, content, "application/octet-stream")},
             }
+            # ComfyUI has no route for other files, and this one does not look at the content.
             with self._answer("POST", "/upload/image", **sent) as answer:
                 status = answer.status_code
         if status == codes.REQUEST_ENTITY_TOO_LARGE:
@@ -321,6 +323,7 @@ class ServerBackend(BatchBackend):
             return backend.Interrupted()
         if entry["status"]["status_str"] != "success":
             return backend.JobFailed(reason=_failure(messages.get("execution_error", {})))
+        # A queue item is number, id, prompt, extra data, and ids of the outputs to execute.
         prompt = entry["prompt"][2]
         executed = set(entry["prompt"][4])
         wanted = {
@@ -411,6 +414,7 @@ class ServerBackend(BatchBackend):
 
 def _normalised(parts: urllib.parse.SplitResult) -> str:
     """Return an address in a form that is equal for equal addresses."""
+    # `hostname` is in lower case, and without brackets.
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     port = ""
     if parts.port not in {None, {"http": 80, "https": 443}[parts.scheme]}:
