@@ -22,11 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with plain_output(), _rare_collections():
         try:
             parsed = _parser().parse_args(arguments)
+            # The package may have any name, so the rest begins with a dot.
             run = pkgutil.resolve_name(f"{__package__}{parsed.run}")
             return int(run(options.parsed_options(parsed.kind, parsed)))
         except ArgumentError as err:
             print_note(err)
             return INVALID
+        # `run` and `batch` handle the first Ctrl-C themselves.
         except KeyboardInterrupt:
             print_note("stopped")
             return INTERRUPTED

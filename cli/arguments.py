@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
         # argparse passes only the message to this method.
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
+            # Some versions of Python quote the choices, newer ones do not.
             known = [name.strip("' ") for name in choice[2].split(",")]
             message += _nearest([choice[1]], known)
         super().error(message)
@@ -80,10 +81,12 @@ def handle_sigint(on_request: Callable[[], None], *, requests: int) -> Iterator[
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal left
         left -= 1
+        # Before the call: if it hangs, the next Ctrl-C still ends the process.
         if not left:
             signal.signal(signal.SIGINT, before)
         on_request()
 
+    # Python allows this in the main thread only.
     before = signal.signal(signal.SIGINT, handle)
     try:
         yield

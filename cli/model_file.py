@@ -78,6 +78,7 @@ def read_model_file(path: Path) -> ModelFile:
     header = read_gguf_header(path) if path.suffix == ".gguf" else read_header(path)
     tensors = header.tensors
     of_model = [name for name in tensors if name.startswith(CHECKPOINT_PREFIX)]
+    # A whole checkpoint also has a text encoder and a VAE, with lists of blocks.
     if of_model:
         tensors = {name: tensors[name] for name in of_model}
     lists: dict[str, list[FileTensor]] = {}
@@ -125,6 +126,7 @@ def _block(matrices: Sequence[FileTensor]) -> FileBlock:
     parameters = Counter[str]()
     for matrix in matrices:
         values = math.prod(matrix.shape)
+        # As text, so that this module imports no torch.
         dtype = str(matrix.dtype)
         if dtype == "torch.uint8" and matrix.packing is None:
             values *= 2  # 4 bits each
@@ -134,8 +136,10 @@ def _block(matrices: Sequence[FileTensor]) -> FileBlock:
         else:
             computed += matrix.nbytes
     # Most matrices read the hidden state, so the most frequent width is its size.
+    # Linear weights are (out features, in features).
     widths = Counter(matrix.shape[1] for matrix in matrices)
     return FileBlock(
+        # File and RAM bytes are equal, because nothing is quantised on the way.
         sizes=BlockSize(stored, stored, computed),
         decodes=any(matrix.packing is not None for matrix in matrices),
         parameters=parameters.total(),
@@ -202,6 +206,7 @@ class FileRun:
         """Return the operations for one lane, in the time of operations in the compute dtype."""
         others = block.parameters - block.int8_parameters
         linear = others + block.int8_parameters / machine.block.linear_speedup("int8")
+        # Attention multiplies queries by keys, and scores by values.
         return 2 * linear * self.tokens + 4 * self.tokens**2 * block.width
 
     def of_steps(self, steps: Sequence[int]) -> FileRun:
@@ -232,4 +237,5 @@ def tokens_of(size: str) -> int | None:
     if not width * height * frames:
         return None
     across, down = (math.ceil(side / PIXELS_PER_TOKEN) for side in (width, height))
+    # The first frame is alone, and then 4 share tokens, as in Wan's VAE.
     return across * down * (math.ceil((frames - 1) / FRAMES_PER_TOKEN) + 1)

@@ -36,9 +36,11 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 
     The dataclass keeps the defaults. A field without a flag holds another dataclass with options.
     """
+    # `field.type` is a string here, because annotations are not evaluated.
     types = get_type_hints(kind)
     for each in fields(kind):
         settings = dict(each.metadata)
+        # A field without metadata is another dataclass.
         if not settings:
             add_options(parser, types[each.name])
             continue
@@ -67,6 +69,7 @@ def parsed_options(kind: type[Options], parsed: argparse.Namespace) -> Options:
     for each in fields(kind):  # type: ignore[arg-type]
         if not each.metadata:
             given[each.name] = parsed_options(types[each.name], parsed)
+        # Absent unless given, because `add_options` suppresses defaults.
         elif each.name in parsed:
             value = getattr(parsed, each.name)
             given[each.name] = tuple(value) if isinstance(value, list) else value

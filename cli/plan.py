@@ -44,6 +44,7 @@ GB = 1e9
 GIB = 2**30
 QUANTISED = {"fp8": in_fp8, "int8 ConvRot": in_int8}
 """Storages quantised from a bf16 file on arrival."""
+# 32 weights of Q8_0 take a byte each and a 2-byte scale. K types pack 256 weights.
 GGUF = {"Q8_0": 34 / 32, "Q5_K": 176 / 256, "Q4_K": 144 / 256}
 """Bytes per weight in GGUF storages."""
 BF16 = ("bfloat16", BF16_BYTES)
@@ -106,6 +107,7 @@ def file_run(options: PlanOptions, file: Path) -> FileRun:
     return FileRun(
         model=read_model_file(file),
         tokens=options.tokens or tokens,
+        # A model in a file is one expert, so the first number counts.
         lanes=GUIDED[options.cfg][0],
         steps=tuple(range(options.steps)),
     )
@@ -203,6 +205,7 @@ def planned_dtype(options: PlanOptions) -> tuple[str, int]:
 
 
 def _measured_machine(asked: MachineOptions, measured: MeasuredOptions) -> Machine:
+    # A measurement takes seconds, so wrong options are refused first.
     _check_positive("--ram", asked.ram_gb)
     _check_positive("--ssd", asked.ssd_gb_s)
     if asked.gpu == "this":
@@ -334,6 +337,7 @@ def plan(options: PlanOptions) -> int:
             print(_plan_workers(options, options.fleet.workers, run, machine, budgets))
         else:
             print(_plan_one(options, run, machine, budgets))
+    # First, because it is a ValueError with another exit code.
     except DoesNotFitError as err:
         print_note(f"does not fit, because {err}")
         return FAILED

@@ -36,6 +36,7 @@ class PlainText:
         body = text.strip("\r")
         start = len(text) - len(text.lstrip("\r"))
         self._stream.write(text[:start] + printable(body) + text[start + len(body) :])
+        # The text as given: escapes make it longer, and callers compare the count.
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -43,6 +44,7 @@ class PlainText:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
+        # `print` and tqdm use `flush`, `encoding` and `isatty`.
         return getattr(self._stream, name)
 
 

@@ -54,6 +54,7 @@ def batch(options: BatchOptions) -> int:
     with ExitStack() as opened:
         try:
             spec = _spec(options, opened)
+            # Before the folder: a dry run creates nothing.
             if options.dry_run:
                 return _dry_run(spec)
             folder = arguments.create_output_folder(options.output)
@@ -63,6 +64,7 @@ def batch(options: BatchOptions) -> int:
         except (ValueError, OSError) as err:
             _print_error(error_text(err), err, options.output)
             return arguments.INVALID
+        # Outside the `try`: later errors are failures, not invalid arguments.
         return _run(options, state)
 
 
@@ -93,6 +95,7 @@ def _run(options: BatchOptions, batch: OpenBatch) -> int:
         )
     _clean_up(batch)
     left, failed = _print_summary(options, batch)
+    # A stop after the last row is a normal end.
     if error is None and stop.requested and left:
         return arguments.INTERRUPTED
     if error is not None or left or failed:
@@ -115,6 +118,7 @@ def _spec(options: BatchOptions, opened: ExitStack) -> BatchSpec:
         raise arguments.ArgumentError(
             "--strict has no effect on a server: enable its setting instead (Settings, WanStream)"
         )
+    # Before anything starts: Ray takes many seconds.
     check_ray_options(options)
     if options.servers:
         return server_spec(options.servers, rows, workflow, options.share_weights)

@@ -107,6 +107,7 @@ class RayBackend(BatchBackend):
         """
         self._folder = folder
         self._on_progress = on_progress
+        # An actor whose machine shows this folder shares the disk with the driver.
         (folder / self._mark).mkdir(parents=True, exist_ok=True)
         try:
             yield
@@ -147,6 +148,7 @@ class RayBackend(BatchBackend):
             return
         with part.open("xb") as written:
             piece = self._call("read", name, 0, PIECE)
+            # A shorter piece is the last one.
             while len(piece) == PIECE:
                 # Requested before the write: sending and writing overlap.
                 ahead = self._actor.serve("read", name, written.tell() + PIECE, PIECE)
@@ -170,6 +172,7 @@ class RayBackend(BatchBackend):
         Return their digests by name.
         """
         found = input_files(prompt, self._options.local.input, self._options.output)
+        # Names alone are not enough: the machine may have another file there.
         digests = {name: digest_of(path) for name, path in found.items()}
         if digests:
             for name in self._call("missing_inputs", digests):
@@ -209,6 +212,7 @@ class RayBackend(BatchBackend):
         try:
             self._actor.restarted(self._result(self._actor.call("started")))
             self._check_machine(self._actor)
+        # Both are OSErrors, and would count as an unlike machine below.
         except (UnreachableError, RayEndedError):
             raise
         except (WorkerLostError, LateError) as err:
@@ -299,10 +303,12 @@ def ray_backends(
     if ref.address == LOCAL:
         check_models(options.local.models)
         check_local(options, gpus=gpu_count(), cores=core_count())
+    # Absolute, because actors have other working folders.
     models = options.local.models.absolute()
     needed = [models, *model_files(workflow, rows, models)]
     mark = uuid.uuid4().hex
     output = OutputStore.backend_folder_of(options.output.absolute())
+    # Built-in types only: a new process unpickles them before it imports this pack.
     settings: Mapping[str, Any] = {
         "strict": options.strict,
         "models": str(models),
@@ -345,6 +351,7 @@ def _actors(count: int | None) -> str:
 def stop_all(actors: Sequence[RayWorkerHandle]) -> None:
     """Stop the running workflows at the same time, and remove the actors' folders."""
     # A silent actor is ended afterwards in any case.
+    # `RowService.stop` waits for half of this time.
     wait([actor.serve("stop") for actor in actors], timeout=2 * STOP_TIMEOUT_S)
 
 

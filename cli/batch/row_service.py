@@ -78,6 +78,8 @@ class RowService:
         self._strict = strict
         maps = tuple(PathMap(here=here, there=there) for here, there in path_map)
         self._models, self._input = (resolve_path(Path(folder), maps) for folder in (models, input))
+        # Resolved later: the driver makes this folder after the start, and only existing candidates
+        # count.
         self._marked = partial(resolve_path, Path(marked), maps)
         # The processes on one machine share a copy of each block in RAM, except on Windows, which
         # lacks the locks. A single process reads faster without the page cache, and may have more
@@ -91,6 +93,7 @@ class RowService:
         self._progress: NodeProgress | None = None
         self._broken = False
         """True if the device has failed. This process can compute nothing any more."""
+        # Reentrant: `_backend` calls `_output_folder`, which calls `_own_folder`.
         self._lock = threading.RLock()
         self._undo = ExitStack()
         self._own: Path | None = None
@@ -177,6 +180,7 @@ class RowService:
             job = self._jobs.pop(prompt_id, None)
             output = self._output
         if job is not None and output is not None:
+            # The callback runs at once if the workflow has ended.
             job.add_done_callback(lambda _: release_folder(output / prompt_id))
 
     def stop(self) -> None:
@@ -188,6 +192,7 @@ class RowService:
             self._interrupted = self._running
             self._host.stop()
         wait(jobs, timeout=STOP_TIMEOUT_S)
+        # After the wait: it removes folders that a running workflow uses.
         self._undo.close()
 
     def end(self) -> None:
@@ -197,6 +202,7 @@ class RowService:
         os._exit(1)
 
     def _run(self, prompt_id: str, prompt: Prompt, folder: Path) -> Outcome:
+        # The driver posts the row again, in the next process.
         if self._broken:
             return Unknown()
         with self._lock:
@@ -274,6 +280,7 @@ class RowService:
         with self._lock:
             if self._output is None:
                 marked = self._marked()
+                # A share may be mounted read-only.
                 shared = marked.is_dir() and os.access(marked.parent, os.W_OK)
                 self._output = marked.parent if shared else self._own_folder() / "output"
             return self._output
@@ -295,6 +302,7 @@ def _has(folder: Path, name: str, digest: str) -> bool:
 
 def _write(path: Path, offset: int, piece: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # "wb" drops the rest of an earlier try.
     with path.open("r+b" if offset else "wb") as written:
         written.seek(offset)
         written.write(piece)

@@ -42,12 +42,14 @@ def bench_request(
 
     Random values cost as much as real ones.
     """
+    # (batch, channels, latent frames, height, width)
     shape = (videos, 16, *video.latent)
     generator = torch.Generator().manual_seed(SEED)
     positive, negative = (
         torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=generator) for _ in range(2)
     )
     condition = None
+    # Image-to-video experts have 36 channels: 16 of noise, 4 of a mask, 16 of the image.
     if in_channels > 16:
         condition = torch.randn(1, in_channels - 16, *shape[2:], generator=generator)
     return DenoiseRequest(
@@ -136,6 +138,7 @@ def bench_cases(
                 assert isinstance(setting.policy, OffloadPolicy)  # auto differs between layouts
                 assert setting.steps is not None
                 case = BenchCase.of(mesh, setting.policy, setting.steps)
+                # By name, so that a layout given twice is measured once.
                 cases[case.name] = replace(case, failed=_refusal(case, run, videos))
     return [*cases.values()]
 
@@ -227,6 +230,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, log: Callable[[str], No
 
     def with_run(case: BenchCase, number: int) -> BenchCase:
         log(f"{case.name}: run {number + 1} of {bench.times.runs}")
+        # The pause is not part of the measured time.
         time.sleep(bench.times.cooldown_s)
         started = time.monotonic()
         ran = driver.denoise(bench.experts, request, case.policy)

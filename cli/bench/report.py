@@ -110,6 +110,7 @@ def _figures(case: BenchCase, alone: BenchCase | None) -> Figures:
     if alone is not None:
         speedup = _wall(alone).median / wall.median
         compared = {
+            # `latents` has one digest only if all runs agree.
             "same_latents": case.latents == {alone.trials[0].latents},
             "speedup": speedup,
             "efficiency": speedup / case.mesh.size,

@@ -52,6 +52,7 @@ def selftest(options: SelftestOptions) -> int:
     Raises ArgumentError.
     """
     device = measured_device(options.device, options.models)
+    # The checks take minutes, so a wrong folder is refused first.
     create_output_folder(options.output)
     subject = Subject(
         device=device,
@@ -79,6 +80,7 @@ def run_all(subject: Subject) -> dict[str, Finding]:
     """Run every check in turn and return the findings by name."""
     findings = dict[str, Finding]()
     with (
+        # The runs end first: Windows removes no folder with open files.
         tempfile.TemporaryDirectory(prefix="wanstream-selftest-") as folder,
         run_checks.prepared_runs(subject, Path(folder)) as runs,
     ):

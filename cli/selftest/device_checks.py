@@ -23,6 +23,7 @@ from ...testing import TinyShape
 from ...wan.measurement import METERED_TOKENS, BlockVariant, block_pass, measure_block, random_block
 from .findings import Finding
 
+# These are one byte, one more than a page, and a copy that takes milliseconds.
 SIZES = (1, 4097, 64 * 1024**2)
 """Sizes of the checked copies, in bytes."""
 ROUNDS = 20
@@ -107,6 +108,7 @@ def check_streams(subject: Subject) -> Finding:
     busy = torch.ones(1024, 1024, device=subject.device)
     values = torch.zeros(2**20, device=subject.device)
     host = torch.zeros(ROUNDS, values.numel())
+    # The zeros are written on the compute stream.
     copies.wait_stream(compute)
     with page_locked(runtime, host.view(-1).view(torch.uint8)):
         for number in range(ROUNDS):
@@ -120,6 +122,7 @@ def check_streams(subject: Subject) -> Finding:
             with runtime.on_stream(copies):
                 host[number].copy_(values, non_blocking=True)
             read.record(copies)
+            # Otherwise the next fill overwrites values that are still being copied.
             compute.wait_event(read)
         clock_for(subject.device).settle()
     expected = torch.arange(ROUNDS, dtype=torch.float32)[:, None].expand_as(host)
@@ -148,6 +151,7 @@ def check_page_locks(subject: Subject) -> Finding:
                 refused = str(err)
             else:
                 seconds += time.perf_counter() - start
+                # The callback keeps the piece alive until it is unlocked.
                 held.callback(runtime.unlock_pages, piece)
                 locked += piece.numel()
     figures = {"locked_bytes": locked, "seconds": seconds, "refused": refused}

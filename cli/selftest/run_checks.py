@@ -74,6 +74,7 @@ def prepared_runs(subject: Subject, folder: Path) -> Iterator[Runs]:
     """Write the experts into `folder`, and close the last one at the end of the `with`."""
     registry = ExpertsRegistry()
     draw = torch.Generator().manual_seed(0)
+    # (batch, tokens, width), with two lengths, as prompts have.
     positive, negative = (torch.randn(1, tokens, TEXT_DIM, generator=draw) for tokens in (20, 11))
     noise = seeded_noise((1, subject.tiny.in_channels, *VIDEO.latent), 0)
     request = DenoiseRequest(noise, positive, negative=negative, steps=STEPS, guidance=(4.0, 3.0))
@@ -145,6 +146,7 @@ def check_short_memory(runs: Runs) -> Finding:
         runs.registry.free()
         runtime.limit_memory(None)
     figures = {"limit_bytes": (least + most) // 2, "changes": result.timeline.changes}
+    # Without a change, the run has not met the limit.
     if not result.timeline.changes:
         return Finding(
             outcome="not run",
