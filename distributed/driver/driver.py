@@ -148,6 +148,7 @@ class Driver:
         with self._exclusive():
             log = TaskLog()
             facts = self._connect(experts, check)
+            # The dtype first, because blocks are measured in it.
             experts = _in_one_dtype(experts, facts)
             experts = self._in_one_arithmetic(experts, facts, check)
             handover_s = None
@@ -245,6 +246,7 @@ class Driver:
 
         These losses do not count for the run.
         """
+        # Read once, because groups connect on several threads.
         former = self._follows
         if former is not None:
             former.disable()

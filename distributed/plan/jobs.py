@@ -212,6 +212,7 @@ class JobSchedule:
         """Return True if `stage` may start no more jobs before the next stage has caught up."""
         if stage == self.stages - 1:
             return False
+        # Each running job adds a waiting item when it ends.
         started = sum(group.stage == stage for group in self.busy)
         most = WAITING_PER_GROUP * len(self.groups) // self.stages
         return len(self._waiting(stage + 1)) + started >= most

@@ -62,6 +62,7 @@ def stage_boundaries(
         )
 
     ends = [steps]
+    # Backwards, because `divide` returns the last cut.
     for parts in range(stages, 0, -1):
         ends.append(divide(ends[-1], parts)[1])
     return tuple(range(first, past) for first, past in pairwise(reversed(ends)))

@@ -51,7 +51,9 @@ def wire_traffic(layout: Mesh, machines: Sequence[object], run: RunShape) -> Wir
     )
     visits = len(lanes) * run.expert.blocks
     tokens = sum(lanes) * run.expert.blocks / (layout.ring * layout.ulysses)
+    # Bytes of one worker's tokens, summed over lanes and blocks.
     hidden = tokens * run.expert.width * run.value_bytes
+    # A velocity is not patched: a token stands for prod(PATCH) latent values per channel.
     velocity = run.video_tokens * prod(PATCH) * run.expert.out_channels * run.value_bytes
     sent = {
         "ulysses": 4 * hidden / layout.ulysses,

@@ -21,6 +21,7 @@ class WorkerLostError(RuntimeError):
     """
 
     def __init__(self, message: str, rank: int) -> None:
+        # Both, because unpickling an exception calls the class with `args`.
         super().__init__(message, rank)
         self.rank = rank
 

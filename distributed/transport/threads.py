@@ -58,6 +58,7 @@ def run_in_thread(
 
 def settle(future: Future[Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Run a call on this thread, and put the result or error into the future."""
+    # False means that the future was cancelled before the call began.
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -183,6 +183,7 @@ class RendezvousStore:
                 *self._endpoint,
                 is_master=is_master,
                 timeout=timedelta(seconds=max(self._remaining_s(), 1)),
+                # `exchange` waits instead. It can be cancelled, and names missing workers.
                 wait_for_workers=False,
                 master_listen_fd=self._listen() if is_master else None,
             )
@@ -214,6 +215,7 @@ class RendezvousStore:
         """
         host, port = self._endpoint
         try:
+            # Detached, because TCPStore closes the descriptor itself.
             return socket.create_server(self._endpoint, family=_family(host), backlog=1024).detach()
         except OSError as err:
             if err.errno == errno.EADDRINUSE:
