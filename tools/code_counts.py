@@ -80,6 +80,7 @@ class SourceTree:
         source = self.name_of(path)
         package = path.relative_to(self.root).parts[:-1]
         for node, in_function, for_types in _import_nodes(self.trees[path]):
+            # One dot is the package itself, and each further dot a parent.
             base = package[: len(package) - node.level + 1]
             target = ".".join((*base, *(node.module or "").split("."))).strip(".")
             for alias in node.names:
@@ -117,6 +118,7 @@ class SourceTree:
         }
 
         def origin(module: str, name: str) -> str:
+            # Equal for a name that a package imports from itself, and the walk ends there.
             while (module, name) in exports and exports[module, name] != module:
                 module = exports[module, name]
             return module
@@ -136,6 +138,7 @@ class SourceTree:
             if target in edges and target != found.source:
                 edges[found.source].add(target)
         if through_init:
+            # Packages are left out: the defining modules stand in for them.
             edges = {
                 module: targets for module, targets in edges.items() if not self._is_init(module)
             }
@@ -167,6 +170,7 @@ def _import_nodes(tree: ast.Module) -> Iterator[tuple[ast.ImportFrom, bool, bool
         node: ast.AST, in_function: bool, for_types: bool
     ) -> Iterator[tuple[ast.ImportFrom, bool, bool]]:
         for child in ast.iter_child_nodes(node):
+            # This project imports itself relatively only.
             if isinstance(child, ast.ImportFrom) and child.level:
                 yield child, in_function, for_types
                 continue
@@ -184,6 +188,7 @@ def code_lines(source: str) -> int:
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
+        # A lambda's body is an expression.
         for statement in body if isinstance(body, list) else ():
             if isinstance(statement, ast.Expr) and isinstance(
                 getattr(statement.value, "value", None), str
@@ -192,6 +197,7 @@ def code_lines(source: str) -> int:
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOT_CODE:
+            # A string over several lines is one token.
             lines |= set(range(token.start[0], token.end[0] + 1))
     return len(lines - docstrings)
 
@@ -211,6 +217,7 @@ def components(edges: dict[str, set[str]]) -> list[list[str]]:
                 visit(target)
                 low[module] = min(low[module], low[target])
             elif target in stack:
+                # Only a target on the stack closes a cycle. Others belong to a finished component.
                 low[module] = min(low[module], index[target])
         if low[module] == index[module]:
             place = stack.index(module)
@@ -230,6 +237,7 @@ def import_depths(edges: dict[str, set[str]]) -> dict[str, int]:
     """
     depths: dict[str, int] = {}
     for component in components(edges):
+        # Targets come first in this order, so their depths are known.
         below = {target for module in component for target in edges[module]} - set(component)
         depth = 1 + max((depths[target] for target in below), default=-1)
         depths.update(dict.fromkeys(component, depth))
@@ -254,6 +262,7 @@ def class_fields(tree: SourceTree) -> Counter[str]:
         for node in ast.walk(module):
             if isinstance(node, ast.ClassDef):
                 classes[f"{tree.name_of(path)}.{node.name}"] = node
+    # By the bare name, as a base class is written in the source.
     by_name = {name.rsplit(".", 1)[1]: node for name, node in classes.items()}
 
     def is_value(node: ast.ClassDef) -> bool:

@@ -41,6 +41,7 @@ def populate(base: Path, *, workflows: Iterable[str] | None = None) -> None:
     """
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
+    # A link, so the server runs the checkout as it is.
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
     names = None if workflows is None else names_of_workflows(workflows)
     # With the 40 blocks of the real model a step takes ten times as long.
@@ -97,6 +98,7 @@ class ComfyUI(NamedTuple):
 
         Bytecode stays in the checkout, as after any start of ComfyUI: compiling takes seconds.
         """
+        # PYTHONPATH and VIRTUAL_ENV of this Python would mislead the other one.
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -107,6 +109,7 @@ class ComfyUI(NamedTuple):
     def version(self) -> tuple[int, ...]:
         """Return the version, for example (0, 3, 64)."""
         text = (self.path / "comfyui_version.py").read_text(encoding="utf-8")
+        # The last line is `__version__ = "0.3.64"`.
         return tuple(int(part) for part in text.split('"')[-2].split("."))
 
 
@@ -123,6 +126,7 @@ def find_comfyui() -> ComfyUI:
     missing = subprocess.run(
         [python, "-c", MISSING], capture_output=True, text=True, timeout=START_SECONDS, check=False
     ).stdout
+    # An empty list prints a line end. Without any output, this Python does not run.
     if missing != "\n":
         raise NoComfyUIError(
             f"COMFYUI WITHOUT {missing.strip()}: install this pack's requirements.txt with "
@@ -167,6 +171,7 @@ class Server(NamedTuple):
     def wait(self, prompt_id: str) -> dict[str, Any]:
         """Wait for a queued workflow to end, successful or not, and return the history."""
         deadline = time.monotonic() + RUN_SECONDS
+        # The history contains a workflow only when it has ended.
         while not (history := self.get(f"/history/{prompt_id}")):
             assert time.monotonic() < deadline, f"still running after {RUN_SECONDS} s"
             time.sleep(POLL_SECONDS)
@@ -188,6 +193,7 @@ class Server(NamedTuple):
         try:
             yield
         finally:
+            # First, because the waiting workflows would run as soon as the gate opens.
             self.post("/queue", {"clear": True})
             gate.touch()
             while self.get("/prompt")["exec_info"]["queue_remaining"]:
@@ -201,6 +207,7 @@ class Server(NamedTuple):
             with opener.open(request, timeout=60) as answer:
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as answer:
+            # A refusal has a JSON body too, with the reasons by node.
             return answer.code, json.loads(answer.read() or b"null")
 
 
@@ -229,6 +236,7 @@ def running_server(
     ]
     log = base / "server.log"
     with log.open("wb") as out:
+        # Into a file: a pipe that nobody reads would stop the server once it is full.
         process = subprocess.Popen(
             command, cwd=comfyui.path, env=comfyui.environment(), stdout=out, stderr=out
         )
@@ -247,6 +255,7 @@ def _started(server: Server, process: subprocess.Popen[bytes], log: Path) -> Ser
     """Wait until the server responds, and check by the command line that it is this one."""
     deadline = time.monotonic() + START_SECONDS
     while True:
+        # An early exit is reported with the log, rather than after the whole wait.
         assert process.poll() is None, log.read_text(errors="replace")[-4000:]
         assert time.monotonic() < deadline, (
             f"no answer after {START_SECONDS} s: {log.read_text(errors='replace')[-4000:]}"

@@ -15,6 +15,7 @@ Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 def links_of(node: Mapping[str, Any]) -> dict[str, str]:
     """Return linked node ids by input."""
+    # A link is a list of node id and output number. The frontend wraps other lists in objects.
     return {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list)}
 
 

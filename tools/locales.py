@@ -170,6 +170,7 @@ def refresh_page(docs: Path, schema: io.Schema, texts: Mapping[str, Any]) -> Non
     file = page_file(docs, schema.node_id, LANGUAGE)
     english = page_file(docs, schema.node_id, "en").read_text(encoding="utf-8")
     page = file.read_text(encoding="utf-8")
+    # By a function, because `re` would interpret backslashes in a text.
     page = re.sub(r"\A# .*", lambda _: f"# {texts['display_name']}", page)
     page = with_section(page, INPUTS, "".join(f"{line}\n" for line in input_lines(schema, texts)))
     page = with_section(page, EXAMPLE, section(english, "Example").strip() + "\n")
@@ -211,6 +212,7 @@ def section(page: str, title: str) -> str:
 
 def with_section(page: str, title: str, text: str) -> str:
     """Return the page with this text under `## title`."""
+    # Raises without such a section, where `re.sub` would return the page unchanged.
     section(page, title)
     return re.sub(
         _pattern(title),
@@ -237,6 +239,7 @@ def _default(socket: io.Input) -> str:
 def _limits(socket: io.Input) -> str:
     options: Mapping[str, Any] = socket.as_dict()
     if "min" in options:
+        # A seed's limit has 20 digits.
         most = "2^64-1" if options["max"] == LARGEST else options["max"]
         return f"；`{options['min']}..{most}`"
     if "default" in options and options.get("options"):

@@ -75,6 +75,7 @@ def python_prose(source: str) -> Prose:
                 lines |= dict(enumerate(_without_code(text).split("\n"), node.lineno))
     comments = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        # Marks for linters and type checkers are not prose.
         if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:")):
             lines[token.start[0]] = _without_code(token.string.partition("# noqa")[0].lstrip("# "))
             comments += 1
@@ -112,6 +113,7 @@ def rates(texts: Iterator[Prose]) -> Rates:
 
 def added_lines(commit: str) -> Mapping[str, frozenset[int]]:
     """Return line numbers added since a commit, by file."""
+    # Without context, so each line in a hunk is an added one.
     command = ["git", "-C", str(ROOT), "diff", "--unified=0", "--no-color", commit, "--"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     added: dict[str, set[int]] = {}
@@ -121,6 +123,7 @@ def added_lines(commit: str) -> Mapping[str, frozenset[int]]:
             name = line.removeprefix("+++ b/")
         elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
             first = int(hunk[1])
+            # A hunk of one line has no count. 0 means that lines were only removed.
             count = int(hunk[2] or 1)
             added.setdefault(name, set()).update(range(first, first + count))
     return {name: frozenset(numbers) for name, numbers in added.items()}

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Python has `tomllib` from 3.11 on.
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -46,6 +47,7 @@ def faults(
     home = urls.get("Repository", "")
     if not re.fullmatch(r"https://[\w.-]+/[\w.-]+/[\w.-]+", home):
         yield f'[project.urls] Repository is "{home}": set the address of the public repository'
+    # A fork must not publish under the address of another repository.
     elif repository is not None and repository != home:
         yield f"{repository} publishes, but [project.urls] Repository is {home}"
     for name in ("Documentation", "Issues"):
@@ -69,6 +71,7 @@ def release_notes(changelog: str, version: str) -> str:
         ReleaseError: the version has no dated section, no notes, or is not the newest.
     """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
+    # The first section is the page's head. Empty ones stand in for missing ones.
     unreleased, newest = (*sections[1:], "", "")[:2]
     heading, _, body = newest.partition("\n")
     if not re.fullmatch(rf"\[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d", heading):

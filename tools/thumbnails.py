@@ -144,6 +144,7 @@ def thumbnail(stem: str) -> Image.Image:
         pen.words((615, 360), scene.mark, 40, GREEN)
     if scene.label in FOOTPRINTS:
         pen.words((400, 420), FOOTPRINTS[scene.label].words(), 26, INK)
+    # Pillow draws without antialiasing, and this reduction smooths the edges.
     return picture.resize(SIZE, Image.Resampling.LANCZOS)
 
 
@@ -300,6 +301,7 @@ def landscape(width: int, height: int, *, day: float = 0.5) -> Image.Image:
             [(0, y), (width, y)],
             fill=(int(40 + 200 * part), int(60 + 90 * part), int(120 - 30 * part)),
         )
+    # Copied before the sun is drawn, and pasted over the lower half afterwards.
     sea = picture.crop((0, horizon, width, height))
     radius = height // 8
     middle_x, middle_y = width * (0.25 + 0.5 * day), horizon * (0.3 + 0.7 * day)
