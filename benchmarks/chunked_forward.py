@@ -46,6 +46,7 @@ class PeakTensorBytes(TorchDispatchMode):
             ):
                 storage = tensor.untyped_storage()
                 self._sizes[storage._cdata] = storage.nbytes()
+                # A storage's Python object lives as long as the memory, from torch 2.1 on.
                 weakref.finalize(storage, self._sizes.pop, storage._cdata)
         self.peak = max(self.peak, sum(self._sizes.values()))
         return result
@@ -72,11 +73,13 @@ def measure(original: WanTransformerBlock, tokens: int) -> dict[str, float]:
     peaks: dict[int | None, int] = {}
     for _ in range(REPEATS):
         for size, call in calls.items():
+            # 0 stands for diffusers' block, without this setting, and None for a whole one.
             settings.chunk_tokens = size or None
             began = time.perf_counter()
             call()
             seconds[size].append(time.perf_counter() - began)
             if size not in peaks:
+                # In a call that is not timed, because the mode slows each operation.
                 with PeakTensorBytes() as alive:
                     call()
                 peaks[size] = alive.peak
@@ -96,10 +99,12 @@ def main() -> None:
         .requires_grad_(False)
         .bfloat16()
     )
+    # diffusers keeps these in fp32, whatever the dtype of the model.
     for name in ("norm2", "scale_shift_table"):
         part = getattr(block, name)
         part.data = part.data.float() if isinstance(part, torch.nn.Parameter) else part.float()
     with torch.inference_mode():
+        # A warm-up, because libraries initialise at the first call.
         block(*inputs_of(256))
         figures = {f"{tokens}_tokens": measure(block, tokens) for tokens in TOKENS}
     method = (

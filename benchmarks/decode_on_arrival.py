@@ -84,6 +84,7 @@ def cases(rows: int, device: torch.device) -> dict[str, Case]:
         "fp8 rows": Case(fp8, scale=row_scales),
     }
     for name, packing in packings.items():
+        # Bytes without NaN, and scales of a usual size.
         stored = torch.randint(100, 120, (packing.bytes_of(shape),), dtype=torch.uint8)
         if isinstance(packing, EightBit):
             packing.split(stored, shape)[1].fill_(0.01)
@@ -136,6 +137,7 @@ def measure(name: str, case: Case, into: torch.Tensor) -> dict[str, float]:
         decode_tensor(stored, into, packing=packing, scale=scale)
 
     def by_torch() -> None:
+        # No kernel is chosen without device families.
         families, one_pass.FAMILIES = one_pass.FAMILIES, ()
         decode()
         one_pass.FAMILIES = families
@@ -196,6 +198,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device(options.device)
     if device.type == "cpu":
+        # `thread_time` counts this thread only, so no other may share the work.
         torch.set_num_threads(1)
     into = torch.empty(options.rows, COLUMNS, dtype=torch.bfloat16, device=device)
     source = torch.zeros_like(into)
@@ -207,6 +210,7 @@ def main() -> None:
     )
     print(f"kernels on {device}: {one_pass.unavailable(device) or 'Triton'}")
     stored, figures = cases(options.rows, device), {}
+    # The loops assign the module's constants, and Triton compiles again for each pair.
     for one_pass.UNITS_AT_ONCE in options.units:
         for one_pass.WARPS in options.warps:
             title = f"{one_pass.UNITS_AT_ONCE}/{one_pass.WARPS}"  # units and warps of a program

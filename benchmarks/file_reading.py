@@ -29,8 +29,9 @@ from wanstream.offload.sources.read_plan import ALIGNMENT, EXTENT_BYTES, PIECE_B
 from wanstream.offload.sources.reader import FileReader
 
 FILE_BYTES = 1_000_000_000
+# Not a multiple of 4096: a file's tensors begin behind a header with any length.
 DATA_START = 4_712
-TENSOR_BYTES = 52_428_800
+TENSOR_BYTES = 52_428_800  # 5120 x 5120 in bf16
 ROUNDS = 5
 THREADS = (1, 2, 4, 8)
 SIZES_MB = (1, 2, 4, 8, 16, 32)
@@ -63,6 +64,7 @@ def cases() -> Iterator[ReadCase]:
         yield ReadCase(route="warm cache", threads=threads, size=PIECE_BYTES)
     for size_mb in SIZES_MB:
         for route, used, more in (
+            # One page more, so a direct read covers as many bytes from any start.
             ("direct", EXTENT_BYTES, ALIGNMENT),
             ("cold cache", PIECE_BYTES, 0),
         ):
@@ -77,6 +79,7 @@ def write_file(path: Path) -> None:
         for start in range(0, FILE_BYTES, 2**24):
             file.write(values.bytes(min(2**24, FILE_BYTES - start)))
         file.flush()
+        # Only clean pages can be dropped from the page cache.
         os.fsync(file.fileno())
 
 
@@ -103,6 +106,7 @@ def pieces(path: Path, size: int) -> list[ReadPiece]:
 def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     """Read the whole file once."""
     direct = case.route == "direct"
+    # The size belongs to a direct read here, and to a piece in the other cases.
     reader = FileReader(
         readers=case.threads, direct=direct, extent_bytes=case.size if direct else EXTENT_BYTES
     )
@@ -112,6 +116,7 @@ def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     if case.route != "warm cache":
         drop(path)
     before, asked = resource.getrusage(resource.RUSAGE_SELF), reader.bytes_read
+    # Linux counts only bytes from storage here, not from the page cache.
     disk_before, began = psutil.Process().io_counters().read_bytes, time.perf_counter()
     reader.read(reads)
     wall = time.perf_counter() - began
@@ -136,6 +141,7 @@ def main() -> None:
         path = Path(folder) / "weights.bin"
         write_file(path)
         target = np.frombuffer(mmap.mmap(-1, FILE_BYTES), np.uint8)
+        # Touched, so no page fault is measured.
         target[:: mmap.PAGESIZE] = 1
         load_before = psutil.getloadavg()[0]
         runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases()}

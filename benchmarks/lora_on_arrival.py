@@ -60,6 +60,7 @@ def lokr(rows: int, columns: int) -> WeightPatch:
 
 def loha(rows: int, columns: int) -> WeightPatch:
     return WeightPatch(
+        # Two products of rank 32 have as many factor values as one of rank 64.
         hadamard=(Hadamard(one=product(rows, columns, 32), other=product(rows, columns, 32)),)
     )
 
@@ -128,6 +129,7 @@ def measure(fmt: BlockFormat, device: torch.device) -> dict[str, dict[str, float
     def patch(kind: str) -> Callable[[], None]:
         held = stage_patch(fmt, device, kind).get(KEY)
         assert held is not None
+        # On a CPU, the factors are added from where they are.
         slot = allocate_flat(held.layout.nbytes, device) if device.type == "cuda" else None
 
         def add() -> None:
@@ -161,6 +163,7 @@ def main(device: str) -> None:
 
 
 def _factor_bytes() -> int:
+    # 2 bytes in bf16, for `up` and `down`.
     return sum(2 * RANK * (rows + columns) for rows, columns in MATRICES.values())
 
 

@@ -37,6 +37,7 @@ OUTLIERS, OUTLIER_SIZE = slice(None, None, 64), 20.0
 STEPS, SWITCH, LATENT = 8, 4, (1, 16, 3, 16, 16)
 POLICY = OffloadPolicy.layerwise(1)
 FORMATS = {"fp8_scaled": scaled_fp8} | {
+    # The default binds the name of this round.
     name: MixedLayout(format_of=lambda _, name=name: name)  # type: ignore[misc]
     for name in ("int8 rows", "int8 ConvRot", "mxfp8", "nvfp4")
 }
@@ -58,6 +59,7 @@ def add_outliers(model: WanTransformer3DModel) -> WanTransformer3DModel:
     for block in model.blocks:
         # Attention: the modulation of the first norm, the norm of the second, and the values.
         block.scale_shift_table[:, 1, OUTLIERS] = (
+            # The block multiplies by 1 + scale.
             OUTLIER_SIZE * (1 + block.scale_shift_table[:, 1, OUTLIERS]) - 1
         )
         block.scale_shift_table[:, 0, OUTLIERS] *= OUTLIER_SIZE

@@ -49,6 +49,7 @@ def drop_from_page_cache(file: Path) -> None:
 
 def measure(high: str, low: str) -> dict[str, float]:
     """Return the seconds from calling `open_experts` to the first block, in total and by phase."""
+    # Made before the clock starts.
     lane = Lane(latents=torch.randn(1, 16, 3, 8, 8), text=torch.randn(1, 512, 4096))
 
     def stop_run(*_: object) -> None:
@@ -62,6 +63,7 @@ def measure(high: str, low: str) -> dict[str, float]:
         try:
             with (
                 torch.inference_mode(),
+                # The exception ends the run like a cancel, and joins the threads.
                 engine.run(step_visits(["high", "low"], engine.block_counts)) as run,
             ):
                 model = engine.models["high"]

@@ -85,13 +85,16 @@ def filling(folder: Path) -> dict[str, dict[str, float]]:
     for storage, threads in itertools.product(("fp8", "int8 ConvRot"), THREADS):
         files = FileSource(blocks, computed_dtypes=torch.bfloat16, direct=False)
         sources[f"{storage}, {threads} threads"] = QuantisedSource(files, storage, threads=threads)
+    # One slot for each way, allocated once, so only the first round faults pages in.
     slots = {
         name: allocate_flat(source.formats[KEY].stored.nbytes, "cpu")
         for name, source in sources.items()
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sources}
+    # All ways in turns, because the machine's speed changes.
     for _ in range(REPEATS + 1):
         for name, source in sources.items():
+            # Called before the loop continues, so the names are still bound to this round.
             taken[name].append(seconds(lambda: source.read_block(KEY, slots[name])))  # noqa: B023
     for source in sources.values():
         source.close()
@@ -131,6 +134,7 @@ def errors_of(values: torch.Tensor) -> dict[str, float]:
     exact = values.float()
     into, scales = torch.empty(values.shape, dtype=FP8), torch.empty(len(values), 1)
     quantise_rows(values, into, scales, work_memory(values.shape[1]))
+    # One scale for the matrix, as in most published fp8 files.
     one = exact.abs().max() / LARGEST_FP8
     found = {"row": into.float() * scales, "matrix": (exact / one).to(FP8).float() * one}
     figures = {}

@@ -38,7 +38,7 @@ from wanstream.schema import OffloadPolicy, Residency
 # Wan2.2 A14B blocks in fp8.
 BLOCKS = 4
 MATRICES = 10
-MATRIX_BYTES = 35_127_296
+MATRIX_BYTES = 35_127_296  # a tenth of a block
 LOCK_BYTES_PER_S = 14e9
 FILLS = 3
 """Fills per process. The fastest counts."""
@@ -122,6 +122,7 @@ def warm_free_memory(nbytes: int) -> None:
     process.
     """
     memory = mmap.mmap(-1, nbytes + 2**22, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # As in `map_memory`, so the host backs the same kind of pages.
     memory.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
 
@@ -161,10 +162,12 @@ def fill_once(path: Path) -> Fill:
     for fetch in range(BLOCKS):
         run.take(fetch)
         run.leave(fetch)
+        # Set by the first block only.
         first_s = first_s or time.perf_counter() - start
     wall = time.perf_counter() - start
     used = process_usage().since(usage)
     machine_after = machine_time()
+    # The threads end before the slots are freed.
     run.join()
     slots.end_run()
     nbytes = slots.nbytes
@@ -194,6 +197,7 @@ def run_once(checkout: Path, path: Path) -> Fill:
     with tempfile.TemporaryDirectory() as folder, path.open("rb", buffering=0) as file:
         while file.read(2**24):
             pass
+        # Under the import name, whatever the name of the checkout.
         (Path(folder) / "wanstream").symlink_to(checkout.resolve())
         environment = {**os.environ, "PYTHONPATH": folder}
         command = [sys.executable, __file__, "--measure", str(path)]
@@ -217,6 +221,7 @@ def main(before: Path | None, folder: str | None) -> None:
         path = Path(temporary) / "blocks.safetensors"
         write_blocks(path)
         while len(pairs) < PAIRS and tried < MOST_PAIRS:
+            # Each version is first in every second pair.
             order = sorted(versions, reverse=bool(tried % 2))
             pair = {name: run_once(versions[name], path) for name in order}
             tried += 1
@@ -237,6 +242,7 @@ def main(before: Path | None, folder: str | None) -> None:
         of_version = sorted(
             (pair[name] for pair in pairs), key=lambda fill: float(fill["gb_per_s"])
         )
+        # The fill with the median rate as a whole, because the figures belong together.
         figures[name] = {key: rounded(value) for key, value in of_version[PAIRS // 2].items()}
         figures[name]["gb_per_s_of_each_pair"] = [
             round(pair[name]["gb_per_s"], 2) for pair in pairs

@@ -69,9 +69,11 @@ def measure(server: Server, loader: str) -> dict[str, dict[str, float]]:
     calls = server.base / "calls.jsonl"
     for family in FAMILIES:
         for name, settings in RUNS.items():
+            # Each run begins a new file, because the node only appends.
             calls.unlink(missing_ok=True)
             entry = server.run(graph(family, loader, **settings))
             times = {kind: data["timestamp"] for kind, data in entry["status"]["messages"]}
+            # ComfyUI's timestamps are in milliseconds.
             total_s = (times["execution_success"] - times["execution_start"]) / 1000
             lines = [json.loads(line) for line in calls.read_text().splitlines()]
             assert len(lines) == STEPS
@@ -101,11 +103,14 @@ def main() -> None:
                 nodes = base / "custom_nodes"
                 nodes.mkdir(parents=True)
                 (user := base / "user" / "default").mkdir(parents=True)
+                # Without this setting, the pack does not stream models as small as these.
                 (user / "comfy.settings.json").write_text('{"WanStream.SmallModels": true}')
                 (nodes / "wanstream").symlink_to(pack, target_is_directory=True)
                 (nodes / "graph.py").symlink_to(Path(__file__).with_name("graph_nodes.py"))
+                # The first server writes the models, and all others share them.
                 if number or name != "streamed":
                     (base / "models").symlink_to(Path(folder) / "streamed 0" / "models")
+                # A new server for each round, so no run finds nodes cached by an earlier one.
                 with running_server(comfyui, base) as server:
                     rounds[name].append(measure(server, loader))
     figures = {

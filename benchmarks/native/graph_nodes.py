@@ -13,6 +13,7 @@ import comfy.model_detection
 import comfy.samplers
 import folder_paths
 
+# Resolved, because the server loads this file through a link.
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tests/integration/comfy"))
 from inside import families, further_families
 
@@ -75,6 +76,7 @@ def timed(calc_cond_batch):
     """Return the function for one model call, with a line in `CALLS`."""
 
     def call(*arguments, **named):
+        # By the same clock as ComfyUI's timestamps.
         start = time.time()
         result = calc_cond_batch(*arguments, **named)
         with CALLS.open("a") as file:

@@ -61,6 +61,7 @@ def hooked(policy: Any) -> Iterator[Any]:
     with attach_offload(
         {STACK: list(blocks.values())}, policy=policy, device=device, follow_forward=False
     ) as engine:
+        # As much of the real class as the hooks read.
         weights = SimpleNamespace(
             blocks=blocks,
             stacks={STACK: blocks},
@@ -77,10 +78,12 @@ def hooked(policy: Any) -> Iterator[Any]:
                 StackCalls(runs.orders, [STACK] * count), lambda: engine, recorder=recorder
             )
             session.begin()
+            # As a sampler's run does in the product.
             runs.current = SimpleNamespace(session=session, lockstep=Lockstep(session, device))
             seconds = [_timed(model, recorder, step) for step in range(count)]
             runs.current = None
             session.close()
+            # A wrong prediction would show in the figures.
             assert session.recompiled == 0
             return seconds
 
@@ -161,6 +164,7 @@ def measure_loras() -> dict[str, dict[str, float]]:
                     for block in blocks:
                         block(hidden)
                     times.append((time.perf_counter() - began) / LORA_BLOCKS)
+        # The first pass fetches blocks without any ahead.
         return statistics.median(times[1:])
 
     found: dict[str, dict[str, float]] = {}

@@ -105,6 +105,7 @@ def planned_rounds(
             for name in main
             if name in names
         ]
+        # The others run once each, and the rounds take about the same time.
         once = [Planned(variant=name, limited=limited) for name in others[repetition::repetitions]]
         rounds.append([*free, *again, *once])
     return rounds

@@ -73,6 +73,7 @@ def machine_time() -> MachineTime:
         int(value)
         for value in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     ]
+    # The columns behind these are guest time, and part of user time already.
     user, nice, system, _idle, _iowait, irq, soft_irq, stolen = ticks[:8]
     per_second = os.sysconf("SC_CLK_TCK")
     return MachineTime(
@@ -110,6 +111,7 @@ def _cached_pages(file: Path) -> int:
     pages = -(-size // mmap.PAGESIZE)
     with (
         file.open("rb") as opened,
+        # `from_buffer` needs a writable mapping, and a private one cannot change the file.
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
     ):
         start = (ctypes.c_char * size).from_buffer(mapped)
@@ -168,6 +170,7 @@ def limited_group(limit_bytes: int) -> Iterator[LimitedGroup]:
             and "memory"
             not in (parent / "cgroup.subtree_control").read_text(encoding="ascii").split()
         ):
+            # In version 2, children have only the controllers that the parent passes on.
             (parent / "cgroup.subtree_control").write_text("+memory", encoding="ascii")
         folder.mkdir()
     except OSError as err:
@@ -182,6 +185,7 @@ def limited_group(limit_bytes: int) -> Iterator[LimitedGroup]:
         yield LimitedGroup(
             folder=folder,
             limit_bytes=limit_bytes,
+            # Linux has `memory.peak` from 5.19 on.
             peak_file="memory.peak" if unified else "memory.max_usage_in_bytes",
             kills_file="memory.events" if unified else "memory.oom_control",
         )
@@ -198,6 +202,7 @@ def _current_group() -> tuple[Path, bool]:
         _, controllers, path = line.split(":", 2)
         for _, place, kind, options, *_ in mounts:
             folder = Path(place) / path.lstrip("/")
+            # Version 1 has a mount for each controller. A machine may have both versions.
             if kind == "cgroup" and controllers == "memory" and "memory" in options.split(","):
                 return folder, False
             if kind == "cgroup2" and not controllers and _controls_memory(folder):

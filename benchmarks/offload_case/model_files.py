@@ -48,6 +48,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _write(expert: TinyShape, folder: Path, *, shards: int, generator: torch.Generator) -> None:
+    # Only names and shapes are needed, and the values would fill the RAM.
     with torch.device("meta"):
         model = WanTransformer3DModel(**expert_config(expert))
     model.save_config(folder)
@@ -73,6 +74,7 @@ def _shares(tensors: dict[str, torch.Size], shards: int) -> Iterator[list[str]]:
     parts: list[list[str]] = [[] for _ in range(shards)]
     before = 0
     for name, shape in tensors.items():
+        # Empty tensors at the end would get a number too high.
         parts[min(before * shards // total, shards - 1)].append(name)
         before += shape.numel()
     assert all(parts), f"{shards} shards are too many for {len(tensors)} tensors"

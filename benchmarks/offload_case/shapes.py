@@ -60,7 +60,7 @@ class CaseShape:
         """Stored bytes per expert."""
         widths = self.widths
         in_blocks = widths.blocks * (widths.streamed_parameters + widths.small_parameters)
-        return 2 * (widths.non_block_parameters + in_blocks)
+        return 2 * (widths.non_block_parameters + in_blocks)  # bf16
 
     @property
     def streamed_bytes(self) -> int:

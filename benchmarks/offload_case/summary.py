@@ -39,6 +39,7 @@ def _row(runs: list[Run], base: list[Run], switch_step: int) -> Row:
             "why": runs[-1]["reason"],
         }
     calm = [run for run in finished if not run["disturbed"]]
+    # Disturbed runs are better than none, and `calm` marks them.
     counted = calm or finished
     step_s = _median_steps(counted)
     row = {
@@ -76,6 +77,7 @@ def _streamed(runs: list[Run]) -> Row:
         return {}
     timelines = [report["timeline"] for report in reports]
     row: Row = {
+        # The program determines the bytes, so they are the same in all runs.
         "moved_gb": _gb(sum(reports[0]["step_bytes"]) + timelines[0]["non_block_bytes"]),
         "step_moved_gb": [_gb(moved) for moved in reports[0]["step_bytes"]],
         "stall_s": [
@@ -137,6 +139,7 @@ def _against(runs: list[Run], base: list[Run], step_s: list[float]) -> Row:
 
 def _distance(latents: str, reference: str) -> float:
     ours, theirs = np.load(Path(latents)), np.load(Path(reference))
+    # Three digits, as a number for JSON.
     return float(f"{np.linalg.norm(ours - theirs) / np.linalg.norm(theirs):.2e}")
 
 

@@ -50,6 +50,7 @@ class Task:
     @property
     def variant_folder(self) -> Path:
         """Folder for files written by the variant, for the experts with this shape."""
+        # Variants with another heap setting read the same files.
         return Path(self.work) / "own" / self.case.key / self.variant.removesuffix("-heap")
 
     @property

@@ -187,6 +187,7 @@ def all_variants(blocks: int) -> dict[str, CaseVariant]:
         CPU_OFFLOAD,
         *DISK_PEERS,
         *HEAP_PEERS,
+        # The first one is `CPU_OFFLOAD` again.
         *DEVICE_PEERS[1:],
     ]
     return {variant.name: variant for variant in variants}

@@ -56,6 +56,7 @@ def watch(
                 time.sleep(SAMPLE_S)
         finally:
             if process.poll() is None:
+                # After an interrupt too: the next run must have the machine alone.
                 process.kill()
             process.wait()
     wall_s, machine_after = time.perf_counter() - start, machine_time()
@@ -64,6 +65,7 @@ def watch(
         exit_code=process.returncode,
         wall_s=wall_s,
         anonymous_peak_bytes=anonymous,
+        # The kernel counts the machine in ticks, so the difference may be below 0.
         others_s=max(0.0, busy_s - (_own_cpu_s() - own_before)),
         stolen_s=machine_after.stolen_s - machine_before.stolen_s,
         output_end=""

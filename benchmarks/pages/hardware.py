@@ -36,9 +36,11 @@ HEAD = (
 def page(text: str, results: Sequence[Result]) -> str:
     """Return `text` with the table for `results`, and an empty row per other expected card."""
     measured = [_row(result) for result in sorted(results, key=lambda each: each.name)]
+    # Dashes at both ends, so a name matches whole words only.
     names = [f"-{_plain(row[0])}-" for row in measured]
     missing = [card for card in EXPECTED if not any(f"-{_plain(card)}-" in name for name in names)]
     rows = (*measured, *((card, *("" for _ in HEAD[1:])) for card in missing))
+    # By a function, because `re` would interpret backslashes in a table.
     return PLACE.sub(
         lambda found: f"{found[1]}\n{Table(head=HEAD, rows=rows).markdown()}\n\n{found[2]}", text
     )

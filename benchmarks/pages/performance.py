@@ -143,6 +143,7 @@ def titled(rows: Mapping[str, Row], blocks: int) -> list[tuple[str, Row]]:
             found.append(
                 (f"{variant.title}{name.removeprefix(variant.name)}{disturbed}", rows[name])
             )
+    # Sorting is stable, so both halves keep the order of `all_variants`.
     return sorted(found, key=lambda line: not line[0].startswith("WanStream"))
 
 
@@ -169,10 +170,12 @@ def moved(result: Result) -> Iterator[str]:
         counted, kind = row.get("step_moved_gb"), kinds.get(title.removesuffix(" (disturbed)"), "")
         if counted:
             known, each = "counted", sorted({*counted})
+            # Equal in all steps for a layerwise run, and one figure then suffices.
             words = figures("step_moved_gb", 2)(row) if len(each) > 1 else f"{each[0]:.2f}"
             against = NOTHING if len(each) > 1 else f"{each[0] / streamed:.2f}x"
         elif kind in ("group", "accelerate"):
             known = "by construction: each forward pass brings every weight"
+            # Two forward passes per step, one for each side of the guidance.
             words, against = f"{2 * whole:.2f}", f"{2 * whole / streamed:.2f}x"
         elif kind in ("swap", "resident"):
             known, against = "by construction", NOTHING

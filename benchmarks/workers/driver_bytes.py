@@ -67,6 +67,7 @@ def estimate(
         LATENT_BYTES * min(1.0, step_s / LATENT_PREVIEW_S) if preview else 0.0
     )  # of the first video
     before = groups * (state + LATENT_BYTES + RECORD_BYTES)
+    # A state in every `steps`-th report, and a record in each.
     after = groups * (state / steps + RECORD_BYTES) + shown
     return {
         "before": _bytes(before, step_s, request * ranks * jobs * groups),
@@ -96,7 +97,9 @@ def count(folder: Path) -> dict[str, Any]:
         }.items():
             sizes: list[int] = []
 
+            # The default binds the list of this round.
             def on_report(report: StepReport, sizes: list[int] = sizes) -> None:
+                # Pickled, as on the way to the driver.
                 sizes.append(len(pickle.dumps(report)))
 
             worker.run(replace(task, handover_s=handover_s, preview_s=preview_s), on_report)

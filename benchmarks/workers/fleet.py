@@ -128,6 +128,7 @@ def real(folder: Path) -> dict[str, Any]:
             (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
             (base / "models").symlink_to(models, target_is_directory=True)
             urls.append(opened.enter_context(running_server(find_comfyui(), base)).url)
+        # A warm-up: both servers open the experts.
         run_batch(folder / "warm", urls, workflow, range(4))
         for repeat in range(REPEATS):
             for count in (1, 2):
@@ -170,6 +171,7 @@ def waiting_servers(
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+            # Killed children stay zombies until their parent waits for them.
             os.waitpid(pid, 0)
 
 
@@ -177,6 +179,7 @@ def models_of(folder: Path) -> Path:
     """Return a folder with empty models, and let the servers describe their nodes at once."""
     models = named_models(folder / "named", small_workflow())
     info = comfy_like.object_info(models)
+    # Replaced before the fork, so every server has it.
     comfy_like.object_info = lambda models: info
     return models
 
@@ -187,6 +190,7 @@ def simulated(folder: Path) -> list[dict[str, Any]]:
     for count in SIMULATED:
         rows = count * ROWS_PER_SERVER
         with waiting_servers(folder / f"servers{count}", [WAIT_S] * count, models) as (urls, _):
+            # In this process only, without the servers.
             cpu = time.process_time()
             seconds = run_batch(folder / f"of{count}", urls, small_workflow(), range(rows))
             cpu = time.process_time() - cpu
@@ -223,6 +227,7 @@ def faults(folder: Path) -> dict[str, Any]:
             return run_batch(folder / name, urls, small_workflow(), range(FAULT_ROWS))
 
     def kill_one(out: Path, pids: list[int]) -> None:
+        # By finished files, so the moment does not depend on the machine's speed.
         while len([*out.glob("*.mp4")]) < FAULT_ROWS // 3:
             time.sleep(0.05)
         os.kill(pids[0], signal.SIGKILL)
