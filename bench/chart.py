@@ -251,6 +251,7 @@ def _draw_step(
     if step.skipped_visits:
         canvas.box(x + gap, floor + 1, pitch - 2 * gap, 3, "soft")
     spread = Spread.of(runs)
+    # Bars without a gap are so narrow that lines would cover them.
     if spread is not None and spread.runs > 1 and gap:
         middle = x + pitch / 2
         canvas.line(middle, floor - spread.low * scale, middle, floor - spread.high * scale, "ink")

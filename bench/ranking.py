@@ -27,6 +27,7 @@ class Rank:
 def ranking(report: Report) -> tuple[Rank, ...]:
     """Return the variants from the fastest step to the slowest, and those that failed last."""
     ranks = [_rank(place, variant) for place, variant in enumerate(report.variants)]
+    # Sorting is stable, so variants without a time keep their order.
     return tuple(sorted(ranks, key=_order))
 
 

@@ -70,6 +70,7 @@ class Table:
         row = "  ".join(
             f"{{:{side}{width}}}" for side, width in zip(self._sides(), widths, strict=True)
         )
+        # Without the spaces that fill the last column.
         return "\n".join(row.format(*cells).rstrip() for cells in lines)
 
     def _sides(self) -> list[str]:

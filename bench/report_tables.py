@@ -116,6 +116,7 @@ def _latents(variant: Variant, report: Report) -> str:
         return ""
     if len(variant.latents) > 1:
         return "differ from run to run"
+    # At the latest, this finds the variant itself.
     first = next(other for other in report.variants if other.job == variant.job and other.latents)
     if first is variant:
         return f"{min(variant.latents)[:12]} in {len(variant.trials)} of {len(variant.trials)} runs"
@@ -127,6 +128,7 @@ def _latents(variant: Variant, report: Report) -> str:
 
 def _remarks(variant: Variant) -> str:
     """List the changes during the runs, and the reason for a failure."""
+    # Each change once, in order, because most runs have the same ones.
     changes = dict.fromkeys(change for timeline in variant.measured for change in timeline.changes)
     failed = variant.failed and f"failed: {variant.failed}"
     return "; ".join(filter(None, (failed, *changes)))

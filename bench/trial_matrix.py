@@ -87,6 +87,7 @@ class TrialMatrix:
             )
         found = [
             Setting(policy=policy, steps=steps)
+            # A product with an empty list would be empty.
             for chosen, steps in product(policies, self.steps or (None,))
             for policy in _with_prefetch(chosen, self.prefetch)
         ]
