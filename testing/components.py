@@ -106,6 +106,7 @@ def write_settings(
         # diffusers reads (None, None) as a component that does not exist.
         "transformer_2": (None, None) if boundary_ratio is None else COMPONENTS["transformer"],
         **COMPONENTS,
+        # Last, because a pipeline may replace entries, such as the class name.
         **index,
     }
     (pipeline / "model_index.json").write_text(

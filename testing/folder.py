@@ -75,6 +75,7 @@ class ModelFolder:
         """
         self._refuse_other_files()
         partial = self.folder / PARTIAL
+        # A killed process leaves it behind.
         if partial.exists():
             shutil.rmtree(partial)
         try:

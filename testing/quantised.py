@@ -196,6 +196,7 @@ def random_packs(
     from gguf.quants import dequantize
 
     per_pack, pack_bytes = GGML_QUANT_SIZES[kind]
+    # The deviation with scale 1, from enough packs for a stable estimate.
     spread = float(dequantize(random_groups(kind, 256, random), kind).std())
     packs = random_groups(kind, values.size // per_pack, random, scale=float(values.std()) / spread)
     return packs.reshape(*values.shape[:-1], values.shape[-1] // per_pack * pack_bytes)

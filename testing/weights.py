@@ -101,6 +101,7 @@ def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -
     It has 48 latent channels, and 16 x 16 pixels and 4 frames per latent.
     """
     widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
+    # diffusers' defaults are for the 16 channels of Wan2.1.
     spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}
     return randomised(
         lambda: AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread}), seed
