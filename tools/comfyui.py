@@ -66,6 +66,7 @@ def name_model_files(models: Path) -> None:
     for file in MODEL_FILES.values():
         path = models / file.directory / file.name
         path.parent.mkdir(exist_ok=True)
+        # The test model has written some of them.
         if not path.exists():
             path.touch()
 

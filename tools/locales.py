@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if {*arguments} - {"--translated"}:
         print("scripts/locales [--translated]", file=sys.stderr)
         return 2
+    # ComfyUI's extensions list their nodes in a coroutine.
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     outdated = refresh(LOCALES, english_names(nodes), translated=bool(arguments), docs=DOCS)
     for schema in (node.define_schema() for node in nodes):
