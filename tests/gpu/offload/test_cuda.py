@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import cycle
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from wanstream.offload.sources.module import ModuleSource
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
+from wanstream.tests.support.offload.fixtures import SlowSource
 from wanstream.tests.support.offload.streaming import (
     IN_RAM,
     LAYERWISE,
@@ -34,21 +33,14 @@ from wanstream.tests.support.offload.streaming import (
 BLOCKS, WIDTH = 6, 1024 if HAS_REAL else 128
 BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
 STEPS = ["high", "high", "low", "low", "high"]
-SWAP_PINNED = OffloadPolicy.block_swap(3, 2, source="pinned")
 POLICIES = {
     "resident": OffloadPolicy.resident(),
     "layerwise 0": OffloadPolicy.layerwise(0),
     "layerwise 1": LAYERWISE,
     "layerwise 3": OffloadPolicy.layerwise(3),
     "block swap": OffloadPolicy.block_swap(3, 1),
-    "block swap deep": OffloadPolicy.block_swap(4, 2),
     "layerwise pinned": IN_RAM,
-    "block swap pinned": SWAP_PINNED,
-    "some at home": replace(IN_RAM, ram_blocks=5),
-    "some residents at home": replace(SWAP_PINNED, blocks_to_swap=4, ram_blocks=3),
 }
-SPEEDS = [1, 3, 1000]
-"""The device is slow, in turns, or the bus is slow."""
 
 Stacks = dict[str, nn.ModuleList]
 
@@ -75,26 +67,16 @@ def plain(gpu: Accelerator, stacks: Stacks, hidden: torch.Tensor) -> Callable[..
     return run
 
 
-def streamed(gpu, handle, stacks, value, *, slow=3) -> torch.Tensor:
-    """Stream one run. Every `slow`-th visit delays the device before it reads the block."""
+def streamed(gpu, handle, stacks, value) -> torch.Tensor:
+    """Stream one run. Every third visit delays the device before it reads the block."""
 
     def during(visit: int) -> None:
-        gpu.delay(int(visit % slow == 0))
+        gpu.delay(int(visit % 3 == 0))
 
     with torch.inference_mode():
         value, run = stream(handle, stacks, STEPS, value, during=during)
     assert tuple(run.fetched) == run.program.fetches
     return value
-
-
-@pytest.mark.parametrize(("policy", "slow"), list(zip(POLICIES, cycle(SPEEDS))))
-def test_streamed_equals_plain(gpu, stacks, hidden, plain, slow_source, policy, slow):
-    expected = plain()
-    source = slow_source(ModuleSource(stacks), seed=slow)
-    with attach(stacks, POLICIES[policy], source=source, device=gpu.device) as handle:
-        for _ in range(2):  # the second run starts from buffers that are possibly still in use
-            value = streamed(gpu, handle, stacks, hidden, slow=slow)
-        assert torch.equal(value, expected)
 
 
 @pytest.mark.parametrize("policy", ["resident", "layerwise 0", "layerwise pinned"])
@@ -135,6 +117,7 @@ def test_a_models_own_forward_is_streamed_and_detached(gpu, stacks, hidden, plai
     on_cpu = model(hidden.cpu())
     with torch.inference_mode(inference):
         handle = attach_offload(model.blocks, policy=LAYERWISE, device=gpu.device)
+        assert not model.blocks[0].norm.weight.is_inference()
         with handle.passes(2):
             assert torch.equal(model(hidden), expected)
             assert torch.equal(model(model(hidden)[:0]), hidden[:0])
@@ -163,9 +146,9 @@ def test_memory_follows_the_policy_and_is_given_back(gpu, stacks, hidden, policy
     assert gpu.runtime.allocated_bytes() == before
 
 
-def test_slots_for_reads_are_as_few_as_the_copies_allow(gpu, stacks, hidden, plain, slow_source):
+def test_slots_for_reads_are_as_few_as_the_copies_allow(gpu, stacks, hidden, plain):
     """Two slots serve all fetches, and only copies hold the read thread: a missing wait shows."""
-    source = slow_source(ModuleSource(stacks), seed=0, longest_s=0.0)
+    source = SlowSource(ModuleSource(stacks), seed=0, longest_s=0.0)
     expected = plain()
     with attach(stacks, OffloadPolicy.layerwise(3), source=source, device=gpu.device) as handle:
         for _ in range(3):
@@ -173,9 +156,9 @@ def test_slots_for_reads_are_as_few_as_the_copies_allow(gpu, stacks, hidden, pla
         assert handle.host_bytes == handle.pinned_bytes == 2 * BLOCK_BYTES
 
 
-def test_pinned_blocks_are_locked_and_read_once(gpu, stacks, hidden, plain, slow_source):
+def test_pinned_blocks_are_locked_and_read_once(gpu, stacks, hidden, plain):
     expected = plain()
-    source = slow_source(ModuleSource(stacks), seed=0)
+    source = SlowSource(ModuleSource(stacks), seed=0)
     resident = OffloadPolicy.resident(source="pinned")
     with attach(stacks, resident, source=source, device=gpu.device) as handle:
         streamed(gpu, handle, stacks, hidden)

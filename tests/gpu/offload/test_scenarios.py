@@ -1,14 +1,25 @@
-"""Engine scenarios, in several execution orders."""
+"""Engine scenarios in several execution orders, and calls in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
+import torch
 
+from wanstream.offload import Lockstep, PassCalls, StreamSession
 from wanstream.offload.core import pages
+from wanstream.plan.programs import PassOrders
+from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.offload.device_scenarios import (
+    BLOCK_SWAP,
     COUNT,
     DEEP,
     KEYS,
     KINDS,
     LAYERWISE,
+    PARTLY_PINNED,
     PINNED,
     RESIDENT,
     SCENARIOS,
@@ -74,3 +85,59 @@ def test_engines_in_turns_need_the_buffers_of_one(gpu, policy, residents):
     assert cases[0].engine.release_idle_buffers() == 0, "they are for the next run"
     for case in cases:
         case.detach()
+
+
+WHOLE = tuple(range(COUNT))
+CASES = {
+    "layerwise": {"policy": LAYERWISE},
+    "one buffer": {"policy": OffloadPolicy.layerwise(0)},
+    "deep": {"policy": DEEP, "fp8": True},
+    "block swap": {"policy": BLOCK_SWAP},
+    "partly pinned": {"policy": PARTLY_PINNED},
+}
+
+
+class Shared:
+    """A case's calls in lockstep, and a session with two predicted passes."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        calls = PassCalls("high", PassOrders(blocks=COUNT), 2)
+        self.session = StreamSession(calls, lambda: case.engine)
+        self.session.begin()
+        self.lockstep = Lockstep(self.session, case.gpu.device)
+
+    def call(self, lane: int, order: Sequence[int], fail_at: int | None = None) -> torch.Tensor:
+        """Add up what the blocks have, in work between the visits as well as in them."""
+        total = torch.zeros(1, device=self.case.gpu.device)
+        for block in order:
+            self.lockstep.lane.await_block(block)
+            assert self.case.gpu.runtime.current_index() == self.case.gpu.device.index
+            if (block + lane) % 2 == 0:
+                self.case.gpu.delay()
+            weight = self.case.blocks[block].weight.clone()
+            self.case.seen.append((KEYS[block], 0, weight))
+            total = total + weight.flatten()[:1].float()
+            if block == fail_at:
+                raise ValueError("made up")
+        return total
+
+
+@pytest.mark.parametrize("how", CASES.values(), ids=CASES)
+def test_calls_in_lockstep_find_their_blocks(gpu, how):
+    case = Case(gpu, **how)
+    stream = gpu.runtime.stream()
+    with torch.inference_mode(), gpu.runtime.on_stream(stream), case._ended():
+        shared = Shared(case)
+        both = [partial(shared.call, lane, WHOLE) for lane in range(2)]
+        totals = [shared.lockstep.run(both) for _ in range(2)]
+        shared.lockstep.run([both[0], partial(shared.call, 1, (0, 3))])
+        with pytest.raises(ValueError, match="made up"):
+            shared.lockstep.run([both[0], partial(shared.call, 1, WHOLE, 1)])
+        shared.lockstep.run(both)
+        shared.session.close()
+        found = [total.cpu() for each in totals for total in each]
+    expected = sum(case.source.decoded(key).flatten()[:1].float() for key in case.source.formats)
+    assert all(torch.equal(total, found[0]) for total in found)
+    assert torch.allclose(found[0], expected, rtol=1e-4)
+    case.detach()

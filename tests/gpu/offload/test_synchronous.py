@@ -24,7 +24,6 @@ from wanstream.devices import clock_for, compute_device, compute_dtype, free_byt
 from wanstream.devices.compute_dtype import auto_dtype
 from wanstream.offload import BlockPatch, ComputedPatch, WeightPatch, attach_offload
 from wanstream.plan.programs import step_visits
-from wanstream.sampling import denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.checked_device import Machine, checked_machine
 from wanstream.tests.support.offload.device_scenarios import (
@@ -34,7 +33,6 @@ from wanstream.tests.support.offload.device_scenarios import (
     MemorySource,
     add_product,
 )
-from wanstream.wan.experts.open import open_experts
 
 pytestmark = pytest.mark.checked
 
@@ -110,22 +108,6 @@ def test_visits_find_the_bits_of_the_cpu(machine, policy, fp8, patch, stop_at):
     assert machine.copies >= COUNT
     assert machine.devices[0].peak_allocated >= WIDTH * WIDTH
     assert machine.devices[0].allocated == 0
-
-
-@pytest.mark.parametrize(
-    ("policy", "storage"), [("deep, from RAM", "as stored"), ("block swap", "fp8")]
-)
-def test_a_run_is_that_of_the_cpu(machine, policy, storage, tiny_expert_folder, make_request):
-    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
-    latents = []
-    for device in (CPU, stand_in()):
-        with open_experts(*folders, compute_dtype=torch.float32, storage=storage) as pair:
-            result = denoise(pair, make_request(), policy=POLICIES[policy], device=device)
-            latents.append(result.latents.cpu())
-            assert all(step.wall_s > 0 for step in result.timeline.steps)
-            assert (pair.pinned_bytes, pair.loaded_bytes > 0) == (0, True)
-    assert torch.equal(*latents)
-    assert machine.devices[0].peak_allocated > 0
 
 
 def test_the_clock_waits_for_the_device(machine):
