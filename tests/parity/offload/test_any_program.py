@@ -5,7 +5,6 @@ The results are bit-equal to those of plain blocks, and the transfers are the pl
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from wanstream.offload import BlockPatch, WeightPatch
-from wanstream.offload.core.pages import host_bytes
+from wanstream.offload import BlockPatch, WeightPatch, host_bytes
 from wanstream.offload.formats.layout import BlockFormat, block_format, tensor_views
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan.programs import DIRECT, BlockKey, Visit
 from wanstream.schema import OffloadPolicy
-from wanstream.tests.support.offload.streaming import attach
+from wanstream.tests.support.offload.fixtures import SlowSource
+from wanstream.tests.support.offload.streaming import attach, patched
 
 BLOCKS, WIDTH = 3, 16
 NAMES = ("high", "low")
@@ -104,16 +103,6 @@ def patch_of(strength: float) -> BlockPatch:
     return BlockPatch(identity=strength, weights=weights)
 
 
-def patched(stacks: Stacks, strength: int) -> Stacks:
-    """Return a copy with a patch in the weights of every block."""
-    stacks = copy.deepcopy(stacks)
-    for block in (block for stack in stacks.values() for block in stack if strength):
-        product, difference = patch_of(strength).weights.values()
-        block.up.weight.copy_(torch.addmm(block.up.weight, product.up, product.down))
-        block.down.weight.copy_(block.down.weight + difference.full)
-    return stacks
-
-
 @pytest.fixture
 def stacks(make_stack):
     stacks = {name: make_stack(BLOCKS, seed=seed, width=WIDTH) for seed, name in enumerate(NAMES)}
@@ -165,9 +154,10 @@ def compute(engine, stacks, given, reads):
 @pytest.mark.parity
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs=st.lists(RUNS, min_size=1, max_size=5), decoded=DECODED, seed=st.integers(0, 1000))
-def test_bits_and_transfers(stacks, slow_source, runs, decoded, seed):
-    plain = [patched(stacks, strength) for strength in range(3)]
-    source = slow_source(HalfSource(stacks, decoded), seed=seed, longest_s=0.001)
+def test_bits_and_transfers(stacks, runs, decoded, seed):
+    patches = [{}, *(dict.fromkeys(KEYS, patch_of(strength)) for strength in (1, 2))]
+    plain = [patched(stacks, each) for each in patches]
+    source = SlowSource(HalfSource(stacks, decoded), seed=seed, longest_s=0.001)
     strengths = (0,) * len(KEYS)
     with attach(stacks, runs[0].policy, source=source) as engine:
         for given in runs:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -36,7 +35,7 @@ from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
 from wanstream.tests.support.accelerator import HAS_REAL, Accelerator
-from wanstream.tests.support.offload.fixtures import ThreadGroup
+from wanstream.tests.support.offload.fixtures import ThreadGroup, in_threads
 from wanstream.tests.support.polling import eventually
 
 COUNT, WIDTH = 4, 1024 if HAS_REAL else 16
@@ -617,25 +616,15 @@ class Ranks:
 
     def try_run(self, passes=2, *, apart=False, hows) -> list[BaseException | None]:
         """Run with different `Case.run` arguments on the ranks, and return the errors."""
-        errors: list[BaseException | None] = [None, None]
 
-        def work(rank: int) -> None:
+        def work(case: Case, how: Mapping[str, Any]) -> None:
             runtime = self.gpu.runtime
             runtime.enter_thread()
-            try:
-                with runtime.on_stream(runtime.stream()) if apart else nullcontext():
-                    self.cases[rank].run(passes, **hows[rank])
-            except BaseException as err:  # noqa: BLE001 - returned
-                errors[rank] = err.with_traceback(None)
+            with runtime.on_stream(runtime.stream()) if apart else nullcontext():
+                case.run(passes, **how)
 
-        names = ("wanstream-rank-0", "wanstream-rank-1")
-        start = partial(threading.Thread, target=work, daemon=True)
-        threads = [start(args=(rank,), name=name) for rank, name in enumerate(names)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return errors
+        pairs = zip(self.cases, hows, strict=True)
+        return in_threads([partial(work, *each) for each in pairs], name="wanstream-rank")
 
     def stop(self, at: int, **how: Any) -> None:
         """Run until the visit `at` on both ranks, in step."""

@@ -81,7 +81,7 @@ class GatedSource(ModuleSource):
         super().read_block(key, into)
 
 
-def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+def in_threads(jobs: Sequence[Callable[[], Any]], name: str = "job") -> list[Any]:
     """Run each job on a separate thread, and return results or errors."""
     results: list[Any] = [None] * len(jobs)
 
@@ -89,9 +89,10 @@ def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         try:
             results[number] = jobs[number]()
         except BaseException as err:  # noqa: BLE001 - returned
-            results[number] = err
+            results[number] = err.with_traceback(None)
 
-    threads = [threading.Thread(target=do, args=(n,), daemon=True) for n in range(len(jobs))]
+    start = functools.partial(threading.Thread, target=do, daemon=True)
+    threads = [start(args=(n,), name=f"{name}-{n}") for n in range(len(jobs))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -131,11 +132,6 @@ def _random_stack(count: int, seed: int, width: int, dtype: torch.dtype) -> nn.M
     """Return a stack to copy: drawing 38 million values on a real device takes twice as long."""
     torch.manual_seed(seed)
     return nn.ModuleList(Block(width, dtype) for _ in range(count)).requires_grad_(False)
-
-
-@pytest.fixture
-def slow_source() -> Callable[..., SlowSource]:
-    return SlowSource
 
 
 class ThreadGroup:

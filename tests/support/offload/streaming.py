@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wanstream.offload import OffloadEngine, attach_offload
+from wanstream.offload import BlockPatch, OffloadEngine, attach_offload
 from wanstream.offload.engine.run import EngineRun
 from wanstream.plan.programs import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
@@ -42,13 +43,6 @@ def keys(expert: str, *blocks: int) -> set[BlockKey]:
     return {BlockKey(expert, block) for block in blocks}
 
 
-def policy_name(value: object) -> str:
-    """Return a policy's short test id, or the value in words."""
-    if isinstance(value, OffloadPolicy):
-        return f"{value.kind}-{value.blocks_to_swap}-{value.prefetch_blocks}"
-    return str(value)
-
-
 def attach(stacks: Stacks, policy: OffloadPolicy = LAYERWISE, **how: Any) -> OffloadEngine:
     """Attach an engine that follows no forward, to a CPU by default."""
     return attach_offload(stacks, policy=policy, follow_forward=False, **{"device": CPU, **how})
@@ -60,6 +54,20 @@ def plainly(stacks, steps=STEPS, value=ONES) -> torch.Tensor:
         for block in stacks[name]:
             value = block(value)
     return value
+
+
+def patched(stacks, patches: Mapping[BlockKey, BlockPatch]) -> dict[str, nn.ModuleList]:
+    """Return a copy with the patches added to the weights."""
+    stacks = copy.deepcopy(stacks)
+    for key, block in patches.items():
+        for name, weight in block.weights.items():
+            matrix = stacks[key.expert][key.block].get_parameter(name)
+            if weight.full is not None:
+                matrix.copy_(matrix + weight.full.to(matrix.dtype))
+            if weight.up is not None:
+                up = weight.up.to(matrix.dtype)
+                matrix.copy_(torch.addmm(matrix, up, weight.down.to(matrix.dtype)))
+    return stacks
 
 
 def raise_at(number: int | None, error: BaseException | None = None) -> Callable[[int], None]:

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from wanstream.offload.formats.layout import block_format
 from wanstream.offload.host_memory.ram_run import RamRun
 from wanstream.offload.host_memory.ram_slots import RamSlots, blocks_in_flight
 from wanstream.offload.sources.base import ReadThreads, SourceError
+from wanstream.offload.sources.module import TensorSource
 from wanstream.plan.programs import BlockKey, compile_program, compile_ram, plan_ram, step_visits
 from wanstream.schema import Residency
 from wanstream.tests.support.offload.streaming import BLOCKS, CPU, IN_RAM
@@ -23,25 +23,19 @@ NBYTES = 4096
 def nothing(block: int) -> None: ...
 
 
-class Gated:
+class Gated(TensorSource):
     """Source and page-lock driver with reads and locks given by the test."""
 
     def __init__(self, read=nothing, lock=nothing) -> None:
-        block = block_format({"w": ((NBYTES,), torch.uint8)}, torch.uint8)
-        self.formats = {BlockKey("high", number): block for number in range(BLOCKS)}
+        values = [torch.full((NBYTES,), number + 1).byte() for number in range(BLOCKS)]
+        super().__init__({BlockKey("high", at): {"w": each} for at, each in enumerate(values)})
         self.started = [threading.Event() for _ in range(BLOCKS)]
         self._read, self._lock = read, lock
-
-    def scales(self, key: BlockKey) -> dict[str, torch.Tensor]:
-        return {}
-
-    def file_bytes(self, key: BlockKey) -> int:
-        return NBYTES
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         self.started[key.block].set()
         self._read(key.block)
-        into.fill_(key.block + 1)
+        super().read_block(key, into)
 
     def lock_pages(self, memory: torch.Tensor) -> None:
         self._lock(int(memory[0]) - 1)

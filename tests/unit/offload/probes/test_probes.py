@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.probes import gather, probe_gather
+from wanstream.offload.probes import gather, probe_bus, probe_decode, probe_gather
 from wanstream.offload.probes import machine as probe
 from wanstream.offload.probes.machine import (
     BusRates,
     CopyRate,
-    probe_bus,
     probe_copy,
-    probe_decode,
     probe_disk,
     probe_quantise,
 )
 from wanstream.tests.support.accelerator import DTYPE
+from wanstream.tests.support.offload.fixtures import ThreadGroup
 
 CPU = torch.device("cpu")
 NBYTES = 2_000_001
@@ -111,29 +110,16 @@ def test_the_bus_alone_and_while_computing(gpu, monkeypatch):
         assert 1e8 < probe_decode(gpu.device) < 1e14
 
 
-class GroupOfOne:
-    """`Gather` for a single rank, with a gather count."""
-
-    rank = 0
-    size = 1
-    gathers = 0
-
-    def compare(self, statements: bytes) -> tuple[bytes, ...]:
-        return (statements,)
-
-    def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        into.copy_(own, non_blocking=True)
-        self.gathers += 1
-
-
 def test_copies_and_gathers_are_measured_on_two_streams(gpu, monkeypatch):
-    group = GroupOfOne()
+    group = ThreadGroup(1)
+    [one] = group.ranks()
     held = gpu.runtime.allocated_bytes()
     if gpu.machine is not None:
         monkeypatch.setattr(gather, "PROBE_BYTES", 2**16)
-    times = probe_gather(group, gpu.device, 2 * gather.PROBE_BYTES)
+    times = probe_gather(one.gather, gpu.device, 2 * gather.PROBE_BYTES)
     gathers = ["gather_s", "shard_h2d_s", "gather_during_h2d_s"]
     assert list(times) == ["h2d_s", "h2d_concurrent_s", *gathers]
     assert all(seconds > 0 for seconds in times.values())
-    assert group.gathers == len(gathers) * (gather.REPEATS + 1), "as many as on every other rank"
+    assert group.gathers[0] == len(gathers) * (gather.REPEATS + 1), "as many as on every other rank"
+    group.owns.clear()
     assert gpu.runtime.allocated_bytes() == held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 
 from wanstream.offload import ComputedPatch, Hadamard, Kronecker, Product, Rescaled, WeightPatch
 from wanstream.offload.core.pages import in_pages
-from wanstream.offload.engine.attach import attach_offload
 from wanstream.offload.engine.engine import OffloadEngine
 from wanstream.offload.formats.layout import block_format
 from wanstream.offload.formats.packing import QUANT_FORMATS
@@ -28,21 +26,18 @@ from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.transfers.patches import BlockPatch, StagedPatches
 from wanstream.plan.programs import BlockKey
 from wanstream.schema import OffloadPolicy
-from wanstream.telemetry import Recorder
 from wanstream.tests.support.offload.fixtures import LimitedPageLock, SlowSource
 from wanstream.tests.support.offload.streaming import (
     BLOCK_BYTES,
     BLOCKS,
-    CPU,
     IN_RAM,
     LAYERWISE,
     WIDTH,
     attach,
     fetched,
     keys,
+    patched,
     plainly,
-    policy_name,
-    raise_at,
     stream,
 )
 
@@ -82,20 +77,6 @@ def some_patches(strength: float, *, expert: str = "high", rank: int = 4) -> Pat
 
 
 ONCE = some_patches(1.0)
-
-
-def patched(stacks, patches: Patches = ONCE):
-    """Return a copy with the patches added to the weights."""
-    stacks = copy.deepcopy(stacks)
-    for key, block in patches.items():
-        for name, weight in block.weights.items():
-            matrix = stacks[key.expert][key.block].get_parameter(name)
-            if weight.full is not None:
-                matrix.copy_(matrix + weight.full.to(matrix.dtype))
-            if weight.up is not None:
-                up = weight.up.to(matrix.dtype)
-                matrix.copy_(torch.addmm(matrix, up, weight.down.to(matrix.dtype)))
-    return stacks
 
 
 def fetches(engine: OffloadEngine, stacks) -> list[BlockKey]:
@@ -164,13 +145,13 @@ def stored_source(kind: str, stacks, path: Path, dtype: torch.dtype) -> BlockSou
         ("fp8", "pinned", OffloadPolicy.block_swap(5, 3), torch.float32),
         ("packed", "file", OffloadPolicy.block_swap(0, 1), torch.bfloat16),
     ],
-    ids=policy_name,
+    ids=str,
 )
 def test_streamed_and_patched_is_plain_and_patched(make_stack, tmp_path, dtype, policy, kind, kept):
     seeds = {"high": 1, "low": 2}
     stacks = {name: make_stack(BLOCKS, seed=seed, dtype=dtype) for name, seed in seeds.items()}
     source = stored_source(kind, stacks, tmp_path / "blocks.safetensors", dtype)
-    source = SlowSource(source, seed=len(policy_name(policy)), longest_s=0.001)
+    source = SlowSource(source, seed=0, longest_s=0.001)
     both = {**ONCE, **some_patches(0.5, expert="low")}
     high_only = some_patches(-0.75, rank=5)
     hidden = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -186,16 +167,6 @@ def test_streamed_and_patched_is_plain_and_patched(make_stack, tmp_path, dtype, 
                 value, run = stream(engine, stacks, STEPS, hidden)
                 assert torch.equal(value, expected)
                 assert tuple(run.fetched) == run.program.fetches
-
-
-def test_a_models_own_forward_computes_with_patched_blocks(stacks):
-    plain = plainly(stacks, ["high"])
-    expected = plainly(patched(stacks), ["high"])
-    high = {"b": stacks["high"]}
-    with torch.inference_mode(), attach_offload(high, policy=LAYERWISE, device=CPU) as engine:
-        engine.set_patches(some_patches(1.0, expert="b"))
-        assert torch.equal(plainly(stacks, ["high"]), expected)
-    assert torch.equal(plainly(stacks, ["high"]), plain)
 
 
 @pytest.mark.parametrize("kept", ["file", "pinned"])
@@ -224,7 +195,7 @@ def test_factors_are_copied_once(stacks):
             raise AssertionError("read again")
 
     patches = some_patches(1.0)
-    expected = plainly(patched(stacks))
+    expected = plainly(patched(stacks, ONCE))
     with attach(stacks) as engine:
         engine.set_patches(patches)
         unread = {key: replace(each, weights=Unread(each.weights)) for key, each in patches.items()}
@@ -236,16 +207,6 @@ def test_factors_are_copied_once(stacks):
                 if factor is not None:
                     factor.zero_()
         assert torch.equal(stream(engine, stacks)[0], expected)
-
-
-def test_bytes_of_factors_count_with_their_fetch(stacks):
-    recorder = Recorder(CPU)
-    up, down = torch.zeros(3 * WIDTH, 8), torch.zeros(8, WIDTH)
-    with attach(stacks) as engine:
-        engine.set_patches({BlockKey("high", 2): patch(1, up=WeightPatch(up=up, down=down))})
-        stream(engine, stacks, recorder=recorder)
-    moved = [step.bytes_moved - BLOCKS * BLOCK_BYTES for step in recorder.timeline().steps]
-    assert moved == [up.nbytes + down.nbytes, 0]
 
 
 def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
@@ -292,7 +253,7 @@ REFUSED = {case: (FIRST, "up.weight", *row) for case, row in UP_REFUSED.items()}
 @pytest.mark.parametrize("case", REFUSED)
 def test_unfit_patches_are_refused_and_the_others_stay(stacks, case):
     key, name, weight, message = REFUSED[case]
-    expected = plainly(patched(stacks))
+    expected = plainly(patched(stacks, ONCE))
     with attach(stacks, RESIDENT) as engine:
         engine.set_patches(ONCE)
         stream(engine, stacks)
@@ -308,22 +269,12 @@ def test_factors_without_room_in_memory_are_refused(stacks):
     one = torch.zeros(1)
     rank = 10**12
     endless = WeightPatch(up=one.expand(3 * WIDTH, rank), down=one.expand(rank, WIDTH))
-    expected = plainly(patched(stacks))
+    expected = plainly(patched(stacks, ONCE))
     with attach(stacks, RESIDENT) as engine:
         engine.set_patches(ONCE)
         words = r"block 0 of 'high': 512000000\.0 MB of RAM cannot be allocated .*fewer LoRAs"
         with pytest.raises(OSError, match=words):
             engine.set_patches({FIRST: patch("endless", up=endless)})
-        assert torch.equal(stream(engine, stacks)[0], expected)
-
-
-@pytest.mark.parametrize("stop_at", range(4))
-def test_a_run_cut_short_leaves_every_block_patched_once(stacks, slow, stop_at):
-    expected = plainly(patched(stacks))
-    with attach(stacks, OffloadPolicy.block_swap(2, 1), source=slow) as engine:
-        engine.set_patches(ONCE)
-        with pytest.raises(KeyboardInterrupt):
-            stream(engine, stacks, during=raise_at(stop_at))
         assert torch.equal(stream(engine, stacks)[0], expected)
 
 
@@ -364,16 +315,13 @@ def test_a_partly_written_slot_is_read_again(stacks, tmp_path, monkeypatch):
     assert source.reads.count(key) == 2
 
 
-def staged_patches(lock: object) -> StagedPatches:
-    fmt = block_format({"up.weight": (UP, FP8), "down.weight": (DOWN, FP8)}, torch.bfloat16)
-    patches = StagedPatches(dict.fromkeys(keys("high", *range(BLOCKS)), fmt), lock=lock)
-    patches.replace(patches.prepare(ONCE))
-    return patches
-
-
-def test_factors_are_locked_only_while_they_are_set():
+def test_factors_in_the_compute_dtype_are_locked_only_while_they_are_set():
     driver = LimitedPageLock()
-    patches = staged_patches(driver)
+    fmt = block_format({"up.weight": (UP, FP8), "down.weight": (DOWN, FP8)}, torch.bfloat16)
+    patches = StagedPatches(dict.fromkeys(keys("high", *range(BLOCKS)), fmt), lock=driver)
+    patches.replace(patches.prepare(ONCE))
+    assert {tensor.dtype for tensor in patches.get(FIRST).layout.tensors} == {torch.bfloat16}
+    assert patches.nbytes(FIRST) == 2 * (96 * 4 + 4 * 32)
     locked = set(driver.locked)
     nbytes = sum(patches.nbytes(key) for key in ONCE)
     assert len(locked) == 4
@@ -386,10 +334,3 @@ def test_factors_are_locked_only_while_they_are_set():
     patches.replace({})
     assert driver.locked == []
     assert (patches.locked.nbytes, patches.largest_bytes, patches.nbytes(FIRST)) == (0, 0, 0)
-
-
-def test_factors_are_kept_in_the_compute_dtype():
-    patches = staged_patches(None)
-    assert {tensor.dtype for tensor in patches.get(FIRST).layout.tensors} == {torch.bfloat16}
-    assert patches.nbytes(FIRST) == 2 * (96 * 4 + 4 * 32)
-    assert patches.locked.nbytes == 0
