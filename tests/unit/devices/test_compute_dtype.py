@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wanstream.devices import auto_dtype
-from wanstream.devices.compute_dtype import common_dtype, resolve_dtype
+from wanstream.devices import auto_dtype, common_dtype, resolve_dtype
 from wanstream.devices.cuda import CudaRuntime
 from wanstream.schema.refs import ExpertsRef
 from wanstream.wan.experts.open import open_experts, open_pair

@@ -9,11 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from wanstream.devices.machine.available_ram import (
-    available_bytes,
-    insufficient_ram,
-    limited_groups,
-)
+from wanstream.devices.machine import available_bytes, insufficient_ram, limited_groups
 
 HUGE = 9223372036854771712  # cgroup version 1 writes this number for an unlimited group
 Files = dict[str, object]

@@ -210,19 +210,6 @@ def test_views_that_start_together_are_each_locked_to_their_end(order):
     assert driver.locked == []
 
 
-def test_memory_is_unlocked_with_the_last_reference():
-    """Pages must not remain locked after their memory is unmapped.
-
-    The device would copy from them at the same address.
-    """
-    driver = LimitedPageLock()
-    blocks = LockedBlocks(driver)
-    blocks.add(*flats(1))
-    del blocks
-    gc.collect()
-    assert driver.locked == []
-
-
 def test_a_device_locks_memory_where_it_lies(gpu):
     driver = gpu.runtime
     memory = allocate_flat(1 << 20, "cpu")

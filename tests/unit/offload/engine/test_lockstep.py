@@ -135,14 +135,6 @@ def test_an_error_keeps_no_memory_without_garbage_collection(model):
         gc.enable()
 
 
-def test_a_pass_after_an_error_is_right(model, alone):
-    model.begin(1)
-    model.fail(partial(model.call, 0), partial(model.call, 1, fail_at=2))
-    results = model.lockstep.run([partial(model.call, 0), partial(model.call, 1)])
-    model.session.close()
-    assert all(torch.equal(result, alone(seed)) for seed, result in enumerate(results))
-
-
 def test_threads_have_the_callers_modes_and_context(model):
     def modes() -> tuple[object, ...]:
         autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")

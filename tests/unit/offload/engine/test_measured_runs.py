@@ -24,8 +24,7 @@ from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.read_plan import ALIGNMENT, O_DIRECT
 from wanstream.plan.programs import BlockKey
 from wanstream.schema import OffloadPolicy
-from wanstream.telemetry import Recorder, TelemetryOptions
-from wanstream.telemetry.step_events import ReadSpan
+from wanstream.telemetry import ReadSpan, Recorder, TelemetryOptions
 from wanstream.tests.support.offload.fixtures import GatedSource
 from wanstream.tests.support.offload.streaming import (
     CPU,

@@ -18,7 +18,7 @@ def packing(request) -> QuantFormat:
     return QUANT_FORMATS[request.param]
 
 
-def assert_equal_bits(groups: np.ndarray, packing: QuantFormat, stored=None) -> torch.Tensor:
+def assert_equal_bits(groups: np.ndarray, packing: QuantFormat, stored=None) -> None:
     """Compare the values' bits with the package's. NaNs with different payloads are equal."""
     values = torch.full((len(groups), packing.values), torch.nan)
     dequantise(torch.from_numpy(groups) if stored is None else stored, packing, values)
@@ -28,25 +28,11 @@ def assert_equal_bits(groups: np.ndarray, packing: QuantFormat, stored=None) -> 
     nan = expected.isnan()
     assert torch.equal(values.isnan(), nan)
     assert torch.equal(values[~nan].view(torch.int32), expected[~nan].view(torch.int32))
-    return values
-
-
-def random(packing: QuantFormat, count: int, seed: int, **scale: float) -> np.ndarray:
-    kind = GGMLQuantizationType[packing.name]
-    return random_groups(kind, count, np.random.default_rng(seed), **scale)
 
 
 def test_sizes_are_those_of_ggml(packing):
     sizes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[packing.name]]
     assert sizes == (packing.values, packing.nbytes)
-
-
-def test_random_integers_under_a_sound_scale(packing):
-    """Every byte takes every value in the first draw."""
-    for scale, count in ((1.0, 4000), (0.0037, 50), (-2.5, 50), (6e-8, 50), (4000.0, 50)):
-        values = assert_equal_bits(random(packing, count, 1, scale=scale), packing)
-        assert values.isfinite().all()
-        assert len(values.unique()) > 10
 
 
 def test_random_bytes(packing):
@@ -57,7 +43,7 @@ def test_random_bytes(packing):
 
 @pytest.mark.parametrize("offset", [2, 34])
 def test_groups_may_lie_at_any_even_address(packing, offset):
-    groups = random(packing, 40, 5)
+    groups = random_groups(GGMLQuantizationType[packing.name], 40, np.random.default_rng(5))
     moved = torch.zeros(groups.size + 64, dtype=torch.uint8)[offset : offset + groups.size]
     moved.view(groups.shape).copy_(torch.from_numpy(groups))
     assert_equal_bits(groups, packing, moved.view(groups.shape))

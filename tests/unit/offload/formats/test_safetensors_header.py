@@ -12,12 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.formats.safetensors_header import (
-    DTYPES,
-    CheckpointFileError,
-    FileTensor,
-    read_header,
-)
+from wanstream.offload.formats import CheckpointFileError, read_header
+from wanstream.offload.formats.safetensors_header import DTYPES
 
 ONE_TENSOR = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
@@ -68,16 +64,6 @@ def test_tensors_come_in_the_order_of_their_bytes(write):
     header = read_header(write(file_bytes(entries, 6)))
     assert list(header.tensors) == ["z", "m", "a"]
     assert header.metadata == {}
-
-
-def test_rows_of_a_tensor():
-    whole = {"path": Path("x"), "dtype": torch.bfloat16}
-    table = FileTensor(offset=1000, nbytes=10 * 3 * 4 * 2, shape=(10, 3, 4), **whole)
-    assert table.rows(0, 10) == table
-    assert table.rows(4, 6) == FileTensor(offset=1000 + 4 * 24, nbytes=48, shape=(2, 3, 4), **whole)
-    assert table.rows(3, 3).nbytes == 0
-    with pytest.raises(AssertionError):
-        table.rows(9, 11)
 
 
 def test_a_header_whose_length_looks_like_a_pickle_is_read(write):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ from wanstream.tests.support.offload.streaming import (
     STEPS,
     attach,
     plainly,
-    raise_at,
     stream,
 )
 
@@ -79,24 +77,6 @@ def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, slow, policy, fa
         slow.reads.clear()
         assert torch.equal(stream(engine, stacks)[0], expected)
         assert not (contents if policy == IN_RAM else set()) & set(slow.reads)
-
-
-@pytest.mark.parametrize(("ram_blocks", "stop_at"), [(None, 0), (5, 1), (None, 5), (5, 8)])
-def test_an_interrupted_run_keeps_whole_reads_only(stacks, slow, ram_blocks, stop_at):
-    expected = plainly(stacks)
-    interrupt = raise_at(stop_at)
-    with attach(stacks, some(ram_blocks), source=slow) as engine:
-        visits = step_visits(STEPS, engine.block_counts)
-        with pytest.raises(KeyboardInterrupt), engine.run(visits) as run:
-            for number, visit in enumerate(visits):
-                with run.visit(*visit):
-                    interrupt(number)
-        contents = engine.ram.contents()
-        last = {fetch.buffer: fetch.block for fetch in run.reads}
-        assert {index: contents.get(index) for index in last} == last
-        assert torch.equal(stream(engine, stacks)[0], expected)
-    ours = ("wanstream-fetch", "wanstream-ram", "wanstream-read")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(ours)]
 
 
 def test_an_early_end_wakes_every_wait(stacks):

@@ -17,7 +17,6 @@ from wanstream.offload.sources.read_plan import (
     CACHED_SHARE,
     EXTENT_BYTES,
     GAP_BYTES,
-    PIECE_BYTES,
     ReadPiece,
     direct_extents,
     read_pieces,
@@ -34,7 +33,7 @@ FAR = GAP_BYTES + ALIGNMENT
 Place = tuple[Path, int, int]
 
 
-def cut(places: list[Place], piece_bytes: int = PIECE_BYTES) -> tuple[dict, list[ReadPiece]]:
+def cut(places: list[Place], piece_bytes: int) -> tuple[dict, list[ReadPiece]]:
     """Cut tensors named x, y, ... stored in these places. Return their layout and the pieces."""
     tensors = {
         name: FileTensor(path=path, offset=offset, nbytes=size, dtype=torch.uint8, shape=(size,))
@@ -82,13 +81,6 @@ def test_pieces_take_every_byte_once_from_its_place(places, piece_bytes):
         for target, (path, offset, nbytes) in zip(offsets.values(), places, strict=True)
         for byte in range(nbytes)
     }
-
-
-def test_a_block_in_file_order_is_cut_evenly():
-    _, pieces = cut([(A, 52_428_800 * index, 52_428_800) for index in range(8)])
-    assert sum(piece.nbytes for piece in pieces) == 8 * 52_428_800
-    assert len(pieces) == 8 * 7
-    assert max(piece.nbytes for piece in pieces) <= PIECE_BYTES
 
 
 def piece(path: Path, offset: int, nbytes: int, target: int = 0, name: str = "x") -> ReadPiece:
@@ -173,22 +165,6 @@ def test_extents_read_no_page_twice(parts, pages):
             for page in range(extent.span.offset, extent.span.offset + extent.span.nbytes, PAGE)
         ]
         assert len(read) == len(set(read))
-
-
-@pytest.mark.parametrize("data_start", [4_712, 4_096, 96_008])
-def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
-    """Ten matrices with biases and norms in between, as in a diffusers file, cut into pieces."""
-    order = [(10_240, 52_428_800, 10_240)] * 8 + [(27_648, 141_557_760, 0)] * 2
-    places = []
-    offset = data_start
-    for before, nbytes, behind in order:
-        places.append((A, offset + before, nbytes))
-        offset += before + nbytes + behind
-    _, pieces = cut(places)
-    target = sum(piece.nbytes for piece in pieces)
-    extents = direct_extents([(piece, MEMORY) for piece in pieces])
-    assert sum(extent.span.nbytes for extent in extents) <= 1.001 * target
-    assert len(extents) <= target / EXTENT_BYTES + 2
 
 
 @pytest.mark.parametrize(

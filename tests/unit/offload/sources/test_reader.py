@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from wanstream.offload.sources import reader as reader_module
@@ -209,14 +208,6 @@ def test_a_short_read_is_continued(layered, route, large, short, caplog):
         assert all(position % ALIGNMENT == 0 for position, _ in layer.requests)
 
 
-def test_bytes_are_counted_as_files_return_them(layered, route, large):
-    reader, _ = layered(route)
-    reader.read(whole_of(large, buffer(len(LARGE))))
-    assert reader.bytes_read == len(LARGE)
-    reader.read([(piece(large, 10, 100), buffer(100))])
-    assert reader.bytes_read == len(LARGE) + (ALIGNMENT if route == "direct" else 100)
-
-
 direct = pytest.mark.skipif(not HAS_DIRECT, reason="this system has no O_DIRECT")
 
 
@@ -268,28 +259,10 @@ def test_a_refusing_file_system_is_read_through_the_cache(large, path, caplog, a
     reader.close()
 
 
-def test_the_portable_route_never_reads_directly(layered, large):
-    layer = Layer(OpenFiles())
-    reader = FileReader(readers=2, portable=True, direct=True)
-    reader.direct_files = layer
-    assert not reader.direct
-    reader.read(whole_of(large, buffer(len(LARGE))))
-    assert layer.requests == []
-    reader.close()
+def test_a_refusal_of_other_than_direct_reads_is_an_error(layered, large):
     refused, _ = layered("seek", at=0, error=errno.EINVAL)
     with pytest.raises(SourceError, match="Invalid argument"):
         refused.read(whole_of(large, buffer(len(LARGE))))
-
-
-def test_repeated_reads_take_no_more_memory(reader, large):
-    process = psutil.Process()
-    memory = buffer(len(LARGE))
-    for _ in range(3):
-        reader.read(whole_of(large, memory))
-    before = process.memory_info().rss
-    for _ in range(30):
-        reader.read(whole_of(large, memory))
-    assert process.memory_info().rss - before < len(LARGE) // 2, "of 30 times as much"
 
 
 KINDS = [("tmpfs", True), ("ramfs", True), ("ext4", False), ("overlay", False), (None, False)]
