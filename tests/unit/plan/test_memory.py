@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import Budgets
-from wanstream.plan.memory import memory_budget
+from wanstream.plan import Budgets, memory_budget
 from wanstream.schema import OffloadPolicy
 from wanstream.tests.support.plan_fixtures import needs_of, predicted, rated, rated_cpu, run_shape
 
@@ -60,13 +59,6 @@ def test_another_form_of_the_same_size_is_decoded_too():
         assert (decoded.device_bytes > plain.device_bytes) == machine.has_bus
         assert predicted(run, machine, LAYERWISE).timeline.decode_s == 0
         assert predicted(fp16, machine, LAYERWISE).timeline.decode_s > 0
-
-
-def test_fewer_tokens_at_once_take_less():
-    run = run_shape(tokens=100_000)
-    every, some = (needs_of(run, rated(), replace(LAYERWISE, chunk_tokens=n)) for n in (None, 4096))
-    assert some.working_bytes < every.working_bytes
-    assert some.device_bytes - some.working_bytes == every.device_bytes - every.working_bytes
 
 
 def test_a_shortage_lists_its_terms():

@@ -86,20 +86,6 @@ def test_an_unpredicted_stall_corrects_the_slower_rate(field, slow, fast, slow_s
     assert found.with_figures(**{field: real_rate}) == replace(real, origin=found.origin)
 
 
-def test_another_plan_follows_from_a_slower_disk():
-    run = run_shape()
-    believed = rated(read=0.5)
-    small = needs_of(run, believed, OffloadPolicy.layerwise(1))
-    budgets = Budgets(vram_bytes=small.device_bytes, ram_bytes=10 * run.blocks.stored_bytes)
-    chosen = plan_offload(run, believed, budgets)
-    assert chosen.policy.source == "file"
-    real = replace(believed, disk_bytes_per_s=believed.disk_bytes_per_s / 4)
-    again = plan_offload(run, _corrected(believed, run, chosen, real), budgets)
-    assert again.policy.ram_blocks == 8
-    before_s, after_s = (predicted(run, real, each.policy).total_s for each in (chosen, again))
-    assert after_s < 0.8 * before_s
-
-
 def test_step_without_stalls_shows_fast_links():
     run = run_shape()
     believed = rated(read=4.0)

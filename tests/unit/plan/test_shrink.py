@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan import keep_near_policy, shrink_to_budget
-from wanstream.plan.shrink import bytes_to_free, next_smaller_policy
+from wanstream.plan import bytes_to_free, keep_near_policy, next_smaller_policy, shrink_to_budget
 from wanstream.schema import OffloadPolicy, plan_residency
 from wanstream.shapes import chunks_below
 

@@ -85,19 +85,6 @@ def test_bytes_of_residents_and_buffers(sizes):
     assert resident.nbytes == sum(sizes)
 
 
-@PROPERTY
-@given(data=st.data(), count=st.integers(1, 12))
-def test_equal_blocks_have_the_program_without_sizes(data, count):
-    blocks = {expert: [700] * count for expert in ("high", "low")}
-    policy = data.draw(any_policy(blocks))
-    visits = step_visits(["high", "high", "low", "high"], dict.fromkeys(blocks, count))
-    residency, sizes = plan_buffers(policy, blocks)
-    contents = {0: BlockKey("low", 0), 1: BlockKey("high", 0), 2: BlockKey("high", count - 1)}
-    given = (visits, residency, len(sizes.capacities))
-    found, plain = (compile_program(*given, sizes=s, contents=contents) for s in (sizes, None))
-    assert replace(found, sizes=None) == plain
-
-
 def test_similar_sizes_share_buffers():
     """Block 0 is streamed and small: it takes the small buffer, free just as long."""
     _, planned = plan_buffers(OffloadPolicy.resident(), {"model": [1000, 980, 960, 500]})

@@ -11,14 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.programs import IMMEDIATE, Fetch, TransferProgram, compile_program
-from wanstream.plan.programs.ram_program import (
-    DIRECT,
-    RamProgram,
-    RamResidency,
-    compile_ram,
-    plan_ram,
-)
+from wanstream.plan.programs import IMMEDIATE, Fetch, TransferProgram, compile_program, compile_ram
+from wanstream.plan.programs.ram_program import DIRECT, RamProgram, RamResidency, plan_ram
 from wanstream.plan.programs.transfer_program import ProgramError
 from wanstream.plan.programs.verify import check_ram
 from wanstream.plan.programs.visits import BlockKey, step_visits

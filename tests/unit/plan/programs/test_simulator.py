@@ -50,11 +50,6 @@ def hardware(r: float, d: float = 1.0, **values: Any) -> Hardware:
     return Hardware(**{**usual, **values})
 
 
-def in_lanes(r: float, lanes: int) -> Hardware:
-    """Return a machine where high visits take as many seconds as they have lanes."""
-    return hardware(r, visit_s={"high": float(lanes), "low": 1.0})
-
-
 def pinned(blocks: int, *, experts: Sequence[str] = EXPERTS) -> RamResidencyOf:
     """Return a function that makes `blocks` blocks in these experts RAM-resident.
 
@@ -253,27 +248,6 @@ def test_cost_of_the_switch(residents, expected):
         switched = run(hardware(r), residents=residents, high=6, low=6)
         assert switched.wall_s - alone.wall_s == pytest.approx(cost_s, abs=0.05)
         assert switched.steps[5].wall_s <= steady_step(alone) * (1 + 1e-9)
-
-
-def test_lanes_share_the_transfers_and_hide_the_switch():
-    """r in one-lane visits: it may be as many times larger as there are lanes."""
-    for lanes in (1, 4):
-        for r, expected in ((lanes, 1.0), (2 * lanes, 2.0)):
-            timeline = run(in_lanes(r, lanes), high=10)
-            assert steady_step(timeline) / (BLOCKS * lanes) == pytest.approx(expected)
-            assert timeline.bytes_moved == 400 * BLOCK_BYTES
-    for lanes, cost in ((1, 40.0), (2, 0.0)):
-        steps = run(in_lanes(2.0, lanes), residents=20, high=6, low=6).steps
-        assert steps[6].wall_s - steps[9].wall_s == pytest.approx(cost, abs=1.0)
-
-
-@pytest.mark.parametrize(("r", "stall"), [(0.2, 0.2), (1.0, 1), (1.5, 21), (4.0, 121)])
-def test_a_cold_start_waits_for_one_copy_and_then_for_the_bus(r, stall):
-    for residents in (0, 20):
-        timeline = run(hardware(r), residents=residents)
-        assert timeline.kind == "simulated"
-        assert timeline.first_block_s == pytest.approx(r)
-        assert timeline.steps[0].stall_s == pytest.approx(stall)
 
 
 def test_work_outside_the_blocks_is_compute_and_hides_copies():

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.programs import IMMEDIATE, KEPT, Fetch, compile_program, eviction_order
+from wanstream.plan.programs import IMMEDIATE, Fetch, check_program, compile_program, eviction_order
 from wanstream.plan.programs.transfer_program import ProgramError
-from wanstream.plan.programs.verify import check_program
 from wanstream.plan.programs.visits import BlockKey, Visit, step_visits
 from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
 from wanstream.tests.support.plan_fixtures import (
@@ -29,8 +28,8 @@ def even(residents: int, blocks: int = 40) -> Residency:
     return Residency(residents={expert: spread_evenly(residents, blocks) for expert in HIGH_LOW})
 
 
-def wan_steps(high: int, low: int, blocks: int = 40) -> tuple[Visit, ...]:
-    return step_visits(["high"] * high + ["low"] * low, dict.fromkeys(HIGH_LOW, blocks))
+def wan_steps(high: int, low: int) -> tuple[Visit, ...]:
+    return step_visits(["high"] * high + ["low"] * low, dict.fromkeys(HIGH_LOW, 40))
 
 
 def stages(visits: tuple[Visit, ...]) -> list[list[Visit]]:
@@ -169,46 +168,6 @@ def test_a_program_that_fits_on_a_page():
     assert final_contents(program) == {0: high[0], 1: high[1], 2: high[2]}
 
 
-def test_the_switch_rolls():
-    """A resident's buffer is refilled right after the last use.
-
-    The last high step is computing then. Every second low block is a resident.
-    """
-    program = compile_program(wan_steps(6, 6), even(20), 22)
-    low = [fetch for fetch in program.fetches if fetch.block.expert == "low"]
-    refills = [fetch for fetch in low if 200 <= fetch.start_after < 240]
-    assert len(refills) == 22
-    assert sum(fetch.last > fetch.needed_by for fetch in refills) == 11
-
-
-@pytest.mark.parametrize(
-    ("residents", "steps", "buffers", "starts"),
-    [
-        # All resident, without a streaming buffer: the experts still take turns.
-        (40, (3, 3), 40, [IMMEDIATE] * 40 + list(range(80, 120))),
-        # One buffer is legal and serial.
-        (0, (2, 2), 1, list(range(-1, 159))),
-        # No block is visited twice: residents are a deep ring, and one buffer is enough.
-        (20, (1, 0), 22, [IMMEDIATE] * 22 + list(range(18))),
-    ],
-)
-def test_fetches_start_as_soon_as_a_buffer_is_free(residents, steps, buffers, starts):
-    program = compile_program(wan_steps(*steps), even(residents), buffers)
-    assert [fetch.start_after for fetch in program.fetches] == starts
-
-
-def test_permanent_residents_serve_the_next_run_too():
-    counts = {"high": 40, "low": 40}
-    residency, buffers = plan_residency(OffloadPolicy.resident(), counts)
-    contents: dict[int, BlockKey] = {}
-    for experts, fetches in ((["low"], 40), (["high"], 40), (["high", "low"], 0)):
-        visits = step_visits(experts, counts)
-        program = compile_program(visits, residency, buffers, contents=contents)
-        assert len(program.fetches) == fetches
-        contents = final_contents(program)
-    assert set(program.visit_fetch) == {KEPT}
-
-
 def test_permanent_resident_stays_when_its_patch_returns():
     """It occupies a buffer from the start in the first lifetime only: two buffers suffice."""
     residency = Residency(residents={"high": frozenset({3})}, permanent=True)
@@ -220,14 +179,7 @@ def test_permanent_resident_stays_when_its_patch_returns():
     assert len(program.fetches) == 3 * 4 - 1
 
 
-def test_contents_of_no_use_are_forgotten_and_overwritten_last():
-    """After an out-of-memory retry there are fewer buffers than before."""
-    another = {buffer: BlockKey("encoder", buffer) for buffer in range(22)}
-    program = compile_program(wan_steps(1, 1), even(20), 22, contents=another)
-    assert program == compile_program(wan_steps(1, 1), even(20), 22)
-    beyond = {1: BlockKey("high", 0), 5: BlockKey("high", 1)}
-    program = compile_program(wan_steps(1, 0), even(0), 2, contents=beyond)
-    assert program.initial == {1: BlockKey("high", 0)}
+def test_contents_of_no_use_are_overwritten_last():
     low = {buffer: BlockKey("low", buffer) for buffer in range(2)}
     program = compile_program(step_visits(["high"], {"high": 2}), even(0, 2), 4, contents=low)
     assert {fetch.buffer for fetch in program.fetches} == {2, 3}
