@@ -10,16 +10,9 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.offload.formats import chunk_size
+from wanstream.offload.formats import NVFP4, chunk_size
 from wanstream.offload.formats.decode import FP8_DTYPES, decode_tensor, decode_work_bytes
-from wanstream.offload.formats.packing import (
-    MXFP8,
-    NVFP4,
-    QUANT_FORMATS,
-    Constants,
-    EightBit,
-    Packing,
-)
+from wanstream.offload.formats.packing import MXFP8, QUANT_FORMATS, Constants, EightBit, Packing
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing import TinyShape, make_expert, make_lora, save_expert_file, save_lora
@@ -28,8 +21,7 @@ from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.sampling.runs import LAYERWISE
 from wanstream.tests.support.wan.number_formats import ENCODERS, MixedLayout
 from wanstream.tests.support.wan.quantised_files import Fp8Layout, matrices
-from wanstream.wan import open_experts
-from wanstream.wan.lora.file import open_lora
+from wanstream.wan import open_experts, open_lora
 
 PAGE = (Path(__file__).parents[3] / "docs" / "number-formats.md").read_text(encoding="utf-8")
 BF16 = torch.bfloat16

@@ -7,8 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from wanstream.offload.formats import one_pass
-from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats import decode_tensor, one_pass
 from wanstream.offload.formats.one_pass import same_bits, sample, unavailable
 from wanstream.offload.formats.packing import QUANT_FORMATS, Constants
 from wanstream.tests.support.accelerator import Accelerator

@@ -8,17 +8,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from wanstream.offload.formats import chunk_size
+from wanstream.offload.formats import MXFP8, NVFP4, EightBit, Microscaled, Packing, chunk_size
 from wanstream.offload.formats.decode import FP8_DTYPES, decode_block, decode_tensor
 from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
-from wanstream.offload.formats.packing import (
-    MXFP8,
-    NVFP4,
-    QUANT_FORMATS,
-    EightBit,
-    Microscaled,
-    Packing,
-)
+from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.testing.quantised import random_groups
 from wanstream.tests.support.wan.number_formats import ENCODERS, Encoded
 

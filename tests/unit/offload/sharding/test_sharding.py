@@ -13,16 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload import BlockPatch, WeightPatch
+from wanstream.offload import BlockPatch, GatherBrokenError, Sharded, WeightPatch, shard_bytes
 from wanstream.offload.formats.safetensors_header import read_header
-from wanstream.offload.sharding.group import (
-    GatherBrokenError,
-    GatheringState,
-    ProgramMismatchError,
-    Sharded,
-    StoppedTogether,
-    shard_bytes,
-)
+from wanstream.offload.sharding.group import GatheringState, ProgramMismatchError, StoppedTogether
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.quantised import QuantisedSource
 from wanstream.plan.programs import BlockKey, step_visits

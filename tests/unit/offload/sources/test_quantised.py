@@ -16,16 +16,9 @@ from wanstream.offload.formats.layout import allocate_flat, block_format, tensor
 from wanstream.offload.formats.packing import QUANT_FORMATS, EightBit
 from wanstream.offload.formats.quantise import quantise_rotated, work_memory
 from wanstream.offload.formats.safetensors_header import read_header
-from wanstream.offload.sources import quantised
+from wanstream.offload.sources import FileSource, QuantisedSource, quantised, quantised_packings
 from wanstream.offload.sources.base import SourceError
-from wanstream.offload.sources.file import FileSource
-from wanstream.offload.sources.quantised import (
-    QUANTISED_BYTES,
-    QuantisedSource,
-    quantised_format,
-    quantised_packings,
-    row_pieces,
-)
+from wanstream.offload.sources.quantised import QUANTISED_BYTES, quantised_format, row_pieces
 from wanstream.plan.programs import BlockKey
 from wanstream.tests.support.offload.fixtures import in_threads
 

@@ -18,10 +18,8 @@ from gguf.quants import quantize
 from safetensors.torch import load, save, save_file
 
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.offload.sources import reader
+from wanstream.offload.sources import StoredFile, read_tensors, reader
 from wanstream.offload.sources.base import SourceError
-from wanstream.offload.sources.file import read_tensors
-from wanstream.offload.sources.stored_file import StoredFile
 from wanstream.tests.support.offload.edited_files import close_gguf
 
 Q8_0 = GGMLQuantizationType.Q8_0
