@@ -45,9 +45,6 @@ class Access(NamedTuple):
     time: int
     words: str
 
-    def is_before(self, clock: Clock) -> bool:
-        return clock.get(self.actor, -1) >= self.time
-
 
 @dataclass
 class Segment:
@@ -89,7 +86,7 @@ class History:
             if write:
                 earlier += segment.reads.values()
             for other in earlier:
-                if not other.is_before(actor.clock):
+                if actor.clock.get(other.actor, -1) < other.time:
                     self._report(f"{race} {other.words}")
             if write:
                 segment.write, segment.reads = access, {}

@@ -9,15 +9,8 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
 
-from wanstream.block_kernels import (
-    ATTENTIONS,
-    EXACT,
-    INDUCTOR,
-    Kernels,
-    check_installed,
-    check_usable,
-)
-from wanstream.block_kernels.attention import KernelsError
+from wanstream.block_kernels import ATTENTIONS, EXACT, INDUCTOR
+from wanstream.block_kernels.attention import Kernels, KernelsError, check_installed, check_usable
 from wanstream.schema.refs import Attention
 from wanstream.tests.support.wan.blocks import Operations, block_inputs, computed, diffusers_block
 from wanstream.wan.transformer.block import BlockSettings, WanBlock

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.block_kernels import Fp8Linear, Int8Linear, choose_multiplication
+from wanstream.block_kernels import Int8Linear, choose_multiplication
 from wanstream.block_kernels import multiplication as module
 from wanstream.block_kernels.attention import KernelsError
 from wanstream.block_kernels.choice import backend_refusal, kitchen_refusal
+from wanstream.block_kernels.fp8_linear import Fp8Linear
 from wanstream.host.embedded.files import Folders
 from wanstream.nodes import WARNINGS, loaders
 from wanstream.nodes.loaders import WanStreamLora, WanStreamOneExpert

@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from wanstream.plan import Machine
-from wanstream.plan.machine import GPUS, UnknownGpuError, expected_machine
+from wanstream.plan.machine import GPUS, Machine, UnknownGpuError, expected_machine
 from wanstream.shapes import T2V_A14B, VideoShape
 from wanstream.tests.support.plan_fixtures import rated, rated_cpu, run_shape, visit_seconds
 

@@ -11,8 +11,7 @@ from wanstream.plan.predict import Prediction, compile_programs
 from wanstream.plan.programs import check_program, check_ram
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.records import StepRecord, Timeline
-from wanstream.shapes import RunShape, StepShape
-from wanstream.shapes.run import CHUNK_S
+from wanstream.shapes.run import CHUNK_S, RunShape, StepShape
 from wanstream.tests.support.plan_fixtures import (
     predicted,
     rated,

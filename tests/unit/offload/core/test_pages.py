@@ -110,26 +110,6 @@ def flats(*pages: float) -> list[torch.Tensor]:
     return [allocate_flat(int(4096 * each), "cpu") for each in pages]
 
 
-def test_blocks_are_locked_and_unlocked_one_by_one():
-    driver = LimitedPageLock(limit=2)
-    blocks = LockedBlocks(driver)
-    first, second, third, fourth = flats(1, 2, 3, 4)
-    for memory in (first, second, third):
-        blocks.add(memory)
-    locked = [(first.data_ptr(), 4096), (second.data_ptr(), 2 * 4096)]
-    assert driver.locked == locked, "the third was refused"
-    blocks.remove(third)
-    assert blocks.nbytes == 3 * 4096
-    blocks.remove(first)
-    blocks.remove(first)
-    assert driver.locked == locked[1:]
-    blocks.add(fourth)
-    assert blocks.nbytes == 6 * 4096
-    for _ in range(2):
-        blocks.release()
-        assert (blocks.nbytes, driver.locked) == (0, [])
-
-
 def test_a_refusal_is_logged_once_and_not_tried_again(caplog):
     driver = LimitedPageLock(limit=1)
     blocks = LockedBlocks(driver)

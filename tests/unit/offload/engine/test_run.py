@@ -24,10 +24,6 @@ from wanstream.tests.support.polling import eventually
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
-def device_error() -> Exception:
-    return torch.AcceleratorError(f"{ILLEGAL}\nCUDA kernel errors might be asynchronous")
-
-
 class Broken:
     """Callable that raises an error after `at` calls."""
 
@@ -73,7 +69,7 @@ def run_broken(make_stack, error: Exception | None, at: int | None) -> None:
 )
 def test_late_errors_name_the_place(make_stack, monkeypatch, at, call, place):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", str(int(at == -2)))
-    error = device_error()
+    error = torch.AcceleratorError(f"{ILLEGAL}\nCUDA kernel errors might be asynchronous")
     if call is not None:
         owner, name, number = call
         broken = Broken(error, number, getattr(owner, name))

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.formats import CheckpointFileError, read_header
-from wanstream.offload.formats.safetensors_header import DTYPES
+from wanstream.offload.formats.safetensors_header import DTYPES, CheckpointFileError, read_header
 
 ONE_TENSOR = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from wanstream.offload import ComputedPatch, Hadamard, Kronecker, Product, Rescaled, WeightPatch
 from wanstream.offload.core.pages import in_pages
-from wanstream.offload.engine.engine import OffloadEngine
 from wanstream.offload.formats.layout import block_format
 from wanstream.offload.formats.packing import QUANT_FORMATS
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
@@ -77,10 +76,6 @@ def some_patches(strength: float, *, expert: str = "high", rank: int = 4) -> Pat
 
 
 ONCE = some_patches(1.0)
-
-
-def fetches(engine: OffloadEngine, stacks) -> list[BlockKey]:
-    return fetched(stream(engine, stacks, STEPS)[1])
 
 
 Q8_0 = QUANT_FORMATS["Q8_0"]
@@ -183,7 +178,7 @@ def test_only_blocks_with_another_identity_are_fetched_again(stacks, slow, kept)
                 memory = sum(in_pages(engine.patches.nbytes(key)) for key in patches)
                 slots = in_pages(BLOCK_BYTES) * len(engine.ram.contents())
                 assert engine.host_bytes == slots + memory
-            blocks = fetches(engine, stacks)
+            blocks = fetched(stream(engine, stacks, STEPS)[1])
             assert (len(blocks), set(blocks)) == (len(again), again)
     if kept == "pinned":
         assert sorted(slow.reads) == sorted(slow.formats), "stored bytes are read once"

@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.plan.programs import (
-    BlockKey,
-    PassOrders,
-    Visit,
-    predict_visits,
-    split_at_boundary,
-    step_visits,
-)
-from wanstream.plan.programs.visits import SkipRule, skipped_steps
+from wanstream.plan.programs import Visit, predict_visits, split_at_boundary, step_visits
+from wanstream.plan.programs.visits import BlockKey, PassOrders, SkipRule, skipped_steps
 
 
 def test_a_step_passes_once_through_the_blocks_of_its_expert():
