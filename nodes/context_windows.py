@@ -10,11 +10,12 @@ from . import sockets
 from .inputs import known, limits
 from .runs.preview import check_frames
 
+MAX_FRAMES = 1025
 WINDOW_INPUTS: tuple[io.Input, ...] = (
     io.Int.Input(
         "frames",
         default=81,
-        **limits(5, 1025, step=FRAMES_PER_LATENT),
+        **limits(5, MAX_FRAMES, step=FRAMES_PER_LATENT),
         tooltip="Frames per window, a multiple of 4 plus 1, at most those of the video. Attention "
         "costs grow with their square: two windows compute less than one of twice the length.",
     ),
@@ -80,7 +81,8 @@ class WanStreamContextWindows(io.ComfyNode):
         cls, frames: int | None = None, overlap: int | None = None, stride: int | None = None
     ) -> bool:
         given = known(int, frames=frames, overlap=overlap, stride=stride)
-        windows_of(**{"frames": 81, "overlap": 0, "stride": 1, **given})
+        # Placeholders for linked values refuse nothing. `execute` checks the real ones.
+        windows_of(**{"frames": MAX_FRAMES, "overlap": 0, "stride": 1, **given})
         return True
 
     @classmethod

@@ -79,5 +79,5 @@ def test_nodes_make_values():
     windows = {"frames": 3, "overlap": 1, "stride": 1, "blend": "linear", "repeat_image": True}
     assert WanStreamContextWindows.execute(**WINDOWS).args == (ContextWindows(**windows),)
     assert windows_of(frames=81, overlap=16, stride=1) == ContextWindows()
-    assert WanStreamContextWindows.validate_inputs(frames=None, overlap=8) is True, "linked"
+    assert WanStreamContextWindows.validate_inputs(frames=None, overlap=96) is True, "linked"
     assert WanStreamGuidance.validate_inputs(None) is True, "linked"
