@@ -148,7 +148,7 @@ def _starts(last: int, hop: int, first: int) -> list[int]:
 
     Redundant ones are omitted.
     """
-    wanted = sorted({0, last, *range(min(first, last), last, hop)})
+    wanted = sorted({0, last, *range(first, last, hop)})
     starts = [0]
     for start, following in pairwise(wanted[1:]):
         # Without `start`, the windows on both sides would lie more than a hop apart.

@@ -125,7 +125,8 @@ class Collector:
             for file, part in zip(saved, parts, strict=True):
                 self._backend.fetch(file, part)
             return [self._store.check_file(part) for part in parts]
-        except (NoSuchFileError, UnreadableFileError, UnreachableError):
+        # A full disk and Ctrl+C too: the next command fetches whole files again.
+        except BaseException:
             for part in parts:
                 part.unlink(missing_ok=True)
             raise

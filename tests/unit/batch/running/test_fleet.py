@@ -187,13 +187,15 @@ def test_the_batch_ends_when_no_server_takes_posts(fleet_of, rows):
     assert State.failed not in fleet.states()
 
 
-def test_the_error_of_one_runner_ends_the_batch(fleet_of):
+def test_the_error_of_one_runner_ends_the_batch(fleet_of, tmp_path):
     full = Server("full")
     full.fetching = raising(OSError(28, "No space left on device"))
     fleet = fleet_of(full, Server("other", steps=1000))
     with pytest.raises(OSError, match="No space left on device"):
         fleet.run()
     assert State.failed not in fleet.states()
+    parts = [path for path in tmp_path.rglob("*.txt") if path.read_text() == "half"]
+    assert not parts, "they fill the disk"
     fleet.servers = [Server("full"), Server("other")]
     fleet.complete()
 
