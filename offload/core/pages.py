@@ -253,8 +253,9 @@ class LockedBlocks:
                 _unlock(self._driver, pieces)
 
     def release(self) -> None:
-        """Unlock all blocks. No copy may be in progress."""
+        """Unlock all blocks, and allow new attempts. No copy may be in progress."""
         _unlock_all(self._driver, self._blocks)
+        self._refused = False
 
 
 _Place: TypeAlias = "tuple[int, int]"

@@ -227,6 +227,8 @@ class PassCalls:
         # A failed attempt is ended without blocks, and leaves no entry.
         if is_whole or order:
             self.course.append(order)
+        else:
+            self.passes -= self._in_pass  # the number is used again, as in `StackCalls`
         self._in_pass = False
 
     def end_call(self) -> bool:

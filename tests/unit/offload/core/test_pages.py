@@ -120,6 +120,8 @@ def test_a_refusal_is_logged_once_and_not_tried_again(caplog):
     words = "0.10 GB of RAM are page-locked for the device, but the next 0.10 GB were refused"
     assert f"{words} (no more pages)" in caplog.text
     assert "slower" in caplog.text
+    blocks.release()
+    assert blocks.add(flats(1)[0]), "there is room again"
 
 
 @pytest.mark.parametrize(

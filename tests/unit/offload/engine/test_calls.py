@@ -80,3 +80,11 @@ def test_passes_after_the_first_one_are_predicted_like_it():
     order = [*range(1, BLOCKS), 0]
     blocks = [visit.block for visit in source.predicted(order[:1]) if visit.expert == H]
     assert blocks == [*order[1:], *order, *order]
+
+
+def test_a_repeated_pass_has_the_number_of_the_failed_one():
+    source = StackCalls(ORDERS, PREDICTED)
+    for _ in range(2):
+        source.begin_pass(H)
+        assert source.visit(0).step == source.predicted(())[0].step == 0
+        source.end_pass((), is_whole=False)
