@@ -116,11 +116,15 @@ def versions(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
 
 def _commit() -> str:
     """Return the checkout's commit. An installed package has none."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).resolve().parent.parent
     command = ["git", "rev-parse", "--short", "HEAD"]
+    # Not above the root: the package may lie in the checkout of another project.
+    limited = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     try:
         # Outside a checkout, git fails with an empty output, so the status is not checked.
-        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, cwd=root, env=limited, capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return "unknown (no git)"
     return result.stdout.strip() or "unknown (not a git checkout)"

@@ -96,6 +96,8 @@ def _run_peer(task: Task, folders: dict[str, Path], device: torch.device) -> Run
     import_rss, before, start = memory_bytes("VmRSS"), process_usage(), time.perf_counter()
     model_of = set_up(task.case_variant, _setting(task, folders, device))
     load_s = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # the peak in the steps, as for our runs
     result = denoise_plain(model_of, request, dtype=DTYPE, device=device)
     total_s, used = time.perf_counter() - start, process_usage().since(before)
     return RunReport(

@@ -83,7 +83,6 @@ def planned_rounds(
     """Return the rounds. Each contains the main variants, and a share of the other ones.
 
     With a limit, each round also contains the resident model without it, as reference for ratios.
-    ratios.
     """
     ours = wanstream_variants(blocks)
     peers = [*DISK_PEERS, *(HEAP_PEERS if limited else []), CPU_OFFLOAD, SWAP]

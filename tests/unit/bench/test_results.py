@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from wanstream.bench import Result
+from wanstream.bench import Result, results
 from wanstream.bench.results import describe_machine, device_name, hardware, hardware_name, versions
 from wanstream.benchmarks.pages.performance import provenance
 from wanstream.benchmarks.record import newest_results
@@ -36,6 +36,12 @@ def test_result_is_read_as_it_was_written(tmp_path):
     assert newest["engine"] == RESULT
     dates = {case: found.date for case, found in newest.items() if case != "engine"}
     assert dates == {"x": "2026-11-20", "y": "2026-11-01"}
+
+
+def test_commit_of_another_project_is_not_recorded(monkeypatch):
+    inside_this_checkout = Path(results.__file__).parents[1] / "offload" / "engine"
+    monkeypatch.setattr(results, "__file__", str(inside_this_checkout / "results.py"))
+    assert versions()["commit"] == "unknown (not a git checkout)"
 
 
 def test_report_names_the_machine_and_nothing_private():
