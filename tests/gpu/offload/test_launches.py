@@ -16,11 +16,11 @@ from wanstream.offload.formats.packing import MXFP8, QUANT_FORMATS, Constants, E
 from wanstream.plan.programs import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing import TinyShape, make_expert, make_lora, save_expert_file, save_lora
-from wanstream.testing.quantised import TypeOf, q4_k_m, save_expert_gguf
+from wanstream.testing.quantised import q4_k_m, save_expert_gguf
 from wanstream.tests.support.accelerator import Accelerator
 from wanstream.tests.support.sampling.runs import LAYERWISE
 from wanstream.tests.support.wan.number_formats import ENCODERS, MixedLayout
-from wanstream.tests.support.wan.quantised_files import Fp8Layout, matrices
+from wanstream.tests.support.wan.quantised_files import Fp8Layout
 from wanstream.wan import open_experts, open_lora
 
 PAGE = (Path(__file__).parents[3] / "docs" / "number-formats.md").read_text(encoding="utf-8")
@@ -137,20 +137,16 @@ def _marked(name: str) -> Write:
     return _file(MixedLayout(format_of=lambda _: name))
 
 
-def _gguf(types: TypeOf) -> Write:
-    return lambda model, path: save_expert_gguf(model, path.with_suffix(".gguf"), types=types)
+def _q4_k_m(model: WanTransformer3DModel, path: Path) -> None:
+    save_expert_gguf(model, path.with_suffix(".gguf"), types=q4_k_m)
 
 
 FILES: dict[str, tuple[Write, str, int]] = {
     "bf16": (_file(), "as stored", 0),
     "fp8": (_file(Fp8Layout()), "as stored", 20),
     "fp8 in RAM": (_file(), "fp8", 20),
-    "Q8_0": (_gguf(matrices("Q8_0")), "as stored", 2),
-    "Q4_K": (_gguf(matrices("Q4_K")), "as stored", 14),
-    "Q4_K_M": (_gguf(q4_k_m), "as stored", 50),
-    "int8": (_marked("int8"), "as stored", 10),
+    "Q4_K_M": (_q4_k_m, "as stored", 50),
     "int8 ConvRot": (_marked("int8 ConvRot"), "as stored", 40),
-    "mxfp8": (_marked("mxfp8"), "as stored", 50),
     "nvfp4": (_marked("nvfp4"), "as stored", 60),
 }
 """A file's form, the storage, and the launches for a visit."""

@@ -80,18 +80,6 @@ def test_every_block_of_every_pass_has_its_weights(stacks, policy, course):
             assert passes.session.visits == sum(map(len, COURSES[course]))
 
 
-@pytest.mark.parametrize("order", [WHOLE, INTERLEAVED, (0, 1, 4, 5)], ids=str)
-def test_learned_orders_need_one_program_and_one_fetch_per_visit(stacks, order):
-    with attach(stacks) as engine:
-        passes = Passes(engine, stacks)
-        passes.course([order] * 3, 3)
-        assert (passes.session.recompiled == 0) == (order == WHOLE)
-        passes.course([order] * 3, 3)
-        assert passes.session.recompiled == 0
-        kept = len(engine.buffers)  # blocks left in buffers by the course before
-        assert len(order) * 3 - kept <= passes.session.fetches <= len(order) * 3
-
-
 @pytest.mark.parametrize("course", COURSES)
 def test_a_repeated_course_needs_one_program(stacks, course):
     with attach(stacks) as engine:

@@ -59,15 +59,11 @@ def pinned(blocks: int, *, experts: Sequence[str] = EXPERTS) -> RamResidencyOf:
     return lambda device: plan_ram(policy, device, dict.fromkeys(experts, BLOCKS))
 
 
-def device_program(residents, streaming, high, low) -> tuple[TransferProgram, Residency]:
-    device = Residency(residents=dict.fromkeys(EXPERTS, spread_evenly(residents, BLOCKS)))
-    visits = step_visits(["high"] * high + ["low"] * low, WAN)
-    return compile_program(visits, device, residents + streaming), device
-
-
 def run(machine, ram_residency=None, *, residents=0, streaming=2, staging=2, high=12, low=0):
     """Simulate steps. Without `ram_residency` all blocks are in RAM."""
-    program, device = device_program(residents, streaming, high, low)
+    device = Residency(residents=dict.fromkeys(EXPERTS, spread_evenly(residents, BLOCKS)))
+    visits = step_visits(["high"] * high + ["low"] * low, WAN)
+    program = compile_program(visits, device, residents + streaming)
     if ram_residency is None:
         return simulate(program, machine, kept_in_ram(program))
     return simulate(program, machine, compile_ram(program, ram_residency(device), staging=staging))
@@ -269,21 +265,6 @@ def test_kept_contents_start_at_once_and_no_visits_make_no_steps():
 
 
 # --- figures: blocks in files ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("staging", "r", "expected"),
-    [
-        (1, 0.2, {0.5: 1.0, 0.8: 1.0, 0.9: 1.1, 1.0: 1.2, 1.1: 1.182, 1.5: 1.133, 2.0: 1.1}),
-        (1, 0.8, {0.5: 1.3, 0.8: 1.6, 0.9: 1.7, 1.0: 1.8, 1.1: 1.727, 1.5: 1.533, 2.0: 1.4}),
-        (2, 0.8, dict.fromkeys((0.5, 0.8, 0.9, 1.0, 1.1, 1.5, 2.0), 1.0)),
-    ],
-)
-def test_two_staging_slots_hide_the_second_hop(staging, r, expected):
-    """Everything from file: step over bound, per d."""
-    runs = {d: run(hardware(r, d), pinned(0), staging=staging) for d in expected}
-    found = {d: steady_step(each) / (BLOCKS * max(1.0, d)) for d, each in runs.items()}
-    assert found == pytest.approx(expected, abs=6e-4)
 
 
 def test_a_stall_is_the_files_until_the_block_has_left_it():
