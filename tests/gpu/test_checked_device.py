@@ -1,19 +1,21 @@
-"""The checked device itself."""
+"""The checked device itself, and product functions that wait for a device."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
-from wanstream.devices import DeviceRuntime
+from wanstream.devices import DeviceRuntime, clock_for
 from wanstream.offload.core import pages
 from wanstream.offload.transfers.cuda import CudaStreams
-from wanstream.tests.support.accelerator import Accelerator, checked_accelerator
+from wanstream.tests.support.accelerator import HOST_WAITS, Accelerator, checked_accelerator
 from wanstream.tests.support.offload.device_scenarios import LAYERWISE, PINNED, Case
 
 pytestmark = pytest.mark.checked
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -97,3 +99,31 @@ def test_memory_that_could_not_be_unlocked_stays_mapped():
         assert not machine.problems
         machine.locked.clear()
     gpu.runtime._still_locked.clear()
+
+
+def waits(gpu: Accelerator) -> None:
+    torch.zeros(1, device=gpu.device)
+    clock_for(gpu.device).settle()
+
+
+def test_a_wait_that_is_not_listed_is_reported(monkeypatch):
+    with checked_accelerator(0) as gpu:
+        waits(gpu)
+    monkeypatch.delitem(HOST_WAITS, "devices/clock.py settle")
+    words = r"waits for the device in devices/clock\.py settle: remove it"
+    with pytest.raises(AssertionError, match=words):
+        with checked_accelerator(0) as gpu:
+            waits(gpu)
+
+
+def test_waits_of_a_test_itself_are_not_counted():
+    with checked_accelerator(0) as gpu:
+        assert float(torch.ones(1, device=gpu.device)) == 1.0
+        assert gpu.machine is not None
+        assert not gpu.machine.host_waits
+
+
+@pytest.mark.parametrize("name", HOST_WAITS)
+def test_listed_functions_exist(name):
+    file, function = name.split()
+    assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8")
