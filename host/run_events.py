@@ -192,7 +192,6 @@ class RunEvents:
         once.
         """
         step = self._done
-        # -(-a // b) is a / b, rounded up.
         total = blocks * max(1, -(-done // blocks))
         if self._state is _State.RUNNING:
             self._send(VISITS, step=step, done=done, total=total)

@@ -106,7 +106,7 @@ def predicted_sigmas(
     if not _is_comfyui_sampler(sampler):
         return None
     dry_run = _DryRunGuider(guider)
-    # Not the run's options: some samplers replace them or write into them.
+    # Not the run's own options, because some samplers write into their options.
     options: dict[str, Any] = {"model_options": {versions.IN_LAYERS: {}}, "seed": seed}
     own_sigmas = sigmas.detach().cpu().clone()  # some samplers write to them
     zeros = torch.zeros(LATENT_SHAPE)

@@ -329,7 +329,7 @@ def loading_by(network: nn.Module, load: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        # The instance attribute hid the method. Deleting it uncovers the method again.
+        # The instance attribute hides the method. Without the attribute, the method is back.
         del network.load_state_dict
 
 
@@ -391,8 +391,8 @@ def force_casts(layer: Any, *, forced: bool) -> None:
     # `ModelPatcher.load` sets this, but it skips streamed layers.
     layer.comfy_force_cast_weights = forced
     if casts_weights(layer) and forced and not hasattr(layer, "prev_comfy_cast_weights"):
-        # `unpatch_model` restores the flag from here. Without the check, a second call would store
-        # True.
+        # `unpatch_model` restores the flag from this attribute. Without the check, a second call
+        # would store True.
         layer.prev_comfy_cast_weights = layer.comfy_cast_weights
         layer.comfy_cast_weights = True
 
@@ -401,8 +401,7 @@ def force_casts(layer: Any, *, forced: bool) -> None:
 def marked_as_patched(layers: Collection[nn.Module]) -> Iterator[None]:
     """Make ComfyUI treat these layers' weights as if they contained the patches."""
     for layer in layers:
-        # 0.18.1 and 0.33.0 then save the layer's own `state_dict`. Otherwise they would patch the
-        # weight when it is written.
+        # Otherwise 0.18.1 and 0.33.0 would patch the weight once more when the model is saved.
         vars(layer)["comfy_patched_weights"] = True
     try:
         yield

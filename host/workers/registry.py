@@ -122,7 +122,7 @@ class WorkerRegistry:
                 return True
             if entry.driver is not None and entry.driver.is_running:
                 return False
-            # All at once, so that they release memory in parallel.
+            # All calls are sent before the wait, so the workers release memory in parallel.
             requests = {worker.call("close"): worker for worker in entry.pool.workers}
             done, late = wait(requests, timeout=RELEASE_TIMEOUT_S)
             for request in late:

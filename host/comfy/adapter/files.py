@@ -36,8 +36,7 @@ class ComfyFiles(Files):
                 for folder in self.model_folders(kind):
                     found.update(diffusers_folders(folder))
             else:
-                # ComfyUI also lists pickles (.ckpt, .pt, .bin, .pth, .pkl), and this pack reads
-                # none.
+                # ComfyUI also lists pickles, such as .ckpt and .pth, and this pack reads none.
                 names = folder_paths.get_filename_list(kind)
                 found.update(name for name in names if name.lower().endswith(WEIGHT_FILES))
             if kind in GGUF_FOLDERS:

@@ -57,7 +57,7 @@ class ComfyMemory(Memory):
         return versions.dynamic_vram_bytes()
 
     def evict(self, wanted: int) -> None:
-        # `free_vram` subtracts the same reserve.
+        # `free_vram` subtracts this reserve, so ComfyUI must free the reserve in addition.
         reserved = int(comfy.model_management.minimum_inference_memory())
         comfy.model_management.free_memory(wanted + reserved, self.device())
 

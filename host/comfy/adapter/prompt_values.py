@@ -48,7 +48,7 @@ class PromptValues:
         for kind in ("required", "optional"):
             for name, (io_type, options) in input_types.get(kind, {}).items():
                 value = inputs.get(name)
-                # ComfyUI's wrapper for lists as values, because a bare list is a link.
+                # ComfyUI wraps a list value like this, because a bare list is a link.
                 if isinstance(value, dict) and "__value__" in value:
                     value = value["__value__"]
                 if name not in inputs or isinstance(value, list):

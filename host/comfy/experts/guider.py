@@ -111,7 +111,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         *run: Any,
         **settings: Any,
     ) -> torch.Tensor:
-        # ComfyUI's NestedTensor, absent in 0.3.64, where this reads the property of a torch Tensor.
+        # True for ComfyUI's NestedTensor. 0.3.64 has only torch tensors, and this is False there.
         if latent_image.is_nested:
             raise RequestError(
                 "the latent has several parts, but Wan generates only video: use an empty video "
@@ -231,7 +231,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             )
 
         def conditions(arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-            # At scale 1, ComfyUI passes None unless a sampler needs the negative, as CFG++ does.
+            # At scale 1, the negative is None, unless a sampler such as CFG++ needs it.
             latents, (_, negative) = versions.conditions_call(arguments)
             return run.denoised(latents, sigma, with_negative=negative is not None)
 

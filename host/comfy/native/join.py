@@ -62,7 +62,7 @@ class JoinedPatcher(NativePatcher):
     def pre_run(self) -> None:
         for own in self.own.values():
             own.pre_run()
-        # Last: `own` sets the current patcher of the same high-noise model.
+        # Last, because `own[HIGH]` makes itself the current patcher of the same model.
         super().pre_run()
         # Clones share the model and may have different boundaries.
         self.model.boundary = self.boundary

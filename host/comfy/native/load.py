@@ -45,7 +45,7 @@ def native_patcher(
     patcher = kind(model, management.get_torch_device(), management.unet_offload_device())
     # ComfyUI has loaded the model before SAMPLER_SAMPLE, but not before OUTER_SAMPLE.
     patcher.add_wrapper_with_key(WRAPPERS.SAMPLER_SAMPLE, KEY, partial(sampler_sample, host))
-    # Inside ComfyUI's context windows: each window is one call.
+    # This wrapper runs inside ComfyUI's context windows, so each window is one call.
     patcher.add_wrapper_with_key(WRAPPERS.CALC_COND_BATCH, KEY, calc_cond_batch)
     return patcher.with_settings(streaming)
 

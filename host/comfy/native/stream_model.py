@@ -202,7 +202,6 @@ def _take_matrices(block: nn.Module) -> dict[str, torch.Tensor]:
     """Return the matrices in a block by name, leaving only their shapes in the block."""
     taken: dict[str, torch.Tensor] = {}
     for path, module in block.named_modules():
-        # `list`, because the loop replaces entries of the iterated dictionary.
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dim() > 1:
                 taken[f"{path}.{name}".lstrip(".")] = parameter.detach()

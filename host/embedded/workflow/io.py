@@ -167,7 +167,7 @@ class Combo(ComfyTypeIO, io_type="COMBO"):
             if self.upload is not None:
                 del given["upload"]
                 given[self.upload.value] = True
-            # ComfyUI describes each combo with this key.
+            # ComfyUI's own description of a combo has this key too.
             return {**given, "multiselect": False}
 
 

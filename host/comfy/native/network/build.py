@@ -38,8 +38,8 @@ def build_model(
     """
     config, tensors = _detected(path, file, weight_dtype)
     management = comfy.model_management
-    # From here on as in ComfyUI's `load_diffusion_model_state_dict`. With quantised layers, it
-    # ignores the stored dtype.
+    # From here on as in ComfyUI's `load_diffusion_model_state_dict`. ComfyUI ignores the stored
+    # dtype too if layers are quantised.
     supported = config.supported_inference_dtypes
     quantised = versions.is_quantised(config)
     stored = None

@@ -231,8 +231,7 @@ class NativeRuns:
         with ExitStack() as entered:
             run = entered.enter_context(self.weights.loaded_engine.run((visit,)))
             entered.enter_context(run.visit(*visit))
-            # `pop_all` keeps the visit open behind this `with`. An error before it closes the
-            # visit.
+            # `pop_all` keeps the visit open after this `with`, unless an error comes first.
             self._alone = _Alone(key, entered.pop_all())
 
     # Modules inside a block.

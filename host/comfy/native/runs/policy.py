@@ -149,7 +149,7 @@ class NativePolicy:
         assert self._memory.policy is not None, "the model is loaded"
         present = replace(self._memory.policy, chunk_tokens=self.chunks.chunk_tokens)
         call = self._calls_done()
-        # A revision did not fit. The policy before it did, so that one comes back first.
+        # The revised policy did not fit, so the policy before the revision comes back first.
         if self._replaced is not None:
             self._keep_replaced(message)
             return
@@ -180,7 +180,7 @@ class NativePolicy:
         self._attempts += 1
         self.note(f"out of memory in call {call}: {change}")
         self._load(smaller)
-        # torch keeps freed buffers until then, in sizes that may not suit the next attempt.
+        # Otherwise torch keeps freed buffers, perhaps in sizes unsuitable for the next attempt.
         comfy.model_management.soft_empty_cache()
 
     def note(self, text: str) -> None:

@@ -141,7 +141,7 @@ class _Change:
 
     def compute(self, stored: Tensors, parts: Tensors) -> Tensors:
         """Change the weight in a buffer. See `ComputedPatch.compute`."""
-        # In the order of the numbers from `_taken`.
+        # `parts` has the order of the empty tensors, because `_taken` has replaced each in turn.
         staged = iter(parts.values())
         patches = _with_tensors(self.patches, lambda _empty: next(staged))
         weight = stored[""] if "" in stored else self.join(stored)

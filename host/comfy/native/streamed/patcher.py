@@ -288,7 +288,7 @@ class NativePatcher(StreamedPatcher):
             arriving = Arriving.joined(
                 [arriving_patches(stack, part.model, part.patches) for stack, part in parts.items()]
             )
-            # Before the policy is loaded, because it must leave this memory free.
+            # Before the policy is loaded, because the policy must leave this memory free.
             weights.patch_bytes = arriving.device_bytes
         for part in parts.values():
             part._patch(device, weights=stale)
@@ -390,7 +390,6 @@ class NativePatcher(StreamedPatcher):
                 store = self.model.get_submodule(path)._parameters
                 bound = store[name]
                 assert bound is not None
-                # Before `made`, which may raise: then the tensor is put back too.
                 replaced.append((store, name, bound))
                 store[name] = nn.Parameter(made(key, bound.dtype), requires_grad=False)
             yield
