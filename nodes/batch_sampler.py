@@ -122,7 +122,7 @@ class WanStreamLaneSampler(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
         )
 
-    # Bound to the other class, but it reads only inputs from `SETTING_INPUTS`, in both nodes.
+    # The method stays bound to the other class. Both nodes have all inputs that it checks.
     validate_inputs = WanStreamSampler.validate_inputs
 
     @classmethod

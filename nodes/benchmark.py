@@ -129,8 +129,8 @@ class WanStreamBenchmark(io.ComfyNode):
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
             # Two equal benchmarks must both run.
-            # Without this, ComfyUI's cache key has no node id, not even for V3 nodes with
-            # `unique_id`.
+            # Without this, ComfyUI's cache key has no node id. The hidden `unique_id` adds the id
+            # for V1 nodes only.
             not_idempotent=True,
         )
 

@@ -167,7 +167,7 @@ def graph_of(host: Host, hidden: io.HiddenHolder) -> dict[str, object]:
         return {}
     graph = dict(hidden.extra_pnginfo or {})
     if hidden.prompt is not None:
-        # The prompt alone does not show this node if several nodes save files.
+        # The prompt alone does not identify this node if several nodes save files.
         graph |= {"prompt": hidden.prompt, SAVING_NODE: hidden.unique_id}
     return graph
 

@@ -87,7 +87,7 @@ class WanStreamGuidance(io.ComfyNode):
         # ComfyUI passes only inputs in the workflow, so older workflows need this default.
         context_guidance: float = OFF,
     ) -> io.NodeOutput:
-        # At scale 1, NAG returns the positive attention but still computes the negative one.
+        # Scale 1 means off. NAG would still compute the negative attention and apply tau.
         nag = None if nag_scale == OFF else Nag(scale=nag_scale, tau=nag_tau, alpha=nag_alpha)
         return io.NodeOutput(
             Guidance(steps=Guidance.parse_steps(guidance_steps), nag=nag, context=context_guidance)

@@ -102,7 +102,7 @@ def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict
 
     Raises InsufficientMemoryError if there is too little RAM.
     """
-    # Before `torch.zeros`, which succeeds: Linux allocates pages at the first write.
+    # `torch.zeros` itself would not fail, because Linux allocates pages at the first write.
     check_tensor_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
     return {"samples": torch.zeros(batch_size, space.channels, *shape.latent)}
 

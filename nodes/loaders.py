@@ -129,7 +129,7 @@ class WanStreamExperts(FileNode):
     """Reference to a high-noise and a low-noise expert, checked to be a pair."""
 
     FILES: ClassVar = {"high_noise": EXPERT_FOLDERS, "low_noise": EXPERT_FOLDERS}
-    # ComfyUI compares no choice that `validate_inputs` receives. The embedded host does for these.
+    # ComfyUI compares no input of `validate_inputs` with its list. The embedded host does here.
     LISTED_INPUTS = ("high_noise", "low_noise")
 
     @classmethod
@@ -371,7 +371,7 @@ class WanStreamLora(FileNode):
         strength_steps: str = "",
     ) -> io.NodeOutput:
         host = current_host()
-        # An equal reference keeps the open experts as they are.
+        # With an empty LoRA, the reference would differ, and the LoRAs would be set again.
         if high_noise == low_noise == NONE:
             return noticed(host, experts)
         lora = LoraRef(

@@ -62,7 +62,7 @@ def check_prompts(positive: Conditioning, negative: Conditioning) -> None:
     """
     for name, side in (("positive", positive), ("negative", negative)):
         for _, values in side:
-            # ComfyUI's key, and 5 dimensions as from its image-to-video nodes.
+            # ComfyUI's key. The image-to-video nodes make masks with 5 dimensions.
             mask = values.get("concat_mask")
             if mask is None or mask.ndim != 5:  # replaced in any case
                 continue

@@ -66,7 +66,7 @@ class WanStreamJoinClips(io.ComfyNode):
         **others: torch.Tensor,
     ) -> io.NodeOutput:
         # Unconnected inputs leave a gap. The clips are ordered by their numbers.
-        # Numbers have one digit, so text order is their order.
+        # Text order is the numbers' order, because all numbers have one digit.
         later = [others[name] for name in sorted(others)]
         shared = overlap_frames(overlap) if shared_frames == FROM_OVERLAP else shared_frames
         return io.NodeOutput(join_clips([clip_1, clip_2, *later], shared))

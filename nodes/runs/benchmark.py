@@ -442,7 +442,7 @@ class ReportFiles(AbstractContextManager["ReportFiles"]):
 
     def traces(self) -> Path:
         """Return the path to the trace folder for these runs. It is not created here."""
-        # The stem ends with an underscore, behind the counter.
+        # The stem already ends with an underscore after the counter.
         return self._place.path.with_name(f"{self._place.path.stem}traces")
 
     def chart_preview(self) -> ui.SavedResult:

@@ -311,13 +311,13 @@ def _first_tiling(
 ) -> Tiling | None:
     """Return the requested tiles, or fitting ones, after the host has freed memory for them."""
     in_ram = runtime_for(memory.device()) is None
-    # Without tiles, memory for whole frames. Smaller tiles follow only if that is not free.
+    # Without tiles, this is memory for whole frames. Tiles are chosen below if there is less.
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
     # The weights are not loaded yet and take a part.
     room = memory.make_room(wanted + opened.weight_bytes) - opened.weight_bytes
     tiling = settings.tiling
     if tiling is None:
-        # The limit of the user, but not more than there is.
+        # The user's limit counts, but not beyond the free memory.
         budget = min(room, settings.memory_bytes or room)
         tiling = choose_tiling(needs, budget, shared=in_ram)
         if tiling is not None:
@@ -325,7 +325,7 @@ def _first_tiling(
                 f"decoded in {describe_tiling(tiling)}: whole frames take "
                 f"{format_size(needs.device_bytes(None))}, {format_size(budget)} given"
             )
-    # After the eviction: it may free RAM as well.
+    # After the eviction, because this may free RAM as well.
     _check_decode_ram(needs, tiling, in_ram=in_ram)
     return tiling
 

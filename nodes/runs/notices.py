@@ -38,11 +38,10 @@ def show_notices(host: Host, *notices: Notice, **values: str | float) -> dict[st
     Raises:
         StrictError: there are warnings and the host is strict.
     """
-    # First, because strict mode raises here and must not show the notices too.
+    # First: strict mode raises here, and the notices must not be shown in addition.
     warnings = accepted_warnings(host, notices)
     for warning in warnings:
         logger.warning("%s", warning)
-    # Values of the notice itself win over common ones.
     about = [asdict(replace(notice, values={**values, **notice.values})) for notice in notices]
     prompt_id, node_id = host.events.executing()
     # At once. ComfyUI sends `ui` only when the node has finished.

@@ -236,7 +236,7 @@ def _animation(pictures: list[Image.Image], fps: int) -> bytes:
         append_images=others,
         # Milliseconds for one picture.
         duration=round(1000 / fps),
-        # 0 repeats it for ever.
+        # 0 repeats the animation forever.
         loop=0,
         quality=QUALITY,
         method=0,  # the fastest

@@ -159,7 +159,7 @@ def prepare_shared(
     run = SharedRun(workers=workers, shape=shape, videos=request.batch, requested=inputs.requested)
     plan = host.memory.plan_workers(run, inputs.experts)
     driver = host.memory.workers(workers, plan.mesh)
-    # A measured run must not continue from states, or steps would be missing.
+    # A measured run must not continue from saved states. Otherwise steps would be missing.
     states = None if measured else host.files.folders().run_states
     preview_s = _latent_interval(host, preview, measured)
 

@@ -314,7 +314,7 @@ def _pixels(frame: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _picture(frame: torch.Tensor, pixel_format: str) -> av.VideoFrame:
-    # `reformat` reduces 16 bits to 10. Frames in uint8 have nothing to lose.
+    # `reformat` reduces 16 bits to 10. Frames in uint8 have only 8 bits anyway.
     bits = 16 if "10" in pixel_format and frame.dtype != torch.uint8 else 8
     pixels = _pixels(frame, bits)
     if pixels.shape[0] % 2:

@@ -24,5 +24,5 @@ def whole_file(path: Path, error: type[OSError], *, remedy: str = "") -> Iterato
     except OSError as err:
         raise error(err.errno, f"{path} could not be written: {err.strerror}{remedy}") from err
     finally:
-        # Missing after `replace`.
+        # After `replace`, the file no longer exists.
         unfinished.unlink(missing_ok=True)

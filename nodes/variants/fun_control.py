@@ -91,7 +91,7 @@ class WanStreamFunControl(latents.SizedNode):
         host = current_host()
         path, space = latents.vae_of(host.files, vae)
         shape = latents.video_shape(space, **size)
-        # Before the control video is encoded.
+        # Checked first: a wrong choice of model must not cost the encoding of the video.
         _check_space(model, space)
         latents.check_video_ram(shape, "the control video")
         images = {"start": start_image, "reference": reference_image}
