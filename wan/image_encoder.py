@@ -294,6 +294,6 @@ def _config_from_shapes(path: Path, tensors: Mapping[str, FileTensor]) -> dict[s
         "num_attention_heads": HEADS,
         "patch_size": patch,
         "image_size": side * patch,
-        # transformers' default is quick_gelu, as in OpenAI's CLIP.
+        # transformers' default is quick_gelu, as in OpenAI's CLIP, but ViT-H has gelu.
         "hidden_act": "gelu",
     }

@@ -269,7 +269,7 @@ def with_scale_behind(matrix: FileTensor, scale: FileTensor) -> FileTensor:
 
     Unchanged if the scale cannot lie there.
     """
-    # Scales follow the codes, so their first byte must be aligned.
+    # The codes must end at an aligned offset, because the scales follow there.
     if len(matrix.shape) != 2 or math.prod(matrix.shape) % max(4, scale.dtype.itemsize):
         return matrix
     return _packed(matrix, scale, EightBit(dtype=matrix.dtype))
@@ -415,7 +415,7 @@ class _Layers:
             if marker.dtype != torch.uint8 or marker.nbytes > MAX_MARKER_BYTES:
                 found = f"{key} is {marker.dtype} {list(marker.shape)}"
                 self.refuse(f"{found}; a marker is a short JSON text")
-        # A layer's own marker counts before the header.
+        # A layer's own marker overrides the header.
         for key, text in read(markers).items():
             layer = key.removesuffix(LAYER_MARKER)
             stated = marker_settings(self.path, key, bytes(text.tolist()))

@@ -64,7 +64,7 @@ class ExpertEngine(OffloadEngine):
         self._kernels = Kernels()
         self._configs = {name: expert.config for name, expert in experts.items()}
         self._segment = None
-        # With shards, each rank keeps another part of a block, so there is nothing to share.
+        # With shards, each rank keeps a different part of a block, so there is nothing to share.
         if shared and sharded is None:
             self._segment = shared_segment(source)
         super().__init__(

@@ -217,7 +217,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         # A list, because the loop removes entries.
         for name, part in [each for each in self._reads if each[1] is not None]:
             if part not in self._embedders[name].missing_parts and not self._is_for_next_run(name):
-                # `cancel` does not end a read in progress. The future then drops the tensors.
+                # `cancel` does not end a read in progress. The tensors are freed with the future.
                 self._reads.pop((name, part)).cancel()
         self._read_ahead()
 

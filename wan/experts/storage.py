@@ -77,7 +77,7 @@ def block_bytes(experts: Mapping[str, Expert], precision: Precision) -> BlockByt
     sizes: dict[int, BlockSize] = {}
     for key, stored, fmt in zip(formats, in_file, kept, strict=True):
         size = BlockSize(stored.stored.nbytes, fmt.stored.nbytes, fmt.computed.nbytes)
-        # Each part separately, because the experts' files may have different formats.
+        # Each size separately, because the experts' files may have different formats.
         before = sizes.get(key.block, size)
         sizes[key.block] = BlockSize(*map(max, before, size))
     is_quantised = any(quantised_packings(fmt, precision.storage) for fmt in in_file)

@@ -97,7 +97,7 @@ def measured_arithmetic(
     if runtime_for(device) is None or ref.compile:
         where = "in compiled blocks, which are not measured" if ref.compile else "on a CPU"
         return _decoded(f"8-bit matrices are decoded {where}")
-    # As stored, so that `set_loras` refuses LoRAs for multiplied matrices.
+    # With "as stored", `set_loras` below refuses a LoRA that multiplied matrices cannot apply.
     with open_pair(replace(ref.opened, arithmetic="as stored")) as pair:
         usable = multiplied_formats(device, pair.compute_dtype)
         formats = tuple(name for name in pair.code_formats if name in usable)

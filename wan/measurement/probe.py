@@ -84,7 +84,7 @@ def random_block(
     shape: ExpertShape, device: torch.device, variant: BlockVariant = USUAL_BLOCK
 ) -> WanBlock:
     """Return a block with small random weights and fp32 norms, as in diffusers."""
-    # Outside `meta`, which would also hold what diffusers allocates when it is imported.
+    # Outside `meta`: a first import inside would leave tensors of diffusers' modules on `meta`.
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
     added = None if shape.image_width is None else shape.width

@@ -54,7 +54,7 @@ class EmbeddingCache:
         Raises the errors in `open_text_encoder` and `TextEncoder.encode`.
         """
         version = encoder_version(path.absolute())
-        # With the device: another one may round differently or compute in another dtype.
+        # The device counts too, because another one may round differently or use another dtype.
         keys = [(version, str(device), text) for text in texts]
         # The lock is kept while encoding. Otherwise a second caller would load the encoder again,
         # often for the same texts.

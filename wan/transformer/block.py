@@ -297,7 +297,7 @@ class WanBlock(nn.Module):
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Attend from `query` [1, S, D] to keys and values."""
-        # Both attentions have equally many heads.
+        # Both attentions have the same number of heads.
         heads = self.attn1.heads
         attended = dispatch(
             *(tensor.unflatten(2, (heads, -1)) for tensor in (query, key, value)),

@@ -55,7 +55,7 @@ class CachedEmbedder(nn.Module):
         `weight_loader(part)`."""
         self._rows: dict[EmbedderPart, dict[Hashable, Row]] = {part: {} for part in PARTS}
         self._expected: dict[EmbedderPart, Inputs] = {part: {} for part in PARTS}
-        # By identity: == of two tensors gives a tensor, so no ordinary dict can find one.
+        # By identity: `WeakKeyDictionary` compares with ==, and two tensors then give a tensor.
         self._digests = WeakIdKeyDictionary()
 
     @property

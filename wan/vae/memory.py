@@ -128,7 +128,7 @@ def _count_bytes(config: str, latent_frames: int, dtype: torch.dtype, *, decode:
         latents = torch.empty(1, vae.config.z_dim, *tile, dtype=dtype)
         frames = FRAMES_PER_LATENT * (latent_frames - 1) + 1
         video = torch.empty(1, 3, frames, side, side, dtype=dtype)
-        # Weights and inputs exist before, because they are not counted.
+        # After weights and inputs, because the tracker must not count them.
         tracker = TensorMemoryTracker()
         with tracker:
             if decode:

@@ -160,7 +160,7 @@ class TinyDecoder(nn.Module):
         frames: Iterable[torch.Tensor] = (self._first(part) for part in latents.split(1))
         for stage in STAGES[:-1]:
             frames = self._through(stage, frames)
-        # Dropped behind the last memory blocks, because later frames are mixed with these.
+        # Dropped after the memory blocks, because these mix each frame into the next.
         for states in self._through(STAGES[-1], frames, dropped=FRAMES_PER_LATENT - 1):
             pixels = self.decoder[str(LAST)](states.relu_())
             yield F.pixel_shuffle(pixels, self.patch).clamp_(0, 1)
@@ -181,7 +181,7 @@ class TinyDecoder(nn.Module):
         for states in frames:
             for index in range(MEMORY_BLOCKS):
                 before = past[index]
-                # The block's input, not the result: the files were trained so.
+                # The files were trained with the block's input as past, not with the result.
                 past[index] = states
                 if before is None:
                     before = torch.zeros_like(states)

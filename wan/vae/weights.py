@@ -221,7 +221,7 @@ def open_vae_folder(folder: Path) -> VaeWeights:
         CheckpointFileError: a file is missing, damaged, or for another model.
     """
     config = components.read_config(folder)
-    # Any other width counts as Wan2.1, so `require_config` names it.
+    # Any other width counts as Wan2.1, so `require_config` reports the width.
     family = family_of(WAN22 if config.get("z_dim") == WAN22.channels else WAN21)
     model = f"the VAE of {' or of '.join(space.models for space in SPACES)}"
     components.require_config(folder, config, family.config, family.widths, model)
@@ -284,7 +284,7 @@ def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
 
 def _without_encoder(vae: AutoencoderKLWan) -> AutoencoderKLWan:
     vae.encoder = None
-    # It follows the encoder. `post_quant_conv` precedes the decoder, and stays.
+    # `quant_conv` belongs to the encoder. `post_quant_conv` belongs to the decoder, and stays.
     vae.quant_conv = None
     return vae
 
