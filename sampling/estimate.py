@@ -86,7 +86,7 @@ def run_shape(
         blocks=blocks,
         steps=tuple(steps),
         video_tokens=tokens_of(shape),
-        # The expert with most sides decides: the memory must suffice for both.
+        # The expert with more sides decides, because the memory must suffice for both.
         extra_tokens=max((tuple(sides[expert]) for expert in numbers), key=len),
         samples=shape[0],
         sides=numbers,

@@ -113,7 +113,7 @@ class EasySteps(StepCache):
         """See `StepCache.record`."""
         found: dict[int, dict[LaneName, _Output]] = {sample: {} for sample in _samples(lanes)}
         for name, lane, velocity in zip(names_of(lanes), lanes, velocities, strict=True):
-            # Clones: velocities may be views of padded ones, and inputs have condition channels.
+            # Clones, because views would keep padding and condition channels in memory.
             output = _Output(input=_like(lane.latents, velocity).clone(), velocity=velocity.clone())
             found[name.sample][name] = output
         for sample, outputs in found.items():

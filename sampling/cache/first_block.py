@@ -77,7 +77,7 @@ class FirstBlockPass(CachedPass):
 
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""
-        # One copy per lane: the first one waits for the device, the others find it idle.
+        # One copy per lane: the first copy waits for the device, and later ones wait no more.
         sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
         # Every worker decides by the same sums, so all of them skip or visit the same blocks.
         own, every = self._split.all_reduce_sums(sums)
@@ -98,7 +98,7 @@ class FirstBlockPass(CachedPass):
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
         """See `BlockCache.ended`."""
-        # Popped, so that the first block's output is freed with this statement.
+        # `pop` frees the first block's output with this statement.
         rest = hidden - self._after_first.pop(lane)
         self._kept[self._names[lane]] = _LaneState(self._step, self._added.pop(lane), rest)
 

@@ -97,7 +97,7 @@ def tokens_by_side(
     positive: ExtraTokens, negative: ExtraTokens
 ) -> tuple[ExtraTokens, ExtraTokens, ExtraTokens]:
     """Return tokens by CFG side number."""
-    # The third side keeps the reference.
+    # The third side has no context, but keeps the reference.
     return positive, negative, replace(negative, context=())
 
 
@@ -134,7 +134,7 @@ def check_batch(name: str, values: torch.Tensor, batch: int, size: str, content:
         content: description of the values to give, for the message.
     """
     shape = list(values.shape)
-    # `size` has one name more than commas, and the batch comes before the names.
+    # Two dimensions, batch and first name, and one more for each comma in `size`.
     fits = len(shape) == 2 + size.count(",") and 0 not in shape and shape[0] in (1, batch)
     if not fits or not values.is_floating_point():
         wanted = " or ".join(map(str, sorted({1, batch})))

@@ -162,7 +162,7 @@ class DenoiseRequest:
         options: RequestOptions,
     ) -> DenoiseRequest:
         """Return a request with these values. Raises RequestError if they do not fit together."""
-        # Past the constructor, which would build the four values again from single keywords.
+        # Not through the constructor, because this would build the four values from keywords.
         request = object.__new__(cls)
         request._set(inputs, step_settings, guidance_settings, options)
         return request

@@ -88,7 +88,7 @@ class Denoiser:
             schedule = self.step_plan.schedule
             for step, expert in self._steps:
                 for attempt in calls.attempts(expert, schedule.sigmas[step]):
-                    # Without enough memory, an attempt raises nothing, and another one follows.
+                    # If memory runs out, `attempt` suppresses the error, and the loop tries again.
                     with attempt:
                         result = self._compute_step(step, calls)
                 self._accept(step, result)
@@ -190,7 +190,7 @@ def _starting_latents(inputs: RunInputs, sigma: float) -> torch.Tensor:
     """
     if not inputs.add_noise:
         assert inputs.latent is not None
-        # ComfyUI's samplers divide leftover noise by 1 - sigma. This undoes it.
+        # ComfyUI's samplers divide leftover noise by 1 - sigma. The factor undoes the division.
         return (1 - sigma) * inputs.latent.to(inputs.noise)
     if inputs.latent is not None:
         return sigma * inputs.noise + (1 - sigma) * inputs.latent.to(inputs.noise)

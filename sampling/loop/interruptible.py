@@ -105,7 +105,7 @@ def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
     A remainder that is too short joins the last piece.
     """
     rows = query.shape[-2]
-    # QK^T and PV take 2 FLOP per multiplication with the addition.
+    # QK^T and PV each take a multiplication and an addition, so the factor is 4.
     row_flops = 4 * key.shape[-2] * query.numel() // max(1, rows)
     fitting = int(PIECE_FLOPS / max(1, row_flops)) // ROWS_AT_ONCE * ROWS_AT_ONCE
     size, start = max(PIECE_ROWS, fitting), 0

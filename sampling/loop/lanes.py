@@ -163,7 +163,7 @@ class LaneInputs:
         scaled = [scales for scales in self._timestep_scales if scales is not None]
         for expert, timestep, with_negative in calls:
             of_frames = (frame_timesteps(scales, timestep) for scales in scaled)
-            # With the step's own timestep, because a pass reads it for all lanes.
+            # The step's own timestep is added, because a pass reads this timestep for all lanes.
             timesteps.setdefault(expert, []).extend(sorted({timestep}.union(*of_frames)))
             texts.setdefault(expert, self._positive)
             if with_negative:

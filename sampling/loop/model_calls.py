@@ -248,7 +248,7 @@ class ModelCalls:
             attaching.enter_context(self._policy.split.attached(engine.models.bare.values()))
             if self._nag is not None:
                 attaching.enter_context(changed(engine.models.settings, nag=self._nag))
-            # `pop_all` keeps the contexts open. An error before it ends them.
+            # `pop_all` keeps the contexts open after this `with`, unless an error comes first.
             self._attached = attaching.pop_all()
         self._attached_policy = policy
         return engine

@@ -150,7 +150,7 @@ class RunPolicy:
         logger.info("%s", text)
         self.changes.append(text)
         self.policy = policy
-        # Attempts are counted again, because each retry frees at least twice as many blocks.
+        # The count starts again. Otherwise the next retry would free too many blocks.
         self._tried = [policy]
 
     def make_smaller(self, where: str, message: str) -> None:

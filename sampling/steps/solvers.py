@@ -88,7 +88,7 @@ class Solver:
         *,
         seeds: Sequence[int] | None = None,
     ) -> None:
-        # Imported here, because ComfyUI imports this module at startup.
+        # Imported late: ComfyUI imports this module at startup, and diffusers takes seconds.
         import diffusers
 
         method = SOLVERS[name]
