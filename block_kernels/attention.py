@@ -97,7 +97,7 @@ def attention_function(attention: Attention) -> Callable[..., torch.Tensor]:
     """Return the self-attention function, with the arguments of diffusers' dispatcher."""
     if attention == INT8_ATTENTION:
         return int8_dispatch()
-    # Imported here, because ComfyUI imports this module at startup.
+    # Imported late: ComfyUI imports this module at startup, and diffusers takes seconds.
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     return cast("Callable[..., torch.Tensor]", dispatch_attention_fn)
@@ -123,7 +123,7 @@ def check_installed(kernels: Kernels) -> None:
 
     try:
         _check_attention_backend_requirements(AttentionBackendName(kernel.backend))
-        # Not an import, which would load compiled libraries.
+        # `find_spec` does not import the package. An import would load compiled libraries.
         if kernel.own_module and importlib.util.find_spec(kernel.own_module) is None:
             raise ImportError(kernel.own_module)
     # diffusers raises RuntimeError for a missing or an old package.

@@ -73,7 +73,7 @@ class BlockMath:
 
         The tables contain each value twice. Dimension 1 of the result is the token.
         """
-        # diffusers' block reads these places. The result is [1, S, P, 2].
+        # As in diffusers: cosines at even places, sines at odd ones. The result is [1, S, P, 2].
         return torch.stack((cosines[:, :, 0, 0::2], sines[:, :, 0, 1::2]), dim=-1)
 
     def norm(self, tokens: torch.Tensor, norm: Norm, out: Out = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from .block_math import Codes
 from .scaled_linear import ScaledLinear
 
 LARGEST = torch.finfo(FP8).max
-# The smallest normal number: a row of zeros is not divided by 0.
+# The smallest normal number. A scale of 0 would make a row of zeros NaN.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 

@@ -112,7 +112,7 @@ class Multiplications:
 
     def prepare(self, layers: Iterable[ScaledLinear]) -> None:
         """Set the code for layers, and the rotation matrices on the device."""
-        # By group: all layers share one copy on the device. 0 means not rotated.
+        # All layers with equal groups share one copy on the device. Group 0 means not rotated.
         shared: dict[int, list[torch.Tensor]] = {0: []}
         for layer in layers:
             if isinstance(layer, Fp8Linear):
@@ -174,7 +174,7 @@ def kitchen_int8_refusal(device: torch.device, dtype: torch.dtype) -> str | None
         return reason
     import comfy_kitchen
 
-    # The schema shows the arguments without a call.
+    # Older versions lack these arguments, and a call with them would raise an error.
     known = {
         argument.name for argument in torch.ops.comfy_kitchen.int8_linear.default._schema.arguments
     }

@@ -47,7 +47,7 @@ def rows(
         x = x.to(tl.float32)
     if bias_ptr is not None:
         # The variance of differences: a mean of squares loses digits if the mean is large.
-        # Values outside the row stay 0, or the variance would count them.
+        # Values outside the row must stay 0. Otherwise the variance would count them.
         x = tl.where(inside, x - tl.sum(x) / width, 0.0)
     if weight_ptr is not None:
         x *= tl.rsqrt(tl.sum(x * x) / width + eps)
