@@ -93,7 +93,7 @@ class OpenBatch:
             )
             by_address[backend.address] -= count
             counts[backend.name] = count
-        # `+` drops addresses without rows.
+        # A unary `+` drops addresses with a count of 0 or less.
         return counts, dict(+by_address)
 
     def clean_up(self) -> list[tuple[Path, list[int] | None]]:
@@ -167,7 +167,7 @@ def open_batch(
         opened, notes = open_journal(path, workflow=workflow, start=start, is_own=was_journal)
         with opened:
             notes += start(opened)
-            # After `start`, because it may finish rows. Their latents are not needed.
+            # `start` may finish rows, and their latents are leftovers then.
             store.remove_leftovers(opened.lines_left)
             tally = Tally(max_failures=max_failures)
             yield OpenBatch(spec=spec, store=store, journal=opened, notes=tuple(notes), tally=tally)

@@ -75,8 +75,8 @@ def check_media(path: Path) -> None:
                     frame.load()
         elif suffix == LATENT:
             with safetensors.safe_open(path, framework="pt") as file:
-                # Opening fails for a truncated file: safetensors compares the offsets with the
-                # size.
+                # safetensors compares the offsets with the file size when it opens a file, so a
+                # truncated file raises here.
                 file.keys()
     except _UNREADABLE as err:
         raise UnreadableFileError(f"{path.name} cannot be read to its end: {err}") from err
@@ -112,7 +112,7 @@ def _decode(path: Path, kind: str) -> None:
         stream = next((each for each in container.streams if each.type == kind), None)
         if stream is None:
             raise UnreadableFileError(f"it has no {kind} stream")
-        # This is 0 where the format stores no count, as in WebM.
+        # `frames` is 0 if the format stores no count, as in WebM.
         expected = stream.frames * (kind == "video")
         # To the end, because a truncated file opens without an error.
         found = sum(1 for _ in container.decode(stream))
@@ -251,7 +251,7 @@ class OutputStore:
                 if number is None:
                     found.append((stem, [path]))
                 else:
-                    # A file in the output folder counts before a part with the same number.
+                    # The first one found counts, so a file in the output folder wins over a part.
                     several.setdefault(stem, {}).setdefault(number, path)
         for stem, paths in several.items():
             # Two or more, without a gap.
@@ -273,7 +273,7 @@ class OutputStore:
         for folder in own_entries(self.backend_folder):
             latents = unfinished_latents(folder)
             lines = lines_left(folder.name)
-            # Not truth: None is an unknown id, whose latents are kept, too.
+            # None means an unknown id. Such latents are kept, too: only an empty list drops them.
             if latents and lines != []:
                 kept += [(latent, lines) for latent in latents]
                 for unfinished in own_files(folder):

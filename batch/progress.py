@@ -79,7 +79,7 @@ class BatchBar(tqdm):  # type: ignore[misc]
         noun: str = "servers",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # `super().__init__` draws the bar, so all fields come before it.
+        # `super().__init__` draws the bar and needs all fields, so it is called last.
         self._clock = clock
         self._noun = noun
         self._ended = ended

@@ -58,7 +58,7 @@ def open_journal(
                 entry.state in {State.placing, State.done} for entry in journal.entries.values()
             )
             of_all = f"{done} of {format_count(len(journal.entries), 'row')}"
-        # After the `with`: Windows renames no open file.
+        # The journal is closed before this, because Windows does not rename an open file.
         aside = _set_aside(path)
         if others and aside:
             database.copy_of(path).replace(database.copy_of(aside))

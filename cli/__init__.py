@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with plain_output(), _rare_collections():
         try:
             parsed = _parser().parse_args(arguments)
-            # The package may have any name, so the rest begins with a dot.
+            # The package may have any name, so `parsed.run` is relative, such as `.plan:plan`.
             run = pkgutil.resolve_name(f"{__package__}{parsed.run}")
             return int(run(options.parsed_options(parsed.kind, parsed)))
         except ArgumentError as err:

@@ -57,7 +57,7 @@ def in_fp8(run: RunShape) -> RunShape:
     counted.
     """
     nbytes = run.blocks.stored_bytes // BF16_BYTES
-    # `sizes` holds bytes in the former format, so it is dropped.
+    # `sizes` has bytes in the former format, and they would be wrong now.
     blocks = replace(
         run.blocks, stored_bytes=nbytes, decoded_bytes=nbytes, quantised_to="fp8", sizes=()
     )

@@ -81,12 +81,12 @@ def handle_sigint(on_request: Callable[[], None], *, requests: int) -> Iterator[
     def handle(signum: int, frame: FrameType | None) -> None:
         nonlocal left
         left -= 1
-        # Before the call: if it hangs, the next Ctrl-C still ends the process.
+        # The handler is reset first: if `on_request` hangs, Ctrl-C still ends the process.
         if not left:
             signal.signal(signal.SIGINT, before)
         on_request()
 
-    # Python allows this in the main thread only.
+    # `signal.signal` works in the main thread only.
     before = signal.signal(signal.SIGINT, handle)
     try:
         yield

@@ -21,7 +21,7 @@ def make_test_model(options: ModelOptions) -> int:
         except ValueError as err:
             raise ArgumentError(f"{path}: {err}") from err
     try:
-        # None without workflows, because an empty set names no file.
+        # Without workflows, None stands for all files. An empty set would write no file.
         model = write_tiny_model(
             options.folder, names=names if options.workflows else None, on_progress=print_note
         )

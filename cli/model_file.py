@@ -126,7 +126,7 @@ def _block(matrices: Sequence[FileTensor]) -> FileBlock:
     parameters = Counter[str]()
     for matrix in matrices:
         values = math.prod(matrix.shape)
-        # As text, so that this module imports no torch.
+        # The dtype is compared as text, so this module need not import torch.
         dtype = str(matrix.dtype)
         if dtype == "torch.uint8" and matrix.packing is None:
             values *= 2  # 4 bits each
@@ -237,5 +237,5 @@ def tokens_of(size: str) -> int | None:
     if not width * height * frames:
         return None
     across, down = (math.ceil(side / PIXELS_PER_TOKEN) for side in (width, height))
-    # The first frame is alone, and then 4 share tokens, as in Wan's VAE.
+    # As in Wan's VAE, the first frame has its own tokens, and every 4 further frames share theirs.
     return across * down * (math.ceil((frames - 1) / FRAMES_PER_TOKEN) + 1)

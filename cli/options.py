@@ -40,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     types = get_type_hints(kind)
     for each in fields(kind):
         settings = dict(each.metadata)
-        # A field without metadata is another dataclass.
         if not settings:
             add_options(parser, types[each.name])
             continue
@@ -69,7 +68,7 @@ def parsed_options(kind: type[Options], parsed: argparse.Namespace) -> Options:
     for each in fields(kind):  # type: ignore[arg-type]
         if not each.metadata:
             given[each.name] = parsed_options(types[each.name], parsed)
-        # Absent unless given, because `add_options` suppresses defaults.
+        # `add_options` suppresses defaults, so the name is missing if the option was not given.
         elif each.name in parsed:
             value = getattr(parsed, each.name)
             given[each.name] = tuple(value) if isinstance(value, list) else value

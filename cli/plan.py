@@ -44,7 +44,7 @@ GB = 1e9
 GIB = 2**30
 QUANTISED = {"fp8": in_fp8, "int8 ConvRot": in_int8}
 """Storages quantised from a bf16 file on arrival."""
-# 32 weights of Q8_0 take a byte each and a 2-byte scale. K types pack 256 weights.
+# 32 Q8_0 weights take a byte each and a 2-byte scale. K types pack 256 weights.
 GGUF = {"Q8_0": 34 / 32, "Q5_K": 176 / 256, "Q4_K": 144 / 256}
 """Bytes per weight in GGUF storages."""
 BF16 = ("bfloat16", BF16_BYTES)
@@ -337,7 +337,7 @@ def plan(options: PlanOptions) -> int:
             print(_plan_workers(options, options.fleet.workers, run, machine, budgets))
         else:
             print(_plan_one(options, run, machine, budgets))
-    # First, because it is a ValueError with another exit code.
+    # DoesNotFitError is a ValueError with another exit code, so it comes first.
     except DoesNotFitError as err:
         print_note(f"does not fit, because {err}")
         return FAILED

@@ -52,7 +52,7 @@ def _output(path: Path, folder: Path | None) -> Path:
 
 
 def _show_progress(done: int, total: int) -> None:
-    # A log file would get each carriage return.
+    # A log file would contain every update.
     if sys.stderr.isatty():
         print(
             f"\r{done} of {total} matrices",

@@ -195,7 +195,7 @@ class ProgressBars:
                 desc=progress.node_id, unit="step", bar_format=_NO_BAR, file=sys.stderr
             )
         if progress.total > 1:
-            # None is tqdm's own format. It shows the total.
+            # None selects tqdm's own format with bar and total.
             self._line.bar_format = None
             self._line.total = progress.total
             self._line.n = progress.done

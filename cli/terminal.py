@@ -36,7 +36,7 @@ class PlainText:
         body = text.strip("\r")
         start = len(text) - len(text.lstrip("\r"))
         self._stream.write(text[:start] + printable(body) + text[start + len(body) :])
-        # The text as given: escapes make it longer, and callers compare the count.
+        # Escapes make the written text longer, but callers compare the count with their own text.
         return len(text)
 
     def writelines(self, lines: Any) -> None:

@@ -30,8 +30,8 @@ def system_error(err: sqlite3.Error, path: Path) -> OSError:
     """
     try:
         with tempfile.TemporaryFile(dir=path.parent) as probe:
-            # Behind the present size, because a file size limit counts the offset. Python ignores
-            # SIGXFSZ, so the write raises EFBIG.
+            # The probe grows beyond the present size, because a file size limit counts the offset.
+            # Python ignores SIGXFSZ, so the write raises EFBIG.
             probe.seek(path.stat().st_size if path.is_file() else 0)
             probe.write(_PAGES)
             probe.flush()
@@ -39,7 +39,7 @@ def system_error(err: sqlite3.Error, path: Path) -> OSError:
             os.fsync(probe.fileno())
     except OSError as cause:
         return cause
-    # The failed transaction has freed the space, so the probe may fit.
+    # SQLite has freed the failed transaction's space, so the probe may have fitted.
     if "disk is full" in str(err):
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return OSError(None, str(err))

@@ -165,7 +165,7 @@ def own_entries(folder: Path) -> Iterator[Path]:
     Returns nothing if another process has removed the folder.
     """
     try:
-        # A whole list, because `remove_tree` removes entries between two items.
+        # This is a whole list, because `remove_tree` removes entries while it iterates.
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
         names = []
@@ -230,7 +230,7 @@ def remove_tree(folder: Path) -> None:
             remove_tree(path)
         else:
             path.unlink()
-    # A file manager's files may be left.
+    # A file manager's files stay, and `rmdir` would fail then.
     if not os.listdir(folder):
         folder.rmdir()
 

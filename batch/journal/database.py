@@ -57,7 +57,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         """Open or create the file."""
         self.path = path
-        # Reentrant: `Journal.back_up_if_old` holds it around `back_up`.
+        # The lock is reentrant: `Journal.back_up_if_old` holds the lock and calls `back_up`.
         self.lock = threading.RLock()
         self._check_header()
         self._connection = self._connect()
@@ -79,7 +79,7 @@ class Database:
         with self.lock:
             try:
                 unfinished.unlink(missing_ok=True)
-                # `closing`: `with connection` only commits, and Windows renames no open file.
+                # `with connection` alone only commits, and Windows does not rename an open file.
                 with closing(sqlite3.connect(unfinished)) as copy:
                     self._connection.backup(copy)
                     # `backup` does not check pages: a damaged journal would replace the last
@@ -155,7 +155,7 @@ class Database:
     def transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
         """Execute all statements inside the `with` or none."""
         try:
-            # The connection commits or rolls back here, and stays open.
+            # The connection's `with` commits or rolls back. It does not close the connection.
             with self.lock, self._connection:
                 # Locks for writing at once: a later upgrade of the lock could fail.
                 self._connection.execute("BEGIN IMMEDIATE")

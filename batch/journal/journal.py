@@ -111,9 +111,9 @@ class Journal(AbstractContextManager["Journal"]):
                 state = State.failed if fault else State.waiting
                 entry = replace(entry, state=state, error=fault)
             entries[row.hash] = entry
-        # None removes the rows that have gone.
+        # Rows that are no longer in the jobs file get None, and `_save` deletes their entries.
         self._save({**dict.fromkeys(self.entries), **entries})
-        # Again, for the order: `_save` appends new rows.
+        # `_save` appends new rows to `self.entries`, so the order is set here.
         self.entries = entries
         return [row for row in rows if row.hash in missing and row.fault is None]
 
@@ -168,7 +168,7 @@ class Journal(AbstractContextManager["Journal"]):
         owners = [
             each for each in self.entries.values() if name_key(each.stem or "") == name_key(stem)
         ]
-        # The row may be an owner itself. The later entry counts.
+        # The row may be an owner itself, so the new entry comes last and replaces the first one.
         self._save(
             {owner.hash: replace(owner, stem=None, files=()) for owner in owners}
             | {digest: replace(row, state=State.placing, stem=stem, files=tuple(files), error=None)}

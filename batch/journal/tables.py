@@ -73,7 +73,7 @@ def _sealed_entries(database: Database, execute: Execute) -> list[RowEntry]:
 def _create(execute: Execute, workflow: str) -> None:
     for statement in _TABLES:
         execute(statement)
-    # PRAGMA takes no parameters.
+    # SQLite takes no `?` parameters in a PRAGMA.
     execute(f"PRAGMA application_id = {APPLICATION}")
     execute(f"PRAGMA user_version = {_VERSION}")
     execute("INSERT INTO batch VALUES (?, ?)", (workflow, seal_of([workflow])))

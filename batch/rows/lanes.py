@@ -224,7 +224,7 @@ class _LaneMerger:
             name: value for name, value in self._inputs(row, sampler).items() if name in OWN_INPUTS
         }
         if row > 0:
-            # The lanes are a chain. The sampler is connected to the last one.
+            # The lanes form a chain, and the sampler is connected to the last lane only.
             inputs["lanes"] = [ids[row - 1], 0]
         common = {
             "class_type": LANE_SAMPLER,

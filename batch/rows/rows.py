@@ -59,7 +59,7 @@ class Row:
     """Hash of the continued row."""
     depth: int = 0
     """Number of rows to finish before it, one after the other."""
-    # Rows are keys, and a dict has no hash. `hash` covers the content.
+    # Rows are dict keys, and a dict field cannot be hashed. The field `hash` covers the content.
     values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     as_text: bool = False
     fault: str | None = None
@@ -205,7 +205,7 @@ def _csv_rows(content: bytes) -> Iterator[_Parsed]:
     except csv.Error as err:
         raise JobsError(f"line 1 is not CSV: {err}") from err
     while True:
-        # The reader counts physical lines. A quoted cell may have several.
+        # `line_num` counts physical lines, and a quoted cell may span several.
         line = reader.line_num + 1
         try:
             cells = next(reader, None)
@@ -239,14 +239,15 @@ def _header(cells: list[str]) -> list[str]:
 
 
 def _json_rows(content: bytes) -> Iterator[_Parsed]:
-    # As bytes: `str.splitlines` also splits at U+2028, U+0085 and others inside JSON strings.
+    # `bytes.splitlines` splits at CR and LF only. `str.splitlines` would also split at U+2028,
+    # U+0085 and others inside JSON strings.
     for line, raw in enumerate(content.splitlines(), 1):
         if not raw.strip():
             continue
         try:
             values = _json_object(raw)
         except ValueError as err:
-            # The line need not be text, and the row's hash is taken from JSON.
+            # The row's hash is computed from JSON, and JSON takes hex but not arbitrary bytes.
             yield line, raw.hex(), {}, str(err)
         else:
             yield line, values, values, None

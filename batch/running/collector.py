@@ -79,7 +79,7 @@ class Collector:
         """
         try:
             self._queue.journal.back_up_if_old()
-        # First, because a damaged journal is an OSError, too.
+        # DamagedJournalError is an OSError, too, so it comes first.
         except DamagedJournalError:
             raise
         except OSError as err:

@@ -120,7 +120,7 @@ def run_all(runners: Sequence[Runner], queue: JobQueue, wait: Callable[[], None]
                 runner.watch()
         end = time.monotonic() + _END_SECONDS
         for thread in threads:
-            # All threads share one deadline.
+            # One deadline is shared: each thread gets only the rest of the time.
             thread.join(max(end - time.monotonic(), 0.0))
     finally:
         # Also after an error here, such as a third Ctrl-C: remaining threads post nothing more.

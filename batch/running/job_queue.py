@@ -63,7 +63,7 @@ class JobQueue:
         self.backends = backends
         self.tally = tally or Tally()
         self._planner = planner
-        # Reentrant: `wait_again` calls `cancel`, and `needs` reads `over`.
+        # The lock is reentrant: `wait_again` holds the lock and calls `cancel`.
         self._lock = threading.RLock()
         self.aborted = False
         """True if an error has ended the batch."""
@@ -298,7 +298,7 @@ class JobQueue:
                 for row in submission.rows
                 if row.hash in waiting
                 and entries[row.hash].state is State.posted
-                # Otherwise another backend has had the row since, and it waits again.
+                # If the id differs, another backend has had the row since, and the row waits again.
                 and entries[row.hash].prompt_id == submission.prompt_id
             ]
             if not left:
@@ -351,7 +351,7 @@ class JobQueue:
     def _add(self, shares: Iterable[Sequence[Row]], *, first: bool) -> None:
         jobs = [*chain.from_iterable(map(self._planner, shares))]
         if first:
-            # extendleft adds one at a time, and so reverses the order.
+            # extendleft adds one item at a time and so reverses their order.
             self._waiting.extendleft(reversed(jobs))
         else:
             self._waiting.extend(jobs)

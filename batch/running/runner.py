@@ -311,7 +311,7 @@ class Runner:
         elif submission.begun is not False and not self._queue.stopping:
             faults = self._queue.lose(self._name, submission.rows, reason)
         unposted_on = self._name if submission.post_error else None
-        # A new list, because the loop removes rows.
+        # The loop removes rows from `submission.rows`, so it iterates over a new list.
         for row in [row for row in submission.rows if row.hash in faults]:
             submission.rows.remove(row)
             self._queue.fail(row, faults[row.hash], on=unposted_on)

@@ -102,7 +102,7 @@ class ServerBackend(BatchBackend):
         try:
             parts = urllib.parse.urlsplit(url)
             host = parts.hostname
-            # Only reading it raises ValueError for an invalid port.
+            # `urlsplit` does not check the port: only the property raises ValueError.
             _ = parts.port
         except ValueError as err:
             raise NotComfyUIError(f"--server {url}: {err}") from err
@@ -229,7 +229,7 @@ class ServerBackend(BatchBackend):
                 "data": about,
                 "files": {"image": (filename, content, "application/octet-stream")},
             }
-            # ComfyUI has no route for other files, and this one does not look at the content.
+            # This route is for images, but ComfyUI stores any content, such as a latent.
             with self._answer("POST", "/upload/image", **sent) as answer:
                 status = answer.status_code
         if status == codes.REQUEST_ENTITY_TOO_LARGE:
@@ -414,7 +414,7 @@ class ServerBackend(BatchBackend):
 
 def _normalised(parts: urllib.parse.SplitResult) -> str:
     """Return an address in a form that is equal for equal addresses."""
-    # `hostname` is in lower case, and without brackets.
+    # `hostname` is in lower case, and lacks the brackets of an IPv6 address.
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     port = ""
     if parts.port not in {None, {"http": 80, "https": 443}[parts.scheme]}:

@@ -142,7 +142,7 @@ def _check_distinct(
 ) -> None:
     """Raise SetupError for a duplicate server."""
     for (first, one, a), (second, two, b) in combinations(found, 2):
-        # An UnreachableError has no instance.
+        # Instead of a report, there may be an UnreachableError without `instance`.
         instances = [getattr(each, "instance", None) for each in (a, b)]
         # Ids are not enough: one address may have several, behind a proxy that chooses a server for
         # each request.

@@ -54,7 +54,7 @@ def batch(options: BatchOptions) -> int:
     with ExitStack() as opened:
         try:
             spec = _spec(options, opened)
-            # Before the folder: a dry run creates nothing.
+            # A dry run must create nothing, so it ends before the folder is made.
             if options.dry_run:
                 return _dry_run(spec)
             folder = arguments.create_output_folder(options.output)
@@ -118,7 +118,7 @@ def _spec(options: BatchOptions, opened: ExitStack) -> BatchSpec:
         raise arguments.ArgumentError(
             "--strict has no effect on a server: enable its setting instead (Settings, WanStream)"
         )
-    # Before anything starts: Ray takes many seconds.
+    # Ray takes many seconds to start, so wrong options are refused first.
     check_ray_options(options)
     if options.servers:
         return server_spec(options.servers, rows, workflow, options.share_weights)

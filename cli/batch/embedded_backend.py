@@ -105,7 +105,7 @@ class EmbeddedBackend(BatchBackend):
         try:
             history = self._posted.pop(prompt_id).run(on_progress=self._on_progress)
         except NodeFailedError as err:
-            # Every later row would fail, too.
+            # On a full disk every later row would fail, too.
             if is_full_disk(err):
                 raise OSError(str(err)) from err  # ends the batch
             print_bug(err)
@@ -118,7 +118,7 @@ class EmbeddedBackend(BatchBackend):
             # A stop request: the row waits for the next command.
             return Unknown()
         made = output_files(history.outputs)
-        # The files are in the workflow's own folder, and `fetch` starts above it.
+        # The files are in a folder named by `prompt_id`, and `fetch` starts in the parent folder.
         files = (replace(file, subfolder=str(Path(prompt_id, file.subfolder))) for file in made)
         return Ended(files=tuple(files))
 

@@ -212,7 +212,7 @@ class RayBackend(BatchBackend):
         try:
             self._actor.restarted(self._result(self._actor.call("started")))
             self._check_machine(self._actor)
-        # Both are OSErrors, and would count as an unlike machine below.
+        # Both are OSErrors. Otherwise they would count as an unlike machine below.
         except (UnreachableError, RayEndedError):
             raise
         except (WorkerLostError, LateError) as err:

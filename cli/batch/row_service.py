@@ -192,7 +192,7 @@ class RowService:
             self._interrupted = self._running
             self._host.stop()
         wait(jobs, timeout=STOP_TIMEOUT_S)
-        # After the wait: it removes folders that a running workflow uses.
+        # `_undo` removes folders used by a running workflow, so it comes after the wait.
         self._undo.close()
 
     def end(self) -> None:
@@ -280,7 +280,7 @@ class RowService:
         with self._lock:
             if self._output is None:
                 marked = self._marked()
-                # A share may be mounted read-only.
+                # The driver's folder may be on a share that is mounted read-only here.
                 shared = marked.is_dir() and os.access(marked.parent, os.W_OK)
                 self._output = marked.parent if shared else self._own_folder() / "output"
             return self._output
@@ -302,7 +302,7 @@ def _has(folder: Path, name: str, digest: str) -> bool:
 
 def _write(path: Path, offset: int, piece: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # "wb" drops the rest of an earlier try.
+    # The first piece is written with "wb", to drop the rest from an earlier try.
     with path.open("r+b" if offset else "wb") as written:
         written.seek(offset)
         written.write(piece)

@@ -138,7 +138,7 @@ def bench_cases(
                 assert isinstance(setting.policy, OffloadPolicy)  # auto differs between layouts
                 assert setting.steps is not None
                 case = BenchCase.of(mesh, setting.policy, setting.steps)
-                # By name, so that a layout given twice is measured once.
+                # Cases are kept by name, so a layout given twice is measured once.
                 cases[case.name] = replace(case, failed=_refusal(case, run, videos))
     return [*cases.values()]
 
@@ -230,7 +230,6 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, log: Callable[[str], No
 
     def with_run(case: BenchCase, number: int) -> BenchCase:
         log(f"{case.name}: run {number + 1} of {bench.times.runs}")
-        # The pause is not part of the measured time.
         time.sleep(bench.times.cooldown_s)
         started = time.monotonic()
         ran = driver.denoise(bench.experts, request, case.policy)

@@ -31,7 +31,7 @@ REAL_SIZE = "832x480x81"
 
 def bench(options: BenchOptions) -> int:
     """Measure, write the files, print their paths, and return the exit code."""
-    # Around the runs: workers stream the random experts out of it.
+    # The folder must outlive the runs, because workers stream the random experts from there.
     with tempfile.TemporaryDirectory() as folder:
         try:
             prepared, found = _prepare(options, Path(folder))
@@ -94,14 +94,14 @@ def _prepare(options: BenchOptions, folder: Path) -> tuple[cases.Bench, list[cas
     # One each, because the workers share the cores.
     if threads is None and device.type == "cpu" and options.distributed:
         threads = 1
-    # Without restarts: the time for a new worker would be measured, too.
+    # Restarts are off: the time for a new worker would be measured, too.
     workers = replace(cluster(_cluster_name(options)), threads=threads, max_restarts=0)
     counts = _counts(options, device, workers.address)
     layouts = [cases.parse_mesh(words) for words in _split(options.layouts)]
     times = TrialTimes(**vars(options.trials))
     check_ray(workers)
     experts = _experts(options, folder)
-    # Only the widths are needed here. The workers open the experts again.
+    # Only shapes are read here. The workers open the experts again.
     with open_pair(experts) as pair:
         request = cases.bench_request(
             video,
@@ -132,7 +132,7 @@ def _counts(options: BenchOptions, device: torch.device, address: str) -> tuple[
     gpus = gpus_of(device)
     if not options.workers:
         most = min(MAX_WORKERS, gpus or DEFAULT_CPU_WORKERS)
-        # These are the powers of two up to `most`.
+        # The default counts are the powers of two up to `most`.
         return tuple(2**power for power in range(most.bit_length()))
     words = _split(options.workers)
     if bad := [word for word in words if not word.isascii() or not word.isdecimal()]:

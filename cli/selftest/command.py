@@ -80,7 +80,7 @@ def run_all(subject: Subject) -> dict[str, Finding]:
     """Run every check in turn and return the findings by name."""
     findings = dict[str, Finding]()
     with (
-        # The runs end first: Windows removes no folder with open files.
+        # The runs end first: Windows does not remove a folder with open files.
         tempfile.TemporaryDirectory(prefix="wanstream-selftest-") as folder,
         run_checks.prepared_runs(subject, Path(folder)) as runs,
     ):

@@ -23,7 +23,7 @@ from ...testing import TinyShape
 from ...wan.measurement import METERED_TOKENS, BlockVariant, block_pass, measure_block, random_block
 from .findings import Finding
 
-# These are one byte, one more than a page, and a copy that takes milliseconds.
+# One byte, one byte more than a page, and a copy that takes milliseconds.
 SIZES = (1, 4097, 64 * 1024**2)
 """Sizes of the checked copies, in bytes."""
 ROUNDS = 20
@@ -108,7 +108,7 @@ def check_streams(subject: Subject) -> Finding:
     busy = torch.ones(1024, 1024, device=subject.device)
     values = torch.zeros(2**20, device=subject.device)
     host = torch.zeros(ROUNDS, values.numel())
-    # The zeros are written on the compute stream.
+    # The zeros are written on the compute stream, so the copies must wait for them.
     copies.wait_stream(compute)
     with page_locked(runtime, host.view(-1).view(torch.uint8)):
         for number in range(ROUNDS):
