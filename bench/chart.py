@@ -72,7 +72,7 @@ def report_chart(report: Report) -> Image.Image:
         _draw_overview(canvas, report)
     runs = chain.from_iterable((*variant.measured, variant.predicted) for variant in shown)
     steps = [step for run in runs if run for step in run.steps]
-    # Not 0, because the panels divide by it.
+    # The panels divide by these seconds, so they are never 0.
     seconds = max((step.wall_s for step in steps), default=0.0) or 1.0
     memory = max((memory_bytes(step.memory) or 0 for step in steps), default=0)
     for place, variant in enumerate(shown):
@@ -96,7 +96,7 @@ class _Canvas:
         """Draw a filled rectangle. One narrower than a pixel is omitted."""
         left, top, right, bottom = (round(edge * SCALE) for edge in (x, y, x + width, y + height))
         if right > left and bottom > top:
-            # Pillow includes the right and bottom pixels.
+            # Pillow's rectangles include the pixels at `right` and `bottom`.
             self._draw.rectangle((left, top, right - 1, bottom - 1), COLOURS[colour])
 
     def line(self, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
@@ -115,10 +115,10 @@ class _Canvas:
         max_width: float = WIDTH,
     ) -> float:
         """Draw one line of text, truncated to `max_width`, and return the width."""
-        # In one line, because Pillow draws a line end as such.
+        # Pillow would draw several lines if the text had line ends.
         text = " ".join(text.split())
         font = _font(size * SCALE)
-        # No width has space for 300 characters, and each length is measured.
+        # Each length is measured, and usual text of 300 characters is wider than the chart.
         truncated = (f"{text[:length]}..." for length in range(min(len(text), 300), 0, -1))
         text = next(
             (each for each in (text, *truncated) if font.getlength(each) <= max_width * SCALE), ""
@@ -138,7 +138,7 @@ def _parts(steps: Sequence[StepRecord]) -> Iterator[tuple[str, float]]:
     for expert in ("high", "low"):
         yield expert, sum(step.compute_s for step in steps if step.expert == expert)
     yield "stall", sum(step.stall_s for step in steps)
-    # Not below 0: the host measures the wall time, and the device the parts.
+    # The host measures the wall time and the device the parts, so the rest could be below 0.
     yield "other", sum(max(0.0, step.wall_s - step.compute_s - step.stall_s) for step in steps)
 
 
@@ -196,10 +196,10 @@ def _draw_panel(canvas: _Canvas, variant: Variant, top: float, seconds: float, m
     pitch = (right - left) / len(median.steps)
     scale = height / seconds
     label_width = _font(12 * SCALE).getlength(f" {median.steps[-1].index + 1} ") / SCALE
-    # The first step has a label too, so the second one is `interval` - 1 bars behind it.
+    # Step 1 has a label and step `interval` has the next one, `interval` - 1 bars to the right.
     fitting = (each for each in LABEL_INTERVALS if max(each - 1, 1) * pitch >= label_width)
     interval = next(fitting, len(median.steps))
-    # By step: the wall time in each run.
+    # Each entry has one step's wall times in all runs.
     times = zip(*([step.wall_s for step in run.steps] for run in variant.measured), strict=True)
     for place, (step, walls) in enumerate(zip(median.steps, times, strict=True)):
         x = left + place * pitch
@@ -251,7 +251,7 @@ def _draw_step(
     if step.skipped_visits:
         canvas.box(x + gap, floor + 1, pitch - 2 * gap, 3, "soft")
     spread = Spread.of(runs)
-    # Bars without a gap are so narrow that lines would cover them.
+    # Bars without a gap are very narrow, and these lines would cover them.
     if spread is not None and spread.runs > 1 and gap:
         middle = x + pitch / 2
         canvas.line(middle, floor - spread.low * scale, middle, floor - spread.high * scale, "ink")

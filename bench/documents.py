@@ -60,7 +60,7 @@ def json_document(report: Report) -> str:
     data = {"wanstream_report": FORMAT, "done": report.done, **asdict(report), "figures": figures}
     for variant, written in zip(report.variants, data["variants"], strict=True):
         for trial, values in zip(variant.trials, written["trials"], strict=True):
-            # `asdict` nests transfers and memory in each step, and a reader expects them flat.
+            # `asdict` nests transfers and memory, but `Timeline.from_dict` reads flat steps.
             values["timeline"] = trial.timeline.to_dict()
     return json.dumps(data, indent=1) + "\n"
 
@@ -71,7 +71,7 @@ def csv_document(report: Report) -> str:
     Times in seconds, sizes in bytes, unknown values empty.
     """
     text = io.StringIO()
-    # The default is CRLF, and a text file on Windows would turn it into CR CR LF.
+    # csv writes CRLF by default, and a text file on Windows would turn CRLF into CR CR LF.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_HEAD)
     for variant in report.variants:
@@ -108,7 +108,7 @@ def html_document(report: Report, chart: bytes) -> str:
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        # Near the top, because a policy in a page applies only to the elements behind it.
+        # The policy applies only to the elements after it, so it stands near the top.
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width">',
         f"<title>{escape(report.title)}</title><style>{STYLE}</style></head><body>",

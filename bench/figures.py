@@ -92,7 +92,7 @@ def steady_s(timeline: Timeline, expert: str) -> float | None:
 
     None without such steps.
     """
-    # The first step has none before it, so it never counts.
+    # The first step has no predecessor and begins a stage, so it never counts.
     pairs = pairwise(timeline.steps)
     steady = [step.wall_s for before, step in pairs if before.expert == step.expert == expert]
     return statistics.median(steady) if steady else None

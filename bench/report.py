@@ -36,7 +36,7 @@ class Table:
         rule = tuple(MARKDOWN_RULES[side] for side in self._sides())
         cells = [self.head, rule, *self.rows]
         if self.marked is not None:
-            # Behind the head and the rule. An empty cell would become four asterisks.
+            # Head and rule come before the rows. An empty cell stays empty: `****` would be shown.
             cells[2 + self.marked] = tuple(
                 cell and f"**{cell}**" for cell in self.rows[self.marked]
             )
@@ -53,7 +53,7 @@ class Table:
 
         rows = [f"<tr>{row(cells, 'td')}</tr>" for cells in self.rows]
         if self.marked is not None:
-            # Cells are escaped, so only the row's own tag matches.
+            # Cells are escaped, so only the row's own `<tr>` matches.
             rows[self.marked] = rows[self.marked].replace("<tr>", '<tr class="marked">')
         head = f"<thead><tr>{row(self.head, 'th')}</tr></thead>"
         return (
@@ -70,7 +70,6 @@ class Table:
         row = "  ".join(
             f"{{:{side}{width}}}" for side, width in zip(self._sides(), widths, strict=True)
         )
-        # Without the spaces that fill the last column.
         return "\n".join(row.format(*cells).rstrip() for cells in lines)
 
     def _sides(self) -> list[str]:

@@ -46,7 +46,7 @@ def comparison(report: Report) -> Table:
     if not many:
         return _variant_table(title, "Metric", rows, report)
     table = _variant_table(title, "Variant", rows, report)
-    # Turned, because so many variants are too wide as columns.
+    # The table is transposed: so many variants would be too wide as columns.
     head, *lines = zip(table.head, *table.rows, strict=True)
     return Table(title=title, head=head, rows=tuple(lines))
 
@@ -116,7 +116,7 @@ def _latents(variant: Variant, report: Report) -> str:
         return ""
     if len(variant.latents) > 1:
         return "differ from run to run"
-    # At the latest, this finds the variant itself.
+    # `next` always finds a variant, because `variant` itself matches.
     first = next(other for other in report.variants if other.job == variant.job and other.latents)
     if first is variant:
         return f"{min(variant.latents)[:12]} in {len(variant.trials)} of {len(variant.trials)} runs"
@@ -128,7 +128,7 @@ def _latents(variant: Variant, report: Report) -> str:
 
 def _remarks(variant: Variant) -> str:
     """List the changes during the runs, and the reason for a failure."""
-    # Each change once, in order, because most runs have the same ones.
+    # Most runs have the same changes. A dict lists each one once, in order.
     changes = dict.fromkeys(change for timeline in variant.measured for change in timeline.changes)
     failed = variant.failed and f"failed: {variant.failed}"
     return "; ".join(filter(None, (failed, *changes)))
@@ -220,7 +220,7 @@ def step_table(variant: Variant) -> Table:
     """
     runs = variant.measured
     digits = _digits([variant])
-    # Equal in all runs of a variant, like the steps.
+    # All runs of a variant have the same steps and the same switch.
     switch = runs[0].switch_step
     # Cumulative per run: medians of steps come from different runs, and do not add up.
     ends = [tuple(accumulate(step.wall_s for step in run.steps)) for run in runs]
@@ -346,7 +346,7 @@ def _histogram(title: str, counted: Sequence[RateRange]) -> Table:
         RateRange(from_gb_per_s=border, fetches=0, nbytes=0, busy_s=0.0) for border in RATE_BORDERS
     )
     rows = []
-    # With empty ranges, so every table has the same rows. The last one has no upper border.
+    # Empty ranges are added, so every table has the same rows. The last one has no upper border.
     for rates, high in zip(together([*empty, *counted]), (*RATE_BORDERS[1:], None), strict=True):
         low = rates.from_gb_per_s
         label = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"

@@ -68,7 +68,7 @@ def processor_name() -> str:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    # On ARM, Linux lists no model name.
+    # Linux lists no model name on 64-bit ARM.
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
 
@@ -118,7 +118,7 @@ def _commit() -> str:
     """Return the checkout's commit. An installed package has none."""
     root = Path(__file__).resolve().parent.parent
     command = ["git", "rev-parse", "--short", "HEAD"]
-    # Not above the root: the package may lie in the checkout of another project.
+    # git must not search above the root: the package may lie in another project's checkout.
     limited = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     try:
         # Outside a checkout, git fails with an empty output, so the status is not checked.

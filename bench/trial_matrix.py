@@ -87,7 +87,7 @@ class TrialMatrix:
             )
         found = [
             Setting(policy=policy, steps=steps)
-            # A product with an empty list would be empty.
+            # A product with an empty list would be empty, so None stands for no step count.
             for chosen, steps in product(policies, self.steps or (None,))
             for policy in _with_prefetch(chosen, self.prefetch)
         ]
@@ -125,7 +125,7 @@ def _numbers(name: str, text: str, *, least: int, most: int) -> tuple[int, ...]:
 
 def _is_number(text: str) -> bool:
     # The length is limited because int() refuses thousands of digits with another error.
-    # `isdecimal` is True for digits in all scripts.
+    # `isascii` is needed, because `isdecimal` is True for digits in every script.
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 

@@ -52,7 +52,7 @@ def cancel_once(
     stop, requested_s = threading.Event(), list[float]()
 
     def request_stop() -> None:
-        # Before `stop` is set: the run may end before this thread continues.
+        # The time comes before `stop.set`: the run may end before this thread continues.
         requested_s.append(time.perf_counter())
         stop.set()
 
@@ -76,11 +76,11 @@ def measure(
     driver, chance = Driver(pool, ref, mesh), random.Random(0)
     request = bench_request(VIDEO, videos=1, guidance=4.0, in_channels=16)
     short, long = request.with_steps(SHORT), request.with_steps(LONG)
-    # Opens the experts on the workers, so no later run includes this.
+    # This run opens the experts on the workers. Otherwise the next run's times would include this.
     driver.denoise(experts, short, POLICY)
     calm = driver.denoise(experts, request.with_steps(2 * SHORT), POLICY)
     wanted = tensor_digest(driver.denoise(experts, short, POLICY).latents)
-    # Without the first step, where the first block is cold.
+    # The first step waits for a cold block, so it is left out.
     step_s = statistics.median(step.wall_s for step in calm.timeline.steps[1:])
     found, equal, loaded = [], 0, os.getloadavg()[0]
     for number in range(cancels):

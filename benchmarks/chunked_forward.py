@@ -79,7 +79,7 @@ def measure(original: WanTransformerBlock, tokens: int) -> dict[str, float]:
             call()
             seconds[size].append(time.perf_counter() - began)
             if size not in peaks:
-                # In a call that is not timed, because the mode slows each operation.
+                # The mode slows each operation, so memory is measured in a separate call.
                 with PeakTensorBytes() as alive:
                     call()
                 peaks[size] = alive.peak
@@ -99,12 +99,12 @@ def main() -> None:
         .requires_grad_(False)
         .bfloat16()
     )
-    # diffusers keeps these in fp32, whatever the dtype of the model.
+    # diffusers loads these in fp32, whatever the dtype of the model.
     for name in ("norm2", "scale_shift_table"):
         part = getattr(block, name)
         part.data = part.data.float() if isinstance(part, torch.nn.Parameter) else part.float()
     with torch.inference_mode():
-        # A warm-up, because libraries initialise at the first call.
+        # Libraries initialise at the first call, so this one is not measured.
         block(*inputs_of(256))
         figures = {f"{tokens}_tokens": measure(block, tokens) for tokens in TOKENS}
     method = (

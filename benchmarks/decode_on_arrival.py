@@ -84,7 +84,7 @@ def cases(rows: int, device: torch.device) -> dict[str, Case]:
         "fp8 rows": Case(fp8, scale=row_scales),
     }
     for name, packing in packings.items():
-        # Bytes without NaN, and scales of a usual size.
+        # Read as fp8, these bytes are not NaN, and as scales they have a usual size.
         stored = torch.randint(100, 120, (packing.bytes_of(shape),), dtype=torch.uint8)
         if isinstance(packing, EightBit):
             packing.split(stored, shape)[1].fill_(0.01)
@@ -137,7 +137,7 @@ def measure(name: str, case: Case, into: torch.Tensor) -> dict[str, float]:
         decode_tensor(stored, into, packing=packing, scale=scale)
 
     def by_torch() -> None:
-        # No kernel is chosen without device families.
+        # Without device families, `decode_tensor` uses no kernel but torch's operations.
         families, one_pass.FAMILIES = one_pass.FAMILIES, ()
         decode()
         one_pass.FAMILIES = families

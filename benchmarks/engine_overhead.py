@@ -25,7 +25,7 @@ class Identity(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Small ones, because the cost depends on how many parameters are bound.
+        # The matrices are small: the cost depends on how many parameters are bound.
         self.matrices = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(10))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

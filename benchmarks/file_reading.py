@@ -29,7 +29,7 @@ from wanstream.offload.sources.read_plan import ALIGNMENT, EXTENT_BYTES, PIECE_B
 from wanstream.offload.sources.reader import FileReader
 
 FILE_BYTES = 1_000_000_000
-# Not a multiple of 4096: a file's tensors begin behind a header with any length.
+# This is no multiple of 4096: in a real file, the tensors begin after a header of any length.
 DATA_START = 4_712
 TENSOR_BYTES = 52_428_800  # 5120 x 5120 in bf16
 ROUNDS = 5
@@ -64,7 +64,7 @@ def cases() -> Iterator[ReadCase]:
         yield ReadCase(route="warm cache", threads=threads, size=PIECE_BYTES)
     for size_mb in SIZES_MB:
         for route, used, more in (
-            # One page more, so a direct read covers as many bytes from any start.
+            # A direct read starts at a page border, and needs one page more for the same bytes.
             ("direct", EXTENT_BYTES, ALIGNMENT),
             ("cold cache", PIECE_BYTES, 0),
         ):
@@ -106,7 +106,7 @@ def pieces(path: Path, size: int) -> list[ReadPiece]:
 def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     """Read the whole file once."""
     direct = case.route == "direct"
-    # The size belongs to a direct read here, and to a piece in the other cases.
+    # `case.size` is the size of a direct read, or of a piece on the other routes.
     reader = FileReader(
         readers=case.threads, direct=direct, extent_bytes=case.size if direct else EXTENT_BYTES
     )
@@ -141,7 +141,7 @@ def main() -> None:
         path = Path(folder) / "weights.bin"
         write_file(path)
         target = np.frombuffer(mmap.mmap(-1, FILE_BYTES), np.uint8)
-        # Touched, so no page fault is measured.
+        # Every page is touched first, so no page fault is measured.
         target[:: mmap.PAGESIZE] = 1
         load_before = psutil.getloadavg()[0]
         runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases()}

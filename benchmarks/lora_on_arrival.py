@@ -129,7 +129,7 @@ def measure(fmt: BlockFormat, device: torch.device) -> dict[str, dict[str, float
     def patch(kind: str) -> Callable[[], None]:
         held = stage_patch(fmt, device, kind).get(KEY)
         assert held is not None
-        # On a CPU, the factors are added from where they are.
+        # On a CPU, the factors are read in place and need no slot.
         slot = allocate_flat(held.layout.nbytes, device) if device.type == "cuda" else None
 
         def add() -> None:
@@ -163,7 +163,7 @@ def main(device: str) -> None:
 
 
 def _factor_bytes() -> int:
-    # 2 bytes in bf16, for `up` and `down`.
+    # A bf16 value has 2 bytes. `up` has `rows` x RANK values, `down` RANK x `columns`.
     return sum(2 * RANK * (rows + columns) for rows, columns in MATRICES.values())
 
 

@@ -37,7 +37,7 @@ OUTLIERS, OUTLIER_SIZE = slice(None, None, 64), 20.0
 STEPS, SWITCH, LATENT = 8, 4, (1, 16, 3, 16, 16)
 POLICY = OffloadPolicy.layerwise(1)
 FORMATS = {"fp8_scaled": scaled_fp8} | {
-    # The default binds the name of this round.
+    # The default argument binds this round's name. Otherwise every lambda would use the last one.
     name: MixedLayout(format_of=lambda _, name=name: name)  # type: ignore[misc]
     for name in ("int8 rows", "int8 ConvRot", "mxfp8", "nvfp4")
 }

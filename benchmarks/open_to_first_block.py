@@ -49,7 +49,6 @@ def drop_from_page_cache(file: Path) -> None:
 
 def measure(high: str, low: str) -> dict[str, float]:
     """Return the seconds from calling `open_experts` to the first block, in total and by phase."""
-    # Made before the clock starts.
     lane = Lane(latents=torch.randn(1, 16, 3, 8, 8), text=torch.randn(1, 512, 4096))
 
     def stop_run(*_: object) -> None:

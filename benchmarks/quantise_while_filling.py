@@ -85,7 +85,7 @@ def filling(folder: Path) -> dict[str, dict[str, float]]:
     for storage, threads in itertools.product(("fp8", "int8 ConvRot"), THREADS):
         files = FileSource(blocks, computed_dtypes=torch.bfloat16, direct=False)
         sources[f"{storage}, {threads} threads"] = QuantisedSource(files, storage, threads=threads)
-    # One slot for each way, allocated once, so only the first round faults pages in.
+    # Each way keeps one slot, so only the first round faults pages in.
     slots = {
         name: allocate_flat(source.formats[KEY].stored.nbytes, "cpu")
         for name, source in sources.items()
@@ -94,7 +94,7 @@ def filling(folder: Path) -> dict[str, dict[str, float]]:
     # All ways in turns, because the machine's speed changes.
     for _ in range(REPEATS + 1):
         for name, source in sources.items():
-            # Called before the loop continues, so the names are still bound to this round.
+            # The lambda is called before the loop continues, so the names are still this round's.
             taken[name].append(seconds(lambda: source.read_block(KEY, slots[name])))  # noqa: B023
     for source in sources.values():
         source.close()

@@ -122,7 +122,7 @@ def warm_free_memory(nbytes: int) -> None:
     process.
     """
     memory = mmap.mmap(-1, nbytes + 2**22, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # As in `map_memory`, so the host backs the same kind of pages.
+    # `map_memory` gives the same advice, so the host backs the same kind of pages.
     memory.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
 
@@ -162,7 +162,7 @@ def fill_once(path: Path) -> Fill:
     for fetch in range(BLOCKS):
         run.take(fetch)
         run.leave(fetch)
-        # Set by the first block only.
+        # Only the first block sets the time.
         first_s = first_s or time.perf_counter() - start
     wall = time.perf_counter() - start
     used = process_usage().since(usage)
@@ -197,7 +197,7 @@ def run_once(checkout: Path, path: Path) -> Fill:
     with tempfile.TemporaryDirectory() as folder, path.open("rb", buffering=0) as file:
         while file.read(2**24):
             pass
-        # Under the import name, whatever the name of the checkout.
+        # The link gives the checkout its import name, whatever the folder is called.
         (Path(folder) / "wanstream").symlink_to(checkout.resolve())
         environment = {**os.environ, "PYTHONPATH": folder}
         command = [sys.executable, __file__, "--measure", str(path)]
@@ -242,7 +242,7 @@ def main(before: Path | None, folder: str | None) -> None:
         of_version = sorted(
             (pair[name] for pair in pairs), key=lambda fill: float(fill["gb_per_s"])
         )
-        # The fill with the median rate as a whole, because the figures belong together.
+        # All figures come from the one fill with the median rate, because they belong together.
         figures[name] = {key: rounded(value) for key, value in of_version[PAIRS // 2].items()}
         figures[name]["gb_per_s_of_each_pair"] = [
             round(pair[name]["gb_per_s"], 2) for pair in pairs

@@ -84,7 +84,7 @@ def queue_figures(
     """Return the figures for one measured queue and the prediction."""
     seconds = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
     videos, measured = len(result.latents), result.wall_s
-    # The first video passes both stages, each other one adds the slower stage.
+    # The first video takes both stages. Each further video adds the slower stage.
     predicted = sum(seconds) + (videos - 1) * max(seconds)
     experts = [[step.expert for step in result.timelines[rank].steps] for rank in range(2)]
     return {

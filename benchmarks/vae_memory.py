@@ -115,7 +115,7 @@ def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[s
             return (needs.device_bytes(tiling) + needs.host_bytes(tiling) + HEAP_BYTES) / 1e9
 
         before = status("VmRSS")
-        # 5 sets VmHWM to the present RSS.
+        # Writing 5 resets VmHWM to the present RSS.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         start, counter = time.perf_counter(), FrameCounter(seconds)
         parts = vae.stream(latents, device="cpu", tiling=tiling, check=counter.check)
@@ -170,7 +170,7 @@ def in_child(name: str, budget: int, work: Path, seconds: float) -> dict[str, An
     command = [sys.executable, __file__, name, "--budget", str(budget / 1e9), "--child", str(work)]
     command += ["--seconds", str(seconds)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    # Libraries may print lines before it.
+    # Libraries may print other lines before the JSON.
     figures: dict[str, Any] = json.loads(output.splitlines()[-1])
     return figures
 

@@ -44,7 +44,7 @@ SECONDS = 0.005
 
 def anonymous_mib() -> float:
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    # Without mapped files, whose pages the kernel can drop at any time.
+    # RssAnon leaves out mapped files: the kernel can drop their pages at any time.
     line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) / 1024
 
@@ -210,7 +210,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "base").mkdir()
-        # In a process of its own, so no memory of the writer is counted later.
+        # A separate process writes the files, so the writer's memory is not counted later.
         run_in_comfyui(__file__, WRITE, folder)
         for way in WAYS:
             found = run_in_comfyui(__file__, way, folder)

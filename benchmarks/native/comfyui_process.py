@@ -30,7 +30,7 @@ def run_in_comfyui(script: str, *arguments: str) -> Any:
         stdout=subprocess.PIPE,
         text=True,
     )
-    # ComfyUI prints lines before it.
+    # ComfyUI prints other lines before the JSON.
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -40,13 +40,13 @@ def enter_comfyui(*options: str) -> dict[str, str]:
     Args:
         options: further ComfyUI command line options.
     """
-    # ComfyUI parses these when its first module is imported.
+    # ComfyUI parses `sys.argv` when `comfy.cli_args` is first imported.
     sys.argv = ["main.py", "--cpu", *options]
     # The working directory is the ComfyUI folder.
     sys.path[:0] = [".", str(CASES)]
     import comfy.options
 
-    # First, because other modules of ComfyUI read the options when they are imported.
+    # Other ComfyUI modules read the options while they are imported, so this comes first.
     comfy.options.enable_args_parsing()
     import comfyui_version
     import torch

@@ -76,7 +76,7 @@ def timed(calc_cond_batch):
     """Return the function for one model call, with a line in `CALLS`."""
 
     def call(*arguments, **named):
-        # By the same clock as ComfyUI's timestamps.
+        # `time.time` is also the clock behind ComfyUI's timestamps.
         start = time.time()
         result = calc_cond_batch(*arguments, **named)
         with CALLS.open("a") as file:

@@ -73,7 +73,7 @@ def measure(paths: dict[str, Path]) -> dict[str, Any]:
     apart = load("high"), load("low")
     sampling = joined.get_model_object("model_sampling")
     sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", STEPS).tolist()
-    # Without the final sigma: no step starts there.
+    # No step starts at the final sigma.
     switch = sum(sigma >= BOUNDARY for sigma in sigmas[:-1])
     latent = torch.zeros(LATENT)
     noise = torch.randn(LATENT, generator=torch.Generator().manual_seed(SEED))
@@ -90,13 +90,13 @@ def measure(paths: dict[str, Path]) -> dict[str, Any]:
 
     def two(steps: Steps) -> list[int]:
         half = sample(apart[0], noise, latent, steps, last_step=switch)
-        # As KSampler (Advanced) without added noise, on the first sampler's latent.
+        # These are the settings of a second KSampler (Advanced), which adds no noise.
         part = {"start_step": switch, "disable_noise": True, "force_full_denoise": True}
         sample(apart[1], torch.zeros(LATENT), half, steps, **part)
         return moved(apart[0]) + moved(apart[1])
 
     def moved(model: Any) -> list[int]:
-        # Read before the next run, because only the last one is kept.
+        # `last` is replaced by the next run, so it is read before that.
         return [step.bytes_moved for step in model.model.runs.last.shown.timeline.steps]
 
     figures: dict[str, Any] = {"steps": STEPS, "switch_step": switch}

@@ -61,7 +61,7 @@ def hooked(policy: Any) -> Iterator[Any]:
     with attach_offload(
         {STACK: list(blocks.values())}, policy=policy, device=device, follow_forward=False
     ) as engine:
-        # As much of the real class as the hooks read.
+        # These are all the fields of `NativeWeights` that the hooks read.
         weights = SimpleNamespace(
             blocks=blocks,
             stacks={STACK: blocks},
@@ -83,7 +83,7 @@ def hooked(policy: Any) -> Iterator[Any]:
             seconds = [_timed(model, recorder, step) for step in range(count)]
             runs.current = None
             session.close()
-            # A wrong prediction would show in the figures.
+            # A wrong prediction compiles a second program, and the figures would include the time.
             assert session.recompiled == 0
             return seconds
 
@@ -164,7 +164,7 @@ def measure_loras() -> dict[str, dict[str, float]]:
                     for block in blocks:
                         block(hidden)
                     times.append((time.perf_counter() - began) / LORA_BLOCKS)
-        # The first pass fetches blocks without any ahead.
+        # The first pass starts with a cold block.
         return statistics.median(times[1:])
 
     found: dict[str, dict[str, float]] = {}

@@ -58,14 +58,14 @@ def _run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -
     options: dict[str, Any] = {} if variant.direct is None else {"direct": variant.direct}
     if variant.storage != "as stored":
         options["storage"] = variant.storage
-    # After the imports, so variants are compared without them.
+    # The clock starts after the imports, so variants are compared without them.
     import_rss, before, start = memory_bytes("VmRSS"), process_usage(), time.perf_counter()
     with open_experts(folders["high"], folders["low"], compute_dtype=DTYPE, **options) as pair:
         engine = pair.engine(variant.policy, device)
         _ = engine.models["high"]  # loads everything of the first expert that does not stream
         load_s = time.perf_counter() - start
         result = denoise(pair, request, policy=variant.policy, device=device)
-        # Inside the `with`, because closing the pair frees all of it.
+        # Closing the pair frees the weights, so they are counted before that.
         device_weight_bytes, host_weight_bytes = engine.loaded_bytes, engine.host_bytes
     total_s, used = time.perf_counter() - start, process_usage().since(before)
     steps = result.timeline.steps

@@ -95,7 +95,7 @@ def run_part(chosen: argparse.Namespace) -> None:
                 method=METHOD,
                 figures=merged(sessions, chosen.device),
                 folder=chosen.results,
-                # From the runs, because they may be merged on another machine.
+                # The runs may be merged on another machine, so these come from the runs.
                 hardware=lines[-1]["hardware"],
                 versions=lines[-1]["versions"],
             )

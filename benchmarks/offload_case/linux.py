@@ -73,7 +73,7 @@ def machine_time() -> MachineTime:
         int(value)
         for value in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     ]
-    # The columns behind these are guest time, and part of user time already.
+    # The next columns are guest time, and user time includes guest time already.
     user, nice, system, _idle, _iowait, irq, soft_irq, stolen = ticks[:8]
     per_second = os.sysconf("SC_CLK_TCK")
     return MachineTime(

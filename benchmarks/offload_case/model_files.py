@@ -74,7 +74,7 @@ def _shares(tensors: dict[str, torch.Size], shards: int) -> Iterator[list[str]]:
     parts: list[list[str]] = [[] for _ in range(shards)]
     before = 0
     for name, shape in tensors.items():
-        # Empty tensors at the end would get a number too high.
+        # `before` equals `total` at an empty last tensor, and the number would be one too high.
         parts[min(before * shards // total, shards - 1)].append(name)
         before += shape.numel()
     assert all(parts), f"{shards} shards are too many for {len(tensors)} tensors"

@@ -65,7 +65,7 @@ def denoise_plain(
                 )[0].float()
                 for text in texts
             )
-            # In this order, because another one rounds to other bits.
+            # WanStream computes in this order. Another one rounds to other bits.
             velocity = negative + step_plan.guidance[step] * (positive - negative)
             latents = solver.step(velocity, latents)
             clock.settle()

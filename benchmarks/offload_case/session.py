@@ -112,7 +112,7 @@ class Session:
         """Measure this machine before a round. A resumed round reuses its first measurement."""
         file = self._folder / f"machine-{number}.json"
         if not file.exists():
-            # The disk is measured with one of these files.
+            # The disk rate is measured with one of these files, so none may be in the page cache.
             drop(weight_files(self._settings.work))
             task = Task(
                 variant="layerwise",
@@ -132,7 +132,7 @@ class Session:
         files = [*weight_files(task.experts_folder), *weight_files(task.variant_folder)]
         if self._settings.cold:
             drop(files)
-        # Recorded, because pages mapped by another process cannot be dropped.
+        # Pages mapped by another process cannot be dropped, so the rest is recorded.
         still_cached = cached_bytes(files) if self._settings.cold else None
         limit = self._settings.limit_bytes if planned.limited else None
         with nullcontext() if limit is None else limited_group(limit) as group:
@@ -171,7 +171,7 @@ class Session:
     def _watch(self, task: Task, group: LimitedGroup | None) -> Watched:
         command = [sys.executable, str(PROGRAM), "run", task.to_json()]
         environment = {
-            # Before the process starts, because OpenMP reads it once.
+            # OpenMP reads this once, so it must be set before the process starts.
             "OMP_NUM_THREADS": str(task.threads),
             "HF_HUB_OFFLINE": "1",
             **task.case_variant.environment,

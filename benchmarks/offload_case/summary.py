@@ -39,7 +39,7 @@ def _row(runs: list[Run], base: list[Run], switch_step: int) -> Row:
             "why": runs[-1]["reason"],
         }
     calm = [run for run in finished if not run["disturbed"]]
-    # Disturbed runs are better than none, and `calm` marks them.
+    # Disturbed runs are better than none. The column `calm` marks such a row.
     counted = calm or finished
     step_s = _median_steps(counted)
     row = {

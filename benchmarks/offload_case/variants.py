@@ -187,7 +187,7 @@ def all_variants(blocks: int) -> dict[str, CaseVariant]:
         CPU_OFFLOAD,
         *DISK_PEERS,
         *HEAP_PEERS,
-        # The first one is `CPU_OFFLOAD` again.
+        # The first device peer is `CPU_OFFLOAD` under another title.
         *DEVICE_PEERS[1:],
     ]
     return {variant.name: variant for variant in variants}

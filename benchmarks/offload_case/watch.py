@@ -56,7 +56,7 @@ def watch(
                 time.sleep(SAMPLE_S)
         finally:
             if process.poll() is None:
-                # After an interrupt too: the next run must have the machine alone.
+                # This kills the process after an interrupt, too: the next run needs the machine.
                 process.kill()
             process.wait()
     wall_s, machine_after = time.perf_counter() - start, machine_time()

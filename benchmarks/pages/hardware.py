@@ -40,7 +40,7 @@ def page(text: str, results: Sequence[Result]) -> str:
     names = [f"-{_plain(row[0])}-" for row in measured]
     missing = [card for card in EXPECTED if not any(f"-{_plain(card)}-" in name for name in names)]
     rows = (*measured, *((card, *("" for _ in HEAD[1:])) for card in missing))
-    # By a function, because `re` would interpret backslashes in a table.
+    # A function returns the text, because `re` would interpret backslashes in a plain string.
     return PLACE.sub(
         lambda found: f"{found[1]}\n{Table(head=HEAD, rows=rows).markdown()}\n\n{found[2]}", text
     )

@@ -170,7 +170,7 @@ def moved(result: Result) -> Iterator[str]:
         counted, kind = row.get("step_moved_gb"), kinds.get(title.removesuffix(" (disturbed)"), "")
         if counted:
             known, each = "counted", sorted({*counted})
-            # Equal in all steps for a layerwise run, and one figure then suffices.
+            # All steps of a layerwise run move the same bytes, so one figure is enough.
             words = figures("step_moved_gb", 2)(row) if len(each) > 1 else f"{each[0]:.2f}"
             against = NOTHING if len(each) > 1 else f"{each[0] / streamed:.2f}x"
         elif kind in ("group", "accelerate"):

@@ -67,7 +67,7 @@ def estimate(
         LATENT_BYTES * min(1.0, step_s / LATENT_PREVIEW_S) if preview else 0.0
     )  # of the first video
     before = groups * (state + LATENT_BYTES + RECORD_BYTES)
-    # A state in every `steps`-th report, and a record in each.
+    # Every `steps`-th report has a state, and each report has a record.
     after = groups * (state / steps + RECORD_BYTES) + shown
     return {
         "before": _bytes(before, step_s, request * ranks * jobs * groups),
@@ -97,7 +97,7 @@ def count(folder: Path) -> dict[str, Any]:
         }.items():
             sizes: list[int] = []
 
-            # The default binds the list of this round.
+            # The default argument binds this round's list.
             def on_report(report: StepReport, sizes: list[int] = sizes) -> None:
                 # Pickled, as on the way to the driver.
                 sizes.append(len(pickle.dumps(report)))

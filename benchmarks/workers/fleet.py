@@ -190,7 +190,7 @@ def simulated(folder: Path) -> list[dict[str, Any]]:
     for count in SIMULATED:
         rows = count * ROWS_PER_SERVER
         with waiting_servers(folder / f"servers{count}", [WAIT_S] * count, models) as (urls, _):
-            # In this process only, without the servers.
+            # `process_time` counts this process only, without the servers.
             cpu = time.process_time()
             seconds = run_batch(folder / f"of{count}", urls, small_workflow(), range(rows))
             cpu = time.process_time() - cpu
@@ -227,7 +227,7 @@ def faults(folder: Path) -> dict[str, Any]:
             return run_batch(folder / name, urls, small_workflow(), range(FAULT_ROWS))
 
     def kill_one(out: Path, pids: list[int]) -> None:
-        # By finished files, so the moment does not depend on the machine's speed.
+        # The moment is a number of finished files, so it does not depend on the machine's speed.
         while len([*out.glob("*.mp4")]) < FAULT_ROWS // 3:
             time.sleep(0.05)
         os.kill(pids[0], signal.SIGKILL)

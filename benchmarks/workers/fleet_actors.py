@@ -136,7 +136,7 @@ def queue(folder: Path) -> dict[str, Any]:
         )
 
     figures: dict[str, Any] = {"bytes_of_a_video": video.stat().st_size, "seconds_of_a_row": WAIT_S}
-    # All but the computing is the product's own code.
+    # Only the computing is replaced. All other code is the product's own.
     with mock.patch.object(Workflow, "run", wait):
         for shared in (True, False):
             for window in (1, 2):

@@ -63,7 +63,7 @@ CASES = (
 """Layout, tokens and steps. Runs with Ulysses take fewer steps, as each has hundreds of
 exchanges."""
 PINGS = 20
-# From linux/if_tun.h, and CLONE_NEWNET from linux/sched.h.
+# The values are from linux/if_tun.h, CLONE_NEWNET from linux/sched.h.
 TUNSETIFF = 0x400454CA
 IFF_TUN = 0x0001
 IFF_NO_PI = 0x1000
@@ -109,7 +109,7 @@ class DelayedLink:
         waiting: list[tuple[float, int, int, bytes]] = []
         numbers = itertools.count()  # packets from the same moment keep their order
         while not self._ending.is_set():
-            # Until the next packet is due, and at most 0.1 s, so the thread notices the end.
+            # `select` waits for the next packet, but at most 0.1 s, so the thread notices the end.
             left_s = min(0.1, waiting[0][0] - time.monotonic()) if waiting else 0.1
             for device in select.select(devices, [], [], max(0.0, left_s))[0]:
                 packet = os.read(device, MOST_BYTES)
@@ -137,7 +137,7 @@ def open_tun(network: str) -> int:
             raise OSError(ctypes.get_errno(), "setns failed: run this as root")
         os.close(namespace)
         device = os.open("/dev/net/tun", os.O_RDWR)
-        # `struct ifreq`: the name in 16 bytes, and the flags.
+        # A `struct ifreq` begins with the name in 16 bytes and the flags.
         fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", b"tun0", IFF_TUN | IFF_NO_PI))
         found.append(device)
 
@@ -237,7 +237,7 @@ def serve(rank: int, folder: str) -> None:
             exchanges = Exchanges()
             groups.join()
             try:
-                # Votes with nothing else under way, to measure the link alone.
+                # Nothing else is under way during these votes, so they measure the link alone.
                 pings = [timed_vote(groups) for _ in range(PINGS)]
                 request = request_of(given["latents"], given["steps"])
                 part = RunSlice(split=group_forward(groups))
